@@ -1,0 +1,90 @@
+"""The rollout engine: what training and evaluation ask of whatever samples the completions.
+
+Two engines serve the same interface: `transformers` (generate on the trainer's own modules; any device) and `vllm`
+(in process, over the trainer's own tensors; one CUDA device). Neither knows which loss is used, and the trainer does
+not know which engine or kernel ran.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 and `min_p` 0 switch the filters off."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    stop_token_ids: tuple[int, ...] = ()  # beside the checkpoint's own end-of-sequence tokens
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One sampled completion.
+
+    `logprobs` holds, for each token of `token_ids`, the natural log of its probability under the distribution it was
+    drawn from (after temperature and filters). A greedy completion carries the unfiltered log probability at
+    temperature 1. `token_ids` includes the stop token if one was sampled; `finish_reason` "length" means truncated.
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    finish_reason: Literal["stop", "length"]
+
+
+class Engine(Protocol):
+    """What `open_engine` returns. Calls come in any order; `sleep` and `wake` bracket the training phase."""
+
+    name: str  # "transformers" or "vllm"
+    kernel: str  # what really multiplies the base weights, for the log
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seed: int | None = None
+    ) -> list[Completion]:
+        """Sample one completion for each prompt (token ids), with the adapter and the noise that are set.
+
+        The same (prompts, sampling, seed) give the same completions where the engine is deterministic. Raises
+        EngineError if a prompt and its completion cannot fit the context.
+        """
+
+    def score(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> list[list[float]]:
+        """Log probabilities of given completion tokens at `temperature`, with the adapter and noise that are set."""
+
+    def sync_adapter(self, tensors: Mapping[str, torch.Tensor], scaling: float) -> int:
+        """Take over the trainer's adapter; returns the number of tensors that now act.
+
+        `tensors` maps the names of `qerl.adapter.adapter_tensors` (base module names, ending in `.lora_A.weight` (r,
+        in), `.lora_B.weight` (out, r), or `.weight` (d,) for a trained norm) to tensors; `scaling` multiplies B.
+        Raises EngineError if a tensor finds no place or a place gets no tensor.
+        """
+
+    def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
+        """Add float32 vectors (d,) to the named norms' weights from now on; None restores the clean norms bit-exactly.
+
+        Always relative to the clean norms, never cumulative. Returns the number of norms touched; a name that does
+        not exist raises EngineError.
+        """
+
+    def sleep(self) -> None:
+        """Release what only sampling needs (the KV cache); weights stay."""
+
+    def wake(self) -> None:
+        """Take back what `sleep` released."""
+
+    def policy_model(self) -> PreTrainedModel:
+        """The transformers model that the trainer attaches its adapter to; its base weights are this engine's own."""
+
+    def close(self) -> None:
+        """Free everything; further calls raise EngineError."""
