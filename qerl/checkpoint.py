@@ -1,0 +1,292 @@
+"""What a `--model` is, read from its files: base, NVFP4 checkpoint, adapter or run directory; folder or hub id.
+
+    config.json                          -> "base16", or "nvfp4" by its quantization_config
+    adapter_config.json                  -> "adapter"; its base_model_name_or_path is the base
+    config.yaml and metrics.jsonl        -> "run"; its model.base is the base, its newest saved adapter the adapter
+
+Nothing is taken from a folder's name. The word `tiny` is the model that ships with the package (a folder of that name
+is `./tiny`). Importing this module loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from qerl.errors import CheckpointError
+from qerl.shards import read_json, weight_files
+
+ModelKind = Literal["base16", "nvfp4", "adapter", "run"]
+Load = Literal["auto", "nvfp4", "bf16"]
+
+TINY = "tiny"
+TINY_FOLDER = Path(__file__).parent / "tiny"
+CHECKPOINTS = Path("checkpoints")
+RUNS = Path("runs")
+REPORT = "quantize_report.json"
+NVFP4_FORMAT = "nvfp4-pack-quantized"
+HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """A resolved `--model`: what was given, and what has to be loaded for it."""
+
+    kind: ModelKind
+    path: Path  # folder that was given (for a hub id: its folder in the hub's cache)
+    base: str  # hub id or folder of the base weights to load
+    adapter: Path | None  # folder with adapter_config.json
+    run: Path | None
+    format: Literal["nvfp4", "bf16"]  # of the base weights
+
+
+def resolve_model(ref: str, load: Load = "auto", adapter: str | None = None) -> ModelRef:
+    """Find out what `ref` is and which base (and adapter) to load for it.
+
+    `load` "nvfp4" takes, for a 16-bit base, the quantized folder that `qerl quantize` makes of it; "bf16" takes, for
+    an NVFP4 folder, the 16-bit model that its report names; "auto" takes what is there (for a run: its recipe's
+    format). `adapter` (adapter folder or run) replaces whatever adapter `ref` brings. Raises CheckpointError if
+    something is missing or of another kind, with what to type.
+    """
+    if load not in ("auto", "nvfp4", "bf16"):
+        raise CheckpointError(f"load={load!r} is not a way to load a model: write auto, nvfp4 or bf16")
+    folder, local = _locate(str(ref))
+    kind = kind_of(folder)
+    if kind == "run":
+        found = _resolve_run(folder, load)
+    elif kind == "adapter":
+        found = _resolve_adapter(folder, load)
+    else:
+        found = _resolve_base(str(folder) if local else str(ref), folder, kind, load)
+    return found if adapter is None else replace(found, adapter=_adapter_of(adapter))
+
+
+def kind_of(folder: Path) -> ModelKind:
+    """What a folder holds, decided from its files. Raises CheckpointError for anything qerl cannot use."""
+    if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
+        return "run"
+    if (folder / "adapter_config.json").is_file():
+        return "adapter"
+    if (folder / "config.json").is_file():
+        return _base_kind(folder, read_json(folder / "config.json"))
+    raise CheckpointError(
+        f"{folder} has no config.json, adapter_config.json, or config.yaml with metrics.jsonl: give a model, "
+        "an NVFP4 checkpoint, an adapter or a run directory"
+    )
+
+
+def _base_kind(folder: Path, config: dict) -> ModelKind:
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return "base16"
+    method, layout = quantization.get("quant_method"), quantization.get("format")
+    if method != "compressed-tensors" or layout != NVFP4_FORMAT:
+        raise CheckpointError(
+            f"{folder} is already quantized as {method}{f' ({layout})' if layout else ''}, and qerl reads 16-bit "
+            f"models and {NVFP4_FORMAT}: give the model that it was made from"
+        )
+    groups = quantization.get("config_groups", {}).values()
+    if any(group.get("input_activations") for group in groups):
+        raise CheckpointError(
+            f"{folder} quantizes activations too (NVFP4 W4A4), and qerl trains on 16-bit activations: run "
+            "`qerl quantize` on the model that it was made from"
+        )
+    return "nvfp4"
+
+
+def is_hub_id(ref: str) -> bool:
+    """Whether `ref` is no folder here and has the form `owner/name`."""
+    return not Path(ref).exists() and HUB_ID.fullmatch(ref) is not None and not ref.startswith(".")
+
+
+def _locate(ref: str) -> tuple[Path, bool]:
+    """Folder with the files that say what `ref` is, and whether it is a folder of this machine."""
+    if ref == TINY:
+        if not (TINY_FOLDER / "config.json").is_file():
+            raise CheckpointError(
+                f"the embedded model is not in {TINY_FOLDER}: install qerl again, or build it with "
+                "`python scripts/tiny_checkpoint.py`"
+            )
+        return TINY_FOLDER, True
+    folder = Path(ref).expanduser()
+    if folder.is_dir():
+        return folder, True
+    if folder.is_file():
+        raise CheckpointError(f"{ref} is a file: give the folder that holds it")
+    if is_hub_id(ref):
+        return _hub_folder(ref), False
+    raise CheckpointError(
+        f"{ref} is neither a folder here nor a hub id: give an existing folder, a hub id such as "
+        f"Qwen/Qwen2.5-7B-Instruct, or `{TINY}` (the embedded model)"
+    )
+
+
+def _hub_folder(ref: str) -> Path:
+    """Folder in the hub's cache with a model's config.json or a whole adapter; nothing large is downloaded."""
+    from huggingface_hub import hf_hub_download, snapshot_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    try:
+        try:
+            return Path(hf_hub_download(ref, "config.json")).parent
+        except LocalEntryNotFoundError:  # unreachable; a subclass of EntryNotFoundError, so it comes first
+            raise
+        except EntryNotFoundError:
+            return Path(snapshot_download(ref, allow_patterns=["adapter_*", "*.json"]))
+    except Exception as error:  # requests, httpx, OSError, hub errors: what matters is that there is no such model
+        raise CheckpointError(
+            f"{ref} is no folder here and cannot be fetched from the hub ({type(error).__name__}: "
+            f"{str(error).splitlines()[0]}): check the name and the network, or give a folder with the model"
+        ) from error
+
+
+def _resolve_base(name: str, folder: Path, kind: ModelKind, load: Load) -> ModelRef:
+    if kind == "nvfp4" and load == "bf16":
+        source = quantized_from(folder)
+        if source is None:
+            raise CheckpointError(
+                f"{folder} holds NVFP4 weights only, and its {REPORT} names no 16-bit model: write `--load nvfp4`, "
+                "or give the 16-bit model as --model"
+            )
+        return replace(resolve_model(source), path=folder, kind=kind)
+    if kind == "base16" and load == "nvfp4":
+        return _quantized_of(name)
+    if folder == Path(name):
+        weight_files(folder)
+    return ModelRef(kind, folder, name, None, None, "nvfp4" if kind == "nvfp4" else "bf16")
+
+
+def _quantized_of(name: str) -> ModelRef:
+    """The NVFP4 folder that `qerl quantize --model name` makes. Raises CheckpointError if it is not there."""
+    model = TINY if Path(name) == TINY_FOLDER else name
+    out = default_quantized_dir(name)
+    if not (out / "config.json").is_file():
+        raise CheckpointError(
+            f"{model} is a 16-bit model and {out} does not exist: run `qerl quantize --model {model}` first, "
+            "or write `--load bf16`"
+        )
+    source = quantized_from(out)
+    if source is not None and not _same_model(source, name):
+        raise CheckpointError(
+            f"{out} was made from {source}, not from {model}: run `qerl quantize --model {model} --out DIR` and "
+            "give DIR as --model"
+        )
+    return resolve_model(str(out))
+
+
+def _same_model(a: str, b: str) -> bool:
+    folders = [TINY_FOLDER if name == TINY else Path(name) for name in (a, b)]
+    return a == b or folders[0].resolve() == folders[1].resolve()
+
+
+def _resolve_run(run: Path, load: Load) -> ModelRef:
+    import yaml
+
+    try:
+        model = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["model"]
+        base, recipe_format = model["base"], model["format"]
+    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{run / 'config.yaml'} names no model.base and model.format: give another run"
+        ) from error
+    found = resolve_model(_from_here_or_above(base, run), recipe_format if load == "auto" else load)
+    return replace(_plain_base(found, run), kind="run", path=run, run=run, adapter=_run_adapter(run))
+
+
+def _resolve_adapter(folder: Path, load: Load) -> ModelRef:
+    base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    if not base:
+        raise CheckpointError(
+            f"{folder / 'adapter_config.json'} names no base: write `--model BASE --adapter {folder}`"
+        )
+    found = resolve_model(_from_here_or_above(base, folder), load)
+    return replace(_plain_base(found, folder), kind="adapter", path=folder, adapter=_checked_adapter(folder))
+
+
+def _plain_base(found: ModelRef, owner: Path) -> ModelRef:
+    if found.adapter is not None:
+        raise CheckpointError(f"the base of {owner} is itself an adapter ({found.path}): merge that one first")
+    return found
+
+
+def _from_here_or_above(base: str, owner: Path) -> str:
+    """A relative folder named by a run or an adapter, which may have been made from a folder above it."""
+    if not Path(base).is_absolute() and base != TINY and not Path(base).is_dir():
+        for parent in owner.resolve().parents:
+            if (parent / base / "config.json").is_file():
+                return str(parent / base)
+    return base
+
+
+def _run_adapter(run: Path) -> Path:
+    """The adapter a run ended with, or the one of its last checkpoint."""
+    if (run / "adapter" / "adapter_config.json").is_file():
+        return _checked_adapter(run / "adapter")
+    saved = [file.parent for file in run.glob("**/adapter_config.json")]
+    if not saved:
+        raise CheckpointError(
+            f"{run} has saved no adapter yet: let it reach its first checkpoint, or give another run or its base"
+        )
+    return _checked_adapter(max(saved, key=lambda folder: (_step(folder.relative_to(run)), folder)))
+
+
+def _step(folder: Path) -> int:
+    numbers = re.findall(r"\d+", str(folder))
+    return int(numbers[-1]) if numbers else -1
+
+
+def _adapter_of(ref: str) -> Path:
+    folder, _ = _locate(ref)
+    kind = kind_of(folder)
+    if kind == "run":
+        return _run_adapter(folder)
+    if kind == "adapter":
+        return _checked_adapter(folder)
+    raise CheckpointError(f"{ref} is a model, not an adapter: give a folder with adapter_config.json, or a run")
+
+
+def _checked_adapter(folder: Path) -> Path:
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise CheckpointError(f"{folder} has an adapter_config.json but no adapter_model.safetensors: save it again")
+    return folder
+
+
+def quantized_from(folder: Path) -> str | None:
+    """The model that an NVFP4 folder was made from, as its report says; None if it has no report."""
+    return read_json(folder / REPORT).get("source") if (folder / REPORT).is_file() else None
+
+
+def default_quantized_dir(model: str) -> Path:
+    """Where `qerl quantize --model M` writes without --out: `checkpoints/<name>-NVFP4A16` under the current folder."""
+    name = TINY if model == TINY else Path(model).expanduser().resolve().name if Path(model).exists() else model
+    return CHECKPOINTS / f"{name.rstrip('/').rsplit('/', 1)[-1]}-NVFP4A16"
+
+
+def newest_model(load: Load = "auto") -> ModelRef | None:
+    """The newest usable run (runs/*) or checkpoint (checkpoints/*) under the current folder; None if there is none."""
+    made = [(file.stat().st_mtime, file.parent) for file in RUNS.glob("*/metrics.jsonl")]
+    made += [(file.stat().st_mtime, file.parent) for file in CHECKPOINTS.glob("*/config.json")]
+    for _, folder in sorted(made, reverse=True):
+        if folder.name.startswith("."):
+            continue
+        try:
+            return resolve_model(str(folder), load)
+        except CheckpointError as error:
+            logger.warning("passing over %s: %s", folder, error)
+    return None
+
+
+def describe(ref: ModelRef) -> str:
+    """One line for logs: what was given, which base, which adapter."""
+    what = {"base16": "16-bit model", "nvfp4": "NVFP4 checkpoint", "adapter": "adapter", "run": "run"}[ref.kind]
+    parts = [f"{what} {ref.path}" if ref.kind in ("adapter", "run") else f"{what} {ref.base}"]
+    if ref.kind in ("adapter", "run"):
+        parts.append(f"{ref.format} base {ref.base}")
+    if ref.adapter is not None:
+        parts.append(f"adapter {ref.adapter}")
+    return ", ".join(parts)
