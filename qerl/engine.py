@@ -11,6 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from qerl.errors import EngineError
+
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
@@ -88,3 +90,48 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free everything; further calls raise EngineError."""
+
+
+EngineName = Literal["auto", "transformers", "vllm"]
+
+
+def open_engine(
+    base: str,
+    format: str,
+    *,
+    engine: EngineName = "auto",
+    dtype: str = "auto",
+    device: str = "auto",
+    trust_remote_code: bool = False,
+    batch_size: int | None = None,
+    **vllm_options: object,
+) -> Engine:
+    """Open the base weights (folder or hub id) for sampling and scoring; an adapter comes by `sync_adapter`.
+
+    "auto" takes vllm where there is a CUDA device and vllm is installed, else transformers. `batch_size` bounds the
+    completions that the transformers engine samples at once; `vllm_options` go to the vllm engine alone. Raises
+    EngineError or CheckpointError.
+    """
+    if choose_engine(engine, device) == "vllm":
+        from qerl.engine_vllm import VLLMEngine
+
+        return VLLMEngine(base, format, dtype, trust_remote_code=trust_remote_code, **vllm_options)
+    from qerl.engine_transformers import TransformersEngine
+
+    return TransformersEngine(base, format, dtype, device, trust_remote_code, batch_size)
+
+
+def choose_engine(engine: str, device: str = "auto") -> Literal["transformers", "vllm"]:
+    """Which engine "auto" stands for on this machine; a vllm that cannot run here raises EngineError."""
+    import importlib.util
+
+    import torch
+
+    has_gpu = torch.cuda.is_available() and device in ("auto", "cuda")
+    if engine == "auto":
+        return "vllm" if has_gpu and importlib.util.find_spec("vllm") else "transformers"
+    if engine == "vllm" and not has_gpu:
+        raise EngineError("rollout.engine is vllm, but there is no CUDA device here: write transformers or auto")
+    if engine not in ("transformers", "vllm"):
+        raise EngineError(f"engine {engine!r} is not known: write auto, transformers or vllm")
+    return engine

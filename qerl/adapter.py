@@ -1,0 +1,180 @@
+"""LoRA adapters: attach one to a model, name its tensors, read and write the standard PEFT folder.
+
+The only importer of peft. Names of tensors are those of the base model's modules, without PEFT's prefixes, so that
+every engine and every file can be matched against the base:
+
+    model.layers.0.self_attn.q_proj.lora_A.weight    (rank, in_features)
+    model.layers.0.self_attn.q_proj.lora_B.weight    (out_features, rank)
+    model.layers.0.input_layernorm.weight            (hidden,), only where norms are trained
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftModel
+    from torch import nn
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PEFT_PREFIX = "base_model.model."
+ADAPTER_NAME = "default"
+
+
+def attach_lora(
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    targets: tuple[str, ...] = PROJECTIONS,
+    dropout: float = 0.0,
+    train_norms: bool = False,
+    dtype: torch.dtype | None = None,
+) -> PeftModel:
+    """Wrap `model` with a fresh LoRA adapter: A random, B zero, so that the model is unchanged.
+
+    `dtype` is that of the adapter's own weights (None: float32). Raises ConfigError if a target matches no linear.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    if missing := [target for target in targets if target not in leaves]:
+        raise ConfigError(
+            f"adapter.targets: {', '.join(missing)} match no linear of this model; it has {', '.join(sorted(leaves))}"
+        )
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=list(targets),
+        modules_to_save=_norm_leaves(model) if train_norms else None,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    config._register_custom_module(_packed_lora())
+    peft_model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    for parameter in peft_model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype or torch.float32)
+    return peft_model
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The adapter's tensors by base module name (see the module docstring), as the model holds them, not copied."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        base_name = name.removeprefix(PEFT_PREFIX)
+        for mark, clean in ((f".lora_A.{ADAPTER_NAME}.", ".lora_A."), (f".lora_B.{ADAPTER_NAME}.", ".lora_B.")):
+            if mark in base_name:
+                tensors[base_name.replace(mark, clean)] = parameter
+        if (mark := f".modules_to_save.{ADAPTER_NAME}.") in base_name:
+            tensors[base_name.replace(mark, ".")] = parameter
+    return tensors
+
+
+def adapter_scaling(model: PeftModel) -> float:
+    """alpha / rank of the attached adapter: what B is multiplied by."""
+    config = model.peft_config[ADAPTER_NAME]
+    return config.lora_alpha / config.r
+
+
+def read_adapter(folder: str | Path) -> tuple[dict[str, torch.Tensor], float]:
+    """(tensors by base module name, scaling) of a PEFT adapter folder. Raises CheckpointError for what is not LoRA."""
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    config = _adapter_config(folder)
+    weights = folder / "adapter_model.safetensors"
+    if not weights.is_file():
+        raise CheckpointError(f"{folder} has no adapter_model.safetensors: pickle adapters (.bin) are not read")
+    try:
+        saved = load_file(weights)
+    except Exception as error:
+        raise CheckpointError(f"{weights} cannot be read ({error}): save or download it again") from error
+    tensors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in saved.items()}
+    if not any(name.endswith(".lora_A.weight") for name in tensors):
+        raise CheckpointError(f"{weights} holds no LoRA tensors")
+    root = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]
+    return tensors, config["lora_alpha"] / root
+
+
+def save_adapter(model: PeftModel, folder: str | Path, base: str) -> None:
+    """Write the adapter as a standard PEFT folder that names `base` as its base model."""
+    model.peft_config[ADAPTER_NAME].base_model_name_or_path = base
+    model.save_pretrained(str(folder), safe_serialization=True, save_embedding_layers=False)
+
+
+def load_tensors_(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> int:
+    """Copy `tensors` into the adapter attached to `model`; names and shapes must match exactly. Returns the count."""
+    import torch
+
+    own = adapter_tensors(model)
+    if missing := sorted(set(own) ^ set(tensors)):
+        raise CheckpointError(f"the adapter does not fit this model: {missing[:4]} stand on one side only")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            if parameter.shape != tensors[name].shape:
+                raise CheckpointError(
+                    f"the adapter's {name} has shape {tuple(tensors[name].shape)}, the model asks for "
+                    f"{tuple(parameter.shape)}: it was trained on another base or rank"
+                )
+            parameter.copy_(tensors[name])
+    return len(own)
+
+
+def attach_saved_(model: nn.Module, tensors: Mapping[str, torch.Tensor], scaling: float) -> PeftModel:
+    """Attach an adapter read by `read_adapter` to a model that has none; its rank and targets come from the tensors."""
+    factors = {name: tensor for name, tensor in tensors.items() if name.endswith(".lora_A.weight")}
+    ranks = {tensor.shape[0] for tensor in factors.values()}
+    if len(ranks) != 1:
+        raise CheckpointError(f"the adapter mixes ranks {sorted(ranks)}: only one rank for all linears is supported")
+    rank = ranks.pop()
+    leaves = {name.removesuffix(".lora_A.weight").rpartition(".")[2] for name in factors}
+    has_norms = any(".lora_" not in name for name in tensors)
+    dtype = next(iter(tensors.values())).dtype
+    peft_model = attach_lora(model, rank, scaling * rank, tuple(sorted(leaves)), train_norms=has_norms, dtype=dtype)
+    load_tensors_(peft_model, tensors)
+    return peft_model.eval()
+
+
+def _adapter_config(folder: Path) -> dict:
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{folder} has no readable adapter_config.json: it is not an adapter folder") from error
+    unsupported = [key for key in ("use_dora", "rank_pattern", "alpha_pattern", "lora_bias") if config.get(key)]
+    if config.get("peft_type") != "LORA" or unsupported:
+        raise CheckpointError(
+            f"{folder} is a {config.get('peft_type')} adapter {unsupported or ''}: only plain LoRA is supported"
+        )
+    return config
+
+
+def _norm_leaves(model: nn.Module) -> list[str]:
+    from qerl.norms import block_norms
+
+    return sorted({name.rpartition(".")[2] for name in block_norms(model)})
+
+
+def _packed_lora() -> dict[type, type]:
+    """PEFT's LoRA layer for NVFP4Linear: the same forward, but a merge raises instead of losing the adapter."""
+    from peft.tuners.lora.layer import Linear
+
+    from qerl.nvfp4.linear import NVFP4Linear
+
+    class PackedLoraLinear(Linear):
+        """LoRA on a packed base."""
+
+        def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+            raise CheckpointError(
+                "a LoRA cannot be merged into packed NVFP4 weights: 4-bit rounding would swallow it; "
+                "merge it into the 16-bit model, or serve the adapter as it is"
+            )
+
+    return {NVFP4Linear: PackedLoraLinear}

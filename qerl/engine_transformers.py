@@ -1,0 +1,260 @@
+"""The rollout engine on transformers' `generate`: any device, and the trainer's own modules.
+
+The adapter and the noise act on the very modules that are trained, so there is nothing to copy: `sync_adapter` checks
+that the tensors it is given are the model's own (or, in evaluation, attaches them). Logprobs are recorded while
+sampling, from the scores that the token was drawn from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from qerl.adapter import adapter_tensors, attach_saved_, load_tensors_
+from qerl.engine import Completion, SamplingParams
+from qerl.errors import EngineError
+from qerl.model import end_token_ids, load_model, load_tokenizer
+from qerl.norms import block_norms, set_norm_noise_
+from qerl.nvfp4.linear import NVFP4Linear, cached_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class TransformersEngine:
+    """See `qerl.engine.Engine`."""
+
+    name = "transformers"
+
+    def __init__(
+        self,
+        base: str,
+        format: str,
+        dtype: str = "auto",
+        device: str = "auto",
+        trust_remote_code: bool = False,
+        batch_size: int | None = None,
+    ) -> None:
+        """Open the weights at `base`; `batch_size` bounds the completions sampled at once (None: all)."""
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model: PreTrainedModel | None = load_model(base, format, dtype, device, trust_remote_code)
+        self._tokenizer = load_tokenizer(base, trust_remote_code)
+        self._end_token_ids = end_token_ids(self._model, self._tokenizer)
+        self._batch_size = batch_size
+        packed = any(isinstance(module, NVFP4Linear) for module in self._model.modules())
+        self.kernel = f"{'unpack + ' if packed else ''}torch {self._model.dtype} on {self._model.device}"
+
+    def policy_model(self) -> PreTrainedModel:
+        return self._open()
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seed: int | None = None
+    ) -> list[Completion]:
+        model = self._open()
+        self._check_context(prompts, sampling.max_new_tokens)
+        step = self._batch_size or max(1, len(prompts))
+        completions: list[Completion] = []
+        with _sampling_mode(model), _forked_rng(model.device, seed):
+            for start in range(0, len(prompts), step):
+                completions += self._generate_batch(prompts[start : start + step], sampling)
+        return completions
+
+    def score(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> list[list[float]]:
+        model = self._open()
+        step = self._batch_size or 16
+        scores: list[list[float]] = []
+        with _sampling_mode(model):
+            for start in range(0, len(prompts), step):
+                rows = list(zip(prompts[start : start + step], completions[start : start + step], strict=True))
+                scores += self._score_batch(rows, temperature)
+        return scores
+
+    def sync_adapter(self, tensors: Mapping[str, torch.Tensor], scaling: float) -> int:
+        model = self._open()
+        own = adapter_tensors(model)
+        if not own:
+            attach_saved_(model, tensors, scaling)
+            return len(tensors)
+        if set(own) == set(tensors) and all(own[name] is tensors[name] for name in own):
+            return len(own)
+        return load_tensors_(model, tensors)
+
+    def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
+        return set_norm_noise_(block_norms(self._open()), noise)
+
+    def sleep(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Nothing was taken away: the cache lives only inside `generate`."""
+
+    def close(self) -> None:
+        self._model = None
+        self.sleep()
+
+    def _open(self) -> PreTrainedModel:
+        if self._model is None:
+            raise EngineError("this engine was closed: open a new one")
+        return self._model
+
+    def _check_context(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
+        longest = max((len(prompt) for prompt in prompts), default=0)
+        if min((len(prompt) for prompt in prompts), default=1) == 0:
+            raise EngineError("a prompt has no tokens: check the prompt template")
+        context = self._open().config.get_text_config().max_position_embeddings
+        if longest + max_new_tokens > context:
+            raise EngineError(
+                f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's context of {context}: "
+                "lower rollout.max_new_tokens or data.max_prompt_tokens"
+            )
+
+    def _generate_batch(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
+        model = self._open()
+        stop = tuple(dict.fromkeys([*self._end_token_ids, *sampling.stop_token_ids]))
+        input_ids, attention_mask = _pad_left(prompts, self._tokenizer.pad_token_id, model.device)
+        recorder = _LogprobRecorder(input_ids.shape[1])
+        sequences = model.generate(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            generation_config=self._generation_config(sampling, stop),
+            logits_processor=LogitsProcessorList([*_filters(sampling), recorder]),
+        )
+        new_tokens = sequences[:, input_ids.shape[1] :]
+        logprobs = recorder.logprobs(new_tokens)
+        rows = zip(new_tokens.tolist(), logprobs.tolist(), strict=True)
+        return [_cut(tokens, values, set(stop)) for tokens, values in rows]
+
+    def _generation_config(self, sampling: SamplingParams, stop: tuple[int, ...]) -> GenerationConfig:
+        # Every field that the checkpoint's own generation config may set is given here: transformers fills the rest
+        # from that file (Qwen2.5 ships a repetition penalty of 1.05, which would bias the policy).
+        return GenerationConfig(
+            max_new_tokens=sampling.max_new_tokens,
+            do_sample=sampling.temperature > 0,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            min_p=0.0,
+            typical_p=1.0,
+            repetition_penalty=1.0,
+            eos_token_id=list(stop),
+            pad_token_id=self._tokenizer.pad_token_id,
+            use_cache=True,
+            disable_compile=True,
+        )
+
+    def _score_batch(self, rows: list[tuple[Sequence[int], Sequence[int]]], temperature: float) -> list[list[float]]:
+        model = self._open()
+        joined = [[*prompt, *completion] for prompt, completion in rows]
+        input_ids, attention_mask = _pad_left(joined, self._tokenizer.pad_token_id, model.device)
+        keep = max(len(completion) for _, completion in rows)
+        logits = model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0),
+            use_cache=False,
+            logits_to_keep=keep + 1,
+        ).logits[:, :-1]
+        logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+        picked = logprobs.gather(-1, input_ids[:, -keep:, None])[..., 0].tolist()
+        return [values[keep - len(completion) :] for values, (_, completion) in zip(picked, rows, strict=True)]
+
+
+class _LogprobRecorder(LogitsProcessor):
+    """Last of the logits processors: remembers the scores that each token is drawn from, one step at a time."""
+
+    def __init__(self, prompt_width: int) -> None:
+        self._prompt_width = prompt_width
+        self._scores: torch.Tensor | None = None
+        self._chosen: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > self._prompt_width:
+            self._take(input_ids[:, -1])
+        self._scores = torch.log_softmax(scores.float(), dim=-1)
+        return scores
+
+    def logprobs(self, new_tokens: torch.Tensor) -> torch.Tensor:
+        """(rows, tokens) logprobs of `new_tokens`, the last of which were drawn after the last call."""
+        if new_tokens.shape[1] > len(self._chosen):
+            self._take(new_tokens[:, -1])
+        return torch.stack(self._chosen[: new_tokens.shape[1]], dim=1)
+
+    def _take(self, tokens: torch.Tensor) -> None:
+        self._chosen.append(self._scores.gather(1, tokens[:, None])[:, 0])
+
+
+def _filters(sampling: SamplingParams) -> list[LogitsProcessor]:
+    """Temperature and filters in the order in which transformers and vLLM apply them."""
+    if sampling.temperature <= 0:
+        return []
+    filters: list[LogitsProcessor] = [TemperatureLogitsWarper(float(sampling.temperature))]
+    if sampling.top_k > 0:
+        filters.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        filters.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p > 0:
+        filters.append(MinPLogitsWarper(sampling.min_p))
+    return filters
+
+
+def _cut(tokens: list[int], logprobs: list[float], stop: set[int]) -> Completion:
+    """Drop the padding after the first stop token; without one the completion was truncated."""
+    for index, token in enumerate(tokens):
+        if token in stop:
+            return _completion(tokens[: index + 1], logprobs[: index + 1], "stop")
+    return _completion(tokens, logprobs, "length")
+
+
+def _completion(tokens: list[int], logprobs: list[float], finish_reason: str) -> Completion:
+    if not all(map(math.isfinite, logprobs)):
+        raise EngineError(
+            "the model gave a token a logprob that is not finite: its weights or the noise hold inf or nan"
+        )
+    return Completion(tokens, logprobs, finish_reason)
+
+
+def _pad_left(rows: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, width) token ids and attention mask, int64, padded on the left."""
+    width = max(len(row) for row in rows)
+    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
+    mask = torch.zeros((len(rows), width), dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, width - len(row) :] = torch.tensor(row)
+        mask[index, width - len(row) :] = 1
+    return ids.to(device), mask.to(device)
+
+
+@contextmanager
+def _sampling_mode(model: PreTrainedModel) -> Iterator[None]:
+    """No gradients, eval mode, weights unpacked once on a CPU; training mode and checkpointing come back after."""
+    training = model.training
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if model.device.type == "cpu":
+            stack.enter_context(cached_weights(model))
+        model.eval()
+        try:
+            yield
+        finally:
+            model.train(training)
+
+
+@contextmanager
+def _forked_rng(device: torch.device, seed: int | None) -> Iterator[None]:
+    """Sample from `seed` and leave the global generators as they were; None samples from the global ones."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

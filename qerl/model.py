@@ -1,0 +1,198 @@
+"""Open a checkpoint as a transformers model: 16-bit as it is, NVFP4 with its linears left packed.
+
+    load_model("checkpoints/Qwen2.5-7B-Instruct-NVFP4A16", "nvfp4", dtype="bfloat16", device="cuda")
+
+transformers itself would unpack a whole NVFP4 checkpoint at the first forward (transformers 5.17 with
+compressed-tensors 0.19, `ct_decompress_hook`), so the modules are built from the config alone, the quantized linears
+are replaced by `NVFP4Linear`, and each tensor goes from the file to its place: no dense copy of a linear ever exists.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+PACKED_SUFFIX = ".weight_packed"
+HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
+
+
+def load_model(
+    path: str | Path,
+    format: str,
+    dtype: str = "auto",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Open the weights at `path` (folder or hub id), frozen and in eval mode.
+
+    `format` is "nvfp4" or "bf16"; `dtype` is what the 16-bit tensors and the products are in: "auto" is bfloat16 on a
+    GPU and float32 on a CPU, where bfloat16 products are slow. Raises CheckpointError for a folder of another format.
+    """
+    folder = local_folder(path)
+    if format not in ("nvfp4", "bf16"):
+        raise CheckpointError(f"format {format!r} is not known: write 'nvfp4' or 'bf16'")
+    torch_dtype = resolve_dtype(dtype, device)
+    load = _load_nvfp4 if format == "nvfp4" else _load_16bit
+    model = load(folder, torch_dtype, trust_remote_code).to(device)
+    return model.requires_grad_(False).eval()
+
+
+def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The checkpoint's own tokenizer, padding on the left; without a pad token the end-of-sequence token pads."""
+    from transformers import AutoTokenizer
+
+    folder = local_folder(path)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder} has no tokenizer that can be read ({error}): copy tokenizer.json and tokenizer_config.json "
+            "from the original model into it"
+        ) from error
+    if tokenizer.eos_token is None:
+        raise CheckpointError(f"the tokenizer in {folder} names no eos_token: set it in its tokenizer_config.json")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def resolve_dtype(dtype: str, device: str) -> torch.dtype:
+    """ "auto", "bfloat16" or "float32" as a torch dtype."""
+    import torch
+
+    if dtype == "auto":
+        dtype = "float32" if torch.device(device).type == "cpu" else "bfloat16"
+    if dtype not in ("bfloat16", "float32"):
+        raise CheckpointError(f"dtype {dtype!r} is not supported: write auto, bfloat16 or float32")
+    return getattr(torch, dtype)
+
+
+def local_folder(path: str | Path) -> Path:
+    """`path` if it is a folder here, the shipped model for "tiny", else the hub's snapshot of that id."""
+    from qerl.checkpoint import resolve_model
+
+    if Path(path).is_dir():
+        return Path(path)
+    base = resolve_model(str(path)).base
+    if Path(base).is_dir():
+        return Path(base)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(base, allow_patterns=HUB_PATTERNS))
+    except Exception as error:
+        raise CheckpointError(
+            f"{base} is neither a folder here nor a model that the hub gives ({type(error).__name__}): "
+            "check the name and the network, or give the folder of a downloaded checkpoint"
+        ) from error
+
+
+def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends a completion: the tokenizer's, and those that the model's generation config declares."""
+    declared = model.generation_config.eos_token_id
+    declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
+    return tuple(dict.fromkeys([tokenizer.eos_token_id, *declared]))
+
+
+def _load_16bit(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    if _quantization_format(folder):
+        raise CheckpointError(f"{folder} holds NVFP4 weights: load it with format nvfp4, or give the 16-bit model")
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+        )
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
+
+
+def _load_nvfp4(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    import torch
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    from qerl.nvfp4.linear import swap_linears
+
+    if _quantization_format(folder) is None:
+        raise CheckpointError(f"{folder} holds 16-bit weights: run `qerl quantize --model {folder}` first")
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    shards = list(_shards(folder))
+    names = [key.removesuffix(PACKED_SUFFIX) for _, keys in shards for key in keys if key.endswith(PACKED_SUFFIX)]
+    with torch.device("meta"):
+        swap_linears(model, names)
+    _fill(model, shards, dtype)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
+    logger.info("opened %s: %d packed linears, dtype %s", folder, len(names), dtype)
+    return model
+
+
+def _fill(model: PreTrainedModel, shards: list[tuple[Path, list[str]]], dtype: torch.dtype) -> None:
+    """Put each file's tensors in place; anything left over or left empty is an error."""
+    from safetensors import safe_open
+
+    expected = set(model.state_dict())
+    seen: set[str] = set()
+    for file, keys in shards:
+        with safe_open(file, framework="pt") as handle:
+            tensors = {key: handle.get_tensor(key) for key in keys}
+        seen.update(tensors)
+        tensors = {k: v.to(dtype) if v.is_floating_point() and _is_16bit_name(k) else v for k, v in tensors.items()}
+        try:
+            model.load_state_dict(tensors, strict=False, assign=True)
+        except RuntimeError as error:
+            raise CheckpointError(f"{file} does not fit its config.json: {error}") from error
+    model.tie_weights()
+    if unexpected := sorted(seen - expected):
+        raise CheckpointError(f"{shards[0][0].parent} holds tensors that the model has no place for: {unexpected[:5]}")
+    empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if empty:
+        raise CheckpointError(f"{shards[0][0].parent} lacks tensors: {empty[:5]} ({len(empty)} in all)")
+
+
+def _is_16bit_name(name: str) -> bool:
+    return not name.endswith(("weight_packed", "weight_scale", "weight_global_scale"))
+
+
+def _shards(folder: Path) -> Iterator[tuple[Path, list[str]]]:
+    """(file, tensor names) for each safetensors file of the checkpoint."""
+    from safetensors import safe_open
+
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    else:
+        files = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not files:
+        raise CheckpointError(f"{folder} has no .safetensors file: pickle checkpoints (.bin) are not read, convert it")
+    for name in files:
+        try:
+            with safe_open(folder / name, framework="pt") as handle:
+                yield folder / name, list(handle.keys())
+        except Exception as error:
+            raise CheckpointError(f"{folder / name} cannot be read ({error}): download it again") from error
+
+
+def _quantization_format(folder: Path) -> str | None:
+    """The `quantization_config.format` of config.json; None for 16-bit weights."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{folder} has no readable config.json: it is not a model folder") from error
+    return (config.get("quantization_config") or {}).get("format")

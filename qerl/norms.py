@@ -1,0 +1,103 @@
+"""Find a model's block norms by structure, and let noise act in them in float32 without touching their weights.
+
+A block norm is an RMSNorm that is a direct child of a decoder layer (`model.layers.3.input_layernorm`): the norms whose
+output the next linears read. Norms inside attention (QK-norms) and the final norm are not among them. No class name is
+looked for; that the module computes weight * x / sqrt(mean(x^2) + eps) is checked by calling it.
+
+The noisy norm computes (weight + noise) * x_hat in float32 and rounds once: a sum stored in bfloat16 would swallow a
+noise under 1e-3. Nothing is written into the model but an instance attribute `forward`, so removing it restores the
+clean norm bit-exactly.
+"""
+
+from __future__ import annotations
+
+import re
+import types
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from qerl.errors import EngineError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+_DIRECT_CHILD = re.compile(r"(^|\.)layers\.\d+\.[^.]+$")
+_WRAPPERS = re.compile(r"(^base_model\.model\.)|(\.modules_to_save\.default$)")
+
+
+def block_norms(model: nn.Module) -> dict[str, nn.Module]:
+    """Block norms by base module name, in the model's order. Raises EngineError if there are none."""
+    norms = {}
+    for name, module in model.named_modules():
+        base_name = _WRAPPERS.sub("", name)
+        if _DIRECT_CHILD.search(base_name) and _looks_like_norm(module):
+            norms[base_name] = module  # a trained copy (modules_to_save) comes after its original and replaces it
+    if not norms:
+        raise EngineError(
+            "no RMSNorm was found among the decoder layers' children, so noise would change nothing: "
+            "set noise.enabled=false for this architecture"
+        )
+    for name, module in norms.items():
+        _check_formula(name, module)
+    return norms
+
+
+def set_norm_noise_(norms: Mapping[str, nn.Module], noise: Mapping[str, torch.Tensor] | None) -> int:
+    """Add `noise` (float32, (d,)) to the named norms from now on, None: restore. Returns how many norms are noisy."""
+    for module in norms.values():
+        module.__dict__.pop("forward", None)
+    if noise is None:
+        return 0
+    if unknown := sorted(set(noise) - set(norms)):
+        raise EngineError(f"noise was given for norms that the model does not have: {unknown[:4]}")
+    for name, vector in noise.items():
+        module = norms[name]
+        if vector.shape != module.weight.shape:
+            raise EngineError(f"noise for {name} has shape {tuple(vector.shape)}, not {tuple(module.weight.shape)}")
+        module.forward = types.MethodType(_noisy_forward(vector.to(module.weight.device)), module)
+    return len(noise)
+
+
+def _noisy_forward(noise: torch.Tensor):
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return _rms(hidden_states, self.weight.float() + noise, _eps(self)).to(hidden_states.dtype)
+
+    return forward
+
+
+def _rms(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    x = x.float()
+    return weight * (x * (x.pow(2).mean(-1, keepdim=True) + eps).rsqrt())
+
+
+def _eps(module: nn.Module) -> float | None:
+    return getattr(module, "variance_epsilon", getattr(module, "eps", None))
+
+
+def _looks_like_norm(module: nn.Module) -> bool:
+    parameters = dict(module.named_parameters(recurse=False))
+    return (
+        not any(True for _ in module.children())
+        and set(parameters) == {"weight"}
+        and parameters["weight"].dim() == 1
+        and isinstance(_eps(module), float)
+    )
+
+
+def _check_formula(name: str, module: nn.Module) -> None:
+    import torch
+
+    weight = module.weight
+    if weight.is_meta:
+        return
+    with torch.no_grad():
+        x = torch.linspace(-1.5, 2.0, weight.numel(), device=weight.device, dtype=weight.dtype)[None]
+        out = type(module).forward(module, x).float()
+        expected = _rms(x, weight.float(), _eps(module))
+    tolerance = 1e-5 if weight.dtype == torch.float32 else 2e-2
+    if not torch.allclose(out, expected, rtol=tolerance, atol=tolerance):
+        raise EngineError(
+            f"{name} ({type(module).__name__}) is not weight * x / sqrt(mean(x^2) + eps): noise is defined for "
+            "that norm only; set noise.enabled=false for this architecture"
+        )
