@@ -1,0 +1,178 @@
+"""Tasks: a data set, the prompt that is made of one row of it, and how an answer to it is compared.
+
+`build_messages` and `render_prompt` are the one place where a prompt is made: training and evaluation both call them,
+so the prompt that trains is the prompt that is evaluated. `grade` is the one place where a completion is judged: the
+accuracy reward and the evaluation both call it. Reading rows is qerl/data.py, comparing answers qerl/tasks/grading.py.
+
+A new task is a file here that defines `TASK`, and its name in `_MODULES`. Importing this module loads neither torch
+nor datasets nor sympy, and no task's file before it is asked for.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from qerl.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from qerl.data import DropReport
+    from qerl.tasks.grading import Grade
+
+Message = dict[str, str]  # {"role": "system" | "user", "content": text}
+
+# The user-side instruction that DeepSeek-R1 and Qwen2.5-Math were tuned and are evaluated with. No system prompt: some
+# chat templates have no system role, and those that bring a default one keep it.
+BOXED_TEMPLATE = "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
+
+# What the QeRL paper trains with (arXiv 2510.11696, appendix on training; eval/gsm8k.py of its code at 582bd69):
+# `data.system_prompt` and `data.prompt_template: "{question}"` of a recipe select it. `<answer>` is read by `grade`.
+TAGS_SYSTEM_PROMPT = (
+    "Solve the following math problem step by step. The reasoning process and direct answer are enclosed within "
+    "<think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> "
+    "<answer> answer here </answer>."
+)
+
+
+@dataclass(frozen=True)
+class Task:
+    """A data set with its prompt and the kind of its answers.
+
+    `hub` is the data set's id, `hub_config` its configuration there. `splits` maps our "train" and "test" to the hub's
+    split names; a split that is missing does not exist. `columns` names the hub's question and answer columns; dots and
+    numbers reach into nested ones ("prompt.0.content"). `adapt` turns a question and an answer as the hub holds them
+    into the bare problem and the bare answer. `answer_kind` "number": a completion has to state a number; "math": any
+    mathematical form that equals the answer. `last_number`: where a completion marks no answer, its last number counts.
+    """
+
+    name: str
+    hub: str | None
+    splits: Mapping[str, str]
+    columns: Mapping[str, str]
+    answer_kind: Literal["number", "math"]
+    hub_config: str | None = None
+    adapt: Callable[[str, str], tuple[str, str]] | None = None
+    system_prompt: str | None = None
+    prompt_template: str = BOXED_TEMPLATE
+    last_number: bool = False
+
+
+@dataclass(frozen=True)
+class Example:
+    """One usable row. `id` is the row's own id if it has one, else its 1-based number; `extra` holds other columns."""
+
+    question: str
+    answer: str
+    id: str
+    extra: dict[str, Any] = field(default_factory=dict)
+
+
+# name -> module that defines TASK
+_MODULES = {
+    "gsm8k": "qerl.tasks.gsm8k",
+    "dapo_math": "qerl.tasks.dapo_math",
+    "bigmath": "qerl.tasks.bigmath",
+    "amc23": "qerl.tasks.amc23",
+    "aime24": "qerl.tasks.aime24",
+    "aime25": "qerl.tasks.aime25",
+    "math500": "qerl.tasks.math500",
+    "arith": "qerl.tasks.arith",
+}
+
+
+class _Tasks(Mapping[str, Task]):
+    """The registry: a read-only mapping of name to Task that imports a task's file when it is asked for."""
+
+    def __getitem__(self, name: str) -> Task:
+        return importlib.import_module(_MODULES[name]).TASK
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(_MODULES)
+
+    def __len__(self) -> int:
+        return len(_MODULES)
+
+
+TASKS: Mapping[str, Task] = _Tasks()
+
+
+def get_task(name: str) -> Task:
+    """The task of that name. Raises ConfigError naming the nearest one."""
+    if name in _MODULES:
+        return TASKS[name]
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), _MODULES, n=1, cutoff=0.4)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"there is no task {name!r}{hint} (tasks: {', '.join(_MODULES)})")
+
+
+def build_messages(
+    task: Task | str, question: str, system_prompt: str | None = "default", prompt_template: str = "default"
+) -> list[Message]:
+    """The chat messages that ask `question`.
+
+    "default" means the task's own; a system prompt of None or "" means no system message. Only `{question}` is
+    replaced in the template: other braces (`\\boxed{}`) stand for themselves. Raises ConfigError if the template has
+    no `{question}`.
+    """
+    task = get_task(task) if isinstance(task, str) else task
+    system = task.system_prompt if system_prompt == "default" else system_prompt
+    template = task.prompt_template if prompt_template == "default" else prompt_template
+    if "{question}" not in template:
+        raise ConfigError(
+            f"data.prompt_template is {template!r}, which does not contain {{question}}: no prompt would hold its "
+            'problem. Write for example "{question}\\n\\nPut your final answer within \\\\boxed{}."'
+        )
+    messages = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": "user", "content": template.replace("{question}", question)}]
+
+
+def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+    """Token ids of the messages in the checkpoint's own chat template, ending where the completion begins.
+
+    Raises CheckpointError if the tokenizer has no chat template, or one that refuses these messages.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise CheckpointError(
+            f"the tokenizer of {tokenizer.name_or_path!r} has no chat template, so prompts cannot be written as the "
+            "model expects them: use the instruct version of the checkpoint, or put a chat_template.jinja beside its "
+            "tokenizer_config.json"
+        )
+    try:
+        ids = tokenizer.apply_chat_template(
+            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
+        )
+    except Exception as error:  # templates raise jinja2's own errors
+        roles = [message["role"] for message in messages]
+        raise CheckpointError(
+            f"the chat template of {tokenizer.name_or_path!r} refuses messages with the roles {roles}: {error}; if it "
+            'has no system role, set data.system_prompt to "" and put the instruction into data.prompt_template'
+        ) from error
+    return list(ids)
+
+
+def load_examples(
+    task: Task | str,
+    source: str | None = None,
+    split: str = "train",
+    columns: Mapping[str, str] | None = None,
+    limit: int | None = None,
+) -> tuple[list[Example], DropReport]:
+    """The usable rows of the task's own data set, or of `source`: a hub id, or a local file or folder.
+
+    See qerl.data.load_examples, which this calls.
+    """
+    from qerl.data import load_examples as load
+
+    return load(get_task(task) if isinstance(task, str) else task, source, split, columns, limit)
+
+
+def grade(task: Task | str, completion: str, answer: str) -> Grade:
+    """Judge one completion against the answer; see qerl.tasks.grading.grade, which this calls."""
+    from qerl.tasks.grading import grade as judge
+
+    return judge(get_task(task) if isinstance(task, str) else task, completion, answer)

@@ -1,0 +1,11 @@
+"""AIME 2024, I and II: 30 problems with an integer from 0 to 999 as the answer; the hub calls its split "train"."""
+
+from qerl.tasks import Task
+
+TASK = Task(
+    name="aime24",
+    hub="HuggingFaceH4/aime_2024",
+    splits={"test": "train"},
+    columns={"question": "problem", "answer": "answer"},
+    answer_kind="math",
+)

@@ -1,0 +1,11 @@
+"""AMC 12A and 12B 2023: 40 problems, reworded so that the answer is a number instead of a letter."""
+
+from qerl.tasks import Task
+
+TASK = Task(
+    name="amc23",
+    hub="math-ai/amc23",
+    splits={"test": "test"},
+    columns={"question": "question", "answer": "answer"},
+    answer_kind="math",
+)

@@ -1,0 +1,29 @@
+"""DAPO-Math-17k: competition problems, reworded by DAPO's authors so that each answer is an integer (arXiv 2503.14476).
+
+The hub's file is in verl's layout: `prompt` is a list with one user message that wraps the problem in a fixed
+instruction ("The last line of your response should be of the form Answer: ..."), `reward_model.ground_truth` is the
+answer, and the 17 thousand problems stand there about 100 times each. The instruction is taken off, so that the task's
+own prompt is the only one; repeated rows are dropped and counted by qerl/data.py.
+"""
+
+from qerl.tasks import Task
+
+_PREFIX = (
+    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
+    "$Answer (without quotes) where $Answer is the answer to the problem."
+)
+_SUFFIX = 'Remember to put your answer on its own line after "Answer:".'
+
+
+def _adapt(question: str, answer: str) -> tuple[str, str]:
+    return question.strip().removeprefix(_PREFIX).removesuffix(_SUFFIX).strip(), answer.strip()
+
+
+TASK = Task(
+    name="dapo_math",
+    hub="BytedTsinghua-SIA/DAPO-Math-17k",
+    splits={"train": "train"},
+    columns={"question": "prompt.0.content", "answer": "reward_model.ground_truth"},
+    answer_kind="number",
+    adapt=_adapt,
+)
