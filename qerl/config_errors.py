@@ -1,0 +1,128 @@
+"""A pydantic ValidationError as one line: where, which key, what was got, what to write instead."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from qerl.config_keys import default_text, field_at, nearest, nearest_key, section_at, type_text
+from qerl.config_rules import Conflict
+from qerl.errors import ConfigError
+from qerl.yaml_text import Path
+
+SHOWN = 60  # characters of a value that are shown
+
+
+def to_config_error(error: ValidationError, origins: Mapping[Path, str], source: str) -> ConfigError:
+    """The first mistake of a configuration; unknown keys first, since a misspelt key also makes one missing.
+
+    `origins` gives the place (`file:line`, `--set ...`) of the keys that were written; `source` stands for the rest.
+    """
+    details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
+    line = _line(details[0], origins, source)
+    more = len({detail["loc"] for detail in details}) - 1
+    return ConfigError(line + (f" ({more} more after this one)" if more > 0 else ""))
+
+
+def unknown_key(path: Path) -> str:
+    """What is wrong with a key that does not exist, and the nearest that does."""
+    dotted = ".".join(map(str, path))
+    close = nearest_key(path)
+    if close is not None:
+        return f"{dotted}: unknown key; did you mean {close}?"
+    section = section_at(path[:-1])
+    if section is None:
+        return f"{dotted}: unknown key; {'.'.join(map(str, path[:-1]))} holds a value, not keys"
+    return f"{dotted}: unknown key; the keys here are {', '.join(section.model_fields)}"
+
+
+def shown(value: object) -> str:
+    """A value in an error: as YAML has it, with its kind where that matters, cut to SHOWN characters."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f"{_cut(repr(value))} (text)"
+    if isinstance(value, list | tuple):
+        return f"the list {_cut(repr(list(value)))}"
+    if isinstance(value, dict):
+        return f"the mapping {_cut(repr(value))}"
+    return _cut(str(value))
+
+
+def origin_of(path: Path, origins: Mapping[Path, str]) -> str | None:
+    """Where a key, or else the innermost thing around it, was written."""
+    for length in range(len(path), 0, -1):
+        if path[:length] in origins:
+            return origins[path[:length]]
+    return None
+
+
+def _line(detail: Mapping, origins: Mapping[Path, str], source: str) -> str:
+    conflict = detail.get("ctx", {}).get("error")
+    if isinstance(conflict, Conflict):
+        places = [origin_of(tuple(key.split(".")), origins) for key in conflict.keys]
+        return f"{next(filter(None, places), source)}: {conflict}"
+    path = detail["loc"]
+    place = origin_of(path, origins) or source
+    if detail["type"] == "extra_forbidden":
+        return f"{place}: {unknown_key(path)}"
+    dotted = ".".join(map(str, path))
+    field = field_at(path)
+    if detail["type"] == "missing":
+        what = f"{type_text(field)}: {field.description}" if section_at(path) is None else "a section of keys"
+        return f"{place}: {dotted}: missing; write {dotted} ({what})"
+    return f"{place}: {dotted}: got {shown(detail['input'])}, expected {_expected(path, field)}{_remedy(detail, field)}"
+
+
+def _expected(path: Path, field: FieldInfo) -> str:
+    section = section_at(path)
+    if section is not None and (isinstance(path[-1], int) or not _holds_list(field)):
+        return f"keys ({', '.join(section.model_fields)})"
+    if section is not None:
+        return "a list of " + "{" + ", ".join(section.model_fields) + "}"
+    text = type_text(field)
+    return text.removeprefix("list of ") if isinstance(path[-1], int) else text
+
+
+def _remedy(detail: Mapping, field: FieldInfo) -> str:
+    kind, value = detail["type"], detail["input"]
+    if kind == "literal_error" and isinstance(value, str):
+        close = nearest(value, detail["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", "))
+        return f"; did you mean {close}?" if close else ""
+    if kind == "bool_type" and isinstance(value, str) and value.lower() in ("yes", "on", "no", "off", "y", "n"):
+        return f"; write {'true' if value.lower() in ('yes', 'on', 'y') else 'false'}"
+    if kind in ("int_type", "float_type") and (number := _as_number(value, kind)) is not None:
+        return f"; write {number}" + (" without quotes" if isinstance(value, str) else "")
+    if kind == "string_type" and isinstance(value, int | float):
+        return f"; write '{str(value).lower()}' in quotes if that text is meant"
+    if kind == "tuple_type" and isinstance(value, str):
+        return f"; write [{value}]"
+    if kind == "model_type" and value is None:
+        return "; leave the line out for the defaults, or write keys under it"
+    default = default_text(field)
+    return f"; the default is {default}" if default != "required" and not isinstance(detail["loc"][-1], int) else ""
+
+
+def _as_number(value: object, kind: str) -> str | None:
+    """The number that a text or a whole float was meant to be."""
+    if isinstance(value, bool) or not isinstance(value, str | float):
+        return None
+    try:
+        number = float(value)
+    except ValueError:
+        return None
+    if kind == "int_type":
+        return str(int(number)) if number.is_integer() else None
+    return repr(number) if isinstance(value, str) else None
+
+
+def _holds_list(field: FieldInfo) -> bool:
+    return type(field.get_default()) is tuple
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
