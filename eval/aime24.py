@@ -1,0 +1,9 @@
+"""AIME 2024, 30 competition problems.
+
+`python -m eval.aime24 --model M` is `qerl eval aime24 --model M`.
+"""
+
+from eval.command import main
+
+if __name__ == "__main__":
+    main("aime24")

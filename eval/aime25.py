@@ -1,0 +1,9 @@
+"""AIME 2025, 30 competition problems.
+
+`python -m eval.aime25 --model M` is `qerl eval aime25 --model M`.
+"""
+
+from eval.command import main
+
+if __name__ == "__main__":
+    main("aime25")

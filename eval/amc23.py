@@ -1,0 +1,9 @@
+"""AMC 2023, 40 competition problems.
+
+`python -m eval.amc23 --model M` is `qerl eval amc23 --model M`.
+"""
+
+from eval.command import main
+
+if __name__ == "__main__":
+    main("amc23")

@@ -1,0 +1,9 @@
+"""Generated arithmetic word problems that training never sees.
+
+`python -m eval.arith --model M` is `qerl eval arith --model M`.
+"""
+
+from eval.command import main
+
+if __name__ == "__main__":
+    main("arith")

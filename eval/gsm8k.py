@@ -1,0 +1,9 @@
+"""Grade-school word problems (GSM8K, arXiv 2110.14168), the test split.
+
+`python -m eval.gsm8k --model M` is `qerl eval gsm8k --model M`.
+"""
+
+from eval.command import main
+
+if __name__ == "__main__":
+    main("gsm8k")

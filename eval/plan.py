@@ -1,0 +1,173 @@
+"""Everything about an evaluation that is settled before any weight is loaded.
+
+    model -> base, adapter, run            qerl.checkpoint, from the files
+    prompt                                 what was asked > the run's config.yaml > the task's
+    examples -> prompts (token ids)        qerl.tasks, the same functions that training uses
+    prompts -> batches                     longest first; a pure function of the prompts, samples and batch size
+
+So a finished evaluation is recognised, and an impossible one refused, without opening an engine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval.identity import describe_identity, digest
+from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
+from eval.store import Key
+from qerl.checkpoint import ModelRef, describe, newest_model, resolve_model
+from qerl.engine import SamplingParams, choose_engine
+from qerl.errors import CheckpointError, ConfigError, DataError
+from qerl.shards import read_json
+from qerl.tasks import Example, Task, build_messages, get_task, load_examples, render_prompt
+
+if TYPE_CHECKING:
+    from qerl.data import DropReport
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+EVALS = Path("evals")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One evaluation, ready to be run. `identity` holds what decides its numbers, as plain JSON values."""
+
+    settings: EvalSettings  # with model-independent choices made: engine, batch size
+    ref: ModelRef
+    task: Task  # with the prompt that is used
+    examples: list[Example]
+    dropped: DropReport
+    tokenizer: PreTrainedTokenizerBase
+    prompts: list[list[int]]
+    sampling: SamplingParams
+    batches: list[list[Key]]
+    identity: dict[str, Any]
+    out: Path
+
+
+def make_plan(settings: EvalSettings) -> Plan:
+    """Read all but the weights. Raises ConfigError, CheckpointError or DataError with what to write instead."""
+    from qerl.model import load_tokenizer, local_folder
+
+    asked = get_task(settings.task)
+    ref = find_model(settings)
+    logger.info("model: %s", describe(ref))
+    name = choose_engine(settings.engine, settings.device)
+    settings = replace(settings, engine=name, batch_size=settings.batch_size or BATCH_SIZE[name])
+    run = run_of(ref)
+    task = with_prompt(asked, settings, run)
+    examples, dropped = load_examples(task, settings.data, "test", settings.columns, settings.limit)
+    if not examples:
+        raise DataError(f"{settings.data or task.name} has no row that can be used ({dropped})")
+    logger.info("%s: %d questions; %s", task.name, len(examples), dropped)
+    folder = local_folder(ref.base)
+    tokenizer = load_tokenizer(folder, settings.trust_remote_code)
+    prompts = [render_prompt(tokenizer, build_messages(task, example.question)) for example in examples]
+    max_new_tokens = find_max_new_tokens(settings.max_new_tokens, prompts, context_length(folder))
+    sampling = SamplingParams(max_new_tokens, settings.temperature, settings.top_p)
+    batches = plan_batches(prompts, settings.samples, settings.batch_size)
+    identity = describe_identity(settings, ref, folder, task, examples, prompts, sampling)
+    out = settings.out or default_out(ref, run, task.name, identity)
+    return Plan(settings, ref, task, examples, dropped, tokenizer, prompts, sampling, batches, identity, out)
+
+
+def find_model(settings: EvalSettings) -> ModelRef:
+    """The model that was asked for, else the newest one made here. Raises CheckpointError saying what to type."""
+    if settings.model is not None:
+        return resolve_model(settings.model, settings.load, settings.adapter)
+    if settings.adapter is not None:
+        return resolve_model(settings.adapter, settings.load)
+    newest = newest_model(settings.load)
+    if newest is None:
+        raise CheckpointError(
+            "no --model was given, and neither runs/ nor checkpoints/ holds one made here: write --model MODEL "
+            "(folder, hub id, or `tiny`), or make one with `qerl quantize --model MODEL`"
+        )
+    logger.info("no --model given: taking the newest run or checkpoint made here, %s", newest.path)
+    return newest
+
+
+def run_of(ref: ModelRef) -> Path | None:
+    """The run directory that the model or its adapter belongs to, told by the files it holds."""
+    if ref.adapter is None:
+        return ref.run
+    folders = [ref.adapter, *ref.adapter.resolve().parents[:3]]
+    runs = [folder for folder in folders if all((folder / f).is_file() for f in ("config.yaml", "metrics.jsonl"))]
+    return runs[0] if runs else None
+
+
+def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
+    """The task with the prompt to use: as asked, else as the run trained with, else the task's own."""
+    system, template, source = task.system_prompt, task.prompt_template, f"task {task.name}"
+    if run is not None:
+        from qerl.recipe import load_config
+
+        data = load_config(run / "config.yaml").data
+        trained = get_task(data.task)
+        system = trained.system_prompt if data.system_prompt == "default" else data.system_prompt
+        template = trained.prompt_template if data.prompt_template == "default" else data.prompt_template
+        source = f"{run / 'config.yaml'} (the prompt that trained)"
+    if settings.system_prompt is not None:
+        system, source = settings.system_prompt or None, f"--system-prompt, the rest {source}"
+    if settings.prompt_template is not None:
+        template, source = settings.prompt_template, f"--prompt-template, the rest {source}"
+    logger.info("prompt from %s: system %r, template %r", source, system, template)
+    return replace(task, system_prompt=system, prompt_template=template)
+
+
+def context_length(folder: Path) -> int | None:
+    """Tokens that a prompt and its completion may have together; None if config.json does not say."""
+    config = read_json(folder / "config.json")
+    return {**config, **config.get("text_config", {})}.get("max_position_embeddings")
+
+
+def find_max_new_tokens(asked: int | None, prompts: Sequence[Sequence[int]], context: int | None) -> int:
+    """The completion's limit: as asked, else 4096 or what the context leaves beside the longest prompt."""
+    longest = max(map(len, prompts))
+    room = MAX_NEW_TOKENS if context is None else context - longest
+    if room < 1:
+        raise ConfigError(
+            f"the longest prompt has {longest} tokens and the model's context {context}: give shorter questions, or a "
+            "model with a longer context"
+        )
+    if asked is None:
+        limit = min(room, MAX_NEW_TOKENS)
+        logger.info("completions end at %d tokens (--max-new-tokens)", limit)
+        return limit
+    if context is not None and asked > room:
+        raise ConfigError(
+            f"--max-new-tokens {asked} and the longest prompt ({longest} tokens) exceed the model's context of "
+            f"{context}: write {room} or less"
+        )
+    return asked
+
+
+def plan_batches(prompts: Sequence[Sequence[int]], samples: int, batch_size: int) -> list[list[Key]]:
+    """(row, sample) in batches of at most `batch_size`: longest prompt first, the samples of a row side by side.
+
+    Prompts of like length stand together, so little is padded, and what does not fit into memory fails at once.
+    """
+    rows = sorted(range(len(prompts)), key=lambda row: (-len(prompts[row]), row))
+    keys = [(row, sample) for row in rows for sample in range(samples)]
+    return [keys[start : start + batch_size] for start in range(0, len(keys), batch_size)]
+
+
+def batch_seed(seed: int, batch: int) -> int:
+    """The seed of a batch, a pure function of the evaluation's seed and the batch's number; fits in 31 bits."""
+    return int.from_bytes(hashlib.sha256(f"eval/{seed}/{batch}".encode()).digest()[:4], "big") >> 1
+
+
+def default_out(ref: ModelRef, run: Path | None, task: str, identity: dict[str, Any]) -> Path:
+    """`<run>/eval/<task>-<hash>`, or `evals/<model>-<task>-<hash>`; the hash is that of the identity."""
+    name = f"{task}-{digest(identity)[:8]}"
+    if run is not None:
+        return run / "eval" / name
+    named = ref.path if ref.kind == "adapter" or Path(ref.base).is_dir() else Path(ref.base)
+    return EVALS / f"{named.resolve().name}-{name}"

@@ -1,0 +1,130 @@
+"""From graded completions to numbers: the summary of an evaluation, its JSON form, and the table people read."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval.metrics import MANY_SAMPLES, ONE_SAMPLE, Estimate, estimate, pass_at_k
+from eval.store import Row
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The numbers of an evaluation. Shares are of completions; `accuracy` is the mean over questions (mean@n)."""
+
+    questions: int
+    samples: int
+    correct: int
+    accuracy: Estimate
+    interval: str  # how the intervals were made
+    pass_at_k: dict[int, Estimate]
+    truncated_share: float
+    no_answer_share: float
+    prompt_tokens: int
+    completion_tokens: int
+    seconds: float  # spent sampling and grading, over all sessions
+
+    @property
+    def completions(self) -> int:
+        return self.questions * self.samples
+
+
+@dataclass(frozen=True)
+class EvalResult:
+    """A finished evaluation. `details` holds settings, model, engine, versions and identity, as plain JSON values."""
+
+    task: str
+    model: str
+    out: Path
+    summary: Summary
+    details: dict[str, Any]
+
+    def to_json(self) -> dict[str, Any]:
+        """What result.json holds."""
+        summary = self.summary
+        return {
+            "task": self.task,
+            "model": self.model,
+            **asdict(summary),
+            "completions": summary.completions,
+            "pass_at_k": {str(k): asdict(value) for k, value in summary.pass_at_k.items()},
+            "tokens_per_second": _rate(summary),
+            **self.details,
+        }
+
+
+def summarize(rows: Sequence[Row], pass_k: Sequence[int] = ()) -> Summary:
+    """The numbers of a non-empty set of rows in which every question has the same number of samples.
+
+    Raises ValueError if it has not.
+    """
+    correct_Q: dict[int, list[bool]] = {}
+    for row in rows:
+        correct_Q.setdefault(row["row"], []).append(row["correct"])
+    counts = {len(graded) for graded in correct_Q.values()}
+    if len(counts) != 1:
+        raise ValueError(f"questions with {sorted(counts)} samples: every question needs the same number")
+    samples = counts.pop()
+    hits_Q = [sum(graded) for graded in correct_Q.values()]
+    seconds_of_batch = {row["batch"]: row["batch_seconds"] for row in rows}
+    return Summary(
+        questions=len(hits_Q),
+        samples=samples,
+        correct=sum(hits_Q),
+        accuracy=estimate([hits / samples for hits in hits_Q], samples),
+        interval=ONE_SAMPLE if samples == 1 else MANY_SAMPLES,
+        pass_at_k={k: estimate([pass_at_k(samples, hits, k) for hits in hits_Q], samples) for k in pass_k},
+        truncated_share=_share([row["truncated"] for row in rows]),
+        no_answer_share=_share([row["extracted"] is None for row in rows]),
+        prompt_tokens=sum(row["prompt_tokens"] for row in rows),
+        completion_tokens=sum(row["tokens"] for row in rows),
+        seconds=sum(seconds_of_batch.values()),
+    )
+
+
+def render_table(results: Sequence[EvalResult], names: Sequence[str] | None = None) -> Table:
+    """A table for the terminal: one column a result, headed by `names` (default: the models)."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(title=" / ".join(dict.fromkeys(result.task for result in results)), box=box.SIMPLE_HEAD)
+    table.add_column("")
+    for name in names or [result.model for result in results]:
+        table.add_column(name, justify="right", overflow="fold")
+    columns = [_cells(result.summary) for result in results]
+    for label in dict.fromkeys(label for column in columns for label in column):
+        table.add_row(label, *(column.get(label, "") for column in columns))
+    return table
+
+
+def _cells(summary: Summary) -> dict[str, str]:
+    mean = "accuracy" if summary.samples == 1 else f"accuracy (mean@{summary.samples})"
+    return {
+        mean: f"{summary.accuracy.value:.1%}",
+        "95% interval": _interval(summary.accuracy),
+        **{f"pass@{k}": f"{e.value:.1%}  ({_interval(e)})" for k, e in summary.pass_at_k.items()},
+        "correct": f"{summary.correct} of {summary.completions}",
+        "truncated": f"{summary.truncated_share:.1%}",
+        "no answer": f"{summary.no_answer_share:.1%}",
+        "tokens a completion": f"{summary.completion_tokens / summary.completions:.1f}",
+        "seconds": f"{summary.seconds:.1f}",
+        "tokens a second": f"{_rate(summary):.0f}",
+    }
+
+
+def _interval(value: Estimate) -> str:
+    return f"{value.low:.1%} to {value.high:.1%}"
+
+
+def _share(flags: Sequence[bool]) -> float:
+    return sum(flags) / len(flags)
+
+
+def _rate(summary: Summary) -> float:
+    return summary.completion_tokens / summary.seconds if summary.seconds else 0.0

@@ -1,0 +1,167 @@
+"""Evaluate a model on a task: `run_eval(EvalSettings(task="gsm8k", model="runs/a")).summary.accuracy.value`.
+
+    plan (eval/plan.py) -> folder (eval/store.py) -> engine + adapter -> completions -> grades -> summary -> result.json
+
+The engine is the one that training samples with, the prompt is the one that trained, and the grade is the one that
+rewards.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from eval.identity import versions
+from eval.plan import Plan, batch_seed, make_plan
+from eval.result import EvalResult, summarize
+from eval.settings import EvalSettings
+from eval.store import Key, Row, Store, open_store
+from qerl.checkpoint import describe
+from qerl.engine import Completion, Engine, open_engine
+from qerl.tasks import grade
+
+logger = logging.getLogger(__name__)
+
+LOG_EVERY_S = 20.0
+
+OnBatch = Callable[[int, int, int], None]  # (completions done, completions in all, correct so far)
+
+
+def run_eval(settings: EvalSettings, on_batch: OnBatch | None = None) -> EvalResult:
+    """Run or continue an evaluation, and write its folder; a finished one is read, not run again.
+
+    `on_batch` is called at the start and after each batch; without it progress is logged. Raises QerlError of the kind
+    that fits, with what to write instead.
+    """
+    plan = make_plan(settings)
+    on_batch = on_batch or _Log()
+    with open_store(plan.out, plan.identity, settings.overwrite) as store:
+        rows = store.resume(plan.batches)
+        missing = sum(map(len, plan.batches)) - len(rows)
+        if rows:
+            logger.info("%s holds %d completions; %d are missing", plan.out, len(rows), missing)
+        if missing:
+            engine = open_for(plan)
+            try:
+                store.bind_engine({"name": engine.name, "kernel": engine.kernel, "versions": versions()})
+                complete(plan, engine, store, rows, on_batch)
+            finally:
+                engine.close()
+        result = _result(plan, store, rows)
+        store.finish(result.to_json())
+    return result
+
+
+def open_for(plan: Plan) -> Engine:
+    """The plan's engine with its base loaded and its adapter acting."""
+    settings = plan.settings
+    engine = open_engine(
+        plan.ref.base,
+        plan.ref.format,
+        engine=settings.engine,
+        dtype=settings.dtype,
+        device=settings.device,
+        trust_remote_code=settings.trust_remote_code,
+        **settings.engine_options,
+    )
+    logger.info("engine %s, %s", engine.name, engine.kernel)
+    try:
+        apply_adapter(plan, engine)
+    except BaseException:
+        engine.close()
+        raise
+    return engine
+
+
+def apply_adapter(plan: Plan, engine: Engine) -> None:
+    """Give the engine the plan's adapter, if it has one. Raises CheckpointError or EngineError if it does not fit."""
+    if plan.ref.adapter is None:
+        return
+    from qerl.adapter import read_adapter
+
+    count = engine.sync_adapter(*read_adapter(plan.ref.adapter))
+    logger.info("adapter %s: %d tensors act", plan.ref.adapter, count)
+
+
+def complete(plan: Plan, engine: Engine, store: Store, rows: list[Row], on_batch: OnBatch) -> None:
+    """Sample and grade the batches that are not among `rows`, and append them to both `rows` and the store."""
+    total = sum(map(len, plan.batches))
+    on_batch(len(rows), total, _correct(rows))
+    done = 0
+    for number, batch in enumerate(plan.batches):
+        done += len(batch)
+        if done <= len(rows):
+            continue
+        start = time.perf_counter()
+        prompts = [plan.prompts[row] for row, _ in batch]
+        completions = engine.generate(prompts, plan.sampling, seed=batch_seed(plan.settings.seed, number))
+        graded = grade_batch(plan, number, batch, completions)
+        seconds = round(time.perf_counter() - start, 3)
+        graded = [{**row, "batch_seconds": seconds} for row in graded]
+        store.append(graded)
+        rows += graded
+        on_batch(len(rows), total, _correct(rows))
+
+
+def grade_batch(plan: Plan, number: int, batch: Sequence[Key], completions: Sequence[Completion]) -> list[Row]:
+    """One row for each completion of a batch."""
+    rows = []
+    for (row, sample), completion in zip(batch, completions, strict=True):
+        example = plan.examples[row]
+        text = plan.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        judged = grade(plan.task, text, example.answer)
+        rows.append(
+            {
+                "row": row,
+                "id": example.id,
+                "sample": sample,
+                "question": example.question,
+                "answer": example.answer,
+                "completion": text,
+                "prompt_tokens": len(plan.prompts[row]),
+                "tokens": len(completion.token_ids),
+                "truncated": completion.finish_reason == "length",
+                "extracted": judged.extracted,
+                "correct": judged.correct,
+                "reason": judged.reason,
+                "batch": number,
+            }
+        )
+    return rows
+
+
+def _result(plan: Plan, store: Store, rows: Sequence[Row]) -> EvalResult:
+    ref = plan.ref
+    settings = {name: value for name, value in asdict(plan.settings).items() if name != "overwrite"}
+    details = {
+        "base": ref.base,
+        "adapter": None if ref.adapter is None else str(ref.adapter),
+        "format": ref.format,
+        "dropped_rows": str(plan.dropped),
+        "system_prompt": plan.task.system_prompt,
+        "prompt_template": plan.task.prompt_template,
+        "settings": {**settings, "out": str(plan.out), "pass_k": list(plan.settings.pass_k)},
+        "sampling": asdict(plan.sampling),
+        "engine": store.engine,
+        "identity": plan.identity,
+    }
+    return EvalResult(plan.task.name, describe(ref), plan.out, summarize(rows, plan.settings.pass_k), details)
+
+
+def _correct(rows: Sequence[Row]) -> int:
+    return sum(row["correct"] for row in rows)
+
+
+class _Log:
+    """Progress as log lines: the first, the last, and one every LOG_EVERY_S seconds."""
+
+    def __init__(self) -> None:
+        self._last = float("-inf")
+
+    def __call__(self, done: int, total: int, correct: int) -> None:
+        now = time.monotonic()
+        if done == total or now - self._last >= LOG_EVERY_S:
+            self._last = now
+            logger.info("%d of %d completions, %d correct", done, total, correct)

@@ -1,0 +1,97 @@
+"""What an evaluation is asked to do: one frozen value, checked before anything is read.
+
+The command line (`eval/command.py`), the quickstart and later callers all build an EvalSettings; its defaults are the
+only ones. Importing this loads no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from qerl.errors import ConfigError
+
+LOADS = ("auto", "nvfp4", "bf16")
+ENGINES = ("auto", "transformers", "vllm")
+SAMPLED_TEMPERATURE, SAMPLED_TOP_P = 0.6, 0.95  # the reference's evaluation (NVlabs/QeRL)
+MAX_NEW_TOKENS = 4096  # the reference's, where the model's context has room for it
+BATCH_SIZE = {"transformers": 64, "vllm": 1024}  # vLLM schedules within a batch; a batch is what a kill can lose
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """One evaluation. None means: decided from the model, the task or the engine, and named in the log.
+
+    Raises ConfigError for values that cannot be used together.
+    """
+
+    task: str
+    model: str | None = None  # folder, hub id, run or adapter; None: the newest run or checkpoint made here
+    adapter: str | None = None
+    load: str = "auto"
+    data: str | None = None  # hub id, file or folder; None: the task's own
+    columns: Mapping[str, str] | None = None
+    limit: int | None = None
+    samples: int = 1
+    pass_k: tuple[int, ...] = ()
+    temperature: float = 0.0
+    top_p: float = 1.0
+    max_new_tokens: int | None = None
+    batch_size: int | None = None
+    seed: int = 0
+    out: Path | None = None
+    overwrite: bool = False
+    engine: str = "auto"
+    dtype: str = "auto"
+    device: str = "auto"
+    system_prompt: str | None = None  # None: the run's, else the task's; "": none
+    prompt_template: str | None = None
+    trust_remote_code: bool = False
+    engine_options: Mapping[str, object] = field(default_factory=dict)  # passed to open_engine as they are
+
+    def __post_init__(self) -> None:
+        _choice("load", self.load, LOADS)
+        _choice("engine", self.engine, ENGINES)
+        for name in ("limit", "samples", "max_new_tokens", "batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{flag(name)} {value} is less than one: write 1 or more")
+        if self.seed < 0:
+            raise ConfigError(f"--seed {self.seed} is negative: write 0 or more")
+        self._check_sampling()
+        self._check_prompt()
+
+    def _check_sampling(self) -> None:
+        if self.temperature < 0:
+            raise ConfigError(f"--temperature {self.temperature} is negative: write 0 (greedy) or more")
+        if not 0 < self.top_p <= 1:
+            raise ConfigError(f"--top-p {self.top_p} is no share: write more than 0 and at most 1")
+        if self.temperature == 0 and self.top_p < 1:
+            raise ConfigError(
+                f"--top-p {self.top_p} does nothing at temperature 0 (greedy): leave it out, or add --sampled"
+            )
+        if self.temperature == 0 and self.samples > 1:
+            raise ConfigError(
+                f"--samples {self.samples} at temperature 0 would be {self.samples} equal completions of each "
+                "question: add --sampled, or --temperature above 0"
+            )
+        for k in self.pass_k:
+            if not 1 <= k <= self.samples:
+                raise ConfigError(f"--pass-k {k} needs 1 to --samples ({self.samples}): write --samples {max(k, 1)}")
+
+    def _check_prompt(self) -> None:
+        if self.prompt_template is not None and "{question}" not in self.prompt_template:
+            raise ConfigError(
+                f"--prompt-template {self.prompt_template!r} has no {{question}}: write it where the question belongs"
+            )
+
+
+def flag(name: str) -> str:
+    """The command-line name of a setting."""
+    return "--" + name.replace("_", "-")
+
+
+def _choice(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{flag(name)} {value!r} is not known: write one of {', '.join(choices)}")

@@ -1,0 +1,119 @@
+"""The options: the same for both commands, light to import, and each mistake in one line with exit code 2."""
+
+import inspect
+import re
+import subprocess
+import sys
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from eval.command import evaluate, main, parse_columns, parse_pass_k, sampling_of, task_app
+from eval.settings import EvalSettings
+from qerl.errors import ConfigError
+
+TASKS = ("gsm8k", "math500", "amc23", "aime24", "aime25", "arith")
+
+
+def run_module(*arguments, cwd):
+    return subprocess.run(
+        [sys.executable, "-m", *arguments], cwd=cwd, capture_output=True, text=True, check=False, timeout=120
+    )
+
+
+def help_of(app, *arguments):
+    return CliRunner().invoke(app, [*arguments, "--help"], env={"COLUMNS": "200"}).output
+
+
+def test_help_needs_no_torch():
+    code = (
+        "import sys; from eval.command import task_app\n"
+        "try: task_app('gsm8k')(['--help'])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'peft', 'vllm', 'sympy'} & set(sys.modules)\n"
+        "sys.exit(f'imports {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "--max-new-tokens" in done.stdout
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_each_task_has_its_module(task):
+    done = run_module(f"eval.{task}", "--help", cwd=None)
+    assert done.returncode == 0
+    assert f"Usage: python -m eval.{task}" in done.stdout
+
+
+def test_both_commands_have_the_same_options():
+    whole = typer.Typer(rich_markup_mode=None, add_completion=False)
+    whole.command()(evaluate)
+    options = [set(re.findall(r"--[a-z-]+", help_of(app))) for app in (whole, task_app("gsm8k"))]
+    assert options[0] == options[1]
+    assert len(options[0]) == len(inspect.signature(evaluate).parameters) - 1 + len({"--help"})
+    usage = [help_of(app).splitlines()[0].lower() for app in (whole, task_app("gsm8k"))]
+    assert ["task" in line for line in usage] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--load", "int4"], "'int4' is not one of"),
+        (["--engine", "tgi"], "'tgi' is not one of"),
+        (["--limit", "0"], "--limit 0 is less than one"),
+        (["--samples", "0"], "--samples 0 is less than one"),
+        (["--batch-size", "-1"], "--batch-size -1 is less than one"),
+        (["--max-new-tokens", "0"], "--max-new-tokens 0 is less than one"),
+        (["--seed", "-1"], "--seed -1 is negative"),
+        (["--temperature", "-0.5"], "--temperature -0.5 is negative"),
+        (["--temperature", "warm"], "--temperature"),
+        (["--top-p", "1.5", "--sampled"], "--top-p 1.5 is no share"),
+        (["--top-p", "0.9"], "does nothing at temperature 0 (greedy)"),
+        (["--samples", "4"], "4 equal completions"),
+        (["--sampled", "--temperature", "0"], "contradict each other"),
+        (["--sampled", "--samples", "2", "--pass-k", "4"], "--pass-k 4 needs 1 to --samples (2)"),
+        (["--sampled", "--samples", "2", "--pass-k", "1,x"], "--pass-k '1,x' is not a list of numbers"),
+        (["--columns", "question"], "--columns 'question' is not of the form"),
+        (["--prompt-template", "Solve it."], "has no {question}"),
+        (["--model", "no/such/folder"], "no/such/folder"),
+        ([], "no --model was given"),
+        (["--modle", "x"], "--model"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as stopped:
+        main("gsm8k", arguments)
+    assert stopped.value.code == 2
+    lines = [line for line in capsys.readouterr().err.strip().splitlines() if not line.startswith(("Usage:", "Try "))]
+    assert message in lines[-1]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "temperature", "top_p"),
+    [
+        ((False, None, None), 0.0, 1.0),
+        ((True, None, None), 0.6, 0.95),  # the reference's evaluation
+        ((True, 1.0, None), 1.0, 0.95),
+        ((True, None, 1.0), 0.6, 1.0),
+        ((False, 0.7, None), 0.7, 1.0),
+        ((False, 0.7, 0.9), 0.7, 0.9),
+    ],
+)
+def test_sampled_gives_the_values_that_are_not_given(given, temperature, top_p):
+    assert sampling_of(*given) == {"temperature": temperature, "top_p": top_p}
+
+
+def test_lists_are_read():
+    assert parse_pass_k("8,1, 4,1") == (1, 4, 8)
+    assert parse_pass_k(None) == ()
+    assert parse_columns("question=problem, answer=sol") == {"question": "problem", "answer": "sol"}
+    with pytest.raises(ConfigError, match="form name=column"):
+        parse_columns("question=")
+
+
+def test_settings_refuse_what_the_command_line_cannot_say():
+    with pytest.raises(ConfigError, match="--load 'int4' is not known: write one of auto, nvfp4, bf16"):
+        EvalSettings(task="gsm8k", load="int4")

@@ -1,0 +1,71 @@
+"""Completions -> numbers, on rows whose every number is known by hand."""
+
+import pytest
+
+from eval.metrics import MANY_SAMPLES, ONE_SAMPLE, wilson
+from eval.result import summarize
+
+ROW = {"extracted": "1", "truncated": False, "prompt_tokens": 10, "tokens": 5, "batch": 0, "batch_seconds": 2.0}
+
+
+def rows(*graded, **changes):
+    """One row a character of each word: 'x' right, '.' wrong; word i is question i."""
+    return [
+        {**ROW, "row": question, "sample": sample, "correct": mark == "x", **changes}
+        for question, word in enumerate(graded)
+        for sample, mark in enumerate(word)
+    ]
+
+
+def test_one_sample_a_question():
+    summary = summarize(rows("x", ".", "x", "."))
+    assert (summary.questions, summary.samples, summary.correct, summary.completions) == (4, 1, 2, 4)
+    assert summary.accuracy.value == 0.5
+    assert (summary.accuracy.low, summary.accuracy.high) == wilson(0.5, 4)
+    assert summary.interval == ONE_SAMPLE
+    assert summary.pass_at_k == {}
+
+
+def test_mean_and_pass_at_k_are_over_questions():
+    summary = summarize(rows("xx..", "....", "xxxx", "x..."), pass_k=(1, 2, 4))
+    assert summary.accuracy.value == pytest.approx(7 / 16)
+    # pass@2 of 2, 0, 4, 1 right among 4: 1 - 1/6, 0, 1, 1 - 3/6
+    assert {k: e.value for k, e in summary.pass_at_k.items()} == pytest.approx(
+        {1: 7 / 16, 2: (5 / 6 + 0 + 1 + 1 / 2) / 4, 4: 3 / 4}
+    )
+    assert summary.interval == MANY_SAMPLES
+    assert all(e.low < e.value < e.high for e in summary.pass_at_k.values())
+
+
+def test_shares_are_of_completions():
+    crafted = [
+        *rows("x.", truncated=True),
+        *[{**row, "row": 1} for row in rows("..", extracted=None)],
+        *[{**row, "row": 2} for row in rows("x.")],
+        *[{**row, "row": 3} for row in rows(".x", truncated=True, extracted=None)],
+    ]
+    crafted[-1]["extracted"] = "7"
+    summary = summarize(crafted)
+    assert summary.truncated_share == 4 / 8
+    assert summary.no_answer_share == 3 / 8
+    assert summary.correct == 3
+
+
+def test_an_empty_answer_string_is_an_answer():
+    assert summarize(rows("x", extracted="")).no_answer_share == 0
+
+
+def test_tokens_add_up_and_a_batch_takes_its_seconds_once():
+    crafted = [*rows("xx"), *[{**row, "row": 1, "batch": 1, "batch_seconds": 0.5, "tokens": 7} for row in rows("xx")]]
+    summary = summarize(crafted)
+    assert (summary.prompt_tokens, summary.completion_tokens, summary.seconds) == (40, 24, 2.5)
+
+
+def test_order_of_the_rows_does_not_matter():
+    crafted = rows("xx..", ".x..", "xxxx")
+    assert summarize(crafted[::-1], (1, 3)) == summarize(crafted, (1, 3))
+
+
+def test_uneven_samples_are_refused():
+    with pytest.raises(ValueError, match=r"questions with \[1, 2\] samples"):
+        summarize(rows("xx", "x"))
