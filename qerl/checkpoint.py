@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal
 
 from qerl.errors import CheckpointError
+from qerl.hub import config_folder, is_hub_id
 from qerl.shards import read_json, weight_files
 
 ModelKind = Literal["base16", "nvfp4", "adapter", "run"]
@@ -28,7 +29,6 @@ CHECKPOINTS = Path("checkpoints")
 RUNS = Path("runs")
 REPORT = "quantize_report.json"
 NVFP4_FORMAT = "nvfp4-pack-quantized"
-HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 
 logger = logging.getLogger(__name__)
 
@@ -99,11 +99,6 @@ def _base_kind(folder: Path, config: dict) -> ModelKind:
     return "nvfp4"
 
 
-def is_hub_id(ref: str) -> bool:
-    """Whether `ref` is no folder here and has the form `owner/name`."""
-    return not Path(ref).exists() and HUB_ID.fullmatch(ref) is not None and not ref.startswith(".")
-
-
 def _locate(ref: str) -> tuple[Path, bool]:
     """Folder with the files that say what `ref` is, and whether it is a folder of this machine."""
     if ref == TINY:
@@ -119,30 +114,11 @@ def _locate(ref: str) -> tuple[Path, bool]:
     if folder.is_file():
         raise CheckpointError(f"{ref} is a file: give the folder that holds it")
     if is_hub_id(ref):
-        return _hub_folder(ref), False
+        return config_folder(ref), False
     raise CheckpointError(
         f"{ref} is neither a folder here nor a hub id: give an existing folder, a hub id such as "
         f"Qwen/Qwen2.5-7B-Instruct, or `{TINY}` (the embedded model)"
     )
-
-
-def _hub_folder(ref: str) -> Path:
-    """Folder in the hub's cache with a model's config.json or a whole adapter; nothing large is downloaded."""
-    from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    try:
-        try:
-            return Path(hf_hub_download(ref, "config.json")).parent
-        except LocalEntryNotFoundError:  # unreachable; a subclass of EntryNotFoundError, so it comes first
-            raise
-        except EntryNotFoundError:
-            return Path(snapshot_download(ref, allow_patterns=["adapter_*", "*.json"]))
-    except Exception as error:  # requests, httpx, OSError, hub errors: what matters is that there is no such model
-        raise CheckpointError(
-            f"{ref} is no folder here and cannot be fetched from the hub ({type(error).__name__}: "
-            f"{str(error).splitlines()[0]}): check the name and the network, or give a folder with the model"
-        ) from error
 
 
 def _resolve_base(name: str, folder: Path, kind: ModelKind, load: Load) -> ModelRef:
