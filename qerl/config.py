@@ -3,6 +3,9 @@
 A recipe (YAML, `training/recipes/`) overrides them, and `--set a.b=c` overrides the recipe; `qerl/recipe.py` reads
 both and turns every mistake into one line. Values that are fine alone but impossible together are refused by the
 rules in `qerl/config_rules.py`. Importing this loads pydantic and nothing heavier.
+
+Where the QeRL paper (arXiv 2510.11696) states a number, it is the default; what it leaves open is as in its scripts.
+Departures: alpha is twice the rank (scripts: equal), trained norms are off (scripts: on), the batch is 16 x 8.
 """
 
 from __future__ import annotations
@@ -54,13 +57,13 @@ class AdapterConfig(Section):
 class DataConfig(Section):
     """The prompts and the answers they are graded against."""
 
-    task: str = Field(min_length=1, description="task: prompt, splits and grading, by name (`qerl recipes tasks`)")
+    task: str = Field(min_length=1, description="task by name: its rows, prompt and grading")
     source: str | None = Field(
         None, min_length=1, description="hub id, local file or folder to read instead of the task's own rows"
     )
     split: str = Field("train", min_length=1, description="split that training reads")
     columns: dict[str, str] | None = Field(
-        None, description="names of the columns in the source, such as {question: problem, answer: solution}"
+        None, description="the source's names for our columns, such as {question: problem, answer: solution}"
     )
     system_prompt: str | None = Field("default", description="system message; default: the task's; null: none")
     prompt_template: str = Field(
@@ -87,7 +90,7 @@ class RolloutConfig(Section):
         "auto", description="what samples; auto: vllm on a GPU, transformers on a CPU"
     )
     prompts_per_step: int = Field(16, ge=1, description="prompts in a step")
-    group_size: int = Field(8, description="completions of one prompt, compared with one another; at least 2")
+    group_size: int = Field(8, ge=2, description="completions of one prompt, compared with one another")
     max_new_tokens: int = Field(4096, ge=1, description="a completion is truncated here")
     temperature: float = Field(1.0, gt=0, description="divides the logits")
     top_p: float = Field(1.0, gt=0, le=1, description="sample from the smallest set with this mass; 1: off")
@@ -155,7 +158,8 @@ class NoiseConfig(Section):
         "exponential", description="how sigma goes from start to end"
     )
     indexing: Literal["code", "paper"] = Field(
-        "code", description="exponent of stage k of K; code: (k-1)/(K-2); paper: its printed k/(K-1)"
+        "code",
+        description="stage k of K is (k-1)/(K-2) of the way (code), or (k-1)/(K-1) (paper: ends above sigma_end)",
     )
     where: Literal["rollout", "both"] = Field(
         "rollout", description="noise while sampling only, or in the trainer's forward passes as well"
@@ -169,7 +173,7 @@ class OptimConfig(Section):
         "auto", description="auto: adamw_8bit on a GPU with bitsandbytes, adamw elsewhere"
     )
     learning_rate: float = Field(1e-5, gt=0, lt=1, description="peak learning rate")
-    weight_decay: float = Field(0.0, ge=0, lt=1, description="decoupled weight decay")
+    weight_decay: float = Field(0.1, ge=0, lt=1, description="decoupled weight decay")
     beta1: float = Field(0.9, ge=0, lt=1, description="decay of the gradient's mean")
     beta2: float = Field(0.99, ge=0, lt=1, description="decay of the gradient's square")
     eps: float = Field(1e-8, gt=0, lt=1, description="added to the denominator")
@@ -228,5 +232,6 @@ class RunConfig(Section):
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
         for rule in RULES:
-            rule(self)
+            for conflict in rule(self):
+                raise conflict
         return self

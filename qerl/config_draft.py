@@ -67,7 +67,7 @@ class Draft:
                     f"{origin}: {dotted} is a list, item {part!r} is not in it; write {dotted}.N with N an item's "
                     f"number ({numbers}), or the whole list: --set '{dotted}=[...]'"
                 )
-        elif field_at(path) is None and not self._is_free(parent):
+        elif (field_at(path) is None or isinstance(part, int)) and not self._is_free(parent):
             raise ConfigError(f"{origin}: {unknown_key(path)}")
 
     def _is_free(self, path: Path) -> bool:

@@ -64,8 +64,7 @@ def origin_of(path: Path, origins: Mapping[Path, str]) -> str | None:
 def _line(detail: Mapping, origins: Mapping[Path, str], source: str) -> str:
     conflict = detail.get("ctx", {}).get("error")
     if isinstance(conflict, Conflict):
-        places = [origin_of(tuple(key.split(".")), origins) for key in conflict.keys]
-        return f"{next(filter(None, places), source)}: {conflict}"
+        return f"{_conflict_place(conflict, origins) or source}: {conflict}"
     path = detail["loc"]
     place = origin_of(path, origins) or source
     if detail["type"] == "extra_forbidden":
@@ -76,6 +75,13 @@ def _line(detail: Mapping, origins: Mapping[Path, str], source: str) -> str:
         what = f"{type_text(field)}: {field.description}" if section_at(path) is None else "a section of keys"
         return f"{place}: {dotted}: missing; write {dotted} ({what})"
     return f"{place}: {dotted}: got {shown(detail['input'])}, expected {_expected(path, field)}{_remedy(detail, field)}"
+
+
+def _conflict_place(conflict: Conflict, origins: Mapping[Path, str]) -> str | None:
+    """The first of the keys that was written, those on the command line before those in a file."""
+    places = [origins.get(tuple(int(p) if p.isdecimal() else p for p in key.split("."))) for key in conflict.keys]
+    written = [place for place in places if place is not None]
+    return next((place for place in written if place.startswith("--")), next(iter(written), None))
 
 
 def _expected(path: Path, field: FieldInfo) -> str:
@@ -101,10 +107,22 @@ def _remedy(detail: Mapping, field: FieldInfo) -> str:
         return f"; write '{str(value).lower()}' in quotes if that text is meant"
     if kind == "tuple_type" and isinstance(value, str):
         return f"; write [{value}]"
-    if kind == "model_type" and value is None:
-        return "; leave the line out for the defaults, or write keys under it"
+    if kind == "model_type":
+        return _section_remedy(detail["loc"], value)
     default = default_text(field)
     return f"; the default is {default}" if default != "required" and not isinstance(detail["loc"][-1], int) else ""
+
+
+def _section_remedy(path: Path, value: object) -> str:
+    """What a single value for a whole section was meant to be: most often its switch."""
+    dotted = ".".join(map(str, path))
+    keys = section_at(path).model_fields
+    switch = next((key for key in ("enabled", "mode") if key in keys), None)
+    if switch and value in (None, False, "off", "no", "none"):
+        return (
+            f"; write {dotted}.{switch}: {'false' if switch == 'enabled' else 'off'}, or leave it out for the defaults"
+        )
+    return "; write keys under it, or leave it out for the defaults"
 
 
 def _as_number(value: object, kind: str) -> str | None:

@@ -136,7 +136,7 @@ def nearest_key(path: Path) -> str | None:
         return leaves[word]
     if (close := nearest(word, siblings)) is not None:
         return prefix + close
-    close = nearest(word, list(leaves), 0.75)
+    close = nearest(word, list(leaves), 0.8)
     return leaves[close] if close else None
 
 

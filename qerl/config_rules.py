@@ -1,26 +1,270 @@
 """Values of a RunConfig that are fine alone and impossible together, one rule each.
 
-A rule takes the configuration and raises Conflict, which names the keys, says why they cannot stand together, and
-what to write instead. Rules run in the order of RULES; the first that fails is the one that is shown.
+A rule takes the configuration and yields a Conflict for what it refuses: the keys, why they cannot stand together, and
+what to write instead. Rules run in the order of RULES; the first conflict is the one that is shown.
 """
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from qerl.config import RunConfig
 
+SUMMED_LOSSES = ("dapo", "bnpo", "dr_grpo", "cispo")  # sum tokens, so a sequence's ratio would count once for each
+UNCLIPPED_LOSSES = ("cispo", "sapo", "vespo")  # read no `delta`
+
 
 class Conflict(ValueError):
-    """An impossible combination. `keys` are dotted; the first one's line is where the error points."""
+    """An impossible combination. `values` maps dotted keys to what they hold; the error points at the first's line."""
 
-    def __init__(self, keys: str | tuple[str, ...], why: str, write: str) -> None:
-        self.keys = (keys,) if isinstance(keys, str) else keys
-        super().__init__(f"{why}; write {write}")
+    def __init__(self, values: dict[str, object], why: str, write: str) -> None:
+        self.keys = tuple(values)
+        super().__init__(
+            f"{' with '.join(f'{key} {_word(value)}' for key, value in values.items())}: {why}; write {write}"
+        )
 
 
-def unused(config: RunConfig) -> None: ...
+Conflicts = Iterator[Conflict]
 
 
-RULES = ()
+def batch(config: RunConfig) -> Conflicts:
+    """A step is split into whole micro-batches, and its prompts are different rows."""
+    prompts, group, micro = config.rollout.prompts_per_step, config.rollout.group_size, config.run.micro_batch
+    completions = prompts * group
+    if completions % micro:
+        yield Conflict(
+            {"run.micro_batch": micro, "rollout.prompts_per_step": prompts, "rollout.group_size": group},
+            f"the {completions} completions of a step cannot be split into micro-batches of {micro}",
+            f"run.micro_batch: {max(n for n in range(1, min(micro, completions) + 1) if completions % n == 0)}",
+        )
+    if config.data.limit is not None and config.data.limit < prompts:
+        yield Conflict(
+            {"data.limit": config.data.limit, "rollout.prompts_per_step": prompts},
+            "there are fewer rows than prompts in a step",
+            f"data.limit: {prompts} or more, or a smaller rollout.prompts_per_step",
+        )
+
+
+def task(config: RunConfig) -> Conflicts:
+    """The task exists, and its prompt holds the question."""
+    from qerl.tasks import TASKS
+
+    name, template = config.data.task, config.data.prompt_template
+    names = list(TASKS)  # asking TASKS for a name would import its file
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+        hint = f"data.task: {near[0]} (tasks: {', '.join(names)})" if near else f"one of {', '.join(names)}"
+        yield Conflict({"data.task": name}, "there is no such task", hint)
+    if template != "default" and "{question}" not in template:
+        yield Conflict(
+            {"data.prompt_template": template},
+            "it has no {question}, so no prompt would hold its problem",
+            "data.prompt_template: '{question} Put your final answer within \\boxed{}.', or default",
+        )
+
+
+def rewards(config: RunConfig) -> Conflicts:
+    """Something is rewarded, no reward counts twice, and the soft punishment leaves room to answer."""
+    names = [reward.name for reward in config.rewards]
+    for i, name in enumerate(names):
+        if name in names[:i]:
+            yield Conflict({f"rewards.{i}.name": name}, "this reward stands twice", "it once, with the weights added")
+    if all(reward.weight == 0 for reward in config.rewards):
+        yield Conflict(
+            {"rewards.0.weight": 0.0}, "no reward has a weight, so nothing would be learned", "rewards.0.weight: 1"
+        )
+    longest = config.rollout.max_new_tokens
+    for i, reward in enumerate(config.rewards):
+        cache = reward.args.get("cache")
+        if reward.name == "soft_overlong" and isinstance(cache, int) and cache >= longest:
+            yield Conflict(
+                {f"rewards.{i}.args.cache": cache, "rollout.max_new_tokens": longest},
+                "the punishment would begin before the first token",
+                f"a cache below {longest}, such as {longest // 4}",
+            )
+
+
+def engine(config: RunConfig) -> Conflicts:
+    """Keys that only one of the engines reads are not given to the other."""
+    rollout = config.rollout
+    vllm_only = {
+        "rollout.kernel": rollout.kernel if rollout.kernel != "auto" else None,
+        "rollout.memory": rollout.memory,
+        "rollout.deterministic": rollout.deterministic or None,
+        "memory.cap_gib": config.memory.cap_gib,
+    }
+    for key, value in vllm_only.items():
+        if rollout.engine == "transformers" and value is not None:
+            yield Conflict(
+                {key: value, "rollout.engine": "transformers"},
+                "only the vllm engine reads it" + (" (transformers repeats itself anyway)" if value is True else ""),
+                f"rollout.engine: vllm, or leave {key} out",
+            )
+    if rollout.engine == "vllm" and rollout.batch_size is not None:
+        yield Conflict(
+            {"rollout.batch_size": rollout.batch_size, "rollout.engine": "vllm"},
+            "vllm schedules its own batches",
+            "rollout.memory to limit it, or leave rollout.batch_size out",
+        )
+    if rollout.memory is not None and 1 < (config.memory.cap_gib or rollout.memory) < rollout.memory:
+        yield Conflict(
+            {"rollout.memory": rollout.memory, "memory.cap_gib": config.memory.cap_gib},
+            "the engine is given more than the whole process may take (GiB)",
+            f"a rollout.memory below {config.memory.cap_gib:g}",
+        )
+
+
+def number_format(config: RunConfig) -> Conflicts:
+    """A kernel is for NVFP4 weights and 16-bit activations."""
+    model, rollout = config.model, config.rollout
+    if model.format == "bf16" and rollout.kernel != "auto":
+        yield Conflict(
+            {"rollout.kernel": rollout.kernel, "model.format": "bf16"},
+            "that kernel multiplies NVFP4 weights",
+            "rollout.kernel: auto, or model.format: nvfp4",
+        )
+    if model.dtype == "float32" and rollout.engine == "vllm":
+        yield Conflict(
+            {"model.dtype": "float32", "rollout.engine": "vllm"},
+            "the vllm engine computes with 16-bit activations",
+            "model.dtype: auto, or rollout.engine: transformers",
+        )
+
+
+def loss(config: RunConfig) -> Conflicts:
+    """The ratio's level and bounds fit the loss (what TRL warns of is refused)."""
+    this = config.loss
+    if this.level == "sequence" and (this.type in SUMMED_LOSSES or this.type == "vespo"):
+        why = "it takes the sequence's ratio by itself" if this.type == "vespo" else "it sums over tokens"
+        write = "loss.level: token" + ("" if this.type == "vespo" else ", or loss.type: grpo for GSPO")
+        yield Conflict({"loss.level": "sequence", "loss.type": this.type}, why, write)
+    if this.type == "luspo" and this.level == "token":
+        yield Conflict(
+            {"loss.type": "luspo", "loss.level": "token"}, "it is defined on sequences", "loss.level: sequence"
+        )
+    if this.clip_high < this.clip_low:
+        yield Conflict(
+            {"loss.clip_high": this.clip_high, "loss.clip_low": this.clip_low},
+            "the upper bound is the tighter one, which makes rare good tokens rarer",
+            f"loss.clip_high: {this.clip_low} or more",
+        )
+    if this.delta is not None and this.type in UNCLIPPED_LOSSES:
+        yield Conflict({"loss.delta": this.delta, "loss.type": this.type}, "it reads no delta", "loss.delta: null")
+    elif this.delta is not None and this.delta <= 1 + this.clip_high:
+        yield Conflict(
+            {"loss.delta": this.delta, "loss.clip_high": this.clip_high},
+            "it bounds the ratio beyond 1 + clip_high, and so has to be larger",
+            f"loss.delta: {round(2 + this.clip_high, 6):g}, or null",
+        )
+
+
+def correction(config: RunConfig) -> Conflicts:
+    """What is sampled from another policy is corrected for, with bounds that leave something."""
+    this, noise = config.loss.correction, config.noise
+    if this.mode == "off" and noise.enabled and noise.where == "rollout":
+        yield Conflict(
+            {"loss.correction.mode": "off", "noise.where": "rollout"},
+            "completions of the noisy policy would be taken for the clean one's",
+            "loss.correction.mode: token_truncate, or noise.where: both",
+        )
+    if this.floor is not None and this.floor >= this.cap:
+        yield Conflict(
+            {"loss.correction.floor": this.floor, "loss.correction.cap": this.cap},
+            "no ratio lies between them",
+            f"a floor below {this.cap:g}, or null",
+        )
+    if config.loss.type == "vespo" and this.mode.startswith("sequence"):
+        yield Conflict(
+            {"loss.correction.mode": this.mode, "loss.type": "vespo"},
+            "it needs a ratio for each token",
+            f"loss.correction.mode: {this.mode.replace('sequence', 'token')}",
+        )
+
+
+def sampling_filters(config: RunConfig) -> Conflicts:
+    """Filters change what is sampled from, and the gate would take that for a disagreement."""
+    rollout = config.rollout
+    filters = {
+        "rollout.top_p": (rollout.top_p, 1.0),
+        "rollout.top_k": (rollout.top_k, 0),
+        "rollout.min_p": (rollout.min_p, 0),
+    }
+    for key, (value, off) in filters.items():
+        if value != off and config.loss.mismatch_gate is not None:
+            yield Conflict(
+                {key: value, "loss.mismatch_gate": config.loss.mismatch_gate},
+                "the trainer's policy has no such filter, and the gate stops a run whose policies differ",
+                f"{key}: {off:g} (off), or loss.mismatch_gate: null",
+            )
+
+
+def noise(config: RunConfig) -> Conflicts:
+    """The schedule falls, its formula is defined, and each stage has a step."""
+    this, steps = config.noise, config.run.steps
+    if not this.enabled and this.where == "both":
+        yield Conflict(
+            {"noise.where": "both", "noise.enabled": False},
+            "there is no noise",
+            "noise.enabled: true, or noise.where: rollout",
+        )
+    if this.sigma_end > this.sigma_start:
+        yield Conflict(
+            {"noise.sigma_end": this.sigma_end, "noise.sigma_start": this.sigma_start},
+            "noise falls over the run",
+            f"a sigma_end of at most {this.sigma_start:g}",
+        )
+    if not this.enabled:
+        return
+    if this.schedule == "exponential" and this.sigma_end == 0:
+        yield Conflict(
+            {"noise.sigma_end": 0, "noise.schedule": "exponential"},
+            "an exponential never reaches 0",
+            "noise.sigma_end: 5e-4, or noise.schedule: linear",
+        )
+    if this.indexing == "code" and this.num_stages < 3:
+        yield Conflict(
+            {"noise.num_stages": this.num_stages, "noise.indexing": "code"},
+            "(k-1)/(K-2) needs K of at least 3 (stage 0 has no noise, one has sigma_start, one sigma_end)",
+            "noise.num_stages: 3 or more, or noise.indexing: paper",
+        )
+    if steps < this.num_stages:
+        yield Conflict(
+            {"noise.num_stages": this.num_stages, "run.steps": steps},
+            "some stages would have no step",
+            f"run.steps: {this.num_stages} or more, fewer stages, or noise.enabled: false",
+        )
+
+
+def checkpoints(config: RunConfig) -> Conflicts:
+    """With several updates on a rollout, a checkpoint between them could not be resumed to the same numbers."""
+    every, updates = config.run.save_every, config.loss.num_iterations
+    if every % updates:
+        yield Conflict(
+            {"run.save_every": every, "loss.num_iterations": updates},
+            "a checkpoint would fall between two updates on one rollout, and could not be resumed to the same numbers",
+            f"run.save_every: {(every // updates + 1) * updates}",
+        )
+
+
+RULES = (
+    batch,
+    task,
+    rewards,
+    engine,
+    number_format,
+    loss,
+    correction,
+    sampling_filters,
+    noise,
+    checkpoints,
+)
+
+
+def _word(value: object) -> str:
+    """A value in YAML's words."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, str) and " " in value else str(value)

@@ -89,7 +89,7 @@ def _find(recipe: str | os.PathLike) -> Path:
     if text in recipe_names():
         return recipe_path(text)
     path = Path(text)
-    if path.exists() or path.suffix in (".yaml", ".yml") or path.name != text:
+    if os.path.exists(path) or path.suffix in (".yaml", ".yml") or path.name != text:
         return path
     if (local := path.with_suffix(".yaml")).exists():
         raise ConfigError(f"no recipe is named {text!r}, but there is a file: write {local}")
@@ -109,7 +109,7 @@ def _read(path: Path, extended: bool = False) -> Draft:
     except yaml_text.YamlError as error:
         raise ConfigError(f"{place}:{error.line}: {error}" if error.line else f"{place}: {error}") from None
     if parsed.data is None:
-        raise ConfigError(f"{place}: is empty; write sections such as model, data and run (`qerl recipes show tiny`)")
+        raise ConfigError(f"{place}: is empty; write sections such as model, data and run, or `extends:` and a recipe's name")
     if not isinstance(parsed.data, dict):
         raise ConfigError(f"{place}: holds {shown(parsed.data)}; write sections such as `model:`, with keys under them")
     origins = {key: f"{place}:{line}" for key, line in parsed.lines.items()}
@@ -152,10 +152,10 @@ def _read_text(path: Path, place: str) -> str:
         return path.read_bytes().decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{place}: no such file; write a YAML file or one of {', '.join(recipe_names())}") from None
-    except OSError as error:
-        raise ConfigError(f"{place}: cannot be read ({error.strerror}); give a file that you may read") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{place}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
+    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+        raise ConfigError(f"{place!r}: cannot be read ({error}); give a file that you may read") from None
 
 
 def _validate(draft: Draft) -> RunConfig:
