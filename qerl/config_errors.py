@@ -72,8 +72,11 @@ def _line(detail: Mapping, origins: Mapping[Path, str], source: str) -> str:
     dotted = ".".join(map(str, path))
     field = field_at(path)
     if detail["type"] == "missing":
-        what = f"{type_text(field)}: {field.description}" if section_at(path) is None else "a section of keys"
-        return f"{place}: {dotted}: missing; write {dotted} ({what})"
+        section = section_at(path)
+        if section is not None:
+            required = [key for key, below in section.model_fields.items() if below.is_required()]
+            return f"{place}: {dotted}: missing; write {dotted}: and under it at least {', '.join(required)}"
+        return f"{place}: {dotted}: missing; write {dotted} ({type_text(field)}: {field.description})"
     return f"{place}: {dotted}: got {shown(detail['input'])}, expected {_expected(path, field)}{_remedy(detail, field)}"
 
 
@@ -84,17 +87,17 @@ def _conflict_place(conflict: Conflict, origins: Mapping[Path, str]) -> str | No
     return next((place for place in written if place.startswith("--")), next(iter(written), None))
 
 
-def _expected(path: Path, field: FieldInfo) -> str:
+def _expected(path: Path, field: FieldInfo | None) -> str:
     section = section_at(path)
     if section is not None and (isinstance(path[-1], int) or not _holds_list(field)):
         return f"keys ({', '.join(section.model_fields)})"
     if section is not None:
         return "a list of " + "{" + ", ".join(section.model_fields) + "}"
-    text = type_text(field)
+    text = "text" if field is None else type_text(field)  # None: a value in data.columns
     return text.removeprefix("list of ") if isinstance(path[-1], int) else text
 
 
-def _remedy(detail: Mapping, field: FieldInfo) -> str:
+def _remedy(detail: Mapping, field: FieldInfo | None) -> str:
     kind, value = detail["type"], detail["input"]
     if kind == "literal_error" and isinstance(value, str):
         close = nearest(value, detail["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", "))
@@ -109,6 +112,8 @@ def _remedy(detail: Mapping, field: FieldInfo) -> str:
         return f"; write [{value}]"
     if kind == "model_type":
         return _section_remedy(detail["loc"], value)
+    if field is None:
+        return ""
     default = default_text(field)
     return f"; the default is {default}" if default != "required" and not isinstance(detail["loc"][-1], int) else ""
 

@@ -232,7 +232,7 @@ def noise(config: RunConfig) -> Conflicts:
         )
     if steps < this.num_stages:
         yield Conflict(
-            {"noise.num_stages": this.num_stages, "run.steps": steps},
+            {"run.steps": steps, "noise.num_stages": this.num_stages},
             "some stages would have no step",
             f"run.steps: {this.num_stages} or more, fewer stages, or noise.enabled: false",
         )
@@ -243,7 +243,7 @@ def checkpoints(config: RunConfig) -> Conflicts:
     every, updates = config.run.save_every, config.loss.num_iterations
     if every % updates:
         yield Conflict(
-            {"run.save_every": every, "loss.num_iterations": updates},
+            {"loss.num_iterations": updates, "run.save_every": every},
             "a checkpoint would fall between two updates on one rollout, and could not be resumed to the same numbers",
             f"run.save_every: {(every // updates + 1) * updates}",
         )

@@ -109,7 +109,9 @@ def _read(path: Path, extended: bool = False) -> Draft:
     except yaml_text.YamlError as error:
         raise ConfigError(f"{place}:{error.line}: {error}" if error.line else f"{place}: {error}") from None
     if parsed.data is None:
-        raise ConfigError(f"{place}: is empty; write sections such as model, data and run, or `extends:` and a recipe's name")
+        raise ConfigError(
+            f"{place}: is empty; write sections such as model, data and run, or `extends:` and a recipe's name"
+        )
     if not isinstance(parsed.data, dict):
         raise ConfigError(f"{place}: holds {shown(parsed.data)}; write sections such as `model:`, with keys under them")
     origins = {key: f"{place}:{line}" for key, line in parsed.lines.items()}
@@ -144,7 +146,7 @@ def _find_base(base: str, path: Path, where: str) -> Path:
 
 
 def _read_text(path: Path, place: str) -> str:
-    if path.is_dir():
+    if os.path.isdir(path):
         config = path / "config.yaml"
         hint = f"write {config}" if config.is_file() else f"write a YAML file or one of {', '.join(recipe_names())}"
         raise ConfigError(f"{place}: is a folder, not a recipe; {hint}")

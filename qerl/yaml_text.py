@@ -63,14 +63,19 @@ class _Loader(yaml.SafeLoader):
 
 
 class _Dumper(yaml.SafeDumper):
-    """SafeDumper that also quotes text which is a number here (1e-5), and so never writes an alias."""
+    """SafeDumper that quotes text which is a number here (1e-5) or holds odd line breaks, and writes no aliases."""
 
     def ignore_aliases(self, data: object) -> bool:
         return True
 
+    def represent_text(self, text: str) -> yaml.Node:
+        odd = any(character in text for character in "\x85\u2028\u2029")  # outside of "" they would read as spaces
+        return self.represent_scalar(_TAG + "str", text, style='"' if odd else None)
+
 
 for _tag, _pattern, _first in _RESOLVERS:
     _Loader.add_implicit_resolver(_TAG + _tag, _pattern, _first)
+_Dumper.add_representer(str, _Dumper.represent_text)
 _Dumper.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
 
 
