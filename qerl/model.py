@@ -9,13 +9,15 @@ are replaced by `NVFP4Linear`, and each tensor goes from the file to its place: 
 
 from __future__ import annotations
 
-import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint import TINY, TINY_FOLDER
 from qerl.errors import CheckpointError
+from qerl.nvfp4.layout import TENSORS, quantized_linears
+from qerl.shards import TensorInfo, read_json, read_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -23,7 +25,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PACKED_SUFFIX = ".weight_packed"
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
 
@@ -80,20 +81,17 @@ def resolve_dtype(dtype: str, device: str) -> torch.dtype:
 
 def local_folder(path: str | Path) -> Path:
     """`path` if it is a folder here, the shipped model for "tiny", else the hub's snapshot of that id."""
-    from qerl.checkpoint import resolve_model
-
+    if str(path) == TINY:
+        return TINY_FOLDER
     if Path(path).is_dir():
         return Path(path)
-    base = resolve_model(str(path)).base
-    if Path(base).is_dir():
-        return Path(base)
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(base, allow_patterns=HUB_PATTERNS))
+        return Path(snapshot_download(str(path), allow_patterns=HUB_PATTERNS))
     except Exception as error:
         raise CheckpointError(
-            f"{base} is neither a folder here nor a model that the hub gives ({type(error).__name__}): "
+            f"{path} is neither a folder here nor a model that the hub gives ({type(error).__name__}): "
             "check the name and the network, or give the folder of a downloaded checkpoint"
         ) from error
 
@@ -132,67 +130,36 @@ def _load_nvfp4(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Pr
         del config.quantization_config
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
-    shards = list(_shards(folder))
-    names = [key.removesuffix(PACKED_SUFFIX) for _, keys in shards for key in keys if key.endswith(PACKED_SUFFIX)]
+    tensors = read_tensors(folder)
+    names = quantized_linears(tensors)
     with torch.device("meta"):
         swap_linears(model, names)
-    _fill(model, shards, dtype)
+    _fill_(model, tensors, dtype)
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
     logger.info("opened %s: %d packed linears, dtype %s", folder, len(names), dtype)
     return model
 
 
-def _fill(model: PreTrainedModel, shards: list[tuple[Path, list[str]]], dtype: torch.dtype) -> None:
+def _fill_(model: PreTrainedModel, tensors: Mapping[str, TensorInfo], dtype: torch.dtype) -> None:
     """Put each file's tensors in place; anything left over or left empty is an error."""
-    from safetensors import safe_open
+    from safetensors.torch import load_file
 
-    expected = set(model.state_dict())
-    seen: set[str] = set()
-    for file, keys in shards:
-        with safe_open(file, framework="pt") as handle:
-            tensors = {key: handle.get_tensor(key) for key in keys}
-        seen.update(tensors)
-        tensors = {k: v.to(dtype) if v.is_floating_point() and _is_16bit_name(k) else v for k, v in tensors.items()}
+    folder = next(iter(tensors.values())).file.parent
+    if unexpected := sorted(set(tensors) - set(model.state_dict())):
+        raise CheckpointError(f"{folder} holds tensors that the model has no place for: {unexpected[:5]}")
+    for file in dict.fromkeys(info.file for info in tensors.values()):
+        values = {name: value if name.endswith(TENSORS) else value.to(dtype) for name, value in load_file(file).items()}
         try:
-            model.load_state_dict(tensors, strict=False, assign=True)
+            model.load_state_dict(values, strict=False, assign=True)
         except RuntimeError as error:
             raise CheckpointError(f"{file} does not fit its config.json: {error}") from error
     model.tie_weights()
-    if unexpected := sorted(seen - expected):
-        raise CheckpointError(f"{shards[0][0].parent} holds tensors that the model has no place for: {unexpected[:5]}")
     empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if empty:
-        raise CheckpointError(f"{shards[0][0].parent} lacks tensors: {empty[:5]} ({len(empty)} in all)")
-
-
-def _is_16bit_name(name: str) -> bool:
-    return not name.endswith(("weight_packed", "weight_scale", "weight_global_scale"))
-
-
-def _shards(folder: Path) -> Iterator[tuple[Path, list[str]]]:
-    """(file, tensor names) for each safetensors file of the checkpoint."""
-    from safetensors import safe_open
-
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        files = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    else:
-        files = sorted(path.name for path in folder.glob("*.safetensors"))
-    if not files:
-        raise CheckpointError(f"{folder} has no .safetensors file: pickle checkpoints (.bin) are not read, convert it")
-    for name in files:
-        try:
-            with safe_open(folder / name, framework="pt") as handle:
-                yield folder / name, list(handle.keys())
-        except Exception as error:
-            raise CheckpointError(f"{folder / name} cannot be read ({error}): download it again") from error
+        raise CheckpointError(f"{folder} lacks tensors: {empty[:5]} ({len(empty)} in all)")
 
 
 def _quantization_format(folder: Path) -> str | None:
     """The `quantization_config.format` of config.json; None for 16-bit weights."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{folder} has no readable config.json: it is not a model folder") from error
-    return (config.get("quantization_config") or {}).get("format")
+    return (read_json(folder / "config.json").get("quantization_config") or {}).get("format")

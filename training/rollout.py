@@ -1,0 +1,124 @@
+"""Rollouts through TRL's seam: TRL asks for completions as it would ask its own vLLM client, and our engine answers.
+
+TRL 1.16 calls `sync_weights()` when the optimizer has stepped and `generate(...)` for each batch of prompts
+(GRPOTrainer._generate_single_turn). Here the first hands the adapter to the engine, the second samples with the step's
+noise in the norms and records what a step should know about its rollout.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from qerl.adapter import adapter_scaling, adapter_tensors
+from qerl.engine import Completion, Engine, SamplingParams
+from qerl.errors import EngineError
+from qerl.norms import block_norms, set_norm_noise_
+from training.noise import NoiseSchedule, StepNoise, derive_seed
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+    from qerl.config import RunConfig
+
+
+@dataclass
+class RolloutStats:
+    """What one rollout cost and gave; `metrics` are for the step's log."""
+
+    tokens: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Rollout:
+    """Stands where TRL's `vllm_generation` stands."""
+
+    def __init__(self, engine: Engine, policy: PeftModel, config: RunConfig) -> None:
+        self._engine = engine
+        self._policy = policy
+        self._config = config
+        self._norms = block_norms(policy) if config.noise.enabled else {}
+        sizes = {name: module.weight.numel() for name, module in self._norms.items()}
+        self._noise = NoiseSchedule(config.noise, sizes, config.run.steps, config.run.seed)
+        self._sync_s = 0.0
+        self.step = 0  # the trainer's optimizer step: seeds the sampling and picks the noise
+        self.completions: list[Completion] = []
+        self.stats = RolloutStats()
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The recipe's sampling parameters."""
+        rollout = self._config.rollout
+        return SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
+
+    def sync_weights(self) -> None:
+        """Hand the adapter's tensors to the engine. Raises EngineError if not every tensor found its place."""
+        started = time.perf_counter()
+        tensors = adapter_tensors(self._policy)
+        taken = self._engine.sync_adapter(tensors, adapter_scaling(self._policy))
+        if taken != len(tensors):
+            raise EngineError(f"the engine took {taken} of the adapter's {len(tensors)} tensors: they do not fit it")
+        self._sync_s = time.perf_counter() - started
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        images: None,
+        num_generations: int,
+        profiler: AbstractContextManager,
+    ) -> tuple[Sequence[Sequence[int]], list[list[int]], list[list[list[float]]], None]:
+        """TRL's signature: (prompt ids, completion ids, logprobs with one candidate a token, None), a row a prompt.
+
+        `prompts` holds each prompt once for each of its `num_generations` completions already.
+        """
+        noise = self._noise.at(self.step)
+        started = time.perf_counter()
+        with profiler:
+            self._engine.wake()
+            touched = self._set_noise(noise)
+            seed = derive_seed(self._config.run.seed, self.step, "rollout")
+            self.completions = self._engine.generate(prompts, self.sampling, seed)
+            self._after_rollout(noise)
+        self.stats = self._measure(noise, touched, time.perf_counter() - started)
+        return (
+            prompts,
+            [completion.token_ids for completion in self.completions],
+            [[[logprob] for logprob in completion.logprobs] for completion in self.completions],
+            None,
+        )
+
+    def clear_noise(self) -> None:
+        """Clean norms in engine and policy, bit-exactly."""
+        self._engine.set_noise(None)
+        set_norm_noise_(self._norms, None)
+
+    def _set_noise(self, noise: StepNoise) -> int:
+        self.clear_noise()
+        if noise.vectors is None:
+            return 0
+        touched = self._engine.set_noise(noise.vectors)
+        if touched != len(noise.vectors):
+            raise EngineError(f"noise reached {touched} of {len(noise.vectors)} norms of the engine")
+        return touched
+
+    def _after_rollout(self, noise: StepNoise) -> None:
+        self.clear_noise()
+        if self._config.noise.where == "both" and noise.vectors is not None:
+            set_norm_noise_(self._norms, noise.vectors)  # the loss sees the policy that sampled
+        self._engine.sleep()
+
+    def _measure(self, noise: StepNoise, touched: int, seconds: float) -> RolloutStats:
+        tokens = sum(len(completion.token_ids) for completion in self.completions)
+        metrics: Mapping[str, float] = {
+            "noise/stage": noise.stage,
+            "noise/sigma": noise.sigma,
+            "noise/std": noise.std,
+            "noise/norms": touched,
+            "time/rollout_s": seconds,
+            "time/sync_s": self._sync_s,
+            "speed/rollout_tokens_per_s": tokens / seconds,
+        }
+        return RolloutStats(tokens, dict(metrics))

@@ -1,0 +1,217 @@
+"""Train: recipe -> run directory. What `qerl train` calls, in the order in which it happens.
+
+runs/<name>/
+    config.yaml         the resolved recipe            run.json      versions, recipe, base, command
+    metrics.jsonl       one line a step                completions/  samples of what was written
+    checkpoints/        to resume from                 adapter/      the result, a standard PEFT folder
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import PrinterCallback, TrainerCallback
+
+from qerl.adapter import load_tensors_, read_adapter, save_adapter
+from qerl.checkpoint import ModelRef, describe, resolve_model
+from qerl.config import RunConfig
+from qerl.engine import Engine, choose_engine, open_engine
+from qerl.errors import ConfigError
+from qerl.model import load_tokenizer
+from qerl.recipe import load_config, save_config
+from training.checkpoint import checkpoint_step, newest_checkpoint
+from training.model import build_policy
+from training.prompts import load_prompts
+from training.rewards import build_rewards
+from training.rollout import Rollout
+from training.run_log import RunLog, read_metrics
+from training.trainer import QerlTrainer
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = ("qerl", "torch", "transformers", "trl", "peft", "accelerate", "compressed-tensors", "vllm")
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """Where a run stands when `train` returns."""
+
+    run_dir: Path
+    adapter: Path | None  # None if it was stopped before its last step
+    steps: int
+
+
+def start(config: RunConfig, name: str) -> TrainResult:
+    """Begin a new run of the recipe called `name`. Raises ConfigError if its directory is already in use."""
+    run_dir = Path(config.run.out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
+        raise ConfigError(
+            f"{run_dir} already exists: continue it with `qerl train --resume {run_dir}`, or give another --out"
+        )
+    base = resolve_model(config.model.base, config.model.format)
+    return _train(config, base, run_dir, name, checkpoint=None)
+
+
+def resume(run_dir: Path) -> TrainResult:
+    """Continue a run from its newest good checkpoint (or from the beginning, if it has none)."""
+    if not (run_dir / "config.yaml").is_file():
+        raise ConfigError(
+            f"{run_dir} is not a run: it has no config.yaml; give the directory that `qerl train` printed"
+        )
+    config = load_config(run_dir / "config.yaml")
+    checkpoint = newest_checkpoint(run_dir)
+    done = checkpoint_step(checkpoint) if checkpoint else 0
+    if done >= config.run.steps and (run_dir / "adapter").is_dir():
+        logger.info("%s has already finished its %d steps", run_dir, config.run.steps)
+        return TrainResult(run_dir, run_dir / "adapter", done)
+    logger.info("resuming %s after step %d", run_dir, done)
+    name = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["recipe"]
+    return _train(config, resolve_model(config.model.base, config.model.format), run_dir, name, checkpoint)
+
+
+def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoint: Path | None) -> TrainResult:
+    tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
+    prompts = load_prompts(config.data, tokenizer, config.rollout.prompts_per_step)
+    rewards = build_rewards(config, prompts.examples, run_dir)
+    engine = open_rollout_engine(config, base)
+    logger.info("%s; engine %s (%s)", describe(base), engine.name, engine.kernel)
+    policy = build_policy(engine, config)
+    if base.adapter is not None:
+        _warm_start(policy, base.adapter)
+    start_step = checkpoint_step(checkpoint) if checkpoint else 0
+    _open_run_dir(run_dir, config, name, base)
+    rollout = Rollout(engine, policy, config)
+    with RunLog(run_dir, config.run.steps) as run_log, _interrupt() as stop:
+        run_log.start_at(start_step)
+        trainer = QerlTrainer(
+            config, policy, tokenizer, prompts, rewards, rollout, run_dir, run_log, [stop], start_step=start_step
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        rollout.clear_noise()
+    engine.close()
+    return _finish(trainer, config, base, run_dir)
+
+
+def open_rollout_engine(config: RunConfig, base: ModelRef) -> Engine:
+    """The engine that the recipe asks for, over the base that was resolved."""
+    rollout = config.rollout
+    options: dict[str, Any] = {}
+    if choose_engine(rollout.engine) == "vllm":
+        options = {
+            "kernel": rollout.kernel,
+            "memory": rollout.memory,
+            "cap_gib": config.memory.cap_gib,
+            "deterministic": rollout.deterministic,
+            "max_context": config.data.max_prompt_tokens + rollout.max_new_tokens,
+            "max_rank": config.adapter.rank,
+            "train_norms": config.adapter.train_norms,
+            "seed": config.run.seed,
+        }
+    return open_engine(
+        base.base,
+        base.format,
+        engine=rollout.engine,
+        dtype=config.model.dtype,
+        trust_remote_code=config.model.trust_remote_code,
+        batch_size=rollout.batch_size,
+        **options,
+    )
+
+
+def _warm_start(policy: PeftModel, adapter: Path) -> None:
+    """Start from a saved adapter instead of a fresh one; rank and targets must be the recipe's."""
+    tensors, _ = read_adapter(adapter)
+    logger.info("starting from the adapter %s (%d tensors)", adapter, load_tensors_(policy, tensors))
+
+
+def _open_run_dir(run_dir: Path, config: RunConfig, name: str, base: ModelRef) -> None:
+    """Create the directory, or leave a resumed one's configuration as it is."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    if not (run_dir / "config.yaml").exists():
+        about = {"recipe": name, "base": base.base, "command": sys.argv, "versions": versions()}
+        (run_dir / "run.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
+        (run_dir / "metrics.jsonl").touch()
+        save_config(config, run_dir / "config.yaml")
+    logger.info("writing to %s", run_dir)
+
+
+def _finish(trainer: QerlTrainer, config: RunConfig, base: ModelRef, run_dir: Path) -> TrainResult:
+    steps = trainer.state.global_step
+    if steps < config.run.steps:
+        logger.warning("stopped after step %d; continue with `qerl train --resume %s`", steps, run_dir)
+        return TrainResult(run_dir, None, steps)
+    partial, final = run_dir / ".adapter.partial", run_dir / "adapter"
+    for folder in (partial, final):
+        shutil.rmtree(folder, ignore_errors=True)
+    save_adapter(trainer.model, partial, base.base)
+    partial.rename(final)
+    rewards = [row["reward"] for row in read_metrics(run_dir) if row.get("reward") is not None]
+    fifth = max(1, len(rewards) // 5)
+    logger.info(
+        "finished %d steps: mean reward %.3f in the first %d, %.3f in the last; adapter in %s",
+        steps,
+        sum(rewards[:fifth]) / fifth,
+        fifth,
+        sum(rewards[-fifth:]) / fifth,
+        final,
+    )
+    return TrainResult(run_dir, final, steps)
+
+
+def versions() -> dict[str, str]:
+    """The installed version of each package that a result depends on."""
+    found = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+class _StopAfterStep(TrainerCallback):
+    """Ctrl-C: finish the step, save, stop. A second Ctrl-C stops at once."""
+
+    def __init__(self) -> None:
+        self.asked = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.asked:
+            control.should_save = True
+            control.should_training_stop = True
+
+
+@contextmanager
+def _interrupt() -> Iterator[_StopAfterStep]:
+    stop = _StopAfterStep()
+
+    def handle(signum: int, frame: object) -> None:
+        if stop.asked:
+            raise KeyboardInterrupt
+        stop.asked = True
+        logger.warning("stopping after this step; interrupt again to stop at once and lose the step")
+
+    try:
+        previous = signal.signal(signal.SIGINT, handle)
+    except ValueError:  # not in the main thread: the caller handles interrupts
+        yield stop
+        return
+    try:
+        yield stop
+    finally:
+        signal.signal(signal.SIGINT, previous)

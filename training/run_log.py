@@ -1,0 +1,141 @@
+"""What a run writes down: metrics.jsonl (one line a step), samples of completions, and a line or bar for people.
+
+Metrics under time/, speed/ and memory/ describe the machine; all others follow from the configuration alone, so that a
+resumed run can be compared with an uninterrupted one line by line.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+logger = logging.getLogger(__name__)
+
+# TRL's name -> ours; what is missing here keeps its name.
+NAMES = {
+    "frac_reward_zero_std": "groups/zero_variance_share",
+    "completions/mean_length": "completions/mean_tokens",
+    "completions/min_length": "completions/min_tokens",
+    "completions/max_length": "completions/max_tokens",
+    "completions/clipped_ratio": "completions/truncated_share",
+    "completions/mean_terminated_length": None,
+    "completions/min_terminated_length": None,
+    "completions/max_terminated_length": None,
+    "num_tokens": "tokens_total",
+    "clip_ratio/low_mean": "clip/low_share",
+    "clip_ratio/high_mean": "clip/high_share",
+    "clip_ratio/region_mean": "clip/share",
+    "clip_ratio/low_min": None,
+    "clip_ratio/high_max": None,
+    "step_time": "time/step_s",
+    "epoch": None,
+}
+MACHINE_PREFIXES = ("time/", "speed/", "memory/")
+
+
+def rename(logs: Mapping[str, float | None]) -> dict[str, float | None]:
+    """TRL's metrics in our words; those that repeat others are dropped, what is not finite becomes None (JSON null)."""
+    renamed = {}
+    for key, value in logs.items():
+        if key.startswith("rewards/") and key.endswith("/mean"):
+            name: str | None = key.removesuffix("/mean")
+        elif key.startswith("rewards/") and key.endswith("/std"):
+            name = None
+        else:
+            name = NAMES.get(key, key)
+        if name is not None:
+            renamed[name] = value if value is None or math.isfinite(value) else None
+    return renamed
+
+
+def deterministic(metrics: Mapping[str, Any]) -> dict[str, Any]:
+    """The metrics that do not depend on the machine."""
+    return {key: value for key, value in metrics.items() if not key.startswith(MACHINE_PREFIXES)}
+
+
+class RunLog:
+    """Writes into one run directory; a context manager around the training loop."""
+
+    def __init__(self, run_dir: Path, steps: int, console: Console | None = None) -> None:
+        self._run_dir = run_dir
+        self._steps = steps
+        self._console = console or Console(stderr=True)
+        self._progress: Progress | None = None
+
+    def __enter__(self) -> RunLog:
+        if self._console.is_terminal:
+            columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TimeRemainingColumn()]
+            self._progress = Progress(*columns, TextColumn("{task.fields[line]}"), console=self._console)
+            self._progress.start()
+            self._task = self._progress.add_task("", total=self._steps, line="")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+
+    def start_at(self, step: int) -> None:
+        """Drop what a killed run wrote after `step`, so that the files continue as one run."""
+        path = self._run_dir / "metrics.jsonl"
+        kept = [row for row in read_metrics(self._run_dir) if row["step"] <= step]
+        temporary = path.with_suffix(".partial")
+        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        temporary.replace(path)
+        for file in (self._run_dir / "completions").glob("step-*.jsonl"):
+            if int(file.stem.removeprefix("step-")) > step:
+                file.unlink()
+
+    def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        """Append one line, on disk before this returns, and show it."""
+        row = {"step": step, **dict(sorted(metrics.items()))}
+        with (self._run_dir / "metrics.jsonl").open("a", encoding="utf-8") as handle:
+            handle.write(json.dumps(row, allow_nan=False) + "\n")
+            handle.flush()
+            os.fsync(handle.fileno())
+        self._show(step, row)
+
+    def write_completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """A sample of the step's completions, one JSON object a line."""
+        folder = self._run_dir / "completions"
+        folder.mkdir(exist_ok=True)
+        text = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
+        (folder / f"step-{step:06d}.jsonl").write_text(text, encoding="utf-8")
+
+    def _show(self, step: int, row: Mapping[str, Any]) -> None:
+        shown = {
+            "reward": ("reward", ".3f"),
+            "entropy": ("entropy", ".3f"),
+            "noise/sigma": ("sigma", ".1e"),
+            "mismatch_kl": ("mismatch", ".1e"),
+            "completions/mean_tokens": ("tokens", ".0f"),
+            "time/step_s": ("s/step", ".1f"),
+        }
+        parts = [f"{name} {row[key]:{form}}" for key, (name, form) in shown.items() if row.get(key) is not None]
+        line = "  ".join(parts)
+        if self._progress is not None:
+            self._progress.update(self._task, completed=step, line=line)
+        else:
+            self._console.print(f"step {step}/{self._steps}  {line}", highlight=False, soft_wrap=True)
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl; a last line that a kill cut short is left out."""
+    path = run_dir / "metrics.jsonl"
+    if not path.exists():
+        return []
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            logger.warning("%s ends in half a line, which is dropped", path)
+            break
+    return rows
