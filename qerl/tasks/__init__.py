@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -43,20 +43,23 @@ TAGS_SYSTEM_PROMPT = (
 class Task:
     """A data set with its prompt and the kind of its answers.
 
-    `hub` is the data set's id, `hub_config` its configuration there. `splits` maps our "train" and "test" to the hub's
-    split names; a split that is missing does not exist. `columns` names the hub's question and answer columns; dots and
-    numbers reach into nested ones ("prompt.0.content"). `adapt` turns a question and an answer as the hub holds them
-    into the bare problem and the bare answer. `answer_kind` "number": a completion has to state a number; "math": any
-    mathematical form that equals the answer. `last_number`: where a completion marks no answer, its last number counts.
+    `hub` is the data set's id, `hub_config` its configuration there; a task without one makes its rows itself:
+    `generate(split)` yields them all, as mappings with "question", "answer" and perhaps "id". `splits` maps our "train"
+    and "test" to the hub's split names (or to themselves); one that is missing does not exist. `columns` names the
+    hub's question and answer columns; dots and numbers reach into nested ones ("prompt.0.content"). `clean_question`
+    takes off a question what the hub adds to it, and leaves a bare one alone. `answer_kind` "number": a completion has
+    to state a number; "math": any mathematical form that equals the answer. `last_number`: where a completion marks no
+    answer, its last number counts.
     """
 
     name: str
     hub: str | None
     splits: Mapping[str, str]
-    columns: Mapping[str, str]
     answer_kind: Literal["number", "math"]
+    columns: Mapping[str, str] = field(default_factory=lambda: {"question": "question", "answer": "answer"})
     hub_config: str | None = None
-    adapt: Callable[[str, str], tuple[str, str]] | None = None
+    generate: Callable[[str], Iterable[Mapping[str, Any]]] | None = None
+    clean_question: Callable[[str], str] | None = None
     system_prompt: str | None = None
     prompt_template: str = BOXED_TEMPLATE
     last_number: bool = False

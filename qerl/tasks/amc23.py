@@ -6,6 +6,5 @@ TASK = Task(
     name="amc23",
     hub="math-ai/amc23",
     splits={"test": "test"},
-    columns={"question": "question", "answer": "answer"},
     answer_kind="math",
 )

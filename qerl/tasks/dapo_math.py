@@ -15,8 +15,8 @@ _PREFIX = (
 _SUFFIX = 'Remember to put your answer on its own line after "Answer:".'
 
 
-def _adapt(question: str, answer: str) -> tuple[str, str]:
-    return question.strip().removeprefix(_PREFIX).removesuffix(_SUFFIX).strip(), answer.strip()
+def _bare(question: str) -> str:
+    return question.strip().removeprefix(_PREFIX).removesuffix(_SUFFIX).strip()
 
 
 TASK = Task(
@@ -25,5 +25,5 @@ TASK = Task(
     splits={"train": "train"},
     columns={"question": "prompt.0.content", "answer": "reward_model.ground_truth"},
     answer_kind="number",
-    adapt=_adapt,
+    clean_question=_bare,
 )

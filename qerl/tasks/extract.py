@@ -1,0 +1,159 @@
+"""Finding the answer that a completion states.
+
+In this order; within a form the last one counts, so a model that tries several answers is graded by its last:
+
+1. `\\boxed{...}` (also \\fbox and \\framebox) with balanced braces; empty boxes are passed over. If the last box is
+   never closed, the completion was cut off inside its answer: there is none, whatever stands before.
+2. `<answer>...</answer>`.
+3. `#### N`, to the end of the line, if the line reads as an answer (a markdown heading does not).
+4. "the answer is ...", "answer: ...", "答案是", to the end of the sentence.
+5. Only if the task says so, the last number of the completion.
+
+A completion that thinks first (`...</think>`) is searched after the last `</think>`; only if nothing is found there,
+in the whole. All searches are linear in the completion, and look at no more than MAX_ANSWER_CHARS of an answer.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+from dataclasses import dataclass
+from typing import Literal
+
+from qerl.tasks.number import parse_number
+
+MAX_COMPLETION_CHARS = 2_000_000  # a completion of 128k tokens has about 500k
+MAX_ANSWER_CHARS = 1000
+_MAX_LINE_CHARS = 300
+_MAX_MENTIONS = 20
+_MAX_BOXES = 1000
+
+_BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])[ \t\n]*")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
+_BARE_TOKEN = re.compile(r"[^\s{}$\\,;]+")
+_TAG = re.compile(r"<answer>", re.IGNORECASE)
+_MENTION = re.compile(r"\banswer\b|答案", re.IGNORECASE)
+_LEAD = re.compile(
+    r"(?:\s+to\s+(?:the|this|your)\s+(?:question|problem))?(?:\s+is\b|\s*(?:=|:|：|是|为|為))\s*[:：]?\s*"
+    r"(?:(?:therefore|thus|simply|just|then|hence|exactly|indeed|equal to|equals|approximately|about)\b[\s,:]*)*",
+    re.IGNORECASE,
+)
+_DELIMITED = re.compile(r"\$\$(.+?)\$\$|(?<!\\)\$([^$]+)(?<!\\)\$|\\\((.+?)\\\)|\\\[(.+?)\\\]", re.DOTALL)
+_SENTENCE_END = re.compile(
+    r"\n|[.。](?=\s|$|\*|\")|[;；]|[,，]\s*(?!and\b|or\b)(?=[A-Za-z]{2})|\s(?:because|since|which|so)\b"
+)
+_NUMBER = re.compile(r"(?:(?<=^)|(?<=[\s(=$:*]))[-−]?\s?[$€£]?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
+# "I checked that the answer is correct" states none.
+_VERDICTS = {"correct", "incorrect", "right", "wrong", "valid", "unique", "reasonable", "consistent", "found", "given"}
+
+
+@dataclass(frozen=True)
+class Extracted:
+    """The text that a completion states as its answer; `too_long` if it is longer than any answer is."""
+
+    text: str | None
+    too_long: bool = False
+
+
+NOTHING = Extracted(None)
+TOO_LONG = Extracted(None, too_long=True)
+
+
+def extract(completion: str, kind: Literal["number", "math"], last_number: bool = False) -> Extracted:
+    """The answer of a completion, by the rules on top of this file."""
+    if len(completion) > MAX_COMPLETION_CHARS:
+        return TOO_LONG
+    _, thought, after = completion.rpartition("</think>")
+    if thought:
+        found = _marked(after, kind)
+        if found != NOTHING:
+            return found
+    found = _marked(completion, kind)
+    if found == NOTHING and last_number:
+        numbers = deque(_NUMBER.finditer(completion[-_MAX_LINE_CHARS * 10 :]), maxlen=1)
+        return Extracted(numbers[0][0].strip()) if numbers else NOTHING
+    return found
+
+
+def _marked(text: str, kind: str) -> Extracted:
+    """The answer that a text marks, by the first form of it that there is."""
+    box = _last_box(text)
+    if box is not None:
+        return box
+    for candidate in (_last_tag(text), _last_hashes(text, kind), _last_mention(text, kind)):
+        if candidate:
+            return Extracted(candidate) if len(candidate) <= MAX_ANSWER_CHARS else TOO_LONG
+    return NOTHING
+
+
+def _last_box(text: str) -> Extracted | None:
+    """The content of the last box that is not empty; NOTHING if the last box is not closed; None without a box."""
+    for opening in reversed(deque(_BOX.finditer(text), maxlen=_MAX_BOXES)):
+        content = _box_at(text, opening.end())
+        if content is not None and content.text != "":
+            return content
+    return None
+
+
+def _box_at(text: str, start: int) -> Extracted | None:
+    """What the box holds whose content begins at `start`; NOTHING if it is not closed; None if it has no content."""
+    limit = start + MAX_ANSWER_CHARS + 2
+    if text[start : start + 1] != "{":
+        token = _BARE_TOKEN.match(text, start, limit)
+        return Extracted(token[0].rstrip(".")) if token else None
+    depth = 0
+    for brace in _BRACE.finditer(text, start, limit):
+        depth += {"{": 1, "}": -1}.get(brace[0], 0)
+        if depth == 0:
+            return Extracted(text[start + 1 : brace.start()].strip())
+    return TOO_LONG if limit < len(text) else NOTHING
+
+
+def _last_tag(text: str) -> str | None:
+    """The content of the last `<answer>` that is closed."""
+    close = text.lower().rfind("</answer>")
+    opening = deque(_TAG.finditer(text, 0, close), maxlen=1) if close >= 0 else ()
+    return text[opening[0].end() : close].strip() if opening else None
+
+
+def _last_hashes(text: str, kind: str) -> str | None:
+    """What follows the last `####` that an answer follows on its line."""
+    end = len(text)
+    for _ in range(_MAX_MENTIONS):
+        start = text.rfind("####", 0, end)
+        if start < 0:
+            return None
+        line = text[start + 4 : start + 4 + _MAX_LINE_CHARS].split("\n", 1)[0].strip(" #*\t")
+        if parse_number(line, algebra=kind == "math") or (kind == "math" and _reads_as_math(line)):
+            return line
+        end = start
+    return None
+
+
+def _last_mention(text: str, kind: str) -> str | None:
+    """What the last "the answer is" states, if a value follows it."""
+    for mention in reversed(deque(_MENTION.finditer(text), maxlen=_MAX_MENTIONS)):
+        lead = _LEAD.match(text, mention.end(), mention.end() + _MAX_LINE_CHARS)
+        if lead is None:
+            continue
+        rest = text[lead.end() : lead.end() + _MAX_LINE_CHARS].lstrip("*_ \n\t")
+        stated = _statement(rest)
+        if parse_number(stated, algebra=kind == "math") or (kind == "math" and _reads_as_math(stated)):
+            return stated
+    return None
+
+
+def _statement(rest: str) -> str:
+    """The formula that the text begins with, else its first sentence or clause."""
+    formula = _DELIMITED.match(rest)
+    if formula:
+        return next(group for group in formula.groups() if group is not None).strip()
+    return _SENTENCE_END.split(rest, maxsplit=1)[0].strip(" *_`!\t")
+
+
+def _reads_as_math(text: str) -> bool:
+    """Whether a text that is not set as a formula looks like one, or like a single word, rather than like prose."""
+    if not text or text.lower() in _VERDICTS:
+        return False
+    words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{3,}", text)
+    return len(text.split()) == 1 or (not words and bool(re.search(r"[\d\\=+^]", text)))

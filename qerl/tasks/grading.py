@@ -1,0 +1,137 @@
+"""One grade for reward and evaluation: extract the answer of a completion, compare it with the task's.
+
+Numbers are compared as exact fractions, in this process and without any library. Where a task's answers are
+mathematics, an answer that is not a number goes to math-verify in a worker process with a time limit. Text is compared
+as text only where neither side has any mathematics in it ("Evelyn", "(C)").
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Literal
+
+from qerl.tasks import Task, math_pool
+from qerl.tasks.extract import MAX_ANSWER_CHARS, extract
+from qerl.tasks.latex import TEXT_BOX, strip_math
+from qerl.tasks.number import Number, parse_number
+
+Reason = Literal["correct", "wrong", "no_answer", "unparsable", "too_long", "timeout", "bad_answer"]
+
+_MAX_NESTING = 30  # parsing time grows steeply with it, and no answer has as much
+
+
+@dataclass(frozen=True)
+class Grade:
+    """The judgement on one completion.
+
+    `extracted` is the answer that the completion states. `reason` says why it is not correct: "wrong"; "no_answer": it
+    states none; "unparsable": what it states is no number (or no formula); "too_long": the answer or the completion is
+    beyond any real one's length; "timeout": no verdict in time; "bad_answer": the task's own answer cannot be read.
+    """
+
+    correct: bool
+    extracted: str | None
+    reason: Reason
+
+
+def grade(task: Task, completion: str, answer: str) -> Grade:
+    """Judge one completion. Never raises on what a model wrote, and takes less than a second of processor time."""
+    found = extract(completion, task.answer_kind, task.last_number)
+    if found.text is None:
+        return Grade(False, None, "too_long" if found.too_long else "no_answer")
+    reason = compare(found.text, answer, task.answer_kind)
+    return Grade(reason == "correct", found.text, reason)
+
+
+def grade_many(task: Task, completions: Sequence[str], answers: Sequence[str]) -> list[Grade]:
+    """Judge many completions; formulas are compared in several worker processes at once."""
+    pairs = list(zip(completions, answers, strict=True))
+    if task.answer_kind == "number":
+        return [grade(task, completion, answer) for completion, answer in pairs]
+    with ThreadPoolExecutor(math_pool.MAX_WORKERS) as threads:
+        return list(threads.map(lambda pair: grade(task, *pair), pairs))
+
+
+def compare(stated: str, answer: str, kind: Literal["number", "math"]) -> Reason:
+    """Whether the stated answer is the task's answer."""
+    if not stated.strip():
+        return "no_answer"
+    if max(len(stated), len(answer)) > MAX_ANSWER_CHARS:
+        return "too_long"
+    algebra = kind == "math"
+    mine, theirs = parse_number(stated, algebra), parse_number(answer, algebra)
+    if kind == "number":
+        if theirs is None:
+            return "bad_answer"
+        return _verdict(mine.equals(theirs)) if mine else "unparsable"
+    if mine and theirs and (mine.equals(theirs) or _both_exact(mine, theirs)):
+        return _verdict(mine.equals(theirs))
+    return _compare_math(stated, answer)
+
+
+def _both_exact(mine: Number, theirs: Number) -> bool:
+    """Whether comparing the fractions settles it: 0.333333 may stand for 1/3, but 18.5 for nothing else."""
+    return mine.terminates() and theirs.terminates()
+
+
+def _compare_math(stated: str, answer: str) -> Reason:
+    mine, theirs = _formula(stated), _formula(answer)
+    if not theirs:
+        return "bad_answer"
+    if mine == theirs:
+        return "correct"
+    my_text, their_text = _text(stated), _text(answer)
+    if my_text is not None and their_text is not None:
+        return _verdict(my_text == their_text)
+    if _nesting(mine) > _MAX_NESTING:
+        return "unparsable"
+    based = _based(mine), _based(theirs)
+    if None not in based:
+        return _verdict(based[0] == based[1])
+    verdict = math_pool.compare(theirs, mine)
+    return {"equal": "correct", "different": "wrong"}.get(verdict, verdict)
+
+
+def _verdict(correct: bool) -> Reason:
+    return "correct" if correct else "wrong"
+
+
+def _nesting(text: str) -> int:
+    """How many brackets are open at once."""
+    depths = itertools.accumulate((char in "({[") - (char in ")}]") for char in text)
+    return max(depths, default=0)
+
+
+_PLUS_MINUS = re.compile(r"^([^,]*?)\\pm(?![A-Za-z])([^,]*)$")
+
+
+def _formula(text: str) -> str:
+    """LaTeX that math-verify reads well: no delimiters, on one line, with "a ± b" written as both values."""
+    text = re.sub(r"\s+", " ", text.replace("±", "\\pm").replace("\\varnothing", "\\emptyset"))
+    text = re.sub(r"(?<!\\)\$", "", text).strip().rstrip(".")
+    text = re.sub(r"^\\[(\[]|\\[)\]]$", "", text).strip()
+    both = _PLUS_MINUS.match(text)
+    return f"{both[1]}+{both[2]},{both[1]}-{both[2]}" if both else text
+
+
+def _text(text: str) -> str | None:
+    """The letters of an answer in words or of a choice ("(C)", "\\text{Evelyn}"), else None."""
+    boxed = bool(TEXT_BOX.search(text))
+    words = re.sub(r"[\s\-.'’]+", " ", strip_math(text)).strip()
+    letters = words.replace(" ", "")
+    if not letters.isalpha():
+        return None
+    is_word = boxed or len(letters) > 3 or letters.isupper()
+    return words.casefold() if is_word else None
+
+
+def _based(text: str) -> tuple[str, str] | None:
+    """Digits and base of "1011_2"; None for anything else."""
+    match = re.fullmatch(
+        r"(?:\\text\{)?([0-9A-Fa-f]+)\}?_\{?(?:\\text\{)?(\d+|[a-z]+)\}*", strip_math(text).replace(" ", "")
+    )
+    return (match[1].upper(), match[2]) if match else None

@@ -1,0 +1,140 @@
+"""Comparing answers as mathematics in worker processes, within a time limit, from any thread.
+
+Workers (qerl/tasks/math_worker.py) start when the first formula is to be compared, at most MAX_WORKERS of them; each
+serves one comparison at a time. A worker that does not answer is ended and replaced: no formula hangs or ends a run.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import json
+import logging
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+from qerl.errors import EngineError
+
+log = logging.getLogger(__name__)
+
+MAX_WORKERS = min(4, os.cpu_count() or 1)
+# The worker limits processor time; this one is for a worker that hangs without using any, and for a machine so busy
+# that CPU_LIMIT_S of it take this long.
+REPLY_LIMIT_S = 10.0
+START_LIMIT_S = 120.0
+CACHE_SIZE = 20_000  # the completions of one prompt mostly state the same few answers
+_ATTEMPTS = 2
+
+
+class _Worker:
+    """One worker process. Not thread-safe: `_Pool` lends it to one thread at a time."""
+
+    def __init__(self) -> None:
+        script = Path(__file__).with_name("math_worker.py")
+        self._process = subprocess.Popen(
+            [sys.executable, "-P", str(script)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            bufsize=0,
+        )
+        if self._read_line(START_LIMIT_S) != "ready":
+            self.close()
+            raise EngineError(
+                f"the process that compares formulas did not start within {START_LIMIT_S:.0f} s: run "
+                f"`{sys.executable} -c 'import math_verify'` to see why (math-verify 0.5.2 has to be installed)"
+            )
+
+    def compare(self, gold: str, answer: str) -> str | None:
+        """The worker's verdict; None if it died or did not answer."""
+        request = json.dumps({"gold": gold, "answer": answer}) + "\n"
+        try:
+            self._process.stdin.write(request.encode())
+        except OSError:
+            return None
+        return self._read_line(REPLY_LIMIT_S)
+
+    def _read_line(self, limit_s: float) -> str | None:
+        readable, _, _ = select.select([self._process.stdout], [], [], limit_s)
+        line = self._process.stdout.readline().decode() if readable else ""
+        return line.strip() or None
+
+    def close(self) -> None:
+        """End the process at once."""
+        self._process.kill()
+        self._process.wait()
+        for pipe in (self._process.stdin, self._process.stdout):
+            with contextlib.suppress(OSError):
+                pipe.close()
+
+
+class _Pool:
+    """Up to MAX_WORKERS workers, lent to one thread at a time."""
+
+    def __init__(self) -> None:
+        self._pid = os.getpid()
+        self._slots = threading.BoundedSemaphore(MAX_WORKERS)
+        self._lock = threading.Lock()
+        self._idle: list[_Worker] = []
+
+    @contextlib.contextmanager
+    def worker(self) -> Iterator[_Worker]:
+        """An idle worker or a new one; it goes back to the pool unless the block raises."""
+        with self._slots:
+            with self._lock:
+                worker = self._idle.pop() if self._idle else None
+            worker = worker or _Worker()
+            try:
+                yield worker
+            except BaseException:
+                worker.close()
+                raise
+            with self._lock:
+                self._idle.append(worker)
+
+    def close(self) -> None:
+        """End the idle workers; does nothing in a child that was forked with this pool in its memory."""
+        if os.getpid() != self._pid:
+            return
+        with self._lock:
+            while self._idle:
+                self._idle.pop().close()
+
+
+class _NoReplyError(Exception):
+    pass
+
+
+@functools.cache
+def _pool(pid: int) -> _Pool:
+    """The pool of this process: a forked child must not talk through its parent's pipes."""
+    pool = _Pool()
+    atexit.register(pool.close)
+    return pool
+
+
+@functools.lru_cache(CACHE_SIZE)
+def compare(gold: str, answer: str) -> str:
+    """Whether two formulas are equal as mathematics: one of qerl.tasks.math_worker.VERDICTS. Thread-safe."""
+    for _ in range(_ATTEMPTS):
+        try:
+            with _pool(os.getpid()).worker() as worker:
+                verdict = worker.compare(gold, answer)
+                if verdict is None:
+                    raise _NoReplyError
+                return verdict
+        except _NoReplyError:
+            log.warning("the process that compares formulas gave no verdict on %r and is replaced", answer[:80])
+    return "timeout"
+
+
+def close() -> None:
+    """End this process's workers; the next comparison starts new ones."""
+    _pool(os.getpid()).close()
