@@ -155,9 +155,12 @@ def _quantized_of(name: str) -> ModelRef:
     return resolve_model(str(out))
 
 
-def _same_model(a: str, b: str) -> bool:
-    folders = [TINY_FOLDER if name == TINY else Path(name) for name in (a, b)]
-    return a == b or folders[0].resolve() == folders[1].resolve()
+def _same_model(source: str, name: str) -> bool:
+    """Whether a report's source is the model `name`; a source folder that is gone counts if only its name is equal."""
+    folders = [TINY_FOLDER if model == TINY else Path(model) for model in (source, name)]
+    if source == name or folders[0].resolve() == folders[1].resolve():
+        return True
+    return folders[0].is_absolute() and not folders[0].exists() and folders[0].name == folders[1].resolve().name
 
 
 def _resolve_run(run: Path, load: Load) -> ModelRef:
@@ -200,20 +203,15 @@ def _from_here_or_above(base: str, owner: Path) -> str:
 
 
 def _run_adapter(run: Path) -> Path:
-    """The adapter a run ended with, or the one of its last checkpoint."""
+    """The adapter a run ended with, or else that of its last checkpoint (`checkpoints/step-000040`)."""
     if (run / "adapter" / "adapter_config.json").is_file():
         return _checked_adapter(run / "adapter")
-    saved = [file.parent for file in run.glob("**/adapter_config.json")]
+    saved = [file.parent for file in run.glob("checkpoints/[!.]*/adapter_config.json")]
     if not saved:
         raise CheckpointError(
             f"{run} has saved no adapter yet: let it reach its first checkpoint, or give another run or its base"
         )
-    return _checked_adapter(max(saved, key=lambda folder: (_step(folder.relative_to(run)), folder)))
-
-
-def _step(folder: Path) -> int:
-    numbers = re.findall(r"\d+", str(folder))
-    return int(numbers[-1]) if numbers else -1
+    return _checked_adapter(max(saved, key=lambda folder: ([int(n) for n in re.findall(r"\d+", folder.name)], folder)))
 
 
 def _adapter_of(ref: str) -> Path:

@@ -1,0 +1,151 @@
+"""AWQ and GPTQ: llm-compressor's sequential pipeline, which holds one decoder layer on the GPU and the model in memory.
+
+`awq` rescales channels by activation statistics (arXiv 2306.00978) and then rounds to nearest; norms and the weights
+beside them change too, and the model computes the same before rounding. `gptq` rounds column by column and moves each
+error to the columns that are left (arXiv 2210.17323). The tensors that are written are those that llm-compressor's
+own save writes; the names, the other tensors and the config come from the source as with rtn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from qerl.errors import CheckpointError, ConfigError
+from quantize.calibration import Calibration
+from quantize.compressor import SCHEME, load_compressor
+from quantize.source import Source
+
+if TYPE_CHECKING:
+    import torch
+    from compressed_tensors.quantization import QuantizationConfig
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def check_device(device: torch.device) -> None:
+    """Raise ConfigError unless `device` is the one that llm-compressor calibrates on: it takes no argument for it."""
+    load_compressor()
+    from llmcompressor.utils.dev import get_main_device
+
+    main = get_main_device()
+    if device.type != main.type or (device.index or 0) != (main.index or 0):
+        raise ConfigError(
+            f"--device {device} cannot be used with awq and gptq, which llm-compressor runs on {main}: leave --device "
+            "out, and choose among several GPUs by CUDA_VISIBLE_DEVICES"
+        )
+
+
+def calibrate(
+    source: Source, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, method: str, batch_size: int
+) -> PreTrainedModel:
+    """The model with quantization parameters on its linears; their `weight` is what is encoded in the end."""
+    load_compressor()
+    from llmcompressor import oneshot
+
+    model = _load(source)
+    rounding = {"targets": "Linear", "scheme": SCHEME, "ignore": ["lm_head", *source.kept]}
+    oneshot(
+        model=model,
+        tokenizer=tokenizer,
+        recipe=_recipe(method, rounding),
+        dataset=_batches(calibration, batch_size),
+        num_calibration_samples=len(calibration.sequences),
+        max_seq_length=len(calibration.sequences[0]),
+        pipeline="sequential",
+        trust_remote_code_model=source.trust_remote_code,
+    )
+    return model
+
+
+def _load(source: Source) -> PreTrainedModel:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    # float16 becomes float32 for the reason that quantize.rtn.weight_for_scales gives
+    file_dtype = source.tensors[f"{source.quantized[0]}.weight"].dtype
+    dtype = torch.bfloat16 if file_dtype == "BF16" else torch.float32
+    try:
+        return AutoModelForCausalLM.from_pretrained(
+            source.folder, dtype=dtype, use_safetensors=True, trust_remote_code=source.trust_remote_code
+        )
+    except (OSError, ValueError, RuntimeError) as error:
+        raise CheckpointError(f"{source.folder} cannot be loaded by transformers: {error}") from error
+
+
+def _recipe(method: str, rounding: dict) -> list:
+    import torch
+    from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
+    from llmcompressor.modifiers.transform import AWQModifier
+
+    if method == "gptq":
+        return [GPTQModifier(**rounding)]
+
+    class UnpinnedAWQModifier(AWQModifier):
+        """AWQ that runs without an accelerator too.
+
+        llmcompressor 0.14.0.1 pins its cached activations in memory whatever the machine
+        (modifiers/transform/awq/base.py, _apply_smoothing), and torch refuses that where there is no accelerator.
+        Remove when it asks for one first; tests/test_quantize_calibrated.py fails then.
+        """
+
+        def on_sequential_epoch_end(self, state: object, event: object, **kwargs: object) -> None:
+            for cache in self._parent_args_cache.values():
+                cache.pin_memory = lambda batch_index: None
+            super().on_sequential_epoch_end(state, event, **kwargs)
+
+    if not torch.accelerator.is_available():
+        return [UnpinnedAWQModifier(), QuantizationModifier(**rounding)]
+    # The cached inputs of a 32B layer are tens of GB at 256 x 2048 tokens, so they wait in the machine's memory.
+    return [AWQModifier(offload_device=torch.device("cpu")), QuantizationModifier(**rounding)]
+
+
+def _batches(calibration: Calibration, batch_size: int) -> torch.utils.data.DataLoader:
+    import torch
+
+    rows = [
+        {"input_ids": torch.tensor(ids), "attention_mask": torch.ones(len(ids), dtype=torch.long)}
+        for ids in calibration.sequences
+    ]
+    return torch.utils.data.DataLoader(rows, batch_size=batch_size)
+
+
+def calibrated_groups(
+    source: Source, config: QuantizationConfig, model: PreTrainedModel
+) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors to write, on the CPU, one group of `source.groups()` at a time; the model keeps its own."""
+    from compressed_tensors.compressors import BaseCompressor
+
+    compressor = BaseCompressor.get_value_from_registry(config.format)
+    scheme = config.config_groups["group_0"]
+    chosen = {f"{module}.weight": module for module in source.quantized}
+    for names in source.groups():
+        written = {}
+        for name in names:
+            if name in chosen:
+                module = chosen[name]
+                for part, tensor in compressor.compress(_quantization_state(model, module), scheme).items():
+                    written[f"{module}.{part}"] = tensor.cpu().contiguous()
+            else:
+                written[name] = dense_tensor(source, model, name)
+        yield written
+
+
+def _quantization_state(model: PreTrainedModel, module: str) -> dict[str, torch.Tensor]:
+    parts = model.get_submodule(module)
+    names = ("weight", "weight_scale", "weight_global_scale", "weight_zero_point")
+    return {name: getattr(parts, name).detach() for name in names if getattr(parts, name, None) is not None}
+
+
+def dense_tensor(source: Source, model: PreTrainedModel, name: str) -> torch.Tensor:
+    """A tensor of the calibrated model as the source's dtype, on the CPU; of linears, the weight before encoding."""
+    module, _, tensor = name.rpartition(".")
+    value = getattr(model.get_submodule(module), tensor).detach().cpu()
+    if f"{module}.weight" == name and module in source.quantized:
+        return value
+    return value.to(_torch_dtype(source.tensors[name].dtype)).contiguous()
+
+
+def _torch_dtype(name: str) -> torch.dtype:
+    import torch
+
+    return {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}[name]

@@ -1,0 +1,90 @@
+"""The door to llm-compressor: its only importer, with its log led into ours, and the scheme NVFP4A16 as it defines it.
+
+Importing llm-compressor takes seconds (it imports datasets, transformers' model code and torch.distributed), sets up
+loguru and writes to stdout; so it is imported on the first use, with its log switched off meanwhile.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import os
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING
+
+from qerl.errors import MissingExtraError
+
+if TYPE_CHECKING:
+    from compressed_tensors.quantization import QuantizationConfig
+
+SCHEME = "NVFP4A16"
+LOG_SWITCH = "LLM_COMPRESSOR_LOG_DISABLED"
+NOISE = ("No accelerator available", "Disabling tokenizer parallelism")  # said again and again, and said by us once
+
+logger = logging.getLogger(__name__)
+
+
+def check_installed() -> None:
+    """Raise MissingExtraError unless llm-compressor can be found; imports nothing."""
+    if importlib.util.find_spec("llmcompressor") is None:
+        raise MissingExtraError("llmcompressor", "quantize")
+
+
+@cache
+def load_compressor() -> None:
+    """Import llm-compressor and lead its log, from WARNING up, into the logger `quantize.compressor`."""
+    check_installed()
+    with _environment(LOG_SWITCH, "true"):
+        from llmcompressor.logger import LoggerConfig, configure_logger
+    configure_logger(LoggerConfig(console_log_level=None))
+
+    import loguru
+
+    loguru.logger.add(_to_logging, level="WARNING", format="{message}", filter=_worth_saying)
+
+
+def _worth_saying(record: dict) -> bool:
+    """Not its METRIC lines, two for each linear, which rank above WARNING."""
+    return record["level"].name != "METRIC" and not record["message"].startswith(NOISE)
+
+
+def _to_logging(message: str) -> None:
+    logger.warning("llm-compressor: %s", str(message).strip())
+
+
+def make_config(unquantized: Iterable[str]) -> QuantizationConfig:
+    """NVFP4A16 over all linears but `unquantized` (module names)."""
+    load_compressor()
+    from compressed_tensors.config import CompressionFormat
+    from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
+
+    scheme = preset_name_to_scheme(SCHEME, ["Linear"])
+    scheme.format = CompressionFormat.nvfp4_pack_quantized
+    return QuantizationConfig(
+        config_groups={"group_0": scheme},
+        format=CompressionFormat.nvfp4_pack_quantized.value,
+        quantization_status=QuantizationStatus.COMPRESSED,
+        ignore=list(unquantized),
+    )
+
+
+def config_entry(config: QuantizationConfig) -> dict:
+    """The `quantization_config` of config.json, with the fields that llm-compressor writes."""
+    import compressed_tensors
+
+    return {"version": compressed_tensors.__version__, "transform_config": {}, **config.model_dump(mode="json")}
+
+
+@contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before

@@ -1,0 +1,135 @@
+"""The output folder: checked before long work, written beside its place, and moved there whole or not at all.
+
+While it is being written it is the hidden sibling `.<name>.partial`, locked by its writer (flock: the kernel lets go of
+the lock of a killed process). The next run to the same place clears what a killed one left there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from qerl.checkpoint import REPORT
+from qerl.errors import CheckpointError
+from qerl.shards import read_json
+
+SPARE_BYTES = 64 * 2**20  # tokenizer, config, report, and the file system's own
+AT_FDCWD, RENAME_EXCHANGE = -100, 2  # renameat2(2)
+
+
+def check_target(out: Path, source: Path, overwrite: bool) -> None:
+    """Raise CheckpointError if `out` must not be written: it exists, is no checkpoint, or touches the source."""
+    inside = out.resolve(), source.resolve()
+    if inside[0] == inside[1] or inside[0] in inside[1].parents or inside[1] in inside[0].parents:
+        raise CheckpointError(f"--out {out} is, holds or lies in the model's own folder {source}: write elsewhere")
+    if out.is_file():
+        raise CheckpointError(f"--out {out} is a file: give a folder that does not exist yet")
+    if not out.is_dir() or not any(out.iterdir()):
+        return
+    if not overwrite:
+        raise CheckpointError(f"{out} exists: write `--overwrite` to replace it, or another folder as --out")
+    config = out / "config.json"
+    ours = (out / REPORT).is_file() or (config.is_file() and "quantization_config" in read_json(config))
+    if not ours:
+        raise CheckpointError(
+            f"{out} holds something else than a quantized model, and --overwrite would delete it: give another folder "
+            "as --out, or remove that one by hand"
+        )
+
+
+def check_space(out: Path, needed_bytes: int) -> None:
+    """Raise CheckpointError if the disk of `out` has less than `needed_bytes` and a little more."""
+    folder = next(parent for parent in out.absolute().parents if parent.is_dir())
+    free = shutil.disk_usage(folder).free
+    if free < needed_bytes + SPARE_BYTES:
+        raise CheckpointError(
+            f"{out} needs {(needed_bytes + SPARE_BYTES) / 2**30:.2f} GiB and {folder} has {free / 2**30:.2f} GiB free: "
+            "free some space, or give a folder on another disk as --out"
+        )
+
+
+@contextmanager
+def staged_folder(out: Path) -> Iterator[Path]:
+    """An empty folder to write into; it becomes `out` when the block ends, and disappears if the block raises.
+
+    Raises CheckpointError if another process is writing to the same place, and if the disk refuses or is full.
+    """
+    out = out.resolve() if out.is_symlink() else out.absolute()
+    staging = out.parent / f".{out.name}.partial"
+    try:
+        lock = _claim(staging)
+    except OSError as error:
+        raise CheckpointError(f"{out} cannot be written ({error.strerror}): give another folder as --out") from error
+    try:
+        _empty(staging)
+        yield staging
+        _publish(staging, out)
+    except OSError as error:
+        hint = "free some space" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the disk"
+        raise CheckpointError(
+            f"{out} could not be written ({error.strerror or error}): {hint} and try again"
+        ) from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+        os.close(lock)
+
+
+def _claim(staging: Path) -> int:
+    """Make the staging folder and lock it; the file descriptor that holds the lock."""
+    staging.parent.mkdir(parents=True, exist_ok=True)
+    while True:
+        staging.mkdir(exist_ok=True)
+        lock = os.open(staging, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            os.close(lock)
+            raise CheckpointError(
+                f"another process is writing {staging}: wait for it, or give another --out"
+            ) from error
+        if staging.exists() and os.path.samestat(os.fstat(lock), staging.stat()):
+            return lock
+        os.close(lock)  # its writer finished and moved it away between our mkdir and flock
+
+
+def _empty(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
+
+
+def _publish(staging: Path, out: Path) -> None:
+    """Flush every file to the disk, then move the folder to its place; an old one there is exchanged in one step."""
+    for path in sorted(staging.rglob("*"), reverse=True):
+        _fsync(path)
+    _fsync(staging)
+    if out.is_dir() and any(out.iterdir()):
+        _exchange(staging, out)
+    else:
+        staging.rename(out)  # replaces an empty folder too
+    _fsync(out.parent)
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _exchange(new: Path, old: Path) -> None:
+    """Swap two folders atomically (Linux); elsewhere the old one is removed first, and a kill between loses it."""
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 and not renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE):
+        return
+    shutil.rmtree(old)
+    new.rename(old)

@@ -1,0 +1,99 @@
+"""What a quantization did: `quantize_report.json` beside the weights, and a short table for the terminal."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl.checkpoint import NVFP4_FORMAT
+from quantize.verify import LayerCheck
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+@dataclass(frozen=True)
+class QuantizeReport:
+    """Result of `quantize_checkpoint`; `layers` holds one entry for each quantized linear, in the model's order."""
+
+    out: Path
+    source: str  # hub id, `tiny`, or absolute folder
+    method: str
+    scheme: str
+    ignore: tuple[str, ...]  # patterns as given
+    kept_linears: tuple[str, ...]  # left in 16 bits by them; lm_head always is
+    bytes_before: int  # of all tensors
+    bytes_after: int
+    sqnr_reference: str  # what the weights are compared with
+    layers: list[LayerCheck]
+    calibration: dict | None
+    seconds: float
+    created: str  # ISO 8601, UTC
+    versions: dict[str, str]
+    copied_files: list[str] = field(default_factory=list)
+
+    def finite_sqnr_db(self) -> list[float]:
+        """The SQNR of each linear that has noise."""
+        return [layer.sqnr_db for layer in self.layers if layer.sqnr_db is not None and math.isfinite(layer.sqnr_db)]
+
+    def mean_sqnr_db(self) -> float | None:
+        """Mean over the linears, in dB."""
+        values = self.finite_sqnr_db()
+        return sum(values) / len(values) if values else None
+
+    def worst(self) -> LayerCheck | None:
+        """The linear with the lowest SQNR."""
+        rated = [layer for layer in self.layers if layer.sqnr_db is not None and math.isfinite(layer.sqnr_db)]
+        return min(rated, key=lambda layer: layer.sqnr_db, default=None)
+
+    def to_json(self) -> dict:
+        """The content of quantize_report.json."""
+        worst = self.worst()
+        values = asdict(self) | {"out": str(self.out), "ignore": list(self.ignore)}
+        layers = [
+            {**layer, "sqnr_db": _rounded(layer["sqnr_db"]), "shape": list(layer["shape"])}
+            for layer in values.pop("layers")
+        ]
+        del values["out"]
+        return {
+            "format": NVFP4_FORMAT,
+            **values,
+            "sqnr_db": {
+                "mean": _rounded(self.mean_sqnr_db()),
+                "min": _rounded(worst.sqnr_db if worst else None),
+                "worst": worst.name if worst else None,
+            },
+            "layers": layers,
+        }
+
+    def table(self) -> Table:
+        """A short table: where it is, how large, how good."""
+        from rich.table import Table
+
+        worst, mean = self.worst(), self.mean_sqnr_db()
+        table = Table(title=f"{self.scheme} by {self.method}", show_header=False, title_justify="left")
+        table.add_row("model", self.source)
+        table.add_row("written to", str(self.out))
+        ratio = self.bytes_after / self.bytes_before
+        table.add_row("tensors", f"{_size(self.bytes_before)} -> {_size(self.bytes_after)} ({ratio:.0%})")
+        table.add_row("linears", f"{len(self.layers)} quantized, {len(self.kept_linears)} kept by --ignore")
+        if self.calibration:
+            sequences, length = self.calibration["sequences"], self.calibration["sequence_length"]
+            table.add_row("calibration", f"{sequences} x {length} tokens of {self.calibration['data']}")
+        if worst and mean is not None:
+            table.add_row("SQNR", f"mean {mean:.1f} dB, lowest {worst.sqnr_db:.1f} dB ({worst.name})")
+        table.add_row("time", f"{self.seconds:.1f} s")
+        return table
+
+
+def _rounded(value: float | None) -> float | None:
+    return round(value, 4) if value is not None and math.isfinite(value) else None
+
+
+def _size(nbytes: int) -> str:
+    for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if nbytes >= step:
+            return f"{nbytes / step:.2f} {unit}"
+    return f"{nbytes} B"

@@ -1,0 +1,52 @@
+"""Round to nearest: data-free quantization, one decoder layer in memory at a time.
+
+The bits are llm-compressor's own: its converter behind `model_free_ptq` is fed layer by layer, where that function
+reads whole files (a file may hold 50 GB) and would quantize the embeddings unless told not to.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from qerl.errors import CheckpointError
+from quantize.source import Source
+
+if TYPE_CHECKING:
+    import torch
+    from compressed_tensors.quantization import QuantizationConfig
+
+Tensors = dict[str, "torch.Tensor"]
+
+
+def rtn_groups(
+    source: Source, config: QuantizationConfig, read: Callable[[str], torch.Tensor], device: torch.device
+) -> Iterator[Tensors]:
+    """The tensors to write, on the CPU, one group of `source.groups()` at a time.
+
+    A group is a whole layer, so that q/k/v and gate/up reach the converter together and share their global scales.
+    Raises CheckpointError for a weight with NaN or infinity.
+    """
+    from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
+
+    converter = ModelFreePtqConverter(config)
+    chosen = {f"{module}.weight" for module in source.quantized}
+    for names in source.groups():
+        written = {name: read(name) for name in names if name not in chosen}
+        weights = {name: weight_for_scales(name, read(name)).to(device) for name in names if name in chosen}
+        if weights:
+            written |= {name: tensor.cpu().contiguous() for name, tensor in converter.process(weights).items()}
+        yield written
+
+
+def weight_for_scales(name: str, weight: torch.Tensor) -> torch.Tensor:
+    """The weight in the dtype that its scales are computed in: its own, but float32 for float16.
+
+    A float16 global scale overflows where amax is under 0.041, and llm-compressor then writes 1.0. Raises
+    CheckpointError for NaN and infinity, which llm-compressor would turn into scales of NaN and 0.
+    """
+    import torch
+
+    if not weight.isfinite().all():
+        raise CheckpointError(f"{name} holds NaN or infinity: the checkpoint is damaged, take another copy")
+    return weight.float() if weight.dtype == torch.float16 else weight

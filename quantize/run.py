@@ -1,0 +1,207 @@
+"""`qerl quantize`: a 16-bit checkpoint in, an NVFP4 (NVFP4A16) checkpoint of compressed-tensors' format out.
+
+    qerl quantize --model Qwen/Qwen2.5-7B-Instruct                          # checkpoints/Qwen2.5-7B-Instruct-NVFP4A16
+    qerl quantize --model M --method awq --calibration rows.jsonl           # 256 x 2048 tokens, as the paper does
+    qerl quantize --model M --ignore 're:.*self_attn.*' --out ffn-only      # feed-forward layers only
+
+Order: everything that can be refused is refused from headers; then the tensors stream through llm-compressor into a
+hidden folder; that folder is opened again and verified; then it takes its place in one step.
+
+Departures from the paper (arXiv 2510.11696), which quantizes with AWQ: the default is rounding to nearest, which needs
+no data (its published code rounds to nearest too); `--method awq` is the paper's recipe.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl.checkpoint import REPORT, default_quantized_dir
+from qerl.errors import ConfigError
+from quantize.calibrated import calibrate, calibrated_groups, check_device, dense_tensor
+from quantize.calibration import Calibration, load_calibration
+from quantize.compressor import SCHEME, check_installed, config_entry, load_compressor, make_config
+from quantize.output import check_space, check_target, staged_folder
+from quantize.reader import TensorReader
+from quantize.report import QuantizeReport
+from quantize.rtn import rtn_groups
+from quantize.source import Source, read_source
+from quantize.verify import ReadTensor, verify
+from quantize.writer import copy_small_files, write_json, write_weights
+
+if TYPE_CHECKING:
+    import torch
+    from rich.progress import Progress
+    from transformers import PreTrainedModel
+
+METHODS = ("rtn", "awq", "gptq")
+PACKAGES = ("qerl", "llmcompressor", "compressed-tensors", "transformers", "torch")
+COMPARED_WITH = {"rtn": "the source", "awq": "the source after AWQ's rescaling", "gptq": "the source"}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Options:
+    """How to quantize; the calibration fields serve awq and gptq."""
+
+    method: str = "rtn"
+    ignore: tuple[str, ...] = ()
+    calibration: str | None = None
+    calibration_size: int = 256
+    sequence_length: int = 2048
+    batch_size: int = 1
+    trust_remote_code: bool = False
+    device: str = "auto"
+
+    def check(self) -> None:
+        """Raise ConfigError for values that cannot be used together."""
+        if self.method not in METHODS:
+            raise ConfigError(f"--method {self.method!r} is not known: write {', '.join(METHODS)}")
+        if self.method == "rtn" and self.calibration:
+            raise ConfigError("--method rtn uses no data: leave --calibration out, or write --method awq")
+        if self.method != "rtn" and not self.calibration:
+            raise ConfigError(
+                f"--method {self.method} needs data: write --calibration FILE.jsonl or a hub data set's name"
+            )
+        for name in ("calibration_size", "sequence_length", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
+
+
+def quantize_checkpoint(
+    model: str,
+    out: Path | None = None,
+    method: str = "rtn",
+    ignore: Sequence[str] = (),
+    calibration: str | None = None,
+    calibration_size: int = 256,
+    sequence_length: int = 2048,
+    batch_size: int = 1,
+    overwrite: bool = False,
+    trust_remote_code: bool = False,
+    device: str = "auto",
+) -> QuantizeReport:
+    """Quantize `model` (folder, hub id or `tiny`) into `out`, default `checkpoints/<name>-NVFP4A16`, and verify it.
+
+    Raises ConfigError for options, CheckpointError for the model or the folder, DataError for calibration rows, and
+    MissingExtraError without llm-compressor; whatever is raised, `out` is as it was.
+    """
+    started = time.perf_counter()
+    options = Options(
+        method, tuple(ignore), calibration, calibration_size, sequence_length, batch_size, trust_remote_code, device
+    )
+    options.check()
+    check_installed()
+    out = default_quantized_dir(model) if out is None else Path(out).expanduser()
+    source = read_source(model, options.ignore, trust_remote_code)
+    check_target(out, source.folder, overwrite)
+    check_space(out, source.output_bytes())
+    _check_length(source, options)
+    logger.info("quantizing %s to %s: %s by %s", source.name, out, SCHEME, method)
+    with staged_folder(out) as staging:
+        report = _quantize(source, options, staging, out)
+        report = replace(report, seconds=round(time.perf_counter() - started, 3))
+        write_json(staging / REPORT, report.to_json())
+    logger.info("wrote %s in %.1f s", out, report.seconds)
+    return report
+
+
+def _check_length(source: Source, options: Options) -> None:
+    longest = source.config.get("max_position_embeddings")
+    if options.method != "rtn" and isinstance(longest, int) and options.sequence_length > longest:
+        raise ConfigError(
+            f"--sequence-length {options.sequence_length} is more than the model's {longest} positions: write "
+            f"--sequence-length {longest} or less"
+        )
+
+
+def _quantize(source: Source, options: Options, staging: Path, out: Path) -> QuantizeReport:
+    """Fill the staging folder and check it; all but the report is in it afterwards."""
+    logger.info("loading llm-compressor")
+    load_compressor()
+    device = _resolve_device(options.device)
+    config = make_config(["lm_head", *source.kept])
+    with ExitStack() as stack:
+        read = stack.enter_context(TensorReader(source.tensors))
+        dense: ReadTensor = read
+        calibration = None
+        if options.method == "rtn":
+            groups = rtn_groups(source, config, read, device)
+        else:
+            model, calibration = _calibrated(source, options, device)
+            groups = calibrated_groups(source, config, model)
+            if options.method == "awq":
+                dense = partial(dense_tensor, source, model)
+        progress = stack.enter_context(_progress())
+        steps = len(source.groups())
+        written = write_weights(staging, progress.track(groups, total=steps, description="quantizing"))
+        copied = copy_small_files(source.folder, staging, code="auto_map" in source.config)
+        write_json(staging / "config.json", {**source.config, "quantization_config": config_entry(config)})
+        task = progress.add_task("verifying", total=len(source.tensors))
+        layers = verify(staging, source, dense, device, lambda: progress.advance(task))
+    return QuantizeReport(
+        out=out,
+        source=source.name,
+        method=options.method,
+        scheme=SCHEME,
+        ignore=options.ignore,
+        kept_linears=source.kept,
+        bytes_before=source.size_bytes(),
+        bytes_after=written,
+        sqnr_reference=COMPARED_WITH[options.method],
+        layers=layers,
+        calibration=calibration.summary() if calibration else None,
+        seconds=0.0,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions={package: _version(package) for package in PACKAGES},
+        copied_files=copied,
+    )
+
+
+def _calibrated(source: Source, options: Options, device: torch.device) -> tuple[PreTrainedModel, Calibration]:
+    from qerl.model import load_tokenizer
+
+    check_device(device)
+    tokenizer = load_tokenizer(source.folder, options.trust_remote_code)
+    calibration = load_calibration(options.calibration, tokenizer, options.calibration_size, options.sequence_length)
+    summary = calibration.summary()
+    logger.info("calibrating on %d x %d tokens", summary["sequences"], summary["sequence_length"])
+    return calibrate(source, tokenizer, calibration, options.method, options.batch_size), calibration
+
+
+def _resolve_device(name: str) -> torch.device:
+    import torch
+
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(
+            f"--device {name} cannot be used here ({str(error).splitlines()[0]}): write auto or cpu"
+        ) from error
+    return device
+
+
+def _progress() -> Progress:
+    from rich.console import Console
+    from rich.progress import MofNCompleteColumn, Progress
+
+    return Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True))
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed"

@@ -1,0 +1,212 @@
+"""The 16-bit checkpoint that goes in: everything that can be refused is refused here, from headers, before long work.
+
+What is supported is decided by the names and shapes of the tensors, not by a list of model classes: a dense decoder
+whose layers `model.layers.N` have the seven projections self_attn.{q,k,v,o}_proj and mlp.{gate,up,down}_proj, with or
+without biases, QK-norms and tied embeddings (Qwen2, Qwen2.5, Qwen3, Llama 3, Mistral). No torch is imported.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from qerl.checkpoint import TINY, TINY_FOLDER, resolve_model
+from qerl.errors import CheckpointError, ConfigError
+from qerl.hub import download_model, is_hub_id
+from qerl.nvfp4.layout import SHARED_GLOBAL_SCALE, check_features, tensor_specs
+from qerl.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
+
+PROJECTIONS = (
+    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
+    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
+)  # fmt: skip
+LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+OUTSIDE_LAYERS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
+DROPPED = "rotary_emb.inv_freq"  # in old checkpoints; transformers computes it from the config
+WEIGHT_DTYPES = ("BF16", "F16", "F32")
+MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("spiece.model",))
+SUPPORTED = "qerl quantizes dense decoders in the layout of Qwen2, Qwen2.5, Qwen3, Llama 3 and Mistral"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A 16-bit checkpoint that can be quantized, and which of its linears will be."""
+
+    name: str  # as the report records it: hub id, `tiny`, or the folder's absolute path
+    folder: Path
+    config: dict
+    tensors: dict[str, TensorInfo]
+    quantized: tuple[str, ...]  # module names, in the model's order
+    kept: tuple[str, ...]  # linears that stay in 16 bits by an ignore pattern; lm_head is not listed
+    trust_remote_code: bool = False
+
+    def groups(self) -> list[list[str]]:
+        """Tensor names in the order they are written: embeddings, each layer, the final norm and head."""
+        layers: dict[int, list[str]] = {}
+        for name in self.tensors:
+            if not name.endswith(DROPPED):
+                layers.setdefault(_position(name), []).append(name)
+        return [sorted(layers[position]) for position in sorted(layers)]
+
+    def shared_scale_sets(self) -> list[tuple[str, ...]]:
+        """Quantized modules that have one global scale: q/k/v and gate/up of each layer."""
+        return _fused_sets(self.quantized)
+
+    def size_bytes(self) -> int:
+        """Bytes of the tensors that are read."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    def output_bytes(self) -> int:
+        """Bytes of the tensors that will be written."""
+        total = 0
+        chosen = {f"{module}.weight" for module in self.quantized}
+        for name, info in self.tensors.items():
+            specs = tensor_specs(*info.shape).values() if name in chosen else [info]
+            total += sum(DTYPE_BYTES[spec.dtype] * math.prod(spec.shape) for spec in specs)
+        return total
+
+
+def read_source(model: str, ignore: Sequence[str] = (), trust_remote_code: bool = False) -> Source:
+    """Open `model` (folder, hub id or `tiny`) as far as its headers. Raises CheckpointError or ConfigError."""
+    name, folder = _locate(model, trust_remote_code)
+    config = read_json(folder / "config.json")
+    _check_config(folder, config)
+    tensors = read_tensors(folder)
+    linears = _check_layout(folder, config, tensors)
+    kept = ignored(linears, ignore)
+    _check_fused(linears, kept)
+    quantized = tuple(module for module in linears if module not in kept)
+    if not quantized:
+        raise ConfigError(f"--ignore {' '.join(ignore)} leaves no layer to quantize: write narrower patterns")
+    for module in quantized:
+        _check_weight(module, tensors[f"{module}.weight"])
+    _check_tokenizer(folder)
+    return Source(name, folder, config, tensors, quantized, tuple(kept), trust_remote_code)
+
+
+def _locate(model: str, trust_remote_code: bool) -> tuple[str, Path]:
+    ref = resolve_model(model)
+    if ref.kind == "nvfp4":
+        raise CheckpointError(f"{model} is already quantized (NVFP4): use it as it is, or give its 16-bit model")
+    if ref.kind != "base16":
+        raise CheckpointError(f"{model} is a {ref.kind} directory, not a model: give its base, {ref.base}")
+    if is_hub_id(ref.base):
+        return ref.base, download_model(ref.base, trust_remote_code)
+    folder = Path(ref.base)
+    return (TINY if folder == TINY_FOLDER else str(folder.resolve())), folder
+
+
+def _check_config(folder: Path, config: dict) -> None:
+    experts = [key for key in MOE_KEYS if config.get(key)]
+    if experts:
+        raise CheckpointError(
+            f"{folder} is a mixture of experts ({experts[0]}: {config[experts[0]]}): {SUPPORTED}; give one of these"
+        )
+    if "text_config" in config or "vision_config" in config:
+        raise CheckpointError(
+            f"{folder} is a multimodal model ({config.get('model_type')}): {SUPPORTED}; give a text model"
+        )
+    if not isinstance(config.get("num_hidden_layers"), int):
+        raise CheckpointError(f"{folder / 'config.json'} has no num_hidden_layers: {SUPPORTED}; give one of these")
+
+
+def _check_layout(folder: Path, config: dict, tensors: dict[str, TensorInfo]) -> list[str]:
+    """All linears of the decoder, in order. Raises CheckpointError for another layout, naming what shows it."""
+    linears = [f"model.layers.{n}.{part}" for n in range(config["num_hidden_layers"]) for part in PROJECTIONS]
+    expected = {f"{module}.weight" for module in linears}
+    for name, info in tensors.items():
+        layer = LAYER.fullmatch(name)
+        small = len(info.shape) < 2 and (layer is not None or name.removesuffix(".bias") in ("lm_head", "model.norm"))
+        if name not in expected and name not in OUTSIDE_LAYERS and not small:
+            raise CheckpointError(
+                f"{folder} ({config.get('model_type')}) has {name} of shape {list(info.shape)}"
+                f"{', a mixture of experts' if 'expert' in name else ''}: {SUPPORTED}; give one of these"
+            )
+    required = expected | {"model.embed_tokens.weight", "model.norm.weight"}
+    if config.get("tie_word_embeddings") is False:  # without the key the architecture decides
+        required.add("lm_head.weight")
+    missing = sorted(required - tensors.keys())
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {len(missing)} of the tensors that its config.json asks for ({', '.join(missing[:3])}): "
+            f"copy or download it again. {SUPPORTED}"
+        )
+    return linears
+
+
+def ignored(linears: Sequence[str], patterns: Iterable[str]) -> list[str]:
+    """The linears that stay in 16 bits, by llm-compressor's rule: `re:` and a regex matched from the start, or a name.
+
+    Raises ConfigError for a pattern that is no regex or matches nothing. `lm_head` may be named; it always stays.
+    """
+    kept: set[str] = set()
+    for pattern in patterns:
+        try:
+            found = {module for module in (*linears, "lm_head") if _matches(module, pattern)}
+        except re.error as error:
+            raise ConfigError(f"--ignore {pattern!r} is not a regular expression ({error}): correct it") from error
+        if not found:
+            raise ConfigError(
+                f"--ignore {pattern!r} matches no layer: write a full name such as {linears[0]}, or a regex from the "
+                "start of the name such as 're:.*self_attn.*'"
+            )
+        kept |= found
+    return [module for module in linears if module in kept]
+
+
+def _matches(module: str, pattern: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    return module == pattern
+
+
+def _check_fused(linears: Sequence[str], kept: Sequence[str]) -> None:
+    """Engines fuse q/k/v and gate/up into one matrix, so each set is quantized whole or not at all."""
+    for modules in _fused_sets(linears):
+        outside = [module for module in modules if module in kept]
+        if outside and len(outside) < len(modules):
+            rest = " and ".join(module for module in modules if module not in kept)
+            raise ConfigError(
+                f"--ignore keeps {outside[0]} in 16 bits but not {rest}, and vLLM runs them as one matrix: ignore all "
+                "of them or none"
+            )
+
+
+def _fused_sets(linears: Iterable[str]) -> list[tuple[str, ...]]:
+    sets: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for module in linears:
+        parent, _, part = module.rpartition(".")
+        for names in SHARED_GLOBAL_SCALE:
+            if part in names:
+                sets.setdefault((parent, names), []).append(module)
+    return [tuple(modules) for modules in sets.values()]
+
+
+def _check_weight(module: str, info: TensorInfo) -> None:
+    if info.dtype not in WEIGHT_DTYPES:
+        raise CheckpointError(
+            f"{module}.weight is {info.dtype}, which is no 16-bit (or 32-bit) float: the model is quantized already, "
+            "give the one that it was made from"
+        )
+    if len(info.shape) != 2:
+        raise CheckpointError(f"{module}.weight has shape {list(info.shape)}, a linear has two axes: {SUPPORTED}")
+    check_features(*info.shape, name=module)
+
+
+def _check_tokenizer(folder: Path) -> None:
+    if not any(all((folder / file).is_file() for file in files) for files in TOKENIZER_FILES):
+        raise CheckpointError(
+            f"{folder} has no tokenizer (tokenizer.json, tokenizer.model, or vocab.json with merges.txt): copy the "
+            "tokenizer files of the model into it"
+        )
+
+
+def _position(name: str) -> int:
+    layer = LAYER.fullmatch(name)
+    if layer:
+        return int(layer.group(1))
+    return -1 if name.startswith("model.embed_tokens") else 1 << 30
