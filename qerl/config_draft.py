@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from qerl.config_errors import shown, unknown_key
-from qerl.config_keys import field_at, is_list, section_at
+from qerl.config_keys import field_at, is_list, is_mapping, section_at
 from qerl.errors import ConfigError
 from qerl.yaml_text import Path, YamlError, parse
 
@@ -48,33 +48,33 @@ class Draft:
 
     def put(self, key: str, value: object, origin: str) -> None:
         """Set one dotted key. Raises ConfigError if there is no such key or item."""
-        path = tuple(int(part) if part.isdecimal() else part for part in key.split("."))
-        for length in range(1, len(path) + 1):
-            self._check_step(path[:length], origin)
+        path: Path = ()
+        for part in key.split("."):
+            path = (*path, self._step(path, part, origin))
         self._assign(path, value, lambda _: origin)
 
-    def _check_step(self, path: Path, origin: str) -> None:
-        """Raise unless the last part of the path exists in what stands before it; free mappings take any key."""
-        parent, part = path[:-1], path[-1]
+    def _step(self, parent: Path, part: str, origin: str) -> str | int:
+        """One part of a key as it is held: a key of a section or free mapping, the number of an item of a list."""
         holder = field_at(parent)
-        in_list = bool(parent) and holder is not None and is_list(holder) and not isinstance(parent[-1], int)
-        if in_list:
-            items = self._container(path)
-            if not isinstance(part, int) or part >= len(items):
-                dotted = ".".join(map(str, parent))
-                numbers = f"0 to {len(items) - 1}" if items else "none"
-                raise ConfigError(
-                    f"{origin}: {dotted} is a list, item {part!r} is not in it; write {dotted}.N with N an item's "
-                    f"number ({numbers}), or the whole list: --set '{dotted}=[...]'"
-                )
-        elif (field_at(path) is None or isinstance(part, int)) and not self._is_free(parent):
-            raise ConfigError(f"{origin}: {unknown_key(path)}")
+        of_items = holder is not None and is_list(holder) and not isinstance(parent[-1], int)
+        if not of_items and field_at((*parent, part)) is None and not self._is_free(parent):
+            raise ConfigError(f"{origin}: {unknown_key((*parent, part))}")
+        container = self._container((*parent, part))
+        if isinstance(container, dict):
+            return part
+        if part.isdecimal() and int(part) < len(container):
+            return int(part)
+        dotted = ".".join(map(str, parent))
+        numbers = f"0 to {len(container) - 1}" if container else "none"
+        raise ConfigError(
+            f"{origin}: {dotted} is a list, item {part} is not in it; write {dotted}.N with N an item's "
+            f"number ({numbers}), or the whole list: --set '{dotted}=[...]'"
+        )
 
     def _is_free(self, path: Path) -> bool:
         """Whether the path lies in a mapping with keys of the user's own (data.columns, rewards.N.args)."""
-        return any(
-            (f := field_at(path[:n])) is not None and "dict" in str(f.annotation) for n in range(1, len(path) + 1)
-        )
+        fields = (field_at(path[:length]) for length in range(1, len(path) + 1))
+        return any(is_mapping(found) for found in fields if found is not None)
 
     def _assign(self, path: Path, value: object, origin: Callable[[Path], str | None]) -> None:
         section = section_at(path)

@@ -105,7 +105,7 @@ def _remedy(detail: Mapping, field: FieldInfo | None) -> str:
     if kind == "bool_type" and isinstance(value, str) and value.lower() in ("yes", "on", "no", "off", "y", "n"):
         return f"; write {'true' if value.lower() in ('yes', 'on', 'y') else 'false'}"
     if kind in ("int_type", "float_type") and (number := _as_number(value, kind)) is not None:
-        return f"; write {number}" + (" without quotes" if isinstance(value, str) else "")
+        return f"; write {number}" + (" without quotes" if isinstance(value, str) and "_" not in value else "")
     if kind == "string_type" and isinstance(value, int | float):
         return f"; write '{str(value).lower()}' in quotes if that text is meant"
     if kind == "tuple_type" and isinstance(value, str):

@@ -114,6 +114,11 @@ def is_list(field: FieldInfo) -> bool:
     return get_origin(field.annotation) is tuple
 
 
+def is_mapping(field: FieldInfo) -> bool:
+    """Whether the field holds a mapping with keys of the user's own."""
+    return any(get_origin(kind) is dict for kind in _alternatives(field.annotation))
+
+
 def nearest(word: str, words: list[str] | tuple[str, ...], cutoff: float = 0.6) -> str | None:
     """The word that looks most like this one; None where none does."""
     found = difflib.get_close_matches(word, words, n=1, cutoff=cutoff)

@@ -23,6 +23,7 @@ from qerl.errors import ConfigError
 
 FLAGS = {  # command-line flag -> the key that it sets, above the recipe and above --set
     "base": "model.base",
+    "task": "data.task",
     "data": "data.source",
     "engine": "rollout.engine",
     "steps": "run.steps",

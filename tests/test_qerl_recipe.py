@@ -211,6 +211,7 @@ def test_extends_is_one_level_and_names_a_recipe(recipe):
         ("rewards=[{name: accuracy}]", lambda c: c.rewards, (RewardConfig(name="accuracy"),)),
         ("rewards.0.weight=2", lambda c: c.rewards[0], RewardConfig(name="accuracy", weight=2.0)),
         ("rewards.0.args.words=[a, 1e-3]", lambda c: c.rewards[0].args, {"words": ["a", 1e-3]}),
+        ("rewards.0.args.0.1=x", lambda c: c.rewards[0].args, {"0": {"1": "x"}}),
         ("rewards.0={weight: 3}", lambda c: c.rewards[0], RewardConfig(name="accuracy", weight=3.0)),
         (
             "loss.correction={cap: 3.0}",
@@ -250,7 +251,7 @@ def test_an_override_is_read_as_yaml(recipe, override, read, value):
             "rewards.1.weight=2",
             "rewards is a list, item 1 is not in it; write rewards.N with N an item's number (0 to 0)",
         ),
-        ("rewards.weight=2", "rewards is a list, item 'weight' is not in it"),
+        ("rewards.weight=2", "rewards is a list, item weight is not in it"),
         ("rewards.0.wait=2", "rewards.0.wait: unknown key; did you mean rewards.0.weight?"),
         (
             "rewards=accuracy",
@@ -286,6 +287,14 @@ def test_a_later_override_wins_and_flags_win_over_overrides(recipe):
     config = load_recipe(path, out="here", data="rows.jsonl", engine="vllm", steps=70, seed=3)
     assert (config.run.out, config.data.source, config.rollout.engine) == ("here", "rows.jsonl", "vllm")
     assert (config.run.steps, config.run.seed) == (70, 3)
+
+
+def test_items_inside_free_arguments_can_be_reached_but_not_invented(recipe):
+    words = "rewards.0.args.words=[a, b]"
+    config = load_recipe(recipe(SMALL), [words, "rewards.0.args.words.1=c"])
+    assert config.rewards[0].args == {"words": ["a", "c"]}
+    with pytest.raises(ConfigError, match=r"rewards\.0\.args\.words is a list, item 2 is not in it; .* \(0 to 1\)"):
+        load_recipe(recipe(SMALL), [words, "rewards.0.args.words.2=c"])
 
 
 def test_a_wrong_flag_is_named(recipe):
