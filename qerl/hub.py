@@ -57,7 +57,7 @@ def download_model(ref: str, trust_remote_code: bool = False) -> Path:
     from huggingface_hub import list_repo_files, snapshot_download
 
     patterns = [*MODEL_FILES, "*.py"] if trust_remote_code else MODEL_FILES
-    if not _reachable():
+    if not reachable():
         return _from_hub(
             ref, lambda: Path(snapshot_download(ref, allow_patterns=patterns, local_files_only=True)), True
         )
@@ -72,7 +72,7 @@ def download_model(ref: str, trust_remote_code: bool = False) -> Path:
 
 
 def _from_hub(ref: str, fetch: Callable[[], T], offline: bool = False) -> T:
-    if not offline and not _reachable():
+    if not offline and not reachable():
         raise CheckpointError(
             f"{ref} is no folder here, and the hub cannot be reached: check the name and the network, or give a "
             "folder with the model"
@@ -86,7 +86,7 @@ def _from_hub(ref: str, fetch: Callable[[], T], offline: bool = False) -> T:
         ) from error
 
 
-def _reachable() -> bool:
+def reachable() -> bool:
     """Whether the hub's name resolves; without this look the hub's client retries for half a minute."""
     from huggingface_hub import constants
 

@@ -30,6 +30,7 @@ _BODY = re.compile(
     rf"|(?P<plain>{_LITERAL})(?:[eE](?P<exp>[+-]?\d{{1,3}})(?!\d)"
     r"|\s*(?:\\times|\\cdot|[*×·x])\s*10\s*\^\s*\{?(?P<times10>[+-]?\d{1,3})\}?(?!\d))?"
 )
+_INTEGER = re.compile(r"-?[0-9]+")  # most answers; the rest is slower
 _CURRENCY = r"(?:US\$|USD\s|Rs\.?\s?|[$€£¥₹])"
 _PREFIX = re.compile(rf"(?:\\approx|≈)?\s*(?P<sign>[+-]?)\s*(?:{_CURRENCY})?\s*(?P<sign2>[+-]?)\s*", re.IGNORECASE)
 _MINUS_WORD = re.compile(r"^(?:minus|negative)\s+(?=[\d.$\\])", re.IGNORECASE)
@@ -72,6 +73,8 @@ def parse_number(text: str, algebra: bool = False) -> Number | None:
     """
     if not text or len(text) > MAX_CHARS:
         return None
+    if _INTEGER.fullmatch(text):
+        return Number(Fraction(int(text)))
     if algebra:
         text = TEXT_BOX.sub(lambda box: " units " if is_boxed_unit(box[1]) else box[0], text)
     text = _after_equals(_OPTION.sub("", strip_math(text), count=1))
