@@ -63,7 +63,8 @@ class DataConfig(Section):
     )
     split: str = Field("train", min_length=1, description="split that training reads")
     columns: dict[str, str] | None = Field(
-        None, description="the source's names for our columns, such as {question: problem, answer: solution}"
+        None,
+        description="the source's names for question, answer and id, such as {question: problem, answer: solution}",
     )
     system_prompt: str | None = Field("default", description="system message; default: the task's; null: none")
     prompt_template: str = Field(

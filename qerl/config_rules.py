@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from qerl.config import RunConfig
 
 SUMMED_LOSSES = ("dapo", "bnpo", "dr_grpo", "cispo")  # sum tokens, so a sequence's ratio would count once for each
+COLUMNS = ("question", "answer", "id")  # what a task reads of a row
 UNCLIPPED_LOSSES = ("cispo", "sapo", "vespo")  # read no `delta`
 
 
@@ -49,7 +50,7 @@ def batch(config: RunConfig) -> Conflicts:
 
 
 def task(config: RunConfig) -> Conflicts:
-    """The task exists, and its prompt holds the question."""
+    """The task exists, its prompt holds the question, and columns that it reads are mapped."""
     from qerl.tasks import TASKS
 
     name, template = config.data.task, config.data.prompt_template
@@ -58,6 +59,14 @@ def task(config: RunConfig) -> Conflicts:
         near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
         hint = f"data.task: {near[0]} (tasks: {', '.join(names)})" if near else f"one of {', '.join(names)}"
         yield Conflict({"data.task": name}, "there is no such task", hint)
+    for column, source in (config.data.columns or {}).items():
+        if column not in COLUMNS:
+            meant = f"{{{source}: {column}}}" if source in COLUMNS else "{question: THEIR_NAME, answer: THEIR_NAME}"
+            yield Conflict(
+                {f"data.columns.{column}": source},
+                f"only our columns can be mapped ({', '.join(COLUMNS)})",
+                f"data.columns: {meant}",
+            )
     if template != "default" and "{question}" not in template:
         yield Conflict(
             {"data.prompt_template": template},

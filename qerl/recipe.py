@@ -21,14 +21,14 @@ from qerl.config_errors import shown, to_config_error
 from qerl.config_keys import nearest
 from qerl.errors import ConfigError
 
-FLAGS = {  # command-line flag -> the key that it sets, above the recipe and above --set
-    "base": "model.base",
-    "task": "data.task",
-    "data": "data.source",
-    "engine": "rollout.engine",
-    "steps": "run.steps",
-    "seed": "run.seed",
-    "out": "run.out",
+FLAGS = {  # argument of load_recipe -> the key that it sets, above the recipe and above --set, and the option's name
+    "base": ("model.base", "--model"),
+    "task": ("data.task", "--task"),
+    "data": ("data.source", "--data"),
+    "engine": ("rollout.engine", "--engine"),
+    "steps": ("run.steps", "--steps"),
+    "seed": ("run.seed", "--seed"),
+    "out": ("run.out", "--out"),
 }
 
 
@@ -42,7 +42,8 @@ def load_recipe(recipe: str | os.PathLike, overrides: Sequence[str] = (), **flag
         draft.override(override)
     for flag, value in flags.items():
         if value is not None:
-            draft.put(FLAGS[flag], value, f"--{flag} {value}")
+            key, option = FLAGS[flag]
+            draft.put(key, value, f"{option} {value}")
     return _validate(draft)
 
 

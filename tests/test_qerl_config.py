@@ -219,6 +219,9 @@ PAIRS = [
         "loss.delta 2.0 with loss.type cispo: it reads no delta; write loss.delta: null",
     ),
     (["rewards=[{name: accuracy, weight: 0}]"], "no reward has a weight, so nothing would be learned"),
+    (["data.columns={problem: question}"], "data.columns.problem question: only our columns can be mapped (question,"),
+    (["data.columns={problem: question}"], "; write data.columns: {question: problem}"),
+    (["data.columns={frage: q}"], "; write data.columns: {question: THEIR_NAME, answer: THEIR_NAME}"),
     (["rollout.top_k=50"], "rollout.top_k 50 with loss.mismatch_gate 0.003"),
 ]
 

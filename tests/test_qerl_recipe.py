@@ -300,6 +300,12 @@ def test_items_inside_free_arguments_can_be_reached_but_not_invented(recipe):
 def test_a_wrong_flag_is_named(recipe):
     with pytest.raises(ConfigError, match=r"--steps 0: run\.steps: got 0, expected whole number >= 1"):
         load_recipe(recipe(SMALL), steps=0)
+    with pytest.raises(ConfigError, match=r"--model : model\.base: got '' \(text\), expected text"):
+        load_recipe(recipe(SMALL), base="")
+    with pytest.raises(
+        ConfigError, match=r"--task gsm8: data\.task gsm8: there is no such task; write data.task: gsm8k"
+    ):
+        load_recipe(recipe(SMALL), task="gsm8")
     with pytest.raises(ConfigError, match=r"--engine vlm: rollout\.engine: got 'vlm' .*did you mean vllm\?"):
         load_recipe(recipe(SMALL), engine="vlm")
 
