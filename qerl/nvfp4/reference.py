@@ -1,0 +1,168 @@
+"""NVFP4 in plain torch: pack, unpack, quantize, dequantize. The oracle for every kernel, and what a CPU runs.
+
+Bit-exact with compressed-tensors 0.19.0 (dequantize) and with what llm-compressor 0.14 writes under the scheme NVFP4A16
+(quantize). What those do and a reader would not guess:
+
+1. Global scale and block amax / 6 are rounded to the weight's own dtype, so a bfloat16 model and its float32 twin get
+   different scales. The global scale is reciprocal(amax) * 2688, two roundings (generate_gparam,
+   compressed_tensors/quantization/utils/helpers.py; `scalar / tensor` is that in torch).
+2. If that overflows the dtype, the global scale is 1: amax 0, or under 7.9e-36 in bfloat16 and float32, but already
+   under 0.041 in float16. There the block scales sink into e4m3's subnormals: quantize a float16 model as bfloat16.
+3. A block scale that rounds to zero becomes 0.125 (calculate_qparams, same file): a zero block, or one far below amax.
+4. The sign is that of x < 0: a negative weight that rounds to zero gives code 8 (-0.0), the weight -0.0 gives code 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from qerl.errors import CheckpointError
+from qerl.nvfp4 import layout
+from qerl.nvfp4.layout import BLOCK, CODE_MAX, SCALE_MAX
+
+E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0..7; bit 3 is the sign
+# Midpoints of neighbouring values; the second says which way a tie goes: up to the even code, or (False) stay below.
+_E2M1_STEPS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+_ZERO_SCALE = 0.125  # what llm-compressor writes for a block scale that rounds to zero
+_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class NVFP4Tensor(NamedTuple):
+    """One packed weight: uint8 (out, in/2), float8_e4m3fn (out, in/16), float32 (1,)."""
+
+    packed: torch.Tensor
+    block_scale: torch.Tensor
+    global_scale: torch.Tensor
+
+    def named(self) -> dict[str, torch.Tensor]:
+        """The same tensors under their names in a checkpoint."""
+        return dict(zip(layout.TENSORS, self, strict=True))
+
+
+def encode_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Nearest e2m1 code (uint8, same shape), ties to the even code, saturating at 6. Raises CheckpointError for NaN."""
+    if values.isnan().any():
+        raise CheckpointError("cannot encode NaN: e2m1 has no code for it; find out where the weights went wrong")
+    magnitude = values.abs()
+    codes = torch.zeros_like(values, dtype=torch.uint8)
+    for midpoint, tie_goes_up in _E2M1_STEPS:
+        codes += magnitude >= midpoint if tie_goes_up else magnitude > midpoint
+    return codes | ((values < 0).to(torch.uint8) << 3)
+
+
+def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """float32 values of codes 0..15 (uint8, any shape); code 8 is -0.0."""
+    table = torch.tensor([*E2M1_VALUES, *(-value for value in E2M1_VALUES)], dtype=torch.float32, device=codes.device)
+    return table[codes.long()]
+
+
+def pack_codes(codes: torch.Tensor) -> torch.Tensor:
+    """Two codes a byte, uint8 (out, in) -> (out, in/2): even column in the low nibble. Raises CheckpointError."""
+    if codes.dtype != torch.uint8 or codes.ndim != 2 or codes.shape[1] % 2 or (codes.numel() and codes.max() > 15):
+        raise CheckpointError(
+            f"cannot pack {codes.dtype} {tuple(codes.shape)}: codes are uint8 0..15, (out, in) with an even in"
+        )
+    return codes[:, 0::2] | (codes[:, 1::2] << 4)
+
+
+def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
+    """The codes of each byte, uint8 (out, in/2) -> (out, in). Raises CheckpointError."""
+    if packed.dtype != torch.uint8 or packed.ndim != 2:
+        raise CheckpointError(f"cannot unpack {packed.dtype} {tuple(packed.shape)}: it must be uint8 (out, in/2)")
+    return torch.stack((packed & 0xF, packed >> 4), dim=-1).flatten(1)
+
+
+def global_scale(amax: torch.Tensor | float) -> torch.Tensor:
+    """float32 (1,): 448 * 6 / amax, rounded in the dtype of `amax` (that of the weight), 1 where that is inf."""
+    amax = torch.as_tensor(amax)
+    amax = amax.clamp(min=torch.finfo(amax.dtype).tiny)
+    scale = amax.reciprocal() * (SCALE_MAX * CODE_MAX)
+    return scale.nan_to_num(nan=1.0, posinf=1.0).to(torch.float32).reshape(1)
+
+
+def shared_global_scale(weights: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The one global scale of linears that are fused later (q/k/v, gate/up): that of the largest amax. float32 (1,)."""
+    for weight in weights:
+        _check_weight(weight)
+    return global_scale(torch.stack([weight.abs().amax() for weight in weights]).amax())
+
+
+def quantize(weight: torch.Tensor, global_scale: torch.Tensor | None = None) -> NVFP4Tensor:
+    """Quantize `weight` (out, in) of float32, bfloat16 or float16 to the bits that llm-compressor writes.
+
+    `global_scale`: float32 (1,) from `shared_global_scale`, or None for the weight's own. Raises CheckpointError for
+    odd shapes and dtypes, inf and NaN.
+    """
+    _check_weight(weight)
+    if global_scale is None:
+        global_scale = shared_global_scale([weight])
+    _check_global_scale(global_scale)
+    blocks = weight.unflatten(1, (-1, BLOCK))
+    amax = blocks.abs().amax(dim=-1)
+    # A tensor 6, not a Python 6: CUDA divides by a Python scalar through its reciprocal, which rounds differently.
+    block_scale = (amax / torch.full_like(amax, CODE_MAX)) * global_scale
+    block_scale = block_scale.clamp(max=SCALE_MAX).to(torch.float8_e4m3fn)
+    step = block_scale.to(torch.float32)
+    step = step.where(step != 0, _ZERO_SCALE)
+    codes = encode_e2m1(blocks / (step / global_scale).unsqueeze(-1))
+    return NVFP4Tensor(pack_codes(codes.flatten(1)), step.to(torch.float8_e4m3fn), global_scale.clone())
+
+
+def dequantize(
+    packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """The weight (out, in) in `dtype`: e2m1 * (block_scale / global_scale) in float32, rounded once to `dtype`.
+
+    Raises CheckpointError for shapes and dtypes that do not fit, NaN block scales, and a global scale that is not
+    finite and positive.
+    """
+    tensors = NVFP4Tensor(packed, block_scale, global_scale).named()
+    layout.check_tensors(tensors)
+    layout.check_values(tensors)
+    return dequantize_unchecked(packed, block_scale, global_scale, dtype)
+
+
+def dequantize_unchecked(
+    packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor, dtype: torch.dtype
+) -> torch.Tensor:
+    """`dequantize` of tensors that were checked before: the forward pass calls it for every layer and token."""
+    pairs = _byte_table(packed.device).index_select(0, packed.flatten().to(torch.int32)).view(torch.float32)
+    scale = block_scale.to(torch.float32) / global_scale
+    blocks = pairs.view(*block_scale.shape, BLOCK).mul_(scale.unsqueeze(-1))
+    return blocks.flatten(1).to(dtype)
+
+
+@cache
+def _byte_table(device: torch.device) -> torch.Tensor:
+    """int64 (256,): for each byte the float32 bits of its two weights, so that one 8-byte read decodes a pair.
+
+    An int64 gather moves 8 bytes without looking at them; gathering rows of a (256, 2) float table took four times as
+    long on a CPU.
+    """
+    every_byte = torch.arange(256, dtype=torch.uint8, device=device).unsqueeze(1)
+    return decode_e2m1(unpack_codes(every_byte)).view(torch.int64).flatten()
+
+
+def _check_weight(weight: torch.Tensor) -> None:
+    if weight.ndim != 2 or weight.dtype not in _WEIGHT_DTYPES:
+        raise CheckpointError(
+            f"cannot quantize a {weight.dtype} tensor of shape {tuple(weight.shape)}: a weight is (out, in) in "
+            "float32, bfloat16 or float16"
+        )
+    layout.check_features(*weight.shape)
+    if not weight.isfinite().all():
+        raise CheckpointError(
+            f"cannot quantize a weight of shape {tuple(weight.shape)} with inf or NaN: the 16-bit checkpoint is damaged"
+        )
+
+
+def _check_global_scale(scale: torch.Tensor) -> None:
+    if scale.dtype != torch.float32 or tuple(scale.shape) != (1,) or not 0.0 < float(scale) < float("inf"):
+        raise CheckpointError(
+            f"the global scale {scale.tolist()} ({scale.dtype}, shape {tuple(scale.shape)}) must be one finite "
+            "positive float32 of shape (1,): use `shared_global_scale(weights)`"
+        )

@@ -1,0 +1,479 @@
+"""The packed linear against its dense twin: a torch.nn.Linear that holds the dequantized weight."""
+
+import copy
+import io
+import pickle
+import weakref
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from qerl.errors import CheckpointError, QerlError
+from qerl.nvfp4 import linear as nvfp4_linear
+from qerl.nvfp4 import reference
+from qerl.nvfp4.linear import NVFP4Linear, cached_weights, swap_linears
+
+DTYPES = [torch.float32, torch.bfloat16]
+IN, OUT = 80, 48
+
+
+def packed_and_twin(dtype=torch.float32, bias=True, sizes=(IN, OUT), seed=0) -> tuple[NVFP4Linear, nn.Linear]:
+    """A packed linear and a dense one with the weight that compressed-tensors' own formula gives."""
+    torch.manual_seed(seed)
+    twin = nn.Linear(*sizes, bias=bias).requires_grad_(False).to(dtype)
+    packed = NVFP4Linear.from_linear(twin)
+    twin.weight.copy_(reference.dequantize(*buffers(packed).values(), dtype))
+    return packed, twin
+
+
+def buffers(linear: NVFP4Linear) -> dict[str, torch.Tensor]:
+    return {name: getattr(linear, name) for name in ("weight_packed", "weight_scale", "weight_global_scale")}
+
+
+def assert_same_bits(ours: NVFP4Linear, theirs: NVFP4Linear) -> None:
+    for name, tensor in buffers(ours).items():
+        expected = buffers(theirs)[name]
+        assert tensor.dtype == expected.dtype
+        assert torch.equal(tensor.cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
+
+
+def output_and_gradient(module, x, autocast=False, checkpointed=False) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x.clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = checkpoint(module, x, use_reentrant=False) if checkpointed else module(x)
+    (gradient,) = torch.autograd.grad(y, x, torch.sin(torch.arange(y.numel())).reshape(y.shape).to(y.dtype))
+    return y.detach(), gradient
+
+
+# --- the same numbers as the dense twin
+
+
+@pytest.mark.parametrize("shape", [(IN,), (1, IN), (7, IN), (2, 5, IN), (2, 3, 4, IN)])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_output_and_gradient_equal_the_dense_twin(dtype, bias, shape):
+    packed, twin = packed_and_twin(dtype, bias)
+    x = torch.randn(shape).to(dtype)
+    for ours, theirs in zip(output_and_gradient(packed, x), output_and_gradient(twin, x), strict=True):
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_autocast_equals_the_dense_twin(dtype, bias):
+    packed, twin = packed_and_twin(dtype, bias)
+    x = torch.randn(2, 5, IN).to(dtype)
+    ours, theirs = output_and_gradient(packed, x, autocast=True), output_and_gradient(twin, x, autocast=True)
+    assert ours[0].dtype == theirs[0].dtype == torch.bfloat16
+    assert ours[1].dtype == theirs[1].dtype == dtype
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_gradient_checkpointing_equals_the_dense_twin(autocast):
+    pairs = [packed_and_twin(sizes=sizes) for sizes in ((IN, OUT), (OUT, IN))]
+    packed, twin = (nn.Sequential(first, nn.SiLU(), second) for first, second in zip(*pairs, strict=True))
+    x = torch.randn(3, IN)
+    ours = output_and_gradient(packed, x, autocast, checkpointed=True)
+    theirs = output_and_gradient(twin, x, autocast, checkpointed=True)
+    assert torch.equal(ours[0], theirs[0])
+    assert torch.equal(ours[1], theirs[1])
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_without_gradients_equals_the_dense_twin(mode):
+    packed, twin = packed_and_twin()
+    x = torch.randn(4, IN)
+    with mode():
+        assert torch.equal(packed(x), twin(x))
+    # what inference mode made (the byte table) must not spoil a training step after it
+    assert torch.equal(output_and_gradient(packed, x)[1], output_and_gradient(twin, x)[1])
+
+
+def test_a_trained_bias_gets_the_twins_gradient():
+    packed, twin = packed_and_twin()
+    x = torch.randn(2, 3, IN)
+    for module in (packed, twin):
+        module.bias.requires_grad_()
+        module(x).square().sum().backward()
+    assert torch.equal(packed.bias.grad, twin.bias.grad)
+
+
+def test_an_input_of_another_dtype_fails_as_it_does_for_the_twin():
+    packed, twin = packed_and_twin()
+    for module in (packed, twin):
+        with pytest.raises(RuntimeError, match="dtype"):
+            module(torch.randn(2, IN).bfloat16())
+
+
+def test_gradient_equals_finite_differences():
+    packed, _ = packed_and_twin()
+    packed.double()
+    torch.autograd.gradcheck(packed, torch.randn(3, IN, dtype=torch.float64, requires_grad=True))
+
+
+# --- what is kept
+
+
+def test_everything_is_frozen_and_no_dense_weight_is_stored():
+    packed, _ = packed_and_twin()
+    assert not any(parameter.requires_grad for parameter in packed.parameters())
+    stored = sum(tensor.nbytes for tensor in packed.state_dict().values())
+    assert stored == OUT * IN // 2 + OUT * IN // 16 + 4 + 4 * OUT
+
+
+def test_between_forward_and_backward_no_dense_weight_is_alive(monkeypatch):
+    packed, _ = packed_and_twin()
+    dense, saved = [], []
+
+    def watched(*args):
+        weight = reference.dequantize_unchecked(*args)
+        dense.append(weakref.ref(weight))  # a tensor's reference lives as long as anything in torch holds the tensor
+        return weight
+
+    monkeypatch.setitem(nvfp4_linear.DEQUANTIZERS, "cpu", watched)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        y = packed(torch.randn(3, IN, requires_grad=True))
+    assert (len(dense), dense[0](), saved) == (1, None, [])
+    y.sum().backward()
+    assert (len(dense), dense[1]()) == (2, None)
+
+
+# --- casting, copying, saving
+
+
+@pytest.mark.parametrize(
+    ("cast", "dtype"),
+    [
+        (lambda m: m.to(torch.bfloat16), torch.bfloat16),
+        (lambda m: m.to("cpu", torch.float16), torch.float16),
+        (lambda m: m.half(), torch.float16),
+        (lambda m: m.bfloat16(), torch.bfloat16),
+        (lambda m: m.bfloat16().float(), torch.float32),
+        (lambda m: m.double(), torch.float64),
+        (lambda m: m.to("cpu"), torch.float32),
+        (lambda m: m.type(torch.bfloat16), torch.bfloat16),
+    ],
+)
+def test_casting_keeps_the_bits_and_changes_what_is_computed(cast, dtype):
+    packed, twin = packed_and_twin()
+    before = copy.deepcopy(packed)
+    holder = cast(nn.Sequential(packed))
+    assert_same_bits(holder[0], before)
+    assert (packed.compute_dtype, packed.bias.dtype, packed.weight.dtype) == (dtype, dtype, dtype)
+    cast(nn.Sequential(twin))  # casts the bias
+    twin.weight.data = reference.dequantize(*buffers(before).values(), dtype)
+    x = torch.randn(3, IN).to(dtype)
+    assert torch.equal(packed(x), twin(x))
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_an_empty_linear_on_meta_is_filled_by_a_saved_state(bias, tmp_path):
+    packed, twin = packed_and_twin(torch.bfloat16, bias)
+    save_file(packed.state_dict(), tmp_path / "linear.safetensors")
+    empty = NVFP4Linear(IN, OUT, bias=bias, device="meta", dtype=torch.bfloat16)
+    empty.load_state_dict(load_file(tmp_path / "linear.safetensors"), assign=True)
+    assert_same_bits(empty, packed)
+    x = torch.randn(3, IN).bfloat16()
+    assert torch.equal(empty(x), twin(x))
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_loading_into_a_filled_linear(assign):
+    packed, _ = packed_and_twin(seed=1)
+    other, _ = packed_and_twin(seed=2)
+    other.load_state_dict(packed.state_dict(), assign=assign)
+    assert_same_bits(other, packed)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize(
+    ("name", "wrong", "message"),
+    [
+        ("weight_scale", torch.ones(OUT, IN // 16), "must be F8_E4M3"),
+        ("weight_packed", torch.zeros(OUT, IN // 2), "must be U8"),
+        ("weight_packed", torch.zeros(OUT, IN // 4, dtype=torch.uint8), r"\(48, 40\)"),
+        ("weight_global_scale", torch.tensor(1.0), r"\(1,\)"),
+        ("weight_global_scale", torch.zeros(1), "finite and positive"),
+        ("weight_scale", torch.full((OUT, IN // 16), float("nan")).to(torch.float8_e4m3fn), "are NaN"),
+    ],
+)
+def test_loading_what_does_not_fit_raises_instead_of_casting(name, wrong, message, assign):
+    packed, _ = packed_and_twin()
+    with pytest.raises(RuntimeError, match=message):
+        packed.load_state_dict({**packed.state_dict(), name: wrong}, assign=assign)
+
+
+def through_torch_save(linear):
+    buffer = io.BytesIO()
+    torch.save(linear, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), through_torch_save])
+def test_a_copy_computes_the_same_and_shares_nothing(copied):
+    packed, twin = packed_and_twin(torch.bfloat16)
+    with cached_weights(packed):
+        packed(torch.randn(1, IN).bfloat16())
+        other = copied(packed)
+    assert_same_bits(other, packed)
+    packed.weight_packed.zero_()
+    x = torch.randn(3, IN).bfloat16()
+    assert torch.equal(other(x), twin(x))
+    assert other.compute_dtype == torch.bfloat16
+
+
+def test_from_tensors_holds_the_given_tensors():
+    packed, twin = packed_and_twin()
+    other = NVFP4Linear.from_tensors(*buffers(packed).values(), bias=packed.bias, compute_dtype=torch.bfloat16)
+    assert other.weight_packed.data_ptr() == packed.weight_packed.data_ptr()
+    assert (other.in_features, other.out_features, other.bias.dtype) == (IN, OUT, torch.bfloat16)
+    x = torch.randn(2, IN).bfloat16()
+    assert torch.equal(other(x), twin.bfloat16()(x))
+
+
+def test_from_tensors_checks_what_it_is_given():
+    packed, scale, global_scale = buffers(packed_and_twin()[0]).values()
+    for wrong in ((packed[:, 1:], scale, global_scale), (packed, scale.float(), global_scale), (packed, scale, scale)):
+        with pytest.raises(CheckpointError):
+            NVFP4Linear.from_tensors(*wrong)
+    with pytest.raises(CheckpointError, match="bias"):
+        NVFP4Linear.from_tensors(packed, scale, global_scale, bias=torch.zeros(OUT + 1))
+
+
+def test_odd_sizes_are_rejected():
+    with pytest.raises(CheckpointError, match="multiple of 16"):
+        NVFP4Linear(24, 8)
+
+
+# --- `.weight`
+
+
+def test_weight_has_the_twins_shape_and_values_without_storage():
+    packed, twin = packed_and_twin(torch.bfloat16)
+    weight = packed.weight
+    assert (weight.shape, weight.dtype, weight.device) == (twin.weight.shape, twin.weight.dtype, twin.weight.device)
+    assert torch.equal(torch.zeros(OUT, IN).copy_(weight), twin.weight.float())
+    assert torch.equal(weight.detach().float().norm(), twin.weight.float().norm())
+    assert torch.equal(nn.functional.linear(torch.eye(IN).bfloat16(), weight), twin.weight.T)
+    assert "weight" not in dict(packed.named_parameters())
+    assert weight.data_ptr() == 0
+
+
+def add_to_data(linear):
+    linear.weight.data += 1.0
+
+
+def assign_data(linear):
+    linear.weight.data = torch.zeros(OUT, IN)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        add_to_data,
+        assign_data,
+        lambda linear: linear.weight.add_(1),
+        lambda linear: nn.init.normal_(linear.weight),
+        lambda linear: torch.add(torch.ones(OUT, IN), 1, out=linear.weight),
+        lambda linear: linear.reset_parameters(),
+    ],
+)
+def test_writing_to_the_weight_raises(write):
+    packed, _ = packed_and_twin()
+    before = copy.deepcopy(packed)
+    with pytest.raises(QerlError):
+        write(packed)
+    assert_same_bits(packed, before)
+
+
+# --- swapping, in a transformers model under PEFT
+
+
+def tiny_model(dtype=torch.float32):
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    torch.manual_seed(3)
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
+    model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_hidden_layers=2, vocab_size=64, tie_word_embeddings=True))
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):  # transformers makes them zero
+            nn.init.normal_(parameter)
+    return model.to(dtype).requires_grad_(False).eval()
+
+
+def packed_model_and_twin(dtype=torch.float32):
+    """A tiny Qwen2 whose projections are packed, filled from a saved state, and its dense twin."""
+    twin = tiny_model(dtype)
+    names = [name for name, module in twin.named_modules() if name.endswith("_proj")]
+    state = dict(twin.state_dict())
+    for name in names:
+        tensors = reference.quantize(state.pop(f"{name}.weight"))
+        state.update({f"{name}.{key}": tensor for key, tensor in tensors.named().items()})
+        twin.get_submodule(name).weight.copy_(reference.dequantize(*tensors, dtype))
+    model = tiny_model(dtype)
+    assert swap_linears(model, names) == len(names) == 14
+    model.load_state_dict(state)
+    return model, twin
+
+
+def test_swapped_model_generates_what_its_twin_does():
+    model, twin = packed_model_and_twin()
+    prompt = torch.randint(0, 64, (2, 5))
+    settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    with cached_weights(model) as cache:
+        cached = model.generate(prompt, **settings)
+        assert cache.bytes == 4 * sum(module.weight.numel() for name, module in twin.named_modules() if "_proj" in name)
+    assert torch.equal(cached, twin.generate(prompt, **settings))
+    assert torch.equal(model.generate(prompt, **settings), cached)
+    assert torch.equal(model(prompt).logits, twin(prompt).logits)
+
+
+@pytest.mark.parametrize(
+    ("names", "message"),
+    [
+        ([], "no quantized linear"),
+        (["model.layers.9.mlp.up_proj"], "NoneType"),
+        (["model.norm"], "Qwen2RMSNorm"),
+        (["model.layers.0.mlp.up_proj", "model.layers.0.mlp"], "Qwen2MLP"),
+    ],
+)
+def test_swapping_what_is_not_there_raises_and_changes_nothing(names, message):
+    model = tiny_model()
+    with pytest.raises(CheckpointError, match=message):
+        swap_linears(model, names)
+    assert not any(isinstance(module, NVFP4Linear) for module in model.modules())
+
+
+def test_swapping_a_size_that_cannot_be_packed_names_the_layer():
+    model = nn.Sequential(nn.Linear(24, 8))
+    with pytest.raises(CheckpointError, match=r"^0: a weight of shape \(8, 24\)"):
+        swap_linears(model, ["0"])
+
+
+def with_lora(model):
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(5)
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj", "up_proj", "down_proj"])
+    model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_lora_trains_as_on_the_twin(dtype, checkpointing):
+    tokens = torch.randint(0, 64, (2, 9))
+    gradients = []
+    for model in packed_model_and_twin(dtype):
+        model = with_lora(model).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.enable_input_require_grads()
+        model(tokens, labels=tokens).loss.backward()
+        gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
+    ours, theirs = gradients
+    assert len(ours) == 20
+    assert all(tensor.dtype == dtype for tensor in ours.values())  # PEFT read the compute dtype from the base
+    for name, gradient in ours.items():
+        assert torch.equal(gradient, theirs[name]), name
+        assert gradient.abs().max() > 0
+
+
+@pytest.mark.parametrize("safe_merge", [False, True])
+def test_peft_cannot_merge_into_the_packed_weight(safe_merge):
+    model = with_lora(packed_model_and_twin()[0])
+    before = copy.deepcopy(model)
+    with pytest.raises(QerlError, match="qerl merge"):
+        model.merge_adapter(safe_merge=safe_merge)
+    for ours, theirs in zip(model.modules(), before.modules(), strict=True):
+        if isinstance(ours, NVFP4Linear):
+            assert_same_bits(ours, theirs)
+
+
+# --- the cache, and faster kernels
+
+
+def count_dequantizations(monkeypatch) -> list[torch.dtype]:
+    """Register a dequantizer, as a kernel would, that counts its calls."""
+    calls = []
+
+    def counting(packed, block_scale, global_scale, dtype):
+        calls.append(dtype)
+        return reference.dequantize_unchecked(packed, block_scale, global_scale, dtype)
+
+    monkeypatch.setitem(nvfp4_linear.DEQUANTIZERS, "cpu", counting)
+    return calls
+
+
+def test_forward_and_backward_use_the_registered_dequantizer(monkeypatch):
+    packed, twin = packed_and_twin(torch.bfloat16)
+    calls = count_dequantizations(monkeypatch)
+    x = torch.randn(2, IN).bfloat16()
+    assert torch.equal(output_and_gradient(packed, x)[1], output_and_gradient(twin, x)[1])
+    assert calls == [torch.bfloat16] * 2
+
+
+def test_the_cache_dequantizes_once_and_is_freed(monkeypatch):
+    packed, twin = packed_and_twin()
+    calls = count_dequantizations(monkeypatch)
+    x = torch.randn(2, IN)
+    with torch.inference_mode(), cached_weights(nn.Sequential(packed)) as cache:
+        for _ in range(3):
+            assert torch.equal(packed(x), twin(x))
+        assert (len(calls), cache.bytes) == (1, 4 * IN * OUT)
+    packed(x)
+    assert len(calls) == 2
+
+
+def test_the_cache_serves_a_backward_after_inference_mode():
+    packed, twin = packed_and_twin()
+    x = torch.randn(2, IN)
+    with cached_weights(packed):
+        with torch.inference_mode():
+            packed(x)
+        assert torch.equal(output_and_gradient(packed, x)[1], output_and_gradient(twin, x)[1])
+
+
+def test_the_cache_stays_within_its_bound(monkeypatch):
+    model = nn.Sequential(*(packed_and_twin(sizes=(64, 64), seed=seed)[0] for seed in range(3)))
+    calls = count_dequantizations(monkeypatch)
+    x = torch.randn(2, 64)
+    expected = model(x)
+    calls.clear()
+    with cached_weights(model, max_bytes=2 * 4 * 64 * 64 + 100) as cache:
+        for _ in range(2):
+            assert torch.equal(model(x), expected)
+    assert cache.bytes == 2 * 4 * 64 * 64
+    assert len(calls) == 3 + 1
+
+
+def test_the_cache_sees_loading_and_casting():
+    packed, _ = packed_and_twin(seed=1)
+    other, twin = packed_and_twin(seed=2)
+    x = torch.randn(2, IN)
+    with cached_weights(packed) as cache:
+        packed(x)
+        packed.load_state_dict(other.state_dict())
+        assert torch.equal(packed(x), twin(x))
+        packed.bfloat16()
+        assert torch.equal(packed(x.bfloat16()), twin.bfloat16()(x.bfloat16()))
+        assert cache.bytes == 2 * IN * OUT
+
+
+def test_the_cache_is_freed_when_the_block_raises(monkeypatch):
+    packed, _ = packed_and_twin()
+    calls = count_dequantizations(monkeypatch)
+    with pytest.raises(RuntimeError, match="shapes"), cached_weights(packed):
+        packed(torch.randn(1, IN + 1))
+    packed(torch.randn(1, IN))
+    assert len(calls) == 2
