@@ -1,4 +1,4 @@
-"""Calibration data for awq and gptq: rows of a jsonl file or a hub data set, as sequences of exactly one length.
+"""Calibration data for awq and gptq: rows of a file, task or hub data set, as sequences of exactly one length.
 
 Rows are shuffled with a fixed seed, written in the model's chat template, joined, and cut every `sequence_length`
 tokens. So `256 x 2048` is that many tokens whatever the rows' lengths, and no padding enters the statistics.
@@ -6,23 +6,22 @@ tokens. So `256 x 2048` is that many tokens whatever the rows' lengths, and no p
 
 from __future__ import annotations
 
-import gzip
-import json
 import logging
 import random
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from qerl.errors import DataError
+from qerl.rows import Row, generated_rows, hub_rows, is_local, local_rows
 from qerl.tasks import TASKS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SEED = 0
-SHUFFLE_BUFFER = 10_000  # rows of a hub data set, which is streamed
+MAX_ROWS = 100_000  # more than any recipe needs; what follows in a larger data set is not read
 TEXT = ("text", "content")
 CHAT = ("messages", "conversation", "conversations", "prompt")
 ASK = ("prompt", "question", "problem", "instruction", "input")
@@ -54,7 +53,7 @@ class Calibration:
 
 
 def load_calibration(data: str, tokenizer: PreTrainedTokenizerBase, size: int, sequence_length: int) -> Calibration:
-    """Up to `size` sequences of `sequence_length` tokens from `data` (jsonl, jsonl.gz, or a hub data set's name).
+    """Up to `size` sequences of `sequence_length` tokens from `data` (a file, a task's name, or a hub id).
 
     Raises DataError if the data cannot be read, has no usable row, or too few tokens for one sequence.
     """
@@ -89,46 +88,26 @@ def load_calibration(data: str, tokenizer: PreTrainedTokenizerBase, size: int, s
     return Calibration(data, cut, used, unusable)
 
 
-def _shuffled_rows(data: str) -> Iterator[Any]:
-    path = Path(data).expanduser()
-    if path.is_file():
-        yield from _file_rows(path)
-    elif path.exists() or path.suffix or data.startswith((".", "/")):
-        raise DataError(f"--calibration {data} is no file here: give a .jsonl file, or a hub data set's name")
-    else:
-        yield from _hub_rows(data)
+def _shuffled_rows(data: str) -> list[Any]:
+    rows = [row for _, row in islice(_rows(data), MAX_ROWS)]
+    if not rows:
+        raise DataError(f"--calibration {data} is empty: give a file with one JSON object a line")
+    random.Random(SEED).shuffle(rows)
+    return rows
 
 
-def _file_rows(path: Path) -> Iterator[Any]:
-    if path.suffix not in (".jsonl", ".gz"):
-        raise DataError(f"--calibration {path} is no .jsonl or .jsonl.gz file: convert it to one JSON object a line")
-    try:
-        with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
-            lines = [(number, line) for number, line in enumerate(file, 1) if line.strip()]
-    except (OSError, UnicodeDecodeError, EOFError) as error:
-        raise DataError(f"--calibration {path} cannot be read ({error}): copy or download it again") from error
-    if not lines:
-        raise DataError(f"--calibration {path} is empty: give a file with one JSON object a line")
-    random.Random(SEED).shuffle(lines)
-    for number, line in lines:
-        try:
-            yield json.loads(line)
-        except ValueError as error:
-            raise DataError(f"{path}, line {number} is not JSON ({error}): correct or remove it") from error
-
-
-def _hub_rows(name: str) -> Iterator[Any]:
-    from datasets import load_dataset
-
-    task = next((task for key, task in TASKS.items() if name in (key, task.hub) and task.hub), None)
-    hub, config, split = (task.hub, task.hub_config, task.splits["train"]) if task else (name, None, "train")
-    try:
-        yield from load_dataset(hub, config, split=split, streaming=True).shuffle(SEED, buffer_size=SHUFFLE_BUFFER)
-    except Exception as error:  # datasets, its readers and the network raise many kinds
-        raise DataError(
-            f"--calibration {name} is no file here and cannot be read from the hub ({type(error).__name__}: "
-            f"{(str(error).splitlines() or [''])[0]}): check the name and the network, or give a .jsonl file"
-        ) from error
+def _rows(data: str) -> Iterator[Row]:
+    """Rows of a file, of one of our tasks' training split, or of a hub data set's."""
+    if is_local(data):
+        return local_rows(data, "train")
+    task = next((task for name, task in TASKS.items() if data in (name, task.hub)), None)
+    if task is None:
+        return hub_rows(data, None, "train")
+    if "train" not in task.splits:
+        raise DataError(f"--calibration {data} is for evaluation and has no training rows: give another data set")
+    if task.generate is not None:
+        return generated_rows(task.generate("train"))
+    return hub_rows(task.hub, task.hub_config, task.splits["train"])
 
 
 def _tokens(row: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
