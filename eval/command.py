@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.settings import ENGINES, LOADS, SAMPLED_TEMPERATURE, SAMPLED_TOP_P, EvalSettings
+from eval.settings import ENGINES, KERNELS, LOADS, SAMPLED_TEMPERATURE, SAMPLED_TOP_P, EvalSettings
 from qerl.errors import ConfigError, QerlError
 
 if TYPE_CHECKING:
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Load = StrEnum("Load", [(name, name) for name in LOADS])
 EngineName = StrEnum("EngineName", [(name, name) for name in ENGINES])
+Kernel = StrEnum("Kernel", [(name, name) for name in KERNELS])
 
 MODEL, DATA, SAMPLE, RUN = "Model", "Data and prompt", "Sampling", "Run"
 SAMPLED_HELP = f"Sample at temperature {SAMPLED_TEMPERATURE}, top-p {SAMPLED_TOP_P} (the reference's); default greedy."
@@ -97,6 +98,21 @@ def evaluate(
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Begin anew where an evaluation stands.", rich_help_panel=RUN)
     ] = False,
+    kernel: Annotated[
+        Kernel, typer.Option(help="NVFP4 kernel of vllm; auto: the fastest on the card.", rich_help_panel=RUN)
+    ] = Kernel.auto,
+    memory: Annotated[
+        float | None,
+        typer.Option(help="GPU budget of vllm: GiB, or up to 1 a share of the card.", rich_help_panel=RUN),
+    ] = None,
+    deterministic: Annotated[
+        bool,
+        typer.Option(
+            "--deterministic",
+            help="vllm repeats itself to the bit (slower); transformers does anyway.",
+            rich_help_panel=RUN,
+        ),
+    ] = False,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code of the checkpoint.", rich_help_panel=RUN)
     ] = False,
@@ -125,6 +141,9 @@ def evaluate(
         system_prompt=system_prompt,
         prompt_template=prompt_template,
         trust_remote_code=trust_remote_code,
+        kernel=str(kernel),
+        memory=memory,
+        deterministic=deterministic,
     )
     show(settings)
 

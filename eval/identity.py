@@ -50,7 +50,8 @@ def describe_identity(
         "seed": settings.seed,
         "engine": settings.engine,
         "dtype": settings.dtype,
-        "engine_options": dict(settings.engine_options),
+        "kernel": settings.kernel,
+        "deterministic": settings.deterministic,
     }
 
 

@@ -22,13 +22,14 @@ from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
 from eval.store import Key
 from qerl.checkpoint import ModelRef, describe, newest_model, resolve_model
 from qerl.engine import SamplingParams, choose_engine
-from qerl.errors import CheckpointError, ConfigError, DataError
+from qerl.errors import CheckpointError, ConfigError
 from qerl.shards import read_json
 from qerl.tasks import Example, Task, build_messages, get_task, load_examples, render_prompt
 
 if TYPE_CHECKING:
-    from qerl.data import DropReport
     from transformers import PreTrainedTokenizerBase
+
+    from qerl.data import DropReport
 
 logger = logging.getLogger(__name__)
 
@@ -64,9 +65,6 @@ def make_plan(settings: EvalSettings) -> Plan:
     run = run_of(ref)
     task = with_prompt(asked, settings, run)
     examples, dropped = load_examples(task, settings.data, "test", settings.columns, settings.limit)
-    if not examples:
-        raise DataError(f"{settings.data or task.name} has no row that can be used ({dropped})")
-    logger.info("%s: %d questions; %s", task.name, len(examples), dropped)
     folder = local_folder(ref.base)
     tokenizer = load_tokenizer(folder, settings.trust_remote_code)
     prompts = [render_prompt(tokenizer, build_messages(task, example.question)) for example in examples]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -12,6 +13,8 @@ from eval.store import Row
 
 if TYPE_CHECKING:
     from rich.table import Table
+
+RARE = ("unparsable", "too_long", "timeout", "bad_answer")  # reasons that the table names only where they occur
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Summary:
     pass_at_k: dict[int, Estimate]
     truncated_share: float
     no_answer_share: float
+    reasons: dict[str, int]  # completions by the reason of their grade (qerl.tasks.grading.Reason)
     prompt_tokens: int
     completion_tokens: int
     seconds: float  # spent sampling and grading, over all sessions
@@ -81,7 +85,8 @@ def summarize(rows: Sequence[Row], pass_k: Sequence[int] = ()) -> Summary:
         interval=ONE_SAMPLE if samples == 1 else MANY_SAMPLES,
         pass_at_k={k: estimate([pass_at_k(samples, hits, k) for hits in hits_Q], samples) for k in pass_k},
         truncated_share=_share([row["truncated"] for row in rows]),
-        no_answer_share=_share([row["extracted"] is None for row in rows]),
+        no_answer_share=_share([row["reason"] == "no_answer" for row in rows]),
+        reasons=dict(sorted(Counter(row["reason"] for row in rows).items())),
         prompt_tokens=sum(row["prompt_tokens"] for row in rows),
         completion_tokens=sum(row["tokens"] for row in rows),
         seconds=sum(seconds_of_batch.values()),
@@ -112,6 +117,11 @@ def _cells(summary: Summary) -> dict[str, str]:
         "correct": f"{summary.correct} of {summary.completions}",
         "truncated": f"{summary.truncated_share:.1%}",
         "no answer": f"{summary.no_answer_share:.1%}",
+        **{
+            reason.replace("_", " "): f"{n / summary.completions:.1%}"
+            for reason, n in summary.reasons.items()
+            if reason in RARE
+        },
         "tokens a completion": f"{summary.completion_tokens / summary.completions:.1f}",
         "seconds": f"{summary.seconds:.1f}",
         "tokens a second": f"{_rate(summary):.0f}",

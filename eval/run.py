@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from eval.identity import versions
 from eval.plan import Plan, batch_seed, make_plan
@@ -20,7 +22,10 @@ from eval.settings import EvalSettings
 from eval.store import Key, Row, Store, open_store
 from qerl.checkpoint import describe
 from qerl.engine import Completion, Engine, open_engine
-from qerl.tasks import grade
+from qerl.tasks.grading import grade_many
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +60,9 @@ def run_eval(settings: EvalSettings, on_batch: OnBatch | None = None) -> EvalRes
 
 
 def open_for(plan: Plan) -> Engine:
-    """The plan's engine with its base loaded and its adapter acting."""
+    """The plan's engine with its base loaded and its adapter acting. Raises CheckpointError or EngineError."""
     settings = plan.settings
+    adapter = None if plan.ref.adapter is None else _read_adapter(plan.ref.adapter)
     engine = open_engine(
         plan.ref.base,
         plan.ref.format,
@@ -64,25 +70,35 @@ def open_for(plan: Plan) -> Engine:
         dtype=settings.dtype,
         device=settings.device,
         trust_remote_code=settings.trust_remote_code,
-        **settings.engine_options,
+        kernel=settings.kernel,
+        memory=settings.memory,
+        deterministic=settings.deterministic,
+        max_context=max(map(len, plan.prompts)) + plan.sampling.max_new_tokens,
+        max_rank=0 if adapter is None else adapter.rank,
     )
     logger.info("engine %s, %s", engine.name, engine.kernel)
-    try:
-        apply_adapter(plan, engine)
-    except BaseException:
-        engine.close()
-        raise
+    if adapter is not None:
+        try:
+            count = engine.sync_adapter(adapter.tensors, adapter.scaling)
+        except BaseException:
+            engine.close()
+            raise
+        logger.info("adapter %s: %d tensors act", plan.ref.adapter, count)
     return engine
 
 
-def apply_adapter(plan: Plan, engine: Engine) -> None:
-    """Give the engine the plan's adapter, if it has one. Raises CheckpointError or EngineError if it does not fit."""
-    if plan.ref.adapter is None:
-        return
+@dataclass(frozen=True)
+class _Adapter:
+    tensors: Mapping[str, torch.Tensor]
+    scaling: float
+    rank: int
+
+
+def _read_adapter(folder: Path) -> _Adapter:
     from qerl.adapter import read_adapter
 
-    count = engine.sync_adapter(*read_adapter(plan.ref.adapter))
-    logger.info("adapter %s: %d tensors act", plan.ref.adapter, count)
+    tensors, scaling = read_adapter(folder)
+    return _Adapter(tensors, scaling, max(t.shape[0] for name, t in tensors.items() if name.endswith("lora_A.weight")))
 
 
 def complete(plan: Plan, engine: Engine, store: Store, rows: list[Row], on_batch: OnBatch) -> None:
@@ -107,11 +123,11 @@ def complete(plan: Plan, engine: Engine, store: Store, rows: list[Row], on_batch
 
 def grade_batch(plan: Plan, number: int, batch: Sequence[Key], completions: Sequence[Completion]) -> list[Row]:
     """One row for each completion of a batch."""
+    texts = [plan.tokenizer.decode(completion.token_ids, skip_special_tokens=True) for completion in completions]
+    grades = grade_many(plan.task, texts, [plan.examples[row].answer for row, _ in batch])
     rows = []
-    for (row, sample), completion in zip(batch, completions, strict=True):
+    for (row, sample), completion, text, judged in zip(batch, completions, texts, grades, strict=True):
         example = plan.examples[row]
-        text = plan.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
-        judged = grade(plan.task, text, example.answer)
         rows.append(
             {
                 "row": row,
@@ -139,7 +155,7 @@ def _result(plan: Plan, store: Store, rows: Sequence[Row]) -> EvalResult:
         "base": ref.base,
         "adapter": None if ref.adapter is None else str(ref.adapter),
         "format": ref.format,
-        "dropped_rows": str(plan.dropped),
+        "data": {**asdict(plan.dropped), "dropped": plan.dropped.dropped},
         "system_prompt": plan.task.system_prompt,
         "prompt_template": plan.task.prompt_template,
         "settings": {**settings, "out": str(plan.out), "pass_k": list(plan.settings.pass_k)},

@@ -7,13 +7,14 @@ only ones. Importing this loads no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from qerl.errors import ConfigError
 
 LOADS = ("auto", "nvfp4", "bf16")
 ENGINES = ("auto", "transformers", "vllm")
+KERNELS = ("auto", "humming", "marlin")
 SAMPLED_TEMPERATURE, SAMPLED_TOP_P = 0.6, 0.95  # the reference's evaluation (NVlabs/QeRL)
 MAX_NEW_TOKENS = 4096  # the reference's, where the model's context has room for it
 BATCH_SIZE = {"transformers": 64, "vllm": 1024}  # vLLM schedules within a batch; a batch is what a kill can lose
@@ -48,17 +49,22 @@ class EvalSettings:
     system_prompt: str | None = None  # None: the run's, else the task's; "": none
     prompt_template: str | None = None
     trust_remote_code: bool = False
-    engine_options: Mapping[str, object] = field(default_factory=dict)  # passed to open_engine as they are
+    kernel: str = "auto"  # this and what follows: the vllm engine only
+    memory: float | None = None  # GiB, or up to 1 a share of the card
+    deterministic: bool = False
 
     def __post_init__(self) -> None:
         _choice("load", self.load, LOADS)
         _choice("engine", self.engine, ENGINES)
+        _choice("kernel", self.kernel, KERNELS)
         for name in ("limit", "samples", "max_new_tokens", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{flag(name)} {value} is less than one: write 1 or more")
         if self.seed < 0:
             raise ConfigError(f"--seed {self.seed} is negative: write 0 or more")
+        if self.memory is not None and self.memory <= 0:
+            raise ConfigError(f"--memory {self.memory} is no budget: write GiB, or a share of the card such as 0.9")
         self._check_sampling()
         self._check_prompt()
 

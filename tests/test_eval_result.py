@@ -1,17 +1,20 @@
 """Completions -> numbers, on rows whose every number is known by hand."""
 
+from pathlib import Path
+
 import pytest
 
 from eval.metrics import MANY_SAMPLES, ONE_SAMPLE, wilson
-from eval.result import summarize
+from eval.result import EvalResult, render_table, summarize
 
-ROW = {"extracted": "1", "truncated": False, "prompt_tokens": 10, "tokens": 5, "batch": 0, "batch_seconds": 2.0}
+REASONS = {"x": "correct", ".": "wrong"}
+ROW = {"truncated": False, "prompt_tokens": 10, "tokens": 5, "batch": 0, "batch_seconds": 2.0}
 
 
 def rows(*graded, **changes):
     """One row a character of each word: 'x' right, '.' wrong; word i is question i."""
     return [
-        {**ROW, "row": question, "sample": sample, "correct": mark == "x", **changes}
+        {**ROW, "row": question, "sample": sample, "correct": mark == "x", "reason": REASONS[mark], **changes}
         for question, word in enumerate(graded)
         for sample, mark in enumerate(word)
     ]
@@ -40,19 +43,29 @@ def test_mean_and_pass_at_k_are_over_questions():
 def test_shares_are_of_completions():
     crafted = [
         *rows("x.", truncated=True),
-        *[{**row, "row": 1} for row in rows("..", extracted=None)],
+        *[{**row, "row": 1} for row in rows("..", reason="no_answer")],
         *[{**row, "row": 2} for row in rows("x.")],
-        *[{**row, "row": 3} for row in rows(".x", truncated=True, extracted=None)],
+        *[{**row, "row": 3} for row in rows(".x", truncated=True, reason="no_answer")],
     ]
-    crafted[-1]["extracted"] = "7"
+    crafted[-1]["reason"] = "correct"
     summary = summarize(crafted)
     assert summary.truncated_share == 4 / 8
     assert summary.no_answer_share == 3 / 8
     assert summary.correct == 3
+    assert summary.reasons == {"correct": 3, "no_answer": 3, "wrong": 2}
 
 
-def test_an_empty_answer_string_is_an_answer():
-    assert summarize(rows("x", extracted="")).no_answer_share == 0
+def test_the_table_names_rare_reasons_only_where_they_occur():
+    def labels(*results):
+        return list(render_table(results).columns[0].cells)
+
+    plain, rare = (
+        EvalResult("gsm8k", "m", Path("out"), summarize(rows("x", ".", reason=reason)), {})
+        for reason in ("wrong", "timeout")
+    )
+    assert "timeout" not in labels(plain)
+    assert list(render_table([plain, rare]).columns[2].cells)[labels(plain, rare).index("timeout")] == "100.0%"
+    assert list(render_table([plain, rare]).columns[1].cells)[labels(plain, rare).index("timeout")] == ""
 
 
 def test_tokens_add_up_and_a_batch_takes_its_seconds_once():
