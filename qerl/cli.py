@@ -1,0 +1,253 @@
+"""The command line: `qerl quantize`, `train`, `eval`, `grade`, `report`, `recipes`, `doctor`.
+
+Importing this loads no torch; each command imports what it runs. An error that is the user's to fix is one line on
+stderr and exit code 2; anything else is a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from eval.command import evaluate, parse_columns
+from qerl.errors import ConfigError, QerlError
+
+if TYPE_CHECKING:
+    from qerl.config import RunConfig
+
+logger = logging.getLogger("qerl")
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Reinforcement learning of language models on one GPU: NVFP4 base, BF16 LoRA, quantization noise.",
+)
+app.command("eval")(evaluate)
+recipes = typer.Typer(invoke_without_command=True, help="The shipped recipes and what can stand in one.")
+app.add_typer(recipes, name="recipes")
+
+Method = StrEnum("Method", [(name, name) for name in ("rtn", "awq", "gptq")])
+ModelOption = Annotated[str, typer.Option(help="Folder, hub id, or `tiny` (the model that ships with qerl).")]
+NOISY_LOGGERS = ("httpx", "transformers", "trl", "accelerate", "compressed_tensors", "datasets", "urllib3")
+
+
+def main() -> None:
+    """Entry point of the `qerl` script."""
+    _set_up_logging()
+    try:
+        app()
+    except QerlError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(2)
+    except KeyboardInterrupt:
+        sys.stderr.write("interrupted\n")
+        sys.exit(130)
+
+
+@app.command()
+def quantize(
+    model: ModelOption,
+    out: Annotated[Path | None, typer.Option(help="Default: checkpoints/<name>-NVFP4A16.")] = None,
+    method: Annotated[Method, typer.Option(help="rtn needs no data; awq is the paper's.")] = Method.rtn,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Linears to leave in 16 bits, as llm-compressor writes them: 're:.*self_attn.*'. Repeatable."
+        ),
+    ] = None,
+    calibration: Annotated[str | None, typer.Option(help="Rows for awq and gptq: jsonl file or hub name.")] = None,
+    calibration_size: Annotated[int, typer.Option(help="Calibration rows (the paper: 256).")] = 256,
+    sequence_length: Annotated[int, typer.Option(help="Tokens of each (the paper: 2048).")] = 2048,
+    batch_size: Annotated[int, typer.Option(help="Calibration rows a forward pass.")] = 1,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output folder.")] = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run Python code of the checkpoint.")
+    ] = False,
+    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
+) -> None:
+    """Turn a 16-bit checkpoint into NVFP4 (4-bit weights, 16-bit activations), and verify it."""
+    from rich.console import Console
+
+    from quantize.run import quantize_checkpoint
+
+    report = quantize_checkpoint(
+        model,
+        out,
+        str(method),
+        ignore or (),
+        calibration,
+        calibration_size,
+        sequence_length,
+        batch_size,
+        overwrite,
+        trust_remote_code,
+        device,
+    )
+    Console().print(report.table())
+
+
+@app.command()
+def train(
+    recipe: Annotated[str | None, typer.Option(help="Name (`qerl recipes`) or YAML file.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Base, NVFP4 folder, run or adapter; default: the recipe's.")
+    ] = None,
+    task: Annotated[str | None, typer.Option(help="Task: prompt and grading; default: the recipe's.")] = None,
+    data: Annotated[str | None, typer.Option(help="jsonl, parquet or csv file, folder, or hub name.")] = None,
+    columns: Annotated[str | None, typer.Option(help="Columns of --data: question=problem,answer=solution")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value over the recipe: --set run.steps=100. Repeatable.")
+    ] = None,
+    steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: the recipe's.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Default: the recipe's.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Run directory; default: runs/<recipe>-<time>.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="Continue this run; takes no other option.")] = None,
+    quantize_first: Annotated[
+        bool, typer.Option("--quantize", help="Quantize the base first if that has not been done.")
+    ] = False,
+) -> None:
+    """Train a LoRA adapter by reinforcement learning, as a recipe says."""
+    if resume is not None:
+        _refuse_with_resume(recipe, model, task, data, columns, overrides, steps, seed, out, quantize_first or None)
+        from training.run import resume as resume_run
+
+        resume_run(resume)
+        return
+    if recipe is None:
+        raise ConfigError("no recipe was given: write `qerl train --recipe NAME`; `qerl recipes` lists the names")
+    from qerl.recipe import load_recipe, recipe_label
+
+    overrides = [*(overrides or []), *_column_overrides(columns)]
+    flags = {"base": model, "task": task, "data": data, "steps": steps, "seed": seed, "out": out and str(out)}
+    config = load_recipe(recipe, overrides, **flags)
+    _check_base(config, recipe, quantize_first)
+    from training.run import start
+
+    start(config, recipe_label(recipe))
+
+
+@app.command()
+def grade(
+    file: Annotated[Path, typer.Argument(help="jsonl with `answer` and `completion`, such as an evaluation's.")],
+    task: Annotated[str, typer.Option(help="The task whose grading applies.")],
+) -> None:
+    """Grade saved completions again, and say where a stored grade differs."""
+    from rich.console import Console
+
+    from qerl.tasks.grade_file import grade_file
+
+    Console().print(grade_file(task, file).table())
+
+
+@app.command()
+def report(
+    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    before: Annotated[Path | None, typer.Option(help="Evaluation folder of the base, to compare with.")] = None,
+    after: Annotated[Path | None, typer.Option(help="Evaluation folder of the trained adapter.")] = None,
+) -> None:
+    """Show what a run did: curves as PNG, evaluation before and after, completions side by side."""
+    from qerl.report import write_report
+
+    write_report(run, before, after)
+
+
+@recipes.callback()
+def list_recipes(context: typer.Context) -> None:
+    """List the shipped recipes, with what each is for."""
+    if context.invoked_subcommand is not None:
+        return
+    from qerl.recipe import recipe_names, recipe_path
+
+    for name in recipe_names():
+        first = recipe_path(name).read_text(encoding="utf-8").splitlines()[0]
+        typer.echo(f"{name:22} {first.removeprefix('#').strip()}")
+
+
+@recipes.command()
+def show(name: str) -> None:
+    """Print a recipe's file."""
+    from qerl.recipe import recipe_path
+
+    typer.echo(recipe_path(name).read_text(encoding="utf-8"), nl=False)
+
+
+@recipes.command()
+def keys() -> None:
+    """Every key of a recipe: type, default, meaning."""
+    from qerl.config_keys import describe_config
+
+    for key in describe_config():
+        typer.echo(f"{key.key} ({key.type}; default {key.default}): {key.description}")
+
+
+@recipes.command()
+def tasks() -> None:
+    """Every task, and the data set that it reads."""
+    from qerl.tasks import TASKS
+
+    for name, task in TASKS.items():
+        typer.echo(f"{name:12} {task.hub or 'generated'}")
+
+
+@app.command()
+def doctor() -> None:
+    """Check this machine: GPU, versions against the tested set, disk, engine."""
+    from rich.console import Console
+
+    from qerl.doctor import checks, table
+
+    found = checks()
+    Console().print(table(found))
+    if any(check.level == "error" for check in found):
+        sys.exit(1)
+
+
+def _set_up_logging() -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its own logger ignores the level set below
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    for name in NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _refuse_with_resume(*options: object) -> None:
+    if any(option is not None for option in options):
+        raise ConfigError("--resume continues a run as it was configured and takes no other option: leave them out")
+
+
+def _column_overrides(columns: str | None) -> list[str]:
+    parsed = parse_columns(columns)
+    return [] if parsed is None else [f"data.columns={{{', '.join(f'{k}: {v!r}' for k, v in parsed.items())}}}"]
+
+
+def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
+    """The NVFP4 base must be there before anything heavy is loaded; with --quantize it is made."""
+    from qerl.checkpoint import default_quantized_dir, resolve_model
+    from qerl.errors import CheckpointError
+
+    base = config.model.base
+    try:
+        resolve_model(base, config.model.format)
+    except CheckpointError as error:
+        missing = config.model.format == "nvfp4" and not default_quantized_dir(base).exists()
+        if not missing or resolve_model(base).kind != "base16":
+            raise
+        if not quantize_first:
+            raise CheckpointError(
+                f"recipe {recipe} trains on {default_quantized_dir(base)}, which does not exist: run `qerl quantize "
+                f"--model {base}` first, or add --quantize"
+            ) from error
+        from quantize.run import quantize_checkpoint
+
+        quantize_checkpoint(base, trust_remote_code=config.model.trust_remote_code)
+
+
+if __name__ == "__main__":
+    main()
