@@ -93,7 +93,7 @@ def _locate(model: str, trust_remote_code: bool) -> tuple[str, Path]:
     if ref.kind == "nvfp4":
         raise CheckpointError(f"{model} is already quantized (NVFP4): use it as it is, or give its 16-bit model")
     if ref.kind != "base16":
-        raise CheckpointError(f"{model} is a {ref.kind} directory, not a model: give its base, {ref.base}")
+        raise CheckpointError(f"{model} is an adapter or a run, not a model: give its base, {ref.base}")
     if is_hub_id(ref.base):
         return ref.base, download_model(ref.base, trust_remote_code)
     folder = Path(ref.base)

@@ -1,0 +1,203 @@
+"""The output folder appears whole or not at all, and nothing of the user's is deleted."""
+
+import collections
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+from checkpoint_factory import fake_checkpoint
+
+from qerl.errors import CheckpointError
+from quantize import output
+from quantize.output import check_space, check_target, staged_folder
+
+QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): path.read_text() for path in folder.rglob("*") if path.is_file()}
+
+
+def write_and_raise(out, error):
+    with staged_folder(out) as staging:
+        (staging / "new").write_text("new")
+        raise error
+
+
+def test_the_folder_appears_when_the_block_ends(tmp_path):
+    out = tmp_path / "deep" / "er" / "out"
+    with staged_folder(out) as staging:
+        assert staging == out.with_name(".out.partial")
+        (staging / "a").write_text("1")
+        (staging / "sub").mkdir()
+        (staging / "sub" / "b").write_text("2")
+        assert not out.exists()
+    assert contents(out) == {"a": "1", "sub/b": "2"}
+    assert [path.name for path in out.parent.iterdir()] == ["out"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt, CheckpointError])
+def test_nothing_is_left_when_the_block_raises(tmp_path, error):
+    with pytest.raises(error):
+        write_and_raise(tmp_path / "out", error("stop"))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_old_folder_is_exchanged_for_the_new_one(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("old")
+    with staged_folder(out) as staging:
+        (staging / "new").write_text("new")
+        assert contents(out) == {"old": "old"}
+    assert contents(out) == {"new": "new"}
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_the_exchange_has_no_moment_without_a_folder(tmp_path, monkeypatch):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("old")
+    removed = []
+    monkeypatch.setattr(output.shutil, "rmtree", lambda path, **_: removed.append((path.name, contents(path))))
+    with staged_folder(out) as staging:
+        (staging / "new").write_text("new")
+    assert removed == [(".out.partial", {"old": "old"})]  # what is removed is the old one, after the exchange
+
+
+def test_without_renameat2_the_old_folder_is_still_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(output.ctypes, "CDLL", lambda *args, **kwargs: object())
+    test_an_old_folder_is_exchanged_for_the_new_one(tmp_path)
+
+
+def test_an_old_folder_stays_when_the_block_raises(tmp_path):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "old").write_text("old")
+    with pytest.raises(ValueError, match="stop"):
+        write_and_raise(out, ValueError("stop"))
+    assert contents(out) == {"old": "old"}
+
+
+def test_a_link_is_followed(tmp_path):
+    (tmp_path / "disk2").mkdir()
+    (tmp_path / "out").symlink_to(tmp_path / "disk2" / "real")
+    with staged_folder(tmp_path / "out") as staging:
+        (staging / "a").write_text("1")
+    assert (tmp_path / "out").is_symlink()
+    assert contents(tmp_path / "disk2" / "real") == {"a": "1"}
+
+
+WRITER = """
+    import sys, time
+    from pathlib import Path
+    from quantize.output import staged_folder
+    with staged_folder(Path(sys.argv[1])) as staging:
+        (staging / "half").write_text("half")
+        print("ready", flush=True)
+        time.sleep(60)
+"""
+
+
+@pytest.fixture
+def writer(tmp_path):
+    """A process in the middle of writing tmp_path/out."""
+    command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path / "out")]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "ready\n"
+    yield process
+    process.kill()
+    process.wait()
+    process.stdout.close()
+
+
+def test_a_killed_writer_leaves_a_hidden_folder_that_the_next_one_clears(tmp_path, writer):
+    writer.send_signal(signal.SIGKILL)
+    writer.wait()
+    assert [path.name for path in tmp_path.iterdir()] == [".out.partial"]
+    with staged_folder(tmp_path / "out") as staging:
+        assert list(staging.iterdir()) == []
+        (staging / "a").write_text("1")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert contents(tmp_path / "out") == {"a": "1"}
+
+
+def test_two_writers_do_not_disturb_each_other(tmp_path, writer):
+    with pytest.raises(CheckpointError, match="another process is writing"), staged_folder(tmp_path / "out"):
+        pytest.fail("the folder is taken")
+    assert contents(tmp_path / ".out.partial") == {"half": "half"}
+    with staged_folder(tmp_path / "elsewhere") as staging:
+        (staging / "a").write_text("1")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_may_not_be_written(tmp_path):
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(CheckpointError, match="cannot be written"), staged_folder(tmp_path / "out"):
+            pytest.fail("it was written")
+    finally:
+        tmp_path.chmod(0o700)
+
+
+def test_a_path_through_a_file(tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="cannot be written"), staged_folder(tmp_path / "file" / "out"):
+        pytest.fail("it was written")
+
+
+def test_a_full_disk_while_writing_is_the_users_to_fix(tmp_path):
+    with pytest.raises(CheckpointError, match=r"could not be written .No space left.*free some space"):
+        write_and_raise(tmp_path / "out", OSError(errno.ENOSPC, "No space left on device"))
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- checks before long work
+
+
+def test_too_little_space_says_how_much(tmp_path, monkeypatch):
+    usage = collections.namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(0, 0, 3 * 2**30))
+    check_space(tmp_path / "not" / "yet" / "out", 2 * 2**30)
+    with pytest.raises(CheckpointError, match=r"needs 4\.06 GiB and .* has 3\.00 GiB free"):
+        check_space(tmp_path / "not" / "yet" / "out", 4 * 2**30)
+
+
+def test_targets_that_may_be_written(tmp_path):
+    source = fake_checkpoint(tmp_path / "source")
+    (tmp_path / "empty").mkdir()
+    fake_checkpoint(tmp_path / "done", quantization_config=QUANTIZED)
+    check_target(tmp_path / "new", source, overwrite=False)
+    check_target(tmp_path / "empty", source, overwrite=False)
+    check_target(tmp_path / "done", source, overwrite=True)
+
+
+@pytest.mark.parametrize(
+    ("out", "overwrite", "message"),
+    [
+        ("done", False, "exists: write `--overwrite` to replace it"),
+        ("other", False, "exists"),
+        ("other", True, "holds something else than a quantized model"),
+        ("base", True, "holds something else than a quantized model"),
+        ("file", True, "is a file"),
+        ("source", True, "is, holds or lies in the model's own folder"),
+        ("source/out", False, "is, holds or lies in the model's own folder"),
+        ("link", True, "is, holds or lies in the model's own folder"),
+        (".", True, "is, holds or lies in the model's own folder"),
+    ],
+)
+def test_targets_that_may_not_be_written(tmp_path, out, overwrite, message):
+    source = fake_checkpoint(tmp_path / "source")
+    fake_checkpoint(tmp_path / "base")
+    fake_checkpoint(tmp_path / "done", quantization_config=QUANTIZED)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("years of work")
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "link").symlink_to(source)
+    with pytest.raises(CheckpointError, match=message):
+        check_target(tmp_path / out, source, overwrite)
