@@ -95,7 +95,7 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
     start_step = checkpoint_step(checkpoint) if checkpoint else 0
     _open_run_dir(run_dir, config, name, base)
     rollout = Rollout(engine, policy, config)
-    with RunLog(run_dir, config.run.steps) as run_log, _interrupt() as stop:
+    with RunLog(run_dir, config.run.steps) as run_log, _interrupt(config.loss.num_iterations) as stop:
         run_log.start_at(start_step)
         trainer = QerlTrainer(
             config, policy, tokenizer, prompts, rewards, rollout, run_dir, run_log, [stop], start_step=start_step
@@ -185,20 +185,21 @@ def versions() -> dict[str, str]:
 
 
 class _StopAfterStep(TrainerCallback):
-    """Ctrl-C: finish the step, save, stop. A second Ctrl-C stops at once."""
+    """Ctrl-C: finish the updates of this rollout, save, stop. A second Ctrl-C stops at once."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_iterations: int) -> None:
+        self._num_iterations = num_iterations
         self.asked = False
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.asked:
+        if self.asked and state.global_step % self._num_iterations == 0:
             control.should_save = True
             control.should_training_stop = True
 
 
 @contextmanager
-def _interrupt() -> Iterator[_StopAfterStep]:
-    stop = _StopAfterStep()
+def _interrupt(num_iterations: int) -> Iterator[_StopAfterStep]:
+    stop = _StopAfterStep(num_iterations)
 
     def handle(signum: int, frame: object) -> None:
         if stop.asked:

@@ -1,0 +1,71 @@
+"""The layering of DESIGN: who imports whom, read from the syntax trees."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("qerl", "quantize", "training", "eval")
+# third-party package -> the only files that may import it
+SOLE_IMPORTERS = {
+    "vllm": ("qerl/engine_vllm.py", "qerl/vllm_plugin/"),
+    "peft": ("qerl/adapter.py",),
+    "trl": ("training/trainer.py",),
+    "llmcompressor": ("quantize/",),
+}
+# The command line starts all stages, and shares the options of evaluation.
+ENTRY_POINTS = {"qerl/cli.py": {"quantize", "training", "eval"}}
+
+
+def sources():
+    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+
+
+def is_type_checking(node):
+    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+
+
+def walk(node):
+    """All nodes but those that only type checkers see."""
+    yield node
+    for child in ast.iter_child_nodes(node):
+        if not is_type_checking(child):
+            yield from walk(child)
+
+
+def imported_packages(path):
+    for node in walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name.partition(".")[0] for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module.partition(".")[0]
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_stages_import_qerl_and_never_one_another(path):
+    name = path.relative_to(ROOT).as_posix()
+    own = name.partition("/")[0]
+    allowed = {own, "qerl"} | ENTRY_POINTS.get(name, set())
+    assert set(imported_packages(path)) & set(PACKAGES) <= allowed
+
+
+@pytest.mark.parametrize("package", SOLE_IMPORTERS)
+def test_each_heavy_package_has_its_importers(package):
+    importers = {path.relative_to(ROOT).as_posix() for path in sources() if package in imported_packages(path)}
+    strangers = {name for name in importers if not name.startswith(SOLE_IMPORTERS[package])}
+    assert not strangers
+    assert importers or package == "llmcompressor"  # imported by name there, so that a missing one is explained
+
+
+def test_the_command_line_loads_nothing_heavy():
+    heavy = ("torch", "transformers", "datasets", "numpy", "pydantic", "peft", "trl", "vllm")
+    code = f"import sys, qerl.cli; print([name for name in {heavy!r} if name in sys.modules])"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert printed.stdout.strip() == "[]"
+
+
+def test_no_test_folder_shadows_a_package():
+    assert not {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()} & set(PACKAGES)
