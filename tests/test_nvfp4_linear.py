@@ -95,12 +95,15 @@ def test_without_gradients_equals_the_dense_twin(mode):
     assert torch.equal(output_and_gradient(packed, x)[1], output_and_gradient(twin, x)[1])
 
 
-def test_a_trained_bias_gets_the_twins_gradient():
+@pytest.mark.parametrize("autocast", [False, True])
+def test_a_trained_bias_gets_the_twins_gradient(autocast):
     packed, twin = packed_and_twin()
     x = torch.randn(2, 3, IN)
     for module in (packed, twin):
         module.bias.requires_grad_()
-        module(x).square().sum().backward()
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            module(x).square().sum().backward()
+    assert packed.bias.grad.dtype == torch.float32
     assert torch.equal(packed.bias.grad, twin.bias.grad)
 
 
