@@ -19,7 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from qerl.errors import ConfigError, DataError
 from qerl.rows import Row, generated_rows, hub_rows, is_local, local_rows
@@ -191,7 +191,7 @@ class _Collector:
         question = _text(row, self._paths["question"], "question")
         if self._task.clean_question is not None:
             question = self._task.clean_question(question)
-        answer = _final_answer(_text(row, self._paths["answer"], "answer"), self._task)
+        answer = final_answer(_text(row, self._paths["answer"], "answer"), self._task.answer_kind)
         if not question or not answer:
             raise _UnusableError(f"empty {'answer' if question else 'question'}")
         if self._task.answer_kind == "number" and parse_number(answer) is None:
@@ -237,10 +237,10 @@ def _text(row: Mapping[str, Any], path: str, what: str) -> str:
     return str(value).strip()
 
 
-def _final_answer(answer: str, task: Task) -> str:
-    """The bare answer of a cell that may hold a worked solution."""
+def final_answer(answer: str, kind: Literal["number", "math"]) -> str:
+    """The bare answer of a cell that may hold a worked solution; empty if the solution marks none."""
     if "####" in answer or "\\boxed" in answer:
-        return extract(answer, task.answer_kind).text or ""
+        return extract(answer, kind).text or ""
     return answer
 
 

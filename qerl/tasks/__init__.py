@@ -179,3 +179,10 @@ def grade(task: Task | str, completion: str, answer: str) -> Grade:
     from qerl.tasks.grading import grade as judge
 
     return judge(get_task(task) if isinstance(task, str) else task, completion, answer)
+
+
+def grade_many(task: Task | str, completions: Sequence[str], answers: Sequence[str]) -> list[Grade]:
+    """Judge many completions at once; see qerl.tasks.grading.grade_many, which this calls."""
+    from qerl.tasks.grading import grade_many as judge
+
+    return judge(get_task(task) if isinstance(task, str) else task, completions, answers)

@@ -1,0 +1,126 @@
+"""Grading a file of saved completions again: what `qerl grade --task T FILE` does.
+
+A line holds `answer`, and `completion` (one text) or `completions` (several); the completions.jsonl of an evaluation is
+such a file. Where it stores a grade (`correct`), the new one is compared with it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qerl.data import final_answer
+from qerl.errors import DataError
+from qerl.rows import local_rows
+from qerl.tasks import Task, get_task
+from qerl.tasks.grading import Grade, grade_many
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_SHOWN = 10
+_CHARS = 60
+
+
+@dataclass(frozen=True)
+class Disagreement:
+    """A completion whose stored grade differs from the new one."""
+
+    place: str
+    stored: bool
+    grade: Grade
+    answer: str
+
+
+@dataclass(frozen=True)
+class FileGrades:
+    """The grades of a file, in its order. `graded_before` counts the completions with a stored grade."""
+
+    task: str
+    path: Path
+    grades: tuple[Grade, ...]
+    graded_before: int
+    disagreements: tuple[Disagreement, ...]
+
+    @property
+    def accuracy(self) -> float:
+        """Share of correct completions; each of several completions of one line counts by itself."""
+        return sum(grade.correct for grade in self.grades) / len(self.grades)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Number of completions by reason, "correct" among them, the most frequent first."""
+        return dict(Counter(grade.reason for grade in self.grades).most_common())
+
+    def table(self) -> Table:
+        """The counts, the accuracy, and the first disagreements with the stored grades, for people."""
+        from rich.table import Table
+        from rich.text import Text  # answers hold brackets, which are markup in a plain string
+
+        table = Table("grade", "completions", "share", "detail", title=Text(f"{self.path} as {self.task}"))
+        for reason, count in self.counts.items():
+            table.add_row(reason, str(count), f"{count / len(self.grades):.1%}", "")
+        table.add_section()
+        table.add_row("accuracy", str(len(self.grades)), f"{self.accuracy:.1%}", "")
+        if self.graded_before:
+            share = len(self.disagreements) / self.graded_before
+            table.add_row("differ from stored", str(len(self.disagreements)), f"{share:.1%}", "")
+        for item in self.disagreements[:_SHOWN]:
+            stated, answer = (item.grade.extracted or "")[:_CHARS], item.answer[:_CHARS]
+            was = "correct" if item.stored else "not correct"
+            table.add_row("", item.place, "", Text(f"{stated!r} for {answer!r}: {item.grade.reason}, was {was}"))
+        return table
+
+
+@dataclass(frozen=True)
+class _Item:
+    place: str
+    completion: str
+    answer: str
+    stored: bool | None
+
+
+def grade_file(task: Task | str, path: str | Path) -> FileGrades:
+    """Grade all completions of a file (jsonl, json, csv or parquet). Raises DataError naming the first unusable row."""
+    task = get_task(task) if isinstance(task, str) else task
+    items = [item for place, row in local_rows(str(path), "test") for item in _items(task, path, place, row)]
+    if not items:
+        raise DataError(f"{path} holds no completions: is it the right file?")
+    grades = grade_many(task, [item.completion for item in items], [item.answer for item in items])
+    disagreements = tuple(
+        Disagreement(item.place, item.stored, grade, item.answer)
+        for item, grade in zip(items, grades, strict=True)
+        if item.stored is not None and item.stored != grade.correct
+    )
+    graded_before = sum(item.stored is not None for item in items)
+    return FileGrades(task.name, Path(path), tuple(grades), graded_before, disagreements)
+
+
+def _items(task: Task, path: str | Path, place: str, row: Mapping[str, Any] | None) -> Iterator[_Item]:
+    """The completions of one row. `correct` may be a truth value, or a list of them beside `completions`."""
+    if row is None:
+        raise DataError(f"{path}, {place}: this is no JSON object; each line has to hold one")
+    several = row.get("completions")
+    completions = [row.get("completion")] if several is None else several
+    texts = isinstance(completions, list) and all(isinstance(text, str) for text in completions)
+    if not texts or row.get("answer") in (None, ""):
+        raise DataError(
+            f"{path}, {place}: a row needs `answer`, and `completion` (text) or `completions` (a list of texts); this "
+            f"one has {', '.join(map(str, row)) or 'nothing'}"
+        )
+    answer = final_answer(str(row["answer"]), task.answer_kind)
+    stored = row.get("correct")
+    grades = stored if isinstance(stored, list) else [stored] * len(completions)
+    if len(grades) != len(completions):
+        raise DataError(f"{path}, {place}: {len(grades)} values of `correct` for {len(completions)} completions")
+    for number, (text, grade) in enumerate(zip(completions, grades, strict=True), start=1):
+        where = place if len(completions) == 1 else f"{place}, completion {number}"
+        yield _Item(where, text, answer, _truth(grade))
+
+
+def _truth(value: Any) -> bool | None:
+    """A stored grade: true or false, 1 or 0, or the same as a CSV file writes them; anything else is none."""
+    return {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}.get(str(value).lower())

@@ -1,0 +1,111 @@
+"""The rewards that come with qerl: each takes columns of a batch by name and returns one float a completion.
+
+Columns: completions (text), completion_ids (token ids), prompts (rendered text), question, answer, row (the same number
+for completions of one prompt), task, max_new_tokens, step, and the data set's other columns by their names.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+from qerl.errors import ConfigError
+from qerl.tasks import Task
+from qerl.tasks.grading import grade_many
+
+_TAGS = re.compile(
+    r"\s*(?:<think>)?((?:(?!</?think>).)*)</think>\s*<answer>((?:(?!</?answer>).)*)</answer>\s*", re.DOTALL
+)
+_THINK = re.compile(r"\s*(?:<think>)?((?:(?!</?think>).)*)</think>((?:(?!</?think>).)*)", re.DOTALL)
+_BOX = re.compile(r"\\boxed\s*\{(?=\s*[^\s}])")
+
+
+def accuracy(
+    completions: Sequence[str],
+    answer: Sequence[str],
+    task: Task,
+    log_metric: Callable[[str, float], None] | None = None,
+    **_: Any,
+) -> list[float]:
+    """1 for a correct completion, 0 for any other; the grade that evaluation uses. Logs why completions failed."""
+    grades = grade_many(task, completions, answer)
+    if log_metric is not None:
+        reasons = Counter(grade.reason for grade in grades)
+        log_metric("grades/no_answer_share", reasons["no_answer"] / len(grades))
+        refused = reasons["too_long"] + reasons["timeout"] + reasons["unparsable"] + reasons["bad_answer"]
+        log_metric("grades/refused_share", refused / len(grades))
+    return [float(grade.correct) for grade in grades]
+
+
+def format(completions: Sequence[str], style: Literal["boxed", "tags", "think"] = "boxed", **_: Any) -> list[float]:
+    """1 for a completion in the form that the prompt asks for, else 0.
+
+    "boxed": one `\\boxed{...}` that is not empty. "tags": `<think>...</think> <answer>...</answer>` and nothing else.
+    "think": one thought, then something after `</think>`. The opening `<think>` may stand in the prompt.
+    """
+    checks: dict[str, Callable[[str], bool]] = {
+        "boxed": lambda text: len(_BOX.findall(text)) == 1,
+        "tags": lambda text: _filled(_TAGS, text),
+        "think": lambda text: _filled(_THINK, text),
+    }
+    if style not in checks:
+        raise ConfigError(f"reward format has no style {style!r}: write {', '.join(checks)}")
+    return [float(checks[style](text)) for text in completions]
+
+
+def _filled(pattern: re.Pattern[str], text: str) -> bool:
+    match = pattern.fullmatch(text)
+    return match is not None and all(group.strip() for group in match.groups())
+
+
+def soft_overlong(
+    completion_ids: Sequence[Sequence[int]],
+    max_new_tokens: int,
+    cache: int | None = None,
+    max_length: int | None = None,
+    **_: Any,
+) -> list[float]:
+    """DAPO's soft punishment of long completions (arXiv 2503.14476, eq. 13).
+
+    0 up to max_length - cache tokens, then falling linearly to -1 at max_length tokens and beyond. `max_length`
+    defaults to the recipe's max_new_tokens, `cache` to a fifth of it (the paper: 4096 of 20480).
+    """
+    longest = max_new_tokens if max_length is None else max_length
+    cache = max(1, longest // 5) if cache is None else cache
+    if not 0 < cache < longest:
+        raise ConfigError(f"reward soft_overlong has cache {cache}, which has to lie between 0 and {longest}")
+    return [min(0.0, max(-1.0, (longest - cache - len(ids)) / cache)) for ids in completion_ids]
+
+
+def length(
+    completions: Sequence[str],
+    completion_ids: Sequence[Sequence[int]],
+    answer: Sequence[str],
+    row: Sequence[int],
+    task: Task,
+    **_: Any,
+) -> list[float]:
+    """Reward for being shorter than the other completions of the prompt (Kimi k1.5, arXiv 2501.12599, section 2.3.3).
+
+    With l the lengths of a group in tokens, lambda = 0.5 - (l - min l) / (max l - min l): a correct completion gets
+    lambda, any other min(0, lambda); a group of one length gets 0.
+    """
+    lengths_by_row: dict[int, list[int]] = defaultdict(list)
+    for group, ids in zip(row, completion_ids, strict=True):
+        lengths_by_row[group].append(len(ids))
+    rewards = []
+    for grade, group, ids in zip(grade_many(task, completions, answer), row, completion_ids, strict=True):
+        shortest, longest = min(lengths_by_row[group]), max(lengths_by_row[group])
+        share = 0.5 - (len(ids) - shortest) / (longest - shortest) if longest > shortest else 0.0
+        rewards.append(share if grade.correct else min(0.0, share))
+    return rewards
+
+
+def code(**_: Any) -> list[float]:
+    """Refuses: running what a model wrote needs a sandbox, which qerl does not bring."""
+    raise ConfigError(
+        "there is no reward for code: running what a model wrote needs a sandbox, which qerl does not bring; write a "
+        "function that calls yours, and name it as path/to/file.py:function"
+    )

@@ -1,0 +1,244 @@
+"""Rewards of a recipe: found by name or path, given the columns they ask for, and checked in what they return.
+
+A reward is a function of columns that returns one finite number a completion, for example
+
+    def short(completions, **columns):  # named as rewards.py:short in the recipe
+        return [float(len(text) < 500) for text in completions]
+
+It is called with the columns that training/reward_functions.py lists, as keyword arguments; one that does not end in
+`**columns` gets only the columns it names. One that raises, or returns None, NaN or the wrong number of values, stops
+the run; the completion it failed on is saved as failed_reward.json in the run directory.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+import inspect
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qerl.errors import ConfigError, QerlError, RewardError
+from qerl.tasks import Example, get_task
+from training import reward_functions
+
+if TYPE_CHECKING:
+    from qerl.config import RewardConfig, RunConfig
+
+Reward = Callable[..., Sequence[float]]
+
+REWARDS: dict[str, Reward] = {
+    "accuracy": reward_functions.accuracy,
+    "format": reward_functions.format,
+    "soft_overlong": reward_functions.soft_overlong,
+    "length": reward_functions.length,
+}
+
+COLUMNS = ("completions", "completion_ids", "prompts", "question", "answer", "row", "task", "max_new_tokens", "step")
+FAILED = "failed_reward.json"
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """The rewards of a run, as TRL takes them; each function is named as its metric."""
+
+    functions: list[Reward]
+    weights: list[float]
+
+
+def build_rewards(config: RunConfig, examples: Sequence[Example], run_dir: Path) -> Rewards:
+    """The recipe's rewards. Raises ConfigError on an unknown one, or on arguments that it does not take."""
+    functions: list[Reward] = []
+    for reward in config.rewards:
+        function = find_reward(reward.name)
+        check_arguments(reward, function, examples)
+        functions.append(
+            _GuardedReward(_metric_name(reward.name, functions), reward, function, config, examples, run_dir)
+        )
+    return Rewards(functions, [float(reward.weight) for reward in config.rewards])
+
+
+def find_reward(name: str) -> Reward:
+    """The function of a registered name, `package.module:function`, `package.module.function` or `file.py:function`."""
+    if name in REWARDS:
+        return REWARDS[name]
+    if name == "code":
+        return reward_functions.code()
+    place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
+    if not place or not attribute:
+        near = difflib.get_close_matches(name, REWARDS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(
+            f"there is no reward {name!r}{hint} (rewards: {', '.join(REWARDS)}; your own: path/to/file.py:function)"
+        )
+    module = _load_file(place) if place.endswith(".py") else _load_module(place, name)
+    function = getattr(module, attribute, None)
+    if not callable(function) or inspect.iscoroutinefunction(function):
+        raise ConfigError(f"reward {name!r}: {place} has no function {attribute!r} (an async one cannot be used)")
+    return function
+
+
+def _load_file(place: str) -> Any:
+    path = Path(place).expanduser()
+    if not path.is_file():
+        raise ConfigError(
+            f"reward file {place!r} does not exist here ({Path.cwd()}): write its path from here, or whole"
+        )
+    spec = importlib.util.spec_from_file_location(f"qerl_reward_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # it is the user's own code
+        raise ConfigError(f"reward file {place!r} cannot be imported: {type(error).__name__}: {error}") from error
+    return module
+
+
+def _load_module(place: str, name: str) -> Any:
+    try:
+        return importlib.import_module(place)
+    except Exception as error:
+        raise ConfigError(
+            f"reward {name!r}: module {place!r} cannot be imported ({type(error).__name__}: {error}); write "
+            f"package.module:function of an installed package, path/to/file.py:function, or one of {', '.join(REWARDS)}"
+        ) from error
+
+
+def check_arguments(reward: RewardConfig, function: Reward, examples: Sequence[Example]) -> None:
+    """Raise ConfigError if the function does not take the recipe's arguments, or asks for a column there is not."""
+    parameters = inspect.signature(function).parameters.values()
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    own = reward.name not in REWARDS
+    extra = sorted({key for example in examples for key in example.extra})
+    options = [key for key in named if key not in (*COLUMNS, *extra, "log_metric")]
+    for key in reward.args:
+        if key in COLUMNS or (key not in named and not (own and takes_all)):
+            raise ConfigError(
+                f"reward {reward.name} takes no argument {key!r} (its arguments: {', '.join(options) or 'none'})"
+            )
+    for key, parameter in named.items():
+        if parameter.default is parameter.empty and key not in (*COLUMNS, *extra, *reward.args):
+            raise ConfigError(
+                f"reward {reward.name} asks for {key!r}, which is neither among its args nor a column (columns: "
+                f"{', '.join((*COLUMNS, *extra))})"
+            )
+
+
+def _fixed_columns(config: RunConfig) -> dict[str, Any]:
+    """What is the same for each completion of a run."""
+    return {"task": get_task(config.data.task), "max_new_tokens": config.rollout.max_new_tokens}
+
+
+def _metric_name(name: str, earlier: Sequence[Any]) -> str:
+    """The function's own name, unless an earlier reward has it."""
+    short = name if name in REWARDS else name.replace(":", ".").rsplit(".", 1)[-1]
+    return name if any(reward.__name__ == short for reward in earlier) else short
+
+
+class _GuardedReward:
+    """A reward as TRL calls it: adds the example's columns, checks what comes back."""
+
+    def __init__(
+        self,
+        name: str,
+        reward: RewardConfig,
+        function: Reward,
+        config: RunConfig,
+        examples: Sequence[Example],
+        run_dir: Path,
+    ) -> None:
+        self.__name__ = name
+        self._function = function
+        self._examples = examples
+        self._run_dir = run_dir
+        self._fixed = {**_fixed_columns(config), **reward.args}
+        parameters = inspect.signature(function).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        self._wanted = None if takes_all else set(parameters)
+
+    def __call__(self, completions: list[str], row: list[int], **given: Any) -> list[float]:
+        """One reward a completion; `row` indexes into the run's examples. Raises RewardError."""
+        columns = self._columns(completions, row, given)
+        fixed = {**self._fixed, "step": getattr(given.get("trainer_state"), "global_step", 0)}
+        if "log_metric" in given:
+            fixed["log_metric"] = given["log_metric"]
+        try:
+            returned = self._run(columns, fixed)
+        except QerlError:
+            raise
+        except Exception as error:
+            index = self._first_to_raise(columns, fixed)
+            self._fail(f"raised {type(error).__name__}: {error}", columns, index, fixed, error)
+        return self._check(returned, columns, fixed)
+
+    def _columns(self, completions: list[str], row: list[int], given: Mapping[str, Any]) -> dict[str, list[Any]]:
+        examples = [self._examples[index] for index in row]
+        names = dict.fromkeys(key for example in examples for key in example.extra)
+        return {
+            **{key: [example.extra.get(key) for example in examples] for key in names},
+            "completions": completions,
+            "completion_ids": given["completion_ids"],
+            "prompts": given["prompts"],
+            "question": [example.question for example in examples],
+            "answer": [example.answer for example in examples],
+            "row": row,
+        }
+
+    def _run(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> Any:
+        arguments = {**columns, **fixed}
+        if self._wanted is not None:
+            arguments = {key: value for key, value in arguments.items() if key in self._wanted}
+        return self._function(**arguments)
+
+    def _first_to_raise(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> int | None:
+        """The first completion on which the reward raises by itself; None if it raises on the whole batch only."""
+        for index in range(len(columns["completions"])):
+            try:
+                self._run({key: [values[index]] for key, values in columns.items()}, fixed)
+            except Exception:
+                return index
+        return None
+
+    def _check(self, returned: Any, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> list[float]:
+        expected = len(columns["completions"])
+        try:
+            values = list(returned)
+        except TypeError:
+            values = None
+        if values is None or isinstance(returned, str | dict) or len(values) != expected:
+            got = f"{len(values)} values" if values is not None else repr(returned)
+            self._fail(f"returned {got} for {expected} completions", columns, None, fixed)
+        rewards = []
+        for index, value in enumerate(values):
+            try:
+                rewards.append(float(value))
+            except (TypeError, ValueError):
+                rewards.append(math.nan)
+            if isinstance(value, str) or not math.isfinite(rewards[-1]):
+                self._fail(f"returned {value!r}, which is no finite number", columns, index, fixed)
+        return rewards
+
+    def _fail(
+        self,
+        what: str,
+        columns: Mapping[str, list[Any]],
+        index: int | None,
+        fixed: Mapping[str, Any],
+        cause: Exception | None = None,
+    ) -> None:
+        """Save the completion (without an index: the batch) and raise RewardError."""
+        picked = range(len(columns["completions"])) if index is None else [index]
+        rows = [{key: values[i] for key, values in columns.items()} for i in picked]
+        report = {"reward": self.__name__, "error": what, "step": fixed["step"], "completions": rows}
+        path = self._run_dir / FAILED
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(report, ensure_ascii=False, indent=2, default=repr) + "\n", encoding="utf-8")
+        raise RewardError(
+            f"reward {self.__name__} {what}; the completion it failed on is in {path}. A reward has to return one "
+            "finite number for each completion, 0 for one that it cannot judge"
+        ) from cause
