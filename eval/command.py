@@ -23,6 +23,8 @@ from qerl.errors import ConfigError, QerlError
 if TYPE_CHECKING:
     from eval.run import OnBatch
 
+logger = logging.getLogger(__name__)
+
 Load = StrEnum("Load", [(name, name) for name in LOADS])
 EngineName = StrEnum("EngineName", [(name, name) for name in ENGINES])
 Kernel = StrEnum("Kernel", [(name, name) for name in KERNELS])
@@ -155,8 +157,12 @@ def show(settings: EvalSettings) -> None:
     from eval.result import render_table
     from eval.run import run_eval
 
-    with _progress() as on_batch:
-        result = run_eval(settings, on_batch)
+    try:
+        with _progress() as on_batch:
+            result = run_eval(settings, on_batch)
+    except KeyboardInterrupt:
+        logger.warning("stopped: the same command continues from the last whole batch")
+        raise typer.Exit(130) from None
     console = Console()
     console.print(render_table([result]))
     console.print(f"completions and result: {result.out}", soft_wrap=True)
@@ -235,11 +241,14 @@ def _progress() -> Iterator[OnBatch | None]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[share]}"), TimeRemainingColumn())
-    with Progress(*columns, console=console) as progress:
-        bar = progress.add_task("", total=None, share="")
+    progress = Progress(*columns, console=console)
+    bar = progress.add_task("", total=None, share="")
 
-        def on_batch(done: int, total: int, correct: int) -> None:
-            share = f"correct {correct / done:.1%}" if done else ""
-            progress.update(bar, completed=done, total=total, share=share)
+    def on_batch(done: int, total: int, correct: int) -> None:
+        progress.start()  # at the first call only: before it, log lines tell what is being loaded
+        progress.update(bar, completed=done, total=total, share=f"correct {correct / done:.1%}" if done else "")
 
+    try:
         yield on_batch
+    finally:
+        progress.stop()

@@ -123,7 +123,7 @@ def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
 def context_length(folder: Path) -> int | None:
     """Tokens that a prompt and its completion may have together; None if config.json does not say."""
     config = read_json(folder / "config.json")
-    return {**config, **config.get("text_config", {})}.get("max_position_embeddings")
+    return {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
 
 
 def find_max_new_tokens(asked: int | None, prompts: Sequence[Sequence[int]], context: int | None) -> int:

@@ -1,7 +1,6 @@
-"""Whole evaluations on a small random Qwen3 model, through the real engine, tokenizer, grading and files.
+"""Whole evaluations on a small random model (eval_factory), through the real engine, tokenizer, grading and files.
 
-The model's head is drawn so that greedy completions are made of the tokens "#### 0" to "#### 9": it always answers,
-and what it answers is read off once to craft data whose accuracy is known.
+The model always answers; what it answers is read off once to craft data whose accuracy is known.
 """
 
 import json
@@ -10,6 +9,7 @@ import shutil
 
 import pytest
 import torch
+from eval_factory import ANSWERS, CONTEXT, build_model, make_adapter, make_run, pack_model
 
 import eval.run
 from eval.command import main
@@ -17,41 +17,7 @@ from eval.plan import batch_seed, make_plan, plan_batches
 from eval.run import run_eval
 from eval.settings import EvalSettings
 from eval.store import COMPLETIONS, RESULT
-from qerl.adapter import adapter_tensors, attach_lora, save_adapter
 from qerl.errors import CheckpointError, ConfigError, DataError
-from qerl.recipe import load_recipe, save_config
-
-CONTEXT = 256
-ANSWERS = [f"\n#### {digit}" for digit in range(10)]
-CHARACTERS = [chr(code) for code in range(32, 127)]
-TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"
-)
-
-
-def build_model(folder, seed=0):
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
-
-    vocabulary = {token: index for index, token in enumerate(["<eos>", "<unk>", *ANSWERS, *CHARACTERS])}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"\n#### [0-9]|."), "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="<unk>")
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
-    config = Qwen3Config(
-        vocab_size=len(vocabulary), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=1, head_dim=16, max_position_embeddings=CONTEXT, tie_word_embeddings=False,
-        eos_token_id=0, bos_token_id=None, pad_token_id=0, initializer_range=0.3,
-    )  # fmt: skip
-    torch.manual_seed(seed)
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        model.lm_head.weight.zero_()
-        model.lm_head.weight[[0, *range(2, 12)]] = torch.randn(11, 32)
-    model.save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture(scope="module")
@@ -78,30 +44,6 @@ def settings(model, questions, tmp_path):
         return EvalSettings(**{**given, "out": tmp_path / "out", "engine": "transformers", **changes})
 
     return make
-
-
-def make_adapter(folder, base, random_b, seed=1):
-    """A LoRA adapter with a random A, and B random or zero."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    peft_model = attach_lora(AutoModelForCausalLM.from_pretrained(base), rank=4, alpha=8)
-    if random_b:
-        for name, tensor in adapter_tensors(peft_model).items():
-            if ".lora_B." in name:
-                torch.nn.init.normal_(tensor)
-    save_adapter(peft_model, folder, str(base))
-    return folder
-
-
-def make_run(folder, base, **data):
-    """A run directory as training leaves it."""
-    folder.mkdir()
-    overrides = [f"model.base={base}", "model.format=bf16", *(f"data.{key}={json.dumps(v)}" for key, v in data.items())]
-    save_config(load_recipe("tiny", overrides), folder / "config.yaml")
-    (folder / "metrics.jsonl").write_text("")
-    make_adapter(folder / "adapter", base, random_b=True)
-    return folder
 
 
 def rows_of(folder):
@@ -212,14 +154,24 @@ def test_other_settings_in_the_same_folder_are_refused(settings):
     assert run_eval(settings(limit=2, max_new_tokens=9, overwrite=True)).summary.questions == 2
 
 
-def test_a_random_adapter_changes_completions_and_a_zero_one_does_not(settings, model, tmp_path):
-    base = run_eval(settings(out=tmp_path / "base"))
+@pytest.mark.parametrize("load", ["bf16", "nvfp4"])
+def test_a_random_adapter_changes_completions_and_a_zero_one_does_not(settings, model, tmp_path, load):
+    base = str(model if load == "bf16" else pack_model(tmp_path / "packed", model))
+    plain = run_eval(settings(out=tmp_path / "plain", model=base, load=load))
     zero, random = (make_adapter(tmp_path / name, model, name == "random") for name in ("zero", "random"))
-    with_zero = run_eval(settings(out=tmp_path / "with-zero", adapter=str(zero)))
-    with_random = run_eval(settings(out=tmp_path / "with-random", adapter=str(random)))
-    assert texts(with_zero.out) == texts(base.out)
-    assert sum(texts(with_random.out)[key] != text for key, text in texts(base.out).items()) >= 8
-    assert texts(run_eval(settings(out=tmp_path / "alone", model=str(random))).out) == texts(with_random.out)
+    with_zero, with_random = (
+        run_eval(settings(out=tmp_path / f"with-{folder.name}", model=base, load=load, adapter=str(folder)))
+        for folder in (zero, random)
+    )
+    assert plain.details["format"] == with_random.details["format"] == load
+    assert texts(with_zero.out) == texts(plain.out)
+    assert sum(texts(with_random.out)[key] != text for key, text in texts(plain.out).items()) >= 8
+
+
+def test_an_adapter_folder_is_its_base_with_it(settings, model, tmp_path):
+    adapter = make_adapter(tmp_path / "adapter", model, random_b=True)
+    both = run_eval(settings(out=tmp_path / "both", adapter=str(adapter)))
+    assert texts(run_eval(settings(out=tmp_path / "alone", model=str(adapter))).out) == texts(both.out)
 
 
 def test_a_run_is_evaluated_with_the_prompt_that_trained(settings, model, tmp_path, caplog):
