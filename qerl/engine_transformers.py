@@ -135,8 +135,8 @@ class TransformersEngine:
         return [_cut(tokens, values, set(stop)) for tokens, values in rows]
 
     def _generation_config(self, sampling: SamplingParams, stop: tuple[int, ...]) -> GenerationConfig:
-        # Every field that the checkpoint's own generation config may set is given here: transformers fills the rest
-        # from that file (Qwen2.5 ships a repetition penalty of 1.05, which would bias the policy).
+        # Fields that are not given are filled from the checkpoint's own generation config, and what would change the
+        # distribution must not be (Qwen2.5 ships a repetition penalty of 1.05, which would bias the policy).
         return GenerationConfig(
             max_new_tokens=sampling.max_new_tokens,
             do_sample=sampling.temperature > 0,
@@ -236,12 +236,14 @@ def _pad_left(rows: Sequence[Sequence[int]], pad_id: int, device: torch.device) 
 
 @contextmanager
 def _sampling_mode(model: PreTrainedModel) -> Iterator[None]:
-    """No gradients, eval mode, weights unpacked once on a CPU; training mode and checkpointing come back after."""
+    """No gradients, eval mode, weights unpacked once on a CPU, autocast as in training on a GPU; the mode comes back."""
     training = model.training
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         if model.device.type == "cpu":
             stack.enter_context(cached_weights(model))
+        elif model.dtype == torch.bfloat16:
+            stack.enter_context(torch.autocast(model.device.type, torch.bfloat16))
         model.eval()
         try:
             yield

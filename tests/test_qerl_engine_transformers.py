@@ -1,0 +1,160 @@
+"""The transformers engine: logprobs of what was drawn, seeds, stopping, the adapter and the noise really acting."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import write_base
+
+from qerl.adapter import adapter_scaling, adapter_tensors, attach_lora, read_adapter, save_adapter
+from qerl.engine import SamplingParams, choose_engine, open_engine
+from qerl.errors import EngineError
+from qerl.norms import block_norms
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [5, 6, 7]]
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
+SAMPLED = SamplingParams(max_new_tokens=12, temperature=0.8)
+
+
+@pytest.fixture(scope="module")
+def shared(nvfp4_base):
+    return open_engine(str(nvfp4_base), "nvfp4", engine="transformers")
+
+
+@pytest.fixture
+def engine(nvfp4_base):
+    return open_engine(str(nvfp4_base), "nvfp4", engine="transformers")
+
+
+def tokens(completions):
+    return [completion.token_ids for completion in completions]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampling_logprobs_are_those_of_the_scored_tokens(shared, temperature):
+    completions = shared.generate(PROMPTS, SamplingParams(12, temperature), seed=1)
+    scores = shared.score(PROMPTS, tokens(completions), temperature)
+    for completion, score in zip(completions, scores, strict=True):
+        assert len(completion.logprobs) == len(completion.token_ids) == len(score)
+        assert completion.logprobs == pytest.approx(score, abs=2e-4)
+
+
+def test_filtered_logprobs_are_renormalized(shared):
+    """With top_k 1 each token has probability 1 under the distribution that it was drawn from."""
+    completions = shared.generate(PROMPTS, SamplingParams(8, 1.0, top_k=1), seed=1)
+    assert all(value == pytest.approx(0.0, abs=1e-6) for c in completions for value in c.logprobs)
+    assert tokens(completions) == tokens(shared.generate(PROMPTS, SamplingParams(8, 0.0)))
+
+
+def test_sampling_follows_the_models_distribution(shared):
+    """2,000 draws of one token against the scored probabilities of the five likeliest."""
+    draws = [c.token_ids[0] for c in shared.generate([PROMPTS[0]] * 2000, SamplingParams(1, 1.0), seed=3)]
+    for token in sorted(set(draws), key=draws.count)[-5:]:
+        (score,) = shared.score([PROMPTS[0]], [[token]])
+        p = torch.tensor(score[0]).exp().item()
+        assert abs(draws.count(token) / 2000 - p) < 4 * (p * (1 - p) / 2000) ** 0.5
+
+
+def test_the_seed_decides(shared):
+    first, again, other = (shared.generate(PROMPTS, SAMPLED, seed=seed) for seed in (7, 7, 8))
+    assert first == again
+    assert tokens(first) != tokens(other)
+    state = torch.get_rng_state()
+    shared.generate(PROMPTS, SAMPLED, seed=7)
+    assert torch.equal(torch.get_rng_state(), state)  # the caller's randomness is left alone
+    assert tokens(first)[0] != tokens(first)[3]  # the same prompt twice is sampled twice
+
+
+def test_greedy_does_not_depend_on_the_batch(shared, nvfp4_base):
+    whole = tokens(shared.generate(PROMPTS, GREEDY))
+    assert whole == [tokens(shared.generate([prompt], GREEDY))[0] for prompt in PROMPTS]
+    by_two = open_engine(str(nvfp4_base), "nvfp4", engine="transformers", batch_size=2)
+    assert tokens(by_two.generate(PROMPTS, GREEDY)) == whole
+
+
+def test_stop_tokens_end_a_completion_and_are_part_of_it(shared):
+    free = shared.generate([PROMPTS[0]], GREEDY)[0]
+    stop = free.token_ids[3]
+    cut = shared.generate([PROMPTS[0]], SamplingParams(12, 0.0, stop_token_ids=(stop,)))[0]
+    assert cut.token_ids == free.token_ids[: free.token_ids.index(stop) + 1]
+    assert cut.finish_reason == "stop"
+    assert len(cut.logprobs) == len(cut.token_ids)
+    assert shared.generate([PROMPTS[0]], SamplingParams(2, 0.0))[0].finish_reason == "length"
+
+
+def test_the_checkpoints_own_generation_config_biases_nothing(tmp_path):
+    """Qwen2.5 ships a repetition penalty, top_p and top_k: a policy must be sampled without them."""
+    plain = write_base(tmp_path / "plain")
+    biased = tmp_path / "biased"
+    shutil.copytree(plain, biased)
+    path = biased / "generation_config.json"
+    settings = {"repetition_penalty": 5.0, "top_k": 1, "top_p": 0.1, "temperature": 0.1, "do_sample": True}
+    path.write_text(json.dumps(json.loads(path.read_text()) | settings))
+    engines = [open_engine(str(folder), "bf16", engine="transformers") for folder in (plain, biased)]
+    for sampling in (SAMPLED, GREEDY):
+        assert engines[0].generate(PROMPTS, sampling, 5) == engines[1].generate(PROMPTS, sampling, 5)
+
+
+def test_the_trainers_adapter_acts_without_a_copy(engine):
+    clean = tokens(engine.generate(PROMPTS, GREEDY))
+    policy = attach_lora(engine.policy_model(), rank=4, alpha=8)
+    tensors = adapter_tensors(policy)
+    assert engine.sync_adapter(tensors, adapter_scaling(policy)) == len(tensors)
+    assert tokens(engine.generate(PROMPTS, GREEDY)) == clean
+    with torch.no_grad():
+        for tensor in tensors.values():
+            tensor.add_(torch.randn_like(tensor))
+    assert tokens(engine.generate(PROMPTS, GREEDY)) != clean
+
+
+def test_a_saved_adapter_acts_and_can_be_swapped(engine, nvfp4_base, tmp_path):
+    clean = tokens(engine.generate(PROMPTS, GREEDY))
+    other = open_engine(str(nvfp4_base), "nvfp4", engine="transformers")
+    policy = attach_lora(other.policy_model(), rank=4, alpha=8)
+    for index in range(2):
+        torch.manual_seed(index)
+        with torch.no_grad():
+            for tensor in adapter_tensors(policy).values():
+                tensor.copy_(torch.randn_like(tensor))
+        save_adapter(policy, tmp_path / str(index), str(nvfp4_base))
+        engine.sync_adapter(*read_adapter(tmp_path / str(index)))
+        synced = tokens(engine.generate(PROMPTS, GREEDY))
+        assert synced == tokens(other.generate(PROMPTS, GREEDY))
+        assert synced != clean
+
+
+def test_noise_acts_and_is_taken_away(engine):
+    clean = engine.generate(PROMPTS, SAMPLED, 1)
+    noise = {name: 0.3 * torch.randn(64) for name in block_norms(engine.policy_model())}
+    assert engine.set_noise(noise) == 4
+    assert engine.generate(PROMPTS, SAMPLED, 1) != clean
+    assert engine.set_noise(None) == 0
+    assert engine.generate(PROMPTS, SAMPLED, 1) == clean
+    with pytest.raises(EngineError, match="does not have"):
+        engine.set_noise({"model.layers.7.input_layernorm": torch.zeros(64)})
+
+
+def test_training_mode_comes_back(engine):
+    model = engine.policy_model().train()
+    engine.generate(PROMPTS, GREEDY)
+    assert model.training
+
+
+def test_what_cannot_run_says_so(engine):
+    with pytest.raises(EngineError, match="context of 512"):
+        engine.generate(PROMPTS, SamplingParams(510))
+    with pytest.raises(EngineError, match="no tokens"):
+        engine.generate([[]], GREEDY)
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate(PROMPTS, GREEDY)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_choice_of_engine_without_a_gpu():
+    assert choose_engine("auto") == "transformers"
+    with pytest.raises(EngineError, match="no CUDA device"):
+        choose_engine("vllm")
+    with pytest.raises(EngineError, match="not known"):
+        choose_engine("sglang")
