@@ -21,6 +21,7 @@ from qerl.tasks.number import Number, parse_number
 
 Reason = Literal["correct", "wrong", "no_answer", "unparsable", "too_long", "timeout", "bad_answer"]
 
+_PER_WORKER = 64  # starting a worker takes seconds, a comparison milliseconds
 _MAX_NESTING = 30  # parsing time grows steeply with it, and no answer has as much
 
 
@@ -48,11 +49,12 @@ def grade(task: Task, completion: str, answer: str) -> Grade:
 
 
 def grade_many(task: Task, completions: Sequence[str], answers: Sequence[str]) -> list[Grade]:
-    """Judge many completions; formulas are compared in several worker processes at once."""
+    """Judge many completions; the formulas of a large batch are compared in several worker processes at once."""
     pairs = list(zip(completions, answers, strict=True))
-    if task.answer_kind == "number":
+    workers = min(math_pool.MAX_WORKERS, 1 + len(pairs) // _PER_WORKER)
+    if task.answer_kind == "number" or workers == 1:
         return [grade(task, completion, answer) for completion, answer in pairs]
-    with ThreadPoolExecutor(math_pool.MAX_WORKERS) as threads:
+    with ThreadPoolExecutor(workers) as threads:
         return list(threads.map(lambda pair: grade(task, *pair), pairs))
 
 
@@ -106,6 +108,9 @@ def _nesting(text: str) -> int:
     return max(depths, default=0)
 
 
+_BARE_FRAC = re.compile(
+    r"\\[dtc]?frac\s*(\{[^{}]*\}|\\(?!sqrt)[A-Za-z]+|[0-9A-Za-z])\s*(\{[^{}]*\}|\\(?!sqrt)[A-Za-z]+|[0-9A-Za-z])"
+)
 _PLUS_MINUS = re.compile(r"^([^,]*?)\\pm(?![A-Za-z])([^,]*)$")
 
 
@@ -114,6 +119,7 @@ def _formula(text: str) -> str:
     text = re.sub(r"\s+", " ", text.replace("±", "\\pm").replace("\\varnothing", "\\emptyset"))
     text = re.sub(r"(?<!\\)\$", "", text).strip().rstrip(".")
     text = re.sub(r"^\\[(\[]|\\[)\]]$", "", text).strip()
+    text = _BARE_FRAC.sub(lambda m: f"\\frac{{{m[1].strip('{}')}}}{{{m[2].strip('{}')}}}", text)
     both = _PLUS_MINUS.match(text)
     return f"{both[1]}+{both[2]},{both[1]}-{both[2]}" if both else text
 
