@@ -208,7 +208,7 @@ def test_a_float16_model_with_small_weights_is_scaled_in_float32(tmp_path):
         small = {name: tensor * 0.01 if "_proj" in name else tensor for name, tensor in load_file(path).items()}
         save_file(small, path, metadata={"format": "pt"})
     report = quantize_checkpoint(str(source), tmp_path / "out")
-    assert report.worst().sqnr_db > 19  # 7 dB when the global scale overflows float16 and becomes 1
+    assert report.worst().sqnr_db > 19  # 0 dB when the global scale overflows float16 and becomes 1
     written, dense = load_all(tmp_path / "out"), load_all(source)
     assert written["model.norm.weight"].dtype == torch.float16
     expected = quantize(dense["model.layers.0.mlp.down_proj.weight"].float())

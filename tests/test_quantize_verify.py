@@ -1,0 +1,153 @@
+"""The check of a written checkpoint finds each kind of damage; a check that cannot fail would prove nothing."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+from checkpoint_factory import make_checkpoint
+from safetensors.torch import load_file, save_file
+
+from qerl.errors import CheckpointError
+from quantize.reader import TensorReader
+from quantize.run import quantize_checkpoint
+from quantize.source import read_source
+from quantize.verify import sqnr_db, verify
+
+Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
+DOWN = "model.layers.0.mlp.down_proj"
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("made")
+    source = make_checkpoint(folder / "model", "qwen2", layers=1)
+    quantize_checkpoint(str(source), folder / "out")
+    return read_source(str(source)), folder / "out"
+
+
+@pytest.fixture
+def copy(made, tmp_path):
+    return shutil.copytree(made[1], tmp_path / "copy")
+
+
+def run(source, folder, change=lambda tensors: None, advance=lambda: None):
+    """Change the tensors in `folder` by a function, then verify it."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    with TensorReader(source.tensors) as dense:
+        return verify(folder, source, dense, torch.device("cpu"), advance)
+
+
+def test_what_was_written_passes_and_every_linear_is_rated(made, copy):
+    source, steps = made[0], []
+    checks = run(source, copy, advance=lambda: steps.append(1))
+    assert [layer.name for layer in checks] == list(source.quantized)
+    assert [layer.shape for layer in checks] == [source.tensors[f"{name}.weight"].shape for name in source.quantized]
+    assert all(19 < layer.sqnr_db < 22 for layer in checks)
+    assert len(steps) == len(source.tensors)
+
+
+def scale_by(name, factor):
+    def change(tensors):
+        tensors[name] = (tensors[name].float() * factor).to(tensors[name].dtype)
+
+    return change
+
+
+def flip_lowest_bit(name):
+    def change(tensors):
+        tensors[name].view(torch.uint8).view(-1)[0] ^= 1
+
+    return change
+
+
+def swap_nibbles(tensors):
+    packed = tensors[f"{DOWN}.weight_packed"]
+    tensors[f"{DOWN}.weight_packed"] = (packed << 4) | (packed >> 4)
+
+
+def set_to(name, value):
+    def change(tensors):
+        tensors[name] = value(tensors[name])
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop(f"{DOWN}.weight_scale"), rf"{DOWN}\.weight_scale is missing"),
+        (lambda t: t.pop("model.norm.weight"), r"model\.norm\.weight is missing"),
+        (lambda t: t.pop(f"{Q}.bias"), r"q_proj\.bias is missing"),
+        (lambda t: t.update({f"{DOWN}.input_global_scale": torch.ones(1)}), r"input_global_scale is unexpected"),
+        (lambda t: t.update({f"{DOWN}.weight": torch.ones(64, 112)}), r"down_proj\.weight is unexpected"),
+        (set_to(f"{DOWN}.weight_scale", lambda s: s.float()), r"weight_scale is F32 \(64, 7\), not F8_E4M3 \(64, 7\)"),
+        (
+            set_to(f"{DOWN}.weight_packed", lambda p: p[:, :-8].clone()),
+            r"weight_packed is U8 \(64, 48\), not U8 \(64, 56\)",
+        ),
+        (set_to("lm_head.weight", lambda w: w.float()), r"lm_head\.weight is F32"),
+        (set_to(f"{DOWN}.weight_global_scale", lambda g: 1 / g), rf"{DOWN} has an SQNR of -"),  # the inverse: a trap
+        (swap_nibbles, rf"{DOWN} has an SQNR of"),
+        (scale_by(f"{DOWN}.weight_global_scale", 2), rf"{DOWN} has an SQNR of 5\.9 dB, less than 10"),
+        (scale_by(f"{Q}.weight_global_scale", 1.01), "q_proj.weight_global_scale is not that of"),
+        (scale_by(f"{DOWN}.weight_global_scale", 0), r"is 0\.0, must be finite and positive"),
+        (set_to(f"{DOWN}.weight_scale", lambda s: torch.full_like(s, math.nan)), "block scales are NaN"),
+        (flip_lowest_bit("model.embed_tokens.weight"), r"model\.embed_tokens\.weight is not the tensor"),
+        (flip_lowest_bit(f"{K}.bias"), r"k_proj\.bias is not the tensor"),
+        (flip_lowest_bit("model.layers.0.input_layernorm.weight"), r"input_layernorm\.weight is not the tensor"),
+    ],
+)
+def test_damaged_tensors_are_found(made, copy, change, message):
+    with pytest.raises(CheckpointError, match=f"does not pass its check.*{message}"):
+        run(made[0], copy, change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda entry: entry.clear(), "already quantized as None"),
+        (lambda entry: entry.update(ignore=["lm_head", DOWN]), "config.json ignores"),
+        (lambda entry: entry.update(ignore=[]), "config.json ignores"),
+        (lambda entry: entry.update(format="pack-quantized"), "pack-quantized"),
+    ],
+)
+def test_a_wrong_config_is_found(made, copy, change, message):
+    config = json.loads((copy / "config.json").read_text())
+    change(config["quantization_config"])
+    (copy / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=message):
+        run(made[0], copy)
+
+
+def test_a_config_without_quantization_is_found(made, copy):
+    shutil.copy(made[0].folder / "config.json", copy / "config.json")
+    with pytest.raises(CheckpointError, match="does not say that it is NVFP4"):
+        run(made[0], copy)
+
+
+def test_a_failed_check_publishes_nothing(made, tmp_path, monkeypatch):
+    monkeypatch.setattr("quantize.verify.MIN_SQNR_DB", 60.0)
+    with pytest.raises(CheckpointError, match=r"does not pass its check and was removed: .*less than 60"):
+        quantize_checkpoint(str(made[0].folder), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("weight", "decoded", "expected"),
+    [
+        ([3.0, 4.0], [3.0, 4.5], 20.0),  # |w| = 5, |w - w_hat| = 0.5
+        ([3.0, 4.0], [0.0, 0.0], 0.0),
+        ([3.0, 4.0], [-6.0, -8.0], 20 * math.log10(1 / 3)),
+        ([1.0, 0.0], [1.0, 0.001], 60.0),
+        ([3.0, 4.0], [3.0, 4.0], math.inf),
+        ([0.0, 0.0], [0.0, 0.0], None),
+        ([0.0, 0.0], [0.0, 1.0], -math.inf),
+    ],
+)
+def test_sqnr_by_hand(weight, decoded, expected):
+    value = sqnr_db(torch.tensor(weight), torch.tensor(decoded))
+    assert value == (expected if expected is None else pytest.approx(expected, abs=1e-6))
