@@ -57,6 +57,8 @@ def build_rewards(config: RunConfig, examples: Sequence[Example], run_dir: Path)
     for reward in config.rewards:
         function = find_reward(reward.name)
         check_arguments(reward, function, examples)
+        if reward.name in REWARDS:
+            _try_arguments(reward, function, config)
         functions.append(
             _GuardedReward(_metric_name(reward.name, functions), reward, function, config, examples, run_dir)
         )
@@ -132,6 +134,14 @@ def check_arguments(reward: RewardConfig, function: Reward, examples: Sequence[E
 def _fixed_columns(config: RunConfig) -> dict[str, Any]:
     """What is the same for each completion of a run."""
     return {"task": get_task(config.data.task), "max_new_tokens": config.rollout.max_new_tokens}
+
+
+def _try_arguments(reward: RewardConfig, function: Reward, config: RunConfig) -> None:
+    """Call one of our rewards on no completions: what its arguments cannot be, shows before the first rollout."""
+    try:
+        function(**dict.fromkeys(COLUMNS, ()) | _fixed_columns(config) | dict(reward.args))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"reward {reward.name} cannot be called with args {dict(reward.args)}: {error}") from error
 
 
 def _metric_name(name: str, earlier: Sequence[Any]) -> str:

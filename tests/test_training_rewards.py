@@ -1,0 +1,219 @@
+"""Rewards: values by hand, functions of one's own, and the guard around all of them."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from qerl.errors import ConfigError, RewardError
+from qerl.tasks import Example, get_task, grade
+from training.reward_functions import accuracy, format, length, soft_overlong
+from training.rewards import FAILED, REWARDS, build_rewards, find_reward
+
+EXAMPLES = [Example("2+16?", "18", "a", {"level": 3}), Example("1+2?", "3", "b")]
+GSM8K = get_task("gsm8k")
+
+
+def make_config(*rewards, max_new_tokens=100):
+    """What build_rewards reads of a recipe."""
+    return SimpleNamespace(
+        rewards=[SimpleNamespace(**{"weight": 1.0, "args": {}, **reward}) for reward in rewards],
+        data=SimpleNamespace(task="gsm8k"),
+        rollout=SimpleNamespace(max_new_tokens=max_new_tokens),
+    )
+
+
+def call(function, completions, row=None, ids=None, **columns):
+    """Call a built reward as TRL does."""
+    return function(
+        prompts=["p"] * len(completions),
+        completions=completions,
+        completion_ids=ids or [[1]] * len(completions),
+        row=row or [0] * len(completions),
+        trainer_state=SimpleNamespace(global_step=7),
+        log_extra=None,
+        log_metric=lambda name, value: None,
+        **columns,
+    )
+
+
+def build(tmp_path, *rewards, **options):
+    return build_rewards(make_config(*rewards, **options), EXAMPLES, tmp_path)
+
+
+def write_reward(path, body):
+    path.write_text(body, encoding="utf-8")
+    return f"{path}:reward"
+
+
+def test_accuracy_is_the_grade_that_evaluation_uses():
+    texts = ["\\boxed{18}", "\\boxed{19}", "#### 18", "18", "\\boxed{18"]
+    logged = {}
+    rewards = accuracy(texts, ["18"] * 5, GSM8K, log_metric=logged.__setitem__)
+    assert rewards == [1.0, 0.0, 1.0, 0.0, 0.0] == [float(grade(GSM8K, text, "18").correct) for text in texts]
+    assert logged == {"grades/no_answer_share": 2 / 5, "grades/refused_share": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "expected"),
+    [
+        ("boxed", "so \\boxed{18}", 1),
+        ("boxed", "\\boxed{17} or \\boxed{18}", 0),
+        ("boxed", "\\boxed{}", 0),
+        ("boxed", "18", 0),
+        ("tags", "<think>9*2</think> <answer>18</answer>", 1),
+        ("tags", "9*2</think>\n<answer>18</answer>\n", 1),
+        ("tags", "<think>9*2</think> so <answer>18</answer>", 0),
+        ("tags", "<think></think><answer>18</answer>", 0),
+        ("tags", "<think>a</think><answer> </answer>", 0),
+        ("tags", "<think>a</think><answer>18</answer><answer>19</answer>", 0),
+        ("tags", "<answer>18</answer><think>a</think>", 0),
+        ("think", "<think>a</think>18", 1),
+        ("think", "a</think>18", 1),
+        ("think", "<think>a</think>", 0),
+        ("think", "<think>a</think>b</think>c", 0),
+        ("think", "<think>a", 0),
+    ],
+)
+def test_format(style, text, expected):
+    assert format([text], style=style) == [float(expected)]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    # arXiv 2503.14476, eq. 13 with L_max 100 and L_cache 20
+    [(0, 0.0), (79, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (101, -1.0), (500, -1.0)],
+)
+def test_soft_overlong_is_equation_13(tokens, expected):
+    assert soft_overlong([[0] * tokens], max_new_tokens=100) == pytest.approx([expected])
+    assert soft_overlong([[0] * tokens], max_new_tokens=400, max_length=100, cache=20) == pytest.approx([expected])
+
+
+def test_length_prefers_the_short_ones_of_a_group():
+    """Lengths 10, 20, 30 in the first group: lambda 0.5, 0, -0.5; the wrong one of 10 tokens gets min(0, 0.5)."""
+    texts = ["#### 18", "#### 18", "#### 18", "#### 3", "#### 4"]
+    ids = [[0] * 10, [0] * 20, [0] * 30, [0] * 5, [0] * 5]
+    rows, answers = [0, 0, 0, 1, 1], ["18", "18", "18", "3", "3"]
+    assert length(texts, ids, answers, rows, GSM8K) == [0.5, 0.0, -0.5, 0.0, 0.0]
+    texts[0] = texts[2] = "#### 17"
+    assert length(texts, ids, answers, rows, GSM8K) == [0.0, 0.0, -0.5, 0.0, 0.0]
+
+
+def test_a_recipe_with_several_rewards(tmp_path):
+    rewards = build(
+        tmp_path,
+        {"name": "accuracy"},
+        {"name": "format", "weight": 0.2, "args": {"style": "boxed"}},
+        {"name": "soft_overlong", "weight": 0, "args": {"cache": 50}},
+    )
+    assert [function.__name__ for function in rewards.functions] == ["accuracy", "format", "soft_overlong"]
+    assert rewards.weights == [1.0, 0.2, 0.0]
+    texts, ids = ["\\boxed{18}", "#### 3"], [[0] * 75, [0] * 10]
+    assert [call(function, texts, [0, 1], ids) for function in rewards.functions] == [
+        [1.0, 1.0],
+        [1.0, 0.0],
+        [-0.5, 0.0],
+    ]
+
+
+def test_every_registered_reward_can_be_built_and_called(tmp_path):
+    rewards = build(tmp_path, *({"name": name} for name in REWARDS))
+    for function in rewards.functions:
+        values = call(function, ["\\boxed{18}", "x"])
+        assert [type(value) for value in values] == [float, float]
+
+
+def test_a_function_of_ones_own_gets_the_columns_it_names(tmp_path):
+    name = write_reward(
+        tmp_path / "mine.py",
+        "def reward(completions, level, answer, question, row, step, bonus=0):\n"
+        "    assert question == ['2+16?', '1+2?'] and row == [0, 1]\n"
+        "    return [step + bonus + (n or 0) + float(a in c) for c, n, a in zip(completions, level, answer)]\n",
+    )
+    rewards = build(tmp_path, {"name": name, "args": {"bonus": 10}})
+    assert rewards.functions[0].__name__ == "reward"
+    assert call(rewards.functions[0], ["18", "x"], [0, 1]) == [7 + 10 + 3 + 1, 7 + 10 + 0 + 0]
+
+
+def test_a_function_with_keywords_gets_all_columns(tmp_path):
+    name = write_reward(
+        tmp_path / "mine.py",
+        "def reward(completions, **columns):\n"
+        "    assert columns['task'].name == 'gsm8k' and columns['max_new_tokens'] == 100 and columns['k'] == 2\n"
+        "    assert set(columns) >= {'prompts', 'completion_ids', 'question', 'answer', 'row', 'level', 'step'}\n"
+        "    import numpy\n"
+        "    return numpy.array([len(text) for text in completions])\n",
+    )
+    assert call(build(tmp_path, {"name": name, "args": {"k": 2}}).functions[0], ["ab", "c"]) == [2.0, 1.0]
+
+
+def test_two_functions_of_one_name_stay_apart(tmp_path):
+    names = [write_reward(tmp_path / f"{n}.py", f"def reward(completions):\n    return [{n}.0]\n") for n in (1, 2)]
+    functions = build(tmp_path, *({"name": name} for name in names)).functions
+    assert [function.__name__ for function in functions] == ["reward", names[1]]
+    assert [call(function, ["x"]) for function in functions] == [[1.0], [2.0]]
+
+
+@pytest.mark.parametrize("name", ["training.reward_functions:accuracy", "training.reward_functions.accuracy"])
+def test_dotted_paths(name):
+    assert find_reward(name) is accuracy
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"name": "acuracy"}, "no reward 'acuracy'; did you mean 'accuracy'"),
+        ({"name": "code"}, "sandbox"),
+        ({"name": "no_such.module:f"}, "module 'no_such.module' cannot be imported"),
+        ({"name": "training.reward_functions:nothing"}, "has no function 'nothing'"),
+        ({"name": "no/such/file.py:f"}, "does not exist here"),
+        ({"name": "accuracy", "args": {"style": "boxed"}}, "takes no argument 'style'"),
+        ({"name": "format", "args": {"styl": "boxed"}}, r"takes no argument 'styl' \(its arguments: style\)"),
+        ({"name": "format", "args": {"style": "xml"}}, "no style 'xml': write boxed, tags, think"),
+        ({"name": "soft_overlong", "args": {"cache": 100}}, "cache 100, which has to lie between 0 and 100"),
+        ({"name": "soft_overlong", "args": {"cache": "many"}}, r"cannot be called with args \{'cache': 'many'\}"),
+        ({"name": "format", "args": {"completions": []}}, "takes no argument 'completions'"),
+    ],
+)
+def test_what_cannot_be_a_reward_is_refused_before_the_run(reward, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        build(tmp_path, reward)
+
+
+def test_an_unusable_file_is_refused_before_the_run(tmp_path):
+    for body, message in {
+        "def reward(": "cannot be imported: SyntaxError",
+        "import no_such_module": "cannot be imported: ModuleNotFoundError",
+        "reward = 1": "has no function 'reward'",
+        "async def reward(completions): ...": "async",
+        "def reward(completions, nonsense): ...": "asks for 'nonsense', which is neither .* a column",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            build(tmp_path, {"name": write_reward(tmp_path / "mine.py", body)})
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "saved"),
+    [
+        ("return [1 / len(c) for c in completions]", "raised ZeroDivisionError", [""]),
+        ("return [float('nan') if not c else 1.0 for c in completions]", "returned nan", [""]),
+        ("return [None if not c else 1.0 for c in completions]", "returned None", [""]),
+        ("return ['1' for c in completions]", "returned '1'", ["good"]),
+        ("return [float('inf')] * len(completions)", "returned inf", ["good"]),
+        ("return [1.0]", "returned 1 values for 3 completions", ["good", "", "fine"]),
+        ("return None", "returned None for 3 completions", ["good", "", "fine"]),
+        ("return 1.0", "returned 1.0 for 3 completions", ["good", "", "fine"]),
+        ("return 'abc'", "returned", ["good", "", "fine"]),
+        ("assert len(completions) == 1; return [1.0]", "raised AssertionError", ["good", "", "fine"]),
+    ],
+)
+def test_a_reward_that_fails_stops_the_run_and_saves_the_completion(body, message, saved, tmp_path):
+    name = write_reward(tmp_path / "mine.py", f"def reward(completions, **columns):\n    {body}\n")
+    function = build_rewards(make_config({"name": name}), EXAMPLES, tmp_path / "run").functions[0]
+    with pytest.raises(RewardError, match=message):
+        call(function, ["good", "", "fine"], [0, 0, 1])
+    report = json.loads((tmp_path / "run" / FAILED).read_text(encoding="utf-8"))
+    assert [row["completions"] for row in report["completions"]] == saved
+    assert report["step"] == 7
+    assert report["reward"] == "reward"
+    assert {"question", "answer", "prompts"} <= set(report["completions"][0])
