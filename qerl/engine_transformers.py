@@ -236,7 +236,7 @@ def _pad_left(rows: Sequence[Sequence[int]], pad_id: int, device: torch.device) 
 
 @contextmanager
 def _sampling_mode(model: PreTrainedModel) -> Iterator[None]:
-    """No gradients, eval mode, weights unpacked once on a CPU, autocast as in training on a GPU; the mode comes back."""
+    """No gradients; weights unpacked once on a CPU, autocast as in training on a GPU; training mode comes back."""
     training = model.training
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())

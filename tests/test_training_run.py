@@ -1,0 +1,231 @@
+"""Whole runs on a small random NVFP4 base: what they write, what stops them, and resuming to the same numbers."""
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from small_run import small_config
+
+import training.trainer
+from qerl.adapter import read_adapter
+from qerl.errors import CheckpointError, ConfigError, DataError, EngineError, RewardError
+from qerl.recipe import load_config, save_config
+from training.checkpoint import CHECKSUMS, checkpoints, newest_checkpoint
+from training.run import resume, start
+from training.run_log import deterministic, read_metrics
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def numbers(run_dir):
+    return [deterministic(row) for row in read_metrics(run_dir)]
+
+
+def same_adapters(one, other):
+    first, second = read_adapter(one)[0], read_adapter(other)[0]
+    return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def finished(nvfp4_base, tmp_path_factory):
+    """An uninterrupted run of 6 steps."""
+    torch.set_num_threads(1)
+    return start(small_config(nvfp4_base, tmp_path_factory.mktemp("finished")), "tiny").run_dir
+
+
+def test_what_a_run_writes(finished, nvfp4_base):
+    rows = numbers(finished)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["noise/stage"] for row in rows] == [0, 0, 1, 1, 2, 2]
+    assert [row["noise/sigma"] for row in rows] == [0, 0, 0.05, 0.05, 0.01, 0.01]
+    assert [row["noise/norms"] for row in rows] == [0, 0, 4, 4, 4, 4]
+    assert rows[2]["noise/std"] == pytest.approx(0.05, rel=0.2)
+    assert all(row["entropy"] > 0 and row["mismatch_kl"] >= 0 for row in rows)
+    # Without noise sampler and trainer agree; with sigma 0.05 they measurably do not.
+    assert max(rows[0]["mismatch_kl"], rows[1]["mismatch_kl"]) < 1e-8 < 1e-5 < rows[2]["mismatch_kl"]
+    assert load_config(finished / "config.yaml").run.steps == 6
+    assert [path.name for path in checkpoints(finished)] == ["step-000004", "step-000006"]
+    assert same_adapters(finished / "adapter", finished / "checkpoints" / "step-000006")
+    about = json.loads((finished / "run.json").read_text())
+    assert about["base"] == str(nvfp4_base)
+    assert about["versions"]["trl"] == "1.16.0"
+    samples = [json.loads(line) for line in (finished / "completions" / "step-000002.jsonl").read_text().splitlines()]
+    assert set(samples[0]) == {"prompt", "completion", "advantage", "rewards"}
+    assert any(tensor.abs().sum() > 0 for name, tensor in read_adapter(finished / "adapter")[0].items() if "_B" in name)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not(finished, nvfp4_base, tmp_path):
+    again = start(small_config(nvfp4_base, tmp_path), "tiny").run_dir
+    assert numbers(again) == numbers(finished)
+    other = start(small_config(nvfp4_base, tmp_path, "run.seed=5", out="other", steps=3), "tiny").run_dir
+    assert numbers(other)[0] != numbers(finished)[0]
+
+
+class Killed(Exception):
+    """Stands for a kill at a chosen line, in process."""
+
+
+KILL_POINTS = {
+    "rollout": (training.trainer.Rollout, "generate", 4),
+    "backward": (training.trainer.QerlTrainer, "_compute_loss", 9),
+    "save": (training.trainer.QerlTrainer, "_save_rng_state", 2),
+}
+
+
+@pytest.mark.parametrize("point", KILL_POINTS)
+def test_a_run_that_died_resumes_to_the_same_numbers(finished, nvfp4_base, tmp_path, monkeypatch, point):
+    owner, name, call = KILL_POINTS[point]
+    original, calls = getattr(owner, name), []
+
+    def dying(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == call:
+            raise Killed
+        return original(self, *args, **kwargs)
+
+    config = small_config(nvfp4_base, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, dying)
+        with pytest.raises(Killed):
+            start(config, "tiny")
+    result = resume(tmp_path / "run")
+    assert numbers(result.run_dir) == numbers(finished)
+    assert same_adapters(result.adapter, finished / "adapter")
+    assert sorted(path.name for path in (result.run_dir / "completions").iterdir()) == sorted(
+        path.name for path in (finished / "completions").iterdir()
+    )
+
+
+def test_sigkill_at_a_random_moment(finished, nvfp4_base, tmp_path):
+    config = small_config(nvfp4_base, tmp_path)
+    save_config(config, tmp_path / "recipe.yaml")
+    command = [sys.executable, "-m", "qerl.cli", "train", "--recipe", str(tmp_path / "recipe.yaml")]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(random.uniform(0, 0.8))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    result = resume(tmp_path / "run")
+    assert numbers(result.run_dir) == numbers(finished)
+    assert same_adapters(result.adapter, finished / "adapter")
+
+
+def test_a_damaged_checkpoint_is_skipped_and_named(finished, nvfp4_base, tmp_path, caplog):
+    config = small_config(nvfp4_base, tmp_path, "run.keep_checkpoints=3")
+    run_dir = start(config, "tiny").run_dir
+    newest = newest_checkpoint(run_dir)
+    assert newest.name == "step-000006"
+    data = bytearray((newest / "optimizer.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (newest / "optimizer.pt").write_bytes(data)
+    assert newest_checkpoint(run_dir).name == "step-000004"
+    assert "step-000006 is skipped: optimizer.pt does not match its checksum" in caplog.text
+    (run_dir / "checkpoints" / "step-000004" / CHECKSUMS).unlink()
+    assert newest_checkpoint(run_dir).name == "step-000002"
+    (run_dir / "adapter").rename(run_dir / "adapter.old")
+    assert numbers(resume(run_dir).run_dir) == numbers(finished)
+
+
+def test_a_full_disk_while_saving_leaves_the_earlier_checkpoint(nvfp4_base, tmp_path, monkeypatch):
+    original = training.trainer.QerlTrainer._save_optimizer_and_scheduler
+
+    def full(self, folder):
+        if self.state.global_step == 4:
+            raise OSError(28, "No space left on device")
+        original(self, folder)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.trainer.QerlTrainer, "_save_optimizer_and_scheduler", full)
+        with pytest.raises(CheckpointError, match=r"step 4 .*No space left.*--resume"):
+            start(small_config(nvfp4_base, tmp_path), "tiny")
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000002"]
+
+
+def test_an_existing_directory_is_not_overwritten(finished, nvfp4_base, tmp_path):
+    config = small_config(nvfp4_base, tmp_path, f"run.out={finished}", out="unused")
+    config = config.model_copy(update={"run": config.run.model_copy(update={"out": str(finished)})})
+    with pytest.raises(ConfigError, match="already exists: continue it with `qerl train --resume"):
+        start(config, "tiny")
+
+
+def test_resuming_a_finished_run_changes_nothing(finished):
+    before = (finished / "metrics.jsonl").read_bytes()
+    assert resume(finished).steps == 6
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_resuming_what_is_not_a_run(tmp_path):
+    with pytest.raises(ConfigError, match="is not a run"):
+        resume(tmp_path)
+
+
+def test_a_reward_that_raises_stops_the_run_with_the_completion_saved(nvfp4_base, tmp_path):
+    config = small_config(nvfp4_base, tmp_path)
+    (tmp_path / "reward.py").write_text(
+        "def digits(completions, **columns):\n    return [1 / 0 for _ in completions]\n"
+    )
+    with pytest.raises(RewardError, match="ZeroDivisionError"):
+        start(config, "tiny")
+    saved = json.loads((tmp_path / "run" / "failed_reward.json").read_text())
+    assert "completions" in saved["completions"][0]
+
+
+def test_engine_and_trainer_that_disagree_stop_before_the_first_update(nvfp4_base, tmp_path, monkeypatch):
+    from qerl.engine_transformers import TransformersEngine
+
+    original = TransformersEngine.generate
+
+    def shifted(self, *args):
+        completions = original(self, *args)
+        for completion in completions:
+            completion.logprobs[:] = [value - 0.5 for value in completion.logprobs]
+        return completions
+
+    monkeypatch.setattr(TransformersEngine, "generate", shifted)
+    # r = e^0.5 everywhere: r - log r - 1 = 0.149
+    with pytest.raises(EngineError, match=r"mismatch_kl 1\.49e-01 is above loss\.mismatch_gate 0\.003"):
+        start(small_config(nvfp4_base, tmp_path), "tiny")
+    assert read_metrics(tmp_path / "run") == []
+
+
+def test_a_run_can_start_from_another_runs_adapter(finished, nvfp4_base, tmp_path):
+    result = start(small_config(finished, tmp_path, steps=3), "tiny")
+    fresh = start(small_config(nvfp4_base, tmp_path, steps=3, out="fresh"), "tiny")
+    assert numbers(result.run_dir)[0]["entropy"] != numbers(fresh.run_dir)[0]["entropy"]
+
+
+def test_too_long_prompts_are_named_and_too_few_are_an_error(nvfp4_base, tmp_path, caplog):
+    with pytest.raises(DataError, match="0 usable examples are fewer than the 2 prompts"):
+        start(small_config(nvfp4_base, tmp_path, "data.max_prompt_tokens=5"), "tiny")
+    assert "12 prompts are longer than data.max_prompt_tokens=5" in caplog.text
+    assert not (tmp_path / "run").exists()
+
+
+def test_noise_in_both_is_on_policy(nvfp4_base, tmp_path):
+    config = small_config(nvfp4_base, tmp_path, "noise.where=both", steps=3)
+    rows = numbers(start(config, "tiny").run_dir)
+    assert rows[1]["noise/sigma"] == 0.05
+    assert rows[1]["mismatch_kl"] < 1e-8  # the trainer's forward has the sampler's noise
+
+
+def test_several_updates_on_one_rollout(nvfp4_base, tmp_path):
+    config = small_config(nvfp4_base, tmp_path, "loss.num_iterations=2", "optim.learning_rate=1e-2", steps=6)
+    rows = numbers(start(config, "tiny").run_dir)
+    assert [row["reward"] for row in rows[::2]] == [row["reward"] for row in rows[1::2]]
+    assert rows[0]["clip/share"] == 0  # the first update is on policy, the second is not
+    assert rows[0]["loss"] != rows[1]["loss"]
