@@ -226,6 +226,10 @@ def test_noise_in_both_is_on_policy(nvfp4_base, tmp_path):
 def test_several_updates_on_one_rollout(nvfp4_base, tmp_path):
     config = small_config(nvfp4_base, tmp_path, "loss.num_iterations=2", "optim.learning_rate=1e-2", steps=6)
     rows = numbers(start(config, "tiny").run_dir)
-    assert [row["reward"] for row in rows[::2]] == [row["reward"] for row in rows[1::2]]
-    assert rows[0]["clip/share"] == 0  # the first update is on policy, the second is not
-    assert rows[0]["loss"] != rows[1]["loss"]
+    assert [index for index, row in enumerate(rows) if "reward" in row] == [0, 2, 4]  # a rollout every second step
+    assert [index for index, row in enumerate(read_metrics(tmp_path / "run")) if "time/rollout_s" in row] == [0, 2, 4]
+    assert rows[2]["noise/sigma"] == rows[3]["noise/sigma"] == 0.05
+    assert rows[2]["mismatch_kl"] == rows[3]["mismatch_kl"]  # old logprobs are those of before the first update
+    assert rows[2]["clip/share"] == 0  # the first update is on policy, the second is not
+    assert rows[3]["clip/share"] > 0
+    assert rows[2]["entropy"] != rows[3]["entropy"]

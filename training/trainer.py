@@ -170,6 +170,8 @@ class QerlTrainer(GRPOTrainer):
         metrics["time/train_s"] = metrics["time/step_s"] - metrics.pop("time/rollout_and_grading_s", 0.0)
         if torch.cuda.is_available():
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+        # A further update on the same rollout has its noise, but took no time for it.
+        self._step_metrics = {key: value for key, value in self._step_metrics.items() if key.startswith("noise/")}
         Trainer.log(self, dict(metrics), start_time)
         self._run_log.write_step(self.state.global_step, metrics)
         self._sample_completions()
