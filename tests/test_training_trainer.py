@@ -1,0 +1,218 @@
+"""The trainer's numbers: losses against the papers' equations, the correction against TRL's own, batch invariance."""
+
+import pytest
+import torch
+from small_run import small_config
+
+from qerl.adapter import adapter_tensors, read_adapter
+from qerl.checkpoint import resolve_model
+from qerl.model import load_tokenizer
+from training.model import build_policy
+from training.prompts import load_prompts
+from training.rewards import build_rewards
+from training.rollout import Rollout
+from training.run import open_rollout_engine, start
+from training.run_log import RunLog, read_metrics
+from training.trainer import QerlTrainer, trl_config
+
+
+def build_trainer(config, folder):
+    """A trainer as `training.run` builds it, before its first step; its adapter is random, so that it acts."""
+    base = resolve_model(config.model.base, config.model.format)
+    tokenizer = load_tokenizer(base.base)
+    prompts = load_prompts(config.data, tokenizer, 1)
+    rewards = build_rewards(config, prompts.examples, folder)
+    engine = open_rollout_engine(config, base)
+    policy = build_policy(engine, config)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for tensor in adapter_tensors(policy).values():
+            tensor.add_(0.05 * torch.randn_like(tensor))
+    rollout = Rollout(engine, policy, config)
+    trainer = QerlTrainer(config, policy, tokenizer, prompts, rewards, rollout, folder, RunLog(folder, 1), [])
+    trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation
+    trainer.model.train()
+    trainer._start_step = -1  # the gate is not what is tested here
+    return trainer
+
+
+PROMPT = torch.tensor([[3, 4, 5], [3, 4, 5], [6, 7, 8], [6, 7, 8]])
+COMPLETION = torch.tensor([[10, 11, 12, 13], [14, 15, 0, 0], [16, 17, 18, 0], [19, 0, 0, 0]])
+MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]])
+ADVANTAGES = torch.tensor([1.0, -1.0, 0.7, -0.7])
+
+
+def scores(trainer):
+    """(B, T) logprobs at the recipe's temperature by a plain forward pass over unpadded rows."""
+    rows = torch.zeros(4, 4)
+    for i in range(4):
+        length = int(MASK[i].sum())
+        ids = torch.cat([PROMPT[i], COMPLETION[i, :length]])[None]
+        logits = trainer.model(input_ids=ids).logits[0, 2:-1] / trainer.temperature
+        rows[i, :length] = torch.log_softmax(logits.float(), -1).gather(-1, COMPLETION[i, :length, None])[:, 0]
+    return rows
+
+
+def loss_inputs(old, sampling):
+    return {
+        "prompt_ids": PROMPT,
+        "prompt_mask": torch.ones_like(PROMPT),
+        "completion_ids": COMPLETION,
+        "completion_mask": MASK,
+        "advantages": ADVANTAGES,
+        "num_items_in_batch": MASK.sum(),
+        "old_per_token_logps": old,
+        "sampling_per_token_logps": sampling,
+    }
+
+
+def clipped(ratio, low, high):
+    """The clipped surrogate of PPO, with DAPO's two bounds (arXiv 2503.14476, eq. 8)."""
+    advantage = ADVANTAGES[:, None]
+    return torch.minimum(ratio * advantage, ratio.clamp(1 - low, 1 + high) * advantage)
+
+
+def token_mean(values):
+    return (values * MASK).sum() / MASK.sum()
+
+
+def sequence_mean(values):
+    return ((values * MASK).sum(-1) / MASK.sum(-1)).mean()
+
+
+def dapo(ratio):
+    return -token_mean(clipped(ratio, 0.2, 0.28))
+
+
+def grpo(ratio):
+    return -sequence_mean(clipped(ratio, 0.2, 0.2))
+
+
+def dr_grpo(ratio):
+    return -(clipped(ratio, 0.2, 0.2) * MASK).sum() / (4 * 8)  # divided by rows times max_new_tokens
+
+
+def gspo(ratio):
+    """arXiv 2507.18071, eq. 7: one ratio a sequence, the geometric mean of its tokens'."""
+    sequence_ratio = ((ratio.log() * MASK).sum(-1) / MASK.sum(-1)).exp()[:, None]
+    return -clipped(sequence_ratio, 0.2, 0.2)[:, 0].mean()
+
+
+LOSSES = {
+    "dapo": (dapo, ["loss.type=dapo"]),
+    "grpo": (grpo, ["loss.type=grpo", "loss.clip_high=0.2"]),
+    "dr_grpo": (dr_grpo, ["loss.type=dr_grpo", "loss.clip_high=0.2"]),
+    "gspo": (gspo, ["loss.type=grpo", "loss.level=sequence", "loss.clip_high=0.2"]),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_are_those_of_the_papers(nvfp4_base, tmp_path, name):
+    equation, overrides = LOSSES[name]
+    trainer = build_trainer(small_config(nvfp4_base, tmp_path, *overrides, "run.micro_batch=8"), tmp_path)
+    logprobs = scores(trainer)
+    torch.manual_seed(3)
+    old = (logprobs + 0.4 * torch.randn(4, 4)).detach()  # ratios on both sides of the clip
+    loss = trainer._compute_loss(trainer.model, loss_inputs(old, old))
+    assert loss.item() == pytest.approx(equation((logprobs - old).exp()).item(), abs=1e-5)
+
+
+def test_gradient_of_the_loss_is_the_equations(nvfp4_base, tmp_path):
+    trainer = build_trainer(small_config(nvfp4_base, tmp_path), tmp_path)
+    torch.manual_seed(3)
+    old = (scores(trainer) + 0.4 * torch.randn(4, 4)).detach()
+    gradients = []
+    for loss in (
+        lambda: trainer._compute_loss(trainer.model, loss_inputs(old, old)),
+        lambda: dapo((scores(trainer) - old).exp()),
+    ):
+        trainer.model.zero_grad()
+        loss().backward()
+        gradients.append({name: tensor.grad.clone() for name, tensor in adapter_tensors(trainer.model).items()})
+    for name, gradient in gradients[0].items():
+        torch.testing.assert_close(gradient, gradients[1][name], rtol=1e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_correction_is_trls_without_its_second_forward(nvfp4_base, tmp_path, mode):
+    """TRL computes old logprobs by a pass of their own and weighs with them; one pass has to give the same loss."""
+    config = small_config(nvfp4_base, tmp_path, f"loss.correction.mode={mode}", "noise.enabled=false", steps=3)
+    trainer = build_trainer(config, tmp_path)
+    torch.manual_seed(3)
+    logprobs = scores(trainer).detach()
+    sampling = logprobs + 0.5 * torch.randn(4, 4)
+    difference = (logprobs - sampling) * MASK
+    if mode.startswith("sequence"):
+        difference = difference.sum(-1, keepdim=True)
+    ratio = difference.exp()
+    weights = ratio.clamp(max=2.0) if mode.endswith("truncate") else ratio * (ratio <= 2.0)
+    inputs = loss_inputs(logprobs, sampling)
+    del inputs["old_per_token_logps"]  # one update a rollout: TRL's correction would compute them
+    ours = trainer._compute_loss(trainer.model, inputs)
+    reference = loss_inputs(logprobs, sampling) | {"importance_sampling_ratio": weights}
+    trainer.vllm_importance_sampling_correction = True
+    theirs = super(QerlTrainer, trainer)._compute_loss(trainer.model, reference)
+    assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
+    assert not trainer.vllm_importance_sampling_correction or trainer._loss_inputs is None
+
+
+def test_one_update_a_rollout_costs_one_scoring_forward(nvfp4_base, tmp_path, monkeypatch):
+    calls = []
+    original = QerlTrainer._get_per_token_logps_and_entropies
+
+    def counted(self, *args, **kwargs):
+        calls.append(self._loss_inputs is not None)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(QerlTrainer, "_get_per_token_logps_and_entropies", counted)
+    start(small_config(nvfp4_base, tmp_path, "noise.enabled=false", steps=2), "tiny")
+    assert calls == [True] * 4  # 2 steps of 2 micro-batches, each inside the loss
+
+
+def test_micro_batches_do_not_change_the_update(nvfp4_base, tmp_path):
+    """Batch 1 with accumulation 8 equals batch 8, truncated and masked completions included."""
+    results = []
+    for micro_batch in (1, 8):
+        config = small_config(
+            nvfp4_base,
+            tmp_path,
+            f"run.micro_batch={micro_batch}",
+            "noise.enabled=false",
+            steps=1,
+            out=f"mb{micro_batch}",
+        )
+        result = start(config, "tiny")
+        results.append((read_metrics(result.run_dir)[0], read_adapter(result.adapter)[0]))
+    (first, one), (second, other) = results
+    assert first["loss"] == pytest.approx(second["loss"], abs=1e-6)
+    assert first["grad_norm"] == pytest.approx(second["grad_norm"], rel=1e-3)
+    assert first["mismatch/mean_abs"] == pytest.approx(second["mismatch/mean_abs"], abs=1e-6)
+    for name in one:  # AdamW's first step is the sign of the gradient: compare where that is not noise
+        assert ((one[name] - other[name]).abs() > 1e-5).float().mean() < 0.02
+
+
+def test_groups_are_normalized_alone(nvfp4_base, tmp_path):
+    """Advantage = (reward - mean of its group) / (std of its group + 1e-4), with the unbiased std."""
+    trainer = build_trainer(small_config(nvfp4_base, tmp_path, "logging.completions_count=8"), tmp_path)
+    rows = [trainer.train_dataset[i] for i in (0, 1) for _ in range(4)]
+    trainer._generate_and_score_completions(rows)
+    sampled = trainer._completion_rows()
+    rewards = torch.tensor([row["rewards"]["digits"] for row in sampled]).view(2, 4)
+    expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
+    got = torch.tensor([row["advantage"] for row in sampled]).view(2, 4)
+    torch.testing.assert_close(got, expected)
+    assert {row["prompt"] for row in sampled[:4]} != {row["prompt"] for row in sampled[4:]}
+
+
+def test_the_recipe_reaches_trl(nvfp4_base, tmp_path):
+    config = small_config(
+        nvfp4_base, tmp_path, "loss.type=grpo", "loss.kl_coef=0.04", "loss.entropy_coef=0.01",
+        "loss.advantage_scale=batch", "optim.weight_decay=0.1", "optim.beta2=0.95", "optim.schedule=linear",
+    )  # fmt: skip
+    args = trl_config(config, tmp_path, [1.0])
+    assert (args.loss_type, args.beta, args.entropy_coef, args.scale_rewards) == ("grpo", 0.04, 0.01, "batch")
+    assert (args.weight_decay, args.adam_beta2, args.lr_scheduler_type) == (0.1, 0.95, "linear")
+    assert (args.epsilon, args.epsilon_high, args.max_grad_norm) == (0.2, 0.28, 1.0)
+    assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 2)
+    assert (args.steps_per_generation, args.generation_batch_size, args.num_generations) == (2, 8, 4)
+    assert (args.max_steps, args.max_completion_length, args.temperature) == (6, 8, 1.0)
