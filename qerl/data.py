@@ -167,8 +167,7 @@ class _Collector:
     def add(self, place: str, row: Mapping[str, Any] | None) -> None:
         self._total += 1
         try:
-            example = self._read(place, row)
-            self._keep(place, example)
+            self._take(place, row)
         except _UnusableError as error:
             self._drop(place, error)
 
@@ -185,7 +184,8 @@ class _Collector:
         if self._counts[error.reason] <= _NAMED:
             self._named.append(f"{place}: {error.detail}")
 
-    def _read(self, place: str, row: Mapping[str, Any] | None) -> Example:
+    def _take(self, place: str, row: Mapping[str, Any] | None) -> None:
+        """Keep the row's example, or raise _UnusableError."""
         if row is None:
             raise _UnusableError("no readable row")
         question = _text(row, self._paths["question"], "question")
@@ -194,12 +194,19 @@ class _Collector:
         answer = final_answer(_text(row, self._paths["answer"], "answer"), self._task.answer_kind)
         if not question or not answer:
             raise _UnusableError(f"empty {'answer' if question else 'question'}")
+        key = re.sub(r"\s+", "", question)
+        earlier = self._examples.get(key)
+        if earlier is not None and earlier[1].answer == answer:  # the hub's DAPO-Math has each row 100 times
+            raise _UnusableError("duplicate", f"duplicate of {earlier[0]}")
         if self._task.answer_kind == "number" and parse_number(answer) is None:
             raise _UnusableError("answer that is no number", f"the answer {answer[:40]!r} is no number")
         _check_flags(row, self._split)
+        if earlier is not None:
+            self._compare(place, answer, key)
         used = {path.split(".")[0] for path in self._paths.values()}
-        extra = {key: value for key, value in row.items() if key not in used}
-        return Example(question, answer, self._identify(place, _look_up(row, self._paths["id"])), extra)
+        extra = {column: value for column, value in row.items() if column not in used}
+        name = self._identify(place, _look_up(row, self._paths["id"]))
+        self._examples[key] = place, Example(question, answer, name, extra)
 
     def _identify(self, place: str, own: Any) -> str:
         """The row's own id if it has a fresh one, else its number."""
@@ -209,13 +216,10 @@ class _Collector:
         self._ids.add(name)
         return name
 
-    def _keep(self, place: str, example: Example) -> None:
-        key = re.sub(r"\s+", "", example.question)
-        if key not in self._examples:
-            self._examples[key] = place, example
-            return
+    def _compare(self, place: str, answer: str, key: str) -> None:
+        """Raise on a question that stands in an earlier row, with the same answer or with another."""
         earlier_place, earlier = self._examples[key]
-        if _same_answer(earlier.answer, example.answer):
+        if _same_answer(earlier.answer, answer):
             raise _UnusableError("duplicate", f"duplicate of {earlier_place}")
         reason = "question with two answers"
         if key not in self._conflicts:

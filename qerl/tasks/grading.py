@@ -72,7 +72,17 @@ def compare(stated: str, answer: str, kind: Literal["number", "math"]) -> Reason
         return _verdict(mine.equals(theirs)) if mine else "unparsable"
     if mine and theirs and (mine.equals(theirs) or _both_exact(mine, theirs)):
         return _verdict(mine.equals(theirs))
-    return _compare_math(stated, answer)
+    return _compare_math(_written(stated, mine), _written(answer, theirs))
+
+
+def _written(text: str, number: Number | None) -> str:
+    """A number as math-verify reads it best; a decimal stays one, since that says that it may be rounded."""
+    if number is None or number.percent:
+        return text
+    value = number.value
+    if value.denominator == 1:
+        return str(value)
+    return text if number.terminates() else f"\\frac{{{value.numerator}}}{{{value.denominator}}}"
 
 
 def _both_exact(mine: Number, theirs: Number) -> bool:

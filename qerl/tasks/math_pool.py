@@ -62,8 +62,9 @@ class _Worker:
         return self._read_line(REPLY_LIMIT_S)
 
     def _read_line(self, limit_s: float) -> str | None:
-        readable, _, _ = select.select([self._process.stdout], [], [], limit_s)
-        line = self._process.stdout.readline().decode() if readable else ""
+        poll = select.poll()  # not select(), which refuses the file numbers of a process with many files open
+        poll.register(self._process.stdout, select.POLLIN)
+        line = self._process.stdout.readline().decode() if poll.poll(limit_s * 1000) else ""
         return line.strip() or None
 
     def close(self) -> None:
