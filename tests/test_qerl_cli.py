@@ -1,0 +1,162 @@
+"""The command line as a user types it: the three commands, their errors (one line, exit 2, nothing written), speed."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from small_run import REWARD, SETTINGS
+from typer.testing import CliRunner
+
+import qerl.cli
+from qerl.cli import app
+from qerl.errors import QerlError
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments, cwd=None, timeout=280):
+    """`python -m qerl.cli ...` in a process of its own: (exit code, stdout, stderr)."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "160"}
+    command = [sys.executable, "-m", "qerl.cli", *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
+    return done.returncode, done.stdout, done.stderr
+
+
+def refusal(monkeypatch, capsys, *arguments):
+    """The error line of a command that has to be refused, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["qerl", *map(str, arguments)])
+    with pytest.raises(SystemExit) as stopped:
+        qerl.cli.main()
+    assert stopped.value.code == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert "Traceback" not in "\n".join(lines)
+    return lines[-1]
+
+
+@pytest.fixture
+def workdir(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def small_train(*more):
+    settings = [f"--set={setting}" for setting in SETTINGS]
+    return ["train", "--recipe", "tiny", "--steps", 4, *settings, "--set=rewards=[{name: 'reward.py:digits'}]", *more]
+
+
+def test_help_answers_at_once():
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        code, out, _ = run("--help")
+        times.append(time.perf_counter() - started)
+        assert code == 0
+    assert min(times) < 1.0  # 0.3 s on an idle machine; loading torch takes 2 s and more
+    assert all(command in out for command in ("quantize", "train", "eval", "grade", "report", "recipes", "doctor"))
+
+
+def test_the_three_commands_as_typed(workdir):
+    """quantize without --out, train from there, eval without --model: each finds what the one before made."""
+    (workdir / "reward.py").write_text(REWARD)
+    code, _, err = run("quantize", "--model", "tiny", cwd=workdir)
+    assert code == 0, err
+    assert (workdir / "checkpoints" / "tiny-NVFP4A16" / "quantize_report.json").is_file()
+    code, _, err = run(*small_train(), cwd=workdir)
+    assert code == 0, err
+    (run_dir,) = (workdir / "runs").iterdir()
+    assert run_dir.name.startswith("tiny-")
+    code, out, err = run("eval", "arith", "--limit", 8, "--max-new-tokens", 32, "--load", "nvfp4", cwd=workdir)
+    assert code == 0, err
+    assert str(run_dir.relative_to(workdir)) in out + err  # it says what it took
+    (result,) = run_dir.glob("eval/*/result.json")
+    assert json.loads(result.read_text())["questions"] == 8
+    code, _, err = run("report", run_dir, "--before", result.parent, "--after", result.parent, cwd=workdir)
+    assert code == 0, err
+    assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
+    assert "| **accuracy** |" in (run_dir / "report.md").read_text()
+    code, out, err = run("grade", result.parent / "completions.jsonl", "--task", "arith", cwd=workdir)
+    assert code == 0, err
+
+
+def test_train_says_what_to_type_where_the_base_is_not_quantized(workdir, monkeypatch, capsys):
+    (workdir / "reward.py").write_text(REWARD)
+    line = refusal(monkeypatch, capsys, *small_train())
+    assert "checkpoints/tiny-NVFP4A16, which does not exist: run `qerl quantize --model tiny` first" in line
+    assert "--quantize" in line
+    assert not (workdir / "runs").exists()
+
+
+def test_train_quantizes_first_when_asked(workdir):
+    (workdir / "reward.py").write_text(REWARD)
+    code, _, err = run(*small_train("--quantize", "--set=run.steps=3"), cwd=workdir)
+    assert code == 0, err
+    assert (workdir / "checkpoints" / "tiny-NVFP4A16").is_dir()
+
+
+def test_gsm8k_rows_go_through_the_tiny_recipe(workdir):
+    """Real rows, the task's own prompt: the reward may stay at zero with so small a model, the pipeline must not."""
+    (workdir / "reward.py").write_text(REWARD)
+    shutil.copy(next((ROOT / "tests" / "data" / "gsm8k").glob("*.jsonl")), workdir / "rows.jsonl")
+    options = ["--task", "gsm8k", "--data", "rows.jsonl", "--quantize", "--set=run.steps=3"]
+    code, _, err = run(*small_train(*options), cwd=workdir)
+    assert code == 0, err
+    (run_dir,) = (workdir / "runs").iterdir()
+    sample = (run_dir / "completions" / "step-000002.jsonl").read_text()
+    assert "put your final answer within" in sample
+
+
+REFUSALS = {
+    "no recipe": (["train"], "no recipe was given: write `qerl train --recipe NAME`"),
+    "unknown recipe": (["train", "--recipe", "dapo_8b"], "did you mean dapo_"),
+    "unknown key": (["train", "--recipe", "tiny", "--set", "run.step=3"], "run.steps"),
+    "no value": (["train", "--recipe", "tiny", "--set", "run.steps"], "run.steps"),
+    "not a number": (["train", "--recipe", "tiny", "--set", "run.steps=many"], "run.steps"),
+    "missing data": (["train", "--recipe", "tiny", "--quantize", "--data", "no.jsonl"], "no.jsonl"),
+    "missing model": (["train", "--recipe", "tiny", "--model", "./nowhere"], "nowhere"),
+    "columns": (["train", "--recipe", "tiny", "--columns", "question"], "question=problem,answer=solution"),
+    "resume nothing": (["train", "--resume", "nowhere"], "nowhere is not a run"),
+    "resume and more": (["train", "--resume", "x", "--steps", "3"], "takes no other option"),
+    "quantize nothing": (["quantize", "--model", "./nowhere"], "nowhere"),
+    "awq without rows": (["quantize", "--model", "tiny", "--method", "awq"], "--calibration"),
+    "eval without model": (["eval", "gsm8k"], "qerl quantize"),
+    "eval of no task": (["eval", "gsm9k", "--model", "tiny"], "gsm8k"),
+    "grade nothing": (["grade", "no.jsonl", "--task", "gsm8k"], "no.jsonl"),
+    "report nothing": (["report", "nowhere"], "nowhere"),
+    "recipe to show": (["recipes", "show", "dapo7b"], "dapo_7b"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_mistakes_are_one_line_and_write_nothing(workdir, monkeypatch, capsys, name):
+    arguments, expected = REFUSALS[name]
+    line = refusal(monkeypatch, capsys, *arguments)
+    assert line.startswith("error: ")
+    assert expected in line
+    assert not list(workdir.rglob("*.yaml"))
+    assert not (workdir / "runs").exists()
+
+
+def test_recipes_lists_every_recipe_with_its_purpose():
+    result = CliRunner().invoke(app, ["recipes"])
+    names = [line.split()[0] for line in result.output.splitlines()]
+    assert {"tiny", "dapo_7b", "dapo_7b_bf16", "grpo_gsm8k_7b", "llama3_8b", "qwen3_8b"} <= set(names)
+    assert all(len(line.split()) > 4 for line in result.output.splitlines())
+    assert "rollout.group_size" in CliRunner().invoke(app, ["recipes", "keys"]).output
+
+
+def test_an_error_of_ours_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["qerl", "recipes"])
+    monkeypatch.setattr("qerl.recipe.recipe_names", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        qerl.cli.main()
+
+
+def test_every_error_class_is_the_users():
+    for name in re.findall(r"class (\w+)\(QerlError\)", (ROOT / "qerl" / "errors.py").read_text()):
+        assert issubclass(getattr(qerl.errors, name), QerlError)
