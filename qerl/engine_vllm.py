@@ -1,0 +1,289 @@
+"""The rollout engine on vLLM, in the trainer's process and over the trainer's own tensors. One CUDA device.
+
+vLLM 0.25.1 runs with CUDA graphs and is only spoken to through its API and through what `qerl.vllm_plugin` registers.
+What a sync or the noise changes lies in buffers that the captured graphs read: they are overwritten in place, the
+prefix cache is dropped, and nothing is recaptured.
+
+Determinism: a repeated call with a seed can differ in the last bits. Humming adds up its stream-K slices in the order
+in which they finish (and in bfloat16: its error is twice Marlin's), and a warm prefix cache changes the shapes of the
+prefill. `deterministic` takes Marlin, which adds in one order and in float32 (Humming, if asked for by name, then runs
+without stream-K), and starts each call with an empty prefix cache. Each request's random numbers are a function of
+(seed, position in the call, token position) in any case.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from qerl.engine import Completion, SamplingParams
+from qerl.errors import EngineError
+from qerl.model import local_folder
+from qerl.vllm_plugin import opening
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+MAX_SEQUENCES = 256  # sampled at once; a larger call is served in turn
+SEED_STRIDE = 1_000_003  # seeds of neighbouring calls do not meet in calls of fewer prompts than this
+
+
+class VLLMEngine:
+    """See `qerl.engine.Engine`."""
+
+    name = "vllm"
+
+    def __init__(
+        self,
+        base: str,
+        format: str,
+        dtype: str = "auto",
+        *,
+        kernel: str = "auto",
+        memory: float | None = None,
+        cap_gib: float | None = None,
+        deterministic: bool = False,
+        max_context: int | None = None,
+        max_rank: int = 0,
+        train_norms: bool = False,
+        trust_remote_code: bool = False,
+        seed: int = 0,
+        max_sequences: int = MAX_SEQUENCES,
+        enforce_eager: bool = False,
+    ) -> None:
+        """Open the weights in folder `base`.
+
+        `max_rank`: largest LoRA rank that `sync_adapter` will bring, 0 for none; `train_norms`: no matter here, norms
+        can always be synced; `max_context`: prompt + completion tokens, None: what the model declares; `memory`,
+        `cap_gib`: see `vllm_plugin.memory`; `enforce_eager`: no CUDA graphs, for debugging. Raises EngineError for what
+        cannot run, before anything is loaded where that is known.
+        """
+        opening.check_vllm()
+        self._device = opening.check_device(dtype)
+        if cap_gib is not None:
+            opening.limit_process_(self._device, int(cap_gib * 2**30))
+        started = time.monotonic()
+        base = str(local_folder(base))
+        self._base, self._trust_remote_code = base, trust_remote_code
+        self._cap_bytes = None if cap_gib is None else int(cap_gib * 2**30)
+        self._max_rank, self._deterministic = max_rank, deterministic
+        settings = opening.Settings(base, format, trust_remote_code, memory, cap_gib, max_context, max_sequences)
+        self._stop = settings.stop_token_ids()
+        self._llm: Any = opening.open_llm(
+            settings,
+            opening.linear_backend(kernel, format, deterministic),
+            {"max_rank": max_rank, "deterministic": deterministic},
+            seed,
+            enforce_eager,
+        )
+        self._model = self._llm.llm_engine.model_executor.driver_worker.model_runner.model
+        self._asleep = False
+        self._noise: dict[str, torch.Tensor] = {}
+        self._trained: dict[str, torch.Tensor] = {}
+        self._index_model()
+        self.max_context, self._model_len = settings.context, settings.model_len
+        self._policy: PreTrainedModel | None = None
+        if self._cap_bytes is not None:
+            self._other_bytes = opening.bytes_outside_torch(self._device)
+            self._limit_torch(0)
+        logger.info("vllm engine open in %.0f s: %s, kernel %s", time.monotonic() - started, base, self.kernel)
+
+    def generate(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seed: int | None = None
+    ) -> list[Completion]:
+        llm = self._open()
+        self._check_context(prompts, sampling.max_new_tokens)
+        if not prompts:
+            return []
+        params = [_vllm_params(sampling, self._stop, seed, index) for index in range(len(prompts))]
+        if self._deterministic:
+            llm.reset_prefix_cache()
+        outputs = llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
+        return [_completion(output.outputs[0]) for output in outputs]
+
+    def score(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> list[list[float]]:
+        from vllm import SamplingParams as VLLMParams
+
+        llm = self._open()
+        rows = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
+        self._check_context(rows, 1, self._model_len)
+        if not rows:
+            return []
+        params = VLLMParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+        # vLLM has prompt logprobs at temperature 1 only; the scale of the logits is a public field of its processor
+        # and is read outside the CUDA graphs.
+        processor = self._model.logits_processor
+        before, processor.scale = processor.scale, processor.scale / (temperature or 1.0)
+        try:
+            outputs = llm.generate([{"prompt_token_ids": row} for row in rows], params, use_tqdm=False)
+        finally:
+            processor.scale = before
+        picked = [_first_at_each_position(output.prompt_logprobs) for output in outputs]
+        return [values[len(values) - len(completion) :] for values, completion in zip(picked, completions, strict=True)]
+
+    def sync_adapter(self, tensors: Mapping[str, torch.Tensor], scaling: float) -> int:
+        from qerl.vllm_plugin.sync import copy_adapter_, split_adapter
+
+        llm = self._open()
+        factors, norms = split_adapter(tensors, self._slots, self._norms, self._max_rank)
+        copy_adapter_(factors, self._slots, scaling)
+        self._trained = {name: tensor.detach().float() for name, tensor in norms.items()}
+        self._write_gains()
+        llm.reset_prefix_cache()
+        return len(tensors)
+
+    def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
+        llm = self._open()
+        noise = dict(noise or {})
+        if unknown := sorted(set(noise) - set(self._norms)):
+            raise EngineError(f"noise was given for norms that the model does not have: {unknown[:4]}")
+        for name, vector in noise.items():
+            if vector.shape != self._norms[name].gain.shape:
+                raise EngineError(
+                    f"noise for {name} has shape {tuple(vector.shape)}, not {tuple(self._norms[name].gain.shape)}"
+                )
+        self._noise = noise
+        self._write_gains()
+        llm.reset_prefix_cache()
+        return len(noise)
+
+    def sleep(self) -> None:
+        llm = self._open()
+        if self._asleep:
+            return
+        llm.sleep(level=1)
+        self._asleep = True
+        if self._cap_bytes is not None:
+            from qerl.vllm_plugin.sleep import kv_cache_bytes
+
+            self._limit_torch(kv_cache_bytes())
+
+    def wake(self) -> None:
+        import torch
+
+        from qerl.vllm_plugin.sleep import kv_cache_bytes
+
+        llm = self._open()
+        if not self._asleep:
+            return
+        gc.collect()
+        torch.cuda.empty_cache()
+        needed, free = kv_cache_bytes(), torch.cuda.mem_get_info(self._device)[0]
+        if self._cap_bytes is not None:
+            free = min(free, self._cap_bytes - opening.used_bytes(self._device))
+        if needed > free:
+            raise EngineError(
+                f"the KV cache needs {needed / 2**30:.2f} GiB for the rollout and {free / 2**30:.2f} GiB are free: "
+                "lower rollout.memory, or raise memory.cap_gib"
+            )
+        if self._cap_bytes is not None:
+            self._limit_torch(0)
+        llm.wake_up()  # all tags: the scheduler stays paused until vLLM believes everything awake
+        self._asleep = False
+
+    def policy_model(self) -> PreTrainedModel:
+        from qerl.vllm_plugin.policy import build_policy
+
+        self._open()
+        if self._policy is None:
+            self._policy = build_policy(self._base, self._model, self._trust_remote_code)
+        return self._policy
+
+    def close(self) -> None:
+        import torch
+
+        if self._llm is None:
+            return
+        self._llm.llm_engine.engine_core.shutdown()
+        self._llm = self._model = self._policy = None
+        self._slots, self._norms = {}, {}
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def _index_model(self) -> None:
+        """Find what sync and noise write to, and what multiplies the base weights."""
+        from vllm.model_executor.layers.linear import LinearBase
+
+        from qerl import vllm_plugin
+        from qerl.vllm_plugin.linear import kernel_name
+        from qerl.vllm_plugin.norm import NoisyRMSNorm
+        from qerl.vllm_plugin.sync import adapter_slots
+
+        vllm_plugin.check(self._model)
+        modules = dict(self._model.named_modules())
+        linears = {name: module for name, module in modules.items() if isinstance(module, LinearBase)}
+        self._norms = {name: module for name, module in modules.items() if isinstance(module, NoisyRMSNorm)}
+        self._slots = adapter_slots(linears) if self._max_rank else {}
+        self.kernel = " + ".join(sorted({kernel_name(layer) for layer in linears.values()}))
+
+    def _write_gains(self) -> None:
+        """Norm weights that act = trained or checkpoint's + noise, in float32; always from the clean ones."""
+        for name, norm in self._norms.items():
+            clean = self._trained.get(name)
+            norm.gain.copy_(norm.weight.data if clean is None else clean)
+            if name in self._noise:
+                norm.gain.add_(self._noise[name].to(norm.gain))
+
+    def _limit_torch(self, released: int) -> None:
+        """Cap torch's allocator so that the process stays in its limit; it still counts a released KV cache."""
+        import torch
+
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        allowed = self._cap_bytes - self._other_bytes + released
+        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), self._device)
+
+    def _open(self) -> Any:
+        if self._llm is None:
+            raise EngineError("this engine was closed: open a new one")
+        return self._llm
+
+    def _check_context(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, context: int | None = None) -> None:
+        if self._asleep:
+            raise EngineError("the engine sleeps: call wake() before sampling or scoring")
+        if min((len(prompt) for prompt in prompts), default=1) == 0:
+            raise EngineError("a prompt has no tokens: check the prompt template")
+        longest = max((len(prompt) for prompt in prompts), default=0)
+        context = context or self.max_context
+        if longest + max_new_tokens > context:
+            raise EngineError(
+                f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the engine's context of "
+                f"{context}: lower rollout.max_new_tokens or data.max_prompt_tokens"
+            )
+
+
+def _vllm_params(sampling: SamplingParams, stop: tuple[int, ...], seed: int | None, index: int) -> Any:
+    from vllm import SamplingParams as VLLMParams
+
+    return VLLMParams(
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=None if seed is None else (seed * SEED_STRIDE + index) % 2**63,
+        stop_token_ids=list(dict.fromkeys([*stop, *sampling.stop_token_ids])),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+    )
+
+
+def _completion(output: Any) -> Completion:
+    if output.finish_reason not in ("stop", "length"):
+        raise EngineError(f"vLLM ended a completion with {output.finish_reason!r}: see its log for the reason")
+    logprobs = _first_at_each_position(output.logprobs)
+    return Completion(list(output.token_ids), logprobs, output.finish_reason)
+
+
+def _first_at_each_position(flat: Any) -> list[float]:
+    """The logprob of the token itself, which vLLM lists first; positions without one (the first token) are left out."""
+    starts = zip(flat.start_indices, flat.end_indices, strict=True)
+    return [flat.logprobs[start] for start, end in starts if end > start]

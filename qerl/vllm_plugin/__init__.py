@@ -1,0 +1,71 @@
+"""What qerl registers with vLLM 0.25 through its own extension points; no file or function of vLLM is replaced.
+
+1. `register_quantization_config`: the methods `qerl_nvfp4` and `qerl_bf16`, linears with one static LoRA, updated in
+   place (`linear.py`).
+2. `RMSNorm.register_oot`: NoisyRMSNorm, norm weights in float32, noise included (`norm.py`).
+3. `SleepModeBackendFactory`: the backend `qerl_kv`, a sleep that gives back the KV cache alone (`sleep.py`).
+
+The engine calls `register` before it opens vLLM; for processes that vLLM starts there is the `vllm.general_plugins`
+entry point, which does nothing unless the engine asked for it, so that other uses of vLLM in the same environment stay
+as they are. In a process that registered, every RMSNorm is a NoisyRMSNorm; the rest acts only when asked for by name.
+
+vLLM logs a plugin that fails and goes on, so `check` looks at the model that was built. Remove what vLLM comes
+to do itself: an adapter-only in-memory LoRA update (no multi-adapter path), and sleep by tag.
+"""
+
+from __future__ import annotations
+
+import os
+
+from qerl.errors import EngineError
+
+NVFP4_METHOD = "qerl_nvfp4"
+BF16_METHOD = "qerl_bf16"
+SLEEP_BACKEND = "qerl_kv"
+CONFIG_KEY = "qerl"  # our part of vLLM's `additional_config`
+
+ASKED = "QERL_VLLM_PLUGIN"  # environment variable: set by the engine, inherited by processes that vLLM starts
+
+_registered = False
+
+
+def register() -> None:
+    """Register everything, once a process."""
+    global _registered
+    if _registered:
+        return
+    os.environ[ASKED] = "1"
+    from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
+
+    from qerl.vllm_plugin import linear, norm
+
+    linear.register()
+    norm.register()
+    SleepModeBackendFactory.register_backend(SLEEP_BACKEND, "qerl.vllm_plugin.sleep", "KVCacheBackend")
+    _registered = True
+
+
+def register_if_asked() -> None:
+    """The entry point."""
+    if os.environ.get(ASKED):
+        register()
+
+
+def check(model) -> None:
+    """Raise EngineError unless the linears and norms of vLLM's decoder layers are ours."""
+    from vllm.model_executor.layers.layernorm import RMSNorm
+    from vllm.model_executor.layers.linear import LinearBase
+
+    from qerl.vllm_plugin.linear import AdapterLinearMethod
+    from qerl.vllm_plugin.norm import NoisyRMSNorm
+
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, LinearBase)}
+    norms = {name: module for name, module in model.named_modules() if isinstance(module, RMSNorm)}
+    foreign = [name for name, module in linears.items() if not isinstance(module.quant_method, AdapterLinearMethod)]
+    foreign += [name for name, module in norms.items() if not isinstance(module, NoisyRMSNorm)]
+    if foreign or not linears or not norms:
+        raise EngineError(
+            f"vLLM built {len(linears)} linears and {len(norms)} norms of which these are not qerl's: {foreign[:4]}; "
+            "adapter and noise would not act there. Another vLLM plugin may interfere (VLLM_PLUGINS= switches plugins "
+            "off), or this vLLM is not the supported version 0.25.1"
+        )

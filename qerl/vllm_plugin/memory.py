@@ -1,0 +1,65 @@
+"""How much GPU memory the engine may take: a budget for rollouts inside a limit for the whole process. Pure numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from qerl.errors import EngineError
+
+GIB = 2**30
+DEFAULT_SHARE = 0.85  # the rest of the limit: adapter, optimizer state and gradients, which stay during rollouts
+GRAPH_RESERVE = GIB  # CUDA graphs and the context, which vLLM does not count (0.5 to 0.8 GiB at 7B)
+WORK_RESERVE = 2 * GIB  # activations and logits of the largest batch, roughly: only for errors before any long work
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """In bytes. `limit`: what the process may hold at any time; `budget`: what it may hold during a rollout."""
+
+    limit: int
+    budget: int
+
+    def utilization(self, total: int) -> float:
+        """vLLM's `gpu_memory_utilization` for this budget on a card of `total` bytes."""
+        return (self.budget - GRAPH_RESERVE) / total
+
+
+def plan_memory(total: int, weights: int, memory: float | None, cap_gib: float | None) -> MemoryPlan:
+    """Plan for a card of `total` bytes and a checkpoint of `weights` bytes.
+
+    `memory`: GiB if above 1, else a share of the limit, None: 0.85. `cap_gib`: limit of the whole process. Raises
+    EngineError if the weights do not fit with room to work.
+    """
+    limit = total if cap_gib is None else min(total, int(cap_gib * GIB))
+    if memory is None:
+        memory = DEFAULT_SHARE
+    if memory <= 0:
+        raise EngineError(f"rollout.memory={memory} is not a budget: write GiB (12.5) or a share (0.8)")
+    budget = int(memory * GIB) if memory > 1 else int(memory * limit)
+    if budget > limit:
+        raise EngineError(
+            f"rollout.memory asks for {budget / GIB:.1f} GiB and the limit is {limit / GIB:.1f} GiB "
+            f"({'memory.cap_gib' if cap_gib else 'the card'}): write a smaller rollout.memory"
+        )
+    needed = weights + GRAPH_RESERVE + WORK_RESERVE
+    if needed > budget:
+        raise EngineError(
+            f"the weights take {weights / GIB:.1f} GiB and sampling at least {(needed - weights) / GIB:.1f} GiB more, "
+            f"but the rollout may hold {budget / GIB:.1f} GiB: raise rollout.memory or memory.cap_gib, or take a "
+            "smaller or quantized base"
+        )
+    return MemoryPlan(limit, budget)
+
+
+def kv_bytes_per_token(config: Any, bytes_per_value: int = 2) -> int:
+    """Bytes of keys and values of one token, from a transformers config."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * head_dim * bytes_per_value
+
+
+def kv_cache_bytes(plan: MemoryPlan, weights: int, tokens: int, per_token: int) -> int | None:
+    """Size of the KV cache if `tokens` certainly fit in the budget; None: as much as vLLM's profile finds room for."""
+    wanted = int(tokens * per_token * 1.02) + 64 * 2**20
+    return wanted if wanted <= plan.budget - weights - GRAPH_RESERVE - 2 * WORK_RESERVE else None

@@ -1,0 +1,180 @@
+"""Open vLLM on a checkpoint: what can be refused is refused before anything is loaded."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from qerl.errors import EngineError, MissingExtraError
+
+MIN_CAPABILITY = (8, 0)  # bfloat16
+MAX_BATCHED_TOKENS = 8192  # of a prefill; vLLM's 16384 takes twice the activations and is no faster for rollouts
+
+
+class Settings:
+    """What the checkpoint's files say, and the sizes that follow; read before vLLM is imported."""
+
+    def __init__(
+        self,
+        base: str,
+        format: str,
+        trust_remote_code: bool,
+        memory: float | None,
+        cap_gib: float | None,
+        max_context: int | None,
+        max_sequences: int,
+    ) -> None:
+        from transformers import AutoConfig
+
+        self.base, self.format, self.trust_remote_code = base, format, trust_remote_code
+        self.memory, self.cap_gib, self.max_sequences = memory, cap_gib, max_sequences
+        self.config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).get_text_config()
+        packed = getattr(self.config, "quantization_config", None) is not None
+        if packed != (format == "nvfp4"):
+            raise EngineError(
+                f"{base} holds {'quantized' if packed else '16-bit'} weights but format {format!r} was asked for: "
+                "set model.format to match, or run `qerl quantize` first"
+            )
+        declared = self.config.max_position_embeddings
+        if max_context is not None and max_context > declared:
+            raise EngineError(f"a context of {max_context} tokens was asked for; {base} declares {declared}")
+        self.context = max_context or declared
+        self.model_len = min(self.context + 1, declared)  # one more, so that a full completion can be scored
+        self.weights = sum(path.stat().st_size for path in Path(base).glob("*.safetensors"))
+
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Every token that ends a completion, as for the transformers engine."""
+        from transformers import GenerationConfig
+
+        from qerl.model import load_tokenizer
+
+        tokens = [load_tokenizer(self.base, self.trust_remote_code).eos_token_id]
+        if (Path(self.base) / "generation_config.json").exists():
+            declared = GenerationConfig.from_pretrained(self.base).eos_token_id
+            tokens += [declared] if isinstance(declared, int) else list(declared or [])
+        return tuple(dict.fromkeys(tokens))
+
+    def memory_arguments(self, total: int) -> dict[str, Any]:
+        """vLLM's arguments for this budget: at most the KV cache that `max_sequences` full contexts can fill."""
+        from qerl.vllm_plugin.memory import kv_bytes_per_token, kv_cache_bytes, plan_memory
+
+        plan = plan_memory(total, self.weights, self.memory, self.cap_gib)
+        tokens = self.max_sequences * self.model_len
+        wanted = kv_cache_bytes(plan, self.weights, tokens, kv_bytes_per_token(self.config))
+        return {"gpu_memory_utilization": plan.utilization(total), "kv_cache_memory_bytes": wanted}
+
+
+def open_llm(settings: Settings, backend: str, options: dict[str, Any], seed: int, enforce_eager: bool) -> Any:
+    import torch
+
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the trainer needs the model in this process
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if not _has_module("flashinfer"):
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+    total = torch.cuda.get_device_properties(0).total_memory
+    memory = settings.memory_arguments(total)
+
+    from vllm import LLM
+
+    from qerl import vllm_plugin
+
+    vllm_plugin.register()
+    method = vllm_plugin.NVFP4_METHOD if settings.format == "nvfp4" else vllm_plugin.BF16_METHOD
+    try:
+        llm = LLM(
+            model=settings.base,
+            skip_tokenizer_init=True,
+            dtype="bfloat16",
+            quantization=method,
+            trust_remote_code=settings.trust_remote_code,
+            seed=seed,
+            max_model_len=settings.model_len,
+            max_num_seqs=settings.max_sequences,
+            max_num_batched_tokens=MAX_BATCHED_TOKENS,
+            linear_backend=backend,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",  # the checkpoint's sampling defaults (a repetition penalty, say) bias the policy
+            enable_prefix_caching=True,
+            enable_sleep_mode=True,
+            additional_config={vllm_plugin.CONFIG_KEY: options},
+            enforce_eager=enforce_eager,
+            compilation_config={"inductor_compile_config": {"emulate_precision_casts": False}},
+            **memory,
+        )
+    except torch.cuda.OutOfMemoryError as error:
+        raise EngineError(f"opening {settings.base} ran out of GPU memory: raise rollout.memory ({error})") from error
+    except ValueError as error:
+        raise EngineError(f"vLLM cannot open {settings.base}: {error}") from error
+    # A field of vLLM's own config that EngineArgs 0.25.1 does not pass on; it is read at the first sleep.
+    worker = llm.llm_engine.model_executor.driver_worker
+    worker.model_config.sleep_mode_backend = vllm_plugin.SLEEP_BACKEND
+    return llm
+
+
+def linear_backend(kernel: str, format: str, deterministic: bool) -> str:
+    """vLLM's `linear_backend`. auto: the fastest that was measured, Humming on Hopper; elsewhere, or where a repeated
+    call has to be bit-equal, Marlin."""
+    import torch
+
+    if kernel not in ("auto", "humming", "marlin"):
+        raise EngineError(f"rollout.kernel={kernel!r} is not known: write auto, humming or marlin")
+    if format != "nvfp4":
+        return "auto"
+    if kernel == "auto":
+        hopper = torch.cuda.get_device_capability() == (9, 0)
+        return "humming" if hopper and not deterministic and _has_module("humming") else "marlin"
+    if kernel == "humming" and not _has_module("humming"):
+        raise MissingExtraError("humming-kernels", "gpu")
+    return kernel
+
+
+def check_vllm() -> None:
+    if not _has_module("vllm"):
+        raise MissingExtraError("vllm", "gpu")
+
+
+def check_device(dtype: str) -> int:
+    import torch
+
+    if not torch.cuda.is_available():
+        raise EngineError("rollout.engine=vllm needs an NVIDIA GPU, torch sees none: set rollout.engine=transformers")
+    if dtype not in ("auto", "bfloat16"):
+        raise EngineError(f"rollout.engine=vllm computes in bfloat16: set model.dtype to auto or bfloat16, not {dtype}")
+    capability = torch.cuda.get_device_capability()
+    if capability < MIN_CAPABILITY:
+        raise EngineError(
+            f"{torch.cuda.get_device_name()} has compute capability {capability}, bfloat16 needs {MIN_CAPABILITY}: "
+            "set rollout.engine=transformers"
+        )
+    return torch.cuda.current_device()
+
+
+def _has_module(name: str) -> bool:
+    return find_spec(name) is not None
+
+
+def limit_process_(device: int, cap_bytes: int) -> None:
+    """Until the engine is open: torch alone may not pass the cap."""
+    import torch
+
+    total = torch.cuda.get_device_properties(device).total_memory
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), device)
+
+
+def used_bytes(device: int) -> int:
+    """What the driver says is taken on the card, other processes included."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    return total - free
+
+
+def bytes_outside_torch(device: int) -> int:
+    """Context, modules, graphs: what is taken on the card and not by torch's allocator."""
+    import torch
+
+    torch.cuda.synchronize(device)
+    return max(0, used_bytes(device) - torch.cuda.memory_reserved(device))

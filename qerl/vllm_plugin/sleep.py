@@ -1,0 +1,37 @@
+"""A sleep mode that gives back the KV cache and nothing else.
+
+vLLM's own level 1 moves the weights to the host and back, its level 2 drops them; ours are the trainer's as well and
+stay. Addresses do not change, so the CUDA graphs stay valid. Remove when vLLM's sleep takes tags.
+"""
+
+from __future__ import annotations
+
+from vllm.device_allocator.cumem import CuMemAllocator, unmap_and_release
+from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
+
+KV_CACHE = "kv_cache"  # the tag under which vLLM allocates it
+
+
+class KVCacheBackend(SleepModeBackend):
+    """Registered as `qerl_kv`."""
+
+    def suspend(self, level: int = 1) -> None:
+        self._state = "SUSPENDED"
+        for data in CuMemAllocator.get_instance().pointer_to_data.values():
+            if data.tag == KV_CACHE and not data.is_asleep:
+                unmap_and_release(data.handle)
+                data.is_asleep = True
+
+    def resume(self, tags: list[str] | None = None) -> None:
+        self._state = "RESUMING"
+        CuMemAllocator.get_instance().wake_up([KV_CACHE])
+        self._state = "RUNNING"
+
+    @classmethod
+    def preserves_communicators(cls) -> bool:
+        return True
+
+
+def kv_cache_bytes() -> int:
+    """What `suspend` gives back."""
+    return sum(d.handle[1] for d in CuMemAllocator.get_instance().pointer_to_data.values() if d.tag == KV_CACHE)

@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""Decode speed of one engine with a LoRA adapter, by number of sequences; writes JSON for benchmarks/.
+
+    python3 scripts/bench_rollout.py --model checkpoints/random-7b-NVFP4A16 --out benchmarks/rollout-7b-qerl.json
+    python3 scripts/bench_rollout.py --engine stock --model checkpoints/random-7b --out benchmarks/rollout-7b-bf16.json
+
+`qerl`: this project's engine. `stock`: vLLM as it comes, its own multi-adapter LoRA, its own choice of kernel. Both
+sample with temperature 1 and return the token's logprob. A rate is (new tokens - 1) * sequences over the difference
+between a run with that many new tokens and one with a single token, so prefill is not in it; median of 3 runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+Generate = Callable[[list[list[int]], int], int]  # prompts, new tokens -> tokens sampled
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--engine", default="qerl", choices=("qerl", "stock"))
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--rank", type=int, default=32, help="0: no adapter")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128, 256])
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=129)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    generate, kernel = (open_qerl if arguments.engine == "qerl" else open_stock)(arguments)
+    report = {
+        "command": " ".join(sys.argv),
+        "kernel": kernel,
+        "open_s": round(time.monotonic() - started, 1),
+        **versions(),
+        "decode_tokens_per_s": {},
+        "prefill_and_one_token_s": {},
+    }
+    for count in arguments.sequences:
+        rate, first = measure(generate, count, arguments)
+        report["decode_tokens_per_s"][str(count)] = round(rate, 1)
+        report["prefill_and_one_token_s"][str(count)] = round(first, 4)
+    text = json.dumps(report, indent=1)
+    if arguments.out:
+        arguments.out.write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+def measure(generate: Generate, count: int, arguments: argparse.Namespace) -> tuple[float, float]:
+    """(decode tokens per second, seconds of prefill and one token) for `count` sequences."""
+    rng = random.Random(count)
+
+    def run(new_tokens: int) -> float:
+        prompts = [[rng.randint(1, 256) for _ in range(arguments.prompt_tokens)] for _ in range(count)]
+        started = time.perf_counter()
+        sampled = generate(prompts, new_tokens)
+        if sampled < 0.99 * count * new_tokens:
+            raise RuntimeError(f"only {sampled} of {count * new_tokens} tokens were sampled")
+        return time.perf_counter() - started
+
+    run(arguments.new_tokens)
+    first = sorted(run(1) for _ in range(3))[1]
+    whole = sorted(run(arguments.new_tokens) for _ in range(3))[1]
+    return count * (arguments.new_tokens - 1) / (whole - first), first
+
+
+def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, str]:
+    import torch
+
+    from qerl.engine import SamplingParams
+    from qerl.engine_vllm import VLLMEngine
+
+    context = arguments.prompt_tokens + arguments.new_tokens
+    config = json.loads((Path(arguments.model) / "config.json").read_text(encoding="utf-8"))
+    engine = VLLMEngine(
+        arguments.model,
+        "nvfp4" if "quantization_config" in config else "bf16",
+        kernel=arguments.kernel,
+        max_context=context,
+        max_rank=arguments.rank,
+        max_sequences=max(arguments.sequences),
+    )
+    if arguments.rank:
+        tensors = {}
+        for name, slot in engine._slots.items():
+            tensors[f"{name}.lora_A.weight"] = torch.randn(arguments.rank, slot.in_features, device="cuda") * 0.01
+            tensors[f"{name}.lora_B.weight"] = torch.randn(slot.rows, arguments.rank, device="cuda") * 0.01
+        engine.sync_adapter(tensors, 2.0)
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> int:
+        completions = engine.generate(prompts, SamplingParams(max_new_tokens=new_tokens), seed=1)
+        return sum(len(completion.token_ids) for completion in completions)
+
+    return generate, engine.kernel
+
+
+def open_stock(arguments: argparse.Namespace) -> tuple[Generate, str]:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
+
+    llm = LLM(
+        model=arguments.model,
+        skip_tokenizer_init=True,
+        dtype="bfloat16",
+        max_model_len=arguments.prompt_tokens + arguments.new_tokens + 1,
+        max_num_seqs=max(arguments.sequences),
+        enable_lora=arguments.rank > 0,
+        max_lora_rank=max(arguments.rank, 8),
+        max_loras=1,
+        linear_backend=arguments.kernel,
+        logprobs_mode="processed_logprobs",
+        generation_config="vllm",
+    )
+    request = LoRARequest("bench", 1, write_adapter(arguments.model, arguments.rank)) if arguments.rank else None
+
+    def generate(prompts: list[list[int]], new_tokens: int) -> int:
+        params = SamplingParams(max_tokens=new_tokens, logprobs=0, flat_logprobs=True, detokenize=False, seed=1)
+        tokens = [{"prompt_token_ids": prompt} for prompt in prompts]
+        outputs = llm.generate(tokens, params, use_tqdm=False, lora_request=request)
+        return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+    return generate, f"vLLM's own ({arguments.kernel})"
+
+
+def write_adapter(model: str, rank: int) -> str:
+    """A random LoRA on all seven projections, as a PEFT folder."""
+    import torch
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with torch.device("meta"):
+        skeleton = AutoModelForCausalLM.from_config(config)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    tensors = {}
+    for name, module in skeleton.named_modules():
+        if name.rpartition(".")[2] in targets:
+            prefix = f"base_model.model.{name}"
+            tensors[f"{prefix}.lora_A.weight"] = (torch.randn(rank, module.in_features) * 0.01).bfloat16()
+            tensors[f"{prefix}.lora_B.weight"] = (torch.randn(module.out_features, rank) * 0.01).bfloat16()
+    folder = Path(tempfile.mkdtemp())
+    save_file(tensors, folder / "adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    return str(folder)
+
+
+def versions() -> dict[str, str]:
+    """What a result depends on beside its command."""
+    from importlib.metadata import version
+
+    import torch
+
+    packages = ("torch", "vllm", "transformers", "humming-kernels", "compressed-tensors")
+    found = {name: version(name) for name in packages}
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return {"gpu": torch.cuda.get_device_name(), "commit": commit.stdout.strip(), "versions": found}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+"""Seconds and memory of a training step of `qerl train` on a random checkpoint of a real shape; writes JSON.
+
+    python3 scripts/bench_step.py --model checkpoints/random-7b-NVFP4A16 --out benchmarks/step-7b-qerl.json
+
+The default is workload A: rank 32, 16 prompts x 8 completions, 128 prompt tokens, exactly 512 new ones. The completions
+are of random weights, so no reward is ever earned: all the work of a step is done, with advantages of zero. Seconds are
+those of metrics.jsonl; peak memory is what the driver saw of the whole card, read every 10 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+GIB = 2**30
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--micro-batch", type=int, default=16)
+    parser.add_argument("--cap-gib", type=float)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for `qerl train`")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    from qerl.recipe import load_recipe
+    from training.run import start
+
+    with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak:
+        config = load_recipe("dapo_7b", overrides(arguments, Path(folder)))
+        started = time.monotonic()
+        result = start(config, "bench")
+        lines = (result.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        seconds = time.monotonic() - started
+    report = {
+        "command": " ".join(sys.argv),
+        **machine(),
+        "run_s": round(seconds, 1),
+        "peak_driver_gib": round(peak.gib, 2),
+        "steps": [json.loads(line) for line in lines],
+    }
+    text = json.dumps(report, indent=1)
+    if arguments.out:
+        arguments.out.write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+def overrides(arguments: argparse.Namespace, folder: Path) -> list[str]:
+    """The workload as `--set` values over the recipe dapo_7b; prompts are bytes, one token each."""
+    rows = folder / "rows.jsonl"
+    length = arguments.prompt_tokens - 1  # the chat template of the random checkpoints adds a newline
+    questions = [f"{number:04d} ".ljust(length, "abcdefgh"[number % 8]) for number in range(64)]
+    lines = [json.dumps({"question": question, "answer": "#### 7"}) for question in questions]
+    rows.write_text("\n".join(lines), encoding="utf-8")
+    values = {
+        "model.base": arguments.model,
+        "adapter.rank": arguments.rank,
+        "adapter.alpha": 2 * arguments.rank,
+        "data.task": "gsm8k",
+        "data.source": rows,
+        "data.system_prompt": "null",
+        "data.prompt_template": "'{question}'",
+        "data.max_prompt_tokens": arguments.prompt_tokens,
+        "rollout.prompts_per_step": arguments.prompts,
+        "rollout.group_size": arguments.group,
+        "rollout.max_new_tokens": arguments.new_tokens,
+        "loss.mask_truncated": "false",
+        "loss.mismatch_gate": "null",  # reported instead
+        "noise.num_stages": 3,
+        "run.steps": arguments.steps,
+        "run.micro_batch": arguments.micro_batch,
+        "run.save_every": 1000,
+        "run.out": folder / "run",
+        "memory.cap_gib": "null" if arguments.cap_gib is None else arguments.cap_gib,
+    }
+    return [f"{key}={value}" for key, value in values.items()] + arguments.set
+
+
+class PeakMemory:
+    """The most that the driver reports as taken on the card while the block runs, in GiB."""
+
+    def __init__(self) -> None:
+        self.gib = 0.0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        import torch
+
+        while not self._done.wait(0.01):
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                free, total = torch.cuda.mem_get_info()
+                self.gib = max(self.gib, (total - free) / GIB)
+
+
+def machine() -> dict[str, object]:
+    """What a result depends on beside its command."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import torch
+
+    found = {}
+    for name in ("torch", "vllm", "trl", "peft", "transformers", "humming-kernels"):
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = None
+    return {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "versions": found}
+
+
+if __name__ == "__main__":
+    main()

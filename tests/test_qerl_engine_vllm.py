@@ -1,0 +1,157 @@
+"""The vllm engine. On a CPU: what it refuses. With `-m gpu`: scripts/check_engine.py on small models of odd sizes; its
+numbers come from the checkpoint, from float64 products and from transformers in float32."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qerl.engine_vllm import VLLMEngine, _completion, _first_at_each_position
+from qerl.errors import EngineError, MissingExtraError
+
+ROOT = Path(__file__).resolve().parents[1]
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+
+
+@pytest.mark.skipif(HAS_VLLM, reason="vllm is installed here")
+def test_without_vllm_the_extra_is_named():
+    with pytest.raises(MissingExtraError, match=r"qerl\[gpu\]"):
+        VLLMEngine("tiny", "nvfp4")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_the_other_engine_is_named():
+    from qerl.vllm_plugin.opening import check_device
+
+    with pytest.raises(EngineError, match=r"rollout.engine=transformers"):
+        check_device("auto")
+
+
+def test_an_unknown_kernel_is_refused():
+    from qerl.vllm_plugin.opening import linear_backend
+
+    with pytest.raises(EngineError, match="auto, humming or marlin"):
+        linear_backend("cutlass", "nvfp4", deterministic=False)
+
+
+def flat(*positions):
+    """vLLM's FlatLogprobs: each position lists its logprobs, the token's own first."""
+    starts, ends, values = [], [], []
+    for position in positions:
+        starts.append(len(values))
+        values += position
+        ends.append(len(values))
+    return SimpleNamespace(start_indices=starts, end_indices=ends, logprobs=values)
+
+
+def test_the_tokens_own_logprob_is_taken_and_empty_positions_are_left_out():
+    assert _first_at_each_position(flat([], [-1.0], [-2.0, -0.5])) == [-1.0, -2.0]
+
+
+def test_a_completion_that_vllm_aborted_is_an_error():
+    output = SimpleNamespace(finish_reason="abort", token_ids=[1], logprobs=flat([-1.0]))
+    with pytest.raises(EngineError, match="abort"):
+        _completion(output)
+
+
+CASES = [  # shape, format, kernel, deterministic
+    ("tiny-qwen2", "nvfp4", "marlin", False),
+    ("tiny-qwen3", "nvfp4", "humming", False),
+    ("tiny-llama", "nvfp4", "auto", True),
+    ("tiny-qwen2", "bf16", "auto", False),
+]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=["-".join(map(str, case[:3])) for case in CASES])
+def checked(request, tmp_path_factory):
+    """The report of scripts/check_engine.py; an engine lives once in a process, so each case has its own."""
+    shape, format, kernel, deterministic = request.param
+    folder = tmp_path_factory.mktemp(f"{shape}-{kernel}")
+    model, out = folder / "model", folder / "report.json"
+    run("make_random_checkpoint.py", "--shape", shape, "--format", format, "--out", model)
+    flags = ["--deterministic"] if deterministic else []
+    run("check_engine.py", "--model", model, "--format", format, "--kernel", kernel, "--out", out, *flags)
+    report = json.loads(out.read_text(encoding="utf-8"))
+    return SimpleNamespace(format=format, asked=kernel, deterministic=deterministic, **report)
+
+
+def run(script, *arguments):
+    command = [sys.executable, str(ROOT / "scripts" / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+class TestOnGPU:
+    def test_the_kernel_that_was_asked_for_runs(self, checked):
+        expected = {"bf16": "cublas"}.get(checked.format, "marlin" if checked.asked == "auto" else checked.asked)
+        assert checked.kernel == expected  # auto and deterministic: marlin
+
+    def test_every_base_weight_of_the_policy_is_the_engines(self, checked):
+        assert checked.shared_memory["foreign"] == []
+        assert checked.shared_memory["kernel_linears"] == (14 if checked.format == "nvfp4" else 0)
+
+    def test_kernel_layouts_decode_to_the_checkpoint_bit_exactly(self, checked):
+        assert checked.dequantization["different"] == {}
+        assert checked.dequantization["missing"] == []
+        assert checked.dequantization["twin_different"] == 0
+        assert checked.dequantization["unscaled_relative_error"] < 1e-6
+
+    def test_product_and_input_gradient_are_within_bf16_rounding(self, checked):
+        assert checked.product["forward"] < 2.5e-3
+        assert checked.product["backward"] < 2.5e-3
+
+    def test_sampler_trainer_and_score_agree(self, checked):
+        for result in (checked.agreement, checked.temperature, checked.adapter):
+            assert result["policy"]["kl"] < 5e-5
+            assert result["score"]["kl"] < 5e-5
+
+    def test_all_three_agree_with_transformers_in_float32(self, checked):
+        for name in ("sampled", "policy", "score"):
+            assert checked.oracle[name]["mean_abs"] < 5e-3
+            assert checked.oracle[name]["kl"] < 5e-5
+
+    def test_an_adapter_acts_counts_match_and_misfits_raise(self, checked):
+        assert checked.adapter["count"] == 28
+        assert checked.adapter["changed"] > 0
+        assert checked.adapter["greedy"]["equal_tokens"] > 0.97  # the rest are near-ties
+        assert checked.adapter["greedy"]["largest_gap"] < 0.01
+        assert all(checked.adapter["errors"].values())
+
+    def test_noise_acts_down_to_sigma_1e_4_and_goes_without_a_trace(self, checked):
+        for sigma in ("0.01", "0.001", "0.0001"):
+            assert checked.noise[sigma]["count"] == 4
+            assert checked.noise[sigma]["std_over_sigma"] == pytest.approx(1, abs=0.02)
+            assert checked.noise[sigma]["correlation"] > 0.99
+            assert checked.noise[sigma]["same_as_clean"]["logprobs"] == 0
+        assert checked.noise["restored_bits"]
+
+    def test_seeds_decide_and_a_deterministic_engine_repeats_bits(self, checked):
+        assert checked.repeat["other_seed"]["tokens"] == 0
+        assert checked.repeat["distinct_within_call"] == 8
+        if checked.deterministic:
+            for name in ("warm_prefix_cache", "cold", "cold_again", "same_seed"):
+                assert checked.repeat[name] == {"tokens": 1.0, "logprobs": 1.0}
+            assert checked.noise["restored_samples"] == {"tokens": 1.0, "logprobs": 1.0}
+            assert checked.adapter["zero_adapter_restores"] == {"tokens": 1.0, "logprobs": 1.0}
+
+    def test_sleep_gives_back_the_kv_cache_alone(self, checked):
+        given_back = checked.sleep_and_wake["used_gib"] - checked.sleep_and_wake["asleep_gib"]
+        assert given_back == pytest.approx(checked.sleep_and_wake["kv_gib"], rel=0.02)
+        assert checked.sleep_and_wake["same_pointers"]
+        assert checked.sleep_and_wake["policy_works_asleep"]
+
+    def test_stop_tokens_lengths_filters_and_context(self, checked):
+        assert checked.limits["stop_reason"] == "stop"
+        assert checked.limits["stop_last"]
+        assert checked.limits["length_reason"] == "length"
+        assert checked.limits["length"] == 64
+        assert "exceed the engine's context of 1024" in checked.limits["too_long"]
+        assert checked.limits["top_k_1_logprob_zero"] == 0
+        assert checked.limits["full_context_scored"] == 23

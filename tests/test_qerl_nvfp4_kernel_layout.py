@@ -1,0 +1,124 @@
+"""The kernels' layouts against their own packers, transcribed loop by loop from the CUDA sources named below."""
+
+import pytest
+import torch
+
+from qerl.nvfp4 import reference
+from qerl.nvfp4.kernel_layout import (
+    HUMMING_MMA,
+    HUMMING_WGMMA,
+    MARLIN,
+    KernelWeight,
+    block_scales,
+    codes,
+    dequantize,
+)
+
+ROWS, COLUMNS = 128, 96
+
+
+def humming_pack(code: torch.Tensor, wgmma: bool) -> torch.Tensor:
+    """humming-kernels 0.1.10, `weight_repack_nk` and `humming_pack_weight` in kernel/process.cuh: 16-bit A, 4-bit B."""
+    rows, columns = code.shape
+    out = torch.zeros(columns // 16, rows * 2, dtype=torch.int64)
+    for tile in range(rows // 64):
+        for thread in range(32):
+            for block in range(columns // 16):
+                tmp = torch.zeros(4, 2, 2, 2, dtype=torch.int64)  # INDEX3 .. INDEX6 of the source
+                for i in range(8):
+                    for j in range(2):
+                        for k in range(2):
+                            column = block * 16 + j * 8 + thread % 4 * 2 + k
+                            value = int(code[tile * 64 + i * 8 + thread // 4, column])
+                            where = (i // 2, j, i % 2, k) if wgmma else (i // 2, i % 2, j, k)
+                            tmp[where] = value
+                for word, values in enumerate(tmp.reshape(4, 8).tolist()):
+                    packed = sum(values[k % 4 * 2 + k // 4] << (4 * k) for k in range(8))  # interleave mode 3
+                    out[block, 128 * tile + thread * 4 + word] = packed
+    return out.to(torch.int32)
+
+
+def humming_scales(scale: torch.Tensor) -> torch.Tensor:
+    """`prepare_humming_weight_scale`, utils/weight.py, group scales."""
+    perm = [x + i for i in range(8) for x in (0, 8, 16, 24, 32, 40, 48, 56)]
+    turned = scale.view(torch.uint8).t().contiguous()
+    return turned.view(-1, 64)[:, perm].reshape(turned.shape)
+
+
+def marlin_pack(code: torch.Tensor) -> torch.Tensor:
+    """vllm 0.25.1, `repack_tile` in csrc/quantization/marlin/gptq_marlin_repack.cu: 4 bits, no permutation."""
+    rows, columns = code.shape
+    out = torch.zeros(columns // 16, rows * 2, dtype=torch.int64)
+    for k_tile in range(columns // 16):
+        for n_tile in range(rows // 64):
+            for thread in range(32):
+                for warp in range(4):
+                    tc_col, tc_row = thread // 4, thread % 4 * 2
+                    n = n_tile * 64 + warp * 16 + tc_col
+                    vals = [int(code[n + add, k_tile * 16 + tc_row + off]) for add in (0, 8) for off in (0, 1, 8, 9)]
+                    packed = sum(vals[v] << (4 * i) for i, v in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))
+                    out[k_tile, n_tile * 128 + thread * 4 + warp] = packed
+    return out.to(torch.int32)
+
+
+def marlin_scales(scale: torch.Tensor, factor: float) -> torch.Tensor:
+    """`marlin_permute_scales` and `nvfp4_marlin_process_scales`, marlin_utils.py and marlin_utils_fp4.py."""
+    turned = scale.to(torch.float32).t().contiguous().half()
+    perm = [i + 8 * j for i in range(8) for j in range(8)]
+    turned = turned.reshape(-1, 64)[:, perm].reshape(-1, scale.shape[0])
+    turned = turned.view(-1, 4)[:, [0, 2, 1, 3]].view(turned.size(0), -1)
+    turned = (turned.float() * factor).half() * 2**7
+    turned[turned < 2] = 0
+    return (turned.view(torch.int16) << 1).view(torch.uint8)[:, 1::2].contiguous()
+
+
+@pytest.fixture(scope="module")
+def packed():
+    """A tensor with every code, scales from the smallest normal e4m3 to 448, and a global scale no power of two."""
+    generator = torch.Generator().manual_seed(0)
+    code = torch.randint(0, 16, (ROWS, COLUMNS), generator=generator).to(torch.uint8)
+    scale = torch.randint(8, 127, (ROWS, COLUMNS // 16), generator=generator).to(torch.uint8)
+    scale[0, 0], scale[5, 2] = 126, 8
+    return code, scale.view(torch.float8_e4m3fn), torch.tensor([1234.5])
+
+
+def kernel_weight(packed, layout, rows=ROWS, factor=1.0):
+    code, scale, global_scale = packed
+    if layout is MARLIN:
+        words, scales = marlin_pack(code), marlin_scales(scale, factor)
+    else:
+        words, scales = humming_pack(code, layout.transposed), humming_scales(scale)
+    return KernelWeight(layout, words, scales, rows, COLUMNS, float(global_scale), factor)
+
+
+@pytest.mark.parametrize("layout", [HUMMING_WGMMA, HUMMING_MMA, MARLIN], ids=["wgmma", "mma", "marlin"])
+def test_codes_scales_and_weights_come_back_bit_exactly(packed, layout):
+    code, scale, global_scale = packed
+    weight = kernel_weight(packed, layout)
+    assert torch.equal(codes(weight), code)
+    assert torch.equal(block_scales(weight), scale.float())
+    expected = reference.dequantize(reference.pack_codes(code), scale, global_scale, torch.bfloat16)
+    assert torch.equal(dequantize(weight, torch.bfloat16).view(torch.int16), expected.view(torch.int16))
+
+
+def test_rows_that_the_kernel_padded_are_left_out(packed):
+    weight = kernel_weight(packed, HUMMING_WGMMA, rows=100)
+    assert torch.equal(codes(weight), packed[0][:100])
+    assert weight.out_padded == ROWS
+
+
+def test_marlins_moved_power_of_two_is_taken_back(packed):
+    code, scale, global_scale = packed
+    small = (scale.float() / 16).to(torch.float8_e4m3fn)  # largest 28: Marlin multiplies all by 16
+    keep = small.float() * 16 == scale.float()
+    weight = kernel_weight((code, small, global_scale), MARLIN, factor=16.0)
+    expected = reference.dequantize(reference.pack_codes(code), small, global_scale, torch.float32)
+    exact = keep.repeat_interleave(16, dim=1)
+    assert torch.equal(dequantize(weight, torch.float32)[exact], expected[exact])
+    assert weight.alpha == pytest.approx(1 / (1234.5 * 16))
+
+
+def test_the_wrong_layout_is_not_mistaken_for_the_right_one(packed):
+    weight = kernel_weight(packed, HUMMING_WGMMA)
+    wrong = KernelWeight(HUMMING_MMA, weight.words, weight.scales, ROWS, COLUMNS, weight.global_scale)
+    assert not torch.equal(codes(wrong), packed[0])

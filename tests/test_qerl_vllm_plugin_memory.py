@@ -1,0 +1,55 @@
+import pytest
+from transformers import Qwen2Config
+
+from qerl.errors import EngineError
+from qerl.vllm_plugin.memory import GIB, kv_bytes_per_token, kv_cache_bytes, plan_memory
+
+CARD = 140 * GIB
+WEIGHTS_7B = int(5.5 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("memory", "cap_gib", "limit_gib", "budget_gib"),
+    [
+        (None, None, 140, 119),  # 0.85 of the card
+        (None, 24, 24, 20.4),  # 0.85 of the cap
+        (0.5, 24, 24, 12),
+        (20, 24, 24, 20),
+        (1, 24, 24, 24),  # 1 is the whole share, not 1 GiB
+        (100, 200, 140, 100),  # a cap above the card is the card
+    ],
+)
+def test_budget_is_gib_above_one_and_a_share_below(memory, cap_gib, limit_gib, budget_gib):
+    plan = plan_memory(CARD, WEIGHTS_7B, memory, cap_gib)
+    assert plan.limit == limit_gib * GIB
+    assert plan.budget == pytest.approx(budget_gib * GIB, abs=2)
+    assert plan.utilization(CARD) == pytest.approx((budget_gib - 1) / 140)
+
+
+@pytest.mark.parametrize(
+    ("memory", "cap_gib", "message"),
+    [
+        (30, 24, "30.0 GiB and the limit is 24.0 GiB .memory.cap_gib"),
+        (200, None, "the limit is 140.0 GiB .the card"),
+        (0, None, "not a budget"),
+        (-1, None, "not a budget"),
+        (None, 8, "the weights take 5.5 GiB"),
+        (8, None, "the weights take 5.5 GiB"),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_loading(memory, cap_gib, message):
+    with pytest.raises(EngineError, match=message):
+        plan_memory(CARD, WEIGHTS_7B, memory, cap_gib)
+
+
+def test_kv_bytes_of_qwen_7b_and_of_an_explicit_head_size():
+    qwen = Qwen2Config(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4)
+    assert kv_bytes_per_token(qwen) == 2 * 28 * 4 * 128 * 2
+    qwen.head_dim = 64
+    assert kv_bytes_per_token(qwen) == 2 * 28 * 4 * 64 * 2
+
+
+def test_kv_cache_is_no_larger_than_can_be_used_and_else_left_to_the_profile():
+    plan = plan_memory(CARD, WEIGHTS_7B, None, None)
+    assert kv_cache_bytes(plan, WEIGHTS_7B, tokens=128 * 640, per_token=57344) == int(81920 * 57344 * 1.02) + 64 * 2**20
+    assert kv_cache_bytes(plan, WEIGHTS_7B, tokens=256 * 32768, per_token=57344) is None
