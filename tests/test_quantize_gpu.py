@@ -1,0 +1,65 @@
+"""Quantization on a CUDA device: near to the CPU's bits, and with a small part of the model on the device."""
+
+import json
+
+import pytest
+import torch
+from checkpoint_factory import make_checkpoint
+from safetensors.torch import load_file
+
+from quantize.run import quantize_checkpoint
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+LARGER = {"hidden_size": 512, "intermediate_size": 1536, "head_dim": 64, "num_attention_heads": 8}
+
+
+def load_all(folder):
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("layout", ["qwen2", "qwen3"])
+def test_rounding_on_the_device_differs_from_the_cpus_in_almost_no_code(tmp_path, layout):
+    source = make_checkpoint(tmp_path / "model", layout, **LARGER)
+    reports = [quantize_checkpoint(str(source), tmp_path / device, device=device) for device in ("cpu", "cuda")]
+    ours, theirs = load_all(tmp_path / "cuda"), load_all(tmp_path / "cpu")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        same = (tensor.view(torch.uint8) == theirs[name].view(torch.uint8)).float().mean()
+        assert same > (0.999 if ".weight_" in name else 0.9999999), name  # CUDA divides by 6 through its reciprocal
+    for cpu, cuda in zip(reports[0].layers, reports[1].layers, strict=True):
+        assert cuda.sqnr_db == pytest.approx(cpu.sqnr_db, abs=0.05)
+
+
+def test_only_a_layer_at_a_time_is_on_the_device(tmp_path):
+    source = make_checkpoint(tmp_path / "model", "llama", layers=16, **LARGER)
+    quantize_checkpoint(str(source), tmp_path / "warm")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    report = quantize_checkpoint(str(source), tmp_path / "out")
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak < report.bytes_before  # all 16 layers; one layer with its float copies is about half of that
+
+
+@pytest.mark.parametrize(("method", "layout"), [("awq", "qwen2"), ("gptq", "qwen3"), ("awq", "llama")])
+def test_calibrated_methods_run_and_verify(tmp_path, method, layout):
+    source = make_checkpoint(tmp_path / "model", layout, **LARGER)
+    rows = [{"question": f"What is {n} plus {n % 7}?", "answer": f"The answer is {n + n % 7}."} for n in range(400)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    report = quantize_checkpoint(
+        str(source),
+        tmp_path / "out",
+        method,
+        calibration=str(tmp_path / "rows.jsonl"),
+        calibration_size=8,
+        sequence_length=128,
+        batch_size=4,
+    )
+    assert len(report.layers) == 14
+    assert report.worst().sqnr_db > 12
+    before, after = load_all(source), load_all(tmp_path / "out")
+    changed = {name for name in before if name in after and not torch.equal(before[name], after[name])}
+    assert all(name.endswith(("layernorm.weight", "v_proj.bias")) for name in changed)
+    assert bool(changed) == (method == "awq")
