@@ -24,15 +24,15 @@ class QuantizeReport:
     scheme: str
     ignore: tuple[str, ...]  # patterns as given
     kept_linears: tuple[str, ...]  # left in 16 bits by them; lm_head always is
-    bytes_before: int  # of all tensors
-    bytes_after: int
     sqnr_reference: str  # what the weights are compared with
     layers: list[LayerCheck]
-    calibration: dict | None
-    seconds: float
     created: str  # ISO 8601, UTC
     versions: dict[str, str]
+    bytes_before: int  # of all tensors
+    bytes_after: int = 0
+    calibration: dict | None = None
     copied_files: list[str] = field(default_factory=list)
+    seconds: float = 0.0
 
     def finite_sqnr_db(self) -> list[float]:
         """The SQNR of each linear that has noise."""
@@ -51,12 +51,9 @@ class QuantizeReport:
     def to_json(self) -> dict:
         """The content of quantize_report.json."""
         worst = self.worst()
-        values = asdict(self) | {"out": str(self.out), "ignore": list(self.ignore)}
-        layers = [
-            {**layer, "sqnr_db": _rounded(layer["sqnr_db"]), "shape": list(layer["shape"])}
-            for layer in values.pop("layers")
-        ]
+        values = asdict(self)
         del values["out"]
+        layers = [{**layer, "sqnr_db": _rounded(layer["sqnr_db"])} for layer in values.pop("layers")]
         return {
             "format": NVFP4_FORMAT,
             **values,

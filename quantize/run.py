@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint import REPORT, default_quantized_dir
-from qerl.errors import ConfigError
+from qerl.errors import CheckpointError, ConfigError
 from quantize.calibrated import calibrate, calibrated_groups, check_device, dense_tensor
 from quantize.calibration import Calibration, load_calibration
 from quantize.compressor import SCHEME, check_installed, config_entry, load_compressor, make_config
@@ -34,7 +34,7 @@ from quantize.reader import TensorReader
 from quantize.report import QuantizeReport
 from quantize.rtn import rtn_groups
 from quantize.source import Source, read_source
-from quantize.verify import ReadTensor, verify
+from quantize.verify import LayerCheck, ReadTensor, verify
 from quantize.writer import copy_small_files, write_json, write_weights
 
 if TYPE_CHECKING:
@@ -128,6 +128,20 @@ def _quantize(source: Source, options: Options, staging: Path, out: Path) -> Qua
     """Fill the staging folder and check it; all but the report is in it afterwards."""
     logger.info("loading llm-compressor")
     load_compressor()
+    import torch
+
+    try:
+        return _write_and_verify(source, options, staging, out)
+    except torch.OutOfMemoryError as error:
+        less = (
+            "--device cpu"
+            if options.method == "rtn"
+            else "a smaller --batch-size or --calibration-size, or --method rtn"
+        )
+        raise CheckpointError(f"the device ran out of memory while quantizing {source.name}: write {less}") from error
+
+
+def _write_and_verify(source: Source, options: Options, staging: Path, out: Path) -> QuantizeReport:
     device = _resolve_device(options.device)
     config = make_config(["lm_head", *source.kept])
     with ExitStack() as stack:
@@ -148,6 +162,13 @@ def _quantize(source: Source, options: Options, staging: Path, out: Path) -> Qua
         write_json(staging / "config.json", {**source.config, "quantization_config": config_entry(config)})
         task = progress.add_task("verifying", total=len(source.tensors))
         layers = verify(staging, source, dense, device, lambda: progress.advance(task))
+    report = _report(source, options, out, layers)
+    return replace(
+        report, bytes_after=written, copied_files=copied, calibration=calibration.summary() if calibration else None
+    )
+
+
+def _report(source: Source, options: Options, out: Path, layers: list[LayerCheck]) -> QuantizeReport:
     return QuantizeReport(
         out=out,
         source=source.name,
@@ -156,14 +177,10 @@ def _quantize(source: Source, options: Options, staging: Path, out: Path) -> Qua
         ignore=options.ignore,
         kept_linears=source.kept,
         bytes_before=source.size_bytes(),
-        bytes_after=written,
         sqnr_reference=COMPARED_WITH[options.method],
         layers=layers,
-        calibration=calibration.summary() if calibration else None,
-        seconds=0.0,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions={package: _version(package) for package in PACKAGES},
-        copied_files=copied,
     )
 
 

@@ -348,3 +348,13 @@ def test_nothing_is_said_on_stdout_and_the_progress_on_stderr(tmp_path):
     assert "quantizing" in done.stderr
     assert "verifying" in done.stderr
     assert "No accelerator" not in done.stderr
+
+
+def test_a_full_device_is_one_clear_error(model, tmp_path, monkeypatch):
+    def full(*args):
+        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
+
+    monkeypatch.setattr(run, "write_weights", full)
+    with pytest.raises(CheckpointError, match=r"ran out of memory while quantizing .*: write --device cpu"):
+        quantize_checkpoint(str(model), tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
