@@ -42,6 +42,7 @@ fi
 .venv/bin/python -m uv --version >/dev/null 2>&1 || .venv/bin/python -m pip install --quiet uv ||
     fail "uv could not be installed: is the package index reachable?"
 uv() { .venv/bin/python -m uv "$@"; }
+export UV_COMPILE_BYTECODE=1 # once here instead of at every start: torch and transformers are large
 # uv does not read pip's settings; a mirror that pip was told of serves here too.
 [ -n "${PIP_INDEX_URL:-}" ] && export UV_DEFAULT_INDEX="${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}"
 [ -n "${PIP_FIND_LINKS:-}" ] && export UV_FIND_LINKS="${UV_FIND_LINKS:-${PIP_FIND_LINKS// /,}}"

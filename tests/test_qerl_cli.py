@@ -92,15 +92,8 @@ def test_train_says_what_to_type_where_the_base_is_not_quantized(workdir, monkey
     assert not (workdir / "runs").exists()
 
 
-def test_train_quantizes_first_when_asked(workdir):
-    (workdir / "reward.py").write_text(REWARD)
-    code, _, err = run(*small_train("--quantize", "--set=run.steps=3"), cwd=workdir)
-    assert code == 0, err
-    assert (workdir / "checkpoints" / "tiny-NVFP4A16").is_dir()
-
-
 def test_gsm8k_rows_go_through_the_tiny_recipe(workdir):
-    """Real rows, the task's own prompt: the reward may stay at zero with so small a model, the pipeline must not."""
+    """Real rows, the task's own prompt, a base quantized on demand; the reward of so small a model plays no part."""
     (workdir / "reward.py").write_text(REWARD)
     shutil.copy(next((ROOT / "tests" / "data" / "gsm8k").glob("*.jsonl")), workdir / "rows.jsonl")
     options = ["--task", "gsm8k", "--data", "rows.jsonl", "--quantize", "--set=run.steps=3"]
