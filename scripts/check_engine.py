@@ -491,6 +491,7 @@ CHECKS = [
     limits,
     agreement,
     temperature,
+    oracle,
     repeat,
     noise,
     sleep_and_wake,

@@ -12,6 +12,7 @@ from qerl.nvfp4.kernel_layout import (
     block_scales,
     codes,
     dequantize,
+    scales_marlin_drops,
 )
 
 ROWS, COLUMNS = 128, 96
@@ -116,6 +117,16 @@ def test_marlins_moved_power_of_two_is_taken_back(packed):
     exact = keep.repeat_interleave(16, dim=1)
     assert torch.equal(dequantize(weight, torch.float32)[exact], expected[exact])
     assert weight.alpha == pytest.approx(1 / (1234.5 * 16))
+
+
+@pytest.mark.parametrize(("largest", "factor"), [(126, 1.0), (94, 16.0)])  # e4m3 bytes: 448, and 28
+def test_scales_that_marlin_drops_are_counted(largest, factor):
+    bytes_ = torch.arange(largest + 1, dtype=torch.uint8).repeat(64)[: 64 * 64].reshape(64, 64)
+    bytes_[0, 0] = largest
+    scale = bytes_.view(torch.float8_e4m3fn)
+    dropped = ((marlin_scales(scale, factor) == 0).sum() - (bytes_ == 0).sum()).item()
+    assert scales_marlin_drops(scale) == dropped
+    assert (dropped > 0) == (factor == 1.0)  # 28 leaves room for a factor that lifts every subnormal
 
 
 def test_the_wrong_layout_is_not_mistaken_for_the_right_one(packed):

@@ -100,6 +100,17 @@ def dequantize(weight: KernelWeight, dtype: torch.dtype) -> torch.Tensor:
     return values.to(dtype)
 
 
+def scales_marlin_drops(scales: torch.Tensor) -> int:
+    """How many block scales (e4m3, of one fused linear) Marlin's encoding turns into zeros, and 16 weights with each.
+
+    It moves the largest power of two that keeps all under 448, and drops what is then under 2^-6, e4m3's subnormals.
+    """
+    values = scales.float()
+    largest = values.max()
+    factor = (448 / largest).log2().floor().exp2() if largest > 0 else 1.0
+    return int(((values > 0) & (values * factor < 2**-6)).sum())
+
+
 def _grid(weight: KernelWeight, columns: int) -> tuple[torch.Tensor, torch.Tensor]:
     device = weight.words.device
     return torch.arange(weight.out_features, device=device)[:, None], torch.arange(columns, device=device)[None]

@@ -13,6 +13,7 @@ differently at each call (measured on an H200). Remove Humming's limit once scri
 from __future__ import annotations
 
 import json
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,9 +30,11 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
 from qerl.errors import EngineError
-from qerl.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, KernelWeight
+from qerl.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, KernelWeight, scales_marlin_drops
 from qerl.nvfp4.kernels import dequantize_
 from qerl.vllm_plugin import BF16_METHOD, CONFIG_KEY, NVFP4_METHOD
+
+logger = logging.getLogger(__name__)
 
 KERNEL_TOKENS = {"humming": 512, "marlin": 256}
 PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
@@ -73,6 +76,7 @@ class AdapterLinearMethod(LinearMethodBase):
                     f"{sorted(scales)}; quantize it again with `qerl quantize`, which shares them"
                 )
             layer.qerl_global_scale = scales.pop()
+            _warn_of_dropped_scales(layer)
         self.inner.process_weights_after_loading(layer)
         if self.options.deterministic and hasattr(layer, "compute_config"):
             # Humming adds up its stream-K slices in the order in which they finish; without stream-K there is one.
@@ -216,6 +220,17 @@ def kernel_weight(layer: LinearBase) -> KernelWeight:
         f"vLLM chose its {name} kernel for NVFP4, whose layout the trainer cannot read: write rollout.kernel=humming "
         "or marlin (a card of compute capability 8.0 or newer)"
     )
+
+
+def _warn_of_dropped_scales(layer: LinearBase) -> None:
+    if kernel_name(layer) == "marlin" and (dropped := scales_marlin_drops(layer.weight_scale.data)):
+        logger.warning(
+            "%s: Marlin takes %d of %d block scales, all under 2^-6, for zero, and sampler and trainer then both do; "
+            "rollout.kernel=humming keeps them",
+            layer.prefix,
+            dropped,
+            layer.weight_scale.numel(),
+        )
 
 
 def _add_adapter_buffers(layer: LinearBase, max_rank: int) -> None:

@@ -67,43 +67,24 @@ class Settings:
 
 
 def open_llm(settings: Settings, backend: str, options: dict[str, Any], seed: int, enforce_eager: bool) -> Any:
+    """vLLM's LLM in this process, with our plugin in it; `options` are the plugin's (`linear.Options`)."""
     import torch
-
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the trainer needs the model in this process
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    if not _has_module("flashinfer"):
-        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
-    total = torch.cuda.get_device_properties(0).total_memory
-    memory = settings.memory_arguments(total)
-
-    from vllm import LLM
 
     from qerl import vllm_plugin
 
+    _set_environment_()
+    arguments = {
+        **_arguments(settings, options),
+        **settings.memory_arguments(torch.cuda.get_device_properties(0).total_memory),
+        "linear_backend": backend,
+        "seed": seed,
+        "enforce_eager": enforce_eager,
+    }
+    from vllm import LLM
+
     vllm_plugin.register()
-    method = vllm_plugin.NVFP4_METHOD if settings.format == "nvfp4" else vllm_plugin.BF16_METHOD
     try:
-        llm = LLM(
-            model=settings.base,
-            skip_tokenizer_init=True,
-            dtype="bfloat16",
-            quantization=method,
-            trust_remote_code=settings.trust_remote_code,
-            seed=seed,
-            max_model_len=settings.model_len,
-            max_num_seqs=settings.max_sequences,
-            max_num_batched_tokens=MAX_BATCHED_TOKENS,
-            linear_backend=backend,
-            logprobs_mode="processed_logprobs",
-            generation_config="vllm",  # the checkpoint's sampling defaults (a repetition penalty, say) bias the policy
-            enable_prefix_caching=True,
-            enable_sleep_mode=True,
-            additional_config={vllm_plugin.CONFIG_KEY: options},
-            enforce_eager=enforce_eager,
-            compilation_config={"inductor_compile_config": {"emulate_precision_casts": False}},
-            **memory,
-        )
+        llm = LLM(**arguments)
     except torch.cuda.OutOfMemoryError as error:
         raise EngineError(f"opening {settings.base} ran out of GPU memory: raise rollout.memory ({error})") from error
     except ValueError as error:
@@ -112,6 +93,35 @@ def open_llm(settings: Settings, backend: str, options: dict[str, Any], seed: in
     worker = llm.llm_engine.model_executor.driver_worker
     worker.model_config.sleep_mode_backend = vllm_plugin.SLEEP_BACKEND
     return llm
+
+
+def _set_environment_() -> None:
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the trainer needs the model in this process
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    if not _has_module("flashinfer"):
+        os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+
+
+def _arguments(settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
+    """What does not depend on the card."""
+    from qerl import vllm_plugin
+
+    return {
+        "model": settings.base,
+        "skip_tokenizer_init": True,
+        "dtype": "bfloat16",
+        "quantization": vllm_plugin.NVFP4_METHOD if settings.format == "nvfp4" else vllm_plugin.BF16_METHOD,
+        "trust_remote_code": settings.trust_remote_code,
+        "max_model_len": settings.model_len,
+        "max_num_seqs": settings.max_sequences,
+        "max_num_batched_tokens": MAX_BATCHED_TOKENS,
+        "logprobs_mode": "processed_logprobs",
+        "generation_config": "vllm",  # the checkpoint's sampling defaults (a repetition penalty, say) bias the policy
+        "enable_prefix_caching": True,
+        "enable_sleep_mode": True,
+        "additional_config": {vllm_plugin.CONFIG_KEY: options},
+    }
 
 
 def linear_backend(kernel: str, format: str, deterministic: bool) -> str:
