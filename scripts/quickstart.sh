@@ -10,7 +10,7 @@ say() { printf '\n\033[1m==> %s\033[0m\n' "$*"; }
 
 run=runs/quickstart-$(date +%Y%m%d-%H%M%S)
 base=checkpoints/tiny-NVFP4A16
-eval_options=(--limit 300 --max-new-tokens 64 --batch-size 300)
+eval_options=(--limit 300 --max-new-tokens 48 --batch-size 300)
 started=$SECONDS
 
 say "1/5 qerl quantize --model tiny"
