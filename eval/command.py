@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
-import sys
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -18,7 +17,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eval.settings import ENGINES, KERNELS, LOADS, SAMPLED_TEMPERATURE, SAMPLED_TOP_P, EvalSettings
-from qerl.errors import ConfigError, QerlError
+from qerl.errors import ConfigError
+from qerl.terminal import run_command
 
 if TYPE_CHECKING:
     from eval.run import OnBatch
@@ -214,19 +214,8 @@ def task_app(task: str) -> typer.Typer:
 
 
 def main(task: str, arguments: list[str] | None = None) -> None:
-    """`python -m eval.<task>`: exits with 2 and one line for an error of the user's. Default: sys.argv's arguments."""
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for noisy in ("httpx", "transformers"):
-        logging.getLogger(noisy).setLevel(logging.WARNING)
-    try:
-        task_app(task)(arguments, prog_name=f"python -m eval.{task}")
-    except QerlError as error:
-        sys.exit(_refused(error))
-
-
-def _refused(error: QerlError) -> int:
-    sys.stderr.write(f"error: {error}\n")
-    return 2
+    """`python -m eval.<task>`. Default: sys.argv's arguments."""
+    run_command(task_app(task), arguments, f"python -m eval.{task}")
 
 
 @contextlib.contextmanager

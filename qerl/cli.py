@@ -1,13 +1,10 @@
 """The command line: `qerl quantize`, `train`, `eval`, `grade`, `report`, `recipes`, `doctor`.
 
-Importing this loads no torch; each command imports what it runs. An error that is the user's to fix is one line on
-stderr and exit code 2; anything else is a bug and keeps its traceback.
+Importing this loads no torch; each command imports what it runs.
 """
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -16,12 +13,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eval.command import evaluate, parse_columns
-from qerl.errors import ConfigError, QerlError
+from qerl.errors import ConfigError
+from qerl.terminal import run_command
 
 if TYPE_CHECKING:
     from qerl.config import RunConfig
-
-logger = logging.getLogger("qerl")
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -35,20 +31,11 @@ app.add_typer(recipes, name="recipes")
 
 Method = StrEnum("Method", [(name, name) for name in ("rtn", "awq", "gptq")])
 ModelOption = Annotated[str, typer.Option(help="Folder, hub id, or `tiny` (the model that ships with qerl).")]
-NOISY_LOGGERS = ("httpx", "transformers", "trl", "accelerate", "compressed_tensors", "datasets", "urllib3")
 
 
 def main() -> None:
     """Entry point of the `qerl` script."""
-    _set_up_logging()
-    try:
-        app()
-    except QerlError as error:
-        sys.stderr.write(f"error: {error}\n")
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        sys.exit(130)
+    run_command(app)
 
 
 @app.command()
@@ -207,14 +194,6 @@ def doctor() -> None:
     Console().print(table(found))
     if any(check.level == "error" for check in found):
         sys.exit(1)
-
-
-def _set_up_logging() -> None:
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its own logger ignores the level set below
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
-    for name in NOISY_LOGGERS:
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def _refuse_with_resume(*options: object) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from qerl.checkpoint import TINY, TINY_FOLDER
 from qerl.errors import CheckpointError
+from qerl.hub import download_model
 from qerl.nvfp4.layout import TENSORS, quantized_linears
 from qerl.shards import TensorInfo, read_json, read_tensors
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-HUB_PATTERNS = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt"]
 
 
 def load_model(
@@ -40,7 +39,7 @@ def load_model(
     `format` is "nvfp4" or "bf16"; `dtype` is what the 16-bit tensors and the products are in: "auto" is bfloat16 on a
     GPU and float32 on a CPU, where bfloat16 products are slow. Raises CheckpointError for a folder of another format.
     """
-    folder = local_folder(path)
+    folder = local_folder(path, trust_remote_code)
     if format not in ("nvfp4", "bf16"):
         raise CheckpointError(f"format {format!r} is not known: write 'nvfp4' or 'bf16'")
     torch_dtype = resolve_dtype(dtype, device)
@@ -53,7 +52,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     """The checkpoint's own tokenizer, padding on the left; without a pad token the end-of-sequence token pads."""
     from transformers import AutoTokenizer
 
-    folder = local_folder(path)
+    folder = local_folder(path, trust_remote_code)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -79,21 +78,13 @@ def resolve_dtype(dtype: str, device: str) -> torch.dtype:
     return getattr(torch, dtype)
 
 
-def local_folder(path: str | Path) -> Path:
+def local_folder(path: str | Path, trust_remote_code: bool = False) -> Path:
     """`path` if it is a folder here, the shipped model for "tiny", else the hub's snapshot of that id."""
     if str(path) == TINY:
         return TINY_FOLDER
     if Path(path).is_dir():
         return Path(path)
-    from huggingface_hub import snapshot_download
-
-    try:
-        return Path(snapshot_download(str(path), allow_patterns=HUB_PATTERNS))
-    except Exception as error:
-        raise CheckpointError(
-            f"{path} is neither a folder here nor a model that the hub gives ({type(error).__name__}): "
-            "check the name and the network, or give the folder of a downloaded checkpoint"
-        ) from error
+    return download_model(str(path), trust_remote_code)
 
 
 def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
