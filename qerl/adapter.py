@@ -108,6 +108,7 @@ def save_adapter(model: PeftModel, folder: str | Path, base: str) -> None:
     """Write the adapter as a standard PEFT folder that names `base` as its base model."""
     model.peft_config[ADAPTER_NAME].base_model_name_or_path = base
     model.save_pretrained(str(folder), safe_serialization=True, save_embedding_layers=False)
+    (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT's empty template of a model card
 
 
 def load_tensors_(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> int:

@@ -109,13 +109,13 @@ def _comparison(before: Path, after: Path) -> str:
 
 
 def _pairs(before: Path, after: Path) -> str:
-    """Completions of the same question before and after; those that training turned right come first."""
+    """Completions of the same question before and after, where training turned wrong into right if it did so at all."""
     first = {(row["id"], row["sample"]): row for row in _read_jsonl(before / "completions.jsonl")}
     second = {(row["id"], row["sample"]): row for row in _read_jsonl(after / "completions.jsonl")}
-    keys = sorted(
-        (key for key in first if key in second), key=lambda key: second[key]["correct"] <= first[key]["correct"]
-    )
-    return "\n\n".join(_pair(first[key], second[key]) for key in keys[:PAIRS_SHOWN])
+    shared = [key for key in first if key in second]
+    turned = [key for key in shared if second[key]["correct"] > first[key]["correct"]] or shared
+    spread = turned[:: max(1, len(turned) // PAIRS_SHOWN)][:PAIRS_SHOWN]  # neighbours are of one length and kind
+    return "\n\n".join(_pair(first[key], second[key]) for key in spread)
 
 
 def _pair(before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
