@@ -29,7 +29,7 @@ class Check:
 
 def checks() -> list[Check]:
     """Everything that can be said about this machine without loading a model."""
-    return [_python(), _torch(), *_pins(), _gpu(), _vllm(), _disk()]
+    return [_python(), _torch(), *_pins(), _gpu(), _engine(), _disk()]
 
 
 def table(found: list[Check]) -> Table:
@@ -81,7 +81,7 @@ def _gpu() -> Check:
     import torch
 
     if not torch.cuda.is_available():
-        return Check("ok", "gpu", "none: rollouts run by transformers on the CPU")
+        return Check("ok", "gpu", "none")
     properties = torch.cuda.get_device_properties(0)
     name = f"{properties.name}, {properties.total_memory / 2**30:.0f} GiB, sm_{properties.major}{properties.minor}"
     if properties.major < 8:
@@ -89,13 +89,13 @@ def _gpu() -> Check:
     return Check("ok", "gpu", name)
 
 
-def _vllm() -> Check:
-    import importlib.metadata
+def _engine() -> Check:
+    """What `rollout.engine: auto` takes here."""
+    if importlib.util.find_spec("torch") is None:
+        return Check("warning", "engine", "unknown without torch")
+    from qerl.engine import choose_engine
 
-    try:
-        return Check("ok", "engine", f"vllm {importlib.metadata.version('vllm')}")
-    except PackageNotFoundError:
-        return Check("ok", "engine", "transformers (no vllm here)")
+    return Check("ok", "engine", f"{choose_engine('auto')} (rollout.engine: auto)")
 
 
 def _disk() -> Check:
