@@ -107,7 +107,10 @@ def read_adapter(folder: str | Path) -> tuple[dict[str, torch.Tensor], float]:
 def save_adapter(model: PeftModel, folder: str | Path, base: str) -> None:
     """Write the adapter as a standard PEFT folder that names `base` as its base model."""
     model.peft_config[ADAPTER_NAME].base_model_name_or_path = base
-    model.save_pretrained(str(folder), safe_serialization=True, save_embedding_layers=False)
+    # Only ours: with a KL term TRL adds a frozen copy, "ref", to the model.
+    model.save_pretrained(
+        str(folder), safe_serialization=True, selected_adapters=[ADAPTER_NAME], save_embedding_layers=False
+    )
     (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT's empty template of a model card
 
 
@@ -127,6 +130,15 @@ def load_tensors_(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> int:
                 )
             parameter.copy_(tensors[name])
     return len(own)
+
+
+def set_scaling_(model: nn.Module, scaling: float) -> None:
+    """Multiply B by `scaling` from now on, in every linear of the attached adapter."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.scaling[ADAPTER_NAME] = scaling
 
 
 def attach_saved_(model: nn.Module, tensors: Mapping[str, torch.Tensor], scaling: float) -> PeftModel:

@@ -16,7 +16,7 @@ import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
 from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from qerl.adapter import adapter_tensors, attach_saved_, load_tensors_
+from qerl.adapter import adapter_tensors, attach_saved_, load_tensors_, set_scaling_
 from qerl.engine import Completion, SamplingParams
 from qerl.errors import EngineError
 from qerl.model import end_token_ids, load_model, load_tokenizer
@@ -47,6 +47,10 @@ class TransformersEngine:
         self._model: PreTrainedModel | None = load_model(base, format, dtype, device, trust_remote_code)
         self._tokenizer = load_tokenizer(base, trust_remote_code)
         self._end_token_ids = end_token_ids(self._model, self._tokenizer)
+        # What the checkpoint declares fills every field that a call leaves out, and would bias the policy (Qwen2.5
+        # ships a repetition penalty of 1.05); only its end tokens are kept.
+        pad_id = self._tokenizer.pad_token_id
+        self._model.generation_config = GenerationConfig(eos_token_id=list(self._end_token_ids), pad_token_id=pad_id)
         self._batch_size = batch_size
         packed = any(isinstance(module, NVFP4Linear) for module in self._model.modules())
         self.kernel = f"{'unpack + ' if packed else ''}torch {self._model.dtype} on {self._model.device}"
@@ -86,7 +90,9 @@ class TransformersEngine:
             return len(tensors)
         if set(own) == set(tensors) and all(own[name] is tensors[name] for name in own):
             return len(own)
-        return load_tensors_(model, tensors)
+        count = load_tensors_(model, tensors)
+        set_scaling_(model, scaling)
+        return count
 
     def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
         return set_norm_noise_(block_norms(self._open()), noise)
@@ -135,17 +141,13 @@ class TransformersEngine:
         return [_cut(tokens, values, set(stop)) for tokens, values in rows]
 
     def _generation_config(self, sampling: SamplingParams, stop: tuple[int, ...]) -> GenerationConfig:
-        # Fields that are not given are filled from the checkpoint's own generation config, and what would change the
-        # distribution must not be (Qwen2.5 ships a repetition penalty of 1.05, which would bias the policy).
+        # The filters are our own processors (`_filters`); transformers' are switched off where that is not the default.
         return GenerationConfig(
             max_new_tokens=sampling.max_new_tokens,
             do_sample=sampling.temperature > 0,
             temperature=1.0,
             top_p=1.0,
             top_k=0,
-            min_p=0.0,
-            typical_p=1.0,
-            repetition_penalty=1.0,
             eos_token_id=list(stop),
             pad_token_id=self._tokenizer.pad_token_id,
             use_cache=True,
@@ -194,7 +196,7 @@ class _LogprobRecorder(LogitsProcessor):
 
 
 def _filters(sampling: SamplingParams) -> list[LogitsProcessor]:
-    """Temperature and filters in the order in which transformers and vLLM apply them."""
+    """Temperature and filters in transformers' order (vLLM applies min_p before top_k and top_p)."""
     if sampling.temperature <= 0:
         return []
     filters: list[LogitsProcessor] = [TemperatureLogitsWarper(float(sampling.temperature))]

@@ -32,7 +32,7 @@ def block_norms(model: nn.Module) -> dict[str, nn.Module]:
     for name, module in model.named_modules():
         base_name = _WRAPPERS.sub("", name)
         if _DIRECT_CHILD.search(base_name) and _looks_like_norm(module):
-            norms[base_name] = module  # a trained copy (modules_to_save) comes after its original and replaces it
+            norms[base_name] = module  # of a trained norm the copy (modules_to_save), which is the one that runs
     if not norms:
         raise EngineError(
             "no RMSNorm was found among the decoder layers' children, so noise would change nothing: "

@@ -90,6 +90,7 @@ def test_the_checkpoints_own_generation_config_biases_nothing(tmp_path):
     shutil.copytree(plain, biased)
     path = biased / "generation_config.json"
     settings = {"repetition_penalty": 5.0, "top_k": 1, "top_p": 0.1, "temperature": 0.1, "do_sample": True}
+    settings |= {"no_repeat_ngram_size": 1, "suppress_tokens": list(range(40)), "epsilon_cutoff": 0.02}
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
     engines = [open_engine(str(folder), "bf16", engine="transformers") for folder in (plain, biased)]
     for sampling in (SAMPLED, GREEDY):
@@ -122,6 +123,20 @@ def test_a_saved_adapter_acts_and_can_be_swapped(engine, nvfp4_base, tmp_path):
         synced = tokens(engine.generate(PROMPTS, GREEDY))
         assert synced == tokens(other.generate(PROMPTS, GREEDY))
         assert synced != clean
+
+
+def test_a_swapped_adapter_brings_its_own_scaling(engine, nvfp4_base):
+    other = open_engine(str(nvfp4_base), "nvfp4", engine="transformers")
+    policy = attach_lora(other.policy_model(), rank=4, alpha=8)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for tensor in adapter_tensors(policy).values():
+            tensor.copy_(0.1 * torch.randn_like(tensor))
+    tensors = {name: tensor.detach().clone() for name, tensor in adapter_tensors(policy).items()}
+    engine.sync_adapter(tensors, 20.0)
+    engine.sync_adapter(tensors, 2.0)
+    completion = [9, 10, 11, 12]
+    assert engine.score([PROMPTS[0]], [completion]) == other.score([PROMPTS[0]], [completion])
 
 
 def test_noise_acts_and_is_taken_away(engine):
