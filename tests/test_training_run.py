@@ -12,6 +12,7 @@ import pytest
 import torch
 from small_run import small_config
 
+import training.run
 import training.trainer
 from qerl.adapter import read_adapter
 from qerl.errors import CheckpointError, ConfigError, DataError, EngineError, RewardError
@@ -201,6 +202,68 @@ def test_engine_and_trainer_that_disagree_stop_before_the_first_update(nvfp4_bas
     with pytest.raises(EngineError, match=r"mismatch_kl 1\.49e-01 is above loss\.mismatch_gate 0\.003"):
         start(small_config(nvfp4_base, tmp_path), "tiny")
     assert read_metrics(tmp_path / "run") == []
+
+
+def test_the_gate_judges_the_whole_step(nvfp4_base, tmp_path, monkeypatch):
+    """A micro-batch is a small sample: what is compared with the gate is what a run without it logs for the step."""
+    from qerl.engine_transformers import TransformersEngine
+
+    original = TransformersEngine.generate
+
+    def shifted(self, *args):
+        completions = original(self, *args)
+        for index, completion in enumerate(completions):
+            completion.logprobs[:] = [value - 0.1 * index for value in completion.logprobs]
+        return completions
+
+    monkeypatch.setattr(TransformersEngine, "generate", shifted)
+    start(small_config(nvfp4_base, tmp_path, "loss.mismatch_gate=null", steps=3, out="open"), "tiny")
+    whole = read_metrics(tmp_path / "open")[0]["mismatch_kl"]
+    with pytest.raises(EngineError, match=f"mismatch_kl {whole:.2e} is above"):
+        start(small_config(nvfp4_base, tmp_path), "tiny")
+
+
+def test_gradients_that_are_not_finite_stop_the_run_before_they_are_saved(nvfp4_base, tmp_path, monkeypatch):
+    original = training.trainer.QerlTrainer._compute_loss
+
+    def broken(self, model, inputs):
+        parameter = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        root = (parameter * 0).sum().sqrt()  # 0, with the gradient inf * 0
+        return original(self, model, inputs) + (root if self.state.global_step == 1 else 0)
+
+    monkeypatch.setattr(training.trainer.QerlTrainer, "_compute_loss", broken)
+    with pytest.raises(EngineError, match=r"gradient of step 2 is nan.*checkpoint"):
+        start(small_config(nvfp4_base, tmp_path), "tiny")
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
+    assert checkpoints(tmp_path / "run") == []
+
+
+def test_a_reference_policy_stays_out_of_what_is_saved(nvfp4_base, tmp_path):
+    """With kl_coef TRL keeps a copy of the adapter, "ref", which PEFT would write into every folder."""
+    result = start(small_config(nvfp4_base, tmp_path, "loss.kl_coef=0.1", steps=3), "tiny")
+    assert [path.name for path in result.adapter.iterdir() if path.is_dir()] == []
+    assert all("kl" in row for row in numbers(result.run_dir))
+
+
+def test_a_run_killed_while_its_directory_was_made_can_be_resumed(nvfp4_base, tmp_path, monkeypatch):
+    def dying(*args):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.run, "versions", dying)
+        with pytest.raises(Killed):
+            start(small_config(nvfp4_base, tmp_path, steps=3), "tiny")
+    result = resume(tmp_path / "run")
+    assert result.steps == 3
+    assert json.loads((result.run_dir / "run.json").read_text())["base"] == str(nvfp4_base)
+
+
+def test_an_adapter_of_another_scaling_is_refused(finished, tmp_path):
+    """The tensors would fit, and act twice as strongly as they were trained."""
+    alpha = 2 * load_config(finished / "config.yaml").adapter.alpha
+    with pytest.raises(ConfigError, match=f"write adapter.alpha: {alpha / 2:g}"):
+        start(small_config(finished, tmp_path, f"adapter.alpha={alpha}", steps=3), "tiny")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_run_can_start_from_another_runs_adapter(finished, nvfp4_base, tmp_path):

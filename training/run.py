@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import shutil
 import signal
 import sys
@@ -23,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PrinterCallback, TrainerCallback
 
-from qerl.adapter import load_tensors_, read_adapter, save_adapter
+from qerl.adapter import ADAPTER_NAME, adapter_scaling, load_tensors_, read_adapter, save_adapter
 from qerl.checkpoint import ModelRef, describe, resolve_model
 from qerl.config import RunConfig
 from qerl.engine import Engine, choose_engine, open_engine
@@ -79,8 +80,7 @@ def resume(run_dir: Path) -> TrainResult:
         logger.info("%s has already finished its %d steps", run_dir, config.run.steps)
         return TrainResult(run_dir, run_dir / "adapter", done)
     logger.info("resuming %s after step %d", run_dir, done)
-    name = json.loads((run_dir / "run.json").read_text(encoding="utf-8"))["recipe"]
-    return _train(config, resolve_model(config.model.base, config.model.format), run_dir, name, checkpoint)
+    return _train(config, resolve_model(config.model.base, config.model.format), run_dir, run_dir.name, checkpoint)
 
 
 def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoint: Path | None) -> TrainResult:
@@ -134,19 +134,27 @@ def open_rollout_engine(config: RunConfig, base: ModelRef) -> Engine:
 
 
 def _warm_start(policy: PeftModel, adapter: Path) -> None:
-    """Start from a saved adapter instead of a fresh one; rank and targets must be the recipe's."""
-    tensors, _ = read_adapter(adapter)
+    """Start from a saved adapter instead of a fresh one; rank, targets and alpha must be the recipe's."""
+    tensors, scaling = read_adapter(adapter)
+    own = adapter_scaling(policy)
+    if not math.isclose(scaling, own):
+        rank = policy.peft_config[ADAPTER_NAME].r
+        raise ConfigError(
+            f"{adapter} was trained with alpha / rank {scaling:g} and would act with the recipe's {own:g}: write "
+            f"adapter.alpha: {scaling * rank:g}"
+        )
     logger.info("starting from the adapter %s (%d tensors)", adapter, load_tensors_(policy, tensors))
 
 
 def _open_run_dir(run_dir: Path, config: RunConfig, name: str, base: ModelRef) -> None:
-    """Create the directory, or leave a resumed one's configuration as it is."""
+    """Create the directory, or what a kill kept from being made; config.yaml comes first: with it a run can resume."""
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (run_dir / "config.yaml").exists():
+        save_config(config, run_dir / "config.yaml")
+    (run_dir / "metrics.jsonl").touch()
+    if not (run_dir / "run.json").exists():
         about = {"recipe": name, "base": base.base, "command": sys.argv, "versions": versions()}
         (run_dir / "run.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
-        (run_dir / "metrics.jsonl").touch()
-        save_config(config, run_dir / "config.yaml")
     logger.info("writing to %s", run_dir)
 
 

@@ -132,10 +132,9 @@ class QerlTrainer(GRPOTrainer):
         if correction.mode != "off":
             inputs["importance_sampling_ratio"] = importance_weights(old, sampling, mask, correction)
         self._mismatch.add(old, sampling, mask, correction)
-        self._check_gate()
 
     def _check_gate(self) -> None:
-        """Before the first update, engine and trainer must agree on the logprobs of the same tokens."""
+        """Before the first update, engine and trainer must agree on the logprobs of the step's tokens."""
         gate = self._config.loss.mismatch_gate
         clean = self._step_metrics.get("noise/sigma", 0.0) == 0
         if gate is None or self.state.global_step != self._start_step or not clean:
@@ -154,6 +153,8 @@ class QerlTrainer(GRPOTrainer):
                 f"the loss of step {self.state.global_step + 1} is {loss.item()}: lower optim.learning_rate or "
                 f"optim.max_grad_norm, and resume from the last checkpoint in {self._run_dir}"
             )
+        if self.accelerator.sync_gradients:  # the step's last micro-batch: the update comes next
+            self._check_gate()
         return loss
 
     # -- logging and checkpoints
@@ -162,6 +163,7 @@ class QerlTrainer(GRPOTrainer):
         """One dict a step, in our names, for metrics.jsonl and every tracker."""
         if "loss" not in logs:  # the closing summary of transformers' Trainer repeats what the steps said
             return
+        self._check_gradient(logs.get("grad_norm"))
         averages = {key: _mean(values) for key, values in self._metrics["train"].items()}
         self._metrics["train"].clear()
         step_metrics = {**self._step_metrics, **self._mismatch.metrics(self._config.loss.correction)}
@@ -172,9 +174,18 @@ class QerlTrainer(GRPOTrainer):
             metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
         # A further update on the same rollout has its noise, but took no time for it.
         self._step_metrics = {key: value for key, value in self._step_metrics.items() if key.startswith("noise/")}
-        Trainer.log(self, dict(metrics), start_time)
+        # A tracker cannot draw what is not finite; metrics.jsonl says null.
+        Trainer.log(self, {key: value for key, value in metrics.items() if value is not None}, start_time)
         self._run_log.write_step(self.state.global_step, metrics)
         self._sample_completions()
+
+    def _check_gradient(self, norm: float | None) -> None:
+        """The update with this gradient has been made, but nothing of it is on disk yet."""
+        if norm is not None and not math.isfinite(norm):
+            raise EngineError(
+                f"the gradient of step {self.state.global_step} is {norm}, and its update broke the adapter: lower "
+                f"optim.learning_rate, and resume from the last checkpoint in {self._run_dir}"
+            )
 
     def _sample_completions(self) -> None:
         step, config = self.state.global_step, self._config.logging
