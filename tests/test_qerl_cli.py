@@ -22,7 +22,8 @@ ROOT = Path(__file__).parent.parent
 
 def run(*arguments, cwd=None, timeout=280):
     """`python -m qerl.cli ...` in a process of its own: (exit code, stdout, stderr)."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "COLUMNS": "160"}
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path, "COLUMNS": "160"}
     command = [sys.executable, "-m", "qerl.cli", *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout)
     return done.returncode, done.stdout, done.stderr
