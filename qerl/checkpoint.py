@@ -173,8 +173,20 @@ def _resolve_run(run: Path, load: Load) -> ModelRef:
         raise CheckpointError(
             f"{run / 'config.yaml'} names no model.base and model.format: give another run"
         ) from error
-    found = resolve_model(_from_here_or_above(base, run), recipe_format if load == "auto" else load)
+    found = resolve_base_of_run(base, recipe_format if load == "auto" else load, run)
     return replace(_plain_base(found, run), kind="run", path=run, run=run, adapter=_run_adapter(run))
+
+
+def resolve_base_of_run(base: str, load: Load, run: Path) -> ModelRef:
+    """A run's base, also when the current folder is not the one in which the run was started."""
+    base = _from_here_or_above(base, run)
+    quantized = default_quantized_dir(base)
+    if load == "nvfp4" and not quantized.is_dir():
+        above = Path(_from_here_or_above(str(quantized), run))
+        source = quantized_from(above)
+        if source is not None and _same_model(source, base):
+            base = str(above)
+    return resolve_model(base, load)
 
 
 def _resolve_adapter(folder: Path, load: Load) -> ModelRef:

@@ -178,6 +178,15 @@ def test_a_runs_relative_base_is_found_from_elsewhere(tmp_path, monkeypatch):
     assert resolve_model(str(run)).base == str(tmp_path / "checkpoints/Small-1B-NVFP4A16")
 
 
+def test_a_runs_quantized_base_is_found_from_elsewhere(tmp_path, monkeypatch):
+    base = make_base()
+    nvfp4 = make_nvfp4(source=base.resolve()).resolve()
+    run = make_run(tmp_path, base.resolve(), model_format="nvfp4")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert resolve_model(str(run)).base == str(nvfp4)
+
+
 def test_load_has_three_values():
     with pytest.raises(CheckpointError, match="write auto, nvfp4 or bf16"):
         resolve_model(str(make_base()), "fp8")

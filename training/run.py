@@ -24,20 +24,21 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PrinterCallback, TrainerCallback
 
-from qerl.adapter import ADAPTER_NAME, adapter_scaling, load_tensors_, read_adapter, save_adapter
-from qerl.checkpoint import ModelRef, describe, resolve_model
+from qerl.adapter import ADAPTER_NAME, adapter_scaling, load_tensors_, read_adapter
+from qerl.checkpoint import ModelRef, describe, resolve_base_of_run, resolve_model
 from qerl.config import RunConfig
 from qerl.engine import Engine, choose_engine, open_engine
 from qerl.errors import ConfigError
 from qerl.model import load_tokenizer
 from qerl.recipe import load_config, save_config
-from training.checkpoint import checkpoint_step, newest_checkpoint
+from training.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
 from training.model import build_policy
 from training.prompts import load_prompts
 from training.rewards import build_rewards
 from training.rollout import Rollout
+from training.run_lock import only_writer, written
 from training.run_log import RunLog, read_metrics
-from training.trainer import QerlTrainer
+from training.trainer import QerlTrainer, trl_config
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -76,14 +77,16 @@ def resume(run_dir: Path) -> TrainResult:
     config = load_config(run_dir / "config.yaml")
     checkpoint = newest_checkpoint(run_dir)
     done = checkpoint_step(checkpoint) if checkpoint else 0
-    if done >= config.run.steps and (run_dir / "adapter").is_dir():
+    if done >= config.run.steps:
         logger.info("%s has already finished its %d steps", run_dir, config.run.steps)
-        return TrainResult(run_dir, run_dir / "adapter", done)
+        return _finish(run_dir, done, config.run.steps)
     logger.info("resuming %s after step %d", run_dir, done)
-    return _train(config, resolve_model(config.model.base, config.model.format), run_dir, run_dir.name, checkpoint)
+    base = resolve_base_of_run(config.model.base, config.model.format, run_dir)
+    return _train(config, base, run_dir, run_dir.name, checkpoint)
 
 
 def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoint: Path | None) -> TrainResult:
+    found = written(run_dir)
     tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
     prompts = load_prompts(config.data, tokenizer, config.rollout.prompts_per_step)
     rewards = build_rewards(config, prompts.examples, run_dir)
@@ -93,9 +96,14 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
     if base.adapter is not None:
         _warm_start(policy, base.adapter)
     start_step = checkpoint_step(checkpoint) if checkpoint else 0
-    _open_run_dir(run_dir, config, name, base)
+    trl_config(config, run_dir, rewards.weights)  # what it refuses is refused before anything is written
     rollout = Rollout(engine, policy, config)
-    with RunLog(run_dir, config.run.steps) as run_log, _interrupt(config.loss.num_iterations) as stop:
+    with (
+        only_writer(run_dir, found),
+        RunLog(run_dir, config.run.steps) as run_log,
+        _interrupt(config.loss.num_iterations) as stop,
+    ):
+        _open_run_dir(run_dir, config, name, base)
         run_log.start_at(start_step)
         trainer = QerlTrainer(
             config, policy, tokenizer, prompts, rewards, rollout, run_dir, run_log, [stop], start_step=start_step
@@ -103,8 +111,8 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         rollout.clear_noise()
-    engine.close()
-    return _finish(trainer, config, base, run_dir)
+        engine.close()
+        return _finish(run_dir, trainer.state.global_step, config.run.steps)
 
 
 def open_rollout_engine(config: RunConfig, base: ModelRef) -> Engine:
@@ -158,16 +166,18 @@ def _open_run_dir(run_dir: Path, config: RunConfig, name: str, base: ModelRef) -
     logger.info("writing to %s", run_dir)
 
 
-def _finish(trainer: QerlTrainer, config: RunConfig, base: ModelRef, run_dir: Path) -> TrainResult:
-    steps = trainer.state.global_step
-    if steps < config.run.steps:
+def _finish(run_dir: Path, steps: int, of: int) -> TrainResult:
+    """Say how a run ended; after its last step (`steps` == `of`), its last checkpoint's adapter is the result."""
+    if steps < of:
         logger.warning("stopped after step %d; continue with `qerl train --resume %s`", steps, run_dir)
         return TrainResult(run_dir, None, steps)
-    partial, final = run_dir / ".adapter.partial", run_dir / "adapter"
-    for folder in (partial, final):
-        shutil.rmtree(folder, ignore_errors=True)
-    save_adapter(trainer.model, partial, base.base)
-    partial.rename(final)
+    final = run_dir / "adapter"
+    if not final.is_dir():
+        partial = run_dir / ".adapter.partial"
+        partial.mkdir(exist_ok=True)
+        for name in ("adapter_config.json", "adapter_model.safetensors"):
+            shutil.copy(checkpoint_path(run_dir, steps) / name, partial / name)
+        partial.rename(final)
     rewards = [row["reward"] for row in read_metrics(run_dir) if row.get("reward") is not None]
     fifth = max(1, len(rewards) // 5)
     logger.info(

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +23,7 @@ import torch
 from transformers import Trainer
 from trl import GRPOConfig, GRPOTrainer
 
-from qerl.errors import EngineError
+from qerl.errors import ConfigError, EngineError
 from training.checkpoint import load_adapter_, write_checkpoint
 from training.correction import Mismatch, importance_weights
 from training.noise import derive_seed
@@ -136,7 +137,8 @@ class QerlTrainer(GRPOTrainer):
     def _check_gate(self) -> None:
         """Before the first update, engine and trainer must agree on the logprobs of the step's tokens."""
         gate = self._config.loss.mismatch_gate
-        clean = self._step_metrics.get("noise/sigma", 0.0) == 0
+        # Noise and dropout make the policies differ, however well they agree.
+        clean = self._step_metrics.get("noise/sigma", 0.0) == 0 and self._config.adapter.dropout == 0
         if gate is None or self.state.global_step != self._start_step or not clean:
             return
         if not self._mismatch.mean_kl <= gate:
@@ -265,10 +267,23 @@ def trl_config(config: RunConfig, run_dir: Path, reward_weights: list[float]) ->
         ignore_data_skip=True,  # the sampler starts at the resumed step itself
         logging_steps=1,
         logging_nan_inf_filter=False,  # a loss that is not finite stops the run
-        report_to=list(config.logging.report_to) or "none",
+        report_to=_trackers(config.logging.report_to) or "none",
         disable_tqdm=True,
         remove_unused_columns=False,
     )
+
+
+def _trackers(names: Sequence[str]) -> list[str]:
+    """The trackers asked for. Raises ConfigError for one that is not installed."""
+    import importlib.util
+
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"logging.report_to names {name}, which is not installed: run `pip install {name}`, or leave it out "
+                "(metrics.jsonl is written in any case)"
+            )
+    return list(names)
 
 
 def _optimizer_name(name: str, on_gpu: bool) -> str:
