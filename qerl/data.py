@@ -238,7 +238,12 @@ def _text(row: Mapping[str, Any], path: str, what: str) -> str:
             f"{what} that is no text",
             f"the {what} is a {type(value).__name__}; map the text within it, such as {path}.0.content",
         )
-    return str(value).strip()
+    text = str(value).strip()
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _UnusableError(f"{what} that is no valid text", f"the {what} holds half a character") from error
+    return text
 
 
 def final_answer(answer: str, kind: Literal["number", "math"]) -> str:

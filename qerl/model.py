@@ -116,7 +116,12 @@ def _load_nvfp4(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Pr
 
     if _quantization_format(folder) is None:
         raise CheckpointError(f"{folder} holds 16-bit weights: run `qerl quantize --model {folder}` first")
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{folder} cannot be loaded: {_first_line(error)}; take Qwen2, Qwen3, Llama or Mistral"
+        ) from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with init_empty_weights(include_buffers=False):
@@ -144,11 +149,19 @@ def _fill_(model: PreTrainedModel, tensors: Mapping[str, TensorInfo], dtype: tor
         try:
             model.load_state_dict(values, strict=False, assign=True)
         except RuntimeError as error:
-            raise CheckpointError(f"{file} does not fit its config.json: {error}") from error
+            lines = str(error).splitlines()
+            raise CheckpointError(
+                f"{file} does not fit its config.json ({lines[min(1, len(lines) - 1)].strip()}): copy both files from "
+                "the same checkpoint"
+            ) from error
     model.tie_weights()
     empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if empty:
         raise CheckpointError(f"{folder} lacks tensors: {empty[:5]} ({len(empty)} in all)")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
 
 
 def _quantization_format(folder: Path) -> str | None:

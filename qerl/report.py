@@ -14,7 +14,7 @@ from typing import Any
 from rich.console import Console
 from rich.markdown import Markdown
 
-from qerl.errors import DataError
+from qerl.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,8 @@ PANELS = (
 
 def write_report(run: Path, before: Path | None = None, after: Path | None = None) -> Path:
     """Write curves.png and report.md into `run` and show the report. Raises DataError for a run without metrics."""
+    if (before is None) != (after is None):
+        raise ConfigError("a comparison needs both: write `--before FOLDER --after FOLDER`, or neither")
     rows = _read_jsonl(run / "metrics.jsonl")
     if not rows:
         raise DataError(f"{run} has no steps in metrics.jsonl yet: give the directory of a run that has begun")

@@ -131,7 +131,7 @@ def _read_json(text: str) -> Iterator[Any]:
     """The rows of a JSON array, of an object with one array in it, or of JSON lines named .json."""
     try:
         value = json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         yield from (_parse_line(line) for line in text.split("\n") if line.strip())
         return
     lists = [item for item in value.values() if isinstance(item, list)] if isinstance(value, dict) else []
@@ -143,5 +143,5 @@ def _read_json(text: str) -> Iterator[Any]:
 def _parse_line(line: str) -> Any:
     try:
         return json.loads(line)
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # ValueError: also an integer of more than 4300 digits
         return None

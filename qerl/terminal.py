@@ -22,7 +22,7 @@ def run_command(command: Callable[..., object], arguments: list[str] | None = No
     try:
         command(arguments, prog_name=name)
     except QerlError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")  # what a library said may have many lines
         sys.exit(2)
     except KeyboardInterrupt:
         sys.stderr.write("interrupted\n")

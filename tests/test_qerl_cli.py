@@ -154,3 +154,10 @@ def test_an_error_of_ours_keeps_its_traceback(monkeypatch):
 def test_every_error_class_is_the_users():
     for name in re.findall(r"class (\w+)\(QerlError\)", (ROOT / "qerl" / "errors.py").read_text()):
         assert issubclass(getattr(qerl.errors, name), QerlError)
+
+
+@pytest.mark.parametrize("option", ["--before", "--after"])
+def test_a_comparison_with_one_side_is_refused(monkeypatch, capsys, workdir, option):
+    (workdir / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
+    assert "--before FOLDER --after FOLDER" in refusal(monkeypatch, capsys, "report", workdir, option, workdir)
+    assert [path.name for path in workdir.iterdir()] == ["metrics.jsonl"]

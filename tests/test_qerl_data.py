@@ -282,3 +282,14 @@ def test_a_task_that_makes_its_rows_needs_no_data():
     assert len(examples) == 10
     assert report.source == "task arith (test)"
     assert get_task("arith").hub is None
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_text_that_no_tokenizer_takes_and_numbers_that_python_refuses_are_left_out(tmp_path, name):
+    good = json.dumps(ROWS[0])
+    half = '{"question": "\\ud800 and 2?", "answer": "3"}'
+    long = '{"question": "How many?", "answer": ' + "9" * 5000 + "}"
+    (tmp_path / name).write_text("\n".join([good, half, long]), encoding="utf-8")
+    examples, report = load_examples(get_task("gsm8k"), str(tmp_path / name), "train")
+    assert [example.question for example in examples] == [ROWS[0]["question"]]
+    assert report.counts == {"question that is no valid text": 1, "no readable row": 1}
