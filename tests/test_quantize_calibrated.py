@@ -193,7 +193,7 @@ def test_the_workaround_for_pinned_memory_is_still_needed(tmp_path):
     source = make_checkpoint(tmp_path / "model", "llama", layers=1)
     rows = [{"input_ids": torch.arange(16), "attention_mask": torch.ones(16, dtype=torch.long)}]
     rounding = QuantizationModifier(targets="Linear", scheme="NVFP4A16", ignore=["lm_head"])
-    with pytest.raises(RuntimeError, match="accelerator|NVIDIA driver"):
+    with pytest.raises(RuntimeError, match=r"accelerator|NVIDIA driver"):
         oneshot(
             model=str(source),
             tokenizer=str(source),
