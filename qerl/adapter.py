@@ -104,9 +104,15 @@ def read_adapter(folder: str | Path) -> tuple[dict[str, torch.Tensor], float]:
     return tensors, config["lora_alpha"] / root
 
 
-def save_adapter(model: PeftModel, folder: str | Path, base: str) -> None:
-    """Write the adapter as a standard PEFT folder that names `base` as its base model."""
+def name_base_(model: PeftModel, base: str) -> None:
+    """Have the adapter's folders name `base` (folder or hub id) as their base model."""
     model.peft_config[ADAPTER_NAME].base_model_name_or_path = base
+
+
+def save_adapter(model: PeftModel, folder: str | Path, base: str | None = None) -> None:
+    """Write the adapter as a standard PEFT folder that names `base` as its base model (None: the one named before)."""
+    if base is not None:
+        name_base_(model, base)
     # Only ours: with a KL term TRL adds a frozen copy, "ref", to the model.
     model.save_pretrained(
         str(folder), safe_serialization=True, selected_adapters=[ADAPTER_NAME], save_embedding_layers=False

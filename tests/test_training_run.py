@@ -15,6 +15,7 @@ from small_run import small_config
 import training.run
 import training.trainer
 from qerl.adapter import read_adapter
+from qerl.checkpoint import resolve_model
 from qerl.errors import CheckpointError, ConfigError, DataError, EngineError, RewardError
 from qerl.recipe import load_config, save_config
 from training.checkpoint import CHECKSUMS, checkpoints, newest_checkpoint
@@ -170,6 +171,27 @@ def test_resuming_a_finished_run_changes_nothing(finished):
     assert (finished / "metrics.jsonl").read_bytes() == before
 
 
+def test_a_run_killed_after_its_last_step_only_lacks_its_adapter(nvfp4_base, tmp_path):
+    """5 steps are two rollouts of two updates and half of a third, whose other half must not be trained."""
+    settings = ("loss.num_iterations=2", "noise.enabled=false")
+    run_dir = start(small_config(nvfp4_base, tmp_path, *settings, steps=5), "tiny").run_dir
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    (run_dir / "adapter").rename(tmp_path / "adapter")
+    assert resume(run_dir).steps == 5
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+    assert same_adapters(run_dir / "adapter", tmp_path / "adapter")
+
+
+def test_dropout_is_no_disagreement_of_engine_and_trainer(nvfp4_base, tmp_path):
+    """The trainer's logprobs are those under dropout: a resumed run has no clean step to judge by."""
+    settings = ("adapter.dropout=0.2", "noise.enabled=false", "optim.learning_rate=3e-2")
+    run_dir = start(small_config(nvfp4_base, tmp_path, *settings, steps=4), "tiny").run_dir
+    before = numbers(run_dir)
+    assert before[2]["mismatch_kl"] > 0.003
+    (run_dir / "checkpoints" / "step-000004" / CHECKSUMS).unlink()
+    assert numbers(resume(run_dir).run_dir) == before
+
+
 def test_resuming_what_is_not_a_run(tmp_path):
     with pytest.raises(ConfigError, match="is not a run"):
         resume(tmp_path)
@@ -270,6 +292,8 @@ def test_a_run_can_start_from_another_runs_adapter(finished, nvfp4_base, tmp_pat
     result = start(small_config(finished, tmp_path, steps=3), "tiny")
     fresh = start(small_config(nvfp4_base, tmp_path, steps=3, out="fresh"), "tiny")
     assert numbers(result.run_dir)[0]["entropy"] != numbers(fresh.run_dir)[0]["entropy"]
+    for folder in (result.adapter, newest_checkpoint(result.run_dir)):
+        assert resolve_model(str(folder)).base == str(nvfp4_base)  # that of the weights, not the run it came from
 
 
 def test_too_long_prompts_are_named_and_too_few_are_an_error(nvfp4_base, tmp_path, caplog):

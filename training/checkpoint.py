@@ -41,7 +41,7 @@ def write_checkpoint(trainer: QerlTrainer, run_dir: Path, config: RunConfig) -> 
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        save_adapter(trainer.model, partial, config.model.base)
+        save_adapter(trainer.model, partial)
         trainer._save_optimizer_and_scheduler(str(partial))
         trainer._save_rng_state(str(partial))
         trainer.state.save_to_json(str(partial / "trainer_state.json"))

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PrinterCallback, TrainerCallback
 
-from qerl.adapter import ADAPTER_NAME, adapter_scaling, load_tensors_, read_adapter
+from qerl.adapter import ADAPTER_NAME, adapter_scaling, load_tensors_, name_base_, read_adapter
 from qerl.checkpoint import ModelRef, describe, resolve_base_of_run, resolve_model
 from qerl.config import RunConfig
 from qerl.engine import Engine, choose_engine, open_engine
@@ -93,6 +93,7 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
     engine = open_rollout_engine(config, base)
     logger.info("%s; engine %s (%s)", describe(base), engine.name, engine.kernel)
     policy = build_policy(engine, config)
+    name_base_(policy, base.base)  # model.base may be a run or an adapter
     if base.adapter is not None:
         _warm_start(policy, base.adapter)
     start_step = checkpoint_step(checkpoint) if checkpoint else 0
