@@ -195,7 +195,12 @@ def _resolve_adapter(folder: Path, load: Load) -> ModelRef:
         raise CheckpointError(
             f"{folder / 'adapter_config.json'} names no base: write `--model BASE --adapter {folder}`"
         )
-    found = resolve_model(_from_here_or_above(base, folder), load)
+    try:
+        found = resolve_model(_from_here_or_above(base, folder), load)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{folder} is an adapter of {base}, which is not here: write `--model BASE --adapter {folder}` ({error})"
+        ) from error
     return replace(_plain_base(found, folder), kind="adapter", path=folder, adapter=_checked_adapter(folder))
 
 

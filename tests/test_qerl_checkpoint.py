@@ -366,3 +366,10 @@ def test_importing_loads_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_an_adapter_away_from_its_base_says_how_to_name_the_base(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "checkpoints/gone"}))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"an adapter of checkpoints/gone, which is not here: .*--model BASE"):
+        resolve_model(str(tmp_path))
