@@ -213,6 +213,12 @@ def sampling_filters(config: RunConfig) -> Conflicts:
 def noise(config: RunConfig) -> Conflicts:
     """The schedule falls, its formula is defined, and each stage has a step."""
     this, steps = config.noise, config.run.steps
+    if this.where == "both" and config.loss.kl_coef > 0:
+        yield Conflict(
+            {"noise.where": "both", "loss.kl_coef": config.loss.kl_coef},
+            "the reference policy would be noisy too, and the KL divergence would not be the one from the base",
+            "noise.where: rollout, or loss.kl_coef: 0",
+        )
     if not this.enabled and this.where == "both":
         yield Conflict(
             {"noise.where": "both", "noise.enabled": False},

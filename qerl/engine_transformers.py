@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+SCORED_TOKENS = 4096  # in one pass of `score`: their logits, 2.3 GiB in float32 at a vocabulary of 152k, bound it
+
+
 class TransformersEngine:
     """See `qerl.engine.Engine`."""
 
@@ -74,7 +77,8 @@ class TransformersEngine:
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> list[list[float]]:
         model = self._open()
-        step = self._batch_size or 16
+        longest = max((len(p) + len(c) for p, c in zip(prompts, completions, strict=True)), default=1)
+        step = max(1, SCORED_TOKENS // longest)
         scores: list[list[float]] = []
         with _sampling_mode(model):
             for start in range(0, len(prompts), step):
@@ -166,8 +170,8 @@ class TransformersEngine:
             use_cache=False,
             logits_to_keep=keep + 1,
         ).logits[:, :-1]
-        logprobs = torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
-        picked = logprobs.gather(-1, input_ids[:, -keep:, None])[..., 0].tolist()
+        logits = logits.float() / (temperature or 1.0)
+        picked = (logits.gather(-1, input_ids[:, -keep:, None])[..., 0] - logits.logsumexp(-1)).tolist()
         return [values[keep - len(completion) :] for values, (_, completion) in zip(picked, rows, strict=True)]
 
 

@@ -200,6 +200,11 @@ COMBINATIONS = [
 ]
 # Two keys are at odds: what is set beside the recipe above, and what the error has to say
 PAIRS = [
+    (
+        ["noise.where=both", "loss.kl_coef=0.1"],
+        "noise.where both with loss.kl_coef 0.1: the reference policy would be noisy too, and the KL divergence would "
+        "not be the one from the base; write noise.where: rollout, or loss.kl_coef: 0",
+    ),
     (["noise.enabled=false", "noise.where=both"], "noise.where both with noise.enabled false: there is no noise"),
     (
         ["rollout.engine=transformers", "rollout.kernel=marlin"],

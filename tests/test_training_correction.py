@@ -12,7 +12,7 @@ MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 def by_trl(old, sampling, mask, mode, cap, floor):
-    """The lines of TRL 1.16's `_generate_and_score_completions` in closed form, written from its documentation."""
+    """What TRL 1.16's `_generate_and_score_completions` computes, written again by hand."""
     difference = (old - sampling) * mask
     if "sequence" in mode:
         difference = difference.sum(-1, keepdim=True)

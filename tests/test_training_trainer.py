@@ -6,6 +6,7 @@ from small_run import small_config
 
 from qerl.adapter import adapter_tensors, read_adapter
 from qerl.checkpoint import resolve_model
+from qerl.errors import EngineError
 from qerl.model import load_tokenizer
 from training.model import build_policy
 from training.prompts import load_prompts
@@ -32,7 +33,7 @@ def build_trainer(config, folder):
     trainer = QerlTrainer(config, policy, tokenizer, prompts, rewards, rollout, folder, RunLog(folder, 1), [])
     trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation
     trainer.model.train()
-    trainer._start_step = -1  # the gate is not what is tested here
+    trainer._gate_passed = True  # the gate is not what is tested here
     return trainer
 
 
@@ -153,7 +154,6 @@ def test_correction_is_trls_without_its_second_forward(nvfp4_base, tmp_path, mod
     trainer.vllm_importance_sampling_correction = True
     theirs = super(QerlTrainer, trainer)._compute_loss(trainer.model, reference)
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
-    assert not trainer.vllm_importance_sampling_correction or trainer._loss_inputs is None
 
 
 def test_one_update_a_rollout_costs_one_scoring_forward(nvfp4_base, tmp_path, monkeypatch):
@@ -170,7 +170,7 @@ def test_one_update_a_rollout_costs_one_scoring_forward(nvfp4_base, tmp_path, mo
 
 
 def test_micro_batches_do_not_change_the_update(nvfp4_base, tmp_path):
-    """Batch 1 with accumulation 8 equals batch 8, truncated and masked completions included."""
+    """Batch 1 with accumulation 8 equals batch 8."""
     results = []
     for micro_batch in (1, 8):
         config = small_config(
@@ -216,3 +216,14 @@ def test_the_recipe_reaches_trl(nvfp4_base, tmp_path):
     assert (args.per_device_train_batch_size, args.gradient_accumulation_steps) == (4, 2)
     assert (args.steps_per_generation, args.generation_batch_size, args.num_generations) == (2, 8, 4)
     assert (args.max_steps, args.max_completion_length, args.temperature) == (6, 8, 1.0)
+
+
+def test_the_gate_waits_for_a_step_with_tokens(nvfp4_base, tmp_path):
+    """A first step whose completions were all truncated and masked says nothing about the agreement."""
+    trainer = build_trainer(small_config(nvfp4_base, tmp_path), tmp_path)
+    trainer._gate_passed = False
+    trainer._check_gate()
+    far, mask = torch.zeros(1, 3), torch.ones(1, 3)
+    trainer._mismatch.add(far, far - 0.5, mask, trainer._config.loss.correction)
+    with pytest.raises(EngineError, match="mismatch_gate"):
+        trainer._check_gate()

@@ -65,6 +65,7 @@ class QerlTrainer(GRPOTrainer):
         self._start_step = start_step
         self._loss_inputs: dict[str, Any] | None = None
         self._mismatch = Mismatch()
+        self._gate_passed = False
         self._step_metrics: dict[str, float] = {}
         super().__init__(
             model=policy,
@@ -135,11 +136,11 @@ class QerlTrainer(GRPOTrainer):
         self._mismatch.add(old, sampling, mask, correction)
 
     def _check_gate(self) -> None:
-        """Before the first update, engine and trainer must agree on the logprobs of the step's tokens."""
+        """Before the first update that has tokens, engine and trainer must agree on their logprobs."""
         gate = self._config.loss.mismatch_gate
         # Noise and dropout make the policies differ, however well they agree.
         clean = self._step_metrics.get("noise/sigma", 0.0) == 0 and self._config.adapter.dropout == 0
-        if gate is None or self.state.global_step != self._start_step or not clean:
+        if gate is None or self._gate_passed or not clean or not self._mismatch.tokens:
             return
         if not self._mismatch.mean_kl <= gate:
             raise EngineError(
@@ -147,6 +148,7 @@ class QerlTrainer(GRPOTrainer):
                 f"above loss.mismatch_gate {gate:g}. Check that both loaded the same base, that the adapter was "
                 "synced and that top_p is 1; raise the gate only if the difference is known"
             )
+        self._gate_passed = True
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
@@ -173,7 +175,8 @@ class QerlTrainer(GRPOTrainer):
         metrics = rename({**logs, **averages, **step_metrics})
         metrics["time/train_s"] = metrics["time/step_s"] - metrics.pop("time/rollout_and_grading_s", 0.0)
         if torch.cuda.is_available():
-            metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
+            metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30  # of this step alone
+            torch.cuda.reset_peak_memory_stats()
         # A further update on the same rollout has its noise, but took no time for it.
         self._step_metrics = {key: value for key, value in self._step_metrics.items() if key.startswith("noise/")}
         # A tracker cannot draw what is not finite; metrics.jsonl says null.
