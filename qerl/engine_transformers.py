@@ -11,6 +11,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
+from weakref import WeakSet
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
@@ -55,6 +56,7 @@ class TransformersEngine:
         pad_id = self._tokenizer.pad_token_id
         self._model.generation_config = GenerationConfig(eos_token_id=list(self._end_token_ids), pad_token_id=pad_id)
         self._batch_size = batch_size
+        self._checked_norms: WeakSet[torch.nn.Module] = WeakSet()
         packed = any(isinstance(module, NVFP4Linear) for module in self._model.modules())
         self.kernel = f"{'unpack + ' if packed else ''}torch {self._model.dtype} on {self._model.device}"
 
@@ -99,7 +101,7 @@ class TransformersEngine:
         return count
 
     def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
-        return set_norm_noise_(block_norms(self._open()), noise)
+        return set_norm_noise_(block_norms(self._open(), self._checked_norms), noise)
 
     def sleep(self) -> None:
         if torch.cuda.is_available():

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import re
 import types
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableSet
 from typing import TYPE_CHECKING
 
 from qerl.errors import EngineError
@@ -26,8 +26,12 @@ _DIRECT_CHILD = re.compile(r"(^|\.)layers\.\d+\.[^.]+$")
 _WRAPPERS = re.compile(r"(^base_model\.model\.)|(\.modules_to_save\.default$)")
 
 
-def block_norms(model: nn.Module) -> dict[str, nn.Module]:
-    """Block norms by base module name, in the model's order. Raises EngineError if there are none."""
+def block_norms(model: nn.Module, checked: MutableSet[nn.Module] | None = None) -> dict[str, nn.Module]:
+    """Block norms by base module name, in the model's order. Raises EngineError if there are none.
+
+    The formula of a norm in `checked` is not checked again; the others join it once they have passed.
+    """
+    checked = set() if checked is None else checked
     norms = {}
     for name, module in model.named_modules():
         base_name = _WRAPPERS.sub("", name)
@@ -39,7 +43,9 @@ def block_norms(model: nn.Module) -> dict[str, nn.Module]:
             "set noise.enabled=false for this architecture"
         )
     for name, module in norms.items():
-        _check_formula(name, module)
+        if module not in checked:
+            _check_formula(name, module)
+            checked.add(module)
     return norms
 
 

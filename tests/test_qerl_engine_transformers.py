@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import write_base
 
+import qerl.norms
 from qerl.adapter import adapter_scaling, adapter_tensors, attach_lora, read_adapter, save_adapter
 from qerl.engine import SamplingParams, choose_engine, open_engine
 from qerl.errors import EngineError
@@ -148,6 +149,23 @@ def test_noise_acts_and_is_taken_away(engine):
     assert engine.generate(PROMPTS, SAMPLED, 1) == clean
     with pytest.raises(EngineError, match="does not have"):
         engine.set_noise({"model.layers.7.input_layernorm": torch.zeros(64)})
+
+
+def test_norms_are_checked_once_a_module(engine, monkeypatch):
+    """The formula check runs each norm; a trained copy (modules_to_save) is another module and is checked too."""
+    checked = []
+    original = qerl.norms._check_formula
+    monkeypatch.setattr(qerl.norms, "_check_formula", lambda *args: checked.append(args[0]) or original(*args))
+    engine.set_noise(None)
+    assert len(checked) == 4
+    for _ in range(3):
+        engine.set_noise(None)
+    assert len(checked) == 4
+    attach_lora(engine.policy_model(), rank=4, alpha=8, train_norms=True)
+    checked.clear()
+    engine.set_noise(None)
+    engine.set_noise(None)
+    assert len(checked) == 4
 
 
 def test_training_mode_comes_back(engine):

@@ -58,7 +58,32 @@ def test_mismatch_by_hand():
     assert metrics["mismatch/max_abs"] == pytest.approx(math.log(3), rel=1e-6)
     assert metrics["correction/mean_weight"] == pytest.approx((2 + 0.5) / 2)
     assert metrics["correction/capped_share"] == pytest.approx(0.5)
+    assert metrics["correction/ess"] == pytest.approx(2.5**2 / (2 * (2**2 + 0.5**2)))  # weights 2 (capped) and 1/2
     assert "correction/masked_share" not in metrics
+
+
+ESS = {  # ratios 3 and 1/2 in the first row, 1 in the second: a cap of 2, by hand
+    "token_truncate": (2 + 0.5 + 1) ** 2 / (3 * (4 + 0.25 + 1)),
+    "token_mask": (0 + 0.5 + 1) ** 2 / (3 * (0 + 0.25 + 1)),
+    "sequence_truncate": (1.5 + 1.5 + 1) ** 2 / (3 * (2.25 + 2.25 + 1)),  # the first row's ratio 3/2, for both tokens
+    "off": (3 + 0.5 + 1) ** 2 / (3 * (9 + 0.25 + 1)),
+}
+
+
+@pytest.mark.parametrize("mode", ESS)
+def test_effective_sample_size_by_hand(mode):
+    old = torch.log(torch.tensor([[0.6, 0.2], [0.3, 0.9]]))
+    sampling = torch.log(torch.tensor([[0.2, 0.4], [0.3, 0.1]]))
+    config = CorrectionConfig(mode=mode, cap=2.0)
+    mismatch = Mismatch()
+    mismatch.add(old, sampling, torch.tensor([[1, 1], [1, 0]]), config)
+    assert mismatch.metrics(config)["correction/ess"] == pytest.approx(ESS[mode], rel=1e-6)
+
+
+def test_weights_that_are_all_masked_have_no_effective_sample():
+    mismatch, config = Mismatch(), CorrectionConfig(mode="token_mask", cap=2.0)
+    mismatch.add(torch.zeros(1, 2), torch.full((1, 2), -3.0), torch.ones(1, 2), config)
+    assert mismatch.metrics(config)["correction/ess"] == 0
 
 
 def test_micro_batches_add_up_to_the_whole():
@@ -84,7 +109,7 @@ def test_off_reports_the_mismatch_only():
     mismatch = Mismatch()
     mismatch.add(torch.zeros(1, 2), torch.full((1, 2), 0.1), torch.ones(1, 2), CorrectionConfig(mode="off"))
     assert set(mismatch.metrics(CorrectionConfig(mode="off"))) == {
-        "mismatch_kl", "mismatch/mean_abs", "mismatch/max_abs",
+        "mismatch_kl", "mismatch/mean_abs", "mismatch/max_abs", "correction/ess",
     }  # fmt: skip
 
 

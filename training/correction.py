@@ -43,6 +43,7 @@ class Mismatch:
     kl: float = 0.0
     max_difference: float = 0.0
     weights: float = 0.0
+    squared_weights: float = 0.0
     outside: float = 0.0
 
     def add(
@@ -63,15 +64,26 @@ class Mismatch:
         self.kl += (ratio - difference - 1).sum().item()
         self.max_difference = max(self.max_difference, difference.abs().max().item())
         if config.mode == "off":
-            return
-        weights = importance_weights(old_logprobs, sampling_logprobs, mask, config)
-        self.weights += weights.expand_as(mask).double()[inside].sum().item()
-        self.outside += _outside(old_logprobs, sampling_logprobs, mask, config)
+            weights = ratio
+        else:
+            weights = importance_weights(old_logprobs, sampling_logprobs, mask, config)
+            weights = weights.expand_as(mask).double()[inside]
+            self.outside += _outside(old_logprobs, sampling_logprobs, mask, config)
+        self.weights += weights.sum().item()
+        self.squared_weights += weights.square().sum().item()
 
     @property
     def mean_kl(self) -> float:
         """mean(r - log r - 1) over the tokens, in nats."""
         return self.kl / max(self.tokens, 1.0)
+
+    @property
+    def ess(self) -> float:
+        """Effective sample size, as a share of the tokens: (sum w)^2 / (n sum w^2), 1 where all weigh the same.
+
+        w are the weights that act, after truncation or masking; with the correction off, the tokens' plain ratios.
+        """
+        return self.weights**2 / (self.tokens * self.squared_weights) if self.squared_weights else 0.0
 
     def metrics(self, config: CorrectionConfig) -> dict[str, float]:
         """The step's metrics; the share outside the bounds is named after what happened to it."""
@@ -81,6 +93,7 @@ class Mismatch:
             "mismatch_kl": self.mean_kl,
             "mismatch/mean_abs": self.abs_difference / self.tokens,
             "mismatch/max_abs": self.max_difference,
+            "correction/ess": self.ess,
         }
         if config.mode == "off":
             return means

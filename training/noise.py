@@ -7,6 +7,8 @@ q, k and v, and one gate and up. Departures from the paper and its code:
 2. They are a pure function of (seed, step): a resumed run draws the same noise.
 3. They are added to the clean norms of the decoder layers each time, never cumulatively, and taken away bit-exactly.
 4. By default they act in the rollout only, and the loss corrects for it (`noise.where`).
+5. A stage begins at the first step t with t >= k steps / K, exactly. The code divides in floating point
+   (`step // (total_steps / num_intervals)`) and begins some stages one step late: stage 5 of 10 at step 27 of 52.
 """
 
 from __future__ import annotations
