@@ -148,6 +148,21 @@ class LossConfig(Section):
     )
 
 
+class NoiseControllerConfig(Section):
+    """Sigma from a number that it moves, instead of from the schedule (then sigma_end and the stages play no part)."""
+
+    metric: Literal["off", "entropy", "ess"] = Field(
+        "off",
+        description="off: the schedule; entropy of the sampling policy; ess: effective sample size of the weights",
+    )
+    target: float | None = Field(
+        None, gt=0, description="value to hold: nats a token for entropy, share of the tokens (below 1) for ess"
+    )
+    gain: float = Field(0.5, gt=0, le=4, description="how fast: sigma is multiplied by exp(gain * relative error)")
+    sigma_min: float = Field(1e-4, gt=0, description="sigma never falls below this")
+    sigma_max: float = Field(0.1, gt=0, description="sigma never rises above this")
+
+
 class NoiseConfig(Section):
     """Adaptive quantization noise: Gaussian noise on the norms, smaller from stage to stage (stage 0: none)."""
 
@@ -164,6 +179,9 @@ class NoiseConfig(Section):
     )
     where: Literal["rollout", "both"] = Field(
         "rollout", description="noise while sampling only, or in the trainer's forward passes as well"
+    )
+    controller: NoiseControllerConfig = Field(
+        default_factory=NoiseControllerConfig, description="sigma that follows a target instead of the schedule"
     )
 
 

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
+from qerl.config_conflict import Conflict
 from qerl.config_keys import default_text, field_at, nearest, nearest_key, section_at, type_text
-from qerl.config_rules import Conflict
 from qerl.errors import ConfigError
 from qerl.yaml_text import Path
 

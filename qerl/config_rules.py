@@ -7,8 +7,10 @@ what to write instead. Rules run in the order of RULES; the first conflict is th
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from qerl.config_conflict import Conflict, Conflicts
+from qerl.config_rules_noise import noise, noise_controller
 
 if TYPE_CHECKING:
     from qerl.config import RunConfig
@@ -16,19 +18,6 @@ if TYPE_CHECKING:
 SUMMED_LOSSES = ("dapo", "bnpo", "dr_grpo", "cispo")  # sum tokens, so a sequence's ratio would count once for each
 COLUMNS = ("question", "answer", "id")  # what a task reads of a row
 UNCLIPPED_LOSSES = ("cispo", "sapo", "vespo")  # read no `delta`
-
-
-class Conflict(ValueError):
-    """An impossible combination. `values` maps dotted keys to what they hold; the error points at the first's line."""
-
-    def __init__(self, values: dict[str, object], why: str, write: str) -> None:
-        self.keys = tuple(values)
-        super().__init__(
-            f"{' with '.join(f'{key} {_word(value)}' for key, value in values.items())}: {why}; write {write}"
-        )
-
-
-Conflicts = Iterator[Conflict]
 
 
 def batch(config: RunConfig) -> Conflicts:
@@ -210,49 +199,6 @@ def sampling_filters(config: RunConfig) -> Conflicts:
             )
 
 
-def noise(config: RunConfig) -> Conflicts:
-    """The schedule falls, its formula is defined, and each stage has a step."""
-    this, steps = config.noise, config.run.steps
-    if this.where == "both" and config.loss.kl_coef > 0:
-        yield Conflict(
-            {"noise.where": "both", "loss.kl_coef": config.loss.kl_coef},
-            "the reference policy would be noisy too, and the KL divergence would not be the one from the base",
-            "noise.where: rollout, or loss.kl_coef: 0",
-        )
-    if not this.enabled and this.where == "both":
-        yield Conflict(
-            {"noise.where": "both", "noise.enabled": False},
-            "there is no noise",
-            "noise.enabled: true, or noise.where: rollout",
-        )
-    if this.sigma_end > this.sigma_start:
-        yield Conflict(
-            {"noise.sigma_end": this.sigma_end, "noise.sigma_start": this.sigma_start},
-            "noise falls over the run",
-            f"a sigma_end of at most {this.sigma_start:g}",
-        )
-    if not this.enabled:
-        return
-    if this.schedule == "exponential" and this.sigma_end == 0:
-        yield Conflict(
-            {"noise.sigma_end": 0, "noise.schedule": "exponential"},
-            "an exponential never reaches 0",
-            "noise.sigma_end: 5e-4, or noise.schedule: linear",
-        )
-    if this.indexing == "code" and this.num_stages < 3:
-        yield Conflict(
-            {"noise.num_stages": this.num_stages, "noise.indexing": "code"},
-            "(k-1)/(K-2) needs K of at least 3 (stage 0 has no noise, one has sigma_start, one sigma_end)",
-            "noise.num_stages: 3 or more, or noise.indexing: paper",
-        )
-    if steps < this.num_stages:
-        yield Conflict(
-            {"run.steps": steps, "noise.num_stages": this.num_stages},
-            "some stages would have no step",
-            f"run.steps: {this.num_stages} or more, fewer stages, or noise.enabled: false",
-        )
-
-
 def checkpoints(config: RunConfig) -> Conflicts:
     """With several updates on a rollout, a checkpoint between them could not be resumed to the same numbers."""
     every, updates = config.run.save_every, config.loss.num_iterations
@@ -274,12 +220,6 @@ RULES = (
     correction,
     sampling_filters,
     noise,
+    noise_controller,
     checkpoints,
 )
-
-
-def _word(value: object) -> str:
-    """A value in YAML's words."""
-    if isinstance(value, bool):
-        return str(value).lower()
-    return repr(value) if isinstance(value, str) and " " in value else str(value)

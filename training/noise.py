@@ -14,11 +14,13 @@ q, k and v, and one gate and up. Departures from the paper and its code:
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
 
 import torch
+
+from training.noise_controller import control
 
 if TYPE_CHECKING:
     from qerl.config import NoiseConfig
@@ -26,12 +28,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepNoise:
-    """The noise of one step. `vectors` is None where sigma is 0; `std` is measured over all drawn elements."""
+    """The noise of one step. `vectors` is None where sigma is 0; `std` is measured over all drawn elements.
+
+    Under a controller stage 0 is the clean rollout and stage 1 all others, and `controlled` has its metrics.
+    """
 
     stage: int
     sigma: float
     vectors: dict[str, torch.Tensor] | None
     std: float
+    controlled: dict[str, float] = field(default_factory=dict)
 
 
 class NoiseSchedule:
@@ -39,19 +45,26 @@ class NoiseSchedule:
 
     def __init__(self, config: NoiseConfig, sizes: Mapping[str, int], steps: int, seed: int) -> None:
         """`sizes` gives the length of each block norm's weight by its name; `steps` the run's optimizer steps."""
+        self._config = config
         self._sigmas = stage_sigmas(config) if config.enabled else [0.0]
         self._sizes = dict(sizes)
         self._steps = steps
         self._seed = seed
 
-    def at(self, step: int) -> StepNoise:
-        """The noise of optimizer step `step` (0 is the first)."""
+    def at(self, step: int, history: Sequence[Mapping[str, Any]] = ()) -> StepNoise:
+        """The noise of optimizer step `step` (0 is the first); a controller reads the steps' metrics in `history`."""
+        if self._config.enabled and self._config.controller.metric != "off":
+            decided = control(self._config, history)
+            metrics = {"noise/control_error": decided.error, "noise/at_bound": float(decided.at_bound)}
+            return self._draw(step, int(decided.sigma > 0), decided.sigma, metrics)
         stage = stage_of(step, self._steps, len(self._sigmas))
-        sigma = self._sigmas[stage]
+        return self._draw(step, stage, self._sigmas[stage], {})
+
+    def _draw(self, step: int, stage: int, sigma: float, controlled: dict[str, float]) -> StepNoise:
         if sigma == 0:
-            return StepNoise(stage, 0.0, None, 0.0)
+            return StepNoise(stage, 0.0, None, 0.0, controlled)
         vectors = draw_noise(self._sizes, sigma, self._seed, step)
-        return StepNoise(stage, sigma, vectors, torch.cat(list(vectors.values())).std().item())
+        return StepNoise(stage, sigma, vectors, torch.cat(list(vectors.values())).std().item(), controlled)
 
 
 def stage_sigmas(config: NoiseConfig) -> list[float]:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qerl.adapter import adapter_scaling, adapter_tensors
 from qerl.engine import Completion, Engine, SamplingParams
@@ -45,6 +45,7 @@ class Rollout:
         self._noise = NoiseSchedule(config.noise, sizes, config.run.steps, config.run.seed)
         self._sync_s = 0.0
         self.step = 0  # the trainer's optimizer step: seeds the sampling and picks the noise
+        self.history: Sequence[Mapping[str, Any]] = ()  # metrics of the steps so far, which a noise controller reads
         self.completions: list[Completion] = []
         self.stats = RolloutStats()
 
@@ -74,7 +75,7 @@ class Rollout:
 
         `prompts` holds each prompt once for each of its `num_generations` completions already.
         """
-        noise = self._noise.at(self.step)
+        noise = self._noise.at(self.step, self.history)
         started = time.perf_counter()
         with profiler:
             self._engine.wake()
@@ -117,6 +118,9 @@ class Rollout:
             "noise/sigma": noise.sigma,
             "noise/std": noise.std,
             "noise/norms": touched,
+            **noise.controlled,
+            # The mean surprise of what was drawn estimates the entropy of the policy that drew it, with its noise.
+            "sampling/entropy": -sum(sum(completion.logprobs) for completion in self.completions) / tokens,
             "time/rollout_s": seconds,
             "time/sync_s": self._sync_s,
             "speed/rollout_tokens_per_s": tokens / seconds,

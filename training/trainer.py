@@ -100,7 +100,7 @@ class QerlTrainer(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         started = time.perf_counter()
-        self._rollout.step = self.state.global_step
+        self._rollout.step, self._rollout.history = self.state.global_step, self.state.log_history
         # Everything random until the next rollout (shuffling of micro-batches, dropout) follows from (seed, step).
         torch.manual_seed(derive_seed(self._config.run.seed, self.state.global_step, "training"))
         output = super()._generate_and_score_completions(inputs)
