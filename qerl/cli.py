@@ -140,7 +140,7 @@ def report(
     after: Annotated[Path | None, typer.Option(help="Evaluation folder of the trained adapter.")] = None,
 ) -> None:
     """Show what a run did: curves as PNG, evaluation before and after, completions side by side."""
-    from qerl.report import write_report
+    from qerl.report.text import write_report
 
     write_report(run, before, after)
 

@@ -1,0 +1,138 @@
+"""A run's metrics over its steps, drawn: curves.png, and each panel alone for the page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl.report.read import Row, Run
+from qerl.report.stages import stages
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One drawing. `lines` are (label, metric); `noise` adds the stages and, on an axis of its own, sigma."""
+
+    title: str
+    lines: tuple[tuple[str, str], ...]
+    log: bool = False
+    noise: bool = False
+    smooth: bool = False  # a mean over a tenth of the run beside the first line
+
+
+PANELS = (
+    Panel("reward", (("reward", "reward"),), smooth=True),
+    Panel("accuracy", (("accuracy", "rewards/accuracy"),), smooth=True),
+    Panel(
+        "entropy (nats a token) and sigma, by stage",
+        (("policy", "entropy"), ("as sampled", "sampling/entropy")),
+        noise=True,
+    ),
+    Panel("mismatch_kl, sampling against trainer (nats)", (("mismatch_kl", "mismatch_kl"),), log=True),
+    Panel(
+        "importance weights (shares of tokens)",
+        (
+            ("effective sample size", "correction/ess"),
+            ("capped", "correction/capped_share"),
+            ("masked", "correction/masked_share"),
+        ),
+    ),
+    Panel("tokens a completion", (("mean", "completions/mean_tokens"), ("longest", "completions/max_tokens"))),
+    Panel(
+        "truncated completions, groups of one reward (shares)",
+        (("truncated", "completions/truncated_share"), ("no variance", "groups/zero_variance_share")),
+    ),
+    Panel("seconds a step", (("rollout", "time/rollout_s"), ("training", "time/train_s"), ("sync", "time/sync_s"))),
+    Panel("peak GPU memory (GiB)", (("peak", "memory/peak_gib"),)),
+)
+
+
+def drawn(panel: Panel, runs: Sequence[Run]) -> bool:
+    """Whether any run has something to draw there."""
+    return any(_points(run.rows, key) for run in runs for _, key in panel.lines)
+
+
+def draw_curves(run: Run, path: Path) -> None:
+    """Every panel that has something to draw, in one picture."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    panels = [panel for panel in PANELS if drawn(panel, [run])]
+    height = -(-len(panels) // 3)
+    figure = Figure(figsize=(13, 3.1 * height + 0.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    figure.suptitle(run.name)
+    axes = figure.subplots(height, 3, squeeze=False).flatten()
+    for axis, panel in zip(axes, panels, strict=False):
+        draw_panel(axis, panel, [run])
+    for axis in axes[len(panels) :]:
+        axis.set_axis_off()
+    figure.savefig(path, dpi=110)
+
+
+def draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run]) -> None:
+    """One panel. Several runs differ in colour, the lines of one in style."""
+    for index, run in enumerate(runs):
+        for line, (label, key) in enumerate(panel.lines):
+            points = _points(run.rows, key)
+            if not points:
+                continue
+            colour = f"C{index if len(runs) > 1 else line}"
+            style = ("-", "--", ":")[line] if len(runs) > 1 else "-"
+            name = " ".join([run.name] * (len(runs) > 1) + [label] * (len(panel.lines) > 1))
+            smoothed = panel.smooth and line == 0
+            axis.plot(
+                *zip(*points, strict=True), style, color=colour, label=name, alpha=0.45 if smoothed else 1, lw=1.2
+            )
+            if smoothed:
+                axis.plot(*zip(*_smooth(points), strict=True), color=colour, lw=2.2)
+    if panel.noise:
+        _draw_noise(axis, runs)
+    if panel.log and _positive(panel, runs):
+        axis.set_yscale("log")
+    axis.set_title(panel.title, fontsize=10)
+    axis.set_xlabel("step", fontsize=8)
+    axis.tick_params(labelsize=8)
+    axis.grid(alpha=0.3)
+    if len(axis.get_legend_handles_labels()[1]) > (0 if len(runs) > 1 else 1):
+        axis.legend(fontsize=8)
+
+
+def _draw_noise(axis: Axes, runs: Sequence[Run]) -> None:
+    """Sigma over the steps on a second axis (logarithmic: a clean stage is a gap), the first run's stages as lines."""
+    import matplotlib.ticker
+
+    noisy = [(run, [point for point in _points(run.rows, "noise/sigma") if point[1] > 0]) for run in runs]
+    if not any(points for _, points in noisy):
+        return
+    second = axis.twinx()
+    for index, (_, points) in enumerate(noisy):
+        if points:
+            colour = f"C{index}" if len(runs) > 1 else "0.55"
+            second.step(*zip(*points, strict=True), where="mid", color=colour, lw=1.2, ls="-.", alpha=0.8)
+    second.set_yscale("log")
+    second.yaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    second.set_ylabel("sigma (dash-dotted)", fontsize=8)
+    second.tick_params(labelsize=8)
+    for stage in stages(runs[0].rows)[1:]:
+        axis.axvline(stage.first - 0.5, color="0.55", lw=0.7, ls=":")
+
+
+def _points(rows: Sequence[Row], key: str) -> list[tuple[int, float]]:
+    return [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+
+
+def _positive(panel: Panel, runs: Sequence[Run]) -> bool:
+    return any(value > 0 for run in runs for _, key in panel.lines for _, value in _points(run.rows, key))
+
+
+def _smooth(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    """Means over the last tenth of the run at each point."""
+    width = max(1, len(points) // 10)
+    windows = [points[max(0, i + 1 - width) : i + 1] for i in range(len(points))]
+    return [(window[-1][0], sum(value for _, value in window) / len(window)) for window in windows]
