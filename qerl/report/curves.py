@@ -97,6 +97,7 @@ def draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run]) -> None:
         axis.set_yscale("log")
     axis.set_title(panel.title, fontsize=10)
     axis.set_xlabel("step", fontsize=8)
+    axis.xaxis.get_major_locator().set_params(integer=True)
     axis.tick_params(labelsize=8)
     axis.grid(alpha=0.3)
     if len(axis.get_legend_handles_labels()[1]) > (0 if len(runs) > 1 else 1):
