@@ -27,7 +27,7 @@ import logging
 import random
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal
 
@@ -76,7 +76,16 @@ LR_FLOOR = 0.02
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A byte-level BPE trained on the corpus's own text: any text encodes, and decodes to itself."""
+    """The embedded model's tokenizer, from the corpus's own text."""
+    texts = (
+        f"user\n{made.question}" if number % 2 else f"assistant\n{made.worked}"
+        for number, made in enumerate(problems("train", 0, 20_000))
+    )
+    return bpe_tokenizer(texts, VOCABULARY)
+
+
+def bpe_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE trained on `texts`, with the chat template: any text encodes, and decodes to itself."""
     bpe = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -84,14 +93,10 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     )
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCABULARY,
+        vocab_size=vocabulary,
         special_tokens=list(SPECIAL),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
-    )
-    texts = (
-        f"user\n{made.question}" if number % 2 else f"assistant\n{made.worked}"
-        for number, made in enumerate(problems("train", 0, 20_000))
     )
     bpe.train_from_iterator(texts, trainer)
     tokenizer = PreTrainedTokenizerFast(
@@ -159,12 +164,13 @@ def batches(
         pairs.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
         chunks = [pairs[n : n + rows] for n in range(0, len(pairs), rows)]
         rng.shuffle(chunks)
-        yield from map(_pad, chunks)
+        yield from map(pad, chunks)
         start += len(pool)
 
 
-def _pad(pairs: list[tuple[list[int], list[int]]]) -> tuple[torch.Tensor, torch.Tensor]:
-    width = max(len(prompt) + len(answer) for prompt, answer in pairs)
+def pad(pairs: list[tuple[list[int], list[int]]], multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token ids, loss weights), each (rows, T), of (prompt, answer) pairs; T is a whole number of times `multiple`."""
+    width = -(-max(len(prompt) + len(answer) for prompt, answer in pairs) // multiple) * multiple
     ids, weights = torch.zeros(len(pairs), width, dtype=torch.long), torch.zeros(len(pairs), width)
     for row, (prompt, answer) in enumerate(pairs):
         ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
@@ -180,7 +186,9 @@ class Muon:
         self.groups: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
         for weight in weights:
             self.groups.setdefault(tuple(weight.shape), []).append(weight)
-        self.momenta = {shape: torch.zeros(len(group), *shape) for shape, group in self.groups.items()}
+        self.momenta = {
+            shape: torch.zeros(len(group), *shape, device=group[0].device) for shape, group in self.groups.items()
+        }
 
     @torch.no_grad()
     def step_(self, learning_rate: float) -> None:

@@ -85,6 +85,7 @@ _MODULES = {
     "aime25": "qerl.tasks.aime25",
     "math500": "qerl.tasks.math500",
     "arith": "qerl.tasks.arith",
+    "arith_chain": "qerl.tasks.arith_chain",
 }
 
 

@@ -64,7 +64,7 @@ def problem(split: Split, seed: int, index: int) -> Problem:
         if drawn is None:
             continue
         numbers, steps, answer = drawn
-        question = rng.choice(kind.phrasings).format(**numbers, **_draw_words(rng))
+        question = rng.choice(kind.phrasings).format(**numbers, **draw_words(rng))
         if split_of(question) == split:
             return Problem(f"arith-{split}-{seed}-{index}", kind.name, question, steps, answer)
     raise AssertionError("10,000 draws without a problem: a row of KINDS admits no numbers")
@@ -98,7 +98,7 @@ def _draw_numbers(kind: Kind, rng: random.Random) -> tuple[dict[str, int], tuple
     return numbers, tuple(written), result
 
 
-def _draw_words(rng: random.Random) -> dict[str, str]:
+def draw_words(rng: random.Random) -> dict[str, str]:
     """Three different people, the pronoun of the first, a thing and what holds it."""
     pronoun = rng.choice(tuple(NAMES))
     first = rng.choice(NAMES[pronoun])

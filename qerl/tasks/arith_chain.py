@@ -1,0 +1,130 @@
+"""Longer arithmetic word problems: an opening, two to four events, MIN_STEPS to MAX_STEPS steps of + - * / up to 999.
+
+Like task arith, a pure function of (split, seed, index) without a file or a download, and with the same rule that tells
+the splits apart; but stories are composed of the parts in qerl/tasks/arith_chain_parts.py, some sentences change
+nothing, and results have three digits. A model of 20 M parameters that reads and calculates well solves it; the
+embedded one does not. scripts/pretrain_arith.py makes a model for it.
+
+    >>> problem("train", seed=0, index=0).worked  # the steps, one a line, then "#### " and the answer
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+from qerl.errors import DataError
+from qerl.tasks import Task
+from qerl.tasks.arith import Problem, Split, draw_words, split_of
+from qerl.tasks.arith_chain_parts import EVENTS, OPENINGS, QUESTIONS, Part
+
+MAX_RESULT = 999
+MIN_STEPS, MAX_STEPS = 3, 7
+EVENT_COUNTS = (2, 3, 4)
+DRAWS_OF_NUMBERS = 8  # for one part, before another part is drawn
+TASK_SEED = 0
+TASK_ROWS = {"train": 16384, "test": 2048}
+
+
+def problem(split: Split, seed: int, index: int) -> Problem:
+    """The problem with this number: the first draw from (seed, index) whose question belongs to `split`.
+
+    Its kind is the opening's name. Raises DataError for a split that does not exist.
+    """
+    _known(split)
+    rng = random.Random(f"arith_chain/{seed}/{index}")
+    for _ in range(100_000):
+        made = _draw(rng)
+        if made is None or not MIN_STEPS <= len(made[2]) <= MAX_STEPS:
+            continue
+        kind, question, steps, answer = made
+        if split_of(question) == split:
+            return Problem(f"arith_chain-{split}-{seed}-{index}", kind, question, steps, answer)
+    raise AssertionError("100,000 draws without a problem: the parts admit no numbers")
+
+
+def problems(split: Split, seed: int, count: int, start: int = 0) -> Iterator[Problem]:
+    """`count` problems from number `start` on. Questions may repeat within a split, never across splits."""
+    for index in range(start, start + count):
+        yield problem(split, seed, index)
+
+
+def _draw(rng: random.Random) -> tuple[str, str, tuple[str, ...], int] | None:
+    """(opening's name, question, steps, answer) of a story, or None where an opening's numbers are out of range."""
+    opening = rng.choice(OPENINGS)
+    began = _play(opening, 0, rng)
+    if began is None:
+        return None
+    numbers, written, value = began
+    words = draw_words(rng)
+    sentences = [rng.choice(opening.phrasings).format(**numbers, **words)]
+    steps, previous = list(written), opening.name
+    for _ in range(rng.choice(EVENT_COUNTS)):
+        event = rng.choice(EVENTS)
+        happened = _play(event, value, rng) if event.name != previous else None
+        if happened is None:
+            continue
+        numbers, written, value = happened
+        sentences.append(rng.choice(event.phrasings).format(**numbers, **words))
+        steps += written
+        previous = event.name
+    sentences.append(rng.choice(QUESTIONS).format(**words))
+    return opening.name, " ".join(sentences), tuple(steps), value
+
+
+def _play(part: Part, value: int, rng: random.Random) -> tuple[dict[str, int], list[str], int] | None:
+    """Numbers for a part, its steps with these numbers, and the value after it; None if no numbers were found."""
+    for _ in range(DRAWS_OF_NUMBERS):
+        numbers = {letter: rng.randint(low, high) for letter, (low, high) in part.numbers.items()}
+        solved = _solve(part, value, numbers)
+        if solved is not None:
+            return numbers, *solved
+    return None
+
+
+def _solve(part: Part, value: int, numbers: dict[str, int]) -> tuple[list[str], int] | None:
+    """The written steps and the value after the part; None if a result is no whole number from 1 to MAX_RESULT."""
+    values = {"v": value, **numbers}
+    written = []
+    result = value or numbers["a"]
+    for position, step in enumerate(part.steps, start=1):
+        left, op, right = step.split()
+        x, y = values[left], values[right]
+        if op == "/" and x % y:
+            return None
+        result = {"+": x + y, "-": x - y, "*": x * y, "/": x // y}[op]
+        if not 1 <= result <= MAX_RESULT:
+            return None
+        values[str(position)] = result
+        written.append(f"{x} {op} {y} = {result}")
+    return written, result
+
+
+def rows(split: str) -> Iterator[dict[str, Any]]:
+    """The rows of the task, each question once, made one by one as they are asked for."""
+    count = TASK_ROWS[_known(split)]
+    seen: set[str] = set()
+    for made in problems(split, TASK_SEED, 2 * count):
+        if made.question in seen:
+            continue
+        seen.add(made.question)
+        yield {"question": made.question, "answer": str(made.answer), "id": made.id, "kind": made.kind}
+        if len(seen) == count:
+            return
+
+
+def _known(split: str) -> str:
+    if split not in TASK_ROWS:
+        raise DataError(f"task arith_chain has no split {split!r}: write {' or '.join(map(repr, TASK_ROWS))}")
+    return split
+
+
+TASK = Task(
+    name="arith_chain",
+    hub=None,
+    splits={"train": "train", "test": "test"},
+    answer_kind="number",
+    generate=rows,
+    prompt_template="{question}",  # the model that is made for it knows no instruction
+)
