@@ -32,6 +32,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from tiny_checkpoint import SPECIAL, Muon, bpe_tokenizer, pad, prompts_of
@@ -110,7 +111,10 @@ def answer_of(made: Problem, rng: random.Random) -> str:
 
 
 class Pools(Dataset):
-    """Item n: POOL batches of (token ids, loss weights), each (rows, T); a pure function of (seed, n)."""
+    """Item n: POOL batches of (token ids, loss weights), each (rows, T); a pure function of (seed, n).
+
+    Arrays, because a process passes tensors on by open files, and there are too many of them.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, rows: int, seed: int, count: int) -> None:
         self.tokenizer, self.rows, self.seed, self.count = tokenizer, rows, seed, count
@@ -118,7 +122,7 @@ class Pools(Dataset):
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, number: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def __getitem__(self, number: int) -> list[tuple[np.ndarray, np.ndarray]]:
         size = POOL * self.rows
         rng = random.Random(f"pool/{self.seed}/{number}")
         pool = list(problems("train", CORPUS_SEED + self.seed, size, number * size))
@@ -128,15 +132,21 @@ class Pools(Dataset):
         pairs.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
         chunks = [pairs[n : n + self.rows] for n in range(0, size, self.rows)]
         rng.shuffle(chunks)
-        return [pad(chunk, WIDTH_MULTIPLE) for chunk in chunks]
+        padded = (pad(chunk, WIDTH_MULTIPLE) for chunk in chunks)
+        return [(ids.numpy().astype(np.int16), weights.numpy()) for ids, weights in padded]
 
 
-def batches(tokenizer: PreTrainedTokenizerFast, settings: Settings, workers: int) -> Iterator[tuple[torch.Tensor, ...]]:
-    """The run's batches in order, made by `workers` processes ahead of their use (0: by this one)."""
+def batches(
+    tokenizer: PreTrainedTokenizerFast, settings: Settings, workers: int, device: str
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The run's batches in order, on `device`, made by `workers` processes ahead of their use (0: by this one)."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false" if workers else "true"
     pools = Pools(tokenizer, settings.rows, settings.seed, -(-settings.steps // POOL))
-    loader = DataLoader(pools, batch_size=None, num_workers=workers, prefetch_factor=2 if workers else None)
-    return itertools.islice(itertools.chain.from_iterable(loader), settings.steps)
+    loader = DataLoader(
+        pools, batch_size=None, num_workers=workers, prefetch_factor=2 if workers else None, collate_fn=list
+    )
+    for ids, weights in itertools.islice(itertools.chain.from_iterable(loader), settings.steps):
+        yield torch.from_numpy(ids).to(device).long(), torch.from_numpy(weights).to(device)
 
 
 def loss_of(model: Qwen3ForCausalLM, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -205,8 +215,7 @@ def train_(
 ) -> list[dict]:
     """Pretrain in place up to the target; returns one row for each evaluation."""
     optimizer, started, history, seen, places = Optimizer(model, settings), time.monotonic(), [], 0, 0
-    for step, (ids, weights) in enumerate(batches(tokenizer, settings, args.workers), start=1):
-        ids, weights = ids.to(args.device, non_blocking=True), weights.to(args.device, non_blocking=True)
+    for step, (ids, weights) in enumerate(batches(tokenizer, settings, args.workers, args.device), start=1):
         loss = loss_of(model, ids, weights)
         loss.backward()
         optimizer.step_()
