@@ -109,7 +109,7 @@ def test_batches_do_not_depend_on_the_number_of_workers(script, tokenizer) -> No
 
 def test_training_is_reproducible_depends_on_the_seed_and_lowers_the_loss(script, tokenizer) -> None:
     def train(seed: int) -> tuple[torch.Tensor, float, float]:
-        settings = script.Settings(12, 8, seed, 1, 128, 4e-3)
+        settings = script.Settings(16, 8, seed, 1, 128, 0.03)
         model = script.build_model(settings)
         optimizer = script.Optimizer(model, settings)
         losses = []
