@@ -208,8 +208,15 @@ class LoopConfig(Section):
 
     steps: int = Field(ge=1, description="optimizer steps")
     seed: int = Field(0, ge=0, lt=2**32, description="seeds data order, sampling, adapter and noise")
-    micro_batch: int = Field(8, ge=1, description="completions a backward pass")
-    gradient_checkpointing: bool = Field(True, description="recompute activations in the backward pass")
+    micro_batch_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens (prompts and completions) a backward pass: memory and speed, not the result; null: what "
+        "the GPU's memory holds",
+    )
+    gradient_checkpointing: Literal["auto"] | bool = Field(
+        "auto", description="layers recompute their activations in the backward pass; auto: those that do not fit"
+    )
     save_every: int = Field(50, ge=1, description="steps between checkpoints; the last step is always saved")
     keep_checkpoints: int = Field(2, ge=1, description="older checkpoints are deleted")
     out: str | None = Field(None, min_length=1, description="run directory; null: runs/<recipe>-<time>")

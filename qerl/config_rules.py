@@ -21,15 +21,8 @@ UNCLIPPED_LOSSES = ("cispo", "sapo", "vespo")  # read no `delta`
 
 
 def batch(config: RunConfig) -> Conflicts:
-    """A step is split into whole micro-batches, and its prompts are different rows."""
-    prompts, group, micro = config.rollout.prompts_per_step, config.rollout.group_size, config.run.micro_batch
-    completions = prompts * group
-    if completions % micro:
-        yield Conflict(
-            {"run.micro_batch": micro, "rollout.prompts_per_step": prompts, "rollout.group_size": group},
-            f"the {completions} completions of a step cannot be split into micro-batches of {micro}",
-            f"run.micro_batch: {max(n for n in range(1, min(micro, completions) + 1) if completions % n == 0)}",
-        )
+    """The prompts of a step are different rows."""
+    prompts = config.rollout.prompts_per_step
     if config.data.limit is not None and config.data.limit < prompts:
         yield Conflict(
             {"data.limit": config.data.limit, "rollout.prompts_per_step": prompts},

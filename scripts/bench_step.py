@@ -4,7 +4,7 @@
     python3 scripts/bench_step.py --model checkpoints/random-7b-NVFP4A16 --out benchmarks/step-7b-qerl.json
 
 The default is workload A: rank 32, 16 prompts x 8 completions, 128 prompt tokens, exactly 512 new ones. The completions
-are of random weights, so no reward is ever earned: all the work of a step is done, with advantages of zero. Seconds are
+are of random weights and earn a reward drawn from their text, so that every row has an advantage. Seconds are
 those of metrics.jsonl; peak memory is what the driver saw of the whole card, read every 10 ms.
 """
 
@@ -21,6 +21,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 GIB = 2**30
+REWARD = '''
+import zlib
+
+def drawn(completions, **columns):
+    """0 or 1 by the bits of a checksum: no two completions of a group need agree."""
+    return [float(zlib.crc32(text.encode("utf-8", "replace")) % 2) for text in completions]
+'''
 
 
 def main() -> None:
@@ -32,7 +39,7 @@ def main() -> None:
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=512)
-    parser.add_argument("--micro-batch", type=int, default=16)
+    parser.add_argument("--micro-batch-tokens", type=int, help="default: what the plan chooses")
     parser.add_argument("--cap-gib", type=float)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for `qerl train`")
     parser.add_argument("--out", type=Path)
@@ -69,7 +76,10 @@ def overrides(arguments: argparse.Namespace, folder: Path) -> list[str]:
     questions = [f"{number:04d} ".ljust(length, "abcdefgh"[number % 8]) for number in range(64)]
     lines = [json.dumps({"question": question, "answer": "#### 7"}) for question in questions]
     rows.write_text("\n".join(lines), encoding="utf-8")
+    reward = folder / "reward.py"
+    reward.write_text(REWARD, encoding="utf-8")
     values = {
+        "rewards": f"[{{name: '{reward}:drawn'}}]",
         "model.base": arguments.model,
         "adapter.rank": arguments.rank,
         "adapter.alpha": 2 * arguments.rank,
@@ -85,7 +95,7 @@ def overrides(arguments: argparse.Namespace, folder: Path) -> list[str]:
         "loss.mismatch_gate": "null",  # reported instead
         "noise.num_stages": 3,
         "run.steps": arguments.steps,
-        "run.micro_batch": arguments.micro_batch,
+        "run.micro_batch_tokens": arguments.micro_batch_tokens or "null",
         "run.save_every": 1000,
         "run.out": folder / "run",
         "memory.cap_gib": "null" if arguments.cap_gib is None else arguments.cap_gib,

@@ -13,7 +13,7 @@ PACKAGES = ("qerl", "quantize", "training", "eval")
 SOLE_IMPORTERS = {
     "vllm": ("qerl/engine_vllm.py", "qerl/vllm_plugin/"),
     "peft": ("qerl/adapter.py",),
-    "trl": ("training/trainer.py",),
+    "trl": ("training/trainer.py", "training/trl_config.py"),
     "llmcompressor": ("quantize/",),
 }
 # The command line starts all stages, and shares the options of evaluation.

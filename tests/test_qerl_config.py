@@ -62,7 +62,7 @@ optim:
 run:
   steps: 100
   seed: 0
-  micro_batch: 8
+  micro_batch_tokens: 8192
   save_every: 50
 """
 
@@ -76,7 +76,8 @@ KEYS = [
     ("  seed: 0", "  temperature: 0.7", "run.temperature: unknown key; did you mean rollout.temperature?"),
     ("    cap: 2.0", "    caps: 2.0", "loss.correction.caps: unknown key; did you mean loss.correction.cap?"),
     ("    weight: 1.0", "    wieght: 1.0", "rewards.0.wieght: unknown key; did you mean rewards.0.weight?"),
-    ("  seed: 0", "  xyzzy: 0", "run.xyzzy: unknown key; the keys here are steps, seed, micro_batch,"),
+    ("  seed: 0", "  xyzzy: 0", "run.xyzzy: unknown key; the keys here are steps, seed, micro_batch_tokens,"),
+    ("  seed: 0", "  micro_batch: 8", "run.micro_batch: unknown key; did you mean run.micro_batch_tokens?"),
     ("  seed: 0", "  steps: 7", "run.steps stands twice (first in line 49); keep one of the two"),
     ("  seed: 0", "  7: 0", "'7' stands where a key belongs; write a key as text"),
     ("  seed: 0", "\tseed: 0", "a tab begins or separates a value here; write spaces"),
@@ -127,12 +128,6 @@ TYPES = [
     ("  steps: 100", "  steps: 1e2", "run.steps: got 100.0, expected whole number >= 1; write 100"),
 ]
 COMBINATIONS = [
-    (
-        "  micro_batch: 8",
-        "  micro_batch: 12",
-        "run.micro_batch 12 with rollout.prompts_per_step 16 with rollout.group_size 8: the 128 completions of a step "
-        "cannot be split into micro-batches of 12; write run.micro_batch: 8",
-    ),
     ("  limit: 100", "  limit: 4", "data.limit 4 with rollout.prompts_per_step 16: there are fewer rows"),
     ("  task: gsm8k", "  task: gsm8", "data.task gsm8: there is no such task; write data.task: gsm8k (tasks: gsm8k,"),
     ("  prompt_template: default", "  prompt_template: 'Solve.'", "it has no {question}, so no prompt would hold"),
@@ -363,9 +358,9 @@ def test_what_is_near_an_impossible_combination_is_accepted(tmp_path, overrides,
 
 
 def test_the_models_themselves_refuse_what_recipes_may_not_hold():
-    with pytest.raises(ValidationError, match="cannot be split into micro-batches"):
+    with pytest.raises(ValidationError, match="there are fewer rows than prompts in a step"):
         RunConfig.model_validate(
-            {"model": {"base": "tiny"}, "data": {"task": "arith"}, "run": {"steps": 20, "micro_batch": 7}}
+            {"model": {"base": "tiny"}, "data": {"task": "arith", "limit": 7}, "run": {"steps": 20}}
         )
     config = load_recipe("tiny")
     with pytest.raises(ValidationError, match="frozen"):

@@ -174,8 +174,8 @@ def test_an_error_under_extends_points_into_the_file_that_holds_the_key(recipe):
     recipe("extends: a.yaml\n")
     with pytest.raises(ConfigError, match=re.escape(f"{base}:4: adapter.rank: got 0")):
         load_recipe(mine)
-    recipe("extends: dapo_7b\nrun: {micro_batch: 3}\n")
-    with pytest.raises(ConfigError, match=re.escape(f"{mine}:2: run.micro_batch 3 with rollout.prompts_per_step 8")):
+    recipe("extends: dapo_7b\ndata: {limit: 3}\n")
+    with pytest.raises(ConfigError, match=re.escape(f"{mine}:2: data.limit 3 with rollout.prompts_per_step 8")):
         load_recipe(mine)
 
 

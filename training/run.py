@@ -29,6 +29,7 @@ from qerl.checkpoint import ModelRef, describe, resolve_base_of_run, resolve_mod
 from qerl.config import RunConfig
 from qerl.engine import Engine, choose_engine, open_engine
 from qerl.errors import ConfigError
+from qerl.memory_plan import MicroBatchPlan
 from qerl.model import load_tokenizer
 from qerl.recipe import load_config, save_config
 from training.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
@@ -38,7 +39,9 @@ from training.rewards import build_rewards
 from training.rollout import Rollout
 from training.run_lock import only_writer, written
 from training.run_log import RunLog, read_metrics
-from training.trainer import QerlTrainer, trl_config
+from training.train_memory import as_record, plan_run, recorded_plan
+from training.trainer import QerlTrainer
+from training.trl_config import trl_config
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -98,16 +101,17 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
         _warm_start(policy, base.adapter)
     start_step = checkpoint_step(checkpoint) if checkpoint else 0
     trl_config(config, run_dir, rewards.weights)  # what it refuses is refused before anything is written
+    plan = recorded_plan(run_dir, config) or plan_run(config, policy, engine)
     rollout = Rollout(engine, policy, config)
     with (
         only_writer(run_dir, found),
         RunLog(run_dir, config.run.steps) as run_log,
         _interrupt(config.loss.num_iterations) as stop,
     ):
-        _open_run_dir(run_dir, config, name, base)
+        _open_run_dir(run_dir, config, name, base, plan)
         run_log.start_at(start_step)
         trainer = QerlTrainer(
-            config, policy, tokenizer, prompts, rewards, rollout, run_dir, run_log, [stop], start_step=start_step
+            config, policy, tokenizer, prompts, rewards, rollout, run_dir, run_log, plan, [stop], start_step=start_step
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
@@ -155,7 +159,7 @@ def _warm_start(policy: PeftModel, adapter: Path) -> None:
     logger.info("starting from the adapter %s (%d tensors)", adapter, load_tensors_(policy, tensors))
 
 
-def _open_run_dir(run_dir: Path, config: RunConfig, name: str, base: ModelRef) -> None:
+def _open_run_dir(run_dir: Path, config: RunConfig, name: str, base: ModelRef, plan: MicroBatchPlan) -> None:
     """Create the directory, or what a kill kept from being made; config.yaml comes first: with it a run can resume."""
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (run_dir / "config.yaml").exists():
@@ -163,6 +167,7 @@ def _open_run_dir(run_dir: Path, config: RunConfig, name: str, base: ModelRef) -
     (run_dir / "metrics.jsonl").touch()
     if not (run_dir / "run.json").exists():
         about = {"recipe": name, "base": base.base, "command": sys.argv, "versions": versions()}
+        about["micro_batches"] = as_record(plan)
         (run_dir / "run.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
     logger.info("writing to %s", run_dir)
 

@@ -6,30 +6,36 @@ What is overridden, and why (contracts pinned in tests/test_training_contracts.p
 2. The importance weights are computed where the loss computes its logprobs (`_get_per_token_logps_and_entropies`
    inside `_compute_loss`): TRL spends a second forward pass on old logprobs that equal the current ones when there is
    one update per rollout.
-3. Data order, sampling and dropout are pure functions of (seed, step), so that a killed run resumes to the same
+3. A step is one batch for TRL, cut by tokens into micro-batches here (`compute_loss`), each packed into one row
+   without padding; rows without a loss are left out, and metrics are over the others. TRL pads and cuts by rows.
+4. Data order, sampling and dropout are pure functions of (seed, step), so that a killed run resumes to the same
    numbers; TRL skips through the loader instead.
-4. Checkpoints are written beside and renamed, with checksums (`training/checkpoint.py`).
+5. Checkpoints are written beside and renamed, with checksums (`training/checkpoint.py`).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections import defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import Trainer
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 
-from qerl.errors import ConfigError, EngineError
+from qerl.errors import EngineError
 from training.checkpoint import load_adapter_, write_checkpoint
 from training.correction import Mismatch, importance_weights
+from training.micro_batches import MicroBatch, merge_metrics, row_metrics, split
 from training.noise import derive_seed
+from training.packed_policy import PackedPolicy
 from training.prompts import Prompts, PromptSampler
 from training.rollout import Rollout
 from training.run_log import RunLog, rename
+from training.train_memory import training_memory
+from training.trl_config import trl_config
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -37,6 +43,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, TrainerCallback
 
     from qerl.config import RunConfig
+    from qerl.memory_plan import MicroBatchPlan
     from training.rewards import Rewards
 
 
@@ -53,6 +60,7 @@ class QerlTrainer(GRPOTrainer):
         rollout: Rollout,
         run_dir: Path,
         run_log: RunLog,
+        plan: MicroBatchPlan,
         callbacks: list[TrainerCallback],
         start_step: int = 0,
     ) -> None:
@@ -67,6 +75,8 @@ class QerlTrainer(GRPOTrainer):
         self._mismatch = Mismatch()
         self._gate_passed = False
         self._step_metrics: dict[str, float] = {}
+        self._plan = plan
+        self._packed = PackedPolicy(policy, config.rollout.temperature, config.loss.entropy_coef > 0, plan)
         super().__init__(
             model=policy,
             reward_funcs=rewards.functions,
@@ -120,11 +130,58 @@ class QerlTrainer(GRPOTrainer):
             self._loss_inputs = None
             self.vllm_importance_sampling_correction = False
 
-    def _get_per_token_logps_and_entropies(self, *args: Any, **kwargs: Any) -> tuple:
-        output = super()._get_per_token_logps_and_entropies(*args, **kwargs)
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> torch.Tensor:
+        """Forward and backward of a whole step; of the loss that is returned nothing is left to differentiate."""
+        loss = self._config.loss
+        advantage_only = loss.kl_coef == 0 and loss.entropy_coef == 0
+        batches = split(inputs, self._plan.micro_batch_tokens, loss.type, advantage_only)
+        total = torch.zeros((), device=self.accelerator.device)
+        parts = []
+        with self._packed.training(), training_memory(self._plan) as memory:
+            for batch in batches:
+                total += self._train_micro_batch(model, batch, parts)
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.grad is None:  # no row had a loss: the gradient is 0, not absent
+                parameter.grad = torch.zeros_like(parameter)
+        metrics = merge_metrics(parts, row_metrics(loss.type, loss.level))
+        self._step_metrics |= metrics | memory.metrics
+        self._step_metrics["completions/trained_share"] = sum(batch.rows for batch in batches) / len(
+            inputs["completion_mask"]
+        )
+        return total.requires_grad_()
+
+    def _train_micro_batch(self, model: torch.nn.Module, batch: MicroBatch, parts: list) -> torch.Tensor:
+        """Add one micro-batch's gradient; returns its part of the step's loss, and appends its metrics to `parts`."""
+        step_metrics, entropy_coef = self._metrics["train"], self.entropy_coef
+        self._metrics["train"] = defaultdict(list)
+        self.entropy_coef = entropy_coef * batch.token_share / batch.loss_share
+        try:
+            loss = self._compute_loss(model, batch.inputs) * batch.loss_share
+            parts.append((batch, self._metrics["train"]))
+        finally:
+            self._metrics["train"], self.entropy_coef = step_metrics, entropy_coef
+        parts[-1][1].pop("entropy_coef", None)  # the scaled one
+        self.accelerator.backward(loss)
+        return loss.detach()
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: torch.nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        compute_entropy: bool = False,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
+        """TRL's: (logprobs, entropies, no router loss), (B, logits_to_keep); outside the loss without gradient."""
+        compute = self._packed.score if self._loss_inputs is None else self._packed.logprobs
+        with self.accelerator.autocast():
+            logprobs, entropies = compute(input_ids, attention_mask, logits_to_keep)
         if self._loss_inputs is not None:
-            self._weigh(output[0].detach(), self._loss_inputs)
-        return output
+            self._weigh(logprobs.detach(), self._loss_inputs)
+        return logprobs, entropies if compute_entropy else None, None
 
     def _weigh(self, logprobs: torch.Tensor, inputs: dict[str, Any]) -> None:
         """Put the importance weights of one micro-batch beside it, and count its mismatch."""
@@ -157,8 +214,7 @@ class QerlTrainer(GRPOTrainer):
                 f"the loss of step {self.state.global_step + 1} is {loss.item()}: lower optim.learning_rate or "
                 f"optim.max_grad_norm, and resume from the last checkpoint in {self._run_dir}"
             )
-        if self.accelerator.sync_gradients:  # the step's last micro-batch: the update comes next
-            self._check_gate()
+        self._check_gate()
         return loss
 
     # -- logging and checkpoints
@@ -175,7 +231,8 @@ class QerlTrainer(GRPOTrainer):
         metrics = rename({**logs, **averages, **step_metrics})
         metrics["time/train_s"] = metrics["time/step_s"] - metrics.pop("time/rollout_and_grading_s", 0.0)
         if torch.cuda.is_available():
-            metrics["memory/peak_gib"] = torch.cuda.max_memory_allocated() / 2**30  # of this step alone
+            peak = max(metrics.get("memory/peak_gib", 0.0), torch.cuda.max_memory_allocated() / 2**30)
+            metrics["memory/peak_gib"] = peak  # of this step alone
             torch.cuda.reset_peak_memory_stats()
         # A further update on the same rollout has its noise, but took no time for it.
         self._step_metrics = {key: value for key, value in self._step_metrics.items() if key.startswith("noise/")}
@@ -223,79 +280,3 @@ def _mean(values: list[float]) -> float | None:
     """Mean over the step's micro-batches of what is not NaN; None if nothing is left."""
     valid = [value for value in values if not math.isnan(value)]
     return sum(valid) / len(valid) if valid else None
-
-
-def trl_config(config: RunConfig, run_dir: Path, reward_weights: list[float]) -> GRPOConfig:
-    """The recipe in TRL's words. One generation serves one optimizer step, or `num_iterations` of them."""
-    rollout, loss, optim, run = config.rollout, config.loss, config.optim, config.run
-    on_gpu = torch.cuda.is_available()
-    accumulation = rollout.prompts_per_step * rollout.group_size // run.micro_batch
-    return GRPOConfig(
-        output_dir=str(run_dir),
-        max_steps=run.steps,
-        seed=run.seed,
-        per_device_train_batch_size=run.micro_batch,
-        gradient_accumulation_steps=accumulation,
-        steps_per_generation=accumulation,
-        num_generations=rollout.group_size,
-        num_iterations=loss.num_iterations,
-        max_completion_length=rollout.max_new_tokens,
-        temperature=rollout.temperature,
-        loss_type=loss.type,
-        importance_sampling_level=loss.level,
-        epsilon=loss.clip_low,
-        epsilon_high=loss.clip_high,
-        delta=loss.delta,
-        beta=loss.kl_coef,
-        scale_rewards=loss.advantage_scale,
-        mask_truncated_completions=loss.mask_truncated,
-        entropy_coef=loss.entropy_coef,
-        vllm_importance_sampling_mode=loss.correction.mode if loss.correction.mode != "off" else "token_truncate",
-        reward_weights=reward_weights,
-        learning_rate=optim.learning_rate,
-        weight_decay=optim.weight_decay,
-        adam_beta1=optim.beta1,
-        adam_beta2=optim.beta2,
-        adam_epsilon=optim.eps,
-        max_grad_norm=optim.max_grad_norm,
-        warmup_steps=optim.warmup_ratio,
-        lr_scheduler_type=optim.schedule if optim.schedule != "constant" else "constant_with_warmup",
-        optim=_optimizer_name(optim.name, on_gpu),
-        gradient_checkpointing=run.gradient_checkpointing,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
-        bf16=on_gpu and config.model.dtype != "float32",
-        use_cpu=not on_gpu,
-        save_strategy="steps",
-        save_steps=run.save_every,
-        ignore_data_skip=True,  # the sampler starts at the resumed step itself
-        logging_steps=1,
-        logging_nan_inf_filter=False,  # a loss that is not finite stops the run
-        report_to=_trackers(config.logging.report_to) or "none",
-        disable_tqdm=True,
-        remove_unused_columns=False,
-    )
-
-
-def _trackers(names: Sequence[str]) -> list[str]:
-    """The trackers asked for. Raises ConfigError for one that is not installed."""
-    import importlib.util
-
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"logging.report_to names {name}, which is not installed: run `pip install {name}`, or leave it out "
-                "(metrics.jsonl is written in any case)"
-            )
-    return list(names)
-
-
-def _optimizer_name(name: str, on_gpu: bool) -> str:
-    import importlib.util
-
-    has_8bit = on_gpu and importlib.util.find_spec("bitsandbytes") is not None
-    if name == "adamw_8bit" and not has_8bit:
-        raise EngineError(
-            "optim.name is adamw_8bit, which needs a CUDA device and bitsandbytes (`pip install 'qerl[gpu]'`): "
-            "write adamw, or auto to take it where it runs"
-        )
-    return "adamw_bnb_8bit" if name == "adamw_8bit" or (name == "auto" and has_8bit) else "adamw_torch"

@@ -1,0 +1,167 @@
+"""Causal attention within each sequence of a packed row, as an attention function of transformers.
+
+On a GPU in 16 bit it is torch's variable-length flash attention; elsewhere its twin, plain scaled dot-product attention
+over one sequence at a time. transformers builds no mask for a name that has no mask function, and none is needed.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+from qerl.errors import EngineError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from training.packing import PackedRow
+
+NAME = "qerl_packed"
+MAX_HEAD_DIM = 256  # flash attention's
+UNKNOWN_KEYS = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "output_multiplier",
+    "attention_chunk_size",
+)
+
+
+def check_config(config: PretrainedConfig) -> None:
+    """Raises EngineError for a model whose attention or head computes something that the packed path does not."""
+    for key in UNKNOWN_KEYS:
+        if getattr(config, key, None) not in (None, 1.0):
+            raise EngineError(
+                f"the model's config sets {key}={getattr(config, key)}, which training does not support: take a "
+                "Qwen2, Qwen3, Llama or Mistral model"
+            )
+    if getattr(config, "attention_dropout", 0.0):
+        raise EngineError(
+            f"the model's config sets attention_dropout={config.attention_dropout}, which training does not support: "
+            "set it to 0 in its config.json"
+        )
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    *,
+    cu_seq_lens_q: torch.Tensor,
+    max_length_q: int,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' interface: query (1, heads, T, d), key and value (1, kv heads, T, d) -> (1, T, heads, d).
+
+    `sliding_window` W: a token sees itself and the W - 1 before it. Raises EngineError for what it does not compute.
+    """
+    if attention_mask is not None or dropout or any(kwargs.get(name) is not None for name in ("softcap", "s_aux")):
+        raise EngineError("packed attention knows no mask, dropout, softcap or sink: this model cannot be trained")
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
+    fast = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= MAX_HEAD_DIM
+    attend = attend_flash if fast else attend_each
+    return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling, window)[None], None
+
+
+def attend_flash(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: torch.Tensor,
+    longest: int,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """(T, heads, d) by `torch.nn.attention.varlen`; CUDA, 16 bit."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    # torch's window counts the tokens before the query; (-1, 0) is causal without a window.
+    left = -1 if window is None else window - 1
+    return varlen_attn(
+        q, k, v, starts, starts, longest, longest, scale=scale, window_size=(left, 0), **_gqa_option(q, k)
+    )
+
+
+def attend_each(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: torch.Tensor,
+    longest: int,
+    scale: float | None,
+    window: int | None,
+) -> torch.Tensor:
+    """The twin of `attend_flash` for any device and dtype: one sequence after another."""
+    outputs = []
+    bounds = starts.tolist()
+    for start, end in pairwise(bounds):
+        one = [tensor[start:end].transpose(0, 1)[None] for tensor in (q, k, v)]
+        mask = None if window is None or window >= end - start else _window_mask(end - start, window, q.device)
+        out = F.scaled_dot_product_attention(
+            *one, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@contextmanager
+def packed_attention_of(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, `model` reads packed rows; may be nested."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+def hidden_states(model: PreTrainedModel, row: PackedRow) -> torch.Tensor:
+    """(M, hidden): the last hidden states at the predicting positions; inside `packed_attention_of`."""
+    output = model.base_model(
+        input_ids=row.input_ids,
+        position_ids=row.position_ids,
+        use_cache=False,
+        cu_seq_lens_q=row.starts,
+        max_length_q=row.longest,
+    )
+    return output.last_hidden_state[0].index_select(0, row.predicting)
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
+    """(length, length) bool: key j for query i with i - window < j <= i."""
+    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < window)
+
+
+def _gqa_option(q: torch.Tensor, k: torch.Tensor) -> dict[str, bool]:
+    return {"enable_gqa": True} if q.shape[1] != k.shape[1] and _asks_for_gqa() else {}
+
+
+@cache
+def _asks_for_gqa() -> bool:
+    """torch 2.13 wants to be told of fewer kv heads; older ones take them as they are and know no such argument."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+AttentionInterface.register(NAME, packed_attention)

@@ -1,0 +1,67 @@
+"""Logprobs of the policy by packed forward passes: padded rows in, the same shape out, no pad token in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from training.packed_attention import check_config, hidden_states, packed_attention_of
+from training.packing import pack, split_by_tokens
+from training.token_logprobs import dense_head, token_logprobs
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+    from qerl.memory_plan import MicroBatchPlan
+
+
+class PackedPolicy:
+    """A policy, the temperature its logits are divided by, and the plan of its training phase."""
+
+    def __init__(self, policy: PeftModel, temperature: float, entropy_gradient: bool, plan: MicroBatchPlan) -> None:
+        """`entropy_gradient`: the loss has an entropy term. Raises EngineError for a model that cannot be packed."""
+        self._model = policy.get_base_model()
+        check_config(self._model.config)
+        self._temperature, self._entropy_gradient, self._plan = temperature, entropy_gradient, plan
+        self._layers = [module for module in self._model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Around forward and backward passes: the plan's layers recompute, which calls their attention again."""
+        with packed_attention_of(self._model):
+            self._model.gradient_checkpointing_enable({"use_reentrant": False})
+            for index, layer in enumerate(self._layers):
+                layer.gradient_checkpointing = index < self._plan.recomputed_layers
+            try:
+                yield
+            finally:
+                self._model.gradient_checkpointing_disable()
+
+    def logprobs(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logprobs, entropies), float32 (B, C), of the last C = `width` of (B, P + C) tokens; 0 where masked."""
+        row = pack(input_ids, attention_mask, width)
+        with packed_attention_of(self._model):
+            hidden = hidden_states(self._model, row)
+        head = dense_head(self._model.get_output_embeddings(), self._temperature)
+        values = token_logprobs(hidden, row.targets, head, self._entropy_gradient)
+        shape = (len(input_ids), width)
+        return row.scatter(values[0], shape), row.scatter(values[1], shape)
+
+    @torch.no_grad()
+    def score(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`logprobs` of any number of rows, a micro-batch's tokens at a time."""
+        results = torch.zeros(2, len(input_ids), width, device=input_ids.device)
+        scored = attention_mask[:, -width:].any(1)
+        lengths = (attention_mask.sum(1) * scored).tolist()
+        for group in split_by_tokens(lengths, self._plan.micro_batch_tokens):
+            rows = torch.tensor(group, device=input_ids.device)
+            results[:, rows] = torch.stack(self.logprobs(input_ids[rows], attention_mask[rows], width))
+        return results[0], results[1]

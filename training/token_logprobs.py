@@ -1,0 +1,109 @@
+"""Log probabilities and entropies of tokens from hidden states, without the (tokens x vocabulary) logits at once.
+
+With z = h W^T / temperature and p = softmax(z), for target y (the head W is frozen):
+
+    logprob = z_y - logsumexp(z)         d logprob / dh = (onehot(y) - p) W / temperature
+    entropy = -sum_j p_j log p_j         d entropy / dh = -(p * (log p + entropy)) W / temperature
+
+The loss weighs each token's logprob by one number, so those rows are computed while a chunk's logits are there and
+scaled in the backward pass: two products with the head a token, where recomputing the logits would take three.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from qerl.nvfp4.linear import NVFP4Linear
+
+CHUNK = 1024  # tokens whose logits exist at once: 0.6 GiB in float32 at a vocabulary of 152,000
+
+
+class Head(NamedTuple):
+    """The output projection: dense weight (vocabulary, d), bias or None, and what divides the logits."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    temperature: float
+
+
+def dense_head(module: nn.Linear, temperature: float) -> Head:
+    """The head of a model, dequantized if it is packed."""
+    weight = module.dense(module.compute_dtype) if isinstance(module, NVFP4Linear) else module.weight.detach()
+    return Head(weight, None if module.bias is None else module.bias.detach(), temperature)
+
+
+def token_logprobs(
+    hidden: torch.Tensor, targets: torch.Tensor, head: Head, entropy_gradient: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprobs, entropies), float32 (M,), of `targets` (M,) after `hidden` (M, d); gradients to `hidden` alone.
+
+    Without `entropy_gradient` the entropies are numbers for the log. `hidden` has the dtype of the head's weight.
+    """
+    logprobs, entropies = _TokenLogprobs.apply(hidden.to(head.weight.dtype), targets, head, entropy_gradient)
+    return logprobs, entropies if entropy_gradient else entropies.detach()
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """See the module docstring."""
+
+    @staticmethod
+    def forward(ctx, hidden: torch.Tensor, targets: torch.Tensor, head: Head, entropy_gradient: bool):
+        count = int(ctx.needs_input_grad[0]) * (2 if entropy_gradient else 1)
+        slopes = [torch.empty_like(hidden) for _ in range(count)]
+        outputs = hidden.new_empty(2, len(targets), dtype=torch.float32)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, len(targets), CHUNK):
+                part = slice(start, start + CHUNK)
+                _chunk(hidden[part], targets[part], head, outputs[:, part], [slope[part] for slope in slopes])
+        ctx.save_for_backward(*slopes)
+        return outputs[0].clone(), outputs[1].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor):
+        slope, *entropy_slope = ctx.saved_tensors
+        grad = grad_logprobs[:, None] * slope
+        if entropy_slope:
+            grad += grad_entropies[:, None] * entropy_slope[0]
+        return grad.to(slope.dtype), None, None, None
+
+
+def _chunk(
+    hidden: torch.Tensor, targets: torch.Tensor, head: Head, outputs: torch.Tensor, slopes: list[torch.Tensor]
+) -> None:
+    """Fill logprobs and entropies (2, m) and the slopes' rows (m, d) of one chunk."""
+    rows = torch.arange(len(targets), device=targets.device)
+    log_p = _logits(hidden, head)
+    log_p -= log_p.logsumexp(-1, keepdim=True)
+    outputs[0] = log_p[rows, targets]
+    p = log_p.exp()
+    outputs[1] = -torch.linalg.vecdot(p, log_p)
+    if len(slopes) > 1:
+        log_p += outputs[1][:, None]
+        slopes[1].copy_(_project(log_p.mul_(p).neg_(), head))
+    if slopes:
+        p.neg_()
+        p[rows, targets] += 1.0
+        slopes[0].copy_(_project(p, head))
+
+
+def _logits(hidden: torch.Tensor, head: Head) -> torch.Tensor:
+    """(m, vocabulary) float32, not rounded to 16 bits in between where the device can do that."""
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        logits = torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
+    else:
+        logits = (hidden @ head.weight.t()).float()
+    if head.bias is not None:
+        logits += head.bias
+    return logits if head.temperature == 1.0 else logits.div_(head.temperature)
+
+
+def _project(slope: torch.Tensor, head: Head) -> torch.Tensor:
+    """(m, vocabulary) float32 derivatives by the scaled logits -> (m, d) by the hidden states."""
+    if head.temperature != 1.0:
+        slope /= head.temperature
+    return slope.to(head.weight.dtype) @ head.weight

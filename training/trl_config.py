@@ -1,0 +1,94 @@
+"""The recipe in TRL's words, and in transformers' where TRL inherits them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from trl import GRPOConfig
+
+from qerl.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from qerl.config import RunConfig
+
+
+def trl_config(config: RunConfig, run_dir: Path, reward_weights: list[float]) -> GRPOConfig:
+    """One generation serves one optimizer step, or `num_iterations` of them.
+
+    TRL sees a step as one micro-batch of all its rows, without gradient checkpointing: the trainer cuts it by tokens
+    and says which layers recompute.
+    """
+    rollout, loss, optim, run = config.rollout, config.loss, config.optim, config.run
+    on_gpu = torch.cuda.is_available()
+    return GRPOConfig(
+        output_dir=str(run_dir),
+        max_steps=run.steps,
+        seed=run.seed,
+        per_device_train_batch_size=rollout.prompts_per_step * rollout.group_size,
+        gradient_accumulation_steps=1,
+        steps_per_generation=1,
+        num_generations=rollout.group_size,
+        num_iterations=loss.num_iterations,
+        max_completion_length=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        loss_type=loss.type,
+        importance_sampling_level=loss.level,
+        epsilon=loss.clip_low,
+        epsilon_high=loss.clip_high,
+        delta=loss.delta,
+        beta=loss.kl_coef,
+        scale_rewards=loss.advantage_scale,
+        mask_truncated_completions=loss.mask_truncated,
+        entropy_coef=loss.entropy_coef,
+        vllm_importance_sampling_mode=loss.correction.mode if loss.correction.mode != "off" else "token_truncate",
+        reward_weights=reward_weights,
+        learning_rate=optim.learning_rate,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_epsilon=optim.eps,
+        max_grad_norm=optim.max_grad_norm,
+        warmup_steps=optim.warmup_ratio,
+        lr_scheduler_type=optim.schedule if optim.schedule != "constant" else "constant_with_warmup",
+        optim=_optimizer_name(optim.name, on_gpu),
+        gradient_checkpointing=False,
+        bf16=on_gpu and config.model.dtype != "float32",
+        use_cpu=not on_gpu,
+        save_strategy="steps",
+        save_steps=run.save_every,
+        ignore_data_skip=True,  # the sampler starts at the resumed step itself
+        logging_steps=1,
+        logging_nan_inf_filter=False,  # a loss that is not finite stops the run
+        report_to=_trackers(config.logging.report_to) or "none",
+        disable_tqdm=True,
+        remove_unused_columns=False,
+    )
+
+
+def _trackers(names: Sequence[str]) -> list[str]:
+    """The trackers asked for. Raises ConfigError for one that is not installed."""
+    import importlib.util
+
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            raise ConfigError(
+                f"logging.report_to names {name}, which is not installed: run `pip install {name}`, or leave it out "
+                "(metrics.jsonl is written in any case)"
+            )
+    return list(names)
+
+
+def _optimizer_name(name: str, on_gpu: bool) -> str:
+    import importlib.util
+
+    has_8bit = on_gpu and importlib.util.find_spec("bitsandbytes") is not None
+    if name == "adamw_8bit" and not has_8bit:
+        raise EngineError(
+            "optim.name is adamw_8bit, which needs a CUDA device and bitsandbytes (`pip install 'qerl[gpu]'`): "
+            "write adamw, or auto to take it where it runs"
+        )
+    return "adamw_bnb_8bit" if name == "adamw_8bit" or (name == "auto" and has_8bit) else "adamw_torch"
