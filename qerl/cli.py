@@ -135,14 +135,15 @@ def grade(
 
 @app.command()
 def report(
-    run: Annotated[Path, typer.Argument(help="A run directory.")],
+    runs: Annotated[list[Path], typer.Argument(help="A run directory; several are compared.")],
     before: Annotated[Path | None, typer.Option(help="Evaluation folder of the base, to compare with.")] = None,
     after: Annotated[Path | None, typer.Option(help="Evaluation folder of the trained adapter.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The page to write; default: report.html in the run.")] = None,
 ) -> None:
-    """Show what a run did: curves as PNG, evaluation before and after, completions side by side."""
-    from qerl.report.text import write_report
+    """Show what a run did: a page (report.html), curves as PNG, evaluation before and after, completions."""
+    from qerl.report.write import write_report
 
-    write_report(run, before, after)
+    write_report(runs, before, after, out)
 
 
 @recipes.callback()

@@ -9,7 +9,7 @@ from qerl.errors import ConfigError, DataError
 from qerl.report.curves import PANELS, draw_panel
 from qerl.report.read import read_run
 from qerl.report.stages import sigma_text, stage_table, stages
-from qerl.report.text import write_report
+from qerl.report.write import write_report
 
 SIGMAS = [0.0, 0.0, 0.01, 0.01, 0.001]
 ROWS = [
@@ -77,12 +77,14 @@ def test_entropy_is_drawn_with_the_stages_and_sigma(tmp_path):
 def test_a_run_without_noise_has_no_second_axis(tmp_path):
     rows = [{**row, "noise/sigma": 0.0, "noise/stage": 0} for row in ROWS]
     assert len(entropy_panel(read_run(write_run(tmp_path, rows)))) == 1
-    assert "by noise stage" not in write_report(tmp_path).read_text()
+    write_report([tmp_path])
+    assert "by noise stage" not in (tmp_path / "report.md").read_text()
 
 
 def test_the_report_has_the_stages_and_a_picture(tmp_path):
     run = write_run(tmp_path, [*ROWS, {"step": 6, "reward": None}])
-    text = write_report(run).read_text()
+    write_report([run])
+    text = (run / "report.md").read_text()
     assert "| 1 | 3 to 4 | 0.01 | 0.800 | 0.810 | 0.250 | 1.0e-04 |" in text
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
@@ -96,8 +98,8 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
 
 def test_what_cannot_be_reported(tmp_path):
     with pytest.raises(DataError, match=r"metrics\.jsonl cannot be read"):
-        write_report(tmp_path / "nowhere")
+        write_report([tmp_path / "nowhere"])
     with pytest.raises(DataError, match=r"no steps in metrics\.jsonl yet"):
-        write_report(write_run(tmp_path / "new", []))
+        write_report([write_run(tmp_path / "new", [])])
     with pytest.raises(ConfigError, match="--before FOLDER --after FOLDER"):
-        write_report(write_run(tmp_path / "run", ROWS), before=tmp_path)
+        write_report([write_run(tmp_path / "run", ROWS)], before=tmp_path)

@@ -66,7 +66,7 @@ def draw_curves(run: Run, path: Path) -> None:
     height = -(-len(panels) // 3)
     figure = Figure(figsize=(13, 3.1 * height + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
-    figure.suptitle(run.name)
+    figure.suptitle(run.name, parse_math=False)
     axes = figure.subplots(height, 3, squeeze=False).flatten()
     for axis, panel in zip(axes, panels, strict=False):
         draw_panel(axis, panel, [run])
@@ -101,7 +101,8 @@ def draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run]) -> None:
     axis.tick_params(labelsize=8)
     axis.grid(alpha=0.3)
     if len(axis.get_legend_handles_labels()[1]) > (0 if len(runs) > 1 else 1):
-        axis.legend(fontsize=8)
+        for text in axis.legend(fontsize=8).get_texts():
+            text.set_parse_math(False)  # a run's name may hold dollars
 
 
 def _draw_noise(axis: Axes, runs: Sequence[Run]) -> None:

@@ -1,35 +1,81 @@
-"""A run directory as the report reads it."""
+"""A run directory as the report reads it. Only metrics.jsonl has to be there; the rest is shown where it is."""
 
 from __future__ import annotations
 
 import json
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from qerl.errors import DataError
 
 Row = dict[str, Any]
 
+# What no encoding or page can hold, and what would turn the direction of the text around it.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A finished `qerl eval`: its result.json, and its graded completions."""
+
+    folder: Path
+    name: str  # what tells it apart from the others that are shown
+    result: dict[str, Any]
+    rows: list[Row] = field(repr=False)
+
 
 @dataclass(frozen=True)
 class Run:
-    """What a run wrote. `rows` has the metrics of each step, in order."""
+    """What a run wrote. `rows` has the metrics of each step, `samples` logged completions with their step, in order."""
 
     folder: Path
+    name: str  # what tells it apart from the others that are shown
     rows: list[Row] = field(repr=False)
+    config: dict[str, Any] = field(default_factory=dict, repr=False)
+    config_text: str = field(default="", repr=False)
+    about: dict[str, Any] = field(default_factory=dict)  # run.json
+    samples: list[Row] = field(default_factory=list, repr=False)
+    evaluations: list[Evaluation] = field(default_factory=list, repr=False)
 
-    @property
-    def name(self) -> str:
-        return self.folder.resolve().name
+
+def read_runs(folders: Sequence[Path]) -> list[Run]:
+    """Each run once; where folders of one name are among them, all go by their paths. Raises as `read_run` does."""
+    different = list({folder.resolve(): folder for folder in folders}.values())
+    names = [folder.resolve().name for folder in different]
+    if len(set(names)) < len(names):
+        names = [str(folder) for folder in different]
+    return [read_run(folder, name) for folder, name in zip(different, names, strict=True)]
 
 
-def read_run(folder: Path) -> Run:
-    """Raises DataError for a folder without metrics."""
+def read_run(folder: Path, name: str | None = None) -> Run:
+    """Raises DataError for a folder without metrics, or with a file that is not what a run writes."""
     rows = read_jsonl(folder / "metrics.jsonl")
     if not rows:
         raise DataError(f"{folder} has no steps in metrics.jsonl yet: give the directory of a run that has begun")
-    return Run(folder, rows)
+    about = folder / "run.json"
+    config, config_text = _config(folder / "config.yaml")
+    return Run(
+        folder,
+        name or folder.resolve().name,
+        rows,
+        config,
+        config_text,
+        read_json(about) if about.exists() else {},
+        _samples(folder),
+        [read_evaluation(path.parent) for path in sorted(folder.glob("eval/*/result.json"))],
+    )
+
+
+def read_evaluation(folder: Path) -> Evaluation:
+    """Raises DataError for a folder that is not a finished evaluation's."""
+    return Evaluation(
+        folder, folder.resolve().name, read_json(folder / "result.json"), read_jsonl(folder / "completions.jsonl")
+    )
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -43,6 +89,31 @@ def read_json(path: Path) -> dict[str, Any]:
 def read_jsonl(path: Path) -> list[Row]:
     """The whole lines of a file (a kill can cut the last one short). Raises DataError if it cannot be read."""
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.endswith("}")]
+        lines = path.read_text(encoding="utf-8").split("\n")  # a completion may hold other line separators
+        return [json.loads(line) for line in lines if line.endswith("}")]
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}): give a run directory or an evaluation's folder") from error
+
+
+def printable(text: str) -> str:
+    """`text` with a replacement character for what a page or terminal could not show as it stands."""
+    return _UNPRINTABLE.sub("\ufffd", text)
+
+
+def _config(path: Path) -> tuple[dict[str, Any], str]:
+    """The configuration, and the text that it was read from."""
+    if not path.exists():
+        return {}, ""
+    try:
+        text = path.read_text(encoding="utf-8")
+        return yaml.safe_load(text) or {}, text
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise DataError(f"{path} cannot be read ({error}): put back the file that the run wrote") from error
+
+
+def _samples(folder: Path) -> list[Row]:
+    rows = []
+    for path in sorted(folder.glob("completions/step-*.jsonl")):
+        step = int(path.stem.removeprefix("step-"))
+        rows += [{**row, "step": step} for row in read_jsonl(path)]
+    return rows

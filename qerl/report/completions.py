@@ -1,0 +1,76 @@
+"""The best and the worst of the completions that a run sampled into its log."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qerl.report.read import Row, Run
+
+SHOWN = 3
+LONGEST = 6000  # characters of a completion that the page shows
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion. `reward` is the weighted sum that training saw."""
+
+    step: int
+    reward: float
+    rewards: dict[str, Any]
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Extremes:
+    """The best and the worst of the later half of the samples, of which there are `count` in all."""
+
+    count: int
+    from_step: int
+    best: list[Sample]
+    worst: list[Sample]
+
+
+def extremes(run: Run) -> Extremes | None:
+    """None if nothing was sampled. Equal texts count once; of equal rewards the later sample is shown."""
+    found = [_sample(row, _weights(run)) for row in run.samples]
+    if not found:
+        return None
+    steps = sorted({sample.step for sample in found})
+    from_step = steps[len(steps) // 2]
+    late = {(sample.prompt, sample.completion): sample for sample in found if sample.step >= from_step}
+    ranked = sorted(late.values(), key=lambda sample: (-sample.reward, -sample.step))
+    count = min(SHOWN, (len(ranked) + 1) // 2)
+    worst = sorted(ranked[count:], key=lambda sample: (sample.reward, -sample.step))
+    return Extremes(len(found), from_step, ranked[:count], worst[:SHOWN])
+
+
+def shorten(text: str) -> str:
+    """At most LONGEST characters; what is left out of the middle is counted."""
+    if len(text) <= LONGEST:
+        return text
+    half = LONGEST // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
+
+
+def _weights(run: Run) -> dict[str, float]:
+    """Of each reward, by its name in the log: a function's own, or all of it where an earlier one has that."""
+    rewards: Sequence[dict[str, Any]] = run.config.get("rewards") or []
+    whole = {reward["name"]: reward.get("weight", 1.0) for reward in rewards}
+    short = {name.replace(":", ".").rpartition(".")[2]: weight for name, weight in reversed(whole.items())}
+    return short | whole
+
+
+def _sample(row: Row, weights: dict[str, float]) -> Sample:
+    rewards = row.get("rewards") or {}
+    total = sum(value * weights.get(name, 1.0) for name, value in rewards.items() if value is not None)
+    return Sample(row["step"], total, rewards, _text(row["prompt"]), _text(row["completion"]))
+
+
+def _text(value: Any) -> str:
+    """A conversation as its messages' contents."""
+    if isinstance(value, str):
+        return value
+    return "\n".join(str(message.get("content", message)) for message in value)

@@ -1,0 +1,82 @@
+"""Evaluations in the report: a table, accuracies with their intervals, completions before and after."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from qerl.report.read import Evaluation, Row
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+PAIRS_SHOWN = 3
+
+
+class Pair(NamedTuple):
+    """Two completions of one question."""
+
+    before: Row
+    after: Row
+
+
+def evaluation_cells(evaluation: Evaluation) -> dict[str, str]:
+    """A row of the table, by heading; what a result does not hold is left out."""
+    result = evaluation.result
+    cells = {
+        "evaluation": evaluation.name,
+        "task": str(result["task"]),
+        "model": str(result["model"]),
+        "accuracy": f"{result['accuracy']['value']:.1%}",
+        "95% interval": _interval(result["accuracy"]),
+    }
+    for k, value in (result.get("pass_at_k") or {}).items():
+        cells[f"pass@{k}"] = f"{value['value']:.1%} ({_interval(value)})"
+    for heading, key in (("truncated", "truncated_share"), ("no answer", "no_answer_share")):
+        if result.get(key) is not None:
+            cells[heading] = f"{result[key]:.1%}"
+    if result.get("questions") is not None:
+        cells["questions"] = f"{result['questions']} x {result.get('samples', 1)}"
+    if result.get("completion_tokens") is not None and result.get("completions"):
+        cells["tokens a completion"] = f"{result['completion_tokens'] / result['completions']:.0f}"
+    return cells
+
+
+def evaluation_table(evaluations: Sequence[Evaluation]) -> tuple[list[str], list[list[str]]]:
+    """Heading and cells; a column that only some results have is empty in the others."""
+    rows = [evaluation_cells(evaluation) for evaluation in evaluations]
+    heading = list(dict.fromkeys(name for row in rows for name in row))
+    return heading, [[row.get(name, "") for name in heading] for row in rows]
+
+
+def draw_evaluations(axis: Axes, evaluations: Sequence[Evaluation]) -> None:
+    """Accuracy of each with its interval, the first on top."""
+    for place, evaluation in enumerate(reversed(evaluations)):
+        accuracy, value = evaluation.result["accuracy"], evaluation.result["accuracy"]["value"]
+        away = [[max(0.0, value - accuracy["low"])], [max(0.0, accuracy["high"] - value)]]  # rounding
+        axis.errorbar([value], [place], xerr=away, fmt="o", color="C0", capsize=4)
+    names = [f"{evaluation.result['task']} · {evaluation.name}"[-36:] for evaluation in reversed(evaluations)]
+    axis.set_yticks(range(len(names)), names, parse_math=False)
+    axis.set_ylim(-0.6, len(names) - 0.4)
+    axis.set_title("accuracy with its 95% interval", fontsize=10)
+    axis.tick_params(labelsize=8)
+    axis.grid(alpha=0.3, axis="x")
+
+
+def pairs(before: Evaluation, after: Evaluation) -> list[Pair]:
+    """Completions of the same question before and after, where training turned wrong into right if it did so at all."""
+    first, second = ({(row["id"], row["sample"]): row for row in each.rows} for each in (before, after))
+    shared = [key for key in first if key in second]
+    turned = [key for key in shared if second[key]["correct"] > first[key]["correct"]] or shared
+    spread = turned[:: max(1, len(turned) // PAIRS_SHOWN)][:PAIRS_SHOWN]  # neighbours are of one length and kind
+    return [Pair(first[key], second[key]) for key in spread]
+
+
+def mistakes(evaluation: Evaluation) -> list[Row]:
+    """Some completions that were graded wrong, spread over the data."""
+    wrong = [row for row in evaluation.rows if not row["correct"]]
+    return wrong[:: max(1, len(wrong) // PAIRS_SHOWN)][:PAIRS_SHOWN]
+
+
+def _interval(value: dict[str, float]) -> str:
+    return f"{value['low']:.1%} to {value['high']:.1%}"

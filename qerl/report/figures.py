@@ -1,0 +1,106 @@
+"""Drawings for the page: SVG as data URIs, one for light and one for dark screens."""
+
+from __future__ import annotations
+
+import base64
+import io
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from qerl.report.curves import PANELS, Panel, draw_panel, drawn
+from qerl.report.evaluations import draw_evaluations
+from qerl.report.read import Evaluation, Run
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+# For light and for dark screens: text, lines of axes and grid, and what is drawn.
+TEXT, LINES = ("#1f2328", "#e6e8eb"), ("#c8ccd1", "#4a5058")
+DRAWN = (
+    ("#1a6fb5", "#6db8f2"),
+    ("#c8590b", "#ffa657"),
+    ("#2c8a3c", "#7fd88f"),
+    ("#b3261e", "#ff8f87"),
+    ("#7549b1", "#c2a2f5"),
+    ("#8a6d00", "#e0c341"),
+)
+
+
+@dataclass(frozen=True)
+class Picture:
+    """One drawing in both themes; `alt` says in words what it shows."""
+
+    light: str
+    dark: str
+    alt: str
+
+
+def curve_pictures(runs: Sequence[Run]) -> list[Picture]:
+    """Each panel that has something to draw."""
+    return [_panel_picture(panel, runs) for panel in PANELS if drawn(panel, runs)]
+
+
+def evaluation_picture(evaluations: Sequence[Evaluation]) -> Picture:
+    """Accuracies with their intervals."""
+    light = _draw(lambda axis: draw_evaluations(axis, evaluations), 0.8 + 0.3 * len(evaluations))
+    values = [f"{each.result['task']} {each.name} {each.result['accuracy']['value']:.1%}" for each in evaluations]
+    return _picture(light, "accuracy: " + ", ".join(values))
+
+
+def _panel_picture(panel: Panel, runs: Sequence[Run]) -> Picture:
+    light = _draw(lambda axis: draw_panel(axis, panel, runs), 2.9)
+    return _picture(light, f"{panel.title}: " + "; ".join(_ends(panel, runs)))
+
+
+def _picture(light: str, alt: str) -> Picture:
+    """The dark drawing is the light one in other colours."""
+    dark = light
+    for bright, dim in (TEXT, LINES, *DRAWN):
+        dark = dark.replace(bright, dim)
+    return Picture(_data_uri(light), _data_uri(dark), alt)
+
+
+def _ends(panel: Panel, runs: Sequence[Run]) -> list[str]:
+    """Each line's first and last value in words."""
+    found = []
+    for run in runs:
+        for label, key in panel.lines:
+            points = [(row["step"], row[key]) for row in run.rows if row.get(key) is not None]
+            if points:
+                (first, start), (last, end) = points[0], points[-1]
+                found.append(f"{run.name} {label} {start:.3g} at step {first}, {end:.3g} at step {last}")
+    return found
+
+
+def _draw(draw: Callable[[Axes], None], height: float) -> str:
+    """One drawing as SVG, in the colours for light screens."""
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    with matplotlib.rc_context(_style()):
+        figure = Figure(figsize=(4.6, height), layout="constrained")
+        draw(figure.subplots())
+        out = io.BytesIO()
+        figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
+    return out.getvalue().decode("utf-8")
+
+
+def _style() -> dict[str, Any]:
+    from cycler import cycler
+
+    return {
+        **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), TEXT[0]),
+        "axes.edgecolor": LINES[0],
+        "grid.color": LINES[0],
+        "legend.facecolor": "none",
+        "legend.edgecolor": LINES[0],
+        "axes.prop_cycle": cycler(color=[light for light, _ in DRAWN]),
+        "svg.fonttype": "none",  # text stays text: half the bytes, and the reader's own font
+        "font.family": "sans-serif",
+        "svg.hashsalt": "qerl",  # the same run gives the same bytes
+    }
+
+
+def _data_uri(svg: str) -> str:
+    return "data:image/svg+xml;base64," + base64.b64encode(svg.encode("utf-8", errors="replace")).decode("ascii")

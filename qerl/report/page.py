@@ -1,0 +1,113 @@
+"""report.html: one file that a browser shows without asking anything of any server.
+
+Whatever a run wrote (completions above all) is text to the page: the template escapes every value, and the page's own
+policy forbids scripts and requests altogether.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+from qerl.report.completions import extremes, shorten
+from qerl.report.evaluations import evaluation_table, mistakes, pairs
+from qerl.report.figures import curve_pictures, evaluation_picture
+from qerl.report.read import Evaluation, Run, printable
+from qerl.report.stages import stage_table, stages
+from qerl.report.summary import change_table, differences, fifth, memory_table, phase_table
+
+
+def render_page(runs: Sequence[Run], compared: tuple[Evaluation, Evaluation] | None = None) -> str:
+    """The page of one run, or of several side by side; `compared` are evaluations before and after training."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader("qerl.report", "."),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        finalize=_printable,
+    )
+    return environment.get_template("page.html.j2").render(
+        title=f"{'Runs' if len(runs) > 1 else 'Run'} {' and '.join(run.name for run in runs)}",
+        runs=[_run(run) for run in runs],
+        changes=change_table(runs),
+        fifths=sorted({fifth(run.rows) for run in runs}),
+        pictures=curve_pictures(runs),
+        phases=phase_table(runs),
+        memory=memory_table(runs),
+        evaluations=_evaluations(_all_evaluations(runs, compared)),
+        pairs=pairs(*compared) if compared else [],
+        differences=differences(runs) if len(runs) > 1 else [],
+        shorten=shorten,
+    )
+
+
+def _all_evaluations(runs: Sequence[Run], compared: tuple[Evaluation, Evaluation] | None) -> list[Evaluation]:
+    """Those in the runs' directories (with the run's name, if there are several), then others that were named."""
+    found = [
+        replace(evaluation, name=f"{run.name}: {evaluation.name}") if len(runs) > 1 else evaluation
+        for run in runs
+        for evaluation in run.evaluations
+    ]
+    known = {evaluation.folder.resolve() for evaluation in found}
+    return found + [evaluation for evaluation in compared or () if evaluation.folder.resolve() not in known]
+
+
+def _run(run: Run) -> dict[str, Any]:
+    found = stages(run.rows)
+    return {
+        "name": run.name,
+        "facts": _facts(run),
+        "stages": stage_table(found) if any(stage.sigma_high for stage in found) else None,
+        "samples": extremes(run),
+        "config": run.config_text,
+        "versions": run.about.get("versions") or {},
+    }
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    """What one wants to know first, as far as the run says."""
+    config, last = run.config, run.rows[-1]
+    planned = (config.get("run") or {}).get("steps")
+    seconds = sum(row.get("time/step_s") or 0.0 for row in run.rows)
+    facts = [
+        ("steps", f"{last['step']} of {planned}" if planned else str(last["step"])),
+        ("base", run.about.get("base") or (config.get("model") or {}).get("base")),
+        ("task", (config.get("data") or {}).get("task")),
+        ("recipe", run.about.get("recipe")),
+        ("time in steps", _duration(seconds) if seconds else None),
+        ("tokens", f"{last['tokens_total']:,.0f}" if last.get("tokens_total") else None),
+        ("command", _command(run.about.get("command") or [])),
+    ]
+    return [(name, str(value)) for name, value in facts if value]
+
+
+def _evaluations(evaluations: Sequence[Evaluation]) -> dict[str, Any] | None:
+    if not evaluations:
+        return None
+    heading, cells = evaluation_table(evaluations)
+    wrong = [(evaluation.name, mistakes(evaluation)) for evaluation in evaluations]
+    return {
+        "heading": heading,
+        "cells": cells,
+        "picture": evaluation_picture(evaluations),
+        "mistakes": [(name, rows) for name, rows in wrong if rows],
+    }
+
+
+def _command(arguments: Sequence[str]) -> str:
+    """As it was typed; the first argument is the path of the script."""
+    return shlex.join(["qerl", *arguments[1:]]) if arguments else ""
+
+
+def _duration(seconds: float) -> str:
+    hours, rest = divmod(round(seconds), 3600)
+    return f"{hours} h {rest // 60} min" if hours else f"{rest // 60} min {rest % 60} s"
+
+
+def _printable(value: Any) -> Any:
+    return printable(value) if type(value) is str else value

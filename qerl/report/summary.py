@@ -1,0 +1,143 @@
+"""Numbers of a run for tables: first steps against last, time and memory by phase, configurations side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from qerl.report.read import Row, Run
+
+CHANGES = (
+    ("reward", "reward"),
+    ("accuracy", "rewards/accuracy"),
+    ("entropy", "entropy"),
+    ("tokens a completion", "completions/mean_tokens"),
+    ("truncated share", "completions/truncated_share"),
+    ("mismatch_kl", "mismatch_kl"),
+    ("effective sample size", "correction/ess"),
+    ("seconds a step", "time/step_s"),
+)
+PHASES = (("rollout", "time/rollout_s"), ("adapter sync", "time/sync_s"), ("training", "time/train_s"))
+
+
+Table = tuple[list[str], list[list[str]]]  # heading, cells
+
+
+class Change(NamedTuple):
+    """Means over the first and the last fifth of the steps."""
+
+    label: str
+    first: float
+    last: float
+
+
+class Phase(NamedTuple):
+    """Seconds of one phase: a step's mean, all steps', and the share of the whole."""
+
+    name: str
+    mean_s: float
+    total_s: float
+    share: float
+
+
+def fifth(rows: Sequence[Row]) -> int:
+    """How many steps a fifth of a run is."""
+    return max(1, len(rows) // 5)
+
+
+def changes(rows: Sequence[Row]) -> list[Change]:
+    """What the run changed; metrics that either end lacks are left out."""
+    width = fifth(rows)
+    found = []
+    for label, key in CHANGES:
+        first, last = (_mean(part, key) for part in (rows[:width], rows[-width:]))
+        if first is not None and last is not None:
+            found.append(Change(label, first, last))
+    return found
+
+
+def phases(rows: Sequence[Row]) -> list[Phase]:
+    """Where a run's time went; what no phase counts is the last line. Steps without a rollout count none for it."""
+    timed = [row for row in rows if row.get("time/step_s") is not None]
+    whole = sum(row["time/step_s"] for row in timed)
+    if not whole:
+        return []
+    totals = {name: sum(row.get(key) or 0.0 for row in timed) for name, key in PHASES}
+    totals["grading and the rest"] = max(0.0, whole - sum(totals.values()))
+    return [Phase(name, total / len(timed), total, total / whole) for name, total in totals.items()]
+
+
+def memory(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
+    """(what, mean, largest) in GiB of each metric under memory/."""
+    keys = sorted({key for row in rows for key in row if key.startswith("memory/") and key.endswith("_gib")})
+    found = []
+    for key in keys:
+        values = [row[key] for row in rows if row.get(key) is not None]
+        name = key.removeprefix("memory/").removesuffix("_gib").replace("_", " ")
+        found.append((name, sum(values) / len(values), max(values)))
+    return found
+
+
+def change_table(runs: Sequence[Run]) -> Table:
+    """What each run changed, side by side."""
+    columns = [{change.label: change for change in changes(run.rows)} for run in runs]
+    heading = [f"{end} steps{_of(run, runs)}" for run in runs for end in ("first", "last")]
+    cells = []
+    for label in [label for label, _ in CHANGES if any(label in column for column in columns)]:
+        ends = [column[label][1:] if label in column else (None, None) for column in columns]
+        cells.append([label, *("" if value is None else f"{value:.4g}" for pair in ends for value in pair)])
+    return ["mean", *heading], cells
+
+
+def phase_table(runs: Sequence[Run]) -> Table | None:
+    """Time by phase, side by side; None if no run logged times."""
+    columns = [{phase.name: phase for phase in phases(run.rows)} for run in runs]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    heading = [f"{what}{_of(run, runs)}" for run in runs for what in ("seconds a step", "in all", "share")]
+    cells = []
+    for name in names:
+        found = [column.get(name) for column in columns]
+        texts = [("", "", "") if each is None else _phase_cells(each) for each in found]
+        cells.append([name, *(text for triple in texts for text in triple)])
+    return (["phase", *heading], cells) if cells else None
+
+
+def memory_table(runs: Sequence[Run]) -> Table | None:
+    """Mean and largest GPU memory, side by side; None if no run logged any."""
+    columns = [{name: (mean, largest) for name, mean, largest in memory(run.rows)} for run in runs]
+    names = list(dict.fromkeys(name for column in columns for name in column))
+    heading = [f"{what}{_of(run, runs)}" for run in runs for what in ("mean", "largest")]
+    cells = []
+    for name in names:
+        texts = [[f"{value:.1f}" for value in column[name]] if name in column else ["", ""] for column in columns]
+        cells.append([name, *(text for pair in texts for text in pair)])
+    return (["GPU memory (GiB)", *heading], cells) if cells else None
+
+
+def differences(runs: Sequence[Run]) -> list[list[str]]:
+    """[key, its value in each run] for every key of the configuration that the runs do not share."""
+    flat = [dict(_flatten(run.config)) for run in runs]
+    keys = dict.fromkeys(key for config in flat for key in config)
+    rows = [(key, [config.get(key, "") for config in flat]) for key in keys if key != "run.out"]
+    return [[key, *values] for key, values in rows if len(set(values)) > 1]
+
+
+def _of(run: Run, runs: Sequence[Run]) -> str:
+    return f", {run.name}" if len(runs) > 1 else ""
+
+
+def _phase_cells(phase: Phase) -> tuple[str, str, str]:
+    return f"{phase.mean_s:.2f}", f"{phase.total_s:.0f} s", f"{phase.share:.0%}"
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            yield from _flatten(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", "null" if value is None else str(value)
+
+
+def _mean(rows: Sequence[Row], key: str) -> float | None:
+    values = [row[key] for row in rows if row.get(key) is not None]
+    return sum(values) / len(values) if values else None

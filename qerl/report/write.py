@@ -1,0 +1,46 @@
+"""`qerl report`: read the runs, write what people look at."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from qerl.errors import ConfigError
+from qerl.report.curves import draw_curves
+from qerl.report.page import render_page
+from qerl.report.read import read_evaluation, read_runs
+from qerl.report.text import render_text
+
+logger = logging.getLogger(__name__)
+
+
+def write_report(
+    folders: Sequence[Path], before: Path | None = None, after: Path | None = None, out: Path | None = None
+) -> Path:
+    """Write the page, and for one run curves.png and report.md; show the report and return the page's path.
+
+    The page is `out`; else report.html in the run, or comparison.html in the first of several. Raises DataError for a
+    run without metrics, ConfigError for options that do not fit.
+    """
+    if (before is None) != (after is None):
+        raise ConfigError("a comparison needs both: write `--before FOLDER --after FOLDER`, or neither")
+    if out is not None and out.is_dir():
+        raise ConfigError(f"--out {out} is a folder: give the file to write, such as {out / 'report.html'}")
+    runs = read_runs(folders)
+    compared = (read_evaluation(before), read_evaluation(after)) if before and after else None
+    page = out or runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html")
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(render_page(runs, compared), encoding="utf-8")
+    for run in runs:
+        text = render_text(run, compared)
+        Console().print(Markdown(text))
+        if len(runs) == 1:
+            (run.folder / "report.md").write_text(text, encoding="utf-8")
+            draw_curves(run, run.folder / "curves.png")
+            logger.info("report: %s, curves: %s", run.folder / "report.md", run.folder / "curves.png")
+    logger.info("page: %s", page)
+    return page
