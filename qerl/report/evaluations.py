@@ -26,7 +26,6 @@ def evaluation_cells(evaluation: Evaluation) -> dict[str, str]:
     cells = {
         "evaluation": evaluation.name,
         "task": str(result["task"]),
-        "model": str(result["model"]),
         "accuracy": f"{result['accuracy']['value']:.1%}",
         "95% interval": _interval(result["accuracy"]),
     }
@@ -39,7 +38,7 @@ def evaluation_cells(evaluation: Evaluation) -> dict[str, str]:
         cells["questions"] = f"{result['questions']} x {result.get('samples', 1)}"
     if result.get("completion_tokens") is not None and result.get("completions"):
         cells["tokens a completion"] = f"{result['completion_tokens'] / result['completions']:.0f}"
-    return cells
+    return {**cells, "model": str(result["model"])}  # last: it is long
 
 
 def evaluation_table(evaluations: Sequence[Evaluation]) -> tuple[list[str], list[list[str]]]:
