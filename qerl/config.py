@@ -84,6 +84,15 @@ class RewardConfig(Section):
     args: dict[str, object] = Field(default_factory=dict, description="keyword arguments of the reward")
 
 
+class DynamicSamplingConfig(Section):
+    """Groups without a signal (rewards all equal, or nothing of it in the loss) are replaced by further prompts."""
+
+    enabled: bool = Field(False, description="replace groups without a signal, so that every group of a step has one")
+    max_extra_rollouts: int = Field(
+        6, ge=1, description="extra rollouts of a step; what is then missing is filled with groups without a signal"
+    )
+
+
 class RolloutConfig(Section):
     """How completions are sampled. A step trains on prompts_per_step * group_size completions."""
 
@@ -97,8 +106,11 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1, description="sample from the smallest set with this mass; 1: off")
     top_k: int = Field(0, ge=0, description="sample from the k most likely tokens; 0: off")
     min_p: float = Field(0.0, ge=0, lt=1, description="drop tokens under this share of the likeliest; 0: off")
+    dynamic_sampling: DynamicSamplingConfig = Field(
+        default_factory=DynamicSamplingConfig, description="groups without a signal are replaced (DAPO)"
+    )
     batch_size: int | None = Field(
-        None, ge=1, description="completions sampled at once (transformers engine only); null: all of a step"
+        None, ge=1, description="completions sampled at once (transformers engine only); null: as many as a step has"
     )
     kernel: Literal["auto", "humming", "marlin"] = Field(
         "auto", description="NVFP4 kernel (vllm engine only); auto: the fastest measured on the card"

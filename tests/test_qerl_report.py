@@ -89,6 +89,31 @@ def test_the_report_has_the_stages_and_a_picture(tmp_path):
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
+DYNAMIC = [  # two rollouts; the row between them is a further update on the first
+    {"sampled_groups": 10, "discarded_groups": 6, "discarded_tokens": 600, "extra_rollouts": 2, "filled_groups": 1},
+    {},
+    {"sampled_groups": 4, "discarded_groups": 0, "discarded_tokens": 0, "extra_rollouts": 0, "filled_groups": 0},
+]
+
+
+def test_what_dynamic_sampling_cost_is_told(tmp_path):
+    rows = [{"step": i + 1, "reward": 0.5, "time/step_s": 10.0} for i in range(3)]
+    for row, counts in zip(rows, DYNAMIC, strict=True):
+        row |= {f"dynamic_sampling/{name}": count for name, count in counts.items()}
+    rows[0] |= {"time/extra_rollouts_s": 6.0, "sampled/reward": 0.25}
+    told = (
+        "7 of the 8 groups trained on had a signal; 14 were sampled and 6 discarded (600 tokens), in 2 extra rollouts "
+        "of 6 s, 20% of the run's time"
+    )
+    run = write_run(tmp_path, rows)
+    page = write_report([run]).read_text()
+    assert told.replace("'", "&#39;") in page
+    text = (run / "report.md").read_text()
+    assert f"Dynamic sampling: {told}." in text
+    assert "| reward of all that was sampled | 0.25 |" not in text  # the last steps have none
+    assert "ynamic sampling" not in write_report([write_run(tmp_path / "plain", ROWS)]).read_text()
+
+
 def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
     run = write_run(tmp_path, ROWS)
     with (run / "metrics.jsonl").open("a") as handle:

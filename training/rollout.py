@@ -27,10 +27,12 @@ if TYPE_CHECKING:
 
 @dataclass
 class RolloutStats:
-    """What one rollout cost and gave; `metrics` are for the step's log."""
+    """What the rollouts of a step cost and gave, added up; `noise` has the metrics of the noise, the same for all."""
 
     tokens: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    logprobs: float = 0.0  # their sum
+    seconds: float = 0.0
+    noise: dict[str, float] = field(default_factory=dict)
 
 
 class Rollout:
@@ -44,10 +46,17 @@ class Rollout:
         sizes = {name: module.weight.numel() for name, module in self._norms.items()}
         self._noise = NoiseSchedule(config.noise, sizes, config.run.steps, config.run.seed)
         self._sync_s = 0.0
-        self.step = 0  # the trainer's optimizer step: seeds the sampling and picks the noise
-        self.history: Sequence[Mapping[str, Any]] = ()  # metrics of the steps so far, which a noise controller reads
+        self.begin_step(0)
+
+    def begin_step(self, step: int, history: Sequence[Mapping[str, Any]] = ()) -> None:
+        """What is sampled from here on is for optimizer step `step`, which seeds it and picks the noise.
+
+        `history` has the metrics of the steps so far, which a noise controller reads.
+        """
+        self._step, self._history = step, history
+        self._attempt = 0  # rollouts of this step so far; dynamic sampling takes several
         self.completions: list[Completion] = []
-        self.stats = RolloutStats()
+        self._stats = RolloutStats()
 
     @property
     def sampling(self) -> SamplingParams:
@@ -75,15 +84,17 @@ class Rollout:
 
         `prompts` holds each prompt once for each of its `num_generations` completions already.
         """
-        noise = self._noise.at(self.step, self.history)
+        noise = self._noise.at(self._step, self._history)
         started = time.perf_counter()
         with profiler:
             self._engine.wake()
             touched = self._set_noise(noise)
-            seed = derive_seed(self._config.run.seed, self.step, "rollout")
+            purpose = f"rollout/{self._attempt}" if self._attempt else "rollout"
+            seed = derive_seed(self._config.run.seed, self._step, purpose)
             self.completions = self._engine.generate(prompts, self.sampling, seed)
             self._after_rollout(noise)
-        self.stats = self._measure(noise, touched, time.perf_counter() - started)
+        self._attempt += 1
+        self._count(noise, touched, time.perf_counter() - started)
         return (
             prompts,
             [completion.token_ids for completion in self.completions],
@@ -111,18 +122,28 @@ class Rollout:
             set_norm_noise_(self._norms, noise.vectors)  # the loss sees the policy that sampled
         self._engine.sleep()
 
-    def _measure(self, noise: StepNoise, touched: int, seconds: float) -> RolloutStats:
-        tokens = sum(len(completion.token_ids) for completion in self.completions)
-        metrics: Mapping[str, float] = {
+    def _count(self, noise: StepNoise, touched: int, seconds: float) -> None:
+        """Add the latest rollout to the step's."""
+        stats = self._stats
+        stats.tokens += sum(len(completion.token_ids) for completion in self.completions)
+        stats.logprobs += sum(sum(completion.logprobs) for completion in self.completions)
+        stats.seconds += seconds
+        stats.noise = {
             "noise/stage": noise.stage,
             "noise/sigma": noise.sigma,
             "noise/std": noise.std,
             "noise/norms": touched,
             **noise.controlled,
-            # The mean surprise of what was drawn estimates the entropy of the policy that drew it, with its noise.
-            "sampling/entropy": -sum(sum(completion.logprobs) for completion in self.completions) / tokens,
-            "time/rollout_s": seconds,
-            "time/sync_s": self._sync_s,
-            "speed/rollout_tokens_per_s": tokens / seconds,
         }
-        return RolloutStats(tokens, dict(metrics))
+
+    def metrics(self) -> dict[str, float]:
+        """Those of the step so far, over all of its rollouts."""
+        stats = self._stats
+        return {
+            **stats.noise,
+            # The mean surprise of what was drawn estimates the entropy of the policy that drew it, with its noise.
+            "sampling/entropy": -stats.logprobs / stats.tokens,
+            "time/rollout_s": stats.seconds,
+            "time/sync_s": self._sync_s,
+            "speed/rollout_tokens_per_s": stats.tokens / stats.seconds,
+        }

@@ -32,6 +32,7 @@ from qerl.errors import ConfigError
 from qerl.memory_plan import MicroBatchPlan
 from qerl.model import load_tokenizer
 from qerl.recipe import load_config, save_config
+from qerl.report.sampling import sampling_text
 from training.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
 from training.model import build_policy
 from training.prompts import load_prompts
@@ -141,7 +142,8 @@ def open_rollout_engine(config: RunConfig, base: ModelRef) -> Engine:
         engine=rollout.engine,
         dtype=config.model.dtype,
         trust_remote_code=config.model.trust_remote_code,
-        batch_size=rollout.batch_size,
+        # an extra rollout of dynamic sampling can be larger than the step
+        batch_size=rollout.batch_size or rollout.prompts_per_step * rollout.group_size,
         **options,
     )
 
@@ -184,7 +186,8 @@ def _finish(run_dir: Path, steps: int, of: int) -> TrainResult:
         for name in ("adapter_config.json", "adapter_model.safetensors"):
             shutil.copy(checkpoint_path(run_dir, steps) / name, partial / name)
         partial.rename(final)
-    rewards = [row["reward"] for row in read_metrics(run_dir) if row.get("reward") is not None]
+    rows = read_metrics(run_dir)
+    rewards = [row["reward"] for row in rows if row.get("reward") is not None]
     fifth = max(1, len(rewards) // 5)
     logger.info(
         "finished %d steps: mean reward %.3f in the first %d, %.3f in the last; adapter in %s",
@@ -194,6 +197,8 @@ def _finish(run_dir: Path, steps: int, of: int) -> TrainResult:
         sum(rewards[-fifth:]) / fifth,
         final,
     )
+    if sampling := sampling_text(rows):
+        logger.info("dynamic sampling: %s", sampling)
     return TrainResult(run_dir, final, steps)
 
 

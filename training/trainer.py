@@ -10,7 +10,9 @@ What is overridden, and why (contracts pinned in tests/test_training_contracts.p
    without padding; rows without a loss are left out, and metrics are over the others. TRL pads and cuts by rows.
 4. Data order, sampling and dropout are pure functions of (seed, step), so that a killed run resumes to the same
    numbers; TRL skips through the loader instead.
-5. Checkpoints are written beside and renamed, with checksums (`training/checkpoint.py`).
+5. With dynamic sampling the groups are sampled and graded before TRL scores them (`training/group_sampler.py`), and TRL
+   is given those that were kept.
+6. Checkpoints are written beside and renamed, with checksums (`training/checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from trl import GRPOTrainer
 from qerl.errors import EngineError
 from training.checkpoint import load_adapter_, write_checkpoint
 from training.correction import Mismatch, importance_weights
+from training.group_sampler import GroupSampler
 from training.micro_batches import MicroBatch, merge_metrics, row_metrics, split
 from training.noise import derive_seed
 from training.packed_policy import PackedPolicy
@@ -44,6 +47,7 @@ if TYPE_CHECKING:
 
     from qerl.config import RunConfig
     from qerl.memory_plan import MicroBatchPlan
+    from training.dynamic_sampling import Group
     from training.rewards import Rewards
 
 
@@ -77,6 +81,7 @@ class QerlTrainer(GRPOTrainer):
         self._step_metrics: dict[str, float] = {}
         self._plan = plan
         self._packed = PackedPolicy(policy, config.rollout.temperature, config.loss.entropy_coef > 0, plan)
+        self._kept: list[Group] | None = None  # dynamic sampling: groups that TRL is given instead of sampling
         super().__init__(
             model=policy,
             reward_funcs=rewards.functions,
@@ -109,15 +114,40 @@ class QerlTrainer(GRPOTrainer):
         return [self._prompts.ids_by_text[prompt] for prompt in prompts], None, {}
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        started = time.perf_counter()
-        self._rollout.step, self._rollout.history = self.state.global_step, self.state.log_history
+        started, step = time.perf_counter(), self.state.global_step
+        self._rollout.begin_step(step, self.state.log_history)
         # Everything random until the next rollout (shuffling of micro-batches, dropout) follows from (seed, step).
-        torch.manual_seed(derive_seed(self._config.run.seed, self.state.global_step, "training"))
-        output = super()._generate_and_score_completions(inputs)
-        stats = self._rollout.stats
-        # The second counts rollout, grading and, with several iterations, the old logprobs.
-        self._step_metrics = {**stats.metrics, "time/rollout_and_grading_s": time.perf_counter() - started}
+        torch.manual_seed(derive_seed(self._config.run.seed, step, "training"))
+        sampling_metrics = {}
+        if self._config.rollout.dynamic_sampling.enabled:
+            sampler = GroupSampler(self, self._config)
+            batch = sampler.fill([row["row"] for row in inputs[:: self.num_generations]], step)
+            self._kept, sampling_metrics = batch.kept, sampler.metrics(batch)
+            inputs = sampler.inputs([group.row for group in batch.kept])
+        try:
+            output = super()._generate_and_score_completions(inputs)
+        finally:
+            self._kept = None
+        self._step_metrics = {
+            **self._rollout.metrics(),
+            **sampling_metrics,
+            # rollout, grading and, with several iterations, the old logprobs
+            "time/rollout_and_grading_s": time.perf_counter() - started,
+        }
         return output
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list, list]:
+        if self._kept is None:
+            return super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        kept = self._kept
+        return [ids for group in kept for ids in group.completion_ids], [
+            row for group in kept for row in group.logprobs
+        ]
+
+    def _calculate_rewards(self, *args: Any) -> torch.Tensor:
+        if self._kept is None:
+            return super()._calculate_rewards(*args)
+        return torch.cat([group.rewards for group in self._kept]).to(self.accelerator.device)
 
     # -- loss
 

@@ -2,6 +2,7 @@
 
     read.py         a run directory as it is: metrics, configuration, samples, evaluations
     stages.py       the steps of each noise stage, and what their metrics were
+    sampling.py     what dynamic sampling did, and what it cost
     summary.py      first steps against last, time and memory by phase, what configurations differ in
     completions.py  the best and the worst of the sampled completions
     evaluations.py  results of `qerl eval`: table, drawing, completions before and after

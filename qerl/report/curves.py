@@ -26,8 +26,8 @@ class Panel:
 
 
 PANELS = (
-    Panel("reward", (("reward", "reward"),), smooth=True),
-    Panel("accuracy", (("accuracy", "rewards/accuracy"),), smooth=True),
+    Panel("reward", (("trained on", "reward"), ("all sampled", "sampled/reward")), smooth=True),
+    Panel("accuracy", (("trained on", "rewards/accuracy"), ("all sampled", "sampled/accuracy")), smooth=True),
     Panel(
         "entropy (nats a token) and sigma, by stage",
         (("policy", "entropy"), ("as sampled", "sampling/entropy")),
@@ -46,6 +46,14 @@ PANELS = (
     Panel(
         "truncated completions, groups of one reward (shares)",
         (("truncated", "completions/truncated_share"), ("no variance", "groups/zero_variance_share")),
+    ),
+    Panel(
+        "dynamic sampling (groups)",
+        (
+            ("sampled", "dynamic_sampling/sampled_groups"),
+            ("discarded", "dynamic_sampling/discarded_groups"),
+            ("without a signal, trained on", "dynamic_sampling/filled_groups"),
+        ),
     ),
     Panel("seconds a step", (("rollout", "time/rollout_s"), ("training", "time/train_s"), ("sync", "time/sync_s"))),
     Panel("peak GPU memory (GiB)", (("peak", "memory/peak_gib"),)),

@@ -15,6 +15,7 @@ from qerl.report.completions import extremes, shorten
 from qerl.report.evaluations import evaluation_table, mistakes, pairs
 from qerl.report.figures import curve_pictures, evaluation_picture
 from qerl.report.read import Evaluation, Run, printable
+from qerl.report.sampling import sampling_text
 from qerl.report.stages import stage_table, stages
 from qerl.report.summary import change_table, differences, fifth, memory_table, phase_table
 
@@ -81,6 +82,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("recipe", run.about.get("recipe")),
         ("time in steps", _duration(seconds) if seconds else None),
         ("tokens", f"{last['tokens_total']:,.0f}" if last.get("tokens_total") else None),
+        ("dynamic sampling", sampling_text(run.rows)),
         ("command", _command(run.about.get("command") or [])),
     ]
     return [(name, str(value)) for name, value in facts if value]

@@ -9,6 +9,7 @@ from qerl.report.read import Row, Run
 
 CHANGES = (
     ("reward", "reward"),
+    ("reward of all that was sampled", "sampled/reward"),
     ("accuracy", "rewards/accuracy"),
     ("entropy", "entropy"),
     ("tokens a completion", "completions/mean_tokens"),

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from qerl.report.evaluations import Pair, pairs
 from qerl.report.read import Evaluation, Row, Run, printable
+from qerl.report.sampling import sampling_text
 from qerl.report.stages import stage_table, stages
 from qerl.report.summary import changes, fifth
 
@@ -21,7 +22,9 @@ def render_text(run: Run, compared: tuple[Evaluation, Evaluation] | None = None)
 def _training(rows: Sequence[Row]) -> str:
     lines = ["| training | first steps | last steps |", "|---|---|---|"]
     lines += [f"| {change.label} | {change.first:.4g} | {change.last:.4g} |" for change in changes(rows)]
-    return "\n".join(lines) + f"\n\n{len(rows)} steps; each column is the mean of {fifth(rows)}. Curves: curves.png"
+    note = f"{len(rows)} steps; each column is the mean of {fifth(rows)}. Curves: curves.png"
+    sampling = sampling_text(rows)
+    return "\n".join(lines) + f"\n\n{note}" + (f"\n\nDynamic sampling: {sampling}." if sampling else "")
 
 
 def _stages(rows: Sequence[Row]) -> list[str]:
