@@ -247,7 +247,7 @@ class LoggingConfig(Section):
         (), description="trackers to report to"
     )
     completions_every: int = Field(10, ge=1, description="steps between logged samples of completions")
-    completions_count: int = Field(4, ge=0, description="completions in such a sample; 0: none")
+    completions_count: int = Field(4, ge=0, description="completions in a sample, spread over its prompts; 0: none")
 
 
 class RunConfig(Section):

@@ -8,7 +8,7 @@ from matplotlib.figure import Figure
 from qerl.errors import ConfigError, DataError
 from qerl.report.curves import PANELS, draw_panel
 from qerl.report.read import read_run
-from qerl.report.stages import sigma_text, stage_table, stages
+from qerl.report.stages import held_note, sigma_text, stage_table, stages
 from qerl.report.write import write_report
 
 SIGMAS = [0.0, 0.0, 0.01, 0.01, 0.001]
@@ -64,6 +64,12 @@ def test_a_stage_in_which_sigma_moves_comes_in_parts():
     assert [(s.first, s.last) for s in found[:3]] == [(1, 1), (2, 4), (5, 7)]  # 20 steps in parts of 3
     assert found[-1].last == 21
     assert sigma_text(found[1]) == "0.001 to 0.003"
+
+
+def test_a_controller_at_its_bound_is_named():
+    rows = [{"step": i, "noise/at_bound": float(i > 2), "noise/sigma": 0.1} for i in range(1, 5)]
+    assert held_note(rows).startswith("Sigma was held at a bound in 2 of 4 steps (last at 0.1)")
+    assert held_note(rows[:2]) == held_note(ROWS) == ""
 
 
 def test_entropy_is_drawn_with_the_stages_and_sigma(tmp_path):

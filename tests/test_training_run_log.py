@@ -5,7 +5,7 @@ import math
 
 from rich.console import Console
 
-from training.run_log import RunLog, deterministic, read_metrics, rename
+from training.run_log import RunLog, deterministic, read_metrics, rename, spread
 
 
 def test_names_are_ours():
@@ -66,3 +66,11 @@ def test_metrics_are_json(tmp_path):
     RunLog(tmp_path, 1, Console(quiet=True)).write_step(1, {"b": 1.0, "a": 2})
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert list(json.loads(line)) == ["step", "a", "b"]
+
+
+def test_a_sample_of_completions_is_spread_over_the_prompts():
+    rows = [f"prompt {i // 4}, completion {i % 4}" for i in range(12)]
+    assert spread(rows, 3) == ["prompt 0, completion 0", "prompt 1, completion 0", "prompt 2, completion 0"]
+    assert spread(rows, 5) == [rows[i] for i in (0, 2, 4, 7, 9)]
+    assert spread(rows[:2], 4) == rows[:2]
+    assert spread(rows, 0) == spread([], 3) == []

@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +54,12 @@ def rename(logs: Mapping[str, float | None]) -> dict[str, float | None]:
         if name is not None:
             renamed[name] = value if value is None or math.isfinite(value) else None
     return renamed
+
+
+def spread(rows: Sequence[Any], count: int) -> list[Any]:
+    """Up to `count` of the rows at equal distances: a sample of a rollout with different prompts in it."""
+    count = min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
 
 
 def deterministic(metrics: Mapping[str, Any]) -> dict[str, Any]:

@@ -36,7 +36,7 @@ from training.noise import derive_seed
 from training.packed_policy import PackedPolicy
 from training.prompts import Prompts, PromptSampler
 from training.rollout import Rollout
-from training.run_log import RunLog, rename
+from training.run_log import RunLog, rename, spread
 from training.train_memory import training_memory
 from training.trl_config import trl_config
 
@@ -282,7 +282,7 @@ class QerlTrainer(GRPOTrainer):
     def _sample_completions(self) -> None:
         step, config = self.state.global_step, self._config.logging
         if config.completions_count and (step == 1 or step % config.completions_every == 0):
-            self._run_log.write_completions(step, self._completion_rows()[: config.completions_count])
+            self._run_log.write_completions(step, spread(self._completion_rows(), config.completions_count))
 
     def _completion_rows(self) -> list[dict[str, Any]]:
         """The latest rollout: prompt, completion, rewards by name, advantage."""

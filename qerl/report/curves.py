@@ -44,8 +44,12 @@ PANELS = (
     ),
     Panel("tokens a completion", (("mean", "completions/mean_tokens"), ("longest", "completions/max_tokens"))),
     Panel(
-        "truncated completions, groups of one reward (shares)",
-        (("truncated", "completions/truncated_share"), ("no variance", "groups/zero_variance_share")),
+        "completions truncated, without answer; groups alike (shares)",
+        (
+            ("truncated", "completions/truncated_share"),
+            ("no answer", "grades/no_answer_share"),
+            ("groups of one reward", "groups/zero_variance_share"),
+        ),
     ),
     Panel(
         "dynamic sampling (groups)",
@@ -56,7 +60,10 @@ PANELS = (
         ),
     ),
     Panel("seconds a step", (("rollout", "time/rollout_s"), ("training", "time/train_s"), ("sync", "time/sync_s"))),
-    Panel("peak GPU memory (GiB)", (("peak", "memory/peak_gib"),)),
+    Panel(
+        "GPU memory (GiB)",
+        (("peak", "memory/peak_gib"), ("training", "memory/train_gib"), ("planned", "memory/train_planned_gib")),
+    ),
 )
 
 

@@ -16,7 +16,7 @@ from qerl.report.evaluations import evaluation_table, mistakes, pairs
 from qerl.report.figures import curve_pictures, evaluation_picture
 from qerl.report.read import Evaluation, Run, printable
 from qerl.report.sampling import sampling_text
-from qerl.report.stages import stage_table, stages
+from qerl.report.stages import held_note, stage_table, stages
 from qerl.report.summary import change_table, differences, fifth, memory_table, phase_table
 
 
@@ -64,6 +64,7 @@ def _run(run: Run) -> dict[str, Any]:
         "name": run.name,
         "facts": _facts(run),
         "stages": stage_table(found) if any(stage.sigma_high for stage in found) else None,
+        "held": held_note(run.rows),
         "samples": extremes(run),
         "config": run.config_text,
         "versions": run.about.get("versions") or {},

@@ -59,6 +59,18 @@ def stage_table(found: Sequence[Stage]) -> tuple[list[str], list[list[str]]]:
     return heading, cells
 
 
+def held_note(rows: Sequence[Mapping[str, Any]]) -> str:
+    """How often a controller was held at a bound; empty if it never was."""
+    controlled = [row for row in rows if row.get("noise/at_bound") is not None]
+    held = [row for row in controlled if row["noise/at_bound"]]
+    if not held:
+        return ""
+    return (
+        f"Sigma was held at a bound in {len(held)} of {len(controlled)} steps (last at {held[-1]['noise/sigma']:.2g}): "
+        "its target was out of reach there."
+    )
+
+
 def sigma_text(stage: Stage) -> str:
     """One sigma, or the range a controller went through."""
     ends = dict.fromkeys(f"{sigma:.2g}" for sigma in (stage.sigma_low, stage.sigma_high))

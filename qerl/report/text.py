@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from qerl.report.evaluations import Pair, pairs
 from qerl.report.read import Evaluation, Row, Run, printable
 from qerl.report.sampling import sampling_text
-from qerl.report.stages import stage_table, stages
+from qerl.report.stages import held_note, stage_table, stages
 from qerl.report.summary import changes, fifth
 
 
@@ -34,8 +34,8 @@ def _stages(rows: Sequence[Row]) -> list[str]:
         return []
     heading, cells = stage_table(found)
     table = [heading, ["---"] * len(heading), *cells]
-    note = "Means by noise stage. entropy is the trained policy's, sampling entropy that of the policy that sampled."
-    return ["\n".join(f"| {' | '.join(line)} |" for line in table) + f"\n\n{note}"]
+    note = "Means by noise stage. entropy is the trained policy's, sampling entropy that of the policy that sampled. "
+    return ["\n".join(f"| {' | '.join(line)} |" for line in table) + f"\n\n{note}{held_note(rows)}".rstrip()]
 
 
 def _comparison(before: Evaluation, after: Evaluation) -> str:
