@@ -83,11 +83,14 @@ class VLLMEngine:
             enforce_eager,
         )
         self._model = self._llm.llm_engine.model_executor.driver_worker.model_runner.model
-        self._asleep = False
+        self._asleep = self._cache_warned = False
         self._noise: dict[str, torch.Tensor] = {}
         self._trained: dict[str, torch.Tensor] = {}
         self._index_model()
         self.max_context, self._model_len = settings.context, settings.model_len
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        self.cache_tokens: int = cache.num_gpu_blocks * cache.block_size  # that the KV cache holds at once
+        self._max_sequences = max_sequences
         self._policy: PreTrainedModel | None = None
         if self._cap_bytes is not None:
             self._other_bytes = opening.bytes_outside_torch(self._device)
@@ -105,7 +108,9 @@ class VLLMEngine:
         if self._deterministic:
             llm.reset_prefix_cache()
         outputs = llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
-        return [_completion(output.outputs[0]) for output in outputs]
+        completions = [_completion(output.outputs[0]) for output in outputs]
+        self._check_cache(prompts, completions)
+        return completions
 
     def score(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
@@ -231,6 +236,21 @@ class VLLMEngine:
             norm.gain.copy_(norm.weight.data if clean is None else clean)
             if name in self._noise:
                 norm.gain.add_(self._noise[name].to(norm.gain))
+
+    def _check_cache(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
+        """Say once when a rollout did not fit the KV cache: vLLM then sets sequences back and computes them again."""
+        lengths = [len(prompt) + len(done.token_ids) for prompt, done in zip(prompts, completions, strict=True)]
+        needed = sum(sorted(lengths)[-self._max_sequences :])
+        if needed > self.cache_tokens and not self._cache_warned:
+            self._cache_warned = True
+            logger.warning(
+                "the KV cache holds %d tokens and the rollout's longest %d sequences have %d (prompts counted for "
+                "each): fewer ran at once, and some may have been computed twice. For speed raise rollout.memory or "
+                "memory.cap_gib, or sample fewer completions at once",
+                self.cache_tokens,
+                min(len(lengths), self._max_sequences),
+                needed,
+            )
 
     def _limit_torch(self, released: int) -> None:
         """Cap torch's allocator so that the process stays in its limit; it still counts a released KV cache."""

@@ -12,6 +12,7 @@ between a run with that many new tokens and one with a single token, so prefill 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import random
@@ -19,7 +20,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -36,6 +38,9 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=129)
+    parser.add_argument("--memory-share", type=float, help="share of the card for this engine; default: the engine's")
+    parser.add_argument("--turns", type=Path, metavar="FOLDER", help="wait here until --of engines are open, then")
+    parser.add_argument("--of", type=int, default=1, help="measure one after another: they open at the same time")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     started = time.monotonic()
@@ -48,14 +53,30 @@ def main() -> None:
         "decode_tokens_per_s": {},
         "prefill_and_one_token_s": {},
     }
-    for count in arguments.sequences:
-        rate, first = measure(generate, count, arguments)
-        report["decode_tokens_per_s"][str(count)] = round(rate, 1)
-        report["prefill_and_one_token_s"][str(count)] = round(first, 4)
+    with turn(arguments.turns, arguments.of):
+        for count in arguments.sequences:
+            rate, first = measure(generate, count, arguments)
+            report["decode_tokens_per_s"][str(count)] = round(rate, 1)
+            report["prefill_and_one_token_s"][str(count)] = round(first, 4)
     text = json.dumps(report, indent=1)
     if arguments.out:
         arguments.out.write_text(text + "\n", encoding="utf-8")
     print(text)
+
+
+@contextmanager
+def turn(folder: Path | None, parties: int) -> Iterator[None]:
+    """Inside the block no other of the `parties` processes that share `folder` measures, and all of them are open."""
+    if folder is None:
+        yield
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{os.getpid()}.open").touch()
+    while len(list(folder.glob("*.open"))) < parties:
+        time.sleep(0.2)
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def measure(generate: Generate, count: int, arguments: argparse.Namespace) -> tuple[float, float]:
@@ -91,6 +112,7 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, str]:
         max_context=context,
         max_rank=arguments.rank,
         max_sequences=max(arguments.sequences),
+        memory=arguments.memory_share,
     )
     if arguments.rank:
         tensors = {}
@@ -118,6 +140,7 @@ def open_stock(arguments: argparse.Namespace) -> tuple[Generate, str]:
         max_model_len=arguments.prompt_tokens + arguments.new_tokens + 1,
         max_num_seqs=max(arguments.sequences),
         enable_lora=arguments.rank > 0,
+        **({"gpu_memory_utilization": arguments.memory_share} if arguments.memory_share else {}),
         max_lora_rank=max(arguments.rank, 8),
         max_loras=1,
         linear_backend=arguments.kernel,

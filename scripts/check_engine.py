@@ -13,6 +13,7 @@ import argparse
 import faulthandler
 import gc
 import json
+import logging
 import random
 import sys
 import time
@@ -47,7 +48,7 @@ def main() -> None:
     faulthandler.dump_traceback_later(arguments.patience, exit=True)
     context = Context(arguments)
     report = context.report
-    for check in CHECKS:
+    for check in CHECKS if not arguments.only else [*CHECKS, *ON_REQUEST]:
         if arguments.only and check.__name__ not in arguments.only:
             continue
         faulthandler.dump_traceback_later(arguments.patience, exit=True)
@@ -457,6 +458,87 @@ def _used_gib() -> float:
     return (total - free) / 2**30
 
 
+def trained_norms(context: Context) -> dict:
+    """Trained norm weights, below bfloat16's grid too, reach the engine's norms with the adapter and act there."""
+    from qerl.adapter import adapter_scaling, adapter_tensors, attach_lora
+
+    engine, generator = context.engine, torch.Generator("cuda").manual_seed(11)
+    before = engine.generate(context.prompts, context.sampling, seed=3)
+    model = attach_lora(context.policy, context.arguments.rank, ALPHA, train_norms=True)
+    tensors = adapter_tensors(model)
+    norms = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
+    for tensor in norms.values():
+        noise = torch.randn(tensor.shape, generator=generator, device=tensor.device)
+        tensor.data.add_((0.05 * noise).to(tensor.dtype))
+    count = engine.sync_adapter(tensors, adapter_scaling(model))
+    completions = engine.generate(context.prompts, context.sampling, seed=3)
+    gains = {name: module.gain for name, module in engine._norms.items()}
+    exact = all(torch.equal(gains[n.removesuffix(".weight")], t.detach().float()) for n, t in norms.items())
+    result = _compare(context, completions, 1.0) | {"norms": len(norms), "count": count, "expected": len(tensors)}
+    result |= {"bits": exact, "same_as_before": _same(before, completions)}
+    context.policy = model.unload()
+    return result
+
+
+def exhausted_cache(context: Context) -> dict:
+    """More tokens at once than the KV cache holds: the rollout shrinks its concurrency, finishes, and says so."""
+    engine, sampling = context.engine, SamplingParams(max_new_tokens=960)
+    prompts = [[5 + index] * 32 for index in range(128)]
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("qerl.engine_vllm").addHandler(handler)
+    completions = engine.generate(prompts, SamplingParams(max_new_tokens=960, stop_token_ids=()), seed=3)
+    stopped = sum(completion.finish_reason == "stop" for completion in completions)
+    short = _compare_some(context, prompts[:16], completions[:16])
+    tokens = sum(len(prompt) + len(c.token_ids) for prompt, c in zip(prompts, completions, strict=True))
+    return {
+        "cache_tokens": engine.cache_tokens,
+        "tokens": tokens,
+        "completions": len(completions),
+        "stopped": stopped,
+        "full": sum(len(c.token_ids) == sampling.max_new_tokens for c in completions),
+        "warned": [message for message in messages if "KV cache" in message],
+        "policy": short,
+    }
+
+
+def _compare_some(context: Context, prompts: list, completions: list) -> dict:
+    trained = policy_logprobs(context.policy, prompts, [completion.token_ids for completion in completions])
+    return _mismatch([completion.logprobs for completion in completions], trained)
+
+
+def sampler(context: Context) -> dict:
+    """The fused sampler against torch: frequencies of 200,000 draws, logprobs, seeds, greedy."""
+    from qerl.vllm_plugin.sampling import draw
+
+    generator = torch.Generator("cuda").manual_seed(3)
+    vocabulary, draws = 5003, 200_000
+    logits = (torch.randn(4, vocabulary, generator=generator, device="cuda") * 3).bfloat16()
+    temperature = torch.tensor([1.0, 0.7, 0.0, 1.5], device="cuda")
+    seeds, positions = torch.arange(4, device="cuda"), torch.tensor([9, 9, 9, 9], device="cuda")
+    rows = torch.arange(4, device="cuda", dtype=torch.int32)
+    scaled = logits.float() / torch.where(temperature == 0, 1.0, temperature)[:, None]
+    exact = scaled.log_softmax(-1)
+    tokens, logprobs = draw(logits, rows, temperature, seeds, positions)
+    again, _ = draw(logits, rows, temperature, seeds, positions)
+    one = logits[:1].expand(draws, vocabulary)
+    which = torch.zeros(draws, device="cuda", dtype=torch.int32)
+    many, _ = draw(one, which, temperature[:1], seeds[:1], torch.arange(draws, device="cuda"))
+    observed = torch.bincount(many, minlength=vocabulary).double()
+    expected = exact[0].double().exp() * draws
+    often = expected >= 20
+    statistic = ((observed - expected)[often] ** 2 / expected[often]).sum().item()
+    degrees = int(often.sum())
+    return {
+        "largest_logprob_error": (logprobs - exact.gather(1, tokens[:, None])[:, 0]).abs().max().item(),
+        "greedy": bool(tokens[2] == logits[2].argmax()),
+        "repeats": bool(torch.equal(tokens, again)),
+        "chi_square_z": (statistic - degrees) / (2 * degrees) ** 0.5,
+        "cells": degrees,
+    }
+
+
 def limits(context: Context) -> dict:
     """Stop tokens end a completion and are part of it; lengths are kept; too long a prompt is an error."""
     from qerl.errors import EngineError
@@ -496,7 +578,10 @@ CHECKS = [
     noise,
     sleep_and_wake,
     adapter,
+    trained_norms,
+    sampler,
 ]
+ON_REQUEST = [exhausted_cache]  # with --only
 
 if __name__ == "__main__":
     main()

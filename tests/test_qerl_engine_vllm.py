@@ -83,7 +83,7 @@ def checked(request, tmp_path_factory):
 def run(script, *arguments):
     command = [sys.executable, str(ROOT / "scripts" / script), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.returncode == 0, done.stdout[:1500] + done.stdout[-1500:] + done.stderr[-3000:]
 
 
 @pytest.mark.gpu
@@ -155,3 +155,42 @@ class TestOnGPU:
         assert "exceed the engine's context of 1024" in checked.limits["too_long"]
         assert checked.limits["top_k_1_logprob_zero"] == 0
         assert checked.limits["full_context_scored"] == 23
+
+    def test_trained_norms_are_synced_to_the_bit_and_act(self, checked):
+        assert checked.trained_norms["norms"] == 4
+        assert checked.trained_norms["count"] == checked.trained_norms["expected"]
+        assert checked.trained_norms["bits"]
+        assert checked.trained_norms["same_as_before"]["logprobs"] == 0
+        assert checked.trained_norms["policy"]["kl"] < 5e-5
+
+    def test_the_fused_sampler_draws_from_the_softmax(self, checked):
+        assert checked.sampler["largest_logprob_error"] < 2e-5
+        assert checked.sampler["greedy"]
+        assert checked.sampler["repeats"]
+        assert checked.sampler["cells"] > 200
+        assert abs(checked.sampler["chi_square_z"]) < 5
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_a_rollout_larger_than_the_kv_cache_finishes_and_says_so(tmp_path):
+    model, out = tmp_path / "model", tmp_path / "report.json"
+    run("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
+    run("check_engine.py", "--model", model, "--memory", 3.02, "--only", "exhausted_cache", "--out", out)
+    report = json.loads(out.read_text(encoding="utf-8"))["exhausted_cache"]
+    assert report["tokens"] > 1.5 * report["cache_tokens"]
+    assert report["completions"] == report["full"] + report["stopped"] == 128
+    assert report["full"] > 64
+    assert len(report["warned"]) == 1
+    assert report["policy"]["kl"] < 5e-5  # a sequence that was set back keeps its logprobs
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_a_cap_that_cannot_hold_the_weights_is_refused_before_loading(tmp_path):
+    model = tmp_path / "model"
+    run("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
+    with pytest.raises(EngineError, match=r"raise rollout\.memory or memory\.cap_gib"):
+        VLLMEngine(str(model), "nvfp4", cap_gib=2.0)
+    with pytest.raises(EngineError, match=r"set model\.format to match"):
+        VLLMEngine(str(model), "bf16")

@@ -103,6 +103,15 @@ def _dequantize_kernel(
     )
 
 
+def decode_(out: torch.Tensor, weight: KernelWeight, row_start: int = 0) -> torch.Tensor:
+    """`dequantize_` unscaled into bfloat16, by the faster kernel where the card has it."""
+    from qerl.nvfp4 import small_batch
+
+    if out.dtype == torch.bfloat16 and small_batch.has_kernels(out.device):
+        return small_batch.decode_(out, weight, row_start)
+    return dequantize_(out, weight, row_start, scaled=False)
+
+
 def dequantize_(out: torch.Tensor, weight: KernelWeight, row_start: int = 0, scaled: bool = True) -> torch.Tensor:
     """Write rows row_start... of `weight` into `out` (rows, in_features), contiguous, 16- or 32-bit float.
 

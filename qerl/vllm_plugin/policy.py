@@ -21,7 +21,7 @@ from vllm.model_executor.layers.linear import LinearBase
 
 from qerl.errors import EngineError
 from qerl.nvfp4.kernel_layout import KernelWeight
-from qerl.nvfp4.kernels import dequantize_
+from qerl.nvfp4.kernels import decode_, dequantize_
 from qerl.nvfp4.linear import NVFP4Linear
 from qerl.vllm_plugin.linear import kernel_name, kernel_weight, parts
 
@@ -54,7 +54,9 @@ class KernelLinear(NVFP4Linear):
 
     def _decode(self, dtype: torch.dtype, scaled: bool) -> torch.Tensor:
         out = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.kernel_weight.words.device)
-        return dequantize_(out, self.kernel_weight, self.row_start, scaled)
+        if not scaled:
+            return decode_(out, self.kernel_weight, self.row_start)
+        return dequantize_(out, self.kernel_weight, self.row_start)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> KernelLinear:
         """The weights belong to the engine: they neither move nor change dtype."""
