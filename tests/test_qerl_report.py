@@ -6,7 +6,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from qerl.errors import ConfigError, DataError
-from qerl.report.curves import PANELS, draw_panel
+from qerl.report.curves import PANELS, draw_panel, panels
 from qerl.report.read import read_run
 from qerl.report.stages import held_note, sigma_text, stage_table, stages
 from qerl.report.write import write_report
@@ -118,6 +118,14 @@ def test_what_dynamic_sampling_cost_is_told(tmp_path):
     assert f"Dynamic sampling: {told}." in text
     assert "| reward of all that was sampled | 0.25 |" not in text  # the last steps have none
     assert "ynamic sampling" not in write_report([write_run(tmp_path / "plain", ROWS)]).read_text()
+
+
+def test_several_rewards_are_drawn_by_name(tmp_path):
+    rows = [{"step": 1, "reward": 1.5, "rewards/accuracy": 1.0, "rewards/format": 0.5}]
+    several = {panel.title: panel.lines for panel in panels([read_run(write_run(tmp_path, rows))])}
+    assert several["rewards by name"] == (("accuracy", "rewards/accuracy"), ("format", "rewards/format"))
+    one = panels([read_run(write_run(tmp_path, [{"step": 1, "reward": 1.0, "rewards/accuracy": 1.0}]))])
+    assert [panel.title for panel in one] == ["reward", "accuracy"]
 
 
 def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path):

@@ -139,6 +139,15 @@ def test_evaluations_of_the_run_and_others(tmp_path):
     assert any("arith last 100.0%" in attrs.get("alt", "") for _, attrs in page.tags)
 
 
+def test_a_result_of_another_suite_is_shown_as_far_as_it_goes(tmp_path):
+    run = write_run(tmp_path / "run", [{"step": 1, "reward": 0.5}])
+    (run / "eval" / "other").mkdir(parents=True)
+    (run / "eval" / "other" / "result.json").write_text(json.dumps({"task": "ifeval", "model": "tiny"}))
+    page = Page(render_page([read_run(run)]))
+    assert "ifeval" in page.text
+    assert "Graded wrong" not in page.text
+
+
 def test_several_runs_side_by_side(tmp_path):
     other = {**CONFIG, "run": {**CONFIG["run"], "seed": 1, "out": "runs/y"}, "noise": {"sigma_start": 0.1}}
     runs = read_runs([full_run(tmp_path / "one"), full_run(tmp_path / "two", config=other), tmp_path / "one"])

@@ -67,9 +67,13 @@ PANELS = (
 )
 
 
-def drawn(panel: Panel, runs: Sequence[Run]) -> bool:
-    """Whether any run has something to draw there."""
-    return any(_points(run.rows, key) for run in runs for _, key in panel.lines)
+def panels(runs: Sequence[Run]) -> list[Panel]:
+    """Those that any run has something to draw in; several rewards get a panel of their own, each by its name."""
+    names = sorted({key for run in runs for row in run.rows for key in row if key.startswith("rewards/")})
+    found = list(PANELS)
+    if len(names) > 1:
+        found.insert(2, Panel("rewards by name", tuple((name.removeprefix("rewards/"), name) for name in names)))
+    return [panel for panel in found if any(_points(run.rows, key) for run in runs for _, key in panel.lines)]
 
 
 def draw_curves(run: Run, path: Path) -> None:
@@ -77,15 +81,15 @@ def draw_curves(run: Run, path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    panels = [panel for panel in PANELS if drawn(panel, [run])]
-    height = -(-len(panels) // 3)
+    found = panels([run])
+    height = -(-len(found) // 3)
     figure = Figure(figsize=(13, 3.1 * height + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(run.name, parse_math=False)
     axes = figure.subplots(height, 3, squeeze=False).flatten()
-    for axis, panel in zip(axes, panels, strict=False):
+    for axis, panel in zip(axes, found, strict=False):
         draw_panel(axis, panel, [run])
-    for axis in axes[len(panels) :]:
+    for axis in axes[len(found) :]:
         axis.set_axis_off()
     figure.savefig(path, dpi=110)
 
@@ -98,7 +102,7 @@ def draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run]) -> None:
             if not points:
                 continue
             colour = f"C{index if len(runs) > 1 else line}"
-            style = ("-", "--", ":")[line] if len(runs) > 1 else "-"
+            style = ("-", "--", ":", "-.")[line % 4] if len(runs) > 1 else "-"
             name = " ".join([run.name] * (len(runs) > 1) + [label] * (len(panel.lines) > 1))
             smoothed = panel.smooth and line == 0
             axis.plot(

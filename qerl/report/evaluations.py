@@ -23,12 +23,10 @@ class Pair(NamedTuple):
 def evaluation_cells(evaluation: Evaluation) -> dict[str, str]:
     """A row of the table, by heading; what a result does not hold is left out."""
     result = evaluation.result
-    cells = {
-        "evaluation": evaluation.name,
-        "task": str(result["task"]),
-        "accuracy": f"{result['accuracy']['value']:.1%}",
-        "95% interval": _interval(result["accuracy"]),
-    }
+    cells = {"evaluation": evaluation.name, "task": str(result["task"])}
+    if result.get("accuracy"):  # another suite's result may have other numbers
+        cells["accuracy"] = f"{result['accuracy']['value']:.1%}"
+        cells["95% interval"] = _interval(result["accuracy"])
     for k, value in (result.get("pass_at_k") or {}).items():
         cells[f"pass@{k}"] = f"{value['value']:.1%} ({_interval(value)})"
     for heading, key in (("truncated", "truncated_share"), ("no answer", "no_answer_share")):
@@ -38,7 +36,7 @@ def evaluation_cells(evaluation: Evaluation) -> dict[str, str]:
         cells["questions"] = f"{result['questions']} x {result.get('samples', 1)}"
     if result.get("completion_tokens") is not None and result.get("completions"):
         cells["tokens a completion"] = f"{result['completion_tokens'] / result['completions']:.0f}"
-    return {**cells, "model": str(result["model"])}  # last: it is long
+    return {**cells, "model": str(result.get("model", ""))}  # last: it is long
 
 
 def evaluation_table(evaluations: Sequence[Evaluation]) -> tuple[list[str], list[list[str]]]:
@@ -73,7 +71,7 @@ def pairs(before: Evaluation, after: Evaluation) -> list[Pair]:
 
 def mistakes(evaluation: Evaluation) -> list[Row]:
     """Some completions that were graded wrong, spread over the data."""
-    wrong = [row for row in evaluation.rows if not row["correct"]]
+    wrong = [row for row in evaluation.rows if row.get("correct") is False]
     return wrong[:: max(1, len(wrong) // PAIRS_SHOWN)][:PAIRS_SHOWN]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl.report.curves import PANELS, Panel, draw_panel, drawn
+from qerl.report.curves import Panel, draw_panel, panels
 from qerl.report.evaluations import draw_evaluations
 from qerl.report.read import Evaluation, Run
 
@@ -38,11 +38,14 @@ class Picture:
 
 def curve_pictures(runs: Sequence[Run]) -> list[Picture]:
     """Each panel that has something to draw."""
-    return [_panel_picture(panel, runs) for panel in PANELS if drawn(panel, runs)]
+    return [_panel_picture(panel, runs) for panel in panels(runs)]
 
 
-def evaluation_picture(evaluations: Sequence[Evaluation]) -> Picture:
-    """Accuracies with their intervals."""
+def evaluation_picture(results: Sequence[Evaluation]) -> Picture | None:
+    """Accuracies with their intervals; None if no result has one."""
+    evaluations = [evaluation for evaluation in results if evaluation.result.get("accuracy")]
+    if not evaluations:
+        return None
     light = _draw(lambda axis: draw_evaluations(axis, evaluations), 0.8 + 0.3 * len(evaluations))
     values = [f"{each.result['task']} {each.name} {each.result['accuracy']['value']:.1%}" for each in evaluations]
     return _picture(light, "accuracy: " + ", ".join(values))

@@ -72,10 +72,10 @@ def read_run(folder: Path, name: str | None = None) -> Run:
 
 
 def read_evaluation(folder: Path) -> Evaluation:
-    """Raises DataError for a folder that is not a finished evaluation's."""
-    return Evaluation(
-        folder, folder.resolve().name, read_json(folder / "result.json"), read_jsonl(folder / "completions.jsonl")
-    )
+    """Raises DataError for a folder that is not a finished evaluation's; another suite keeps no completions."""
+    completions = folder / "completions.jsonl"
+    rows = read_jsonl(completions) if completions.exists() else []
+    return Evaluation(folder, folder.resolve().name, read_json(folder / "result.json"), rows)
 
 
 def read_json(path: Path) -> dict[str, Any]:
