@@ -1,0 +1,138 @@
+#!/usr/bin/env python3
+"""Draw the tables and pictures of benchmarks/ from its JSON files, as the benchmark scripts wrote them.
+
+    python3 scripts/bench_table.py      # -> benchmarks/README.md, docs/images/rollout-7b.png
+
+Rollouts: `rollout-<shape>-<name>.json` of scripts/bench_rollout.py. Steps: `step-<shape>-<name>.json` of
+scripts/bench_step.py and scripts/bench_trl.py; the first step of a file is left out where there are more, since it
+compiles. A ratio is against the first row of its table: stock vLLM BF16 + LoRA, or TRL as it comes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+NAMES = {  # file name's last part -> what the reader is told, in the order of the tables
+    "bf16": "stock vLLM 0.25.1, BF16 + LoRA",
+    "marlin": "stock vLLM 0.25.1, NVFP4 (Marlin) + LoRA",
+    "trl": "TRL 1.16 as it comes: BF16 LoRA, vLLM colocate with sleep",
+    "qerl": "qerl, NVFP4 + LoRA",
+    "qerl-cap24": "qerl, NVFP4, `memory.cap_gib: 24`",
+    "qerl-cap80": "qerl, NVFP4, `memory.cap_gib: 80`",
+    "qerl-mixed": "qerl, NVFP4, lengths from 64 to 1024",
+    "trl-mixed": "TRL 1.16, lengths from 64 to 1024",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks")
+    parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
+    arguments = parser.parse_args()
+    rollouts, steps = read(arguments.folder, "rollout"), read(arguments.folder, "step")
+    (arguments.folder / "README.md").write_text(page(rollouts, steps), encoding="utf-8")
+    arguments.images.mkdir(parents=True, exist_ok=True)
+    for shape, results in rollouts.items():
+        draw_rollout(shape, results, arguments.images / f"rollout-{shape}.png")
+
+
+def read(folder: Path, kind: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Results of one kind: shape -> name -> the file's content, in the order of NAMES."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for path in folder.glob(f"{kind}-*-*.json"):
+        _, shape, name = path.stem.split("-", 2)
+        found.setdefault(shape, {})[name] = json.loads(path.read_text(encoding="utf-8"))
+    rank = {name: index for index, name in enumerate(NAMES)}
+    shapes = sorted(found, key=lambda shape: float(shape.rstrip("b")))
+    return {s: dict(sorted(found[s].items(), key=lambda item: rank.get(item[0], len(rank)))) for s in shapes}
+
+
+def page(rollouts: dict[str, Any], steps: dict[str, Any]) -> str:
+    lines = ["# Benchmarks", "", "Drawn by `python3 scripts/bench_table.py` from the files beside this one.", ""]
+    for shape, results in rollouts.items():
+        lines += [f"## Decode tokens/s, {shape.upper()} shape, by number of sequences", "", *rollout_table(results), ""]
+        lines += [*commands(results), ""]
+    for shape, results in steps.items():
+        lines += [f"## A training step, {shape.upper()} shape", "", *step_table(results), "", *commands(results), ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def rollout_table(results: dict[str, dict[str, Any]]) -> list[str]:
+    """One row an engine; behind each rate its ratio to the first row's."""
+    first = next(iter(results.values()))["decode_tokens_per_s"]
+    counts = list(first)
+    rows = [f"| | {' | '.join(counts)} |", "|---" * (len(counts) + 1) + "|"]
+    for name, result in results.items():
+        rates = result["decode_tokens_per_s"]
+        cells = [f"{rates[c]:.0f} ({rates[c] / first[c]:.2f})" if c in rates else "" for c in counts]
+        rows.append(f"| {NAMES.get(name, name)} | {' | '.join(cells)} |")
+    return rows
+
+
+def step_table(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Seconds by phase, memory by the driver, mismatch; means over the steps after the first."""
+    rows = ["| | step s | rollout s | train s | sync ms | GPU memory GiB | mismatch_kl |", "|---" * 7 + "|"]
+    for name, result in results.items():
+        steps = result["steps"][1:] or result["steps"]
+        value = lambda *keys: _mean(steps, keys)  # noqa: B023, E731 - one line, used at once
+        sync = value("time/sync_s")
+        cells = [
+            _text(value("time/step_s", "step_time"), 1),
+            _text(value("time/rollout_s"), 1),
+            _text(value("time/train_s"), 1),
+            _text(None if sync is None else 1000 * sync, 0),
+            _text(result.get("peak_driver_gib"), 1),
+            _text(value("mismatch_kl"), 4),
+        ]
+        rows.append(f"| {NAMES.get(name, name)} | {' | '.join(cells)} |")
+    return rows
+
+
+def commands(results: dict[str, dict[str, Any]]) -> list[str]:
+    gpus = sorted({result.get("gpu") or "CPU" for result in results.values()})
+    return [f"On {', '.join(gpus)}:", "", *(f"    {result['command']}" for result in results.values())]
+
+
+def draw_rollout(shape: str, results: dict[str, dict[str, Any]], path: Path) -> None:
+    """Rates over the first engine's, a group of bars for each number of sequences."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    first = next(iter(results.values()))["decode_tokens_per_s"]
+    counts, width = list(first), 0.8 / len(results)
+    figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+    for index, (name, result) in enumerate(results.items()):
+        rates = result["decode_tokens_per_s"]
+        places = [place + (index - (len(results) - 1) / 2) * width for place in range(len(counts))]
+        heights = [rates.get(count, 0) / first[count] for count in counts]
+        bars = axes.bar(places, heights, width * 0.94, label=NAMES.get(name, name).replace("`", ""))
+        axes.bar_label(bars, [f"{rates.get(count, 0):.0f}" for count in counts], fontsize=7, padding=1)
+    axes.set_xticks(range(len(counts)), counts)
+    axes.set_xlabel("sequences at once")
+    axes.set_ylabel("tokens/s over stock BF16")
+    axes.set_title(f"Decode, {shape.upper()} shape with a LoRA adapter (tokens/s on the bars)", fontsize=10)
+    axes.legend(fontsize=7, ncols=len(results), loc="upper right")
+    axes.set_ylim(0, axes.get_ylim()[1] * 1.15)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _mean(steps: list[dict[str, Any]], keys: tuple[str, ...]) -> float | None:
+    values = [step[key] for step in steps for key in keys if step.get(key) is not None]
+    return mean(values) if values else None
+
+
+def _text(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+if __name__ == "__main__":
+    main()
