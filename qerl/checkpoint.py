@@ -63,7 +63,7 @@ def resolve_model(ref: str, load: Load = "auto", adapter: str | None = None) -> 
         found = _resolve_adapter(folder, load)
     else:
         found = _resolve_base(str(folder) if local else str(ref), folder, kind, load)
-    return found if adapter is None else replace(found, adapter=_adapter_of(adapter))
+    return found if adapter is None else replace(found, adapter=adapter_folder(adapter))
 
 
 def kind_of(folder: Path) -> ModelKind:
@@ -231,7 +231,8 @@ def _run_adapter(run: Path) -> Path:
     return _checked_adapter(max(saved, key=lambda folder: ([int(n) for n in re.findall(r"\d+", folder.name)], folder)))
 
 
-def _adapter_of(ref: str) -> Path:
+def adapter_folder(ref: str) -> Path:
+    """The adapter that `ref` (an adapter folder or a run) means. Raises CheckpointError; its base need not be here."""
     folder, _ = _locate(ref)
     kind = kind_of(folder)
     if kind == "run":

@@ -1,4 +1,4 @@
-"""The command line: `qerl quantize`, `train`, `eval`, `grade`, `report`, `recipes`, `doctor`.
+"""The command line: `qerl quantize`, `train`, `eval`, `merge`, `chat`, `grade`, `report`, `recipes`, `doctor`.
 
 Importing this loads no torch; each command imports what it runs.
 """
@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from eval.command import evaluate, parse_columns
+from qerl.chat_command import chat_command
 from qerl.errors import ConfigError
 from qerl.terminal import run_command
+from quantize.merge.command import merge_command
 
 if TYPE_CHECKING:
     from qerl.config import RunConfig
@@ -26,6 +28,8 @@ app = typer.Typer(
     help="Reinforcement learning of language models on one GPU: NVFP4 base, BF16 LoRA, quantization noise.",
 )
 app.command("eval")(evaluate)
+app.command("merge")(merge_command)
+app.command("chat")(chat_command)
 recipes = typer.Typer(invoke_without_command=True, help="The shipped recipes and what can stand in one.")
 app.add_typer(recipes, name="recipes")
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from qerl.checkpoint import ModelRef
+
 
 @dataclass(frozen=True)
 class SamplingParams:
@@ -134,4 +136,21 @@ def choose_engine(engine: str, device: str = "auto") -> Literal["transformers", 
         raise EngineError("rollout.engine is vllm, but there is no CUDA device here: write transformers or auto")
     if engine not in ("transformers", "vllm"):
         raise EngineError(f"engine {engine!r} is not known: write auto, transformers or vllm")
+    return engine
+
+
+def open_model(ref: ModelRef, *, max_context: int | None = None, **options: object) -> Engine:
+    """Open what `qerl.checkpoint.resolve_model` found, its adapter acting; `options` are those of `open_engine`."""
+    from qerl.adapter import read_adapter
+
+    if ref.adapter is None:
+        return open_engine(ref.base, ref.format, max_context=max_context, **options)
+    tensors, scaling = read_adapter(ref.adapter)
+    rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".lora_A.weight"))
+    engine = open_engine(ref.base, ref.format, max_context=max_context, max_rank=rank, **options)
+    try:
+        engine.sync_adapter(tensors, scaling)
+    except BaseException:
+        engine.close()
+        raise
     return engine

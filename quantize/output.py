@@ -19,6 +19,7 @@ from qerl.checkpoint import REPORT
 from qerl.errors import CheckpointError
 from qerl.shards import read_json
 
+MERGE_REPORT = "merge_report.json"
 SPARE_BYTES = 64 * 2**20  # tokenizer, config, report, and the file system's own
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # renameat2(2)
 
@@ -35,11 +36,12 @@ def check_target(out: Path, source: Path, overwrite: bool) -> None:
     if not overwrite:
         raise CheckpointError(f"{out} exists: write `--overwrite` to replace it, or another folder as --out")
     config = out / "config.json"
-    ours = (out / REPORT).is_file() or (config.is_file() and "quantization_config" in read_json(config))
+    reports = any((out / name).is_file() for name in (REPORT, MERGE_REPORT))
+    ours = reports or (config.is_file() and "quantization_config" in read_json(config))
     if not ours:
         raise CheckpointError(
-            f"{out} holds something else than a quantized model, and --overwrite would delete it: give another folder "
-            "as --out, or remove that one by hand"
+            f"{out} holds something else than a model that qerl made, and --overwrite would delete it: give another "
+            "folder as --out, or remove that one by hand"
         )
 
 

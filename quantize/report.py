@@ -74,7 +74,7 @@ class QuantizeReport:
         table.add_row("model", self.source)
         table.add_row("written to", str(self.out))
         ratio = self.bytes_after / self.bytes_before
-        table.add_row("tensors", f"{_size(self.bytes_before)} -> {_size(self.bytes_after)} ({ratio:.0%})")
+        table.add_row("tensors", f"{format_size(self.bytes_before)} -> {format_size(self.bytes_after)} ({ratio:.0%})")
         table.add_row("linears", f"{len(self.layers)} quantized, {len(self.kept_linears)} kept by --ignore")
         if self.calibration:
             sequences, length = self.calibration["sequences"], self.calibration["sequence_length"]
@@ -89,7 +89,8 @@ def _rounded(value: float | None) -> float | None:
     return round(value, 4) if value is not None and math.isfinite(value) else None
 
 
-def _size(nbytes: int) -> str:
+def format_size(nbytes: int) -> str:
+    """A number of bytes as people read it."""
     for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= step:
             return f"{nbytes / step:.2f} {unit}"

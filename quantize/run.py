@@ -142,7 +142,7 @@ def _quantize(source: Source, options: Options, staging: Path, out: Path) -> Qua
 
 
 def _write_and_verify(source: Source, options: Options, staging: Path, out: Path) -> QuantizeReport:
-    device = _resolve_device(options.device)
+    device = resolve_device(options.device)
     config = make_config(["lm_head", *source.kept])
     with ExitStack() as stack:
         read = stack.enter_context(TensorReader(source.tensors))
@@ -155,7 +155,7 @@ def _write_and_verify(source: Source, options: Options, staging: Path, out: Path
             groups = calibrated_groups(source, config, model)
             if options.method == "awq":
                 dense = partial(dense_tensor, source, model)
-        progress = stack.enter_context(_progress())
+        progress = stack.enter_context(progress_bar())
         steps = len(source.groups())
         written = write_weights(staging, progress.track(groups, total=steps, description="quantizing"))
         copied = copy_small_files(source.folder, staging, code="auto_map" in source.config)
@@ -180,7 +180,7 @@ def _report(source: Source, options: Options, out: Path, layers: list[LayerCheck
         sqnr_reference=COMPARED_WITH[options.method],
         layers=layers,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
-        versions={package: _version(package) for package in PACKAGES},
+        versions={package: package_version(package) for package in PACKAGES},
     )
 
 
@@ -195,7 +195,8 @@ def _calibrated(source: Source, options: Options, device: torch.device) -> tuple
     return calibrate(source, tokenizer, calibration, options.method, options.batch_size), calibration
 
 
-def _resolve_device(name: str) -> torch.device:
+def resolve_device(name: str) -> torch.device:
+    """The device that `--device NAME` means here. Raises ConfigError if it cannot be used."""
     import torch
 
     if name == "auto":
@@ -210,14 +211,16 @@ def _resolve_device(name: str) -> torch.device:
     return device
 
 
-def _progress() -> Progress:
+def progress_bar() -> Progress:
+    """A bar on stderr."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress
 
     return Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True))
 
 
-def _version(package: str) -> str:
+def package_version(package: str) -> str:
+    """The version that is installed."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -76,7 +76,7 @@ def read_source(model: str, ignore: Sequence[str] = (), trust_remote_code: bool 
     config = read_json(folder / "config.json")
     _check_config(folder, config)
     tensors = read_tensors(folder)
-    linears = _check_layout(folder, config, tensors)
+    linears = check_layout(folder, config, tensors)
     kept = ignored(linears, ignore)
     _check_fused(linears, kept)
     quantized = tuple(module for module in linears if module not in kept)
@@ -114,7 +114,7 @@ def _check_config(folder: Path, config: dict) -> None:
         raise CheckpointError(f"{folder / 'config.json'} has no num_hidden_layers: {SUPPORTED}; give one of these")
 
 
-def _check_layout(folder: Path, config: dict, tensors: dict[str, TensorInfo]) -> list[str]:
+def check_layout(folder: Path, config: dict, tensors: dict[str, TensorInfo]) -> list[str]:
     """All linears of the decoder, in order. Raises CheckpointError for another layout, naming what shows it."""
     linears = [f"model.layers.{n}.{part}" for n in range(config["num_hidden_layers"]) for part in PROJECTIONS]
     expected = {f"{module}.weight" for module in linears}

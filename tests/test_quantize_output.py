@@ -182,8 +182,8 @@ def test_targets_that_may_be_written(tmp_path):
     [
         ("done", False, "exists: write `--overwrite` to replace it"),
         ("other", False, "exists"),
-        ("other", True, "holds something else than a quantized model"),
-        ("base", True, "holds something else than a quantized model"),
+        ("other", True, "holds something else than a model that qerl made"),
+        ("base", True, "holds something else than a model that qerl made"),
         ("file", True, "is a file"),
         ("source", True, "is, holds or lies in the model's own folder"),
         ("source/out", False, "is, holds or lies in the model's own folder"),

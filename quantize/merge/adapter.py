@@ -1,0 +1,79 @@
+"""The adapter as a standard PEFT folder: adapter_config.json and adapter_model.safetensors, and nothing of qerl's.
+
+PEFT, transformers and qerl load it as it is. vLLM does too, unless norms were trained with it: PEFT keeps those as
+`modules_to_save`, which vLLM 0.25 refuses.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl.adapter import PEFT_PREFIX
+from qerl.checkpoint import TINY, TINY_FOLDER
+from qerl.errors import CheckpointError
+from qerl.hub import is_hub_id
+from qerl.shards import read_json
+from quantize.merge.base import Adapter
+from quantize.writer import write_json
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+def write_adapter(adapter: Adapter, folder: Path, base_name: str, dtype: torch.dtype | None = None) -> int:
+    """Write the PEFT folder that names `base_name`; `dtype` None keeps the tensors' own. Returns their bytes."""
+    from safetensors.torch import save_file
+
+    tensors = {
+        PEFT_PREFIX + name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in adapter.tensors.items()
+    }
+    save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+    (folder / WEIGHTS).chmod(folder.stat().st_mode & 0o666)
+    write_json(folder / CONFIG, peft_config(adapter, base_name))
+    _check_written(adapter, folder, dtype)
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def peft_config(adapter: Adapter, base_name: str) -> dict:
+    """The adapter's own adapter_config.json, ready for inference on `base_name`."""
+    config = read_json(adapter.folder / CONFIG)
+    targets = config.get("target_modules")
+    if isinstance(targets, list):  # PEFT writes a set, in another order each time
+        config["target_modules"] = sorted(targets)
+    return {**config, "base_model_name_or_path": base_name, "inference_mode": True}
+
+
+def find_base_name(adapter: Adapter, asked: str | None) -> str:
+    """What the folder names as its base: what was asked, else the adapter's own, as a full path if it is a folder."""
+    name = asked or read_json(adapter.folder / CONFIG).get("base_model_name_or_path")
+    if not name:
+        raise CheckpointError(f"{adapter.folder / CONFIG} names no base: write `--base-name BASE` (hub id or folder)")
+    if name == TINY:
+        return str(TINY_FOLDER)
+    if Path(name).is_dir():
+        return str(Path(name).resolve())
+    above = [parent / name for parent in adapter.folder.resolve().parents if (parent / name / "config.json").is_file()]
+    if above:
+        return str(above[0])
+    if not is_hub_id(name):
+        logger.warning(
+            "the adapter's base %s is not here: the folder names it all the same (--base-name changes it)", name
+        )
+    return name
+
+
+def _check_written(adapter: Adapter, folder: Path, dtype: torch.dtype | None) -> None:
+    import torch
+
+    from qerl.adapter import read_adapter
+
+    tensors, scaling = read_adapter(folder)
+    same = tensors.keys() == adapter.tensors.keys() and scaling == adapter.scaling
+    if not same or not all(torch.equal(tensors[n], t.to(dtype or t.dtype)) for n, t in adapter.tensors.items()):
+        raise CheckpointError("the written adapter does not pass its check and was removed: check the disk, try again")

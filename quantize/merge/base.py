@@ -1,0 +1,185 @@
+"""The base and the adapter as one checkpoint of dense tensors that is computed when it is read.
+
+    merged = W_hat + s B A        float32, rounded once when it is written
+
+W_hat is the decoded NVFP4 weight (what the adapter was trained on), or the weight of a 16-bit base; s = alpha / rank.
+Trained norms replace the base's. `Source` is quantize's own view of a checkpoint, so that quantize's writer, rounding
+and verification take this one as they take a folder. At most one layer is computed at a time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl.errors import CheckpointError
+from qerl.nvfp4.layout import PACKED, TENSORS, quantized_linears
+from qerl.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
+from quantize.reader import TensorReader
+from quantize.source import WEIGHT_DTYPES, Source, check_layout
+
+if TYPE_CHECKING:
+    import torch
+
+FACTOR_A, FACTOR_B = ".lora_A.weight", ".lora_B.weight"
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter as `qerl.adapter.read_adapter` reads it, by base module name."""
+
+    folder: Path
+    tensors: Mapping[str, torch.Tensor]
+    scaling: float  # s: multiplies B A
+
+    @property
+    def modules(self) -> tuple[str, ...]:
+        """Names of the linears that it changes."""
+        return tuple(name.removesuffix(FACTOR_A) for name in self.tensors if name.endswith(FACTOR_A))
+
+    @property
+    def norms(self) -> dict[str, torch.Tensor]:
+        """Trained norm weights by tensor name."""
+        return {name: tensor for name, tensor in self.tensors.items() if ".lora_" not in name}
+
+    @property
+    def rank(self) -> int:
+        return max(self.tensors[module + FACTOR_A].shape[0] for module in self.modules)
+
+    def delta(self, module: str, device: torch.device) -> torch.Tensor:
+        """s B A of one linear: float32 (out, in)."""
+        a, b = (self.tensors[module + factor].to(device).float() for factor in (FACTOR_A, FACTOR_B))
+        return (b @ a).mul_(self.scaling)
+
+
+@dataclass(frozen=True)
+class Base:
+    """A checkpoint to merge onto: 16-bit, or NVFP4 (then `packed` names its quantized linears)."""
+
+    name: str
+    folder: Path
+    config: dict
+    tensors: dict[str, TensorInfo]
+    packed: frozenset[str]
+
+
+def read_base(name: str, folder: Path) -> Base:
+    """Open a checkpoint as far as its headers. Raises CheckpointError."""
+    tensors = read_tensors(folder)
+    return Base(name, folder, read_json(folder / "config.json"), tensors, frozenset(quantized_linears(tensors)))
+
+
+def merged_source(base: Base, adapter: Adapter, to: str) -> Source:
+    """The merged checkpoint's names, shapes and dtypes; with `to` "nvfp4" also the linears that will be quantized.
+
+    Raises CheckpointError if the adapter does not fit the base.
+    """
+    tensors = {}
+    for name, info in base.tensors.items():
+        module, _, part = name.rpartition(".")
+        if module in base.packed and part in TENSORS:
+            if part == PACKED:
+                shape = (info.shape[0], 2 * info.shape[1])
+                tensors[f"{module}.weight"] = _info(info, shape)
+        else:
+            tensors[name] = _info(info, info.shape)
+    _check_fit(tensors, base, adapter)
+    source = Source(base.name, base.folder, base.config, tensors, (), ())
+    return _with_quantized(source, base) if to == "nvfp4" else source
+
+
+def _info(info: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:
+    dense = shape != info.shape or info.dtype in WEIGHT_DTYPES
+    dtype = "BF16" if dense else info.dtype
+    return TensorInfo(dtype, shape, info.file, math.prod(shape) * DTYPE_BYTES[dtype])
+
+
+def _with_quantized(source: Source, base: Base) -> Source:
+    """The linears that will be packed: those of the base, or all of a 16-bit base; read in float32 for their scales."""
+    linears = check_layout(base.folder, base.config, source.tensors)
+    quantized = tuple(module for module in linears if module in base.packed or not base.packed)
+    tensors = dict(source.tensors)
+    for module in quantized:
+        info = tensors[f"{module}.weight"]
+        tensors[f"{module}.weight"] = replace(info, dtype="F32", nbytes=2 * info.nbytes)
+    kept = tuple(module for module in linears if module not in quantized)
+    return replace(source, tensors=tensors, quantized=quantized, kept=kept)
+
+
+def _check_fit(tensors: Mapping[str, TensorInfo], base: Base, adapter: Adapter) -> None:
+    for module in adapter.modules:
+        if module + FACTOR_B not in adapter.tensors:
+            raise CheckpointError(f"{adapter.folder} has {module}{FACTOR_A} and no {FACTOR_B[1:]}: save it again")
+        a, b = (adapter.tensors[module + factor].shape for factor in (FACTOR_A, FACTOR_B))
+        weight = tensors.get(f"{module}.weight")
+        if weight is None:
+            tied = " (its head is tied to the embeddings: untie it first)" if module == "lm_head" else ""
+            raise CheckpointError(f"{adapter.folder} changes {module}, which {base.name} has not{tied}: give its base")
+        if weight.shape != (b[0], a[1]):
+            raise CheckpointError(
+                f"{adapter.folder} changes {module} as ({b[0]}, {a[1]}), and {base.name} has {weight.shape} there: "
+                "give the base that it was trained on as --model"
+            )
+    for name, tensor in adapter.norms.items():
+        if name not in tensors or tensors[name].shape != tuple(tensor.shape):
+            raise CheckpointError(
+                f"{adapter.folder} has a trained {name} of shape {tuple(tensor.shape)}, for which {base.name} has no "
+                "place: give the base that it was trained on as --model"
+            )
+
+
+class BaseReader:
+    """Reads a checkpoint's tensors by name, and its linears decoded; a context manager."""
+
+    def __init__(self, base: Base, device: torch.device) -> None:
+        self.base, self._device = base, device
+        self._read = TensorReader(base.tensors)
+
+    def __enter__(self) -> BaseReader:
+        self._read.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._read.__exit__(*error)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor as it is in the file, on the CPU."""
+        return self._read(name)
+
+    def weight(self, module: str) -> torch.Tensor:
+        """The weight of one linear, decoded if it is packed: float32 (out, in), a copy, on the device."""
+        import torch
+
+        from qerl.nvfp4.reference import dequantize
+
+        if module in self.base.packed:
+            packed = (self._read(f"{module}.{part}").to(self._device) for part in TENSORS)
+            return dequantize(*packed, torch.float32)
+        return self._read(f"{module}.weight").to(self._device, torch.float32, copy=True)
+
+
+class MergedReader:
+    """Reads the tensors of `merged_source` by name, each computed when it is asked for."""
+
+    def __init__(self, base: BaseReader, source: Source, adapter: Adapter, device: torch.device) -> None:
+        self._base, self._source, self._adapter, self._device = base, source, adapter, device
+        self._changed, self._norms = frozenset(adapter.modules), adapter.norms
+
+    def __call__(self, name: str) -> torch.Tensor:
+        """The merged tensor on the CPU, in the dtype of `merged_source`."""
+        import torch
+
+        module = name.removesuffix(".weight")
+        if name in self._norms:
+            merged = self._norms[name]
+        elif module in self._changed:
+            merged = self._base.weight(module).add_(self._adapter.delta(module, self._device))
+        elif module in self._base.base.packed and name != module:
+            merged = self._base.weight(module)
+        else:
+            merged = self._base.tensor(name)
+        dtype = {"BF16": torch.bfloat16, "F32": torch.float32}.get(self._source.tensors[name].dtype, merged.dtype)
+        return merged.to(dtype).cpu().contiguous()

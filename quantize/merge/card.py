@@ -1,0 +1,200 @@
+"""README.md of what was merged: a model card in the hub's format, from the run and from what the merge measured.
+
+Only what is in the files is said: the base, the recipe, the last metrics, each finished evaluation of the run with its
+interval, the versions, the licence that the base declares, and how to load the result.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from qerl.checkpoint import TINY, TINY_FOLDER, quantized_from
+from qerl.hub import HUB_ID
+from quantize.merge.effect import run_of
+from quantize.merge.report import KINDS, MergeReport
+
+LICENCES = {  # a line at the head of a licence's text -> its name on the hub
+    "Apache License": "apache-2.0",
+    "MIT License": "mit",
+    "LLAMA 3.1 COMMUNITY": "llama3.1",
+    "LLAMA 3.2 COMMUNITY": "llama3.2",
+    "LLAMA 3.3 COMMUNITY": "llama3.3",
+    "META LLAMA 3 COMMUNITY": "llama3",
+    "GEMMA": "gemma",
+}
+METRICS = ("reward", "entropy", "mismatch_kl", "completions/mean_tokens", "completions/truncated_share")
+RECIPE_SECTIONS = ("adapter", "data", "rollout", "loss", "noise", "optim")
+
+
+def write_card(report: MergeReport, adapter: Path, path: Path) -> None:
+    """Write the card, whole or not at all."""
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(card_text(report, adapter), encoding="utf-8")
+    partial.replace(path)
+
+
+def card_text(report: MergeReport, adapter: Path) -> str:
+    """The model card: metadata and text."""
+    run = run_of(adapter)
+    results = read_results(run) if run else []
+    parts = [_title(report), _measured(report), _loading(report)]
+    if run is not None:
+        parts.append(_training(run))
+    if results:
+        parts.append(_evaluation(results))
+    parts.append("## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
+    return f"---\n{_metadata(report, results)}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
+
+
+def base_on_hub(base: str) -> str | None:
+    """The hub id of a base, or of the model that it was quantized from; None if its folder does not tell."""
+    if base == TINY or Path(base) == TINY_FOLDER:
+        return None
+    if Path(base).is_dir():
+        source = quantized_from(Path(base))
+        return source if source and HUB_ID.fullmatch(source) and not Path(source).is_dir() else None
+    return base if HUB_ID.fullmatch(base) else None
+
+
+def licence_of(base: str) -> str | None:
+    """The licence that a base's folder declares: in its card's metadata, else by the head of its LICENSE file."""
+    folder = Path(base)
+    if not folder.is_dir():
+        return None
+    card = folder / "README.md"
+    if card.is_file() and (found := re.search(r"^license: *([\w.-]+) *$", _metadata_of(card), re.MULTILINE)):
+        return found[1]
+    for file in sorted(folder.glob("LICENSE*")):
+        head = file.read_text(encoding="utf-8", errors="replace")[:400].lower()
+        for words, name in LICENCES.items():
+            if words.lower() in head:
+                return name
+    return None
+
+
+def _metadata_of(card: Path) -> str:
+    """The YAML block at the top of a model card."""
+    text = card.read_text(encoding="utf-8", errors="replace")
+    return text.split("---", 2)[1] if text.startswith("---") and text.count("---") > 1 else ""
+
+
+def read_results(run: Path) -> list[dict]:
+    """The run's finished evaluations (`eval/*/result.json`), by task."""
+    found = []
+    for file in sorted(run.glob("eval/*/result.json")):
+        try:
+            result = json.loads(file.read_text(encoding="utf-8"))
+            result["accuracy"]["value"], result["task"], result["questions"]
+        except (OSError, ValueError, KeyError, TypeError):
+            continue  # of another version, or cut short: no result that could be stated
+        found.append(result)
+    return sorted(found, key=lambda result: result["task"])
+
+
+def _metadata(report: MergeReport, results: Iterable[dict]) -> str:
+    from huggingface_hub import EvalResult, ModelCardData
+
+    evaluations = [
+        EvalResult("text-generation", result["task"], result["task"], "accuracy", result["accuracy"]["value"])
+        for result in results
+    ]
+    data = ModelCardData(
+        base_model=base_on_hub(report.base),
+        license=licence_of(report.base),
+        library_name="peft" if report.to == "adapter" else "transformers",
+        pipeline_tag="text-generation",
+        tags=["qerl", "grpo", "lora", *(["nvfp4", "compressed-tensors"] if report.to == "nvfp4" else [])],
+        model_name=report.out.name if evaluations else None,
+        eval_results=evaluations or None,
+    )
+    return data.to_yaml().strip()
+
+
+def _title(report: MergeReport) -> str:
+    licence = licence_of(report.base)
+    rows = {
+        "what": KINDS[report.to],
+        "trained on": f"`{base_on_hub(report.base) or Path(report.base).name}`",
+        "adapter": f"LoRA, rank {report.rank}, alpha / rank {report.scaling:g}"
+        + (f", and {report.trained_norms} trained norms" if report.trained_norms else ""),
+        "licence": f"{licence} (the base's)" if licence else "that of the base model, which its folder does not state",
+        "made": f"{report.created} by `qerl merge --to {report.to}`",
+    }
+    if report.onto != report.base:
+        rows["merged onto"] = f"`{report.onto}`"
+    notes = "".join(f"\n> {note}\n" for note in report.warnings())
+    return f"# {report.out.name}\n\n{_table(rows)}\n{notes}".rstrip()
+
+
+def _measured(report: MergeReport) -> str:
+    found = report.measured()
+    return f"## What is left of the adapter\n\n{_table(found)}" if found else ""
+
+
+def _loading(report: MergeReport) -> str:
+    lines = ["## How to load it", "", *(f"    {command}" for command in report.commands.values()), "", "```python"]
+    if report.to == "adapter":
+        lines += [
+            "from peft import PeftModel",
+            "from transformers import AutoModelForCausalLM, CompressedTensorsConfig",
+            "",
+            f'base = "{report.onto}"',
+            "# of an NVFP4 base, PEFT needs the weights decoded; leave quantization_config out for a 16-bit one",
+            "model = AutoModelForCausalLM.from_pretrained(",
+            '    base, dtype="bfloat16", quantization_config=CompressedTensorsConfig(dequantize=True)',
+            ")",
+            f'model = PeftModel.from_pretrained(model, "{report.out.name}")',
+        ]
+    else:
+        lines += [
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            "",
+            f'model = AutoModelForCausalLM.from_pretrained("{report.out.name}", dtype="bfloat16")',
+            f'tokenizer = AutoTokenizer.from_pretrained("{report.out.name}")',
+        ]
+    return "\n".join([*lines, "```"])
+
+
+def _training(run: Path) -> str:
+    import yaml
+
+    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
+    about = json.loads((run / "run.json").read_text(encoding="utf-8")) if (run / "run.json").is_file() else {}
+    text = f"## Training\n\nRecipe `{about.get('recipe', 'unknown')}`, {len(rows)} steps."
+    if rows:
+        last = {name: _number(rows, name) for name in METRICS}
+        shown = {name: value for name, value in last.items() if value}
+        text += f" Mean of the first and the last fifth of the steps:\n\n{_table(shown)}"
+    recipe = {section: config[section] for section in RECIPE_SECTIONS if section in config}
+    return f"{text}\n\n```yaml\n{yaml.safe_dump(recipe, sort_keys=False).strip()}\n```"
+
+
+def _number(rows: list[dict], name: str) -> str | None:
+    values = [row[name] for row in rows if row.get(name) is not None]
+    if not values:
+        return None
+    fifth = max(1, len(values) // 5)
+    return f"{sum(values[:fifth]) / fifth:.4g} -> {sum(values[-fifth:]) / fifth:.4g}"
+
+
+def _evaluation(results: list[dict]) -> str:
+    lines = ["## Evaluation", "", "| task | accuracy | 95% interval | questions | samples | truncated |"]
+    lines.append("|---|---|---|---|---|---|")
+    for result in results:
+        accuracy = result["accuracy"]
+        low, high = accuracy.get("low"), accuracy.get("high")
+        interval = f"{low:.1%} to {high:.1%}" if low is not None and high is not None else ""
+        truncated = f"{result['truncated_share']:.1%}" if "truncated_share" in result else ""
+        lines.append(
+            f"| {result['task']} | {accuracy['value']:.1%} | {interval} | {result['questions']} | "
+            f"{result.get('samples', 1)} | {truncated} |"
+        )
+    return "\n".join([*lines, "", "Of base + adapter, by `qerl eval`, on the engine that trained."])
+
+
+def _table(rows: dict[str, str]) -> str:
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows.items())])

@@ -1,0 +1,167 @@
+"""What a merged model does, against the adapter on its base: logprobs and greedy tokens on some prompts.
+
+Completions are sampled from the exact policy (base + adapter, temperature 1). The KL divergence from it, in nats a
+token, is estimated on their tokens as mean(r - log r - 1), r = exp(logprob of the model - logprob of the exact policy)
+(http://joschu.net/blog/kl-approx.html, k3), once for the base alone and once for the merged model:
+
+    kept = 1 - KL(exact || merged) / KL(exact || base)      1: the merged model is the policy; 0: as far off as the base
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl.adapter import read_adapter
+from qerl.checkpoint import ModelRef, resolve_model
+from qerl.engine import SamplingParams, open_model
+from qerl.errors import DataError, QerlError
+from qerl.model import load_tokenizer
+from qerl.recipe import load_config
+from qerl.rows import local_rows
+from qerl.tasks import build_messages, load_examples, render_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from qerl.engine import Completion, Engine
+
+logger = logging.getLogger(__name__)
+
+QUESTIONS = (
+    "A train travels 60 km in 45 minutes. What is its speed in km/h?",
+    "Tom has 3 boxes with 12 pencils each and gives away 7 pencils. How many pencils are left?",
+    "Solve for x: 3x + 7 = 22.",
+    "What is the sum of the first 20 positive integers?",
+    "Explain in two sentences why the sky is blue.",
+    "Write a short poem about the sea.",
+    "List three causes of the French Revolution.",
+    "Write a Python function that reverses a string.",
+)
+
+
+@dataclass(frozen=True)
+class Effect:
+    """The divergence of base and merged model from the exact policy."""
+
+    prompts: int
+    tokens: int
+    kl_base: float  # nats a token
+    kl_merged: float
+    kept: float | None  # None: the adapter changes nothing on these prompts
+    same_greedy: int  # prompts whose greedy completion is the exact policy's, token by token
+    prompts_from: str
+
+
+def measure_effect(
+    exact: ModelRef, merged: Path, limits: tuple[int, int], prompts_file: Path | None, engine: str = "auto"
+) -> Effect:
+    """Compare the model in `merged` with `exact` (base and adapter); `limits`: prompts, and new tokens of each."""
+    count, max_new_tokens = limits
+    tokenizer = load_tokenizer(exact.base)
+    prompts, origin = load_prompts(tokenizer, exact, count, prompts_file)
+    context = max(map(len, prompts)) + max_new_tokens
+    sampled, greedy = SamplingParams(max_new_tokens), SamplingParams(max_new_tokens, temperature=0.0)
+    policy = open_model(exact, max_context=context, engine=engine)
+    try:
+        completions = policy.generate(prompts, sampled, seed=0)
+        greedy_exact = policy.generate(prompts, greedy)
+        tokens = [completion.token_ids for completion in completions]
+        exact_logprobs = policy.score(prompts, tokens)
+        _neutralize(policy, exact)
+        base_logprobs = policy.score(prompts, tokens)
+    finally:
+        policy.close()
+    model = open_model(resolve_model(str(merged)), max_context=context, engine=engine)
+    try:
+        merged_logprobs = model.score(prompts, tokens)
+        same = _same(greedy_exact, model.generate(prompts, greedy))
+    finally:
+        model.close()
+    kl_base, kl_merged = kl(exact_logprobs, base_logprobs), kl(exact_logprobs, merged_logprobs)
+    kept = 1 - kl_merged / kl_base if kl_base > 1e-9 else None
+    return Effect(len(prompts), sum(map(len, tokens)), kl_base, kl_merged, kept, same, origin)
+
+
+def kl(exact: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
+    """KL(exact || other) in nats a token from the logprobs of tokens that `exact` sampled."""
+    gaps = [q - p for row, others in zip(exact, other, strict=True) for p, q in zip(row, others, strict=True)]
+    return math.fsum(math.expm1(gap) - gap for gap in gaps) / len(gaps)
+
+
+def load_prompts(
+    tokenizer: PreTrainedTokenizerBase, ref: ModelRef, count: int, file: Path | None
+) -> tuple[list[list[int]], str]:
+    """Prompts (token ids) and where they are from: `file` (rows with `question`), else the run's, else QUESTIONS.
+
+    A run's are in the completions that it saved (in the chat template already), and in its data.
+    """
+    if file is not None:
+        questions = _column(file, "question")
+        if not questions:
+            raise DataError(f"{file} has no row with a `question`: write jsonl or csv with such a column")
+        return _rendered(tokenizer, questions[:count]), str(file)
+    run = run_of(ref.adapter)
+    if run is not None:
+        saved = [tokenizer.encode(text, add_special_tokens=False) for text in _saved_prompts(run)]
+        found = [*saved, *_task_prompts(tokenizer, run, count - len(saved))][:count]
+        if found:
+            return found, f"the run {run.name}"
+    return _rendered(tokenizer, QUESTIONS[:count]), "qerl's own"
+
+
+def run_of(adapter: Path) -> Path | None:
+    """The run directory that an adapter lies in (`adapter/` or `checkpoints/step-N/`)."""
+    parents = adapter.resolve().parents[:2]
+    return next((p for p in parents if (p / "config.yaml").is_file() and (p / "metrics.jsonl").is_file()), None)
+
+
+def _saved_prompts(run: Path) -> list[str]:
+    """The prompts that the run saved, newest first, once each."""
+    files = sorted(run.glob("completions/step-*.jsonl"), reverse=True)
+    return list(dict.fromkeys(prompt for file in files for prompt in _column(file, "prompt")))
+
+
+def _task_prompts(tokenizer: PreTrainedTokenizerBase, run: Path, count: int) -> list[list[int]]:
+    """The first prompts of the run's training data; none if the data are not here."""
+    if count <= 0:
+        return []
+    data = load_config(run / "config.yaml").data
+    try:
+        examples, _ = load_examples(data.task, data.source, data.split, data.columns, count)
+    except QerlError as error:
+        logger.info("the run's data cannot be read here, fewer prompts are compared: %s", error)
+        return []
+    prompt = (data.system_prompt, data.prompt_template)
+    return [render_prompt(tokenizer, build_messages(data.task, example.question, *prompt)) for example in examples]
+
+
+def _column(file: Path, name: str) -> list[str]:
+    return [row[name] for _, row in local_rows(str(file), "test") if row and row.get(name)]
+
+
+def _rendered(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str]) -> list[list[int]]:
+    return [render_prompt(tokenizer, [{"role": "user", "content": question}]) for question in questions]
+
+
+def _neutralize(engine: Engine, exact: ModelRef) -> None:
+    """Leave the base alone acting: B is zero, and trained norms are the base's again."""
+    from qerl.model import local_folder
+    from qerl.shards import read_tensors
+    from quantize.reader import TensorReader
+
+    tensors, scaling = read_adapter(exact.adapter)
+    with TensorReader(read_tensors(local_folder(exact.base))) as read:
+        neutral = {
+            name: tensor.new_zeros(tensor.shape) if ".lora_" in name else read(name).to(tensor.dtype)
+            for name, tensor in tensors.items()
+        }
+    engine.sync_adapter(neutral, scaling)
+
+
+def _same(one: Sequence[Completion], other: Sequence[Completion]) -> int:
+    return sum(a.token_ids == b.token_ids for a, b in zip(one, other, strict=True))

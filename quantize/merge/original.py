@@ -1,0 +1,75 @@
+"""What to merge onto: the 4-bit weights that were trained on, or the 16-bit model that they were quantized from.
+
+    trained     W_hat + s B A: the policy that was trained. For bf16 the right thing.
+    original    W + s B A. For nvfp4 the only thing that works: W_hat lies on the grid, so that rounding W_hat + s B A
+                gives W_hat back wherever s B A is under half a step. W lies anywhere between the grid's points, so that
+                s B A moves the right share of the weights over a rounding boundary, and on average nothing is lost.
+
+Departure from the policy that was trained: Q(W + s B A) is not W_hat + s B A; how far it is, `effect.py` measures.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from qerl.checkpoint import REPORT, ModelRef, quantized_from, resolve_model
+from qerl.errors import CheckpointError, ConfigError
+from qerl.shards import read_json
+from quantize.merge.base import Base, BaseReader
+
+MIN_SQNR_DB = 10.0  # what NVFP4 leaves of any weights is about 20 dB; another model's share nothing
+
+
+def choose_base(onto: str, to: str, exact: ModelRef) -> tuple[ModelRef, tuple[str, ...]]:
+    """The weights to merge onto, and what has to be said about them. Raises ConfigError or CheckpointError."""
+    if onto not in ("auto", "trained", "original"):
+        raise ConfigError(f"--onto {onto!r} is not known: write auto, trained or original")
+    if onto == "trained" or exact.format != "nvfp4" or (onto == "auto" and to == "bf16"):
+        if onto == "original":
+            raise ConfigError(f"{exact.base} is a 16-bit model, which is the original: leave --onto out")
+        return exact, ()
+    try:
+        original = _original(exact.base)
+    except CheckpointError as error:
+        if onto == "original":
+            raise
+        return exact, (f"merged onto the 4-bit weights, where rounding takes most adapters away: {error}",)
+    if to == "nvfp4":
+        return original, ()
+    note = (
+        f"merged onto the original {original.base}, not onto the 4-bit weights that the adapter was trained on: the "
+        "result is not the policy that was trained, and only an evaluation says whether it is better or worse"
+    )
+    return original, (note,)
+
+
+def _original(base: str) -> ModelRef:
+    source = quantized_from(Path(base))
+    if source is None:
+        raise CheckpointError(f"{base} does not say which model it was quantized from: write `--onto trained`")
+    if read_json(Path(base) / REPORT).get("method") == "awq":
+        raise CheckpointError(
+            f"{base} was quantized by awq, which rescales {source}'s weights, so that the adapter does not fit those: "
+            "write `--onto trained`"
+        )
+    return resolve_model(source, "bf16")
+
+
+def check_original(original: Base, trained: Base) -> None:
+    """Raise CheckpointError unless `trained` looks like what quantizing `original` gives; one layer is compared."""
+    import torch
+
+    from quantize.verify import sqnr_db
+
+    cpu = torch.device("cpu")
+    layer = next(iter(sorted(trained.packed))).rpartition(".")[0]
+    with BaseReader(original, cpu) as one, BaseReader(trained, cpu) as other:
+        for module in sorted(module for module in trained.packed if module.startswith(layer)):
+            info = original.tensors.get(f"{module}.weight")
+            decoded = other.weight(module)
+            value = sqnr_db(one.weight(module), decoded) if info and info.shape == tuple(decoded.shape) else 0.0
+            if value is not None and value < MIN_SQNR_DB:
+                raise CheckpointError(
+                    f"{original.name} is not the model that {trained.name} was quantized from ({module} differs): "
+                    "write `--onto trained`"
+                )

@@ -1,0 +1,95 @@
+"""What a merge did: `merge_report.json` beside the weights, warnings in words, and a table for the terminal."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from quantize.merge.effect import Effect
+from quantize.merge.weights import Survival
+from quantize.report import format_size
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+MOST = 0.5  # a share kept under this is "most of it is lost"
+KINDS = {"adapter": "PEFT adapter", "bf16": "BF16 model", "nvfp4": "NVFP4 model"}
+
+
+@dataclass(frozen=True)
+class MergeReport:
+    """Result of `merge`. `survival` is over all linears, `layers` holds each; both are empty for an adapter folder."""
+
+    out: Path
+    to: str
+    adapter: str
+    base: str  # what the adapter was trained on
+    onto: str  # what it was merged onto; for an adapter folder the base that it names
+    rank: int
+    scaling: float
+    trained_norms: int
+    bytes: int
+    created: str
+    versions: dict[str, str]
+    notes: tuple[str, ...] = ()
+    survival: Survival | None = None
+    layers: tuple[Survival, ...] = ()
+    effect: Effect | None = None
+    commands: dict[str, str] = field(default_factory=dict)
+
+    def warnings(self) -> list[str]:
+        """What has to be known before the result is used, one sentence each."""
+        found = list(self.notes)
+        if self.effect is not None and self.effect.kept is not None and self.effect.kept < MOST:
+            found.append(
+                f"only {max(0.0, self.effect.kept):.0%} of the adapter's effect is left in the merged model (KL to the "
+                f"exact policy {self.effect.kl_merged:.2g} nats a token, of the base alone {self.effect.kl_base:.2g}): "
+                "serve the adapter on its base, or merge to bf16"
+            )
+        elif self.survival is not None and self.survival.kept is not None and self.survival.kept < MOST:
+            found.append(
+                f"rounding kept only {max(0.0, self.survival.kept):.0%} of the adapter's change of the weights: serve "
+                "the adapter on its base, or merge to bf16"
+            )
+        return found
+
+    def to_json(self) -> dict:
+        """The content of merge_report.json."""
+        values = asdict(self)
+        del values["out"]
+        return {**values, "warnings": self.warnings()}
+
+    def table(self) -> Table:
+        """A short table: what it is, how much of the adapter is in it."""
+        from rich.table import Table
+
+        table = Table(title=KINDS[self.to], show_header=False, title_justify="left")
+        table.add_row("adapter", f"{self.adapter}, rank {self.rank}, alpha / rank {self.scaling:g}")
+        table.add_row("base" if self.to == "adapter" else "merged onto", self.onto)
+        table.add_row("written to", f"{self.out} ({format_size(self.bytes)})")
+        if self.trained_norms:
+            table.add_row("trained norms", str(self.trained_norms))
+        for name, text in self.measured().items():
+            table.add_row(name, text)
+        return table
+
+    def measured(self) -> dict[str, str]:
+        """What was measured, by the name that people read."""
+        found = {}
+        if self.survival is not None and self.survival.kept is not None:
+            part = self.survival
+            found["weight change kept"] = (
+                f"{part.kept:.1%} along s B A, cosine {part.cosine:.3f}, norm ratio {part.norm_ratio:.2f}"
+            )
+            worst = min((layer for layer in self.layers if layer.kept is not None), key=lambda layer: layer.kept)
+            found["least kept"] = f"{worst.kept:.1%} ({worst.name})"
+        if self.effect is not None:
+            effect = self.effect
+            share = "" if effect.kept is None else f"{effect.kept:.1%}: "
+            found["effect kept"] = (
+                f"{share}KL to base + adapter {effect.kl_merged:.2e} nats a token, of the base alone "
+                f"{effect.kl_base:.2e} ({effect.tokens} tokens, {effect.prompts} prompts of {effect.prompts_from})"
+            )
+            found["same greedy completion"] = f"{effect.same_greedy} of {effect.prompts}"
+        return found

@@ -1,0 +1,218 @@
+"""`qerl merge`: an adapter and its base in, a PEFT folder, a BF16 model or an NVFP4 model out.
+
+    qerl merge --adapter runs/dapo_7b-20260101 --to bf16      # -> merged/dapo_7b-20260101-bf16
+    qerl merge --adapter A --to nvfp4 --out DIR               # rounded again; says what rounding left of the adapter
+    qerl merge --adapter A --to adapter --push-to-hub me/name # the adapter alone, with a model card
+
+Order: what can be refused is refused from headers (and from the hub, before a push); then one layer at a time is
+merged in float32, rounded once and written into a hidden folder; that is opened again, compared, and takes its place
+in one step; then the effect is measured on prompts, and the report and card are completed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from qerl.checkpoint import ModelRef, adapter_folder, describe, resolve_model
+from qerl.errors import ConfigError, QerlError
+from qerl.publish import check_push, push
+from quantize.merge.base import Adapter, read_base
+from quantize.merge.original import check_original, choose_base
+from quantize.merge.report import MergeReport
+from quantize.merge.serve import chat_line, serve_adapter_line, serve_model_line
+from quantize.output import MERGE_REPORT, check_space, check_target, staged_folder
+from quantize.run import package_version, progress_bar, resolve_device
+from quantize.writer import write_json
+
+FORMATS = ("adapter", "bf16", "nvfp4")
+PACKAGES = ("qerl", "torch", "transformers", "peft", "compressed-tensors", "llmcompressor", "vllm")
+CARD = "README.md"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """What to merge and how. `adapter` is an adapter folder or a run; `model` replaces the base that it names."""
+
+    adapter: str
+    to: str
+    out: Path | None = None
+    model: str | None = None
+    onto: str = "auto"
+    dtype: str = "keep"
+    base_name: str | None = None
+    prompts: Path | None = None
+    prompt_count: int = 32
+    max_new_tokens: int = 128
+    push_to_hub: str | None = None
+    private: bool = True
+    overwrite: bool = False
+    device: str = "auto"
+
+    def check(self) -> None:
+        """Raise ConfigError for values that cannot be used together."""
+        if self.to not in FORMATS:
+            raise ConfigError(f"--to {self.to!r} is not known: write {', '.join(FORMATS)}")
+        if self.to != "adapter" and (self.dtype != "keep" or self.base_name):
+            raise ConfigError("--dtype and --base-name go with --to adapter: a merged model is bf16 and has no base")
+        if self.to == "adapter" and (self.onto != "auto" or self.prompts):
+            raise ConfigError("--onto and --prompts go with --to bf16 and nvfp4: an adapter folder is an exact copy")
+        if self.prompt_count < 0 or self.max_new_tokens < 1:
+            raise ConfigError("--prompt-count must be at least 0 and --max-new-tokens at least 1")
+        if self.prompts is not None and not self.prompts.is_file():
+            raise ConfigError(f"--prompts {self.prompts} does not exist: give a file with a column `question`")
+
+
+def merge(options: MergeOptions) -> MergeReport:
+    """Do what `options` say. Raises ConfigError or CheckpointError; whatever is raised before a push, `out` is as it
+    was or complete."""
+    from qerl.adapter import read_adapter
+
+    options.check()
+    if options.push_to_hub:
+        check_push(options.push_to_hub)
+    folder = adapter_folder(options.adapter)
+    adapter = Adapter(folder, *read_adapter(folder))
+    out = options.out or Path("merged") / f"{_label(options.adapter)}-{options.to}"
+    report = _write_adapter(options, adapter, out) if options.to == "adapter" else _write_model(options, adapter, out)
+    for warning in report.warnings():
+        logger.warning("warning: %s", warning)
+    if options.push_to_hub:
+        logger.info("pushed to %s", push(out, options.push_to_hub, options.private))
+    return report
+
+
+def _label(adapter: str) -> str:
+    """A name for the result: the run's or the adapter folder's; `adapter` in a run means the run."""
+    folder = Path(adapter).expanduser().resolve()
+    named = folder.parent if folder.name == "adapter" else folder
+    return named.name if folder.exists() else adapter.rsplit("/", 1)[-1]
+
+
+def _write_adapter(options: MergeOptions, adapter: Adapter, out: Path) -> MergeReport:
+    import torch
+
+    from quantize.merge.adapter import find_base_name, write_adapter
+
+    base = find_base_name(adapter, options.base_name or options.model)
+    check_target(out, adapter.folder, options.overwrite)
+    dtype = None if options.dtype == "keep" else getattr(torch, options.dtype)
+    line = serve_adapter_line(out, base, adapter.rank, bool(adapter.norms))
+    report = replace(
+        _report(options, adapter, out, base, base),
+        notes=_adapter_notes(options, adapter, base),
+        commands={"chat": chat_line(out), **({"vllm": line} if line else {})},
+    )
+    with staged_folder(out) as staging:
+        report = replace(report, bytes=write_adapter(adapter, staging, base, dtype))
+        _write_texts(report, adapter, staging)
+    return report
+
+
+def _adapter_notes(options: MergeOptions, adapter: Adapter, base: str) -> tuple[str, ...]:
+    notes = []
+    if adapter.norms:
+        notes.append(
+            f"{len(adapter.norms)} norms were trained with the LoRA: PEFT and qerl load them (modules_to_save), vLLM "
+            "refuses such a folder; for vLLM merge to bf16 or nvfp4, where norms become part of the model"
+        )
+    if options.push_to_hub and Path(base).is_dir():
+        notes.append(
+            f"the pushed adapter names the folder {base} as its base, which others do not have: push the base too, and "
+            "write `--base-name ID`"
+        )
+    return tuple(notes)
+
+
+def _write_model(options: MergeOptions, adapter: Adapter, out: Path) -> MergeReport:
+    from qerl.model import local_folder
+    from quantize.merge.weights import check_merged, plan_merge, total, write_merged
+
+    exact = _exact(options)
+    onto, notes = choose_base(options.onto, options.to, exact)
+    logger.info("merging %s", describe(exact))
+    trained = read_base(exact.base, local_folder(exact.base))
+    base = trained if onto.base == exact.base else read_base(onto.base, local_folder(onto.base))
+    if base is not trained:
+        check_original(base, trained)
+    # NVFP4 replaces the NVFP4 base; bf16 replaces what it was merged onto.
+    plan = plan_merge(base, trained if options.to == "nvfp4" else base, adapter, options.to)
+    if options.to == "nvfp4":
+        _load_compressor()
+    check_target(out, base.folder, options.overwrite)
+    check_space(out, plan.source.output_bytes())
+    device = resolve_device(options.device)
+    report = replace(
+        _report(options, adapter, out, exact.base, onto.base),
+        notes=notes,
+        commands={"chat": chat_line(out), "vllm": serve_model_line(out)},
+    )
+    with staged_folder(out) as staging, progress_bar() as progress:
+        size = write_merged(plan, staging, device, progress.track)
+        sums = check_merged(plan, staging, device, progress.track)
+        layers = tuple(part.survival() for part in sums)
+        report = replace(report, bytes=size, survival=total(sums), layers=layers)
+        _write_texts(report, adapter, staging)
+    return _with_effect(options, exact, adapter, report)
+
+
+def _exact(options: MergeOptions) -> ModelRef:
+    if options.model is None:
+        return resolve_model(options.adapter)
+    return resolve_model(options.model, adapter=options.adapter)
+
+
+def _load_compressor() -> None:
+    from quantize.compressor import load_compressor
+
+    logger.info("loading llm-compressor")
+    load_compressor()
+
+
+def _with_effect(options: MergeOptions, exact: ModelRef, adapter: Adapter, report: MergeReport) -> MergeReport:
+    """Measure on prompts, and complete the texts; the model stays as it is if that cannot be done here."""
+    if not options.prompt_count:
+        return report
+    from quantize.merge.effect import measure_effect
+
+    logger.info("measuring the effect on prompts (--prompt-count 0 leaves it out)")
+    limits = (options.prompt_count, options.max_new_tokens)
+    try:
+        effect = measure_effect(exact, report.out, limits, options.prompts)
+    except (QerlError, RuntimeError) as error:
+        logger.warning("warning: %s is complete, but its effect could not be measured: %s", report.out, error)
+        return report
+    report = replace(report, effect=effect)
+    _write_texts(report, adapter, report.out)
+    return report
+
+
+def _report(options: MergeOptions, adapter: Adapter, out: Path, base: str, onto: str) -> MergeReport:
+    return MergeReport(
+        out=out,
+        to=options.to,
+        adapter=str(adapter.folder),
+        base=base,
+        onto=onto,
+        rank=adapter.rank,
+        scaling=adapter.scaling,
+        trained_norms=len(adapter.norms),
+        bytes=0,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        versions={package: package_version(package) for package in PACKAGES},
+    )
+
+
+def _write_texts(report: MergeReport, adapter: Adapter, folder: Path) -> None:
+    """merge_report.json and the model card, each whole or not at all."""
+    from quantize.merge.card import write_card
+
+    partial = folder / f".{MERGE_REPORT}.partial"
+    write_json(partial, report.to_json())
+    os.replace(partial, folder / MERGE_REPORT)
+    write_card(report, adapter.folder, folder / CARD)

@@ -1,0 +1,155 @@
+"""Writes the merged weights, opens them again, and measures how much of s B A is in them.
+
+    change = written - reference        reference: the base's weight that the output replaces in the same format
+    kept   = <change, s B A> / |s B A|^2    1: all of the adapter is there; 0: rounding took it away
+    cosine = <change, s B A> / (|change| |s B A|)    below 1: rounding noise beside it
+
+NVFP4 has about 16 values a block: where s B A is smaller than half a step, rounding W_hat + s B A gives W_hat back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl.errors import CheckpointError
+from qerl.shards import read_tensors
+from quantize.merge.base import Adapter, Base, BaseReader, MergedReader, merged_source, read_base
+from quantize.reader import TensorReader
+from quantize.source import Source
+from quantize.writer import copy_small_files, write_json, write_weights
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass(frozen=True)
+class Survival:
+    """What of the adapter is in written weights: of one linear, or over all (`name` "total")."""
+
+    name: str
+    kept: float | None  # None: the adapter changes nothing here
+    cosine: float | None
+    norm_ratio: float | None  # |change| / |s B A|
+    relative_size: float  # |s B A| / |W_hat|
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Inner products of float32 weights, summed in float64."""
+
+    name: str
+    dot: float
+    change2: float
+    delta2: float
+    base2: float
+
+    def survival(self) -> Survival:
+        size = math.sqrt(self.delta2 / self.base2) if self.base2 else 0.0
+        if not self.delta2:
+            return Survival(self.name, None, None, None, size)
+        norms = math.sqrt(self.change2 * self.delta2)
+        ratio = math.sqrt(self.change2 / self.delta2)
+        return Survival(self.name, self.dot / self.delta2, self.dot / norms if norms else 0.0, ratio, size)
+
+
+def total(parts: Iterable[Sums]) -> Survival:
+    """The survival over all linears together."""
+    parts = list(parts)
+    fields = (math.fsum(getattr(part, name) for part in parts) for name in ("dot", "change2", "delta2", "base2"))
+    return Sums("total", *fields).survival()
+
+
+@dataclass(frozen=True)
+class Merge:
+    """What is merged onto what, and as what it is written."""
+
+    base: Base
+    reference: Base  # whose weights the written ones are compared with
+    adapter: Adapter
+    to: str  # "bf16" or "nvfp4"
+    source: Source
+
+
+def plan_merge(base: Base, reference: Base, adapter: Adapter, to: str) -> Merge:
+    """Raises CheckpointError if the adapter does not fit the base."""
+    return Merge(base, reference, adapter, to, merged_source(base, adapter, to))
+
+
+def write_merged(merge: Merge, folder: Path, device: torch.device, track: Callable) -> int:
+    """Fill `folder` with a whole model: weights, config.json, tokenizer and the like; returns the bytes of weights."""
+    source = merge.source
+    config = {key: value for key, value in source.config.items() if key != "quantization_config"}
+    for key in ("dtype", "torch_dtype"):
+        if key in config:
+            config[key] = "bfloat16"
+    with BaseReader(merge.base, device) as base:
+        read = MergedReader(base, source, merge.adapter, device)
+        if merge.to == "nvfp4":
+            from quantize.compressor import config_entry, make_config
+            from quantize.rtn import rtn_groups
+
+            scheme = make_config(["lm_head", *source.kept])
+            config["quantization_config"] = config_entry(scheme)
+            groups = rtn_groups(source, scheme, read, device)
+        else:
+            groups = ({name: read(name) for name in names} for names in source.groups())
+        written = write_weights(folder, track(groups, total=len(source.groups()), description="merging"))
+    copy_small_files(source.folder, folder, code="auto_map" in source.config)
+    write_json(folder / "config.json", config)
+    return written
+
+
+def check_merged(merge: Merge, folder: Path, device: torch.device, track: Callable) -> list[Sums]:
+    """Open the written model again: every tensor must be what was computed; returns the sums of each changed linear.
+
+    Raises CheckpointError for the first thing that is not as it should be.
+    """
+    with BaseReader(merge.base, device) as base:
+        read = MergedReader(base, merge.source, merge.adapter, device)
+        if merge.to == "nvfp4":
+            from quantize.verify import verify
+
+            verify(folder, merge.source, read, device)
+        else:
+            _check_bf16(merge.source, folder, read)
+    return _measure(merge, folder, device, track)
+
+
+def _check_bf16(source: Source, folder: Path, read: MergedReader) -> None:
+    import torch
+
+    tensors = read_tensors(folder)
+    names = [name for group in source.groups() for name in group]
+    if wrong := sorted(set(names) ^ set(tensors)):
+        raise CheckpointError(f"the merged model does not pass its check and was removed: {wrong[:4]} on one side only")
+    with TensorReader(tensors) as written:
+        for name in names:
+            found, expected = written(name), read(name)
+            if not torch.equal(found, expected) or not found.isfinite().all():
+                raise CheckpointError(
+                    f"the merged model does not pass its check and was removed: {name} is not base + s B A, or not "
+                    "finite; check the adapter's values, then the disk"
+                )
+
+
+def _measure(merge: Merge, folder: Path, device: torch.device, track: Callable) -> list[Sums]:
+    found = []
+    with BaseReader(read_base(str(folder), folder), device) as new, BaseReader(merge.reference, device) as old:
+        for module in track(merge.adapter.modules, description="comparing"):
+            base = old.weight(module)
+            change = new.weight(module).sub_(base)
+            found.append(_sums(module, change, merge.adapter.delta(module, device), base))
+    return found
+
+
+def _sums(name: str, change: torch.Tensor, delta: torch.Tensor, base: torch.Tensor) -> Sums:
+    import torch
+
+    def product(one: torch.Tensor, other: torch.Tensor) -> float:
+        return float((one * other).sum(dtype=torch.float64))
+
+    return Sums(name, product(change, delta), product(change, change), product(delta, delta), product(base, base))
