@@ -3,13 +3,12 @@
 A forward pass keeps, for each token and layer, what the backward pass reads; a layer that recomputes keeps its input
 alone and runs twice. Fewer tokens at a time cost less memory, but every micro-batch decodes all packed weights once in
 each direction, which takes as long as the products of about 220 tokens (2.6 bytes a weight at 4 TB/s against 2 flops
-at 680 TFLOP/s, whatever the model's size). The plan is the cheapest of the combinations that fit.
+at 680 TFLOP/s, whatever the model's size). The plan weighs the combinations that fit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from qerl.errors import EngineError
@@ -21,11 +20,30 @@ TOKEN_STEP = 1024
 DECODE_TOKENS = 220.0
 LOGIT_TOKENS = 1024  # training.token_logprobs.CHUNK
 MARGIN = 0.08  # of the available memory: fragments, workspaces of cuBLAS
+NEAR = 1.02  # times the least cost: not worth the memory
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes that the training phase takes beside the weights; all but `fixed` for each token of a micro-batch."""
+
+    layers: int
+    layer: int  # what a layer keeps for its backward pass
+    layer_input: int  # what it keeps if it recomputes
+    working: int  # gradients while one layer runs backward, and what stands outside the layers
+    fixed: int  # logits of a chunk, gradients and optimizer state of the adapter
+
+    def needed(self, tokens: int, recomputed: int) -> int:
+        """The peak: as the backward pass begins, or (first layers recompute, their turn comes last) in a recompute."""
+        inputs = recomputed * self.layer_input
+        begin = (self.layers - recomputed) * self.layer + inputs
+        later = inputs + self.layer if recomputed else 0
+        return tokens * (max(begin, later) + self.working) + self.fixed
 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What the memory of a training step follows from; dimensions as in config.json, attention in heads * head_dim."""
+    """The sizes that a footprint follows from, as in config.json; attention in heads * head_dim."""
 
     hidden: int
     intermediate: int
@@ -34,33 +52,25 @@ class Shapes:
     layers: int
     vocabulary: int
     rank: int
-    trained: int  # adapter parameters
+    trained: int  # parameters of the adapter
+    head_norms: bool = False  # norms on queries and keys (Qwen3)
 
-    def kept(self) -> int:
-        """Bytes that a layer keeps for a token, 16-bit activations with LoRA on every linear."""
-        norms = 2 * 8 * self.hidden  # each: its input in float32, and normalized
-        attention = 2 * (2 * self.hidden + 2 * self.query + 2 * self.key_value) + 4
-        feed_forward = 2 * 4 * self.intermediate  # gate, silu(gate), up, and their product
-        factors = 2 * 7 * self.rank
-        return norms + attention + feed_forward + factors
+    def footprint(self) -> Footprint:
+        """For 16-bit activations and LoRA on every linear, as transformers and PEFT compute them.
 
-    def transient(self) -> int:
-        """Bytes for a token while one layer runs backward: gradients of its widest tensors."""
-        return 2 * (4 * self.intermediate + 4 * self.hidden)
-
-    def ends(self) -> int:
-        """Bytes for a token outside the layers: last norm, hidden states at the head and their slopes."""
-        return 2 * 8 * self.hidden
-
-    def fixed(self) -> int:
-        """Bytes whatever the tokens: logits of a chunk with their probabilities, gradients and optimizer state."""
-        return LOGIT_TOKENS * self.vocabulary * 10 + 12 * self.trained
-
-    def needed(self, tokens: int, recomputed: int) -> int:
-        """Bytes that a micro-batch of `tokens` takes if `recomputed` layers recompute."""
-        held = (self.layers - recomputed) * self.kept() + recomputed * 2 * self.hidden
-        working = self.transient() + (self.kept() if recomputed else 0) + self.ends()
-        return tokens * (held + working) + self.fixed()
+        A test holds `layer` to what autograd saves; training replaces it with what it measures.
+        """
+        norms = 2 * 4 * self.hidden + self.head_norms * 4 * (self.query + self.key_value)  # inputs in float32
+        attention = 2 * (2 * self.query + 2 * self.key_value)  # queries, keys, values, output
+        feed_forward = 2 * 3 * self.intermediate  # gate, silu(gate), up
+        lora = 2 * (5 * self.hidden + self.query + self.intermediate + 7 * self.rank)  # a copy of each input; x A^T
+        return Footprint(
+            layers=self.layers,
+            layer=norms + attention + feed_forward + lora,
+            layer_input=2 * self.hidden,
+            working=2 * (4 * self.intermediate + 12 * self.hidden),
+            fixed=LOGIT_TOKENS * self.vocabulary * 10 + 14 * self.trained,
+        )
 
 
 @dataclass(frozen=True)
@@ -68,8 +78,21 @@ class MicroBatchPlan:
     """What a run's training phase does; recorded in its run.json, so that a resumed run computes the same bits."""
 
     micro_batch_tokens: int
-    recomputed_layers: int
-    planned_gib: float | None = None  # activations, gradients, optimizer state at the peak; None: not planned
+    least: int = 0  # layers that recompute in any case
+    most: int = 0
+    usable: int | None = None  # bytes for a micro-batch; None: nothing bounds it
+    footprint: Footprint | None = None
+
+    def recomputed(self, tokens: int) -> int:
+        """How many layers, from the first on, recompute in a micro-batch of `tokens`: those that do not fit."""
+        if self.usable is None:
+            return self.least
+        fitting = (r for r in range(self.least, self.most) if self.footprint.needed(tokens, r) <= self.usable)
+        return next(fitting, self.most)
+
+    def needed(self, tokens: int) -> int:
+        """Bytes at the peak of a micro-batch of `tokens`; 0 where nothing is planned."""
+        return 0 if self.footprint is None else self.footprint.needed(tokens, self.recomputed(tokens))
 
 
 @dataclass(frozen=True)
@@ -82,46 +105,43 @@ class Wishes:
     step_tokens: int  # tokens of a step whose completions are all that long
 
 
-def plan_micro_batches(shapes: Shapes, wishes: Wishes, available: int | None) -> MicroBatchPlan:
-    """The cheapest plan that fits into `available` bytes (None: a CPU, nothing bounds it).
+def plan_micro_batches(footprint: Footprint, wishes: Wishes, available: int | None) -> MicroBatchPlan:
+    """A plan that fits into `available` bytes (None: a CPU): the fewest tokens whose cost is near the least.
 
-    Raises EngineError if not even the longest row fits with every layer recomputing.
+    A row longer than that is a micro-batch of its own, and more layers recompute in it. Raises EngineError if the
+    longest possible row does not fit.
     """
+    least, most = {True: (footprint.layers,) * 2, False: (0, 0), "auto": (0, footprint.layers)}[wishes.recompute]
     if available is None:
-        recomputed = shapes.layers if wishes.recompute is True else 0
-        return MicroBatchPlan(wishes.tokens or CPU_TOKENS, recomputed)
-    usable = int(available * (1 - MARGIN))
-    best: tuple[float, int, int] | None = None
-    for tokens, recomputed in _candidates(shapes, wishes):
-        if shapes.needed(tokens, recomputed) <= usable:
-            cost = (2 + recomputed / shapes.layers) * (1 + DECODE_TOKENS / tokens)
-            best = min(best or (cost, tokens, recomputed), (cost, tokens, recomputed))
-    if best is None:
-        _refuse(shapes, wishes, available)
-    _, tokens, recomputed = best
-    return MicroBatchPlan(tokens, recomputed, round(shapes.needed(tokens, recomputed) / GIB, 2))
-
-
-def _candidates(shapes: Shapes, wishes: Wishes) -> Iterator[tuple[int, int]]:
-    """(tokens, recomputed layers); tokens hold the longest row, recompute is as wished."""
-    layers = {True: [shapes.layers], False: [0], "auto": range(shapes.layers + 1)}[wishes.recompute]
+        return MicroBatchPlan(wishes.tokens or CPU_TOKENS, least, least)
+    plan = MicroBatchPlan(wishes.tokens or wishes.longest, least, most, int(available * (1 - MARGIN)), footprint)
+    largest = max(plan.micro_batch_tokens, wishes.longest)
+    if plan.needed(largest) > plan.usable:
+        raise EngineError(_refusal(plan, wishes, available))
     if wishes.tokens is not None:
-        sizes = [wishes.tokens]
-    else:
-        most = max(wishes.longest, min(MAX_TOKENS, wishes.step_tokens))
-        sizes = [wishes.longest, *range(-(-wishes.longest // TOKEN_STEP) * TOKEN_STEP, most + 1, TOKEN_STEP)]
-    return ((tokens, recomputed) for tokens in sizes for recomputed in layers)
+        return plan
+    costs = {tokens: _cost(plan, tokens) for tokens in _sizes(wishes) if plan.needed(tokens) <= plan.usable}
+    near = NEAR * min(costs.values())
+    return replace(plan, micro_batch_tokens=min(tokens for tokens, cost in costs.items() if cost <= near))
 
 
-def _refuse(shapes: Shapes, wishes: Wishes, available: int) -> None:
-    tokens = wishes.tokens or wishes.longest
-    recomputed = 0 if wishes.recompute is False else shapes.layers
-    what = "run.micro_batch_tokens" if wishes.tokens else "a micro-batch of the longest possible completion"
-    fixes = ["run.micro_batch_tokens"] * (wishes.tokens is not None and wishes.tokens > wishes.longest)
-    fixes += ["rollout.max_new_tokens", "adapter.rank"]
-    raise EngineError(
-        f"training needs {shapes.needed(tokens, recomputed) / GIB:.1f} GiB for {what} ({tokens} tokens"
-        f"{', nothing recomputed' if recomputed == 0 else ''}) beside the weights, and {available / GIB:.1f} GiB are "
-        f"left: raise memory.cap_gib, {'set run.gradient_checkpointing: auto, ' if wishes.recompute is False else ''}"
-        f"or lower {' or '.join(fixes)}"
+def _sizes(wishes: Wishes) -> list[int]:
+    """The numbers of tokens to choose from."""
+    first = min(wishes.longest, TOKEN_STEP)
+    return [first, *range(2 * TOKEN_STEP, min(MAX_TOKENS, wishes.step_tokens) + 1, TOKEN_STEP)]
+
+
+def _cost(plan: MicroBatchPlan, tokens: int) -> float:
+    """Time of a token in micro-batches of `tokens`, in forward passes of all layers."""
+    return (2 + plan.recomputed(tokens) / plan.footprint.layers) * (1 + DECODE_TOKENS / tokens)
+
+
+def _refusal(plan: MicroBatchPlan, wishes: Wishes, available: int) -> str:
+    tokens = max(plan.micro_batch_tokens, wishes.longest)
+    fixes = ["set run.gradient_checkpointing: auto"] * (wishes.recompute is False)
+    fixes += [f"set run.micro_batch_tokens: {wishes.longest}"] * (tokens > wishes.longest)
+    fixes += ["raise memory.cap_gib", "lower rollout.max_new_tokens or data.max_prompt_tokens"]
+    return (
+        f"training on {tokens} tokens at once needs {plan.needed(tokens) / GIB:.1f} GiB beside the weights"
+        f"{'' if plan.most else ' without recomputing'}, and {available / GIB:.1f} GiB are left: {', or '.join(fixes)}"
     )

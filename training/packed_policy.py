@@ -27,18 +27,20 @@ class PackedPolicy:
         self._model = policy.get_base_model()
         check_config(self._model.config)
         self._temperature, self._entropy_gradient, self._plan = temperature, entropy_gradient, plan
+        self._training = False
+        self.planned = 0  # bytes at the peak of the largest micro-batch so far
         self._layers = [module for module in self._model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Around forward and backward passes: the plan's layers recompute, which calls their attention again."""
+        """Around forward and backward passes: a layer that recomputes calls its attention again."""
         with packed_attention_of(self._model):
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
-            for index, layer in enumerate(self._layers):
-                layer.gradient_checkpointing = index < self._plan.recomputed_layers
+            self._training = True
             try:
                 yield
             finally:
+                self._training = False
                 self._model.gradient_checkpointing_disable()
 
     def logprobs(
@@ -46,6 +48,8 @@ class PackedPolicy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(logprobs, entropies), float32 (B, C), of the last C = `width` of (B, P + C) tokens; 0 where masked."""
         row = pack(input_ids, attention_mask, width)
+        if self._training:
+            self._recompute_in(row.input_ids.shape[1])
         with packed_attention_of(self._model):
             hidden = hidden_states(self._model, row)
         head = dense_head(self._model.get_output_embeddings(), self._temperature)
@@ -65,3 +69,9 @@ class PackedPolicy:
             rows = torch.tensor(group, device=input_ids.device)
             results[:, rows] = torch.stack(self.logprobs(input_ids[rows], attention_mask[rows], width))
         return results[0], results[1]
+
+    def _recompute_in(self, tokens: int) -> None:
+        recomputed = self._plan.recomputed(tokens)
+        for index, layer in enumerate(self._layers):
+            layer.gradient_checkpointing = index < recomputed
+        self.planned = max(self.planned, self._plan.needed(tokens))

@@ -6,14 +6,16 @@ import json
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from qerl.errors import EngineError
-from qerl.memory_plan import GIB, MicroBatchPlan, Shapes, Wishes, plan_micro_batches
+from qerl.memory_plan import GIB, Footprint, MicroBatchPlan, Shapes, Wishes, plan_micro_batches
+from training.packed_attention import hidden_states, packed_attention_of
+from training.packing import pack
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     from qerl.engine import Engine
 
 logger = logging.getLogger(__name__)
+
+PROBE_TOKENS = (64, 192)  # two lengths, so that what does not grow with the tokens cancels
 
 
 def plan_run(config: RunConfig, policy: PeftModel, engine: Engine) -> MicroBatchPlan:
@@ -36,14 +40,19 @@ def plan_run(config: RunConfig, policy: PeftModel, engine: Engine) -> MicroBatch
         step_tokens=longest * rollout.prompts_per_step * rollout.group_size,
     )
     trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
-    shapes = model_shapes(policy.get_base_model().config.get_text_config(), config.adapter.rank, trained)
-    plan = plan_micro_batches(shapes, wishes, _available(engine, config.memory.cap_gib))
+    footprint = model_shapes(policy.get_base_model().config.get_text_config(), config.adapter.rank, trained).footprint()
+    available = _available(engine, config.memory.cap_gib)
+    if available is not None:
+        footprint = replace(footprint, layer=measure_layer(policy))
+    plan = plan_micro_batches(footprint, wishes, available)
     logger.info(
-        "micro-batches of up to %d tokens, %d of %d layers recompute%s",
+        "micro-batches of %d tokens (%.1f GiB beside the weights), %d of %d layers recompute; %d in one of %d tokens",
         plan.micro_batch_tokens,
-        plan.recomputed_layers,
-        shapes.layers,
-        "" if plan.planned_gib is None else f", {plan.planned_gib:.1f} GiB planned beside the weights",
+        plan.needed(plan.micro_batch_tokens) / GIB,
+        plan.recomputed(plan.micro_batch_tokens),
+        footprint.layers,
+        plan.recomputed(longest),
+        longest,
     )
     return plan
 
@@ -54,7 +63,9 @@ def recorded_plan(run_dir: Path, config: RunConfig) -> MicroBatchPlan | None:
     about = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
     if "micro_batches" not in about:
         return None
-    plan = MicroBatchPlan(**about["micro_batches"])
+    record = about["micro_batches"]
+    footprint = record["footprint"] and Footprint(**record["footprint"])
+    plan = MicroBatchPlan(**{**record, "footprint": footprint})
     return plan if config.run.micro_batch_tokens in (None, plan.micro_batch_tokens) else None
 
 
@@ -76,7 +87,36 @@ def model_shapes(config: PretrainedConfig, rank: int, trained: int) -> Shapes:
         vocabulary=config.vocab_size,
         rank=rank,
         trained=trained,
+        head_norms=config.model_type.startswith("qwen3"),
     )
+
+
+def measure_layer(policy: PeftModel) -> int:
+    """Bytes that a layer keeps for a token: what autograd saves in two short forward passes, by their difference."""
+    model = policy.get_base_model()
+    was_training = policy.training
+    policy.train()
+    with torch.random.fork_rng():
+        short, long = (_saved_bytes(policy, tokens) for tokens in PROBE_TOKENS)
+    policy.train(was_training)
+    return -(-(long - short) // ((PROBE_TOKENS[1] - PROBE_TOKENS[0]) * model.config.num_hidden_layers))
+
+
+def _saved_bytes(policy: PeftModel, tokens: int) -> int:
+    model = policy.get_base_model()
+    device = model.get_input_embeddings().weight.device
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
+    known = {tensor.untyped_storage().data_ptr() for tensor in [*policy.parameters(), *policy.buffers()]}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    bf16 = torch.autocast(device.type, torch.bfloat16, enabled=model.dtype == torch.bfloat16)
+    with packed_attention_of(model), bf16, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden_states(model, pack(ids, torch.ones_like(ids), tokens - 1))
+    return sum(tensor.untyped_storage().nbytes() for pointer, tensor in saved.items() if pointer not in known)
 
 
 @dataclass
@@ -99,14 +139,12 @@ def training_memory(plan: MicroBatchPlan) -> Iterator[TrainingMemory]:
         yield memory
     except torch.OutOfMemoryError as error:
         raise EngineError(
-            f"the GPU has no memory left for micro-batches of {plan.micro_batch_tokens} tokens with "
-            f"{plan.recomputed_layers} recomputed layers ({str(error).splitlines()[0]}): set run.micro_batch_tokens: "
-            f"{plan.micro_batch_tokens // 2}, or run.gradient_checkpointing: true"
+            f"the GPU has no memory left for micro-batches of {plan.micro_batch_tokens} tokens "
+            f"({str(error).splitlines()[0]}): set run.micro_batch_tokens: {plan.micro_batch_tokens // 2}, or "
+            "run.gradient_checkpointing: true"
         ) from error
     peak = torch.cuda.max_memory_allocated()
     memory.metrics = {"memory/train_gib": (peak - before) / GIB, "memory/peak_gib": max(peak, earlier_peak) / GIB}
-    if plan.planned_gib is not None:
-        memory.metrics["memory/train_planned_gib"] = plan.planned_gib
 
 
 def _available(engine: Engine, cap_gib: float | None) -> int | None:

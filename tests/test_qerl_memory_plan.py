@@ -1,0 +1,98 @@
+"""The plan of micro-batches: hand values, what is refused, and a footprint that is what autograd really keeps."""
+
+from itertools import product
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qerl.adapter import attach_lora
+from qerl.config import PROJECTIONS
+from qerl.errors import EngineError
+from qerl.memory_plan import GIB, Footprint, MicroBatchPlan, Shapes, Wishes, plan_micro_batches
+from training.train_memory import measure_layer, model_shapes
+
+# 10 layers of 1 MiB a token, 10 KiB where they recompute, nothing else
+FOOTPRINT = Footprint(layers=10, layer=2**20, layer_input=10 * 2**10, working=0, fixed=0)
+SEVEN_B = Shapes(3584, 18944, 3584, 512, 28, 152064, 32, 80_740_352)
+
+
+def wishes(tokens=None, recompute="auto", longest=640, step_tokens=81920):
+    return Wishes(tokens, recompute, longest, step_tokens)
+
+
+def test_the_peak_is_as_backward_begins_or_in_the_first_layers_recompute():
+    assert FOOTPRINT.needed(1, 0) == 10 * 2**20
+    assert FOOTPRINT.needed(3, 4) == 3 * (6 * 2**20 + 4 * 10 * 2**10)
+    assert FOOTPRINT.needed(1, 10) == 2**20 + 10 * 10 * 2**10
+    assert Footprint(10, 100, 1, 7, 1000).needed(2, 0) == 2 * (1000 + 7) + 1000
+
+
+@pytest.mark.parametrize(
+    ("wish", "gib", "tokens", "recomputed"),
+    [
+        # 2 (1 + 220 / t) is 2.0134 at 32768 tokens; within 2% from t = 8194 on, and 9216 is the next size
+        (wishes(), 1000, 9216, 0),
+        (wishes(step_tokens=5120), 1000, 4096, 0),  # 2.0859 at 5120 tokens; within 2% from t = 3446 on
+        (wishes(tokens=100), 1000, 100, 0),
+        (wishes(recompute=True), 1000, 9216, 10),
+        # 3.68 GiB. The cost is (2 + r / 10)(1 + 220 / t): 3.36 at 640 tokens, of which 5 layers fit, and 3.11 at 3072
+        # with 9 recomputing; 4096 do not fit
+        (wishes(), 4, 3072, 9),
+    ],
+)
+def test_plans_on_paper(wish, gib, tokens, recomputed):
+    plan = plan_micro_batches(FOOTPRINT, wish, gib * GIB)
+    assert (plan.micro_batch_tokens, plan.recomputed(tokens)) == (tokens, recomputed)
+
+
+@pytest.mark.parametrize("gib", [2, 4, 8, 16, 32, 64])
+def test_the_plan_fits_and_none_is_much_cheaper(gib):
+    usable = int(0.92 * gib * GIB)
+    plan = plan_micro_batches(FOOTPRINT, wishes(longest=1024), gib * GIB)
+    recomputed = plan.recomputed(plan.micro_batch_tokens)
+    assert plan.needed(plan.micro_batch_tokens) == FOOTPRINT.needed(plan.micro_batch_tokens, recomputed) <= usable
+
+    def cost(tokens, recomputed):
+        return (2 + recomputed / 10) * (1 + 220 / tokens)
+
+    fitting = [c for c in product(range(1024, 32769, 1024), range(11)) if FOOTPRINT.needed(*c) <= usable]
+    assert cost(plan.micro_batch_tokens, recomputed) <= 1.02 * min(cost(*c) for c in fitting)
+
+
+def test_only_rows_that_do_not_fit_recompute():
+    plan = plan_micro_batches(SEVEN_B.footprint(), wishes(longest=9216), 40 * GIB)
+    assert plan.recomputed(plan.micro_batch_tokens) == 0
+    assert 0 < plan.recomputed(7000) < plan.recomputed(9216) <= 28
+    assert max(plan.needed(tokens) for tokens in range(1, 9217)) <= 0.92 * 40 * GIB
+
+
+def test_a_cpu_has_a_fixed_size_and_recomputes_on_request():
+    assert plan_micro_batches(FOOTPRINT, wishes(), None) == MicroBatchPlan(8192)
+    plan = plan_micro_batches(FOOTPRINT, wishes(tokens=50, recompute=True), None)
+    assert (plan.micro_batch_tokens, plan.recomputed(50)) == (50, 10)
+
+
+@pytest.mark.parametrize(
+    ("wish", "said"),
+    [
+        (wishes(longest=20000), r"on 20000 tokens at once needs 21\.4 GiB .* 2\.0 GiB are left: raise memory\.cap_gib"),
+        (wishes(tokens=4096), r"set run\.micro_batch_tokens: 640"),
+        (wishes(recompute=False), r"without recomputing, and 2\.0 GiB are left: set run\.gradient_checkpointing: auto"),
+    ],
+)
+def test_what_cannot_fit_says_what_to_change(wish, said):
+    with pytest.raises(EngineError, match=said):
+        plan_micro_batches(FOOTPRINT, wish, 2 * GIB)
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
+def test_the_footprint_of_a_layer_is_what_autograd_keeps(family):
+    config = AutoConfig.for_model(
+        family, vocab_size=64, hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=8,
+        num_key_value_heads=2, head_dim=16, pad_token_id=0,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(False)
+    policy = attach_lora(model, 8, 8, PROJECTIONS, 0.0, False, torch.float32)
+    shapes = model_shapes(config, 8, 0)
+    assert shapes.footprint().layer == pytest.approx(measure_layer(policy), rel=0.03)  # which has the last norm too
