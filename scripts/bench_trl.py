@@ -5,7 +5,8 @@
 
 TRL's defaults but for what the workload says: vLLM with sleep mode (without it two copies of a 7B and its cache stay on
 the card), gradient checkpointing, LoRA on the seven projections. `--model` is a 16-bit checkpoint of
-scripts/make_random_checkpoint.py; prompts, lengths and rewards of zero are those of bench_step.py.
+scripts/make_random_checkpoint.py; prompts and lengths are those of bench_step.py. TRL does the same work whatever the
+rewards.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def build(arguments: argparse.Namespace, folder: str):
 
 
 def zero(completions: list[str], **columns: object) -> list[float]:
-    """No reward, as random weights earn: all the work of a step, advantages of zero."""
+    """No reward: all the work of a step, advantages of zero."""
     return [0.0] * len(completions)
 
 

@@ -2,6 +2,7 @@
 """Write a checkpoint of a real model's shape with random weights: for measurements where no weights can be downloaded.
 
     python3 scripts/make_random_checkpoint.py --shape qwen2.5-7b --out checkpoints/random-7b-NVFP4A16
+    python3 scripts/make_random_checkpoint.py --shape qwen2.5-7b --out checkpoints/random-7b-mixed --mean-tokens 300
     python3 scripts/make_random_checkpoint.py --shape llama3-70b --format bf16 --layers 4 --out checkpoints/random-70b-4
 
 Weights are normal with standard deviation 0.02, norms 1 +- 0.1; NVFP4 tensors are what `qerl quantize` would write for
@@ -80,8 +81,11 @@ def main() -> None:
     parser.add_argument("--format", default="nvfp4", choices=("nvfp4", "bf16"))
     parser.add_argument("--layers", type=int, help="fewer layers than the real model")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mean-tokens", type=int, help="completions end by chance, after about so many tokens")
     arguments = parser.parse_args()
     write(arguments.shape, arguments.out, arguments.format, arguments.layers, arguments.seed)
+    if arguments.mean_tokens:
+        end_by_chance(arguments.out, SHAPES[arguments.shape]["vocab_size"], arguments.mean_tokens)
 
 
 def write(shape: str, out: Path, format: str = "nvfp4", layers: int | None = None, seed: int = 0) -> None:
@@ -103,6 +107,13 @@ def write(shape: str, out: Path, format: str = "nvfp4", layers: int | None = Non
     _write_config(sizes, format, out)
     _write_tokenizer(sizes["vocab_size"], out)
     print(f"{out}: {total / 2**30:.2f} GiB in {time.monotonic() - started:.0f} s")
+
+
+def end_by_chance(folder: Path, vocabulary: int, mean_tokens: int) -> None:
+    """Declare one token in `mean_tokens` an end: random weights draw nearly evenly, so that lengths are geometric."""
+    from transformers import GenerationConfig
+
+    GenerationConfig(eos_token_id=list(range(0, vocabulary, mean_tokens)), pad_token_id=0).save_pretrained(folder)
 
 
 def _shards(sizes: dict, format: str, generator: torch.Generator) -> Iterator[dict[str, torch.Tensor]]:

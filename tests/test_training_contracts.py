@@ -41,6 +41,16 @@ from trl import GRPOTrainer
         ),
         # a rollout serves `steps_per_generation * num_iterations` calls
         (GRPOTrainer._prepare_inputs, ("generate_every = self.args.steps_per_generation * self.num_iterations",)),
+        # what it asks of its logprobs, and that outside the loss it asks without a gradient
+        (
+            GRPOTrainer._generate_and_score_completions,
+            ("with torch.no_grad(), disable_gradient_checkpointing(", "self._get_per_token_logps_and_entropies("),
+        ),
+        # a step's loss is what compute_loss returns, differentiated once
+        (
+            Trainer.training_step,
+            ("loss = self.compute_loss(model, inputs", "self.accelerator.backward(loss, **kwargs)"),
+        ),
         (Trainer._init_training_state, ("if not self.args.ignore_data_skip:",)),
     ],
     ids=lambda value: value.__qualname__ if callable(value) else "",
@@ -58,6 +68,7 @@ def test_upstream_still_reads_as_we_lean_on_it(method, lines):
     [
         (GRPOTrainer, "_tokenize_prompts", ["self", "prompts"]),
         (GRPOTrainer, "_compute_loss", ["self", "model", "inputs"]),
+        (GRPOTrainer, "compute_loss", ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]),
         (GRPOTrainer, "_get_train_sampler", ["self", "dataset"]),
         (GRPOTrainer, "_generate_and_score_completions", ["self", "inputs"]),
         (GRPOTrainer, "log", ["self", "logs", "start_time"]),

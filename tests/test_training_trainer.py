@@ -13,9 +13,9 @@ from training.prompts import load_prompts
 from training.rewards import build_rewards
 from training.rollout import Rollout
 from training.run import open_rollout_engine, start
-from training.run_log import RunLog
+from training.run_log import RunLog, completion_rows
 from training.train_memory import plan_run
-from training.trainer import QerlTrainer
+from training.trainer import QerlTrainer, TrainerParts
 from training.trl_config import trl_config
 
 
@@ -33,7 +33,8 @@ def build_trainer(config, folder):
             tensor.add_(0.05 * torch.randn_like(tensor))
     rollout = Rollout(engine, policy, config)
     plan = plan_run(config, policy, engine)
-    trainer = QerlTrainer(config, policy, tokenizer, prompts, rewards, rollout, folder, RunLog(folder, 1), plan, [])
+    parts = TrainerParts(config, policy, tokenizer, prompts, rewards, rollout, plan, folder, RunLog(folder, 1))
+    trainer = QerlTrainer(parts, [])
     trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation
     trainer.model.train()
     trainer._gate_passed = True  # the gate is not what is tested here
@@ -178,7 +179,7 @@ def test_groups_are_normalized_alone(nvfp4_base, tmp_path):
     trainer = build_trainer(small_config(nvfp4_base, tmp_path, "logging.completions_count=8"), tmp_path)
     rows = [trainer.train_dataset[i] for i in (0, 1) for _ in range(4)]
     trainer._generate_and_score_completions(rows)
-    sampled = trainer._completion_rows()
+    sampled = completion_rows(trainer._logs)
     rewards = torch.tensor([row["rewards"]["digits"] for row in sampled]).view(2, 4)
     expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
     got = torch.tensor([row["advantage"] for row in sampled]).view(2, 4)

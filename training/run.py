@@ -41,7 +41,7 @@ from training.rollout import Rollout
 from training.run_lock import only_writer, written
 from training.run_log import RunLog, read_metrics
 from training.train_memory import as_record, plan_run, recorded_plan
-from training.trainer import QerlTrainer
+from training.trainer import QerlTrainer, TrainerParts
 from training.trl_config import trl_config
 
 if TYPE_CHECKING:
@@ -111,9 +111,8 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
     ):
         _open_run_dir(run_dir, config, name, base, plan)
         run_log.start_at(start_step)
-        trainer = QerlTrainer(
-            config, policy, tokenizer, prompts, rewards, rollout, run_dir, run_log, plan, [stop], start_step=start_step
-        )
+        parts = TrainerParts(config, policy, tokenizer, prompts, rewards, rollout, plan, run_dir, run_log)
+        trainer = QerlTrainer(parts, [stop], start_step)
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         rollout.clear_noise()

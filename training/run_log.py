@@ -56,6 +56,21 @@ def rename(logs: Mapping[str, float | None]) -> dict[str, float | None]:
     return renamed
 
 
+def completion_rows(logs: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The latest rollout from TRL's `_logs`: prompt, completion, rewards by name, advantage."""
+    names = list(logs["rewards"])
+    columns = [logs["prompt"], logs["completion"], logs["advantages"], *(logs["rewards"][name] for name in names)]
+    return [
+        {
+            "prompt": row[0],
+            "completion": row[1],
+            "advantage": row[2],
+            "rewards": dict(zip(names, row[3:], strict=True)),
+        }
+        for row in zip(*columns, strict=True)
+    ]
+
+
 def spread(rows: Sequence[Any], count: int) -> list[Any]:
     """Up to `count` of the rows at equal distances: a sample of a rollout with different prompts in it."""
     count = min(count, len(rows))

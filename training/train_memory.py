@@ -129,12 +129,10 @@ class TrainingMemory:
 @contextmanager
 def training_memory(plan: MicroBatchPlan) -> Iterator[TrainingMemory]:
     """Measure the peak of a training phase above what is there before it; running out becomes an EngineError."""
-    memory = TrainingMemory()
-    if not torch.cuda.is_available():
-        yield memory
-        return
+    memory, on_gpu = TrainingMemory(), torch.cuda.is_available()
     earlier_peak, before = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
     try:
         yield memory
     except torch.OutOfMemoryError as error:
@@ -143,8 +141,9 @@ def training_memory(plan: MicroBatchPlan) -> Iterator[TrainingMemory]:
             f"({str(error).splitlines()[0]}): set run.micro_batch_tokens: {plan.micro_batch_tokens // 2}, or "
             "run.gradient_checkpointing: true"
         ) from error
-    peak = torch.cuda.max_memory_allocated()
-    memory.metrics = {"memory/train_gib": (peak - before) / GIB, "memory/peak_gib": max(peak, earlier_peak) / GIB}
+    if on_gpu:
+        peak = torch.cuda.max_memory_allocated()
+        memory.metrics = {"memory/train_gib": (peak - before) / GIB, "memory/peak_gib": max(peak, earlier_peak) / GIB}
 
 
 def _available(engine: Engine, cap_gib: float | None) -> int | None:

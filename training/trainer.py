@@ -20,6 +20,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,7 +37,7 @@ from training.noise import derive_seed
 from training.packed_policy import PackedPolicy
 from training.prompts import Prompts, PromptSampler
 from training.rollout import Rollout
-from training.run_log import RunLog, rename, spread
+from training.run_log import RunLog, completion_rows, rename, spread
 from training.train_memory import training_memory
 from training.trl_config import trl_config
 
@@ -51,47 +52,47 @@ if TYPE_CHECKING:
     from training.rewards import Rewards
 
 
+@dataclass(frozen=True)
+class TrainerParts:
+    """What `training.run` builds a trainer from."""
+
+    config: RunConfig
+    policy: PeftModel
+    tokenizer: PreTrainedTokenizerBase
+    prompts: Prompts
+    rewards: Rewards
+    rollout: Rollout
+    plan: MicroBatchPlan
+    run_dir: Path
+    run_log: RunLog
+
+
 class QerlTrainer(GRPOTrainer):
     """See the module docstring."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        policy: PeftModel,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: Prompts,
-        rewards: Rewards,
-        rollout: Rollout,
-        run_dir: Path,
-        run_log: RunLog,
-        plan: MicroBatchPlan,
-        callbacks: list[TrainerCallback],
-        start_step: int = 0,
-    ) -> None:
+    def __init__(self, parts: TrainerParts, callbacks: list[TrainerCallback], start_step: int = 0) -> None:
         """`start_step` is the optimizer step that a resumed run continues at."""
-        self._config = config
-        self._prompts = prompts
-        self._rollout = rollout
-        self._run_dir = run_dir
-        self._run_log = run_log
+        config = parts.config
+        self._config, self._plan = config, parts.plan
+        self._prompts, self._rollout = parts.prompts, parts.rollout
+        self._run_dir, self._run_log = parts.run_dir, parts.run_log
         self._start_step = start_step
         self._loss_inputs: dict[str, Any] | None = None
         self._mismatch = Mismatch()
         self._gate_passed = False
         self._step_metrics: dict[str, float] = {}
-        self._plan = plan
-        self._packed = PackedPolicy(policy, config.rollout.temperature, config.loss.entropy_coef > 0, plan)
+        self._packed = PackedPolicy(parts.policy, config.rollout.temperature, config.loss.entropy_coef > 0, parts.plan)
         self._kept: list[Group] | None = None  # dynamic sampling: groups that TRL is given instead of sampling
         super().__init__(
-            model=policy,
-            reward_funcs=rewards.functions,
-            args=trl_config(config, run_dir, rewards.weights),
-            train_dataset=prompts.dataset,
-            processing_class=tokenizer,
+            model=parts.policy,
+            reward_funcs=parts.rewards.functions,
+            args=trl_config(config, parts.run_dir, parts.rewards.weights),
+            train_dataset=parts.prompts.dataset,
+            processing_class=parts.tokenizer,
             callbacks=callbacks,
         )
         self.use_vllm = True  # TRL's switch for "completions come from elsewhere, with sampling logprobs"
-        self.vllm_generation = rollout
+        self.vllm_generation = parts.rollout
         self.vllm_importance_sampling_correction = False  # on inside `_compute_loss` alone, see 2 above
         self._last_loaded_step = -1
 
@@ -282,21 +283,7 @@ class QerlTrainer(GRPOTrainer):
     def _sample_completions(self) -> None:
         step, config = self.state.global_step, self._config.logging
         if config.completions_count and (step == 1 or step % config.completions_every == 0):
-            self._run_log.write_completions(step, spread(self._completion_rows(), config.completions_count))
-
-    def _completion_rows(self) -> list[dict[str, Any]]:
-        """The latest rollout: prompt, completion, rewards by name, advantage."""
-        logs, names = self._logs, list(self._logs["rewards"])
-        columns = [logs["prompt"], logs["completion"], logs["advantages"], *(logs["rewards"][name] for name in names)]
-        return [
-            {
-                "prompt": row[0],
-                "completion": row[1],
-                "advantage": row[2],
-                "rewards": dict(zip(names, row[3:], strict=True)),
-            }
-            for row in zip(*columns, strict=True)
-        ]
+            self._run_log.write_completions(step, spread(completion_rows(self._logs), config.completions_count))
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any = None) -> None:
         self._rollout.clear_noise()

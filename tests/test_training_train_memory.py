@@ -1,0 +1,41 @@
+"""The recorded plan, and what is said when the card is full."""
+
+import json
+
+import pytest
+import torch
+from small_run import small_config
+
+from qerl.errors import EngineError
+from qerl.memory_plan import GIB, Footprint, MicroBatchPlan
+from training.run import resume, start
+from training.train_memory import as_record, recorded_plan, training_memory
+
+PLAN = MicroBatchPlan(4096, 0, 28, 40 * GIB, Footprint(28, 240_064, 7168, 237_568, 2_687_500_288))
+
+
+def test_a_plan_is_read_back_as_it_was_written(tmp_path, base):
+    config = small_config(base, tmp_path, "run.micro_batch_tokens=null")
+    assert recorded_plan(tmp_path, config) is None
+    for plan in (PLAN, MicroBatchPlan(50, 2, 2)):
+        (tmp_path / "run.json").write_text(json.dumps({"recipe": "x", "micro_batches": as_record(plan)}))
+        assert recorded_plan(tmp_path, config) == plan
+    assert recorded_plan(tmp_path, small_config(base, tmp_path, "run.micro_batch_tokens=50")) is not None
+    assert recorded_plan(tmp_path, small_config(base, tmp_path, "run.micro_batch_tokens=51")) is None
+
+
+def test_a_resumed_run_takes_the_plan_of_its_start(nvfp4_base, tmp_path, monkeypatch):
+    """Nothing is planned anew: the memory that is free then must not change the numbers."""
+    overrides = ("run.micro_batch_tokens=null", "noise.enabled=false")
+    run_dir = start(small_config(nvfp4_base, tmp_path, *overrides, steps=2), "tiny").run_dir
+    assert json.loads((run_dir / "run.json").read_text())["micro_batches"]["micro_batch_tokens"] == 8192
+    config = (run_dir / "config.yaml").read_text().replace("steps: 2", "steps: 3")
+    (run_dir / "config.yaml").write_text(config)
+    monkeypatch.setattr("training.run.plan_run", lambda *_: pytest.fail("planned anew"))
+    assert resume(run_dir).steps == 3
+
+
+def test_out_of_memory_says_which_key_to_lower():
+    said = r"run\.micro_batch_tokens: 2048, or run\.gradient_checkpointing: true"
+    with pytest.raises(EngineError, match=said), training_memory(PLAN):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
