@@ -4,9 +4,9 @@
     python3 scripts/bench_step.py --model checkpoints/random-7b-NVFP4A16 --out benchmarks/step-7b-qerl.json
 
 The default is workload A: rank 32, 16 prompts x 8 completions, 128 prompt tokens, exactly 512 new ones (mixed lengths
-of up to --new-tokens with a checkpoint made with --mean-tokens). The completions are of random weights and earn a reward
-drawn from their text, so that every row has an advantage. Seconds are those of metrics.jsonl; peak memory is what the
-driver saw of the whole card, read every 10 ms.
+up to --new-tokens, if the checkpoint was made with --mean-tokens). The completions are of random weights and earn a
+reward drawn from their text, so that every row has an advantage. Seconds are those of metrics.jsonl; peak memory is
+what the driver saw of the whole card, read every 10 ms.
 """
 
 from __future__ import annotations

@@ -77,18 +77,16 @@ def _chunk(
 ) -> None:
     """Fill logprobs and entropies (2, m) and the slopes' rows (m, d) of one chunk."""
     rows = torch.arange(len(targets), device=targets.device)
-    log_p = _logits(hidden, head)
-    log_p -= log_p.logsumexp(-1, keepdim=True)
+    log_p = torch.log_softmax(_logits(hidden, head), -1)
     outputs[0] = log_p[rows, targets]
     p = log_p.exp()
     outputs[1] = -torch.linalg.vecdot(p, log_p)
     if len(slopes) > 1:
         log_p += outputs[1][:, None]
-        slopes[1].copy_(_project(log_p.mul_(p).neg_(), head))
+        _descend(log_p.mul_(p), head, slopes[1])
     if slopes:
-        p.neg_()
-        p[rows, targets] += 1.0
-        slopes[0].copy_(_project(p, head))
+        p[rows, targets] -= 1.0
+        _descend(p, head, slopes[0])
 
 
 def _logits(hidden: torch.Tensor, head: Head) -> torch.Tensor:
@@ -102,8 +100,7 @@ def _logits(hidden: torch.Tensor, head: Head) -> torch.Tensor:
     return logits if head.temperature == 1.0 else logits.div_(head.temperature)
 
 
-def _project(slope: torch.Tensor, head: Head) -> torch.Tensor:
-    """(m, vocabulary) float32 derivatives by the scaled logits -> (m, d) by the hidden states."""
-    if head.temperature != 1.0:
-        slope /= head.temperature
-    return slope.to(head.weight.dtype) @ head.weight
+def _descend(slope: torch.Tensor, head: Head, out: torch.Tensor) -> None:
+    """From the negative derivatives by the scaled logits (m, vocabulary) to those by the hidden states, `out` (m, d)."""
+    torch.mm(slope.to(head.weight.dtype), head.weight, out=out)
+    out.mul_(-1.0 / head.temperature)
