@@ -101,6 +101,6 @@ def _logits(hidden: torch.Tensor, head: Head) -> torch.Tensor:
 
 
 def _descend(slope: torch.Tensor, head: Head, out: torch.Tensor) -> None:
-    """From the negative derivatives by the scaled logits (m, vocabulary) to those by the hidden states, `out` (m, d)."""
+    """Negative derivatives by the scaled logits (m, vocabulary) -> derivatives by the hidden states, `out` (m, d)."""
     torch.mm(slope.to(head.weight.dtype), head.weight, out=out)
     out.mul_(-1.0 / head.temperature)
