@@ -33,17 +33,7 @@ def drawn(completions, **columns):
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--steps", type=int, default=4)
-    parser.add_argument("--rank", type=int, default=32)
-    parser.add_argument("--prompts", type=int, default=16)
-    parser.add_argument("--group", type=int, default=8)
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--new-tokens", type=int, default=512)
-    parser.add_argument("--micro-batch-tokens", type=int, help="default: what the plan chooses")
-    parser.add_argument("--cap-gib", type=float)
-    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for `qerl train`")
-    parser.add_argument("--out", type=Path)
+    add_options(parser)
     arguments = parser.parse_args()
     import logging
 
@@ -68,6 +58,21 @@ def main() -> None:
     if arguments.out:
         arguments.out.write_text(text + "\n", encoding="utf-8")
     print(text)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The workload; scripts/profile_step.py has the same."""
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--micro-batch-tokens", type=int, help="default: what the plan chooses")
+    parser.add_argument("--cap-gib", type=float)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for `qerl train`")
+    parser.add_argument("--out", type=Path)
 
 
 def overrides(arguments: argparse.Namespace, folder: Path) -> list[str]:
@@ -125,8 +130,15 @@ class PeakMemory:
 
         while not self._done.wait(0.01):
             if torch.cuda.is_available() and torch.cuda.is_initialized():
-                free, total = torch.cuda.mem_get_info()
-                self.gib = max(self.gib, (total - free) / GIB)
+                self.gib = max(self.gib, taken_gib())
+
+
+def taken_gib() -> float:
+    """What the driver reports as taken on the card."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / GIB
 
 
 def machine() -> dict[str, object]:

@@ -1,0 +1,218 @@
+#!/usr/bin/env python3
+"""Where the time of a training step goes, by phase and by kernel, and each phase's share of the card's limit; JSON.
+
+    python3 scripts/profile_step.py --model checkpoints/random-7b-NVFP4A16 --out profile-7b.json
+    python3 scripts/profile_step.py --model checkpoints/random-7b-NVFP4A16 --phase decode --sequences 1 8 32 128 256
+
+The step is scripts/bench_step.py's (its options are taken too), profiled by torch.profiler in its second step. Limits
+are measured first: the rate of a large bfloat16 product, and the bandwidth of a copy. What is counted as needed:
+
+- training: 2 flops a weight and token forward and 2 for the gradient of the input, over all tokens in the decoder
+  layers and over completion tokens in the head (which computes its slope instead); recomputing counts as waste;
+- decode: the bytes of the weights a step (packed body and 16-bit head), over the bandwidth.
+
+`--phase decode` opens the engine alone and profiles decode steps at several numbers of sequences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+PROMPT_TOKENS = 128
+PROFILED_STEP = 1  # the second: the first one compiles
+CATEGORIES = {  # by a part of the kernel's name, first match
+    "adapter": ("lora_shrink", "_expand_kernel"),
+    "decode weights": ("nvfp4_decode", "_dequantize_kernel"),
+    "quantized product": ("nvfp4_linear", "humming", "marlin"),
+    "attention": ("flash", "fmha", "attention"),
+    "product": ("nvjet", "gemm", "cublas", "cutlass", "splitK"),
+    "sampling": ("_block_kernel", "_row_kernel", "gumbel", "topk", "_ranks"),
+    "copy": ("Memcpy", "Memset", "memcpy", "copy_kernel", "CatArray"),
+    "reduction": ("reduce", "_red_", "softmax", "rms_norm"),
+}
+
+
+def main() -> None:
+    from scripts.bench_step import add_options, machine
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.set_defaults(steps=2)
+    parser.add_argument("--phase", choices=("step", "decode"), default="step")
+    parser.add_argument("--kernel", default="auto", help="for --phase decode")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128, 256], help="for --phase decode")
+    parser.add_argument("--decode-steps", type=int, default=48, help="for --phase decode")
+    arguments = parser.parse_args()
+    report = {"command": " ".join(sys.argv), **machine(), "limits": limits()}
+    report |= decode_phase(arguments) if arguments.phase == "decode" else whole_step(arguments, report["limits"])
+    if arguments.out:
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    show(report)
+
+
+def limits() -> dict[str, float]:
+    """Measured: TFLOP/s of a bfloat16 product of 8192 cubed, GB/s of a copy (read and written)."""
+    import torch
+
+    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+    source = torch.empty(2**31, device="cuda", dtype=torch.uint8)
+    target = torch.empty_like(source)
+    product, copy = _seconds(lambda: a @ b), _seconds(lambda: target.copy_(source))
+    return {"tflops": 2 * 8192**3 / product / 1e12, "gb_per_s": 2 * source.nbytes / copy / 1e9}
+
+
+def _seconds(call: Callable[[], object], repeats: int = 10) -> float:
+    import torch
+
+    for _ in range(3):
+        call()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repeats):
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3 / repeats
+
+
+def whole_step(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[str, Any]:
+    """Run bench_step's workload with the profiler around the rollout and around the training phase of one step."""
+    import tempfile
+
+    from qerl.recipe import load_recipe
+    from scripts.bench_step import overrides
+    from training.rollout import Rollout
+    from training.run import start
+    from training.trainer import QerlTrainer
+
+    phases: dict[str, Any] = {}
+    Rollout.generate = profiled(Rollout.generate, phases, "rollout", lambda rollout: rollout.step)
+    QerlTrainer.compute_loss = profiled(
+        QerlTrainer.compute_loss, phases, "training", lambda trainer: trainer.state.global_step
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        result = start(load_recipe("dapo_7b", overrides(arguments, Path(folder))), "profile")
+        lines = (result.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    metrics = json.loads(lines[PROFILED_STEP])
+    completion_tokens = arguments.prompts * arguments.group * metrics["completions/mean_tokens"]
+    tokens = completion_tokens + arguments.prompts * arguments.group * arguments.prompt_tokens
+    body, head = parameters(Path(arguments.model))
+    flops = 4 * (body * tokens + head * completion_tokens)
+    training = phases["training"]
+    training["needed_tflop"] = flops / 1e12
+    training["share_of_matrix_rate"] = flops / 1e12 / (training["wall_ms"] / 1e3) / limit["tflops"]
+    steps = metrics["completions/max_tokens"]
+    weight_bytes = body * 9 / 16 + head * 2
+    rollout = phases["rollout"]
+    rollout["share_of_bandwidth"] = weight_bytes * steps / 1e9 / (rollout["wall_ms"] / 1e3) / limit["gb_per_s"]
+    return {"phases": phases, "step": metrics}
+
+
+def parameters(model: Path) -> tuple[float, float]:
+    """(weights of the decoder layers' linears, weights of the head) from config.json."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    hidden, width, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
+    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
+    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
+    return layers * (hidden * (2 * queries + 2 * keys) + 3 * hidden * width), config["vocab_size"] * hidden
+
+
+def profiled(method: Callable, phases: dict[str, Any], name: str, step_of: Callable[[Any], int]) -> Callable:
+    """`method` of a class, profiled when its object is at PROFILED_STEP."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if step_of(self) != PROFILED_STEP:
+            return method(self, *args, **kwargs)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        with profile(activities=[ProfilerActivity.CUDA]) as result:
+            output = method(self, *args, **kwargs)
+            torch.cuda.synchronize()
+            wall = time.perf_counter() - started
+        rows = [
+            {"name": event.key, "ms": event.device_time_total / 1e3, "calls": event.count}
+            for event in result.key_averages()
+            if event.device_time_total > 0
+        ]
+        phases[name] = summary(rows, 1e3 * wall)
+        return output
+
+    return wrapped
+
+
+def summary(kernels: list[dict[str, Any]], wall_ms: float) -> dict[str, Any]:
+    """Kernels by time and by category, and how long the GPU had nothing to do."""
+    by_category: dict[str, float] = defaultdict(float)
+    for row in kernels:
+        by_category[category(row["name"])] += row["ms"]
+    busy = sum(by_category.values())
+    kernels = sorted(kernels, key=lambda row: -row["ms"])[:40]
+    order = dict(sorted(by_category.items(), key=lambda item: -item[1]))
+    return {"wall_ms": wall_ms, "busy_ms": busy, "categories_ms": order, "kernels": kernels}
+
+
+def category(name: str) -> str:
+    return next((label for label, parts in CATEGORIES.items() if any(p in name for p in parts)), "elementwise")
+
+
+def decode_phase(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Decode steps of the engine alone: the profile of a long call less that of a call for one token."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from scripts.bench_rollout import open_qerl
+
+    arguments.prompt_tokens, arguments.new_tokens = PROMPT_TOKENS, arguments.decode_steps + 1
+    arguments.memory_share = None
+    generate, kernel = open_qerl(arguments)
+    report: dict[str, Any] = {}
+    for count in arguments.sequences:
+        rng = random.Random(count)
+
+        def run(new_tokens: int, count: int = count, rng: random.Random = rng) -> float:
+            prompts = [[rng.randint(1, 256) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+            started = time.perf_counter()
+            generate(prompts, new_tokens)
+            torch.cuda.synchronize()
+            return time.perf_counter() - started
+
+        run(arguments.new_tokens)
+        wall_ms = 1e3 * (run(arguments.new_tokens) - run(1)) / arguments.decode_steps
+        rows: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for sign, tokens in ((1, arguments.new_tokens), (-1, 1)):
+            with profile(activities=[ProfilerActivity.CUDA]) as result:
+                run(tokens)
+            for event in result.key_averages():
+                rows[event.key][0] += sign * event.device_time_total / 1e3 / arguments.decode_steps
+                rows[event.key][1] += sign * event.count / arguments.decode_steps
+        kernels = [{"name": name, "ms": ms, "calls": calls} for name, (ms, calls) in rows.items() if ms > 0]
+        report[str(count)] = summary(kernels, wall_ms)
+    return {"kernel": kernel, "decode": report}
+
+
+def show(report: dict[str, Any]) -> None:
+    print(f"limits: {report['limits']['tflops']:.0f} TFLOP/s, {report['limits']['gb_per_s']:.0f} GB/s")
+    phases = report.get("phases") or {f"{count} sequences": entry for count, entry in report["decode"].items()}
+    for name, phase in phases.items():
+        shares = [f"{key} {phase[key]:.1%}" for key in phase if key.startswith("share")]
+        print(f"== {name}: {phase['wall_ms']:.2f} ms, GPU busy {phase['busy_ms']:.2f} ms {' '.join(shares)}")
+        for label, milliseconds in phase["categories_ms"].items():
+            print(f"   {milliseconds:10.2f} ms  {label}")
+        for row in phase["kernels"][:14]:
+            print(f"      {row['ms']:10.3f} ms {row['calls']:8.1f} x  {row['name'][:100]}")
+
+
+if __name__ == "__main__":
+    main()
