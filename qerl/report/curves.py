@@ -44,7 +44,7 @@ PANELS = (
     ),
     Panel("tokens a completion", (("mean", "completions/mean_tokens"), ("longest", "completions/max_tokens"))),
     Panel(
-        "completions truncated, without answer; groups alike (shares)",
+        "truncated, no answer, groups alike (shares)",
         (
             ("truncated", "completions/truncated_share"),
             ("no answer", "grades/no_answer_share"),
