@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from qerl.config import CorrectionConfig
-from training.correction import Mismatch, importance_weights
+from qerl.errors import EngineError
+from training.correction import Mismatch, MismatchGate, importance_weights
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -95,6 +96,47 @@ def test_micro_batches_add_up_to_the_whole():
     for start in range(0, 6, 2):
         parts.add(old[start : start + 2], sampling[start : start + 2], mask[start : start + 2], config)
     assert parts.metrics(config) == pytest.approx(whole.metrics(config))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_nan_is_not_hidden_by_the_largest_difference(first):
+    mismatch = Mismatch()
+    for value in (math.nan, 0.5) if first else (0.5, math.nan):
+        mismatch.add(torch.tensor([[value]]), torch.zeros(1, 1), torch.ones(1, 1), CorrectionConfig())
+    assert math.isnan(mismatch.metrics(CorrectionConfig())["mismatch/max_abs"])
+
+
+def apart(difference):
+    """A step whose tokens all differ by `difference` nats."""
+    mismatch = Mismatch()
+    mismatch.add(torch.zeros(1, 3), torch.full((1, 3), -difference), torch.ones(1, 3), CorrectionConfig())
+    return mismatch
+
+
+def test_the_gate_waits_for_a_step_with_tokens():
+    """A first step whose completions were all truncated and masked says nothing about the agreement."""
+    gate = MismatchGate(0.003, dropout=0.0)
+    gate.check(Mismatch(), sigma=0.0)
+    assert not gate.passed
+    with pytest.raises(EngineError, match=r"mismatch_kl 1\.49e-01 is above loss\.mismatch_gate 0\.003"):
+        gate.check(apart(0.5), sigma=0.0)
+    gate.check(apart(0.0), sigma=0.0)
+    gate.check(apart(0.5), sigma=0.0)  # it judges the first update alone
+    MismatchGate(None, dropout=0.0).check(apart(0.5), sigma=0.0)
+    with pytest.raises(EngineError, match="mismatch_kl nan"):
+        MismatchGate(0.003, dropout=0.0).check(apart(math.nan), sigma=0.0)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "dropout", "reason"), [(0.01, 0.0, "its noise (sigma 0.01)"), (0, 0.2, "dropout (0.2)")]
+)
+def test_a_gate_that_cannot_judge_says_so_once(caplog, sigma, dropout, reason):
+    gate = MismatchGate(0.003, dropout)
+    for _ in range(3):
+        gate.check(apart(0.5), sigma)
+    (record,) = caplog.records
+    assert reason in record.message
+    assert "loss.mismatch_gate is not checked" in record.message
 
 
 def test_identical_policies_have_no_mismatch():

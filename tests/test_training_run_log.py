@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+from pathlib import Path
 
 from rich.console import Console
 
@@ -50,6 +52,26 @@ def test_half_a_line_is_dropped_and_later_steps_with_it(tmp_path):
     assert [file.name for file in (tmp_path / "completions").iterdir()] == ["step-000001.jsonl"]
     log.write_step(2, {"reward": None})
     assert read_metrics(tmp_path) == [{"step": 1, "reward": 0.1}, {"step": 2, "reward": None}]
+
+
+def test_a_bad_line_in_the_middle_costs_that_line_alone(tmp_path, caplog):
+    lines = [b'{"step": 1, "reward": 0.1}', b"\xff\x00broken", b'{"step": 2}', b"17", b'{"reward": 1}', b'{"step": 3}']
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+    assert [f"line {number}" in caplog.text for number in range(1, 7)] == [False, True, False, True, True, False]
+    RunLog(tmp_path, 5, Console(quiet=True)).start_at(2)
+    assert path.read_text() == '{"step": 1, "reward": 0.1}\n{"step": 2}\n'
+
+
+def test_what_start_at_rewrites_is_on_the_disk_before_it_replaces(tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    order = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: order.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    original = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda self, to: (order.append("replace"), original(self, to))[1])
+    RunLog(tmp_path, 5, Console(quiet=True)).start_at(1)
+    assert order == [str(tmp_path / "metrics.partial"), "replace", str(tmp_path)]
 
 
 def test_lines_are_plain_where_there_is_no_terminal(tmp_path):

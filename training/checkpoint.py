@@ -1,5 +1,7 @@
 """Checkpoints of a run: written beside and renamed, each file with its checksum, the newest good one found again.
 
+A disk that is full costs no step as long as an older checkpoint can make room; the newest good one is never touched.
+
 runs/<name>/checkpoints/step-000040/
     adapter_config.json, adapter_model.safetensors    the standard PEFT folder, usable as it is
     optimizer.pt, scheduler.pt, rng_state.pth, trainer_state.json
@@ -11,13 +13,16 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
+import re
 import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from safetensors import SafetensorError
+
 from qerl.adapter import load_tensors_, read_adapter, save_adapter
 from qerl.errors import CheckpointError
+from training.disk import fsync
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -28,15 +33,43 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 CHECKSUMS = "checksums.json"
+FILES = {
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state.pth",
+    "trainer_state.json",
+}
 
 
 def write_checkpoint(trainer: QerlTrainer, run_dir: Path, config: RunConfig) -> Path:
     """Write the trainer's state at its current step; older checkpoints beyond `keep_checkpoints` go afterwards.
 
-    Raises CheckpointError if the disk refuses; what was there before stays as it was.
+    If the disk is full, those before the newest good one go first. Raises CheckpointError if the disk refuses; the
+    newest good checkpoint stays as it was.
     """
     step = trainer.state.global_step
     final = checkpoint_path(run_dir, step)
+    try:
+        try:
+            _write(trainer, final)
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if not _make_room(run_dir, step, error):
+                raise
+            _write(trainer, final)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"the checkpoint of step {step} could not be written ({error}); the one before is untouched: free some "
+            f"disk space and run `qerl train --resume {run_dir}`"
+        ) from error
+    for old in checkpoints(run_dir)[: -config.run.keep_checkpoints]:
+        shutil.rmtree(old)
+    return final
+
+
+def _write(trainer: QerlTrainer, final: Path) -> None:
+    """Write the folder beside, and rename it when all of it is on the disk; a failure leaves nothing behind."""
     partial = final.with_name(f".{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -48,16 +81,30 @@ def write_checkpoint(trainer: QerlTrainer, run_dir: Path, config: RunConfig) -> 
         _seal(partial)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
-        _fsync(final.parent)
-    except (OSError, RuntimeError) as error:
+        fsync(final.parent)
+    except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
-        raise CheckpointError(
-            f"the checkpoint of step {step} could not be written ({error}); earlier ones are untouched: free some "
-            f"disk space and run `qerl train --resume {run_dir}`"
-        ) from error
-    for old in checkpoints(run_dir)[: -config.run.keep_checkpoints]:
-        shutil.rmtree(old)
-    return final
+        raise
+
+
+def _make_room(run_dir: Path, step: int, error: Exception) -> bool:
+    """Delete the checkpoints before the newest good one, if the disk has no room for another. Whether any went."""
+    newest = newest_checkpoint(run_dir)
+    older = [path for path in checkpoints(run_dir) if newest and checkpoint_step(path) < checkpoint_step(newest)]
+    if not older:
+        return False
+    size = sum(file.stat().st_size for file in newest.rglob("*"))
+    if shutil.disk_usage(run_dir).free > size:
+        return False
+    logger.warning(
+        "the checkpoint of step %d does not fit on the disk (%s): %s deleted to make room; free some space",
+        step,
+        error,
+        ", ".join(path.name for path in older),
+    )
+    for path in older:
+        shutil.rmtree(path)
+    return True
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
@@ -66,8 +113,11 @@ def checkpoint_path(run_dir: Path, step: int) -> Path:
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoint folders of a run, oldest first, good or not."""
-    return sorted(path for path in (run_dir / "checkpoints").glob("step-*") if path.is_dir())
+    """The checkpoint folders of a run, oldest first, good or not; other folders beside them are none of ours."""
+    folders = (run_dir / "checkpoints").glob("step-*")
+    return sorted(
+        (path for path in folders if path.is_dir() and re.fullmatch(r"step-\d+", path.name)), key=checkpoint_step
+    )
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
@@ -96,19 +146,21 @@ def _seal(folder: Path) -> None:
     sums = {}
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         sums[file.relative_to(folder).as_posix()] = _sha256(file)
-        _fsync(file)
+        fsync(file)
     target = folder / CHECKSUMS
     target.write_text(json.dumps(sums, indent=1), encoding="utf-8")
-    _fsync(target)
-    _fsync(folder)
+    fsync(target)
+    fsync(folder)
 
 
 def _damage(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder, or None."""
     try:
         sums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError):
+    except (OSError, ValueError):
         return f"it has no readable {CHECKSUMS}"
+    if not isinstance(sums, dict) or (unlisted := sorted(FILES - set(sums))):
+        return f"{CHECKSUMS} does not list {', '.join(unlisted) if isinstance(sums, dict) else 'files'}"
     for name, expected in sums.items():
         file = folder / name
         if not file.is_file():
@@ -121,11 +173,3 @@ def _damage(folder: Path) -> str | None:
 def _sha256(file: Path) -> str:
     with file.open("rb") as handle:
         return hashlib.file_digest(handle, "sha256").hexdigest()
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -7,13 +7,18 @@ of TRL 1.16's GRPOTrainer, whose values the tests compare with).
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 
+from qerl.errors import EngineError
+
 if TYPE_CHECKING:
     from qerl.config import CorrectionConfig
+
+logger = logging.getLogger(__name__)
 
 
 def importance_weights(
@@ -62,7 +67,8 @@ class Mismatch:
         self.tokens += difference.numel()
         self.abs_difference += difference.abs().sum().item()
         self.kl += (ratio - difference - 1).sum().item()
-        self.max_difference = max(self.max_difference, difference.abs().max().item())
+        largest = [self.max_difference, difference.abs().max().item()]
+        self.max_difference = torch.tensor(largest, dtype=torch.float64).max().item()  # max() would hide a NaN
         if config.mode == "off":
             weights = ratio
         else:
@@ -99,6 +105,43 @@ class Mismatch:
             return means
         fate = "correction/capped_share" if config.mode.endswith("truncate") else "correction/masked_share"
         return means | {"correction/mean_weight": self.weights / self.tokens, fate: self.outside / self.tokens}
+
+
+class MismatchGate:
+    """Stops a run in which engine and trainer do not agree on their logprobs before its first update."""
+
+    def __init__(self, limit: float | None, dropout: float) -> None:
+        """`limit` is in nats, None for no gate; with `dropout` in the adapter no step can be judged."""
+        self._limit, self._dropout = limit, dropout
+        self.passed = limit is None
+        self._told = False
+
+    def check(self, mismatch: Mismatch, sigma: float) -> None:
+        """Judge the step before its update. Noise and dropout make the policies differ, however well they agree.
+
+        A step without tokens in the loss says nothing. Raises EngineError.
+        """
+        if self.passed or not mismatch.tokens:
+            return
+        if sigma or self._dropout:
+            self._tell(f"its noise (sigma {sigma:g})" if sigma else f"the adapter's dropout ({self._dropout:g})")
+            return
+        if not mismatch.mean_kl <= self._limit:
+            raise EngineError(
+                f"engine and trainer disagree before the first update: mismatch_kl {mismatch.mean_kl:.2e} is "
+                f"above loss.mismatch_gate {self._limit:g}. Check that both loaded the same base, that the adapter was "
+                "synced and that top_p is 1; raise the gate only if the difference is known"
+            )
+        self.passed = True
+
+    def _tell(self, reason: str) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "loss.mismatch_gate is not checked at this run's first step: %s makes sampler and trainer differ; "
+                "watch mismatch_kl in metrics.jsonl",
+                reason,
+            )
 
 
 def _outside(

@@ -17,6 +17,9 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from qerl.errors import CheckpointError
+from training.disk import replace_text
+
 logger = logging.getLogger(__name__)
 
 # TRL's name -> ours; what is missing here keeps its name.
@@ -105,22 +108,25 @@ class RunLog:
 
     def start_at(self, step: int) -> None:
         """Drop what a killed run wrote after `step`, so that the files continue as one run."""
-        path = self._run_dir / "metrics.jsonl"
         kept = [row for row in read_metrics(self._run_dir) if row["step"] <= step]
-        temporary = path.with_suffix(".partial")
-        temporary.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
-        temporary.replace(path)
+        replace_text(self._run_dir / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
         for file in (self._run_dir / "completions").glob("step-*.jsonl"):
             if int(file.stem.removeprefix("step-")) > step:
                 file.unlink()
 
     def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Append one line, on disk before this returns, and show it."""
+        """Append one line, on disk before this returns, and show it. Raises CheckpointError if the disk refuses."""
         row = {"step": step, **dict(sorted(metrics.items()))}
-        with (self._run_dir / "metrics.jsonl").open("a", encoding="utf-8") as handle:
-            handle.write(json.dumps(row, allow_nan=False) + "\n")
-            handle.flush()
-            os.fsync(handle.fileno())
+        try:
+            with (self._run_dir / "metrics.jsonl").open("a", encoding="utf-8") as handle:
+                handle.write(json.dumps(row, allow_nan=False) + "\n")
+                handle.flush()
+                os.fsync(handle.fileno())
+        except OSError as error:
+            raise CheckpointError(
+                f"the metrics of step {step} could not be written ({error}): free some disk space and run `qerl train "
+                f"--resume {self._run_dir}`, which continues after the last checkpoint"
+            ) from error
         self._show(step, row)
 
     def write_completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -148,15 +154,18 @@ class RunLog:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl; a last line that a kill cut short is left out."""
+    """The rows of metrics.jsonl; a line that is not one (a kill cuts the last one short) is left out and named."""
     path = run_dir / "metrics.jsonl"
     if not path.exists():
         return []
     rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            logger.warning("%s ends in half a line, which is dropped", path)
-            break
+            row = json.loads(line)
+        except ValueError:  # not UTF-8, or not JSON
+            row = None
+        if isinstance(row, dict) and isinstance(row.get("step"), int):
+            rows.append(row)
+        else:
+            logger.warning("%s: line %d is not a step's metrics and is dropped", path, number)
     return rows

@@ -30,7 +30,7 @@ from trl import GRPOTrainer
 
 from qerl.errors import EngineError
 from training.checkpoint import load_adapter_, write_checkpoint
-from training.correction import Mismatch, importance_weights
+from training.correction import Mismatch, MismatchGate, importance_weights
 from training.group_sampler import GroupSampler
 from training.micro_batches import MicroBatch, merge_metrics, row_metrics, split
 from training.noise import derive_seed
@@ -79,7 +79,7 @@ class QerlTrainer(GRPOTrainer):
         self._start_step = start_step
         self._loss_inputs: dict[str, Any] | None = None
         self._mismatch = Mismatch()
-        self._gate_passed = False
+        self._gate = MismatchGate(config.loss.mismatch_gate, config.adapter.dropout)
         self._step_metrics: dict[str, float] = {}
         self._packed = PackedPolicy(parts.policy, config.rollout.temperature, config.loss.entropy_coef > 0, parts.plan)
         self._kept: list[Group] | None = None  # dynamic sampling: groups that TRL is given instead of sampling
@@ -223,21 +223,6 @@ class QerlTrainer(GRPOTrainer):
             inputs["importance_sampling_ratio"] = importance_weights(old, sampling, mask, correction)
         self._mismatch.add(old, sampling, mask, correction)
 
-    def _check_gate(self) -> None:
-        """Before the first update that has tokens, engine and trainer must agree on their logprobs."""
-        gate = self._config.loss.mismatch_gate
-        # Noise and dropout make the policies differ, however well they agree.
-        clean = self._step_metrics.get("noise/sigma", 0.0) == 0 and self._config.adapter.dropout == 0
-        if gate is None or self._gate_passed or not clean or not self._mismatch.tokens:
-            return
-        if not self._mismatch.mean_kl <= gate:
-            raise EngineError(
-                f"engine and trainer disagree before the first update: mismatch_kl {self._mismatch.mean_kl:.2e} is "
-                f"above loss.mismatch_gate {gate:g}. Check that both loaded the same base, that the adapter was "
-                "synced and that top_p is 1; raise the gate only if the difference is known"
-            )
-        self._gate_passed = True
-
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not torch.isfinite(loss):
@@ -245,7 +230,7 @@ class QerlTrainer(GRPOTrainer):
                 f"the loss of step {self.state.global_step + 1} is {loss.item()}: lower optim.learning_rate or "
                 f"optim.max_grad_norm, and resume from the last checkpoint in {self._run_dir}"
             )
-        self._check_gate()
+        self._gate.check(self._mismatch, self._step_metrics.get("noise/sigma", 0.0))  # the update comes next
         return loss
 
     # -- logging and checkpoints
