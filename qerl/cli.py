@@ -1,4 +1,4 @@
-"""The command line: `qerl quantize`, `train`, `eval`, `merge`, `chat`, `grade`, `report`, `recipes`, `doctor`.
+"""The command line: `qerl quantize`, `train`, `plan`, `eval`, `merge`, `chat`, `grade`, `report`, `recipes`, `doctor`.
 
 Importing this loads no torch; each command imports what it runs.
 """
@@ -15,6 +15,7 @@ import typer
 from eval.command import evaluate, parse_columns
 from qerl.chat_command import chat_command
 from qerl.errors import ConfigError
+from qerl.plan_command import plan_command
 from qerl.terminal import run_command
 from quantize.merge.command import merge_command
 
@@ -30,6 +31,7 @@ app = typer.Typer(
 app.command("eval")(evaluate)
 app.command("merge")(merge_command)
 app.command("chat")(chat_command)
+app.command("plan")(plan_command)
 recipes = typer.Typer(invoke_without_command=True, help="The shipped recipes and what can stand in one.")
 app.add_typer(recipes, name="recipes")
 
@@ -103,10 +105,15 @@ def train(
     quantize_first: Annotated[
         bool, typer.Option("--quantize", help="Quantize the base first if that has not been done.")
     ] = False,
+    dry: Annotated[
+        bool, typer.Option("--dry-run", help="Only the plan, the data and the rewards on five rows.")
+    ] = False,
 ) -> None:
     """Train a LoRA adapter by reinforcement learning, as a recipe says."""
     if resume is not None:
-        _refuse_with_resume(recipe, model, task, data, columns, overrides, steps, seed, out, quantize_first or None)
+        _refuse_with_resume(
+            recipe, model, task, data, columns, overrides, steps, seed, out, quantize_first or None, dry or None
+        )
         from training.run import resume as resume_run
 
         resume_run(resume)
@@ -119,6 +126,12 @@ def train(
     flags = {"base": model, "task": task, "data": data, "steps": steps, "seed": seed, "out": out and str(out)}
     config = load_recipe(recipe, overrides, **flags)
     _check_base(config, recipe, quantize_first)
+    if dry:
+        from rich.console import Console
+
+        from training.dry_run import dry_run
+
+        sys.exit(0 if dry_run(config, Console()) else 1)
     from training.run import start
 
     start(config, recipe_label(recipe))

@@ -1,0 +1,197 @@
+"""What a recipe will take on a card, before anything is loaded: memory by phase, seconds by phase, what fits. No torch.
+
+Memory follows the code that allocates it: the engine's budget and KV cache (`vllm_plugin/memory.py`), the micro-batch
+plan (`memory_plan.py`), the adapter with its optimizer state. Seconds follow a model with few constants, fitted to the
+steps in benchmarks/ (docs/cost-model.md):
+
+    decode step = layers * LAUNCH + weight bytes / (DECODE_BANDWIDTH * bandwidth)
+                  + 2 weights * sequences / (DECODE_RATE * rate) + keys and values read / bandwidth
+    training    = (4 + 2 * recomputed share) weights * tokens / (TRAIN_RATE * rate)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qerl.errors import ConfigError, EngineError
+from qerl.memory_plan import GIB, MicroBatchPlan, Shapes, Wishes, plan_micro_batches
+from qerl.sizes import ModelSizes
+from qerl.vllm_plugin.memory import GRAPH_RESERVE, kv_cache_bytes, plan_memory
+
+if TYPE_CHECKING:
+    from qerl.config import RunConfig
+
+MAX_SEQUENCES = 256  # engine_vllm.MAX_SEQUENCES, which cannot be imported without its libraries
+CONTEXT = int(0.9 * GIB)  # CUDA context, loaded kernels, NCCL
+GRAPHS = int(0.6 * GIB)  # CUDA graphs of the engine
+ENGINE_WORK = int(1.2 * GIB)  # activations of a prefill of 8192 tokens and logits of a full batch
+LAUNCH = 60e-6  # seconds of a decoder layer whose weights take no time
+DECODE_BANDWIDTH, DECODE_RATE, TRAIN_RATE = 0.50, 0.66, 0.60  # shares of the card's measured limits
+
+
+@dataclass(frozen=True)
+class Card:
+    """`memory_gib` as the driver reports it; copy bandwidth and rate of a large bfloat16 product, as measured or, for
+    cards that were not at hand, 85% of the data sheet's."""
+
+    name: str
+    memory_gib: float
+    gb_per_s: float
+    tflops: float
+
+
+CARDS = {
+    card.name: card
+    for card in (
+        Card("3090", 23.6, 796, 60),
+        Card("4090", 23.6, 857, 140),
+        Card("5090", 31.4, 1523, 178),
+        Card("a6000", 47.4, 653, 131),
+        Card("l40s", 44.5, 734, 180),
+        Card("a100-40", 39.4, 1322, 265),
+        Card("a100", 79.2, 1733, 265),
+        Card("h100", 79.2, 2848, 690),
+        Card("h200", 139.8, 4200, 690),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """In bytes and seconds; `problems` say what does not fit and what to change, empty if all does."""
+
+    card: Card
+    limit: int
+    memory: dict[str, dict[str, float]]  # phase -> what -> bytes
+    seconds: dict[str, float]  # phase -> seconds of a step
+    micro_batches: MicroBatchPlan | None
+    cache_tokens: int
+    context: int
+    problems: tuple[str, ...]
+
+    def peak(self, phase: str) -> float:
+        return sum(self.memory[phase].values())
+
+
+def card_of(text: str) -> Card:
+    """A card by name, or one of so many GiB (with an H100's speed for its size). Raises ConfigError."""
+    if text.lower() in CARDS:
+        return CARDS[text.lower()]
+    try:
+        gib = float(text)
+    except ValueError:
+        raise ConfigError(f"--gpu {text!r} is not known: write GiB (24) or one of {', '.join(CARDS)}") from None
+    if not 0 < gib < 1024:
+        raise ConfigError(f"--gpu {text} is not a size of memory: write GiB, such as 24 or 80")
+    nearest = min(CARDS.values(), key=lambda card: abs(card.memory_gib - gib))
+    return Card(f"{gib:g} GiB", gib, nearest.gb_per_s, nearest.tflops)
+
+
+def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
+    """Plan a run with the vllm engine. What does not fit is said in `problems`, and the rest planned all the same."""
+    total = int(card.memory_gib * GIB)
+    cap = config.memory.cap_gib
+    limit = total if cap is None else min(total, int(cap * GIB))
+    weights = sizes.weights_bytes(config.model.format) + sizes.engine_adapter_bytes(config.adapter.rank)
+    trained = sizes.adapter(config.adapter.rank, config.adapter.targets)
+    master = trained * (4 if config.adapter.dtype == "float32" else 2)
+    state = trained * (2 if config.optim.name in ("auto", "adamw_8bit") else 8)
+    context = config.data.max_prompt_tokens + config.rollout.max_new_tokens + 1
+    common = {"weights": weights, "adapter": master, "optimizer": state, "context": CONTEXT, "CUDA graphs": GRAPHS}
+    problems: list[str] = []
+    cache = _cache_bytes(config, sizes, total, weights, context, problems)
+    micro_batches = _micro_batches(config, sizes, trained, limit - sum(common.values()), problems)
+    tokens = _tokens_at_once(config)
+    memory = {
+        "rollout": {**common, "KV cache": cache, "engine's work": ENGINE_WORK},
+        "training": {**common, "micro-batch": micro_batches.needed(tokens) if micro_batches else 0},
+    }
+    return Plan(
+        card,
+        limit,
+        memory,
+        _seconds(config, sizes, card, micro_batches),
+        micro_batches,
+        int(cache / sizes.kv_bytes()),
+        context,
+        tuple(problems),
+    )
+
+
+def _cache_bytes(
+    config: RunConfig, sizes: ModelSizes, total: int, weights: float, context: int, problems: list[str]
+) -> int:
+    """The engine's KV cache: what 256 full contexts need, or what its budget leaves."""
+    try:
+        budget = plan_memory(total, int(weights), config.rollout.memory, config.memory.cap_gib)
+    except EngineError as error:
+        problems.append(str(error))
+        return 0
+    wanted = kv_cache_bytes(budget, int(weights), MAX_SEQUENCES * context, sizes.kv_bytes())
+    cache = wanted if wanted is not None else budget.budget - int(weights) - GRAPH_RESERVE - ENGINE_WORK
+    if cache < context * sizes.kv_bytes():
+        problems.append(
+            f"one sequence of {context} tokens needs {context * sizes.kv_bytes() / GIB:.1f} GiB of KV cache and "
+            f"{max(cache, 0) / GIB:.1f} GiB are left: lower rollout.max_new_tokens to "
+            f"{max(int(cache / sizes.kv_bytes()) - config.data.max_prompt_tokens - 1, 0)}, or raise memory.cap_gib"
+        )
+    return max(cache, 0)
+
+
+def _micro_batches(
+    config: RunConfig, sizes: ModelSizes, trained: int, available: float, problems: list[str]
+) -> MicroBatchPlan | None:
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    rows = config.rollout.prompts_per_step * config.rollout.group_size
+    wishes = Wishes(config.run.micro_batch_tokens, config.run.gradient_checkpointing, longest, longest * rows)
+    shapes = Shapes(
+        hidden=sizes.hidden,
+        intermediate=sizes.projections["gate_proj"][0],
+        query=sizes.projections["q_proj"][0],
+        key_value=sizes.projections["k_proj"][0],
+        layers=sizes.layers,
+        vocabulary=sizes.vocabulary,
+        rank=config.adapter.rank,
+        trained=trained,
+    )
+    try:
+        return plan_micro_batches(shapes.footprint(), wishes, int(max(available, 0)))
+    except EngineError as error:
+        problems.append(str(error))
+        return None
+
+
+def _tokens_at_once(config: RunConfig) -> int:
+    """Tokens of the largest micro-batch of a step in which every completion is as long as it may be."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    return max(longest, config.run.micro_batch_tokens or longest)
+
+
+def _seconds(
+    config: RunConfig, sizes: ModelSizes, card: Card, micro_batches: MicroBatchPlan | None
+) -> dict[str, float]:
+    """A step whose completions are all as long as they may be."""
+    rollout = config.rollout
+    sequences = rollout.prompts_per_step * rollout.group_size
+    prompt, new = config.data.max_prompt_tokens, rollout.max_new_tokens
+    rate, bandwidth = card.tflops * 1e12, card.gb_per_s * 1e9
+    at_once = min(sequences, MAX_SEQUENCES)
+    weight_bytes = sizes.weights_bytes(config.model.format)
+    cached = at_once * (prompt + new / 2) * sizes.kv_bytes()
+    step = (
+        sizes.layers * LAUNCH
+        + weight_bytes / (DECODE_BANDWIDTH * bandwidth)
+        + 2 * (sizes.body + sizes.head) * at_once / (DECODE_RATE * rate)
+        + cached / bandwidth
+    )
+    prefill = 2 * sizes.body * prompt * rollout.prompts_per_step / (TRAIN_RATE * rate)
+    recomputed = 0.0
+    if micro_batches is not None:
+        recomputed = micro_batches.recomputed(_tokens_at_once(config)) / sizes.layers
+    flops = (4 + 2 * recomputed) * sizes.body * sequences * (prompt + new) + 4 * sizes.head * sequences * new
+    passes = config.loss.num_iterations
+    return {
+        "rollout": -(-sequences // MAX_SEQUENCES) * new * step + prefill,
+        "training": passes * flops / (TRAIN_RATE * rate),
+    }

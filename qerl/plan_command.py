@@ -1,0 +1,99 @@
+"""The options of `qerl plan` and its tables; qerl/cli.py registers it. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from qerl.config import RunConfig
+    from qerl.plan import Card, Plan
+
+
+def plan_command(
+    recipe: Annotated[str, typer.Option(help="Name (`qerl recipes`) or YAML file.")],
+    gpu: Annotated[
+        str | None, typer.Option(help="GiB (24) or card (4090, a100, h100, h200, ...); default: this machine's, or 24.")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="Folder or hub id of known sizes; default: the recipe's.")] = None,
+    overrides: Annotated[
+        list[str] | None, typer.Option("--set", help="key=value over the recipe, as for `qerl train`. Repeatable.")
+    ] = None,
+) -> None:
+    """What a run will take of a card, before anything is loaded: memory and seconds by phase, and what fits."""
+    from rich.console import Console
+
+    from qerl.recipe import load_recipe
+
+    config = load_recipe(recipe, overrides or [], base=model)
+    made = plan_of(config, gpu)
+    console = Console()
+    for table in tables(made):
+        console.print(table)
+    console.print(*sentences(config, made), sep="\n", highlight=False, soft_wrap=True)
+    if made.problems:
+        sys.exit(1)
+
+
+def plan_of(config: RunConfig, gpu: str | None = None) -> Plan:
+    """The plan for the card `gpu`; None: the one of this machine, or a 24 GiB card where there is none."""
+    from qerl.plan import card_of, plan
+    from qerl.sizes import read_sizes
+
+    return plan(config, read_sizes(config.model.base), card_of(gpu) if gpu else this_card())
+
+
+def this_card() -> Card:
+    """What nvidia-smi reports, by its name among the known cards or by its size."""
+    from qerl.plan import CARDS, card_of
+
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10)
+        name, mebibytes = done.stdout.splitlines()[0].rsplit(",", 1)
+        size = f"{float(mebibytes) / 1024:.1f}"
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError):
+        return card_of("24")
+    words = name.lower().replace("-", " ").split()
+    return next((card for key, card in CARDS.items() if key in words), card_of(size))
+
+
+def tables(made: Plan) -> list[Table]:
+    """Memory by phase and what takes it; seconds of a step by phase."""
+    from rich.table import Table
+
+    gib = 2**30
+    parts = list(dict.fromkeys(part for phase in made.memory.values() for part in phase))
+    memory = Table("GiB", *made.memory, title=f"Memory on {made.card.name}", title_justify="left", box=None)
+    for part in parts:
+        memory.add_row(part, *(f"{phase[part] / gib:.2f}" if part in phase else "" for phase in made.memory.values()))
+    memory.add_row("[bold]all[/]", *(f"[bold]{made.peak(phase) / gib:.2f}[/]" for phase in made.memory))
+    memory.add_row("limit", *(f"{made.limit / gib:.2f}" for _ in made.memory))
+    seconds = Table("seconds a step", *made.seconds, "all", box=None)
+    values = [*made.seconds.values(), sum(made.seconds.values())]
+    seconds.add_row("", *(f"{value:.1f}" for value in values))
+    return [memory, seconds]
+
+
+def sentences(config: RunConfig, made: Plan) -> list[str]:
+    """What fits, in words, and what to change where it does not."""
+    rollout = config.rollout
+    at_once = min(made.cache_tokens // made.context, rollout.prompts_per_step * rollout.group_size, 256)
+    lines = [
+        f"The KV cache holds {made.cache_tokens} tokens: {at_once} completions of full length at once, or one sequence "
+        f"of {made.cache_tokens} tokens.",
+    ]
+    if made.micro_batches is not None and made.micro_batches.footprint is not None:
+        tokens = made.micro_batches.micro_batch_tokens
+        recomputed = made.micro_batches.recomputed(tokens)
+        lines.append(
+            f"Training takes micro-batches of {tokens} tokens; {recomputed} of {made.micro_batches.footprint.layers} "
+            "layers recompute their activations."
+        )
+    lines.append(f"Seconds are for completions of the full {rollout.max_new_tokens} tokens, by the cost model.")
+    return [*lines, *(f"Does not fit: {problem}." for problem in made.problems)]

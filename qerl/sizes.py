@@ -1,0 +1,132 @@
+"""What a model's config.json says about its size: weights, adapter, keys and values. Pure numbers, no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qerl.errors import CheckpointError
+
+NVFP4_BYTES = 9 / 16  # 4 bits a weight, 8 bits a scale of 16 weights
+RANK_STEP = 16  # the engine pads ranks to a multiple of this
+FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+
+
+def _known(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+    }
+
+
+KNOWN = {  # by the beginning of the name after the organisation: sizes of models that are not on this disk
+    "qwen2.5-0.5b": {**_known(896, 4864, 24, 14, 2, 151936), "tie_word_embeddings": True},
+    "qwen2.5-1.5b": {**_known(1536, 8960, 28, 12, 2, 151936), "tie_word_embeddings": True},
+    "qwen2.5-3b": {**_known(2048, 11008, 36, 16, 2, 151936), "tie_word_embeddings": True},
+    "qwen2.5-7b": _known(3584, 18944, 28, 28, 4, 152064),
+    "qwen2.5-14b": _known(5120, 13824, 48, 40, 8, 152064),
+    "qwen2.5-32b": _known(5120, 27648, 64, 40, 8, 152064),
+    "qwen2.5-72b": _known(8192, 29568, 80, 64, 8, 152064),
+    "qwen3-4b": {**_known(2560, 9728, 36, 32, 8, 151936), "head_dim": 128, "tie_word_embeddings": True},
+    "qwen3-8b": {**_known(4096, 12288, 36, 32, 8, 151936), "head_dim": 128},
+    "qwen3-14b": {**_known(5120, 17408, 40, 40, 8, 151936), "head_dim": 128},
+    "qwen3-32b": {**_known(5120, 25600, 64, 64, 8, 151936), "head_dim": 128},
+    "llama-3.2-1b": {**_known(2048, 8192, 16, 32, 8, 128256), "head_dim": 64, "tie_word_embeddings": True},
+    "llama-3.2-3b": {**_known(3072, 8192, 28, 24, 8, 128256), "head_dim": 128, "tie_word_embeddings": True},
+    "llama-3.1-8b": _known(4096, 14336, 32, 32, 8, 128256),
+    "llama-3.1-70b": _known(8192, 28672, 80, 64, 8, 128256),
+    "llama-3.3-70b": _known(8192, 28672, 80, 64, 8, 128256),
+}
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Numbers of weights by place, and what follows from them."""
+
+    layers: int
+    hidden: int
+    projections: dict[str, tuple[int, int]]  # of one decoder layer: name -> (out, in)
+    vocabulary: int
+    tied: bool
+    kv_values: int  # numbers of keys and values of one token, over all layers
+
+    @property
+    def body(self) -> int:
+        """Weights of the decoder layers' linears: what is quantized."""
+        return self.layers * sum(rows * columns for rows, columns in self.projections.values())
+
+    @property
+    def head(self) -> int:
+        return self.vocabulary * self.hidden
+
+    def weights_bytes(self, format: str) -> float:
+        """Of the checkpoint in memory: 16-bit embeddings and head beside the body."""
+        outer = self.head * (1 if self.tied else 2) + self.layers * 2 * self.hidden
+        return self.body * (NVFP4_BYTES if format == "nvfp4" else 2) + 2 * outer
+
+    def kv_bytes(self, bytes_per_value: int = 2) -> int:
+        """Keys and values of one token."""
+        return self.kv_values * bytes_per_value
+
+    def adapter(self, rank: int, targets: Sequence[str]) -> int:
+        """Parameters of a LoRA of `rank` on the projections `targets`."""
+        return self.layers * rank * sum(sum(self.projections[name]) for name in targets)
+
+    def engine_adapter_bytes(self, rank: int) -> int:
+        """Of the engine's static buffers: A of the fused parts, and their block-diagonal B stored whole."""
+        padded = -(-rank // RANK_STEP) * RANK_STEP
+        numbers = 0
+        for parts in FUSED:
+            rows = sum(self.projections[name][0] for name in parts)
+            numbers += padded * len(parts) * (rows + self.projections[parts[0]][1])
+        return 2 * self.layers * numbers
+
+
+def read_sizes(base: str) -> ModelSizes:
+    """Sizes of a model folder, or of a known model by its hub id. Raises CheckpointError for one that is neither."""
+    from qerl.checkpoint import read_json
+    from qerl.model import local_folder
+
+    name = base.rpartition("/")[2].lower()
+    known = next((sizes for prefix, sizes in KNOWN.items() if name.startswith(prefix)), None)
+    if known is not None and not Path(base).is_dir():
+        return sizes_of(known, base)
+    if base != "tiny" and not Path(base).is_dir():
+        raise CheckpointError(
+            f"the sizes of {base} are not known here: give a folder with its config.json, or one of {', '.join(KNOWN)}"
+        )
+    return sizes_of(read_json(Path(local_folder(base)) / "config.json"), base)
+
+
+def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:
+    """From the keys of config.json. Raises CheckpointError if one is missing."""
+    try:
+        hidden, width, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
+        head_dim = config.get("head_dim") or hidden // heads
+        kv_heads = config.get("num_key_value_heads") or heads
+        layers, vocabulary = config["num_hidden_layers"], config["vocab_size"]
+    except KeyError as error:
+        raise CheckpointError(f"{name}: config.json has no {error}: only dense decoder models are supported") from error
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    return ModelSizes(
+        layers=layers,
+        hidden=hidden,
+        projections={
+            "q_proj": (queries, hidden),
+            "k_proj": (keys, hidden),
+            "v_proj": (keys, hidden),
+            "o_proj": (hidden, queries),
+            "gate_proj": (width, hidden),
+            "up_proj": (width, hidden),
+            "down_proj": (hidden, width),
+        },
+        vocabulary=vocabulary,
+        tied=bool(config.get("tie_word_embeddings")),
+        kv_values=2 * layers * keys,
+    )

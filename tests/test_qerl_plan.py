@@ -1,0 +1,128 @@
+"""`qerl plan`: sizes by hand, memory against what runs measured, and what is said where a run does not fit."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from qerl.cli import app
+from qerl.errors import CheckpointError, ConfigError
+from qerl.plan import CARDS, card_of, plan
+from qerl.recipe import load_recipe
+from qerl.sizes import KNOWN, read_sizes, sizes_of
+
+GIB = 2**30
+BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
+WORKLOADS = {  # benchmark -> recipe, base, prompts, group, prompt tokens, new tokens, rank, cap
+    "step-7b-qerl-cap24": ("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32, 24),
+    "step-32b-qerl-cap80": ("dapo_32b", "Qwen/Qwen2.5-32B", 8, 8, 256, 2048, 16, 80),
+    "step-70b-qerl-cap80": ("dapo_32b", "meta-llama/Llama-3.1-70B", 4, 8, 256, 512, 16, 80),
+}
+
+
+def planned(recipe, base, prompts, group, prompt_tokens, new_tokens, rank, cap, gpu="h200"):
+    values = {
+        "rollout.prompts_per_step": prompts,
+        "rollout.group_size": group,
+        "rollout.max_new_tokens": new_tokens,
+        "data.max_prompt_tokens": prompt_tokens,
+        "adapter.rank": rank,
+        "memory.cap_gib": cap,
+    }
+    config = load_recipe(recipe, [f"{key}={value}" for key, value in values.items()])
+    return plan(config, read_sizes(base), card_of(gpu))
+
+
+def test_qwen2_7b_by_hand():
+    sizes = read_sizes("Qwen/Qwen2.5-7B-Instruct")
+    # q and o 3584 x 3584, k and v 512 x 3584, gate, up and down 3584 x 18944, 28 layers
+    body = 28 * (2 * 3584**2 + 2 * 512 * 3584 + 3 * 3584 * 18944)
+    assert sizes.body == body
+    assert sizes.kv_bytes() == 2 * 28 * 4 * 128 * 2
+    assert sizes.adapter(32, ("q_proj", "down_proj")) == 28 * 32 * (2 * 3584 + 18944 + 3584)
+    outer = 2 * 152064 * 3584 + 28 * 2 * 3584
+    assert sizes.weights_bytes("nvfp4") == body * 9 / 16 + 2 * outer
+    assert sizes.weights_bytes("bf16") == 2 * (body + outer)
+    # A of q/k/v stands three times, B of the three in one block-diagonal matrix; ranks in steps of 16
+    qkv, o, gate_up, down = 48 * (4608 + 3584), 16 * 7168, 32 * (37888 + 3584), 16 * (3584 + 18944)
+    assert sizes.engine_adapter_bytes(9) == 2 * 28 * (qkv + o + gate_up + down)
+
+
+def test_the_shipped_model_and_a_tied_head(tmp_path):
+    assert read_sizes("tiny").body < 1e6
+    (tmp_path / "config.json").write_text(json.dumps({**KNOWN["qwen2.5-3b"]}), encoding="utf-8")
+    tied = read_sizes(str(tmp_path))
+    assert tied.weights_bytes("bf16") == pytest.approx(3.09e9 * 2, rel=0.01)  # Qwen's own count
+
+
+@pytest.mark.parametrize("name", WORKLOADS)
+def test_planned_memory_is_within_a_tenth_of_what_the_run_measured(name):
+    measured = json.loads((BENCHMARKS / f"{name}.json").read_text(encoding="utf-8"))["peak_driver_gib"]
+    made = planned(*WORKLOADS[name])
+    assert not made.problems
+    assert max(made.peak("rollout"), made.peak("training")) / GIB == pytest.approx(measured, rel=0.10)
+
+
+def test_a_smaller_limit_takes_from_the_cache_and_from_the_micro_batch():
+    wide, tight = (planned("dapo_7b", "Qwen/Qwen2.5-7B", 16, 16, 512, 4096, 32, cap) for cap in (80, 24))
+    assert tight.cache_tokens < wide.cache_tokens
+    assert tight.peak("training") < 24 * GIB
+    assert tight.micro_batches.recomputed(4608) > wide.micro_batches.recomputed(4608) == 0
+    assert tight.seconds["training"] > wide.seconds["training"]
+
+
+def test_twice_the_new_tokens_take_more_than_twice_the_rollout():
+    short, long = (planned("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, new, 32, 80) for new in (512, 1024))
+    assert 2.0 < long.seconds["rollout"] / short.seconds["rollout"] < 2.5  # the cache that is read grows
+
+
+def test_what_does_not_fit_is_named_with_the_remedy():
+    made = planned("dapo_32b", "Qwen/Qwen2.5-32B", 8, 8, 256, 2048, 16, "null", gpu="24")
+    assert any("raise rollout.memory or memory.cap_gib" in problem for problem in made.problems)
+
+
+@pytest.mark.parametrize(("text", "gib"), [("24", 24), ("80", 80), ("H100", 79.2), ("4090", 23.6)])
+def test_cards(text, gib):
+    assert card_of(text).memory_gib == gib
+
+
+@pytest.mark.parametrize(("text", "words"), [("h900", "is not known"), ("0", "not a size"), ("-3", "not a size")])
+def test_wrong_cards(text, words):
+    with pytest.raises(ConfigError, match=words):
+        card_of(text)
+
+
+def test_a_model_of_unknown_size_asks_for_its_folder():
+    with pytest.raises(CheckpointError, match=r"give a folder with its config\.json"):
+        read_sizes("someone/mystery-model")
+    with pytest.raises(CheckpointError, match="only dense decoder models"):
+        sizes_of({"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}, "x")
+
+
+def test_the_command_says_what_fits_and_fails_where_nothing_does():
+    done = CliRunner().invoke(app, ["plan", "--recipe", "dapo_7b", "--gpu", "24"])
+    assert done.exit_code == 0
+    assert "micro-batches of" in done.stdout
+    assert "KV cache holds" in done.stdout
+    done = CliRunner().invoke(app, ["plan", "--recipe", "dapo_32b", "--gpu", "24"])
+    assert done.exit_code == 1
+    assert "Does not fit: the weights take" in done.stdout
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_every_card_trains_a_3b_model(name):
+    assert not planned("dapo_3b", "Qwen/Qwen2.5-3B", 16, 8, 256, 1024, 32, "null", gpu=name).problems
+
+
+def test_a_dry_run_shows_plan_data_and_rewards_and_writes_nothing(nvfp4_base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = ["train", "--recipe", "tiny", "--model", str(nvfp4_base), "--dry-run"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "8192 prompts" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if line.strip().startswith("arith-train-0-")]
+    assert len(rows) == 5
+    assert all(row[-3:] == ["1", "/", "0"] for row in rows)  # the answer earns the reward, nothing does not
+    assert "KV cache" in done.stdout
+    assert not list(tmp_path.iterdir())
