@@ -118,7 +118,9 @@ class RolloutConfig(Section):
     memory: float | None = Field(
         None, gt=0, description="GPU budget of the vllm engine: GiB, or up to 1 a share of the card; null: what is left"
     )
-    deterministic: bool = Field(False, description="a repeated call gives the same bits (vllm engine only; slower)")
+    deterministic: bool = Field(
+        False, description="rollouts and training steps repeat to the bit (vllm engine only; slower)"
+    )
 
 
 class CorrectionConfig(Section):

@@ -74,7 +74,7 @@ def cut(trainer, inputs, tokens, recomputed=0):
     """The step in micro-batches of `tokens`."""
     config, plan = trainer._config, MicroBatchPlan(tokens, recomputed, recomputed)
     trainer._plan = plan
-    trainer._packed = PackedPolicy(trainer.model, config.rollout.temperature, config.loss.entropy_coef > 0, plan)
+    trainer._packed = PackedPolicy(trainer.model, config.rollout.temperature, plan, config.loss.entropy_coef > 0)
     return update(trainer, lambda: trainer.compute_loss(trainer.model, dict(inputs)))
 
 

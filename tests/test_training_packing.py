@@ -9,6 +9,7 @@ from training.packed_attention import (
     attend_each,
     attend_flash,
     check_config,
+    deterministic_kernels,
     hidden_states,
     packed_attention_of,
 )
@@ -130,3 +131,20 @@ def test_flash_attention_is_its_twin(heads, kv_heads, head_dim, window):
     for fast, exact in zip(*results, strict=True):
         error = (fast.float() - exact.float()).norm() / exact.float().norm()
         assert error < 1e-2
+
+
+@pytest.mark.gpu
+def test_a_deterministic_gradient_repeats_to_the_bit():
+    lengths = [1500, 700, 3000]
+    starts = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
+    torch.manual_seed(0)
+    tensors = [torch.randn(sum(lengths), n, 128, device="cuda").bfloat16() for n in (28, 4, 4)]
+    gradients = []
+    for _ in range(5):
+        inputs = [tensor.clone().requires_grad_() for tensor in tensors]
+        with deterministic_kernels(True):
+            attend_flash(*inputs, starts, max(lengths), 128**-0.5, None).square().sum().backward()
+        gradients.append([tensor.grad for tensor in inputs])
+    for other in gradients[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(gradients[0], other, strict=True))
+    assert not torch.are_deterministic_algorithms_enabled()

@@ -134,6 +134,21 @@ def packed_attention_of(model: PreTrainedModel) -> Iterator[None]:
         model.config._attn_implementation = before
 
 
+@contextmanager
+def deterministic_kernels(enabled: bool) -> Iterator[None]:
+    """Inside, flash attention adds the gradient of the queries in one order, instead of as its blocks end."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    fills = torch.utils.deterministic.fill_uninitialized_memory
+    if enabled:
+        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+
 def hidden_states(model: PreTrainedModel, row: PackedRow) -> torch.Tensor:
     """(M, hidden): the last hidden states at the predicting positions; inside `packed_attention_of`."""
     output = model.base_model(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from training.packed_attention import check_config, hidden_states, packed_attention_of
+from training.packed_attention import check_config, deterministic_kernels, hidden_states, packed_attention_of
 from training.packing import pack, split_by_tokens
 from training.token_logprobs import dense_head, token_logprobs
 
@@ -22,11 +22,22 @@ if TYPE_CHECKING:
 class PackedPolicy:
     """A policy, the temperature its logits are divided by, and the plan of its training phase."""
 
-    def __init__(self, policy: PeftModel, temperature: float, entropy_gradient: bool, plan: MicroBatchPlan) -> None:
-        """`entropy_gradient`: the loss has an entropy term. Raises EngineError for a model that cannot be packed."""
+    def __init__(
+        self,
+        policy: PeftModel,
+        temperature: float,
+        plan: MicroBatchPlan,
+        entropy_gradient: bool = False,
+        deterministic: bool = False,
+    ) -> None:
+        """`entropy_gradient`: the loss has an entropy term; `deterministic`: a repeated step gives the same bits.
+
+        Raises EngineError for a model that cannot be packed.
+        """
         self._model = policy.get_base_model()
         check_config(self._model.config)
-        self._temperature, self._entropy_gradient, self._plan = temperature, entropy_gradient, plan
+        self._temperature, self._plan = temperature, plan
+        self._entropy_gradient, self._deterministic = entropy_gradient, deterministic
         self._training = False
         self.planned = 0  # bytes at the peak of the largest micro-batch so far
         self._layers = [module for module in self._model.modules() if isinstance(module, GradientCheckpointingLayer)]
@@ -34,7 +45,7 @@ class PackedPolicy:
     @contextmanager
     def training(self) -> Iterator[None]:
         """Around forward and backward passes: a layer that recomputes calls its attention again."""
-        with packed_attention_of(self._model):
+        with packed_attention_of(self._model), deterministic_kernels(self._deterministic):
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
             self._training = True
             try:

@@ -81,7 +81,13 @@ class QerlTrainer(GRPOTrainer):
         self._mismatch = Mismatch()
         self._gate = MismatchGate(config.loss.mismatch_gate, config.adapter.dropout)
         self._step_metrics: dict[str, float] = {}
-        self._packed = PackedPolicy(parts.policy, config.rollout.temperature, config.loss.entropy_coef > 0, parts.plan)
+        self._packed = PackedPolicy(
+            parts.policy,
+            config.rollout.temperature,
+            parts.plan,
+            entropy_gradient=config.loss.entropy_coef > 0,
+            deterministic=config.rollout.deterministic,
+        )
         self._kept: list[Group] | None = None  # dynamic sampling: groups that TRL is given instead of sampling
         super().__init__(
             model=parts.policy,
@@ -178,9 +184,8 @@ class QerlTrainer(GRPOTrainer):
                 parameter.grad = torch.zeros_like(parameter)
         metrics = merge_metrics(parts, row_metrics(loss.type, loss.level))
         self._step_metrics |= metrics | memory.metrics | {"memory/train_planned_gib": self._packed.planned / 2**30}
-        self._step_metrics["completions/trained_share"] = sum(batch.rows for batch in batches) / len(
-            inputs["completion_mask"]
-        )
+        rows = sum(batch.rows for batch in batches)
+        self._step_metrics["completions/trained_share"] = rows / len(inputs["completion_mask"])
         return total.requires_grad_()
 
     def _train_micro_batch(self, model: torch.nn.Module, batch: MicroBatch, parts: list) -> torch.Tensor:
