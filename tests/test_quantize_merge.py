@@ -21,6 +21,7 @@ from qerl.errors import CheckpointError, ConfigError
 from qerl.model import load_tokenizer
 from qerl.nvfp4.layout import TENSORS
 from qerl.nvfp4.reference import dequantize
+from qerl.recipe import load_recipe, save_config
 from qerl.tasks import build_messages, get_task, load_examples, render_prompt
 from quantize.merge.effect import kl
 from quantize.merge.run import MergeOptions, merge
@@ -38,6 +39,8 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("work")
     quantize_checkpoint("tiny", folder / "checkpoints" / "tiny-NVFP4A16")
     shutil.copytree(DATA, folder / "runs" / "tiny_run")
+    settings = ["adapter.rank=4", "adapter.alpha=8", "run.steps=30"]
+    save_config(load_recipe("tiny", settings), folder / "runs" / "tiny_run" / "config.yaml")  # in today's keys
     return folder / "runs" / "tiny_run"
 
 
@@ -344,3 +347,12 @@ def test_another_model_under_the_originals_name_is_refused(run, base, tmp_path):
     merged = merge(MergeOptions(**{**vars(options), "prompt_count": 0}))
     assert "quantized by awq" in merged.warnings()[0]
     assert merged.onto == str(path.parent)
+
+
+def test_a_run_with_keys_of_another_version_is_measured_on_what_it_saved(run, tmp_path, caplog):
+    for name in ("checkpoints", "runs"):
+        shutil.copytree(run.parents[1] / name, tmp_path / name, ignore=shutil.ignore_patterns("merged*", "exported"))
+    path = tmp_path / "runs" / "tiny_run" / "config.yaml"
+    path.write_text(path.read_text() + "\nformer_section:\n  key: 1\n")
+    report = merge(MergeOptions(str(path.parent), "bf16", tmp_path / "out", max_new_tokens=8))
+    assert 0 < report.effect.prompts < 32

@@ -130,8 +130,8 @@ def _task_prompts(tokenizer: PreTrainedTokenizerBase, run: Path, count: int) -> 
     """The first prompts of the run's training data; none if the data are not here."""
     if count <= 0:
         return []
-    data = load_config(run / "config.yaml").data
     try:
+        data = load_config(run / "config.yaml").data  # of another version of qerl it may have other keys
         examples, _ = load_examples(data.task, data.source, data.split, data.columns, count)
     except QerlError as error:
         logger.info("the run's data cannot be read here, fewer prompts are compared: %s", error)
