@@ -147,7 +147,12 @@ class LossConfig(Section):
     delta: float | None = Field(
         None, gt=0, description="second upper bound of the ratio, for negative advantages; null: none"
     )
-    kl_coef: float = Field(0.0, ge=0, description="weight of the KL divergence from the base (adapter off)")
+    kl_coef: float = Field(
+        0.0, ge=0, description="weight of the KL divergence from the policy that the run starts with (k3 estimator)"
+    )
+    kl_unbiased: bool = Field(
+        True, description="k3 times the ratio, whose gradient is the KL's (DeepSeek-V3.2); false: as GRPO's paper"
+    )
     advantage_scale: Literal["group", "batch", "none"] = Field(
         "group", description="standard deviation that divides the advantages"
     )

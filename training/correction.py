@@ -3,6 +3,11 @@
 The engine samples with its own kernels and, with noise, from a perturbed policy. Each token's loss is weighted by
 r = exp(old_logprobs - sampling_logprobs), truncated or masked (arXiv 2510.11696 has no correction; the modes are those
 of TRL 1.16's GRPOTrainer, whose values the tests compare with).
+
+What the weights give, shown on an enumerable case (tests/test_training_exact_gradient.py): with one ratio a sequence
+the expected gradient is exactly the clean policy's, up to what the cap cuts off. With one ratio a token (the default:
+its variance does not grow with the length) a bias remains, smaller than without weights, because prefixes and
+continuations stay distributed as the sampler has them.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ def trl_config(config: RunConfig, run_dir: Path, reward_weights: list[float]) ->
         epsilon_high=loss.clip_high,
         delta=loss.delta,
         beta=loss.kl_coef,
+        use_bias_correction_kl=loss.kl_unbiased,
         scale_rewards=loss.advantage_scale,
         mask_truncated_completions=loss.mask_truncated,
         entropy_coef=loss.entropy_coef,
