@@ -41,7 +41,20 @@ ModelOption = Annotated[str, typer.Option(help="Folder, hub id, or `tiny` (the m
 
 def main() -> None:
     """Entry point of the `qerl` script."""
-    run_command(app)
+    run_command(app, with_resume_value(sys.argv[1:]))
+
+
+def with_resume_value(arguments: list[str]) -> list[str]:
+    """The arguments, with `--resume=last` for a `--resume` that has no value: typer options always take one."""
+    following = [*arguments[1:], "--"]
+    return (
+        [
+            f"{word}=last" if word == "--resume" and after.startswith("--") else word
+            for word, after in zip(arguments, following, strict=True)
+        ]
+        if arguments
+        else []
+    )
 
 
 @app.command()
@@ -101,7 +114,14 @@ def train(
     steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: the recipe's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Default: the recipe's.")] = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; default: runs/<recipe>-<time>.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Continue this run; takes no other option.")] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[RUN|STEP]",
+            help="Continue a run: this one; this step of the last one; without a value the last one "
+            "(of --recipe, or that at --out). No other option goes with it.",
+        ),
+    ] = None,
     quantize_first: Annotated[
         bool, typer.Option("--quantize", help="Quantize the base first if that has not been done.")
     ] = False,
@@ -111,12 +131,13 @@ def train(
 ) -> None:
     """Train a LoRA adapter by reinforcement learning, as a recipe says."""
     if resume is not None:
-        _refuse_with_resume(
-            recipe, model, task, data, columns, overrides, steps, seed, out, quantize_first or None, dry or None
-        )
+        _refuse_with_resume(model, task, data, columns, overrides, steps, seed, quantize_first or None, dry or None)
+        from training.resume import find_run
+
+        run_dir, step = find_run(resume, recipe, out)
         from training.run import resume as resume_run
 
-        resume_run(resume)
+        resume_run(run_dir, step)
         return
     if recipe is None:
         raise ConfigError("no recipe was given: write `qerl train --recipe NAME`; `qerl recipes` lists the names")
@@ -181,6 +202,18 @@ def show(name: str) -> None:
     from qerl.recipe import recipe_path
 
     typer.echo(recipe_path(name).read_text(encoding="utf-8"), nl=False)
+
+
+@recipes.command()
+def copy(
+    name: str,
+    out: Annotated[Path | None, typer.Option(help="File to write; default: ./NAME.yaml.")] = None,
+) -> None:
+    """Copy a recipe's file here, to change it; an existing file is left alone."""
+    from qerl.recipe import copy_recipe
+
+    path = copy_recipe(name, out)
+    typer.echo(f"{path}: change it, then run `qerl train --recipe {path}`")
 
 
 @recipes.command()

@@ -75,6 +75,21 @@ def recipe_path(name: str) -> Path:
     return Path(str(_shipped() / f"{name}.yaml"))
 
 
+def copy_recipe(name: str, out: Path | None = None) -> Path:
+    """Write a shipped recipe to `out` (default ./NAME.yaml), what it extends by name stays so; never overwrites."""
+    source = recipe_path(name)
+    path = Path(f"{name}.yaml") if out is None else out
+    path = path / f"{name}.yaml" if path.is_dir() else path
+    try:
+        with path.open("xb") as file:
+            file.write(source.read_bytes())
+    except FileExistsError:
+        raise ConfigError(f"{path} exists and is left as it is; write --out FILE, or edit that one") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written ({error.strerror}); write --out FILE") from None
+    return path
+
+
 def recipe_label(recipe: str | os.PathLike) -> str:
     """A recipe's short name, for run directories: `dapo_7b` for the shipped one and for `mine/dapo_7b.yaml`."""
     return Path(recipe).stem

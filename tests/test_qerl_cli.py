@@ -161,3 +161,23 @@ def test_a_comparison_with_one_side_is_refused(monkeypatch, capsys, workdir, opt
     (workdir / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5}\n')
     assert "--before FOLDER --after FOLDER" in refusal(monkeypatch, capsys, "report", workdir, option, workdir)
     assert [path.name for path in workdir.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_copied_recipe_is_the_shipped_one_and_never_overwrites(workdir, monkeypatch, capsys):
+    from qerl.recipe import load_recipe, recipe_names
+
+    for name in recipe_names():
+        assert CliRunner().invoke(app, ["recipes", "copy", name]).exit_code == 0
+        assert load_recipe(f"./{name}.yaml") == load_recipe(name)
+    (workdir / "tiny.yaml").write_text("mine")
+    assert "exists and is left as it is" in refusal(monkeypatch, capsys, "recipes", "copy", "tiny")
+    assert (workdir / "tiny.yaml").read_text() == "mine"
+    assert "did you mean" in refusal(monkeypatch, capsys, "recipes", "copy", "tinny")
+    assert CliRunner().invoke(app, ["recipes", "copy", "tiny", "--out", "other.yaml"]).exit_code == 0
+    assert (workdir / "other.yaml").is_file()
+
+
+def test_the_shell_completes(monkeypatch):
+    environment = {"_QERL_COMPLETE": "complete_bash", "COMP_WORDS": "qerl me", "COMP_CWORD": "1"}
+    result = CliRunner().invoke(app, [], prog_name="qerl", env=environment)
+    assert result.output.split() == ["merge"]

@@ -123,7 +123,7 @@ def checkpoints(run_dir: Path) -> list[Path]:
 def newest_checkpoint(run_dir: Path) -> Path | None:
     """The newest checkpoint whose files all match their checksums; damaged ones are named in a warning."""
     for path in reversed(checkpoints(run_dir)):
-        if damage := _damage(path):
+        if damage := damage_of(path):
             logger.warning("%s is skipped: %s", path, damage)
         else:
             return path
@@ -153,7 +153,7 @@ def _seal(folder: Path) -> None:
     fsync(folder)
 
 
-def _damage(folder: Path) -> str | None:
+def damage_of(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder, or None."""
     try:
         sums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))

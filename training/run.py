@@ -36,6 +36,7 @@ from qerl.report.sampling import sampling_text
 from training.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
 from training.model import build_policy
 from training.prompts import load_prompts
+from training.resume import rewind_
 from training.rewards import build_rewards
 from training.rollout import Rollout
 from training.run_lock import only_writer, written
@@ -72,13 +73,15 @@ def start(config: RunConfig, name: str) -> TrainResult:
     return _train(config, base, run_dir, name, checkpoint=None)
 
 
-def resume(run_dir: Path) -> TrainResult:
-    """Continue a run from its newest good checkpoint (or from the beginning, if it has none)."""
+def resume(run_dir: Path, step: int | None = None) -> TrainResult:
+    """Continue a run from its newest good checkpoint (from the beginning, if it has none), or from that of `step`."""
     if not (run_dir / "config.yaml").is_file():
         raise ConfigError(
             f"{run_dir} is not a run: it has no config.yaml; give the directory that `qerl train` printed"
         )
     config = load_config(run_dir / "config.yaml")
+    if step is not None:
+        rewind_(run_dir, step)
     checkpoint = newest_checkpoint(run_dir)
     done = checkpoint_step(checkpoint) if checkpoint else 0
     if done >= config.run.steps:
