@@ -34,7 +34,9 @@ SAMPLED_HELP = f"Sample at temperature {SAMPLED_TEMPERATURE}, top-p {SAMPLED_TOP
 
 
 def evaluate(
-    task: Annotated[str, typer.Argument(help="gsm8k, math500, aime24, aime25, amc23, arith, or another task.")],
+    task: Annotated[
+        str, typer.Argument(help="gsm8k, math500, aime24, aime25, amc23, arith, another task, or a file of rows.")
+    ],
     model: Annotated[
         str | None,
         typer.Option(
@@ -49,6 +51,14 @@ def evaluate(
     load: Annotated[
         Load, typer.Option(help="Weights to load; auto takes what the model is.", rich_help_panel=MODEL)
     ] = Load.auto,
+    run: Annotated[
+        Path | None,
+        typer.Option(help="Run whose --checkpoints are evaluated, instead of --model.", rich_help_panel=MODEL),
+    ] = None,
+    checkpoints: Annotated[
+        str | None,
+        typer.Option(help="Of --run: all (default), last, or steps: 40,80.", rich_help_panel=MODEL),
+    ] = None,
     data: Annotated[
         str | None,
         typer.Option(
@@ -147,25 +157,58 @@ def evaluate(
         memory=memory,
         deterministic=deterministic,
     )
-    show(settings)
+    if run is None and checkpoints is not None:
+        raise ConfigError(f"--checkpoints {checkpoints} of which run? write --run RUN")
+    if run is not None and (model is not None or adapter is not None):
+        raise ConfigError("--run brings its own base and adapters: leave out --model and --adapter")
+    show(settings, run, checkpoints or "all")
 
 
-def show(settings: EvalSettings) -> None:
-    """Run an evaluation with a progress bar on a terminal, and print its table and where its files are."""
+def compare_results(
+    first: Annotated[Path, typer.Argument(help="Evaluation folder (`qerl eval` prints it).")],
+    second: Annotated[Path, typer.Argument(help="Evaluation folder of the same questions and settings.")],
+    out: Annotated[Path | None, typer.Option(help="Also write the comparison as JSON into this file.")] = None,
+) -> None:
+    """Say whether the second evaluation is better or worse than the first, or that it cannot be told."""
     from rich.console import Console
 
+    from eval.compare import compare
+    from eval.store import write_json
+
+    comparison = compare(first, second)
+    if out is not None:
+        if not out.parent.is_dir():
+            raise ConfigError(f"--out {out}: there is no folder {out.parent}: make it first, or write another file")
+        write_json(out, comparison.to_json())
+    Console().print(comparison.table(), soft_wrap=True)
+
+
+def show(settings: EvalSettings, run: Path | None = None, checkpoints: str = "all") -> None:
+    """Evaluate with a progress bar on a terminal, and print the table and where the files are.
+
+    With `run`, its `checkpoints` are evaluated, one column each.
+    """
+    from rich.console import Console
+
+    from eval.checkpoints import run_checkpoints
     from eval.result import render_table
     from eval.run import run_eval
 
     try:
         with _progress() as on_batch:
-            result = run_eval(settings, on_batch)
+            if run is None:
+                results = [run_eval(settings, on_batch)]
+            else:
+                results = run_checkpoints(settings, run, checkpoints, on_batch and (lambda _: on_batch))
     except KeyboardInterrupt:
         logger.warning("stopped: the same command continues from the last whole batch")
         raise typer.Exit(130) from None
     console = Console()
-    console.print(render_table([result]))
-    console.print(f"completions and result: {result.out}", soft_wrap=True)
+    console.print(
+        render_table(results, None if run is None else [f"step {result.details['step']}" for result in results])
+    )
+    for result in results:
+        console.print(f"completions and result: {result.out}", soft_wrap=True)
 
 
 def parse_columns(text: str | None) -> dict[str, str] | None:

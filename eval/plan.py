@@ -23,8 +23,9 @@ from eval.store import Key
 from qerl.checkpoint import ModelRef, describe, newest_model, resolve_model
 from qerl.engine import SamplingParams, choose_engine
 from qerl.errors import CheckpointError, ConfigError
+from qerl.rows import is_local
 from qerl.shards import read_json
-from qerl.tasks import Example, Task, build_messages, get_task, load_examples, render_prompt
+from qerl.tasks import TASKS, Example, Task, build_messages, get_task, load_examples, render_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,7 +58,7 @@ def make_plan(settings: EvalSettings) -> Plan:
     """Read all but the weights. Raises ConfigError, CheckpointError or DataError with what to write instead."""
     from qerl.model import load_tokenizer, local_folder
 
-    asked = get_task(settings.task)
+    settings, asked = find_task(settings)
     ref = find_model(settings)
     logger.info("model: %s", describe(ref))
     name = choose_engine(settings.engine, settings.device)
@@ -74,6 +75,22 @@ def make_plan(settings: EvalSettings) -> Plan:
     identity = describe_identity(settings, ref, folder, task, examples, prompts, sampling)
     out = settings.out or default_out(ref, run, task.name, identity)
     return Plan(settings, ref, task, examples, dropped, tokenizer, prompts, sampling, batches, identity, out)
+
+
+def find_task(settings: EvalSettings) -> tuple[EvalSettings, Task]:
+    """The task of that name, or one made for a file of rows, which then is the data. Raises ConfigError."""
+    if settings.task in TASKS or not is_local(settings.task):
+        return settings, get_task(settings.task)
+    if settings.data is not None:
+        raise ConfigError(
+            f"{settings.task} is a file of rows, and --data {settings.data} names others: leave --data out, or name "
+            "the task whose prompt and grading apply (`qerl recipes tasks`)"
+        )
+    path = Path(settings.task)
+    name = path.name.partition(".")[0] or "rows"
+    task = Task(name=name, hub=None, splits={"test": "test"}, answer_kind="math")
+    logger.info("%s: rows of your own, graded as numbers or formulas", path)
+    return replace(settings, data=settings.task), task
 
 
 def find_model(settings: EvalSettings) -> ModelRef:

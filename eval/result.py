@@ -1,4 +1,16 @@
-"""From graded completions to numbers: the summary of an evaluation, its JSON form, and the table people read."""
+"""From graded completions to numbers: the summary of an evaluation, its JSON form, and the table people read.
+
+result.json, what a report draws from (shares are of completions, intervals are 95%):
+
+    task, model, step                    name, one line, optimizer step of the checkpoint or null
+    questions, samples, completions, correct
+    accuracy {value, low, high}          mean over questions (mean@n); `interval` says how low and high were made
+    pass_at_k {"4": {value, low, high}}  only for the k that were asked for
+    truncated_share, no_answer_share, unparsed_share, reasons {reason: completions}
+    prompt_tokens, completion_tokens, seconds, tokens_per_second
+    base, adapter, format, data, system_prompt, prompt_template, settings, sampling, engine {name, kernel, versions}
+    identity                             what decides the numbers (eval/identity.py); equal identities, equal rows
+"""
 
 from __future__ import annotations
 
@@ -14,6 +26,7 @@ from eval.store import Row
 if TYPE_CHECKING:
     from rich.table import Table
 
+UNPARSED = ("no_answer", "unparsable", "too_long")  # no answer could be read from the completion
 RARE = ("unparsable", "too_long", "timeout", "bad_answer")  # reasons that the table names only where they occur
 
 
@@ -57,6 +70,7 @@ class EvalResult:
             "model": self.model,
             **asdict(summary),
             "completions": summary.completions,
+            "unparsed_share": sum(summary.reasons.get(reason, 0) for reason in UNPARSED) / summary.completions,
             "pass_at_k": {str(k): asdict(value) for k, value in summary.pass_at_k.items()},
             "tokens_per_second": _rate(summary),
             **self.details,

@@ -34,8 +34,37 @@ LOG_EVERY_S = 20.0
 OnBatch = Callable[[int, int, int], None]  # (completions done, completions in all, correct so far)
 
 
-def run_eval(settings: EvalSettings, on_batch: OnBatch | None = None) -> EvalResult:
+class EngineHolder:
+    """Keeps one engine open over several evaluations: a next one with the same base only brings its adapter."""
+
+    def __init__(self) -> None:
+        self.engine: Engine | None = None
+        self._key: object = None
+
+    def take(self, plan: Plan) -> Engine:
+        """The plan's engine with its adapter acting. Raises CheckpointError or EngineError."""
+        adapter = None if plan.ref.adapter is None else _read_adapter(plan.ref.adapter)
+        options = engine_options(plan, 0 if adapter is None else adapter.rank)
+        key = (plan.ref.base, plan.ref.format, options, adapter is None)
+        if self.engine is None or key != self._key:
+            self.close()
+            self.engine, self._key = open_engine(plan.ref.base, plan.ref.format, **options), key
+            logger.info("engine %s, %s", self.engine.name, self.engine.kernel)
+        if adapter is not None:
+            count = self.engine.sync_adapter(adapter.tensors, adapter.scaling)
+            logger.info("adapter %s: %d tensors act", plan.ref.adapter, count)
+        return self.engine
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+        self.engine = None
+
+
+def run_eval(settings: EvalSettings, on_batch: OnBatch | None = None, holder: EngineHolder | None = None) -> EvalResult:
     """Run or continue an evaluation, and write its folder; a finished one is read, not run again.
+
+    `holder` keeps the engine open for the caller's next evaluation; without it the engine is closed at the end.
 
     `on_batch` is called at the start and after each batch; without it progress is logged. Raises QerlError of the kind
     that fits, with what to write instead.
@@ -48,43 +77,33 @@ def run_eval(settings: EvalSettings, on_batch: OnBatch | None = None) -> EvalRes
         if rows:
             logger.info("%s holds %d completions; %d are missing", plan.out, len(rows), missing)
         if missing:
-            engine = open_for(plan)
+            own = holder or EngineHolder()
             try:
+                engine = own.take(plan)
                 store.bind_engine({"name": engine.name, "kernel": engine.kernel, "versions": versions()})
                 complete(plan, engine, store, rows, on_batch)
             finally:
-                engine.close()
+                if own is not holder:
+                    own.close()
         result = _result(plan, store, rows)
         store.finish(result.to_json())
     return result
 
 
-def open_for(plan: Plan) -> Engine:
-    """The plan's engine with its base loaded and its adapter acting. Raises CheckpointError or EngineError."""
+def engine_options(plan: Plan, rank: int) -> dict[str, object]:
+    """What `open_engine` is told beside the base; `rank` is that of the adapter to come, 0 for none."""
     settings = plan.settings
-    adapter = None if plan.ref.adapter is None else _read_adapter(plan.ref.adapter)
-    engine = open_engine(
-        plan.ref.base,
-        plan.ref.format,
-        engine=settings.engine,
-        dtype=settings.dtype,
-        device=settings.device,
-        trust_remote_code=settings.trust_remote_code,
-        kernel=settings.kernel,
-        memory=settings.memory,
-        deterministic=settings.deterministic,
-        max_context=max(map(len, plan.prompts)) + plan.sampling.max_new_tokens,
-        max_rank=0 if adapter is None else adapter.rank,
-    )
-    logger.info("engine %s, %s", engine.name, engine.kernel)
-    if adapter is not None:
-        try:
-            count = engine.sync_adapter(adapter.tensors, adapter.scaling)
-        except BaseException:
-            engine.close()
-            raise
-        logger.info("adapter %s: %d tensors act", plan.ref.adapter, count)
-    return engine
+    return {
+        "engine": settings.engine,
+        "dtype": settings.dtype,
+        "device": settings.device,
+        "trust_remote_code": settings.trust_remote_code,
+        "kernel": settings.kernel,
+        "memory": settings.memory,
+        "deterministic": settings.deterministic,
+        "max_context": max(map(len, plan.prompts)) + plan.sampling.max_new_tokens,
+        "max_rank": rank,
+    }
 
 
 @dataclass(frozen=True)
@@ -152,6 +171,7 @@ def _result(plan: Plan, store: Store, rows: Sequence[Row]) -> EvalResult:
     ref = plan.ref
     settings = {name: value for name, value in asdict(plan.settings).items() if name != "overwrite"}
     details = {
+        "step": plan.settings.step,
         "base": ref.base,
         "adapter": None if ref.adapter is None else str(ref.adapter),
         "format": ref.format,

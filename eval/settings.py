@@ -27,7 +27,7 @@ class EvalSettings:
     Raises ConfigError for values that cannot be used together.
     """
 
-    task: str
+    task: str  # name of a task, or a file of rows
     model: str | None = None  # folder, hub id, run or adapter; None: the newest run or checkpoint made here
     adapter: str | None = None
     load: str = "auto"
@@ -52,6 +52,7 @@ class EvalSettings:
     kernel: str = "auto"  # this and what follows: the vllm engine only
     memory: float | None = None  # GiB, or up to 1 a share of the card
     deterministic: bool = False
+    step: int | None = None  # of the run's checkpoint that `adapter` is: a label of the result
 
     def __post_init__(self) -> None:
         _choice("load", self.load, LOADS)

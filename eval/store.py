@@ -109,9 +109,11 @@ class Store:
 def open_store(folder: Path, identity: Mapping[str, Any], overwrite: bool) -> Iterator[Store]:
     """Make or take up the folder of the evaluation `identity` (plain JSON values), and hold it.
 
-    With `overwrite` an earlier evaluation's files are removed. Raises CheckpointError if the folder holds another
-    evaluation, something else, or is in use by another process.
+    A failure before the first whole batch leaves nothing behind; a later one, the whole batches. With `overwrite` an
+    earlier evaluation's files are removed. Raises CheckpointError if the folder holds another evaluation, something
+    else, or is in use by another process.
     """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -131,7 +133,23 @@ def open_store(folder: Path, identity: Mapping[str, Any], overwrite: bool) -> It
                 f"{folder} holds an evaluation with other settings ({differences(settings['identity'], identity)}): "
                 "give another --out, or --overwrite to begin anew"
             )
-        yield Store(folder, settings)
+        try:
+            yield Store(folder, settings)
+        except BaseException:
+            _discard_empty(folder, made)
+            raise
+
+
+def _discard_empty(folder: Path, made: Sequence[Path]) -> None:
+    """Remove the files of an evaluation without any completion, and the folders `made` for it (innermost first)."""
+    completions = folder / COMPLETIONS
+    if (folder / RESULT).exists() or (completions.exists() and completions.stat().st_size):
+        return
+    for name in (COMPLETIONS, SETTINGS):
+        (folder / name).unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        for path in made:
+            path.rmdir()
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.command import evaluate, parse_columns
+from eval.command import compare_results, evaluate, parse_columns
 from qerl.chat_command import chat_command
 from qerl.errors import ConfigError
 from qerl.plan_command import plan_command
@@ -29,6 +29,7 @@ app = typer.Typer(
     help="Reinforcement learning of language models on one GPU: NVFP4 base, BF16 LoRA, quantization noise.",
 )
 app.command("eval")(evaluate)
+app.command("compare")(compare_results)
 app.command("merge")(merge_command)
 app.command("chat")(chat_command)
 app.command("plan")(plan_command)

@@ -1,0 +1,68 @@
+"""Several checkpoints of one run in one call: the base is loaded once, the adapters are swapped.
+
+`qerl eval gsm8k --run runs/a --checkpoints all` (or `last`, or steps: `40,80`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from eval.result import EvalResult
+from eval.run import EngineHolder, OnBatch, run_eval
+from eval.settings import EvalSettings
+from qerl.checkpoint import kind_of
+from qerl.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+STEP = re.compile(r"step-(\d+)")  # as training names them
+
+
+def checkpoints_of(run: Path) -> dict[int, Path]:
+    """Folders of the run's checkpoints by step, in order. Raises CheckpointError if there are none."""
+    if not run.is_dir() or kind_of(run) != "run":
+        raise CheckpointError(f"--run {run} is no run directory: give one that `qerl train` made (runs/NAME)")
+    named = ((STEP.fullmatch(file.parent.name), file.parent) for file in run.glob("checkpoints/*/adapter_config.json"))
+    found = dict(sorted((int(match[1]), folder) for match, folder in named if match))
+    if not found:
+        raise CheckpointError(f"{run} has no checkpoint yet: let it reach run.save_every steps, or give another run")
+    return found
+
+
+def choose(found: dict[int, Path], asked: str) -> dict[int, Path]:
+    """The checkpoints asked for: `all`, `last`, or steps `40,80`. Raises ConfigError naming those that are there."""
+    if asked == "all":
+        return found
+    if asked == "last":
+        return dict([max(found.items())])
+    parts = [part.strip() for part in asked.split(",")]
+    wrong = [part for part in parts if not part.isdecimal() or int(part) not in found]
+    if wrong:
+        raise ConfigError(
+            f"--checkpoints {asked!r}: there is no checkpoint {wrong[0]!r}; write all, last, or steps of "
+            f"{', '.join(map(str, found))}"
+        )
+    return {step: found[step] for step in sorted(map(int, parts))}
+
+
+def run_checkpoints(
+    settings: EvalSettings, run: Path, asked: str, on_batch: Callable[[int], OnBatch | None] | None = None
+) -> list[EvalResult]:
+    """Evaluate the run's checkpoints in the order of their steps; finished ones are read, not run again.
+
+    With `settings.out`, each has its own folder in it. Raises QerlError as `run_eval` does.
+    """
+    chosen = choose(checkpoints_of(run), asked)
+    results = []
+    with contextlib.closing(EngineHolder()) as holder:
+        for step, folder in chosen.items():
+            logger.info("checkpoint of step %d", step)
+            out = None if settings.out is None else settings.out / folder.name
+            one = replace(settings, model=str(run), adapter=str(folder), out=out, step=step)
+            results.append(run_eval(one, on_batch(step) if on_batch else None, holder))
+    return results

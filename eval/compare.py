@@ -1,0 +1,210 @@
+"""Two evaluations of the same questions: is the second better, worse, or can it not be told?
+
+    one completion a question    exact McNemar test on the questions that only one of the two has right; Newcombe's
+                                 interval of the difference (Statistics in Medicine 17, 1998, 2635-2650, method 10)
+    several                      sign-flip test on the per-question differences of mean@n; percentile interval of a
+                                 bootstrap over questions
+
+Told apart only if the test gives p < 0.05 and the interval leaves out zero: the two rest on different approximations,
+and a claim should survive both. Evaluations of other questions, or with other settings, are refused.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from eval.metrics import wilson
+from eval.store import COMPLETIONS, RESULT, differences
+from qerl.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+SAME = ("task", "questions", "data", "samples", "temperature", "top_p", "max_new_tokens")
+NAMED = ("seed", "engine", "dtype", "kernel", "batch_size")  # may differ, and are then named
+RESAMPLES, CHUNK, SEED = 10_000, 500, 0
+LEVEL = 0.05
+
+Verdict = Literal["better", "worse", "cannot tell"]
+
+
+@dataclass(frozen=True)
+class PairedTest:
+    """Second minus first: mean `difference` over questions, its 95% interval, and the two-sided p value."""
+
+    difference: float
+    low: float
+    high: float
+    p_value: float
+    test: str
+    interval: str
+
+    @property
+    def verdict(self) -> Verdict:
+        """What can be said of the second."""
+        if self.p_value >= LEVEL or self.low <= 0 <= self.high:
+            return "cannot tell"
+        return "better" if self.difference > 0 else "worse"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Two results on the same questions. `only_first` of the questions are answered better by the first."""
+
+    task: str
+    models: tuple[str, str]
+    accuracies: tuple[float, float]
+    questions: int
+    samples: int
+    only_first: int
+    only_second: int
+    paired: PairedTest
+    also_different: str  # "" or settings that differ without forbidding the comparison
+
+    def to_json(self) -> dict[str, Any]:
+        """What --out holds."""
+        return {**asdict(self), "verdict": self.paired.verdict}
+
+    def table(self) -> Table:
+        """The numbers and the verdict, for people."""
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        paired = self.paired
+        table = Table("", "", title=self.task, box=box.SIMPLE_HEAD, show_header=False)
+        rows = [
+            ("first", f"{self.accuracies[0]:.1%}  {self.models[0]}"),
+            ("second", f"{self.accuracies[1]:.1%}  {self.models[1]}"),
+            ("second - first", f"{100 * paired.difference:+.1f} points"),
+            ("95% interval", f"{100 * paired.low:+.1f} to {100 * paired.high:+.1f} points ({paired.interval})"),
+            ("p value", f"{paired.p_value:.3g} ({paired.test})"),
+            ("questions", f"{self.questions}; first ahead on {self.only_first}, second on {self.only_second}"),
+            ("the second is", paired.verdict),
+        ]
+        if self.also_different:
+            rows.append(("also different", self.also_different))
+        for label, value in rows:
+            table.add_row(label, Text(value))
+        return table
+
+
+def compare(first: Path, second: Path) -> Comparison:
+    """Compare two evaluation folders.
+
+    Raises ConfigError if they did not ask the same, CheckpointError if one is not finished.
+    """
+    results = [_read(path) for path in (first, second)]
+    _check_same(first, second, *results)
+    values = [question_means(rows) for _, rows in results]
+    (one, _), (two, _) = results
+    first_Q, second_Q = ([value[row] for row in sorted(values[0])] for value in values)
+    samples = one["samples"]
+    named = [{key: result["identity"].get(key) for key in NAMED} for result in (one, two)]
+    return Comparison(
+        task=one["task"],
+        models=(one["model"], two["model"]),
+        accuracies=(math.fsum(first_Q) / len(first_Q), math.fsum(second_Q) / len(second_Q)),
+        questions=len(first_Q),
+        samples=samples,
+        only_first=sum(a > b for a, b in zip(first_Q, second_Q, strict=True)),
+        only_second=sum(b > a for a, b in zip(first_Q, second_Q, strict=True)),
+        paired=mcnemar(first_Q, second_Q) if samples == 1 else bootstrap(first_Q, second_Q),
+        also_different=differences(*named),
+    )
+
+
+def mcnemar(first_Q: Sequence[float], second_Q: Sequence[float]) -> PairedTest:
+    """Exact test and interval for one graded completion (0 or 1) a question and model."""
+    pairs = list(zip(first_Q, second_Q, strict=True))
+    only_first = sum(a > b for a, b in pairs)
+    only_second = sum(b > a for a, b in pairs)
+    both = sum(a == b == 1 for a, b in pairs)
+    low, high = newcombe(both, only_second, only_first, len(pairs) - both - only_first - only_second)
+    difference = (only_second - only_first) / len(pairs)
+    return PairedTest(difference, low, high, sign_test(only_first, only_second), "exact McNemar", "Newcombe, paired")
+
+
+def sign_test(wins: int, losses: int) -> float:
+    """Two-sided binomial p value of `wins` among wins + losses at probability 1/2."""
+    count = wins + losses
+    tail = sum(math.comb(count, k) for k in range(min(wins, losses) + 1))
+    return min(1.0, 2 * tail / 2**count)
+
+
+def newcombe(both: int, first_only: int, second_only: int, neither: int) -> tuple[float, float]:
+    """95% interval of p(first) - p(second) for paired proportions, Newcombe 1998, method 10."""
+    count = both + first_only + second_only + neither
+    sides = (both + first_only, both + second_only)
+    (p, q) = (side / count for side in sides)
+    (p_low, p_high), (q_low, q_high) = (wilson(value, count) for value in (p, q))
+    spread = math.prod((sides[0], count - sides[0], sides[1], count - sides[1]))
+    product = both * neither - first_only * second_only
+    if product > 0:
+        product = max(product - count / 2, 0)
+    phi = product / math.sqrt(spread) if spread else 0.0
+    below, above = (p - p_low, q_high - q), (p_high - p, q - q_low)
+    half = [math.sqrt(max(0.0, a * a - 2 * phi * a * b + b * b)) for a, b in (below, above)]
+    return max(-1.0, p - q - half[0]), min(1.0, p - q + half[1])
+
+
+def bootstrap(first_Q: Sequence[float], second_Q: Sequence[float]) -> PairedTest:
+    """Sign-flip test and percentile interval of the mean per-question difference, from a fixed seed."""
+    import numpy as np
+
+    difference_Q = np.asarray(second_Q) - np.asarray(first_Q)
+    mean, count = float(difference_Q.mean()), len(difference_Q)
+    rng = np.random.default_rng(SEED)
+    means, flipped = [], []
+    for _ in range(RESAMPLES // CHUNK):
+        means.append(difference_Q[rng.integers(0, count, (CHUNK, count))].mean(axis=1))
+        flipped.append((rng.integers(0, 2, (CHUNK, count)) * 2 - 1) @ difference_Q / count)
+    low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
+    beyond = int((np.abs(np.concatenate(flipped)) >= abs(mean) - 1e-12).sum())
+    p_value = (1 + beyond) / (1 + RESAMPLES)
+    return PairedTest(mean, float(low), float(high), p_value, "sign flips", f"bootstrap over {count} questions")
+
+
+def question_means(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
+    """Share of correct completions by row of the data."""
+    graded: dict[int, list[bool]] = {}
+    for row in rows:
+        graded.setdefault(row["row"], []).append(row["correct"])
+    return {row: sum(marks) / len(marks) for row, marks in graded.items()}
+
+
+def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """result.json and the rows of an evaluation's folder (or of its result.json)."""
+    folder = path.parent if path.name == RESULT else path
+    try:
+        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
+        lines = (folder / COMPLETIONS).read_text(encoding="utf-8").split("\n")
+        rows = [json.loads(line) for line in lines if line]
+        if len(rows) != result["completions"] or "identity" not in result:
+            raise ValueError(f"{len(rows)} completions where {result['completions']} were graded")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"{path} is no finished evaluation ({error}): give a folder in which `qerl eval` ended"
+        ) from error
+    return result, rows
+
+
+def _check_same(first: Path, second: Path, one: tuple[dict, list], two: tuple[dict, list]) -> None:
+    asked = [
+        {
+            **{key: result["identity"].get(key) for key in SAME},
+            "system_prompt": result.get("system_prompt"),
+            "prompt_template": result.get("prompt_template"),
+        }
+        for result, _ in (one, two)
+    ]
+    if asked[0] != asked[1]:
+        raise ConfigError(
+            f"{first} and {second} did not ask the same ({differences(*asked)}): evaluate both models with equal "
+            "--data, --limit, prompt and sampling options"
+        )

@@ -1,0 +1,133 @@
+"""The paired tests against published and counted values, and what a comparison refuses."""
+
+import itertools
+import json
+import random
+
+import pytest
+from typer.testing import CliRunner
+
+from eval.compare import bootstrap, compare, mcnemar, newcombe, sign_test
+from qerl.cli import app
+from qerl.errors import CheckpointError, ConfigError
+
+IDENTITY = {
+    "task": "gsm8k", "questions": 40, "data": "d", "samples": 1, "temperature": 0, "top_p": 1.0,
+    "max_new_tokens": 8, "seed": 0, "engine": "transformers", "kernel": "auto",
+}  # fmt: skip
+
+
+def write(folder, marks, **changes):
+    """An evaluation folder; each word of `marks` is one question, 'x' a correct completion."""
+    identity = {**IDENTITY, "questions": len(marks), "samples": len(marks[0]), **changes}
+    rows = [
+        {"row": row, "sample": sample, "correct": mark == "x"}
+        for row, word in enumerate(marks)
+        for sample, mark in enumerate(word)
+    ]
+    folder.mkdir()
+    (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = {"task": identity["task"], "model": folder.name, "samples": identity["samples"], "identity": identity}
+    (folder / "result.json").write_text(json.dumps({**result, "completions": len(rows)}))
+    return folder
+
+
+@pytest.mark.parametrize("wins", range(7))
+def test_the_sign_test_counts_outcomes(wins):
+    """Oracle: all 2^6 sequences at least as lopsided."""
+    far = abs(wins - 3)
+    outcomes = [abs(sum(flips) - 3) >= far for flips in itertools.product((0, 1), repeat=6)]
+    assert sign_test(wins, 6 - wins) == pytest.approx(sum(outcomes) / 64)
+
+
+def test_no_discordant_pair_says_nothing():
+    assert sign_test(0, 0) == 1
+    assert mcnemar([1, 0], [1, 0]).verdict == "cannot tell"
+
+
+def test_newcombe_gives_the_published_interval():
+    """Newcombe 1998, table II: 36, 12, 2, 0 by method 10."""
+    assert newcombe(36, 12, 2, 0) == (pytest.approx(0.0569, abs=5e-5), pytest.approx(0.3404, abs=5e-5))
+
+
+def test_the_direction_is_second_minus_first():
+    first, second = [0.0] * 10 + [1.0] * 30, [1.0] * 40
+    better, worse = mcnemar(first, second), mcnemar(second, first)
+    assert (better.difference, better.verdict, worse.difference, worse.verdict) == (0.25, "better", -0.25, "worse")
+    assert 0 < better.low < 0.25 < better.high
+    assert (better.low, better.high) == (pytest.approx(-worse.high), pytest.approx(-worse.low))
+
+
+def test_bootstrap_interval_is_the_normal_one_where_that_holds():
+    rng = random.Random(0)
+    first = [rng.randint(0, 8) / 8 for _ in range(400)]
+    second = [rng.randint(0, 8) / 8 for _ in range(400)]
+    found = bootstrap(first, second)
+    values = [b - a for a, b in zip(first, second, strict=True)]
+    mean = sum(values) / 400
+    error = (sum((value - mean) ** 2 for value in values) / 399 / 400) ** 0.5
+    assert found.difference == pytest.approx(mean)
+    assert (found.low, found.high) == (
+        pytest.approx(mean - 1.96 * error, abs=0.1 * error),
+        pytest.approx(mean + 1.96 * error, abs=0.1 * error),
+    )
+
+
+def test_sign_flips_on_few_questions_are_counted():
+    """Six questions, all ahead by the same: 2 of the 2^6 sign patterns are as far out, p = 1/32."""
+    assert bootstrap([0.0] * 6, [0.5] * 6).p_value == pytest.approx(2 / 64, abs=0.006)
+    assert bootstrap([0.0] * 5, [0.5] * 5).verdict == "cannot tell"  # 2/32 is above 0.05
+
+
+def test_equal_models_are_told_apart_in_one_of_twenty_at_most():
+    rng = random.Random(1)
+    told = 0
+    for _ in range(400):
+        difficulty = [rng.random() for _ in range(60)]
+        first, second = ([float(rng.random() < d) for d in difficulty] for _ in range(2))
+        told += mcnemar(first, second).verdict != "cannot tell"
+    assert told / 400 < 0.06
+
+
+def test_folders_are_compared_and_the_command_says_so(tmp_path):
+    first = write(tmp_path / "a", ["."] * 10 + ["x"] * 30)
+    second = write(tmp_path / "b", ["x"] * 40, seed=1)
+    found = compare(first, second / "result.json")
+    assert (found.accuracies, found.only_first, found.only_second) == ((0.75, 1.0), 0, 10)
+    assert found.also_different == "seed 0, now 1"
+    out = tmp_path / "c.json"
+    shown = CliRunner().invoke(app, ["compare", str(first), str(second), "--out", str(out)]).output
+    assert "better" in shown
+    assert "+25.0 points" in shown
+    assert json.loads(out.read_text())["verdict"] == "better"
+
+
+def test_several_samples_are_resampled_by_question(tmp_path):
+    found = compare(write(tmp_path / "a", ["x..."] * 20), write(tmp_path / "b", ["xx..", "xxx."] * 10))
+    assert found.paired.test == "sign flips"
+    assert found.paired.difference == pytest.approx(0.375)
+    assert found.paired.verdict == "better"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"task": "math500"}, "task gsm8k, now math500"),
+        ({"data": "other"}, "data d, now other"),
+        ({"max_new_tokens": 9}, "max_new_tokens 8, now 9"),
+        ({"temperature": 0.6}, "temperature 0, now 0.6"),
+    ],
+)
+def test_other_questions_or_settings_are_refused(tmp_path, changes, message):
+    first, second = write(tmp_path / "a", ["x"] * 4), write(tmp_path / "b", ["x"] * 4, **changes)
+    with pytest.raises(ConfigError, match=message):
+        compare(first, second)
+
+
+def test_an_unfinished_evaluation_is_refused(tmp_path):
+    first = write(tmp_path / "a", ["x"] * 4)
+    with pytest.raises(CheckpointError, match="no finished evaluation"):
+        compare(first, tmp_path / "none")
+    (first / "completions.jsonl").write_text('{"row": 0, "correct": true}\n')
+    with pytest.raises(CheckpointError, match="1 completions where 4 were graded"):
+        compare(first, first)
