@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from qerl.checkpoint import REPORT
+from qerl.disk import fsync
 from qerl.errors import CheckpointError
 from qerl.shards import read_json
 
@@ -111,21 +112,13 @@ def _empty(folder: Path) -> None:
 def _publish(staging: Path, out: Path) -> None:
     """Flush every file to the disk, then move the folder to its place; an old one there is exchanged in one step."""
     for path in sorted(staging.rglob("*"), reverse=True):
-        _fsync(path)
-    _fsync(staging)
+        fsync(path)
+    fsync(staging)
     if out.is_dir() and any(out.iterdir()):
         _exchange(staging, out)
     else:
         staging.rename(out)  # replaces an empty folder too
-    _fsync(out.parent)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    fsync(out.parent)
 
 
 def _exchange(new: Path, old: Path) -> None:

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING
 from safetensors import SafetensorError
 
 from qerl.adapter import load_tensors_, read_adapter, save_adapter
+from qerl.disk import fsync
 from qerl.errors import CheckpointError
-from training.disk import fsync
 
 if TYPE_CHECKING:
     from peft import PeftModel

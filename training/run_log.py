@@ -17,8 +17,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from qerl.disk import replace_text
 from qerl.errors import CheckpointError
-from training.disk import replace_text
 
 logger = logging.getLogger(__name__)
 

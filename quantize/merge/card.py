@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qerl.checkpoint import TINY, TINY_FOLDER, quantized_from
+from qerl.disk import replace_text
 from qerl.hub import HUB_ID
 from quantize.merge.effect import run_of
 from quantize.merge.report import KINDS, MergeReport
@@ -31,9 +32,7 @@ RECIPE_SECTIONS = ("adapter", "data", "rollout", "loss", "noise", "optim")
 
 def write_card(report: MergeReport, adapter: Path, path: Path) -> None:
     """Write the card, whole or not at all."""
-    partial = path.with_name(f".{path.name}.partial")
-    partial.write_text(card_text(report, adapter), encoding="utf-8")
-    partial.replace(path)
+    replace_text(path, card_text(report, adapter))
 
 
 def card_text(report: MergeReport, adapter: Path) -> str:

@@ -11,13 +11,14 @@ in one step; then the effect is measured on prompts, and the report and card are
 
 from __future__ import annotations
 
+import json
 import logging
-import os
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from qerl.checkpoint import ModelRef, adapter_folder, describe, resolve_model
+from qerl.disk import replace_text
 from qerl.errors import ConfigError, QerlError
 from qerl.publish import check_push, push
 from quantize.merge.base import Adapter, read_base
@@ -26,7 +27,6 @@ from quantize.merge.report import MergeReport
 from quantize.merge.serve import chat_line, serve_adapter_line, serve_model_line
 from quantize.output import MERGE_REPORT, check_space, check_target, staged_folder
 from quantize.run import package_version, progress_bar, resolve_device
-from quantize.writer import write_json
 
 FORMATS = ("adapter", "bf16", "nvfp4")
 PACKAGES = ("qerl", "torch", "transformers", "peft", "compressed-tensors", "llmcompressor", "vllm")
@@ -212,7 +212,5 @@ def _write_texts(report: MergeReport, adapter: Adapter, folder: Path) -> None:
     """merge_report.json and the model card, each whole or not at all."""
     from quantize.merge.card import write_card
 
-    partial = folder / f".{MERGE_REPORT}.partial"
-    write_json(partial, report.to_json())
-    os.replace(partial, folder / MERGE_REPORT)
+    replace_text(folder / MERGE_REPORT, json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")
     write_card(report, adapter.folder, folder / CARD)
