@@ -47,7 +47,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.set_defaults(steps=2)
+    parser.set_defaults(steps=3)
     parser.add_argument("--phase", choices=("step", "decode"), default="step")
     parser.add_argument("--kernel", default="auto", help="for --phase decode")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128, 256], help="for --phase decode")
@@ -115,7 +115,7 @@ def whole_step(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[s
     weight_bytes = body * 9 / 16 + head * 2
     rollout = phases["rollout"]
     rollout["share_of_bandwidth"] = weight_bytes * steps / 1e9 / (rollout["wall_ms"] / 1e3) / limit["gb_per_s"]
-    return {"phases": phases, "step": metrics}
+    return {"phases": phases, "steps": [json.loads(line) for line in lines]}
 
 
 def parameters(model: Path) -> tuple[float, float]:
