@@ -96,7 +96,7 @@ def whole_step(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[s
     from training.trainer import QerlTrainer
 
     phases: dict[str, Any] = {}
-    Rollout.generate = profiled(Rollout.generate, phases, "rollout", lambda rollout: rollout.step)
+    Rollout.generate = profiled(Rollout.generate, phases, "rollout", lambda rollout: rollout._step)
     QerlTrainer.compute_loss = profiled(
         QerlTrainer.compute_loss, phases, "training", lambda trainer: trainer.state.global_step
     )
