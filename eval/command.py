@@ -29,6 +29,8 @@ Load = StrEnum("Load", [(name, name) for name in LOADS])
 EngineName = StrEnum("EngineName", [(name, name) for name in ENGINES])
 Kernel = StrEnum("Kernel", [(name, name) for name in KERNELS])
 
+Suite = StrEnum("Suite", [("lighteval", "lighteval")])
+
 MODEL, DATA, SAMPLE, RUN = "Model", "Data and prompt", "Sampling", "Run"
 SAMPLED_HELP = f"Sample at temperature {SAMPLED_TEMPERATURE}, top-p {SAMPLED_TOP_P} (the reference's); default greedy."
 
@@ -101,6 +103,14 @@ def evaluate(
         int | None,
         typer.Option(help="Completions sampled and saved together. Default: 64, with vllm 1024.", rich_help_panel=RUN),
     ] = None,
+    suite: Annotated[
+        Suite | None,
+        typer.Option(help="Run TASK as this harness defines it: 'gsm8k|0' (needs qerl[eval]).", rich_help_panel=RUN),
+    ] = None,
+    suite_tasks: Annotated[
+        Path | None,
+        typer.Option(help="Python file with lighteval's TASKS_TABLE: local data, no hub.", rich_help_panel=RUN),
+    ] = None,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -157,11 +167,33 @@ def evaluate(
         memory=memory,
         deterministic=deterministic,
     )
+    if suite is not None:
+        show_suite(settings, suite_tasks, run)
+        return
+    if suite_tasks is not None:
+        raise ConfigError(f"--suite-tasks {suite_tasks} belongs to --suite lighteval: add that")
     if run is None and checkpoints is not None:
         raise ConfigError(f"--checkpoints {checkpoints} of which run? write --run RUN")
     if run is not None and (model is not None or adapter is not None):
         raise ConfigError("--run brings its own base and adapters: leave out --model and --adapter")
     show(settings, run, checkpoints or "all")
+
+
+def show_suite(settings: EvalSettings, tasks_file: Path | None, run: Path | None) -> None:
+    """Run lighteval's task and print its table. Raises ConfigError for options that lighteval decides itself."""
+    from rich.console import Console
+
+    from eval.lighteval_suite import run_suite, suite_table
+
+    given = {"--run": run, "--data": settings.data, "--columns": settings.columns, "--pass-k": settings.pass_k or None}
+    given |= {"--samples": settings.samples if settings.samples > 1 else None}
+    given |= {"--prompt-template": settings.prompt_template}
+    if wrong := [name for name, value in given.items() if value is not None]:
+        raise ConfigError(f"{wrong[0]} does not go with --suite lighteval, whose task decides it: leave it out")
+    result, out = run_suite(settings, tasks_file)
+    console = Console()
+    console.print(suite_table(result))
+    console.print(f"result: {out}", soft_wrap=True)
 
 
 def compare_results(

@@ -1,0 +1,160 @@
+"""lighteval's own tasks on our engine: `qerl eval --suite lighteval 'gsm8k|0'`.
+
+Prompts, metrics and aggregation are lighteval 0.13's; base, adapter and sampling are ours.
+With --suite-tasks FILE (Python with lighteval's TASKS_TABLE) only that file's tasks are known, and nothing is
+downloaded but what they name: lighteval's own registry loads a model from the hub when it is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval.identity import versions, weights_digest
+from eval.plan import EVALS, context_length, find_model
+from eval.settings import MAX_NEW_TOKENS, EvalSettings
+from eval.store import write_json
+from qerl.checkpoint import ModelRef, describe
+from qerl.errors import CheckpointError, ConfigError, DataError, MissingExtraError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+logger = logging.getLogger(__name__)
+
+SUITE_RESULT = "lighteval.json"
+
+
+def run_suite(settings: EvalSettings, tasks_file: Path | None = None) -> tuple[dict[str, Any], Path]:
+    """Run lighteval's task; returns what lighteval.json holds, and its folder. Raises a fitting QerlError."""
+    if importlib.util.find_spec("lighteval") is None:
+        raise MissingExtraError("lighteval", "eval")
+    if tasks_file is not None and not tasks_file.is_file():
+        raise ConfigError(f"--suite-tasks {tasks_file} is no file: write a Python file with TASKS_TABLE")
+    ref = find_model(settings)
+    out = settings.out or _default_out(ref, settings)
+    if (out / SUITE_RESULT).exists() and not settings.overwrite:
+        raise CheckpointError(f"{out} holds a result already: give another --out, or --overwrite")
+    started = time.monotonic()
+    scores = _scores(settings, ref, tasks_file)
+    result = {
+        "suite": "lighteval",
+        "task": settings.task,
+        "model": describe(ref),
+        "base": ref.base,
+        "adapter": None if ref.adapter is None else str(ref.adapter),
+        "format": ref.format,
+        "scores": scores,
+        "limit": settings.limit,
+        "seconds": round(time.monotonic() - started, 1),
+        "versions": versions(),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    write_json(out / SUITE_RESULT, result)
+    return result, out
+
+
+def suite_table(result: dict[str, Any]) -> Table:
+    """One line a task and metric, with lighteval's standard error."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("task", "metric", "value", "standard error", title=Text(result["model"]), box=box.SIMPLE_HEAD)
+    for task, metrics in result["scores"].items():
+        for name, value in metrics.items():
+            if not name.endswith("_stderr"):
+                error = metrics.get(f"{name}_stderr")
+                table.add_row(Text(task), Text(name), f"{value:.4f}", "" if error is None else f"{error:.4f}")
+    return table
+
+
+def _default_out(ref: ModelRef, settings: EvalSettings) -> Path:
+    weights = weights_digest(ref.adapter or Path(ref.base))[:8]
+    task = "".join(char if char.isalnum() else "-" for char in settings.task)
+    return EVALS / f"{ref.path.resolve().name}-lighteval-{task}-{weights}"
+
+
+def _scores(settings: EvalSettings, ref: ModelRef, tasks_file: Path | None) -> dict[str, dict[str, float]]:
+    from lighteval.logging.evaluation_tracker import EvaluationTracker
+    from lighteval.pipeline import ParallelismManager, Pipeline, PipelineParameters
+
+    from eval.lighteval_model import EngineModel
+    from qerl.model import load_tokenizer, local_folder
+
+    with tempfile.TemporaryDirectory() as scratch, _known_tasks(tasks_file):
+        folder = local_folder(ref.base)
+        tokenizer = load_tokenizer(folder, settings.trust_remote_code)
+        context = context_length(folder) or MAX_NEW_TOKENS
+        engine = _open(settings, ref)
+        try:
+            model = EngineModel(engine, tokenizer, settings, context, scratch)
+            pipeline = Pipeline(
+                tasks=settings.task,
+                pipeline_parameters=PipelineParameters(
+                    launcher_type=ParallelismManager.CUSTOM, max_samples=settings.limit
+                ),
+                evaluation_tracker=EvaluationTracker(output_dir=scratch),
+                model=model,
+            )
+            pipeline.evaluate()
+        except (ValueError, OSError, ImportError) as error:
+            raise DataError(
+                f"lighteval cannot run {settings.task!r} ({error}): write task|few_shot, and without a connection give "
+                "a task on local files with --suite-tasks FILE"
+            ) from error
+        finally:
+            engine.close()
+        results = pipeline.get_results()["results"]
+    return {name: {key: float(v) for key, v in scores.items()} for name, scores in results.items() if name != "all"}
+
+
+@contextlib.contextmanager
+def _known_tasks(tasks_file: Path | None) -> Iterator[None]:
+    """Within it lighteval knows the tasks of `tasks_file` only; None: its own."""
+    from lighteval.tasks.registry import Registry
+
+    if tasks_file is None:
+        yield
+        return
+    try:
+        configs = Registry._extract_configs(Registry.create_custom_tasks_module(tasks_file))
+    except Exception as error:  # the user's own code
+        raise ConfigError(f"--suite-tasks {tasks_file} failed when it was loaded: {error!r}") from error
+    if not configs:
+        raise ConfigError(f"--suite-tasks {tasks_file} has no TASKS_TABLE with a task in it")
+    before = Registry.__dict__["load_all_task_configs"]
+    Registry.load_all_task_configs = staticmethod(lambda custom_tasks=None, load_multilingual=False: configs)
+    try:
+        yield
+    finally:
+        Registry.load_all_task_configs = before
+
+
+def _open(settings: EvalSettings, ref: ModelRef) -> Any:
+    """The engine, with the adapter acting; its context is the model's own."""
+    from eval.run import _read_adapter
+    from qerl.engine import open_engine
+
+    adapter = None if ref.adapter is None else _read_adapter(ref.adapter)
+    engine = open_engine(
+        ref.base,
+        ref.format,
+        engine=settings.engine,
+        dtype=settings.dtype,
+        device=settings.device,
+        trust_remote_code=settings.trust_remote_code,
+        kernel=settings.kernel,
+        memory=settings.memory,
+        deterministic=settings.deterministic,
+        max_rank=0 if adapter is None else adapter.rank,
+    )
+    if adapter is not None:
+        engine.sync_adapter(adapter.tensors, adapter.scaling)
+    return engine

@@ -1,0 +1,90 @@
+"""lighteval's own pipeline on a local task and the shipped tiny model."""
+
+import importlib.util
+import json
+
+import pytest
+
+from eval.command import main
+from eval.lighteval_suite import run_suite
+from eval.settings import EvalSettings
+from qerl.errors import ConfigError
+
+needs_lighteval = pytest.mark.skipif(
+    importlib.util.find_spec("lighteval") is None, reason="lighteval is not installed: pip install 'qerl[eval]'"
+)
+TASKS = """
+from lighteval.metrics.metrics import Metrics
+from lighteval.tasks.lighteval_task import LightevalTaskConfig
+from lighteval.tasks.requests import Doc
+
+
+def ask(row, task_name):
+    return Doc(query=row["question"], choices=row["choices"], gold_index=row["gold"], task_name=task_name)
+
+
+def config(name, metric):
+    return LightevalTaskConfig(
+        name=name, prompt_function=ask, hf_repo={folder!r}, hf_subset="default", metrics=[metric],
+        hf_avail_splits=["test"], evaluation_splits=["test"], generation_size=12, stop_sequence=[],
+    )
+
+
+TASKS_TABLE = [config("mine", Metrics.exact_match), config("choose", Metrics.loglikelihood_acc)]
+"""
+
+
+@pytest.fixture
+def tasks_file(tmp_path):
+    folder = tmp_path / "data"
+    folder.mkdir()
+    rows = [
+        {"question": f"What is {n} plus 2?", "choices": [f" {n + 2}", " banana and more"], "gold": 0} for n in (1, 2, 3)
+    ]
+    (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    path = tmp_path / "tasks.py"
+    path.write_text(TASKS.replace("{folder!r}", repr(str(folder))))
+    return path
+
+
+@needs_lighteval
+def test_local_tasks_run_and_the_choices_are_ranked_by_our_engine(tasks_file, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    settings = EvalSettings(task="mine|0,choose|0", model="tiny", engine="transformers", out=tmp_path / "out")
+    result, out = run_suite(settings, tasks_file)
+    assert set(result["scores"]) == {"mine:0", "choose:0"} or set(result["scores"]) == {"mine|0", "choose|0"}
+    chosen = next(v for k, v in result["scores"].items() if k.startswith("choose"))
+    assert next(v for k, v in chosen.items() if not k.endswith("_stderr")) == 1.0  # a number, not a banana
+    assert json.loads((out / "lighteval.json").read_text())["scores"] == result["scores"]
+
+
+@needs_lighteval
+def test_a_task_that_is_not_there_is_one_line_and_leaves_nothing(tasks_file, tmp_path, capsys):
+    out = tmp_path / "out"
+    with pytest.raises(SystemExit) as stopped:
+        main("none", ["--suite", "lighteval", "--suite-tasks", str(tasks_file), "--model", "tiny", "--out", str(out)])
+    assert stopped.value.code == 2
+    assert "Cannot find task none" in capsys.readouterr().err
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--suite-tasks", "x.py"], "belongs to --suite lighteval"),
+        (["--suite", "lighteval", "--data", "x.jsonl"], "--data does not go with --suite lighteval"),
+        (["--suite", "helm"], "'helm' is not"),
+    ],
+)
+def test_options_that_do_not_fit_are_one_line(capsys, arguments, message):
+    with pytest.raises(SystemExit) as stopped:
+        main("gsm8k", arguments)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@needs_lighteval
+def test_a_tasks_file_without_tasks_is_refused(tmp_path):
+    (tmp_path / "tasks.py").write_text("")
+    with pytest.raises(ConfigError, match="no TASKS_TABLE"):
+        run_suite(EvalSettings(task="a|0", model="tiny", out=tmp_path / "out"), tmp_path / "tasks.py")
