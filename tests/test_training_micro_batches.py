@@ -13,7 +13,7 @@ from training.micro_batches import split
 from training.packed_policy import PackedPolicy
 from training.trainer import QerlTrainer
 
-LENGTHS = [(2, 5), (2, 5), (5, 1), (3, 8), (4, 3), (1, 6)]  # prompt and completion tokens of each row
+LENGTHS = [(2, 5), (2, 5), (5, 1), (3, 8), (3, 3), (1, 6)]  # prompt and completion tokens of each row
 MASKED, IDLE = 1, 4  # a truncated row, and one with advantage 0
 LOSSES = [
     ("dapo", "token"),
@@ -40,6 +40,7 @@ def step_inputs(trainer):
     torch.manual_seed(5)
     prompts = [torch.randint(3, 40, (p,)).tolist() for p, _ in LENGTHS]
     completions = [torch.randint(3, 40, (c,)).tolist() for _, c in LENGTHS]
+    prompts[4] = prompts[3] = prompts[0] + [7]  # a group that shares its prompt, with the idle row
     inputs = {
         "prompt_ids": padded(prompts, True, 0),
         "prompt_mask": padded([[1] * p for p, _ in LENGTHS], True, 0),
@@ -159,6 +160,6 @@ def test_shares_add_up(nvfp4_base, tmp_path):
     trainer = build_trainer(small_config(nvfp4_base, tmp_path, "noise.enabled=false"), tmp_path)
     inputs = step_inputs(trainer)
     batches = split(inputs, 14, "grpo", advantage_only=False)
-    assert [batch.rows for batch in batches] == [1, 2, 2]
+    assert [batch.rows for batch in batches] == [2, 2, 1]  # 7 + 6; 3 + 8 + 3, one prompt; 7
     assert sum(batch.token_share for batch in batches) == pytest.approx(1)
     assert sum(batch.loss_share for batch in batches) == pytest.approx(5 / 6)  # the masked row counts as TRL counts it

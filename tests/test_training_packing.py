@@ -1,5 +1,7 @@
 """Packed rows: what is in them, how they are split, and attention that keeps their sequences apart."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -13,37 +15,51 @@ from training.packed_attention import (
     hidden_states,
     packed_attention_of,
 )
-from training.packing import pack, split_by_tokens
+from training.packing import Lengths, Sequences, pack, row_lengths, split_by_tokens
 
-IDS = torch.tensor([[0, 1, 2, 3, 4, 0], [5, 6, 7, 8, 9, 10], [0, 0, 11, 12, 13, 14], [15, 16, 17, 18, 19, 0]])
-MASK = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0], [1, 1, 1, 1, 0, 0]])
+IDS = torch.tensor([[0, 1, 2, 3, 4, 0], [5, 6, 7, 8, 9, 10], [0, 0, 11, 12, 13, 14], [0, 1, 2, 17, 18, 19]])
+MASK = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0], [0, 1, 1, 1, 1, 1]])
 
 
-def test_pack_holds_the_tokens_once_and_in_order():
-    row = pack(IDS, MASK, 3)  # the third row's completion is masked
-    assert row.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 15, 16, 17, 18]]
-    assert row.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 0, 1, 2, 3]]
-    assert row.starts.tolist() == [0, 4, 10, 14]
-    assert row.starts.dtype == torch.int32
-    assert row.longest == 6
-    assert row.targets.tolist() == [3, 4, 8, 9, 10, 18]
-    assert row.input_ids[0, row.predicting].tolist() == [2, 3, 7, 8, 9, 17]
-    block = row.scatter(torch.arange(1.0, 7.0), (4, 3))
-    assert block.tolist() == [[1, 2, 0], [3, 4, 5], [0, 0, 0], [6, 0, 0]]
+def test_pack_holds_each_prompt_once_and_each_completion():
+    row = pack(IDS, MASK, 3)  # the first and last row have one prompt, the third's completion is masked
+    assert row.input_ids.tolist() == [[1, 2, 3, 4, 17, 18, 19, 5, 6, 7, 8, 9, 10]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 3, 2, 3, 4, 0, 1, 2, 3, 4, 5]]
+    sequences = row.sequences
+    assert sequences.query_starts.tolist() == [0, 2, 4, 7, 13]
+    assert sequences.key_starts.tolist() == [0, 2, 6, 11, 17]
+    assert sequences.keys.tolist() == [0, 1, *(0, 1, 2, 3), *(0, 1, 4, 5, 6), *range(7, 13)]
+    assert (sequences.longest_query, sequences.longest_key) == (6, 6)
+    assert sequences.query_starts.dtype == sequences.key_starts.dtype == torch.int32
+    assert row.targets.tolist() == [3, 4, 17, 18, 19, 8, 9, 10]
+    assert row.input_ids[0, row.predicting].tolist() == [2, 3, 2, 17, 18, 7, 8, 9]
+    block = row.scatter(torch.arange(1.0, 9.0), (4, 3))
+    assert block.tolist() == [[1, 2, 0], [6, 7, 8], [0, 0, 0], [3, 4, 5]]
+
+
+def test_different_prompts_share_nothing():
+    sequences = pack(IDS[:2], MASK[:2], 3).sequences
+    assert sequences.keys is None
+    assert sequences.query_starts.tolist() == sequences.key_starts.tolist() == [0, 4, 10]
 
 
 @pytest.mark.parametrize(
-    ("lengths", "budget", "groups"),
+    ("rows", "budget", "groups"),
     [
-        ([4, 4, 4, 4], 8, [[0, 1], [2, 3]]),
-        ([3, 8, 5, 2], 8, [[1], [0, 2], [3]]),
-        ([9, 1, 7], 8, [[0], [1, 2]]),  # longer than the budget: alone
-        ([0, 2, 0, 1], 8, [[1, 3]]),
+        ([(0, 1, 3), (1, 1, 3), (2, 1, 3), (3, 1, 3)], 8, [[0, 1], [2, 3]]),
+        ([(0, 4, 2), (0, 4, 2), (0, 4, 2)], 8, [[0, 1], [2]]),  # 4 + 2 + 2, and the prompt once more
+        ([(0, 4, 2), (1, 1, 1), (0, 4, 2)], 8, [[0, 2], [1]]),  # rows of a prompt stand together
+        ([(0, 1, 8), (0, 1, 1), (1, 1, 6)], 8, [[0], [1], [2]]),  # longer than the budget: alone
+        ([(0, 1, 0), (0, 1, 2), (1, 1, 0), (1, 1, 1)], 8, [[1, 3]]),
         ([], 8, []),
     ],
 )
-def test_rows_are_split_by_tokens(lengths, budget, groups):
-    assert split_by_tokens(lengths, budget) == groups
+def test_rows_are_split_by_tokens(rows, budget, groups):
+    assert split_by_tokens([Lengths(*row) for row in rows], budget) == groups
+
+
+def test_row_lengths_number_the_prompts():
+    assert row_lengths(IDS[:, :3], MASK[:, :3], [2, 3, 0, 3]) == [(0, 2, 2), (1, 3, 3), (2, 1, 0), (0, 2, 3)]
 
 
 def tiny_model(family, **changes):
@@ -77,27 +93,26 @@ def tiny_model(family, **changes):
 def test_a_packed_row_computes_what_each_sequence_computes_alone(family, changes):
     model = tiny_model(family, **changes)
     row = pack(IDS, MASK, 3)
-    with packed_attention_of(model):
+    with torch.no_grad(), packed_attention_of(model):
         packed = hidden_states(model, row)
-    alone = []
-    for ids, mask in zip(IDS, MASK, strict=True):
-        if mask[3:].any():
-            hidden = model.base_model(input_ids=ids[mask.bool()][None]).last_hidden_state[0]
-            alone.append(hidden[-int(mask[3:].sum()) - 1 : -1])
-    torch.testing.assert_close(packed, torch.cat(alone), rtol=1e-5, atol=1e-5)
+    alone = torch.zeros(4, 3, 32)
+    for ids, mask, place in zip(IDS, MASK, (alone[i] for i in range(4)), strict=True):
+        if count := int(mask[3:].sum()):
+            hidden = model.base_model(input_ids=ids[mask.bool()][None]).last_hidden_state
+            place[:count] = hidden[0, -count - 1 : -1].detach()
+    torch.testing.assert_close(packed, alone.view(12, 32)[row.places], rtol=1e-5, atol=1e-5)
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_no_sequence_reaches_another():
-    """Other tokens in one sequence change no bit of the others, and get no gradient from them."""
+def test_no_completion_reaches_another():
+    """Other tokens in one completion change no bit of the others, nor of the shared prompt."""
     model = tiny_model("qwen3")
     row = pack(IDS, MASK, 3)
     with packed_attention_of(model):
         before = hidden_states(model, row)
-        row.input_ids[0, 4:10] = 20
+        row.input_ids[0, 2:4] = 20  # the first row's completion, which predicts once inside itself
         after = hidden_states(model, row)
-    changed = (before != after).any(1)
-    assert changed.tolist() == [False, False, True, True, True, False]
+    assert (before != after).any(1).tolist() == [False, True, *[False] * 6]
 
 
 def test_models_that_compute_something_else_are_refused():
@@ -111,21 +126,32 @@ def test_models_that_compute_something_else_are_refused():
         check_config(config)
 
 
+def gpu_inputs(lengths, heads, kv_heads, head_dim):
+    """Random (q, k, v) and sequences: the second and third share a prompt of 40 tokens with a first of its own."""
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    prompt = torch.arange(int(starts[1]), int(starts[1]) + 40)
+    own = [torch.arange(int(a), int(b)) for a, b in pairwise(starts.tolist())]
+    own = [own[0], prompt, own[1][40:], *own[2:]]
+    keys = [own[0], prompt, torch.cat([prompt, own[2]]), torch.cat([prompt, own[3]]), *own[4:]]
+    bounds = [torch.tensor([0, *map(len, parts)]).cumsum(0).int().cuda() for parts in (own, keys)]
+    gathered = torch.cat(keys).cuda()
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(sum(lengths), n, head_dim, device="cuda").bfloat16() for n in (heads, kv_heads, kv_heads))
+    sequences = Sequences(*bounds, gathered, max(map(len, own)), max(map(len, keys)))
+    return (q, k[gathered], v[gathered]), sequences
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(28, 4, 128), (8, 8, 64), (16, 8, 256)])
 def test_flash_attention_is_its_twin(heads, kv_heads, head_dim, window):
     """Outputs and gradients in bfloat16 against the twin in float32, within the rounding of bfloat16 inputs."""
-    lengths = [640, 1, 77, 512, 300]
-    starts = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
-    total, longest = sum(lengths), max(lengths)
-    torch.manual_seed(0)
-    tensors = [torch.randn(total, n, head_dim, device="cuda").bfloat16() for n in (heads, kv_heads, kv_heads)]
-    weight = torch.randn(total, heads, head_dim, device="cuda")
+    qkv, sequences = gpu_inputs([640, 41, 77, 512, 300], heads, kv_heads, head_dim)
+    weight = torch.randn(*qkv[0].shape, device="cuda")
     results = []
     for attend, dtype in ((attend_flash, torch.bfloat16), (attend_each, torch.float32)):
-        inputs = [tensor.detach().to(dtype).requires_grad_() for tensor in tensors]
-        out = attend(*inputs, starts, longest, head_dim**-0.5, window)
+        inputs = tuple(tensor.detach().to(dtype).requires_grad_() for tensor in qkv)
+        out = attend(inputs, sequences, head_dim**-0.5, window)
         (out.float() * weight).sum().backward()
         results.append([out, *(tensor.grad for tensor in inputs)])
     for fast, exact in zip(*results, strict=True):
@@ -135,15 +161,12 @@ def test_flash_attention_is_its_twin(heads, kv_heads, head_dim, window):
 
 @pytest.mark.gpu
 def test_a_deterministic_gradient_repeats_to_the_bit():
-    lengths = [1500, 700, 3000]
-    starts = torch.tensor([0, *lengths]).cumsum(0).int().cuda()
-    torch.manual_seed(0)
-    tensors = [torch.randn(sum(lengths), n, 128, device="cuda").bfloat16() for n in (28, 4, 4)]
+    qkv, sequences = gpu_inputs([1500, 700, 3000, 90], 28, 4, 128)
     gradients = []
     for _ in range(5):
-        inputs = [tensor.clone().requires_grad_() for tensor in tensors]
+        inputs = tuple(tensor.clone().requires_grad_() for tensor in qkv)
         with deterministic_kernels(True):
-            attend_flash(*inputs, starts, max(lengths), 128**-0.5, None).square().sum().backward()
+            attend_flash(inputs, sequences, 128**-0.5, None).square().sum().backward()
         gradients.append([tensor.grad for tensor in inputs])
     for other in gradients[1:]:
         assert all(torch.equal(one, two) for one, two in zip(gradients[0], other, strict=True))

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from training.packing import split_by_tokens
+from training.packing import row_lengths, split_by_tokens
 
 BY_STEP_TOKENS = ("dapo", "cispo", "vespo")
 BY_TOKENS = ("bnpo",)
@@ -38,7 +38,7 @@ class MicroBatch:
 
 
 def split(inputs: Mapping[str, Any], budget: int, loss_type: str, advantage_only: bool) -> list[MicroBatch]:
-    """Cut a step into micro-batches of at most `budget` tokens, prompts included.
+    """Cut a step into micro-batches of at most `budget` tokens, a prompt counted once for its rows.
 
     Rows without a loss are left out, since their gradient is exactly 0: those masked entirely and, where the loss has
     no term but the advantage's (`advantage_only`), those with advantage 0. If that leaves none, one micro-batch with
@@ -46,11 +46,10 @@ def split(inputs: Mapping[str, Any], budget: int, loss_type: str, advantage_only
     """
     mask = inputs["completion_mask"]
     rows, step_tokens = len(mask), max(1, int(mask.sum()))
-    lengths = (inputs["prompt_mask"].sum(1) + mask.sum(1)) * mask.any(1)
-    groups = split_by_tokens(lengths.tolist(), budget)
+    groups = _groups(inputs, mask.sum(1), budget)
     if advantage_only:
         has_loss = (inputs["advantages"].view(rows, -1) != 0).any(1)
-        groups = split_by_tokens((lengths * has_loss).tolist(), budget) or groups[:1]
+        groups = _groups(inputs, mask.sum(1) * has_loss, budget) or groups[:1]
     batches = []
     for group in groups:
         part = _rows(inputs, group, rows)
@@ -85,6 +84,11 @@ def merge_metrics(
                 sums[name] += sum(values) * weight
                 weights[name] += len(values) * weight
     return {name: sums[name] / weights[name] for name in sums}
+
+
+def _groups(inputs: Mapping[str, Any], completion_tokens: torch.Tensor, budget: int) -> list[list[int]]:
+    lengths = row_lengths(inputs["prompt_ids"], inputs["prompt_mask"], completion_tokens.tolist())
+    return split_by_tokens(lengths, budget)
 
 
 def _rows(inputs: Mapping[str, Any], rows: Sequence[int], count: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Causal attention within each sequence of a packed row, as an attention function of transformers.
+"""Causal attention within the sequences of a packed row, as an attention function of transformers.
 
 On a GPU in 16 bit it is torch's variable-length flash attention; elsewhere its twin, plain scaled dot-product attention
 over one sequence at a time. transformers builds no mask for a name that has no mask function, and none is needed.
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
 from qerl.errors import EngineError
@@ -22,7 +23,7 @@ from qerl.errors import EngineError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from training.packing import PackedRow
+    from training.packing import PackedRow, Sequences
 
 NAME = "qerl_packed"
 MAX_HEAD_DIM = 256  # flash attention's
@@ -62,8 +63,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     *,
-    cu_seq_lens_q: torch.Tensor,
-    max_length_q: int,
+    sequences: Sequences,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' interface: query (1, heads, T, d), key and value (1, kv heads, T, d) -> (1, T, heads, d).
@@ -76,51 +76,63 @@ def packed_attention(
     if torch.is_autocast_enabled(device):
         query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    window = sliding_window if sliding_window is not None and sliding_window < max_length_q else None
+    if sequences.keys is not None:
+        k, v = _Gather.apply(k, sequences.keys), _Gather.apply(v, sequences.keys)
+    window = sliding_window if sliding_window is not None and sliding_window < sequences.longest_key else None
     fast = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= MAX_HEAD_DIM
-    attend = attend_flash if fast else attend_each
-    return attend(q, k, v, cu_seq_lens_q, max_length_q, scaling, window)[None], None
+    return (attend_flash if fast else attend_each)((q, k, v), sequences, scaling, window)[None], None
 
 
-def attend_flash(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    starts: torch.Tensor,
-    longest: int,
-    scale: float | None,
-    window: int | None,
-) -> torch.Tensor:
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # (T, heads, d), and twice (keys, kv heads, d)
+
+
+def attend_flash(qkv: QKV, sequences: Sequences, scale: float | None, window: int | None) -> torch.Tensor:
     """(T, heads, d) by `torch.nn.attention.varlen`; CUDA, 16 bit."""
     from torch.nn.attention.varlen import varlen_attn
 
-    # torch's window counts the tokens before the query; (-1, 0) is causal without a window.
+    # torch's window counts the tokens before the query; (-1, 0) is causal without a window. Queries that are fewer than
+    # their keys are the last of them.
     left = -1 if window is None else window - 1
-    return varlen_attn(
-        q, k, v, starts, starts, longest, longest, scale=scale, window_size=(left, 0), **_gqa_option(q, k)
-    )
+    layout = (sequences.query_starts, sequences.key_starts, sequences.longest_query, sequences.longest_key)
+    return varlen_attn(*qkv, *layout, scale=scale, window_size=(left, 0), **_gqa_option(*qkv[:2]))
 
 
-def attend_each(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    starts: torch.Tensor,
-    longest: int,
-    scale: float | None,
-    window: int | None,
-) -> torch.Tensor:
+def attend_each(qkv: QKV, sequences: Sequences, scale: float | None, window: int | None) -> torch.Tensor:
     """The twin of `attend_flash` for any device and dtype: one sequence after another."""
+    q, k, v = qkv
     outputs = []
-    bounds = starts.tolist()
-    for start, end in pairwise(bounds):
-        one = [tensor[start:end].transpose(0, 1)[None] for tensor in (q, k, v)]
-        mask = None if window is None or window >= end - start else _window_mask(end - start, window, q.device)
+    bounds = zip(pairwise(sequences.query_starts.tolist()), pairwise(sequences.key_starts.tolist()), strict=True)
+    for (start, end), (key_start, key_end) in bounds:
+        parts = q[start:end], k[key_start:key_end], v[key_start:key_end]
+        one = [part.transpose(0, 1)[None] for part in parts]
+        queries, keys = end - start, key_end - key_start
+        plain = queries == keys and (window is None or window >= keys)
         out = F.scaled_dot_product_attention(
-            *one, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            *one,
+            attn_mask=None if plain else _mask(queries, keys, window or keys, q.device),
+            is_causal=plain,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
         )
         outputs.append(out[0].transpose(0, 1))
     return torch.cat(outputs)
+
+
+class _Gather(torch.autograd.Function):
+    """rows[index]; where a row is taken several times, its gradient is summed in float32."""
+
+    @staticmethod
+    def forward(ctx, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(index)
+        ctx.count = len(rows)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        (index,) = ctx.saved_tensors
+        total = grad.new_zeros(ctx.count, *grad.shape[1:], dtype=torch.float32)
+        return total.index_add_(0, index, grad.float()).to(grad.dtype), None
 
 
 @contextmanager
@@ -155,15 +167,14 @@ def hidden_states(model: PreTrainedModel, row: PackedRow) -> torch.Tensor:
         input_ids=row.input_ids,
         position_ids=row.position_ids,
         use_cache=False,
-        cu_seq_lens_q=row.starts,
-        max_length_q=row.longest,
+        sequences=row.sequences,
     )
     return output.last_hidden_state[0].index_select(0, row.predicting)
 
 
-def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
-    """(length, length) bool: key j for query i with i - window < j <= i."""
-    distance = torch.arange(length, device=device)[:, None] - torch.arange(length, device=device)
+def _mask(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor:
+    """(queries, keys) bool for the last `queries` of `keys` tokens: token j is seen by i with i - window < j <= i."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
     return (distance >= 0) & (distance < window)
 
 

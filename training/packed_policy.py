@@ -10,7 +10,7 @@ import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from training.packed_attention import check_config, deterministic_kernels, hidden_states, packed_attention_of
-from training.packing import pack, split_by_tokens
+from training.packing import pack, row_lengths, split_by_tokens
 from training.token_logprobs import dense_head, token_logprobs
 
 if TYPE_CHECKING:
@@ -74,8 +74,8 @@ class PackedPolicy:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """`logprobs` of any number of rows, a micro-batch's tokens at a time."""
         results = torch.zeros(2, len(input_ids), width, device=input_ids.device)
-        scored = attention_mask[:, -width:].any(1)
-        lengths = (attention_mask.sum(1) * scored).tolist()
+        completions = attention_mask[:, -width:].sum(1).tolist()
+        lengths = row_lengths(input_ids[:, :-width], attention_mask[:, :-width], completions)
         for group in split_by_tokens(lengths, self._plan.micro_batch_tokens):
             rows = torch.tensor(group, device=input_ids.device)
             results[:, rows] = torch.stack(self.logprobs(input_ids[rows], attention_mask[rows], width))

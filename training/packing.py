@@ -1,25 +1,36 @@
-"""Rows of prompt and completion without their padding: cut into micro-batches by tokens, laid end to end in one row.
+"""Rows of prompt and completion without padding or repetition: cut by tokens, laid end to end in one packed row.
 
-A packed row holds whole sequences one after another; positions start again with each, and `packed_attention` keeps
-them apart. The model never sees a pad token, and only the positions that predict a completion token reach the head.
+A packed row holds the prompt of a group once, and each completion after it: keys and values of the prompt are the same
+for all of them, and its gradient is the sum of theirs. Positions go on from the prompt's in each completion. The model
+sees no pad token, and only the positions that predict a completion token reach the head.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 
+class Sequences(NamedTuple):
+    """What attends to what: N sequences of queries (T in all), each causal over keys that end where they end."""
+
+    query_starts: torch.Tensor  # (N + 1,) int32: where each sequence's queries begin in T, and T
+    key_starts: torch.Tensor  # (N + 1,) int32: where its keys begin in `keys`
+    keys: torch.Tensor | None  # positions in T of all sequences' keys; None: those of the queries themselves
+    longest_query: int
+    longest_key: int
+
+
 @dataclass(frozen=True)
 class PackedRow:
-    """N sequences of T tokens in all, with M completion tokens to score; out of a (B, C) block of completions."""
+    """T tokens with M completion tokens to score, out of a (B, C) block of completions."""
 
     input_ids: torch.Tensor  # (1, T)
     position_ids: torch.Tensor  # (1, T)
-    starts: torch.Tensor  # (N + 1,) int32: where each sequence begins, and T
-    longest: int  # tokens of the longest sequence
+    sequences: Sequences
     predicting: torch.Tensor  # (M,) positions in T whose output predicts a completion token
     targets: torch.Tensor  # (M,) that token
     places: torch.Tensor  # (M,) where it stands in the (B, C) block, row after row
@@ -30,43 +41,118 @@ class PackedRow:
         return block.index_copy(0, self.places, values).view(shape)
 
 
+class Lengths(NamedTuple):
+    """Of one row: which prompt it has, and the tokens of prompt and completion; 0 completion tokens: not to be run."""
+
+    prompt: int
+    prompt_tokens: int
+    completion_tokens: int
+
+
+def row_lengths(prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, completion_tokens: Sequence[int]) -> list[Lengths]:
+    """Of rows with (B, P) prompts, equal prompts by the same number."""
+    numbers: dict[bytes, int] = {}
+    keys = prompt_ids.masked_fill(~prompt_mask.bool(), -1).cpu().numpy()
+    prompts = [numbers.setdefault(row.tobytes(), len(numbers)) for row in keys]
+    return [Lengths(*row) for row in zip(prompts, prompt_mask.sum(1).tolist(), completion_tokens, strict=True)]
+
+
+def split_by_tokens(rows: Sequence[Lengths], budget: int) -> list[list[int]]:
+    """Groups of row indices that pack into at most `budget` tokens; a longer row is a group of its own.
+
+    Rows of one prompt stand together, in the order of the prompts' numbers, and a group is closed when the next row
+    does not fit: the groups follow from the lengths alone. Rows keep their order within a group.
+    """
+    groups: list[list[int]] = []
+    used, prompts = budget, set()
+    for index in sorted((i for i in range(len(rows)) if rows[i].completion_tokens), key=lambda i: (rows[i].prompt, i)):
+        row = rows[index]
+        added = row.completion_tokens + (0 if row.prompt in prompts else row.prompt_tokens)
+        if not groups or used + added > budget:
+            groups.append([])
+            used, prompts = 0, set()
+            added = row.completion_tokens + row.prompt_tokens
+        groups[-1].append(index)
+        prompts.add(row.prompt)
+        used += added
+    return [sorted(group) for group in groups]
+
+
 def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_width: int) -> PackedRow:
     """Pack (B, P + C) rows, prompts padded left and completions right; C is `completion_width`.
 
     Rows whose completion is masked entirely are left out. Every row needs at least one prompt token.
     """
-    kept = attention_mask[:, -completion_width:].bool()
-    inside = attention_mask.bool() & kept.any(1, keepdim=True)
-    completion = torch.zeros_like(inside)
-    completion[:, -completion_width:] = kept
-    lengths = inside.sum(1)
-    lengths = lengths[lengths > 0]
-    ids = input_ids[inside]
-    scored = completion[inside].nonzero()[:, 0]
-    return PackedRow(
-        input_ids=ids[None],
-        position_ids=(inside.cumsum(1) - 1)[inside][None],
-        starts=torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int(),
-        longest=int(lengths.max()) if len(lengths) else 0,
-        predicting=scored - 1,
-        targets=ids[scored],
-        places=kept.flatten().nonzero()[:, 0],
-    )
+    ids, mask = input_ids.cpu(), attention_mask.bool().cpu()
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for row in mask[:, -completion_width:].any(1).nonzero()[:, 0].tolist():
+        prompt = ids[row, :-completion_width][mask[row, :-completion_width]]
+        groups.setdefault(tuple(prompt.tolist()), []).append(row)
+    builder = _Builder(completion_width)
+    for prompt, rows in groups.items():
+        builder.add_group(torch.tensor(prompt), [(row, ids[row], mask[row]) for row in rows])
+    return builder.build(input_ids.device)
 
 
-def split_by_tokens(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Groups of row indices whose tokens add up to at most `budget`; a longer row is a group of its own.
+@dataclass
+class _Builder:
+    """The pieces of a packed row, on the CPU, in order."""
 
-    First-fit decreasing, ties by index, so that the groups follow from the lengths alone. Rows keep their order within
-    a group; a row of length 0 is in none.
-    """
-    groups: list[list[int]] = []
-    room: list[int] = []
-    for row in sorted((row for row in range(len(lengths)) if lengths[row] > 0), key=lambda row: (-lengths[row], row)):
-        place = next((index for index, free in enumerate(room) if free >= lengths[row]), len(groups))
-        if place == len(groups):
-            groups.append([])
-            room.append(budget)
-        groups[place].append(row)
-        room[place] -= lengths[row]
-    return [sorted(group) for group in groups]
+    width: int
+    tokens: list[torch.Tensor] = field(default_factory=list)
+    positions: list[torch.Tensor] = field(default_factory=list)
+    keys: list[torch.Tensor] = field(default_factory=list)
+    query_lengths: list[int] = field(default_factory=list)
+    key_lengths: list[int] = field(default_factory=list)
+    predicting: list[torch.Tensor] = field(default_factory=list)
+    targets: list[torch.Tensor] = field(default_factory=list)
+    places: list[torch.Tensor] = field(default_factory=list)
+    size: int = 0
+
+    def add_group(self, prompt: torch.Tensor, rows: list[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
+        """One prompt and (number, ids, mask) of each row that has it."""
+        start = torch.arange(self.size, self.size + len(prompt))
+        alone = len(rows) == 1
+        self._add_tokens(prompt, 0)
+        if not alone:
+            self._add_sequence(len(prompt), start)
+        for number, ids, mask in rows:
+            columns = mask[-self.width :].nonzero()[:, 0]
+            completion = ids[-self.width :][columns]
+            place = torch.arange(self.size, self.size + len(completion))
+            self._add_tokens(completion, len(prompt))
+            self._add_sequence(len(completion) + alone * len(prompt), torch.cat([start, place]))
+            self.predicting.append(torch.cat([start[-1:], place[:-1]]))
+            self.targets.append(completion)
+            self.places.append(number * self.width + columns)
+
+    def build(self, device: torch.device) -> PackedRow:
+        shared = self.query_lengths != self.key_lengths
+        sequences = Sequences(
+            _starts(self.query_lengths).to(device),
+            _starts(self.key_lengths).to(device),
+            _joined(self.keys).to(device) if shared else None,
+            max(self.query_lengths, default=0),
+            max(self.key_lengths, default=0),
+        )
+        row = (self.tokens, self.positions, self.predicting, self.targets, self.places)
+        ids, positions, predicting, targets, places = (_joined(pieces).to(device) for pieces in row)
+        return PackedRow(ids[None], positions[None], sequences, predicting, targets, places)
+
+    def _add_tokens(self, ids: torch.Tensor, position: int) -> None:
+        self.tokens.append(ids)
+        self.positions.append(torch.arange(position, position + len(ids)))
+        self.size += len(ids)
+
+    def _add_sequence(self, queries: int, keys: torch.Tensor) -> None:
+        self.query_lengths.append(queries)
+        self.key_lengths.append(len(keys))
+        self.keys.append(keys)
+
+
+def _starts(lengths: Sequence[int]) -> torch.Tensor:
+    return torch.tensor([0, *lengths]).cumsum(0).int()
+
+
+def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([torch.empty(0, dtype=torch.long), *pieces])
