@@ -57,7 +57,7 @@ def attach_lora(
         bias="none",
         task_type="CAUSAL_LM",
     )
-    config._register_custom_module(_packed_lora())
+    config._register_custom_module(_fused_lora())
     peft_model = get_peft_model(model, config, autocast_adapter_dtype=False)
     for parameter in peft_model.parameters():
         if parameter.requires_grad:
@@ -181,14 +181,38 @@ def _norm_leaves(model: nn.Module) -> list[str]:
     return sorted({name.rpartition(".")[2] for name in block_norms(model)})
 
 
-def _packed_lora() -> dict[type, type]:
-    """PEFT's LoRA layer for NVFP4Linear: the same forward, but a merge raises instead of losing the adapter."""
+def _fused_lora() -> dict[type, type]:
+    """PEFT's LoRA layers for a frozen base: plain LoRA in one autograd node (`qerl.layers.lora`), all else as PEFT."""
+    import torch
     from peft.tuners.lora.layer import Linear
 
+    from qerl.layers.lora import Part, lora_linear, part_of
     from qerl.nvfp4.linear import NVFP4Linear
 
-    class PackedLoraLinear(Linear):
-        """LoRA on a packed base."""
+    class FusedLoraLinear(Linear):
+        """LoRA on a linear."""
+
+        def lora_part(self) -> Part | None:
+            """What this layer computes now, if that is plain LoRA with one adapter, without dropout; else None."""
+            base = part_of(self.base_layer)
+            if base is None or self.disable_adapters or self.merged or self.fan_in_fan_out:
+                return base if self.disable_adapters and not self.merged else None
+            names = [name for name in self.active_adapters if name in self.lora_A]
+            if len(names) != 1:
+                return None
+            name = names[0]
+            dropout, a, b = self.lora_dropout[name], self.lora_A[name], self.lora_B[name]
+            drops = isinstance(dropout, torch.nn.Dropout) and dropout.p > 0 and self.training
+            if drops or name in self.lora_variant or a.bias is not None or b.bias is not None:
+                return None
+            return Part(base.base, a.weight, b.weight, self.scaling[name])
+
+        def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+            part = None if args or kwargs else self.lora_part()
+            return super().forward(x, *args, **kwargs) if part is None else lora_linear(x, [part])
+
+    class PackedLoraLinear(FusedLoraLinear):
+        """LoRA on a packed base: a merge raises instead of losing the adapter."""
 
         def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
             raise CheckpointError(
@@ -196,4 +220,4 @@ def _packed_lora() -> dict[type, type]:
                 "merge it into the 16-bit model, or serve the adapter as it is"
             )
 
-    return {NVFP4Linear: PackedLoraLinear}
+    return {NVFP4Linear: PackedLoraLinear, torch.nn.Linear: FusedLoraLinear}

@@ -39,12 +39,15 @@ def load_model(
     `format` is "nvfp4" or "bf16"; `dtype` is what the 16-bit tensors and the products are in: "auto" is bfloat16 on a
     GPU and float32 on a CPU, where bfloat16 products are slow. Raises CheckpointError for a folder of another format.
     """
+    from qerl.layers.place import fuse_
+
     folder = local_folder(path, trust_remote_code)
     if format not in ("nvfp4", "bf16"):
         raise CheckpointError(f"format {format!r} is not known: write 'nvfp4' or 'bf16'")
     torch_dtype = resolve_dtype(dtype, device)
     load = _load_nvfp4 if format == "nvfp4" else _load_16bit
     model = load(folder, torch_dtype, trust_remote_code).to(device)
+    fuse_(model)
     return model.requires_grad_(False).eval()
 
 

@@ -1,88 +1,23 @@
 """The trainer's model over the engine's tensors: transformers modules around vLLM's weights, one copy of each.
 
 Embeddings, head, norms and 16-bit linears are shared by pointer (for a fused linear: a range of its rows). A quantized
-linear reads its rows in the kernel's own layout: decoded into a short-lived buffer for each product, both directions.
-
-The buffer holds code * block scale, which bfloat16 represents exactly; the rest of the scale multiplies the float32
-accumulator of the product, as it does in both kernels. So the trainer computes with the checkpoint's exact weights,
-not with their bfloat16 roundings, and differs from the sampler only by the order of summation.
+linear reads its rows in the kernel's own layout (`qerl.nvfp4.kernel_linear`), exactly, so that the trainer differs from
+the sampler only by the order of summation. The layers around them are `qerl.layers`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from vllm.model_executor.layers.linear import LinearBase
 
 from qerl.errors import EngineError
-from qerl.nvfp4.kernel_layout import KernelWeight
-from qerl.nvfp4.kernels import decode_, dequantize_
-from qerl.nvfp4.linear import NVFP4Linear
+from qerl.layers.place import fuse_
+from qerl.nvfp4.kernel_linear import KernelLinear
 from qerl.vllm_plugin.linear import kernel_name, kernel_weight, parts
-
-
-class KernelLinear(NVFP4Linear):
-    """A frozen linear over rows [row_start, row_start + out_features) of a kernel's weight. It owns no weight."""
-
-    def __init__(self, weight: KernelWeight, row_start: int, rows: int, bias: torch.Tensor | None) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = weight.in_features, rows
-        self.compute_dtype = torch.bfloat16
-        self.kernel_weight, self.row_start = weight, row_start
-        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
-        self._cache = None
-
-    @property
-    def weight_packed(self) -> torch.Tensor:
-        """The kernel's words, of the whole fused linear (NVFP4Linear asks them for the device)."""
-        return self.kernel_weight.words
-
-    def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _KernelProduct.apply(input.to(self.compute_dtype), self)
-
-    def unscaled(self) -> torch.Tensor:
-        """(out_features, in_features) bfloat16, exact: the weight without the factor `kernel_weight.alpha`."""
-        return self._decode(torch.bfloat16, scaled=False)
-
-    def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        return self._decode(dtype, scaled=True)
-
-    def _decode(self, dtype: torch.dtype, scaled: bool) -> torch.Tensor:
-        out = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.kernel_weight.words.device)
-        if not scaled:
-            return decode_(out, self.kernel_weight, self.row_start)
-        return dequantize_(out, self.kernel_weight, self.row_start)
-
-    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> KernelLinear:
-        """The weights belong to the engine: they neither move nor change dtype."""
-        return self
-
-
-class _KernelProduct(torch.autograd.Function):
-    """alpha * x W^T + b and its gradient to x; the weight is decoded in both directions and not saved."""
-
-    @staticmethod
-    def forward(ctx, x: torch.Tensor, linear: KernelLinear) -> torch.Tensor:
-        ctx.linear = linear
-        return _product(x, linear.unscaled().t(), linear.bias, linear.kernel_weight.alpha)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad_output: torch.Tensor):
-        linear = ctx.linear
-        grad_output = grad_output.to(linear.compute_dtype)
-        return _product(grad_output, linear.unscaled(), None, linear.kernel_weight.alpha), None
-
-
-def _product(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, alpha: float) -> torch.Tensor:
-    rows = x.reshape(-1, x.shape[-1])
-    addend, beta = (x.new_zeros(1), 0) if bias is None else (bias, 1)
-    return torch.addmm(addend, rows, matrix, beta=beta, alpha=alpha).view(*x.shape[:-1], matrix.shape[1])
 
 
 def build_policy(folder: str, engine_model: nn.Module, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -103,6 +38,7 @@ def build_policy(folder: str, engine_model: nn.Module, trust_remote_code: bool =
         raise EngineError(f"vLLM's model has nothing for {empty[:5]}: set rollout.engine=transformers for this model")
     with suppress(OSError):  # the checkpoint ships none: the defaults stay
         model.generation_config = GenerationConfig.from_pretrained(folder)
+    fuse_(model)
     return model.requires_grad_(False).eval()
 
 

@@ -1,0 +1,197 @@
+"""Triton kernels for RMSNorm, SwiGLU and rotary embedding: float32 inside, rounded once. Twins: `qerl.layers.twins`.
+
+Each reads its operands once; nothing is summed by atomics, so results repeat to the bit. Ours rather than a library's:
+liger-kernel 0.8 has the same three, but its SwiGLU overwrites the saved gate and up, its rotary embedding its input's
+gradient, and all want contiguous tensors, where a fused projection gives strided ones.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+PROGRAMS = 528  # of a norm's backward pass: four for each of an H200's 132 multiprocessors
+WIDTH = 1024  # columns of a SwiGLU program
+
+
+@triton.jit
+def _row(index, heads, stride, columns):
+    """Offset of row `index` of (tokens, heads, columns) whose tokens are `stride` apart."""
+    index = index.to(tl.int64)
+    return (index // heads) * stride + (index % heads) * columns
+
+
+@triton.jit
+def _norm_forward(x_ptr, weight_ptr, out_ptr, scale_ptr, columns, heads, stride, eps, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    x = tl.load(x_ptr + _row(row, heads, stride, columns) + column, mask=inside, other=0.0).to(tl.float32)
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / columns + eps)
+    out = x * scale * weight
+    tl.store(scale_ptr + row, scale)
+    tl.store(out_ptr + row.to(tl.int64) * columns + column, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _norm_backward(
+    grad_ptr,
+    x_ptr,
+    weight_ptr,
+    scale_ptr,
+    out_ptr,
+    partial_ptr,
+    rows,
+    columns,
+    heads,
+    stride,
+    TRAINED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    column = tl.arange(0, BLOCK)
+    inside = column < columns
+    weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
+    partial = tl.zeros((BLOCK,), tl.float32)
+    first = tl.program_id(0)
+    for offset in range(0, rows - first, tl.num_programs(0)):
+        row = first + offset
+        at = row.to(tl.int64) * columns + column
+        grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        x = tl.load(x_ptr + _row(row, heads, stride, columns) + column, mask=inside, other=0.0).to(tl.float32)
+        normed = x * tl.load(scale_ptr + row)
+        if TRAINED:
+            partial += grad * normed
+        grad = grad * weight
+        out = (grad - normed * (tl.sum(grad * normed, 0) / columns)) * tl.load(scale_ptr + row)
+        tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
+    if TRAINED:
+        tl.store(partial_ptr + tl.program_id(0) * columns + column, partial, mask=inside)
+
+
+@triton.jit
+def _swiglu_forward(x_ptr, out_ptr, columns, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < columns
+    gate = tl.load(x_ptr + row * 2 * columns + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * columns + columns + column, mask=inside, other=0.0).to(tl.float32)
+    out = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + row * columns + column, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward(x_ptr, grad_ptr, out_ptr, columns, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < columns
+    gate_at = row * 2 * columns + column
+    gate = tl.load(x_ptr + gate_at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + gate_at + columns, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    gate_grad = grad * up * (sigmoid + silu * (1.0 - sigmoid))
+    tl.store(out_ptr + gate_at, gate_grad.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + gate_at + columns, (grad * silu).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(grad_ptr + row * columns + column, (silu * up).to(grad_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _rotate(x_ptr, out_ptr, cos_ptr, sin_ptr, heads, stride, out_stride, half, SIGN: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0)
+    token = (row // heads).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    inside = column < half
+    start = (row % heads) * 2 * half + column
+    x_ptr += token * stride + start
+    first = tl.load(x_ptr, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + half, mask=inside, other=0.0).to(tl.float32)
+    angle = token * 2 * half + column
+    cos = tl.load(cos_ptr + angle, mask=inside, other=0.0).to(tl.float32)
+    sin = tl.load(sin_ptr + angle, mask=inside, other=0.0).to(tl.float32) * SIGN
+    out_ptr += token * out_stride + start
+    tl.store(out_ptr, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + half, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=inside)
+
+
+def norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """See the twin."""
+    tokens, heads, columns = x.shape
+    out, scale = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty(tokens * heads, dtype=torch.float32)
+    block = triton.next_power_of_2(columns)
+    if tokens:
+        _norm_forward[(tokens * heads,)](
+            x, weight, out, scale, columns, heads, x.stride(0), eps, BLOCK=block, num_warps=_warps(block)
+        )
+    return out, scale
+
+
+def norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, trained: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """See the twin."""
+    tokens, heads, columns = x.shape
+    programs = min(PROGRAMS, max(1, tokens * heads))
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    partial = x.new_empty(programs if trained else 1, columns, dtype=torch.float32)
+    block = triton.next_power_of_2(columns)
+    _norm_backward[(programs,)](
+        grad.contiguous(),
+        x,
+        weight,
+        scale,
+        out,
+        partial,
+        tokens * heads,
+        columns,
+        heads,
+        x.stride(0),
+        TRAINED=trained,
+        BLOCK=block,
+        num_warps=_warps(block),
+    )
+    return out, partial.sum(0) if trained else None
+
+
+def swiglu_forward(x: torch.Tensor) -> torch.Tensor:
+    """See the twin."""
+    rows, columns = x.shape[0], x.shape[1] // 2
+    out = x.new_empty(rows, columns)
+    if rows:
+        _swiglu_forward[(rows, triton.cdiv(columns, WIDTH))](x, out, columns, WIDTH=WIDTH)
+    return out
+
+
+def swiglu_backward_(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """See the twin."""
+    rows, columns = grad.shape
+    out = torch.empty_like(x)
+    if rows:
+        _swiglu_backward[(rows, triton.cdiv(columns, WIDTH))](x, grad, out, columns, WIDTH=WIDTH)
+    return out
+
+
+def rotate_(out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
+    """See the twin."""
+    tokens, heads, columns = x.shape
+    if tokens:
+        _rotate[(tokens * heads,)](
+            x,
+            out,
+            cos,
+            sin,
+            heads,
+            x.stride(0),
+            out.stride(0),
+            columns // 2,
+            SIGN=sign,
+            BLOCK=triton.next_power_of_2(columns // 2),
+            num_warps=1,
+        )
+    return out
+
+
+def _warps(block: int) -> int:
+    return min(16, max(1, block // 256))

@@ -1,0 +1,202 @@
+"""Frozen linears that read the same input, each with a LoRA, as one product and one autograd node.
+
+For parts i with weight W_i, bias b_i, adapter factors A_i (r, K), B_i (N_i, r) and scale s_i:
+
+    h_i = x A_i^T            y_i = x W_i^T + b_i + s_i h_i B_i^T         the y_i are column ranges of one y (T, N)
+    g_i = s_i dy_i B_i       dx = sum_i dy_i W_i + g_i A_i
+    dA_i = g_i^T x           dB_i = s_i dy_i^T h_i                       summed in float32, never rounded to 16 bits
+
+One product for all A_i, and one for all W_i where the engine keeps them in one tensor (q/k/v, gate/up), decoded once
+a direction into a work buffer. Kept for the backward pass: x and h. The small products come first and the base product
+is added to them in its float32 accumulator, so that y is rounded once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from qerl.nvfp4.kernel_linear import adjacent, unscaled
+from qerl.nvfp4.linear import NVFP4Linear
+
+
+@dataclass(frozen=True)
+class Part:
+    """A frozen linear and its adapter; `a` and `b` None: it has none."""
+
+    base: nn.Linear
+    a: torch.Tensor | None = None
+    b: torch.Tensor | None = None
+    scale: float = 1.0
+
+
+def part_of(module: nn.Module) -> Part | None:
+    """What `module` multiplies by now; None if it does more than that, and has to be called."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return None
+    if hasattr(module, "lora_part"):
+        return module.lora_part()
+    if type(module) is not nn.Linear and not isinstance(module, NVFP4Linear):
+        return None
+    frozen = not any(parameter.requires_grad for parameter in module.parameters(recurse=False))
+    return Part(module) if frozen else None
+
+
+def parts_of(*modules: nn.Module) -> tuple[Part, ...] | None:
+    """`part_of` each, None if one of them is None."""
+    parts = tuple(part_of(module) for module in modules)
+    return None if None in parts else parts
+
+
+def lora_linear(x: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
+    """y (..., N) of the module docstring for x (..., K), in the dtype of the products."""
+    rows = x.reshape(-1, x.shape[-1])
+    y = _LoraLinear.apply(rows, tuple(parts), product_dtype(x, parts), *factors(parts))
+    return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])  # a view cannot be rotated in place
+
+
+def factors(parts: Sequence[Part]) -> list[torch.Tensor]:
+    """A and B of each part that has them: what gradients go to."""
+    return [factor for part in parts if part.a is not None for factor in (part.a, part.b)]
+
+
+def product_dtype(x: torch.Tensor, parts: Sequence[Part]) -> torch.dtype:
+    """autocast's inside autocast, else the base's."""
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    base = parts[0].base
+    return base.compute_dtype if isinstance(base, NVFP4Linear) else base.weight.dtype
+
+
+def forward(x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(y (T, N), h (T, ranks)) of x (T, K); h is None without an adapter."""
+    h = None if (a := _stacked_a(parts, x.dtype)) is None else x @ a.t()
+    y = x.new_empty(len(x), sum(part.base.out_features for part in parts))
+    started = any(part.a is not None or part.base.bias is not None for part in parts)
+    if started:
+        for part, ranks, columns in _columns(parts):
+            _start_(y[:, columns], None if h is None else h[:, ranks], part)
+    for columns, block in _blocks(parts):
+        matrix, alpha = _matrix(block, x.dtype)
+        out = y[:, columns]
+        torch.addmm(out, x, matrix.t(), beta=int(started), alpha=alpha, out=out)
+    return y, h
+
+
+def backward_to_input(grad: torch.Tensor, g: torch.Tensor | None, parts: Sequence[Part]) -> torch.Tensor:
+    """dx (T, K) from dy and `g` of `backward_to_h`."""
+    if g is None:
+        dx, started = grad.new_empty(len(grad), parts[0].base.in_features), False
+    else:
+        dx, started = g @ _stacked_a(parts, grad.dtype), True
+    for columns, block in _blocks(parts):
+        matrix, alpha = _matrix(block, grad.dtype)
+        torch.addmm(dx, grad[:, columns], matrix, beta=int(started), alpha=alpha, out=dx)
+        started = True
+    return dx
+
+
+def backward_to_h(grad: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor | None:
+    """g (T, ranks) of dy (T, N)."""
+    if not (ranks := sum(part.a.shape[0] for part in parts if part.a is not None)):
+        return None
+    g = grad.new_empty(len(grad), ranks)
+    for part, rows, columns in _adapted(parts):
+        out = g[:, rows]
+        torch.addmm(out, grad[:, columns], part.b.to(grad.dtype), beta=0, alpha=part.scale, out=out)
+    return g
+
+
+def backward_to_factors(
+    grad: torch.Tensor, x: torch.Tensor, h: torch.Tensor | None, g: torch.Tensor | None, parts: Sequence[Part]
+) -> list[torch.Tensor]:
+    """dA and dB of each part that has an adapter, as `factors` orders them, in the dtypes of A and B."""
+    grads = []
+    if g is not None:
+        stacked = _product_32(g.t(), x)
+        for part, rows, columns in _adapted(parts):
+            db = _product_32(grad[:, columns].t(), h[:, rows])
+            grads += [stacked[rows].to(part.a.dtype), db.mul_(part.scale).to(part.b.dtype)]
+    return grads
+
+
+class _LoraLinear(torch.autograd.Function):
+    """See the module docstring; keeps x and h, and the factors, which exist anyway."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, parts: tuple[Part, ...], dtype: torch.dtype, *adapter: torch.Tensor):
+        ctx.parts, ctx.x_dtype, x = parts, x.dtype, x.to(dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            y, h = forward(x, parts)
+        ctx.save_for_backward(x, h, *adapter)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        x, h, *_ = ctx.saved_tensors
+        grad = grad.to(x.dtype)
+        with torch.autocast(grad.device.type, enabled=False):
+            g = backward_to_h(grad, ctx.parts)
+            dx = backward_to_input(grad, g, ctx.parts).to(ctx.x_dtype) if ctx.needs_input_grad[0] else None
+            return dx, None, None, *backward_to_factors(grad, x, h, g, ctx.parts)
+
+
+def _columns(parts: Sequence[Part]) -> Iterator[tuple[Part, slice, slice]]:
+    """(part, its columns of h, its columns of y) of each part."""
+    rank, row = 0, 0
+    for part in parts:
+        rank_end, row_end = rank + (0 if part.a is None else len(part.a)), row + part.base.out_features
+        yield part, slice(rank, rank_end), slice(row, row_end)
+        rank, row = rank_end, row_end
+
+
+def _adapted(parts: Sequence[Part]) -> Iterator[tuple[Part, slice, slice]]:
+    return (entry for entry in _columns(parts) if entry[0].a is not None)
+
+
+def _blocks(parts: Sequence[Part]) -> Iterator[tuple[slice, Sequence[Part]]]:
+    """(columns of y, parts) of each base product: all at once where one tensor holds all weights."""
+    row = 0
+    for block in [parts] if adjacent([part.base for part in parts]) else [[part] for part in parts]:
+        end = row + sum(part.base.out_features for part in block)
+        yield slice(row, end), block
+        row = end
+
+
+def _matrix(block: Sequence[Part], dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+    """The block's weight (rows, K) up to a factor, and that factor; valid until the next call."""
+    bases = [part.base for part in block]
+    if adjacent(bases):
+        return unscaled(bases, dtype), bases[0].kernel_weight.alpha
+    base = bases[0]
+    return (base.dense(dtype) if isinstance(base, NVFP4Linear) else base.weight.to(dtype)), 1.0
+
+
+def _start_(out: torch.Tensor, h: torch.Tensor | None, part: Part) -> None:
+    """Fill `out`, the part's columns of y, with bias and LoRA term."""
+    bias = part.base.bias
+    if part.a is not None:
+        addend = out if bias is None else bias.to(out.dtype)
+        torch.addmm(addend, h, part.b.to(out.dtype).t(), beta=int(bias is not None), alpha=part.scale, out=out)
+    elif bias is not None:
+        out.copy_(bias)
+    else:
+        out.zero_()
+
+
+def _stacked_a(parts: Sequence[Part], dtype: torch.dtype) -> torch.Tensor | None:
+    stack = [part.a.to(dtype) for part in parts if part.a is not None]
+    return torch.cat(stack) if len(stack) > 1 else stack[0] if stack else None
+
+
+def _product_32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """left @ right in float32, not rounded to 16 bits in between where the device can do that."""
+    if left.is_cuda and left.dtype != torch.float32:
+        return torch.mm(left, right, out_dtype=torch.float32)
+    return (left @ right).float()

@@ -1,0 +1,54 @@
+"""The gated MLP y = down(silu(gate(x)) * up(x)) as one autograd node that keeps x, gate, up and the small h alone.
+
+The input of `down` is computed again in the backward pass, by the same kernel that reads gate and up for their
+gradients: a third less to keep for one more write.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from qerl.layers import lora
+from qerl.layers.elementwise import kernels_for
+
+
+def mlp_forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    """The forward of a transformers MLP with gate_proj, up_proj, down_proj and SiLU."""
+    gate_up, down = lora.parts_of(self.gate_proj, self.up_proj), lora.parts_of(self.down_proj)
+    if gate_up is None or down is None:
+        return type(self).forward(self, x)
+    rows, dtype = x.reshape(-1, x.shape[-1]), lora.product_dtype(x, gate_up)
+    y = _MLP.apply(rows, (gate_up, down, dtype), *lora.factors(gate_up), *lora.factors(down))
+    return y.view(*x.shape[:-1], y.shape[1])
+
+
+class _MLP(torch.autograd.Function):
+    """See the module docstring."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, block: tuple, *adapter: torch.Tensor) -> torch.Tensor:
+        gate_up, down, dtype = block
+        ctx.gate_up, ctx.down, ctx.x_dtype, x = gate_up, down, x.dtype, x.to(dtype)
+        with torch.autocast(x.device.type, enabled=False):
+            inner, h_gate_up = lora.forward(x, gate_up)
+            y, h_down = lora.forward(kernels_for(x).swiglu_forward(inner), down)
+        ctx.save_for_backward(x, inner, h_gate_up, h_down, *adapter)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        x, inner, h_gate_up, h_down, *_ = ctx.saved_tensors
+        grad = grad.to(x.dtype)
+        with torch.autocast(grad.device.type, enabled=False):
+            g = lora.backward_to_h(grad, ctx.down)
+            activation = lora.backward_to_input(grad, g, ctx.down)
+            grad_inner = kernels_for(x).swiglu_backward_(inner, activation)  # `activation` was its gradient until now
+            down_grads = lora.backward_to_factors(grad, activation, h_down, g, ctx.down)
+            del activation
+            g = lora.backward_to_h(grad_inner, ctx.gate_up)
+            dx = lora.backward_to_input(grad_inner, g, ctx.gate_up) if ctx.needs_input_grad[0] else None
+            grads = lora.backward_to_factors(grad_inner, x, h_gate_up, g, ctx.gate_up)
+        return None if dx is None else dx.to(ctx.x_dtype), None, *grads, *down_grads

@@ -1,0 +1,44 @@
+"""Put the layers into a transformers model: norms replaced, attention and MLP given another forward."""
+
+from __future__ import annotations
+
+import types
+
+from torch import nn
+
+from qerl.layers.attention import attention_forward
+from qerl.layers.elementwise import RMSNorm
+from qerl.layers.mlp import mlp_forward
+
+FAMILIES = ("Qwen2", "Qwen3", "Llama", "Mistral")  # their forwards were read in transformers 5.17
+
+
+def fuse_(model: nn.Module) -> int:
+    """Replace what is known in `model`; weights are shared and names stay. Returns how many modules were changed.
+
+    Call it before an adapter is attached. A model of another family is left as it is.
+    """
+    changed = 0
+    for name, module in list(model.named_modules()):
+        kind = _kind(module)
+        if kind == "RMSNorm":
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, RMSNorm(module.weight, module.variance_epsilon))
+        elif kind == "Attention":
+            module.forward = types.MethodType(attention_forward, module)
+        elif kind == "MLP" and module.config.hidden_act in ("silu", "swish"):
+            module.forward = types.MethodType(mlp_forward, module)
+        else:
+            continue
+        changed += 1
+    return changed
+
+
+def _kind(module: nn.Module) -> str | None:
+    cls = type(module)
+    if not cls.__module__.startswith("transformers.models."):
+        return None
+    for family in FAMILIES:
+        if cls.__name__ in (f"{family}RMSNorm", f"{family}Attention", f"{family}MLP"):
+            return cls.__name__.removeprefix(family)
+    return None

@@ -1,0 +1,53 @@
+"""RMSNorm, SwiGLU and rotary embedding in plain torch: what `qerl.layers.kernels` computes, on any device."""
+
+from __future__ import annotations
+
+import torch
+
+
+def norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """(weight * x_hat in x's dtype, rounded once; 1 / rms, float32 (T * H,)) of x (T, H, d), each d contiguous.
+
+    `x` may be rows of a wider tensor: its tokens any stride apart, its heads beside one another.
+    """
+    wide = x.float()
+    scale = (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
+    return (weight.float() * (wide * scale)).to(x.dtype), scale.flatten()
+
+
+def norm_backward(
+    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, trained: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Gradients to x and, if that is trained, to the weight (float32, (d,)).
+
+    With x_hat = x * scale and g = grad * weight: dx = scale * (g - x_hat * mean(g * x_hat)).
+    """
+    scale = scale.view(*x.shape[:2], 1)
+    normed, grad = x.float() * scale, grad.float()
+    scaled = grad * weight.float()
+    out = scale * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
+    return out.to(x.dtype), (grad * normed).sum((0, 1)) if trained else None
+
+
+def swiglu_forward(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up (T, n) of x = [gate, up] (T, 2 n), contiguous."""
+    gate, up = x.float().chunk(2, dim=-1)
+    return (torch.nn.functional.silu(gate) * up).to(x.dtype)
+
+
+def swiglu_backward_(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Gradient to x = [gate, up] (T, 2 n); `grad` (T, n) is overwritten by the forward pass's result."""
+    gate, up = x.float().chunk(2, dim=-1)
+    sigmoid, wide = gate.sigmoid(), grad.float()
+    silu = gate * sigmoid
+    out = torch.cat([wide * up * (sigmoid + silu * (1 - sigmoid)), wide * silu], dim=-1)
+    grad.copy_(silu * up)
+    return out.to(x.dtype)
+
+
+def rotate_(out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
+    """Write x (T, H, d), rotated by the angles of cos and sin (T, d) times `sign`, into `out`, which may be x."""
+    first, second = x.float().chunk(2, dim=-1)
+    half = x.shape[-1] // 2
+    cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float() * sign
+    return out.copy_(torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1))

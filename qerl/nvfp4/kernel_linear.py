@@ -1,0 +1,123 @@
+"""A frozen linear over rows of an NVFP4 weight in a GEMM kernel's layout, decoded into a work buffer for each product.
+
+The buffer holds code * block scale, which bfloat16 represents exactly; the rest of the scale, `KernelWeight.alpha`,
+multiplies the float32 accumulator of the product, as it does in the kernels. So the products are with the checkpoint's
+exact weights, not with their bfloat16 roundings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from qerl.nvfp4 import kernel_layout
+from qerl.nvfp4.kernel_layout import KernelWeight
+from qerl.nvfp4.linear import NVFP4Linear
+
+_BUFFERS: dict[tuple[torch.device, int], torch.Tensor] = {}  # by device and stream: bytes, as many as were asked for
+
+
+class KernelLinear(NVFP4Linear):
+    """A frozen linear over rows [row_start, row_start + out_features) of a kernel's weight. It owns no weight."""
+
+    def __init__(self, weight: KernelWeight, row_start: int, rows: int, bias: torch.Tensor | None) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = weight.in_features, rows
+        self.compute_dtype = torch.bfloat16
+        self.kernel_weight, self.row_start = weight, row_start
+        self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
+        self._cache = None
+
+    @property
+    def weight_packed(self) -> torch.Tensor:
+        """The kernel's words, of the whole fused linear (NVFP4Linear asks them for the device)."""
+        return self.kernel_weight.words
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return _KernelProduct.apply(input.to(self.compute_dtype), self)
+
+    def unscaled(self) -> torch.Tensor:
+        """(out_features, in_features) bfloat16, exact: the weight without the factor `kernel_weight.alpha`."""
+        return unscaled([self], torch.bfloat16).clone()
+
+    def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.weight_packed.device)
+        return _decode_(out, self.kernel_weight, self.row_start, scaled=True)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> KernelLinear:
+        """The weights belong to the engine: they neither move nor change dtype."""
+        return self
+
+
+def unscaled(linears: Sequence[KernelLinear], dtype: torch.dtype) -> torch.Tensor:
+    """The rows of `linears`, which must be `adjacent`, without the factor alpha, in the work buffer.
+
+    (sum of out_features, in_features); valid until the next call on this device and stream.
+    """
+    weight, rows = linears[0].kernel_weight, sum(linear.out_features for linear in linears)
+    out = _work_buffer(rows * weight.in_features, dtype, weight.words.device).view(rows, weight.in_features)
+    return _decode_(out, weight, linears[0].row_start, scaled=False)
+
+
+def adjacent(linears: Sequence[nn.Module]) -> bool:
+    """Whether these are rows of one kernel's weight, in order and without a gap."""
+    if not all(isinstance(linear, KernelLinear) for linear in linears):
+        return False
+    end = linears[0].row_start
+    for linear in linears:
+        if linear.kernel_weight is not linears[0].kernel_weight or linear.row_start != end:
+            return False
+        end += linear.out_features
+    return True
+
+
+def release_work_buffers() -> None:
+    """Give the work buffers' memory back: before a rollout, which plans with what is free."""
+    _BUFFERS.clear()
+
+
+def _decode_(out: torch.Tensor, weight: KernelWeight, row_start: int, scaled: bool) -> torch.Tensor:
+    if out.is_cuda:
+        from qerl.nvfp4.kernels import decode_, dequantize_
+
+        return dequantize_(out, weight, row_start) if scaled else decode_(out, weight, row_start)
+    dense = kernel_layout.dequantize(weight, torch.float32)[row_start : row_start + len(out)]
+    return out.copy_(dense if scaled else dense / weight.alpha)
+
+
+def _work_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    stream = torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+    size = numel * dtype.itemsize
+    buffer = _BUFFERS.get((device, stream))
+    if buffer is None or buffer.numel() < size:
+        buffer = _BUFFERS.pop((device, stream), None)
+        del buffer  # the smaller one is free before the larger is made
+        _BUFFERS[device, stream] = buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    return buffer[:size].view(dtype)
+
+
+class _KernelProduct(torch.autograd.Function):
+    """alpha * x W^T + b and its gradient to x; the weight is decoded in both directions and not saved."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, linear: KernelLinear) -> torch.Tensor:
+        ctx.linear = linear
+        matrix = unscaled([linear], linear.compute_dtype)
+        return _product(x, matrix.t(), linear.bias, linear.kernel_weight.alpha)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: torch.Tensor):
+        linear = ctx.linear
+        grad_output = grad_output.to(linear.compute_dtype)
+        matrix = unscaled([linear], linear.compute_dtype)
+        return _product(grad_output, matrix, None, linear.kernel_weight.alpha), None
+
+
+def _product(x: torch.Tensor, matrix: torch.Tensor, bias: torch.Tensor | None, alpha: float) -> torch.Tensor:
+    rows = x.reshape(-1, x.shape[-1])
+    addend, beta = (x.new_zeros(1), 0) if bias is None else (bias, 1)
+    return torch.addmm(addend, rows, matrix, beta=beta, alpha=alpha).view(*x.shape[:-1], matrix.shape[1])
