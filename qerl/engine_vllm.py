@@ -174,11 +174,13 @@ class VLLMEngine:
     def wake(self) -> None:
         import torch
 
+        from qerl.nvfp4.kernel_linear import release_work_buffers
         from qerl.vllm_plugin.sleep import kv_cache_bytes
 
         llm = self._open()
         if not self._asleep:
             return
+        release_work_buffers()
         gc.collect()
         torch.cuda.empty_cache()
         needed, free = kv_cache_bytes(), torch.cuda.mem_get_info(self._device)[0]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from qerl.errors import EngineError
+from qerl.layers.saved import kept_bytes
 
 GIB = 2**30
 CPU_TOKENS = 8192  # a micro-batch where no GPU bounds it
@@ -56,17 +57,14 @@ class Shapes:
     head_norms: bool = False  # norms on queries and keys (Qwen3)
 
     def footprint(self) -> Footprint:
-        """For 16-bit activations and LoRA on every linear, as transformers and PEFT compute them.
+        """For 16-bit activations and LoRA on every linear, as `qerl.layers` computes them.
 
         A test holds `layer` to what autograd saves; training replaces it with what it measures.
         """
-        norms = 2 * 4 * self.hidden + self.head_norms * 4 * (self.query + self.key_value)  # inputs in float32
-        attention = 2 * (2 * self.query + 2 * self.key_value)  # queries, keys, values, output
-        feed_forward = 2 * 3 * self.intermediate  # gate, silu(gate), up
-        lora = 2 * (5 * self.hidden + self.query + self.intermediate + 7 * self.rank)  # a copy of each input; x A^T
+        sizes = (self.hidden, self.intermediate, self.query, self.key_value, self.rank)
         return Footprint(
             layers=self.layers,
-            layer=norms + attention + feed_forward + lora,
+            layer=kept_bytes(*sizes, self.head_norms),
             layer_input=2 * self.hidden,
             working=2 * (4 * self.intermediate + 12 * self.hidden),
             fixed=LOGIT_TOKENS * self.vocabulary * 10 + 14 * self.trained,

@@ -66,8 +66,10 @@ def set_norm_noise_(norms: Mapping[str, nn.Module], noise: Mapping[str, torch.Te
 
 
 def _noisy_forward(noise: torch.Tensor):
+    from qerl.layers.elementwise import rms_norm
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return _rms(hidden_states, self.weight.float() + noise, _eps(self)).to(hidden_states.dtype)
+        return rms_norm(hidden_states, self.weight.float() + noise, _eps(self))
 
     return forward
 

@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qerl.adapter import attach_lora
 from qerl.config import PROJECTIONS
 from qerl.errors import EngineError
+from qerl.layers.place import fuse_
 from qerl.memory_plan import GIB, Footprint, MicroBatchPlan, Shapes, Wishes, plan_micro_batches
 from training.train_memory import measure_layer, model_shapes
 
@@ -61,10 +62,10 @@ def test_the_plan_fits_and_none_is_much_cheaper(gib):
 
 
 def test_only_rows_that_do_not_fit_recompute():
-    plan = plan_micro_batches(SEVEN_B.footprint(), wishes(longest=9216), 40 * GIB)
+    plan = plan_micro_batches(SEVEN_B.footprint(), wishes(longest=9216), 28 * GIB)
     assert plan.recomputed(plan.micro_batch_tokens) == 0
     assert 0 < plan.recomputed(7000) < plan.recomputed(9216) <= 28
-    assert max(plan.needed(tokens) for tokens in range(1, 9217)) <= 0.92 * 40 * GIB
+    assert max(plan.needed(tokens) for tokens in range(1, 9217)) <= 0.92 * 28 * GIB
 
 
 def test_a_cpu_has_a_fixed_size_and_recomputes_on_request():
@@ -93,6 +94,9 @@ def test_the_footprint_of_a_layer_is_what_autograd_keeps(family):
         num_key_value_heads=2, head_dim=16, pad_token_id=0,
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(False)
+    assert fuse_(model)
     policy = attach_lora(model, 8, 8, PROJECTIONS, 0.0, False, torch.float32)
     shapes = model_shapes(config, 8, 0)
-    assert shapes.footprint().layer == pytest.approx(measure_layer(policy), rel=0.03)  # which has the last norm too
+    joined = 2 * shapes.query  # the twin of flash attention keeps its output a second time
+    last_norm = 2 * shapes.hidden // shapes.layers
+    assert shapes.footprint().layer + joined + last_norm == pytest.approx(measure_layer(policy), rel=0.03)

@@ -1,0 +1,116 @@
+"""The layers' kernels on a GPU against their twins, and a fused linear of a kernel's layout against plain products."""
+
+import pytest
+import torch
+
+from qerl.layers import elementwise, twins
+from qerl.layers.lora import Part, lora_linear
+from qerl.nvfp4 import kernel_layout
+from qerl.nvfp4.kernel_layout import HUMMING_WGMMA, KernelWeight
+from qerl.nvfp4.kernel_linear import KernelLinear
+
+pytestmark = pytest.mark.gpu
+DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bf16", "fp32"])
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+def close(value, twin):
+    """Equal but for a last bit of 16 bits here and there."""
+    assert value.dtype == twin.dtype
+    tolerance = 1e-5 if twin.dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(value, twin, rtol=tolerance, atol=tolerance * twin.float().abs().max().item() / 8)
+
+
+@DTYPES
+@pytest.mark.parametrize("shape", [(300, 1, 3584), (33, 28, 128), (2, 7, 8192)], ids=str)
+def test_norms(dtype, shape):
+    from qerl.layers import kernels
+
+    wide = torch.randn(shape[0], shape[1] * shape[2] + 64, device="cuda", dtype=dtype)
+    x = wide[:, : shape[1] * shape[2]].unflatten(1, shape[1:])
+    weight, grad = torch.randn(shape[2], device="cuda"), torch.randn(shape, device="cuda", dtype=dtype)
+    out, scale = kernels.norm_forward(x, weight, 1e-6)
+    expected, expected_scale = twins.norm_forward(x, weight, 1e-6)
+    close(out, expected)
+    close(scale, expected_scale)
+    for trained in (True, False):
+        dx, dw = kernels.norm_backward(grad, x, weight, scale, trained)
+        expected_dx, expected_dw = twins.norm_backward(grad, x, weight, scale, trained)
+        close(dx, expected_dx)
+        assert (dw is None) == (not trained)
+        if trained:
+            torch.testing.assert_close(dw, expected_dw, rtol=1e-4, atol=1e-3)
+            assert torch.equal(dw, kernels.norm_backward(grad, x, weight, scale, True)[1])
+
+
+@DTYPES
+def test_swiglu(dtype):
+    from qerl.layers import kernels
+
+    x, grad = torch.randn(130, 2 * 2600, device="cuda", dtype=dtype), torch.randn(130, 2600, device="cuda", dtype=dtype)
+    close(kernels.swiglu_forward(x), twins.swiglu_forward(x))
+    ours, twin = grad.clone(), grad.clone()
+    close(kernels.swiglu_backward_(x, ours), twins.swiglu_backward_(x, twin))
+    close(ours, twin)
+
+
+@DTYPES
+def test_rotary(dtype):
+    x = torch.randn(65, 36 * 128, device="cuda", dtype=dtype)
+    angle = torch.randn(65, 64, device="cuda").repeat(1, 2)
+    cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)
+    expected = x.clone()
+    part = expected[:, : 32 * 128].unflatten(1, (32, 128))
+    twins.rotate_(part, part, cos, sin, 1)
+    close(elementwise.rotary_(x.clone(), cos, sin, 32), expected)
+    leaf, grad = x.clone().requires_grad_(), torch.randn_like(x)
+    elementwise.rotary_(leaf * 1.0, cos, sin, 32).backward(grad)
+    part = grad[:, : 32 * 128].unflatten(1, (32, 128))
+    twins.rotate_(part, part, cos, sin, -1)
+    close(leaf.grad, grad)
+
+
+@pytest.mark.parametrize("rows", [[3584, 512, 512], [1024, 1024]], ids=str)
+def test_a_fused_linear_with_its_adapters(rows):
+    total, columns, rank = sum(rows), 512, 32
+    words = torch.randint(-(2**31), 2**31, (columns // 16, 2 * total), device="cuda").int()
+    scales = torch.randint(48, 64, (columns // 16, total), device="cuda", dtype=torch.uint8).view(torch.float8_e4m3fn)
+    weight = KernelWeight(HUMMING_WGMMA, words, scales, total, columns, 97.0)
+    dense = kernel_layout.dequantize(weight, torch.float32)
+    starts = [sum(rows[:i]) for i in range(len(rows))]
+    linears = [
+        KernelLinear(weight, start, size, torch.randn(size, device="cuda").bfloat16())
+        for start, size in zip(starts, rows, strict=True)
+    ]
+    factors = [
+        (
+            (torch.randn(rank, columns, device="cuda") / 20).requires_grad_(),
+            (torch.randn(size, rank, device="cuda") / 5).requires_grad_(),
+        )
+        for size in rows
+    ]
+    x = torch.randn(1, 700, columns, device="cuda").bfloat16().requires_grad_()
+    upstream = torch.randn(1, 700, total, device="cuda").bfloat16()
+    leaves = [x, *(factor for pair in factors for factor in pair)]
+    with torch.autocast("cuda", torch.bfloat16):
+        out = lora_linear(x, [Part(linear, a, b, 0.7) for linear, (a, b) in zip(linears, factors, strict=True)])
+    assert out.dtype == torch.bfloat16
+    grads = torch.autograd.grad(out, leaves, upstream)
+    wide = x.float()
+    expected = torch.cat(
+        [
+            torch.nn.functional.linear(wide, dense[s : s + n], linear.bias.float()) + 0.7 * (wide @ a.t()) @ b.t()
+            for s, n, linear, (a, b) in zip(starts, rows, linears, factors, strict=True)
+        ],
+        -1,
+    )
+    for value, right in zip(
+        (out, *grads), (expected, *torch.autograd.grad(expected, leaves, upstream.float())), strict=True
+    ):
+        error = (value.float() - right.float()).norm() / right.float().norm()
+        assert error < 1e-2
+    assert {grad.dtype for grad in grads[1:]} == {torch.float32}
