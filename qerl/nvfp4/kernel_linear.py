@@ -40,8 +40,8 @@ class KernelLinear(NVFP4Linear):
         return _KernelProduct.apply(input.to(self.compute_dtype), self)
 
     def unscaled(self) -> torch.Tensor:
-        """(out_features, in_features) bfloat16, exact: the weight without the factor `kernel_weight.alpha`."""
-        return unscaled([self], torch.bfloat16).clone()
+        """(out_features, in_features) bfloat16, exact: the weight without `kernel_weight.alpha`, in the work buffer."""
+        return unscaled([self], torch.bfloat16)
 
     def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         out = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.weight_packed.device)
