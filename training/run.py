@@ -4,6 +4,7 @@ runs/<name>/
     config.yaml         the resolved recipe            run.json      versions, recipe, base, command
     metrics.jsonl       one line a step                completions/  samples of what was written
     checkpoints/        to resume from                 adapter/      the result, a standard PEFT folder
+    warnings.jsonl      what was wrong, in words; only if something was
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl (one line a step), samples of completions, and a line or bar for people.
+"""What a run writes down: metrics.jsonl (one line a step), samples of completions, warnings, and a line for people.
 
 Metrics under time/, speed/ and memory/ describe the machine; all others follow from the configuration alone, so that a
 resumed run can be compared with an uninterrupted one line by line.
@@ -19,6 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from qerl.disk import replace_text
 from qerl.errors import CheckpointError
+from training.watch import due, findings
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +42,7 @@ NAMES = {
     "step_time": "time/step_s",
     "epoch": None,
 }
+WARNINGS = "warnings.jsonl"
 MACHINE_PREFIXES = ("time/", "speed/", "memory/")
 
 
@@ -93,6 +95,8 @@ class RunLog:
         self._steps = steps
         self._console = console or Console(stderr=True)
         self._progress: Progress | None = None
+        self._rows: list[dict[str, Any]] = []  # of all steps so far
+        self._told: dict[str, int] = {}  # kind of warning -> the step at which it was written last
 
     def __enter__(self) -> RunLog:
         if self._console.is_terminal:
@@ -110,6 +114,8 @@ class RunLog:
         """Drop what a killed run wrote after `step`, so that the files continue as one run."""
         kept = [row for row in read_metrics(self._run_dir) if row["step"] <= step]
         replace_text(self._run_dir / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+        self._rows = kept
+        self._keep_warnings(step)
         for file in (self._run_dir / "completions").glob("step-*.jsonl"):
             if int(file.stem.removeprefix("step-")) > step:
                 file.unlink()
@@ -127,7 +133,9 @@ class RunLog:
                 f"the metrics of step {step} could not be written ({error}): free some disk space and run `qerl train "
                 f"--resume {self._run_dir}`, which continues after the last checkpoint"
             ) from error
+        self._rows.append(row)
         self._show(step, row)
+        self._warn(step)
 
     def write_completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """A sample of the step's completions, one JSON object a line."""
@@ -135,6 +143,26 @@ class RunLog:
         folder.mkdir(exist_ok=True)
         text = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
         (folder / f"step-{step:06d}.jsonl").write_text(text, encoding="utf-8")
+
+    def _warn(self, step: int) -> None:
+        """Write and show what a person should know at this step."""
+        for finding in due(findings(self._rows), self._told, step):
+            self._told[finding.kind] = step
+            row = {"step": step, "kind": finding.kind, "text": finding.text}
+            with (self._run_dir / WARNINGS).open("a", encoding="utf-8") as handle:
+                handle.write(json.dumps(row) + "\n")
+            style = "yellow" if self._console.is_terminal else None
+            self._console.print(
+                f"warning at step {step}: {finding.text}", style=style, highlight=False, markup=False, soft_wrap=True
+            )
+
+    def _keep_warnings(self, step: int) -> None:
+        """Drop those after `step`; what was told before keeps its cool-down."""
+        path = self._run_dir / WARNINGS
+        if path.exists():
+            kept = [row for row in _read_rows(path) if row["step"] <= step]
+            replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+            self._told = {row["kind"]: row["step"] for row in kept}
 
     def _show(self, step: int, row: Mapping[str, Any]) -> None:
         shown = {
@@ -156,8 +184,10 @@ class RunLog:
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl; a line that is not one (a kill cuts the last one short) is left out and named."""
     path = run_dir / "metrics.jsonl"
-    if not path.exists():
-        return []
+    return _read_rows(path) if path.exists() else []
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         try:
@@ -167,5 +197,5 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
         else:
-            logger.warning("%s: line %d is not a step's metrics and is dropped", path, number)
+            logger.warning("%s: line %d is not a step's and is dropped", path, number)
     return rows

@@ -18,6 +18,7 @@ from qerl.report.read import Evaluation, Run, printable
 from qerl.report.sampling import sampling_text
 from qerl.report.stages import held_note, stage_table, stages
 from qerl.report.summary import change_table, differences, fifth, memory_table, phase_table
+from qerl.report.warnings import latest_warnings
 
 
 def render_page(runs: Sequence[Run], compared: tuple[Evaluation, Evaluation] | None = None) -> str:
@@ -65,6 +66,7 @@ def _run(run: Run) -> dict[str, Any]:
         "facts": _facts(run),
         "stages": stage_table(found) if any(stage.sigma_high for stage in found) else None,
         "held": held_note(run.rows),
+        "warnings": latest_warnings(run),
         "samples": extremes(run),
         "config": run.config_text,
         "versions": run.about.get("versions") or {},

@@ -41,6 +41,7 @@ class Run:
     about: dict[str, Any] = field(default_factory=dict)  # run.json
     samples: list[Row] = field(default_factory=list, repr=False)
     evaluations: list[Evaluation] = field(default_factory=list, repr=False)
+    warnings: list[Row] = field(default_factory=list, repr=False)  # step, kind and text, in order
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -57,7 +58,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     rows = read_jsonl(folder / "metrics.jsonl")
     if not rows:
         raise DataError(f"{folder} has no steps in metrics.jsonl yet: give the directory of a run that has begun")
-    about = folder / "run.json"
+    about, warnings = folder / "run.json", folder / "warnings.jsonl"
     config, config_text = _config(folder / "config.yaml")
     return Run(
         folder,
@@ -68,6 +69,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         read_json(about) if about.exists() else {},
         _samples(folder),
         [read_evaluation(path.parent) for path in sorted(folder.glob("eval/*/result.json"))],
+        read_jsonl(warnings) if warnings.exists() else [],
     )
 
 

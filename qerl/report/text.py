@@ -9,14 +9,20 @@ from qerl.report.read import Evaluation, Row, Run, printable
 from qerl.report.sampling import sampling_text
 from qerl.report.stages import held_note, stage_table, stages
 from qerl.report.summary import changes, fifth
+from qerl.report.warnings import latest_warnings
 
 
 def render_text(run: Run, compared: tuple[Evaluation, Evaluation] | None = None) -> str:
     """The report in Markdown; `compared` are evaluations before and after training."""
-    sections = [f"# {run.name}", _training(run.rows), *_stages(run.rows)]
+    sections = [f"# {run.name}", *_warnings(run), _training(run.rows), *_stages(run.rows)]
     if compared:
         sections += [_comparison(*compared), *(_pair(pair) for pair in pairs(*compared))]
     return printable("\n\n".join(sections)) + "\n"
+
+
+def _warnings(run: Run) -> list[str]:
+    lines = [f"- step {steps}: {text}" for steps, text in latest_warnings(run)]
+    return ["Warnings while it ran:\n\n" + "\n".join(lines)] if lines else []
 
 
 def _training(rows: Sequence[Row]) -> str:

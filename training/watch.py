@@ -1,0 +1,183 @@
+"""What a person should know while a run trains, in words: a pure function from the metrics of its steps to findings.
+
+Each finding looks at the last WINDOW values of a metric, so that one odd step says nothing, and is told again at the
+earliest COOL_DOWN steps later. The bounds are where a run of ours is no longer worth its time, not where it is best.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Rows = Sequence[Mapping[str, Any]]
+
+WINDOW = 5  # steps
+COOL_DOWN = 50  # steps
+LOOK_BACK = 4 * WINDOW  # steps; further updates on one rollout have no metrics of it
+TRUNCATED = 0.5  # share of the completions
+UNANSWERED = 0.5  # share of the completions
+COLLAPSED = 0.1  # of the entropy of the first steps
+MISMATCH_GROWTH = 5.0  # times that of the first steps with as much noise
+MISMATCH_LEAST = 1e-3  # nats; what kernels alone make is below it
+OUTSIDE = 0.1  # share of the tokens
+INFORMATIVE = 0.1  # share of the sampled groups
+
+# Whether completions are right, where a reward says so; of all that was sampled, if that is more than the batch.
+GRADES = ("sampled/accuracy", "rewards/accuracy", "sampled/reward", "reward")
+
+
+@dataclass(frozen=True)
+class Finding:
+    """`kind` tells findings apart for the cool-down; `text` names the figures and what to change."""
+
+    kind: str
+    text: str
+
+
+def findings(rows: Rows) -> list[Finding]:
+    """What holds at the last of `rows`, the metrics of all steps so far, oldest first."""
+    zero = _reward_zero(rows)
+    found = [] if zero is None else [Finding("reward_zero", zero)]
+    for kind, check in CHECKS.items():
+        explained = zero is not None and kind in EXPLAINED_BY_ZERO
+        if not explained and (text := check(rows)) is not None:
+            found.append(Finding(kind, text))
+    return found
+
+
+def due(found: Iterable[Finding], told: Mapping[str, int], step: int) -> list[Finding]:
+    """Those that were not told in the last COOL_DOWN steps; `told` has the step at which each kind was told last."""
+    return [finding for finding in found if finding.kind not in told or step - told[finding.kind] >= COOL_DOWN]
+
+
+def _reward_zero(rows: Rows) -> str | None:
+    for key in GRADES:
+        if (values := _recent(rows, key)) is not None:
+            what = f"the {key.rpartition('/')[2]} has been 0 for {len(values)} steps in a row"
+            return None if any(values) else f"{what}: {_why_zero(rows)}"
+    return None
+
+
+def _why_zero(rows: Rows) -> str:
+    """The most likely cause of rewards that are all 0; a truncated completion has no answer either, so it is first."""
+    truncated = _mean(rows, "completions/truncated_share") or 0.0
+    if truncated >= TRUNCATED:
+        return f"{truncated:.0%} of the completions hit the length limit; raise rollout.max_new_tokens"
+    no_answer = _mean(rows, "grades/no_answer_share") or 0.0
+    if no_answer >= UNANSWERED:
+        return (
+            f"in {no_answer:.0%} of the completions no answer was found; read completions/, and make the prompt "
+            "(data.prompt_template, data.system_prompt) ask for the form that the task grades"
+        )
+    refused = _mean(rows, "grades/refused_share") or 0.0
+    if refused >= UNANSWERED:
+        return f"{refused:.0%} of the answers could not be compared; check the answers of the data and data.columns"
+    if _mean(rows, "rewards/format") == 0.0:
+        return "no completion has the form that the reward format asks for; check its style against the prompt"
+    return (
+        "completions end and state answers that are wrong; take easier data or a stronger base, a larger "
+        "rollout.group_size, or check the reference answers with `qerl grade`"
+    )
+
+
+def _no_variance(rows: Rows) -> str | None:
+    shares = _recent(rows, "groups/zero_variance_share")
+    if shares is None or min(shares) < 1.0:
+        return None
+    reward = _mean(rows, "reward")
+    height = "" if reward is None else f" (mean reward {reward:.2f})"
+    return (
+        f"in {len(shares)} steps no group had completions of different reward{height}, so that the gradient is 0: take "
+        "easier or harder data, a larger rollout.group_size or rollout.temperature, or "
+        "rollout.dynamic_sampling.enabled: true"
+    )
+
+
+def _truncated(rows: Rows) -> str | None:
+    share = _mean(rows, "completions/truncated_share")
+    if share is None or share < TRUNCATED:
+        return None
+    return (
+        f"{share:.0%} of the completions hit the length limit: raise rollout.max_new_tokens, or add the reward "
+        "soft_overlong"
+    )
+
+
+def _entropy(rows: Rows) -> str | None:
+    first, now = _mean(rows[:WINDOW], "entropy"), _mean(rows, "entropy")
+    if first is None or now is None or now >= COLLAPSED * first:
+        return None
+    return (
+        f"the entropy fell from {first:.3g} to {now:.3g} nats a token, so that completions hardly differ any more: "
+        "lower optim.learning_rate, raise loss.entropy_coef or noise.sigma_end, or stop at the best checkpoint"
+    )
+
+
+def _mismatch(rows: Rows) -> str | None:
+    now = _mean(rows, "mismatch_kl")
+    if now is None or now < MISMATCH_LEAST:
+        return None
+    sigma = max(_recent(rows, "noise/sigma") or [0.0])
+    first = _mean([row for row in rows if (row.get("noise/sigma") or 0.0) >= sigma][:WINDOW], "mismatch_kl")
+    if first is None or now < MISMATCH_GROWTH * first:
+        return None
+    return (
+        f"mismatch_kl grew from {first:.1e} to {now:.1e} nats at no more noise: engine and trainer drift apart; lower "
+        "optim.learning_rate, or resume from an earlier checkpoint if the reward falls too"
+    )
+
+
+def _outside(rows: Rows) -> str | None:
+    for fate in ("capped", "masked"):
+        share = _mean(rows, f"correction/{fate}_share")
+        if share is not None and share >= OUTSIDE:
+            return (
+                f"{share:.0%} of the tokens have an importance ratio outside loss.correction's bounds and were {fate}: "
+                "sampler and trainer differ much; lower noise.sigma_start, or raise loss.correction.cap"
+            )
+    return None
+
+
+def _informative(rows: Rows) -> str | None:
+    share = _mean(rows, "dynamic_sampling/informative_share")
+    if share is None or share >= INFORMATIVE:
+        return None
+    return (
+        f"dynamic sampling finds a signal in only {share:.1%} of the groups that it samples, and most of the rollouts "
+        "are thrown away: take data that the model solves sometimes, or a larger rollout.group_size"
+    )
+
+
+def _sigma_bound(rows: Rows) -> str | None:
+    held = _recent(rows, "noise/at_bound")
+    if held is None or not all(held):
+        return None
+    sigma = (_recent(rows, "noise/sigma") or [0.0])[-1]
+    return (
+        f"sigma was held at its bound ({sigma:.2g}) for {len(held)} steps, so that noise.controller cannot reach its "
+        "target: change noise.controller.target, or widen sigma_min and sigma_max"
+    )
+
+
+CHECKS: dict[str, Callable[[Rows], str | None]] = {
+    "no_variance": _no_variance,
+    "truncated": _truncated,
+    "entropy_collapse": _entropy,
+    "mismatch_growing": _mismatch,
+    "outside_bounds": _outside,
+    "few_informative": _informative,
+    "sigma_at_bound": _sigma_bound,
+}
+EXPLAINED_BY_ZERO = ("no_variance", "truncated", "few_informative")
+
+
+def _recent(rows: Rows, key: str) -> list[float] | None:
+    """The last WINDOW values of a metric; None if the latest steps do not have as many."""
+    values = [row[key] for row in rows[-LOOK_BACK:] if row.get(key) is not None]
+    return values[-WINDOW:] if len(values) >= WINDOW else None
+
+
+def _mean(rows: Rows, key: str) -> float | None:
+    values = _recent(rows, key)
+    return None if values is None else sum(values) / len(values)
