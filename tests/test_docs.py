@@ -1,0 +1,122 @@
+"""The documentation against the source: commands parse, keys and errors exist, the pages build and load nothing."""
+
+import importlib.util
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer
+
+from qerl.cli import app, with_resume_value
+from qerl.config import RunConfig
+from qerl.config_keys import describe_config
+
+ROOT = Path(__file__).resolve().parent.parent
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+RECORDINGS = sorted((DOCS / "recordings").glob("*.txt"))
+
+
+def script(name):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def commands():
+    """(file, command) for each `qerl ...` line of the recordings and of the code in the pages."""
+    for path in (*RECORDINGS, *PAGES):
+        prefix = r"^\$ " if path.suffix == ".txt" else r"^    "
+        for line in re.findall(prefix + r"(.*\bqerl .*)$", path.read_text(encoding="utf-8"), re.MULTILINE):
+            yield pytest.param(line.rpartition(" | ")[2], id=f"{path.stem}: {line[:60]}")
+
+
+@pytest.mark.parametrize("command", list(commands()))
+def test_each_command_that_is_shown_parses(command):
+    program, *words = shlex.split(command, comments=True)
+    assert program == "qerl"
+    words = with_resume_value(words)
+    here = typer.main.get_command(app)
+    context = here.make_context("qerl", [words[0]], resilient_parsing=True)
+    while hasattr(here, "commands"):
+        if not words:
+            return  # a group that runs by itself, such as `qerl recipes`
+        name, here, words = here.resolve_command(context, words)
+    here.make_context(name, words, parent=context)
+
+
+def test_the_recordings_are_those_of_the_script():
+    sessions = script("record_docs").SESSIONS
+    assert {path.stem for path in RECORDINGS} == set(sessions)
+    for path in RECORDINGS:
+        shown = re.findall(r"^\$ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+        assert shown == sessions[path.stem], path.name
+
+
+def test_normalised_takes_the_folder_and_the_speed_and_keeps_a_border():
+    normalised = script("record_docs").normalised
+    given = "│ made │ /tmp/x/runs/a │\n│ time │ 12.5 s        │\nstep 1  s/step 1.25\n  seconds    2.1   10\n  3 tokens"
+    assert normalised(given, Path("/tmp/x")).split("\n") == [
+        "│ made │ runs/a        │",
+        "│ time │ N s           │",
+        "step 1  s/step N",
+        "  seconds      N    N",
+        "  3 tokens",
+    ]
+
+
+def test_each_heading_of_troubleshooting_is_a_part_of_an_error():
+    errors = script("docs_errors")
+    texts = [message.text for message in errors.messages()]
+    found = errors.headings((DOCS / "troubleshooting.md").read_text(encoding="utf-8"))
+    assert len(found) > 30
+    assert [words for words, _ in found if not any(words in text for text in texts)] == []
+
+
+def test_messages_are_read_from_calls_conditions_and_functions(tmp_path, monkeypatch):
+    errors = script("docs_errors")
+    package = tmp_path / "qerl"
+    package.mkdir()
+    (package / "a.py").write_text(
+        'def f(x):\n    raise DataError(f"got {x.name}, {len(x) + 1} " + "rows")\n'
+        'def g():\n    raise EngineError(_why(1))\ndef _why(n):\n    return "one" if n else "two"\n'
+        'def h():\n    yield Conflict({"a.b": 1, f"c.{k}": 2}, "cannot be", "a.b: 3")\n'
+        'raise ValueError("ours to fix")\n'
+    )
+    monkeypatch.setattr(errors, "ROOT", tmp_path)
+    monkeypatch.setattr(errors, "PACKAGES", ("qerl",))
+    assert [(message.kind, message.text) for message in errors.messages()] == [
+        ("ConfigError", "a.b {value} with c.{k} {value}: cannot be; write a.b: 3"),
+        ("DataError", "got {name}, {...} rows"),
+        ("EngineError", "one"),
+        ("EngineError", "two"),
+    ]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_each_key_that_a_page_names_exists(page):
+    keys = {row.key for row in describe_config()}
+    named = set(re.findall(rf"\b(?:{'|'.join(RunConfig.model_fields)})\.[a-z_]+(?:\.[a-z_]+)*", page.read_text()))
+    named -= {name for name in named if name.endswith((".py", ".yaml", ".md", ".json", ".txt"))}
+    sections = {key.rpartition(".")[0] for key in keys}
+    assert {name for name in named if name not in keys | sections} == set()
+
+
+def test_the_pages_build_and_load_nothing_from_elsewhere(tmp_path):
+    build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(build, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = list(tmp_path.glob("*.html"))
+    assert len(pages) >= len(PAGES) + 2
+    loaded = re.compile(r"<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^\"' >]+")
+    for page in pages:
+        html = page.read_text(encoding="utf-8")
+        assert loaded.findall(html) == [], page.name
+        assert "{{" not in html, page.name
+    assert "noise.sigma_start" in (tmp_path / "recipe-keys.html").read_text(encoding="utf-8")
