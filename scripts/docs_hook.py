@@ -108,7 +108,7 @@ def constants() -> str:
     """The constants of the cost model: the lines that define them."""
     blocks = []
     for name in ("qerl/plan.py", "qerl/memory_plan.py"):
-        lines = re.findall(r"^[A-Z][A-Z_, ]+ = [^{]*$", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
+        lines = re.findall(r"^[A-Z][A-Z_, ]+ = [^{\n]*$", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
         blocks.append("\n".join([f"# {name}", *lines]))
     return "\n\n".join(blocks)
 
