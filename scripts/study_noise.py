@@ -5,9 +5,10 @@
     python scripts/study_noise.py report benchmarks/study-noise.json       # docs/images/study_noise.png and a table
 
 Every run is `qerl train` with scripts/study_noise.yaml, the same rollouts and the same steps. For each arm
-(scripts/study_arms.py) the learning rate is chosen among `--rates` by the accuracy on validation rows, with a seed of
-its own; then the arm is trained with it for each of `--seeds` other seeds and measured on other rows. Several runs
-share the card, each a process; seconds a step are therefore of a shared card.
+(scripts/study_arms.py) the learning rate is chosen among `--rates` by the accuracy on validation rows: with a seed of
+its own, then trained for each of `--seeds` other seeds; or, with `--every-rate`, over the same seeds, every rate with
+each. What is reported is measured on other rows. Several runs share the card, each a process; seconds a step are
+therefore of a shared card.
 
 1. What has finished is not run again: rows are kept under `--work`, and `--merge` takes them from an earlier results
    file. After `--minutes` nothing new is started, running jobs are ended, and what is there is written.
@@ -39,6 +40,7 @@ def arguments() -> argparse.Namespace:
     run.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS))
     run.add_argument("--rates", type=float, nargs="*", default=[3e-4, 1e-3, 3e-3], help="learning rates of the sweep")
     run.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3], help="of the runs that are reported")
+    run.add_argument("--every-rate", action="store_true", help="no sweep: every rate with every seed, then the best")
     run.add_argument("--sweep-seed", type=int, default=SWEEP_SEED)
     run.add_argument("--steps", type=int, default=80)
     run.add_argument("--parallel", type=int, default=12, help="runs that share the device")

@@ -105,6 +105,9 @@ class Study:
         for arm in args.arms:
             firsts.setdefault(ARMS[arm].base, arm)
         jobs = [Job(arm, None, 0, "base") for arm in firsts.values()]
+        if args.every_rate:
+            jobs += [Job(arm, rate, s, "final") for s in args.seeds for rate in args.rates for arm in args.arms]
+            return [job for job in jobs if job.key not in known]
         sweep = [Job(arm, rate, args.sweep_seed, "sweep") for rate in args.rates for arm in args.arms]
         jobs += sweep
         done = {*self.results["runs"], *self.results["failed"]}

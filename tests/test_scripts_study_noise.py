@@ -39,7 +39,8 @@ def settings(arms):
 def arguments(tmp_path, **given) -> argparse.Namespace:
     values = {
         "base": TINY, "out": tmp_path / "out.json", "work": tmp_path / "work", "merge": None, "arms": ["bf16", "nf4"],
-        "rates": [1e-3, 2e-3], "seeds": [0, 1], "sweep_seed": 100, "steps": 2, "parallel": 2, "minutes": 5.0,
+        "rates": [1e-3, 2e-3], "seeds": [0, 1], "sweep_seed": 100, "every_rate": False,
+        "steps": 2, "parallel": 2, "minutes": 5.0,
         "engine": "transformers", "kernel": "marlin", "memory_gib": 7, "test_rows": 3, "validation_rows": 2,
         "set": [*SMALL],
     }  # fmt: skip
@@ -190,3 +191,17 @@ def test_the_report_states_means_intervals_and_what_can_be_told(load, tmp_path) 
     assert text.count("| better |") == 2
     assert text.count("| cannot tell |") == 1
     assert (tmp_path / "study-noise.png").stat().st_size > 10_000
+
+
+def test_with_every_rate_seeds_come_in_turn_and_the_best_rate_on_validation_is_reported(load, tmp_path) -> None:
+    queue, report = load("study_queue"), load("study_report")
+    keys = [job.key for job in queue.Study(arguments(tmp_path, every_rate=True)).waiting() if job.rate is not None]
+    assert keys[:4] == ["bf16-0.001-final-0", "nf4-0.001-final-0", "bf16-0.002-final-0", "nf4-0.002-final-0"]
+    assert len(keys) == 8
+    runs = {}
+    for rate, validation, test in ((1e-3, "110", "000"), (2e-3, "100", "111"), (3e-3, "111", "011")):
+        for seed in (0, 1) if rate < 3e-3 else (0,):  # the last rate has not been run with every seed
+            row = final("bf16", seed, test) | {"rate": rate, "validation": validation}
+            runs[f"{rate}-{seed}"] = row
+    chosen = report.finals({"runs": runs}, "bf16")
+    assert [(row["rate"], row["seed"]) for row in chosen] == [(1e-3, 0), (1e-3, 1)]
