@@ -66,6 +66,7 @@ class JobSettings:
     test_rows: int = TEST_ROWS
     validation_rows: int = VALIDATION_ROWS
     evaluation_batch: int = 512
+    task: str = TASK
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "overrides", tuple(self.overrides))
@@ -95,6 +96,7 @@ def overrides_of(job: Job, settings: JobSettings, work: Path) -> list[str]:
         f"model.base={work / arm.base}",
         f"model.format={arm.format}",
         f"optim.learning_rate={job.rate}",
+        f"data.task={settings.task}",
         f"rollout.engine={settings.engine}",
     ]
     return [*own, *arm.overrides, *settings.overrides]
@@ -135,7 +137,7 @@ def _evaluate(model: Path, format: str, settings: JobSettings, out: Path) -> dic
     rows = settings.test_rows + settings.validation_rows
     run_eval(
         EvalSettings(
-            task=TASK,
+            task=settings.task,
             model=str(model),
             load=format,
             limit=rows,

@@ -28,7 +28,7 @@ SWEEP_SEED = 100
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    from study_arms import ARMS, TEST_ROWS, VALIDATION_ROWS
+    from study_arms import ARMS, TASK, TEST_ROWS, VALIDATION_ROWS
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -46,8 +46,13 @@ def arguments() -> argparse.Namespace:
     run.add_argument("--parallel", type=int, default=12, help="runs that share the device")
     run.add_argument("--minutes", type=float, default=8.5, help="what runs then is ended, what is done is written")
     run.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
-    run.add_argument("--kernel", default="marlin", help="of NVFP4; several first starts of humming disturb one another")
-    run.add_argument("--memory-gib", type=float, default=7, help="budget of each vllm engine")
+    run.add_argument("--task", default=TASK)
+    run.add_argument(
+        "--memory-gib",
+        type=float,
+        default=7,
+        help="budget of each vllm engine; under 6 it sizes its cache by a profile that other processes disturb",
+    )
     run.add_argument("--test-rows", type=int, default=TEST_ROWS)
     run.add_argument("--validation-rows", type=int, default=VALIDATION_ROWS)
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for `qerl train`, every run")

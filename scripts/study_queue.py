@@ -25,8 +25,10 @@ class Study:
         self.args, self.work, self.started = args, args.work.resolve(), time.monotonic()
         overrides = list(args.set)
         if args.engine == "vllm":
-            overrides += [f"rollout.memory={args.memory_gib}", f"rollout.kernel={args.kernel}"]
-        self.settings = JobSettings(args.steps, args.engine, tuple(overrides), args.test_rows, args.validation_rows)
+            overrides.append(f"rollout.memory={args.memory_gib}")
+        self.settings = JobSettings(
+            args.steps, args.engine, tuple(overrides), args.test_rows, args.validation_rows, task=args.task
+        )
         self.results: dict = {"settings": self._facts(), "machine": {}, "runs": {}, "failed": {}}
         self.running: dict[str, tuple[Job, subprocess.Popen, float]] = {}
         self.durations: list[float] = []

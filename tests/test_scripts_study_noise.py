@@ -41,7 +41,7 @@ def arguments(tmp_path, **given) -> argparse.Namespace:
         "base": TINY, "out": tmp_path / "out.json", "work": tmp_path / "work", "merge": None, "arms": ["bf16", "nf4"],
         "rates": [1e-3, 2e-3], "seeds": [0, 1], "sweep_seed": 100, "every_rate": False,
         "steps": 2, "parallel": 2, "minutes": 5.0,
-        "engine": "transformers", "kernel": "marlin", "memory_gib": 7, "test_rows": 3, "validation_rows": 2,
+        "engine": "transformers", "task": "arith_chain", "memory_gib": 7, "test_rows": 3, "validation_rows": 2,
         "set": [*SMALL],
     }  # fmt: skip
     return argparse.Namespace(**values | given)
