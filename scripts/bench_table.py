@@ -75,8 +75,12 @@ def rollout_table(results: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def step_table(results: dict[str, dict[str, Any]]) -> list[str]:
-    """Seconds by phase, memory by the driver, mismatch; means over the steps after the first."""
-    rows = ["| | step s | rollout s | train s | sync ms | GPU memory GiB | mismatch_kl |", "|---" * 7 + "|"]
+    """Seconds by phase, memory by the driver, mismatch; means over the steps after the first.
+
+    "extra": the rollouts by which dynamic sampling replaced groups without variance (the rewards are drawn by chance).
+    """
+    rows = ["| | step s | rollout s | of it extra s | train s | sync ms | GPU memory GiB | mismatch_kl |"]
+    rows.append("|---" * 8 + "|")
     for name, result in results.items():
         steps = result["steps"][1:] or result["steps"]
         value = lambda *keys: _mean(steps, keys)  # noqa: B023, E731 - one line, used at once
@@ -84,6 +88,7 @@ def step_table(results: dict[str, dict[str, Any]]) -> list[str]:
         cells = [
             _text(value("time/step_s", "step_time"), 1),
             _text(value("time/rollout_s"), 1),
+            _text(value("time/extra_rollouts_s"), 1),
             _text(value("time/train_s"), 1),
             _text(None if sync is None else 1000 * sync, 0),
             _text(result.get("peak_driver_gib"), 1),

@@ -24,7 +24,7 @@ def test_a_ratio_is_against_the_first_row_and_a_size_that_was_not_run_is_empty(t
 def test_the_first_step_counts_only_where_it_is_the_only_one(tmp_path, seconds, expected):
     write(tmp_path, "step-7b-trl", steps=[{"step_time": s} for s in seconds], peak_driver_gib=58.58)
     rows = bench_table.step_table(bench_table.read(tmp_path, "step")["7b"])
-    assert rows[2].split(" | ")[1:] == [expected, "", "", "", "58.6", " |"]
+    assert rows[2].split(" | ")[1:] == [expected, "", "", "", "", "58.6", " |"]
 
 
 def test_the_page_in_the_repository_is_drawn_from_its_files():

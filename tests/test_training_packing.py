@@ -171,3 +171,22 @@ def test_a_deterministic_gradient_repeats_to_the_bit():
     for other in gradients[1:]:
         assert all(torch.equal(one, two) for one, two in zip(gradients[0], other, strict=True))
     assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_without_sharing_every_row_brings_its_prompt(monkeypatch):
+    """As on a GPU, until sharing has run there."""
+    from training import packing
+
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    shared = packing.pack(ids, mask, 2)
+    lengths = packing.row_lengths(ids[:, :2], mask[:, :2], [2, 1])
+    assert shared.input_ids.tolist() == [[5, 6, 7, 8, 9]]
+    assert [row.prompt for row in lengths] == [0, 0]
+    monkeypatch.setattr(packing, "shares_prompts", lambda device: False)
+    apart = packing.pack(ids, mask, 2)
+    assert apart.input_ids.tolist() == [[5, 6, 7, 8, 5, 6, 9]]
+    assert apart.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
+    assert apart.targets.tolist() == shared.targets.tolist() == [7, 8, 9]
+    assert [row.prompt for row in packing.row_lengths(ids[:, :2], mask[:, :2], [2, 1])] == [0, 1]
+    assert not packing.SHARE_ON_CUDA
