@@ -12,12 +12,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from eval.command import compare_results, evaluate, parse_columns
 from qerl.chat_command import chat_command
+from qerl.doctor import refuse_clashes
 from qerl.errors import ConfigError
 from qerl.plan_command import plan_command
 from qerl.terminal import run_command
-from quantize.merge.command import merge_command
+
+try:
+    from eval.command import compare_results, evaluate, parse_columns
+    from quantize.merge.command import merge_command
+except ImportError:  # names that other projects use too
+    refuse_clashes()
+    raise
 
 if TYPE_CHECKING:
     from qerl.config import RunConfig
@@ -236,14 +242,19 @@ def tasks() -> None:
 
 
 @app.command()
-def doctor() -> None:
-    """Check this machine: GPU, versions against the tested set, disk, engine."""
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
+) -> None:
+    """Check this machine: GPU, kernels, versions against the tested set, engine, disk, hub."""
     from rich.console import Console
 
-    from qerl.doctor import checks, table
+    import qerl.doctor
 
-    found = checks()
-    Console().print(table(found))
+    found = qerl.doctor.checks()
+    if as_json:
+        typer.echo(qerl.doctor.as_json(found))
+    else:
+        Console().print(qerl.doctor.table(found))
     if any(check.level == "error" for check in found):
         sys.exit(1)
 

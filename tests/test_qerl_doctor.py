@@ -1,11 +1,25 @@
 """qerl doctor: what is installed against what was tested, and what is missing named with its remedy."""
 
 import importlib.metadata
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
+import torch
+from huggingface_hub import constants
+from typer.testing import CliRunner
 
 import qerl.doctor
-from qerl.doctor import checks, table
+from qerl.cli import app
+from qerl.doctor import Check, as_json, checks, table
+from qerl.doctor_kernels import kernel_check, kernel_checks
 
 
 def is_installed():
@@ -15,15 +29,29 @@ def is_installed():
         return False
 
 
+@pytest.fixture(autouse=True)
+def no_network(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "all_proxy", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
+
+
+def found(what):
+    (check,) = [check for check in checks() if check.what == what]
+    return check
+
+
 pytestmark = pytest.mark.skipif(not is_installed(), reason="the tested versions are those of the installed package")
 
 
 def test_this_environment_is_the_tested_one():
-    found = {check.what: check for check in checks()}
-    assert {"python", "torch", "trl", "transformers", "peft", "gpu", "engine", "disk"} <= set(found)
-    assert found["trl"].level == "ok"
-    assert found["trl"].found == "1.16.0"
-    assert table(list(found.values())).row_count == len(found)
+    by_name = {check.what: check for check in checks()}
+    expected = {"python", "packages", "torch", "trl", "transformers", "peft", "gpu", "engine", "kernel cache"}
+    assert expected | {"vllm plugin", "disk", "hub"} <= set(by_name)
+    assert by_name["trl"] == Check("ok", "trl", "1.16.0")
+    assert table(list(by_name.values())).row_count == len(by_name)
+    assert all(check.remedy for check in by_name.values() if check.level != "ok")
 
 
 @pytest.mark.parametrize(
@@ -41,12 +69,115 @@ def test_another_or_a_missing_version_is_named(monkeypatch, installed, level, re
         return installed
 
     monkeypatch.setattr(qerl.doctor, "version", version)
-    (check,) = [check for check in checks() if check.what == "trl"]
+    check = found("trl")
     assert check.level == level
     assert remedy.replace("\\", "") in check.remedy
 
 
 def test_a_full_disk_is_a_warning(monkeypatch):
     monkeypatch.setattr(qerl.doctor.shutil, "disk_usage", lambda path: type("Usage", (), {"free": 2**30})())
-    (check,) = [check for check in checks() if check.what == "disk"]
+    check = found("disk")
     assert (check.level, check.found) == ("warning", "1 GiB free")
+
+
+class Answer(BaseHTTPRequestHandler):
+    """A hub that answers each request with `status`, after `delay_s`."""
+
+    status, delay_s = 200, 0.0
+
+    def do_HEAD(self):
+        time.sleep(self.delay_s)
+        self.send_response(self.status)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("status", "delay_s", "level", "said"),
+    [(200, 0, "ok", "http://"), (403, 0, "ok", "http://"), (200, 0.5, "warning", "no answer|timed out")],
+)
+def test_the_hub_answers_in_time_or_there_is_a_warning(monkeypatch, status, delay_s, level, said):
+    monkeypatch.setattr(qerl.doctor, "HUB_TIMEOUT_S", 0.2)
+    handler = type("Hub", (Answer,), {"status": status, "delay_s": delay_s})
+    server = HTTPServer(("127.0.0.1", 0), handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    check = qerl.doctor._hub()
+    server.shutdown()
+    server.server_close()
+    assert check.level == level
+    assert any(word in check.found for word in said.split("|"))
+
+
+def test_a_hub_that_is_not_there_is_a_warning_unless_it_is_not_wanted(monkeypatch):
+    assert (found("hub").level, "refused" in found("hub").found) == ("warning", True)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert found("hub").level == "ok"
+
+
+def test_a_cache_folder_that_cannot_be_written_is_an_error(monkeypatch, tmp_path):
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path / "new"))
+    assert found("kernel cache") == Check("ok", "kernel cache", str(tmp_path / "new"))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path / "file" / "below"))
+    check = found("kernel cache")
+    assert (check.level, "QERL_CACHE" in check.remedy) == ("error", True)
+    result = CliRunner().invoke(app, ["doctor", "--json"])
+    assert result.exit_code == 1
+    assert [row["what"] for row in json.loads(result.stdout) if row["level"] == "error"] == ["kernel cache"]
+
+
+@pytest.mark.parametrize(("allowed", "level"), [(None, "ok"), ("other,qerl", "ok"), ("other", "error"), ("", "error")])
+def test_vllm_has_to_find_the_plugin(monkeypatch, tmp_path, allowed, level):
+    if importlib.util.find_spec("vllm") is None:
+        (tmp_path / "vllm.py").write_text("")
+        monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
+    if allowed is not None:
+        monkeypatch.setenv("VLLM_PLUGINS", allowed)
+    assert qerl.doctor._plugin().level == level
+    monkeypatch.setattr(qerl.doctor, "entry_points", lambda group: [])
+    assert "no entry point" in qerl.doctor._plugin().found
+
+
+def test_a_package_of_another_project_in_the_place_of_ours_is_named_in_one_line(tmp_path):
+    (tmp_path / "eval").mkdir()
+    (tmp_path / "eval" / "__init__.py").write_text("")
+    paths = os.pathsep.join((str(tmp_path), str(Path(qerl.doctor.__file__).parents[1])))
+    # an editable install would still find the modules below ours
+    plain = "import sys; sys.meta_path = [f for f in sys.meta_path if 'Editable' not in repr(f)]; "
+    command = [sys.executable, "-c", plain + "from qerl.cli import main; main()", "doctor"]
+    env = {**os.environ, "PYTHONPATH": paths}
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert result.returncode == 2
+    (line,) = result.stderr.splitlines()
+    assert line.startswith(f"error: package eval: found in {tmp_path / 'eval'}")
+
+
+def test_a_kernel_is_ok_if_its_values_are_its_twins():
+    twin = torch.arange(1.0, 9.0)
+    assert kernel_check("k", lambda: (twin, twin), exact=True).level == "ok"
+    near, far, broken = twin * 1.001, twin * 1.1, twin * float("nan")
+    assert kernel_check("k", lambda: (near, twin)).level == "ok"
+    assert "relative error 1.0e-03" in kernel_check("k", lambda: (near, twin), exact=True).found
+    assert kernel_check("k", lambda: (far, twin)).level == kernel_check("k", lambda: (broken, twin)).level == "error"
+
+
+def test_a_kernel_that_cannot_start_is_an_error_in_one_line():
+    def fails():
+        raise RuntimeError("no kernel image\nfor this card")
+
+    assert kernel_check("k", fails).found == "RuntimeError: no kernel image"
+
+
+def test_json_has_every_field():
+    assert json.loads(as_json([Check("ok", "a", "b")])) == [{"level": "ok", "what": "a", "found": "b", "remedy": ""}]
+
+
+@pytest.mark.gpu
+def test_the_kernels_work_on_this_card():
+    made = kernel_checks()
+    assert len(made) >= 3
+    assert [check for check in made if check.level != "ok"] == []

@@ -1,0 +1,94 @@
+"""Which of our kernels work on this card: a small product or decoding by each, against its twin in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from qerl.doctor import Check
+from qerl.nvfp4 import small_batch
+from qerl.nvfp4.kernel_layout import BLOCK, HUMMING_WGMMA, MARLIN, KernelLayout, KernelWeight, dequantize
+
+ROWS, COLUMNS, TOKENS, RANK = 256, 512, 8, 16
+ROUNDING = 1e-2  # relative error of a product whose values are stored in bfloat16
+REMEDY = "compare driver and versions with the tested ones above; with those, it is a bug of qerl: report it"
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # what the kernel gives, and what its twin gives
+
+
+def kernel_checks() -> list[Check]:
+    """One line a kernel; without a card one line for all."""
+    if not torch.cuda.is_available():
+        return [Check("ok", "kernels", "need a CUDA card; without one the plain torch twins run")]
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = [
+        kernel_check("kernel decode (triton)", lambda: _triton_decode(device), exact=True),
+        kernel_check("kernel lora (triton)", lambda: _triton_lora(device)),
+    ]
+    if not small_batch.has_kernels(device):
+        return [*found, Check("ok", "kernel decode, product (cuda)", "not used on this card: Hopper alone")]
+    return [
+        *found,
+        kernel_check("kernel decode (cuda)", lambda: _cuda_decode(device), exact=True),
+        kernel_check("kernel product (cuda)", lambda: _cuda_product(device)),
+    ]
+
+
+def kernel_check(what: str, run: Callable[[], Pair], exact: bool = False) -> Check:
+    """Run a kernel and its twin and compare: to the bit if `exact`, else up to the rounding of bfloat16."""
+    try:
+        value, expected = run()
+        difference = (value.double() - expected.double()).norm() / expected.double().norm()
+        error = difference.item()  # waits for the kernel: its errors come here
+    except Exception as problem:  # of a compiler, a launch or a missing package: the kernel does not work here
+        line = (str(problem).strip().splitlines() or [""])[0]
+        return Check("error", what, f"{type(problem).__name__}: {line[:200]}", REMEDY)
+    if not (error == 0.0 if exact else error <= ROUNDING):
+        return Check("error", what, f"wrong values: relative error {error:.1e}", REMEDY)
+    return Check("ok", what, "equal to its twin" if exact else f"relative error {error:.0e} to its twin")
+
+
+def _triton_decode(device: torch.device) -> Pair:
+    from qerl.nvfp4.kernels import dequantize_
+
+    weights = [_weight(layout, device) for layout in (HUMMING_WGMMA, MARLIN)]
+    outs = [dequantize_(torch.empty(ROWS, COLUMNS, dtype=torch.float32, device=device), weight) for weight in weights]
+    return torch.cat(outs), torch.cat([dequantize(weight, torch.float32) for weight in weights])
+
+
+def _triton_lora(device: torch.device) -> Pair:
+    from qerl.nvfp4.lora import expand_
+
+    out, hidden, lora_b = (_normal(shape, device) for shape in ((TOKENS, ROWS), (TOKENS, RANK), (ROWS, RANK)))
+    expected = out.double() + hidden.double() @ lora_b.double().t()
+    return expand_(out, hidden, lora_b, (ROWS,)), expected
+
+
+def _cuda_decode(device: torch.device) -> Pair:
+    weight = _weight(HUMMING_WGMMA, device)
+    out = small_batch.decode_(torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16, device=device), weight)
+    return out, small_batch.reference_decoded(weight)
+
+
+def _cuda_product(device: torch.device) -> Pair:
+    weight, x = _weight(HUMMING_WGMMA, device), _normal((TOKENS, COLUMNS), device)
+    lora_a, lora_b = _normal((RANK, COLUMNS), device), _normal((ROWS, RANK), device)
+    hidden = small_batch.shrink(x, lora_a)
+    out = small_batch.product(x, weight, None, hidden, lora_b, (ROWS,))
+    return out, small_batch.reference_product(x, weight, None, lora_a, lora_b)
+
+
+def _weight(layout: KernelLayout, device: torch.device) -> KernelWeight:
+    """Random words and scales, all of which are a weight; scales that are NaN (e4m3) or zeros (Marlin) are left out."""
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(-(2**31), 2**31 - 1, (COLUMNS // BLOCK, 2 * ROWS), generator=generator, dtype=torch.int32)
+    low, high = (60, 120) if layout.marlin_scales else (0, 0x7F)
+    scales = torch.randint(low, high, (COLUMNS // BLOCK, ROWS), generator=generator, dtype=torch.uint8)
+    scales = scales if layout.marlin_scales else scales.view(torch.float8_e4m3fn)
+    return KernelWeight(layout, words.to(device), scales.to(device), ROWS, COLUMNS, global_scale=1000.0)
+
+
+def _normal(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(shape[0] + shape[1])
+    return torch.randn(shape, generator=generator).bfloat16().to(device)
