@@ -52,9 +52,13 @@ def kernel_check(what: str, run: Callable[[], Pair], exact: bool = False) -> Che
 def _triton_decode(device: torch.device) -> Pair:
     from qerl.nvfp4.kernels import dequantize_
 
-    weights = [_weight(layout, device) for layout in (HUMMING_WGMMA, MARLIN)]
-    outs = [dequantize_(torch.empty(ROWS, COLUMNS, dtype=torch.float32, device=device), weight) for weight in weights]
-    return torch.cat(outs), torch.cat([dequantize(weight, torch.float32) for weight in weights])
+    layouts = (HUMMING_WGMMA, MARLIN)
+    outs = [torch.empty(ROWS, COLUMNS, dtype=torch.float32, device=device) for _ in layouts]
+    for out, layout in zip(outs, layouts, strict=True):
+        dequantize_(out, _weight(layout, device))
+    # torch divides by a number exactly on a CPU alone
+    twins = [dequantize(_weight(layout, torch.device("cpu")), torch.float32) for layout in layouts]
+    return torch.cat(outs), torch.cat(twins).to(device)
 
 
 def _triton_lora(device: torch.device) -> Pair:
@@ -73,7 +77,8 @@ def _cuda_decode(device: torch.device) -> Pair:
 
 def _cuda_product(device: torch.device) -> Pair:
     weight, x = _weight(HUMMING_WGMMA, device), _normal((TOKENS, COLUMNS), device)
-    lora_a, lora_b = _normal((RANK, COLUMNS), device), _normal((ROWS, RANK), device)
+    lora_a = _normal((RANK, COLUMNS), device) / 32  # the base then has most of the product
+    lora_b = _normal((ROWS, RANK), device)
     hidden = small_batch.shrink(x, lora_a)
     out = small_batch.product(x, weight, None, hidden, lora_b, (ROWS,))
     return out, small_batch.reference_product(x, weight, None, lora_a, lora_b)
