@@ -36,6 +36,7 @@ SESSIONS = {  # file -> commands, in the order in which they build on one anothe
     "dry-run": ["qerl train --recipe tiny --dry-run"],
     "eval-before": [f"qerl eval arith --model checkpoints/tiny-NVFP4A16 {EVAL} --out evals/before"],
     "train": ["qerl train --recipe tiny --steps 12 --set run.save_every=6 --out runs/demo"],
+    "warnings": ["qerl train --recipe tiny --steps 6 --set rollout.max_new_tokens=2 --set noise.num_stages=3 --out runs/short"],
     "eval-checkpoints": [f"qerl eval arith --run runs/demo --checkpoints all {EVAL}"],
     "eval-after": [f"qerl eval arith --model runs/demo {EVAL} --out evals/after"],
     "compare": ["qerl compare evals/before evals/after"],

@@ -107,6 +107,13 @@ def test_each_key_that_a_page_names_exists(page):
     assert {name for name in named if name not in keys | sections} == set()
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+def test_each_file_that_a_page_names_exists(page):
+    folders = "qerl|quantize|training|eval|scripts|tests|benchmarks"
+    named = set(re.findall(rf"\b(?:{folders})/[\w./-]*\w/?", page.read_text(encoding="utf-8")))
+    assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
 def test_the_pages_build_and_load_nothing_from_elsewhere(tmp_path):
     build = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path)]
     environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
