@@ -36,7 +36,9 @@ SESSIONS = {  # file -> commands, in the order in which they build on one anothe
     "dry-run": ["qerl train --recipe tiny --dry-run"],
     "eval-before": [f"qerl eval arith --model checkpoints/tiny-NVFP4A16 {EVAL} --out evals/before"],
     "train": ["qerl train --recipe tiny --steps 12 --set run.save_every=6 --out runs/demo"],
-    "warnings": ["qerl train --recipe tiny --steps 6 --set rollout.max_new_tokens=2 --set noise.num_stages=3 --out runs/short"],
+    "warnings": [
+        "qerl train --recipe tiny --steps 6 --set noise.num_stages=3 --set rollout.max_new_tokens=2 --out runs/short"
+    ],
     "eval-checkpoints": [f"qerl eval arith --run runs/demo --checkpoints all {EVAL}"],
     "eval-after": [f"qerl eval arith --model runs/demo {EVAL} --out evals/after"],
     "compare": ["qerl compare evals/before evals/after"],
@@ -53,7 +55,7 @@ SESSIONS = {  # file -> commands, in the order in which they build on one anothe
 
 NUMBER = re.compile(  # what a machine's speed, its disk and the day decide
     r"(?<=s/step )\d+\.\d+|\b\d+(?:\.\d+)?(?= (?:s|seconds|min|tokens/s|GiB free)\b)|\b20\d{6}-\d{6}\b"
-    r"|\b20\d\d-\d\d-\d\d[ T]\d\d:\d\d:\d\d\S*"
+    r"|(?<=eval/arith-)[0-9a-f]{8}\b|\b20\d\d-\d\d-\d\d[ T]\d\d:\d\d:\d\d\S*"
 )
 TIMED_ROW = re.compile(r"^ +(?:seconds|tokens a second|seconds a step) ")
 VALUE = re.compile(r"\d+(?:\.\d+)?(?=\s|$)")
