@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import logging
-import math
 import shutil
 import signal
 import sys
@@ -25,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import PrinterCallback, TrainerCallback
 
-from qerl.adapter import ADAPTER_NAME, adapter_scaling, load_tensors_, name_base_, read_adapter
+from qerl.adapter import name_base_
 from qerl.checkpoint import ModelRef, describe, resolve_base_of_run, resolve_model
 from qerl.config import RunConfig
 from qerl.engine import Engine, choose_engine, open_engine
@@ -45,9 +44,10 @@ from training.run_log import RunLog, read_metrics
 from training.train_memory import as_record, plan_run, recorded_plan
 from training.trainer import QerlTrainer, TrainerParts
 from training.trl_config import trl_config
+from training.warm_start import check_warm_start, warm_start
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    pass
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,8 @@ def resume(run_dir: Path, step: int | None = None) -> TrainResult:
 
 def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoint: Path | None) -> TrainResult:
     found = written(run_dir)
+    if base.adapter is not None:
+        check_warm_start(base.adapter, base.base, config)
     tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
     prompts = load_prompts(config.data, tokenizer, config.rollout.prompts_per_step)
     rewards = build_rewards(config, prompts.examples, run_dir)
@@ -103,7 +105,7 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
     policy = build_policy(engine, config)
     name_base_(policy, base.base)  # model.base may be a run or an adapter
     if base.adapter is not None:
-        _warm_start(policy, base.adapter)
+        warm_start(policy, base.adapter)
     start_step = checkpoint_step(checkpoint) if checkpoint else 0
     trl_config(config, run_dir, rewards.weights)  # what it refuses is refused before anything is written
     plan = recorded_plan(run_dir, config) or plan_run(config, policy, engine)
@@ -149,19 +151,6 @@ def open_rollout_engine(config: RunConfig, base: ModelRef) -> Engine:
         batch_size=rollout.batch_size or rollout.prompts_per_step * rollout.group_size,
         **options,
     )
-
-
-def _warm_start(policy: PeftModel, adapter: Path) -> None:
-    """Start from a saved adapter instead of a fresh one; rank, targets and alpha must be the recipe's."""
-    tensors, scaling = read_adapter(adapter)
-    own = adapter_scaling(policy)
-    if not math.isclose(scaling, own):
-        rank = policy.peft_config[ADAPTER_NAME].r
-        raise ConfigError(
-            f"{adapter} was trained with alpha / rank {scaling:g} and would act with the recipe's {own:g}: write "
-            f"adapter.alpha: {scaling * rank:g}"
-        )
-    logger.info("starting from the adapter %s (%d tensors)", adapter, load_tensors_(policy, tensors))
 
 
 def _open_run_dir(run_dir: Path, config: RunConfig, name: str, base: ModelRef, plan: MicroBatchPlan) -> None:
