@@ -179,13 +179,12 @@ def _resolve_run(run: Path, load: Load) -> ModelRef:
 
 def resolve_base_of_run(base: str, load: Load, run: Path) -> ModelRef:
     """A run's base, also when the current folder is not the one in which the run was started."""
-    base = _from_here_or_above(base, run)
-    quantized = default_quantized_dir(base)
-    if load == "nvfp4" and not quantized.is_dir():
-        above = Path(_from_here_or_above(str(quantized), run))
-        source = quantized_from(above)
+    base = beside(run, base)
+    if load == "nvfp4":
+        quantized = beside(run, str(default_quantized_dir(base)))
+        source = quantized_from(Path(quantized))
         if source is not None and _same_model(source, base):
-            base = str(above)
+            base = quantized
     return resolve_model(base, load)
 
 
@@ -196,7 +195,7 @@ def _resolve_adapter(folder: Path, load: Load) -> ModelRef:
             f"{folder / 'adapter_config.json'} names no base: write `--model BASE --adapter {folder}`"
         )
     try:
-        found = resolve_model(_from_here_or_above(base, folder), load)
+        found = resolve_model(beside(folder, base), load)
     except CheckpointError as error:
         raise CheckpointError(
             f"{folder} is an adapter of {base}, which is not here: write `--model BASE --adapter {folder}` ({error})"
@@ -210,12 +209,15 @@ def _plain_base(found: ModelRef, owner: Path) -> ModelRef:
     return found
 
 
-def _from_here_or_above(base: str, owner: Path) -> str:
-    """A relative folder named by a run or an adapter, which may have been made from a folder above it."""
-    if not Path(base).is_absolute() and base != TINY and not Path(base).is_dir():
+def beside(owner: Path, base: str) -> str:
+    """A relative folder that a run or an adapter names: the one nearest above its owner, or else the one from here.
+
+    The current folder may hold another model of the same name. A name stays relative where that means the same.
+    """
+    if not Path(base).is_absolute() and base != TINY:
         for parent in owner.resolve().parents:
             if (parent / base / "config.json").is_file():
-                return str(parent / base)
+                return base if parent == Path.cwd() else str(parent / base)
     return base
 
 

@@ -187,6 +187,19 @@ def test_a_runs_quantized_base_is_found_from_elsewhere(tmp_path, monkeypatch):
     assert resolve_model(str(run)).base == str(nvfp4)
 
 
+def test_the_base_beside_a_run_comes_before_one_of_the_same_name_here(tmp_path, monkeypatch):
+    base = make_base()
+    nvfp4 = make_nvfp4(source=base.resolve()).resolve()
+    run = make_run(tmp_path, "checkpoints/Small-1B-NVFP4A16")
+    twin = make_run(tmp_path, base.resolve(), "r2", model_format="nvfp4")
+    other = tmp_path / "elsewhere"
+    other.mkdir()
+    monkeypatch.chdir(other)
+    make_nvfp4(source=base)
+    assert resolve_model(str(run)).base == str(nvfp4)
+    assert resolve_model(str(twin)).base == str(nvfp4)
+
+
 def test_load_has_three_values():
     with pytest.raises(CheckpointError, match="write auto, nvfp4 or bf16"):
         resolve_model(str(make_base()), "fp8")

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.adapter import PEFT_PREFIX
-from qerl.checkpoint import TINY, TINY_FOLDER
+from qerl.checkpoint import TINY, TINY_FOLDER, beside
 from qerl.errors import CheckpointError
 from qerl.hub import is_hub_id
 from qerl.shards import read_json
@@ -51,16 +51,14 @@ def peft_config(adapter: Adapter, base_name: str) -> dict:
 
 def find_base_name(adapter: Adapter, asked: str | None) -> str:
     """What the folder names as its base: what was asked, else the adapter's own, as a full path if it is a folder."""
-    name = asked or read_json(adapter.folder / CONFIG).get("base_model_name_or_path")
+    own = read_json(adapter.folder / CONFIG).get("base_model_name_or_path")
+    name = asked or (own and beside(adapter.folder, own))
     if not name:
         raise CheckpointError(f"{adapter.folder / CONFIG} names no base: write `--base-name BASE` (hub id or folder)")
     if name == TINY:
         return str(TINY_FOLDER)
     if Path(name).is_dir():
         return str(Path(name).resolve())
-    above = [parent / name for parent in adapter.folder.resolve().parents if (parent / name / "config.json").is_file()]
-    if above:
-        return str(above[0])
     if not is_hub_id(name):
         logger.warning(
             "the adapter's base %s is not here: the folder names it all the same (--base-name changes it)", name
