@@ -27,6 +27,7 @@ except ImportError:  # names that other projects use too
 
 if TYPE_CHECKING:
     from qerl.config import RunConfig
+    from training.run import TrainResult
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -144,7 +145,7 @@ def train(
         run_dir, step = find_run(resume, recipe, out)
         from training.run import resume as resume_run
 
-        resume_run(run_dir, step)
+        _exit_if_stopped(resume_run(run_dir, step))
         return
     if recipe is None:
         raise ConfigError("no recipe was given: write `qerl train --recipe NAME`; `qerl recipes` lists the names")
@@ -162,7 +163,7 @@ def train(
         sys.exit(0 if dry_run(config, Console()) else 1)
     from training.run import start
 
-    start(config, recipe_label(recipe))
+    _exit_if_stopped(start(config, recipe_label(recipe)))
 
 
 @app.command()
@@ -257,6 +258,12 @@ def doctor(
         Console().print(qerl.doctor.table(found))
     if any(check.level == "error" for check in found):
         sys.exit(1)
+
+
+def _exit_if_stopped(result: TrainResult) -> None:
+    """An interrupted run has saved and said how to continue; whoever called it learns of it by the exit code."""
+    if result.adapter is None:
+        sys.exit(130)
 
 
 def _refuse_with_resume(*options: object) -> None:

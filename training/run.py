@@ -113,7 +113,7 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
     with (
         only_writer(run_dir, found),
         RunLog(run_dir, config.run.steps) as run_log,
-        _interrupt(config.loss.num_iterations) as stop,
+        _interrupt(config.loss.num_iterations, run_dir) as stop,
     ):
         _open_run_dir(run_dir, config, name, base, plan)
         run_log.start_at(start_step)
@@ -219,11 +219,12 @@ class _StopAfterStep(TrainerCallback):
 
 
 @contextmanager
-def _interrupt(num_iterations: int) -> Iterator[_StopAfterStep]:
+def _interrupt(num_iterations: int, run_dir: Path) -> Iterator[_StopAfterStep]:
     stop = _StopAfterStep(num_iterations)
 
     def handle(signum: int, frame: object) -> None:
         if stop.asked:
+            logger.warning("stopped at once; continue with `qerl train --resume %s`", run_dir)
             raise KeyboardInterrupt
         stop.asked = True
         logger.warning("stopping after this step; interrupt again to stop at once and lose the step")

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from qerl.disk import replace_text
 from qerl.errors import CheckpointError
+from training.progress import Display, completions_table, numbers
 from training.watch import due, findings
 
 logger = logging.getLogger(__name__)
@@ -94,21 +94,25 @@ class RunLog:
         self._run_dir = run_dir
         self._steps = steps
         self._console = console or Console(stderr=True)
-        self._progress: Progress | None = None
+        self._display: Display | None = None
         self._rows: list[dict[str, Any]] = []  # of all steps so far
         self._told: dict[str, int] = {}  # kind of warning -> the step at which it was written last
 
     def __enter__(self) -> RunLog:
-        if self._console.is_terminal:
-            columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(20), TimeRemainingColumn()]
-            self._progress = Progress(*columns, TextColumn("{task.fields[line]}"), console=self._console)
-            self._progress.start()
-            self._task = self._progress.add_task("", total=self._steps, line="")
+        if self._console.is_terminal and not self._console.is_dumb_terminal:
+            self._display = Display(self._steps, self._console)
+            self._display.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._progress is not None:
-            self._progress.stop()
+        if self._display is not None:
+            self._display.stop()
+            self._display = None
+
+    def phase(self, name: str) -> None:
+        """What the run is doing from now on: rollout, grading, training, saving. For a terminal alone."""
+        if self._display is not None:
+            self._display.phase(name)
 
     def start_at(self, step: int) -> None:
         """Drop what a killed run wrote after `step`, so that the files continue as one run."""
@@ -134,15 +138,18 @@ class RunLog:
                 f"--resume {self._run_dir}`, which continues after the last checkpoint"
             ) from error
         self._rows.append(row)
-        self._show(step, row)
+        self._show(step)
         self._warn(step)
 
     def write_completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """A sample of the step's completions, one JSON object a line."""
+        """A sample of the step's completions, one JSON object a line; on a terminal some of them are shown."""
+        rows = list(rows)
         folder = self._run_dir / "completions"
         folder.mkdir(exist_ok=True)
         text = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
         (folder / f"step-{step:06d}.jsonl").write_text(text, encoding="utf-8")
+        if self._display is not None:
+            self._console.print(completions_table(step, rows))
 
     def _warn(self, step: int) -> None:
         """Write and show what a person should know at this step."""
@@ -164,21 +171,12 @@ class RunLog:
             replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
             self._told = {row["kind"]: row["step"] for row in kept}
 
-    def _show(self, step: int, row: Mapping[str, Any]) -> None:
-        shown = {
-            "reward": ("reward", ".3f"),
-            "entropy": ("entropy", ".3f"),
-            "noise/sigma": ("sigma", ".1e"),
-            "mismatch_kl": ("mismatch", ".1e"),
-            "completions/mean_tokens": ("tokens", ".0f"),
-            "time/step_s": ("s/step", ".1f"),
-        }
-        parts = [f"{name} {row[key]:{form}}" for key, (name, form) in shown.items() if row.get(key) is not None]
-        line = "  ".join(parts)
-        if self._progress is not None:
-            self._progress.update(self._task, completed=step, line=line)
+    def _show(self, step: int) -> None:
+        if self._display is not None:
+            self._display.step(self._rows, self._steps)
         else:
-            self._console.print(f"step {step}/{self._steps}  {line}", highlight=False, soft_wrap=True)
+            line = f"step {step}/{self._steps}  {numbers(self._rows[-1])}"
+            self._console.print(line, highlight=False, soft_wrap=True)
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:

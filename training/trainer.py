@@ -145,6 +145,7 @@ class QerlTrainer(GRPOTrainer):
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list, list]:
         if self._kept is None:
+            self._run_log.phase("rollout")
             return super()._generate_single_turn(prompt_ids, *args, **kwargs)
         kept = self._kept
         return [ids for group in kept for ids in group.completion_ids], [
@@ -153,6 +154,7 @@ class QerlTrainer(GRPOTrainer):
 
     def _calculate_rewards(self, *args: Any) -> torch.Tensor:
         if self._kept is None:
+            self._run_log.phase("grading")
             return super()._calculate_rewards(*args)
         return torch.cat([group.rewards for group in self._kept]).to(self.accelerator.device)
 
@@ -171,6 +173,7 @@ class QerlTrainer(GRPOTrainer):
         self, model: torch.nn.Module, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """Forward and backward of a whole step; of the loss that is returned nothing is left to differentiate."""
+        self._run_log.phase("training")
         loss = self._config.loss
         advantage_only = loss.kl_coef == 0 and loss.entropy_coef == 0
         batches = split(inputs, self._plan.micro_batch_tokens, loss.type, advantage_only)
@@ -276,6 +279,7 @@ class QerlTrainer(GRPOTrainer):
             self._run_log.write_completions(step, spread(completion_rows(self._logs), config.completions_count))
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any = None) -> None:
+        self._run_log.phase("saving")
         self._rollout.clear_noise()
         write_checkpoint(self, self._run_dir, self._config)
 

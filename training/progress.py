@@ -1,0 +1,109 @@
+"""What a terminal shows while a run trains: where it is, the latest numbers, and now and then some completions."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from qerl.report.read import printable
+
+REFRESH_PER_S = 2  # the trainer's thread shares its interpreter with this one
+TIMED_STEPS = 10  # the latest steps, whose mean gives the time that is left
+SHOWN_ROWS = 3
+LONGEST = 240  # characters of a prompt or completion
+
+# metric -> (name, format), in the order in which they are shown
+NUMBERS = {
+    "reward": ("reward", ".3f"),
+    "entropy": ("entropy", ".3f"),
+    "noise/sigma": ("sigma", ".1e"),
+    "mismatch_kl": ("mismatch", ".1e"),
+    "completions/mean_tokens": ("tokens", ".0f"),
+    "time/step_s": ("s/step", ".1f"),
+}
+MACHINE_NUMBERS = {
+    "speed/rollout_tokens_per_s": ("tokens/s", ",.0f"),
+    "memory/peak_gib": ("GiB", ".1f"),
+}
+
+
+def numbers(row: Mapping[str, Any], shown: Mapping[str, tuple[str, str]] = NUMBERS) -> str:
+    """A step's metrics in one line; those that it does not have are left out."""
+    return "  ".join(f"{name} {row[key]:{form}}" for key, (name, form) in shown.items() if row.get(key) is not None)
+
+
+def time_left(rows: Sequence[Mapping[str, Any]], steps: int) -> str:
+    """Until step `steps`, at the pace of the latest steps; empty before the first."""
+    times = [row["time/step_s"] for row in rows[-TIMED_STEPS:] if row.get("time/step_s") is not None]
+    if not times:
+        return ""
+    minutes, seconds = divmod(round(sum(times) / len(times) * (steps - rows[-1]["step"])), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{seconds:02} left"
+
+
+def completions_table(step: int, rows: Iterable[Mapping[str, Any]]) -> Table:
+    """The first of a step's sampled completions, each cut to a few lines: its end too, where the answer stands."""
+    table = Table("rewards", "prompt", "completion", title=f"step {step}", title_justify="left", show_lines=True)
+    for row in list(rows)[:SHOWN_ROWS]:
+        rewards = "\n".join(f"{name} {value:.3g}" for name, value in row["rewards"].items() if value is not None)
+        table.add_row(*(Text(text) for text in (rewards, _cut(row["prompt"]), _cut(row["completion"]))))
+    return table
+
+
+class Display(Progress):
+    """Two lines that stay at the end of the terminal; what is logged meanwhile goes above them."""
+
+    def __init__(self, steps: int, console: Console) -> None:
+        columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(20), _Phase(), TextColumn("{task.fields[left]}")]
+        self._numbers = ""  # before super(): it renders
+        super().__init__(*columns, console=console, refresh_per_second=REFRESH_PER_S)
+        self._task = self.add_task("", total=steps, phase="starting", since=time.monotonic(), left="")
+        self._handlers: list[logging.StreamHandler] = []
+
+    def start(self) -> None:
+        stream = sys.stderr
+        super().start()  # puts another stderr in its place, which prints above the lines
+        self._handlers = [
+            handler
+            for handler in logging.getLogger().handlers
+            if isinstance(handler, logging.StreamHandler) and handler.stream is stream
+        ]
+        for handler in self._handlers:
+            handler.setStream(sys.stderr)
+
+    def stop(self) -> None:
+        super().stop()
+        for handler in self._handlers:
+            handler.setStream(sys.stderr)
+        self._handlers = []
+
+    def phase(self, name: str) -> None:
+        """What the run is doing from now on."""
+        self.update(self._task, phase=name, since=time.monotonic())
+
+    def step(self, rows: Sequence[Mapping[str, Any]], steps: int) -> None:
+        """Show the last of `rows`, the metrics of the steps so far, of `steps` in all."""
+        self._numbers = numbers(rows[-1], NUMBERS | MACHINE_NUMBERS)
+        self.update(self._task, completed=rows[-1]["step"], left=time_left(rows, steps))
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(self._numbers, no_wrap=True, overflow="ellipsis")
+
+
+class _Phase(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.fields['phase']} {time.monotonic() - task.fields['since']:.0f} s", style="cyan")
+
+
+def _cut(text: str) -> str:
+    line = " ".join(printable(text).split())
+    return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} ... {line[-LONGEST // 2 :]}"
