@@ -59,7 +59,10 @@ def keys_page() -> str:
     ]
     for section, keys in groupby(describe_config(), key=lambda key: key.key.split(".")[0]):
         lines += ["", f"## {section}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
-        lines += [f"| `{k.key}` | {_cell(k.type)} | `{_cell(k.default)}` | {_cell(k.description)} |" for k in keys]
+        lines += [
+            f'| <a id="{k.key}"></a>`{k.key}` | {_cell(k.type)} | `{_cell(k.default)}` | {_cell(k.description)} |'
+            for k in keys
+        ]
     return "\n".join(lines) + "\n"
 
 
