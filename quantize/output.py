@@ -27,6 +27,10 @@ AT_FDCWD, RENAME_EXCHANGE = -100, 2  # renameat2(2)
 
 def check_target(out: Path, source: Path, overwrite: bool) -> None:
     """Raise CheckpointError if `out` must not be written: it exists, is no checkpoint, or touches the source."""
+    try:
+        out.is_file()
+    except OSError as error:  # a folder above it that may not be entered
+        raise CheckpointError(f"{out} cannot be written ({error.strerror}): give another folder as --out") from error
     inside = out.resolve(), source.resolve()
     if inside[0] == inside[1] or inside[0] in inside[1].parents or inside[1] in inside[0].parents:
         raise CheckpointError(f"--out {out} is, holds or lies in the model's own folder {source}: write elsewhere")
@@ -63,9 +67,9 @@ def staged_folder(out: Path) -> Iterator[Path]:
 
     Raises CheckpointError if another process is writing to the same place, and if the disk refuses or is full.
     """
-    out = out.resolve() if out.is_symlink() else out.absolute()
-    staging = out.parent / f".{out.name}.partial"
     try:
+        out = out.resolve() if out.is_symlink() else out.absolute()
+        staging = out.parent / f".{out.name}.partial"
         lock = _claim(staging)
     except OSError as error:
         raise CheckpointError(f"{out} cannot be written ({error.strerror}): give another folder as --out") from error

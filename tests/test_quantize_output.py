@@ -7,7 +7,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
+from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 from checkpoint_factory import fake_checkpoint
@@ -135,14 +138,35 @@ def test_two_writers_do_not_disturb_each_other(tmp_path, writer):
         (staging / "a").write_text("1")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_may_not_be_written(tmp_path):
-    tmp_path.chmod(0o500)
-    try:
-        with pytest.raises(CheckpointError, match="cannot be written"), staged_folder(tmp_path / "out"):
-            pytest.fail("it was written")
-    finally:
-        tmp_path.chmod(0o700)
+@contextmanager
+def folder_of_mode(mode):
+    """A folder with these rights; root has all rights, so within the block it is nobody."""
+    root = os.geteuid() == 0
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own may be entered by one user alone
+        Path(folder).chmod(mode)
+        if root:
+            os.seteuid(65534)
+        try:
+            yield Path(folder)
+        finally:
+            if root:
+                os.seteuid(0)
+            Path(folder).chmod(0o700)
+
+
+@pytest.mark.parametrize("mode", [0o555, 0o000], ids=["read only", "may not be entered"])
+def test_a_folder_that_may_not_be_written(mode):
+    with (
+        folder_of_mode(mode) as folder,
+        pytest.raises(CheckpointError, match="cannot be written"),
+        staged_folder(folder / "out"),
+    ):
+        pytest.fail("it was written")
+
+
+def test_a_folder_that_may_not_be_entered_is_known_before():
+    with folder_of_mode(0o000) as folder, pytest.raises(CheckpointError, match="cannot be written .Permission denied"):
+        check_target(folder / "out", Path("source"), overwrite=False)
 
 
 def test_a_path_through_a_file(tmp_path):
