@@ -165,7 +165,7 @@ def test_a_folder_that_may_not_be_written(mode):
 
 
 def test_a_folder_that_may_not_be_entered_is_known_before():
-    with folder_of_mode(0o000) as folder, pytest.raises(CheckpointError, match="cannot be written .Permission denied"):
+    with folder_of_mode(0o000) as folder, pytest.raises(CheckpointError, match=r"cannot be written .Permission denied"):
         check_target(folder / "out", Path("source"), overwrite=False)
 
 
