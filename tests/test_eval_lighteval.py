@@ -1,6 +1,5 @@
 """lighteval's own pipeline on a local task and the shipped tiny model."""
 
-import importlib.util
 import json
 
 import pytest
@@ -10,9 +9,6 @@ from eval.lighteval_suite import run_suite
 from eval.settings import EvalSettings
 from qerl.errors import ConfigError
 
-needs_lighteval = pytest.mark.skipif(
-    importlib.util.find_spec("lighteval") is None, reason="lighteval is not installed: pip install 'qerl[eval]'"
-)
 TASKS = """
 from lighteval.metrics.metrics import Metrics
 from lighteval.tasks.lighteval_task import LightevalTaskConfig
@@ -47,7 +43,6 @@ def tasks_file(tmp_path):
     return path
 
 
-@needs_lighteval
 def test_local_tasks_run_and_the_choices_are_ranked_by_our_engine(tasks_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     settings = EvalSettings(task="mine|0,choose|0", model="tiny", engine="transformers", out=tmp_path / "out")
@@ -58,7 +53,6 @@ def test_local_tasks_run_and_the_choices_are_ranked_by_our_engine(tasks_file, tm
     assert json.loads((out / "lighteval.json").read_text())["scores"] == result["scores"]
 
 
-@needs_lighteval
 def test_a_task_that_is_not_there_is_one_line_and_leaves_nothing(tasks_file, tmp_path, capsys):
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as stopped:
@@ -83,7 +77,6 @@ def test_options_that_do_not_fit_are_one_line(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
-@needs_lighteval
 def test_a_tasks_file_without_tasks_is_refused(tmp_path):
     (tmp_path / "tasks.py").write_text("")
     with pytest.raises(ConfigError, match="no TASKS_TABLE"):
