@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from qerl.engine import Completion, SamplingParams
 from qerl.errors import EngineError
 from qerl.model import local_folder
-from qerl.vllm_plugin import opening
+from qerl.vllm_plugin import opening, requests
 
 if TYPE_CHECKING:
     import torch
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_SEQUENCES = 256  # sampled at once; a larger call is served in turn
-SEED_STRIDE = 1_000_003  # seeds of neighbouring calls do not meet in calls of fewer prompts than this
 
 
 class VLLMEngine:
@@ -104,34 +103,31 @@ class VLLMEngine:
         self._check_context(prompts, sampling.max_new_tokens)
         if not prompts:
             return []
-        params = [_vllm_params(sampling, self._stop, seed, index) for index in range(len(prompts))]
+        params = [requests.sampling_params(sampling, self._stop, seed, index) for index in range(len(prompts))]
         if self._deterministic:
-            llm.reset_prefix_cache()
-        outputs = llm.generate([{"prompt_token_ids": list(p)} for p in prompts], params, use_tqdm=False)
-        completions = [_completion(output.outputs[0]) for output in outputs]
+            requests.drop_prefix_cache(llm)
+        outputs = requests.run(llm, prompts, params)
+        completions = [requests.completion(output.outputs[0]) for output in outputs]
         self._check_cache(prompts, completions)
         return completions
 
     def score(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> list[list[float]]:
-        from vllm import SamplingParams as VLLMParams
-
         llm = self._open()
         rows = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
         self._check_context(rows, 1, self._model_len)
         if not rows:
             return []
-        params = VLLMParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
         # vLLM has prompt logprobs at temperature 1 only; the scale of the logits is a public field of its processor
         # and is read outside the CUDA graphs.
         processor = self._model.logits_processor
         before, processor.scale = processor.scale, processor.scale / (temperature or 1.0)
         try:
-            outputs = llm.generate([{"prompt_token_ids": row} for row in rows], params, use_tqdm=False)
+            outputs = requests.run(llm, rows, requests.scoring_params())
         finally:
             processor.scale = before
-        picked = [_first_at_each_position(output.prompt_logprobs) for output in outputs]
+        picked = [requests.first_at_each_position(output.prompt_logprobs) for output in outputs]
         return [values[len(values) - len(completion) :] for values, completion in zip(picked, completions, strict=True)]
 
     def sync_adapter(self, tensors: Mapping[str, torch.Tensor], scaling: float) -> int:
@@ -142,7 +138,7 @@ class VLLMEngine:
         copy_adapter_(factors, self._slots, scaling)
         self._trained = {name: tensor.detach().float() for name, tensor in norms.items()}
         self._write_gains()
-        llm.reset_prefix_cache()
+        requests.drop_prefix_cache(llm)
         return len(tensors)
 
     def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
@@ -157,7 +153,7 @@ class VLLMEngine:
                 )
         self._noise = noise
         self._write_gains()
-        llm.reset_prefix_cache()
+        requests.drop_prefix_cache(llm)
         return len(noise)
 
     def sleep(self) -> None:
@@ -209,9 +205,12 @@ class VLLMEngine:
 
         if self._llm is None:
             return
+        from qerl.vllm_plugin import linear
+
         self._llm.llm_engine.engine_core.shutdown()
         self._llm = self._model = self._policy = None
         self._slots, self._norms = {}, {}
+        linear.forget_bases()
         gc.collect()
         torch.cuda.empty_cache()
 
@@ -279,33 +278,3 @@ class VLLMEngine:
                 f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the engine's context of "
                 f"{context}: lower rollout.max_new_tokens or data.max_prompt_tokens"
             )
-
-
-def _vllm_params(sampling: SamplingParams, stop: tuple[int, ...], seed: int | None, index: int) -> Any:
-    from vllm import SamplingParams as VLLMParams
-
-    return VLLMParams(
-        max_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        seed=None if seed is None else (seed * SEED_STRIDE + index) % 2**63,
-        stop_token_ids=list(dict.fromkeys([*stop, *sampling.stop_token_ids])),
-        logprobs=0,
-        flat_logprobs=True,
-        detokenize=False,
-    )
-
-
-def _completion(output: Any) -> Completion:
-    if output.finish_reason not in ("stop", "length"):
-        raise EngineError(f"vLLM ended a completion with {output.finish_reason!r}: see its log for the reason")
-    logprobs = _first_at_each_position(output.logprobs)
-    return Completion(list(output.token_ids), logprobs, output.finish_reason)
-
-
-def _first_at_each_position(flat: Any) -> list[float]:
-    """The logprob of the token itself, which vLLM lists first; positions without one (the first token) are left out."""
-    starts = zip(flat.start_indices, flat.end_indices, strict=True)
-    return [flat.logprobs[start] for start, end in starts if end > start]

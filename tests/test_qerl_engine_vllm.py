@@ -11,8 +11,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from qerl.engine_vllm import VLLMEngine, _completion, _first_at_each_position
+from qerl.engine_vllm import VLLMEngine
 from qerl.errors import EngineError, MissingExtraError
+from qerl.vllm_plugin.requests import completion, drop_prefix_cache, first_at_each_position, run
 
 ROOT = Path(__file__).resolve().parents[1]
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
@@ -50,13 +51,59 @@ def flat(*positions):
 
 
 def test_the_tokens_own_logprob_is_taken_and_empty_positions_are_left_out():
-    assert _first_at_each_position(flat([], [-1.0], [-2.0, -0.5])) == [-1.0, -2.0]
+    assert first_at_each_position(flat([], [-1.0], [-2.0, -0.5])) == [-1.0, -2.0]
 
 
 def test_a_completion_that_vllm_aborted_is_an_error():
     output = SimpleNamespace(finish_reason="abort", token_ids=[1], logprobs=flat([-1.0]))
     with pytest.raises(EngineError, match="abort"):
-        _completion(output)
+        completion(output)
+
+
+def test_a_logprob_that_is_no_number_is_an_error():
+    output = SimpleNamespace(finish_reason="stop", token_ids=[1, 2], logprobs=flat([-1.0], [float("nan")]))
+    with pytest.raises(EngineError, match="not finite"):
+        completion(output)
+
+
+class InterruptedLLM:
+    """What `run` leans on of vLLM's LLM: requests that stay in the scheduler when a call is interrupted."""
+
+    def __init__(self):
+        self.interrupt, self.aborted = True, []
+        self.llm_engine = self.output_processor = self
+        self.request_states = {}
+
+    def generate(self, prompts, params, use_tqdm):
+        start = len(self.request_states)
+        self.request_states |= {str(start + index): prompt["prompt_token_ids"] for index, prompt in enumerate(prompts)}
+        if self.interrupt:
+            raise KeyboardInterrupt
+        outputs, self.request_states = list(self.request_states.values()), {}
+        return outputs
+
+    def abort_request(self, names, internal):
+        assert internal
+        self.aborted += names
+        self.request_states = {name: state for name, state in self.request_states.items() if name not in names}
+
+
+def test_an_interrupted_call_leaves_nothing_to_the_next():
+    llm = InterruptedLLM()
+    with pytest.raises(KeyboardInterrupt):
+        run(llm, [[1], [2]], None)
+    assert llm.aborted == ["0", "1"]
+    llm.interrupt = False
+    assert run(llm, [[3]], None) == [[3]]
+    llm.request_states = {"7": [7]}  # of someone who spoke to vLLM beside the engine
+    with pytest.raises(EngineError, match="2 completions for 1 prompts"):
+        run(llm, [[4]], None)
+
+
+def test_a_prefix_cache_that_stays_is_an_error():
+    drop_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: True))
+    with pytest.raises(EngineError, match="could not drop its prefix cache"):
+        drop_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: False))
 
 
 CASES = [  # shape, format, kernel, deterministic
@@ -73,14 +120,14 @@ def checked(request, tmp_path_factory):
     shape, format, kernel, deterministic = request.param
     folder = tmp_path_factory.mktemp(f"{shape}-{kernel}")
     model, out = folder / "model", folder / "report.json"
-    run("make_random_checkpoint.py", "--shape", shape, "--format", format, "--out", model)
+    run_script("make_random_checkpoint.py", "--shape", shape, "--format", format, "--out", model)
     flags = ["--deterministic"] if deterministic else []
-    run("check_engine.py", "--model", model, "--format", format, "--kernel", kernel, "--out", out, *flags)
+    run_script("check_engine.py", "--model", model, "--format", format, "--kernel", kernel, "--out", out, *flags)
     report = json.loads(out.read_text(encoding="utf-8"))
     return SimpleNamespace(format=format, asked=kernel, deterministic=deterministic, **report)
 
 
-def run(script, *arguments):
+def run_script(script, *arguments):
     command = [sys.executable, str(ROOT / "scripts" / script), *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
     assert done.returncode == 0, done.stdout[:1500] + done.stdout[-1500:] + done.stderr[-3000:]
@@ -175,8 +222,8 @@ class TestOnGPU:
 @pytest.mark.timeout(300)
 def test_a_rollout_larger_than_the_kv_cache_finishes_and_says_so(tmp_path):
     model, out = tmp_path / "model", tmp_path / "report.json"
-    run("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
-    run("check_engine.py", "--model", model, "--memory", 3.02, "--only", "exhausted_cache", "--out", out)
+    run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
+    run_script("check_engine.py", "--model", model, "--memory", 3.02, "--only", "exhausted_cache", "--out", out)
     report = json.loads(out.read_text(encoding="utf-8"))["exhausted_cache"]
     assert report["tokens"] > 1.5 * report["cache_tokens"]
     assert report["completions"] == report["full"] + report["stopped"] == 128
@@ -189,7 +236,7 @@ def test_a_rollout_larger_than_the_kv_cache_finishes_and_says_so(tmp_path):
 @pytest.mark.timeout(300)
 def test_a_cap_that_cannot_hold_the_weights_is_refused_before_loading(tmp_path):
     model = tmp_path / "model"
-    run("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
+    run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
     with pytest.raises(EngineError, match=r"raise rollout\.memory or memory\.cap_gib"):
         VLLMEngine(str(model), "nvfp4", cap_gib=2.0)
     with pytest.raises(EngineError, match=r"set model\.format to match"):

@@ -114,3 +114,12 @@ def test_whatever_does_not_fit_raises(slots, norms, change, message):
 def test_an_engine_without_adapter_says_so(norms):
     with pytest.raises(EngineError, match="max_rank 0"):
         split_adapter(adapter(), {}, norms, 0)
+
+
+def test_a_diverged_adapter_leaves_no_trace(slots, norms):
+    wide = {name: torch.full_like(tensor, float("nan")) for name, tensor in adapter().items()}
+    copy_adapter_(split_adapter(wide, slots, norms, MAX_RANK)[0], slots, scaling=2.0)
+    narrow = adapter(("q_proj",), rank=2)
+    copy_adapter_(split_adapter(narrow, slots, norms, MAX_RANK)[0], slots, scaling=2.0)
+    for slot in slots.values():
+        assert (torch.ones(1, HIDDEN) @ slot.lora_a.T @ slot.lora_b.T).isfinite().all()

@@ -121,12 +121,18 @@ class _Base:
 _BASES: dict[int, _Base] = {}
 
 
+def forget_bases() -> None:
+    """Let go of an engine's weights: the process may open another one, at the same addresses."""
+    _BASES.clear()
+
+
 @torch.library.custom_op("qerl::nvfp4_linear", mutates_args=())
 def nvfp4_linear(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
     """x W^T + bias, (tokens, in) -> (tokens, rows), by the way that suits the number of tokens; opaque to compilers."""
     base = _BASES[words.data_ptr()]
+    x = x.contiguous()
     if small_batch.suits(base.weight, x.shape[0]):
-        return small_batch.product(x.contiguous(), base.weight, base.layer.qerl_bias)
+        return small_batch.product(x, base.weight, base.layer.qerl_bias)
     return _base_product(base, x, bias)
 
 

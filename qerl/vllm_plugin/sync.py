@@ -72,19 +72,23 @@ def split_adapter(
 def copy_adapter_(
     factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]], slots: Mapping[str, AdapterSlot], scaling: float
 ) -> None:
-    """Overwrite the buffers: A, and B times `scaling`; what has no factors, and ranks above, become 0."""
+    """Overwrite the buffers: A, and B times `scaling`; what has no factors, and ranks above, become 0.
+
+    In A too: 0 times what an earlier adapter left there is NaN if that had diverged.
+    """
     import torch
 
     with torch.no_grad():
         for name, slot in slots.items():
             a, b = factors.get(name, (None, None))
             rank = 0 if a is None else a.shape[0]
-            columns = slice(slot.first, slot.first + rank)
+            columns, unused = slice(slot.first, slot.first + rank), slice(slot.first + rank, _end(slot, slots))
             rows = slice(slot.row_start, slot.row_start + slot.rows)
             if a is not None:
                 slot.lora_a[columns].copy_(a)
                 slot.lora_b[rows, columns].copy_(b * scaling)
-            slot.lora_b[rows, slot.first + rank : _end(slot, slots)].zero_()
+            slot.lora_a[unused].zero_()
+            slot.lora_b[rows, unused].zero_()
 
 
 def _end(slot: AdapterSlot, slots: Mapping[str, AdapterSlot]) -> int:

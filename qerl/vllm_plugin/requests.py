@@ -1,0 +1,81 @@
+"""A call of vLLM: what is asked of it and what comes back.
+
+An interrupted call leaves its requests in vLLM's scheduler, and the next call would return their completions among its
+own; and vLLM only logs that it kept its prefix cache. `run` and `drop_prefix_cache` see to both.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from qerl.engine import Completion, SamplingParams
+from qerl.errors import EngineError
+
+SEED_STRIDE = 1_000_003  # seeds of neighbouring calls do not meet in calls of fewer prompts than this
+
+
+def run(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
+    """vLLM's outputs for `prompts` (token ids), in their order; `params` for all or for each."""
+    try:
+        outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+    except BaseException:  # Ctrl-C as well
+        abandoned = list(llm.llm_engine.output_processor.request_states)
+        llm.llm_engine.abort_request(abandoned, internal=True)
+        raise
+    if len(outputs) != len(prompts):
+        raise EngineError(f"vLLM returned {len(outputs)} completions for {len(prompts)} prompts: open the engine anew")
+    return outputs
+
+
+def drop_prefix_cache(llm: Any) -> None:
+    """Forget keys and values of other weights. Raises EngineError where vLLM would go on using them."""
+    if not llm.reset_prefix_cache():
+        raise EngineError(
+            "vLLM could not drop its prefix cache, because requests of an earlier call still hold blocks; completions "
+            "would begin with keys and values of other weights: open the engine anew"
+        )
+
+
+def sampling_params(sampling: SamplingParams, stop: tuple[int, ...], seed: int | None, index: int) -> Any:
+    """vLLM's parameters of request `index` of a call."""
+    from vllm import SamplingParams as VLLMParams
+
+    return VLLMParams(
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        seed=None if seed is None else (seed * SEED_STRIDE + index) % 2**63,
+        stop_token_ids=list(dict.fromkeys([*stop, *sampling.stop_token_ids])),
+        logprobs=0,
+        flat_logprobs=True,
+        detokenize=False,
+    )
+
+
+def scoring_params() -> Any:
+    """For the logprobs of given tokens, which vLLM has at temperature 1 alone."""
+    from vllm import SamplingParams as VLLMParams
+
+    return VLLMParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
+
+
+def completion(output: Any) -> Completion:
+    """Raises EngineError for one that was aborted, or whose logprobs are no numbers."""
+    if output.finish_reason not in ("stop", "length"):
+        raise EngineError(f"vLLM ended a completion with {output.finish_reason!r}: see its log for the reason")
+    logprobs = first_at_each_position(output.logprobs)
+    if not all(map(math.isfinite, logprobs)):
+        raise EngineError(
+            "the model gave a token a logprob that is not finite: its weights, the adapter or the noise hold inf or nan"
+        )
+    return Completion(list(output.token_ids), logprobs, output.finish_reason)
+
+
+def first_at_each_position(flat: Any) -> list[float]:
+    """The logprob of the token itself, which vLLM lists first; positions without one (the first token) are left out."""
+    starts = zip(flat.start_indices, flat.end_indices, strict=True)
+    return [flat.logprobs[start] for start, end in starts if end > start]
