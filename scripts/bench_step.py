@@ -34,13 +34,16 @@ def drawn(completions, **columns):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
+    parser.add_argument("--share-prompts", action="store_true", help="a prompt once in a packed row, as on a CPU")
     arguments = parser.parse_args()
     import logging
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     from qerl.recipe import load_recipe
+    from training import packing
     from training.run import start
 
+    packing.SHARE_ON_CUDA = packing.SHARE_ON_CUDA or arguments.share_prompts
     with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak:
         config = load_recipe("dapo_7b", overrides(arguments, Path(folder)))
         started = time.monotonic()

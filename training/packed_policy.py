@@ -60,7 +60,7 @@ class PackedPolicy:
         """(logprobs, entropies), float32 (B, C), of the last C = `width` of (B, P + C) tokens; 0 where masked."""
         row = pack(input_ids, attention_mask, width)
         if self._training:
-            self._recompute_in(row.input_ids.shape[1])
+            self._recompute_in(row.cost)
         with packed_attention_of(self._model):
             hidden = hidden_states(self._model, row)
         head = dense_head(self._model.get_output_embeddings(), self._temperature)

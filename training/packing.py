@@ -3,6 +3,9 @@
 A packed row holds the prompt of a group once, and each completion after it: keys and values of the prompt are the same
 for all of them, and its gradient is the sum of theirs. Positions go on from the prompt's in each completion. The model
 sees no pad token, and only the positions that predict a completion token reach the head.
+
+Attention reads the prompt's keys and values once for each completion, from a copy, and keeps the copies for its
+backward pass. So the budget of a packed row counts REPEATED repeated prompt tokens as one token more.
 """
 
 from __future__ import annotations
@@ -12,6 +15,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+
+
+REPEATED = 6  # a layer keeps 6.7 times the bytes of a token's keys and values (Llama 2 7B) to 68 times (Qwen2.5 3B)
 
 
 class Sequences(NamedTuple):
@@ -34,6 +40,13 @@ class PackedRow:
     predicting: torch.Tensor  # (M,) positions in T whose output predicts a completion token
     targets: torch.Tensor  # (M,) that token
     places: torch.Tensor  # (M,) where it stands in the (B, C) block, row after row
+
+    @property
+    def cost(self) -> int:
+        """Tokens that take the memory of this row: its own, and the repeated keys and values of shared prompts."""
+        tokens = self.input_ids.shape[1]
+        repeated = 0 if self.sequences.keys is None else len(self.sequences.keys) - tokens
+        return tokens + repeated // REPEATED
 
     def scatter(self, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
         """(M,) values at their places in a (B, C) block of zeros; the gradient flows back to them."""
@@ -79,7 +92,8 @@ def split_by_tokens(rows: Sequence[Lengths], budget: int) -> list[list[int]]:
     used, prompts = budget, set()
     for index in sorted((i for i in range(len(rows)) if rows[i].completion_tokens), key=lambda i: (rows[i].prompt, i)):
         row = rows[index]
-        added = row.completion_tokens + (0 if row.prompt in prompts else row.prompt_tokens)
+        repeated = row.prompt in prompts
+        added = row.completion_tokens + (row.prompt_tokens // REPEATED if repeated else row.prompt_tokens)
         if not groups or used + added > budget:
             groups.append([])
             used, prompts = 0, set()
