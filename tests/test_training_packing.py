@@ -126,7 +126,7 @@ def test_no_completion_reaches_another():
 
 
 def grouped_rows(prompts, group, generator):
-    """(ids, mask, completion width): `group` rows of each of some prompts, all of other lengths, prompts left-padded."""
+    """(ids, mask, completion width): `group` rows of each prompt, all of other lengths, prompts padded left."""
     width, longest = 90, 70
     ids = torch.randint(1, 32, (len(prompts) * group, longest + width), generator=generator)
     mask = torch.zeros_like(ids)
