@@ -70,6 +70,15 @@ class Comparison:
         """What --out holds."""
         return {**asdict(self), "verdict": self.paired.verdict}
 
+    def sentence(self) -> str:
+        """The same in a line, for the report."""
+        paired = self.paired
+        return (
+            f"After training: {paired.verdict}. {100 * paired.difference:+.1f} points on the same {self.questions} "
+            f"questions, 95% interval {100 * paired.low:+.1f} to {100 * paired.high:+.1f} ({paired.interval}), "
+            f"p = {paired.p_value:.2g} ({paired.test})."
+        )
+
     def table(self) -> Table:
         """The numbers and the verdict, for people."""
         from rich import box

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.identity import versions, weights_digest
-from eval.plan import EVALS, context_length, find_model
+from eval.plan import context_length, default_out, find_model, run_of
 from eval.settings import MAX_NEW_TOKENS, EvalSettings
 from eval.store import write_json
 from qerl.checkpoint import ModelRef, describe
@@ -37,12 +37,16 @@ def run_suite(settings: EvalSettings, tasks_file: Path | None = None) -> tuple[d
         raise MissingExtraError("lighteval", "eval")
     if tasks_file is not None and not tasks_file.is_file():
         raise ConfigError(f"--suite-tasks {tasks_file} is no file: write a Python file with TASKS_TABLE")
+    import torch
+
     ref = find_model(settings)
     out = settings.out or _default_out(ref, settings)
     if (out / SUITE_RESULT).exists() and not settings.overwrite:
         raise CheckpointError(f"{out} holds a result already: give another --out, or --overwrite")
     started = time.monotonic()
-    scores = _scores(settings, ref, tasks_file)
+    # lighteval 0.13 switches gradients off for the whole process when it is imported (transformers_model.py, line 70).
+    with torch.set_grad_enabled(torch.is_grad_enabled()):
+        scores = _scores(settings, ref, tasks_file)
     result = {
         "suite": "lighteval",
         "task": settings.task,
@@ -76,9 +80,10 @@ def suite_table(result: dict[str, Any]) -> Table:
 
 
 def _default_out(ref: ModelRef, settings: EvalSettings) -> Path:
-    weights = weights_digest(ref.adapter or Path(ref.base))[:8]
+    """Beside the evaluations of our own tasks: in the run where there is one."""
     task = "".join(char if char.isalnum() else "-" for char in settings.task)
-    return EVALS / f"{ref.path.resolve().name}-lighteval-{task}-{weights}"
+    asked = {"weights": weights_digest(ref.adapter or Path(ref.base)), "limit": settings.limit}
+    return default_out(ref, run_of(ref), f"lighteval-{task}", asked)
 
 
 def _scores(settings: EvalSettings, ref: ModelRef, tasks_file: Path | None) -> dict[str, dict[str, float]]:

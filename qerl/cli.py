@@ -189,7 +189,7 @@ def report(
     """Show what a run did: a page (report.html), curves as PNG, evaluation before and after, completions."""
     from qerl.report.write import write_report
 
-    write_report(runs, before, after, out)
+    write_report(runs, before, after, out, _verdict(before, after) if before and after else None)
 
 
 @recipes.callback()
@@ -258,6 +258,19 @@ def doctor(
         Console().print(qerl.doctor.table(found))
     if any(check.level == "error" for check in found):
         sys.exit(1)
+
+
+def _verdict(before: Path, after: Path) -> str | None:
+    """What the difference is worth, or why that cannot be said; None where a folder is no evaluation of ours."""
+    from eval.compare import compare
+    from qerl.errors import CheckpointError
+
+    try:
+        return compare(before, after).sentence()
+    except ConfigError as error:
+        return f"No test of the difference: {error}."
+    except CheckpointError:
+        return None
 
 
 def _exit_if_stopped(result: TrainResult) -> None:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 
 from eval.command import main
 from eval.lighteval_suite import run_suite
@@ -47,6 +48,7 @@ def test_local_tasks_run_and_the_choices_are_ranked_by_our_engine(tasks_file, tm
     monkeypatch.chdir(tmp_path)
     settings = EvalSettings(task="mine|0,choose|0", model="tiny", engine="transformers", out=tmp_path / "out")
     result, out = run_suite(settings, tasks_file)
+    assert torch.is_grad_enabled(), "lighteval's import switches gradients off; a run after it could not train"
     assert set(result["scores"]) == {"mine:0", "choose:0"} or set(result["scores"]) == {"mine|0", "choose|0"}
     chosen = next(v for k, v in result["scores"].items() if k.startswith("choose"))
     assert next(v for k, v in chosen.items() if not k.endswith("_stderr")) == 1.0  # a number, not a banana

@@ -80,7 +80,9 @@ def test_the_three_commands_as_typed(workdir):
     code, _, err = run("report", run_dir, "--before", result.parent, "--after", result.parent, cwd=workdir)
     assert code == 0, err
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
-    assert "| **accuracy** |" in (run_dir / "report.md").read_text()
+    text = (run_dir / "report.md").read_text()
+    assert "| **accuracy** |" in text
+    assert "After training: cannot tell. +0.0 points" in text  # an evaluation and itself
     code, out, err = run("grade", result.parent / "completions.jsonl", "--task", "arith", cwd=workdir)
     assert code == 0, err
 

@@ -129,7 +129,11 @@ def test_evaluations_of_the_run_and_others(tmp_path):
     run = full_run(tmp_path / "run")
     evaluated(run / "eval" / "last", True)
     compared = (read_evaluation(evaluated(tmp_path / "base", False, "no")), read_evaluation(run / "eval" / "last"))
-    page = Page(render_page([read_run(run)], compared))
+    html = render_page([read_run(run)], compared, "cannot tell")
+    page = Page(html)
+    names = re.findall(r'<th scope="row">(base|last)<', html)
+    assert names == ["base", "last"]  # before stands first
+    assert "cannot tell" in page.text
     assert page.text.count("5.0% to 95.0%") == 2  # each once, though one was named and found
     assert "100.0%" in page.text
     assert "Before (wrong)" in page.text
@@ -142,9 +146,12 @@ def test_evaluations_of_the_run_and_others(tmp_path):
 def test_a_result_of_another_suite_is_shown_as_far_as_it_goes(tmp_path):
     run = write_run(tmp_path / "run", [{"step": 1, "reward": 0.5}])
     (run / "eval" / "other").mkdir(parents=True)
-    (run / "eval" / "other" / "result.json").write_text(json.dumps({"task": "ifeval", "model": "tiny"}))
+    scores = {"ifeval:0": {"strict": 0.25, "strict_stderr": 0.125}}
+    result = {"suite": "lighteval", "task": "ifeval|0", "model": "tiny", "scores": scores}
+    (run / "eval" / "other" / "lighteval.json").write_text(json.dumps(result))
     page = Page(render_page([read_run(run)]))
-    assert "ifeval" in page.text
+    assert "ifeval|0" in page.text
+    assert "0.2500 ± 0.1250" in page.text
     assert "Graded wrong" not in page.text
 
 

@@ -42,6 +42,7 @@ def rows(*changes, before=()):
         ({"groups/zero_variance_share": 1.0}, "no_variance", "(mean reward 0.50)"),
         ({"completions/truncated_share": 0.5}, "truncated", "50% of the completions"),
         ({"entropy": 0.039}, "entropy_collapse", "from 0.4 to 0.039 nats"),
+        ({"entropy": 0.039, "rewards/accuracy": 0.79}, "entropy_collapse", "from 0.4 to 0.039 nats"),
         ({"mismatch_kl": 1.1e-3}, "mismatch_growing", "from 2.0e-04 to 1.1e-03"),
         ({"correction/capped_share": 0.12}, "outside_bounds", "12% of the tokens"),
         ({"correction/masked_share": 0.1}, "outside_bounds", "were masked"),
@@ -63,6 +64,7 @@ def test_what_is_told(changed, kind, said):
         {"groups/zero_variance_share": 0.99},
         {"completions/truncated_share": 0.49},
         {"entropy": 0.041},
+        {"entropy": 0.001, "rewards/accuracy": 0.81},  # sure, and right
         {"entropy": None},  # no completion entered the loss
         {"mismatch_kl": 9e-4},  # below 5 times the first steps'
         {"mismatch_kl": 2e-2, "noise/sigma": 0.01},  # noise that the first steps did not have

@@ -186,7 +186,9 @@ class QerlTrainer(GRPOTrainer):
             if parameter.requires_grad and parameter.grad is None:  # no row had a loss: the gradient is 0, not absent
                 parameter.grad = torch.zeros_like(parameter)
         metrics = merge_metrics(parts, row_metrics(loss.type, loss.level))
-        self._step_metrics |= metrics | memory.metrics | {"memory/train_planned_gib": self._packed.planned / 2**30}
+        self._step_metrics |= metrics | memory.metrics
+        if self._packed.planned:  # nothing bounds a CPU, and nothing is planned there
+            self._step_metrics["memory/train_planned_gib"] = self._packed.planned / 2**30
         rows = sum(batch.rows for batch in batches)
         self._step_metrics["completions/trained_share"] = rows / len(inputs["completion_mask"])
         return total.requires_grad_()

@@ -18,6 +18,7 @@ LOOK_BACK = 4 * WINDOW  # steps; further updates on one rollout have no metrics 
 TRUNCATED = 0.5  # share of the completions
 UNANSWERED = 0.5  # share of the completions
 COLLAPSED = 0.1  # of the entropy of the first steps
+SOLVED = 0.8  # accuracy from which completions may be alike: there is little left to explore
 MISMATCH_GROWTH = 5.0  # times that of the first steps with as much noise
 MISMATCH_LEAST = 1e-3  # nats; what kernels alone make is below it
 OUTSIDE = 0.1  # share of the tokens
@@ -107,6 +108,8 @@ def _truncated(rows: Rows) -> str | None:
 def _entropy(rows: Rows) -> str | None:
     first, now = _mean(rows[:WINDOW], "entropy"), _mean(rows, "entropy")
     if first is None or now is None or now >= COLLAPSED * first:
+        return None
+    if any((_mean(rows, key) or 0.0) >= SOLVED for key in ("sampled/accuracy", "rewards/accuracy")):
         return None
     return (
         f"the entropy fell from {first:.3g} to {now:.3g} nats a token, so that completions hardly differ any more: "

@@ -27,6 +27,7 @@ def evaluation_cells(evaluation: Evaluation) -> dict[str, str]:
     if result.get("accuracy"):  # another suite's result may have other numbers
         cells["accuracy"] = f"{result['accuracy']['value']:.1%}"
         cells["95% interval"] = _interval(result["accuracy"])
+    cells |= _suite_cells(result.get("scores") or {})
     for k, value in (result.get("pass_at_k") or {}).items():
         cells[f"pass@{k}"] = f"{value['value']:.1%} ({_interval(value)})"
     for heading, key in (("truncated", "truncated_share"), ("no answer", "no_answer_share")):
@@ -73,6 +74,18 @@ def mistakes(evaluation: Evaluation) -> list[Row]:
     """Some completions that were graded wrong, spread over the data."""
     wrong = [row for row in evaluation.rows if row.get("correct") is False]
     return wrong[:: max(1, len(wrong) // PAIRS_SHOWN)][:PAIRS_SHOWN]
+
+
+def _suite_cells(scores: dict[str, dict[str, float]]) -> dict[str, str]:
+    """lighteval's metrics with their standard errors; of several tasks each by its name."""
+    cells = {}
+    for task, metrics in scores.items():
+        for name, value in metrics.items():
+            if not name.endswith("_stderr"):
+                error = metrics.get(f"{name}_stderr")
+                spread = "" if error is None else f" ± {error:.4f}"
+                cells[name if len(scores) == 1 else f"{task} {name}"] = f"{value:.4f}{spread}"
+    return cells
 
 
 def _interval(value: dict[str, float]) -> str:

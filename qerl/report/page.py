@@ -21,8 +21,13 @@ from qerl.report.summary import change_table, differences, fifth, memory_table, 
 from qerl.report.warnings import latest_warnings
 
 
-def render_page(runs: Sequence[Run], compared: tuple[Evaluation, Evaluation] | None = None) -> str:
-    """The page of one run, or of several side by side; `compared` are evaluations before and after training."""
+def render_page(
+    runs: Sequence[Run], compared: tuple[Evaluation, Evaluation] | None = None, verdict: str | None = None
+) -> str:
+    """The page of one run, or of several side by side.
+
+    `compared` are evaluations before and after training, `verdict` says what their difference is worth.
+    """
     import jinja2
 
     environment = jinja2.Environment(
@@ -43,20 +48,22 @@ def render_page(runs: Sequence[Run], compared: tuple[Evaluation, Evaluation] | N
         memory=memory_table(runs),
         evaluations=_evaluations(_all_evaluations(runs, compared)),
         pairs=pairs(*compared) if compared else [],
+        verdict=verdict,
         differences=differences(runs) if len(runs) > 1 else [],
         shorten=shorten,
     )
 
 
 def _all_evaluations(runs: Sequence[Run], compared: tuple[Evaluation, Evaluation] | None) -> list[Evaluation]:
-    """Those in the runs' directories (with the run's name, if there are several), then others that were named."""
+    """Before and after, if they were named, then those in the runs' directories (of several with the run's name)."""
     found = [
         replace(evaluation, name=f"{run.name}: {evaluation.name}") if len(runs) > 1 else evaluation
         for run in runs
         for evaluation in run.evaluations
     ]
-    known = {evaluation.folder.resolve() for evaluation in found}
-    return found + [evaluation for evaluation in compared or () if evaluation.folder.resolve() not in known]
+    first = [evaluation.folder.resolve() for evaluation in compared or ()]
+    named = [next((f for f in found if f.folder.resolve() == e.folder.resolve()), e) for e in compared or ()]
+    return named + [evaluation for evaluation in found if evaluation.folder.resolve() not in first]
 
 
 def _run(run: Run) -> dict[str, Any]:

@@ -21,7 +21,7 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u20
 
 @dataclass(frozen=True)
 class Evaluation:
-    """A finished `qerl eval`: its result.json, and its graded completions."""
+    """A finished `qerl eval`: its result.json or lighteval.json, and its graded completions."""
 
     folder: Path
     name: str  # what tells it apart from the others that are shown
@@ -68,16 +68,16 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         config_text,
         read_json(about) if about.exists() else {},
         _samples(folder),
-        [read_evaluation(path.parent) for path in sorted(folder.glob("eval/*/result.json"))],
+        [read_evaluation(path) for path in sorted(folder.glob("eval/*")) if _result_file(path).exists()],
         read_jsonl(warnings) if warnings.exists() else [],
     )
 
 
 def read_evaluation(folder: Path) -> Evaluation:
-    """Raises DataError for a folder that is not a finished evaluation's; another suite keeps no completions."""
+    """Raises DataError for a folder that is not a finished evaluation's; lighteval's keeps no completions."""
     completions = folder / "completions.jsonl"
     rows = read_jsonl(completions) if completions.exists() else []
-    return Evaluation(folder, folder.resolve().name, read_json(folder / "result.json"), rows)
+    return Evaluation(folder, folder.resolve().name, read_json(_result_file(folder)), rows)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -100,6 +100,12 @@ def read_jsonl(path: Path) -> list[Row]:
 def printable(text: str) -> str:
     """`text` with a replacement character for what a page or terminal could not show as it stands."""
     return _UNPRINTABLE.sub("\ufffd", text)
+
+
+def _result_file(folder: Path) -> Path:
+    """Where an evaluation's numbers stand: its own, or what `--suite lighteval` wrote."""
+    suite = folder / "lighteval.json"
+    return suite if suite.exists() else folder / "result.json"
 
 
 def _config(path: Path) -> tuple[dict[str, Any], str]:

@@ -12,11 +12,15 @@ from qerl.report.summary import changes, fifth
 from qerl.report.warnings import latest_warnings
 
 
-def render_text(run: Run, compared: tuple[Evaluation, Evaluation] | None = None) -> str:
-    """The report in Markdown; `compared` are evaluations before and after training."""
+def render_text(run: Run, compared: tuple[Evaluation, Evaluation] | None = None, verdict: str | None = None) -> str:
+    """The report in Markdown; `compared` and `verdict` as for the page."""
     sections = [f"# {run.name}", *_warnings(run), _training(run.rows), *_stages(run.rows)]
     if compared:
-        sections += [_comparison(*compared), *(_pair(pair) for pair in pairs(*compared))]
+        sections += [
+            _comparison(*compared),
+            *([verdict] if verdict else []),
+            *(_pair(pair) for pair in pairs(*compared)),
+        ]
     return printable("\n\n".join(sections)) + "\n"
 
 

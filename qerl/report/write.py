@@ -19,12 +19,17 @@ logger = logging.getLogger(__name__)
 
 
 def write_report(
-    folders: Sequence[Path], before: Path | None = None, after: Path | None = None, out: Path | None = None
+    folders: Sequence[Path],
+    before: Path | None = None,
+    after: Path | None = None,
+    out: Path | None = None,
+    verdict: str | None = None,
 ) -> Path:
     """Write the page, and for one run curves.png and report.md; show the report and return the page's path.
 
-    The page is `out`; else report.html in the run, or comparison.html in the first of several. Raises DataError for a
-    run without metrics, ConfigError for options that do not fit.
+    `verdict` says in words what the difference between `before` and `after` is worth. The page is `out`; else
+    report.html in the run, or comparison.html in the first of several. Raises DataError for a run without metrics,
+    ConfigError for options that do not fit.
     """
     if (before is None) != (after is None):
         raise ConfigError("a comparison needs both: write `--before FOLDER --after FOLDER`, or neither")
@@ -34,9 +39,9 @@ def write_report(
     compared = (read_evaluation(before), read_evaluation(after)) if before and after else None
     page = out or runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html")
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(render_page(runs, compared), encoding="utf-8")
+    page.write_text(render_page(runs, compared, verdict), encoding="utf-8")
     for run in runs:
-        text = render_text(run, compared)
+        text = render_text(run, compared, verdict)
         Console().print(Markdown(text))
         if len(runs) == 1:
             (run.folder / "report.md").write_text(text, encoding="utf-8")
