@@ -115,6 +115,10 @@ class RolloutConfig(Section):
     kernel: Literal["auto", "humming", "marlin"] = Field(
         "auto", description="NVFP4 kernel (vllm engine only); auto: the fastest measured on the card"
     )
+    tune_kernels: bool = Field(
+        False,
+        description="time the ways to multiply on this card, once, and keep the times (vllm, NVFP4)",
+    )
     memory: float | None = Field(
         None, gt=0, description="GPU budget of the vllm engine: GiB, or up to 1 a share of the card; null: what is left"
     )

@@ -83,6 +83,7 @@ def engine(config: RunConfig) -> Conflicts:
     rollout = config.rollout
     vllm_only = {
         "rollout.kernel": rollout.kernel if rollout.kernel != "auto" else None,
+        "rollout.tune_kernels": rollout.tune_kernels or None,
         "rollout.memory": rollout.memory,
         "rollout.deterministic": rollout.deterministic or None,
         "memory.cap_gib": config.memory.cap_gib,
@@ -100,6 +101,12 @@ def engine(config: RunConfig) -> Conflicts:
             "vllm schedules its own batches",
             "rollout.memory to limit it, or leave rollout.batch_size out",
         )
+    if rollout.tune_kernels and rollout.deterministic:
+        yield Conflict(
+            {"rollout.tune_kernels": True, "rollout.deterministic": True},
+            "times scatter, and the way that they choose decides the bits",
+            "one of the two",
+        )
     if rollout.memory is not None and 1 < (config.memory.cap_gib or rollout.memory) < rollout.memory:
         yield Conflict(
             {"rollout.memory": rollout.memory, "memory.cap_gib": config.memory.cap_gib},
@@ -116,6 +123,12 @@ def number_format(config: RunConfig) -> Conflicts:
             {"rollout.kernel": rollout.kernel, "model.format": "bf16"},
             "that kernel multiplies NVFP4 weights",
             "rollout.kernel: auto, or model.format: nvfp4",
+        )
+    if model.format == "bf16" and rollout.tune_kernels:
+        yield Conflict(
+            {"rollout.tune_kernels": True, "model.format": "bf16"},
+            "16-bit weights are multiplied in one way",
+            "rollout.tune_kernels: false, or model.format: nvfp4",
         )
     if model.dtype == "float32" and rollout.engine == "vllm":
         yield Conflict(

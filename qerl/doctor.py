@@ -178,7 +178,8 @@ def _kernel_cache() -> Check:
     except OSError as error:
         remedy = "set QERL_CACHE to a folder that can be written"
         return Check("error", "kernel cache", f"{folder}: {error.strerror or error}", remedy)
-    return Check("ok", "kernel cache", str(folder))
+    kernels, tables = (len(list(folder.glob(pattern))) for pattern in ("*.cubin", "ways-*.json"))
+    return Check("ok", "kernel cache", f"{folder}: {kernels} kernels, {tables} tables of times (rollout.tune_kernels)")
 
 
 def _engine() -> Check:

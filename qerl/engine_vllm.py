@@ -48,6 +48,7 @@ class VLLMEngine:
         memory: float | None = None,
         cap_gib: float | None = None,
         deterministic: bool = False,
+        tune_kernels: bool = False,
         max_context: int | None = None,
         max_rank: int = 0,
         train_norms: bool = False,
@@ -60,8 +61,8 @@ class VLLMEngine:
 
         `max_rank`: largest LoRA rank that `sync_adapter` will bring, 0 for none; `train_norms`: no matter here, norms
         can always be synced; `max_context`: prompt + completion tokens, None: what the model declares; `memory`,
-        `cap_gib`: see `vllm_plugin.memory`; `enforce_eager`: no CUDA graphs, for debugging. Raises EngineError for what
-        cannot run, before anything is loaded where that is known.
+        `cap_gib`: see `vllm_plugin.memory`; `tune_kernels`: see `vllm_plugin.tune`; `enforce_eager`: no CUDA graphs,
+        for debugging. Raises EngineError for what cannot run, before anything is loaded where that is known.
         """
         opening.check_vllm()
         self._device = opening.check_device(dtype)
@@ -77,7 +78,7 @@ class VLLMEngine:
         self._llm: Any = opening.open_llm(
             settings,
             opening.linear_backend(kernel, format, deterministic),
-            {"max_rank": max_rank, "deterministic": deterministic},
+            {"max_rank": max_rank, "deterministic": deterministic, "tune": tune_kernels},
             seed,
             enforce_eager,
         )
@@ -205,12 +206,12 @@ class VLLMEngine:
 
         if self._llm is None:
             return
-        from qerl.vllm_plugin import linear
+        from qerl.vllm_plugin import products
 
         self._llm.llm_engine.engine_core.shutdown()
         self._llm = self._model = self._policy = None
         self._slots, self._norms = {}, {}
-        linear.forget_bases()
+        products.forget_bases()
         gc.collect()
         torch.cuda.empty_cache()
 

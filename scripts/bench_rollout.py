@@ -35,6 +35,7 @@ def main() -> None:
     parser.add_argument("--engine", default="qerl", choices=("qerl", "stock"))
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--rank", type=int, default=32, help="0: no adapter")
+    parser.add_argument("--tune", action="store_true", help="measure the ways to multiply first (qerl)")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=129)
@@ -113,6 +114,7 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, str]:
         max_rank=arguments.rank,
         max_sequences=max(arguments.sequences),
         memory=arguments.memory_share,
+        tune_kernels=arguments.tune,
     )
     if arguments.rank:
         tensors = {}

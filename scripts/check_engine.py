@@ -36,6 +36,7 @@ def main() -> None:
     parser.add_argument("--format", default="nvfp4", choices=("nvfp4", "bf16"))
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--tune", action="store_true", help="measure the ways to multiply first")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--cap-gib", type=float)
@@ -77,6 +78,7 @@ class Context:
             arguments.format,
             kernel=arguments.kernel,
             deterministic=arguments.deterministic,
+            tune_kernels=arguments.tune,
             max_context=1024,
             max_rank=arguments.rank,
             cap_gib=arguments.cap_gib,
@@ -87,6 +89,7 @@ class Context:
             "model": arguments.model,
             "kernel": self.engine.kernel,
             "open_s": round(time.monotonic() - started, 1),
+            "ways": ways(),
             "gpu": torch.cuda.get_device_name(),
             "failed": [],
             "seconds": {},
@@ -97,6 +100,13 @@ class Context:
         self.prompts = [[rng.randint(1, 256) for _ in range(length())] for _ in range(arguments.prompts)]
         self.sampling = SamplingParams(max_new_tokens=arguments.new_tokens)
         self.greedy = SamplingParams(max_new_tokens=arguments.new_tokens, temperature=0.0)
+
+
+def ways() -> dict[str, tuple[str, ...]]:
+    """How each quantized shape multiplies at each of `qerl.nvfp4.ways.TOKENS`."""
+    from qerl.vllm_plugin.products import BASES
+
+    return {base.shape.name: base.ways for base in BASES.values()}
 
 
 def shared_memory(context: Context) -> dict:

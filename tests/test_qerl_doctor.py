@@ -119,7 +119,10 @@ def test_a_hub_that_is_not_there_is_a_warning_unless_it_is_not_wanted(monkeypatc
 
 def test_a_cache_folder_that_cannot_be_written_is_an_error(monkeypatch, tmp_path):
     monkeypatch.setenv("QERL_CACHE", str(tmp_path / "new"))
-    assert found("kernel cache") == Check("ok", "kernel cache", str(tmp_path / "new"))
+    counts = "0 kernels, 0 tables of times (rollout.tune_kernels)"
+    assert found("kernel cache") == Check("ok", "kernel cache", f"{tmp_path / 'new'}: {counts}")
+    (tmp_path / "new" / "ways-1.json").touch()
+    assert "0 kernels, 1 tables" in found("kernel cache").found
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("QERL_CACHE", str(tmp_path / "file" / "below"))
     check = found("kernel cache")

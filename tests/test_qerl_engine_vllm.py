@@ -3,6 +3,7 @@ numbers come from the checkpoint, from float64 products and from transformers in
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -106,30 +107,34 @@ def test_a_prefix_cache_that_stays_is_an_error():
         drop_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: False))
 
 
-CASES = [  # shape, format, kernel, deterministic
-    ("tiny-qwen2", "nvfp4", "marlin", False),
-    ("tiny-qwen3", "nvfp4", "humming", False),
-    ("tiny-llama", "nvfp4", "auto", True),
-    ("tiny-qwen2", "bf16", "auto", False),
+CASES = [  # shape, format, kernel, flags
+    ("tiny-qwen2", "nvfp4", "marlin", ""),
+    ("tiny-qwen3", "nvfp4", "humming", "--tune"),
+    ("tiny-llama", "nvfp4", "auto", "--deterministic"),
+    ("tiny-qwen2", "bf16", "auto", ""),
 ]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=["-".join(map(str, case[:3])) for case in CASES])
 def checked(request, tmp_path_factory):
     """The report of scripts/check_engine.py; an engine lives once in a process, so each case has its own."""
-    shape, format, kernel, deterministic = request.param
+    shape, format, kernel, flag = request.param
     folder = tmp_path_factory.mktemp(f"{shape}-{kernel}")
     model, out = folder / "model", folder / "report.json"
     run_script("make_random_checkpoint.py", "--shape", shape, "--format", format, "--out", model)
-    flags = ["--deterministic"] if deterministic else []
-    run_script("check_engine.py", "--model", model, "--format", format, "--kernel", kernel, "--out", out, *flags)
+    check = ("check_engine.py", "--model", model, "--format", format, "--kernel", kernel, "--out", out)
+    cache = folder / "cache"
+    run_script(*check, *[flag] * bool(flag), **{"QERL_CACHE": str(cache)} if flag == "--tune" else {})
     report = json.loads(out.read_text(encoding="utf-8"))
-    return SimpleNamespace(format=format, asked=kernel, deterministic=deterministic, **report)
+    tables = [json.loads(path.read_text(encoding="utf-8")) for path in cache.glob("ways-*.json")]
+    return SimpleNamespace(format=format, asked=kernel, deterministic="det" in flag, tables=tables, **report)
 
 
-def run_script(script, *arguments):
+def run_script(script, *arguments, **environment):
     command = [sys.executable, str(ROOT / "scripts" / script), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=400)
+    done = subprocess.run(
+        command, capture_output=True, text=True, check=False, timeout=400, env={**os.environ, **environment}
+    )
     assert done.returncode == 0, done.stdout[:1500] + done.stdout[-1500:] + done.stderr[-3000:]
 
 
@@ -139,6 +144,14 @@ class TestOnGPU:
     def test_the_kernel_that_was_asked_for_runs(self, checked):
         expected = {"bf16": "cublas"}.get(checked.format, "marlin" if checked.asked == "auto" else checked.asked)
         assert checked.kernel == expected  # auto and deterministic: marlin
+
+    def test_a_tuned_engine_keeps_its_times_and_another_has_none(self, checked):
+        """Not yet run on a card. That its products are right is what the tests below hold."""
+        assert len(checked.tables) == (checked.asked == "humming")
+        for table in checked.tables:
+            assert set(table["times_us"]) == set(checked.ways)
+            for times in table["times_us"].values():
+                assert all(0 < time < 1e5 for ways in times.values() for time in ways.values())
 
     def test_every_base_weight_of_the_policy_is_the_engines(self, checked):
         assert checked.shared_memory["foreign"] == []

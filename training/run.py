@@ -133,6 +133,7 @@ def open_rollout_engine(config: RunConfig, base: ModelRef) -> Engine:
     if choose_engine(rollout.engine) == "vllm":
         options = {
             "kernel": rollout.kernel,
+            "tune_kernels": rollout.tune_kernels,
             "memory": rollout.memory,
             "cap_gib": config.memory.cap_gib,
             "deterministic": rollout.deterministic,

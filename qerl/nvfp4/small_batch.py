@@ -19,7 +19,6 @@ from qerl.nvfp4.nvrtc import Launch, kernel
 SOURCE = "small_batch.cu"
 MAX_TOKENS = 64
 CODE_FACTOR = 2.0**26  # what the kernel's products of code and block scale lack, see the source
-SUITS_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -51,11 +50,6 @@ def has_kernels(device: torch.device) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
-
-
-def suits(weight: KernelWeight, tokens: int) -> bool:
-    """Whether `product` is faster here than Humming and two launches for the adapter, measured on an H200."""
-    return 0 < tokens <= SUITS_TOKENS and has_kernels(weight.words.device)
 
 
 def choose_split(rows: int, columns: int, tokens: int) -> Split:

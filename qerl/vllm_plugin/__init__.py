@@ -4,7 +4,7 @@
    place (`linear.py`).
 2. `RMSNorm.register_oot`: NoisyRMSNorm, norm weights in float32, noise included (`norm.py`).
 3. `SleepModeBackendFactory`: the backend `qerl_kv`, a sleep that gives back the KV cache alone (`sleep.py`).
-4. `worker_cls`: vLLM's worker with a sampler that reads the logits once (`sampling.py`).
+4. `worker_cls`: vLLM's worker with a sampler that reads the logits once, and kernels by measurement (`worker.py`).
 
 The engine calls `register` before it opens vLLM; for processes that vLLM starts there is the `vllm.general_plugins`
 entry point, which does nothing unless the engine asked for it, so that other uses of vLLM in the same environment stay

@@ -120,7 +120,7 @@ def _arguments(settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
         "generation_config": "vllm",  # the checkpoint's sampling defaults (a repetition penalty, say) bias the policy
         "enable_prefix_caching": True,
         "enable_sleep_mode": True,
-        "worker_cls": "qerl.vllm_plugin.sampling.QerlWorker",
+        "worker_cls": "qerl.vllm_plugin.worker.QerlWorker",
         "additional_config": {vllm_plugin.CONFIG_KEY: options},
     }
 

@@ -20,7 +20,6 @@ from vllm.v1.outputs import LogprobsTensors
 from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
-from vllm.v1.worker.gpu_worker import Worker
 
 BLOCK = 4096  # logits of a program
 
@@ -76,16 +75,6 @@ class FusedSampler(Sampler):
             and not self.bad_words_state.num_bad_words.np[rows].any()
             and self.logprob_token_ids_state.max_num_token_ids(rows) == 0
         )
-
-
-class QerlWorker(Worker):
-    """vLLM's worker, named by the engine's `worker_cls`: puts the sampler in when the model is loaded."""
-
-    def load_model(self, **options) -> None:
-        super().load_model(**options)
-        runner = self.model_runner
-        if type(runner.sampler) is Sampler:  # a model with a sampler of its own keeps it
-            runner.sampler = FusedSampler(runner.sampler)
 
 
 def draw(

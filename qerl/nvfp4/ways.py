@@ -1,0 +1,124 @@
+"""Which way a product with an NVFP4 weight and its adapter takes, by shape and number of tokens. No torch.
+
+    fused    base and adapter in two launches that overlap (`small_batch.py`)
+    kernel   the GEMM kernel in whose layout the weight lies (Humming, Marlin), then the adapter
+    decoded  the weight decoded into a buffer for cuBLAS, then the adapter
+
+Where nothing was measured, `default_way` decides, from an H200 (benchmarks/gemm-7b.json). `measure` times each way that
+is right for a shape; the times are kept in a file of the kernels' cache folder, named by what they depend on. Humming
+0.1.10 is right up to 512 tokens only: see `vllm_plugin/products.py`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # measured; a number between takes the next one's way
+FUSED_TOKENS = 64  # the most that `small_batch.product` takes
+KERNEL_RIGHT = {"humming": 512, "marlin": 2048}  # the most at which the kernel may be used
+KERNEL_FAST = {"humming": 512, "marlin": 256}  # and to which it was the fastest on an H200
+FUSED_FAST = 16
+DECODED_FROM = 32  # not worth a measurement below
+MARGIN = 1.03  # another way than the default has to be so much faster: times scatter
+
+Times = dict[str, dict[str, dict[str, float]]]  # shape -> tokens -> way -> microseconds
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A (fused) linear: weight (rows, columns), its adapter's rank over all parts (0: none), its kernel."""
+
+    rows: int
+    columns: int
+    ranks: int
+    kernel: str  # "humming" or "marlin"
+    fused: bool  # whether the card has the kernels of small_batch
+
+    @property
+    def name(self) -> str:
+        return f"{self.rows}x{self.columns} rank {self.ranks} {self.kernel}"
+
+    def right_ways(self, tokens: int) -> tuple[str, ...]:
+        """The ways that give the right result."""
+        ways = ["decoded"] if tokens >= DECODED_FROM else []
+        ways += ["kernel"] * (tokens <= KERNEL_RIGHT[self.kernel])
+        return (*ways, *["fused"] * (self.fused and tokens <= FUSED_TOKENS))
+
+    def default_way(self, tokens: int) -> str:
+        if self.fused and tokens <= FUSED_FAST:
+            return "fused"
+        return "kernel" if tokens <= KERNEL_FAST[self.kernel] else "decoded"
+
+    def ways(self, times: Times) -> tuple[str, ...]:
+        """The way for each of TOKENS: the fastest measured, or the default."""
+        measured = times.get(self.name, {})
+        return tuple(self._way(tokens, measured.get(str(tokens), {})) for tokens in TOKENS)
+
+    def _way(self, tokens: int, times: Mapping[str, float]) -> str:
+        default = self.default_way(tokens)
+        right = {way: time for way, time in times.items() if way in self.right_ways(tokens) and time > 0}
+        if default not in right:
+            return default
+        best = min(right, key=right.__getitem__)
+        return best if right[default] > MARGIN * right[best] else default
+
+
+def way_of(ways: Sequence[str], tokens: int) -> str:
+    """The way of a call: `ways` as from `Shape.ways`."""
+    place = bisect_left(TOKENS, tokens)
+    return ways[place] if place < len(TOKENS) else "decoded"
+
+
+def measure(shape: Shape, time_us: Callable[[str, int], float]) -> dict[str, dict[str, float]]:
+    """Microseconds of each right way for each of TOKENS; `time_us(way, tokens)` measures one."""
+    return {str(tokens): {way: round(time_us(way, tokens), 2) for way in shape.right_ways(tokens)} for tokens in TOKENS}
+
+
+def table_path(folder: Path, facts: Mapping[str, str]) -> Path:
+    """The file for times that depend on `facts`: the card, the driver, versions."""
+    key = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:16]
+    return folder / f"ways-{key}.json"
+
+
+def read_table(path: Path) -> Times:
+    """The times of a file; none if it is missing or damaged, which is logged."""
+    try:
+        times = json.loads(path.read_text(encoding="utf-8"))["times_us"]
+        return {
+            shape: {tokens: {way: float(time) for way, time in each.items()} for tokens, each in by_tokens.items()}
+            for shape, by_tokens in times.items()
+        }
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        logger.warning("%s cannot be read (%s): kernels are chosen by default", path, error)
+        return {}
+
+
+def write_table(path: Path, facts: Mapping[str, str], times: Times) -> None:
+    """Add `times` to the file's, by renaming: another process may read or write it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({**facts, "times_us": {**read_table(path), **times}}, indent=1)
+    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
+        file.write(text + "\n")
+    os.replace(file.name, path)
+
+
+def summary(shapes: Mapping[Shape, Sequence[str]]) -> str:
+    """One line a shape: the tokens up to which each way is taken."""
+    return "\n".join(f"{shape.name}: " + ", ".join(_ends(ways)) for shape, ways in shapes.items())
+
+
+def _ends(ways: Sequence[str]) -> list[str]:
+    following = [*ways[1:], None]
+    return [f"{way} to {n}" for way, n, after in zip(ways, TOKENS, following, strict=True) if way != after]

@@ -1,0 +1,102 @@
+"""Measure on this card, once, which way is the fastest for each shape of the engine; `qerl.nvfp4.ways` keeps the times.
+
+A way is timed over as many layers of the shape as do not fit the card's cache, inside a CUDA graph, as in decoding.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Sequence
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from qerl.nvfp4 import lora, nvrtc, small_batch, ways
+from qerl.vllm_plugin.products import BASES, WAYS, Base
+
+logger = logging.getLogger(__name__)
+
+CACHE_BYTES = 2**28  # more than the L2 cache of any card
+REPLAYS = 5
+
+
+def choose_ways_(tune: bool) -> None:
+    """Give each base of `BASES` its ways: from the card's table; with `tune`, what that lacks is measured first."""
+    shapes: dict[ways.Shape, list[Base]] = {}
+    for base in BASES.values():
+        shapes.setdefault(base.shape, []).append(base)
+    facts = card_facts()
+    path = ways.table_path(nvrtc.cache_folder(), facts)
+    times = ways.read_table(path)
+    lacking = [shape for shape in shapes if shape.name not in times] if tune else []
+    for shape in lacking:
+        logger.info("measuring the ways to multiply by %s", shape.name)
+        times[shape.name] = ways.measure(shape, partial(_time_us, shapes[shape]))
+    if lacking:
+        torch.cuda.empty_cache()
+        ways.write_table(path, facts, {shape.name: times[shape.name] for shape in lacking})
+    for shape, bases in shapes.items():
+        for base in bases:
+            base.ways = shape.ways(times)
+    chosen = {shape: bases[0].ways for shape, bases in shapes.items()}
+    measured = sum(shape.name in times for shape in shapes)
+    logger.info(
+        "ways to multiply, %d of %d shapes measured (%s):\n%s", measured, len(shapes), path, ways.summary(chosen)
+    )
+
+
+def card_facts() -> dict[str, str]:
+    """What times depend on."""
+    sources = (nvrtc.FOLDER / small_batch.SOURCE, Path(small_batch.__file__), Path(lora.__file__))
+    return {
+        "card": torch.cuda.get_device_name(),
+        "driver": str(torch._C._cuda_getDriverVersion()),
+        "torch": torch.__version__,
+        "vllm": _version("vllm"),
+        "humming": _version("humming-kernels"),
+        "kernels": hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:16],
+    }
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+@torch.inference_mode()
+def _time_us(bases: Sequence[Base], way: str, tokens: int) -> float:
+    """Microseconds of one product of `tokens` tokens with a layer of the shape."""
+    weight = bases[0].weight
+    layers = bases[: 1 + CACHE_BYTES // (weight.words.nbytes + weight.scales.nbytes)]
+    x = torch.randn(tokens, weight.in_features, device=weight.words.device, dtype=torch.bfloat16)
+    calls = [partial(WAYS[way], base, x, getattr(base.layer, "bias", None), _adapter(base)) for base in layers]
+    return graph_us(calls) / len(calls)
+
+
+def _adapter(base: Base) -> tuple[torch.Tensor, torch.Tensor] | None:
+    return (base.layer.lora_a, base.layer.lora_b) if base.ranks else None
+
+
+def graph_us(calls: Sequence[Callable[[], object]]) -> float:
+    """Microseconds of all calls, one after another, in a CUDA graph: median of REPLAYS."""
+    calls[0]()  # compiles and loads, which a capture must not
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for call in calls:
+            call()
+    graph.replay()
+    times = []
+    for _ in range(REPLAYS):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        graph.replay()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return sorted(times)[REPLAYS // 2]

@@ -1,0 +1,105 @@
+"""Which way a product takes: measured times decide, the default where there are none, and no wrong way ever."""
+
+import json
+import logging
+import multiprocessing
+
+import pytest
+
+from qerl.nvfp4.ways import TOKENS, Shape, measure, read_table, summary, table_path, way_of, write_table
+
+HOPPER = Shape(4608, 3584, 96, "humming", fused=True)
+AMPERE = Shape(4608, 3584, 96, "marlin", fused=False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ends"),
+    [
+        (HOPPER, {1: "fused", 16: "fused", 17: "kernel", 512: "kernel", 513: "decoded", 8192: "decoded"}),
+        (AMPERE, {1: "kernel", 256: "kernel", 257: "decoded", 2048: "decoded", 100_000: "decoded"}),
+    ],
+)
+def test_without_times_the_default_decides(shape, ends):
+    ways = shape.ways({})
+    assert {tokens: way_of(ways, tokens) for tokens in ends} == ends
+
+
+def test_the_fastest_way_is_taken_at_each_size():
+    """Times of a made-up card: fused to 64 tokens, decoding from 128 on."""
+    speed = {"fused": lambda n: 5 + n / 8, "kernel": lambda n: 20 + n / 16, "decoded": lambda n: 22 + n / 100}
+    times = {HOPPER.name: measure(HOPPER, lambda way, tokens: speed[way](tokens))}
+    ways = HOPPER.ways(times)
+    assert [way_of(ways, tokens) for tokens in (1, 16, 33, 64, 65, 300, 512, 1000)] == [
+        *["fused"] * 4,
+        *["decoded"] * 4,
+    ]
+    assert summary({HOPPER: ways}) == "4608x3584 rank 96 humming: fused to 64, decoded to 2048"
+
+
+def test_times_within_the_scatter_change_nothing():
+    times = {"64": {"kernel": 10.2, "fused": 10.0}, "128": {"kernel": 10.4, "decoded": 10.0}}
+    ways = HOPPER.ways({HOPPER.name: times})
+    assert way_of(ways, 64) == "kernel"
+    assert way_of(ways, 128) == "decoded"
+
+
+def test_a_way_that_is_wrong_is_neither_measured_nor_taken():
+    """Humming above 512 tokens, fused above 64 or without its kernels: a table from elsewhere may name them."""
+    asked = []
+    measure(HOPPER, lambda way, tokens: asked.append((way, tokens)) or 1.0)
+    assert max(tokens for way, tokens in asked if way == "kernel") == 512
+    assert max(tokens for way, tokens in asked if way == "fused") == 64
+    assert {tokens for _, tokens in asked} == set(TOKENS)
+    tempting = {str(tokens): {"fused": 0.1, "kernel": 0.2, "decoded": 9.0} for tokens in TOKENS}
+    assert set(HOPPER.ways({HOPPER.name: tempting})[-2:]) == {"decoded"}
+    assert "fused" not in AMPERE.ways({AMPERE.name: tempting})
+    zero = {"8": {"fused": 5.0, "kernel": 0.0}, "16": {"kernel": 1.0}}  # a clock that failed; the default missing
+    assert HOPPER.ways({HOPPER.name: zero}) == HOPPER.ways({})
+
+
+def test_another_shape_or_rank_has_its_own_times():
+    times = {HOPPER.name: {"32": {"kernel": 9.0, "decoded": 1.0}}}
+    assert way_of(HOPPER.ways(times), 32) == "decoded"
+    assert way_of(Shape(4608, 3584, 0, "humming", fused=True).ways(times), 32) == "kernel"
+
+
+def test_a_table_is_kept_and_added_to(tmp_path):
+    facts = {"card": "made up", "driver": "1"}
+    path = table_path(tmp_path / "cache", facts)
+    assert read_table(path) == {}
+    write_table(path, facts, {"a": {"1": {"kernel": 2.0}}})
+    write_table(path, facts, {"b": {"1": {"kernel": 3.0}}})
+    assert read_table(path) == {"a": {"1": {"kernel": 2.0}}, "b": {"1": {"kernel": 3.0}}}
+    assert json.loads(path.read_text())["card"] == "made up"
+    assert path != table_path(tmp_path / "cache", {"card": "made up", "driver": "2"})
+    assert list(path.parent.iterdir()) == [path]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"times_us": {"a": 3}}', '{"times_us": {"a": {"1": {"kernel": "x"}}}}']
+)
+def test_a_damaged_table_means_the_default_and_is_said(tmp_path, caplog, text):
+    path = tmp_path / "ways-0.json"
+    path.write_text(text)
+    with caplog.at_level(logging.WARNING):
+        assert read_table(path) == {}
+    assert "chosen by default" in caplog.text
+    write_table(path, {}, {"a": {"1": {"kernel": 2.0}}})
+    assert read_table(path) == {"a": {"1": {"kernel": 2.0}}}
+
+
+def _write_often(path, name):
+    for turn in range(30):
+        write_table(path, {}, {name: {"1": {"kernel": float(turn)}}})
+
+
+def test_a_reader_never_sees_half_a_table(tmp_path):
+    path = tmp_path / "ways-0.json"
+    write_table(path, {}, {"a": {"1": {"kernel": 1.0}}})
+    writer = multiprocessing.get_context("spawn").Process(target=_write_often, args=(path, "b"))
+    writer.start()
+    while writer.is_alive():
+        assert json.loads(path.read_text())["times_us"]
+    writer.join()
+    assert writer.exitcode == 0
+    assert read_table(path)["b"] == {"1": {"kernel": 29.0}}
