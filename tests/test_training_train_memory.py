@@ -9,7 +9,7 @@ from small_run import small_config
 from qerl.errors import EngineError
 from qerl.memory_plan import GIB, Footprint, MicroBatchPlan
 from training.run import resume, start
-from training.train_memory import as_record, recorded_plan, training_memory
+from training.train_memory import as_record, card_memory, recorded_plan, training_memory
 
 PLAN = MicroBatchPlan(4096, 0, 28, 40 * GIB, Footprint(28, 240_064, 7168, 237_568, 2_687_500_288))
 
@@ -39,3 +39,17 @@ def test_out_of_memory_says_which_key_to_lower():
     said = r"run\.micro_batch_tokens: 2048, or run\.gradient_checkpointing: true"
     with pytest.raises(EngineError, match=said), training_memory(PLAN):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+
+
+def test_the_card_s_memory_is_the_most_of_a_step(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * GIB, 24 * GIB))
+    assert card_memory("memory/x_card_gib", {}) == {"memory/x_card_gib": 21.0}
+    assert card_memory("memory/x_card_gib", {"memory/x_card_gib": 22.5}) == {"memory/x_card_gib": 22.5}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a CPU logs")
+def test_a_run_on_a_cpu_logs_no_memory(nvfp4_base, tmp_path):
+    run_dir = start(small_config(nvfp4_base, tmp_path, "noise.enabled=false", steps=1), "tiny").run_dir
+    row = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert not [key for key in row if key.startswith("memory/")]

@@ -18,6 +18,7 @@ from qerl.engine import Completion, Engine, SamplingParams
 from qerl.errors import EngineError
 from qerl.norms import block_norms, set_norm_noise_
 from training.noise import NoiseSchedule, StepNoise, derive_seed
+from training.train_memory import card_memory
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -33,6 +34,7 @@ class RolloutStats:
     logprobs: float = 0.0  # their sum
     seconds: float = 0.0
     noise: dict[str, float] = field(default_factory=dict)
+    memory: dict[str, float] = field(default_factory=dict)  # empty on a CPU
 
 
 class Rollout:
@@ -120,6 +122,7 @@ class Rollout:
         self.clear_noise()
         if self._config.noise.where == "both" and noise.vectors is not None:
             set_norm_noise_(self._norms, noise.vectors)  # the loss sees the policy that sampled
+        self._stats.memory = card_memory("memory/rollout_card_gib", self._stats.memory)
         self._engine.sleep()
 
     def _count(self, noise: StepNoise, touched: int, seconds: float) -> None:
@@ -141,6 +144,7 @@ class Rollout:
         stats = self._stats
         return {
             **stats.noise,
+            **stats.memory,
             # The mean surprise of what was drawn estimates the entropy of the policy that drew it, with its noise.
             "sampling/entropy": -stats.logprobs / stats.tokens,
             "time/rollout_s": stats.seconds,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -130,7 +130,7 @@ class TrainingMemory:
 def training_memory(plan: MicroBatchPlan) -> Iterator[TrainingMemory]:
     """Measure the peak of a training phase above what is there before it; running out becomes an EngineError."""
     memory, on_gpu = TrainingMemory(), torch.cuda.is_available()
-    earlier_peak, before = torch.cuda.max_memory_allocated(), torch.cuda.memory_allocated()
+    before = torch.cuda.memory_allocated()
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     try:
@@ -142,8 +142,21 @@ def training_memory(plan: MicroBatchPlan) -> Iterator[TrainingMemory]:
             "run.gradient_checkpointing: true"
         ) from error
     if on_gpu:
-        peak = torch.cuda.max_memory_allocated()
-        memory.metrics = {"memory/train_gib": (peak - before) / GIB, "memory/peak_gib": max(peak, earlier_peak) / GIB}
+        above = (torch.cuda.max_memory_allocated() - before) / GIB
+        memory.metrics = {"memory/train_gib": above, **card_memory("memory/train_card_gib", {})}
+
+
+def card_memory(name: str, so_far: Mapping[str, float]) -> dict[str, float]:
+    """{name: GiB that the driver reports as taken on the card, or what it was `so_far` if that is more}.
+
+    At the end of a phase that is its peak: torch's allocator gives nothing back before the next phase asks for it.
+    What torch itself counts is not: a sleeping engine's KV cache stays in its books while the card has it back.
+    Empty on a CPU.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    return {name: max(so_far.get(name, 0.0), (total - free) / GIB)}
 
 
 def _available(engine: Engine, cap_gib: float | None) -> int | None:

@@ -256,10 +256,8 @@ class QerlTrainer(GRPOTrainer):
         self._mismatch = Mismatch()
         metrics = rename({**logs, **averages, **step_metrics})
         metrics["time/train_s"] = metrics["time/step_s"] - metrics.pop("time/rollout_and_grading_s", 0.0)
-        if torch.cuda.is_available():
-            peak = max(metrics.get("memory/peak_gib", 0.0), torch.cuda.max_memory_allocated() / 2**30)
-            metrics["memory/peak_gib"] = peak  # of this step alone
-            torch.cuda.reset_peak_memory_stats()
+        if card := [metrics[key] for key in metrics if key.endswith("_card_gib")]:
+            metrics["memory/peak_gib"] = max(card)  # of this step
         # A further update on the same rollout has its noise, but took no time for it.
         self._step_metrics = {key: value for key, value in self._step_metrics.items() if key.startswith("noise/")}
         # A tracker cannot draw what is not finite; metrics.jsonl says null.

@@ -62,7 +62,12 @@ PANELS = (
     Panel("seconds a step", (("rollout", "time/rollout_s"), ("training", "time/train_s"), ("sync", "time/sync_s"))),
     Panel(
         "GPU memory (GiB)",
-        (("peak", "memory/peak_gib"), ("training", "memory/train_gib"), ("planned", "memory/train_planned_gib")),
+        (
+            ("card, rollout", "memory/rollout_card_gib"),
+            ("card, training", "memory/train_card_gib"),
+            ("micro-batch", "memory/train_gib"),
+            ("micro-batch as planned", "memory/train_planned_gib"),
+        ),
     ),
 )
 
