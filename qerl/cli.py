@@ -154,6 +154,9 @@ def train(
     overrides = [*(overrides or []), *_column_overrides(columns)]
     flags = {"base": model, "task": task, "data": data, "steps": steps, "seed": seed, "out": out and str(out)}
     config = load_recipe(recipe, overrides, **flags)
+    from training.rewards import check_rewards
+
+    check_rewards(config)
     _check_base(config, recipe, quantize_first)
     if dry:
         from rich.console import Console

@@ -78,7 +78,8 @@ class RewardConfig(Section):
     """One reward; the sum of weight * reward is what training maximizes."""
 
     name: str = Field(
-        min_length=1, description="registered name, or the dotted path of a function (`package.module.f`)"
+        min_length=1,
+        description="registered name, path of a function (`file.py:f`, `package.module:f`), or URL of a reward server",
     )
     weight: float = Field(1.0, description="factor in the sum; 0 only logs the reward")
     args: dict[str, object] = Field(default_factory=dict, description="keyword arguments of the reward")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from qerl.config_conflict import Conflict, Conflicts
 from qerl.config_rules_noise import noise, noise_controller
+from qerl.config_rules_rewards import rewards
 
 if TYPE_CHECKING:
     from qerl.config import RunConfig
@@ -55,27 +56,6 @@ def task(config: RunConfig) -> Conflicts:
             "it has no {question}, so no prompt would hold its problem",
             "data.prompt_template: '{question} Put your final answer within \\boxed{}.', or default",
         )
-
-
-def rewards(config: RunConfig) -> Conflicts:
-    """Something is rewarded, no reward counts twice, and the soft punishment leaves room to answer."""
-    names = [reward.name for reward in config.rewards]
-    for i, name in enumerate(names):
-        if name in names[:i]:
-            yield Conflict({f"rewards.{i}.name": name}, "this reward stands twice", "it once, with the weights added")
-    if all(reward.weight == 0 for reward in config.rewards):
-        yield Conflict(
-            {"rewards.0.weight": 0.0}, "no reward has a weight, so nothing would be learned", "rewards.0.weight: 1"
-        )
-    longest = config.rollout.max_new_tokens
-    for i, reward in enumerate(config.rewards):
-        cache = reward.args.get("cache")
-        if reward.name == "soft_overlong" and isinstance(cache, int) and cache >= longest:
-            yield Conflict(
-                {f"rewards.{i}.args.cache": cache, "rollout.max_new_tokens": longest},
-                "the punishment would begin before the first token",
-                f"a cache below {longest}, such as {longest // 4}",
-            )
 
 
 def engine(config: RunConfig) -> Conflicts:

@@ -62,6 +62,29 @@ def test_help_answers_at_once():
     assert all(command in out for command in ("quantize", "train", "eval", "grade", "report", "recipes", "doctor"))
 
 
+@pytest.mark.parametrize(
+    "reward", ["{name: acuracy}", "{name: format, args: {styl: tags}}", "{name: 'mine.py:nothing'}"]
+)
+def test_a_wrong_reward_is_refused_before_anything_heavy_is_imported(workdir, reward):
+    (workdir / "mine.py").write_text("def short(completions):\n    return [0.0 for _ in completions]\n")
+    code = (
+        "import sys, qerl.cli\n"
+        f"sys.argv = ['qerl', 'train', '--recipe', 'tiny', '--quantize', '--set', {f'rewards=[{reward}]'!r}]\n"
+        "try: qerl.cli.main()\n"
+        "except SystemExit as end: print(end.code, [m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    times = []
+    for _ in range(2):
+        started = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        times.append(time.perf_counter() - started)
+        assert done.stdout.strip() == "2 []", done.stderr
+        assert len(done.stderr.strip().splitlines()) == 1
+    assert min(times) < 2  # about 0.6 s on a machine with nothing else to do
+    assert [path.name for path in workdir.iterdir() if path.suffix != ".py"] in ([], ["__pycache__"])
+
+
 def test_the_three_commands_as_typed(workdir):
     """quantize without --out, train from there, eval without --model: each finds what the one before made."""
     (workdir / "reward.py").write_text(REWARD)
@@ -116,6 +139,16 @@ REFUSALS = {
     "missing data": (["train", "--recipe", "tiny", "--quantize", "--data", "no.jsonl"], "no.jsonl"),
     "missing model": (["train", "--recipe", "tiny", "--model", "./nowhere"], "nowhere"),
     "columns": (["train", "--recipe", "tiny", "--columns", "question"], "question=problem,answer=solution"),
+    "reward": (["train", "--recipe", "tiny", "--set", "rewards=[{name: acuracy}]"], "write rewards.0.name: accuracy"),
+    "reward's argument": (
+        ["train", "--recipe", "tiny", "--set", "rewards=[{name: format, args: {styl: tags}}]"],
+        "reward format takes no argument 'styl'; did you mean 'style'? (its arguments: style)",
+    ),
+    "reward's value": (
+        ["train", "--recipe", "tiny", "--set", "rewards=[{name: format, args: {style: tag}}]"],
+        "has no style 'tag': write boxed, tags, think",
+    ),
+    "reward's file": (["train", "--recipe", "tiny", "--set", "rewards=[{name: 'no.py:f'}]"], "'no.py' does not exist"),
     "resume nothing": (["train", "--resume", "nowhere"], "nowhere is not a run"),
     "resume and more": (["train", "--resume", "x", "--steps", "3"], "takes no other option"),
     "quantize nothing": (["quantize", "--model", "./nowhere"], "nowhere"),

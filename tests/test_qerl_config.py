@@ -260,6 +260,25 @@ PAIRS = [
         ["loss.type=cispo", "loss.delta=2"],
         "loss.delta 2.0 with loss.type cispo: it reads no delta; write loss.delta: null",
     ),
+    (
+        ["rewards=[{name: acuracy}]"],
+        "rewards.0.name acuracy: there is no such reward; write rewards.0.name: accuracy (rewards: accuracy, format, "
+        "soft_overlong, length; your own: path/to/file.py:function,",
+    ),
+    (
+        ["rewards=[{name: correctness}]"],
+        "there is no such reward; write one of accuracy, format, soft_overlong, length",
+    ),
+    (["rewards=[{name: LENGTH}]"], "there is no such reward; write rewards.0.name: length (rewards: "),
+    (["rewards=[{name: 'rewards.py'}]"], "it is a file; write the function in it too, rewards.py:FUNCTION"),
+    (["rewards=[{name: 'rewards.py:'}]"], "there is no such reward"),
+    (["rewards=[{name: 'localhost:8000/grade'}]"], "it names no function; write http://localhost:8000/grade if a"),
+    (["rewards=[{name: 'localhost:8000'}]"], "it names no function; write http://localhost:8000 if a"),
+    (["rewards=[{name: 'htp://localhost:8000'}]"], "htp:// is spoken by no reward server; write a URL such as http://"),
+    (["rewards=[{name: 'http:///grade'}]"], "it names no host"),
+    (["rewards=[{name: 'http://local host/'}]"], "it holds a blank"),
+    (["rewards=[{name: 'http://localhost:port/'}]"], "it is no URL (Port could not be cast to integer"),
+    (["rewards=[{name: 'http://me:secret@host/'}]"], "a name and password in it would be logged"),
     (["rewards=[{name: accuracy, weight: 0}]"], "no reward has a weight, so nothing would be learned"),
     (["data.columns={problem: question}"], "data.columns.problem question: only our columns can be mapped (question,"),
     (["data.columns={problem: question}"], "; write data.columns: {question: problem}"),
@@ -349,6 +368,16 @@ def test_the_number_of_further_mistakes_is_told(tmp_path):
             lambda c: c.noise.controller.gain == 0.5,
         ),
         (["loss.delta=2"], lambda c: c.loss.delta == 2.0),
+        (["rewards=[{name: 'https://user.example:8443/v1/grade?key=1'}]"], lambda c: len(c.rewards) == 1),
+        (["rewards=[{name: 'http://[::1]:8000'}]"], lambda c: len(c.rewards) == 1),
+        (
+            ["rewards=[{name: 'my/rewards.py:short'}, {name: pkg.mod:f}, {name: pkg.mod.f}]"],
+            lambda c: len(c.rewards) == 3,
+        ),
+        (
+            ["rewards=[{name: soft_overlong, args: {cache: 2000, max_length: 3000}}]"],
+            lambda c: c.rollout.max_new_tokens == 1024,
+        ),
     ],
 )
 def test_what_is_near_an_impossible_combination_is_accepted(tmp_path, overrides, read):

@@ -1,14 +1,16 @@
 """Rewards: values by hand, functions of one's own, and the guard around all of them."""
 
 import json
+import os
 from types import SimpleNamespace
 
 import pytest
 
+from qerl.config_rules_rewards import REWARD_NAMES
 from qerl.errors import ConfigError, RewardError
 from qerl.tasks import Example, get_task, grade
 from training.reward_functions import accuracy, format, length, soft_overlong
-from training.rewards import FAILED, REWARDS, build_rewards, find_reward
+from training.rewards import FAILED, REWARDS, build_rewards, check_rewards, find_reward
 
 EXAMPLES = [Example("2+16?", "18", "a", {"level": 3}), Example("1+2?", "3", "b")]
 GSM8K = get_task("gsm8k")
@@ -168,7 +170,10 @@ def test_dotted_paths(name):
         ({"name": "training.reward_functions:nothing"}, "has no function 'nothing'"),
         ({"name": "no/such/file.py:f"}, "does not exist here"),
         ({"name": "accuracy", "args": {"style": "boxed"}}, "takes no argument 'style'"),
-        ({"name": "format", "args": {"styl": "boxed"}}, r"takes no argument 'styl' \(its arguments: style\)"),
+        (
+            {"name": "format", "args": {"styl": "boxed"}},
+            r"no argument 'styl'; did you mean 'style'\? \(its arguments: style\)",
+        ),
         ({"name": "format", "args": {"style": "xml"}}, "no style 'xml': write boxed, tags, think"),
         ({"name": "soft_overlong", "args": {"cache": 100}}, "cache 100, which has to lie between 0 and 100"),
         ({"name": "soft_overlong", "args": {"cache": "many"}}, r"cannot be called with args \{'cache': 'many'\}"),
@@ -178,6 +183,28 @@ def test_dotted_paths(name):
 def test_what_cannot_be_a_reward_is_refused_before_the_run(reward, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         build(tmp_path, reward)
+
+
+def test_the_names_that_a_recipe_may_have_are_those_of_the_rewards():
+    """The names stand in qerl, which imports no code of training."""
+    assert tuple(REWARDS) == REWARD_NAMES
+
+
+def test_a_file_is_executed_once_and_again_when_it_changes(tmp_path):
+    """A file may load a model; its dataclasses look their own module up."""
+    source = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom pathlib import Path\n"
+        "@dataclass\nclass Seen:\n    count: int = 0\n"
+        "with Path(__file__).with_suffix('.log').open('a') as log:\n    log.write('x')\n"
+        "def reward(completions):\n    return [1.0] * len(completions)\n"
+    )
+    name = write_reward(tmp_path / "mine.py", source)
+    check_rewards(make_config({"name": name}))
+    build(tmp_path, {"name": name})
+    assert (tmp_path / "mine.log").read_text() == "x"
+    write_reward(tmp_path / "mine.py", source.replace("[1.0]", "[2.0]"))
+    os.utime(tmp_path / "mine.py", (1, 1))
+    assert call(build(tmp_path, {"name": name}).functions[0], ["a"]) == [2.0]
 
 
 def test_an_unusable_file_is_refused_before_the_run(tmp_path):

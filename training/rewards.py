@@ -7,7 +7,8 @@ A reward is a function of columns that returns one finite number a completion, f
 
 It is called with the columns that training/reward_functions.py lists, as keyword arguments; one that does not end in
 `**columns` gets only the columns it names. One that raises, or returns None, NaN or the wrong number of values, stops
-the run; the completion it failed on is saved as failed_reward.json in the run directory.
+the run; the completion it failed on is saved as failed_reward.json in the run directory. A URL is a reward server
+(training/reward_server.py).
 """
 
 from __future__ import annotations
@@ -18,14 +19,19 @@ import importlib.util
 import inspect
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
+from qerl.config_rules_rewards import OWN, is_url
 from qerl.errors import ConfigError, QerlError, RewardError
 from qerl.tasks import Example, get_task
 from training import reward_functions
+from training.reward_server import RewardServer
 
 if TYPE_CHECKING:
     from qerl.config import RewardConfig, RunConfig
@@ -41,6 +47,7 @@ REWARDS: dict[str, Reward] = {
 
 COLUMNS = ("completions", "completion_ids", "prompts", "question", "answer", "row", "task", "max_new_tokens", "step")
 FAILED = "failed_reward.json"
+TRIED = 2  # rows that a reward server is asked about before training
 
 
 @dataclass(frozen=True)
@@ -54,30 +61,42 @@ class Rewards:
 def build_rewards(config: RunConfig, examples: Sequence[Example], run_dir: Path) -> Rewards:
     """The recipe's rewards. Raises ConfigError on an unknown one, or on arguments that it does not take."""
     functions: list[Reward] = []
-    for reward in config.rewards:
-        function = find_reward(reward.name)
-        check_arguments(reward, function, examples)
-        if reward.name in REWARDS:
-            _try_arguments(reward, function, config)
-        functions.append(
-            _GuardedReward(_metric_name(reward.name, functions), reward, function, config, examples, run_dir)
-        )
+    for reward, function in zip(config.rewards, check_rewards(config), strict=True):
+        _check_columns(reward, function, examples)
+        guarded = _GuardedReward(_metric_name(reward.name, functions), reward, function, config, examples, run_dir)
+        if is_url(reward.name):
+            _try_server(guarded, examples[:TRIED])
+        functions.append(guarded)
     return Rewards(functions, [float(reward.weight) for reward in config.rewards])
 
 
+def check_rewards(config: RunConfig) -> list[Reward]:
+    """Find the recipe's rewards and check their arguments, before anything heavy is imported. Raises ConfigError."""
+    functions = []
+    for reward in config.rewards:
+        function = find_reward(reward.name)
+        _check_arguments(reward, function)
+        if reward.name in REWARDS:
+            _try_arguments(reward, function, config)
+        elif is_url(reward.name):
+            function.check_args(reward.args)
+        functions.append(function)
+    return functions
+
+
 def find_reward(name: str) -> Reward:
-    """The function of a registered name, `package.module:function`, `package.module.function` or `file.py:function`."""
+    """The reward of a name, URL, `file.py:function`, `package.module:function` or `package.module.function`."""
     if name in REWARDS:
         return REWARDS[name]
     if name == "code":
         return reward_functions.code()
+    if is_url(name):
+        return RewardServer(name)
     place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
     if not place or not attribute:
         near = difflib.get_close_matches(name, REWARDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(
-            f"there is no reward {name!r}{hint} (rewards: {', '.join(REWARDS)}; your own: path/to/file.py:function)"
-        )
+        raise ConfigError(f"there is no reward {name!r}{hint} (rewards: {', '.join(REWARDS)}; {OWN})")
     module = _load_file(place) if place.endswith(".py") else _load_module(place, name)
     function = getattr(module, attribute, None)
     if not callable(function) or inspect.iscoroutinefunction(function):
@@ -91,12 +110,19 @@ def _load_file(place: str) -> Any:
         raise ConfigError(
             f"reward file {place!r} does not exist here ({Path.cwd()}): write its path from here, or whole"
         )
-    spec = importlib.util.spec_from_file_location(f"qerl_reward_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
     try:
-        spec.loader.exec_module(module)
+        return _execute(path.resolve(), path.stat().st_mtime_ns)
     except Exception as error:  # it is the user's own code
         raise ConfigError(f"reward file {place!r} cannot be imported: {type(error).__name__}: {error}") from error
+
+
+@cache
+def _execute(path: Path, _mtime_ns: int) -> Any:
+    """The module in a file, executed once as long as the file is the same."""
+    spec = importlib.util.spec_from_file_location(f"qerl_reward_{path.stem}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look their module up
+    spec.loader.exec_module(module)
     return module
 
 
@@ -110,24 +136,31 @@ def _load_module(place: str, name: str) -> Any:
         ) from error
 
 
-def check_arguments(reward: RewardConfig, function: Reward, examples: Sequence[Example]) -> None:
-    """Raise ConfigError if the function does not take the recipe's arguments, or asks for a column there is not."""
+def _check_arguments(reward: RewardConfig, function: Reward) -> None:
+    """Raise ConfigError on an argument of the recipe that the function does not take."""
     parameters = inspect.signature(function).parameters.values()
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    own = reward.name not in REWARDS
-    extra = sorted({key for example in examples for key in example.extra})
-    options = [key for key in named if key not in (*COLUMNS, *extra, "log_metric")]
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    own = reward.name not in REWARDS and not is_url(reward.name)
+    takes_all = own and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    options = [name for name in named if name not in (*COLUMNS, "log_metric")]
     for key in reward.args:
-        if key in COLUMNS or (key not in named and not (own and takes_all)):
+        if key in COLUMNS or (key not in options and not takes_all):
+            near = difflib.get_close_matches(key, options, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
-                f"reward {reward.name} takes no argument {key!r} (its arguments: {', '.join(options) or 'none'})"
+                f"reward {reward.name} takes no argument {key!r}{hint} (its arguments: {', '.join(options) or 'none'})"
             )
-    for key, parameter in named.items():
-        if parameter.default is parameter.empty and key not in (*COLUMNS, *extra, *reward.args):
+
+
+def _check_columns(reward: RewardConfig, function: Reward, examples: Sequence[Example]) -> None:
+    """Raise ConfigError if the function asks for what is neither an argument of the recipe nor a column."""
+    columns = (*COLUMNS, *sorted({key for example in examples for key in example.extra}))
+    for key, parameter in inspect.signature(function).parameters.items():
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if named and parameter.default is parameter.empty and key not in (*columns, *reward.args):
             raise ConfigError(
                 f"reward {reward.name} asks for {key!r}, which is neither among its args nor a column (columns: "
-                f"{', '.join((*COLUMNS, *extra))})"
+                f"{', '.join(columns)})"
             )
 
 
@@ -144,9 +177,23 @@ def _try_arguments(reward: RewardConfig, function: Reward, config: RunConfig) ->
         raise ConfigError(f"reward {reward.name} cannot be called with args {dict(reward.args)}: {error}") from error
 
 
+def _try_server(reward: _GuardedReward, examples: Sequence[Example]) -> None:
+    """Ask a server about the first rows, whose answers stand for completions: it is there, and answers as it has to."""
+    texts = [example.answer for example in examples]
+    rows = list(range(len(examples)))
+    reward(texts, rows, prompts=[example.question for example in examples], completion_ids=[[0] for _ in texts])
+
+
 def _metric_name(name: str, earlier: Sequence[Any]) -> str:
-    """The function's own name, unless an earlier reward has it."""
-    short = name if name in REWARDS else name.replace(":", ".").rsplit(".", 1)[-1]
+    """The function's own name (of a URL: its path's end, else its host), unless an earlier reward has it."""
+    if is_url(name):
+        url = urlsplit(name)
+        short, name = (
+            url.path.strip("/").rpartition("/")[2] or url.hostname,
+            f"{url.netloc}{url.path}".replace("/", "_"),
+        )
+    else:
+        short = name if name in REWARDS else name.replace(":", ".").rsplit(".", 1)[-1]
     return name if any(reward.__name__ == short for reward in earlier) else short
 
 
