@@ -242,7 +242,7 @@ def tasks() -> None:
     from qerl.tasks import TASKS
 
     for name, task in TASKS.items():
-        typer.echo(f"{name:12} {task.hub or 'generated'}")
+        typer.echo(f"{name:12} {task.place or 'generated'}")
 
 
 @app.command()

@@ -59,7 +59,9 @@ class DataConfig(Section):
 
     task: str = Field(min_length=1, description="task by name: its rows, prompt and grading")
     source: str | None = Field(
-        None, min_length=1, description="hub id, local file or folder to read instead of the task's own rows"
+        None,
+        min_length=1,
+        description="hub id (`owner/name`, `owner/name:subset`), file or folder to read instead of the task's own rows",
     )
     split: str = Field("train", min_length=1, description="split that training reads")
     columns: dict[str, str] | None = Field(

@@ -72,6 +72,8 @@ def load_examples(
 ) -> tuple[list[Example], DropReport]:
     """The usable rows of `source` (hub id, file or folder; None: the task's own data set), at most `limit`.
 
+    A hub id may end in the name of a subset, `owner/name:subset`.
+
     `columns` maps "question", "answer" and "id" to the source's column names, dots reaching into nested ones. Raises
     DataError if nothing can be read, a column is missing or no row is usable, ConfigError on an impossible request.
     """
@@ -95,7 +97,8 @@ def _open(task: Task, source: str | None, split: str) -> tuple[str, Iterator[Row
     if source is not None and is_local(source):
         return source, local_rows(source, split)
     if source is not None and source != task.hub:
-        return source, hub_rows(source, None, split)
+        name, _, subset = source.partition(":")
+        return source, hub_rows(name, subset or None, split)
     if split not in task.splits:
         known = " and ".join(task.splits)
         raise DataError(f"task {task.name} has no split {split!r}, only {known}: pass your own rows with --data FILE")
@@ -116,7 +119,8 @@ def _find_columns(task: Task, source: str, asked: Mapping[str, str], rows: list[
         raise DataError(f"{source} holds no rows: is it the right file, and in the format that its name says?")
     found = {"id": asked.get("id", "id")}
     for key in ("question", "answer"):
-        wanted = [asked[key]] if key in asked else [task.columns[key], key]
+        own = task.columns[key]
+        wanted = [asked[key]] if key in asked else [*([own] if isinstance(own, str) else own), key]
         matches = [path for path in wanted if any(_look_up(row, path) is not _MISSING for row in present)]
         if not matches:
             names = ", ".join(dict.fromkeys(str(name) for row in present for name in row))

@@ -45,7 +45,9 @@ def local_rows(source: str, split: str) -> Iterator[Row]:
 def hub_rows(name: str, config: str | None, split: str) -> Iterator[Row]:
     """The rows of a hub data set. Raises DataError if it cannot be had, saying how to do without the hub."""
     if not HUB_ID.fullmatch(name):
-        raise DataError(f"{name!r} is neither a file nor a hub id: write a path to {_kinds()}, or owner/name")
+        raise DataError(
+            f"{name!r} is neither a file nor a hub id: write a path to {_kinds()}, or owner/name, or owner/name:subset"
+        )
     import datasets
 
     if not reachable():  # what is in the cache is still taken; without this the hub's client retries for half a minute
@@ -55,8 +57,9 @@ def hub_rows(name: str, config: str | None, split: str) -> Iterator[Row]:
     except Exception as error:  # the hub's client, its HTTP library and the format readers each have their own
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         raise DataError(
-            f"the data set {name!r} (split {split!r}) could not be read from the hub: {reason}; without a connection, "
-            "get its files elsewhere and pass one with --data FILE (training: --set data.source=FILE)"
+            f"the data set {name!r} (subset {config or 'default'}, split {split!r}) could not be read from the hub: "
+            f"{reason}; without a connection, get its files elsewhere and pass one with --data FILE (training: --set "
+            "data.source=FILE)"
         ) from error
     rows = (row for batch in data.iter(1000) for row in _rows_of(batch))
     return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
@@ -94,7 +97,11 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
     if len(files) == 1 and not re.match(r"(train|test|validation)(?![A-Za-z])", files[0].name):
         return files
     names = ", ".join(file.name for file in files) or "none"
-    raise DataError(f"{folder} has no file of the split {split!r} (data files: {names}): pass one of its files instead")
+    inner = ", ".join(sorted(place.name for place in folder.iterdir() if place.is_dir() and place.name[0] != "."))
+    folders = f"; folders: {inner}" if inner else ""
+    raise DataError(
+        f"{folder} has no file of the split {split!r} (data files: {names}{folders}): pass one of these instead"
+    )
 
 
 def _read_file(file: Path) -> Iterator[Any]:

@@ -102,7 +102,7 @@ def recipes_table() -> str:
 def tasks_table() -> str:
     """Name and data set of each task."""
     rows = [
-        f"| `{name}` | {task.hub or 'generated, no download'} | {task.answer_kind} |" for name, task in TASKS.items()
+        f"| `{name}` | {task.place or 'generated, no download'} | {task.answer_kind} |" for name, task in TASKS.items()
     ]
     return "\n".join(["| task | data set on the hub | answers |", "|---|---|---|", *rows])
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qerl.errors import ConfigError, DataError
-from qerl.tasks import get_task, load_examples
+from qerl.tasks import get_task, grade, load_examples
 
 GSM8K = Path(__file__).parent / "data" / "gsm8k" / "test.jsonl"
 ROWS = [{"question": f"What is {n}+1?", "answer": str(n + 1)} for n in range(5)]
@@ -175,6 +175,77 @@ def test_the_layout_of_dapo_math_on_the_hub(tmp_path):
     assert examples[0].extra["data_source"] == "math_dapo"
     bare = write_jsonl(tmp_path / "bare.jsonl", [{"question": "Find 7.", "answer": "7"}])
     assert load_examples("dapo_math", bare)[0][0].question == "Find 7."
+
+
+def test_the_layout_of_dapo_math_without_repetitions(tmp_path):
+    """open-r1/DAPO-Math-17k-Processed: `prompt` is text there, and verl's columns stand beside it."""
+    rows = [
+        {
+            "prompt": f"Find {n}.",
+            "solution": str(n),
+            "data_source": "math_dapo",
+            "source_prompt": [{"content": f"Solve: Find {n}.", "role": "user"}],
+            "ability": "MATH",
+            "reward_model": {"ground_truth": str(n), "style": "rule-lighteval/MATH_v2"},
+            "extra_info": {"index": f"uuid-{n}"},
+        }
+        for n in range(4)
+    ]
+    examples, report = load_examples("dapo_math", write_parquet(tmp_path / "en.parquet", rows))
+    assert [(e.question, e.answer) for e in examples] == [(f"Find {n}.", str(n)) for n in range(4)]
+    assert report.dropped == 0
+
+
+BIG_MATH = [
+    ("Simplify $\\sqrt{50}$.", "5\\sqrt{2}", "math", ["Mathematics -> Algebra"], 0.40625),
+    ("What is 3 of 8, in percent?", "37.5\\%", "orca_math", ["Mathematics -> Applied"], 0.984375),
+    ("Give the interval.", "(-\\infty, 3)", "olympiads", [], 0.015625),
+]
+
+
+@pytest.mark.parametrize("task", ["bigmath", "bigmath_hard"])
+@pytest.mark.parametrize("columns", [("prompt", "solution"), ("problem", "answer")])
+def test_the_layouts_of_big_math_on_the_hub(tmp_path, task, columns):
+    """open-r1's levels, each a folder of parquet files, and the set of SynthLabs: two names for each column."""
+    names = (*columns, "source", "domain", "llama8b_solve_rate")
+    (tmp_path / "level_3").mkdir()
+    rows = [dict(zip(names, row, strict=True)) for row in BIG_MATH]
+    write_parquet(tmp_path / "level_3" / "train-00000-of-00001.parquet", rows)
+    examples, report = load_examples(task, str(tmp_path / "level_3"))
+    assert [(e.question, e.answer) for e in examples] == [row[:2] for row in BIG_MATH]
+    assert examples[0].extra == {"source": "math", "domain": ["Mathematics -> Algebra"], "llama8b_solve_rate": 0.40625}
+    assert report.dropped == 0
+    assert [grade(task, f"\\boxed{{{row[1]}}}", row[1]).correct for row in BIG_MATH] == [True] * 3
+    assert not grade(task, "\\boxed{5\\sqrt{3}}", BIG_MATH[0][1]).correct
+    with pytest.raises(DataError, match=r"\(data files: none; folders: level_3\): pass one of these instead"):
+        load_examples(task, str(tmp_path))
+
+
+def test_an_answer_counts_before_a_worked_solution(tmp_path):
+    row = {"prompt": "2+2?", "solution": "We add two and two, and have it.", "answer": "4"}
+    assert load_examples("bigmath", write_jsonl(tmp_path / "a.jsonl", [row]))[0][0].answer == "4"
+
+
+@pytest.mark.parametrize(
+    ("task", "source", "asked"),
+    [
+        ("bigmath", None, ("open-r1/Big-Math-RL-Verified-Processed", "level_3_4_5")),
+        ("bigmath_hard", None, ("open-r1/Big-Math-RL-Verified-Processed", "level_4_5")),
+        ("bigmath", "open-r1/Big-Math-RL-Verified-Processed:all", ("open-r1/Big-Math-RL-Verified-Processed", "all")),
+        ("bigmath", "SynthLabsAI/Big-Math-RL-Verified", ("SynthLabsAI/Big-Math-RL-Verified", None)),
+    ],
+)
+def test_a_hub_id_may_name_a_subset(monkeypatch, task, source, asked):
+    """Everything but the download: what is asked of the hub."""
+    import datasets
+
+    seen = []
+    data = datasets.Dataset.from_list([{"prompt": "2+2?", "solution": "4"}])
+    monkeypatch.setattr("qerl.rows.reachable", lambda: True)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *args, **kwargs: seen.append((args, kwargs)) or data)
+    _, report = load_examples(task, source)
+    assert seen == [(asked, {"split": "train"})]
+    assert report.source == (source or asked[0])
 
 
 def test_a_missing_column_names_those_present_and_how_to_map(tmp_path):

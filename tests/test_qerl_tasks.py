@@ -43,9 +43,17 @@ def test_each_task_is_complete(name):
 HUB = {
     "gsm8k": ("openai/gsm8k", "main", {"train": "train", "test": "test"}, "question", "answer"),
     "dapo_math": (
-        "BytedTsinghua-SIA/DAPO-Math-17k", None, {"train": "train"}, "prompt.0.content", "reward_model.ground_truth"
+        "BytedTsinghua-SIA/DAPO-Math-17k", None, {"train": "train"},
+        ("prompt.0.content", "prompt"), "reward_model.ground_truth",
     ),
-    "bigmath": ("SynthLabsAI/Big-Math-RL-Verified", None, {"train": "train"}, "problem", "answer"),
+    "bigmath": (
+        "open-r1/Big-Math-RL-Verified-Processed", "level_3_4_5", {"train": "train"},
+        ("problem", "prompt"), ("answer", "solution"),
+    ),
+    "bigmath_hard": (
+        "open-r1/Big-Math-RL-Verified-Processed", "level_4_5", {"train": "train"},
+        ("problem", "prompt"), ("answer", "solution"),
+    ),
     "amc23": ("math-ai/amc23", None, {"test": "test"}, "question", "answer"),
     "aime24": ("HuggingFaceH4/aime_2024", None, {"test": "train"}, "problem", "answer"),
     "aime25": ("math-ai/aime25", None, {"test": "test"}, "problem", "answer"),

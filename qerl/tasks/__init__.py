@@ -43,26 +43,33 @@ TAGS_SYSTEM_PROMPT = (
 class Task:
     """A data set with its prompt and the kind of its answers.
 
-    `hub` is the data set's id, `hub_config` its configuration there; a task without one makes its rows itself:
+    `hub` is the data set's id, `hub_config` its subset there; a task without one makes its rows itself:
     `generate(split)` yields them all, as mappings with "question", "answer" and perhaps "id". `splits` maps our "train"
     and "test" to the hub's split names (or to themselves); one that is missing does not exist. `columns` names the
-    hub's question and answer columns; dots and numbers reach into nested ones ("prompt.0.content"). `clean_question`
-    takes off a question what the hub adds to it, and leaves a bare one alone. `answer_kind` "number": a completion has
-    to state a number; "math": any mathematical form that equals the answer. `last_number`: where a completion marks no
-    answer, its last number counts.
+    hub's question and answer columns, several where copies of the data differ in them (the first that is there counts);
+    dots and numbers reach into nested ones ("prompt.0.content"). `clean_question` takes off a question what the hub
+    adds to it, and leaves a bare one alone. `answer_kind` "number": a completion has to state a number; "math": any
+    mathematical form that equals the answer. `last_number`: where a completion marks no answer, its last number counts.
     """
 
     name: str
     hub: str | None
     splits: Mapping[str, str]
     answer_kind: Literal["number", "math"]
-    columns: Mapping[str, str] = field(default_factory=lambda: {"question": "question", "answer": "answer"})
+    columns: Mapping[str, str | tuple[str, ...]] = field(
+        default_factory=lambda: {"question": "question", "answer": "answer"}
+    )
     hub_config: str | None = None
     generate: Callable[[str], Iterable[Mapping[str, Any]]] | None = None
     clean_question: Callable[[str], str] | None = None
     system_prompt: str | None = None
     prompt_template: str = BOXED_TEMPLATE
     last_number: bool = False
+
+    @property
+    def place(self) -> str | None:
+        """The hub's id with the subset, as `data.source` takes it; None for a task that makes its rows."""
+        return f"{self.hub}:{self.hub_config}" if self.hub_config else self.hub
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,7 @@ _MODULES = {
     "gsm8k": "qerl.tasks.gsm8k",
     "dapo_math": "qerl.tasks.dapo_math",
     "bigmath": "qerl.tasks.bigmath",
+    "bigmath_hard": "qerl.tasks.bigmath_hard",
     "amc23": "qerl.tasks.amc23",
     "aime24": "qerl.tasks.aime24",
     "aime25": "qerl.tasks.aime25",
@@ -166,7 +174,7 @@ def load_examples(
     columns: Mapping[str, str] | None = None,
     limit: int | None = None,
 ) -> tuple[list[Example], DropReport]:
-    """The usable rows of the task's own data set, or of `source`: a hub id, or a local file or folder.
+    """The usable rows of the task's own data set, or of `source`: a hub id (`owner/name:subset`), file or folder.
 
     See qerl.data.load_examples, which this calls.
     """

@@ -3,7 +3,8 @@
 The hub's file is in verl's layout: `prompt` is a list with one user message that wraps the problem in a fixed
 instruction ("The last line of your response should be of the form Answer: ..."), `reward_model.ground_truth` is the
 answer, and the 17 thousand problems stand there about 100 times each. The instruction is taken off, so that the task's
-own prompt is the only one; repeated rows are dropped and counted by qerl/data.py.
+own prompt is the only one; repeated rows are dropped and counted by qerl/data.py. In open-r1's copy without repetitions
+(`data.source: open-r1/DAPO-Math-17k-Processed:en`), which QeRL's code reads, `prompt` is the message itself.
 """
 
 from qerl.tasks import Task
@@ -23,7 +24,7 @@ TASK = Task(
     name="dapo_math",
     hub="BytedTsinghua-SIA/DAPO-Math-17k",
     splits={"train": "train"},
-    columns={"question": "prompt.0.content", "answer": "reward_model.ground_truth"},
+    columns={"question": ("prompt.0.content", "prompt"), "answer": "reward_model.ground_truth"},
     answer_kind="number",
     clean_question=_bare,
 )
