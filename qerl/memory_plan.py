@@ -138,8 +138,9 @@ def _refusal(plan: MicroBatchPlan, wishes: Wishes, available: int) -> str:
     tokens = max(plan.micro_batch_tokens, wishes.longest)
     fixes = ["set run.gradient_checkpointing: auto"] * (wishes.recompute is False)
     fixes += [f"set run.micro_batch_tokens: {wishes.longest}"] * (tokens > wishes.longest)
-    fixes += ["raise memory.cap_gib", "lower rollout.max_new_tokens or data.max_prompt_tokens"]
+    fixes += ["lower rollout.max_new_tokens or data.max_prompt_tokens", "give it more memory (card, memory.cap_gib)"]
     return (
         f"training on {tokens} tokens at once needs {plan.needed(tokens) / GIB:.1f} GiB beside the weights"
-        f"{'' if plan.most else ' without recomputing'}, and {available / GIB:.1f} GiB are left: {', or '.join(fixes)}"
+        f"{'' if plan.most else ' without recomputing'}, and of the {available / GIB:.1f} GiB that are left it may "
+        f"take {plan.usable / GIB:.1f}: {', or '.join(fixes)}"
     )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl.errors import ConfigError, EngineError
-from qerl.memory_plan import GIB, MicroBatchPlan, Shapes, Wishes, plan_micro_batches
+from qerl.memory_plan import GIB, Footprint, MicroBatchPlan, Shapes, Wishes, plan_micro_batches
 from qerl.sizes import ModelSizes
 from qerl.vllm_plugin.memory import GRAPH_RESERVE, kv_cache_bytes, plan_memory
 
@@ -62,6 +62,7 @@ class Plan:
     """In bytes and seconds; `problems` say what does not fit and what to change, empty if all does."""
 
     card: Card
+    sizes: ModelSizes
     limit: int
     memory: dict[str, dict[str, float]]  # phase -> what -> bytes
     seconds: dict[str, float]  # phase -> seconds of a step
@@ -75,7 +76,7 @@ class Plan:
 
 
 def card_of(text: str) -> Card:
-    """A card by name, or one of so many GiB (with an H100's speed for its size). Raises ConfigError."""
+    """A card by name, or one of so many GiB with the speed of the known card of that size. Raises ConfigError."""
     if text.lower() in CARDS:
         return CARDS[text.lower()]
     try:
@@ -85,7 +86,7 @@ def card_of(text: str) -> Card:
     if not 0 < gib < 1024:
         raise ConfigError(f"--gpu {text} is not a size of memory: write GiB, such as 24 or 80")
     nearest = min(CARDS.values(), key=lambda card: abs(card.memory_gib - gib))
-    return Card(f"{gib:g} GiB", gib, nearest.gb_per_s, nearest.tflops)
+    return Card(f"a card of {gib:g} GiB, as fast as a {nearest.name}", gib, nearest.gb_per_s, nearest.tflops)
 
 
 def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
@@ -100,15 +101,23 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     context = config.data.max_prompt_tokens + config.rollout.max_new_tokens + 1
     common = {"weights": weights, "adapter": master, "optimizer": state, "context": CONTEXT, "CUDA graphs": GRAPHS}
     problems: list[str] = []
+    if sizes.positions is not None and context - 1 > sizes.positions:
+        problems.append(
+            f"a prompt of {config.data.max_prompt_tokens} and a completion of {config.rollout.max_new_tokens} tokens "
+            f"are more than the model's {sizes.positions} positions: lower rollout.max_new_tokens"
+        )
     cache = _cache_bytes(config, sizes, total, weights, context, problems)
-    micro_batches = _micro_batches(config, sizes, trained, limit - sum(common.values()), problems)
+    footprint = _footprint(config, sizes, trained)
+    micro_batches = _micro_batches(config, footprint, limit - sum(common.values()), problems)
     tokens = _tokens_at_once(config)
+    least = footprint.needed(tokens, 0 if config.run.gradient_checkpointing is False else sizes.layers)
     memory = {
         "rollout": {**common, "KV cache": cache, "engine's work": ENGINE_WORK},
-        "training": {**common, "micro-batch": micro_batches.needed(tokens) if micro_batches else 0},
+        "training": {**common, "micro-batch": micro_batches.needed(tokens) if micro_batches else least},
     }
     return Plan(
         card,
+        sizes,
         limit,
         memory,
         _seconds(config, sizes, card, micro_batches),
@@ -133,19 +142,13 @@ def _cache_bytes(
     if cache < context * sizes.kv_bytes():
         problems.append(
             f"one sequence of {context} tokens needs {context * sizes.kv_bytes() / GIB:.1f} GiB of KV cache and "
-            f"{max(cache, 0) / GIB:.1f} GiB are left: lower rollout.max_new_tokens to "
-            f"{max(int(cache / sizes.kv_bytes()) - config.data.max_prompt_tokens - 1, 0)}, or raise memory.cap_gib"
+            f"{max(cache, 0) / GIB:.1f} GiB are left: lower rollout.max_new_tokens, or give it more memory"
         )
     return max(cache, 0)
 
 
-def _micro_batches(
-    config: RunConfig, sizes: ModelSizes, trained: int, available: float, problems: list[str]
-) -> MicroBatchPlan | None:
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    rows = config.rollout.prompts_per_step * config.rollout.group_size
-    wishes = Wishes(config.run.micro_batch_tokens, config.run.gradient_checkpointing, longest, longest * rows)
-    shapes = Shapes(
+def _footprint(config: RunConfig, sizes: ModelSizes, trained: int) -> Footprint:
+    return Shapes(
         hidden=sizes.hidden,
         intermediate=sizes.projections["gate_proj"][0],
         query=sizes.projections["q_proj"][0],
@@ -154,9 +157,18 @@ def _micro_batches(
         vocabulary=sizes.vocabulary,
         rank=config.adapter.rank,
         trained=trained,
-    )
+        head_norms=sizes.head_norms,
+    ).footprint()
+
+
+def _micro_batches(
+    config: RunConfig, footprint: Footprint, available: float, problems: list[str]
+) -> MicroBatchPlan | None:
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    rows = config.rollout.prompts_per_step * config.rollout.group_size
+    wishes = Wishes(config.run.micro_batch_tokens, config.run.gradient_checkpointing, longest, longest * rows)
     try:
-        return plan_micro_batches(shapes.footprint(), wishes, int(max(available, 0)))
+        return plan_micro_batches(footprint, wishes, int(max(available, 0)))
     except EngineError as error:
         problems.append(str(error))
         return None

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 if TYPE_CHECKING:
+    from rich.console import Console
     from rich.table import Table
 
     from qerl.config import RunConfig
@@ -32,10 +34,7 @@ def plan_command(
 
     config = load_recipe(recipe, overrides or [], base=model)
     made = plan_of(config, gpu)
-    console = Console()
-    for table in tables(made):
-        console.print(table)
-    console.print(*sentences(config, made), sep="\n", highlight=False, soft_wrap=True)
+    show(config, made, Console())
     if made.problems:
         sys.exit(1)
 
@@ -58,22 +57,32 @@ def this_card() -> Card:
         name, mebibytes = done.stdout.splitlines()[0].rsplit(",", 1)
         size = f"{float(mebibytes) / 1024:.1f}"
     except (OSError, subprocess.SubprocessError, IndexError, ValueError):
-        return card_of("24")
+        return replace(card_of("24"), name="a card of 24 GiB, as fast as a 3090 (no GPU was found here)")
     words = name.lower().replace("-", " ").split()
     return next((card for key, card in CARDS.items() if key in words), card_of(size))
 
 
+def show(config: RunConfig, made: Plan, console: Console) -> None:
+    """Print the tables, what fits, and what to change where it does not."""
+    console.print(f"Memory on {made.card.name}", highlight=False, soft_wrap=True)
+    for table in tables(made):
+        console.print(table)
+    console.print(*sentences(config, made), sep="\n", highlight=False, soft_wrap=True)
+
+
 def tables(made: Plan) -> list[Table]:
-    """Memory by phase and what takes it; seconds of a step by phase."""
+    """Memory by phase and what takes it; for a run that fits, seconds of a step by phase."""
     from rich.table import Table
 
     gib = 2**30
     parts = list(dict.fromkeys(part for phase in made.memory.values() for part in phase))
-    memory = Table("GiB", *made.memory, title=f"Memory on {made.card.name}", title_justify="left", box=None)
+    memory = Table("GiB", *made.memory, box=None)
     for part in parts:
         memory.add_row(part, *(f"{phase[part] / gib:.2f}" if part in phase else "" for phase in made.memory.values()))
     memory.add_row("[bold]all[/]", *(f"[bold]{made.peak(phase) / gib:.2f}[/]" for phase in made.memory))
     memory.add_row("limit", *(f"{made.limit / gib:.2f}" for _ in made.memory))
+    if made.problems:
+        return [memory]
     seconds = Table("seconds a step", *made.seconds, "all", box=None)
     values = [*made.seconds.values(), sum(made.seconds.values())]
     seconds.add_row("", *(f"{value:.1f}" for value in values))
@@ -82,11 +91,18 @@ def tables(made: Plan) -> list[Table]:
 
 def sentences(config: RunConfig, made: Plan) -> list[str]:
     """What fits, in words, and what to change where it does not."""
+    from qerl.plan_advice import advice, largest_completion
+
+    if made.problems:
+        fitting = advice(config, made.sizes, made.card)
+        lines = [f"Does not fit: {problem}." for problem in made.problems]
+        return lines + [f"Fits with {change}." for change in fitting]
     rollout = config.rollout
     at_once = min(made.cache_tokens // made.context, rollout.prompts_per_step * rollout.group_size, 256)
     lines = [
-        f"The KV cache holds {made.cache_tokens} tokens: {at_once} completions of full length at once, or one sequence "
-        f"of {made.cache_tokens} tokens.",
+        f"The KV cache holds {made.cache_tokens} tokens: {at_once} completions of full length at once.",
+        f"The longest completions that would fit have {largest_completion(config, made.sizes, made.card)} tokens "
+        f"(rollout.max_new_tokens, here {rollout.max_new_tokens}).",
     ]
     if made.micro_batches is not None and made.micro_batches.footprint is not None:
         tokens = made.micro_batches.micro_batch_tokens
@@ -95,5 +111,4 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
             f"Training takes micro-batches of {tokens} tokens; {recomputed} of {made.micro_batches.footprint.layers} "
             "layers recompute their activations."
         )
-    lines.append(f"Seconds are for completions of the full {rollout.max_new_tokens} tokens, by the cost model.")
-    return [*lines, *(f"Does not fit: {problem}." for problem in made.problems)]
+    return [*lines, f"Seconds are for completions of the full {rollout.max_new_tokens} tokens, by the cost model."]

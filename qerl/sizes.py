@@ -14,7 +14,9 @@ RANK_STEP = 16  # the engine pads ranks to a multiple of this
 FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 
 
-def _known(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int) -> dict[str, Any]:
+def _known(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int, **others: Any
+) -> dict[str, Any]:
     return {
         "hidden_size": hidden,
         "intermediate_size": intermediate,
@@ -22,26 +24,33 @@ def _known(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "vocab_size": vocabulary,
+        **others,
     }
 
 
+QWEN2 = {"max_position_embeddings": 32768}
+QWEN3 = {"max_position_embeddings": 40960, "head_dim": 128, "model_type": "qwen3"}
+LLAMA3 = {"max_position_embeddings": 131072}
+TIED = {"tie_word_embeddings": True}
+
+
 KNOWN = {  # by the beginning of the name after the organisation: sizes of models that are not on this disk
-    "qwen2.5-0.5b": {**_known(896, 4864, 24, 14, 2, 151936), "tie_word_embeddings": True},
-    "qwen2.5-1.5b": {**_known(1536, 8960, 28, 12, 2, 151936), "tie_word_embeddings": True},
-    "qwen2.5-3b": {**_known(2048, 11008, 36, 16, 2, 151936), "tie_word_embeddings": True},
-    "qwen2.5-7b": _known(3584, 18944, 28, 28, 4, 152064),
-    "qwen2.5-14b": _known(5120, 13824, 48, 40, 8, 152064),
-    "qwen2.5-32b": _known(5120, 27648, 64, 40, 8, 152064),
-    "qwen2.5-72b": _known(8192, 29568, 80, 64, 8, 152064),
-    "qwen3-4b": {**_known(2560, 9728, 36, 32, 8, 151936), "head_dim": 128, "tie_word_embeddings": True},
-    "qwen3-8b": {**_known(4096, 12288, 36, 32, 8, 151936), "head_dim": 128},
-    "qwen3-14b": {**_known(5120, 17408, 40, 40, 8, 151936), "head_dim": 128},
-    "qwen3-32b": {**_known(5120, 25600, 64, 64, 8, 151936), "head_dim": 128},
-    "llama-3.2-1b": {**_known(2048, 8192, 16, 32, 8, 128256), "head_dim": 64, "tie_word_embeddings": True},
-    "llama-3.2-3b": {**_known(3072, 8192, 28, 24, 8, 128256), "head_dim": 128, "tie_word_embeddings": True},
-    "llama-3.1-8b": _known(4096, 14336, 32, 32, 8, 128256),
-    "llama-3.1-70b": _known(8192, 28672, 80, 64, 8, 128256),
-    "llama-3.3-70b": _known(8192, 28672, 80, 64, 8, 128256),
+    "qwen2.5-0.5b": _known(896, 4864, 24, 14, 2, 151936, **QWEN2, **TIED),
+    "qwen2.5-1.5b": _known(1536, 8960, 28, 12, 2, 151936, **QWEN2, **TIED),
+    "qwen2.5-3b": _known(2048, 11008, 36, 16, 2, 151936, **QWEN2, **TIED),
+    "qwen2.5-7b": _known(3584, 18944, 28, 28, 4, 152064, **QWEN2),
+    "qwen2.5-14b": _known(5120, 13824, 48, 40, 8, 152064, **QWEN2),
+    "qwen2.5-32b": _known(5120, 27648, 64, 40, 8, 152064, **QWEN2),
+    "qwen2.5-72b": _known(8192, 29568, 80, 64, 8, 152064, **QWEN2),
+    "qwen3-4b": _known(2560, 9728, 36, 32, 8, 151936, **QWEN3, **TIED),
+    "qwen3-8b": _known(4096, 12288, 36, 32, 8, 151936, **QWEN3),
+    "qwen3-14b": _known(5120, 17408, 40, 40, 8, 151936, **QWEN3),
+    "qwen3-32b": _known(5120, 25600, 64, 64, 8, 151936, **QWEN3),
+    "llama-3.2-1b": _known(2048, 8192, 16, 32, 8, 128256, **LLAMA3, **TIED, head_dim=64),
+    "llama-3.2-3b": _known(3072, 8192, 28, 24, 8, 128256, **LLAMA3, **TIED, head_dim=128),
+    "llama-3.1-8b": _known(4096, 14336, 32, 32, 8, 128256, **LLAMA3),
+    "llama-3.1-70b": _known(8192, 28672, 80, 64, 8, 128256, **LLAMA3),
+    "llama-3.3-70b": _known(8192, 28672, 80, 64, 8, 128256, **LLAMA3),
 }
 
 
@@ -55,6 +64,8 @@ class ModelSizes:
     vocabulary: int
     tied: bool
     kv_values: int  # numbers of keys and values of one token, over all layers
+    positions: int | None = None  # the longest context; None: config.json does not say
+    head_norms: bool = False  # norms on queries and keys (Qwen3)
 
     @property
     def body(self) -> int:
@@ -129,4 +140,6 @@ def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:
         vocabulary=vocabulary,
         tied=bool(config.get("tie_word_embeddings")),
         kv_values=2 * layers * keys,
+        positions=config.get("max_position_embeddings"),
+        head_norms=str(config.get("model_type")).startswith("qwen3"),
     )

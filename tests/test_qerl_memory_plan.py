@@ -77,9 +77,12 @@ def test_a_cpu_has_a_fixed_size_and_recomputes_on_request():
 @pytest.mark.parametrize(
     ("wish", "said"),
     [
-        (wishes(longest=20000), r"on 20000 tokens at once needs 21\.4 GiB .* 2\.0 GiB are left: raise memory\.cap_gib"),
+        (
+            wishes(longest=20000),
+            r"on 20000 tokens at once needs 21\.4 GiB .* the 2\.0 GiB .* take 1\.8: lower rollout\.max_new",
+        ),
         (wishes(tokens=4096), r"set run\.micro_batch_tokens: 640"),
-        (wishes(recompute=False), r"without recomputing, and 2\.0 GiB are left: set run\.gradient_checkpointing: auto"),
+        (wishes(recompute=False), r"without recomputing, .* take 1\.8: set run\.gradient_checkpointing: auto"),
     ],
 )
 def test_what_cannot_fit_says_what_to_change(wish, said):

@@ -9,7 +9,8 @@ from typer.testing import CliRunner
 from qerl.cli import app
 from qerl.errors import CheckpointError, ConfigError
 from qerl.plan import CARDS, card_of, plan
-from qerl.recipe import load_recipe
+from qerl.plan_advice import advice, largest_completion, with_values
+from qerl.recipe import load_recipe, recipe_names
 from qerl.sizes import KNOWN, read_sizes, sizes_of
 
 GIB = 2**30
@@ -87,6 +88,59 @@ def test_cards(text, gib):
     assert card_of(text).memory_gib == gib
 
 
+RECIPES = [name for name in recipe_names() if name != "tiny"]
+
+
+@pytest.mark.parametrize("gpu", ["24", "4090", "80", "h100"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_fits_or_says_what_makes_it_fit(recipe, gpu):
+    """What is advised is written down, read back as options of `qerl train`, and planned again."""
+    config, card = load_recipe(recipe, []), card_of(gpu)
+    sizes = read_sizes(config.model.base)
+    found = advice(config, sizes, card)
+    if not plan(config, sizes, card).problems:
+        assert found == []
+        return
+    assert found
+    for options in (each.split() for each in found if each.startswith("--")):
+        values = dict(zip(options[::2], options[1::2], strict=True)) if options[0] == "--model" else {}
+        changed = load_recipe(recipe, [word for word in options if "=" in word], base=values.get("--model"))
+        assert plan(changed, read_sizes(changed.model.base), card).problems == (), options
+    needed = [each.partition(" GiB")[0] for each in found if "of GPU memory" in each]
+    assert needed
+    assert plan(config, sizes, card_of(needed[0])).problems == ()
+    assert plan(config, sizes, card_of(str(int(needed[0]) - 1))).problems
+
+
+def test_the_longest_completion_is_a_boundary():
+    config, card = load_recipe("dapo_14b", []), card_of("24")
+    sizes = read_sizes(config.model.base)
+    longest = largest_completion(config, sizes, card)
+    assert longest >= config.rollout.max_new_tokens
+    planned_with = {
+        n: plan(with_values(config, {"rollout.max_new_tokens": n}), sizes, card) for n in (longest, longest + 256)
+    }
+    assert [bool(planned_with[n].problems) for n in planned_with] == [False, True]
+    assert largest_completion(config, sizes, CARDS["h200"]) == 32768 - 1024  # there the model's positions end
+
+
+def test_a_cap_or_a_fixed_size_is_advised_away():
+    config = load_recipe("dapo_7b", ["memory.cap_gib=12", "run.micro_batch_tokens=40000"])
+    sizes = read_sizes(config.model.base)
+    assert "--set run.micro_batch_tokens=null --set memory.cap_gib=null" in advice(config, sizes, card_of("24"))
+
+
+def test_more_tokens_than_the_model_has_positions_for():
+    config = load_recipe("dapo_7b", ["rollout.max_new_tokens=32768"])
+    (problem,) = plan(config, read_sizes(config.model.base), CARDS["h200"]).problems
+    assert "32768 positions" in problem
+
+
+def test_known_sizes_say_which_models_norm_their_heads():
+    assert read_sizes("Qwen/Qwen3-8B").head_norms
+    assert not read_sizes("Qwen/Qwen2.5-7B").head_norms
+
+
 @pytest.mark.parametrize(("text", "words"), [("h900", "is not known"), ("0", "not a size"), ("-3", "not a size")])
 def test_wrong_cards(text, words):
     with pytest.raises(ConfigError, match=words):
@@ -108,6 +162,7 @@ def test_the_command_says_what_fits_and_fails_where_nothing_does():
     done = CliRunner().invoke(app, ["plan", "--recipe", "dapo_32b", "--gpu", "24"])
     assert done.exit_code == 1
     assert "Does not fit: the weights take" in done.stdout
+    assert "Fits with --model Qwen/Qwen2.5-14B-Instruct." in done.stdout
 
 
 @pytest.mark.parametrize("name", CARDS)

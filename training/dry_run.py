@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from qerl.checkpoint import resolve_model
 from qerl.model import load_tokenizer
-from qerl.plan_command import plan_of, sentences, tables
+from qerl.plan_command import plan_of, show
 from qerl.tasks import get_task, grade
 from training.prompts import Prompts, load_prompts
 from training.rewards import Rewards, build_rewards
@@ -45,9 +45,7 @@ def dry_run(config: RunConfig, console: Console) -> bool:
     with TemporaryDirectory() as folder:
         console.print(reward_table(config, prompts, build_rewards(config, prompts.examples, Path(folder))))
     made = plan_of(config)
-    for table in tables(made):
-        console.print(table)
-    console.print(*sentences(config, made), sep="\n", highlight=False, soft_wrap=True)
+    show(config, made, console)
     return not made.problems
 
 
