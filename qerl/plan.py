@@ -109,7 +109,7 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     cache = _cache_bytes(config, sizes, total, weights, context, problems)
     footprint = _footprint(config, sizes, trained)
     micro_batches = _micro_batches(config, footprint, limit - sum(common.values()), problems)
-    tokens = _tokens_at_once(config)
+    tokens = _tokens_at_once(config, micro_batches)
     least = footprint.needed(tokens, 0 if config.run.gradient_checkpointing is False else sizes.layers)
     memory = {
         "rollout": {**common, "KV cache": cache, "engine's work": ENGINE_WORK},
@@ -174,10 +174,15 @@ def _micro_batches(
         return None
 
 
-def _tokens_at_once(config: RunConfig) -> int:
-    """Tokens of the largest micro-batch of a step in which every completion is as long as it may be."""
+def _tokens_at_once(config: RunConfig, micro_batches: MicroBatchPlan | None) -> int:
+    """Tokens of the largest micro-batch of a step in which every completion is as long as it may be.
+
+    A micro-batch holds whole rows; one that is longer than a micro-batch stands alone.
+    """
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    return max(longest, config.run.micro_batch_tokens or longest)
+    rows = config.rollout.prompts_per_step * config.rollout.group_size
+    fitting = 1 if micro_batches is None else micro_batches.micro_batch_tokens // longest
+    return longest * max(1, min(fitting, rows))
 
 
 def _seconds(
@@ -200,7 +205,7 @@ def _seconds(
     prefill = 2 * sizes.body * prompt * rollout.prompts_per_step / (TRAIN_RATE * rate)
     recomputed = 0.0
     if micro_batches is not None:
-        recomputed = micro_batches.recomputed(_tokens_at_once(config)) / sizes.layers
+        recomputed = micro_batches.recomputed(_tokens_at_once(config, micro_batches)) / sizes.layers
     flops = (4 + 2 * recomputed) * sizes.body * sequences * (prompt + new) + 4 * sizes.head * sequences * new
     passes = config.loss.num_iterations
     return {

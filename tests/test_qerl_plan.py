@@ -16,6 +16,7 @@ from qerl.sizes import KNOWN, read_sizes, sizes_of
 GIB = 2**30
 BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
 WORKLOADS = {  # benchmark -> recipe, base, prompts, group, prompt tokens, new tokens, rank, cap
+    "step-7b-qerl": ("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32, "null"),
     "step-7b-qerl-cap24": ("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32, 24),
     "step-32b-qerl-cap80": ("dapo_32b", "Qwen/Qwen2.5-32B", 8, 8, 256, 2048, 16, 80),
     "step-70b-qerl-cap80": ("dapo_32b", "meta-llama/Llama-3.1-70B", 4, 8, 256, 512, 16, 80),
