@@ -20,6 +20,7 @@ from mkdocs.structure.files import File, Files
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]  # mkdocs imports this file by its path
 
+import plan_check  # noqa: E402
 from docs_errors import headings, messages  # noqa: E402
 
 from qerl import plan  # noqa: E402
@@ -126,6 +127,7 @@ PLACEHOLDERS = {
     "{{tasks}}": tasks_table,
     "{{constants}}": constants,
     "{{seconds}}": seconds_model,
+    "{{planned}}": plan_check.table,
 }
 
 

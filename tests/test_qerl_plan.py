@@ -1,6 +1,8 @@
 """`qerl plan`: sizes by hand, memory against what runs measured, and what is said where a run does not fit."""
 
 import json
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,26 +16,12 @@ from qerl.recipe import load_recipe, recipe_names
 from qerl.sizes import KNOWN, read_sizes, sizes_of
 
 GIB = 2**30
-BENCHMARKS = Path(__file__).resolve().parents[1] / "benchmarks"
-WORKLOADS = {  # benchmark -> recipe, base, prompts, group, prompt tokens, new tokens, rank, cap
-    "step-7b-qerl": ("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32, "null"),
-    "step-7b-qerl-cap24": ("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32, 24),
-    "step-32b-qerl-cap80": ("dapo_32b", "Qwen/Qwen2.5-32B", 8, 8, 256, 2048, 16, 80),
-    "step-70b-qerl-cap80": ("dapo_32b", "meta-llama/Llama-3.1-70B", 4, 8, 256, 512, 16, 80),
-}
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "scripts"))
 
+from plan_check import WORKLOADS, Workload, measured_gib, planned_gib, table  # noqa: E402 - scripts/ is no package
 
-def planned(recipe, base, prompts, group, prompt_tokens, new_tokens, rank, cap, gpu="h200"):
-    values = {
-        "rollout.prompts_per_step": prompts,
-        "rollout.group_size": group,
-        "rollout.max_new_tokens": new_tokens,
-        "data.max_prompt_tokens": prompt_tokens,
-        "adapter.rank": rank,
-        "memory.cap_gib": cap,
-    }
-    config = load_recipe(recipe, [f"{key}={value}" for key, value in values.items()])
-    return plan(config, read_sizes(base), card_of(gpu))
+LONG = Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 16, 512, 4096, 32)
 
 
 def test_qwen2_7b_by_hand():
@@ -60,14 +48,24 @@ def test_the_shipped_model_and_a_tied_head(tmp_path):
 
 @pytest.mark.parametrize("name", WORKLOADS)
 def test_planned_memory_is_within_a_tenth_of_what_the_run_measured(name):
-    measured = json.loads((BENCHMARKS / f"{name}.json").read_text(encoding="utf-8"))["peak_driver_gib"]
-    made = planned(*WORKLOADS[name])
+    made = WORKLOADS[name].plan()
     assert not made.problems
-    assert max(made.peak("rollout"), made.peak("training")) / GIB == pytest.approx(measured, rel=0.10)
+    assert planned_gib(made) == pytest.approx(measured_gib(name), rel=0.10)
+    assert f"{name}.json" in table()
+
+
+def test_a_micro_batch_holds_whole_rows():
+    """7B without a cap: 14 rows of 640 tokens, not one; measured 30.9 GiB beside the weights in the same benchmark."""
+    made = WORKLOADS["step-7b-qerl"].plan()
+    assert made.micro_batches.micro_batch_tokens == 9216
+    assert made.memory["training"]["micro-batch"] == made.micro_batches.needed(14 * 640)
+    steps = json.loads((ROOT / "benchmarks" / "step-7b-qerl.json").read_text(encoding="utf-8"))["steps"]
+    measured = max(step["memory/train_gib"] for step in steps)
+    assert made.memory["training"]["micro-batch"] / GIB == pytest.approx(measured, rel=0.10)
 
 
 def test_a_smaller_limit_takes_from_the_cache_and_from_the_micro_batch():
-    wide, tight = (planned("dapo_7b", "Qwen/Qwen2.5-7B", 16, 16, 512, 4096, 32, cap) for cap in (80, 24))
+    wide, tight = (replace(LONG, cap=cap).plan() for cap in (80, 24))
     assert tight.cache_tokens < wide.cache_tokens
     assert tight.peak("training") < 24 * GIB
     assert tight.micro_batches.recomputed(4608) > wide.micro_batches.recomputed(4608) == 0
@@ -75,12 +73,13 @@ def test_a_smaller_limit_takes_from_the_cache_and_from_the_micro_batch():
 
 
 def test_twice_the_new_tokens_take_more_than_twice_the_rollout():
-    short, long = (planned("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, new, 32, 80) for new in (512, 1024))
+    short = replace(LONG, group=8, prompt_tokens=128, new_tokens=512, cap=80)
+    short, long = (each.plan() for each in (short, replace(short, new_tokens=1024)))
     assert 2.0 < long.seconds["rollout"] / short.seconds["rollout"] < 2.5  # the cache that is read grows
 
 
 def test_what_does_not_fit_is_named_with_the_remedy():
-    made = planned("dapo_32b", "Qwen/Qwen2.5-32B", 8, 8, 256, 2048, 16, "null", gpu="24")
+    made = replace(WORKLOADS["step-32b-qerl-cap80"], cap=None).plan("24")
     assert any("raise rollout.memory or memory.cap_gib" in problem for problem in made.problems)
 
 
@@ -168,7 +167,7 @@ def test_the_command_says_what_fits_and_fails_where_nothing_does():
 
 @pytest.mark.parametrize("name", CARDS)
 def test_every_card_trains_a_3b_model(name):
-    assert not planned("dapo_3b", "Qwen/Qwen2.5-3B", 16, 8, 256, 1024, 32, "null", gpu=name).problems
+    assert not Workload("dapo_3b", "Qwen/Qwen2.5-3B", 16, 8, 256, 1024, 32).plan(name).problems
 
 
 def test_a_dry_run_shows_plan_data_and_rewards_and_writes_nothing(nvfp4_base, tmp_path, monkeypatch):
