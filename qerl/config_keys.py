@@ -44,6 +44,8 @@ OTHER_NAMES = {
     "mask_truncated_completions": "loss.mask_truncated",
     "vllm_gpu_memory_utilization": "rollout.memory",
     "gpu_memory_utilization": "rollout.memory",
+    "kv_cache_dtype": "rollout.kv_cache_dtype",
+    "vllm_kv_cache_dtype": "rollout.kv_cache_dtype",
     "dataset": "data.task",
     "dataset_name": "data.source",
     "reward_funcs": "rewards",

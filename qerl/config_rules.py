@@ -64,6 +64,7 @@ def engine(config: RunConfig) -> Conflicts:
     vllm_only = {
         "rollout.kernel": rollout.kernel if rollout.kernel != "auto" else None,
         "rollout.tune_kernels": rollout.tune_kernels or None,
+        "rollout.kv_cache_dtype": rollout.kv_cache_dtype if rollout.kv_cache_dtype != "auto" else None,
         "rollout.memory": rollout.memory,
         "rollout.deterministic": rollout.deterministic or None,
         "memory.cap_gib": config.memory.cap_gib,

@@ -49,6 +49,7 @@ class VLLMEngine:
         cap_gib: float | None = None,
         deterministic: bool = False,
         tune_kernels: bool = False,
+        kv_cache_dtype: str = "auto",
         max_context: int | None = None,
         max_rank: int = 0,
         train_norms: bool = False,
@@ -61,11 +62,13 @@ class VLLMEngine:
 
         `max_rank`: largest LoRA rank that `sync_adapter` will bring, 0 for none; `train_norms`: no matter here, norms
         can always be synced; `max_context`: prompt + completion tokens, None: what the model declares; `memory`,
-        `cap_gib`: see `vllm_plugin.memory`; `tune_kernels`: see `vllm_plugin.tune`; `enforce_eager`: no CUDA graphs,
-        for debugging. Raises EngineError for what cannot run, before anything is loaded where that is known.
+        `cap_gib`: see `vllm_plugin.memory`; `tune_kernels`: see `vllm_plugin.tune`; `kv_cache_dtype`: as for vLLM;
+        `enforce_eager`: no CUDA graphs, for debugging. Raises EngineError for what cannot run, before anything is
+        loaded where that is known.
         """
         opening.check_vllm()
         self._device = opening.check_device(dtype)
+        opening.check_kv_cache_dtype(kv_cache_dtype)
         if cap_gib is not None:
             opening.limit_process_(self._device, int(cap_gib * 2**30))
         started = time.monotonic()
@@ -73,7 +76,9 @@ class VLLMEngine:
         self._base, self._trust_remote_code = base, trust_remote_code
         self._cap_bytes = None if cap_gib is None else int(cap_gib * 2**30)
         self._max_rank, self._deterministic = max_rank, deterministic
-        settings = opening.Settings(base, format, trust_remote_code, memory, cap_gib, max_context, max_sequences)
+        settings = opening.Settings(
+            base, format, trust_remote_code, memory, cap_gib, max_context, max_sequences, kv_cache_dtype
+        )
         self._stop = settings.stop_token_ids()
         self._llm: Any = opening.open_llm(
             settings,

@@ -122,7 +122,7 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
         memory,
         _seconds(config, sizes, card, micro_batches),
         micro_batches,
-        int(cache / sizes.kv_bytes()),
+        int(cache / sizes.kv_bytes(config.rollout.kv_cache_dtype)),
         context,
         tuple(problems),
     )
@@ -137,12 +137,15 @@ def _cache_bytes(
     except EngineError as error:
         problems.append(str(error))
         return 0
-    wanted = kv_cache_bytes(budget, int(weights), MAX_SEQUENCES * context, sizes.kv_bytes())
+    kind = config.rollout.kv_cache_dtype
+    per_token = sizes.kv_bytes(kind)
+    wanted = kv_cache_bytes(budget, int(weights), MAX_SEQUENCES * context, per_token)
     cache = wanted if wanted is not None else budget.budget - int(weights) - GRAPH_RESERVE - ENGINE_WORK
-    if cache < context * sizes.kv_bytes():
+    if cache < context * per_token:
         problems.append(
-            f"one sequence of {context} tokens needs {context * sizes.kv_bytes() / GIB:.1f} GiB of KV cache and "
-            f"{max(cache, 0) / GIB:.1f} GiB are left: lower rollout.max_new_tokens, or give it more memory"
+            f"one sequence of {context} tokens needs {context * per_token / GIB:.1f} GiB of KV cache and "
+            f"{max(cache, 0) / GIB:.1f} GiB are left: lower rollout.max_new_tokens, "
+            f"{'set rollout.kv_cache_dtype: fp8, ' if kind == 'auto' else ''}or give it more memory"
         )
     return max(cache, 0)
 
@@ -195,7 +198,7 @@ def _seconds(
     rate, bandwidth = card.tflops * 1e12, card.gb_per_s * 1e9
     at_once = min(sequences, MAX_SEQUENCES)
     weight_bytes = sizes.weights_bytes(config.model.format)
-    cached = at_once * (prompt + new / 2) * sizes.kv_bytes()
+    cached = at_once * (prompt + new / 2) * sizes.kv_bytes(config.rollout.kv_cache_dtype)
     step = (
         sizes.layers * LAUNCH
         + weight_bytes / (DECODE_BANDWIDTH * bandwidth)

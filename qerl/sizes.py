@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import CheckpointError
+from qerl.vllm_plugin.memory import kv_head_bytes
 
 NVFP4_BYTES = 9 / 16  # 4 bits a weight, 8 bits a scale of 16 weights
 RANK_STEP = 16  # the engine pads ranks to a multiple of this
@@ -63,7 +64,8 @@ class ModelSizes:
     projections: dict[str, tuple[int, int]]  # of one decoder layer: name -> (out, in)
     vocabulary: int
     tied: bool
-    kv_values: int  # numbers of keys and values of one token, over all layers
+    kv_heads: int
+    head_dim: int
     positions: int | None = None  # the longest context; None: config.json does not say
     head_norms: bool = False  # norms on queries and keys (Qwen3)
 
@@ -81,9 +83,9 @@ class ModelSizes:
         outer = self.head * (1 if self.tied else 2) + self.layers * 2 * self.hidden
         return self.body * (NVFP4_BYTES if format == "nvfp4" else 2) + 2 * outer
 
-    def kv_bytes(self, bytes_per_value: int = 2) -> int:
+    def kv_bytes(self, kv_cache_dtype: str = "auto") -> int:
         """Keys and values of one token."""
-        return self.kv_values * bytes_per_value
+        return 2 * self.layers * self.kv_heads * kv_head_bytes(kv_cache_dtype, self.head_dim)
 
     def adapter(self, rank: int, targets: Sequence[str]) -> int:
         """Parameters of a LoRA of `rank` on the projections `targets`."""
@@ -139,7 +141,8 @@ def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:
         },
         vocabulary=vocabulary,
         tied=bool(config.get("tie_word_embeddings")),
-        kv_values=2 * layers * keys,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         positions=config.get("max_position_embeddings"),
         head_norms=str(config.get("model_type")).startswith("qwen3"),
     )

@@ -37,6 +37,7 @@ def main() -> None:
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--tune", action="store_true", help="measure the ways to multiply first")
+    parser.add_argument("--kv-cache-dtype", default="auto")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--cap-gib", type=float)
@@ -79,6 +80,7 @@ class Context:
             kernel=arguments.kernel,
             deterministic=arguments.deterministic,
             tune_kernels=arguments.tune,
+            kv_cache_dtype=arguments.kv_cache_dtype,
             max_context=1024,
             max_rank=arguments.rank,
             cap_gib=arguments.cap_gib,
@@ -90,6 +92,7 @@ class Context:
             "kernel": self.engine.kernel,
             "open_s": round(time.monotonic() - started, 1),
             "ways": ways(),
+            "cache_tokens": self.engine.cache_tokens,
             "gpu": torch.cuda.get_device_name(),
             "failed": [],
             "seconds": {},

@@ -253,6 +253,15 @@ PAIRS = [
     (["rollout.engine=vllm", "rollout.batch_size=8"], "vllm schedules its own batches; write rollout.memory"),
     (["rollout.memory=30", "memory.cap_gib=24"], "(GiB); write a rollout.memory below 24"),
     (["model.format=bf16", "rollout.kernel=humming"], "rollout.kernel humming with model.format bf16"),
+    (["model.format=bf16", "rollout.tune_kernels=true"], "rollout.tune_kernels true with model.format bf16"),
+    (
+        ["rollout.engine=transformers", "rollout.kv_cache_dtype=fp8"],
+        "rollout.kv_cache_dtype fp8 with rollout.engine transformers",
+    ),
+    (
+        ["rollout.tune_kernels=true", "rollout.deterministic=true"],
+        "rollout.tune_kernels true with rollout.deterministic true",
+    ),
     (["model.dtype=float32", "rollout.engine=vllm"], "model.dtype float32 with rollout.engine vllm"),
     (["loss.type=vespo", "loss.level=sequence"], "it takes the sequence's ratio by itself; write loss.level: token"),
     (["loss.type=vespo", "loss.correction.mode=sequence_mask"], "write loss.correction.mode: token_mask"),

@@ -11,9 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from transformers import AutoConfig
 
 from qerl.engine_vllm import VLLMEngine
 from qerl.errors import EngineError, MissingExtraError
+from qerl.vllm_plugin.memory import kv_bytes_per_token
 from qerl.vllm_plugin.requests import completion, drop_prefix_cache, first_at_each_position, run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -254,3 +256,19 @@ def test_a_cap_that_cannot_hold_the_weights_is_refused_before_loading(tmp_path):
         VLLMEngine(str(model), "nvfp4", cap_gib=2.0)
     with pytest.raises(EngineError, match=r"set model\.format to match"):
         VLLMEngine(str(model), "bf16")
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("kind", ["fp8_per_token_head", "fp8"])
+def test_an_fp8_cache_agrees_within_the_gate(tmp_path, kind):
+    """Not yet run on a card. On Hopper fp8 takes FlashAttention 3's 8-bit kernels, the other Triton's attention."""
+    model, out = tmp_path / "model", tmp_path / "report.json"
+    run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
+    asked = ("--kv-cache-dtype", kind, "--only", "agreement", "sleep_and_wake")
+    run_script("check_engine.py", "--model", model, *asked, "--out", out)
+    report = json.loads(out.read_text(encoding="utf-8"))
+    assert 1e-7 < report["agreement"]["policy"]["kl"] < 3e-3  # it is rounded, and no more than that
+    kv_bytes = report["sleep_and_wake"]["kv_gib"] * 2**30 / report["cache_tokens"]
+    config = AutoConfig.from_pretrained(model)
+    assert kv_bytes == pytest.approx(kv_bytes_per_token(config, kind), rel=0.05)

@@ -30,6 +30,8 @@ def test_qwen2_7b_by_hand():
     body = 28 * (2 * 3584**2 + 2 * 512 * 3584 + 3 * 3584 * 18944)
     assert sizes.body == body
     assert sizes.kv_bytes() == 2 * 28 * 4 * 128 * 2
+    assert sizes.kv_bytes("fp8") == 2 * 28 * 4 * 128
+    assert sizes.kv_bytes("fp8_per_token_head") == 2 * 28 * 4 * 132
     assert sizes.adapter(32, ("q_proj", "down_proj")) == 28 * 32 * (2 * 3584 + 18944 + 3584)
     outer = 2 * 152064 * 3584 + 28 * 2 * 3584
     assert sizes.weights_bytes("nvfp4") == body * 9 / 16 + 2 * outer
@@ -70,6 +72,17 @@ def test_a_smaller_limit_takes_from_the_cache_and_from_the_micro_batch():
     assert tight.peak("training") < 24 * GIB
     assert tight.micro_batches.recomputed(4608) > wide.micro_batches.recomputed(4608) == 0
     assert tight.seconds["training"] > wide.seconds["training"]
+
+
+def test_an_fp8_cache_holds_twice_the_tokens():
+    sizes, values = read_sizes("Qwen/Qwen2.5-32B"), ["memory.cap_gib=80", "rollout.max_new_tokens=8192"]
+    full, fp8 = (
+        plan(load_recipe("dapo_32b", [*values, f"rollout.kv_cache_dtype={kind}"]), sizes, card_of("h200"))
+        for kind in ("auto", "fp8")
+    )
+    assert fp8.memory["rollout"]["KV cache"] == full.memory["rollout"]["KV cache"]  # all that is left
+    assert fp8.cache_tokens == pytest.approx(2 * full.cache_tokens, abs=1)
+    assert fp8.seconds["rollout"] < full.seconds["rollout"]
 
 
 def test_twice_the_new_tokens_take_more_than_twice_the_rollout():

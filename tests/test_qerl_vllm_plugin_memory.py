@@ -47,6 +47,8 @@ def test_kv_bytes_of_qwen_7b_and_of_an_explicit_head_size():
     assert kv_bytes_per_token(qwen) == 2 * 28 * 4 * 128 * 2
     qwen.head_dim = 64
     assert kv_bytes_per_token(qwen) == 2 * 28 * 4 * 64 * 2
+    assert kv_bytes_per_token(qwen, "fp8") == 2 * 28 * 4 * 64
+    assert kv_bytes_per_token(qwen, "fp8_per_token_head") == 2 * 28 * 4 * (64 + 4)
 
 
 def test_kv_cache_is_no_larger_than_can_be_used_and_else_left_to_the_profile():

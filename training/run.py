@@ -134,6 +134,7 @@ def open_rollout_engine(config: RunConfig, base: ModelRef) -> Engine:
         options = {
             "kernel": rollout.kernel,
             "tune_kernels": rollout.tune_kernels,
+            "kv_cache_dtype": rollout.kv_cache_dtype,
             "memory": rollout.memory,
             "cap_gib": config.memory.cap_gib,
             "deterministic": rollout.deterministic,

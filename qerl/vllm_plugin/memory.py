@@ -52,11 +52,16 @@ def plan_memory(total: int, weights: int, memory: float | None, cap_gib: float |
     return MemoryPlan(limit, budget)
 
 
-def kv_bytes_per_token(config: Any, bytes_per_value: int = 2) -> int:
+def kv_head_bytes(kv_cache_dtype: str, head_dim: int) -> int:
+    """Bytes of the key (or value) of one token and head; with scales of their own, a float32 each."""
+    return {"auto": 2 * head_dim, "fp8": head_dim, "fp8_per_token_head": head_dim + 4}[kv_cache_dtype]
+
+
+def kv_bytes_per_token(config: Any, kv_cache_dtype: str = "auto") -> int:
     """Bytes of keys and values of one token, from a transformers config."""
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * head_dim * bytes_per_value
+    return 2 * config.num_hidden_layers * heads * kv_head_bytes(kv_cache_dtype, head_dim)
 
 
 def kv_cache_bytes(plan: MemoryPlan, weights: int, tokens: int, per_token: int) -> int | None:

@@ -10,6 +10,7 @@ from typing import Any
 from qerl.errors import EngineError, MissingExtraError
 
 MIN_CAPABILITY = (8, 0)  # bfloat16
+FP8_CAPABILITY = (8, 9)  # e4m3
 MAX_BATCHED_TOKENS = 8192  # of a prefill; vLLM's 16384 takes twice the activations and is no faster for rollouts
 
 
@@ -25,11 +26,13 @@ class Settings:
         cap_gib: float | None,
         max_context: int | None,
         max_sequences: int,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         from transformers import AutoConfig
 
         self.base, self.format, self.trust_remote_code = base, format, trust_remote_code
         self.memory, self.cap_gib, self.max_sequences = memory, cap_gib, max_sequences
+        self.kv_cache_dtype = kv_cache_dtype
         self.config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).get_text_config()
         packed = getattr(self.config, "quantization_config", None) is not None
         if packed != (format == "nvfp4"):
@@ -62,7 +65,7 @@ class Settings:
 
         plan = plan_memory(total, self.weights, self.memory, self.cap_gib)
         tokens = self.max_sequences * self.model_len
-        wanted = kv_cache_bytes(plan, self.weights, tokens, kv_bytes_per_token(self.config))
+        wanted = kv_cache_bytes(plan, self.weights, tokens, kv_bytes_per_token(self.config, self.kv_cache_dtype))
         return {"gpu_memory_utilization": plan.utilization(total), "kv_cache_memory_bytes": wanted}
 
 
@@ -118,6 +121,7 @@ def _arguments(settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
         "max_num_batched_tokens": MAX_BATCHED_TOKENS,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # the checkpoint's sampling defaults (a repetition penalty, say) bias the policy
+        "kv_cache_dtype": settings.kv_cache_dtype,
         "enable_prefix_caching": True,
         "enable_sleep_mode": True,
         "worker_cls": "qerl.vllm_plugin.worker.QerlWorker",
@@ -161,6 +165,17 @@ def check_device(dtype: str) -> int:
             "set rollout.engine=transformers"
         )
     return torch.cuda.current_device()
+
+
+def check_kv_cache_dtype(kv_cache_dtype: str) -> None:
+    import torch
+
+    capability = torch.cuda.get_device_capability()
+    if kv_cache_dtype != "auto" and capability < FP8_CAPABILITY:
+        raise EngineError(
+            f"rollout.kv_cache_dtype={kv_cache_dtype} needs compute capability {FP8_CAPABILITY} (Ada, Hopper or newer) "
+            f"and {torch.cuda.get_device_name()} has {capability}: write rollout.kv_cache_dtype: auto"
+        )
 
 
 def _has_module(name: str) -> bool:
