@@ -18,6 +18,7 @@ import typer
 
 from eval.settings import ENGINES, KERNELS, LOADS, SAMPLED_TEMPERATURE, SAMPLED_TOP_P, EvalSettings
 from qerl.errors import ConfigError
+from qerl.shell_values import task_values
 from qerl.terminal import run_command
 
 if TYPE_CHECKING:
@@ -37,7 +38,11 @@ SAMPLED_HELP = f"Sample at temperature {SAMPLED_TEMPERATURE}, top-p {SAMPLED_TOP
 
 def evaluate(
     task: Annotated[
-        str, typer.Argument(help="gsm8k, math500, aime24, aime25, amc23, arith, another task, or a file of rows.")
+        str,
+        typer.Argument(
+            help="gsm8k, math500, aime24, aime25, amc23, arith, another task, or a file of rows.",
+            autocompletion=task_values,
+        ),
     ],
     model: Annotated[
         str | None,

@@ -1,4 +1,4 @@
-"""The command line: `qerl quantize`, `train`, `plan`, `eval`, `merge`, `chat`, `grade`, `report`, `recipes`, `doctor`.
+"""The command line: COMMANDS, at the end, and `qerl recipes`.
 
 Importing this loads no torch; each command imports what it runs.
 """
@@ -16,6 +16,8 @@ from qerl.chat_command import chat_command
 from qerl.doctor import refuse_clashes
 from qerl.errors import ConfigError
 from qerl.plan_command import plan_command
+from qerl.recipes_command import app as recipes_app
+from qerl.shell_values import key_values, recipe_values, task_values
 from qerl.terminal import run_command
 
 try:
@@ -35,14 +37,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Reinforcement learning of language models on one GPU: NVFP4 base, BF16 LoRA, quantization noise.",
 )
-app.command("eval")(evaluate)
-app.command("compare")(compare_results)
-app.command("merge")(merge_command)
-app.command("chat")(chat_command)
-app.command("plan")(plan_command)
-recipes = typer.Typer(invoke_without_command=True, help="The shipped recipes and what can stand in one.")
-app.add_typer(recipes, name="recipes")
-
 Method = StrEnum("Method", [(name, name) for name in ("rtn", "awq", "gptq")])
 ModelOption = Annotated[str, typer.Option(help="Folder, hub id, or `tiny` (the model that ships with qerl).")]
 
@@ -65,7 +59,6 @@ def with_resume_value(arguments: list[str]) -> list[str]:
     )
 
 
-@app.command()
 def quantize(
     model: ModelOption,
     out: Annotated[Path | None, typer.Option(help="Default: checkpoints/<name>-NVFP4A16.")] = None,
@@ -107,17 +100,23 @@ def quantize(
     Console().print(report.table())
 
 
-@app.command()
 def train(
-    recipe: Annotated[str | None, typer.Option(help="Name (`qerl recipes`) or YAML file.")] = None,
+    recipe: Annotated[
+        str | None, typer.Option(help="Name (`qerl recipes`) or YAML file.", autocompletion=recipe_values)
+    ] = None,
     model: Annotated[
         str | None, typer.Option(help="Base, NVFP4 folder, run or adapter; default: the recipe's.")
     ] = None,
-    task: Annotated[str | None, typer.Option(help="Task: prompt and grading; default: the recipe's.")] = None,
+    task: Annotated[
+        str | None, typer.Option(help="Task: prompt and grading; default: the recipe's.", autocompletion=task_values)
+    ] = None,
     data: Annotated[str | None, typer.Option(help="jsonl, parquet or csv file, folder, or hub name.")] = None,
     columns: Annotated[str | None, typer.Option(help="Columns of --data: question=problem,answer=solution")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="key=value over the recipe: --set run.steps=100. Repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--set", help="key=value over the recipe: --set run.steps=100. Repeatable.", autocompletion=key_values
+        ),
     ] = None,
     steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: the recipe's.")] = None,
     seed: Annotated[int | None, typer.Option(help="Default: the recipe's.")] = None,
@@ -169,10 +168,9 @@ def train(
     _exit_if_stopped(start(config, recipe_label(recipe)))
 
 
-@app.command()
 def grade(
     file: Annotated[Path, typer.Argument(help="jsonl with `answer` and `completion`, such as an evaluation's.")],
-    task: Annotated[str, typer.Option(help="The task whose grading applies.")],
+    task: Annotated[str, typer.Option(help="The task whose grading applies.", autocompletion=task_values)],
 ) -> None:
     """Grade saved completions again, and say where a stored grade differs."""
     from rich.console import Console
@@ -182,7 +180,6 @@ def grade(
     Console().print(grade_file(task, file).table())
 
 
-@app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="A run directory; several are compared.")],
     before: Annotated[Path | None, typer.Option(help="Evaluation folder of the base, to compare with.")] = None,
@@ -195,57 +192,6 @@ def report(
     write_report(runs, before, after, out, _verdict(before, after) if before and after else None)
 
 
-@recipes.callback()
-def list_recipes(context: typer.Context) -> None:
-    """List the shipped recipes, with what each is for."""
-    if context.invoked_subcommand is not None:
-        return
-    from qerl.recipe import recipe_names, recipe_path
-
-    for name in recipe_names():
-        first = recipe_path(name).read_text(encoding="utf-8").splitlines()[0]
-        typer.echo(f"{name:22} {first.removeprefix('#').strip()}")
-
-
-@recipes.command()
-def show(name: str) -> None:
-    """Print a recipe's file."""
-    from qerl.recipe import recipe_path
-
-    typer.echo(recipe_path(name).read_text(encoding="utf-8"), nl=False)
-
-
-@recipes.command()
-def copy(
-    name: str,
-    out: Annotated[Path | None, typer.Option(help="File to write; default: ./NAME.yaml.")] = None,
-) -> None:
-    """Copy a recipe's file here, to change it; an existing file is left alone."""
-    from qerl.recipe import copy_recipe
-
-    path = copy_recipe(name, out)
-    typer.echo(f"{path}: change it, then run `qerl train --recipe {path}`")
-
-
-@recipes.command()
-def keys() -> None:
-    """Every key of a recipe: type, default, meaning."""
-    from qerl.config_keys import describe_config
-
-    for key in describe_config():
-        typer.echo(f"{key.key} ({key.type}; default {key.default}): {key.description}")
-
-
-@recipes.command()
-def tasks() -> None:
-    """Every task, and the data set that it reads."""
-    from qerl.tasks import TASKS
-
-    for name, task in TASKS.items():
-        typer.echo(f"{name:12} {task.place or 'generated'}")
-
-
-@app.command()
 def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
 ) -> None:
@@ -312,6 +258,23 @@ def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
         from quantize.run import quantize_checkpoint
 
         quantize_checkpoint(base, trust_remote_code=config.model.trust_remote_code)
+
+
+COMMANDS = {  # name -> command and its line of `qerl --help`, in the order in which one needs them
+    "doctor": (doctor, "Check this machine; the remedy beside what is wrong."),
+    "plan": (plan_command, "Memory and seconds of a run, before anything is loaded."),
+    "quantize": (quantize, "Turn a 16-bit checkpoint into NVFP4, and verify it."),
+    "train": (train, "Train a LoRA adapter by RL, as a recipe says; or resume."),
+    "eval": (evaluate, "Accuracy of a model on a task, every completion saved."),
+    "compare": (compare_results, "Of two evaluations: better, worse, or cannot tell."),
+    "report": (report, "A page of what a run did; several runs side by side."),
+    "grade": (grade, "Grade saved completions again."),
+    "merge": (merge_command, "Make of an adapter a folder to serve or publish."),
+    "chat": (chat_command, "Talk to a base, a run, an adapter or a merged model."),
+}
+for _name, (_command, _line) in COMMANDS.items():
+    app.command(_name, short_help=_line)(_command)
+app.add_typer(recipes_app, name="recipes")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qerl.shell_values import card_values, key_values, recipe_values
+
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
@@ -18,13 +20,20 @@ if TYPE_CHECKING:
 
 
 def plan_command(
-    recipe: Annotated[str, typer.Option(help="Name (`qerl recipes`) or YAML file.")],
+    recipe: Annotated[str, typer.Option(help="Name (`qerl recipes`) or YAML file.", autocompletion=recipe_values)],
     gpu: Annotated[
-        str | None, typer.Option(help="GiB (24) or card (4090, a100, h100, h200, ...); default: this machine's, or 24.")
+        str | None,
+        typer.Option(
+            help="GiB (24) or card (4090, a100, h100, h200, ...); default: this machine's, or 24.",
+            autocompletion=card_values,
+        ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Folder or hub id of known sizes; default: the recipe's.")] = None,
     overrides: Annotated[
-        list[str] | None, typer.Option("--set", help="key=value over the recipe, as for `qerl train`. Repeatable.")
+        list[str] | None,
+        typer.Option(
+            "--set", help="key=value over the recipe, as for `qerl train`. Repeatable.", autocompletion=key_values
+        ),
     ] = None,
 ) -> None:
     """What a run will take of a card, before anything is loaded: memory and seconds by phase, and what fits."""

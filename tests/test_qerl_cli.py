@@ -59,7 +59,8 @@ def test_help_answers_at_once():
         times.append(time.perf_counter() - started)
         assert code == 0
     assert min(times) < 1.0  # 0.3 s on an idle machine; loading torch takes 2 s and more
-    assert all(command in out for command in ("quantize", "train", "eval", "grade", "report", "recipes", "doctor"))
+    assert all(f"  {command} " in out for command in ("quantize", "train", "eval", "plan", "recipes", "doctor"))
+    assert "..." not in out.partition("Commands:")[2]  # no line of help is cut off
 
 
 @pytest.mark.parametrize(
@@ -216,3 +217,23 @@ def test_the_shell_completes(monkeypatch):
     environment = {"_QERL_COMPLETE": "complete_bash", "COMP_WORDS": "qerl me", "COMP_CWORD": "1"}
     result = CliRunner().invoke(app, [], prog_name="qerl", env=environment)
     assert result.output.split() == ["merge"]
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("qerl com", ["compare"]),
+        ("qerl train --res", ["--resume"]),
+        ("qerl train --recipe dapo_3", ["dapo_3b", "dapo_3b_bf16", "dapo_32b", "dapo_32b_bf16"]),
+        ("qerl recipes show ti", ["tiny"]),
+        ("qerl plan --gpu h", ["h100", "h200"]),
+        ("qerl plan --set noise.sigma_s", ["noise.sigma_start="]),
+        ("qerl eval aime", ["aime24", "aime25"]),
+        ("qerl merge --to n", ["nvfp4"]),
+    ],
+)
+def test_a_shell_completes(typed, completed):
+    """What the script of `qerl --install-completion` asks at a press of the tab key."""
+    asked = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_QERL_COMPLETE": "complete_bash"}
+    done = CliRunner().invoke(app, env=asked, prog_name="qerl")
+    assert done.stdout.split() == completed

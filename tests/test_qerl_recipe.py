@@ -9,7 +9,7 @@ from qerl.errors import ConfigError
 from qerl.recipe import load_config, load_recipe, recipe_label, recipe_names, recipe_path, save_config
 
 NAMES = [
-    *("dapo_14b", "dapo_14b_bf16", "dapo_32b", "dapo_32b_bf16", "dapo_3b", "dapo_3b_bf16", "dapo_7b", "dapo_7b_bf16"),
+    *("dapo_3b", "dapo_3b_bf16", "dapo_7b", "dapo_7b_bf16", "dapo_14b", "dapo_14b_bf16", "dapo_32b", "dapo_32b_bf16"),
     *("grpo_gsm8k_7b", "grpo_gsm8k_7b_bf16", "llama3_8b", "qwen3_8b", "tiny"),
 ]
 SMALL = "model: {base: tiny}\ndata: {task: arith}\nrun: {steps: 40}\n"
@@ -80,10 +80,10 @@ def test_a_step_of_the_paper_trains_on_128_completions(name):
 
 def test_an_unknown_recipe_names_the_nearest_and_lists_all():
     with pytest.raises(
-        ConfigError, match=r"no recipe is named 'dapo7b'; did you mean dapo_7b\? shipped are dapo_14b, "
+        ConfigError, match=r"no recipe is named 'dapo7b'; did you mean dapo_7b\? shipped are dapo_3b, "
     ):
         load_recipe("dapo7b")
-    with pytest.raises(ConfigError, match="no recipe is named 'zzz'; shipped are dapo_14b, "):
+    with pytest.raises(ConfigError, match="no recipe is named 'zzz'; shipped are dapo_3b, "):
         load_recipe("zzz")
     with pytest.raises(ConfigError, match="the recipe's name is empty"):
         load_recipe("")
@@ -136,7 +136,7 @@ def test_windows_line_ends_and_a_byte_order_mark_are_fine(tmp_path):
 
 
 def test_paths_that_cannot_be_read(tmp_path):
-    with pytest.raises(ConfigError, match=r"none\.yaml: no such file; write a YAML file or one of dapo_14b"):
+    with pytest.raises(ConfigError, match=r"none\.yaml: no such file; write a YAML file or one of dapo_3b"):
         load_recipe(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="is a folder, not a recipe; write a YAML file"):
         load_recipe(tmp_path)
