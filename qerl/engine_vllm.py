@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,8 @@ from typing import TYPE_CHECKING, Any
 from qerl.engine import Completion, SamplingParams
 from qerl.errors import EngineError
 from qerl.model import local_folder
-from qerl.vllm_plugin import opening, requests
+from qerl.vllm_plugin import TUNE, opening, requests
+from qerl.vllm_plugin.startup import Parts, line, whole
 
 if TYPE_CHECKING:
     import torch
@@ -80,10 +82,14 @@ class VLLMEngine:
             base, format, trust_remote_code, memory, cap_gib, max_context, max_sequences, kv_cache_dtype
         )
         self._stop = settings.stop_token_ids()
+        parts = Parts()
+        os.environ[TUNE] = "1" if tune_kernels else ""
+        with parts.part("imports"):
+            opening.import_vllm()
         self._llm: Any = opening.open_llm(
             settings,
             opening.linear_backend(kernel, format, deterministic),
-            {"max_rank": max_rank, "deterministic": deterministic, "tune": tune_kernels},
+            {"max_rank": max_rank, "deterministic": deterministic},
             seed,
             enforce_eager,
         )
@@ -100,7 +106,12 @@ class VLLMEngine:
         if self._cap_bytes is not None:
             self._other_bytes = opening.bytes_outside_torch(self._device)
             self._limit_torch(0)
-        logger.info("vllm engine open in %.0f s: %s, kernel %s", time.monotonic() - started, base, self.kernel)
+        worker = self._llm.llm_engine.model_executor.driver_worker
+        self.startup_s = whole(time.monotonic() - started, parts.seconds, worker.startup_seconds())
+        self.compiled_from_cache = worker.compiled_from_cache()
+        logger.info("vllm engine open: %s, kernel %s", base, self.kernel)
+        compiled = "graphs compiled earlier" if self.compiled_from_cache else "graphs compiled anew"
+        logger.info("start took %.0f s (%s): %s", sum(self.startup_s.values()), compiled, line(self.startup_s))
 
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seed: int | None = None

@@ -45,11 +45,11 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     started = time.monotonic()
-    generate, kernel = (open_qerl if arguments.engine == "qerl" else open_stock)(arguments)
+    generate, opened = (open_qerl if arguments.engine == "qerl" else open_stock)(arguments)
     report = {
         "command": " ".join(sys.argv),
-        "kernel": kernel,
         "open_s": round(time.monotonic() - started, 1),
+        **opened,
         **versions(),
         "decode_tokens_per_s": {},
         "prefill_and_one_token_s": {},
@@ -98,7 +98,7 @@ def measure(generate: Generate, count: int, arguments: argparse.Namespace) -> tu
     return count * (arguments.new_tokens - 1) / (whole - first), first
 
 
-def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, str]:
+def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
     import torch
 
     from qerl.engine import SamplingParams
@@ -127,10 +127,11 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, str]:
         completions = engine.generate(prompts, SamplingParams(max_new_tokens=new_tokens), seed=1)
         return sum(len(completion.token_ids) for completion in completions)
 
-    return generate, engine.kernel
+    parts = {"startup_s": engine.startup_s, "compiled_from_cache": engine.compiled_from_cache}
+    return generate, {"kernel": engine.kernel, **parts}
 
 
-def open_stock(arguments: argparse.Namespace) -> tuple[Generate, str]:
+def open_stock(arguments: argparse.Namespace) -> tuple[Generate, dict]:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -157,7 +158,7 @@ def open_stock(arguments: argparse.Namespace) -> tuple[Generate, str]:
         outputs = llm.generate(tokens, params, use_tqdm=False, lora_request=request)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    return generate, f"vLLM's own ({arguments.kernel})"
+    return generate, {"kernel": f"vLLM's own ({arguments.kernel})"}
 
 
 def write_adapter(model: str, rank: int) -> str:

@@ -74,23 +74,13 @@ class Context:
     def __init__(self, arguments: argparse.Namespace) -> None:
         started = time.monotonic()
         self.arguments = arguments
-        self.engine = VLLMEngine(
-            arguments.model,
-            arguments.format,
-            kernel=arguments.kernel,
-            deterministic=arguments.deterministic,
-            tune_kernels=arguments.tune,
-            kv_cache_dtype=arguments.kv_cache_dtype,
-            max_context=1024,
-            max_rank=arguments.rank,
-            cap_gib=arguments.cap_gib,
-            memory=arguments.memory,
-            max_sequences=128,
-        )
+        self.engine = self.open()
         self.report = {
             "model": arguments.model,
             "kernel": self.engine.kernel,
             "open_s": round(time.monotonic() - started, 1),
+            "startup_s": self.engine.startup_s,
+            "compiled_from_cache": self.engine.compiled_from_cache,
             "ways": ways(),
             "cache_tokens": self.engine.cache_tokens,
             "gpu": torch.cuda.get_device_name(),
@@ -103,6 +93,22 @@ class Context:
         self.prompts = [[rng.randint(1, 256) for _ in range(length())] for _ in range(arguments.prompts)]
         self.sampling = SamplingParams(max_new_tokens=arguments.new_tokens)
         self.greedy = SamplingParams(max_new_tokens=arguments.new_tokens, temperature=0.0)
+
+    def open(self) -> VLLMEngine:
+        arguments = self.arguments
+        return VLLMEngine(
+            arguments.model,
+            arguments.format,
+            kernel=arguments.kernel,
+            deterministic=arguments.deterministic,
+            tune_kernels=arguments.tune,
+            kv_cache_dtype=arguments.kv_cache_dtype,
+            max_context=1024,
+            max_rank=arguments.rank,
+            cap_gib=arguments.cap_gib,
+            memory=arguments.memory,
+            max_sequences=128,
+        )
 
 
 def ways() -> dict[str, tuple[str, ...]]:
@@ -516,6 +522,21 @@ def exhausted_cache(context: Context) -> dict:
     }
 
 
+def reopened(context: Context) -> dict:
+    """An engine that was closed gives its memory back, and the process opens another: evaluation of several bases."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    before = context.engine.generate(context.prompts[:8], context.greedy)
+    open_gib = _used_gib()
+    context.policy = None
+    context.engine.close()
+    left = CuMemAllocator.get_instance().get_current_usage()
+    context.engine = context.open()
+    after = context.engine.generate(context.prompts[:8], context.greedy)
+    context.policy = context.engine.policy_model()
+    return {"left_bytes": left, "open_gib": open_gib, "again_gib": _used_gib(), "same": _same(before, after)}
+
+
 def _compare_some(context: Context, prompts: list, completions: list) -> dict:
     trained = policy_logprobs(context.policy, prompts, [completion.token_ids for completion in completions])
     return _mismatch([completion.logprobs for completion in completions], trained)
@@ -594,7 +615,7 @@ CHECKS = [
     trained_norms,
     sampler,
 ]
-ON_REQUEST = [exhausted_cache]  # with --only
+ON_REQUEST = [exhausted_cache, reopened]  # with --only
 
 if __name__ == "__main__":
     main()

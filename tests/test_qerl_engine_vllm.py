@@ -272,3 +272,16 @@ def test_an_fp8_cache_agrees_within_the_gate(tmp_path, kind):
     kv_bytes = report["sleep_and_wake"]["kv_gib"] * 2**30 / report["cache_tokens"]
     config = AutoConfig.from_pretrained(model)
     assert kv_bytes == pytest.approx(kv_bytes_per_token(config, kind), rel=0.05)
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(400)
+def test_a_closed_engine_gives_its_memory_back_and_another_opens(tmp_path):
+    """Not yet run on a card. `qerl eval` over several bases does this."""
+    model, out = tmp_path / "model", tmp_path / "report.json"
+    run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
+    run_script("check_engine.py", "--model", model, "--only", "reopened", "--out", out)
+    report = json.loads(out.read_text(encoding="utf-8"))["reopened"]
+    assert report["left_bytes"] == 0  # of weights and KV cache: vLLM refuses to open beside them
+    assert report["again_gib"] < report["open_gib"] + 0.3
+    assert report["same"]["tokens"] > 0.7  # the rest are near-ties

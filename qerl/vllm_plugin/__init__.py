@@ -25,7 +25,10 @@ BF16_METHOD = "qerl_bf16"
 SLEEP_BACKEND = "qerl_kv"
 CONFIG_KEY = "qerl"  # our part of vLLM's `additional_config`
 
-ASKED = "QERL_VLLM_PLUGIN"  # environment variable: set by the engine, inherited by processes that vLLM starts
+# Environment variables: set by the engine, inherited by processes that vLLM starts. TUNE stays out of vLLM's
+# configuration, whose hash names the compiled graphs.
+ASKED = "QERL_VLLM_PLUGIN"
+TUNE = "QERL_TUNE_KERNELS"  # rollout.tune_kernels
 
 _registered = False
 

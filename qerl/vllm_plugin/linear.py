@@ -42,7 +42,6 @@ class Options:
 
     max_rank: int = 0  # 0: no adapter, and no cost of one
     deterministic: bool = False
-    tune: bool = False  # measure the ways to multiply where the card's table lacks them
 
     @classmethod
     def current(cls) -> Options:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import EngineError, MissingExtraError
+from qerl.vllm_plugin.startup import capture_sizes
 
 MIN_CAPABILITY = (8, 0)  # bfloat16
 FP8_CAPABILITY = (8, 9)  # e4m3
@@ -69,13 +70,23 @@ class Settings:
         return {"gpu_memory_utilization": plan.utilization(total), "kv_cache_memory_bytes": wanted}
 
 
+def import_vllm() -> None:
+    """What takes longest to import, in its own time; and what vLLM reads at import."""
+    _set_environment_()
+    from vllm import LLM  # noqa: F401
+
+    from qerl import vllm_plugin
+
+    vllm_plugin.register()
+
+
 def open_llm(settings: Settings, backend: str, options: dict[str, Any], seed: int, enforce_eager: bool) -> Any:
     """vLLM's LLM in this process, with our plugin in it; `options` are the plugin's (`linear.Options`)."""
     import torch
 
     from qerl import vllm_plugin
 
-    _set_environment_()
+    import_vllm()
     arguments = {
         **_arguments(settings, options),
         **settings.memory_arguments(torch.cuda.get_device_properties(0).total_memory),
@@ -83,9 +94,10 @@ def open_llm(settings: Settings, backend: str, options: dict[str, Any], seed: in
         "seed": seed,
         "enforce_eager": enforce_eager,
     }
+    if not enforce_eager:
+        arguments["cudagraph_capture_sizes"] = capture_sizes(settings.max_sequences)
     from vllm import LLM
 
-    vllm_plugin.register()
     try:
         llm = LLM(**arguments)
     except torch.cuda.OutOfMemoryError as error:

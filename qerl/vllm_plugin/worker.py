@@ -1,24 +1,59 @@
-"""vLLM's worker, named by the engine's `worker_cls`: what has to be done between loading and the CUDA graphs."""
+"""vLLM's worker, named by the engine's `worker_cls`: what has to be done between loading and the CUDA graphs, timed."""
 
 from __future__ import annotations
 
+import os
+from typing import Any
+
+from vllm.compilation.counter import compilation_counter
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu_worker import Worker
 
+from qerl.vllm_plugin import TUNE
 from qerl.vllm_plugin.linear import Options
 from qerl.vllm_plugin.products import BASES
 from qerl.vllm_plugin.sampling import FusedSampler
+from qerl.vllm_plugin.startup import Parts, split_compiling
 from qerl.vllm_plugin.tune import choose_ways_
 
 
 class QerlWorker(Worker):
     """Puts the sampler in, and chooses how each linear multiplies."""
 
-    def load_model(self, **options) -> None:
-        super().load_model(**options)
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.parts = Parts()
+
+    def init_device(self) -> None:
+        with self.parts.part("device"):
+            super().init_device()
+
+    def load_model(self, **options: Any) -> None:
+        with self.parts.part("weights"):
+            super().load_model(**options)
         runner = self.model_runner
         if type(runner.sampler) is Sampler:  # a model with a sampler of its own keeps it
             runner.sampler = FusedSampler(runner.sampler)
-        asked = Options.of(self.vllm_config)
-        if BASES and not asked.deterministic:  # times scatter, and another way has other bits
-            choose_ways_(asked.tune)
+        if BASES and not Options.of(self.vllm_config).deterministic:  # times scatter, and another way has other bits
+            with self.parts.part("kernel choice"):
+                choose_ways_(bool(os.environ.get(TUNE)))
+
+    def determine_available_memory(self) -> int:
+        with self.parts.part("profile"):
+            return super().determine_available_memory()
+
+    def initialize_from_config(self, *args: Any, **options: Any) -> Any:
+        with self.parts.part("KV cache"):
+            return super().initialize_from_config(*args, **options)
+
+    def compile_or_warm_up_model(self) -> Any:
+        with self.parts.part("CUDA graphs"):
+            return super().compile_or_warm_up_model()
+
+    def startup_seconds(self) -> dict[str, float]:
+        """Of the parts so far; the first forward pass, in the profile run, compiles."""
+        return split_compiling(self.parts.seconds, self.vllm_config.compilation_config.compilation_time)
+
+    def compiled_from_cache(self) -> bool:
+        """Whether the model's graphs came from vLLM's cache on disk."""
+        return compilation_counter.num_aot_artifacts_loaded + compilation_counter.num_compiled_artifacts_loaded > 0
