@@ -200,6 +200,11 @@ def test_a_worker_that_hangs_is_replaced(monkeypatch):
     assert not idle
 
 
+@pytest.mark.parametrize("before", ["", "İ", "İ" * 9, "ß", "\u200b"])
+def test_tags_are_found_after_letters_whose_lower_case_is_longer(before):
+    assert extract(f"{before}<Answer>18</ANSWER> so <answer>19", "number").text == "18"
+
+
 def test_extraction_looks_after_the_thought_first():
     assert extract("<think>\\boxed{1}</think>\\boxed{2}", "number").text == "2"
     assert extract("<think>\\boxed{1}</think>done", "number").text == "1"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -79,6 +80,14 @@ def test_accuracy_is_the_grade_that_evaluation_uses():
 )
 def test_format(style, text, expected):
     assert format([text], style=style) == [float(expected)]
+
+
+@pytest.mark.parametrize("style", ["boxed", "tags", "think"])
+@pytest.mark.parametrize("text", ["\n", "<think>", "</think> ", "<answer>", "\\boxed ", "\\boxed{ ", "١"])
+def test_format_reads_a_hostile_completion_within_a_second(style, text):
+    started = time.process_time()
+    assert format([text * (1_900_000 // len(text))], style=style) == [0.0]
+    assert time.process_time() - started < 1
 
 
 @pytest.mark.parametrize(

@@ -15,10 +15,11 @@ from qerl.errors import ConfigError
 from qerl.tasks import Task
 from qerl.tasks.grading import grade_many
 
+# Possessive (*+), so that the time is linear: with \s* a completion of nothing but line breaks takes its square.
 _TAGS = re.compile(
-    r"\s*(?:<think>)?((?:(?!</?think>).)*)</think>\s*<answer>((?:(?!</?answer>).)*)</answer>\s*", re.DOTALL
+    r"\s*+(?:<think>)?+((?:(?!</?think>).)*+)</think>\s*+<answer>((?:(?!</?answer>).)*+)</answer>\s*+", re.DOTALL
 )
-_THINK = re.compile(r"\s*(?:<think>)?((?:(?!</?think>).)*)</think>((?:(?!</?think>).)*)", re.DOTALL)
+_THINK = re.compile(r"\s*+(?:<think>)?+((?:(?!</?think>).)*+)</think>((?:(?!</?think>).)*+)", re.DOTALL)
 _BOX = re.compile(r"\\boxed\s*\{(?=\s*[^\s}])")
 
 

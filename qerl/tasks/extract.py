@@ -32,6 +32,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox|framebox)(?![A-Za-z])[ \t\n]*")
 _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_TOKEN = re.compile(r"[^\s{}$\\,;]+")
 _TAG = re.compile(r"<answer>", re.IGNORECASE)
+_TAG_END = re.compile(r"</answer>", re.IGNORECASE)
 _MENTION = re.compile(r"\banswer\b|答案", re.IGNORECASE)
 _LEAD = re.compile(
     r"(?:\s+to\s+(?:the|this|your)\s+(?:question|problem))?(?:\s+is\b|\s*(?:=|:|：|是|为|為))\s*[:：]?\s*"
@@ -111,9 +112,9 @@ def _box_at(text: str, start: int) -> Extracted | None:
 
 def _last_tag(text: str) -> str | None:
     """The content of the last `<answer>` that is closed."""
-    close = text.lower().rfind("</answer>")
-    opening = deque(_TAG.finditer(text, 0, close), maxlen=1) if close >= 0 else ()
-    return text[opening[0].end() : close].strip() if opening else None
+    end = deque(_TAG_END.finditer(text), maxlen=1)
+    opening = deque(_TAG.finditer(text, 0, end[0].start()), maxlen=1) if end else ()
+    return text[opening[0].end() : end[0].start()].strip() if opening else None
 
 
 def _last_hashes(text: str, kind: str) -> str | None:
