@@ -43,10 +43,9 @@ def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, at_leas
     Raises DataError if fewer than `at_least` (the prompts of one step) are left.
     """
     task = get_task(config.task)
-    examples, dropped = load_examples(
+    examples, _ = load_examples(
         task, source=config.source, split=config.split, columns=config.columns, limit=config.limit
     )
-    logger.info("%s: %d examples; %s", config.task, len(examples), dropped)
     rendered = [(example, *_render(config, example, tokenizer)) for example in examples]
     kept = [row for row in rendered if len(row[2]) <= config.max_prompt_tokens]
     _report_long(config, [example for example, _, ids in rendered if len(ids) > config.max_prompt_tokens])
