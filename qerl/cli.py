@@ -5,6 +5,7 @@ Importing this loads no torch; each command imports what it runs.
 
 from __future__ import annotations
 
+import logging
 import sys
 from enum import StrEnum
 from pathlib import Path
@@ -30,6 +31,8 @@ except ImportError:  # names that other projects use too
 if TYPE_CHECKING:
     from qerl.config import RunConfig
     from training.run import TrainResult
+
+logger = logging.getLogger(__name__)
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -142,6 +145,7 @@ def train(
         from training.resume import find_run
 
         run_dir, step = find_run(resume, recipe, out)
+        logger.info("loading torch, transformers and trl")
         from training.run import resume as resume_run
 
         _exit_if_stopped(resume_run(run_dir, step))
@@ -163,6 +167,7 @@ def train(
         from training.dry_run import dry_run
 
         sys.exit(0 if dry_run(config, Console()) else 1)
+    logger.info("loading torch, transformers and trl")
     from training.run import start
 
     _exit_if_stopped(start(config, recipe_label(recipe)))

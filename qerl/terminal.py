@@ -7,6 +7,8 @@ import os
 import sys
 from collections.abc import Callable
 
+import typer
+
 from qerl.errors import QerlError
 
 NOISY_LOGGERS = ("httpx", "transformers", "trl", "accelerate", "compressed_tensors", "datasets", "urllib3")
@@ -24,9 +26,10 @@ def run_command(command: Callable[..., object], arguments: list[str] | None = No
     except QerlError as error:
         sys.stderr.write(f"error: {' '.join(str(error).split())}\n")  # what a library said may have many lines
         sys.exit(2)
-    except KeyboardInterrupt:
-        sys.stderr.write("interrupted\n")
-        sys.exit(130)
+    except SystemExit as stop:
+        if isinstance(stop.__context__, typer.Exit) and isinstance(stop.__context__.__cause__, KeyboardInterrupt):
+            sys.stderr.write("interrupted\n")  # typer exits without a word
+        raise
 
 
 def _set_up_logging() -> None:

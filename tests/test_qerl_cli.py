@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -237,3 +238,18 @@ def test_a_shell_completes(typed, completed):
     asked = {"COMP_WORDS": typed, "COMP_CWORD": str(len(typed.split()) - 1), "_QERL_COMPLETE": "complete_bash"}
     done = CliRunner().invoke(app, env=asked, prog_name="qerl")
     assert done.stdout.split() == completed
+
+
+def test_an_interrupt_while_it_starts_is_one_word(workdir, nvfp4_base):
+    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    command = [sys.executable, "-m", "qerl.cli", *map(str, small_train("--model", nvfp4_base))]
+    (workdir / "reward.py").write_text(REWARD)
+    process = subprocess.Popen(
+        command, cwd=workdir, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stderr.readline().startswith("loading torch")
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=120)
+    assert process.returncode == 130
+    assert err.strip().splitlines()[-1] == "interrupted"
+    assert "Traceback" not in err

@@ -65,6 +65,15 @@ def test_a_terminal_shows_the_phase_the_numbers_and_completions(tmp_path):
     assert re.search(r"accuracy 1 .* so 2", text)
 
 
+def test_a_resumed_run_begins_where_it_stopped(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(ROW | {"step": step}) + "\n" for step in (1, 2, 3)))
+    console = terminal()
+    with RunLog(tmp_path, 5, console) as log:
+        log.start_at(2)
+    assert "2/5" in shown(console)
+    assert "0:00:12 left" in shown(console)
+
+
 def test_no_display_where_the_terminal_cannot_redraw(tmp_path):
     dumb = Console(file=io.StringIO(), force_terminal=True, width=100, _environ={"TERM": "dumb"})
     with RunLog(tmp_path, 5, dumb) as log:

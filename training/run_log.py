@@ -119,6 +119,8 @@ class RunLog:
         kept = [row for row in read_metrics(self._run_dir) if row["step"] <= step]
         replace_text(self._run_dir / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
         self._rows = kept
+        if self._display is not None and kept:
+            self._display.step(kept, self._steps)
         self._keep_warnings(step)
         for file in (self._run_dir / "completions").glob("step-*.jsonl"):
             if int(file.stem.removeprefix("step-")) > step:
