@@ -25,6 +25,7 @@ from dataclasses import dataclass
 
 import torch
 
+from training.advantages import rewards_differ
 from training.noise import derive_seed
 
 logger = logging.getLogger(__name__)
@@ -101,13 +102,8 @@ def fill_batch(
 
 
 def informative_groups(rewards: torch.Tensor, in_loss: torch.Tensor) -> list[bool]:
-    """Which groups have a gradient: their rewards differ, and a completion of theirs enters the loss. Both are (P, G).
-
-    Differences under one millionth are rounding: rewards are float32.
-    """
-    spread = rewards.amax(1) - rewards.amin(1)
-    differs = spread > 1e-6 * rewards.abs().amax(1).clamp(min=1.0)
-    return (differs & in_loss.any(1)).tolist()
+    """Which groups have a gradient: rewards that differ, and a completion in the loss. Both are (P, G)."""
+    return (rewards_differ(rewards) & in_loss.any(1)).tolist()
 
 
 def keep(informative: Sequence[bool], size: int) -> list[int]:

@@ -61,6 +61,12 @@ def rename(logs: Mapping[str, float | None]) -> dict[str, float | None]:
     return renamed
 
 
+def means(metrics: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
+    """The mean of each metric's values that are not NaN; None if nothing is left."""
+    valid = {key: [value for value in values if not math.isnan(value)] for key, values in metrics.items()}
+    return {key: sum(values) / len(values) if values else None for key, values in valid.items()}
+
+
 def completion_rows(logs: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The latest rollout from TRL's `_logs`: prompt, completion, rewards by name, advantage."""
     names = list(logs["rewards"])

@@ -29,6 +29,7 @@ from transformers import Trainer
 from trl import GRPOTrainer
 
 from qerl.errors import EngineError
+from training.advantages import clear_equal_groups_
 from training.checkpoint import load_adapter_, write_checkpoint
 from training.correction import Mismatch, MismatchGate, importance_weights
 from training.group_sampler import GroupSampler
@@ -37,7 +38,7 @@ from training.noise import derive_seed
 from training.packed_policy import PackedPolicy
 from training.prompts import Prompts, PromptSampler
 from training.rollout import Rollout
-from training.run_log import RunLog, completion_rows, rename, spread
+from training.run_log import RunLog, completion_rows, means, rename, spread
 from training.train_memory import training_memory
 from training.trl_config import trl_config
 
@@ -88,6 +89,7 @@ class QerlTrainer(GRPOTrainer):
             entropy_gradient=config.loss.entropy_coef > 0,
             deterministic=config.rollout.deterministic,
         )
+        self._totals = torch.empty(0, config.rollout.group_size)  # weighted rewards (P, G) of the latest rollout
         self._kept: list[Group] | None = None  # dynamic sampling: groups that TRL is given instead of sampling
         super().__init__(
             model=parts.policy,
@@ -135,6 +137,7 @@ class QerlTrainer(GRPOTrainer):
             output = super()._generate_and_score_completions(inputs)
         finally:
             self._kept = None
+        self._clear_equal_groups_(output["advantages"])
         self._step_metrics = {
             **self._rollout.metrics(),
             **sampling_metrics,
@@ -155,8 +158,16 @@ class QerlTrainer(GRPOTrainer):
     def _calculate_rewards(self, *args: Any) -> torch.Tensor:
         if self._kept is None:
             self._run_log.phase("grading")
-            return super()._calculate_rewards(*args)
-        return torch.cat([group.rewards for group in self._kept]).to(self.accelerator.device)
+            rewards = super()._calculate_rewards(*args)
+        else:
+            rewards = torch.cat([group.rewards for group in self._kept]).to(self.accelerator.device)
+        self._totals = (rewards * self.reward_weights.to(rewards.device)).sum(1).view(-1, self.num_generations)
+        return rewards
+
+    def _clear_equal_groups_(self, advantages: torch.Tensor) -> None:
+        share = clear_equal_groups_(advantages, self._totals)
+        self._metrics["train"]["frac_reward_zero_std"] = [share]
+        self._logs["advantages"].extend(advantages.tolist())  # it holds one rollout's
 
     # -- loss
 
@@ -250,7 +261,7 @@ class QerlTrainer(GRPOTrainer):
         if "loss" not in logs:  # the closing summary of transformers' Trainer repeats what the steps said
             return
         self._check_gradient(logs.get("grad_norm"))
-        averages = {key: _mean(values) for key, values in self._metrics["train"].items()}
+        averages = means(self._metrics["train"])
         self._metrics["train"].clear()
         step_metrics = {**self._step_metrics, **self._mismatch.metrics(self._config.loss.correction)}
         self._mismatch = Mismatch()
@@ -285,9 +296,3 @@ class QerlTrainer(GRPOTrainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         load_adapter_(self.model, Path(resume_from_checkpoint))
-
-
-def _mean(values: list[float]) -> float | None:
-    """Mean over the step's micro-batches of what is not NaN; None if nothing is left."""
-    valid = [value for value in values if not math.isnan(value)]
-    return sum(valid) / len(valid) if valid else None
