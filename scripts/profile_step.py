@@ -175,8 +175,8 @@ def decode_phase(arguments: argparse.Namespace) -> dict[str, Any]:
     from scripts.bench_rollout import open_qerl
 
     arguments.prompt_tokens, arguments.new_tokens = PROMPT_TOKENS, arguments.decode_steps + 1
-    arguments.memory_share = None
-    generate, kernel = open_qerl(arguments)
+    arguments.memory_share, arguments.tune = None, False
+    generate, opened = open_qerl(arguments)
     report: dict[str, Any] = {}
     for count in arguments.sequences:
         rng = random.Random(count)
@@ -199,7 +199,7 @@ def decode_phase(arguments: argparse.Namespace) -> dict[str, Any]:
                 rows[event.key][1] += sign * event.count / arguments.decode_steps
         kernels = [{"name": name, "ms": ms, "calls": calls} for name, (ms, calls) in rows.items() if ms > 0]
         report[str(count)] = summary(kernels, wall_ms)
-    return {"kernel": kernel, "decode": report}
+    return {**opened, "decode": report}
 
 
 def show(report: dict[str, Any]) -> None:
