@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from qerl.engine import Completion, SamplingParams
 from qerl.errors import EngineError
 from qerl.model import local_folder
+from qerl.own_memory import own_bytes
 from qerl.vllm_plugin import TUNE, opening, requests
 from qerl.vllm_plugin.startup import Parts, line, whole
 
@@ -198,7 +199,7 @@ class VLLMEngine:
         torch.cuda.empty_cache()
         needed, free = kv_cache_bytes(), torch.cuda.mem_get_info(self._device)[0]
         if self._cap_bytes is not None:
-            free = min(free, self._cap_bytes - opening.used_bytes(self._device))
+            free = min(free, self._cap_bytes - own_bytes(self._device))
         if needed > free:
             raise EngineError(
                 f"the KV cache needs {needed / 2**30:.2f} GiB for the rollout and {free / 2**30:.2f} GiB are free: "

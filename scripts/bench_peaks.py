@@ -4,7 +4,8 @@
     python3 scripts/bench_peaks.py --model checkpoints/random-7b-NVFP4A16 --cap-gib 24 --out benchmarks/peaks-7b.json
 
 Each is `qerl` itself, on scripts/bench_step.py's workload: steps that are saved, killed before the last; that step
-after a resume; an evaluation of the run's adapter on 64 rows. A peak is the driver's of the whole card, less what was taken before.
+after a resume; an evaluation of the run's adapter on 64 rows. A peak is the driver's of the whole card, less what was
+taken before.
 """
 
 from __future__ import annotations

@@ -236,15 +236,16 @@ class TestOnGPU:
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 def test_a_rollout_larger_than_the_kv_cache_finishes_and_says_so(tmp_path):
+    """Not yet run on a card. 64 layers take 32 KiB a token: 4 GiB for the rollout, of which about 2 are there."""
     model, out = tmp_path / "model", tmp_path / "report.json"
-    run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
-    run_script("check_engine.py", "--model", model, "--memory", 3.02, "--only", "exhausted_cache", "--out", out)
+    run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--layers", 64, "--out", model)
+    run_script("check_engine.py", "--model", model, "--memory", 3.2, "--only", "exhausted_cache", "--out", out)
     report = json.loads(out.read_text(encoding="utf-8"))["exhausted_cache"]
     assert report["tokens"] > 1.5 * report["cache_tokens"]
     assert report["completions"] == report["full"] + report["stopped"] == 128
     assert report["full"] > 64
     assert len(report["warned"]) == 1
-    assert report["policy"]["kl"] < 5e-5  # a sequence that was set back keeps its logprobs
+    assert report["policy"]["kl"] < 1e-2  # of 64 random layers; a sequence that was set back keeps its logprobs
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ import torch
 
 from qerl.errors import EngineError
 from qerl.memory_plan import GIB, Footprint, MicroBatchPlan, Shapes, Wishes, plan_micro_batches
+from qerl.own_memory import own_bytes
 from training.packed_attention import hidden_states, packed_attention_of
 from training.packing import pack
 
@@ -165,5 +166,5 @@ def _available(engine: Engine, cap_gib: float | None) -> int | None:
         return None
     engine.sleep()
     torch.cuda.empty_cache()
-    free, total = torch.cuda.mem_get_info()
-    return free if cap_gib is None else min(free, int(cap_gib * GIB) - (total - free))
+    free = torch.cuda.mem_get_info()[0]
+    return free if cap_gib is None else min(free, int(cap_gib * GIB) - own_bytes(torch.cuda.current_device()))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import EngineError, MissingExtraError
+from qerl.own_memory import others_bytes, own_bytes
 from qerl.vllm_plugin.startup import capture_sizes
 
 MIN_CAPABILITY = (8, 0)  # bfloat16
@@ -198,21 +199,14 @@ def limit_process_(device: int, cap_bytes: int) -> None:
     """Until the engine is open: torch alone may not pass the cap."""
     import torch
 
+    others_bytes(device)  # while this process has nothing yet
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), device)
 
 
-def used_bytes(device: int) -> int:
-    """What the driver says is taken on the card, other processes included."""
-    import torch
-
-    free, total = torch.cuda.mem_get_info(device)
-    return total - free
-
-
 def bytes_outside_torch(device: int) -> int:
-    """Context, modules, graphs: what is taken on the card and not by torch's allocator."""
+    """Context, modules, graphs: what this process has taken on the card and not by torch's allocator."""
     import torch
 
     torch.cuda.synchronize(device)
-    return max(0, used_bytes(device) - torch.cuda.memory_reserved(device))
+    return max(0, own_bytes(device) - torch.cuda.memory_reserved(device))

@@ -1,0 +1,112 @@
+#!/usr/bin/env bash
+# What has to run on a card before a release, in batches of under ten minutes each on one H200; the seconds are estimates.
+#
+#     scripts/on_card.sh OUT BATCH...
+#
+#     engine   360 s  the vllm engine on four small models: every check of check_engine
+#     kernels  150 s  kernels, packing with shared prompts, layers, quantization, doctor
+#     more     240 s  KV cache overflow, too small a cap, fp8 cache, reopening, merged folders; side by side
+#     step     330 s  workload A: as it is, with shared prompts, under 24 GiB
+#     startup  220 s  a first and a second start at 7B
+#     decode   260 s  decode speed at 7B without and with measured kernel choice
+#     mixed    320 s  lengths of 64 to 1024 tokens, ours and TRL's
+#     shapes   260 s  3B, 8B and 14B: one run each, side by side under caps
+#     peaks    280 s  memory while training, resuming and evaluating under 24 GiB
+#
+# Logs and JSON go to OUT, one line a command to OUT/summary.txt; a failure does not stop the rest. CHECKPOINTS holds the
+# random checkpoints (default: checkpoints/).
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+mkdir -p "$1"
+out=$(cd "$1" && pwd)
+shift
+checkpoints=${CHECKPOINTS:-checkpoints}
+python=${PYTHON:-python3}
+export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$PWD OMP_NUM_THREADS=8
+
+run() { # NAME LIMIT_S COMMAND...
+    local name=$1 limit=$2 started=$SECONDS code=0
+    shift 2
+    timeout "$limit" "$@" >"$out/$name.log" 2>&1 || code=$?
+    echo "$name: exit $code, $((SECONDS - started)) s; $(tail -n 1 "$out/$name.log" | cut -c -160)" | tee -a "$out/summary.txt"
+}
+
+tests() { # NAME LIMIT_S PYTEST_ARGUMENTS...
+    run "$1" "$2" "$python" -m pytest -n0 -q -m gpu -rf "${@:3}"
+}
+
+checkpoint() { # SHAPE NAME ARGUMENTS...
+    [ -e "$checkpoints/$2/config.json" ] ||
+        run "make-$2" 120 "$python" scripts/make_random_checkpoint.py --shape "$1" --out "$checkpoints/$2" "${@:3}"
+}
+
+step() { # NAME MODEL ARGUMENTS...
+    run "$1" 280 "$python" scripts/bench_step.py --model "$checkpoints/$2" --out "$out/$1.json" "${@:3}"
+}
+
+decode() { # NAME ARGUMENTS...
+    run "$1" 240 "$python" scripts/bench_rollout.py --model "$checkpoints/7b" --out "$out/$1.json" "${@:2}"
+}
+
+batch_engine() { tests engine 580 tests/test_qerl_engine_vllm.py -k TestOnGPU; }
+
+batch_kernels() {
+    tests packing 120 tests/test_training_packing.py tests/test_training_token_logprobs.py
+    tests kernels 200 tests/test_qerl_nvfp4_small_batch.py tests/test_qerl_layers_gpu.py
+    tests others 150 tests/test_quantize_gpu.py tests/test_qerl_doctor.py tests/test_qerl_own_memory.py
+}
+
+batch_more() {
+    tests overflow 280 tests/test_qerl_engine_vllm.py -k "larger_than or cannot_hold" &
+    tests fp8 280 tests/test_qerl_engine_vllm.py -k fp8 &
+    tests reopened 280 tests/test_qerl_engine_vllm.py -k closed_engine &
+    tests merge 300 tests/test_quantize_merge_gpu.py &
+    wait
+}
+
+batch_step() {
+    checkpoint qwen2.5-7b 7b
+    step step-7b 7b --steps 3
+    step step-7b-shared 7b --steps 3 --share-prompts
+    step step-7b-cap24 7b --steps 2 --cap-gib 24
+}
+
+batch_startup() {
+    checkpoint qwen2.5-7b 7b
+    run startup 400 "$python" scripts/bench_startup.py --model "$checkpoints/7b" --out "$out/startup-7b.json"
+}
+
+batch_decode() {
+    checkpoint qwen2.5-7b 7b
+    decode rollout-7b
+    decode rollout-7b-tuned --tune
+}
+
+batch_mixed() {
+    checkpoint qwen2.5-7b 7b-mixed --mean-tokens 300
+    checkpoint qwen2.5-7b 7b-mixed-16 --mean-tokens 300 --format bf16
+    step step-7b-mixed 7b-mixed --steps 3 --new-tokens 1024 --share-prompts
+    run step-7b-mixed-trl 280 "$python" scripts/bench_trl.py --model "$checkpoints/7b-mixed-16" --new-tokens 1024 \
+        --steps 3 --out "$out/step-7b-mixed-trl.json"
+}
+
+batch_shapes() {
+    checkpoint qwen2.5-3b 3b
+    checkpoint llama3-8b 8b
+    checkpoint qwen2.5-14b 14b
+    step step-3b 3b --steps 1 --cap-gib 24 --set noise.enabled=false &
+    step step-8b 8b --steps 1 --cap-gib 32 --set noise.enabled=false &
+    step step-14b 14b --steps 1 --cap-gib 48 --set noise.enabled=false &
+    wait
+}
+
+batch_peaks() {
+    checkpoint qwen2.5-7b 7b
+    run peaks 420 "$python" scripts/bench_peaks.py --model "$checkpoints/7b" --cap-gib 24 --out "$out/peaks-7b.json"
+}
+
+for batch in "$@"; do
+    started=$SECONDS
+    "batch_$batch"
+    echo "== $batch: $((SECONDS - started)) s" | tee -a "$out/summary.txt"
+done
