@@ -239,7 +239,7 @@ def show(settings: EvalSettings, run: Path | None = None, checkpoints: str = "al
                 results = run_checkpoints(settings, run, checkpoints, on_batch and (lambda _: on_batch))
     except KeyboardInterrupt:
         logger.warning("stopped: the same command continues from the last whole batch")
-        raise typer.Exit(130) from None
+        raise SystemExit(130) from None
     console = Console()
     console.print(
         render_table(results, None if run is None else [f"step {result.details['step']}" for result in results])

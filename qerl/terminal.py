@@ -5,9 +5,12 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any, NoReturn
 
 import typer
+from typer.exceptions import TyperException
 
 from qerl.errors import QerlError
 
@@ -22,14 +25,50 @@ def run_command(command: Callable[..., object], arguments: list[str] | None = No
     """
     _set_up_logging()
     try:
-        command(arguments, prog_name=name)
+        code = command(arguments, prog_name=name, standalone_mode=False)
     except QerlError as error:
-        sys.stderr.write(f"error: {' '.join(str(error).split())}\n")  # what a library said may have many lines
+        _refuse(str(error))
+    except TyperException as error:
+        _refuse_usage(error, sys.argv[1:] if arguments is None else arguments)
+    except typer.Abort:
+        sys.exit(1)
+    except KeyboardInterrupt:
+        code = 130
+    if code == 130:  # also what typer makes of an interrupt
+        sys.stderr.write("interrupted\n")
+    if isinstance(code, int) and code != 0:
+        sys.exit(code)
+
+
+def _refuse(message: str) -> NoReturn:
+    sys.stderr.write(f"error: {' '.join(message.split())}\n")  # what a library said may have many lines
+    sys.exit(2)
+
+
+def _refuse_usage(error: Any, arguments: Sequence[str]) -> NoReturn:
+    """A wrong use of the command line, as typer found it: one line, with where to read on."""
+    context, options = getattr(error, "ctx", None), getattr(error, "possibilities", None)
+    message = error.message if options else error.format_message()
+    if message.startswith("Usage:"):  # a command without arguments: its help
+        sys.stderr.write(f"{message}\n")
         sys.exit(2)
-    except SystemExit as stop:
-        if isinstance(stop.__context__, typer.Exit) and isinstance(stop.__context__.__cause__, KeyboardInterrupt):
-            sys.stderr.write("interrupted\n")  # typer exits without a word
-        raise
+    message = message.rstrip(".?").replace("Value error, ", "").replace("Input should", "should")  # pydantic's words
+    if options:
+        message += f". Did you mean {' or '.join(sorted(options))}"
+    value = _value_of(getattr(error, "param", None), arguments)
+    got = "" if value is None or repr(value) in message else f" (got {value!r})"
+    command = context.command_path if context is not None else "qerl"
+    _refuse(f"{message[0].lower()}{message[1:]}{got}: see `{command} --help`")
+
+
+def _value_of(parameter: Any, arguments: Sequence[str]) -> str | None:
+    """What was typed last for an option; None if it was not."""
+    options = [option for option in getattr(parameter, "opts", ()) if option.startswith("-")]
+    for option, value in reversed([*pairwise(arguments)]):
+        if option in options:
+            return value
+    typed = [word.split("=", 1)[1] for word in arguments if word.split("=", 1)[0] in options and "=" in word]
+    return typed[-1] if typed else None
 
 
 def _set_up_logging() -> None:

@@ -7,7 +7,7 @@ from qerl.terminal import run_command
 
 
 def test_an_error_of_many_lines_is_shown_as_one(capsys):
-    def command(arguments, prog_name):
+    def command(arguments, prog_name, standalone_mode):
         raise CheckpointError("the library said:\n\n\tfirst\n  second: write this instead")
 
     with pytest.raises(SystemExit) as stopped:
