@@ -53,6 +53,9 @@ def test_a_way_that_is_wrong_is_neither_measured_nor_taken():
     tempting = {str(tokens): {"fused": 0.1, "kernel": 0.2, "decoded": 9.0} for tokens in TOKENS}
     assert set(HOPPER.ways({HOPPER.name: tempting})[-2:]) == {"decoded"}
     assert "fused" not in AMPERE.ways({AMPERE.name: tempting})
+    wide = Shape(57344, 8192, 0, "humming", fused=True)  # of a 70B: 0.9 GiB in the memory of the CUDA graphs
+    assert "decoded" not in wide.right_ways(512)
+    assert wide.right_ways(1024) == ("decoded",)
     zero = {"8": {"fused": 5.0, "kernel": 0.0}, "16": {"kernel": 1.0}}  # a clock that failed; the default missing
     assert HOPPER.ways({HOPPER.name: zero}) == HOPPER.ways({})
 

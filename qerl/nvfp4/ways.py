@@ -29,6 +29,7 @@ KERNEL_RIGHT = {"humming": 512, "marlin": 2048}  # the most at which the kernel 
 KERNEL_FAST = {"humming": 512, "marlin": 256}  # and to which it was the fastest on an H200
 FUSED_FAST = 16
 DECODED_FROM = 32  # not worth a measurement below
+GRAPH_TOKENS, GRAPH_DENSE = 512, 2**29  # a weight decoded in a CUDA graph stays in the graphs' memory: bytes at most
 MARGIN = 1.03  # another way than the default has to be so much faster: times scatter
 
 Times = dict[str, dict[str, dict[str, float]]]  # shape -> tokens -> way -> microseconds
@@ -50,7 +51,8 @@ class Shape:
 
     def right_ways(self, tokens: int) -> tuple[str, ...]:
         """The ways that give the right result."""
-        ways = ["decoded"] if tokens >= DECODED_FROM else []
+        fits = tokens > GRAPH_TOKENS or 2 * self.rows * self.columns <= GRAPH_DENSE
+        ways = ["decoded"] if tokens >= DECODED_FROM and fits else []
         ways += ["kernel"] * (tokens <= KERNEL_RIGHT[self.kernel])
         return (*ways, *["fused"] * (self.fused and tokens <= FUSED_TOKENS))
 
