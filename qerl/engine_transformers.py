@@ -57,6 +57,7 @@ class TransformersEngine:
         self._model.generation_config = GenerationConfig(eos_token_id=list(self._end_token_ids), pad_token_id=pad_id)
         self._batch_size = batch_size
         self._checked_norms: WeakSet[torch.nn.Module] = WeakSet()
+        self._noisy = False
         packed = any(isinstance(module, NVFP4Linear) for module in self._model.modules())
         self.kernel = f"{'unpack + ' if packed else ''}torch {self._model.dtype} on {self._model.device}"
 
@@ -101,7 +102,11 @@ class TransformersEngine:
         return count
 
     def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
-        return set_norm_noise_(block_norms(self._open(), self._checked_norms), noise)
+        model = self._open()
+        if noise is None and not self._noisy:  # a model without block norms, whose run has no noise
+            return 0
+        self._noisy = noise is not None
+        return set_norm_noise_(block_norms(model, self._checked_norms), noise)
 
     def sleep(self) -> None:
         if torch.cuda.is_available():

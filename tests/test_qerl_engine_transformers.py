@@ -151,20 +151,29 @@ def test_noise_acts_and_is_taken_away(engine):
         engine.set_noise({"model.layers.7.input_layernorm": torch.zeros(64)})
 
 
+def test_a_model_without_such_norms_runs_without_noise(tmp_path):
+    """Gemma's norm multiplies by 1 + weight: noise is not defined for it, a run without noise is."""
+    base = write_base(tmp_path / "gemma", "gemma")
+    engine = open_engine(str(base), "bf16", engine="transformers")
+    assert engine.set_noise(None) == 0
+    with pytest.raises(EngineError, match=r"noise\.enabled=false"):
+        engine.set_noise({"model.layers.0.input_layernorm": torch.zeros(64)})
+
+
 def test_norms_are_checked_once_a_module(engine, monkeypatch):
     """The formula check runs each norm; a trained copy (modules_to_save) is another module and is checked too."""
     checked = []
     original = qerl.norms._check_formula
     monkeypatch.setattr(qerl.norms, "_check_formula", lambda *args: checked.append(args[0]) or original(*args))
-    engine.set_noise(None)
+    engine.set_noise({})
     assert len(checked) == 4
     for _ in range(3):
-        engine.set_noise(None)
+        engine.set_noise({})
     assert len(checked) == 4
     attach_lora(engine.policy_model(), rank=4, alpha=8, train_norms=True)
     checked.clear()
-    engine.set_noise(None)
-    engine.set_noise(None)
+    engine.set_noise({})
+    engine.set_noise({})
     assert len(checked) == 4
 
 

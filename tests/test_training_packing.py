@@ -13,6 +13,7 @@ from training.packed_attention import (
     check_config,
     deterministic_kernels,
     hidden_states,
+    packed_attention,
     packed_attention_of,
 )
 from training.packing import Lengths, Sequences, pack, row_lengths, split_by_tokens
@@ -186,6 +187,8 @@ def test_models_that_compute_something_else_are_refused():
     config.final_logit_softcapping, config.attention_dropout = None, 0.1
     with pytest.raises(EngineError, match="attention_dropout"):
         check_config(config)
+    with pytest.raises(EngineError, match="does not hand packed sequences on"):  # as StableLM's attention
+        packed_attention(torch.nn.Module(), *[torch.zeros(1, 1, 2, 8)] * 3, None)
 
 
 def gpu_inputs(lengths, heads, kv_heads, head_dim):

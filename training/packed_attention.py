@@ -63,7 +63,7 @@ def packed_attention(
     dropout: float = 0.0,
     sliding_window: int | None = None,
     *,
-    sequences: Sequences,
+    sequences: Sequences | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' interface: query (1, heads, T, d), key and value (1, kv heads, T, d) -> (1, T, heads, d).
@@ -72,6 +72,8 @@ def packed_attention(
     """
     if attention_mask is not None or dropout or any(kwargs.get(name) is not None for name in ("softcap", "s_aux")):
         raise EngineError("packed attention knows no mask, dropout, softcap or sink: this model cannot be trained")
+    if sequences is None:
+        raise EngineError(f"{type(module).__name__} does not hand packed sequences on: this model cannot be trained")
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
