@@ -139,6 +139,37 @@ def test_a_gate_that_cannot_judge_says_so_once(caplog, sigma, dropout, reason):
     assert "loss.mismatch_gate is not checked" in record.message
 
 
+HISTORY = [
+    {"noise/sigma": 0.0, "mismatch_kl": 1e-4},
+    {"noise/sigma": 0.02, "mismatch_kl": 4e-2},
+    {"noise/sigma": 0.01, "mismatch_kl": 8e-3},
+    {"noise/sigma": 0.01, "mismatch_kl": 1e-2},
+    {"noise/sigma": 0.01},  # nothing in the loss
+]
+
+
+def test_a_run_resumed_in_its_noise_is_judged_by_what_it_had():
+    """0.149 against 5 times 1e-2, the most with sigma 0.01; the row with 0.02 would let it pass."""
+    with pytest.raises(EngineError, match=r"mismatch_kl 1\.49e-01 is above 5 times what the run had"):
+        MismatchGate(0.003, dropout=0.0).check(apart(0.5), 0.01, HISTORY)
+    with pytest.raises(EngineError, match="5 times"):
+        MismatchGate(0.003, dropout=0.0).check(apart(0.5), 0.005, HISTORY)
+    gate = MismatchGate(0.003, dropout=0.0)
+    gate.check(apart(0.25), 0.01, HISTORY)  # 3.4e-2
+    assert gate.passed
+    with pytest.raises(EngineError, match=r"above loss\.mismatch_gate 0\.003"):  # noise in both: nearly none
+        MismatchGate(0.003, dropout=0.0).check(apart(0.5), 0.01, [{"noise/sigma": 0.01, "mismatch_kl": 1e-12}])
+
+
+@pytest.mark.parametrize(("sigma", "dropout"), [(0.03, 0.0), (0.01, 0.1)])
+def test_a_run_without_such_a_step_cannot_be_judged(caplog, sigma, dropout):
+    gate = MismatchGate(0.003, dropout)
+    gate.check(apart(0.5), sigma, HISTORY)
+    gate.check(apart(0.5), sigma, [*HISTORY, {"noise/sigma": sigma, "mismatch_kl": 1e-3}])
+    assert "loss.mismatch_gate is not checked" in caplog.text
+    assert not gate.passed
+
+
 def test_identical_policies_have_no_mismatch():
     logprobs = torch.randn(3, 5)
     mismatch = Mismatch()

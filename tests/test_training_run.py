@@ -3,6 +3,7 @@
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -210,6 +211,29 @@ def test_engine_and_trainer_that_disagree_stop_before_the_first_update(nvfp4_bas
     with pytest.raises(EngineError, match=r"mismatch_kl 1\.49e-01 is above loss\.mismatch_gate 0\.003"):
         start(small_config(nvfp4_base, tmp_path), "tiny")
     assert read_metrics(tmp_path / "run") == []
+
+
+def test_a_run_resumed_in_its_noise_has_a_gate_too(finished, nvfp4_base, tmp_path, monkeypatch):
+    """It continues at a step with sigma 0.01, and is held to what its steps with 0.05 had."""
+    from qerl.engine_transformers import TransformersEngine
+
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    shutil.rmtree(run_dir / "adapter")
+    shutil.rmtree(newest_checkpoint(run_dir))
+    original = TransformersEngine.generate
+
+    def shifted(self, *args):
+        completions = original(self, *args)
+        for completion in completions:
+            completion.logprobs[:] = [value - 1.0 for value in completion.logprobs]
+        return completions
+
+    monkeypatch.setattr(TransformersEngine, "generate", shifted)
+    with pytest.raises(EngineError, match="times what the run had with that much noise"):
+        resume(run_dir)
+    monkeypatch.undo()
+    assert numbers(resume(run_dir).run_dir) == numbers(finished)
 
 
 def test_the_gate_judges_the_whole_step(nvfp4_base, tmp_path, monkeypatch):

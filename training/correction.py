@@ -13,8 +13,9 @@ continuations stay distributed as the sampler has them.
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from qerl.config import CorrectionConfig
 
 logger = logging.getLogger(__name__)
+
+GROWTH = 5.0  # of the mismatch that noise makes, from one draw of it to another
 
 
 def importance_weights(
@@ -121,20 +124,27 @@ class MismatchGate:
         self.passed = limit is None
         self._told = False
 
-    def check(self, mismatch: Mismatch, sigma: float) -> None:
+    def check(self, mismatch: Mismatch, sigma: float, history: Sequence[Mapping[str, Any]] = ()) -> None:
         """Judge the step before its update. Noise and dropout make the policies differ, however well they agree.
 
-        A step without tokens in the loss says nothing. Raises EngineError.
+        A run that is resumed at a noisy step has no clean one to be judged by: it is held to GROWTH times the most that
+        its `history`, the metrics of its steps, has with that much noise. A step without tokens in the loss says
+        nothing. Raises EngineError.
         """
         if self.passed or not mismatch.tokens:
             return
+        limit, name = self._limit, f"loss.mismatch_gate {self._limit:g}"
         if sigma or self._dropout:
-            self._tell(f"its noise (sigma {sigma:g})" if sigma else f"the adapter's dropout ({self._dropout:g})")
-            return
-        if not mismatch.mean_kl <= self._limit:
+            known = None if self._dropout or self._told else _largest_kl(history, sigma)
+            if known is None:
+                self._tell(f"its noise (sigma {sigma:g})" if sigma else f"the adapter's dropout ({self._dropout:g})")
+                return
+            if GROWTH * known > limit:
+                limit, name = GROWTH * known, f"{GROWTH:g} times what the run had with that much noise"
+        if not mismatch.mean_kl <= limit:
             raise EngineError(
                 f"engine and trainer disagree before the first update: mismatch_kl {mismatch.mean_kl:.2e} is "
-                f"above loss.mismatch_gate {self._limit:g}. Check that both loaded the same base, that the adapter was "
+                f"above {name}. Check that both loaded the same base, that the adapter was "
                 "synced and that top_p is 1; raise the gate only if the difference is known"
             )
         self.passed = True
@@ -147,6 +157,13 @@ class MismatchGate:
                 "watch mismatch_kl in metrics.jsonl",
                 reason,
             )
+
+
+def _largest_kl(history: Sequence[Mapping[str, Any]], sigma: float) -> float | None:
+    """The largest mismatch_kl of the steps whose noise was as large, or larger by the least; None if there are none."""
+    rows = [row for row in history if row.get("mismatch_kl") is not None and row.get("noise/sigma", 0.0) >= sigma]
+    least = min((row["noise/sigma"] for row in rows), default=None)
+    return max((row["mismatch_kl"] for row in rows if row["noise/sigma"] == least), default=None)
 
 
 def _outside(

@@ -251,7 +251,8 @@ class QerlTrainer(GRPOTrainer):
                 f"the loss of step {self.state.global_step + 1} is {loss.item()}: lower optim.learning_rate or "
                 f"optim.max_grad_norm, and resume from the last checkpoint in {self._run_dir}"
             )
-        self._gate.check(self._mismatch, self._step_metrics.get("noise/sigma", 0.0))  # the update comes next
+        sigma = self._step_metrics.get("noise/sigma", 0.0)
+        self._gate.check(self._mismatch, sigma, self.state.log_history)  # the update comes next
         return loss
 
     # -- logging and checkpoints
