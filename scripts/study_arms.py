@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import json
 import logging
-import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 RECIPE = Path(__file__).with_name("study_noise.yaml")
 TASK = "arith_chain"
+EVALUATION_BATCH = 512
 TEST_ROWS, VALIDATION_ROWS = 1024, 1024  # the first rows of the test split are reported, the next choose the rate
 KEPT = (
-    "reward", "entropy", "noise/sigma", "mismatch_kl", "grad_norm", "completions/mean_tokens",
+    "reward", "entropy", "sampling/entropy", "noise/sigma", "mismatch_kl", "grad_norm", "completions/mean_tokens",
     "completions/truncated_share", "groups/zero_variance_share", "time/step_s", "time/rollout_s", "memory/peak_gib",
 )  # fmt: skip
 
@@ -38,6 +38,11 @@ ARMS = {
     "nvfp4_aqn": Arm("NVFP4 LoRA + AQN in the rollout", "nvfp4", ("noise.enabled=true", "noise.where=rollout")),
     "nvfp4_aqn_both": Arm("NVFP4 LoRA + AQN in both", "nvfp4", ("noise.enabled=true", "noise.where=both")),
     "nf4": Arm("NF4 LoRA (QLoRA's values)", "nf4"),
+    "nvfp4_aqn_x10": Arm(
+        "NVFP4 LoRA + ten times AQN's sigma in the rollout",
+        "nvfp4",
+        ("noise.enabled=true", "noise.where=rollout", "noise.sigma_start=1e-1", "noise.sigma_end=5e-3"),
+    ),  # not the paper's: shows at what strength noise begins to act
 }
 
 
@@ -48,45 +53,49 @@ class Job:
     arm: str
     rate: float | None
     seed: int
-    phase: str  # "base", "sweep" or "final"
 
     @property
     def key(self) -> str:
         """Its name, of a folder too."""
-        return f"{self.arm}-base" if self.rate is None else f"{self.arm}-{self.rate:g}-{self.phase}-{self.seed}"
+        return f"{self.arm}-base" if self.rate is None else f"{self.arm}-{self.rate:g}-{self.seed}"
 
 
 @dataclass(frozen=True)
 class JobSettings:
     """What all jobs of a study share."""
 
+    base: str  # the 16-bit checkpoint's name
+    task: str
     steps: int
     engine: str
-    overrides: tuple[str, ...] = field(default=())
-    test_rows: int = TEST_ROWS
-    validation_rows: int = VALIDATION_ROWS
-    evaluation_batch: int = 512
-    task: str = TASK
+    overrides: list[str]
+    test_rows: int
+    validation_rows: int
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "overrides", tuple(self.overrides))
+
+def check_rows(settings: JobSettings) -> None:
+    """Raises DataError if the task has fewer test rows than the study asks for."""
+    from qerl.errors import DataError
+    from qerl.tasks import get_task, load_examples
+
+    asked = settings.test_rows + settings.validation_rows
+    found = len(load_examples(get_task(settings.task), None, "test", None, asked)[0])
+    if found < asked:
+        raise DataError(
+            f"task {settings.task} has {found} test rows, the study asks for {settings.test_rows} and "
+            f"{settings.validation_rows} more: write a smaller --test-rows or --validation-rows"
+        )
 
 
 def execute(job: Job, settings: JobSettings, work: Path) -> dict[str, Any]:
     """Train (unless it has been trained) and evaluate; returns the job's row of the results, JSON values alone."""
     arm, run_dir = ARMS[job.arm], work / "runs" / job.key
-    row: dict[str, Any] = asdict(job) | {"seconds": {}}
-    model = work / arm.base
+    row: dict[str, Any] = asdict(job)
     if job.rate is not None:
-        started = time.monotonic()
         _train(job, settings, work, run_dir)
-        row["seconds"]["train"] = round(time.monotonic() - started, 1)
         row["steps"] = _steps(run_dir)
-        model = run_dir
-    started = time.monotonic()
-    row |= _evaluate(model, arm.format, settings, work / "evals" / job.key)
-    row["seconds"]["evaluate"] = round(time.monotonic() - started, 1)
-    return row
+    model = work / arm.base if job.rate is None else run_dir
+    return row | _evaluate(model, arm.format, settings, work / "evals" / job.key)
 
 
 def overrides_of(job: Job, settings: JobSettings, work: Path) -> list[str]:
@@ -142,7 +151,7 @@ def _evaluate(model: Path, format: str, settings: JobSettings, out: Path) -> dic
             load=format,
             limit=rows,
             max_new_tokens=96,
-            batch_size=settings.evaluation_batch,
+            batch_size=EVALUATION_BATCH,
             engine="transformers",
             out=out,
         )

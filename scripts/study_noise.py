@@ -1,19 +1,19 @@
 """Does quantization noise help? BF16, NVFP4, NVFP4 + AQN and NF4 bases under the same reinforcement learning.
 
-    python scripts/pretrain_arith.py --out checkpoints/arith-21m
-    python scripts/study_noise.py run --base checkpoints/arith-21m --out benchmarks/study-noise.json
-    python scripts/study_noise.py report benchmarks/study-noise.json       # docs/images/study_noise.png and a table
+    python scripts/study_noise.py run --base qerl/tiny --task arith --engine transformers --parallel 1 ...   # a CPU
+    python scripts/study_noise.py report benchmarks/study-noise-tiny.json   # docs/images/study-noise-tiny.png and .md
 
-Every run is `qerl train` with scripts/study_noise.yaml, the same rollouts and the same steps. For each arm
-(scripts/study_arms.py) the learning rate is chosen among `--rates` by the accuracy on validation rows: with a seed of
-its own, then trained for each of `--seeds` other seeds; or, with `--every-rate`, over the same seeds, every rate with
-each. What is reported is measured on other rows. Several runs share the card, each a process; seconds a step are
-therefore of a shared card.
+docs/study.md has the whole command, and that for a GPU and the model of scripts/pretrain_arith.py.
 
-1. What has finished is not run again: rows are kept under `--work`, and `--merge` takes them from an earlier results
-   file. After `--minutes` nothing new is started, running jobs are ended, and what is there is written.
-2. The first run of each format goes ahead until its first step is done: it fills the caches of vLLM and its kernels,
-   which several starting processes cannot.
+Every run is `qerl train` with scripts/study_noise.yaml, the same rollouts and the same steps: each arm
+(scripts/study_arms.py) with each of `--rates` and each of `--seeds`. For each arm the learning rate is the best on
+validation rows; what is reported is measured on other rows. Several runs share the device, each a process; seconds a
+step are therefore of a shared device.
+
+1. What stands in `--out` is not run again, and an interrupted run continues under `--work`. After `--minutes` nothing
+   new is started, running jobs are ended, and what is there is written.
+2. With vLLM the first run of each format goes ahead until its first step is done: it fills the caches of vLLM and its
+   kernels, which several starting processes cannot.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-SWEEP_SEED = 100
 
 
 def arguments() -> argparse.Namespace:
@@ -33,15 +32,12 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="train and evaluate the arms")
-    run.add_argument("--base", type=Path, required=True, help="16-bit checkpoint that solves about half of the task")
-    run.add_argument("--out", type=Path, required=True, help="results, JSON")
+    run.add_argument("--base", type=Path, required=True, help="16-bit checkpoint that solves a part of the task")
+    run.add_argument("--out", type=Path, required=True, help="results, JSON; those that it holds are kept")
     run.add_argument("--work", type=Path, default=Path("/tmp/study-noise"), help="runs, logs and caches")
-    run.add_argument("--merge", type=Path, help="results of an earlier call, whose runs are taken over")
     run.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS))
     run.add_argument("--rates", type=float, nargs="*", default=[3e-4, 1e-3, 3e-3], help="learning rates of the sweep")
-    run.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3], help="of the runs that are reported")
-    run.add_argument("--every-rate", action="store_true", help="no sweep: every rate with every seed, then the best")
-    run.add_argument("--sweep-seed", type=int, default=SWEEP_SEED)
+    run.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3])
     run.add_argument("--steps", type=int, default=80)
     run.add_argument("--parallel", type=int, default=12, help="runs that share the device")
     run.add_argument("--minutes", type=float, default=8.5, help="what runs then is ended, what is done is written")
@@ -56,7 +52,7 @@ def arguments() -> argparse.Namespace:
     run.add_argument("--test-rows", type=int, default=TEST_ROWS)
     run.add_argument("--validation-rows", type=int, default=VALIDATION_ROWS)
     run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for `qerl train`, every run")
-    report = commands.add_parser("report", help="draw the results and print the tables; needs no GPU")
+    report = commands.add_parser("report", help="write the tables beside the results, and the picture")
     report.add_argument("results", type=Path)
     report.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
     job = commands.add_parser("job", help="one run, as `run` starts it")
@@ -75,7 +71,7 @@ def main() -> None:
     elif args.command == "report":
         import study_report
 
-        print(study_report.write_report(args.results, args.images))
+        study_report.write_report(args.results, args.images)
     else:
         import study_queue
 

@@ -11,7 +11,7 @@ import time
 from dataclasses import asdict
 from pathlib import Path
 
-from study_arms import ARMS, Job, JobSettings
+from study_arms import ARMS, Job, JobSettings, check_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 LOG_TAIL = 2500  # characters of a failed job's log that the results keep
@@ -23,36 +23,34 @@ class Study:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.work, self.started = args, args.work.resolve(), time.monotonic()
-        overrides = list(args.set)
-        if args.engine == "vllm":
-            overrides.append(f"rollout.memory={args.memory_gib}")
+        memory = [f"rollout.memory={args.memory_gib}"] if args.engine == "vllm" else []
         self.settings = JobSettings(
-            args.steps, args.engine, tuple(overrides), args.test_rows, args.validation_rows, task=args.task
+            base=args.base.name,
+            task=args.task,
+            steps=args.steps,
+            engine=args.engine,
+            overrides=[*args.set, *memory],
+            test_rows=args.test_rows,
+            validation_rows=args.validation_rows,
         )
-        self.results: dict = {"settings": self._facts(), "machine": {}, "runs": {}, "failed": {}}
+        self.results: dict = {"settings": asdict(self.settings), "machine": {}, "runs": {}, "failed": {}}
         self.running: dict[str, tuple[Job, subprocess.Popen, float]] = {}
         self.durations: list[float] = []
         self.warm = {"bf16", "nvfp4"} if args.engine == "transformers" else set()
         for folder in ("jobs", "runs", "evals", "cache"):
             (self.work / folder).mkdir(parents=True, exist_ok=True)
-        if args.merge is not None:
-            self._merge(json.loads(args.merge.read_text(encoding="utf-8")))
-        for path in (self.work / "jobs").glob("*.json"):
-            if not path.name.endswith(".spec.json"):
-                self.results["runs"].setdefault(path.stem, json.loads(path.read_text(encoding="utf-8")))
+        if args.out.exists():
+            self._take(json.loads(args.out.read_text(encoding="utf-8")))
 
-    def _facts(self) -> dict:
-        chosen = {name: getattr(self.args, name) for name in ("rates", "seeds", "arms", "sweep_seed")}
-        return json.loads(json.dumps(asdict(self.settings) | chosen))
-
-    def _merge(self, earlier: dict) -> None:
-        same = ("steps", "test_rows", "validation_rows")
-        if differing := [name for name in same if earlier["settings"][name] != self.results["settings"][name]]:
+    def _take(self, earlier: dict) -> None:
+        """The runs of an earlier call."""
+        ours, theirs = self.results["settings"], earlier["settings"]
+        if differing := [name for name in ours if theirs.get(name) != ours[name]]:
             raise SystemExit(
-                f"--merge {self.args.merge} has other {', '.join(differing)}: give the same, or no --merge"
+                f"{self.args.out} was made with other {', '.join(differing)}: give the same, or another --out"
             )
         self.results["runs"] |= earlier["runs"]
-        print(f"{len(earlier['runs'])} runs taken from {self.args.merge}", flush=True)
+        print(f"{len(earlier['runs'])} runs are in {self.args.out}", flush=True)
 
     def run(self) -> int:
         """Prepare the bases, run the jobs, write the results. Returns the number of jobs that failed."""
@@ -69,7 +67,8 @@ class Study:
         return len(self.results["failed"])
 
     def prepare(self) -> None:
-        """The bases as folders of the work directory."""
+        """The bases as folders of the work directory. Raises DataError if the task has too few rows."""
+        check_rows(self.settings)
         if not (self.work / "bf16").exists():
             (self.work / "bf16").symlink_to(self.args.base.resolve(), target_is_directory=True)
         bases = {ARMS[arm].base for arm in self.args.arms}
@@ -101,21 +100,14 @@ class Study:
         return bool(self.running) and not late
 
     def waiting(self) -> list[Job]:
-        """Jobs still to start, in order: bases, the sweep, then the arms whose sweep is over."""
+        """Jobs still to start, in order: bases, then seed by seed, so that arms and rates have equally many."""
         args, known = self.args, {*self.results["runs"], *self.results["failed"], *self.running}
         firsts: dict[str, str] = {}
         for arm in args.arms:
             firsts.setdefault(ARMS[arm].base, arm)
-        jobs = [Job(arm, None, 0, "base") for arm in firsts.values()]
-        if args.every_rate:
-            jobs += [Job(arm, rate, s, "final") for s in args.seeds for rate in args.rates for arm in args.arms]
-            return [job for job in jobs if job.key not in known]
-        sweep = [Job(arm, rate, args.sweep_seed, "sweep") for rate in args.rates for arm in args.arms]
-        jobs += sweep
-        done = {*self.results["runs"], *self.results["failed"]}
-        rates = {arm: best_rate(self.results["runs"], arm) for arm in args.arms}
-        over = [arm for arm in args.arms if all(job.key in done for job in sweep if job.arm == arm)]
-        jobs += [Job(arm, rates[arm], seed, "final") for seed in args.seeds for arm in over if rates[arm] is not None]
+        known_bases = {ARMS[row["arm"]].base for row in self.results["runs"].values() if row["rate"] is None}
+        jobs = [Job(arm, None, 0) for base, arm in firsts.items() if base not in known_bases]
+        jobs += [Job(arm, rate, seed) for seed in args.seeds for rate in args.rates for arm in args.arms]
         return [job for job in jobs if job.key not in known]
 
     def may_start(self, job: Job) -> bool:
@@ -149,17 +141,15 @@ class Study:
         job, process, started = self.running.pop(key)
         seconds, out = time.monotonic() - started, self.work / "jobs" / f"{key}.json"
         if process.returncode == 0 and out.exists():
-            row = json.loads(out.read_text(encoding="utf-8"))
-            self.results["runs"][key] = row | {"seconds": row["seconds"] | {"process": round(seconds, 1)}}
+            self.results["runs"][key] = json.loads(out.read_text(encoding="utf-8"))
             if job.rate is not None:
                 self.durations.append(seconds)
                 self.warm.add(ARMS[job.arm].format)
         else:
             log = (self.work / "jobs" / f"{key}.log").read_text(encoding="utf-8", errors="replace")
             self.results["failed"][key] = {"exit": process.returncode, "log": log[-LOG_TAIL:]}
-        print(
-            f"{self.elapsed():.0f} s: ended {key}, exit {process.returncode}, {summary(self.results, key)}", flush=True
-        )
+        how = f"exit {process.returncode} after {seconds:.0f} s, {summary(self.results, key)}"
+        print(f"{self.elapsed():.0f} s: ended {key}, {how}", flush=True)
         self.write()
 
     def write(self) -> None:
@@ -172,12 +162,6 @@ class Study:
 
     def elapsed(self) -> float:
         return time.monotonic() - self.started
-
-
-def best_rate(runs: dict[str, dict], arm: str) -> float | None:
-    """The rate of the arm's sweep with the most right validation answers, the smaller of equals; None without a run."""
-    swept = [row for row in runs.values() if row["arm"] == arm and row["phase"] == "sweep"]
-    return max(swept, key=lambda row: (row["validation"].count("1"), -row["rate"]))["rate"] if swept else None
 
 
 def environment(cache: Path | None = None) -> dict[str, str]:
@@ -209,4 +193,4 @@ def summary(results: dict, key: str) -> str:
     rewards = row.get("steps", {}).get("reward", [])
     tenth = max(1, len(rewards) // 10)
     curve = f"reward {sum(rewards[:tenth]) / tenth:.3f} to {sum(rewards[-tenth:]) / tenth:.3f}, " if rewards else ""
-    return f"{curve}test {row['test'].count('1') / len(row['test']):.3f}, {row['seconds']} s"
+    return f"{curve}test {row['test'].count('1') / len(row['test']):.3f}"

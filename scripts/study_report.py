@@ -1,8 +1,14 @@
-"""Tables and pictures of scripts/study_noise.py from its results; needs no GPU.
+"""Tables and picture of scripts/study_noise.py from its results; needs no GPU.
 
-Accuracy is greedy, on rows that neither training nor the choice of the rate has seen. The interval of an arm is over
-its seeds (Student's t, 95%). Two arms are compared on the same questions: the difference of each question's mean over
-the seeds, with a bootstrap over questions and seeds (10,000 draws), so that both kinds of chance are in the interval.
+Accuracy is greedy, on rows that neither training nor the choice of the rate has seen. Intervals are 95%:
+
+1. Of an accuracy, or of a difference of two arms on the same questions and seeds: two parts, added in quadrature,
+   Student's t over the seeds' means and the normal distribution over the questions' means. Chance of a seed stands in
+   both, so the interval is rather too wide than too narrow.
+2. Of a reward, a slope or their difference: Student's t over the seeds, each seed one value.
+
+A reward "rises" if the interval of its slopes lies above 0: of each seed's reward the slope of the least squares line
+over the steps. Each step has problems that training has not seen before.
 """
 
 from __future__ import annotations
@@ -17,141 +23,199 @@ import numpy as np
 from study_arms import ARMS
 
 T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}  # by degrees of freedom
-DRAWS = 10_000
-COLOURS = {"bf16": "#4c72b0", "nvfp4": "#dd8452", "nvfp4_aqn": "#55a868", "nvfp4_aqn_both": "#c44e52", "nf4": "#8172b3"}
-SMOOTH = 5  # steps of a moving mean in the curves
+PAIRS = (  # reference, arm
+    ("bf16", "nvfp4"), ("bf16", "nf4"), ("bf16", "nvfp4_aqn"), ("bf16", "nvfp4_aqn_both"),
+    ("nvfp4", "nvfp4_aqn"), ("nvfp4", "nvfp4_aqn_both"), ("nvfp4", "nvfp4_aqn_x10"),
+)  # fmt: skip
+
+Runs = Sequence[dict[str, Any]]
 
 
-def write_report(results: Path, images: Path) -> str:
-    """Draw docs/images/study-noise.png and return the tables as markdown."""
+def write_report(results: Path, images: Path) -> None:
+    """Write `<results>.md` beside the results, and `<images>/<results>.png`."""
+    import study_figure
+
     found = json.loads(results.read_text(encoding="utf-8"))
     images.mkdir(parents=True, exist_ok=True)
-    draw(found, images / "study-noise.png")
-    return tables(found)
+    study_figure.draw(found, images / f"{results.stem}.png")
+    results.with_suffix(".md").write_text(page(found, results.name), encoding="utf-8")
 
 
-def finals(results: dict[str, Any], arm: str) -> list[dict[str, Any]]:
-    """The arm's reported runs, by seed: those of the rate with the most right validation answers."""
-    runs = [row for row in results["runs"].values() if row["arm"] == arm and row["phase"] == "final"]
-    by_rate: dict[float, list[dict[str, Any]]] = {}
-    for row in sorted(runs, key=lambda row: (row["rate"], row["seed"])):
-        by_rate.setdefault(row["rate"], []).append(row)
-    most = max((len(rows) for rows in by_rate.values()), default=0)
-    whole = [rows for rows in by_rate.values() if len(rows) == most]
+def page(results: dict[str, Any], name: str) -> str:
+    """The whole text of the file beside the results."""
+    settings, machine = results["settings"], results["machine"]
+    versions = ", ".join(f"{key} {machine['versions'][key]}" for key in ("torch", "transformers", "trl", "peft"))
+    lines = [
+        f"Drawn by `python scripts/study_noise.py report benchmarks/{name}` from that file: {settings['base']}, task "
+        f"{settings['task']}, {settings['steps']} steps, {settings['test_rows']} test and "
+        f"{settings['validation_rows']} validation problems, engine {settings['engine']}; {machine['device']}, "
+        f"{versions}.",
+    ]
+    for title, table in (
+        ("What each arm reached", arms_table(results)),
+        ("Arms against each other", pairs_table(results)),
+        ("The sweep", sweep_table(results)),
+        ("What the noise did to the sampler", noise_table(results)),
+    ):
+        lines += ["", f"**{title}**", "", *table]
+    if results["failed"]:
+        lines += ["", f"Failed: {', '.join(results['failed'])}."]
+    return "\n".join(lines) + "\n"
+
+
+def trained(results: dict[str, Any], arm: str) -> dict[float, Runs]:
+    """The arm's runs by learning rate, each list by seed."""
+    runs: dict[float, list[dict[str, Any]]] = {}
+    for row in sorted((r for r in results["runs"].values() if r["rate"] is not None), key=lambda r: r["seed"]):
+        if row["arm"] == arm:
+            runs.setdefault(row["rate"], []).append(row)
+    return dict(sorted(runs.items()))
+
+
+def finals(results: dict[str, Any], arm: str) -> Runs:
+    """The arm's reported runs: of the rate with the most right validation answers, the smaller rate of equals.
+
+    Rates that have not been run with all seeds of the others are no candidates.
+    """
+    runs = trained(results, arm).values()
+    most = max(map(len, runs), default=0)
+    whole = [rows for rows in runs if len(rows) == most]
     return max(whole, key=lambda rows: sum(row["validation"].count("1") for row in rows), default=[])
 
 
-def accuracies(runs: Sequence[dict[str, Any]]) -> list[float]:
-    return [row["test"].count("1") / len(row["test"]) for row in runs]
+def present(results: dict[str, Any]) -> list[str]:
+    """The arms that have runs."""
+    return [arm for arm in ARMS if finals(results, arm)]
 
 
-def interval(values: Sequence[float]) -> float | None:
-    """Half the width of the 95% interval of a mean over seeds; None for a single one."""
+def answers(runs: Runs, part: str = "test") -> np.ndarray:
+    """1 where right, (seeds, questions)."""
+    return np.array([[bit == "1" for bit in row[part]] for row in runs], dtype=float)
+
+
+def over_seeds(values: Sequence[float]) -> float:
+    """Half the width of the interval of a mean over seeds; not a number for a single one."""
     if len(values) < 2:
-        return None
+        return float("nan")
     return T_95[len(values) - 1] * stdev(values) / len(values) ** 0.5
 
 
-def compare(first: Sequence[dict[str, Any]], second: Sequence[dict[str, Any]]) -> tuple[float, float, float]:
-    """Accuracy of the second arm less the first's, and the bounds of its 95% interval."""
-    a, b = (np.array([[bit == "1" for bit in row["test"]] for row in runs], dtype=float) for runs in (first, second))
-    rng = np.random.default_rng(0)
-    differences = []
-    for _ in range(DRAWS):
-        questions = rng.integers(0, a.shape[1], a.shape[1])
-        rows_a, rows_b = (rng.integers(0, len(x), len(x)) for x in (a, b))
-        differences.append(b[rows_b][:, questions].mean() - a[rows_a][:, questions].mean())
-    low, high = np.quantile(differences, [0.025, 0.975])
-    return float(b.mean() - a.mean()), float(low), float(high)
+def estimate(values: np.ndarray) -> tuple[float, float]:
+    """Mean of (seeds, questions) and half the width of its interval (see the top of the file, 1)."""
+    questions = values.mean(0)
+    by_question = 1.96 * questions.std(ddof=1) / questions.size**0.5
+    return float(values.mean()), float(np.hypot(over_seeds(list(values.mean(1))), by_question))
 
 
-def tables(results: dict[str, Any]) -> str:
-    """What each arm reached, and the arms against BF16 LoRA and against NVFP4 LoRA."""
-    lines = [
-        "| arm | before | after, mean of seeds (95%) | seeds | rate | reward first to last tenth | entropy | "
-        "s a step | GiB |",
-        "|---" * 9 + "|",
+def slope(run: dict[str, Any]) -> float:
+    """Of the least squares line through the run's reward, a step."""
+    rewards = run["steps"]["reward"]
+    return float(np.polyfit(np.arange(len(rewards)), rewards, 1)[0])
+
+
+def rises(runs: Runs) -> bool:
+    """Whether the interval of the seeds' slopes lies above 0."""
+    slopes = [slope(run) for run in runs]
+    return mean(slopes) - over_seeds(slopes) > 0
+
+
+def paired(results: dict[str, Any], reference: str, arm: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The reported runs of two arms, by the seeds that both have."""
+    first, second = ({run["seed"]: run for run in finals(results, name)} for name in (reference, arm))
+    return [(first[seed], second[seed]) for seed in first if seed in second]
+
+
+def arms_table(results: dict[str, Any]) -> list[str]:
+    gpu = results["machine"]["device"] != "CPU"
+    head = ["arm", "rate", "before", "after", "each seed", "reward, first and last fifth", "slope a step", "entropy"]
+    head += ["s a step", "GiB"] if gpu else []
+    rows = [_head(head)]
+    for arm in present(results):
+        runs = finals(results, arm)
+        base = [r for r in results["runs"].values() if r["rate"] is None and ARMS[r["arm"]].base == ARMS[arm].base]
+        slopes = [slope(run) for run in runs]
+        cells = [
+            ARMS[arm].title,
+            f"{runs[0]['rate']:g}",
+            f"{answers(base).mean():.1%}" if base else "",
+            _share(*estimate(answers(runs))),
+            " / ".join(f"{value:.1%}" for value in answers(runs).mean(1)),
+            " to ".join(f"{_fifth(runs, 'reward', last):.2f}" for last in (False, True)),
+            f"{mean(slopes):.4f} ± {over_seeds(slopes):.4f}, {'rises' if rises(runs) else 'cannot tell'}",
+            " to ".join(f"{_fifth(runs, 'sampling/entropy', last):.2f}" for last in (False, True)),
+        ]
+        if gpu:
+            memory = max(value for run in runs for value in run["steps"]["memory/peak_gib"] if value is not None)
+            cells += [f"{_fifth(runs, 'time/step_s', True):.1f}", f"{memory:.2f}"]
+        rows.append(_line(cells))
+    return rows
+
+
+def pairs_table(results: dict[str, Any]) -> list[str]:
+    rows = [_head(["", "accuracy, points", "mean reward of the run", "accuracy is"])]
+    for reference, arm in PAIRS:
+        pairs = paired(results, reference, arm)
+        if not pairs:
+            continue
+        first, second = zip(*pairs, strict=True)
+        difference, half = estimate(answers(second) - answers(first))
+        rewards = [mean(b["steps"]["reward"]) - mean(a["steps"]["reward"]) for a, b in pairs]
+        cells = [
+            f"{ARMS[arm].title} against {ARMS[reference].title}",
+            f"{100 * difference:+.1f} ± {100 * half:.1f}",
+            f"{mean(rewards):+.3f} ± {over_seeds(rewards):.3f}",
+            "better" if difference > half else "worse" if difference < -half else "the same within the interval",
+        ]
+        rows.append(_line(cells))
+    return rows
+
+
+def sweep_table(results: dict[str, Any]) -> list[str]:
+    """Accuracy on validation problems, mean of the seeds, by rate; the chosen rate in bold."""
+    rates = sorted({rate for arm in ARMS for rate in trained(results, arm)})
+    rows = [_head(["validation accuracy by rate", *(f"{rate:g}" for rate in rates)])]
+    for arm in present(results):
+        runs, chosen = trained(results, arm), finals(results, arm)[0]["rate"]
+        shares = {rate: f"{answers(runs[rate], 'validation').mean():.1%}" for rate in runs}
+        cells = [f"**{shares[rate]}**" if rate == chosen else shares.get(rate, "") for rate in rates]
+        rows.append(_line([ARMS[arm].title, *cells]))
+    return rows
+
+
+def noise_table(results: dict[str, Any]) -> list[str]:
+    """At the first step with noise, beside NVFP4 without noise at the same rate and seed: till then both were one."""
+    rows = [
+        _head(["at the first step with noise", "runs", "sigma", "entropy of the sampler", "without", "mismatch_kl"])
     ]
-    arms = [arm for arm in ARMS if finals(results, arm)]
-    lines += [_row(results, arm) for arm in arms]
-    lines += ["", "| against | difference in accuracy (95%) | verdict |", "|---|---|---|"]
-    for reference in ("bf16", "nvfp4"):
-        for arm in arms:
-            if reference in arms and arm != reference and not (reference == "nvfp4" and arm == "bf16"):
-                lines.append(_comparison(results, reference, arm))
-    if results["failed"]:
-        lines += ["", f"Failed: {', '.join(results['failed'])}."]
-    return "\n".join(lines)
+    clean = {(rate, run["seed"]): run for rate, runs in trained(results, "nvfp4").items() for run in runs}
+    for arm in (arm for arm in present(results) if ARMS[arm].base == "nvfp4" and arm != "nvfp4"):
+        found = []
+        for rate, runs in trained(results, arm).items():
+            for run in (run for run in runs if (rate, run["seed"]) in clean):
+                steps, without = run["steps"], clean[rate, run["seed"]]["steps"]
+                at = next(index for index, sigma in enumerate(steps["noise/sigma"]) if sigma)
+                entropies = (steps["sampling/entropy"][at], without["sampling/entropy"][at])
+                found.append((steps["noise/sigma"][at], *entropies, steps["mismatch_kl"][at]))
+        if found:
+            sigma, noisy, quiet, mismatch = np.array(found).mean(0)
+            cells = [ARMS[arm].title, str(len(found)), f"{sigma:g}", f"{noisy:.4f}", f"{quiet:.4f}", f"{mismatch:.1e}"]
+            rows.append(_line(cells))
+    return rows
 
 
-def _row(results: dict[str, Any], arm: str) -> str:
-    runs = finals(results, arm)
-    values, half = accuracies(runs), interval(accuracies(runs))
-    base = next(
-        (r for r in results["runs"].values() if r["rate"] is None and ARMS[r["arm"]].base == ARMS[arm].base), None
-    )
-    before = f"{accuracies([base])[0]:.1%}" if base else ""
-    after = f"{mean(values):.1%}" + (f" ± {100 * half:.1f}" if half is not None else "")
-    each = " / ".join(f"{value:.1%}" for value in values)
-    first, last = (mean(_tenth(run, "reward", end) for run in runs) for end in (False, True))
-    entropy = mean(_tenth(run, "entropy", True) for run in runs)
-    seconds = mean(_tenth(run, "time/step_s", True) for run in runs)
-    memory = max(value for run in runs for value in run["steps"].get("memory/peak_gib", [0.0]) if value is not None)
-    cells = [
-        ARMS[arm].title,
-        before,
-        after,
-        each,
-        f"{runs[0]['rate']:g}",
-        f"{first:.2f} to {last:.2f}",
-        f"{entropy:.2f}",
-    ]
-    return f"| {' | '.join([*cells, f'{seconds:.1f}', f'{memory:.2f}'])} |"
+def _fifth(runs: Runs, name: str, last: bool) -> float:
+    """Mean of a metric over the first or last fifth of the runs' steps."""
+    count = max(1, len(runs[0]["steps"][name]) // 5)
+    return mean(mean(run["steps"][name][-count:] if last else run["steps"][name][:count]) for run in runs)
 
 
-def _comparison(results: dict[str, Any], reference: str, arm: str) -> str:
-    difference, low, high = compare(finals(results, reference), finals(results, arm))
-    verdict = "better" if low > 0 else "worse" if high < 0 else "cannot tell"
-    words = f"{ARMS[arm].title} against {ARMS[reference].title}"
-    return f"| {words} | {100 * difference:+.1f} ({100 * low:+.1f} to {100 * high:+.1f}) | {verdict} |"
+def _share(value: float, half: float) -> str:
+    return f"{value:.1%}" + ("" if np.isnan(half) else f" ± {100 * half:.1f}")
 
 
-def _tenth(run: dict[str, Any], name: str, last: bool) -> float:
-    values = [value for value in run["steps"].get(name, []) if value is not None] or [float("nan")]
-    count = max(1, len(values) // 10)
-    return mean(values[-count:] if last else values[:count])
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Reward, entropy and sigma over the steps, mean and range over the seeds; accuracy with its interval."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    arms = [arm for arm in ARMS if finals(results, arm)]
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
-    for arm in arms:
-        for place, name in zip(axes, ("reward", "entropy"), strict=False):
-            curves = np.array([_smooth(run["steps"][name]) for run in finals(results, arm)])
-            steps = np.arange(curves.shape[1]) + SMOOTH
-            place.plot(steps, curves.mean(0), color=COLOURS[arm], label=ARMS[arm].title)
-            place.fill_between(steps, curves.min(0), curves.max(0), color=COLOURS[arm], alpha=0.15, linewidth=0)
-    for place, title in zip(axes, ("reward", "entropy (nats a token)", "accuracy on unseen problems"), strict=True):
-        place.set_title(title, fontsize=10)
-        place.spines[["top", "right"]].set_visible(False)
-    axes[0].set_xlabel("step")
-    axes[1].set_xlabel("step")
-    for index, arm in enumerate(arms):
-        values = accuracies(finals(results, arm))
-        axes[2].scatter([index] * len(values), values, s=14, color=COLOURS[arm], alpha=0.6)
-        axes[2].errorbar(index, mean(values), yerr=interval(values) or 0, color=COLOURS[arm], capsize=4, marker="_")
-    axes[2].set_xticks(range(len(arms)), [ARMS[arm].title.replace(" LoRA", "\nLoRA", 1) for arm in arms], fontsize=6)
-    axes[0].legend(fontsize=7)
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
-
-
-def _smooth(values: Sequence[float | None]) -> np.ndarray:
-    filled = np.array([np.nan if value is None else value for value in values], dtype=float)
-    return np.convolve(filled, np.ones(SMOOTH) / SMOOTH, mode="valid")
+def _head(cells: Sequence[str]) -> str:
+    return f"{_line(cells)}\n{'|---' * len(cells)}|"
