@@ -34,14 +34,14 @@ def arms(load):
 
 @pytest.fixture
 def settings(arms):
-    return arms.JobSettings("tiny", "arith_chain", 2, "transformers", [*SMALL, "noise.num_stages=3"], 3, 2)
+    return arms.JobSettings("tiny", "arith", 2, "transformers", [*SMALL, "noise.num_stages=3"], 3, 2)
 
 
 def arguments(tmp_path, **given) -> argparse.Namespace:
     values = {
         "base": TINY, "out": tmp_path / "out.json", "work": tmp_path / "work", "arms": ["bf16", "nf4"],
         "rates": [1e-3, 2e-3], "seeds": [0, 1], "steps": 2, "parallel": 2, "minutes": 5.0,
-        "engine": "transformers", "task": "arith_chain", "memory_gib": 7, "test_rows": 3, "validation_rows": 2,
+        "engine": "transformers", "task": "arith", "memory_gib": 7, "test_rows": 3, "validation_rows": 2,
         "set": [*SMALL],
     }  # fmt: skip
     return argparse.Namespace(**values | given)
