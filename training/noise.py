@@ -6,9 +6,12 @@ q, k and v, and one gate and up. Departures from the paper and its code:
 1. The vectors are float32 and act in float32 (`qerl/norms.py`); stored in bfloat16, a sigma under 1e-3 is swallowed.
 2. They are a pure function of (seed, step): a resumed run draws the same noise.
 3. They are added to the clean norms of the decoder layers each time, never cumulatively, and taken away bit-exactly.
-4. By default they act in the rollout only, and the loss corrects for it (`noise.where`).
+4. By default they act in the rollout only, and the loss corrects for it (`noise.where`). The paper's algorithm 1 takes
+   the noisy sampler for the old policy of the clipped ratio; its code corrects for nothing.
 5. A stage begins at the first step t with t >= k steps / K, exactly. The code divides in floating point
-   (`step // (total_steps / num_intervals)`) and begins some stages one step late: stage 5 of 10 at step 27 of 52.
+   (`step // (total_steps / num_intervals)`) and begins some stages one step late: stage 5 of 10 at step 27 of 52. The
+   paper's algorithm 1 rounds steps / K down, so that the last steps would fall into a stage K.
+6. One draw for a step, as in algorithm 1 and the code; section 3.3 speaks of one for each forward pass.
 """
 
 from __future__ import annotations
@@ -71,7 +74,8 @@ def stage_sigmas(config: NoiseConfig) -> list[float]:
     """Sigma of stages 0..K-1: stage 0 has none, stage 1 sigma_start.
 
     With `indexing: code` the last stage has sigma_end (exponent (k - 1) / (K - 2), as the reference code counts); with
-    `paper` the exponent is (k - 1) / (K - 1) as printed, so that the last stage stays above sigma_end.
+    `paper` the exponent is (k - 1) / (K - 1) as printed (eq. 8, algorithm 1: k = 0..K-1), so that the last stage stays
+    above sigma_end. Equation 8 with K noisy stages after the clean one is `code` with `num_stages` K + 1.
     """
     stages = config.num_stages
     span = stages - 2 if config.indexing == "code" else stages - 1
