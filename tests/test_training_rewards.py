@@ -158,6 +158,17 @@ def test_a_function_with_keywords_gets_all_columns(tmp_path):
     assert call(build(tmp_path, {"name": name, "args": {"k": 2}}).functions[0], ["ab", "c"]) == [2.0, 1.0]
 
 
+def test_a_function_may_ask_to_log_and_is_called_where_nothing_is_logged(tmp_path):
+    """A dry run has no log."""
+    body = "def reward(completions, log_metric):\n    log_metric('count', len(completions))\n    return [1.0, 0.0]\n"
+    (function,) = build(tmp_path, {"name": write_reward(tmp_path / "mine.py", body)}).functions
+    logged = {}
+    columns = {"prompts": ["p", "p"], "completion_ids": [[1], [1]], "row": [0, 1]}
+    assert function(["a", "b"], log_metric=logged.__setitem__, **columns) == [1.0, 0.0]
+    assert logged == {"count": 2}
+    assert function(["a", "b"], **columns) == [1.0, 0.0]
+
+
 def test_two_functions_of_one_name_stay_apart(tmp_path):
     names = [write_reward(tmp_path / f"{n}.py", f"def reward(completions):\n    return [{n}.0]\n") for n in (1, 2)]
     functions = build(tmp_path, *({"name": name} for name in names)).functions

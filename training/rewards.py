@@ -154,7 +154,7 @@ def _check_arguments(reward: RewardConfig, function: Reward) -> None:
 
 def _check_columns(reward: RewardConfig, function: Reward, examples: Sequence[Example]) -> None:
     """Raise ConfigError if the function asks for what is neither an argument of the recipe nor a column."""
-    columns = (*COLUMNS, *sorted({key for example in examples for key in example.extra}))
+    columns = (*COLUMNS, *sorted({key for example in examples for key in example.extra}), "log_metric")
     for key, parameter in inspect.signature(function).parameters.items():
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
         if named and parameter.default is parameter.empty and key not in (*columns, *reward.args):
@@ -197,6 +197,10 @@ def _metric_name(name: str, earlier: Sequence[Any]) -> str:
     return name if any(reward.__name__ == short for reward in earlier) else short
 
 
+def _log_nothing(_name: str, _value: float) -> None:
+    """What `log_metric` is where no run is logged."""
+
+
 class _GuardedReward:
     """A reward as TRL calls it: adds the example's columns, checks what comes back."""
 
@@ -221,9 +225,8 @@ class _GuardedReward:
     def __call__(self, completions: list[str], row: list[int], **given: Any) -> list[float]:
         """One reward a completion; `row` indexes into the run's examples. Raises RewardError."""
         columns = self._columns(completions, row, given)
-        fixed = {**self._fixed, "step": getattr(given.get("trainer_state"), "global_step", 0)}
-        if "log_metric" in given:
-            fixed["log_metric"] = given["log_metric"]
+        step = getattr(given.get("trainer_state"), "global_step", 0)
+        fixed = {**self._fixed, "step": step, "log_metric": given.get("log_metric", _log_nothing)}
         try:
             returned = self._run(columns, fixed)
         except QerlError:
