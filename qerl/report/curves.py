@@ -87,11 +87,12 @@ def draw_curves(run: Run, path: Path) -> None:
     from matplotlib.figure import Figure
 
     found = panels([run])
-    height = -(-len(found) // 3)
-    figure = Figure(figsize=(13, 3.1 * height + 0.4), layout="constrained")
+    columns = 4 if len(found) % 4 == 0 else 3
+    height = -(-len(found) // columns)
+    figure = Figure(figsize=(4.3 * columns, 3.1 * height + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(run.name, parse_math=False)
-    axes = figure.subplots(height, 3, squeeze=False).flatten()
+    axes = figure.subplots(height, columns, squeeze=False).flatten()
     for axis, panel in zip(axes, found, strict=False):
         draw_panel(axis, panel, [run])
     for axis in axes[len(found) :]:
