@@ -111,6 +111,7 @@ def normalised(text: str, folder: Path) -> str:
         clean = line
         for place in (folder, ROOT, Path(sys.prefix)):
             clean = clean.replace(f"{place}/", "")
+        clean = clean.replace(f"{Path.home()}/", "~/")
         clean = NUMBER.sub("N", clean)
         if TIMED_ROW.match(clean):
             clean = VALUE.sub(lambda found: "N".rjust(len(found[0])), clean)
@@ -165,19 +166,19 @@ def record_live(folder: Path) -> None:
         LIVE.split(), cwd=folder, env=env, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True
     )
     os.close(theirs)
-    shown = ""
+    shown: list[str] = []
     while True:
         try:
             stream.feed(os.read(ours, 4096))
         except OSError:  # the other side is closed
             break
         if not shown and STOP_AT.search("\n".join(screen.display)):
-            shown = "\n".join(screen.display)
+            shown = list(screen.display)
             process.send_signal(signal.SIGINT)
     process.wait()
-    after = "\n".join(screen.display).rstrip()
-    parts = [f"$ {LIVE}", normalised(shown.rstrip(), folder), "", "^C", normalised(after, folder)]
-    write("live", "\n".join([*parts, f"(exit code {process.returncode})"]))
+    after = [line for line in screen.display if line not in shown]  # the rest of the screen moves up
+    screens = [normalised("\n".join(lines).rstrip(), folder) for lines in (shown, after)]
+    write("live", "\n".join([f"$ {LIVE}", screens[0], "^C", screens[1], f"(exit code {process.returncode})"]))
 
 
 def record_quickstart(folder: Path) -> None:

@@ -14,10 +14,16 @@ import typer
 from qerl.cli import app, with_resume_value
 from qerl.config import RunConfig
 from qerl.config_keys import describe_config
+from qerl.plan import card_of
+from qerl.plan_advice import largest_completion
+from qerl.recipe import load_recipe, recipe_names
+from qerl.sizes import read_sizes
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
+README = ROOT / "README.md"
 PAGES = sorted(DOCS.glob("*.md"))
+TEXTS = [README, *PAGES]
 RECORDINGS = sorted((DOCS / "recordings").glob("*.txt"))
 
 
@@ -30,7 +36,7 @@ def script(name):
 
 def commands():
     """(file, command) for each `qerl ...` line of the recordings and of the code in the pages."""
-    for path in (*RECORDINGS, *PAGES):
+    for path in (*RECORDINGS, *TEXTS):
         prefix = r"^\$ " if path.suffix == ".txt" else r"^    "
         for line in re.findall(prefix + r"(.*\bqerl .*)$", path.read_text(encoding="utf-8"), re.MULTILINE):
             yield pytest.param(line.rpartition(" | ")[2], id=f"{path.stem}: {line[:60]}")
@@ -40,6 +46,8 @@ def commands():
 def test_each_command_that_is_shown_parses(command):
     program, *words = shlex.split(command, comments=True)
     assert program == "qerl"
+    if words == ["--help"]:
+        return
     words = with_resume_value(words)
     here = typer.main.get_command(app)
     context = here.make_context("qerl", [words[0]], resilient_parsing=True)
@@ -51,11 +59,17 @@ def test_each_command_that_is_shown_parses(command):
 
 
 def test_the_recordings_are_those_of_the_script():
-    sessions = script("record_docs").SESSIONS
+    recording = script("record_docs")
+    sessions = {**recording.SESSIONS, "live": [recording.LIVE]}
     assert {path.stem for path in RECORDINGS} == set(sessions)
     for path in RECORDINGS:
         shown = re.findall(r"^\$ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
         assert shown == sessions[path.stem], path.name
+
+
+def test_each_recording_is_shown_on_a_page():
+    shown = set(re.findall(r"recordings/([\w-]+)\.txt", "".join(page.read_text(encoding="utf-8") for page in PAGES)))
+    assert shown == {path.stem for path in RECORDINGS}
 
 
 def test_normalised_takes_the_folder_and_the_speed_and_keeps_a_border():
@@ -98,7 +112,7 @@ def test_messages_are_read_from_calls_conditions_and_functions(tmp_path, monkeyp
     ]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", TEXTS, ids=lambda path: path.stem)
 def test_each_key_that_a_page_names_exists(page):
     keys = {row.key for row in describe_config()}
     named = set(re.findall(rf"\b(?:{'|'.join(RunConfig.model_fields)})\.[a-z_]+(?:\.[a-z_]+)*", page.read_text()))
@@ -107,11 +121,39 @@ def test_each_key_that_a_page_names_exists(page):
     assert {name for name in named if name not in keys | sections} == set()
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("page", TEXTS, ids=lambda path: path.stem)
 def test_each_file_that_a_page_names_exists(page):
     folders = "qerl|quantize|training|eval|scripts|tests|benchmarks"
     named = set(re.findall(rf"\b(?:{folders})/[\w./-]*\w/?", page.read_text(encoding="utf-8")))
     assert {name for name in named if not (ROOT / name).exists()} == set()
+
+
+def rows(text, width):
+    """The cells of each table line of `width` cells; marks of code are left out."""
+    cells = [
+        [cell.strip(" `") for cell in line.strip("|").split("|")]
+        for line in re.findall(r"^\|.*\|$", text, re.MULTILINE)
+    ]
+    return [row for row in cells if len(row) == width and row[0] != "---"]
+
+
+def test_what_the_readme_says_fits_is_what_the_plan_says():
+    table = [row for row in rows(README.read_text(encoding="utf-8"), 5) if row[0] in recipe_names()]
+    assert len(table) == 6
+    for name, own, *fitting in table:
+        config = load_recipe(name)
+        sizes = read_sizes(config.model.base)
+        found = [largest_completion(config, sizes, card_of(gpu)) for gpu in ("24", "4090", "80")]
+        assert own == str(config.rollout.max_new_tokens)
+        assert fitting == [str(tokens) if tokens >= 512 else "does not fit" for tokens in found], name
+
+
+def test_the_readme_s_decode_speeds_are_those_of_the_benchmarks():
+    measured = {row[0]: row[1:] for row in rows((ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8"), 6)}
+    shown = {row[0]: row[1:] for row in rows(README.read_text(encoding="utf-8"), 6) if row[0] in measured}
+    assert len(shown) == 3
+    for engine, speeds in shown.items():
+        assert [cell.split()[0] for cell in speeds] == [cell.split()[0] for cell in measured[engine]], engine
 
 
 def test_the_pages_build_and_load_nothing_from_elsewhere(tmp_path):
