@@ -75,6 +75,8 @@ def _set_up_logging() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its own logger ignores the level set below
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -22,7 +22,10 @@ import subprocess
 import sys
 import tempfile
 import termios
+from itertools import islice
 from pathlib import Path
+
+from qerl.tasks import get_task
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORDINGS = ROOT / "docs" / "recordings"
@@ -83,7 +86,7 @@ def ask(row, task_name):
 TASKS_TABLE = [
     LightevalTaskConfig(
         name="mine", prompt_function=ask, hf_repo="data", hf_subset="default", hf_avail_splits=["test"],
-        evaluation_splits=["test"], metrics=[Metrics.exact_match], generation_size=48, stop_sequence=[],
+        evaluation_splits=["test"], metrics=[Metrics.expr_gold_metric], generation_size=48, stop_sequence=[],
     )
 ]
 """
@@ -93,7 +96,7 @@ LIVE = (
     "qerl train --recipe tiny --steps 12 --set run.save_every=6 --set logging.completions_every=100 --out runs/stopped"
 )
 STOP_AT = re.compile(r"step +7/12 .*training")
-QUICKSTART = ["qerl train --recipe tiny --seed 0 --out runs/quickstart", "qerl report runs/quickstart"]
+QUICKSTART = ["qerl train --recipe tiny --quantize --seed 0 --out runs/quickstart", "qerl report runs/quickstart"]
 
 NUMBER = re.compile(  # what a machine's speed, its disk and the day decide
     r"(?<=s/step )\d+\.\d+|\b\d+(?:\.\d+)?(?= (?:s|seconds|min|tokens/s|GiB free)\b)|\b20\d{6}-\d{6}\b"
@@ -196,8 +199,8 @@ def write(name: str, text: str) -> None:
 
 def prepare(folder: Path) -> None:
     """The files of a user's own that some sessions read."""
-    rows = [{"problem": f"Ben has {n} apples and buys {n + 4} more. How many apples does Ben have now?",
-             "solution": str(2 * n + 4)} for n in range(3, 43)]  # fmt: skip
+    generated = islice(get_task("arith").generate("test"), 40)
+    rows = [{"problem": row["question"], "solution": row["answer"]} for row in generated]
     (folder / "data").mkdir()
     for name in ("rows.jsonl", "data/test.jsonl"):
         (folder / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
