@@ -147,7 +147,7 @@ def _open(settings: EvalSettings, ref: ModelRef) -> Any:
     from eval.run import _read_adapter
     from qerl.engine import open_engine
 
-    adapter = None if ref.adapter is None else _read_adapter(ref.adapter)
+    adapter = None if ref.adapter is None else _read_adapter(ref)
     engine = open_engine(
         ref.base,
         ref.format,

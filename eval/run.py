@@ -12,7 +12,6 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from eval.identity import versions
@@ -20,7 +19,7 @@ from eval.plan import Plan, batch_seed, make_plan
 from eval.result import EvalResult, summarize
 from eval.settings import EvalSettings
 from eval.store import Key, Row, Store, open_store
-from qerl.checkpoint import describe
+from qerl.checkpoint import ModelRef, describe
 from qerl.engine import Completion, Engine, open_engine
 from qerl.tasks.grading import grade_many
 
@@ -43,7 +42,7 @@ class EngineHolder:
 
     def take(self, plan: Plan) -> Engine:
         """The plan's engine with its adapter acting. Raises CheckpointError or EngineError."""
-        adapter = None if plan.ref.adapter is None else _read_adapter(plan.ref.adapter)
+        adapter = None if plan.ref.adapter is None else _read_adapter(plan.ref)
         options = engine_options(plan, 0 if adapter is None else adapter.rank)
         key = (plan.ref.base, plan.ref.format, options, adapter is None)
         if self.engine is None or key != self._key:
@@ -113,10 +112,10 @@ class _Adapter:
     rank: int
 
 
-def _read_adapter(folder: Path) -> _Adapter:
-    from qerl.adapter import read_adapter
+def _read_adapter(ref: ModelRef) -> _Adapter:
+    from qerl.adapter_fit import read_fitting_adapter
 
-    tensors, scaling = read_adapter(folder)
+    tensors, scaling = read_fitting_adapter(ref.adapter, ref.base)
     return _Adapter(tensors, scaling, max(t.shape[0] for name, t in tensors.items() if name.endswith("lora_A.weight")))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from pydantic import ValidationError
@@ -137,6 +138,8 @@ def _as_number(value: object, kind: str) -> str | None:
     try:
         number = float(value)
     except ValueError:
+        return None
+    if not math.isfinite(number):
         return None
     if kind == "int_type":
         return str(int(number)) if number.is_integer() else None

@@ -141,11 +141,11 @@ def choose_engine(engine: str, device: str = "auto") -> Literal["transformers", 
 
 def open_model(ref: ModelRef, *, max_context: int | None = None, **options: object) -> Engine:
     """Open what `qerl.checkpoint.resolve_model` found, its adapter acting; `options` are those of `open_engine`."""
-    from qerl.adapter import read_adapter
+    from qerl.adapter_fit import read_fitting_adapter
 
     if ref.adapter is None:
         return open_engine(ref.base, ref.format, max_context=max_context, **options)
-    tensors, scaling = read_adapter(ref.adapter)
+    tensors, scaling = read_fitting_adapter(ref.adapter, ref.base)
     rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".lora_A.weight"))
     engine = open_engine(ref.base, ref.format, max_context=max_context, max_rank=rank, **options)
     try:

@@ -36,8 +36,7 @@ def run_command(command: Callable[..., object], arguments: list[str] | None = No
         code = 130
     if code == 130:  # also what typer makes of an interrupt
         sys.stderr.write("interrupted\n")
-    if isinstance(code, int) and code != 0:
-        sys.exit(code)
+    sys.exit(code if isinstance(code, int) else 0)
 
 
 def _refuse(message: str) -> NoReturn:

@@ -12,7 +12,7 @@ import fcntl
 import os
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from qerl.checkpoint import REPORT
@@ -70,6 +70,7 @@ def staged_folder(out: Path) -> Iterator[Path]:
     try:
         out = out.resolve() if out.is_symlink() else out.absolute()
         staging = out.parent / f".{out.name}.partial"
+        new_folders = [parent for parent in out.parents if not parent.exists()]
         lock = _claim(staging)
     except OSError as error:
         raise CheckpointError(f"{out} cannot be written ({error.strerror}): give another folder as --out") from error
@@ -85,6 +86,9 @@ def staged_folder(out: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         os.close(lock)
+        with suppress(OSError):  # not empty: `out` is there
+            for folder in new_folders:
+                folder.rmdir()
 
 
 def _claim(staging: Path) -> int:

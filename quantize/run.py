@@ -205,8 +205,9 @@ def resolve_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0].split(" device type at start", 1)[0].rsplit("Expected one of", 1)
         raise ConfigError(
-            f"--device {name} cannot be used here ({str(error).splitlines()[0]}): write auto or cpu"
+            f"--device {name} cannot be used here ({reason[0] or 'torch knows no such device'}): write auto or cpu"
         ) from error
     return device
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qerl.checkpoint import TINY, TINY_FOLDER, resolve_model
+from qerl.checkpoint import TINY, TINY_FOLDER, kind_of, resolve_model
 from qerl.errors import CheckpointError, ConfigError
 from qerl.hub import download_model, is_hub_id
 from qerl.nvfp4.layout import SHARED_GLOBAL_SCALE, check_features, tensor_specs
@@ -89,11 +89,15 @@ def read_source(model: str, ignore: Sequence[str] = (), trust_remote_code: bool 
 
 
 def _locate(model: str, trust_remote_code: bool) -> tuple[str, Path]:
+    kind = kind_of(Path(model)) if Path(model).is_dir() else "base16"
+    if kind in ("adapter", "run"):  # before its base is looked for
+        raise CheckpointError(
+            f"{model} is {'an adapter' if kind == 'adapter' else 'a run'}, not a model: write "
+            f"`qerl merge --adapter {model} --to nvfp4`, or give the model that it was trained on"
+        )
     ref = resolve_model(model)
     if ref.kind == "nvfp4":
         raise CheckpointError(f"{model} is already quantized (NVFP4): use it as it is, or give its 16-bit model")
-    if ref.kind != "base16":
-        raise CheckpointError(f"{model} is an adapter or a run, not a model: give its base, {ref.base}")
     if is_hub_id(ref.base):
         return ref.base, download_model(ref.base, trust_remote_code)
     folder = Path(ref.base)

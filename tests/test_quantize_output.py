@@ -169,6 +169,12 @@ def test_a_folder_that_may_not_be_entered_is_known_before():
         check_target(folder / "out", Path("source"), overwrite=False)
 
 
+def test_folders_made_for_nothing_go_again(tmp_path):
+    with pytest.raises(RuntimeError), staged_folder(tmp_path / "a" / "b" / "out"):
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_path_through_a_file(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="cannot be written"), staged_folder(tmp_path / "file" / "out"):

@@ -203,7 +203,7 @@ def test_models_that_are_no_base(tmp_path):
     adapter.mkdir()
     (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(nvfp4)}))
     (adapter / "adapter_model.safetensors").write_bytes(b"")
-    with pytest.raises(CheckpointError, match=r"is an adapter or a run, not a model: give its base, .*done"):
+    with pytest.raises(CheckpointError, match=r"is an adapter, not a model: write `qerl merge --adapter .* --to"):
         read_source(str(adapter))
 
 

@@ -1,0 +1,265 @@
+"""Wrong inputs, as users make them: each is one line naming mistake and remedy, exit code 2, and no file."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoint_factory import fake_checkpoint, layout_tensors, write_safetensors
+from conftest import write_base
+
+import qerl.cli
+from qerl.recipe import load_recipe, save_config
+
+DATA = Path(__file__).parent / "data" / "tiny_run"
+TRAIN = "train --recipe tiny --model tiny --set model.format=bf16"
+PLAIN = "eval arith --model tiny --engine transformers --limit 2"
+
+# name: (arguments of `qerl`, the mistake and the remedy as the line has to say them: regular expressions)
+CASES = {
+    # the command line itself
+    "unknown command": ("trian --recipe tiny", "'trian'", "'train'"),
+    "unknown subcommand": ("recipes shwo", "'shwo'", "'show'"),
+    "unknown option": ("train --recipe tiny --stpes 3", "--stpes", "--steps"),
+    "option without value": ("quantize --model", "'--model' requires an argument", "--help"),
+    "missing option": ("quantize", "missing option '--model'", "quantize --help"),
+    "missing argument": ("compare evals/a", "missing argument 'second'", "compare --help"),
+    "argument too many": ("doctor now", "now", "doctor --help"),
+    "no integer": ("train --recipe tiny --steps many", "'--steps'.*integer.*'many'", "train --help"),
+    "no such method": ("quantize --model base --method int4", "'int4'", "'rtn', 'awq', 'gptq'"),
+    "no such load": ("eval arith --load fp8 --model base", "'fp8'", "'nvfp4'"),
+    "top-p too large": ("chat --model tiny --top-p 3", "'--top-p'.*'3'", "less than or equal to 1"),
+    # models
+    "no such folder": ("quantize --model ./missing", "./missing", "existing folder"),
+    "no model in the folder": ("quantize --model empty", "empty has no config.json", "give"),
+    "a file for a folder": ("quantize --model rows.jsonl", "rows.jsonl is a file", "give the folder"),
+    "quantized twice": ("quantize --model nvfp4", "nvfp4 .*quantized", "16-bit"),
+    "an adapter to quantize": (
+        "quantize --model runs/done/adapter", "is an adapter", "qerl merge --adapter runs/done/adapter --to nvfp4",
+    ),
+    "a run to quantize": ("quantize --model runs/done", "is a run", "qerl merge --adapter runs/done --to nvfp4"),
+    "gptq quantized model": ("quantize --model gptq", "gptq", "made from"),
+    "mixture of experts": ("quantize --model experts", "mixture of experts", "Qwen3, Llama 3"),
+    "config is no JSON": ("quantize --model torn-config", "config.json", "JSON"),
+    "shard is missing": ("quantize --model no-shard", "model-00002-of-00002", "copy or download"),
+    "shard is cut short": ("quantize --model short-shard", "truncated", "copy or download"),
+    "no tokenizer": ("quantize --model no-tokenizer", "has no tokenizer", "copy the tokenizer files"),
+    "out is the model": ("quantize --model base --out base", "own folder", "elsewhere"),
+    "out is taken": ("quantize --model base --out nvfp4", "nvfp4 exists", "--overwrite"),
+    "out is another's folder": ("quantize --model base --out data --overwrite", "data holds something else", "another"),
+    "out is a file": ("quantize --model base --out rows.jsonl", "is a file", "give a folder"),
+    "ignore matches nothing": (
+        "quantize --model base --ignore re:.*attention.*", "re:.*attention.*' matches no layer", "self_attn",
+    ),
+    "ignore is no pattern": ("quantize --model base --ignore re:([", "re:\\(\\[.*regular expression", "correct it"),
+    "awq without rows": ("quantize --model base --method awq", "awq", "--calibration"),
+    "rows without awq": ("quantize --model base --calibration rows.jsonl", "rtn uses no data", "--method awq"),
+    "no calibration rows": (
+        "quantize --model base --method awq --sequence-length 64 --calibration no.jsonl",
+        "no file or folder 'no.jsonl'", "write a path",
+    ),
+    "calibration of zero rows": (
+        "quantize --model base --method awq --calibration rows.jsonl --calibration-size 0", "calibration", "at least 1",
+    ),
+    "no such device": (
+        "quantize --model base --device tpu", "tpu cannot be used here .torch knows no such", "auto or cpu",
+    ),
+    "no GPU": ("quantize --model base --device cuda", "cuda cannot be used", "auto or cpu"),
+    # recipes and --set
+    "no such recipe": ("train --recipe dapo_8b", "'dapo_8b'", "dapo_7b"),
+    "no recipe at all": ("train", "--recipe", "qerl recipes"),
+    "recipe file is missing": ("train --recipe mine.yaml", "mine.yaml: no such file", "dapo_7b"),
+    "recipe with a tab": ("train --recipe tab.yaml", "tab.yaml:3: a tab", "write spaces"),
+    "recipe is a list": ("train --recipe list.yaml", "list.yaml: holds the list", "sections such as"),
+    "key twice": ("train --recipe twice.yaml", "twice.yaml:4: run.steps stands twice", "keep one"),
+    "unknown key in a file": (
+        "train --recipe unknown.yaml", "unknown.yaml:3: optim.learning_rte", "optim.learning_rate",
+    ),
+    "wrong type in a file": ("train --recipe type.yaml", "type.yaml:3: run.steps: got 'many'", "whole number >= 1"),
+    "extends nothing": ("train --recipe orphan.yaml", "orphan.yaml:1: extends: 'nowhere'", "shipped are"),
+    "extends itself": ("train --recipe loop.yaml", "loop.yaml:1: extends", "write it out"),
+    "unknown key in --set": ("train --recipe tiny --set loss.clip_hihg=0.3", "clip_hihg", "clip_high"),
+    "--set without value": ("train --recipe tiny --set run.steps", "run.steps: is not KEY=VALUE", "section.key=value"),
+    "--set of another type": ("train --recipe tiny --set run.steps=ten", "run.steps: got 'ten'", "whole number >= 1"),
+    "steps below one": ("train --recipe tiny --steps 0", "run.steps: got 0", "whole number >= 1"),
+    "temperature below zero": ("train --recipe tiny --set rollout.temperature=-1", "temperature: got -1", "number > 0"),
+    "learning rate is not finite": (
+        "train --recipe tiny --set optim.learning_rate=nan",
+        "learning_rate: got 'nan'", "number > 0 and < 1; the default",
+    ),
+    "group of one": ("train --recipe tiny --set rollout.group_size=1", "group_size: got 1", "whole number >= 2"),
+    "no such loss": ("train --recipe tiny --set loss.type=ppo", "ppo", "dapo"),
+    "noise grows": (
+        "train --recipe tiny --set noise.sigma_end=0.1", "sigma_end 0.1 with noise.sigma_start", "at most 0.01",
+    ),
+    "more stages than steps": ("train --recipe tiny --steps 3", "num_stages 5", "run.steps: 5 or more"),
+    "no such format": ("train --recipe tiny --set model.format=int8", "model.format: got 'int8'", "nvfp4, bf16"),
+    "no such reward": (f"{TRAIN} --set rewards=[{{name: acuracy}}]", "acuracy", "accuracy"),
+    "rank of zero": ("train --recipe tiny --set adapter.rank=0", "rank: got 0", "whole number >= 1"),
+    "no such target": ("train --recipe tiny --set adapter.targets=[q_prj]", "q_prj", "q_proj"),
+    "memory is negative": ("train --recipe tiny --set rollout.memory=-2", "memory: got -2", "number > 0 or null"),
+    # training
+    "not quantized yet": ("train --recipe tiny", "checkpoints/tiny-NVFP4A16", "qerl quantize"),
+    "a run that exists": (f"{TRAIN} --out runs/done", "runs/done already exists", "--resume"),
+    "a file as run": (f"{TRAIN} --out rows.jsonl", "rows.jsonl already exists", "another --out"),
+    "vllm without a GPU": (
+        f"{TRAIN} --set rollout.engine=vllm", "vllm, but there is no CUDA device", "transformers or auto",
+    ),
+    "data are missing": (f"{TRAIN} --data no.jsonl", "no file or folder 'no.jsonl'", "write a path"),
+    "data are empty": (f"{TRAIN} --data data/empty.jsonl", "empty.jsonl holds no rows", "the right file"),
+    "data are torn": (
+        f"{TRAIN} --data data/torn.jsonl", "1 usable examples are fewer than the 8 prompts", "give more rows",
+    ),
+    "column is missing": (
+        f"{TRAIN} --data data/columns.jsonl", "no column 'question'.*problem, solution", "--columns question=",
+    ),
+    "columns of nothing": (
+        f"{TRAIN} --data rows.jsonl --columns question=prompt",
+        "no column 'prompt'.*question, answer", "--columns question=",
+    ),
+    "columns without =": (
+        f"{TRAIN} --data rows.jsonl --columns question", "'question' is not of the form", "question=problem",
+    ),
+    "answers are missing": (f"{TRAIN} --data data/answers.jsonl", "no column 'answer'", "map them"),
+    "fewer rows than prompts": (
+        f"{TRAIN} --data data/one.jsonl", "1 usable examples", "lower rollout.prompts_per_step",
+    ),
+    "no such task": (f"{TRAIN} --task gms8k", "gms8k", "gsm8k"),
+    "resume nothing": ("train --resume runs/none", "runs/none is not a run", "the directory that"),
+    "resume a step that is not there": ("train --resume 7", "step 7", "step"),
+    "resume with another recipe": ("train --resume runs/done --recipe tiny", "--resume", "--recipe"),
+    # evaluation
+    "no such benchmark": ("eval gsm9k --model tiny", "gsm9k", "gsm8k"),
+    "no run yet": ("eval arith", "no --model was given", "qerl quantize"),
+    "greedy samples": (f"{PLAIN} --samples 4", "--samples 4 at temperature 0", "--sampled"),
+    "pass@k of too few": (f"{PLAIN} --sampled --samples 2 --pass-k 4", "--pass-k 4", "--samples 4"),
+    "limit of zero": (f"{PLAIN} --limit 0", "--limit 0", "1 or more"),
+    "adapter of another base": (
+        "eval arith --model base --adapter runs/done", "is of another base", "it was trained on",
+    ),
+    "adapter is a model": ("eval arith --model tiny --adapter base", "base is a model", "adapter_config.json"),
+    "checkpoints without a run": ("eval arith --model tiny --checkpoints all", "--checkpoints", "--run"),
+    "template without a question": (f"{PLAIN} --prompt-template Hello", "'Hello' has no", "{question}"),
+    "compare with nothing": ("compare runs/done runs/none", "runs/done is no finished evaluation", "qerl eval"),
+    # plan, report, merge, chat, grade
+    "no such card": ("plan --recipe dapo_7b --gpu rtx9090", "rtx9090", "4090"),
+    "card of no memory": ("plan --recipe dapo_7b --gpu -3", "-3 is not a size", "write GiB"),
+    "report of nothing": ("report runs/none", "runs/none/metrics.jsonl cannot be read", "give a run"),
+    "report of a model": ("report base", "base/metrics.jsonl", "give a run"),
+    "merge a model": ("merge --adapter base --to bf16", "base is a model, not an adapter", "adapter_config.json"),
+    "merge to another format": ("merge --adapter runs/done --to fp8", "'fp8'", "'bf16'"),
+    "merge an adapter of another base": (
+        "merge --adapter runs/done --to bf16 --model base", "runs/done/adapter changes", "base that it was trained on",
+    ),
+    "hub id without a name": ("merge --adapter runs/done --to adapter --push-to-hub mine", "mine", "owner/name"),
+    "chat without a model": ("chat --model ./missing", "./missing is neither", "existing folder"),
+    "grade without a file": ("grade no.jsonl --task gsm8k", "no file or folder 'no.jsonl'", "write a path"),
+    "grade rows without completions": ("grade rows.jsonl --task gsm8k", "rows.jsonl, row 1", "`completion`"),
+    "copy a recipe over a file": ("recipes copy tiny --out mine/tiny.yaml", "tiny.yaml exists", "--out FILE"),
+    "show no recipe": ("recipes show dapo", "dapo", "dapo_7b"),
+}  # fmt: skip
+
+
+def write_workspace(folder):
+    """What a user's folder may hold: models whole and broken, a finished run, data, recipes."""
+    write_base(folder / "base")
+    fake_checkpoint(folder / "nvfp4", quantization_config={
+        "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {},
+    })  # fmt: skip
+    fake_checkpoint(folder / "gptq", quantization_config={"quant_method": "gptq", "bits": 4})
+    fake_checkpoint(folder / "experts", model_type="mixtral", num_local_experts=8)
+    fake_checkpoint(folder / "torn-config")
+    (folder / "torn-config" / "config.json").write_text('{"model_type": "llama",')
+    fake_checkpoint(folder / "no-tokenizer", tokenizer=False)
+    shards = fake_checkpoint(folder / "no-shard")
+    (shards / "model.safetensors").rename(shards / "model-00001-of-00002.safetensors")
+    names = [*layout_tensors()]
+    where = {name: f"model-0000{1 + (name == names[-1])}-of-00002.safetensors" for name in names}
+    (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    short = fake_checkpoint(folder / "short-shard") / "model.safetensors"
+    write_safetensors(short, layout_tensors())
+    short.write_bytes(short.read_bytes()[:-100])
+    (folder / "empty").mkdir()
+    shutil.copytree(DATA, folder / "runs" / "done")
+    settings = ["adapter.rank=4", "adapter.alpha=8", "run.steps=30"]
+    save_config(load_recipe("tiny", settings), folder / "runs" / "done" / "config.yaml")  # in today's keys
+    write_data(folder)
+    write_recipes(folder)
+    (folder / "mine").mkdir()
+    (folder / "mine" / "tiny.yaml").write_text("extends: tiny\n")
+
+
+def write_data(folder):
+    row = {"question": "What is 2 + 3?", "answer": "5"}
+    (folder / "data").mkdir()
+    (folder / "data" / "empty.jsonl").write_text("")
+    (folder / "data" / "torn.jsonl").write_text(json.dumps(row) + '\n{"question": "What')
+    (folder / "data" / "columns.jsonl").write_text('{"problem": "1 + 1", "solution": "2"}\n')
+    (folder / "data" / "answers.jsonl").write_text('{"question": "1 + 1"}\n')
+    (folder / "data" / "one.jsonl").write_text(json.dumps(row) + "\n")
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(20)))
+
+
+def write_recipes(folder):
+    recipes = {
+        "tab": "extends: tiny\nrun:\n\tsteps: 3\n",
+        "list": "- extends: tiny\n",
+        "twice": "extends: tiny\nrun:\n  steps: 3\n  steps: 4\n",
+        "unknown": "extends: tiny\noptim:\n  learning_rte: 1.0e-3\n",
+        "type": "extends: tiny\nrun:\n  steps: many\n",
+        "orphan": "extends: nowhere\n",
+        "loop": "extends: loop.yaml\n",
+    }
+    for name, text in recipes.items():
+        (folder / f"{name}.yaml").write_text(text)
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("workspace")
+    write_workspace(folder)
+    return folder
+
+
+def listing(folder):
+    """Every path; of files, size and time of change."""
+    return {path: path.is_file() and (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
+
+
+def arguments_of(line):
+    """Split at spaces, but for `name: value` of YAML."""
+    return [word.replace("\0", " ") for word in line.replace(": ", ":\0").split()]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_wrong_input_is_one_line_and_no_file(name, workspace, monkeypatch, capfd):
+    line, mistake, remedy = CASES[name]
+    monkeypatch.chdir(workspace)
+    monkeypatch.setattr(sys, "argv", ["qerl", *arguments_of(line)])
+    before = listing(workspace)
+    with pytest.raises(SystemExit) as stopped:
+        qerl.cli.main()
+    output = capfd.readouterr()
+    assert stopped.value.code == 2
+    lines = output.err.strip().splitlines()
+    assert [text.startswith("error: ") for text in lines] == [True], output.err
+    assert re.search(mistake, lines[0]), lines[0]
+    assert re.search(remedy, lines[0]), lines[0]
+    assert listing(workspace) == before
+
+
+def test_the_table_is_as_long_as_it_says():
+    assert len(CASES) >= 60
+    assert len({line for line, _, _ in CASES.values()}) == len(CASES)
+
+
+@pytest.mark.parametrize("name", ["unknown option", "no such folder", "unknown key in --set"])
+def test_the_installed_script_does_the_same(name, workspace):
+    line, mistake, _ = CASES[name]
+    command = [sys.executable, "-c", "import qerl.cli; qerl.cli.main()", *arguments_of(line)]
+    result = subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 2
+    assert re.fullmatch(f"error: .*{mistake}.*\n", result.stderr)
