@@ -43,6 +43,20 @@ def test_an_unknown_kernel_is_refused():
         linear_backend("cutlass", "nvfp4", deterministic=False)
 
 
+def test_a_kv_cache_that_the_card_has_not_is_refused(monkeypatch):
+    from qerl.vllm_plugin.opening import check_kv_cache_dtype
+
+    with pytest.raises(EngineError, match="write auto, fp8, fp8_per_token_head"):
+        check_kv_cache_dtype("fp4")
+    check_kv_cache_dtype("auto")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(EngineError, match=r"A100 has \(8, 0\): write rollout\.kv_cache_dtype: auto"):
+        check_kv_cache_dtype("fp8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    check_kv_cache_dtype("fp8_per_token_head")
+
+
 def flat(*positions):
     """vLLM's FlatLogprobs: each position lists its logprobs, the token's own first."""
     starts, ends, values = [], [], []

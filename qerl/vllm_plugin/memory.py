@@ -52,6 +52,9 @@ def plan_memory(total: int, weights: int, memory: float | None, cap_gib: float |
     return MemoryPlan(limit, budget)
 
 
+KV_CACHE_DTYPES = ("auto", "fp8", "fp8_per_token_head")
+
+
 def kv_head_bytes(kv_cache_dtype: str, head_dim: int) -> int:
     """Bytes of the key (or value) of one token and head; with scales of their own, a float32 each."""
     return {"auto": 2 * head_dim, "fp8": head_dim, "fp8_per_token_head": head_dim + 4}[kv_cache_dtype]

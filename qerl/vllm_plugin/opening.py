@@ -9,6 +9,7 @@ from typing import Any
 
 from qerl.errors import EngineError, MissingExtraError
 from qerl.own_memory import others_bytes, own_bytes
+from qerl.vllm_plugin.memory import KV_CACHE_DTYPES
 from qerl.vllm_plugin.startup import capture_sizes
 
 MIN_CAPABILITY = (8, 0)  # bfloat16
@@ -183,8 +184,10 @@ def check_device(dtype: str) -> int:
 def check_kv_cache_dtype(kv_cache_dtype: str) -> None:
     import torch
 
-    capability = torch.cuda.get_device_capability()
-    if kv_cache_dtype != "auto" and capability < FP8_CAPABILITY:
+    if kv_cache_dtype not in KV_CACHE_DTYPES:
+        raise EngineError(f"rollout.kv_cache_dtype={kv_cache_dtype!r} is not known: write {', '.join(KV_CACHE_DTYPES)}")
+    capability = FP8_CAPABILITY if kv_cache_dtype == "auto" else torch.cuda.get_device_capability()
+    if capability < FP8_CAPABILITY:
         raise EngineError(
             f"rollout.kv_cache_dtype={kv_cache_dtype} needs compute capability {FP8_CAPABILITY} (Ada, Hopper or newer) "
             f"and {torch.cuda.get_device_name()} has {capability}: write rollout.kv_cache_dtype: auto"
