@@ -5,12 +5,14 @@
 #
 #     engine   360 s  the vllm engine on four small models: every check of check_engine
 #     kernels  150 s  kernels, packing with shared prompts, layers, quantization, doctor
-#     more     240 s  KV cache overflow, too small a cap, fp8 cache, reopening, merged folders; side by side
-#     step     330 s  workload A: as it is, with shared prompts, under 24 GiB
-#     startup  220 s  a first and a second start at 7B
+#     cache    190 s  fp8 KV cache, closing and reopening, a KV cache that overflows, too small a cap
+#     merge    180 s  merged folders in stock vLLM
+#     step     330 s  workload A: as it is, with shared prompts, under 24 GiB; on a fresh machine the logs of the first two
+#                     hold a first and a second start
+#     startup  220 s  a first and a second start at 7B, with caches of their own
 #     decode   260 s  decode speed at 7B without and with measured kernel choice
 #     mixed    320 s  lengths of 64 to 1024 tokens, ours and TRL's
-#     shapes   260 s  3B, 8B and 14B: one run each, side by side under caps
+#     shapes   320 s  3B, 8B and 14B: one step each under a cap
 #     peaks    280 s  memory while training, resuming and evaluating under 24 GiB
 #
 # Logs and JSON go to OUT, one line a command to OUT/summary.txt; a failure does not stop the rest. CHECKPOINTS holds the
@@ -56,13 +58,14 @@ batch_kernels() {
     tests others 150 tests/test_quantize_gpu.py tests/test_qerl_doctor.py tests/test_qerl_own_memory.py
 }
 
-batch_more() {
-    tests overflow 280 tests/test_qerl_engine_vllm.py -k "larger_than or cannot_hold" &
+batch_cache() {
     tests fp8 280 tests/test_qerl_engine_vllm.py -k fp8 &
     tests reopened 280 tests/test_qerl_engine_vllm.py -k closed_engine &
-    tests merge 300 tests/test_quantize_merge_gpu.py &
-    wait
+    wait # what follows profiles the card's memory, which another process may not change meanwhile
+    tests overflow 200 tests/test_qerl_engine_vllm.py -k "larger_than or cannot_hold"
 }
+
+batch_merge() { tests merge 300 tests/test_quantize_merge_gpu.py; }
 
 batch_step() {
     checkpoint qwen2.5-7b 7b
@@ -94,10 +97,9 @@ batch_shapes() {
     checkpoint qwen2.5-3b 3b
     checkpoint llama3-8b 8b
     checkpoint qwen2.5-14b 14b
-    step step-3b 3b --steps 1 --cap-gib 24 --set noise.enabled=false &
-    step step-8b 8b --steps 1 --cap-gib 32 --set noise.enabled=false &
-    step step-14b 14b --steps 1 --cap-gib 48 --set noise.enabled=false &
-    wait
+    step step-3b 3b --steps 1 --cap-gib 16 --set noise.enabled=false
+    step step-8b 8b --steps 1 --cap-gib 24 --set noise.enabled=false
+    step step-14b 14b --steps 1 --cap-gib 32 --set noise.enabled=false
 }
 
 batch_peaks() {
