@@ -5,7 +5,7 @@ Accuracy is greedy, on rows that neither training nor the choice of the rate has
 1. Of an accuracy, or of a difference of two arms on the same questions and seeds: two parts, added in quadrature,
    Student's t over the seeds' means and the normal distribution over the questions' means. Chance of a seed stands in
    both, so the interval is rather too wide than too narrow.
-2. Of a reward, a slope or their difference: Student's t over the seeds, each seed one value.
+2. Of a reward, a slope or their difference: Student's t over the seeds, each seed one value. A single seed has none.
 
 A reward "rises" if the interval of its slopes lies above 0: of each seed's reward the slope of the least squares line
 over the steps. Each step has problems that training has not seen before.
@@ -72,15 +72,22 @@ def trained(results: dict[str, Any], arm: str) -> dict[float, Runs]:
     return dict(sorted(runs.items()))
 
 
-def finals(results: dict[str, Any], arm: str) -> Runs:
-    """The arm's reported runs: of the rate with the most right validation answers, the smaller rate of equals.
+def swept(results: dict[str, Any], arm: str) -> dict[float, Runs]:
+    """The arm's runs by rate, of the seeds that all of its rates have: they choose the rate.
 
-    Rates that have not been run with all seeds of the others are no candidates.
+    So a sweep with one seed may be followed by runs of the chosen rate with others.
     """
-    runs = trained(results, arm).values()
-    most = max(map(len, runs), default=0)
-    whole = [rows for rows in runs if len(rows) == most]
-    return max(whole, key=lambda rows: sum(row["validation"].count("1") for row in rows), default=[])
+    runs = trained(results, arm)
+    shared = set.intersection(*({row["seed"] for row in rows} for rows in runs.values())) if runs else set()
+    return {rate: [row for row in rows if row["seed"] in shared] for rate, rows in runs.items()}
+
+
+def finals(results: dict[str, Any], arm: str) -> Runs:
+    """The arm's reported runs: of the rate with the most right validation answers, the smaller rate of equals."""
+    runs = swept(results, arm)
+    if not runs:
+        return []
+    return trained(results, arm)[max(runs, key=lambda rate: sum(row["validation"].count("1") for row in runs[rate]))]
 
 
 def present(results: dict[str, Any]) -> list[str]:
@@ -127,7 +134,16 @@ def paired(results: dict[str, Any], reference: str, arm: str) -> list[tuple[dict
 
 def arms_table(results: dict[str, Any]) -> list[str]:
     gpu = results["machine"]["device"] != "CPU"
-    head = ["arm", "rate", "before", "after", "each seed", "reward, first and last fifth", "slope a step", "entropy"]
+    head = [
+        "accuracy, %",
+        "rate",
+        "before",
+        "after",
+        "each seed",
+        "reward, first and last fifth",
+        "slope a step",
+        "entropy",
+    ]
     head += ["s a step", "GiB"] if gpu else []
     rows = [_head(head)]
     for arm in present(results):
@@ -137,11 +153,11 @@ def arms_table(results: dict[str, Any]) -> list[str]:
         cells = [
             ARMS[arm].title,
             f"{runs[0]['rate']:g}",
-            f"{answers(base).mean():.1%}" if base else "",
-            _share(*estimate(answers(runs))),
-            " / ".join(f"{value:.1%}" for value in answers(runs).mean(1)),
+            f"{100 * answers(base).mean():.1f}" if base else "",
+            _plus_minus(*(100 * value for value in estimate(answers(runs))), ".1f"),
+            " / ".join(f"{100 * value:.1f}" for value in answers(runs).mean(1)),
             " to ".join(f"{_fifth(runs, 'reward', last):.2f}" for last in (False, True)),
-            f"{mean(slopes):.4f} ± {over_seeds(slopes):.4f}, {'rises' if rises(runs) else 'cannot tell'}",
+            f"{_plus_minus(mean(slopes), over_seeds(slopes), '.4f')}, {'rises' if rises(runs) else 'cannot tell'}",
             " to ".join(f"{_fifth(runs, 'sampling/entropy', last):.2f}" for last in (False, True)),
         ]
         if gpu:
@@ -162,23 +178,23 @@ def pairs_table(results: dict[str, Any]) -> list[str]:
         rewards = [mean(b["steps"]["reward"]) - mean(a["steps"]["reward"]) for a, b in pairs]
         cells = [
             f"{ARMS[arm].title} against {ARMS[reference].title}",
-            f"{100 * difference:+.1f} ± {100 * half:.1f}",
-            f"{mean(rewards):+.3f} ± {over_seeds(rewards):.3f}",
-            "better" if difference > half else "worse" if difference < -half else "the same within the interval",
+            _plus_minus(100 * difference, 100 * half, "+.1f"),
+            _plus_minus(mean(rewards), over_seeds(rewards), "+.3f"),
+            "better" if difference > half else "worse" if difference < -half else "not told apart",
         ]
         rows.append(_line(cells))
     return rows
 
 
 def sweep_table(results: dict[str, Any]) -> list[str]:
-    """Accuracy on validation problems, mean of the seeds, by rate; the chosen rate in bold."""
+    """Accuracy on validation problems by rate, mean of the seeds that all rates have; the chosen rate in bold."""
     rates = sorted({rate for arm in ARMS for rate in trained(results, arm)})
-    rows = [_head(["validation accuracy by rate", *(f"{rate:g}" for rate in rates)])]
+    rows = [_head(["validation accuracy by rate", "seeds", *(f"{rate:g}" for rate in rates)])]
     for arm in present(results):
-        runs, chosen = trained(results, arm), finals(results, arm)[0]["rate"]
+        runs, chosen = swept(results, arm), finals(results, arm)[0]["rate"]
         shares = {rate: f"{answers(runs[rate], 'validation').mean():.1%}" for rate in runs}
         cells = [f"**{shares[rate]}**" if rate == chosen else shares.get(rate, "") for rate in rates]
-        rows.append(_line([ARMS[arm].title, *cells]))
+        rows.append(_line([ARMS[arm].title, str(len(runs[chosen])), *cells]))
     return rows
 
 
@@ -209,8 +225,9 @@ def _fifth(runs: Runs, name: str, last: bool) -> float:
     return mean(mean(run["steps"][name][-count:] if last else run["steps"][name][:count]) for run in runs)
 
 
-def _share(value: float, half: float) -> str:
-    return f"{value:.1%}" + ("" if np.isnan(half) else f" ± {100 * half:.1f}")
+def _plus_minus(value: float, half: float, form: str) -> str:
+    """The value and half its interval, if it has one."""
+    return f"{value:{form}}" + ("" if np.isnan(half) else f" ± {half:{form.removeprefix('+')}}")
 
 
 def _line(cells: Sequence[str]) -> str:

@@ -197,11 +197,19 @@ def test_arms_are_compared_by_question_and_seed(load) -> None:
     runs += [run_of("nvfp4", 1e-3, seed, right(50 + (seed == 0))) for seed in (0, 1, 2)]
     rows = report.pairs_table(results_of(*runs))
     assert rows[1:] == [
-        "| NVFP4 LoRA against BF16 LoRA | +0.3 ± 1.6 | +0.000 ± 0.000 | the same within the interval |",
+        "| NVFP4 LoRA against BF16 LoRA | +0.3 ± 1.6 | +0.000 ± 0.000 | not told apart |",
         # 45 of 100 questions by the same two seeds: 1.96 * sqrt(0.45 * 0.55 * 100/99 / 100)
         "| NVFP4 LoRA + AQN in the rollout against BF16 LoRA | +45.0 ± 9.8 | +0.305 ± 0.000 | better |",
         "| NVFP4 LoRA + AQN in the rollout against NVFP4 LoRA | +44.5 ± 11.6 | +0.305 ± 0.000 | better |",
     ]
+
+
+def test_a_single_seed_has_no_interval_and_tells_nothing(load) -> None:
+    report = load("study_report")
+    results = results_of(run_of("bf16", 1e-3, 0, right(50)), run_of("nvfp4", 1e-3, 0, right(95)))
+    assert report.pairs_table(results)[1] == "| NVFP4 LoRA against BF16 LoRA | +45.0 | +0.000 | not told apart |"
+    row = "| BF16 LoRA | 0.001 |  | 50.0 | 50.0 | 0.12 to 0.28 | 0.0100, cannot tell | 1.00 to 0.50 |"
+    assert report.arms_table(results)[1] == row
 
 
 def test_a_reward_rises_if_the_slopes_of_all_seeds_say_so(load) -> None:
@@ -214,16 +222,19 @@ def test_a_reward_rises_if_the_slopes_of_all_seeds_say_so(load) -> None:
     assert not report.rises(rising[:1])
 
 
-def test_the_rate_is_the_best_on_validation_among_those_with_every_seed(load) -> None:
+def test_the_rate_is_the_best_on_validation_by_the_seeds_that_all_rates_have(load) -> None:
     report = load("study_report")
     runs = [
-        run_of("bf16", rate, seed, test, validation)
-        for rate, validation, test in ((1e-3, "110", "000"), (2e-3, "100", "111"), (3e-3, "111", "011"))
-        for seed in ((0,) if rate == 3e-3 else (0, 1))
-    ]
-    chosen = report.finals(results_of(*runs), "bf16")
+        run_of("bf16", rate, seed, "01", validation)
+        for rate, seed, validation in (
+            (1e-3, 0, "110"), (1e-3, 1, "000"), (2e-3, 0, "100"), (2e-3, 1, "111"), (3e-3, 0, "110"),
+        )
+    ]  # fmt: skip
+    chosen = report.finals(results_of(*runs), "bf16")  # by seed 0: 2, 1 and 2 right, the smaller rate of equals
     assert [(row["rate"], row["seed"]) for row in chosen] == [(1e-3, 0), (1e-3, 1)]
-    assert report.sweep_table(results_of(*runs))[1] == "| BF16 LoRA | **66.7%** | 33.3% | 100.0% |"
+    assert report.sweep_table(results_of(*runs))[1] == "| BF16 LoRA | 1 | **66.7%** | 33.3% | 66.7% |"
+    chosen = report.finals(results_of(*runs[:4]), "bf16")  # by both seeds: 2 and 4 right
+    assert [(row["rate"], row["seed"]) for row in chosen] == [(2e-3, 0), (2e-3, 1)]
 
 
 def test_noise_is_compared_at_the_first_step_that_has_some(load) -> None:
