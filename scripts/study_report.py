@@ -72,22 +72,17 @@ def trained(results: dict[str, Any], arm: str) -> dict[float, Runs]:
     return dict(sorted(runs.items()))
 
 
-def swept(results: dict[str, Any], arm: str) -> dict[float, Runs]:
-    """The arm's runs by rate, of the seeds that all of its rates have: they choose the rate.
-
-    So a sweep with one seed may be followed by runs of the chosen rate with others.
-    """
+def candidates(results: dict[str, Any], arm: str) -> dict[float, Runs]:
+    """The arm's runs of the rates that can be chosen: those with the most seeds."""
     runs = trained(results, arm)
-    shared = set.intersection(*({row["seed"] for row in rows} for rows in runs.values())) if runs else set()
-    return {rate: [row for row in rows if row["seed"] in shared] for rate, rows in runs.items()}
+    most = max(map(len, runs.values()), default=0)
+    return {rate: rows for rate, rows in runs.items() if len(rows) == most}
 
 
 def finals(results: dict[str, Any], arm: str) -> Runs:
     """The arm's reported runs: of the rate with the most right validation answers, the smaller rate of equals."""
-    runs = swept(results, arm)
-    if not runs:
-        return []
-    return trained(results, arm)[max(runs, key=lambda rate: sum(row["validation"].count("1") for row in runs[rate]))]
+    runs = candidates(results, arm).values()
+    return max(runs, key=lambda rows: sum(row["validation"].count("1") for row in rows), default=[])
 
 
 def present(results: dict[str, Any]) -> list[str]:
@@ -187,14 +182,14 @@ def pairs_table(results: dict[str, Any]) -> list[str]:
 
 
 def sweep_table(results: dict[str, Any]) -> list[str]:
-    """Accuracy on validation problems by rate, mean of the seeds that all rates have; the chosen rate in bold."""
+    """Accuracy on validation problems by rate, mean of the seeds; the chosen rate in bold."""
     rates = sorted({rate for arm in ARMS for rate in trained(results, arm)})
-    rows = [_head(["validation accuracy by rate", "seeds", *(f"{rate:g}" for rate in rates)])]
+    rows = [_head(["validation accuracy by rate, % (seeds)", *(f"{rate:g}" for rate in rates)])]
     for arm in present(results):
-        runs, chosen = swept(results, arm), finals(results, arm)[0]["rate"]
-        shares = {rate: f"{answers(runs[rate], 'validation').mean():.1%}" for rate in runs}
-        cells = [f"**{shares[rate]}**" if rate == chosen else shares.get(rate, "") for rate in rates]
-        rows.append(_line([ARMS[arm].title, str(len(runs[chosen])), *cells]))
+        runs, chosen = trained(results, arm), finals(results, arm)[0]["rate"]
+        cells = {rate: f"{100 * answers(runs[rate], 'validation').mean():.1f} ({len(runs[rate])})" for rate in runs}
+        cells[chosen] = f"**{cells[chosen]}**"
+        rows.append(_line([ARMS[arm].title, *(cells.get(rate, "") for rate in rates)]))
     return rows
 
 
@@ -211,11 +206,13 @@ def noise_table(results: dict[str, Any]) -> list[str]:
                 steps, without = run["steps"], clean[rate, run["seed"]]["steps"]
                 at = next(index for index, sigma in enumerate(steps["noise/sigma"]) if sigma)
                 entropies = (steps["sampling/entropy"][at], without["sampling/entropy"][at])
-                found.append((steps["noise/sigma"][at], *entropies, steps["mismatch_kl"][at]))
+                gain = 100 * float((answers([run]) - answers([clean[rate, run["seed"]]])).mean())
+                found.append((steps["noise/sigma"][at], *entropies, steps["mismatch_kl"][at], gain))
         if found:
-            sigma, noisy, quiet, mismatch = np.array(found).mean(0)
+            sigma, noisy, quiet, mismatch, gain = np.array(found).mean(0)
+            gains = [row[-1] for row in found]
             cells = [ARMS[arm].title, str(len(found)), f"{sigma:g}", f"{noisy:.4f}", f"{quiet:.4f}", f"{mismatch:.1e}"]
-            rows.append(_line(cells))
+            rows.append(_line([*cells, f"{gain:+.1f} ({min(gains):+.1f} to {max(gains):+.1f})"]))
     return rows
 
 

@@ -16,6 +16,7 @@ from qerl.recipe import load_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TINY = REPOSITORY / "qerl" / "tiny"
+SHIPPED = REPOSITORY / "benchmarks" / "study-noise-tiny.json"
 SMALL = ("rollout.prompts_per_step=2", "rollout.group_size=2", "run.micro_batch_tokens=400", "rollout.max_new_tokens=8")
 
 
@@ -222,27 +223,58 @@ def test_a_reward_rises_if_the_slopes_of_all_seeds_say_so(load) -> None:
     assert not report.rises(rising[:1])
 
 
-def test_the_rate_is_the_best_on_validation_by_the_seeds_that_all_rates_have(load) -> None:
+def test_the_rate_is_the_best_on_validation_among_those_with_every_seed(load) -> None:
     report = load("study_report")
     runs = [
         run_of("bf16", rate, seed, "01", validation)
-        for rate, seed, validation in (
-            (1e-3, 0, "110"), (1e-3, 1, "000"), (2e-3, 0, "100"), (2e-3, 1, "111"), (3e-3, 0, "110"),
-        )
-    ]  # fmt: skip
-    chosen = report.finals(results_of(*runs), "bf16")  # by seed 0: 2, 1 and 2 right, the smaller rate of equals
+        for rate, validation in ((1e-3, "110"), (2e-3, "100"), (3e-3, "111"))
+        for seed in ((0,) if rate == 3e-3 else (0, 1))
+    ]
+    chosen = report.finals(results_of(*runs), "bf16")
     assert [(row["rate"], row["seed"]) for row in chosen] == [(1e-3, 0), (1e-3, 1)]
-    assert report.sweep_table(results_of(*runs))[1] == "| BF16 LoRA | 1 | **66.7%** | 33.3% | 66.7% |"
-    chosen = report.finals(results_of(*runs[:4]), "bf16")  # by both seeds: 2 and 4 right
-    assert [(row["rate"], row["seed"]) for row in chosen] == [(2e-3, 0), (2e-3, 1)]
+    assert report.sweep_table(results_of(*runs))[1] == "| BF16 LoRA | **66.7 (2)** | 33.3 (2) | 100.0 (1) |"
 
 
 def test_noise_is_compared_at_the_first_step_that_has_some(load) -> None:
     report = load("study_report")
     noisy = {"noise/sigma": [0.0, 0.1], "mismatch_kl": [0.0, 2e-3], "sampling/entropy": [0.3, 0.4]}
-    runs = [run_of("nvfp4", 1e-3, 0, **{"sampling/entropy": [0.3, 0.35]}), run_of("nvfp4_aqn", 1e-3, 0, **noisy)]
+    runs = [run_of("nvfp4", 1e-3, 0, "01", **{"sampling/entropy": [0.3, 0.35]})]
+    runs.append(run_of("nvfp4_aqn", 1e-3, 0, "11", **noisy))
     rows = report.noise_table(results_of(*runs))
-    assert rows[1:] == ["| NVFP4 LoRA + AQN in the rollout | 1 | 0.1 | 0.4000 | 0.3500 | 2.0e-03 |"]
+    assert rows[1:] == [
+        "| NVFP4 LoRA + AQN in the rollout | 1 | 0.1 | 0.4000 | 0.3500 | 2.0e-03 | +50.0 (+50.0 to +50.0) |"
+    ]
+
+
+@pytest.fixture(scope="module")
+def shipped() -> dict:
+    return json.loads(SHIPPED.read_text(encoding="utf-8"))
+
+
+def test_the_page_of_the_shipped_results_is_drawn_from_them(load, shipped) -> None:
+    page = load("study_report").page(shipped, SHIPPED.name)
+    assert SHIPPED.with_suffix(".md").read_text(encoding="utf-8") == page, "run python scripts/study_noise.py report"
+
+
+@pytest.mark.parametrize("name", ["bf16", "nvfp4", "nvfp4_aqn", "nvfp4_aqn_both", "nf4"])
+def test_in_the_shipped_results_the_reward_of_every_seed_and_rate_rose(load, shipped, name) -> None:
+    report = load("study_report")
+    runs = report.trained(shipped, name)
+    assert len(report.candidates(shipped, name)) >= 3
+    assert {0, 1} <= {run["seed"] for run in report.finals(shipped, name)}
+    assert all(report.slope(run) > 0 for rows in runs.values() for run in rows)
+
+
+def test_in_the_shipped_results_runs_that_differ_in_noise_alone_are_equal_before_it(load, shipped) -> None:
+    runs = shipped["runs"]
+    for key, run in runs.items():
+        if "aqn" in run["arm"] and run["rate"]:
+            clean = runs[key.replace(run["arm"], "nvfp4")]["steps"]
+            before = run["steps"]["noise/sigma"].index(1e-2)
+            assert before == 5
+            for metric in ("reward", "sampling/entropy", "grad_norm"):
+                assert run["steps"][metric][:before] == clean[metric][:before]
+            assert run["steps"]["sampling/entropy"] != clean["sampling/entropy"]
 
 
 def test_the_picture_is_drawn_from_the_results(load, tmp_path) -> None:
