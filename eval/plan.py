@@ -62,6 +62,11 @@ def make_plan(settings: EvalSettings) -> Plan:
     ref = find_model(settings)
     logger.info("model: %s", describe(ref))
     name = choose_engine(settings.engine, settings.device)
+    if name != "vllm" and (settings.memory is not None or settings.kernel != "auto"):
+        option = "--memory" if settings.memory is not None else "--kernel"
+        raise ConfigError(
+            f"{option} is vllm's, and this evaluation runs on {name}: leave it out, or write --engine vllm"
+        )
     settings = replace(settings, engine=name, batch_size=settings.batch_size or BATCH_SIZE[name])
     run = run_of(ref)
     task = with_prompt(asked, settings, run)

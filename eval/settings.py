@@ -6,6 +6,7 @@ only ones. Importing this loads no torch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,14 +65,15 @@ class EvalSettings:
                 raise ConfigError(f"{flag(name)} {value} is less than one: write 1 or more")
         if self.seed < 0:
             raise ConfigError(f"--seed {self.seed} is negative: write 0 or more")
-        if self.memory is not None and self.memory <= 0:
+        if self.memory is not None and not 0 < self.memory < math.inf:
             raise ConfigError(f"--memory {self.memory} is no budget: write GiB, or a share of the card such as 0.9")
         self._check_sampling()
         self._check_prompt()
 
     def _check_sampling(self) -> None:
-        if self.temperature < 0:
-            raise ConfigError(f"--temperature {self.temperature} is negative: write 0 (greedy) or more")
+        if not 0 <= self.temperature < math.inf:
+            what = "negative" if self.temperature < 0 else "no number"
+            raise ConfigError(f"--temperature {self.temperature} is {what}: write 0 (greedy) or more")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p {self.top_p} is no share: write more than 0 and at most 1")
         if self.temperature == 0 and self.top_p < 1:

@@ -158,7 +158,9 @@ def train(
     flags = {"base": model, "task": task, "data": data, "steps": steps, "seed": seed, "out": out and str(out)}
     config = load_recipe(recipe, overrides, **flags)
     from training.rewards import check_rewards
+    from training.run_dir import new_run_dir
 
+    new_run_dir(config.run.out, recipe_label(recipe))
     check_rewards(config)
     _check_base(config, recipe, quantize_first)
     if dry:

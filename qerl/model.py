@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from huggingface_hub.errors import StrictDataclassError
+
 from qerl.checkpoint import TINY, TINY_FOLDER
 from qerl.errors import CheckpointError
 from qerl.hub import download_model
@@ -25,6 +27,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
+
+UNREADABLE = (OSError, ValueError, StrictDataclassError)  # what transformers raises for a config it cannot take
 
 
 def load_model(
@@ -58,6 +62,10 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
     folder = local_folder(path, trust_remote_code)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=trust_remote_code)
+    except StrictDataclassError as error:
+        raise CheckpointError(
+            f"{folder}/config.json cannot be read ({' '.join(str(error).split())}): copy it from the original model"
+        ) from error
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"{folder} has no tokenizer that can be read ({error}): copy tokenizer.json and tokenizer_config.json "
@@ -102,12 +110,15 @@ def _load_16bit(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Pr
 
     if _quantization_format(folder):
         raise CheckpointError(f"{folder} holds NVFP4 weights: load it with format nvfp4, or give the 16-bit model")
+    read_tensors(folder)  # torn files, before transformers meets them
     try:
         return AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
         )
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} cannot be loaded: {error}") from error
+    except UNREADABLE as error:
+        raise CheckpointError(
+            f"{folder} cannot be loaded: {_first_line(error)}; take Qwen2, Qwen3, Llama or Mistral"
+        ) from error
 
 
 def _load_nvfp4(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -121,7 +132,7 @@ def _load_nvfp4(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Pr
         raise CheckpointError(f"{folder} holds 16-bit weights: run `qerl quantize --model {folder}` first")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         raise CheckpointError(
             f"{folder} cannot be loaded: {_first_line(error)}; take Qwen2, Qwen3, Llama or Mistral"
         ) from error

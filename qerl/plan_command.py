@@ -53,7 +53,7 @@ def plan_of(config: RunConfig, gpu: str | None = None) -> Plan:
     from qerl.plan import card_of, plan
     from qerl.sizes import read_sizes
 
-    return plan(config, read_sizes(config.model.base), card_of(gpu) if gpu else this_card())
+    return plan(config, read_sizes(config.model.base), this_card() if gpu is None else card_of(gpu))
 
 
 def this_card() -> Card:

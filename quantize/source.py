@@ -207,6 +207,8 @@ def _check_tokenizer(folder: Path) -> None:
             f"{folder} has no tokenizer (tokenizer.json, tokenizer.model, or vocab.json with merges.txt): copy the "
             "tokenizer files of the model into it"
         )
+    if (folder / "tokenizer.json").is_file():
+        read_json(folder / "tokenizer.json")
 
 
 def _position(name: str) -> int:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from checkpoint_factory import fake_checkpoint, layout_tensors, write_safetensors
+from checkpoint_factory import fake_checkpoint, layout_tensors
 from conftest import write_base
 
 import qerl.cli
@@ -46,6 +46,7 @@ CASES = {
     "config is no JSON": ("quantize --model torn-config", "config.json", "JSON"),
     "shard is missing": ("quantize --model no-shard", "model-00002-of-00002", "copy or download"),
     "shard is cut short": ("quantize --model short-shard", "truncated", "copy or download"),
+    "tokenizer is torn": ("quantize --model torn-tokenizer", "tokenizer.json is not valid JSON", "copy or download"),
     "no tokenizer": ("quantize --model no-tokenizer", "has no tokenizer", "copy the tokenizer files"),
     "out is the model": ("quantize --model base --out base", "own folder", "elsewhere"),
     "out is taken": ("quantize --model base --out nvfp4", "nvfp4 exists", "--overwrite"),
@@ -105,6 +106,15 @@ CASES = {
     "not quantized yet": ("train --recipe tiny", "checkpoints/tiny-NVFP4A16", "qerl quantize"),
     "a run that exists": (f"{TRAIN} --out runs/done", "runs/done already exists", "--resume"),
     "a file as run": (f"{TRAIN} --out rows.jsonl", "rows.jsonl already exists", "another --out"),
+    "a run in a file": (f"{TRAIN} --out rows.jsonl/run", "rows.jsonl is a file", "another --out"),
+    "a run of too long a name": (f"{TRAIN} --out {'x' * 300}", "File name too long", "give another"),
+    "a run of an odd name": (f"{TRAIN} --out a\x01b", "cannot be printed", "write another"),
+    "more tokens than positions": (f"{TRAIN} --set rollout.max_new_tokens=100000", "positions", "max_new_tokens: "),
+    "more rank than width": (f"{TRAIN} --set adapter.rank=5000", "adapter.rank 5000 is more", "128 or less"),
+    "weights are torn": (
+        "train --recipe tiny --set model.format=bf16 --model short", "short/.*truncated", "copy or download",
+    ),
+    "config of wrong types": ("train --recipe tiny --set model.format=bf16 --model odd-config", "hidden_size", "copy"),
     "vllm without a GPU": (
         f"{TRAIN} --set rollout.engine=vllm", "vllm, but there is no CUDA device", "transformers or auto",
     ),
@@ -137,6 +147,10 @@ CASES = {
     "greedy samples": (f"{PLAIN} --samples 4", "--samples 4 at temperature 0", "--sampled"),
     "pass@k of too few": (f"{PLAIN} --sampled --samples 2 --pass-k 4", "--pass-k 4", "--samples 4"),
     "limit of zero": (f"{PLAIN} --limit 0", "--limit 0", "1 or more"),
+    "temperature is no number": (f"{PLAIN} --sampled --temperature nan", "--temperature nan", "0 .greedy. or more"),
+    "memory for transformers": (f"{PLAIN} --memory 4", "--memory is vllm's", "--engine vllm"),
+    "kernel for transformers": (f"{PLAIN} --kernel marlin", "--kernel is vllm's", "leave it out"),
+    "weights of an evaluation are torn": ("eval arith --model short", "short/.*truncated", "copy or download"),
     "adapter of another base": (
         "eval arith --model base --adapter runs/done", "is of another base", "it was trained on",
     ),
@@ -146,6 +160,7 @@ CASES = {
     "compare with nothing": ("compare runs/done runs/none", "runs/done is no finished evaluation", "qerl eval"),
     # plan, report, merge, chat, grade
     "no such card": ("plan --recipe dapo_7b --gpu rtx9090", "rtx9090", "4090"),
+    "no card": ("plan --recipe dapo_7b --gpu=", "--gpu '' is not known", "4090"),
     "card of no memory": ("plan --recipe dapo_7b --gpu -3", "-3 is not a size", "write GiB"),
     "report of nothing": ("report runs/none", "runs/none/metrics.jsonl cannot be read", "give a run"),
     "report of a model": ("report base", "base/metrics.jsonl", "give a run"),
@@ -179,9 +194,15 @@ def write_workspace(folder):
     names = [*layout_tensors()]
     where = {name: f"model-0000{1 + (name == names[-1])}-of-00002.safetensors" for name in names}
     (shards / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
-    short = fake_checkpoint(folder / "short-shard") / "model.safetensors"
-    write_safetensors(short, layout_tensors())
-    short.write_bytes(short.read_bytes()[:-100])
+    cut = fake_checkpoint(folder / "short-shard") / "model.safetensors"
+    cut.write_bytes(cut.read_bytes()[:-100])
+    (fake_checkpoint(folder / "torn-tokenizer") / "tokenizer.json").write_text("{")
+    short = shutil.copytree(folder / "base", folder / "short")
+    first = min(short.glob("*.safetensors"))
+    first.write_bytes(first.read_bytes()[:-100])
+    odd = shutil.copytree(folder / "base", folder / "odd-config")
+    config = json.loads((odd / "config.json").read_text())
+    (odd / "config.json").write_text(json.dumps({**config, "hidden_size": "big"}))
     (folder / "empty").mkdir()
     shutil.copytree(DATA, folder / "runs" / "done")
     settings = ["adapter.rank=4", "adapter.alpha=8", "run.steps=30"]

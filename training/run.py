@@ -14,7 +14,6 @@ import logging
 import shutil
 import signal
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,15 +29,17 @@ from qerl.config import RunConfig
 from qerl.engine import Engine, choose_engine, open_engine
 from qerl.errors import ConfigError
 from qerl.memory_plan import MicroBatchPlan
-from qerl.model import load_tokenizer
+from qerl.model import load_tokenizer, local_folder
 from qerl.recipe import load_config, save_config
 from qerl.report.sampling import sampling_text
 from training.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
+from training.limits import check_limits
 from training.model import build_policy
 from training.prompts import load_prompts
 from training.resume import rewind_
 from training.rewards import build_rewards
 from training.rollout import Rollout
+from training.run_dir import new_run_dir
 from training.run_lock import only_writer, written
 from training.run_log import RunLog, read_metrics
 from training.train_memory import as_record, plan_run, recorded_plan
@@ -65,11 +66,7 @@ class TrainResult:
 
 def start(config: RunConfig, name: str) -> TrainResult:
     """Begin a new run of the recipe called `name`. Raises ConfigError if its directory is already in use."""
-    run_dir = Path(config.run.out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    if run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir())):
-        raise ConfigError(
-            f"{run_dir} already exists: continue it with `qerl train --resume {run_dir}`, or give another --out"
-        )
+    run_dir = new_run_dir(config.run.out, name)
     base = resolve_model(config.model.base, config.model.format)
     return _train(config, base, run_dir, name, checkpoint=None)
 
@@ -99,6 +96,7 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
         check_warm_start(base.adapter, base.base, config)
     tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
     prompts = load_prompts(config.data, tokenizer, config.rollout.prompts_per_step)
+    check_limits(config, local_folder(base.base), prompts)
     rewards = build_rewards(config, prompts.examples, run_dir)
     engine = open_rollout_engine(config, base)
     logger.info("%s; engine %s (%s)", describe(base), engine.name, engine.kernel)

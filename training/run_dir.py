@@ -1,0 +1,29 @@
+"""Where a new run may be written, told before anything is loaded. No torch."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from qerl.errors import ConfigError
+
+
+def new_run_dir(out: str | None, name: str) -> Path:
+    """The directory of a new run: `out`, else `runs/<name>-<time>`. Raises ConfigError if it cannot be made there."""
+    run_dir = Path(out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if not str(run_dir).isprintable():
+        raise ConfigError(f"--out {str(run_dir)!r} holds characters that cannot be printed: write another")
+    try:
+        taken = run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir()))
+        above = next(parent for parent in run_dir.absolute().parents if parent.exists())
+    except OSError as error:
+        raise ConfigError(f"--out {run_dir} cannot be a run directory ({error.strerror}): give another") from error
+    if taken:
+        raise ConfigError(
+            f"{run_dir} already exists: continue it with `qerl train --resume {run_dir}`, or give another --out"
+        )
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        what = "may not be written" if above.is_dir() else "is a file"
+        raise ConfigError(f"--out {run_dir} cannot be made: {above} {what}; give another --out")
+    return run_dir
