@@ -85,6 +85,15 @@ def test_steps_without_a_rollout_are_passed_over():
     assert findings([]) == findings(rows()[:1]) == []
 
 
+@pytest.mark.parametrize("updates", [1, 5, 16])
+def test_many_updates_on_one_rollout_hide_nothing(updates):
+    metrics = {key: GOOD[key] for key in ("entropy", "mismatch_kl")}
+    steps = [metrics | (GOOD | NO_REWARD if i % updates == 0 else {}) for i in range(WINDOW * updates)]
+    assert [finding.kind for finding in findings(steps)] == ["reward_zero"]
+    later = [*steps, *[metrics] * (4 * updates)]  # longer ago than the window is long: no news
+    assert findings(later) == []
+
+
 def test_each_is_told_once_until_it_has_cooled_down():
     found = [Finding("truncated", "a"), Finding("no_variance", "b")]
     assert due(found, {"truncated": 10}, 9 + COOL_DOWN) == found[1:]

@@ -14,7 +14,6 @@ Rows = Sequence[Mapping[str, Any]]
 
 WINDOW = 5  # steps
 COOL_DOWN = 50  # steps
-LOOK_BACK = 4 * WINDOW  # steps; further updates on one rollout have no metrics of it
 TRUNCATED = 0.5  # share of the completions
 UNANSWERED = 0.5  # share of the completions
 COLLAPSED = 0.1  # of the entropy of the first steps
@@ -176,9 +175,14 @@ EXPLAINED_BY_ZERO = ("no_variance", "truncated", "few_informative")
 
 
 def _recent(rows: Rows, key: str) -> list[float] | None:
-    """The last WINDOW values of a metric; None if the latest steps do not have as many."""
-    values = [row[key] for row in rows[-LOOK_BACK:] if row.get(key) is not None]
-    return values[-WINDOW:] if len(values) >= WINDOW else None
+    """The last WINDOW values of a metric; None if there are fewer, or if the last is older than the window is long.
+
+    Not every step has every metric: further updates on one rollout have none of the rollout's.
+    """
+    places = [place for place, row in enumerate(rows) if row.get(key) is not None][-WINDOW:]
+    if len(places) < WINDOW or len(rows) - 1 - places[-1] >= places[-1] - places[0]:
+        return None
+    return [rows[place][key] for place in places]
 
 
 def _mean(rows: Rows, key: str) -> float | None:
