@@ -39,7 +39,7 @@ ARMS = {
     "nvfp4_aqn_both": Arm("NVFP4 LoRA + AQN in both", "nvfp4", ("noise.enabled=true", "noise.where=both")),
     "nf4": Arm("NF4 LoRA (QLoRA's values)", "nf4"),
     "nvfp4_aqn_x10": Arm(
-        "NVFP4 LoRA + ten times AQN's sigma in the rollout",
+        "NVFP4 LoRA + AQN x 10 in the rollout",
         "nvfp4",
         ("noise.enabled=true", "noise.where=rollout", "noise.sigma_start=1e-1", "noise.sigma_end=5e-3"),
     ),  # not the paper's: shows at what strength noise begins to act

@@ -195,9 +195,8 @@ def sweep_table(results: dict[str, Any]) -> list[str]:
 
 def noise_table(results: dict[str, Any]) -> list[str]:
     """At the first step with noise, beside NVFP4 without noise at the same rate and seed: till then both were one."""
-    rows = [
-        _head(["at the first step with noise", "runs", "sigma", "entropy of the sampler", "without", "mismatch_kl"])
-    ]
+    columns = ["runs", "sigma", "entropy of the sampler", "without", "mismatch_kl", "points more than without"]
+    rows = [_head(["at the first step with noise", *columns])]
     clean = {(rate, run["seed"]): run for rate, runs in trained(results, "nvfp4").items() for run in runs}
     for arm in (arm for arm in present(results) if ARMS[arm].base == "nvfp4" and arm != "nvfp4"):
         found = []
