@@ -1,10 +1,10 @@
 """scripts/study_noise.py: real runs of arms on the shipped model, and the order of the queue."""
 
 import argparse
+import hashlib
 import importlib
 import json
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -145,14 +145,13 @@ def test_nf4_rounding_keeps_the_largest_of_a_block_and_takes_the_nearest_value(l
     assert torch.equal(nf4.round_to_nf4(torch.zeros(1, 64)), torch.zeros(1, 64))
 
 
-@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="bitsandbytes comes with the GPU's packages")
 def test_nf4_rounding_is_that_of_bitsandbytes_to_the_bit(load) -> None:
-    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
-
+    """The digest: `dequantize_4bit(*quantize_4bit(weight, blocksize=64, quant_type="nf4"))` of bitsandbytes 0.50.2."""
     tensors = load_file(TINY / "model.safetensors")
-    for weight in (tensor for name, tensor in tensors.items() if name.endswith("_proj.weight")):
-        packed, state = quantize_4bit(weight, blocksize=64, quant_type="nf4")
-        assert torch.equal(load("study_nf4").round_to_nf4(weight), dequantize_4bit(packed, state))
+    digest = hashlib.sha256()
+    for name in sorted(name for name in tensors if name.endswith("_proj.weight")):
+        digest.update(load("study_nf4").round_to_nf4(tensors[name]).contiguous().view(torch.uint8).numpy().tobytes())
+    assert digest.hexdigest() == "e3292b4dfa089eab7a16619112ab6c57ff67e4e25f6272b12ffb343dda7a40c5"
 
 
 def test_the_nf4_twin_changes_the_linears_and_nothing_else(load, tmp_path) -> None:
