@@ -19,7 +19,7 @@ from qerl.errors import ConfigError
 from qerl.plan_command import plan_command
 from qerl.recipes_command import app as recipes_app
 from qerl.shell_values import key_values, recipe_values, task_values
-from qerl.terminal import run_command
+from qerl.terminal import interrupts_counted, run_command
 
 try:
     from eval.command import compare_results, evaluate, parse_columns
@@ -146,7 +146,8 @@ def train(
 
         run_dir, step = find_run(resume, recipe, out)
         logger.info("loading torch, transformers and trl")
-        from training.run import resume as resume_run
+        with interrupts_counted():
+            from training.run import resume as resume_run
 
         _exit_if_stopped(resume_run(run_dir, step))
         return
@@ -170,7 +171,8 @@ def train(
 
         sys.exit(0 if dry_run(config, Console()) else 1)
     logger.info("loading torch, transformers and trl")
-    from training.run import start
+    with interrupts_counted():
+        from training.run import start
 
     _exit_if_stopped(start(config, recipe_label(recipe)))
 

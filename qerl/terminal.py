@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any, NoReturn
 
@@ -37,6 +39,24 @@ def run_command(command: Callable[..., object], arguments: list[str] | None = No
     if code == 130:  # also what typer makes of an interrupt
         sys.stderr.write("interrupted\n")
     sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def interrupts_counted() -> Iterator[None]:
+    """Within it, an interrupt that a library swallows (in a callback, while it is imported) is raised at the end."""
+    found: list[int] = []
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        found.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if found:
+        raise KeyboardInterrupt
 
 
 def _refuse(message: str) -> NoReturn:
