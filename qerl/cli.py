@@ -145,8 +145,8 @@ def train(
         from training.resume import find_run
 
         run_dir, step = find_run(resume, recipe, out)
-        logger.info("loading torch, transformers and trl")
         with interrupts_counted():
+            logger.info("loading torch, transformers and trl")
             from training.run import resume as resume_run
 
         _exit_if_stopped(resume_run(run_dir, step))
@@ -170,8 +170,8 @@ def train(
         from training.dry_run import dry_run
 
         sys.exit(0 if dry_run(config, Console()) else 1)
-    logger.info("loading torch, transformers and trl")
     with interrupts_counted():
+        logger.info("loading torch, transformers and trl")
         from training.run import start
 
     _exit_if_stopped(start(config, recipe_label(recipe)))

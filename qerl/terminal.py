@@ -50,7 +50,11 @@ def interrupts_counted() -> Iterator[None]:
         found.append(number)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:  # as a shell starts what it runs in the background
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
     try:
         yield
     finally:

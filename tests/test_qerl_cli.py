@@ -245,7 +245,12 @@ def test_an_interrupt_while_it_starts_is_one_word(workdir, nvfp4_base):
     command = [sys.executable, "-m", "qerl.cli", *map(str, small_train("--model", nvfp4_base))]
     (workdir / "reward.py").write_text(REWARD)
     process = subprocess.Popen(
-        command, cwd=workdir, env={**os.environ, "PYTHONPATH": path}, stderr=subprocess.PIPE, text=True
+        command,
+        cwd=workdir,
+        env={**os.environ, "PYTHONPATH": path},
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # the tests may run in the background
     )
     assert process.stderr.readline().startswith("loading torch")
     process.send_signal(signal.SIGINT)
