@@ -144,13 +144,10 @@ def _known_tasks(tasks_file: Path | None) -> Iterator[None]:
 
 def _open(settings: EvalSettings, ref: ModelRef) -> Any:
     """The engine, with the adapter acting; its context is the model's own."""
-    from eval.run import _read_adapter
-    from qerl.engine import open_engine
+    from qerl.engine import open_model
 
-    adapter = None if ref.adapter is None else _read_adapter(ref)
-    engine = open_engine(
-        ref.base,
-        ref.format,
+    return open_model(
+        ref,
         engine=settings.engine,
         dtype=settings.dtype,
         device=settings.device,
@@ -158,8 +155,4 @@ def _open(settings: EvalSettings, ref: ModelRef) -> Any:
         kernel=settings.kernel,
         memory=settings.memory,
         deterministic=settings.deterministic,
-        max_rank=0 if adapter is None else adapter.rank,
     )
-    if adapter is not None:
-        engine.sync_adapter(adapter.tensors, adapter.scaling)
-    return engine

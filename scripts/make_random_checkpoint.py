@@ -25,6 +25,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from qerl.nvfp4 import reference
+from qerl.sizes import KNOWN
 
 QWEN = {
     "model_type": "qwen2",
@@ -54,13 +55,9 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
 
 
 SHAPES = {
-    "qwen2.5-3b": {**QWEN, "vocab_size": 151936, "tie_word_embeddings": True, **_sizes(2048, 11008, 36, 16, 2)},
-    "qwen2.5-7b": {**QWEN, **_sizes(3584, 18944, 28, 28, 4)},
-    "qwen2.5-14b": {**QWEN, **_sizes(5120, 13824, 48, 40, 8)},
-    "qwen2.5-32b": {**QWEN, **_sizes(5120, 27648, 64, 40, 8)},
-    "llama3-8b": {**LLAMA, **_sizes(4096, 14336, 32, 32, 8)},
-    "llama3-70b": {**LLAMA, **_sizes(8192, 28672, 80, 64, 8)},
-    "qwen3-8b": {**QWEN3, **_sizes(4096, 12288, 36, 32, 8)},
+    **{name: {**QWEN, **KNOWN[name]} for name in ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")},
+    **{f"llama3-{size}": {**KNOWN[f"llama-3.1-{size}"], **LLAMA} for size in ("8b", "70b")},  # Llama 3's own context
+    "qwen3-8b": {**QWEN3, **KNOWN["qwen3-8b"]},
     # for tests: sizes that are no multiple of the kernels' tiles
     "tiny-qwen2": {**QWEN, "vocab_size": 1000, **_sizes(192, 336, 2, 3, 1)},
     "tiny-qwen3": {
