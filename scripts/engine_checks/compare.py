@@ -1,0 +1,44 @@
+"""Completions beside completions, and their logprobs beside the policy's and those of `score`."""
+
+from __future__ import annotations
+
+import torch
+
+from engine_checks.context import Context
+
+
+def compare(context: Context, completions: list, temperature: float) -> dict:
+    prompts = context.prompts[: len(completions)]
+    sampled = [c.logprobs for c in completions]
+    trained = policy_logprobs(context.policy, prompts, [c.token_ids for c in completions], temperature)
+    scored = context.engine.score(prompts, [c.token_ids for c in completions], temperature)
+    return {"policy": mismatch(sampled, trained), "score": mismatch(sampled, scored)}
+
+
+@torch.no_grad()
+def policy_logprobs(model, prompts: list, completions: list, temperature: float = 1.0) -> list[list[float]]:
+    rows = []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        tokens = torch.tensor([[*prompt, *completion]], device="cuda")
+        logits = model(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float() / temperature
+        picked = torch.log_softmax(logits, -1).gather(1, tokens[0, len(prompt) :, None])
+        rows.append(picked[:, 0].tolist())
+    return rows
+
+
+def mismatch(sampled: list, trained: list) -> dict:
+    a = torch.tensor([v for row in sampled for v in row], dtype=torch.float64)
+    b = torch.tensor([v for row in trained for v in row], dtype=torch.float64)
+    ratio = b - a
+    return {
+        "mean_abs": ratio.abs().mean().item(),
+        "max_abs": ratio.abs().max().item(),
+        "kl": (ratio.exp() - ratio - 1).mean().item(),
+    }
+
+
+def same(a: list, b: list) -> dict:
+    return {
+        "tokens": sum(x.token_ids == y.token_ids for x, y in zip(a, b, strict=True)) / len(a),
+        "logprobs": sum(x.logprobs == y.logprobs for x, y in zip(a, b, strict=True)) / len(a),
+    }

@@ -1,0 +1,139 @@
+"""Memory: one copy of the weights, sleep, a KV cache that overflows, an engine that is closed."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from engine_checks.compare import mismatch, policy_logprobs, same
+from engine_checks.context import Context
+from qerl.engine import SamplingParams
+
+
+def shared_memory(context: Context) -> dict:
+    """Every parameter of the policy lies inside a tensor of the engine; the base is counted once."""
+    from qerl.vllm_plugin.policy import KernelLinear
+
+    engine_storages = _storages(context.engine._model)
+    foreign, linears = [], 0
+    for name, parameter in context.policy.named_parameters():
+        if parameter.untyped_storage().data_ptr() not in engine_storages:
+            foreign.append(name)
+    for name, module in context.policy.named_modules():
+        if isinstance(module, KernelLinear):
+            linears += 1
+            pointers = {
+                tensor.untyped_storage().data_ptr()
+                for tensor in (module.kernel_weight.words, module.kernel_weight.scales)
+            }
+            if not pointers <= set(engine_storages):
+                foreign.append(name)
+    bias_bytes = sum(
+        module.bias.nbytes
+        for module in context.policy.modules()
+        if isinstance(module, KernelLinear) and module.bias is not None
+    )
+    files = sum(path.stat().st_size for path in Path(context.arguments.model).glob("*.safetensors"))
+    return {
+        "foreign": [name for name in foreign if not name.endswith(".bias")],
+        "kernel_linears": linears,
+        "engine_gib": sum(engine_storages.values()) / 2**30,
+        "checkpoint_gib": files / 2**30,
+        "bias_mib_held_twice": bias_bytes / 2**20,
+    }
+
+
+def _storages(model: torch.nn.Module) -> dict[int, int]:
+    storages = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        storage = tensor.untyped_storage()
+        if tensor.is_cuda:
+            storages[storage.data_ptr()] = storage.nbytes()
+    return storages
+
+
+def sleep_and_wake(context: Context) -> dict:
+    """Sleeping gives back the KV cache only; sampling goes on afterwards with the same result."""
+    from qerl.vllm_plugin.sleep import kv_cache_bytes
+
+    engine = context.engine
+    before = engine.generate(context.prompts[:8], context.greedy)
+    pointers = sorted(_storages(engine._model))
+    used = _used_gib()
+    times = []
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    engine.sleep()
+    torch.cuda.synchronize()
+    times.append((time.perf_counter() - started) * 1e3)
+    asleep = _used_gib()
+    logprobs = policy_logprobs(context.policy, context.prompts[:1], [[5, 6, 7]])
+    gc.collect()
+    started = time.perf_counter()
+    engine.wake()
+    torch.cuda.synchronize()
+    times.append((time.perf_counter() - started) * 1e3)
+    after = engine.generate(context.prompts[:8], context.greedy)
+    return {
+        "used_gib": used,
+        "asleep_gib": asleep,
+        "awake_gib": _used_gib(),
+        "kv_gib": kv_cache_bytes() / 2**30,
+        "sleep_ms": times[0],
+        "wake_ms": times[1],
+        "same_pointers": pointers == sorted(_storages(engine._model)),
+        "policy_works_asleep": len(logprobs[0]) == 3,
+        "same": same(before, after),
+    }
+
+
+def _used_gib() -> float:
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def exhausted_cache(context: Context) -> dict:
+    """More tokens at once than the KV cache holds: the rollout shrinks its concurrency, finishes, and says so."""
+    engine, sampling = context.engine, SamplingParams(max_new_tokens=960)
+    prompts = [[5 + index] * 32 for index in range(128)]
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("qerl.engine_vllm").addHandler(handler)
+    completions = engine.generate(prompts, SamplingParams(max_new_tokens=960, stop_token_ids=()), seed=3)
+    stopped = sum(completion.finish_reason == "stop" for completion in completions)
+    short = _compare_some(context, prompts[:16], completions[:16])
+    tokens = sum(len(prompt) + len(c.token_ids) for prompt, c in zip(prompts, completions, strict=True))
+    return {
+        "cache_tokens": engine.cache_tokens,
+        "tokens": tokens,
+        "completions": len(completions),
+        "stopped": stopped,
+        "full": sum(len(c.token_ids) == sampling.max_new_tokens for c in completions),
+        "warned": [message for message in messages if "KV cache" in message],
+        "policy": short,
+    }
+
+
+def _compare_some(context: Context, prompts: list, completions: list) -> dict:
+    trained = policy_logprobs(context.policy, prompts, [completion.token_ids for completion in completions])
+    return mismatch([completion.logprobs for completion in completions], trained)
+
+
+def reopened(context: Context) -> dict:
+    """An engine that was closed gives its memory back, and the process opens another: evaluation of several bases."""
+    from vllm.device_allocator.cumem import CuMemAllocator
+
+    before = context.engine.generate(context.prompts[:8], context.greedy)
+    open_gib = _used_gib()
+    context.policy = None
+    context.engine.close()
+    left = CuMemAllocator.get_instance().get_current_usage()
+    context.engine = context.open()
+    after = context.engine.generate(context.prompts[:8], context.greedy)
+    context.policy = context.engine.policy_model()
+    return {"left_bytes": left, "open_gib": open_gib, "again_gib": _used_gib(), "same": same(before, after)}
