@@ -7,6 +7,7 @@
 #     kernels  150 s  kernels, packing with shared prompts, layers, quantization, doctor
 #     cache    190 s  fp8 KV cache, closing and reopening, a KV cache that overflows, too small a cap
 #     merge    180 s  merged folders in stock vLLM
+#     cli      240 s  commands on the embedded model: a killed run, dynamic sampling, eval, memory, report, merge
 #     step     330 s  workload A: as it is, with shared prompts, under 24 GiB; on a fresh machine the logs of the first two
 #                     hold a first and a second start
 #     startup  220 s  a first and a second start at 7B, with caches of their own
@@ -66,6 +67,8 @@ batch_cache() {
 }
 
 batch_merge() { tests merge 300 tests/test_quantize_merge_gpu.py; }
+
+batch_cli() { tests cli 290 tests/test_cli_gpu.py --junitxml="$out/cli.xml" -o junit_family=xunit1; }
 
 batch_step() {
     checkpoint qwen2.5-7b 7b
