@@ -151,13 +151,14 @@ def beside(whole):
     written = [{"question": row.question, "answer": f"Counting gives it.\n#### {row.answer}"} for row in examples]
     rows.write_text("".join(json.dumps(row) + "\n" for row in written))
     alone = ("--model", whole.run, "--adapter", checkpoint_path(whole.run, 4))
-    with ThreadPoolExecutor(4) as pool:
+    with ThreadPoolExecutor(3) as pool:
         futures: dict[str, Future] = {
             "resumed": pool.submit(kill_and_resume, shell),
-            "dapo": pool.submit(shell.run, "dapo", *train("dapo", *DAPO)),
             "evals": pool.submit(evaluate, shell, rows, "evals", "--run", whole.run, "--checkpoints", "all"),
-            "alone": pool.submit(evaluate, shell, rows, "alone", *alone),
+            "dapo": pool.submit(shell.run, "dapo", *train("dapo", *DAPO)),
         }
+        wait([futures["evals"]])  # the next engine has the same shapes, and finds them compiled
+        futures["alone"] = pool.submit(evaluate, shell, rows, "alone", *alone)
         wait(futures.values())
     return futures
 
@@ -190,8 +191,10 @@ def test_a_killed_run_resumes_to_the_numbers_of_the_uninterrupted_one(whole, bes
         "adapter": adapter_difference(resumed.run / "adapter", whole.run / "adapter")
     }
     record_property("relative_differences", found)
-    record_property("to_the_bit", [deterministic(row) for row in again] == [deterministic(row) for row in rows])
-    assert max(found.values()) < RELATIVE_TOLERANCE, found
+    pairs = zip(again, rows, strict=True)
+    other_bits = [one["step"] for one, other in pairs if deterministic(one) != deterministic(other)]
+    record_property("steps_with_other_bits", other_bits)
+    assert max(found.values()) < RELATIVE_TOLERANCE, f"{found}; steps with other bits: {other_bits}"
     # one step more or less is no such small matter
     assert max(largest_differences(rows[:-1], rows[1:]).values()) > 10 * RELATIVE_TOLERANCE
     assert adapter_difference(checkpoint_path(whole.run, 4), whole.run / "adapter") > 10 * RELATIVE_TOLERANCE
