@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from qerl.doctor import Check
-from qerl.nvfp4 import small_batch
+from qerl.nvfp4 import lora, small_batch
 from qerl.nvfp4.kernel_layout import BLOCK, HUMMING_WGMMA, MARLIN, KernelLayout, KernelWeight, dequantize
 
 ROWS, COLUMNS, TOKENS, RANK = 256, 512, 8, 16
@@ -22,16 +22,14 @@ def kernel_checks() -> list[Check]:
     if not torch.cuda.is_available():
         return [Check("ok", "kernels", "need a CUDA card; without one the plain torch twins run")]
     device = torch.device("cuda", torch.cuda.current_device())
-    found = [
-        kernel_check("kernel decode (triton)", lambda: _triton_decode(device), exact=True),
-        kernel_check("kernel lora (triton)", lambda: _triton_lora(device)),
-    ]
+    found = kernel_check("kernel decode (triton)", lambda: _triton_decode(device), exact=True)
     if not small_batch.has_kernels(device):
-        return [*found, Check("ok", "kernel decode, product (cuda)", "not used on this card: Hopper alone")]
+        return [found, Check("ok", "kernel decode, product, lora (cuda)", "not used on this card: Hopper alone")]
     return [
-        *found,
+        found,
         kernel_check("kernel decode (cuda)", lambda: _cuda_decode(device), exact=True),
         kernel_check("kernel product (cuda)", lambda: _cuda_product(device)),
+        kernel_check("kernel lora (cuda)", lambda: _cuda_lora(device)),
     ]
 
 
@@ -61,14 +59,6 @@ def _triton_decode(device: torch.device) -> Pair:
     return torch.cat(outs), torch.cat(twins).to(device)
 
 
-def _triton_lora(device: torch.device) -> Pair:
-    from qerl.nvfp4.lora import expand_
-
-    out, hidden, lora_b = (_normal(shape, device) for shape in ((TOKENS, ROWS), (TOKENS, RANK), (ROWS, RANK)))
-    expected = out.double() + hidden.double() @ lora_b.double().t()
-    return expand_(out, hidden, lora_b, (ROWS,)), expected
-
-
 def _cuda_decode(device: torch.device) -> Pair:
     weight = _weight(HUMMING_WGMMA, device)
     out = small_batch.decode_(torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16, device=device), weight)
@@ -76,12 +66,20 @@ def _cuda_decode(device: torch.device) -> Pair:
 
 
 def _cuda_product(device: torch.device) -> Pair:
-    weight, x = _weight(HUMMING_WGMMA, device), _normal((TOKENS, COLUMNS), device)
+    weight, x, adapter = _weight(HUMMING_WGMMA, device), _normal((TOKENS, COLUMNS), device), _adapter(device)
+    out = small_batch.product(x, weight, None, adapter)
+    return out, small_batch.reference_product(x, weight, None, adapter)
+
+
+def _cuda_lora(device: torch.device) -> Pair:
+    out, x, adapter = _normal((TOKENS, ROWS), device), _normal((TOKENS, COLUMNS), device), _adapter(device)
+    expected = lora.reference_add(out, x, adapter)
+    return lora.add_(out, x, adapter), expected
+
+
+def _adapter(device: torch.device) -> lora.Adapter:
     lora_a = _normal((RANK, COLUMNS), device) / 32  # the base then has most of the product
-    lora_b = _normal((ROWS, RANK), device)
-    hidden = small_batch.shrink(x, lora_a)
-    out = small_batch.product(x, weight, None, hidden, lora_b, (ROWS,))
-    return out, small_batch.reference_product(x, weight, None, lora_a, lora_b)
+    return lora.Adapter.of(lora_a, _normal((ROWS, RANK), device), (ROWS,))
 
 
 def _weight(layout: KernelLayout, device: torch.device) -> KernelWeight:

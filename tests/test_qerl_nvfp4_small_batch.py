@@ -4,8 +4,9 @@ against the twin in float64, bit for bit where they decode, on fresh random weig
 import pytest
 import torch
 
-from qerl.nvfp4 import small_batch
+from qerl.nvfp4 import lora, small_batch, split
 from qerl.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, KernelWeight, dequantize
+from qerl.nvfp4.lora import Adapter
 
 LAYOUTS = pytest.mark.parametrize("layout", [HUMMING_WGMMA, HUMMING_MMA, MARLIN], ids=["wgmma", "mma", "marlin"])
 SIZES = [(256, 512), (1152, 896), (192, 96), (64, 1040), (896, 4864)]
@@ -34,25 +35,52 @@ def test_the_twin_is_the_product_with_the_decoded_weight(layout):
     assert error(small_batch.reference_product(x, weight, bias), plain) < 1e-6
 
 
+def random_adapter(rows, columns, ranks, parts, device="cpu", size=1.0):
+    """B as blocks on a diagonal; `ranks` of each part."""
+    a = torch.randn(ranks * len(parts), columns, device=device).mul_(0.05).bfloat16()
+    b = torch.zeros(rows, ranks * len(parts), device=device, dtype=torch.bfloat16)
+    for index, part in enumerate(parts):
+        start = sum(parts[:index])
+        b[start : start + part, ranks * index : ranks * (index + 1)].normal_(0, size)
+    return Adapter.of(a, b, tuple(parts))
+
+
 def test_the_twins_adapter_rounds_its_hidden_values_once():
-    weight = random_weight(64, 96, HUMMING_WGMMA)
-    x, a, b = torch.randn(3, 96).bfloat16(), torch.randn(16, 96).bfloat16(), torch.randn(64, 16).bfloat16()
-    hidden = (x.double() @ a.double().t()).bfloat16().double()
-    difference = small_batch.reference_product(x, weight, None, a, b) - small_batch.reference_product(x, weight)
-    torch.testing.assert_close(difference, hidden @ b.double().t(), rtol=1e-9, atol=1e-9)
+    weight, x = random_weight(64, 96, HUMMING_WGMMA), torch.randn(3, 96).bfloat16()
+    adapter = random_adapter(64, 96, 16, (64,))
+    hidden = (x.double() @ adapter.a.double().t()).bfloat16().double()
+    difference = small_batch.reference_product(x, weight, None, adapter) - small_batch.reference_product(x, weight)
+    torch.testing.assert_close(difference, hidden @ adapter.b.double().t(), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("parts", "rank", "fits"), [((64,), 16, True), ((64, 8, 8), 32, True), ((64, 12), 16, False), ((64, 8), 24, False)]
+)
+def test_which_adapters_the_kernels_take(parts, rank, fits):
+    assert random_adapter(sum(parts), 32, rank, parts).fits_kernels is fits
+
+
+def test_four_parts_are_too_many_for_the_kernels():
+    assert not random_adapter(64, 32, 16, (16,) * 4).fits_kernels
 
 
 @pytest.mark.parametrize(("tokens", "tiles"), [(1, 1), (8, 1), (9, 2), (16, 2), (17, 4), (32, 4), (33, 8), (64, 8)])
 def test_tokens_fill_tiles_of_eight(tokens, tiles):
-    assert small_batch.tiles(tokens) == tiles
+    assert split.tiles(tokens) == tiles
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(4608, 3584), (37888, 3584), (3584, 18944), (64, 16), (57344, 8192)])
 @pytest.mark.parametrize("tokens", [1, 8, 16])
 def test_a_split_fits_the_card_and_leaves_no_block_without_work(rows, columns, tokens):
-    split = small_batch.choose_split(rows, columns, tokens)
-    assert split.shared_bytes(tokens, columns) <= 227 * 1024  # of an H200's multiprocessor
-    assert split.cluster == 1 or columns // 16 >= 4 * split.cluster
+    assert split.fits(rows, columns, tokens)
+    chosen = split.choose_split(rows, columns, tokens)
+    assert chosen.cluster == 1 or columns // 16 >= 4 * chosen.cluster
+
+
+def test_a_slice_of_x_that_is_too_large_for_a_block_does_not_fit():
+    assert split.fits(3584, 18944, 32)
+    assert not split.fits(3584, 18944, 64)
+    assert not split.fits(3584, 3584, 65)
 
 
 def test_a_cpu_has_no_kernels():
@@ -78,34 +106,56 @@ class TestOnGPU:
         size = small_batch.reference_decoded(weight).std().item() * weight.alpha
         x = torch.randn(tokens, columns, device="cuda").bfloat16()
         bias = torch.randn(rows, device="cuda").mul_(size).bfloat16()
-        parts = (rows // 2 // 32 * 32, rows - rows // 2 // 32 * 32)
-        ranks = 16 * (1 + tokens % 3)
-        a = torch.randn(2 * ranks, columns, device="cuda").mul_(0.05).bfloat16()
-        b = torch.zeros(rows, 2 * ranks, device="cuda", dtype=torch.bfloat16)
-        b[: parts[0], :ranks].normal_(0, size)
-        b[parts[0] :, ranks:].normal_(0, size)
-        plain, full = (small_batch.reference_product(x, weight, bias, *factors) for factors in ((None, None), (a, b)))
+        adapter = random_adapter(rows, columns, 16 * (1 + tokens % 3), parts_of(rows), "cuda", size)
+        plain = small_batch.reference_product(x, weight, bias)
         assert error(small_batch.product(x, weight, bias), plain) < 2.5e-3
-        results = [small_batch.product(x, weight, bias, small_batch.shrink(x, a), b, parts) for _ in range(4)]
-        assert error(results[0], full) < 2.5e-3
+        results = [small_batch.product(x, weight, bias, adapter) for _ in range(4)]
+        assert error(results[0], small_batch.reference_product(x, weight, bias, adapter)) < 2.5e-3
         assert all(torch.equal(results[0], other) for other in results[1:])
+        assert adapter.counters.tolist() == [0, 0]
+
+
+def parts_of(rows):
+    """Two parts that do not end with a tile of the weight."""
+    return (rows // 2 // 32 * 32, rows - rows // 2 // 32 * 32)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("tokens", [1, 8, 33, 256])
-@pytest.mark.parametrize("parts", [(3584,), (3584, 512, 512), (1000, 1000)])
-def test_the_adapter_beside_another_kernels_product(tokens, parts):
-    from qerl.nvfp4.lora import expand_
-
-    rows, ranks = sum(parts), 32
-    x = torch.randn(tokens, 896, device="cuda").bfloat16()
-    a = torch.randn(ranks * len(parts), 896, device="cuda").mul_(0.05).bfloat16()
-    b = torch.zeros(rows, ranks * len(parts), device="cuda", dtype=torch.bfloat16)
-    for index, size in enumerate(parts):
-        start = sum(parts[:index])
-        b[start : start + size, ranks * index : ranks * (index + 1)].normal_()
+@pytest.mark.parametrize("tokens", [1, 8, 33, 256, 511])
+@pytest.mark.parametrize("parts", [(3584,), (3584, 512, 512), (1000, 1000), (8, 24)])
+@pytest.mark.parametrize("columns", [896, 18944])
+def test_the_adapter_beside_another_kernels_product(tokens, parts, columns):
+    rows = sum(parts)
+    x = torch.randn(tokens, columns, device="cuda").bfloat16()
+    adapter = random_adapter(rows, columns, 32, parts, "cuda")
     base = torch.randn(tokens, rows, device="cuda").bfloat16()
-    hidden = (x.double() @ a.double().t()).bfloat16()
-    assert error(small_batch.shrink(x, a), hidden.double()) < 2.5e-3
-    expected = base.double() + hidden.double() @ b.double().t()
-    assert error(expand_(base.clone(), hidden, b, parts), expected) < 2.5e-3
+    results = [lora.add_(base.clone(), x, adapter) for _ in range(4)]
+    assert error(results[0], lora.reference_add(base, x, adapter)) < 2.5e-3
+    assert all(torch.equal(results[0], other) for other in results[1:])
+    assert adapter.counters.tolist() == [0, 0]
+
+
+@pytest.mark.gpu
+def test_a_graph_of_many_layers_hands_over_right_at_every_replay():
+    """What decoding does: launches one behind another, x and the adapter changed in place between replays."""
+    weights = [random_weight(1152, 896, HUMMING_WGMMA, "cuda", seed) for seed in range(8)]
+    adapters = [random_adapter(1152, 896, 32, (896, 128, 128), "cuda", 0.1) for _ in weights]
+    x = torch.randn(8, 896, device="cuda").bfloat16()
+
+    def run():
+        fused = [small_batch.product(x, w, None, adapter) for w, adapter in zip(weights, adapters, strict=True)]
+        return [lora.add_(out, x, adapter) for out, adapter in zip(fused, adapters, strict=True)]
+
+    run()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = run()
+    for _ in range(20):
+        x.normal_()
+        for adapter in adapters:
+            adapter.a.normal_(0, 0.05)
+        graph.replay()
+        for out, weight, adapter in zip(outs, weights, adapters, strict=True):
+            expected = lora.reference_add(small_batch.reference_product(x, weight, None, adapter), x, adapter)
+            assert error(out, expected) < 5e-3

@@ -1,76 +1,87 @@
-"""The adapter's product beside a base product that another kernel made: two launches, added in place.
+"""The one adapter of a linear as the kernels take it, and its product beside a base product that another kernel made.
 
-hidden = x A^T (`shrink`), out += hidden B^T (`expand_`); B is block-diagonal over the parts of a fused linear, and only
-its blocks are read. Twin: two matrix products in plain torch.
+hidden = x A^T rounded to bfloat16, out += hidden B^T: one launch (`cuda/lora_add.cu`). Twin: `reference_add`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
-import triton
-import triton.language as tl
+
+from qerl.nvfp4.nvrtc import Launch, kernel
 
 RANK_STEP = 16  # ranks of a part are padded to a multiple of this
+ROW_STEP = 8  # rows of a part have to be a multiple of this
+WARPS = 8  # of a block
+WARP_ROWS = 32
+GROUP_TOKENS = 16  # that the first blocks of `add_` take together
 
 
-@triton.jit
-def _expand_kernel(
-    out_ptr,
-    hidden_ptr,
-    b_ptr,
-    tokens,
-    rows,
-    ranks,
-    part_rank,
-    end_0,
-    end_1,
-    TOKENS: tl.constexpr,
-    ROWS: tl.constexpr,
-    STEP: tl.constexpr,
-):
-    first_row = tl.program_id(0) * ROWS
-    token = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    row = first_row + tl.arange(0, ROWS)
-    last_row = tl.minimum(first_row + ROWS, rows) - 1
-    first = (first_row >= end_0).to(tl.int32) + (first_row >= end_1).to(tl.int32)
-    last = (last_row >= end_0).to(tl.int32) + (last_row >= end_1).to(tl.int32)
-    inside_token, inside_row = (token < tokens)[:, None], (row < rows)[:, None]
-    step = tl.arange(0, STEP)
-    total = tl.zeros((TOKENS, ROWS), dtype=tl.float32)
-    for start in range(first * part_rank, (last + 1) * part_rank, STEP):
-        hidden = tl.load(hidden_ptr + token[:, None] * ranks + start + step[None, :], mask=inside_token, other=0.0)
-        b = tl.load(b_ptr + row[:, None].to(tl.int64) * ranks + start + step[None, :], mask=inside_row, other=0.0)
-        total = tl.dot(hidden, tl.trans(b), total)
-    place = out_ptr + token[:, None].to(tl.int64) * rows + row[None, :]
-    mask = inside_token & (row < rows)[None, :]
-    base = tl.load(place, mask=mask, other=0.0).to(tl.float32)
-    tl.store(place, (base + total).to(out_ptr.dtype.element_ty), mask=mask)
+@dataclass(frozen=True)
+class Adapter:
+    """Of a linear of up to three fused parts, which have equal ranks, a multiple of RANK_STEP.
 
-
-def expand_(out: torch.Tensor, hidden: torch.Tensor, lora_b: torch.Tensor, part_rows: Sequence[int]) -> torch.Tensor:
-    """out (tokens, rows) += hidden (tokens, ranks) B^T, B (rows, ranks) block-diagonal over at most three parts.
-
-    `part_rows` are the parts' rows; each has the same number of ranks, a multiple of RANK_STEP.
+    `a` (ranks, in) has the parts' A under one another, `b` (out, ranks) their B as blocks of a diagonal; both bfloat16,
+    contiguous. `counters` int32 (2,) is zero between launches; two launches with one adapter must not overlap.
     """
+
+    a: torch.Tensor
+    b: torch.Tensor
+    part_rows: tuple[int, ...]
+    counters: torch.Tensor
+
+    @classmethod
+    def of(cls, a: torch.Tensor, b: torch.Tensor, part_rows: tuple[int, ...]) -> Adapter:
+        """With counters of its own."""
+        return cls(a, b, part_rows, torch.zeros(2, dtype=torch.int32, device=a.device))
+
+    @property
+    def fits_kernels(self) -> bool:
+        ranks_fit = self.a.shape[0] % (RANK_STEP * len(self.part_rows)) == 0
+        return ranks_fit and len(self.part_rows) <= 3 and all(rows % ROW_STEP == 0 for rows in self.part_rows)
+
+
+@dataclass(frozen=True)
+class AdapterLaunch:
+    """The arguments by which a kernel learns of an adapter, in its order."""
+
+    groups: int  # clusters that make the hidden values
+    tensors: tuple[torch.Tensor | None, ...]
+    numbers: tuple[int, ...]
+
+    @classmethod
+    def of(cls, adapter: Adapter | None, x: torch.Tensor, group_tokens: int) -> AdapterLaunch:
+        if adapter is None:
+            return cls(0, (None,) * 4, (0, 0, 1, 0, 0))
+        tokens, ranks = x.shape[0], adapter.a.shape[0]
+        groups = ranks // RANK_STEP * -(-tokens // group_tokens)
+        first, second = (*adapter.part_rows, 0)[:2]
+        ends = (first, first + second)
+        hidden = x.new_empty(tokens, ranks)
+        tensors = (adapter.a, adapter.b, hidden, adapter.counters)
+        return cls(groups, tensors, (groups, ranks, ranks // len(adapter.part_rows), *ends))
+
+
+def add_(
+    out: torch.Tensor, x: torch.Tensor, adapter: Adapter, cluster: int | None = None, span: int | None = None
+) -> torch.Tensor:
+    """out (tokens, rows) += (x A^T) B^T in place, x (tokens, in); all bfloat16 and contiguous."""
     tokens, rows = out.shape
-    ranks = hidden.shape[1]
-    ends = [sum(part_rows[: index + 1]) for index in range(len(part_rows))]
-    size = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
-    _expand_kernel[(triton.cdiv(rows, 128), triton.cdiv(tokens, size))](
-        out,
-        hidden,
-        lora_b,
-        tokens,
-        rows,
-        ranks,
-        ranks // len(part_rows),
-        ends[0],
-        ends[1] if len(ends) > 1 else rows,
-        TOKENS=size,
-        ROWS=128,
-        STEP=RANK_STEP,
-        num_warps=4,
+    columns = x.shape[1]
+    cluster = cluster or (8 if columns >= 8192 else 4)
+    span = span or (1 if tokens <= 16 else 2)
+    launch_adapter = AdapterLaunch.of(adapter, x, GROUP_TOKENS)
+    units = -(-rows // WARP_ROWS) * -(-tokens // (16 * span))
+    launch = Launch((launch_adapter.groups + -(-units // (WARPS * cluster)), cluster, 1), 32 * WARPS, cluster=cluster)
+    defines = (f"SPAN={span}", "SHRINK_TILES=2", "SHRINK_BATCH=4")
+    kernel("lora_add.cu", "lora_add", defines)(
+        launch, x, *launch_adapter.tensors, out, tokens, rows, columns, *launch_adapter.numbers
     )
     return out
+
+
+def reference_add(out: torch.Tensor, x: torch.Tensor, adapter: Adapter) -> torch.Tensor:
+    """The same in plain torch and float64, not in place."""
+    hidden = (x.double() @ adapter.a.double().t()).to(torch.bfloat16)
+    return out.double() + hidden.double() @ adapter.b.double().t()

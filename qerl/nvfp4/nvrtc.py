@@ -77,9 +77,10 @@ def _binary(source: str, defines: tuple[str, ...], capability: tuple[int, int]) 
     from cuda.bindings import nvrtc
 
     text = (FOLDER / source).read_text(encoding="utf-8")
+    headers = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.cuh"))]
     architecture = f"sm_{capability[0]}{capability[1]}{'a' if capability >= (9, 0) else ''}"
     version = _check(nvrtc.nvrtcVersion(), "nvrtc")
-    key = hashlib.sha256(repr((text, defines, architecture, version)).encode()).hexdigest()[:24]
+    key = hashlib.sha256(repr((text, headers, defines, architecture, version)).encode()).hexdigest()[:24]
     path = cache_folder() / f"{Path(source).stem}-{key}.cubin"
     if path.exists():
         return path.read_bytes()
@@ -101,7 +102,7 @@ def _compile(text: str, source: str, options: list[str]) -> bytes:
     from cuda.bindings import nvrtc
 
     program = _check(nvrtc.nvrtcCreateProgram(text.encode(), source.encode(), 0, [], []), source)
-    options = [option.encode() for option in ("--std=c++17", "-default-device", *options)]
+    options = [option.encode() for option in ("--std=c++17", "-default-device", f"--include-path={FOLDER}", *options)]
     if nvrtc.nvrtcCompileProgram(program, len(options), options)[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program), source)
         nvrtc.nvrtcGetProgramLog(program, log)

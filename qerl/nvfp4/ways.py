@@ -1,6 +1,6 @@
 """Which way a product with an NVFP4 weight and its adapter takes, by shape and number of tokens. No torch.
 
-    fused    base and adapter in two launches that overlap (`small_batch.py`)
+    fused    base and adapter in one launch (`small_batch.py`)
     kernel   the GEMM kernel in whose layout the weight lies (Humming, Marlin), then the adapter
     decoded  the weight decoded into a buffer for cuBLAS, then the adapter
 
@@ -21,10 +21,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from qerl.nvfp4.split import fits
+
 logger = logging.getLogger(__name__)
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # measured; a number between takes the next one's way
-FUSED_TOKENS = 64  # the most that `small_batch.product` takes
 KERNEL_RIGHT = {"humming": 512, "marlin": 2048}  # the most at which the kernel may be used
 KERNEL_FAST = {"humming": 512, "marlin": 256}  # and to which it was the fastest on an H200
 FUSED_FAST = 16
@@ -54,10 +55,13 @@ class Shape:
         fits = tokens > GRAPH_TOKENS or 2 * self.rows * self.columns <= GRAPH_DENSE
         ways = ["decoded"] if tokens >= DECODED_FROM and fits else []
         ways += ["kernel"] * (tokens <= KERNEL_RIGHT[self.kernel])
-        return (*ways, *["fused"] * (self.fused and tokens <= FUSED_TOKENS))
+        return (*ways, *["fused"] * self._fits_fused(tokens))
+
+    def _fits_fused(self, tokens: int) -> bool:
+        return self.fused and fits(self.rows, self.columns, tokens)
 
     def default_way(self, tokens: int) -> str:
-        if self.fused and tokens <= FUSED_FAST:
+        if tokens <= FUSED_FAST and self._fits_fused(tokens):
             return "fused"
         return "kernel" if tokens <= KERNEL_FAST[self.kernel] else "decoded"
 

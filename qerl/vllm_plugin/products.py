@@ -7,22 +7,20 @@ call (measured on an H200). Remove that limit once scripts/bench_gemm.py shows n
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 
 import torch
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 
-from qerl.nvfp4 import small_batch
+from qerl.nvfp4 import lora, small_batch
 from qerl.nvfp4.kernel_layout import KernelWeight
 from qerl.nvfp4.kernels import decode_
-from qerl.nvfp4.lora import expand_
+from qerl.nvfp4.lora import Adapter
 from qerl.nvfp4.ways import Shape, way_of
 
 LORA_KERNEL_TOKENS = 512  # up to here the adapter has kernels of its own, above two cuBLAS products cost little
-
-Adapter = tuple[torch.Tensor, torch.Tensor]  # A (ranks, in), B (out, ranks)
 
 
 @dataclass
@@ -32,8 +30,7 @@ class Base:
     method: LinearMethodBase
     layer: torch.nn.Module
     weight: KernelWeight
-    parts: tuple[int, ...]  # rows of the fused linears
-    ranks: int
+    adapter: Adapter | None
     ways: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -42,7 +39,8 @@ class Base:
     @property
     def shape(self) -> Shape:
         fused = small_batch.has_kernels(self.weight.words.device)
-        return Shape(self.weight.out_features, self.weight.in_features, self.ranks, self.weight.layout.name, fused)
+        ranks = 0 if self.adapter is None else self.adapter.a.shape[0]
+        return Shape(self.weight.out_features, self.weight.in_features, ranks, self.weight.layout.name, fused)
 
 
 # By address of the kernel's words: the compiled graphs of equal layers must not differ in a constant (a name, a scale),
@@ -76,9 +74,9 @@ def nvfp4_lora_linear(
     lora_b: torch.Tensor,
     rows: int,
 ) -> torch.Tensor:
-    """x W^T + bias + (x A^T) B^T."""
+    """x W^T + bias + (x A^T) B^T; A and B, those of `BASES`, are named so that compilers see what is read."""
     base = BASES[words.data_ptr()]
-    return WAYS[way_of(base.ways, x.shape[0])](base, x.contiguous(), bias, (lora_a, lora_b))
+    return WAYS[way_of(base.ways, x.shape[0])](base, x.contiguous(), bias, base.adapter)
 
 
 @nvfp4_lora_linear.register_fake
@@ -88,14 +86,19 @@ def _(x, words, bias, lora_a, lora_b, rows):
 
 @torch.library.custom_op("qerl::add_lora", mutates_args=())
 def add_lora(
-    out: torch.Tensor, x: torch.Tensor, lora_a: torch.Tensor, lora_b: torch.Tensor, parts: list[int]
+    out: torch.Tensor,
+    x: torch.Tensor,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+    counters: torch.Tensor,
+    parts: list[int],
 ) -> torch.Tensor:
-    """out + (x A^T) B^T for a 16-bit base."""
-    return _add_lora_(out.clone(), x.contiguous(), (lora_a, lora_b), parts)
+    """out + (x A^T) B^T for a 16-bit base; `counters` are as they were when it returns."""
+    return _add_lora_(out.clone(), x.contiguous(), Adapter(lora_a, lora_b, tuple(parts), counters))
 
 
 @add_lora.register_fake
-def _(out, x, lora_a, lora_b, parts):
+def _(out, x, lora_a, lora_b, counters, parts):
     return torch.empty_like(out)
 
 
@@ -103,15 +106,12 @@ Way = Callable[[Base, torch.Tensor, torch.Tensor | None, Adapter | None], torch.
 
 
 def _fused(base: Base, x: torch.Tensor, bias: torch.Tensor | None, adapter: Adapter | None) -> torch.Tensor:
-    if adapter is None:
-        return small_batch.product(x, base.weight, base.layer.qerl_bias)
-    hidden = small_batch.shrink(x, adapter[0])
-    return small_batch.product(x, base.weight, base.layer.qerl_bias, hidden, adapter[1], base.parts)
+    return small_batch.product(x, base.weight, base.layer.qerl_bias, adapter)
 
 
 def _by_kernel(base: Base, x: torch.Tensor, bias: torch.Tensor | None, adapter: Adapter | None) -> torch.Tensor:
     out = base.method.apply(base.layer, x, bias)
-    return out if adapter is None else _add_lora_(out, x, adapter, base.parts)
+    return out if adapter is None else _add_lora_(out, x, adapter)
 
 
 def _decoded(base: Base, x: torch.Tensor, bias: torch.Tensor | None, adapter: Adapter | None) -> torch.Tensor:
@@ -121,22 +121,17 @@ def _decoded(base: Base, x: torch.Tensor, bias: torch.Tensor | None, adapter: Ad
     decode_(dense, weight)
     addend, beta = (x.new_zeros(1), 0) if bias is None else (bias, 1)
     out = torch.addmm(addend, x, dense.t(), beta=beta, alpha=weight.alpha)
-    return out if adapter is None else _add_lora_(out, x, adapter, base.parts)
+    return out if adapter is None else _add_lora_(out, x, adapter)
 
 
 WAYS: dict[str, Way] = {"fused": _fused, "kernel": _by_kernel, "decoded": _decoded}
 
 
-def _add_lora_(out: torch.Tensor, x: torch.Tensor, adapter: Adapter, parts: Sequence[int]) -> torch.Tensor:
+def _add_lora_(out: torch.Tensor, x: torch.Tensor, adapter: Adapter) -> torch.Tensor:
     """In place on `out`, which is ours and contiguous."""
-    lora_a, lora_b = adapter
-    if not _has_lora_kernels(x, parts):
-        return out.addmm_(torch.mm(x, lora_a.t()), lora_b.t())
-    return expand_(out, small_batch.shrink(x, lora_a), lora_b, parts)
-
-
-def _has_lora_kernels(x: torch.Tensor, parts: Sequence[int]) -> bool:
-    return x.shape[0] <= LORA_KERNEL_TOKENS and len(parts) <= 3 and small_batch.has_kernels(x.device)
+    if x.shape[0] <= LORA_KERNEL_TOKENS and adapter.fits_kernels and small_batch.has_kernels(x.device):
+        return lora.add_(out, x, adapter)
+    return out.addmm_(torch.mm(x, adapter.a.t()), adapter.b.t())
 
 
 @cache
@@ -146,13 +141,18 @@ def _loaded_shapes() -> set[tuple[int, ...]]:
 
 def load_kernels(layer: LinearBase) -> None:
     """Compile and load what the CUDA graphs will record: nothing may be loaded during a capture."""
-    shape = (*layer.lora_b.shape, layer.lora_a.shape[1])
-    if shape in _loaded_shapes() or not small_batch.has_kernels(layer.lora_a.device):
+    adapter = adapter_of(layer)
+    rows, columns = adapter.b.shape[0], adapter.a.shape[1]
+    shape = (rows, columns, adapter.a.shape[0])
+    if shape in _loaded_shapes() or not small_batch.has_kernels(adapter.a.device):
         return
     _loaded_shapes().add(shape)
     for tokens in (1, 16, 32, 64):
-        x = layer.lora_a.new_zeros(tokens, layer.lora_a.shape[1])
-        out = x.new_zeros(tokens, layer.lora_b.shape[0])
+        x = adapter.a.new_zeros(tokens, columns)
         if layer.qerl_quantized and way_of(BASES[layer.weight.data_ptr()].ways, tokens) == "fused":
-            torch.ops.qerl.nvfp4_lora_linear(x, layer.weight, None, layer.lora_a, layer.lora_b, out.shape[1])
-        _add_lora_(out, x, (layer.lora_a, layer.lora_b), tuple(layer.output_partition_sizes))
+            torch.ops.qerl.nvfp4_lora_linear(x, layer.weight, None, adapter.a, adapter.b, rows)
+        _add_lora_(x.new_zeros(tokens, rows), x, adapter)
+
+
+def adapter_of(layer: LinearBase) -> Adapter:
+    return Adapter(layer.lora_a, layer.lora_b, tuple(layer.output_partition_sizes), layer.lora_counters)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import torch
 
-from qerl.nvfp4 import lora, nvrtc, small_batch, ways
+from qerl.nvfp4 import lora, nvrtc, small_batch, split, ways
 from qerl.vllm_plugin.products import BASES, WAYS, Base
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ def choose_ways_(tune: bool) -> None:
 
 def card_facts() -> dict[str, str]:
     """What times depend on."""
-    sources = (nvrtc.FOLDER / small_batch.SOURCE, Path(small_batch.__file__), Path(lora.__file__))
+    sources = (*sorted(nvrtc.FOLDER.glob("*.cu*")), *(Path(module.__file__) for module in (small_batch, lora, split)))
     return {
         "card": torch.cuda.get_device_name(),
         "driver": str(torch._C._cuda_getDriverVersion()),
@@ -74,12 +74,8 @@ def _time_us(bases: Sequence[Base], way: str, tokens: int) -> float:
     weight = bases[0].weight
     layers = bases[: 1 + CACHE_BYTES // (weight.words.nbytes + weight.scales.nbytes)]
     x = torch.randn(tokens, weight.in_features, device=weight.words.device, dtype=torch.bfloat16)
-    calls = [partial(WAYS[way], base, x, getattr(base.layer, "bias", None), _adapter(base)) for base in layers]
+    calls = [partial(WAYS[way], base, x, getattr(base.layer, "bias", None), base.adapter) for base in layers]
     return graph_us(calls) / len(calls)
-
-
-def _adapter(base: Base) -> tuple[torch.Tensor, torch.Tensor] | None:
-    return (base.layer.lora_a, base.layer.lora_b) if base.ranks else None
 
 
 def graph_us(calls: Sequence[Callable[[], object]]) -> float:

@@ -1,0 +1,55 @@
+// Codes and block scales of an NVFP4 weight as bfloat16 operands of the tensor cores.
+//
+// A tile of 64 rows x 16 columns lies in memory as the fragments of mma.m16n8k16 (see kernel_layout.py): a lane's 16
+// bytes are its A operands for four mma, with the tokens as columns. So a weight goes from memory to the tensor core
+// through registers alone. A code becomes bfloat16 by moving its bits (its value times 2^-126, subnormals included), and
+// the product with the block scale times 2^100 is exact: 2 and 4 significant bits.
+//
+// Defines: TRANSPOSED, MARLIN, as in kernel_layout.py.
+#pragma once
+#include "common.cuh"
+
+// Two codes (nibble J of each half word) as bfloat16 times 2^-126.
+template <int J>
+static __device__ __forceinline__ u32 two_codes(u32 word) {
+    const u32 top = J == 3 ? word : word << (12 - 4 * J);
+    return (top & 0x80008000u) | ((top >> 6) & 0x01C001C0u);
+}
+
+template <int HALF>
+static __device__ __forceinline__ u32 twice(u32 two) {
+    u32 d;
+    if (HALF) asm("{.reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {high, high};}" : "=r"(d) : "r"(two));
+    else asm("{.reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {low, low};}" : "=r"(d) : "r"(two));
+    return d;
+}
+
+// The eight block scales of a lane's rows (8 * group + lane / 4), each twice in a register, times 2^100.
+static __device__ __forceinline__ void block_scales(uint2 bytes, u32 (&scale)[8]) {
+    // e4m3 shifted into bfloat16's fields is 2^-120 of itself; Marlin's unsigned e5m3 (bias 22) is 2^-105 of itself.
+    const u32 unbias = MARLIN ? 0x74007400u : 0x7B807B80u;  // 2^105, 2^120
+    const u32 lift = 0x71807180u;                           // 2^100
+#pragma unroll
+    for (int pair = 0; pair < 4; ++pair) {
+        const u32 source = pair < 2 ? bytes.x : bytes.y;
+        u32 two = (pair & 1) ? __byte_perm(source, 0, 0x4342) : __byte_perm(source, 0, 0x4140);
+        two = fma_bf16x2(fma_bf16x2(two << 4, unbias), lift);
+        const u32 low = twice<0>(two), high = twice<1>(two);
+        if (MARLIN) {  // stored in the order 0 2 1 3 of each four
+            const int base = pair < 2 ? 0 : 4, even = pair & 1;
+            scale[base + even] = low;
+            scale[base + even + 2] = high;
+        } else {
+            scale[2 * pair] = low;
+            scale[2 * pair + 1] = high;
+        }
+    }
+}
+
+// The A operands of rows 16 * w ... of a tile.
+static __device__ __forceinline__ void operands(u32 word, u32 low, u32 high, u32 (&a)[4]) {
+    a[0] = fma_bf16x2(two_codes<0>(word), low);
+    a[1] = fma_bf16x2(TRANSPOSED ? two_codes<1>(word) : two_codes<2>(word), high);
+    a[2] = fma_bf16x2(TRANSPOSED ? two_codes<2>(word) : two_codes<1>(word), low);
+    a[3] = fma_bf16x2(two_codes<3>(word), high);
+}

@@ -1,0 +1,85 @@
+// What the kernels of this folder share: bfloat16, tensor-core products, asynchronous copies, clusters, and the handing
+// over of results from the first blocks of a launch to the later ones. Compiled by NVRTC, without the CUDA headers.
+#pragma once
+
+typedef unsigned int u32;
+typedef unsigned short u16;
+typedef unsigned char u8;
+
+static __device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b) {
+    u32 d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
+    return d;
+}
+
+static __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Sixteen bytes to shared memory, asynchronously; `bytes` 0 writes zeros instead.
+static __device__ __forceinline__ void copy_16(u32 target, const void* source, int bytes) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(bytes));
+}
+
+static __device__ __forceinline__ void commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+template <int PENDING>
+static __device__ __forceinline__ void wait_for_all_but() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
+}
+
+// The compiler leaves loads above this where they are, so that all are under way before the first is used.
+static __device__ __forceinline__ void keep_order() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+static __device__ __forceinline__ u32 load_u32(const u16* p) { return *reinterpret_cast<const u32*>(p); }
+
+static __device__ __forceinline__ void prefetch(const void* p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
+
+static __device__ __forceinline__ u16 to_bf16(float value) {
+    u16 bits;
+    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
+    return bits;
+}
+
+static __device__ __forceinline__ float from_bf16(u16 bits) { return __uint_as_float((u32)bits << 16); }
+
+static __device__ __forceinline__ u32 cluster_rank() {
+    u32 rank;
+    asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+static __device__ __forceinline__ void cluster_sync() {
+    asm volatile("barrier.cluster.arrive.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+}
+
+static __device__ __forceinline__ float load_peer(const float* own, u32 rank) {
+    const u32 address = (u32)__cvta_generic_to_shared(own);
+    u32 peer;
+    float value;
+    asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(peer) : "r"(address), "r"(rank));
+    asm volatile("ld.shared::cluster.f32 %0, [%1];" : "=f"(value) : "r"(peer));
+    return value;
+}
+
+// Handing over inside a launch. The blocks that produce come first in the grid, and the card starts blocks in the order of
+// their index, so those that wait never keep a producer from running. counters[0]: blocks that have handed over;
+// counters[1]: consumers that are done. Both are 0 between launches; launches that share them may not overlap.
+static __device__ __forceinline__ void hand_over(u32* counters) {  // by one thread, after a barrier of its block
+    asm volatile("fence.acq_rel.gpu;\nred.release.gpu.global.add.u32 [%0], 1;" ::"l"(counters) : "memory");
+}
+
+static __device__ __forceinline__ void wait_for(const u32* counters, u32 producers) {  // by a whole warp
+    u32 seen;
+    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counters) : "memory");
+    while (seen < producers);
+    __syncwarp();
+}
+
+static __device__ __forceinline__ void leave(u32* counters, u32 consumers) {  // by one thread, after its block's last wait
+    u32 before;
+    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counters + 1) : "memory");
+    if (before == consumers - 1) counters[0] = counters[1] = 0;
+}
