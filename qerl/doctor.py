@@ -135,7 +135,7 @@ def _import_torch() -> Check | None:
 def _gpu() -> Check:
     import torch
 
-    driver = _driver()
+    driver = driver_version()
     if not torch.cuda.is_available():
         if driver is None:
             return Check("ok", "gpu", "none: training and evaluation run on the CPU")
@@ -154,7 +154,7 @@ def _gpu() -> Check:
     return Check("ok", "gpu", name)
 
 
-def _driver() -> str | None:
+def driver_version() -> str | None:
     """Version of the NVIDIA driver; None if there is none."""
     if shutil.which("nvidia-smi") is None:
         return None

@@ -79,7 +79,7 @@ def _cuda_lora(device: torch.device) -> Pair:
 
 def _adapter(device: torch.device) -> lora.Adapter:
     lora_a = _normal((RANK, COLUMNS), device) / 32  # the base then has most of the product
-    return lora.Adapter.of(lora_a, _normal((ROWS, RANK), device), (ROWS,))
+    return lora.Adapter.with_handover(lora_a, _normal((ROWS, RANK), device), (ROWS,))
 
 
 def _weight(layout: KernelLayout, device: torch.device) -> KernelWeight:

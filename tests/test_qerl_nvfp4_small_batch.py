@@ -42,7 +42,7 @@ def random_adapter(rows, columns, ranks, parts, device="cpu", size=1.0):
     for index, part in enumerate(parts):
         start = sum(parts[:index])
         b[start : start + part, ranks * index : ranks * (index + 1)].normal_(0, size)
-    return Adapter.of(a, b, tuple(parts))
+    return Adapter.with_handover(a, b, tuple(parts))
 
 
 def test_the_twins_adapter_rounds_its_hidden_values_once():
@@ -53,9 +53,7 @@ def test_the_twins_adapter_rounds_its_hidden_values_once():
     torch.testing.assert_close(difference, hidden @ adapter.b.double().t(), rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize(
-    ("parts", "rank", "fits"), [((64,), 16, True), ((64, 8, 8), 32, True), ((64, 12), 16, False), ((64, 8), 24, False)]
-)
+@pytest.mark.parametrize(("parts", "rank", "fits"), [((64,), 16, True), ((64, 8, 8), 32, True), ((64, 8), 24, False)])
 def test_which_adapters_the_kernels_take(parts, rank, fits):
     assert random_adapter(sum(parts), 32, rank, parts).fits_kernels is fits
 
@@ -112,7 +110,7 @@ class TestOnGPU:
         results = [small_batch.product(x, weight, bias, adapter) for _ in range(4)]
         assert error(results[0], small_batch.reference_product(x, weight, bias, adapter)) < 2.5e-3
         assert all(torch.equal(results[0], other) for other in results[1:])
-        assert adapter.counters.tolist() == [0, 0]
+        assert adapter.handover[0].item() == len(results)  # launches; in the upper half nobody is left inside
 
 
 def parts_of(rows):
@@ -132,7 +130,6 @@ def test_the_adapter_beside_another_kernels_product(tokens, parts, columns):
     results = [lora.add_(base.clone(), x, adapter) for _ in range(4)]
     assert error(results[0], lora.reference_add(base, x, adapter)) < 2.5e-3
     assert all(torch.equal(results[0], other) for other in results[1:])
-    assert adapter.counters.tolist() == [0, 0]
 
 
 @pytest.mark.gpu

@@ -13,6 +13,7 @@ from training.packed_attention import (
     check_config,
     deterministic_kernels,
     hidden_states,
+    make_backward_deterministic,
     packed_attention,
     packed_attention_of,
 )
@@ -155,6 +156,8 @@ def shared_and_apart(monkeypatch, device, dtype):
 
     ids, mask, width = grouped_rows([70, 33, 1, 64], 4, torch.Generator().manual_seed(5))
     model = tiny_model("qwen2", num_attention_heads=4, head_dim=64, hidden_size=256, max_position_embeddings=256)
+    for weight in model.parameters():  # as it starts, its attention is so sharp that rounding decides the gradient
+        weight.data.mul_(0.3 if weight.dim() > 1 else 1.0)
     results = []
     for share, kind in ((True, dtype), (False, dtype), (False, torch.float32)):
         monkeypatch.setattr(packing, "shares_prompts", lambda device, share=share: share)
@@ -171,11 +174,19 @@ def test_shared_prompts_give_the_gradients_of_rows_apart(monkeypatch):
 
 @pytest.mark.gpu
 def test_shared_prompts_on_a_card_are_as_exact_as_rows_apart(monkeypatch):
-    """Through flash attention, in bfloat16; float32 takes the twin. Not yet run on a card."""
-    shared, apart, exact = shared_and_apart(monkeypatch, "cuda", torch.bfloat16)
+    """Through flash attention, in bfloat16; float32 takes the twin."""
+    check_shared_prompts_in_bfloat16(monkeypatch, "cuda")
+
+
+def test_shared_prompts_in_bfloat16_are_as_exact_as_rows_apart(monkeypatch):
+    check_shared_prompts_in_bfloat16(monkeypatch, "cpu")
+
+
+def check_shared_prompts_in_bfloat16(monkeypatch, device):
+    shared, apart, exact = shared_and_apart(monkeypatch, device, torch.bfloat16)
     errors = [((result - exact).norm() / exact.norm()).item() for result in (shared, apart)]
     assert errors[0] < 1.2 * errors[1]
-    assert errors[1] < 3e-2
+    assert errors[1] < 4e-2
 
 
 def test_models_that_compute_something_else_are_refused():
@@ -222,6 +233,29 @@ def test_flash_attention_is_its_twin(heads, kv_heads, head_dim, window):
     for fast, exact in zip(*results, strict=True):
         error = (fast.float() - exact.float()).norm() / exact.float().norm()
         assert error < 1e-2
+
+
+def test_the_strict_switch_is_on_during_one_nodes_backward_alone():
+    seen = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(
+                (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+            )
+            return grad
+
+    inner = Watched.apply(torch.ones(2, requires_grad=True))
+    make_backward_deterministic(inner.grad_fn)
+    Watched.apply(inner).sum().backward()
+    assert seen == [(False, False), (True, False)]  # of the outer node, then of the one that was asked for
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
 
 
 @pytest.mark.gpu

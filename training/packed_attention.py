@@ -96,7 +96,10 @@ def attend_flash(qkv: QKV, sequences: Sequences, scale: float | None, window: in
     # their keys are the last of them.
     left = -1 if window is None else window - 1
     layout = (sequences.query_starts, sequences.key_starts, sequences.longest_query, sequences.longest_key)
-    return varlen_attn(*qkv, *layout, scale=scale, window_size=(left, 0), **_gqa_option(*qkv[:2]))
+    out = varlen_attn(*qkv, *layout, scale=scale, window_size=(left, 0), **_gqa_option(*qkv[:2]))
+    if _Switch.deterministic and out.grad_fn is not None:
+        make_backward_deterministic(out.grad_fn)
+    return out
 
 
 def attend_each(qkv: QKV, sequences: Sequences, scale: float | None, window: int | None) -> torch.Tensor:
@@ -148,19 +151,42 @@ def packed_attention_of(model: PreTrainedModel) -> Iterator[None]:
         model.config._attn_implementation = before
 
 
+class _Switch:
+    """Shared by all threads: a layer that recomputes calls its attention from one of autograd's."""
+
+    deterministic = False
+
+
 @contextmanager
 def deterministic_kernels(enabled: bool) -> Iterator[None]:
-    """Inside, flash attention adds the gradient of the queries in one order, instead of as its blocks end."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    fills = torch.utils.deterministic.fill_uninitialized_memory
-    if enabled:
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = False
+    """Forward passes inside have a backward whose flash attention adds in one order, not as its blocks end."""
+    before, _Switch.deterministic = _Switch.deterministic, enabled
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        _Switch.deterministic = before
+
+
+def make_backward_deterministic(node: torch.autograd.graph.Node) -> None:
+    """torch asks for its strict switch; that is set around this node alone, since other kernels then refuse to run."""
+    before: list[tuple[bool, bool, bool]] = []
+
+    def switch_on(*_: Any) -> None:
+        strict, warns = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        before.append((strict, warns, torch.utils.deterministic.fill_uninitialized_memory))
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+    def switch_back(*_: Any) -> None:
+        strict, warns, fills = before.pop()
+        torch.use_deterministic_algorithms(strict, warn_only=warns)
         torch.utils.deterministic.fill_uninitialized_memory = fills
+
+    node.register_prehook(switch_on)
+    node.register_hook(switch_back)
 
 
 def hidden_states(model: PreTrainedModel, row: PackedRow) -> torch.Tensor:

@@ -12,9 +12,9 @@ from importlib.util import find_spec
 import torch
 
 from qerl.nvfp4.kernel_layout import BLOCK, TILE_ROWS, KernelWeight, block_scales, codes
-from qerl.nvfp4.lora import Adapter, AdapterLaunch, reference_add
+from qerl.nvfp4.lora import RANK_STEP, Adapter, reference_add
 from qerl.nvfp4.nvrtc import Launch, kernel
-from qerl.nvfp4.split import Split, choose_split, tiles
+from qerl.nvfp4.split import SHRINK_BATCH, Split, choose_split, tiles
 
 CODE_FACTOR = 2.0**26  # what the kernel's products of code and block scale lack, see the source
 
@@ -39,17 +39,18 @@ def product(
     rows = weight.out_features
     split = split or choose_split(rows, columns, tokens)
     out = x.new_empty(tokens, rows)
-    launch_adapter = AdapterLaunch.of(adapter, x, 8 * min(tiles(tokens), 2))
+    adapter_groups, adapter_tensors, adapter_numbers = _adapter_arguments(adapter, tokens, split)
     defines = (
         f"TILES={tiles(tokens)}",
         f"WARPS_N={split.warps_n}",
         f"WARPS_K={split.warps_k}",
         f"UNROLL={split.unroll}",
         f"STAGES={split.stages}",
+        f"SHRINK_BATCH={SHRINK_BATCH}",
         f"TRANSPOSED={int(weight.layout.transposed)}",
         f"MARLIN={int(weight.layout.marlin_scales)}",
     )
-    groups = launch_adapter.groups + -(-rows // (TILE_ROWS * split.warps_n))
+    groups = adapter_groups + -(-rows // (TILE_ROWS * split.warps_n))
     launch = Launch(
         (groups, split.cluster, 1), 32 * split.warps, split.shared_bytes(tokens, columns), cluster=split.cluster
     )
@@ -59,16 +60,33 @@ def product(
         weight.words,
         weight.scales,
         bias,
-        *launch_adapter.tensors,
+        *adapter_tensors,
         out,
         tokens,
         rows,
         columns,
         weight.out_padded,
         float(weight.alpha * CODE_FACTOR),
-        *launch_adapter.numbers,
+        *adapter_numbers,
     )
     return out
+
+
+def _adapter_arguments(
+    adapter: Adapter | None, tokens: int, split: Split
+) -> tuple[int, tuple[torch.Tensor | None, ...], tuple[int, ...]]:
+    """Clusters that make hidden values, and what the kernel takes of an adapter."""
+    if adapter is None:
+        return 0, (None,) * 4, (0, 0, 0, 1, 0, 0)
+    if adapter.handover is None or not adapter.fits_kernels:
+        raise ValueError(f"the kernel takes no adapter of parts {adapter.part_rows}, ranks {adapter.a.shape[0]}")
+    ranks, columns = adapter.a.shape
+    parts = split.hidden_parts(columns)
+    if 2 + parts * tokens * ranks > adapter.handover.numel():
+        raise ValueError(f"{split} hands over more than {adapter.handover.numel()} words")
+    groups = ranks // RANK_STEP * parts * -(-tokens // (8 * min(tiles(tokens), 2)))
+    tensors = (adapter.a, adapter.b, adapter.handover, adapter.handover[2:])
+    return groups, tensors, (groups, parts, ranks, adapter.part_rank, *adapter.part_ends)
 
 
 def decode_(out: torch.Tensor, weight: KernelWeight, row_start: int = 0) -> torch.Tensor:

@@ -8,6 +8,7 @@ BLOCK = 16  # columns of a tile of the weight
 TILE_ROWS = 64
 SLOT_BYTES = 36 * BLOCK  # a tile: 64 x 16 codes and 64 block scales
 MAX_TOKENS = 64
+SHRINK_BATCH = 3  # loads that a warp has under way at once for the adapter
 SHARED_LIMIT = 227 * 1024  # bytes a block may have on Hopper
 
 
@@ -34,6 +35,11 @@ class Split:
         hidden_sums = min(tiles(tokens), 2) * (self.warps * 640 + 512)
         return max(slice_bytes + rings, sums, hidden_sums)
 
+    def hidden_parts(self, columns: int) -> int:
+        """Clusters among which the adapter's sum over K is split: as many as need one round of loads, for a second one
+        would stand in line behind the weights that all other blocks ask for."""
+        return -(-columns // (self.cluster * self.warps * 32 * SHRINK_BATCH))
+
 
 def tiles(tokens: int) -> int:
     """Tiles of 8 tokens that a launch works on: 1, 2, 4 or 8."""
@@ -46,7 +52,7 @@ def choose_split(rows: int, columns: int, tokens: int) -> Split:
     if groups >= 64:
         split = Split(4 if tokens <= 8 else 8, 4, 1, 4, 3)
     elif columns >= 8192:
-        split = Split(8, 4, 4 if tokens <= 8 else 2, 4, 3)
+        split = Split(8, 4, 4, 2, 3) if tokens <= 8 else Split(8, 4, 2, 4, 3)
     else:
         split = Split(8, 4, 2, 2, 3)
     cluster = split.cluster
@@ -58,3 +64,9 @@ def choose_split(rows: int, columns: int, tokens: int) -> Split:
 def fits(rows: int, columns: int, tokens: int) -> bool:
     """Whether `small_batch.product` takes so many tokens of this shape."""
     return tokens <= MAX_TOKENS and choose_split(rows, columns, tokens).shared_bytes(tokens, columns) <= SHARED_LIMIT
+
+
+def handover_words(rows: int, columns: int, ranks: int) -> int:
+    """8-byte words through which a launch hands over hidden values: its counters, then each part's value."""
+    sizes = [n for n in (8, 16, 32, MAX_TOKENS) if fits(rows, columns, n)]
+    return 2 + max((n * ranks * choose_split(rows, columns, n).hidden_parts(columns) for n in sizes), default=0)

@@ -27,9 +27,9 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 
 from qerl.errors import EngineError
 from qerl.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, KernelWeight, scales_marlin_drops
-from qerl.nvfp4.lora import RANK_STEP
+from qerl.nvfp4.lora import RANK_STEP, Adapter
 from qerl.vllm_plugin import BF16_METHOD, CONFIG_KEY, NVFP4_METHOD
-from qerl.vllm_plugin.products import BASES, Base, adapter_of, load_kernels
+from qerl.vllm_plugin.products import BASES, Base, load_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,9 @@ class AdapterLinearMethod(LinearMethodBase):
             _add_adapter_buffers(layer, self.options.max_rank)
         layer.qerl_quantized = kernel_name(layer) != "cublas"
         if layer.qerl_quantized:
-            adapter = adapter_of(layer) if self.options.max_rank else None
+            parts, adapter = tuple(layer.output_partition_sizes), None
+            if self.options.max_rank:
+                adapter = Adapter.with_handover(layer.lora_a, layer.lora_b, parts)
             BASES[layer.weight.data_ptr()] = Base(self.inner, layer, kernel_weight(layer), adapter)
         if self.options.max_rank:
             load_kernels(layer)
@@ -99,8 +101,7 @@ class AdapterLinearMethod(LinearMethodBase):
         if layer.qerl_quantized:
             return torch.ops.qerl.nvfp4_lora_linear(x, layer.weight, bias, layer.lora_a, layer.lora_b, rows)
         out = self.inner.apply(layer, x, bias)
-        parts = list(layer.output_partition_sizes)
-        return torch.ops.qerl.add_lora(out, x, layer.lora_a, layer.lora_b, layer.lora_counters, parts)
+        return torch.ops.qerl.add_lora(out, x, layer.lora_a, layer.lora_b, list(layer.output_partition_sizes))
 
 
 @register_quantization_config(NVFP4_METHOD)
@@ -211,4 +212,3 @@ def _add_adapter_buffers(layer: LinearBase, max_rank: int) -> None:
     zeros = {"dtype": layer.params_dtype, "device": device}
     layer.register_buffer("lora_a", torch.zeros(rank, in_features, **zeros), persistent=False)
     layer.register_buffer("lora_b", torch.zeros(sum(sizes), rank, **zeros), persistent=False)
-    layer.register_buffer("lora_counters", torch.zeros(2, dtype=torch.int32, device=device), persistent=False)

@@ -90,15 +90,14 @@ def add_lora(
     x: torch.Tensor,
     lora_a: torch.Tensor,
     lora_b: torch.Tensor,
-    counters: torch.Tensor,
     parts: list[int],
 ) -> torch.Tensor:
-    """out + (x A^T) B^T for a 16-bit base; `counters` are as they were when it returns."""
-    return _add_lora_(out.clone(), x.contiguous(), Adapter(lora_a, lora_b, tuple(parts), counters))
+    """out + (x A^T) B^T for a 16-bit base."""
+    return _add_lora_(out.clone(), x.contiguous(), Adapter(lora_a, lora_b, tuple(parts)))
 
 
 @add_lora.register_fake
-def _(out, x, lora_a, lora_b, counters, parts):
+def _(out, x, lora_a, lora_b, parts):
     return torch.empty_like(out)
 
 
@@ -141,7 +140,8 @@ def _loaded_shapes() -> set[tuple[int, ...]]:
 
 def load_kernels(layer: LinearBase) -> None:
     """Compile and load what the CUDA graphs will record: nothing may be loaded during a capture."""
-    adapter = adapter_of(layer)
+    base = BASES[layer.weight.data_ptr()] if layer.qerl_quantized else None
+    adapter = Adapter(layer.lora_a, layer.lora_b, tuple(layer.output_partition_sizes))
     rows, columns = adapter.b.shape[0], adapter.a.shape[1]
     shape = (rows, columns, adapter.a.shape[0])
     if shape in _loaded_shapes() or not small_batch.has_kernels(adapter.a.device):
@@ -149,10 +149,6 @@ def load_kernels(layer: LinearBase) -> None:
     _loaded_shapes().add(shape)
     for tokens in (1, 16, 32, 64):
         x = adapter.a.new_zeros(tokens, columns)
-        if layer.qerl_quantized and way_of(BASES[layer.weight.data_ptr()].ways, tokens) == "fused":
+        if base is not None and way_of(base.ways, tokens) == "fused":
             torch.ops.qerl.nvfp4_lora_linear(x, layer.weight, None, adapter.a, adapter.b, rows)
         _add_lora_(x.new_zeros(tokens, rows), x, adapter)
-
-
-def adapter_of(layer: LinearBase) -> Adapter:
-    return Adapter(layer.lora_a, layer.lora_b, tuple(layer.output_partition_sizes), layer.lora_counters)

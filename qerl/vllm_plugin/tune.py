@@ -14,7 +14,8 @@ from pathlib import Path
 
 import torch
 
-from qerl.nvfp4 import lora, nvrtc, small_batch, split, ways
+from qerl.doctor import driver_version
+from qerl.nvfp4 import expand, lora, nvrtc, small_batch, split, ways
 from qerl.vllm_plugin.products import BASES, WAYS, Base
 
 logger = logging.getLogger(__name__)
@@ -50,10 +51,13 @@ def choose_ways_(tune: bool) -> None:
 
 def card_facts() -> dict[str, str]:
     """What times depend on."""
-    sources = (*sorted(nvrtc.FOLDER.glob("*.cu*")), *(Path(module.__file__) for module in (small_batch, lora, split)))
+    sources = (
+        *sorted(nvrtc.FOLDER.glob("*.cu*")),
+        *(Path(module.__file__) for module in (small_batch, lora, expand, split)),
+    )
     return {
         "card": torch.cuda.get_device_name(),
-        "driver": str(torch._C._cuda_getDriverVersion()),
+        "driver": str(driver_version()),
         "torch": torch.__version__,
         "vllm": _version("vllm"),
         "humming": _version("humming-kernels"),

@@ -5,6 +5,7 @@
 typedef unsigned int u32;
 typedef unsigned short u16;
 typedef unsigned char u8;
+typedef unsigned long long u64;
 
 static __device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b) {
     u32 d;
@@ -64,22 +65,37 @@ static __device__ __forceinline__ float load_peer(const float* own, u32 rank) {
     return value;
 }
 
-// Handing over inside a launch. The blocks that produce come first in the grid, and the card starts blocks in the order of
-// their index, so those that wait never keep a producer from running. counters[0]: blocks that have handed over;
-// counters[1]: consumers that are done. Both are 0 between launches; launches that share them may not overlap.
-static __device__ __forceinline__ void hand_over(u32* counters) {  // by one thread, after a barrier of its block
-    asm volatile("fence.acq_rel.gpu;\nred.release.gpu.global.add.u32 [%0], 1;" ::"l"(counters) : "memory");
+// Handing over inside a launch: blocks that produce come first in the grid, and the card starts blocks in the order of
+// their index, so those that wait never keep a producer from running. A value travels with the number of the launch beside
+// it, in one 8-byte word, so that whoever finds the number has the value. counters[0]: launches so far; counters[1]:
+// consumers of this launch that are done, 0 between launches. Launches that share them may not overlap.
+struct __align__(16) TwoTagged {
+    float value_0;
+    u32 tag_0;
+    float value_1;
+    u32 tag_1;
+};
+
+static __device__ __forceinline__ u32 launch_tag(const u32* counters) {
+    u32 launches;
+    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(launches) : "l"(counters) : "memory");
+    return launches + 1;
 }
 
-static __device__ __forceinline__ void wait_for(const u32* counters, u32 producers) {  // by a whole warp
-    u32 seen;
-    do asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(seen) : "l"(counters) : "memory");
-    while (seen < producers);
-    __syncwarp();
+static __device__ __forceinline__ void hand_over(u64* place, float value, u32 tag) {
+    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(place), "l"((u64)tag << 32 | __float_as_uint(value)) : "memory");
 }
 
-static __device__ __forceinline__ void leave(u32* counters, u32 consumers) {  // by one thread, after its block's last wait
+static __device__ __forceinline__ TwoTagged load_tagged(const u64* place) {
+    u64 first, second;
+    asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(place) : "memory");
+    return {__uint_as_float((u32)first), (u32)(first >> 32), __uint_as_float((u32)second), (u32)(second >> 32)};
+}
+
+static __device__ __forceinline__ void leave(u32* counters, u32 consumers, u32 tag) {  // by one thread of a block
     u32 before;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counters + 1) : "memory");
-    if (before == consumers - 1) counters[0] = counters[1] = 0;
+    if (before != consumers - 1) return;
+    counters[1] = 0;
+    counters[0] = tag;
 }

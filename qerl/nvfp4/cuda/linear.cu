@@ -5,7 +5,7 @@
 // Sums are float32, over the slices of K in a fixed order (warps, then the blocks of a cluster through distributed shared
 // memory): a call repeats to the bit. Codes and scales: codes.cuh.
 //
-// Defines: TILES (8 tokens each), WARPS_N (64 rows each), WARPS_K, UNROLL, STAGES, TRANSPOSED, MARLIN.
+// Defines: TILES (8 tokens each), WARPS_N (64 rows each), WARPS_K, UNROLL, STAGES, SHRINK_BATCH, TRANSPOSED, MARLIN.
 #include "codes.cuh"
 #include "shrink.cuh"
 
@@ -14,21 +14,58 @@
 #define RED_STRIDE (ROWS + 4)
 #define SLOT (UNROLL * 576)
 #define SHRINK_TILES (TILES == 1 ? 1 : 2)
-#define SHRINK_BATCH (TILES == 1 ? 3 : 2)
+#define TAKEN (TILES < 2 ? TILES : 2)
 
-// grid (shrink_groups + row groups, cluster), cluster (1, cluster, 1), 32 * WARPS_N * WARPS_K threads; shrink_groups is
-// ranks / 16 times the groups of 8 * SHRINK_TILES tokens.
+// Hidden values of COUNT tiles of tokens as operands of the tensor cores, once all are there: the sums of their parts, which
+// lie `stride` words apart; `place` is the lane's first value.
+template <int COUNT>
+static __device__ __forceinline__ void take(const u64* place, int stride, int parts, int tokens, int ranks, u32 tag,
+                                            u32 (&operand)[COUNT][2]) {
+    float sums[COUNT][2][2];
+#pragma unroll
+    for (int i = 0; i < COUNT * 4; ++i) sums[i / 4][i / 2 % 2][i % 2] = 0.0f;
+    for (int part = 0; part < parts; ++part, place += stride) {
+        TwoTagged two[COUNT][2];
+        bool missing;
+        do {
+            missing = false;
+#pragma unroll
+            for (int i = 0; i < COUNT * 2; ++i)
+                if (8 * (i / 2) < tokens) two[i / 2][i % 2] = load_tagged(place + (long long)(8 * (i / 2)) * ranks + 8 * (i % 2));
+#pragma unroll
+            for (int i = 0; i < COUNT * 2; ++i)
+                if (8 * (i / 2) < tokens) missing |= two[i / 2][i % 2].tag_0 != tag || two[i / 2][i % 2].tag_1 != tag;
+        } while (missing);
+#pragma unroll
+        for (int i = 0; i < COUNT * 2; ++i)
+            if (8 * (i / 2) < tokens) {
+                sums[i / 2][i % 2][0] += two[i / 2][i % 2].value_0;
+                sums[i / 2][i % 2][1] += two[i / 2][i % 2].value_1;
+            }
+    }
+#pragma unroll
+    for (int i = 0; i < COUNT * 2; ++i)
+        operand[i / 2][i % 2] = (u32)to_bf16(sums[i / 2][i % 2][0]) | (u32)to_bf16(sums[i / 2][i % 2][1]) << 16;
+}
+
+// grid (shrink_groups + row groups, cluster), cluster (1, cluster, 1), 32 * WARPS_N * WARPS_K threads. The first
+// shrink_groups clusters have 16 ranks, 8 * SHRINK_TILES tokens and one of `parts` ranges of K each; `handed` is
+// (parts, tokens, ranks).
 // Shared memory: the block's slice of x (TOKENS rows), the warps' rings; at last, over both, the partial sums.
 extern "C" __global__ void __launch_bounds__(32 * WARPS_N * WARPS_K)
 nvfp4_linear(const u16* __restrict__ x, const uint4* __restrict__ words, const u8* __restrict__ scales,
-             const u16* __restrict__ bias, const u16* __restrict__ a, const u16* __restrict__ b, u16* h, u32* counters,
-             u16* __restrict__ out, int tokens, int rows, int columns, int padded_rows, float alpha, int shrink_groups,
-             int ranks, int part_rank, int part_end_0, int part_end_1) {
+             const u16* __restrict__ bias, const u16* __restrict__ a, const u16* __restrict__ b, u32* counters,
+             u64* handed, u16* __restrict__ out, int tokens, int rows, int columns, int padded_rows, float alpha,
+             int shrink_groups, int parts, int ranks, int part_rank, int part_end_0, int part_end_1) {
     extern __shared__ __align__(16) u8 shared[];
+    const u32 tag = shrink_groups ? launch_tag(counters) : 0;
     if ((int)blockIdx.x < shrink_groups) {
-        shrink<SHRINK_TILES, WARPS_N * WARPS_K, SHRINK_BATCH>(x, a, h, counters, reinterpret_cast<float*>(shared), tokens,
-                                                              columns, ranks, blockIdx.x % (ranks >> 4),
-                                                              blockIdx.x / (ranks >> 4));
+        const int slabs = ranks >> 4, part = blockIdx.x / slabs % parts;
+        const int width = 32 * WARPS_N * WARPS_K * SHRINK_BATCH * gridDim.y, begin = part * width;
+        shrink<SHRINK_TILES, WARPS_N * WARPS_K, SHRINK_BATCH>(
+            x, a, reinterpret_cast<float*>(shared), tokens, columns, blockIdx.x / slabs / parts * 8 * SHRINK_TILES,
+            blockIdx.x % slabs * 16, begin, begin + width < columns ? begin + width : columns,
+            [=](int token, int rank, float sum) { hand_over(handed + ((long long)part * tokens + token) * ranks + rank, sum, tag); });
         return;
     }
     const int row_group = blockIdx.x - shrink_groups;
@@ -161,20 +198,23 @@ nvfp4_linear(const u16* __restrict__ x, const uint4* __restrict__ words, const u
                 const int line = row + 16 * w + 8 * (i & 1);
                 factor[w][i] = line < rows ? load_u32(b + (long long)line * ranks + column + 8 * (i >> 1)) : 0;
             }
-        wait_for(counters, shrink_groups);
 #pragma unroll
-        for (int t = 0; t < TILES; ++t) {
-            const int token = 8 * t + (lane >> 2);
-            const u32* source = reinterpret_cast<const u32*>(h + (long long)token * ranks + column);
-            const u32 low = token < tokens ? __ldcg(source) : 0, high = token < tokens ? __ldcg(source + 4) : 0;
+        for (int t = 0; t < TILES; t += TAKEN) {
+            u32 hidden[TAKEN][2];
+            const int token = 8 * t + (lane >> 2);  // of the first tile; a lane counts how many tokens it has from there
+            take(handed + (long long)token * ranks + column, tokens * ranks, parts, tokens - token, ranks, tag, hidden);
 #pragma unroll
-            for (int w = 0; w < 4; ++w)
-                mma(acc[w][t], factor[w][0], factor[w][1], factor[w][2], factor[w][3], low, high);
+            for (int i = 0; i < TAKEN; ++i)
+#pragma unroll
+                for (int w = 0; w < 4; ++w)
+                    mma(acc[w][t + i], factor[w][0], factor[w][1], factor[w][2], factor[w][3], hidden[i][0], hidden[i][1]);
         }
     }
 
     wait_for_all_but<0>();
-    __syncthreads();  // x and the rings have been read: their place now takes the partial sums, (WARPS_K, TOKENS, ROWS)
+    __syncthreads();
+    if (shrink_groups && threadIdx.x == 0) leave(counters, (gridDim.x - shrink_groups) * cluster, tag);
+    // x and the rings have been read: their place now takes the partial sums, (WARPS_K, TOKENS, ROWS)
     float* sums = reinterpret_cast<float*>(shared);
     float* corner = sums + (long long)warp_k * TOKENS * RED_STRIDE + warp_n * 64 + (lane >> 2);
 #pragma unroll
@@ -204,5 +244,4 @@ nvfp4_linear(const u16* __restrict__ x, const uint4* __restrict__ words, const u
         out[(long long)token * rows + row] = to_bf16(total);
     }
     if (cluster > 1) cluster_sync();  // no block may leave while others read its sums
-    if (shrink_groups && threadIdx.x == 0) leave(counters, (gridDim.x - shrink_groups) * cluster);
 }

@@ -1,31 +1,32 @@
-// h[m, r] = sum_k x[m, k] a[r, k], for the first blocks of a launch, which hand h over to the later ones.
+// sum_k x[m, k] a[r, k] over a range of k, by one cluster (1, cluster, 1) of 32 * WARPS threads.
 #pragma once
 #include "common.cuh"
 
-// One cluster (1, cluster, 1) of 32 * BLOCK_WARPS threads makes 16 ranks of 8 * GROUP_TILES tokens. `shared`: at least
-// BLOCK_WARPS * GROUP_TILES * 640 + GROUP_TILES * 512 bytes. The sum over k has a fixed order.
-template <int GROUP_TILES, int BLOCK_WARPS, int BATCH>
-static __device__ void shrink(const u16* __restrict__ x, const u16* __restrict__ a, u16* h, u32* counters, float* shared,
-                              int tokens, int columns, int ranks, int slab, int token_group) {
+// For 16 ranks from `first_rank` and 8 * GROUP_TILES tokens from `first_token`: block 0 of the cluster calls
+// emit(token, rank, sum) for each. A warp has GROUP_BATCH loads of 32 columns under way at once; `shared` holds at least
+// GROUP_WARPS * GROUP_TILES * 640 + GROUP_TILES * 512 bytes. The sum has a fixed order.
+template <int GROUP_TILES, int GROUP_WARPS, int GROUP_BATCH, class Emit>
+static __device__ __forceinline__ void shrink(const u16* __restrict__ x, const u16* __restrict__ a, float* shared,
+                                              int tokens, int columns, int first_token, int first_rank, int begin, int end,
+                                              Emit emit) {
     constexpr int GROUP_TOKENS = 8 * GROUP_TILES;
-    float* total = shared + BLOCK_WARPS * GROUP_TOKENS * 20;
+    float* total = shared + GROUP_WARPS * GROUP_TOKENS * 20;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, hi = lane >> 2, lo = lane & 3;
     const int cluster = gridDim.y, rank = cluster == 1 ? 0 : cluster_rank();
-    const int first_token = token_group * GROUP_TOKENS, row = slab * 16 + hi;
     float acc[GROUP_TILES][4];
 #pragma unroll
     for (int t = 0; t < GROUP_TILES; ++t)
 #pragma unroll
         for (int i = 0; i < 4; ++i) acc[t][i] = 0.0f;
     const uint4 zero = make_uint4(0, 0, 0, 0);
-    const int step = 32 * BLOCK_WARPS * cluster;
-    for (int start = 32 * (rank * BLOCK_WARPS + warp) + 8 * lo; start - 8 * lo < columns; start += BATCH * step) {
-        uint4 low[BATCH], high[BATCH], v[BATCH][GROUP_TILES];
+    const int step = 32 * GROUP_WARPS * cluster;
+    for (int start = begin + 32 * (rank * GROUP_WARPS + warp); start < end; start += GROUP_BATCH * step) {
+        uint4 low[GROUP_BATCH], high[GROUP_BATCH], v[GROUP_BATCH][GROUP_TILES];
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-            const int column = start + i * step;
-            const bool inside = column < columns;
-            const u16* source = a + (long long)row * columns + column;
+        for (int i = 0; i < GROUP_BATCH; ++i) {
+            const int column = start + 8 * lo + i * step;
+            const bool inside = column < end;
+            const u16* source = a + (long long)(first_rank + hi) * columns + column;
             low[i] = inside ? __ldg(reinterpret_cast<const uint4*>(source)) : zero;
             high[i] = inside ? __ldg(reinterpret_cast<const uint4*>(source + 8ll * columns)) : zero;
 #pragma unroll
@@ -37,7 +38,7 @@ static __device__ void shrink(const u16* __restrict__ x, const u16* __restrict__
         }
         keep_order();
 #pragma unroll
-        for (int i = 0; i < BATCH; ++i)
+        for (int i = 0; i < GROUP_BATCH; ++i)
 #pragma unroll
             for (int t = 0; t < GROUP_TILES; ++t) {
                 mma(acc[t], low[i].x, high[i].x, low[i].y, high[i].y, v[i][t].x, v[i][t].y);  // both permute k alike
@@ -53,23 +54,20 @@ static __device__ void shrink(const u16* __restrict__ x, const u16* __restrict__
         place[28] = acc[t][3];
     }
     __syncthreads();
-    for (int index = threadIdx.x; index < 16 * GROUP_TOKENS; index += 32 * BLOCK_WARPS) {
+    for (int index = threadIdx.x; index < 16 * GROUP_TOKENS; index += 32 * GROUP_WARPS) {
         float value = 0.0f;
 #pragma unroll
-        for (int w = 0; w < BLOCK_WARPS; ++w) value += shared[(w * GROUP_TOKENS + index / 16) * 20 + index % 16];
+        for (int w = 0; w < GROUP_WARPS; ++w) value += shared[(w * GROUP_TOKENS + index / 16) * 20 + index % 16];
         total[index] = value;
     }
     if (cluster == 1) __syncthreads(); else cluster_sync();
-    if (rank == 0) {
-        for (int index = threadIdx.x; index < 16 * GROUP_TOKENS; index += 32 * BLOCK_WARPS) {
+    if (rank == 0)
+        for (int index = threadIdx.x; index < 16 * GROUP_TOKENS; index += 32 * GROUP_WARPS) {
             const int token = first_token + index / 16;
             float value = 0.0f;
             for (int peer = 0; peer < cluster; ++peer)
                 value += cluster == 1 ? total[index] : load_peer(total + index, peer);
-            if (token < tokens) h[(long long)token * ranks + slab * 16 + index % 16] = to_bf16(value);
+            if (token < tokens) emit(token, first_rank + index % 16, value);
         }
-        __syncthreads();
-        if (threadIdx.x == 0) hand_over(counters);
-    }
     if (cluster > 1) cluster_sync();  // no block may leave while others read its sums
 }
