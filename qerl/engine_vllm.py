@@ -223,14 +223,18 @@ class VLLMEngine:
 
         if self._llm is None:
             return
-        from qerl.vllm_plugin import products
+        from qerl.vllm_plugin import products, sleep
 
+        compilation = self._llm.llm_engine.vllm_config.compilation_config
         self._llm.llm_engine.engine_core.shutdown()
+        compilation.static_forward_context.clear()  # the layers, each with its KV cache
         self._llm = self._model = self._policy = None
         self._slots, self._norms = {}, {}
         products.forget_bases()
+        torch._dynamo.reset()  # compiled code keeps the model it was made of
         gc.collect()
         torch.cuda.empty_cache()
+        sleep.give_back_closed()
 
     def _index_model(self) -> None:
         """Find what sync and noise write to, and what multiplies the base weights."""

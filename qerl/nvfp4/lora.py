@@ -6,7 +6,7 @@ hidden = x A^T rounded to bfloat16 (`shrink`), out += hidden B^T (`expand.py`): 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -21,14 +21,15 @@ class Adapter:
     """Of a linear of up to three fused parts, which have equal ranks, a multiple of RANK_STEP.
 
     `a` (ranks, in) has the parts' A under one another, `b` (out, ranks) their B as blocks of a diagonal; both bfloat16,
-    contiguous. `handover` int64 is work space of `small_batch.product`, for which two products with one must not
-    overlap; None where that is not used.
+    contiguous. `handover` int64 is work space of `small_batch.product`, where two products with one adapter must not
+    overlap, and `slots` numbers its counters; None where that is not used.
     """
 
     a: torch.Tensor
     b: torch.Tensor
     part_rows: tuple[int, ...]
     handover: torch.Tensor | None = None
+    slots: dict[int, int] = field(default_factory=dict)  # blocks of a launch -> its counter
 
     @classmethod
     def with_handover(cls, a: torch.Tensor, b: torch.Tensor, part_rows: tuple[int, ...]) -> Adapter:

@@ -14,7 +14,7 @@ import torch
 from qerl.nvfp4.kernel_layout import BLOCK, TILE_ROWS, KernelWeight, block_scales, codes
 from qerl.nvfp4.lora import RANK_STEP, Adapter, reference_add
 from qerl.nvfp4.nvrtc import Launch, kernel
-from qerl.nvfp4.split import SHRINK_BATCH, Split, choose_split, tiles
+from qerl.nvfp4.split import HANDOVER_SLOTS, SHRINK_BATCH, Split, choose_split, tiles
 
 CODE_FACTOR = 2.0**26  # what the kernel's products of code and block scale lack, see the source
 
@@ -39,7 +39,8 @@ def product(
     rows = weight.out_features
     split = split or choose_split(rows, columns, tokens)
     out = x.new_empty(tokens, rows)
-    adapter_groups, adapter_tensors, adapter_numbers = _adapter_arguments(adapter, tokens, split)
+    row_groups = -(-rows // (TILE_ROWS * split.warps_n))
+    adapter_groups, adapter_tensors, adapter_numbers = _adapter_arguments(adapter, tokens, row_groups, split)
     defines = (
         f"TILES={tiles(tokens)}",
         f"WARPS_N={split.warps_n}",
@@ -47,13 +48,12 @@ def product(
         f"UNROLL={split.unroll}",
         f"STAGES={split.stages}",
         f"SHRINK_BATCH={SHRINK_BATCH}",
+        f"EACH={int(split.each)}",
         f"TRANSPOSED={int(weight.layout.transposed)}",
         f"MARLIN={int(weight.layout.marlin_scales)}",
     )
-    groups = adapter_groups + -(-rows // (TILE_ROWS * split.warps_n))
-    launch = Launch(
-        (groups, split.cluster, 1), 32 * split.warps, split.shared_bytes(tokens, columns), cluster=split.cluster
-    )
+    grid = (adapter_groups + row_groups, split.cluster, 1)
+    launch = Launch(grid, 32 * split.warps, split.shared_bytes(tokens, columns), cluster=split.cluster)
     kernel("linear.cu", "nvfp4_linear", defines)(
         launch,
         x,
@@ -73,20 +73,21 @@ def product(
 
 
 def _adapter_arguments(
-    adapter: Adapter | None, tokens: int, split: Split
+    adapter: Adapter | None, tokens: int, row_groups: int, split: Split
 ) -> tuple[int, tuple[torch.Tensor | None, ...], tuple[int, ...]]:
     """Clusters that make hidden values, and what the kernel takes of an adapter."""
     if adapter is None:
-        return 0, (None,) * 4, (0, 0, 0, 1, 0, 0)
+        return 0, (None,) * 4, (0, 0, 0, 0, 1, 0, 0)
     if adapter.handover is None or not adapter.fits_kernels:
         raise ValueError(f"the kernel takes no adapter of parts {adapter.part_rows}, ranks {adapter.a.shape[0]}")
     ranks, columns = adapter.a.shape
     parts = split.hidden_parts(columns)
-    if 2 + parts * tokens * ranks > adapter.handover.numel():
-        raise ValueError(f"{split} hands over more than {adapter.handover.numel()} words")
-    groups = ranks // RANK_STEP * parts * -(-tokens // (8 * min(tiles(tokens), 2)))
-    tensors = (adapter.a, adapter.b, adapter.handover, adapter.handover[2:])
-    return groups, tensors, (groups, parts, ranks, adapter.part_rank, *adapter.part_ends)
+    groups = ranks // RANK_STEP * split.hidden_ranges(columns) * -(-tokens // (8 * min(tiles(tokens), 2)))
+    slot = adapter.slots.setdefault((groups + row_groups) * split.cluster, len(adapter.slots))
+    if slot >= HANDOVER_SLOTS or HANDOVER_SLOTS + parts * tokens * ranks > adapter.handover.numel():
+        raise ValueError(f"{split} for {tokens} tokens does not fit {adapter.handover.numel()} words of handing over")
+    tensors = (adapter.a, adapter.b, adapter.handover, adapter.handover[HANDOVER_SLOTS:])
+    return groups, tensors, (groups, parts, slot, ranks, adapter.part_rank, *adapter.part_ends)
 
 
 def decode_(out: torch.Tensor, weight: KernelWeight, row_start: int = 0) -> torch.Tensor:

@@ -9,7 +9,8 @@ TILE_ROWS = 64
 SLOT_BYTES = 36 * BLOCK  # a tile: 64 x 16 codes and 64 block scales
 MAX_TOKENS = 64
 SHRINK_BATCH = 3  # loads that a warp has under way at once for the adapter
-SHARED_LIMIT = 227 * 1024  # bytes a block may have on Hopper
+HANDOVER_SLOTS = 16  # numbers of blocks with which launches of one adapter may run
+SHARED_LIMIT = 226 * 1024  # bytes a block may have on Hopper, less what is not dynamic
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Split:
     warps_k: int = 2
     unroll: int = 4
     stages: int = 4
+    each: bool = False  # every block hands over its part of the adapter's sum, instead of a cluster its parts' sum
 
     @property
     def warps(self) -> int:
@@ -35,10 +37,14 @@ class Split:
         hidden_sums = min(tiles(tokens), 2) * (self.warps * 640 + 512)
         return max(slice_bytes + rings, sums, hidden_sums)
 
-    def hidden_parts(self, columns: int) -> int:
-        """Clusters among which the adapter's sum over K is split: as many as need one round of loads, for a second one
-        would stand in line behind the weights that all other blocks ask for."""
+    def hidden_ranges(self, columns: int) -> int:
+        """Ranges of K of the adapter's sum, a cluster each: as many as need one round of loads, for a second would stand
+        in line behind the weights that all other blocks ask for."""
         return -(-columns // (self.cluster * self.warps * 32 * SHRINK_BATCH))
+
+    def hidden_parts(self, columns: int) -> int:
+        """Parts in which the adapter's sum is handed over."""
+        return self.hidden_ranges(columns) * (self.cluster if self.each else 1)
 
 
 def tiles(tokens: int) -> int:
@@ -50,11 +56,11 @@ def choose_split(rows: int, columns: int, tokens: int) -> Split:
     """The fastest measured on an H200, by how many groups of 256 rows there are to fill its 132 processors."""
     groups = -(-rows // (4 * TILE_ROWS))
     if groups >= 64:
-        split = Split(4 if tokens <= 8 else 8, 4, 1, 4, 3)
+        split = Split(4, 4, 1, 4, 2) if tokens <= 8 else Split(8, 4, 1, 4, 3)
     elif columns >= 8192:
-        split = Split(8, 4, 4, 2, 3) if tokens <= 8 else Split(8, 4, 2, 4, 3)
+        split = Split(8, 4, 2, 4, 3)
     else:
-        split = Split(8, 4, 2, 2, 3)
+        split = Split(8, 4, 1, 4, 3, each=tokens <= 16)
     cluster = split.cluster
     while cluster > 1 and columns // BLOCK < 4 * cluster:
         cluster //= 2
@@ -67,6 +73,8 @@ def fits(rows: int, columns: int, tokens: int) -> bool:
 
 
 def handover_words(rows: int, columns: int, ranks: int) -> int:
-    """8-byte words through which a launch hands over hidden values: its counters, then each part's value."""
+    """8-byte words through which a launch hands over hidden values: counters, then each part's values."""
     sizes = [n for n in (8, 16, 32, MAX_TOKENS) if fits(rows, columns, n)]
-    return 2 + max((n * ranks * choose_split(rows, columns, n).hidden_parts(columns) for n in sizes), default=0)
+    return HANDOVER_SLOTS + max(
+        (n * ranks * choose_split(rows, columns, n).hidden_parts(columns) for n in sizes), default=0
+    )

@@ -10,6 +10,7 @@ from vllm.device_allocator.cumem import CuMemAllocator, unmap_and_release
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
 KV_CACHE = "kv_cache"  # the tag under which vLLM allocates it
+CLOSED = "closed"  # and that of a closed engine's
 
 
 class KVCacheBackend(SleepModeBackend):
@@ -35,3 +36,14 @@ class KVCacheBackend(SleepModeBackend):
 def kv_cache_bytes() -> int:
     """What `suspend` gives back."""
     return sum(d.handle[1] for d in CuMemAllocator.get_instance().pointer_to_data.values() if d.tag == KV_CACHE)
+
+
+def give_back_closed() -> int:
+    """Give back, for good, what of a closed engine's KV cache something still refers to: bytes."""
+    rest = [data for data in CuMemAllocator.get_instance().pointer_to_data.values() if data.tag == KV_CACHE]
+    for data in rest:
+        if not data.is_asleep:
+            unmap_and_release(data.handle)
+            data.is_asleep = True
+        data.tag = CLOSED
+    return sum(data.handle[1] for data in rest)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from vllm.compilation.counter import compilation_counter
@@ -13,6 +14,7 @@ from qerl.vllm_plugin import TUNE
 from qerl.vllm_plugin.linear import Options
 from qerl.vllm_plugin.products import BASES
 from qerl.vllm_plugin.sampling import FusedSampler
+from qerl.vllm_plugin.sleep import KV_CACHE
 from qerl.vllm_plugin.startup import Parts, split_compiling
 from qerl.vllm_plugin.tune import choose_ways_
 
@@ -37,6 +39,10 @@ class QerlWorker(Worker):
         if BASES and not Options.of(self.vllm_config).deterministic:  # times scatter, and another way has other bits
             with self.parts.part("kernel choice"):
                 choose_ways_(bool(os.environ.get(TUNE)))
+
+    def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
+        """The KV cache alone sleeps. Weights in vLLM's pool would keep the process from opening a second engine."""
+        return super()._maybe_get_memory_pool_context(tag) if tag == KV_CACHE else nullcontext()
 
     def determine_available_memory(self) -> int:
         with self.parts.part("profile"):

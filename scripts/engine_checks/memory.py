@@ -133,7 +133,14 @@ def reopened(context: Context) -> dict:
     context.policy = None
     context.engine.close()
     left = CuMemAllocator.get_instance().get_current_usage()
+    closed_gib = _used_gib()
     context.engine = context.open()
     after = context.engine.generate(context.prompts[:8], context.greedy)
     context.policy = context.engine.policy_model()
-    return {"left_bytes": left, "open_gib": open_gib, "again_gib": _used_gib(), "same": same(before, after)}
+    return {
+        "left_bytes": left,
+        "open_gib": open_gib,
+        "closed_gib": closed_gib,
+        "again_gib": _used_gib(),
+        "same": same(before, after),
+    }

@@ -7,6 +7,8 @@ typedef unsigned short u16;
 typedef unsigned char u8;
 typedef unsigned long long u64;
 
+#define HANDOVER_SLOTS 16
+
 static __device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b) {
     u32 d;
     asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(0x80008000u));
@@ -66,9 +68,8 @@ static __device__ __forceinline__ float load_peer(const float* own, u32 rank) {
 }
 
 // Handing over inside a launch: blocks that produce come first in the grid, and the card starts blocks in the order of
-// their index, so those that wait never keep a producer from running. A value travels with the number of the launch beside
-// it, in one 8-byte word, so that whoever finds the number has the value. counters[0]: launches so far; counters[1]:
-// consumers of this launch that are done, 0 between launches. Launches that share them may not overlap.
+// their index, so those that wait never keep a producer from running. A value travels with the launch's tag beside it, in
+// one 8-byte word, so that whoever finds the tag has the value.
 struct __align__(16) TwoTagged {
     float value_0;
     u32 tag_0;
@@ -76,10 +77,16 @@ struct __align__(16) TwoTagged {
     u32 tag_1;
 };
 
-static __device__ __forceinline__ u32 launch_tag(const u32* counters) {
-    u32 launches;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(launches) : "l"(counters) : "memory");
-    return launches + 1;
+// Every block of a launch draws one ticket; `slot` is the counter's number, its own for each number of blocks. No two
+// launches have the same tag. Launches that share counters may not overlap.
+static __device__ __forceinline__ u64 draw_ticket(u64* counters, u32 slot) {
+    u64 ticket;
+    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;" : "=l"(ticket) : "l"(counters + slot) : "memory");
+    return ticket;
+}
+
+static __device__ __forceinline__ u32 launch_tag(u64 ticket, u32 slot) {
+    return (u32)(ticket / (gridDim.x * gridDim.y) + 1) * HANDOVER_SLOTS + slot;
 }
 
 static __device__ __forceinline__ void hand_over(u64* place, float value, u32 tag) {
@@ -90,12 +97,4 @@ static __device__ __forceinline__ TwoTagged load_tagged(const u64* place) {
     u64 first, second;
     asm volatile("ld.relaxed.gpu.global.v2.b64 {%0, %1}, [%2];" : "=l"(first), "=l"(second) : "l"(place) : "memory");
     return {__uint_as_float((u32)first), (u32)(first >> 32), __uint_as_float((u32)second), (u32)(second >> 32)};
-}
-
-static __device__ __forceinline__ void leave(u32* counters, u32 consumers, u32 tag) {  // by one thread of a block
-    u32 before;
-    asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], 1;" : "=r"(before) : "l"(counters + 1) : "memory");
-    if (before != consumers - 1) return;
-    counters[1] = 0;
-    counters[0] = tag;
 }

@@ -5,7 +5,8 @@
 // Sums are float32, over the slices of K in a fixed order (warps, then the blocks of a cluster through distributed shared
 // memory): a call repeats to the bit. Codes and scales: codes.cuh.
 //
-// Defines: TILES (8 tokens each), WARPS_N (64 rows each), WARPS_K, UNROLL, STAGES, SHRINK_BATCH, TRANSPOSED, MARLIN.
+// Defines: TILES (8 tokens each), WARPS_N (64 rows each), WARPS_K, UNROLL, STAGES, SHRINK_BATCH, EACH (hidden
+// values are handed over as the parts of each block, or of each cluster), TRANSPOSED, MARLIN.
 #include "codes.cuh"
 #include "shrink.cuh"
 
@@ -15,33 +16,40 @@
 #define SLOT (UNROLL * 576)
 #define SHRINK_TILES (TILES == 1 ? 1 : 2)
 #define TAKEN (TILES < 2 ? TILES : 2)
+#define AT_ONCE (TILES == 1 ? 2 + 2 * EACH : 1)
 
 // Hidden values of COUNT tiles of tokens as operands of the tensor cores, once all are there: the sums of their parts, which
-// lie `stride` words apart; `place` is the lane's first value.
-template <int COUNT>
+// lie `stride` words apart and are asked for BATCH together; `place` is the lane's first value.
+template <int COUNT, int BATCH>
 static __device__ __forceinline__ void take(const u64* place, int stride, int parts, int tokens, int ranks, u32 tag,
                                             u32 (&operand)[COUNT][2]) {
     float sums[COUNT][2][2];
 #pragma unroll
     for (int i = 0; i < COUNT * 4; ++i) sums[i / 4][i / 2 % 2][i % 2] = 0.0f;
-    for (int part = 0; part < parts; ++part, place += stride) {
-        TwoTagged two[COUNT][2];
+    for (int part = 0; part < parts; part += BATCH, place += (long long)BATCH * stride) {
+        TwoTagged two[BATCH][COUNT][2];
         bool missing;
         do {
             missing = false;
 #pragma unroll
-            for (int i = 0; i < COUNT * 2; ++i)
-                if (8 * (i / 2) < tokens) two[i / 2][i % 2] = load_tagged(place + (long long)(8 * (i / 2)) * ranks + 8 * (i % 2));
+            for (int i = 0; i < BATCH * COUNT * 2; ++i) {
+                const int p = i / (COUNT * 2), t = i / 2 % COUNT, half = i % 2;
+                if (part + p < parts && 8 * t < tokens)
+                    two[p][t][half] = load_tagged(place + (long long)p * stride + (long long)(8 * t) * ranks + 8 * half);
+                else two[p][t][half] = {0.0f, tag, 0.0f, tag};
+            }
 #pragma unroll
-            for (int i = 0; i < COUNT * 2; ++i)
-                if (8 * (i / 2) < tokens) missing |= two[i / 2][i % 2].tag_0 != tag || two[i / 2][i % 2].tag_1 != tag;
+            for (int i = 0; i < BATCH * COUNT * 2; ++i) {
+                const TwoTagged& one = two[i / (COUNT * 2)][i / 2 % COUNT][i % 2];
+                missing |= one.tag_0 != tag || one.tag_1 != tag;
+            }
         } while (missing);
 #pragma unroll
-        for (int i = 0; i < COUNT * 2; ++i)
-            if (8 * (i / 2) < tokens) {
-                sums[i / 2][i % 2][0] += two[i / 2][i % 2].value_0;
-                sums[i / 2][i % 2][1] += two[i / 2][i % 2].value_1;
-            }
+        for (int i = 0; i < BATCH * COUNT * 2; ++i) {
+            const TwoTagged& one = two[i / (COUNT * 2)][i / 2 % COUNT][i % 2];
+            sums[i / 2 % COUNT][i % 2][0] += one.value_0;
+            sums[i / 2 % COUNT][i % 2][1] += one.value_1;
+        }
     }
 #pragma unroll
     for (int i = 0; i < COUNT * 2; ++i)
@@ -49,23 +57,28 @@ static __device__ __forceinline__ void take(const u64* place, int stride, int pa
 }
 
 // grid (shrink_groups + row groups, cluster), cluster (1, cluster, 1), 32 * WARPS_N * WARPS_K threads. The first
-// shrink_groups clusters have 16 ranks, 8 * SHRINK_TILES tokens and one of `parts` ranges of K each; `handed` is
-// (parts, tokens, ranks).
+// shrink_groups clusters have 16 ranks, 8 * SHRINK_TILES tokens and a range of K each; `handed` is (parts, tokens, ranks).
 // Shared memory: the block's slice of x (TOKENS rows), the warps' rings; at last, over both, the partial sums.
 extern "C" __global__ void __launch_bounds__(32 * WARPS_N * WARPS_K)
 nvfp4_linear(const u16* __restrict__ x, const uint4* __restrict__ words, const u8* __restrict__ scales,
-             const u16* __restrict__ bias, const u16* __restrict__ a, const u16* __restrict__ b, u32* counters,
+             const u16* __restrict__ bias, const u16* __restrict__ a, const u16* __restrict__ b, u64* counters,
              u64* handed, u16* __restrict__ out, int tokens, int rows, int columns, int padded_rows, float alpha,
-             int shrink_groups, int parts, int ranks, int part_rank, int part_end_0, int part_end_1) {
+             int shrink_groups, int parts, int slot, int ranks, int part_rank, int part_end_0, int part_end_1) {
     extern __shared__ __align__(16) u8 shared[];
-    const u32 tag = shrink_groups ? launch_tag(counters) : 0;
+    __shared__ u32 tag;  // there after the next barrier
+    u64 ticket = 0;
+    if (shrink_groups && threadIdx.x == 0) ticket = draw_ticket(counters, slot);
+    auto know_tag = [&] {
+        if (threadIdx.x == 0) tag = launch_tag(ticket, slot);
+    };
     if ((int)blockIdx.x < shrink_groups) {
-        const int slabs = ranks >> 4, part = blockIdx.x / slabs % parts;
-        const int width = 32 * WARPS_N * WARPS_K * SHRINK_BATCH * gridDim.y, begin = part * width;
-        shrink<SHRINK_TILES, WARPS_N * WARPS_K, SHRINK_BATCH>(
-            x, a, reinterpret_cast<float*>(shared), tokens, columns, blockIdx.x / slabs / parts * 8 * SHRINK_TILES,
-            blockIdx.x % slabs * 16, begin, begin + width < columns ? begin + width : columns,
-            [=](int token, int rank, float sum) { hand_over(handed + ((long long)part * tokens + token) * ranks + rank, sum, tag); });
+        const int slabs = ranks >> 4, ranges = EACH ? parts / gridDim.y : parts, range = blockIdx.x / slabs % ranges;
+        const int width = 32 * WARPS_N * WARPS_K * SHRINK_BATCH * gridDim.y, begin = range * width;
+        const int part = EACH ? range * gridDim.y + blockIdx.y : range;
+        shrink<SHRINK_TILES, WARPS_N * WARPS_K, SHRINK_BATCH, EACH>(
+            x, a, reinterpret_cast<float*>(shared), tokens, columns, blockIdx.x / slabs / ranges * 8 * SHRINK_TILES,
+            blockIdx.x % slabs * 16, begin, begin + width < columns ? begin + width : columns, know_tag,
+            [&](int token, int rank, float sum) { hand_over(handed + ((long long)part * tokens + token) * ranks + rank, sum, tag); });
         return;
     }
     const int row_group = blockIdx.x - shrink_groups;
@@ -130,6 +143,7 @@ nvfp4_linear(const u16* __restrict__ x, const uint4* __restrict__ words, const u
                 if (row + 8 * eight < rows) prefetch(b + (long long)(row + 8 * eight) * ranks + 16 * slab);
 
     wait_for_all_but<STAGES - 1>();  // x is there
+    if (shrink_groups) know_tag();
     __syncthreads();
 
     const u32 x_address = x_shared + (lane & 7) * stride + ((lane >> 3) & 1) * 16 +
@@ -202,7 +216,7 @@ nvfp4_linear(const u16* __restrict__ x, const uint4* __restrict__ words, const u
         for (int t = 0; t < TILES; t += TAKEN) {
             u32 hidden[TAKEN][2];
             const int token = 8 * t + (lane >> 2);  // of the first tile; a lane counts how many tokens it has from there
-            take(handed + (long long)token * ranks + column, tokens * ranks, parts, tokens - token, ranks, tag, hidden);
+            take<TAKEN, AT_ONCE>(handed + (long long)token * ranks + column, tokens * ranks, parts, tokens - token, ranks, tag, hidden);
 #pragma unroll
             for (int i = 0; i < TAKEN; ++i)
 #pragma unroll
@@ -213,7 +227,6 @@ nvfp4_linear(const u16* __restrict__ x, const uint4* __restrict__ words, const u
 
     wait_for_all_but<0>();
     __syncthreads();
-    if (shrink_groups && threadIdx.x == 0) leave(counters, (gridDim.x - shrink_groups) * cluster, tag);
     // x and the rings have been read: their place now takes the partial sums, (WARPS_K, TOKENS, ROWS)
     float* sums = reinterpret_cast<float*>(shared);
     float* corner = sums + (long long)warp_k * TOKENS * RED_STRIDE + warp_n * 64 + (lane >> 2);
