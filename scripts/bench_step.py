@@ -34,7 +34,7 @@ def drawn(completions, **columns):
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--share-prompts", action="store_true", help="a prompt once in a packed row, as on a CPU")
+    parser.add_argument("--no-shared-prompts", action="store_true", help="each packed row brings its own prompt")
     arguments = parser.parse_args()
     import logging
 
@@ -43,7 +43,7 @@ def main() -> None:
     from training import packing
     from training.run import start
 
-    packing.SHARE_ON_CUDA = packing.SHARE_ON_CUDA or arguments.share_prompts
+    packing.SHARE_PROMPTS = not arguments.no_shared_prompts
     with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak:
         config = load_recipe("dapo_7b", overrides(arguments, Path(folder)))
         started = time.monotonic()

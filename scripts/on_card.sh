@@ -8,7 +8,7 @@
 #     cache    190 s  fp8 KV cache, closing and reopening, a KV cache that overflows, too small a cap
 #     merge    180 s  merged folders in stock vLLM
 #     cli      240 s  commands on the embedded model: a killed run, dynamic sampling, eval, memory, report, merge
-#     step     330 s  workload A: as it is, with shared prompts, under 24 GiB; on a fresh machine the logs of the first two
+#     step     330 s  workload A: as it is, without shared prompts, under 24 GiB; on a fresh machine the logs of the first two
 #                     hold a first and a second start
 #     startup  220 s  a first and a second start at 7B, with caches of their own
 #     decode   260 s  decode speed at 7B without and with measured kernel choice
@@ -73,7 +73,7 @@ batch_cli() { tests cli 290 tests/test_cli_gpu.py --junitxml="$out/cli.xml" -o j
 batch_step() {
     checkpoint qwen2.5-7b 7b
     step step-7b 7b --steps 3
-    step step-7b-shared 7b --steps 3 --share-prompts
+    step step-7b-apart 7b --steps 3 --no-shared-prompts
     step step-7b-cap24 7b --steps 2 --cap-gib 24
 }
 
@@ -91,7 +91,7 @@ batch_decode() {
 batch_mixed() {
     checkpoint qwen2.5-7b 7b-mixed --mean-tokens 300
     checkpoint qwen2.5-7b 7b-mixed-16 --mean-tokens 300 --format bf16
-    step step-7b-mixed 7b-mixed --steps 3 --new-tokens 1024 --share-prompts
+    step step-7b-mixed 7b-mixed --steps 3 --new-tokens 1024
     run step-7b-mixed-trl 280 "$python" scripts/bench_trl.py --model "$checkpoints/7b-mixed-16" --new-tokens 1024 \
         --steps 3 --out "$out/step-7b-mixed-trl.json"
 }

@@ -6,7 +6,18 @@ import multiprocessing
 
 import pytest
 
-from qerl.nvfp4.ways import TOKENS, Shape, measure, read_table, summary, table_path, way_of, write_table
+from qerl.nvfp4.ways import (
+    TOKENS,
+    Shape,
+    bucket,
+    measure,
+    read_table,
+    summary,
+    table_path,
+    way_of,
+    write_table,
+    wrong_sizes,
+)
 
 HOPPER = Shape(4608, 3584, 96, "humming", fused=True)
 AMPERE = Shape(4608, 3584, 96, "marlin", fused=False)
@@ -15,7 +26,7 @@ AMPERE = Shape(4608, 3584, 96, "marlin", fused=False)
 @pytest.mark.parametrize(
     ("shape", "ends"),
     [
-        (HOPPER, {1: "fused", 16: "fused", 17: "kernel", 512: "kernel", 513: "decoded", 8192: "decoded"}),
+        (HOPPER, {1: "fused", 32: "fused", 33: "kernel", 512: "kernel", 513: "decoded", 8192: "decoded"}),
         (AMPERE, {1: "kernel", 256: "kernel", 257: "decoded", 2048: "decoded", 100_000: "decoded"}),
     ],
 )
@@ -61,9 +72,35 @@ def test_a_way_that_is_wrong_is_neither_measured_nor_taken():
 
 
 def test_another_shape_or_rank_has_its_own_times():
-    times = {HOPPER.name: {"32": {"kernel": 9.0, "decoded": 1.0}}}
-    assert way_of(HOPPER.ways(times), 32) == "decoded"
-    assert way_of(Shape(4608, 3584, 0, "humming", fused=True).ways(times), 32) == "kernel"
+    times = {HOPPER.name: {"64": {"kernel": 9.0, "decoded": 1.0}}}
+    assert way_of(HOPPER.ways(times), 64) == "decoded"
+    assert way_of(Shape(4608, 3584, 0, "humming", fused=True).ways(times), 64) == "kernel"
+
+
+def test_a_kernel_found_wrong_is_replaced_whatever_the_times_say():
+    times = {HOPPER.name: {"128": {"kernel": 1.0, "decoded": 9.0}}}
+    ways = HOPPER.ways(times, {64, 128})
+    assert [way_of(ways, tokens) for tokens in (32, 33, 64, 65, 128, 129)] == [
+        *["fused"] * 3,
+        *["decoded"] * 2,
+        "kernel",
+    ]
+    assert way_of(AMPERE.ways({}, {1}), 1) == "decoded"  # slow, and right
+    assert [bucket(tokens) for tokens in (1, 3, 17, 64, 65)] == [1, 4, 32, 64, 128]
+
+
+def test_sizes_with_more_than_a_rounding_error_are_wrong_and_said(caplog):
+    assert wrong_sizes("a", {8: 0.004, 16: 0.0049}) == []
+    assert not caplog.records
+    assert wrong_sizes("512x1408", {8: 0.004, 24: 0.031, 32: float("nan")}) == [24, 32]
+    assert "wrong by 3.1% for 512x1408 at 24, 32 tokens" in caplog.text
+
+
+def test_a_slice_of_x_too_large_for_a_block_leaves_the_kernel():
+    down = Shape(3584, 18944, 32, "humming", fused=True)
+    assert "fused" in down.right_ways(32)
+    assert "fused" not in down.right_ways(64)
+    assert way_of(Shape(5120, 27648, 16, "humming", fused=True).ways({}), 32) == "kernel"
 
 
 def test_a_table_is_kept_and_added_to(tmp_path):

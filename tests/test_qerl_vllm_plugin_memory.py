@@ -2,7 +2,7 @@ import pytest
 from transformers import Qwen2Config
 
 from qerl.errors import EngineError
-from qerl.vllm_plugin.memory import GIB, kv_bytes_per_token, kv_cache_bytes, plan_memory
+from qerl.vllm_plugin.memory import GIB, engine_bytes, kv_bytes_per_token, kv_cache_bytes, plan_memory
 
 CARD = 140 * GIB
 WEIGHTS_7B = int(5.5 * GIB)
@@ -55,3 +55,14 @@ def test_kv_cache_is_no_larger_than_can_be_used_and_else_left_to_the_profile():
     plan = plan_memory(CARD, WEIGHTS_7B, None, None)
     assert kv_cache_bytes(plan, WEIGHTS_7B, tokens=128 * 640, per_token=57344) == int(81920 * 57344 * 1.02) + 64 * 2**20
     assert kv_cache_bytes(plan, WEIGHTS_7B, tokens=256 * 32768, per_token=57344) is None
+
+
+def test_vllm_is_told_to_find_free_what_a_small_engine_takes_and_no_more():
+    """Another process on the card is no error while there is room."""
+    plan = plan_memory(CARD, 2 * GIB, None, None)
+    wanted = kv_cache_bytes(plan, 2 * GIB, 100_000, 2**15)
+    assert wanted < 4 * GIB
+    needed = engine_bytes(2 * GIB, wanted)
+    assert plan.utilization(CARD, needed) * CARD == pytest.approx(needed - GIB)
+    assert plan.utilization(CARD, needed) < 0.1 < plan.utilization(CARD)
+    assert plan.utilization(CARD, 2 * CARD) == plan.utilization(CARD)

@@ -95,4 +95,5 @@ def test_the_effect_is_measured_on_the_vllm_engine(work):
     run = work / "runs" / "tiny_run"
     report = merge(MergeOptions(str(run), "bf16", work / "measured", prompt_count=16, max_new_tokens=TOKENS))
     assert report.effect.kept > 0.95
-    assert report.effect.same_greedy >= 14
+    assert report.effect.prompts > 0
+    assert report.effect.same_greedy > 0.8 * report.effect.prompts

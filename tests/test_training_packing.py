@@ -160,7 +160,7 @@ def shared_and_apart(monkeypatch, device, dtype):
         weight.data.mul_(0.3 if weight.dim() > 1 else 1.0)
     results = []
     for share, kind in ((True, dtype), (False, dtype), (False, torch.float32)):
-        monkeypatch.setattr(packing, "shares_prompts", lambda device, share=share: share)
+        monkeypatch.setattr(packing, "SHARE_PROMPTS", share)
         row = packing.pack(ids.to(device), mask.to(device), width)
         results.append(outputs_and_gradients(model.to(device, kind), row, len(row.places)))
         assert (row.sequences.keys is not None) == share
@@ -273,7 +273,6 @@ def test_a_deterministic_gradient_repeats_to_the_bit():
 
 
 def test_without_sharing_every_row_brings_its_prompt(monkeypatch):
-    """As on a GPU, until sharing has run there."""
     from training import packing
 
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
@@ -282,10 +281,9 @@ def test_without_sharing_every_row_brings_its_prompt(monkeypatch):
     lengths = packing.row_lengths(ids[:, :2], mask[:, :2], [2, 1])
     assert shared.input_ids.tolist() == [[5, 6, 7, 8, 9]]
     assert [row.prompt for row in lengths] == [0, 0]
-    monkeypatch.setattr(packing, "shares_prompts", lambda device: False)
+    monkeypatch.setattr(packing, "SHARE_PROMPTS", False)
     apart = packing.pack(ids, mask, 2)
     assert apart.input_ids.tolist() == [[5, 6, 7, 8, 5, 6, 9]]
     assert apart.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
     assert apart.targets.tolist() == shared.targets.tolist() == [7, 8, 9]
     assert [row.prompt for row in packing.row_lengths(ids[:, :2], mask[:, :2], [2, 1])] == [0, 1]
-    assert not packing.SHARE_ON_CUDA

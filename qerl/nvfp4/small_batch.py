@@ -48,7 +48,6 @@ def product(
         f"UNROLL={split.unroll}",
         f"STAGES={split.stages}",
         f"SHRINK_BATCH={SHRINK_BATCH}",
-        f"EACH={int(split.each)}",
         f"TRANSPOSED={int(weight.layout.transposed)}",
         f"MARLIN={int(weight.layout.marlin_scales)}",
     )
@@ -82,7 +81,7 @@ def _adapter_arguments(
         raise ValueError(f"the kernel takes no adapter of parts {adapter.part_rows}, ranks {adapter.a.shape[0]}")
     ranks, columns = adapter.a.shape
     parts = split.hidden_parts(columns)
-    groups = ranks // RANK_STEP * split.hidden_ranges(columns) * -(-tokens // (8 * min(tiles(tokens), 2)))
+    groups = ranks // RANK_STEP * parts * -(-tokens // (8 * min(tiles(tokens), 2)))
     slot = adapter.slots.setdefault((groups + row_groups) * split.cluster, len(adapter.slots))
     if slot >= HANDOVER_SLOTS or HANDOVER_SLOTS + parts * tokens * ranks > adapter.handover.numel():
         raise ValueError(f"{split} for {tokens} tokens does not fit {adapter.handover.numel()} words of handing over")

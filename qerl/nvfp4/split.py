@@ -22,7 +22,6 @@ class Split:
     warps_k: int = 2
     unroll: int = 4
     stages: int = 4
-    each: bool = False  # every block hands over its part of the adapter's sum, instead of a cluster its parts' sum
 
     @property
     def warps(self) -> int:
@@ -37,14 +36,10 @@ class Split:
         hidden_sums = min(tiles(tokens), 2) * (self.warps * 640 + 512)
         return max(slice_bytes + rings, sums, hidden_sums)
 
-    def hidden_ranges(self, columns: int) -> int:
-        """Ranges of K of the adapter's sum, a cluster each: as many as need one round of loads, for a second would stand
-        in line behind the weights that all other blocks ask for."""
-        return -(-columns // (self.cluster * self.warps * 32 * SHRINK_BATCH))
-
     def hidden_parts(self, columns: int) -> int:
-        """Parts in which the adapter's sum is handed over."""
-        return self.hidden_ranges(columns) * (self.cluster if self.each else 1)
+        """Parts in which the adapter's sum over K is handed over, one a cluster: as many as need one round of loads. A
+        second would stand in line behind the weights that all other blocks ask for."""
+        return -(-columns // (self.cluster * self.warps * 32 * SHRINK_BATCH))
 
 
 def tiles(tokens: int) -> int:
@@ -56,11 +51,11 @@ def choose_split(rows: int, columns: int, tokens: int) -> Split:
     """The fastest measured on an H200, by how many groups of 256 rows there are to fill its 132 processors."""
     groups = -(-rows // (4 * TILE_ROWS))
     if groups >= 64:
-        split = Split(4, 4, 1, 4, 2) if tokens <= 8 else Split(8, 4, 1, 4, 3)
+        split = Split(4, 4, 1, 4, 2) if tokens <= 8 else Split(4, 4, 1, 2, 3) if tokens <= 16 else Split(8, 4, 1, 4, 3)
     elif columns >= 8192:
         split = Split(8, 4, 2, 4, 3)
     else:
-        split = Split(8, 4, 1, 4, 3, each=tokens <= 16)
+        split = Split(8, 2, 2, 2, 3) if tokens <= 16 else Split(8, 4, 1, 4, 3)
     cluster = split.cluster
     while cluster > 1 and columns // BLOCK < 4 * cluster:
         cluster //= 2

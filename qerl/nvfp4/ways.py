@@ -6,7 +6,8 @@
 
 Where nothing was measured, `default_way` decides, from an H200 (benchmarks/gemm-7b.json). `measure` times each way that
 is right for a shape; the times are kept in a file of the kernels' cache folder, named by what they depend on. Humming
-0.1.10 is right up to 512 tokens only: see `vllm_plugin/products.py`.
+0.1.10 is right up to 512 tokens only: see `vllm_plugin/products.py`. What an engine found wrong when it opened is left
+out too: `vllm_plugin/tune.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import logging
 import os
 import tempfile
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,9 +29,10 @@ logger = logging.getLogger(__name__)
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # measured; a number between takes the next one's way
 KERNEL_RIGHT = {"humming": 512, "marlin": 2048}  # the most at which the kernel may be used
 KERNEL_FAST = {"humming": 512, "marlin": 256}  # and to which it was the fastest on an H200
-FUSED_FAST = 16
+FUSED_FAST = 32
 DECODED_FROM = 32  # not worth a measurement below
 GRAPH_TOKENS, GRAPH_DENSE = 512, 2**29  # a weight decoded in a CUDA graph stays in the graphs' memory: bytes at most
+WRONG = 0.015  # relative error from which a product is wrong; rounding gives 0.002 to 0.005
 MARGIN = 1.03  # another way than the default has to be so much faster: times scatter
 
 Times = dict[str, dict[str, dict[str, float]]]  # shape -> tokens -> way -> microseconds
@@ -65,10 +67,17 @@ class Shape:
             return "fused"
         return "kernel" if tokens <= KERNEL_FAST[self.kernel] else "decoded"
 
-    def ways(self, times: Times) -> tuple[str, ...]:
-        """The way for each of TOKENS: the fastest measured, or the default."""
+    def ways(self, times: Times, wrong_kernel: Container[int] = ()) -> tuple[str, ...]:
+        """The way for each of TOKENS: the fastest measured, or the default; never the kernel for `wrong_kernel`."""
         measured = times.get(self.name, {})
-        return tuple(self._way(tokens, measured.get(str(tokens), {})) for tokens in TOKENS)
+        ways = (self._way(tokens, measured.get(str(tokens), {})) for tokens in TOKENS)
+        return tuple(
+            self._without_kernel(tokens) if way == "kernel" and tokens in wrong_kernel else way
+            for way, tokens in zip(ways, TOKENS, strict=True)
+        )
+
+    def _without_kernel(self, tokens: int) -> str:
+        return "fused" if self._fits_fused(tokens) else "decoded"
 
     def _way(self, tokens: int, times: Mapping[str, float]) -> str:
         default = self.default_way(tokens)
@@ -79,10 +88,25 @@ class Shape:
         return best if right[default] > MARGIN * right[best] else default
 
 
+def bucket(tokens: int) -> int:
+    """The one of TOKENS that stands for this number."""
+    return TOKENS[bisect_left(TOKENS, tokens)]
+
+
 def way_of(ways: Sequence[str], tokens: int) -> str:
     """The way of a call: `ways` as from `Shape.ways`."""
     place = bisect_left(TOKENS, tokens)
     return ways[place] if place < len(TOKENS) else "decoded"
+
+
+def wrong_sizes(name: str, errors: Mapping[int, float]) -> list[int]:
+    """The sizes whose relative error is no rounding, with a warning."""
+    wrong = [size for size, error in errors.items() if not error < WRONG]
+    if wrong:
+        worst = max(errors.values())
+        at = ", ".join(map(str, wrong))
+        logger.warning("the kernel is wrong by %.1f%% for %s at %s tokens: it is not used there", 100 * worst, name, at)
+    return wrong
 
 
 def measure(shape: Shape, time_us: Callable[[str, int], float]) -> dict[str, dict[str, float]]:

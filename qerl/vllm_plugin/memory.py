@@ -20,9 +20,10 @@ class MemoryPlan:
     limit: int
     budget: int
 
-    def utilization(self, total: int) -> float:
-        """vLLM's `gpu_memory_utilization` for this budget on a card of `total` bytes."""
-        return (self.budget - GRAPH_RESERVE) / total
+    def utilization(self, total: int, needed: int | None = None) -> float:
+        """vLLM's `gpu_memory_utilization` for this budget on a card of `total` bytes; where it is known that `needed`
+        bytes are enough, for those: vLLM asks that so much be free, and a card may be shared."""
+        return (min(self.budget, needed or self.budget) - GRAPH_RESERVE) / total
 
 
 def plan_memory(total: int, weights: int, memory: float | None, cap_gib: float | None) -> MemoryPlan:
@@ -67,7 +68,12 @@ def kv_bytes_per_token(config: Any, kv_cache_dtype: str = "auto") -> int:
     return 2 * config.num_hidden_layers * heads * kv_head_bytes(kv_cache_dtype, head_dim)
 
 
+def engine_bytes(weights: int, kv_cache: int) -> int:
+    """What an engine takes whose KV cache has so many bytes."""
+    return weights + kv_cache + GRAPH_RESERVE + 2 * WORK_RESERVE
+
+
 def kv_cache_bytes(plan: MemoryPlan, weights: int, tokens: int, per_token: int) -> int | None:
     """Size of the KV cache if `tokens` certainly fit in the budget; None: as much as vLLM's profile finds room for."""
     wanted = int(tokens * per_token * 1.02) + 64 * 2**20
-    return wanted if wanted <= plan.budget - weights - GRAPH_RESERVE - 2 * WORK_RESERVE else None
+    return wanted if engine_bytes(weights, wanted) <= plan.budget else None

@@ -64,12 +64,13 @@ class Settings:
 
     def memory_arguments(self, total: int) -> dict[str, Any]:
         """vLLM's arguments for this budget: at most the KV cache that `max_sequences` full contexts can fill."""
-        from qerl.vllm_plugin.memory import kv_bytes_per_token, kv_cache_bytes, plan_memory
+        from qerl.vllm_plugin.memory import engine_bytes, kv_bytes_per_token, kv_cache_bytes, plan_memory
 
         plan = plan_memory(total, self.weights, self.memory, self.cap_gib)
         tokens = self.max_sequences * self.model_len
         wanted = kv_cache_bytes(plan, self.weights, tokens, kv_bytes_per_token(self.config, self.kv_cache_dtype))
-        return {"gpu_memory_utilization": plan.utilization(total), "kv_cache_memory_bytes": wanted}
+        needed = None if wanted is None else engine_bytes(self.weights, wanted)
+        return {"gpu_memory_utilization": plan.utilization(total, needed), "kv_cache_memory_bytes": wanted}
 
 
 def import_vllm() -> None:

@@ -1,6 +1,8 @@
-"""Measure on this card, once, which way is the fastest for each shape of the engine; `qerl.nvfp4.ways` keeps the times.
+"""Choose how each shape of the engine is multiplied; with `tune`, by times that are measured once on this card.
 
-A way is timed over as many layers of the shape as do not fit the card's cache, inside a CUDA graph, as in decoding.
+A way is timed over as many layers of the shape as do not fit the card's cache, inside a CUDA graph, as in decoding;
+`qerl.nvfp4.ways` keeps the times. Whatever chose it, a GEMM kernel is compared with the decoded weight at each size of
+the CUDA graphs and left out where it is wrong.
 """
 
 from __future__ import annotations
@@ -22,10 +24,14 @@ logger = logging.getLogger(__name__)
 
 CACHE_BYTES = 2**28  # more than the L2 cache of any card
 REPLAYS = 5
+CALLS = 3
 
 
-def choose_ways_(tune: bool) -> None:
-    """Give each base of `BASES` its ways: from the card's table; with `tune`, what that lacks is measured first."""
+def choose_ways_(tune: bool, sizes: Sequence[int]) -> None:
+    """Give each base of `BASES` its ways: from the card's table; with `tune`, what that lacks is measured first.
+
+    `sizes`: numbers of tokens at which the kernel is checked.
+    """
     shapes: dict[ways.Shape, list[Base]] = {}
     for base in BASES.values():
         shapes.setdefault(base.shape, []).append(base)
@@ -37,16 +43,28 @@ def choose_ways_(tune: bool) -> None:
         logger.info("measuring the ways to multiply by %s", shape.name)
         times[shape.name] = ways.measure(shape, partial(_time_us, shapes[shape]))
     if lacking:
-        torch.cuda.empty_cache()
         ways.write_table(path, facts, {shape.name: times[shape.name] for shape in lacking})
     for shape, bases in shapes.items():
+        chosen = shape.ways(times)
+        checked = [size for size in sizes if ways.way_of(chosen, size) == "kernel"]
+        wrong = ways.wrong_sizes(shape.name, {size: _kernel_error(bases[0], size) for size in checked})
         for base in bases:
-            base.ways = shape.ways(times)
-    chosen = {shape: bases[0].ways for shape, bases in shapes.items()}
+            base.ways = shape.ways(times, {ways.bucket(size) for size in wrong})
+    torch.cuda.empty_cache()
     measured = sum(shape.name in times for shape in shapes)
-    logger.info(
-        "ways to multiply, %d of %d shapes measured (%s):\n%s", measured, len(shapes), path, ways.summary(chosen)
-    )
+    summary = ways.summary({shape: bases[0].ways for shape, bases in shapes.items()})
+    logger.info("ways to multiply, %d of %d shapes measured (%s):\n%s", measured, len(shapes), path, summary)
+
+
+@torch.inference_mode()
+def _kernel_error(base: Base, tokens: int) -> float:
+    """The kernel's largest relative error against the decoded weight in CALLS calls; rounding gives 0.002 to 0.005."""
+    generator = torch.Generator(device=base.weight.words.device).manual_seed(tokens)
+    x = torch.randn(tokens, base.weight.in_features, device=base.weight.words.device, generator=generator).bfloat16()
+    bias = getattr(base.layer, "bias", None)
+    exact = WAYS["decoded"](base, x, bias, None).float()
+    results = [WAYS["kernel"](base, x, bias, None).float() for _ in range(CALLS)]
+    return max(((result - exact).norm() / exact.norm()).item() for result in results)
 
 
 def card_facts() -> dict[str, str]:

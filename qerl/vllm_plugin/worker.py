@@ -10,6 +10,7 @@ from vllm.compilation.counter import compilation_counter
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu_worker import Worker
 
+from qerl.nvfp4.ways import TOKENS
 from qerl.vllm_plugin import TUNE
 from qerl.vllm_plugin.linear import Options
 from qerl.vllm_plugin.products import BASES
@@ -38,7 +39,8 @@ class QerlWorker(Worker):
             runner.sampler = FusedSampler(runner.sampler)
         if BASES and not Options.of(self.vllm_config).deterministic:  # times scatter, and another way has other bits
             with self.parts.part("kernel choice"):
-                choose_ways_(bool(os.environ.get(TUNE)))
+                sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or TOKENS
+                choose_ways_(bool(os.environ.get(TUNE)), [size for size in sizes if size <= TOKENS[-1]])
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         """The KV cache alone sleeps. Weights in vLLM's pool would keep the process from opening a second engine."""

@@ -5,8 +5,7 @@
 // Sums are float32, over the slices of K in a fixed order (warps, then the blocks of a cluster through distributed shared
 // memory): a call repeats to the bit. Codes and scales: codes.cuh.
 //
-// Defines: TILES (8 tokens each), WARPS_N (64 rows each), WARPS_K, UNROLL, STAGES, SHRINK_BATCH, EACH (hidden
-// values are handed over as the parts of each block, or of each cluster), TRANSPOSED, MARLIN.
+// Defines: TILES (8 tokens each), WARPS_N (64 rows each), WARPS_K, UNROLL, STAGES, SHRINK_BATCH, TRANSPOSED, MARLIN.
 #include "codes.cuh"
 #include "shrink.cuh"
 
@@ -16,7 +15,7 @@
 #define SLOT (UNROLL * 576)
 #define SHRINK_TILES (TILES == 1 ? 1 : 2)
 #define TAKEN (TILES < 2 ? TILES : 2)
-#define AT_ONCE (TILES == 1 ? 2 + 2 * EACH : 1)
+#define AT_ONCE (TILES == 1 ? 2 : 1)
 
 // Hidden values of COUNT tiles of tokens as operands of the tensor cores, once all are there: the sums of their parts, which
 // lie `stride` words apart and are asked for BATCH together; `place` is the lane's first value.
@@ -72,11 +71,10 @@ nvfp4_linear(const u16* __restrict__ x, const uint4* __restrict__ words, const u
         if (threadIdx.x == 0) tag = launch_tag(ticket, slot);
     };
     if ((int)blockIdx.x < shrink_groups) {
-        const int slabs = ranks >> 4, ranges = EACH ? parts / gridDim.y : parts, range = blockIdx.x / slabs % ranges;
-        const int width = 32 * WARPS_N * WARPS_K * SHRINK_BATCH * gridDim.y, begin = range * width;
-        const int part = EACH ? range * gridDim.y + blockIdx.y : range;
-        shrink<SHRINK_TILES, WARPS_N * WARPS_K, SHRINK_BATCH, EACH>(
-            x, a, reinterpret_cast<float*>(shared), tokens, columns, blockIdx.x / slabs / ranges * 8 * SHRINK_TILES,
+        const int slabs = ranks >> 4, part = blockIdx.x / slabs % parts;
+        const int width = 32 * WARPS_N * WARPS_K * SHRINK_BATCH * gridDim.y, begin = part * width;
+        shrink<SHRINK_TILES, WARPS_N * WARPS_K, SHRINK_BATCH>(
+            x, a, reinterpret_cast<float*>(shared), tokens, columns, blockIdx.x / slabs / parts * 8 * SHRINK_TILES,
             blockIdx.x % slabs * 16, begin, begin + width < columns ? begin + width : columns, know_tag,
             [&](int token, int rank, float sum) { hand_over(handed + ((long long)part * tokens + token) * ranks + rank, sum, tag); });
         return;

@@ -3,10 +3,9 @@
 #include "common.cuh"
 
 // For 16 ranks from `first_rank` and 8 * GROUP_TILES tokens from `first_token`: block 0 of the cluster calls
-// emit(token, rank, sum) for each, or if EACH_BLOCK, every block with the sum over its own columns; before() is called by all
-// threads when their loads are back. A warp has GROUP_BATCH loads of 32 columns under way at once; `shared` holds at least
+// emit(token, rank, sum) for each; before() is called by all threads when their loads are back. A warp has GROUP_BATCH loads of 32 columns under way at once; `shared` holds at least
 // GROUP_WARPS * GROUP_TILES * 640 + GROUP_TILES * 512 bytes. The sum has a fixed order.
-template <int GROUP_TILES, int GROUP_WARPS, int GROUP_BATCH, bool EACH_BLOCK, class Before, class Emit>
+template <int GROUP_TILES, int GROUP_WARPS, int GROUP_BATCH, class Before, class Emit>
 static __device__ __forceinline__ void shrink(const u16* __restrict__ x, const u16* __restrict__ a, float* shared,
                                               int tokens, int columns, int first_token, int first_rank, int begin, int end,
                                               Before before, Emit emit) {
@@ -60,10 +59,8 @@ static __device__ __forceinline__ void shrink(const u16* __restrict__ x, const u
         float value = 0.0f;
 #pragma unroll
         for (int w = 0; w < GROUP_WARPS; ++w) value += shared[(w * GROUP_TOKENS + index / 16) * 20 + index % 16];
-        if (!EACH_BLOCK) total[index] = value;
-        else if (first_token + index / 16 < tokens) emit(first_token + index / 16, first_rank + index % 16, value);
+        total[index] = value;
     }
-    if (EACH_BLOCK) return;
     if (cluster == 1) __syncthreads(); else cluster_sync();
     if (rank == 0)
         for (int index = threadIdx.x; index < 16 * GROUP_TOKENS; index += 32 * GROUP_WARPS) {
