@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}  # Qwen2.5-7B
-TOKENS = (1, 8, 32, 64, 128, 256, 512, 2048, 8192)
+TOKENS = (1, 8, 32, 56, 64, 128, 256, 512, 2048, 8192)
 
 
 def main() -> None:
