@@ -58,6 +58,13 @@ def test_which_adapters_the_kernels_take(parts, rank, fits):
     assert random_adapter(sum(parts), 32, rank, parts).fits_kernels is fits
 
 
+def test_cublas_takes_an_adapter_where_it_was_faster():
+    assert [lora.kernels_pay(*size) for size in ((64, 18944), (128, 18944), (128, 3584), (513, 3584))] == [
+        *[True, False],
+        *[True, False],
+    ]
+
+
 def test_four_parts_are_too_many_for_the_kernels():
     assert not random_adapter(64, 32, 16, (16,) * 4).fits_kernels
 

@@ -23,7 +23,6 @@ from qerl.nvfp4.lora import Adapter
 from qerl.nvfp4.ways import Shape, way_of
 
 HUMMING_WRONG = range(49, 57)  # tokens that it would take in one block of 56
-LORA_KERNEL_TOKENS = 512  # up to here the adapter has kernels of its own, above two cuBLAS products cost little
 
 
 @dataclass
@@ -133,7 +132,7 @@ WAYS: dict[str, Way] = {"fused": _fused, "kernel": _by_kernel, "decoded": _decod
 
 def _add_lora_(out: torch.Tensor, x: torch.Tensor, adapter: Adapter) -> torch.Tensor:
     """In place on `out`, which is ours and contiguous."""
-    if x.shape[0] <= LORA_KERNEL_TOKENS and adapter.fits_kernels and small_batch.has_kernels(x.device):
+    if lora.kernels_pay(*x.shape) and adapter.fits_kernels and small_batch.has_kernels(x.device):
         return lora.add_(out, x, adapter)
     return out.addmm_(torch.mm(x, adapter.a.t()), adapter.b.t())
 
