@@ -6,7 +6,7 @@ steps in benchmarks/ (docs/cost-model.md):
 
     decode step = layers * LAUNCH + weight bytes / (DECODE_BANDWIDTH * bandwidth)
                   + 2 weights * sequences / (DECODE_RATE * rate) + keys and values read / bandwidth
-    training    = (4 + 2 * recomputed share) weights * tokens / (TRAIN_RATE * rate)
+    training    = (4 + 2 * recomputed share) weights * tokens / (TRAIN_RATE * rate), a micro-batch's shared prompts once
 """
 
 from __future__ import annotations
@@ -209,7 +209,12 @@ def _seconds(
     recomputed = 0.0
     if micro_batches is not None:
         recomputed = micro_batches.recomputed(_tokens_at_once(config, micro_batches)) / sizes.layers
-    flops = (4 + 2 * recomputed) * sizes.body * sequences * (prompt + new) + 4 * sizes.head * sequences * new
+    rows_at_once = _tokens_at_once(config, micro_batches) // (prompt + new)
+    prompts = rollout.prompts_per_step * -(
+        -rollout.group_size // rows_at_once
+    )  # a micro-batch has each of its own once
+    tokens = prompts * prompt + sequences * new
+    flops = (4 + 2 * recomputed) * sizes.body * tokens + 4 * sizes.head * sequences * new
     passes = config.loss.num_iterations
     return {
         "rollout": -(-sequences // MAX_SEQUENCES) * new * step + prefill,

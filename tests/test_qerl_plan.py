@@ -66,6 +66,16 @@ def test_a_micro_batch_holds_whole_rows():
     assert made.memory["training"]["micro-batch"] / GIB == pytest.approx(measured, rel=0.10)
 
 
+def test_training_pays_for_a_prompt_of_a_group_once():
+    """8 x 8 against 32 x 2: 256 + 256 tokens; the head works on completions alone."""
+    together = Workload("dapo_7b", "Qwen/Qwen2.5-7B", 8, 8, 256, 256, 32)
+    apart = replace(together, prompts=32, group=2)
+    body, head = read_sizes("Qwen/Qwen2.5-7B").body, read_sizes("Qwen/Qwen2.5-7B").head
+    cost = [4 * body * (prompts * 256 + 64 * 256) + 4 * head * 64 * 256 for prompts in (8, 32)]
+    seconds = [each.plan().seconds["training"] for each in (together, apart)]
+    assert seconds[0] / seconds[1] == pytest.approx(cost[0] / cost[1], rel=1e-6)
+
+
 def test_a_smaller_limit_takes_from_the_cache_and_from_the_micro_batch():
     wide, tight = (replace(LONG, cap=cap).plan() for cap in (80, 24))
     assert tight.cache_tokens < wide.cache_tokens
