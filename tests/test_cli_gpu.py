@@ -1,6 +1,7 @@
 """Commands on a card, each in a process of its own: a killed run, dynamic sampling, evaluation, memory, report, merge.
 
-Not yet run on a card. The same tests on a CPU, with the other engine and nothing else changed:
+Last run on an H200 on 2026-11-21: all passed but the merge, which failed at opening a second engine and is to run
+again now that this is corrected. The same tests on a CPU, with the other engine and nothing else changed:
 
     QERL_TEST_ENGINE=transformers python -m pytest -n0 -m gpu tests/test_cli_gpu.py
 

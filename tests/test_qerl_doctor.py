@@ -12,14 +12,12 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
-import torch
 from huggingface_hub import constants
 from typer.testing import CliRunner
 
 import qerl.doctor
 from qerl.cli import app
 from qerl.doctor import Check, as_json, checks, table
-from qerl.doctor_kernels import kernel_check, kernel_checks
 
 
 def is_installed():
@@ -159,28 +157,5 @@ def test_a_package_of_another_project_in_the_place_of_ours_is_named_in_one_line(
     assert line.startswith(f"error: package eval: found in {tmp_path / 'eval'}")
 
 
-def test_a_kernel_is_ok_if_its_values_are_its_twins():
-    twin = torch.arange(1.0, 9.0)
-    assert kernel_check("k", lambda: (twin, twin), exact=True).level == "ok"
-    near, far, broken = twin * 1.001, twin * 1.1, twin * float("nan")
-    assert kernel_check("k", lambda: (near, twin)).level == "ok"
-    assert "relative error 1.0e-03" in kernel_check("k", lambda: (near, twin), exact=True).found
-    assert kernel_check("k", lambda: (far, twin)).level == kernel_check("k", lambda: (broken, twin)).level == "error"
-
-
-def test_a_kernel_that_cannot_start_is_an_error_in_one_line():
-    def fails():
-        raise RuntimeError("no kernel image\nfor this card")
-
-    assert kernel_check("k", fails).found == "RuntimeError: no kernel image"
-
-
 def test_json_has_every_field():
     assert json.loads(as_json([Check("ok", "a", "b")])) == [{"level": "ok", "what": "a", "found": "b", "remedy": ""}]
-
-
-@pytest.mark.gpu
-def test_the_kernels_work_on_this_card():
-    made = kernel_checks()
-    assert len(made) >= 3
-    assert [check for check in made if check.level != "ok"] == []

@@ -162,7 +162,7 @@ class TestOnGPU:
         assert checked.kernel == expected  # auto and deterministic: marlin
 
     def test_a_tuned_engine_keeps_its_times_and_another_has_none(self, checked):
-        """Not yet run on a card. That its products are right is what the tests below hold."""
+        """That its products are right is what the tests below hold. Last run on an H200 on 2026-11-21."""
         assert len(checked.tables) == (checked.asked == "humming")
         for table in checked.tables:
             assert set(table["times_us"]) == set(checked.ways)
