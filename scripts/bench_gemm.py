@@ -20,6 +20,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
+from qerl.nvfp4 import reference
+from qerl.nvfp4.reference import NVFP4Tensor
+
 SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}  # Qwen2.5-7B
 TOKENS = (1, 8, 32, 56, 64, 128, 256, 512, 2048, 8192)
 
@@ -49,56 +52,31 @@ class Weight:
     """One random weight in every form."""
 
     def __init__(self, rows: int, columns: int) -> None:
-        from qerl.nvfp4 import reference
-
         dense = torch.randn(rows, columns, device="cuda").mul_(0.02).bfloat16()
         self.tensors = reference.quantize(dense)
         self.rows, self.columns = rows, columns
         self.dense = reference.dequantize_unchecked(*self.tensors, torch.bfloat16)
         self.exact = reference.dequantize_unchecked(*self.tensors, torch.float32)
-        self.humming, self.marlin = self._humming(), self._marlin()
+        self.humming, self.marlin = humming_layer(self.tensors), self._marlin()
 
     def ways(self) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
         return {
-            "humming": lambda x: self._call_humming(x, False),
-            "humming_no_stream_k": lambda x: self._call_humming(x, True),
+            "humming": lambda x: call_humming(self.humming, x),
+            "humming_no_stream_k": lambda x: call_humming(self.humming, x, batch_invariant=True),
             "marlin": self._call_marlin,
             "decode_cublas": self._call_decoded,
             "bf16_cublas": lambda x: x @ self.dense.t(),
         }
 
-    def _layer(self) -> torch.nn.Module:
-        layer = torch.nn.Module()
-        layer.output_partition_sizes, layer.input_size_per_partition = [self.rows], self.columns
-        layer.output_size_per_partition = self.rows
-        layer.params_dtype, layer.has_bias = torch.bfloat16, False
-        return layer
-
-    def _humming(self) -> torch.nn.Module:
-        from vllm.model_executor.layers.quantization.utils.humming_utils import prepare_humming_layer
-
-        layer = self._layer()
-        for name, tensor in self.tensors.named().items():
-            setattr(layer, name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
-        config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "type": "float"}
-        prepare_humming_layer(layer, {**config, "num_bits": 4, "strategy": "group", "group_size": 16})
-        return layer
-
     def _marlin(self) -> torch.nn.Module:
         from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import prepare_fp4_layer_for_marlin
 
-        layer = self._layer()
+        layer = _layer(self.rows, self.columns)
         for name, tensor in zip(("weight", "weight_scale"), self.tensors[:2], strict=True):
             setattr(layer, name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
         layer.weight_global_scale = torch.nn.Parameter(1 / self.tensors.global_scale[0], requires_grad=False)
         prepare_fp4_layer_for_marlin(layer)
         return layer
-
-    def _call_humming(self, x: torch.Tensor, batch_invariant: bool) -> torch.Tensor:
-        from vllm.utils.humming import HummingMethod
-
-        config = {"use_batch_invariant": batch_invariant, "use_f16_accum": False, "gemm_type": "dense"}
-        return HummingMethod.forward_layer(layer=self.humming, inputs=x, compute_config=config)
 
     def _call_marlin(self, x: torch.Tensor) -> torch.Tensor:
         from vllm.model_executor.layers.quantization.utils.marlin_utils_fp4 import apply_fp4_marlin_linear
@@ -126,6 +104,36 @@ class Weight:
         self._kernel_weight = weight
         dense = dequantize_(torch.empty(self.rows, self.columns, device="cuda", dtype=torch.bfloat16), weight, 0, False)
         return torch.addmm(x.new_zeros(1), x, dense.t(), beta=0, alpha=weight.alpha)
+
+
+def humming_layer(tensors: NVFP4Tensor) -> torch.nn.Module:
+    """A weight as Humming takes it, packed by vLLM."""
+    from vllm.model_executor.layers.quantization.utils.humming_utils import prepare_humming_layer
+
+    rows, half = tensors.packed.shape
+    layer = _layer(rows, 2 * half)
+    for name, tensor in tensors.named().items():
+        setattr(layer, name, torch.nn.Parameter(tensor.clone(), requires_grad=False))
+    config = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "type": "float"}
+    prepare_humming_layer(layer, {**config, "num_bits": 4, "strategy": "group", "group_size": 16})
+    return layer
+
+
+def call_humming(layer: torch.nn.Module, x: torch.Tensor, batch_invariant: bool = False) -> torch.Tensor:
+    """x W^T; `batch_invariant`: without stream-K."""
+    from vllm.utils.humming import HummingMethod
+
+    config = {"use_batch_invariant": batch_invariant, "use_f16_accum": False, "gemm_type": "dense"}
+    return HummingMethod.forward_layer(layer=layer, inputs=x, compute_config=config)
+
+
+def _layer(rows: int, columns: int) -> torch.nn.Module:
+    """What vLLM's packers ask of a linear."""
+    layer = torch.nn.Module()
+    layer.output_partition_sizes, layer.input_size_per_partition = [rows], columns
+    layer.output_size_per_partition = rows
+    layer.params_dtype, layer.has_bias = torch.bfloat16, False
+    return layer
 
 
 def _measure(call: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor, expected: torch.Tensor | None) -> dict:

@@ -5,7 +5,8 @@
 
 Rollouts: `rollout-<shape>-<name>.json` of scripts/bench_rollout.py. Steps: `step-<shape>-<name>.json` of
 scripts/bench_step.py and scripts/bench_trl.py; the first step of a file is left out where there are more, since it
-compiles. A ratio is against the first row of its table: stock vLLM BF16 + LoRA, or TRL as it comes.
+compiles. A ratio is against the first row of its table: stock vLLM BF16 + LoRA, or TRL as it comes. A decoder layer's
+linears: `linear-<shape>-<name>.json` of scripts/bench_linear.py.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ NAMES = {  # file name's last part -> what the reader is told, in the order of t
     "marlin": "stock vLLM 0.25.1, NVFP4 (Marlin) + LoRA",
     "trl": "TRL 1.16 as it comes: BF16 LoRA, vLLM colocate with sleep",
     "qerl": "qerl, NVFP4 + LoRA",
+    "qerl-base": "qerl, NVFP4 without an adapter",
     "qerl-cap24": "qerl, NVFP4, `memory.cap_gib: 24`",
     "qerl-cap80": "qerl, NVFP4, `memory.cap_gib: 80`",
     "qerl-mixed": "qerl, NVFP4, lengths from 64 to 1024",
@@ -34,8 +36,8 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks")
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
     arguments = parser.parse_args()
-    rollouts, steps = read(arguments.folder, "rollout"), read(arguments.folder, "step")
-    (arguments.folder / "README.md").write_text(page(rollouts, steps), encoding="utf-8")
+    rollouts, steps, layers = (read(arguments.folder, kind) for kind in ("rollout", "step", "linear"))
+    (arguments.folder / "README.md").write_text(page(rollouts, steps, layers), encoding="utf-8")
     arguments.images.mkdir(parents=True, exist_ok=True)
     for shape, results in rollouts.items():
         draw_rollout(shape, results, arguments.images / f"rollout-{shape}.png")
@@ -52,13 +54,18 @@ def read(folder: Path, kind: str) -> dict[str, dict[str, dict[str, Any]]]:
     return {s: dict(sorted(found[s].items(), key=lambda item: rank.get(item[0], len(rank)))) for s in shapes}
 
 
-def page(rollouts: dict[str, Any], steps: dict[str, Any]) -> str:
+def page(rollouts: dict[str, Any], steps: dict[str, Any], layers: dict[str, Any]) -> str:
     lines = ["# Benchmarks", "", "Drawn by `python3 scripts/bench_table.py` from the files beside this one.", ""]
     for shape, results in rollouts.items():
         lines += [f"## Decode tokens/s, {shape.upper()} shape, by number of sequences", "", *rollout_table(results), ""]
         lines += [*commands(results), ""]
     for shape, results in steps.items():
         lines += [f"## A training step, {shape.upper()} shape", "", *step_table(results), "", *commands(results), ""]
+    for shape, results in layers.items():
+        lines += [f"## The linears of a decoder layer, {shape.upper()} shape", ""]
+        for result in results.values():
+            lines += [*layer_table(result), "", *linear_table(result), ""]
+        lines += [*commands(results), ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -98,6 +105,44 @@ def step_table(results: dict[str, dict[str, Any]]) -> list[str]:
     return rows
 
 
+def layer_table(result: dict[str, Any]) -> list[str]:
+    """Sums over the four linears, a row a number of tokens; ours by the engine's default ways and by the fastest."""
+    head = (
+        "default ways us",
+        "of the limit",
+        "LoRA adds",
+        "BF16 + LoRA us",
+        "LoRA adds",
+        "over ours",
+        "fastest ways us",
+    )
+    rows = [f"| tokens, rank {result['rank']} | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+    sums: dict[int, dict[str, Any]] = {}
+    for row in result["layer"]:
+        sums.setdefault(row["tokens"], {})[row["choice"]] = row
+    for tokens, choices in sums.items():
+        default, fastest, stock = choices.get("default", {}), choices.get("fastest", {}), next(iter(choices.values()))
+        cells = [_text(default.get("us"), 1), _percent(default.get("share")), _percent(default.get("lora_cost"))]
+        cells += [_text(stock["bf16_lora_us"], 1), _percent(stock["bf16_lora_cost"])]
+        cells += [_text(default.get("over_bf16_lora"), 2), _text(fastest.get("us"), 1)]
+        rows.append(f"| {tokens} | {' | '.join(cells)} |")
+    return rows
+
+
+def linear_table(result: dict[str, Any]) -> list[str]:
+    """Each linear with its adapter: microseconds and share of the limit, a row a way."""
+    counts = list(dict.fromkeys(row["tokens"] for row in result["results"]))
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for row in result["results"]:
+        if row["adapter"]:
+            text = f"{row['us']:.1f} ({100 * row['share']:.0f}%)"
+            cells.setdefault((row["linear"], row["way"]), {})[row["tokens"]] = text
+    rows = [f"| with LoRA, us (of the limit) | {' | '.join(map(str, counts))} |", "|---" * (len(counts) + 1) + "|"]
+    for (linear, way), by_tokens in cells.items():
+        rows.append(f"| {linear}, {way} | {' | '.join(by_tokens.get(count, '') for count in counts)} |")
+    return rows
+
+
 def commands(results: dict[str, dict[str, Any]]) -> list[str]:
     gpus = sorted({result.get("gpu") or "CPU" for result in results.values()})
     return [f"On {', '.join(gpus)}:", "", *(f"    {result['command']}" for result in results.values())]
@@ -133,6 +178,10 @@ def draw_rollout(shape: str, results: dict[str, dict[str, Any]], path: Path) -> 
 def _mean(steps: list[dict[str, Any]], keys: tuple[str, ...]) -> float | None:
     values = [step[key] for step in steps for key in keys if step.get(key) is not None]
     return mean(values) if values else None
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f}%"
 
 
 def _text(value: float | None, digits: int) -> str:

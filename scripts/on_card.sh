@@ -11,7 +11,10 @@
 #     step     330 s  workload A: as it is, without shared prompts, under 24 GiB; on a fresh machine the logs of the first two
 #                     hold a first and a second start
 #     startup  220 s  a first and a second start at 7B, with caches of their own
+#     linear    70 s  the linears of a 7B layer: each way against its limit and against BF16, without and with LoRA
 #     decode   260 s  decode speed at 7B without and with measured kernel choice
+#     lora_cost 230 s decode speed at 7B with an adapter and without
+#     decode32 480 s  decode speed at 32B: with an adapter, without, and stock vLLM's Marlin with one
 #     mixed    320 s  lengths of 64 to 1024 tokens, ours and TRL's
 #     shapes   320 s  3B, 8B and 14B: one step each under a cap
 #     peaks    280 s  memory while training, resuming and evaluating under 24 GiB
@@ -47,8 +50,8 @@ step() { # NAME MODEL ARGUMENTS...
     run "$1" 280 "$python" scripts/bench_step.py --model "$checkpoints/$2" --out "$out/$1.json" "${@:3}"
 }
 
-decode() { # NAME ARGUMENTS...
-    run "$1" 240 "$python" scripts/bench_rollout.py --model "$checkpoints/7b" --out "$out/$1.json" "${@:2}"
+decode() { # NAME MODEL ARGUMENTS...
+    run "$1" 240 "$python" scripts/bench_rollout.py --model "$checkpoints/$2" --out "$out/$1.json" "${@:3}"
 }
 
 batch_engine() { tests engine 580 tests/test_qerl_engine_vllm.py -k TestOnGPU; }
@@ -84,8 +87,25 @@ batch_startup() {
 
 batch_decode() {
     checkpoint qwen2.5-7b 7b
-    decode rollout-7b
-    decode rollout-7b-tuned --tune
+    decode rollout-7b 7b
+    decode rollout-7b-tuned 7b --tune
+}
+
+batch_linear() {
+    run linear-7b-rank32 240 "$python" scripts/bench_linear.py --rank 32 --out "$out/linear-7b-rank32.json"
+}
+
+batch_lora_cost() {
+    checkpoint qwen2.5-7b 7b
+    decode rollout-7b-qerl 7b --rank 32
+    decode rollout-7b-qerl-base 7b --rank 0
+}
+
+batch_decode32() {
+    checkpoint qwen2.5-32b 32b
+    decode rollout-32b-qerl 32b --rank 16 --sequences 1 8 64 128
+    decode rollout-32b-qerl-base 32b --rank 0 --sequences 1 8 64 128
+    decode rollout-32b-marlin 32b --engine stock --kernel marlin --rank 16 --sequences 1 8 64 128
 }
 
 batch_mixed() {

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -18,12 +18,11 @@ import torch
 
 from qerl.doctor import driver_version
 from qerl.nvfp4 import expand, lora, nvrtc, small_batch, split, ways
+from qerl.nvfp4.timing import cold_layers, graph_us
 from qerl.vllm_plugin.products import BASES, WAYS, Base
 
 logger = logging.getLogger(__name__)
 
-CACHE_BYTES = 2**28  # more than the L2 cache of any card
-REPLAYS = 5
 CALLS = 3
 
 
@@ -94,27 +93,7 @@ def _version(package: str) -> str:
 def _time_us(bases: Sequence[Base], way: str, tokens: int) -> float:
     """Microseconds of one product of `tokens` tokens with a layer of the shape."""
     weight = bases[0].weight
-    layers = bases[: 1 + CACHE_BYTES // (weight.words.nbytes + weight.scales.nbytes)]
+    layers = bases[: cold_layers(weight.words.nbytes + weight.scales.nbytes)]
     x = torch.randn(tokens, weight.in_features, device=weight.words.device, dtype=torch.bfloat16)
     calls = [partial(WAYS[way], base, x, getattr(base.layer, "bias", None), base.adapter) for base in layers]
     return graph_us(calls) / len(calls)
-
-
-def graph_us(calls: Sequence[Callable[[], object]]) -> float:
-    """Microseconds of all calls, one after another, in a CUDA graph: median of REPLAYS."""
-    calls[0]()  # compiles and loads, which a capture must not
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in calls:
-            call()
-    graph.replay()
-    times = []
-    for _ in range(REPLAYS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return sorted(times)[REPLAYS // 2]
