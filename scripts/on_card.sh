@@ -4,7 +4,7 @@
 #     scripts/on_card.sh OUT BATCH...
 #
 #     engine   360 s  the vllm engine on four small models: every check of check_engine
-#     kernels  150 s  kernels, packing with shared prompts, layers, quantization, doctor
+#     kernels  165 s  kernels, packing with shared prompts, layers, quantization, doctor
 #     cache    190 s  fp8 KV cache, closing and reopening, a KV cache that overflows, too small a cap
 #     merge    180 s  merged folders in stock vLLM
 #     cli      240 s  commands on the embedded model: a killed run, dynamic sampling, eval, memory, report, merge
@@ -58,7 +58,7 @@ batch_engine() { tests engine 580 tests/test_qerl_engine_vllm.py -k TestOnGPU; }
 
 batch_kernels() {
     tests packing 120 tests/test_training_packing.py tests/test_training_token_logprobs.py
-    tests kernels 200 tests/test_qerl_nvfp4_small_batch.py tests/test_qerl_layers_gpu.py
+    tests kernels 200 tests/test_qerl_nvfp4_small_batch.py tests/test_qerl_layers_gpu.py tests/test_scripts_bench_linear.py
     tests others 150 tests/test_quantize_gpu.py tests/test_qerl_doctor_kernels.py tests/test_qerl_own_memory.py
 }
 
