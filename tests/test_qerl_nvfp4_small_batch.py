@@ -1,10 +1,12 @@
 """Products with few tokens. On a CPU: the twin against plain products, and the sizes. With `-m gpu`: the CUDA kernels
 against the twin in float64, bit for bit where they decode, on fresh random weights of every layout and odd sizes."""
 
+import re
+
 import pytest
 import torch
 
-from qerl.nvfp4 import lora, small_batch, split
+from qerl.nvfp4 import lora, nvrtc, small_batch, split
 from qerl.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, KernelWeight, dequantize
 from qerl.nvfp4.lora import Adapter
 
@@ -69,6 +71,44 @@ def test_four_parts_are_too_many_for_the_kernels():
     assert not random_adapter(64, 32, 16, (16,) * 4).fits_kernels
 
 
+@pytest.mark.parametrize(("columns", "fits"), [(40, True), (36, False)])
+def test_the_kernels_take_no_rows_that_begin_between_16_bytes(columns, fits):
+    assert random_adapter(64, columns, 16, (64,)).fits_kernels is fits
+
+
+@pytest.mark.parametrize(
+    ("x", "what"),
+    [
+        (torch.zeros(65, 96, dtype=torch.bfloat16), "65 tokens of 96 columns"),
+        (torch.zeros(4, 112, dtype=torch.bfloat16), r"\(4, 112\)"),
+        (torch.zeros(4, 96), "float32"),
+        (torch.zeros(96, 4, dtype=torch.bfloat16).t(), "not contiguous"),
+    ],
+    ids=["tokens", "columns", "dtype", "strides"],
+)
+def test_an_input_that_the_kernel_would_misread_is_refused(x, what):
+    with pytest.raises(ValueError, match=what):
+        small_batch.product(x, random_weight(64, 96, HUMMING_WGMMA))
+
+
+@pytest.mark.parametrize("ranks", [16, 48, 96, 384])
+@pytest.mark.parametrize(
+    ("rows", "columns"),
+    [(64, 16), (192, 96), (1152, 896), (4608, 3584), (3584, 18944), (16384, 8192), (37888, 3584), (57344, 8192)],
+)
+def test_every_number_of_tokens_finds_its_slot_and_its_words(rows, columns, ranks):
+    """One adapter's launches of all sizes, as a process may make them."""
+    adapter = Adapter.with_handover(
+        torch.empty(ranks, columns, device="meta"), torch.empty(rows, ranks, device="meta"), (rows,)
+    )
+    sizes = [tokens for tokens in range(1, split.MAX_TOKENS + 1) if split.fits(rows, columns, tokens)]
+    assert sizes
+    for tokens in sizes:
+        chosen = split.choose_split(rows, columns, tokens)
+        small_batch._adapter_arguments(adapter, tokens, -(-rows // (64 * chosen.warps_n)), chosen)
+    assert len(adapter.slots) <= 5
+
+
 @pytest.mark.parametrize(("tokens", "tiles"), [(1, 1), (8, 1), (9, 2), (16, 2), (17, 4), (32, 4), (33, 8), (64, 8)])
 def test_tokens_fill_tiles_of_eight(tokens, tiles):
     assert split.tiles(tokens) == tiles
@@ -86,6 +126,11 @@ def test_a_slice_of_x_that_is_too_large_for_a_block_does_not_fit():
     assert split.fits(3584, 18944, 32)
     assert not split.fits(3584, 18944, 64)
     assert not split.fits(3584, 3584, 65)
+
+
+def test_source_and_split_agree_on_the_number_of_counters():
+    source = (nvrtc.FOLDER / "common.cuh").read_text(encoding="utf-8")
+    assert re.findall(r"#define HANDOVER_SLOTS (\d+)", source) == [str(split.HANDOVER_SLOTS)]
 
 
 def test_a_cpu_has_no_kernels():
@@ -138,6 +183,22 @@ def test_the_adapter_beside_another_kernels_product(tokens, parts, columns):
     results = [lora.add_(base.clone(), x, adapter) for _ in range(4)]
     assert error(results[0], lora.reference_add(base, x, adapter)) < 2.5e-3
     assert all(torch.equal(results[0], other) for other in results[1:])
+
+
+# Not yet run on a card.
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 9, 33])
+@pytest.mark.parametrize(("parts", "columns"), [((40, 8, 16), 16), ((200, 72, 40), 112), ((1000, 24, 8), 4864)])
+def test_three_parts_that_end_inside_a_tile(tokens, parts, columns):
+    """Ranks 16 and 48 of each part; the first shape is one tile, narrower than a cluster."""
+    rows = sum(parts)
+    weight = random_weight(rows, columns, HUMMING_WGMMA, "cuda", seed=tokens)
+    size = small_batch.reference_decoded(weight).std().item() * weight.alpha
+    x = torch.randn(tokens, columns, device="cuda").bfloat16()
+    for ranks in (16, 48):
+        adapter = random_adapter(rows, columns, ranks, parts, "cuda", size)
+        expected = small_batch.reference_product(x, weight, None, adapter)
+        assert error(small_batch.product(x, weight, None, adapter), expected) < 2.5e-3
 
 
 @pytest.mark.gpu

@@ -14,12 +14,13 @@ from qerl.nvfp4.nvrtc import Launch, kernel
 from qerl.nvfp4.split import handover_words
 
 RANK_STEP = 16  # ranks of a part are padded to a multiple of this
+COLUMN_STEP = 8  # columns that a lane loads at once, 16 bytes
 LONG = 8192  # columns from which more blocks share the sum
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Of a linear of up to three fused parts, which have equal ranks, a multiple of RANK_STEP.
+    """Of a linear of fused parts, which have equal ranks.
 
     `a` (ranks, in) has the parts' A under one another, `b` (out, ranks) their B as blocks of a diagonal; both bfloat16,
     contiguous. `handover` int64 is work space of `small_batch.product`, where two products with one adapter must not
@@ -49,7 +50,9 @@ class Adapter:
 
     @property
     def fits_kernels(self) -> bool:
-        return self.a.shape[0] % (RANK_STEP * len(self.part_rows)) == 0 and len(self.part_rows) <= 3
+        """Whether the CUDA kernels take it: few parts, ranks in steps, and rows of A that begin at 16 bytes."""
+        (ranks, columns), parts = self.a.shape, len(self.part_rows)
+        return parts <= 3 and ranks % (RANK_STEP * parts) == 0 and columns % COLUMN_STEP == 0
 
 
 def kernels_pay(tokens: int, columns: int) -> bool:

@@ -14,14 +14,14 @@ import torch
 from qerl.nvfp4.kernel_layout import BLOCK, TILE_ROWS, KernelWeight, block_scales, codes
 from qerl.nvfp4.lora import RANK_STEP, Adapter, reference_add
 from qerl.nvfp4.nvrtc import Launch, kernel
-from qerl.nvfp4.split import HANDOVER_SLOTS, SHRINK_BATCH, Split, choose_split, tiles
+from qerl.nvfp4.split import HANDOVER_SLOTS, MAX_TOKENS, SHARED_LIMIT, SHRINK_BATCH, Split, choose_split, tiles
 
-CODE_FACTOR = 2.0**26  # what the kernel's products of code and block scale lack, see the source
+CODE_FACTOR = 2.0**26  # what the kernel's products of code and block scale lack, see codes.cuh
 
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether the kernels of this file run there: a Hopper card, and the CUDA bindings that torch brings."""
+    """Whether the CUDA kernels run there: a Hopper card, and the CUDA bindings that torch brings."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
@@ -34,26 +34,20 @@ def product(
     adapter: Adapter | None = None,
     split: Split | None = None,
 ) -> torch.Tensor:
-    """x W^T + bias + (x A^T) B^T: (tokens, in) -> (tokens, out), bfloat16, for as many tokens as `split.fits` says."""
+    """x W^T + bias + (x A^T) B^T: (tokens, in) -> (tokens, out), bfloat16, for as many tokens as `split.fits` says.
+
+    Raises ValueError for an input or an adapter that the kernel does not take.
+    """
     tokens, columns = x.shape
     rows = weight.out_features
     split = split or choose_split(rows, columns, tokens)
+    _check_input(x, weight, split)
     out = x.new_empty(tokens, rows)
     row_groups = -(-rows // (TILE_ROWS * split.warps_n))
     adapter_groups, adapter_tensors, adapter_numbers = _adapter_arguments(adapter, tokens, row_groups, split)
-    defines = (
-        f"TILES={tiles(tokens)}",
-        f"WARPS_N={split.warps_n}",
-        f"WARPS_K={split.warps_k}",
-        f"UNROLL={split.unroll}",
-        f"STAGES={split.stages}",
-        f"SHRINK_BATCH={SHRINK_BATCH}",
-        f"TRANSPOSED={int(weight.layout.transposed)}",
-        f"MARLIN={int(weight.layout.marlin_scales)}",
-    )
     grid = (adapter_groups + row_groups, split.cluster, 1)
     launch = Launch(grid, 32 * split.warps, split.shared_bytes(tokens, columns), cluster=split.cluster)
-    kernel("linear.cu", "nvfp4_linear", defines)(
+    kernel("linear.cu", "nvfp4_linear", _defines(weight, tokens, split))(
         launch,
         x,
         weight.words,
@@ -71,6 +65,32 @@ def product(
     return out
 
 
+def _check_input(x: torch.Tensor, weight: KernelWeight, split: Split) -> None:
+    tokens, columns = x.shape
+    if columns != weight.in_features or x.dtype != torch.bfloat16 or not x.is_contiguous():
+        strides = "contiguous" if x.is_contiguous() else "not contiguous"
+        raise ValueError(
+            f"the input is {tuple(x.shape)} {x.dtype}, {strides}; the kernel reads rows of {weight.in_features} "
+            "bfloat16, one behind another"
+        )
+    if tokens > MAX_TOKENS or split.shared_bytes(tokens, columns) > SHARED_LIMIT:
+        raise ValueError(f"{tokens} tokens of {columns} columns do not fit a block of {split}: ask `split.fits`")
+
+
+def _defines(weight: KernelWeight, tokens: int, split: Split) -> tuple[str, ...]:
+    """What the kernel is compiled for."""
+    return (
+        f"TILES={tiles(tokens)}",
+        f"WARPS_N={split.warps_n}",
+        f"WARPS_K={split.warps_k}",
+        f"UNROLL={split.unroll}",
+        f"STAGES={split.stages}",
+        f"SHRINK_BATCH={SHRINK_BATCH}",
+        f"TRANSPOSED={int(weight.layout.transposed)}",
+        f"MARLIN={int(weight.layout.marlin_scales)}",
+    )
+
+
 def _adapter_arguments(
     adapter: Adapter | None, tokens: int, row_groups: int, split: Split
 ) -> tuple[int, tuple[torch.Tensor | None, ...], tuple[int, ...]]:
@@ -78,7 +98,7 @@ def _adapter_arguments(
     if adapter is None:
         return 0, (None,) * 4, (0, 0, 0, 0, 1, 0, 0)
     if adapter.handover is None or not adapter.fits_kernels:
-        raise ValueError(f"the kernel takes no adapter of parts {adapter.part_rows}, ranks {adapter.a.shape[0]}")
+        raise ValueError(f"the kernel takes no adapter of parts {adapter.part_rows}, A {tuple(adapter.a.shape)}")
     ranks, columns = adapter.a.shape
     parts = split.hidden_parts(columns)
     groups = ranks // RANK_STEP * parts * -(-tokens // (8 * min(tiles(tokens), 2)))

@@ -46,7 +46,7 @@ class Shape:
     columns: int
     ranks: int
     kernel: str  # "humming" or "marlin"
-    fused: bool  # whether the card has the kernels of small_batch
+    fused: bool  # whether the kernels of small_batch run there and take the adapter
 
     @property
     def name(self) -> str:
@@ -54,8 +54,8 @@ class Shape:
 
     def right_ways(self, tokens: int) -> tuple[str, ...]:
         """The ways that give the right result."""
-        fits = tokens > GRAPH_TOKENS or 2 * self.rows * self.columns <= GRAPH_DENSE
-        ways = ["decoded"] if tokens >= DECODED_FROM and fits else []
+        small = tokens > GRAPH_TOKENS or 2 * self.rows * self.columns <= GRAPH_DENSE
+        ways = ["decoded"] if tokens >= DECODED_FROM and small else []
         ways += ["kernel"] * (tokens <= KERNEL_RIGHT[self.kernel])
         return (*ways, *["fused"] * self._fits_fused(tokens))
 

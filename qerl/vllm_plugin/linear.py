@@ -85,9 +85,9 @@ class AdapterLinearMethod(LinearMethodBase):
             _add_adapter_buffers(layer, self.options.max_rank)
         layer.qerl_quantized = kernel_name(layer) != "cublas"
         if layer.qerl_quantized:
-            parts, adapter = tuple(layer.output_partition_sizes), None
+            adapter = None
             if self.options.max_rank:
-                adapter = Adapter.with_handover(layer.lora_a, layer.lora_b, parts)
+                adapter = Adapter.with_handover(layer.lora_a, layer.lora_b, tuple(layer.output_partition_sizes))
             BASES[layer.weight.data_ptr()] = Base(self.inner, layer, kernel_weight(layer), adapter)
         if self.options.max_rank:
             load_kernels(layer)

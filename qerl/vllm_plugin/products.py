@@ -9,8 +9,7 @@ limits once scripts/bench_gemm.py shows no such error.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -33,14 +32,15 @@ class Base:
     layer: torch.nn.Module
     weight: KernelWeight
     adapter: Adapter | None
-    ways: tuple[str, ...] = ()
+    ways: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
         self.ways = self.shape.ways({})
 
     @property
     def shape(self) -> Shape:
-        fused = small_batch.has_kernels(self.weight.words.device)
+        taken = self.adapter is None or self.adapter.fits_kernels
+        fused = taken and small_batch.has_kernels(self.weight.words.device)
         ranks = 0 if self.adapter is None else self.adapter.a.shape[0]
         return Shape(self.weight.out_features, self.weight.in_features, ranks, self.weight.layout.name, fused)
 
@@ -137,20 +137,21 @@ def _add_lora_(out: torch.Tensor, x: torch.Tensor, adapter: Adapter) -> torch.Te
     return out.addmm_(torch.mm(x, adapter.a.t()), adapter.b.t())
 
 
-@cache
-def _loaded_shapes() -> set[tuple[int, ...]]:
-    return set()
+_LOADED: set[tuple[object, ...]] = set()  # rows, columns, ranks and layout of the linears whose kernels are loaded
 
 
 def load_kernels(layer: LinearBase) -> None:
-    """Compile and load what the CUDA graphs will record: nothing may be loaded during a capture."""
+    """Compile and load what the CUDA graphs of a linear with an adapter record: nothing may be loaded in a capture.
+
+    What is not known yet (`tune.choose_ways_` comes later) is loaded when vLLM runs each size once before its capture.
+    """
     base = BASES[layer.weight.data_ptr()] if layer.qerl_quantized else None
     adapter = Adapter(layer.lora_a, layer.lora_b, tuple(layer.output_partition_sizes))
     rows, columns = adapter.b.shape[0], adapter.a.shape[1]
-    shape = (rows, columns, adapter.a.shape[0])
-    if shape in _loaded_shapes() or not small_batch.has_kernels(adapter.a.device):
+    shape = (rows, columns, adapter.a.shape[0], None if base is None else base.weight.layout)
+    if shape in _LOADED or not small_batch.has_kernels(adapter.a.device):
         return
-    _loaded_shapes().add(shape)
+    _LOADED.add(shape)
     for tokens in (1, 16, 32, 64):
         x = adapter.a.new_zeros(tokens, columns)
         if base is not None and way_of(base.ways, tokens) == "fused":

@@ -47,11 +47,11 @@ def line(seconds: Mapping[str, float]) -> str:
 
 
 def capture_sizes(max_sequences: int) -> list[int]:
-    """Numbers of tokens that get a CUDA graph: half as many as vLLM's own, and the full batch always.
+    """Numbers of tokens that get a CUDA graph: half as many as vLLM's own, and the full batch of up to 512.
 
-    A batch between two takes the larger one's graph: at most 1/3 more rows to 64, 1/8 above, for which decoding,
-    bound by memory, pays a few percent. Each graph costs about a tenth of a second of every start, and memory. 56 has
-    none: see `products.HUMMING_WRONG`.
+    A batch between two takes the larger one's graph: at most 7 more rows to 48, 15 to 256, 63 above, for which
+    decoding, bound by memory, pays a few percent. Each graph costs about a tenth of a second of every start, and
+    memory. 56 has none: see `products.HUMMING_WRONG`.
     """
     sizes = {1, 2, 4, *range(8, 56, 8), *range(64, 256, 16), *range(256, 513, 64), max_sequences}
     return sorted(size for size in sizes if size <= min(2 * max_sequences, 512))

@@ -2,8 +2,8 @@
 //
 // A tile of 64 rows x 16 columns lies in memory as the fragments of mma.m16n8k16 (see kernel_layout.py): a lane's 16
 // bytes are its A operands for four mma, with the tokens as columns. So a weight goes from memory to the tensor core
-// through registers alone. A code becomes bfloat16 by moving its bits (its value times 2^-126, subnormals included), and
-// the product with the block scale times 2^100 is exact: 2 and 4 significant bits.
+// through registers alone. A code becomes bfloat16 by moving its bits (its value times 2^-126, subnormals included),
+// and the product with the block scale times 2^100 is exact: 2 and 4 significant bits.
 //
 // Defines: TRANSPOSED, MARLIN, as in kernel_layout.py.
 #pragma once

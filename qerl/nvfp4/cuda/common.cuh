@@ -33,7 +33,8 @@ static __device__ __forceinline__ void wait_for_all_but() {
     asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
 
-// The compiler leaves loads above this where they are, so that all are under way before the first is used.
+// The compiler leaves loads above this where they are, so that all are under way before the first is used. To the card
+// it says that a later launch which asked to start early may; such a launch waits by itself for this one's results.
 static __device__ __forceinline__ void keep_order() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 static __device__ __forceinline__ u32 load_u32(const u16* p) { return *reinterpret_cast<const u32*>(p); }
@@ -68,8 +69,8 @@ static __device__ __forceinline__ float load_peer(const float* own, u32 rank) {
 }
 
 // Handing over inside a launch: blocks that produce come first in the grid, and the card starts blocks in the order of
-// their index, so those that wait never keep a producer from running. A value travels with the launch's tag beside it, in
-// one 8-byte word, so that whoever finds the tag has the value.
+// their index, so those that wait never keep a producer from running. A value travels with the launch's tag beside it,
+// in one 8-byte word, so that whoever finds the tag has the value.
 struct __align__(16) TwoTagged {
     float value_0;
     u32 tag_0;
@@ -78,7 +79,8 @@ struct __align__(16) TwoTagged {
 };
 
 // Every block of a launch draws one ticket; `slot` is the counter's number, its own for each number of blocks. No two
-// launches have the same tag. Launches that share counters may not overlap.
+// launches have the same tag, and none has 0, until a slot has had 2^28 of them. Launches that share counters may not
+// overlap.
 static __device__ __forceinline__ u64 draw_ticket(u64* counters, u32 slot) {
     u64 ticket;
     asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;" : "=l"(ticket) : "l"(counters + slot) : "memory");
@@ -90,7 +92,8 @@ static __device__ __forceinline__ u32 launch_tag(u64 ticket, u32 slot) {
 }
 
 static __device__ __forceinline__ void hand_over(u64* place, float value, u32 tag) {
-    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(place), "l"((u64)tag << 32 | __float_as_uint(value)) : "memory");
+    const u64 word = (u64)tag << 32 | __float_as_uint(value);
+    asm volatile("st.relaxed.gpu.global.b64 [%0], %1;" ::"l"(place), "l"(word) : "memory");
 }
 
 static __device__ __forceinline__ TwoTagged load_tagged(const u64* place) {

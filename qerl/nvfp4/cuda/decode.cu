@@ -12,8 +12,8 @@ static __device__ __forceinline__ uint4 load_stream(const uint4* p) {
 #define DECODE_WARPS 4
 #define DECODE_STRIDE (DECODE_BLOCKS * 32 + 16)
 
-// grid (ceil(blocks / (DECODE_BLOCKS * DECODE_WARPS)), tiles), 32 * DECODE_WARPS threads. Rows row_start ... of the weight,
-// `rows` of them, dense bfloat16 without the factor alpha.
+// grid (ceil(blocks / (DECODE_BLOCKS * DECODE_WARPS)), tiles), 32 * DECODE_WARPS threads. Rows row_start ... of the
+// weight, `rows` of them, dense bfloat16 without the factor alpha.
 extern "C" __global__ void __launch_bounds__(32 * DECODE_WARPS)
 nvfp4_decode(const uint4* __restrict__ words, const u8* __restrict__ scales, u16* __restrict__ out, int row_start,
              int rows, int columns, int padded_rows) {
@@ -29,7 +29,8 @@ nvfp4_decode(const uint4* __restrict__ words, const u8* __restrict__ scales, u16
     for (int u = 0; u < DECODE_BLOCKS; ++u)
         if (u < count) {
             word[u] = load_stream(words + (long long)(first + u) * (padded_rows >> 1) + tile * 32 + lane);
-            bytes[u] = __ldg(reinterpret_cast<const uint2*>(scales + (long long)(first + u) * padded_rows + tile * 64 + 8 * hi));
+            const u8* source = scales + (long long)(first + u) * padded_rows + tile * 64 + 8 * hi;
+            bytes[u] = __ldg(reinterpret_cast<const uint2*>(source));
         }
     u8* mine = buffer[warp];
     const u32 back = 0x4C804C80u;  // 2^26, exact

@@ -2,8 +2,8 @@
 // with h[m, r] = sum_k x[m, k] a[r, k] rounded to bfloat16, in one launch: the first blocks make h while the others
 // multiply by the weight, which add the adapter's part at their end.
 //
-// Sums are float32, over the slices of K in a fixed order (warps, then the blocks of a cluster through distributed shared
-// memory): a call repeats to the bit. Codes and scales: codes.cuh.
+// Sums are float32, over the slices of K in a fixed order (warps, then the blocks of a cluster through distributed
+// shared memory): a call repeats to the bit. Codes and scales: codes.cuh.
 //
 // Defines: TILES (8 tokens each), WARPS_N (64 rows each), WARPS_K, UNROLL, STAGES, SHRINK_BATCH, TRANSPOSED, MARLIN.
 #include "codes.cuh"
@@ -17,8 +17,8 @@
 #define TAKEN (TILES < 2 ? TILES : 2)
 #define AT_ONCE (TILES == 1 ? 2 : 1)
 
-// Hidden values of COUNT tiles of tokens as operands of the tensor cores, once all are there: the sums of their parts, which
-// lie `stride` words apart and are asked for BATCH together; `place` is the lane's first value.
+// Hidden values of COUNT tiles of tokens as operands of the tensor cores, once all are there: the sums of their parts,
+// which lie `stride` words apart and are asked for BATCH together; `place` is the lane's first value.
 template <int COUNT, int BATCH>
 static __device__ __forceinline__ void take(const u64* place, int stride, int parts, int tokens, int ranks, u32 tag,
                                             u32 (&operand)[COUNT][2]) {
@@ -34,7 +34,8 @@ static __device__ __forceinline__ void take(const u64* place, int stride, int pa
             for (int i = 0; i < BATCH * COUNT * 2; ++i) {
                 const int p = i / (COUNT * 2), t = i / 2 % COUNT, half = i % 2;
                 if (part + p < parts && 8 * t < tokens)
-                    two[p][t][half] = load_tagged(place + (long long)p * stride + (long long)(8 * t) * ranks + 8 * half);
+                    two[p][t][half] =
+                        load_tagged(place + (long long)p * stride + (long long)(8 * t) * ranks + 8 * half);
                 else two[p][t][half] = {0.0f, tag, 0.0f, tag};
             }
 #pragma unroll
@@ -56,8 +57,8 @@ static __device__ __forceinline__ void take(const u64* place, int stride, int pa
 }
 
 // grid (shrink_groups + row groups, cluster), cluster (1, cluster, 1), 32 * WARPS_N * WARPS_K threads. The first
-// shrink_groups clusters have 16 ranks, 8 * SHRINK_TILES tokens and a range of K each; `handed` is (parts, tokens, ranks).
-// Shared memory: the block's slice of x (TOKENS rows), the warps' rings; at last, over both, the partial sums.
+// shrink_groups clusters have 16 ranks, 8 * SHRINK_TILES tokens and a range of K each; `handed` is (parts, tokens,
+// ranks). Shared memory: the block's slice of x (TOKENS rows), the warps' rings; at last, over both, the partial sums.
 extern "C" __global__ void __launch_bounds__(32 * WARPS_N * WARPS_K)
 nvfp4_linear(const u16* __restrict__ x, const uint4* __restrict__ words, const u8* __restrict__ scales,
              const u16* __restrict__ bias, const u16* __restrict__ a, const u16* __restrict__ b, u64* counters,
@@ -76,7 +77,9 @@ nvfp4_linear(const u16* __restrict__ x, const uint4* __restrict__ words, const u
         shrink<SHRINK_TILES, WARPS_N * WARPS_K, SHRINK_BATCH>(
             x, a, reinterpret_cast<float*>(shared), tokens, columns, blockIdx.x / slabs / parts * 8 * SHRINK_TILES,
             blockIdx.x % slabs * 16, begin, begin + width < columns ? begin + width : columns, know_tag,
-            [&](int token, int rank, float sum) { hand_over(handed + ((long long)part * tokens + token) * ranks + rank, sum, tag); });
+            [&](int token, int rank, float sum) {
+                hand_over(handed + ((long long)part * tokens + token) * ranks + rank, sum, tag);
+            });
         return;
     }
     const int row_group = blockIdx.x - shrink_groups;
@@ -102,7 +105,8 @@ nvfp4_linear(const u16* __restrict__ x, const uint4* __restrict__ words, const u
         const u32 slot = ring + (turn % STAGES) * SLOT;
 #pragma unroll
         for (int u = 0; u < UNROLL; ++u)
-            if (active && block + u < end) copy_16(slot + 512 * u + 16 * lane, tile_words + (block + u) * word_stride, 16);
+            if (active && block + u < end)
+                copy_16(slot + 512 * u + 16 * lane, tile_words + (block + u) * word_stride, 16);
         const int u = lane >> 2;
         if (active && u < UNROLL && block + u < end)
             copy_16(slot + 512 * UNROLL + 16 * lane, tile_scales + (long long)(block + u) * padded_rows, 16);
@@ -126,7 +130,7 @@ nvfp4_linear(const u16* __restrict__ x, const uint4* __restrict__ words, const u
 #pragma unroll
             for (int i = 0; i < 4; ++i) acc[w][t][i] = 0.0f;
 
-    // The adapter's 16-wide slices of the rank go round the warps that share a tile; B is block-diagonal over the parts.
+    // The adapter's 16-wide slices of the rank go round the warps of a tile; B is a block diagonal of the parts.
     const int row = tile * 64 + (lane >> 2), workers = cluster * WARPS_K, me = rank * WARPS_K + warp_k;
     auto has_work = [&](int slab) {
         const int part = 16 * slab / part_rank;
@@ -213,13 +217,15 @@ nvfp4_linear(const u16* __restrict__ x, const uint4* __restrict__ words, const u
 #pragma unroll
         for (int t = 0; t < TILES; t += TAKEN) {
             u32 hidden[TAKEN][2];
-            const int token = 8 * t + (lane >> 2);  // of the first tile; a lane counts how many tokens it has from there
-            take<TAKEN, AT_ONCE>(handed + (long long)token * ranks + column, tokens * ranks, parts, tokens - token, ranks, tag, hidden);
+            const int token = 8 * t + (lane >> 2);  // of the first tile; a lane counts its tokens from there
+            take<TAKEN, AT_ONCE>(handed + (long long)token * ranks + column, tokens * ranks, parts, tokens - token,
+                                 ranks, tag, hidden);
 #pragma unroll
             for (int i = 0; i < TAKEN; ++i)
 #pragma unroll
                 for (int w = 0; w < 4; ++w)
-                    mma(acc[w][t + i], factor[w][0], factor[w][1], factor[w][2], factor[w][3], hidden[i][0], hidden[i][1]);
+                    mma(acc[w][t + i], factor[w][0], factor[w][1], factor[w][2], factor[w][3], hidden[i][0],
+                        hidden[i][1]);
         }
     }
 

@@ -8,6 +8,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 lora_shrink(const u16* __restrict__ x, const u16* __restrict__ a, u16* __restrict__ h, int tokens, int columns,
             int ranks) {
     __shared__ float shared[TILES * (WARPS * 160 + 128)];
-    shrink<TILES, WARPS, BATCH>(x, a, shared, tokens, columns, 8 * TILES * blockIdx.z, 16 * blockIdx.x, 0, columns, [] {},
-                                [=](int token, int rank, float sum) { h[(long long)token * ranks + rank] = to_bf16(sum); });
+    shrink<TILES, WARPS, BATCH>(
+        x, a, shared, tokens, columns, 8 * TILES * blockIdx.z, 16 * blockIdx.x, 0, columns, [] {},
+        [=](int token, int rank, float sum) { h[(long long)token * ranks + rank] = to_bf16(sum); });
 }

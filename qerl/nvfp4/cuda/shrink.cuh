@@ -3,12 +3,13 @@
 #include "common.cuh"
 
 // For 16 ranks from `first_rank` and 8 * GROUP_TILES tokens from `first_token`: block 0 of the cluster calls
-// emit(token, rank, sum) for each; before() is called by all threads when their loads are back. A warp has GROUP_BATCH loads of 32 columns under way at once; `shared` holds at least
+// emit(token, rank, sum) for each; before() is called by all threads when their loads are back. `columns` is a multiple
+// of 8. A warp has GROUP_BATCH loads of 32 columns under way at once; `shared` holds at least
 // GROUP_WARPS * GROUP_TILES * 640 + GROUP_TILES * 512 bytes. The sum has a fixed order.
 template <int GROUP_TILES, int GROUP_WARPS, int GROUP_BATCH, class Before, class Emit>
 static __device__ __forceinline__ void shrink(const u16* __restrict__ x, const u16* __restrict__ a, float* shared,
-                                              int tokens, int columns, int first_token, int first_rank, int begin, int end,
-                                              Before before, Emit emit) {
+                                              int tokens, int columns, int first_token, int first_rank, int begin,
+                                              int end, Before before, Emit emit) {
     constexpr int GROUP_TOKENS = 8 * GROUP_TILES;
     float* total = shared + GROUP_WARPS * GROUP_TOKENS * 20;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, hi = lane >> 2, lo = lane & 3;
