@@ -91,7 +91,7 @@ class Engine(Protocol):
         """The transformers model that the trainer attaches its adapter to; its base weights are this engine's own."""
 
     def close(self) -> None:
-        """Free everything; further calls raise EngineError."""
+        """Free everything but what the caller holds of `policy_model`; further calls raise EngineError."""
 
 
 EngineName = Literal["auto", "transformers", "vllm"]

@@ -40,6 +40,7 @@ class VLLMEngine:
     """See `qerl.engine.Engine`."""
 
     name = "vllm"
+    _llm: Any = None
 
     def __init__(
         self,
@@ -74,23 +75,38 @@ class VLLMEngine:
         opening.check_kv_cache_dtype(kv_cache_dtype)
         if cap_gib is not None:
             opening.limit_process_(self._device, int(cap_gib * 2**30))
-        started = time.monotonic()
+        self._began = time.monotonic()
         base = str(local_folder(base))
         self._base, self._trust_remote_code = base, trust_remote_code
         self._cap_bytes = None if cap_gib is None else int(cap_gib * 2**30)
+        self._other_bytes = 0  # beside torch's, of this process; known once the engine is open
         self._max_rank, self._deterministic = max_rank, deterministic
         settings = opening.Settings(
             base, format, trust_remote_code, memory, cap_gib, max_context, max_sequences, kv_cache_dtype
         )
         self._stop = settings.stop_token_ids()
+        try:
+            self._start(settings, kernel, tune_kernels, seed, enforce_eager)
+        except BaseException as error:
+            from qerl.vllm_plugin import closing
+
+            closing.clear_frames_(error)
+            self.close()
+            closing.abandon_()
+            raise
+
+    def _start(
+        self, settings: opening.Settings, kernel: str, tune_kernels: bool, seed: int, enforce_eager: bool
+    ) -> None:
+        """Open vLLM on what was checked; whatever is raised, the caller gives back what this has taken."""
         parts = Parts()
         os.environ[TUNE] = "1" if tune_kernels else ""
         with parts.part("imports"):
             opening.import_vllm()
-        self._llm: Any = opening.open_llm(
+        self._llm = opening.open_llm(
             settings,
-            opening.linear_backend(kernel, format, deterministic),
-            {"max_rank": max_rank, "deterministic": deterministic},
+            opening.linear_backend(kernel, settings.format, self._deterministic),
+            {"max_rank": self._max_rank, "deterministic": self._deterministic},
             seed,
             enforce_eager,
         )
@@ -102,15 +118,15 @@ class VLLMEngine:
         self.max_context, self._model_len = settings.context, settings.model_len
         cache = self._llm.llm_engine.vllm_config.cache_config
         self.cache_tokens: int = cache.num_gpu_blocks * cache.block_size  # that the KV cache holds at once
-        self._max_sequences = max_sequences
+        self._max_sequences = settings.max_sequences
         self._policy: PreTrainedModel | None = None
         if self._cap_bytes is not None:
             self._other_bytes = opening.bytes_outside_torch(self._device)
             self._limit_torch(0)
         worker = self._llm.llm_engine.model_executor.driver_worker
-        self.startup_s = whole(time.monotonic() - started, parts.seconds, worker.startup_seconds())
+        self.startup_s = whole(time.monotonic() - self._began, parts.seconds, worker.startup_seconds())
         self.compiled_from_cache = worker.compiled_from_cache()
-        logger.info("vllm engine open: %s, kernel %s", base, self.kernel)
+        logger.info("vllm engine open: %s, kernel %s", settings.base, self.kernel)
         compiled = "graphs compiled earlier" if self.compiled_from_cache else "graphs compiled anew"
         logger.info("start took %.0f s (%s): %s", sum(self.startup_s.values()), compiled, line(self.startup_s))
 
@@ -219,22 +235,24 @@ class VLLMEngine:
         return self._policy
 
     def close(self) -> None:
-        import torch
+        """Give the card's memory back: at any time, asleep too, and twice does no harm.
 
+        The weights are the policy model's as well: they go when the caller has let go of that.
+        """
         if self._llm is None:
             return
-        from qerl.vllm_plugin import products, sleep
+        from qerl.vllm_plugin import closing
 
-        compilation = self._llm.llm_engine.vllm_config.compilation_config
-        self._llm.llm_engine.engine_core.shutdown()
-        compilation.static_forward_context.clear()  # the layers, each with its KV cache
-        self._llm = self._model = self._policy = None
-        self._slots, self._norms = {}, {}
-        products.forget_bases()
-        torch._dynamo.reset()  # compiled code keeps the model it was made of
-        gc.collect()
-        torch.cuda.empty_cache()
-        sleep.give_back_closed()
+        llm, self._llm = self._llm, None
+        self._model = self._policy = None
+        self._slots, self._norms, self._noise, self._trained = {}, {}, {}, {}
+        try:
+            closing.shut_down_(llm)
+        finally:
+            del llm
+            closing.give_back_()
+        if self._cap_bytes is not None:
+            self._limit_torch(0)  # a sleeping cache was allowed for
 
     def _index_model(self) -> None:
         """Find what sync and noise write to, and what multiplies the base weights."""

@@ -5,7 +5,8 @@
 #
 #     engine   360 s  the vllm engine on four small models: every check of check_engine
 #     kernels  165 s  kernels, packing with shared prompts, layers, quantization, doctor
-#     cache    190 s  fp8 KV cache, closing and reopening, a KV cache that overflows, too small a cap
+#     cache    190 s  fp8 KV cache, a KV cache that overflows, too small a cap
+#     closing  180 s  an engine closed, asleep too, and opened again; measures the card: nothing else may run on it
 #     merge    180 s  merged folders in stock vLLM
 #     cli      240 s  commands on the embedded model: a killed run, dynamic sampling, eval, memory, report, merge
 #     step     330 s  workload A: as it is, without shared prompts, under 24 GiB; on a fresh machine the logs of the first two
@@ -63,11 +64,11 @@ batch_kernels() {
 }
 
 batch_cache() {
-    tests fp8 280 tests/test_qerl_engine_vllm.py -k fp8 &
-    tests reopened 280 tests/test_qerl_engine_vllm.py -k closed_engine &
-    wait # what follows profiles the card's memory, which another process may not change meanwhile
+    tests fp8 280 tests/test_qerl_engine_vllm.py -k fp8
     tests overflow 200 tests/test_qerl_engine_vllm.py -k "larger_than or cannot_hold"
 }
+
+batch_closing() { tests closing 400 tests/test_qerl_engine_vllm.py -k closed_engine; }
 
 batch_merge() { tests merge 300 tests/test_quantize_merge_gpu.py; }
 

@@ -3,7 +3,8 @@
 1. `register_quantization_config`: the methods `qerl_nvfp4` and `qerl_bf16`, linears with one static LoRA, updated in
    place (`linear.py`).
 2. `RMSNorm.register_oot`: NoisyRMSNorm, norm weights in float32, noise included (`norm.py`).
-3. `SleepModeBackendFactory`: the backend `qerl_kv`, a sleep that gives back the KV cache alone (`sleep.py`).
+3. `SleepModeBackendFactory`: the backend `qerl_kv`, a sleep that gives back the KV cache alone, on a subclass of vLLM's
+   allocator that stands in its place from the first engine on (`sleep.py`).
 4. `worker_cls`: vLLM's worker with a sampler that reads the logits once, and kernels by measurement (`worker.py`).
 
 The engine calls `register` before it opens vLLM; for processes that vLLM starts there is the `vllm.general_plugins`

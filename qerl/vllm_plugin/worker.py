@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -15,17 +16,26 @@ from qerl.vllm_plugin import TUNE
 from qerl.vllm_plugin.linear import Options
 from qerl.vllm_plugin.products import BASES
 from qerl.vllm_plugin.sampling import FusedSampler
-from qerl.vllm_plugin.sleep import KV_CACHE
+from qerl.vllm_plugin.sleep import KV_CACHE, allocator
 from qerl.vllm_plugin.startup import Parts, split_compiling
 from qerl.vllm_plugin.tune import choose_ways_
+
+_latest: weakref.ref[QerlWorker] | None = None
+
+
+def latest() -> QerlWorker | None:
+    """The worker that was made last, if it is still there: an opening that fails hands nothing else to its caller."""
+    return None if _latest is None else _latest()
 
 
 class QerlWorker(Worker):
     """Puts the sampler in, and chooses how each linear multiplies."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        global _latest
         super().__init__(*args, **options)
         self.parts = Parts()
+        _latest = weakref.ref(self)
 
     def init_device(self) -> None:
         with self.parts.part("device"):
@@ -44,7 +54,10 @@ class QerlWorker(Worker):
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         """The KV cache alone sleeps. Weights in vLLM's pool would keep the process from opening a second engine."""
-        return super()._maybe_get_memory_pool_context(tag) if tag == KV_CACHE else nullcontext()
+        if tag != KV_CACHE:
+            return nullcontext()
+        allocator()
+        return super()._maybe_get_memory_pool_context(tag)
 
     def determine_available_memory(self) -> int:
         with self.parts.part("profile"):

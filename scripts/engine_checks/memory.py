@@ -12,6 +12,7 @@ import torch
 from engine_checks.compare import mismatch, policy_logprobs, same
 from engine_checks.context import Context
 from qerl.engine import SamplingParams
+from qerl.errors import EngineError
 
 
 def shared_memory(context: Context) -> dict:
@@ -125,22 +126,42 @@ def _compare_some(context: Context, prompts: list, completions: list) -> dict:
 
 
 def reopened(context: Context) -> dict:
-    """An engine that was closed gives its memory back, and the process opens another: evaluation of several bases."""
-    from vllm.device_allocator.cumem import CuMemAllocator
+    """Engines that were closed give their memory back, and the process opens others: evaluation of several bases.
 
+    The first is closed awake, the second asleep, an opening fails half way, and the third is closed twice.
+    """
+    from engine_checks import held
+
+    openings, closings = [], []
     before = context.engine.generate(context.prompts[:8], context.greedy)
-    open_gib = _used_gib()
+    for asleep in (False, True):
+        openings.append(held.report())
+        context.policy = None
+        if asleep:
+            context.engine.sleep()
+        context.engine.close()
+        closings.append(held.report())
+        refusal = _fail_half_way(context) if asleep else ""
+        context.engine = context.open()
+        context.policy = context.engine.policy_model()
+        after = context.engine.generate(context.prompts[:8], context.greedy)
+    openings.append(held.report())
     context.policy = None
     context.engine.close()
-    left = CuMemAllocator.get_instance().get_current_usage()
-    closed_gib = _used_gib()
-    context.engine = context.open()
-    after = context.engine.generate(context.prompts[:8], context.greedy)
-    context.policy = context.engine.policy_model()
-    return {
-        "left_bytes": left,
-        "open_gib": open_gib,
-        "closed_gib": closed_gib,
-        "again_gib": _used_gib(),
-        "same": same(before, after),
-    }
+    context.engine.close()
+    closings.append(held.report())
+    return {"openings": openings, "closings": closings, "refusal": refusal, "same": same(before, after)}
+
+
+def _fail_half_way(context: Context) -> str:
+    """Open while the card is full: vLLM gives up once its process group and its worker are there."""
+    free = torch.cuda.mem_get_info()[0]
+    hog = torch.empty(free - 2 * 2**30, dtype=torch.uint8, device="cuda")
+    try:
+        context.open().close()
+    except EngineError as error:
+        return str(error)
+    finally:
+        del hog
+        torch.cuda.empty_cache()
+    return ""
