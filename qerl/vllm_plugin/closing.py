@@ -84,8 +84,10 @@ def drop_runner_(worker: Any) -> None:
 
 
 def drop_caches_() -> None:
-    """What modules keep: decoded weights, linears by address, top-k buffers, compiled code, cuBLAS's work space."""
+    """What modules keep: decoded weights, linears by address, what a reload of weights needs (a table by layer, whose
+    entries stay if a tensor of theirs refers to the layer), top-k buffers, compiled code, cuBLAS's work space."""
     import torch
+    from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
     from vllm.v1.sample.ops.topk_topp_triton import reset_buffer_cache
 
     from qerl.nvfp4.kernel_linear import release_work_buffers
@@ -93,6 +95,7 @@ def drop_caches_() -> None:
 
     products.forget_bases()
     release_work_buffers()
+    LAYERWISE_INFO.clear()
     reset_buffer_cache()
     torch._dynamo.reset()  # compiled code keeps the model it was made of
     torch._C._cuda_clearCublasWorkspaces()  # one for each handle and stream, vLLM's side streams included
