@@ -14,6 +14,7 @@ from qerl.nvfp4.ways import (
     read_table,
     summary,
     table_path,
+    unchecked,
     way_of,
     write_table,
     wrong_sizes,
@@ -94,6 +95,13 @@ def test_sizes_with_more_than_a_rounding_error_are_wrong_and_said(caplog):
     assert not caplog.records
     assert wrong_sizes("512x1408", {8: 0.004, 24: 0.031, 32: float("nan")}) == [24, 32]
     assert "wrong by 3.1% for 512x1408 at 24, 32 tokens" in caplog.text
+
+
+def test_above_the_checked_sizes_the_kernel_is_left_out():
+    assert unchecked([1, 2, 64, 256]) == {512, 1024, 2048}
+    assert unchecked([]) == set(TOKENS)
+    ways = HOPPER.ways({}, unchecked([1, 64, 256]))
+    assert [way_of(ways, tokens) for tokens in (256, 257, 512)] == ["kernel", "decoded", "decoded"]
 
 
 def test_a_slice_of_x_too_large_for_a_block_leaves_the_kernel():

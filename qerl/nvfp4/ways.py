@@ -93,6 +93,11 @@ def bucket(tokens: int) -> int:
     return TOKENS[bisect_left(TOKENS, tokens)]
 
 
+def unchecked(sizes: Sequence[int]) -> set[int]:
+    """Those of TOKENS above all checked sizes: prompts of so many tokens run without a graph, at any number."""
+    return {tokens for tokens in TOKENS if tokens > max(sizes, default=0)}
+
+
 def way_of(ways: Sequence[str], tokens: int) -> str:
     """The way of a call: `ways` as from `Shape.ways`."""
     place = bisect_left(TOKENS, tokens)

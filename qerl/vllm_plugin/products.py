@@ -122,7 +122,7 @@ def _decoded(base: Base, x: torch.Tensor, bias: torch.Tensor | None, adapter: Ad
     weight, bias = base.weight, base.layer.qerl_bias
     dense = torch.empty(weight.out_features, weight.in_features, dtype=x.dtype, device=x.device)
     decode_(dense, weight)
-    addend, beta = (x.new_zeros(1), 0) if bias is None else (bias, 1)
+    addend, beta = (x.new_empty(1), 0) if bias is None else (bias, 1)
     out = torch.addmm(addend, x, dense.t(), beta=beta, alpha=weight.alpha)
     return out if adapter is None else _add_lora_(out, x, adapter)
 

@@ -47,8 +47,9 @@ def choose_ways_(tune: bool, sizes: Sequence[int]) -> None:
         chosen = shape.ways(times)
         checked = [size for size in sizes if ways.way_of(chosen, size) == "kernel"]
         wrong = ways.wrong_sizes(shape.name, {size: _kernel_error(bases[0], size) for size in checked})
+        left_out = {ways.bucket(size) for size in wrong} | ways.unchecked(sizes)
         for base in bases:
-            base.ways = shape.ways(times, {ways.bucket(size) for size in wrong})
+            base.ways = shape.ways(times, left_out)
     torch.cuda.empty_cache()
     measured = sum(shape.name in times for shape in shapes)
     summary = ways.summary({shape: bases[0].ways for shape, bases in shapes.items()})
@@ -63,7 +64,7 @@ def _kernel_error(base: Base, tokens: int) -> float:
     bias = getattr(base.layer, "bias", None)
     exact = WAYS["decoded"](base, x, bias, None).float()
     results = [WAYS["kernel"](base, x, bias, None).float() for _ in range(CALLS)]
-    return max(((result - exact).norm() / exact.norm()).item() for result in results)
+    return max(((result - exact).norm() / exact.norm().clamp_min(1e-30)).item() for result in results)
 
 
 def card_facts() -> dict[str, str]:
