@@ -237,7 +237,8 @@ class VLLMEngine:
     def close(self) -> None:
         """Give the card's memory back: at any time, asleep too, and twice does no harm.
 
-        The weights are the policy model's as well: they go when the caller has let go of that.
+        The weights are the policy model's as well: they go when the caller has let go of that. What the engine made is
+        there when it is closed, so a shutdown that fails inside vLLM is a warning.
         """
         if self._llm is None:
             return
@@ -248,9 +249,10 @@ class VLLMEngine:
         self._slots, self._norms, self._noise, self._trained = {}, {}, {}, {}
         try:
             closing.shut_down_(llm)
-        finally:
-            del llm
-            closing.give_back_()
+        except Exception:
+            logger.warning("vLLM could not be shut down: what it holds goes with the process", exc_info=True)
+        del llm
+        closing.give_back_()
         if self._cap_bytes is not None:
             self._limit_torch(0)  # a sleeping cache was allowed for
 

@@ -133,7 +133,7 @@ def test_close_refers_to_nothing_when_memory_is_given_back_and_twice_does_no_har
         engine.generate([[1]], None)
 
 
-def test_memory_is_given_back_when_vllms_shutdown_fails(monkeypatch):
+def test_a_shutdown_that_fails_is_a_warning_and_memory_is_given_back(monkeypatch, caplog):
     given = []
 
     def fail(llm):
@@ -142,8 +142,9 @@ def test_memory_is_given_back_when_vllms_shutdown_fails(monkeypatch):
     monkeypatch.setattr(closing, "shut_down_", fail)
     monkeypatch.setattr(closing, "give_back_", lambda: given.append(True))
     engine = opened_engine(Thing(model=None))
-    with pytest.raises(RuntimeError, match="process group"):
-        engine.close()
+    engine.close()
+    assert "could not be shut down" in caplog.text
+    assert "process group" in caplog.text
     engine.close()
     assert given == [True]
 

@@ -115,7 +115,10 @@ def give_back_() -> None:
 
     from qerl.vllm_plugin import sleep
 
-    drop_caches_()
+    try:
+        drop_caches_()
+    except Exception:
+        logger.warning("caches of vLLM could not be dropped: what they hold goes with the process", exc_info=True)
     collect_()
     torch.cuda.empty_cache()
     sleep.give_back_closed()
