@@ -9,6 +9,7 @@ import torch
 from qerl.doctor import Check
 from qerl.nvfp4 import lora, small_batch
 from qerl.nvfp4.kernel_layout import BLOCK, HUMMING_WGMMA, MARLIN, KernelLayout, KernelWeight, dequantize
+from qerl.nvfp4.nvrtc import has_kernels
 
 ROWS, COLUMNS, TOKENS, RANK = 256, 512, 8, 16
 ROUNDING = 1e-2  # relative error of a product whose values are stored in bfloat16
@@ -23,7 +24,7 @@ def kernel_checks() -> list[Check]:
         return [Check("ok", "kernels", "need a CUDA card; without one the plain torch twins run")]
     device = torch.device("cuda", torch.cuda.current_device())
     found = kernel_check("kernel decode (triton)", lambda: _triton_decode(device), exact=True)
-    if not small_batch.has_kernels(device):
+    if not has_kernels(device):
         return [found, Check("ok", "kernel decode, product, lora (cuda)", "not used on this card: Hopper alone")]
     return [
         found,

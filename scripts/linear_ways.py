@@ -12,6 +12,7 @@ import torch
 from qerl.nvfp4 import lora, reference, small_batch
 from qerl.nvfp4.kernel_layout import BLOCK, HUMMING_WGMMA, KernelWeight
 from qerl.nvfp4.lora import Adapter
+from qerl.nvfp4.nvrtc import has_kernels
 from qerl.nvfp4.split import fits
 from qerl.nvfp4.ways import KERNEL_RIGHT
 from qerl.sizes import FUSED, KNOWN, NVFP4_BYTES, RANK_STEP, sizes_of
@@ -84,11 +85,7 @@ def random_adapter(linear: Linear, device: str) -> Adapter:
 
 def add_as_engine_(out: torch.Tensor, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
     """The adapter beside another kernel's product, as `qerl/vllm_plugin/products.py` adds it."""
-    if adapter is None:
-        return out
-    if lora.kernels_pay(*x.shape) and adapter.fits_kernels and small_batch.has_kernels(x.device):
-        return lora.add_(out, x, adapter)
-    return out.addmm_(torch.mm(x, adapter.a.t()), adapter.b.t())
+    return out if adapter is None else lora.add_adapter_(out, x, adapter)
 
 
 def _random_packed(linear: Linear, tokens: int, device: str) -> KernelWeight:
@@ -130,7 +127,7 @@ def _decoded(weight: KernelWeight, x: torch.Tensor, adapter: Adapter | None) -> 
     from qerl.nvfp4.kernels import decode_
 
     dense = decode_(x.new_empty(weight.out_features, weight.in_features), weight)
-    return add_as_engine_(torch.addmm(x.new_zeros(1), x, dense.t(), beta=0, alpha=weight.alpha), x, adapter)
+    return add_as_engine_(torch.addmm(x.new_empty(1), x, dense.t(), beta=0, alpha=weight.alpha), x, adapter)
 
 
 def _dense(weight: torch.Tensor, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
@@ -143,7 +140,7 @@ def _add(out: torch.Tensor, x: torch.Tensor, adapter: Adapter | None) -> torch.T
 
 
 def _has_kernels() -> bool:
-    return small_batch.has_kernels(torch.device("cuda", torch.cuda.current_device()))
+    return has_kernels(torch.device("cuda", torch.cuda.current_device()))
 
 
 WAYS = {

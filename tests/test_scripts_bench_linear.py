@@ -10,7 +10,8 @@ import torch
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from qerl.nvfp4 import lora, small_batch, timing  # noqa: E402
+from qerl.nvfp4 import lora, timing  # noqa: E402
+from qerl.nvfp4.nvrtc import has_kernels  # noqa: E402
 from scripts import bench_linear  # noqa: E402 - scripts/ is no package
 from scripts.linear_ways import WAYS, Linear, add_as_engine_, linears, random_adapter  # noqa: E402
 
@@ -174,6 +175,6 @@ def test_a_small_layer_is_measured_right_in_every_way():
     rows = list(bench_linear.measured(Linear("qkv", (768, 128, 128), 1024, 16), [1, 33, 64], LIMITS))
     ways = {r["way"] for r in rows}
     assert ways >= {"decoded", "bf16"}
-    assert not small_batch.has_kernels(torch.device("cuda", 0)) or ways >= {"fused", "adapter"}
+    assert not has_kernels(torch.device("cuda", 0)) or ways >= {"fused", "adapter"}
     assert all(r["error"] < 1e-2 and r["us"] > 0.5 for r in rows)
     assert all(r["repeats"] for r in rows if r["way"] in ("fused", "adapter", "decoded"))

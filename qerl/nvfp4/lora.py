@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from qerl.nvfp4.nvrtc import Launch, kernel
+from qerl.nvfp4.nvrtc import Launch, has_kernels, kernel
 from qerl.nvfp4.split import handover_words
 
 RANK_STEP = 16  # ranks of a part are padded to a multiple of this
@@ -53,6 +53,13 @@ class Adapter:
         """Whether the CUDA kernels take it: few parts, ranks in steps, and rows of A that begin at 16 bytes."""
         (ranks, columns), parts = self.a.shape, len(self.part_rows)
         return parts <= 3 and ranks % (RANK_STEP * parts) == 0 and columns % COLUMN_STEP == 0
+
+
+def add_adapter_(out: torch.Tensor, x: torch.Tensor, adapter: Adapter) -> torch.Tensor:
+    """out (tokens, rows) += (x A^T) B^T in place, x (tokens, in), by our kernels where they pay, else cuBLAS."""
+    if kernels_pay(*x.shape) and adapter.fits_kernels and has_kernels(x.device):
+        return add_(out, x, adapter)
+    return out.addmm_(torch.mm(x, adapter.a.t()), adapter.b.t())
 
 
 def kernels_pay(tokens: int, columns: int) -> bool:

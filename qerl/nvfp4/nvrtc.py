@@ -13,6 +13,7 @@ import tempfile
 import threading
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,14 @@ import torch
 from qerl.errors import EngineError
 
 FOLDER = Path(__file__).parent / "cuda"
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether the CUDA kernels run there: a Hopper card, and the CUDA bindings that torch brings."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
 @dataclass(frozen=True)

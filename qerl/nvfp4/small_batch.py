@@ -6,9 +6,6 @@ The fast twins, on Hopper, of `reference_product` and of `kernel_layout.dequanti
 
 from __future__ import annotations
 
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 
 from qerl.nvfp4.kernel_layout import BLOCK, TILE_ROWS, KernelWeight, block_scales, codes
@@ -17,14 +14,6 @@ from qerl.nvfp4.nvrtc import Launch, kernel
 from qerl.nvfp4.split import HANDOVER_SLOTS, MAX_TOKENS, SHARED_LIMIT, SHRINK_BATCH, Split, choose_split, tiles
 
 CODE_FACTOR = 2.0**26  # what the kernel's products of code and block scale lack, see codes.cuh
-
-
-@cache
-def has_kernels(device: torch.device) -> bool:
-    """Whether the CUDA kernels run there: a Hopper card, and the CUDA bindings that torch brings."""
-    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
-        return False
-    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 
 
 def product(

@@ -19,6 +19,7 @@ from qerl.nvfp4 import lora, small_batch
 from qerl.nvfp4.kernel_layout import KernelWeight
 from qerl.nvfp4.kernels import decode_
 from qerl.nvfp4.lora import Adapter
+from qerl.nvfp4.nvrtc import has_kernels
 from qerl.nvfp4.ways import Shape, way_of
 
 HUMMING_WRONG = range(49, 57)  # tokens that it would take in one block of 56
@@ -40,7 +41,7 @@ class Base:
     @property
     def shape(self) -> Shape:
         taken = self.adapter is None or self.adapter.fits_kernels
-        fused = taken and small_batch.has_kernels(self.weight.words.device)
+        fused = taken and has_kernels(self.weight.words.device)
         ranks = 0 if self.adapter is None else self.adapter.a.shape[0]
         return Shape(self.weight.out_features, self.weight.in_features, ranks, self.weight.layout.name, fused)
 
@@ -95,7 +96,7 @@ def add_lora(
     parts: list[int],
 ) -> torch.Tensor:
     """out + (x A^T) B^T for a 16-bit base."""
-    return _add_lora_(out.clone(), x.contiguous(), Adapter(lora_a, lora_b, tuple(parts)))
+    return lora.add_adapter_(out.clone(), x.contiguous(), Adapter(lora_a, lora_b, tuple(parts)))
 
 
 @add_lora.register_fake
@@ -114,7 +115,7 @@ def _by_kernel(base: Base, x: torch.Tensor, bias: torch.Tensor | None, adapter: 
     tokens, wrong = x.shape[0], HUMMING_WRONG if base.weight.layout.name == "humming" else ()
     rows = F.pad(x, (0, 0, 0, HUMMING_WRONG.stop - tokens)) if tokens in wrong else x
     out = base.method.apply(base.layer, rows, bias)[:tokens]
-    return out if adapter is None else _add_lora_(out, x, adapter)
+    return out if adapter is None else lora.add_adapter_(out, x, adapter)
 
 
 def _decoded(base: Base, x: torch.Tensor, bias: torch.Tensor | None, adapter: Adapter | None) -> torch.Tensor:
@@ -124,17 +125,10 @@ def _decoded(base: Base, x: torch.Tensor, bias: torch.Tensor | None, adapter: Ad
     decode_(dense, weight)
     addend, beta = (x.new_empty(1), 0) if bias is None else (bias, 1)
     out = torch.addmm(addend, x, dense.t(), beta=beta, alpha=weight.alpha)
-    return out if adapter is None else _add_lora_(out, x, adapter)
+    return out if adapter is None else lora.add_adapter_(out, x, adapter)
 
 
 WAYS: dict[str, Way] = {"fused": _fused, "kernel": _by_kernel, "decoded": _decoded}
-
-
-def _add_lora_(out: torch.Tensor, x: torch.Tensor, adapter: Adapter) -> torch.Tensor:
-    """In place on `out`, which is ours and contiguous."""
-    if lora.kernels_pay(*x.shape) and adapter.fits_kernels and small_batch.has_kernels(x.device):
-        return lora.add_(out, x, adapter)
-    return out.addmm_(torch.mm(x, adapter.a.t()), adapter.b.t())
 
 
 _LOADED: set[tuple[object, ...]] = set()  # rows, columns, ranks and layout of the linears whose kernels are loaded
@@ -149,11 +143,11 @@ def load_kernels(layer: LinearBase) -> None:
     adapter = Adapter(layer.lora_a, layer.lora_b, tuple(layer.output_partition_sizes))
     rows, columns = adapter.b.shape[0], adapter.a.shape[1]
     shape = (rows, columns, adapter.a.shape[0], None if base is None else base.weight.layout)
-    if shape in _LOADED or not small_batch.has_kernels(adapter.a.device):
+    if shape in _LOADED or not has_kernels(adapter.a.device):
         return
     _LOADED.add(shape)
     for tokens in (1, 16, 32, 64):
         x = adapter.a.new_zeros(tokens, columns)
         if base is not None and way_of(base.ways, tokens) == "fused":
             torch.ops.qerl.nvfp4_lora_linear(x, layer.weight, None, adapter.a, adapter.b, rows)
-        _add_lora_(x.new_zeros(tokens, rows), x, adapter)
+        lora.add_adapter_(x.new_zeros(tokens, rows), x, adapter)
