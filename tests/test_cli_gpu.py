@@ -1,7 +1,8 @@
 """Commands on a card, each in a process of its own: a killed run, dynamic sampling, evaluation, memory, report, merge.
 
-Last run on an H200 on 2026-11-21: all passed but the merge, which failed at opening a second engine and is to run
-again now that this is corrected. The same tests on a CPU, with the other engine and nothing else changed:
+Last run on an H200 on 2026-11-21, vLLM 0.25.1: all passed but the resumed run. It had been equal to the bit before
+prompts were shared in training, and then differed: their gradients were summed in the order in which blocks ended. To
+run again now that this is corrected. The same tests on a CPU, with the other engine and nothing else changed:
 
     QERL_TEST_ENGINE=transformers python -m pytest -n0 -m gpu tests/test_cli_gpu.py
 

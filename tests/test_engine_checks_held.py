@@ -5,6 +5,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
@@ -33,6 +34,14 @@ def test_the_largest_storage_comes_first_with_shape_dtype_and_holder():
     assert sum(row["mib"] == 64.0 for row in rows) == 1
     assert len(rows) <= held.LARGEST
     assert [row["mib"] for row in rows] == sorted((row["mib"] for row in rows), reverse=True)
+
+
+def test_what_the_compiler_traced_has_no_memory():
+    with FakeTensorMode():
+        traced = torch.empty(SIZE * 2, dtype=torch.uint8)
+    sizes = [row["mib"] for row in held.largest("cpu")]
+    assert traced.numel() / held.MIB == 128.0
+    assert 128.0 not in sizes
 
 
 def test_holders_are_named_by_owner_attribute_and_container():

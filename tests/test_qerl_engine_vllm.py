@@ -250,14 +250,16 @@ class TestOnGPU:
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 def test_a_rollout_larger_than_the_kv_cache_finishes_and_says_so(tmp_path):
-    """Not yet run on a card. 64 layers take 32 KiB a token: 4 GiB for the rollout, of which about 2 are there."""
+    """64 layers take 32 KiB a token: 4 GiB for the rollout, of which about 2 are there. One of 1000 tokens ends a
+    completion, so that 49 of 128 are expected to be full, with a standard deviation of 5.5. On an H200 on 2026-11-21
+    it finished with 51 and the test failed, since it asked for more than 64; to run again."""
     model, out = tmp_path / "model", tmp_path / "report.json"
     run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--layers", 64, "--out", model)
     run_script("check_engine.py", "--model", model, "--memory", 3.2, "--only", "exhausted_cache", "--out", out)
     report = json.loads(out.read_text(encoding="utf-8"))["exhausted_cache"]
     assert report["tokens"] > 1.3 * report["cache_tokens"]
     assert report["completions"] == report["full"] + report["stopped"] == 128
-    assert report["full"] > 64
+    assert 24 < report["full"] < 74
     assert len(report["warned"]) == 1
     assert report["policy"]["kl"] < 1e-2  # of 64 random layers; a sequence that was set back keeps its logprobs
 
@@ -277,7 +279,8 @@ def test_a_cap_that_cannot_hold_the_weights_is_refused_before_loading(tmp_path):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["fp8_per_token_head", "fp8"])
 def test_an_fp8_cache_agrees_within_the_gate(tmp_path, kind):
-    """Not yet run on a card. On Hopper fp8 takes FlashAttention 3's 8-bit kernels, the other Triton's attention."""
+    """On Hopper fp8 takes FlashAttention 3's 8-bit kernels, and is not yet run with them; the other takes Triton's
+    attention, and last passed on an H200 on 2026-11-21."""
     model, out = tmp_path / "model", tmp_path / "report.json"
     run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
     asked = ("--kv-cache-dtype", kind, "--only", "agreement", "sleep_and_wake")
@@ -292,8 +295,9 @@ def test_an_fp8_cache_agrees_within_the_gate(tmp_path, kind):
 @pytest.mark.gpu
 @pytest.mark.timeout(400)
 def test_a_closed_engine_gives_its_memory_back_and_another_opens(tmp_path):
-    """Not yet run on a card in this form. `qerl eval` over several bases does this. The driver counts the whole card:
-    nothing else may run on it meanwhile. A failure prints what was left, and who held it."""
+    """`qerl eval` over several bases does this. The driver counts the whole card: nothing else may run on it meanwhile.
+    A failure prints what was left, and who held it. On an H200 on 2026-11-21 that report itself failed, on a tensor of
+    the compiler's trace, after the first engine was closed; to run again."""
     model, out = tmp_path / "model", tmp_path / "report.json"
     run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
     run_script("check_engine.py", "--model", model, "--only", "reopened", "--out", out)

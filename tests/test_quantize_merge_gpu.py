@@ -1,4 +1,7 @@
-"""Stock vLLM, without qerl's plugin, on what `qerl merge` writes: the greedy tokens of base + adapter."""
+"""Stock vLLM, without qerl's plugin, on what `qerl merge` writes: the greedy tokens of base + adapter.
+
+Each last passed on an H200 on 2026-11-21, vLLM 0.25.1.
+"""
 
 import importlib.util
 import json

@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.errors import EngineError
@@ -12,6 +13,7 @@ from training.packed_attention import (
     attend_flash,
     check_config,
     deterministic_kernels,
+    gather_rows,
     hidden_states,
     make_backward_deterministic,
     packed_attention,
@@ -146,7 +148,7 @@ def outputs_and_gradients(model, row, places):
         hidden = hidden_states(model, row)
     hidden = hidden.float()[torch.argsort(row.places)] * torch.linspace(-1, 1, hidden.shape[1], device=hidden.device)
     (hidden * torch.cos(torch.arange(places, device=hidden.device))[:, None]).sum().backward()
-    gradients = [p.grad.flatten().float() for p in model.base_model.parameters()]
+    gradients = [p.grad.flatten().float() for p in model.base_model.parameters() if p.requires_grad]
     return torch.cat([hidden.detach().flatten(), *gradients]).cpu()
 
 
@@ -256,6 +258,45 @@ def test_the_strict_switch_is_on_during_one_nodes_backward_alone():
     assert seen == [(False, False), (True, False)]  # of the outer node, then of the one that was asked for
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+class Sums(TorchDispatchMode):
+    """Whether torch's strict switch was on at each sum over rows that are named by index."""
+
+    def __init__(self):
+        super().__init__()
+        self.strict = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.index_add_, torch.ops.aten.index_add, torch.ops.aten.index_put_):
+            self.strict.append(torch.are_deterministic_algorithms_enabled())
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_sums_over_a_shared_prompt_have_one_order_where_that_is_asked_for(deterministic):
+    """On a GPU such a sum is in the order in which blocks end, unless the switch is on."""
+    model, row = tiny_model("qwen2"), pack(IDS, MASK, 3)
+    model.get_input_embeddings().weight.requires_grad_(False)  # as in training
+    with deterministic_kernels(deterministic), Sums() as sums:
+        outputs_and_gradients(model, row, len(row.places))
+    assert sums.strict == [deterministic] * (1 + 2 * 2)  # what predicts; keys and values of two layers
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+@pytest.mark.gpu
+def test_a_deterministic_sum_over_copies_repeats_to_the_bit():
+    index = torch.arange(600, device="cuda").repeat(9)
+    weight = torch.randn(len(index), 4, 128, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
+    gradients = []
+    for _ in range(5):
+        rows = torch.zeros(600, 4, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        with deterministic_kernels(True):
+            (gather_rows(rows, index) * weight).sum().backward()
+        gradients.append(rows.grad)
+    assert all(torch.equal(gradients[0], other) for other in gradients[1:])
+    exact = weight.view(9, 600, 4, 128).float().sum(0)
+    assert (gradients[0].float() - exact).abs().max() < 2**-7 * exact.abs().max()
 
 
 @pytest.mark.gpu

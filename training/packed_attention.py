@@ -79,7 +79,7 @@ def packed_attention(
         query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
     if sequences.keys is not None:
-        k, v = _Gather.apply(k, sequences.keys), _Gather.apply(v, sequences.keys)
+        k, v = gather_rows(k, sequences.keys), gather_rows(v, sequences.keys)
     window = sliding_window if sliding_window is not None and sliding_window < sequences.longest_key else None
     fast = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= MAX_HEAD_DIM
     return (attend_flash if fast else attend_each)((q, k, v), sequences, scaling, window)[None], None
@@ -123,8 +123,16 @@ def attend_each(qkv: QKV, sequences: Sequences, scale: float | None, window: int
     return torch.cat(outputs)
 
 
-class _Gather(torch.autograd.Function):
+def gather_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     """rows[index]; where a row is taken several times, its gradient is summed in float32."""
+    taken = _Gather.apply(rows, index)
+    if _Switch.deterministic and taken.grad_fn is not None:
+        make_backward_deterministic(taken.grad_fn)  # the sum of a GPU is in the order in which its blocks end
+    return taken
+
+
+class _Gather(torch.autograd.Function):
+    """See `gather_rows`."""
 
     @staticmethod
     def forward(ctx, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -159,7 +167,8 @@ class _Switch:
 
 @contextmanager
 def deterministic_kernels(enabled: bool) -> Iterator[None]:
-    """Forward passes inside have a backward whose flash attention adds in one order, not as its blocks end."""
+    """The backward of forward passes inside adds in one order, not as a GPU's blocks end: in flash attention, and over
+    the copies of a shared prompt."""
     before, _Switch.deterministic = _Switch.deterministic, enabled
     try:
         yield
@@ -197,7 +206,7 @@ def hidden_states(model: PreTrainedModel, row: PackedRow) -> torch.Tensor:
         use_cache=False,
         sequences=row.sequences,
     )
-    return output.last_hidden_state[0].index_select(0, row.predicting)
+    return gather_rows(output.last_hidden_state[0], row.predicting)  # a prompt's last token predicts for its group
 
 
 def _mask(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor:

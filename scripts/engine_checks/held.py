@@ -7,6 +7,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 GIB, MIB = 2**30, 2**20
 LARGEST = 10
@@ -67,7 +68,7 @@ def largest(device_type: str, count: int = LARGEST) -> list[dict[str, Any]]:
     """The largest storages that a Python tensor shows, one tensor of each with its holders."""
     by_storage: dict[int, torch.Tensor] = {}
     for thing in gc.get_objects():
-        if issubclass(type(thing), torch.Tensor) and thing.device.type == device_type and thing.layout is torch.strided:
+        if issubclass(type(thing), torch.Tensor) and thing.device.type == device_type and _has_memory(thing):
             by_storage.setdefault(thing.untyped_storage().data_ptr(), thing)
     tensors = sorted(by_storage.values(), key=lambda tensor: -tensor.untyped_storage().nbytes())[:count]
     by_storage.clear()
@@ -80,6 +81,16 @@ def largest(device_type: str, count: int = LARGEST) -> list[dict[str, Any]]:
         }
         for tensor in tensors
     ]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """False for what the compiler keeps of its tracing, which has a device and no data."""
+    if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
+        return False
+    try:
+        return tensor.untyped_storage().data_ptr() != 0
+    except RuntimeError:  # a wrapper of a traced one
+        return False
 
 
 def alive(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:

@@ -105,7 +105,7 @@ def exhausted_cache(context: Context) -> dict:
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
     logging.getLogger("qerl.engine_vllm").addHandler(handler)
-    completions = engine.generate(prompts, SamplingParams(max_new_tokens=960, stop_token_ids=()), seed=3)
+    completions = engine.generate(prompts, sampling, seed=3)
     stopped = sum(completion.finish_reason == "stop" for completion in completions)
     short = _compare_some(context, prompts[:16], completions[:16])
     tokens = sum(len(prompt) + len(c.token_ids) for prompt, c in zip(prompts, completions, strict=True))
