@@ -191,11 +191,14 @@ class VLLMEngine:
         return len(noise)
 
     def sleep(self) -> None:
+        import torch
+
         llm = self._open()
         if self._asleep:
             return
         llm.sleep(level=1)
         self._asleep = True
+        torch.cuda.empty_cache()  # what a rollout, or the opening, left in it would stand beside training's
         if self._cap_bytes is not None:
             from qerl.vllm_plugin.sleep import kv_cache_bytes
 

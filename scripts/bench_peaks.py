@@ -3,9 +3,9 @@
 
     python3 scripts/bench_peaks.py --model checkpoints/random-7b-NVFP4A16 --cap-gib 24 --out benchmarks/peaks-7b.json
 
-Each is `qerl` itself, on scripts/bench_step.py's workload: steps that are saved, killed before the last; that step
-after a resume; an evaluation of the run's adapter on 64 rows. A peak is the driver's of the whole card, less what was
-taken before.
+Each is `qerl` itself, on scripts/bench_step.py's workload: steps that are saved; the last of them again, after a resume
+from the checkpoint before it; an evaluation of the run's adapter on 64 rows. A peak is the driver's of the whole card,
+less what was taken before; `steps` has what the run itself wrote of each step's memory.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import json
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -29,28 +28,36 @@ def main() -> None:
     add_options(parser)
     parser.set_defaults(steps=3, new_tokens=256)
     arguments = parser.parse_args()
-    report = {"command": " ".join(sys.argv), **machine(), "peak_gib": {}}
+    report = {"command": " ".join(sys.argv), **machine(), "peak_gib": {}, "steps": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sets = [part for value in [*overrides(arguments, folder), "run.save_every=1"] for part in ("--set", value)]
         run, memory = folder / "run", [] if arguments.cap_gib is None else ["--memory", f"{0.85 * arguments.cap_gib}"]
-        until = run / "checkpoints" / f"step-{arguments.steps - 1:06d}"
-        evaluate = ["eval", "gsm8k", "--model", run, "--data", folder / "rows.jsonl", "--max-new-tokens", 256, *memory]
-        report["peak_gib"] = {
-            "train and save": watch(["train", "--recipe", "dapo_7b", *sets], until),
-            "resume": watch(["train", "--resume", run]),
-            "evaluate": watch(evaluate),
+        commands = {
+            "train and save": ["train", "--recipe", "dapo_7b", *sets],
+            "resume": ["train", "--resume", run / "checkpoints" / f"step-{arguments.steps - 1:06d}"],
+            "evaluate": ["eval", "gsm8k", "--model", run, "--data", folder / "rows.jsonl", "--max-new-tokens", 256],
         }
+        commands["evaluate"] += memory
+        for name, command in commands.items():
+            report["peak_gib"][name] = watch(command)
+            if command[0] == "train":
+                report["steps"][name] = step_memory(run)
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=1))
 
 
-def watch(command: list[object], until: Path | None = None) -> float:
-    """Peak GiB of the card while `qerl <command>` runs, above what was taken before. Raises if it fails.
+def step_memory(run: Path) -> list[dict[str, float]]:
+    """Of each step: its number and what the run measured of memory, GiB, the whole card's at the end of its phases."""
+    from training.run_log import read_metrics
 
-    The process is killed when the folder `until` is there, so that a run is left to resume.
-    """
+    rows = read_metrics(run)
+    return [{key: value for key, value in row.items() if key == "step" or key.startswith("memory/")} for row in rows]
+
+
+def watch(command: list[object]) -> float:
+    """Peak GiB of the card while `qerl <command>` runs, above what was taken before. Raises if it fails."""
     from scripts.bench_step import PeakMemory, taken_gib
 
     before = taken_gib()
@@ -58,11 +65,7 @@ def watch(command: list[object], until: Path | None = None) -> float:
         process = subprocess.Popen(
             [sys.executable, "-m", "qerl.cli", *map(str, command)], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
         )
-        while process.poll() is None and not (until and until.is_dir()):
-            time.sleep(0.05)
-        process.kill()
-        process.wait()
-        if not (until and until.is_dir()) and process.returncode:
+        if process.wait():
             output.seek(0)
             raise RuntimeError(f"qerl {command[0]} failed: {output.read()[-3000:]}")
     return round(peak.gib - before, 2)

@@ -133,6 +133,15 @@ def test_close_refers_to_nothing_when_memory_is_given_back_and_twice_does_no_har
         engine.generate([[1]], None)
 
 
+def test_an_engine_that_falls_asleep_empties_torchs_cache_after_its_kv_cache_is_gone(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("emptied"))
+    engine = opened_engine(Thing(model=None, sleep=lambda level: seen.append("asleep")))
+    engine.sleep()
+    engine.sleep()
+    assert seen == ["asleep", "emptied"]
+
+
 def test_a_shutdown_that_fails_is_a_warning_and_memory_is_given_back(monkeypatch, caplog):
     given = []
 

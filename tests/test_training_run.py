@@ -128,6 +128,30 @@ def test_sigkill_at_a_random_moment(finished, nvfp4_base, tmp_path):
     assert same_adapters(result.adapter, finished / "adapter")
 
 
+def test_the_engine_sleeps_until_the_first_rollout_of_a_resumed_run_too(finished, tmp_path, monkeypatch):
+    """What training loads must not stand beside the KV cache, and beside what the opening left in torch's."""
+    run_dir, events = tmp_path / "run", []
+    shutil.copytree(finished, run_dir)
+    engine, trainer = training.run.open_rollout_engine, training.trainer.QerlTrainer
+    monkeypatch.setattr(training.run, "open_rollout_engine", lambda *given: watched(engine(*given), events))
+    monkeypatch.setattr(trainer, "_load_optimizer_and_scheduler", lambda *_: events.append("load"))
+    resume(run_dir, step=4)
+    assert events[:3] == ["sleep", "load", "wake"]
+
+
+def watched(engine, events):
+    engine.sleep, engine.wake = (noted(method, events) for method in (engine.sleep, engine.wake))
+    return engine
+
+
+def noted(method, events):
+    def call():
+        events.append(method.__name__)
+        method()
+
+    return call
+
+
 def test_a_damaged_checkpoint_is_skipped_and_named(finished, nvfp4_base, tmp_path, caplog):
     config = small_config(nvfp4_base, tmp_path, "run.keep_checkpoints=3")
     run_dir = start(config, "tiny").run_dir

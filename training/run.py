@@ -107,6 +107,7 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
     start_step = checkpoint_step(checkpoint) if checkpoint else 0
     trl_config(config, run_dir, rewards.weights)  # what it refuses is refused before anything is written
     plan = recorded_plan(run_dir, config) or plan_run(config, policy, engine)
+    engine.sleep()  # a resumed run loads its optimizer before its first rollout
     rollout = Rollout(engine, policy, config)
     with (
         only_writer(run_dir, found),
