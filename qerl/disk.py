@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import uuid
 from pathlib import Path
 
 
@@ -22,3 +23,13 @@ def replace_text(path: Path, text: str) -> None:
     fsync(temporary)
     temporary.replace(path)
     fsync(path.parent)
+
+
+def write_shared(path: Path, data: bytes) -> None:
+    """Write a file of a folder that processes and users share: a reader finds one writer's content, whole.
+
+    Its mode is what the umask says. `tempfile` would make it readable by this user only.
+    """
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    temporary.write_bytes(data)
+    temporary.replace(path)

@@ -43,7 +43,7 @@ def main() -> None:
     parser.add_argument("--cap-gib", type=float)
     parser.add_argument("--memory", type=float, help="rollout.memory: GiB, or a share")
     parser.add_argument("--rank", type=int, default=RANK)
-    parser.add_argument("--only", nargs="*", help="names of the checks to run")
+    parser.add_argument("--only", nargs="+", metavar="CHECK", choices=KNOWN, help=f"of {', '.join(KNOWN)}")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--patience", type=float, default=300, help="seconds after which a check counts as hung")
     arguments = parser.parse_args()
@@ -84,6 +84,7 @@ CHECKS = [
     sampler,
 ]
 ON_REQUEST = [exhausted_cache, reopened]  # with --only
+KNOWN = [check.__name__ for check in (*CHECKS, *ON_REQUEST)]
 
 if __name__ == "__main__":
     main()

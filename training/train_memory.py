@@ -150,6 +150,7 @@ def training_memory(plan: MicroBatchPlan) -> Iterator[TrainingMemory]:
 def card_memory(name: str, so_far: Mapping[str, float]) -> dict[str, float]:
     """{name: GiB that the driver reports as taken on the card, or what it was `so_far` if that is more}.
 
+    By this process and by others: where the card is shared, it is no measure of this run, whatever its cap.
     At the end of a phase that is its peak: torch's allocator gives nothing back before the next phase asks for it.
     What torch itself counts is not: a sleeping engine's KV cache stays in its books while the card has it back.
     Empty on a CPU.

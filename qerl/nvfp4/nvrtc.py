@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import tempfile
 import threading
 from dataclasses import dataclass
 from functools import cache
@@ -19,6 +18,7 @@ from typing import Any
 
 import torch
 
+from qerl.disk import write_shared
 from qerl.errors import EngineError
 
 FOLDER = Path(__file__).parent / "cuda"
@@ -95,9 +95,7 @@ def _binary(source: str, defines: tuple[str, ...], capability: tuple[int, int]) 
         return path.read_bytes()
     binary = _compile(text, source, [f"--gpu-architecture={architecture}", *(f"-D{define}" for define in defines)])
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-        file.write(binary)
-    os.replace(file.name, path)  # another process may write the same
+    write_shared(path, binary)  # another process may write the same
     return binary
 
 

@@ -15,13 +15,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
-import tempfile
 from bisect import bisect_left
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from qerl.disk import write_shared
 from qerl.nvfp4.split import fits
 
 logger = logging.getLogger(__name__)
@@ -144,9 +143,7 @@ def write_table(path: Path, facts: Mapping[str, str], times: Times) -> None:
     """Add `times` to the file's, by renaming: another process may read or write it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**facts, "times_us": {**read_table(path), **times}}, indent=1)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-        file.write(text + "\n")
-    os.replace(file.name, path)
+    write_shared(path, f"{text}\n".encode())
 
 
 def summary(shapes: Mapping[Shape, Sequence[str]]) -> str:
