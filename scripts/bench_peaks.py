@@ -43,8 +43,8 @@ def main() -> None:
             report["peak_gib"][name] = watch(command)
             if command[0] == "train":
                 report["steps"][name] = step_memory(run)
-    if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+            if arguments.out:
+                arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(json.dumps(report, indent=1))
 
 

@@ -7,6 +7,9 @@
 `qerl`: this project's engine. `stock`: vLLM as it comes, its own multi-adapter LoRA, its own choice of kernel. Both
 sample with temperature 1 and return the token's logprob. A rate is (new tokens - 1) * sequences over the difference
 between a run with that many new tokens and one with a single token, so prefill is not in it; median of 3 runs.
+
+Every engine has a KV cache for all sequences at their full length. With --memory-share vLLM as it comes is told its
+size: its own profile takes what others allocate on the card meanwhile for its own, and would leave it less.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+BLOCK = 16  # tokens, of vLLM's KV cache
 Generate = Callable[[list[list[int]], int], int]  # prompts, new tokens -> tokens sampled
 
 
@@ -46,6 +50,8 @@ def main() -> None:
     arguments = parser.parse_args()
     started = time.monotonic()
     generate, opened = (open_qerl if arguments.engine == "qerl" else open_stock)(arguments)
+    if opened["cache_tokens"] < (needed := max(arguments.sequences) * context(arguments)):
+        raise RuntimeError(f"the KV cache holds {opened['cache_tokens']} tokens and {needed} are to be sampled at once")
     report = {
         "command": " ".join(sys.argv),
         "open_s": round(time.monotonic() - started, 1),
@@ -98,19 +104,33 @@ def measure(generate: Generate, count: int, arguments: argparse.Namespace) -> tu
     return count * (arguments.new_tokens - 1) / (whole - first), first
 
 
+def context(arguments: argparse.Namespace) -> int:
+    """Tokens of a sequence at its end."""
+    return arguments.prompt_tokens + arguments.new_tokens
+
+
+def cache_bytes(arguments: argparse.Namespace) -> int:
+    """Of a KV cache for all sequences at their end, in whole blocks, and some blocks more."""
+    from transformers import AutoConfig
+
+    from qerl.vllm_plugin.memory import kv_bytes_per_token
+
+    blocks = max(arguments.sequences) * -(-(context(arguments) + 1) // BLOCK) + 64
+    return blocks * BLOCK * kv_bytes_per_token(AutoConfig.from_pretrained(arguments.model))
+
+
 def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
     import torch
 
     from qerl.engine import SamplingParams
     from qerl.engine_vllm import VLLMEngine
 
-    context = arguments.prompt_tokens + arguments.new_tokens
     config = json.loads((Path(arguments.model) / "config.json").read_text(encoding="utf-8"))
     engine = VLLMEngine(
         arguments.model,
         "nvfp4" if "quantization_config" in config else "bf16",
         kernel=arguments.kernel,
-        max_context=context,
+        max_context=context(arguments),
         max_rank=arguments.rank,
         max_sequences=max(arguments.sequences),
         memory=arguments.memory_share,
@@ -128,7 +148,7 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
         return sum(len(completion.token_ids) for completion in completions)
 
     parts = {"startup_s": engine.startup_s, "compiled_from_cache": engine.compiled_from_cache}
-    return generate, {"kernel": engine.kernel, **parts}
+    return generate, {"kernel": engine.kernel, "cache_tokens": engine.cache_tokens, **parts}
 
 
 def open_stock(arguments: argparse.Namespace) -> tuple[Generate, dict]:
@@ -136,14 +156,18 @@ def open_stock(arguments: argparse.Namespace) -> tuple[Generate, dict]:
     from vllm import LLM, SamplingParams
     from vllm.lora.request import LoRARequest
 
+    shared = {}
+    if arguments.memory_share:
+        size = cache_bytes(arguments)
+        shared = {"gpu_memory_utilization": arguments.memory_share, "kv_cache_memory_bytes": size}
     llm = LLM(
         model=arguments.model,
         skip_tokenizer_init=True,
         dtype="bfloat16",
-        max_model_len=arguments.prompt_tokens + arguments.new_tokens + 1,
+        max_model_len=context(arguments) + 1,
         max_num_seqs=max(arguments.sequences),
         enable_lora=arguments.rank > 0,
-        **({"gpu_memory_utilization": arguments.memory_share} if arguments.memory_share else {}),
+        **shared,
         max_lora_rank=max(arguments.rank, 8),
         max_loras=1,
         linear_backend=arguments.kernel,
@@ -158,7 +182,9 @@ def open_stock(arguments: argparse.Namespace) -> tuple[Generate, dict]:
         outputs = llm.generate(tokens, params, use_tqdm=False, lora_request=request)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    return generate, {"kernel": f"vLLM's own ({arguments.kernel})"}
+    cache = llm.llm_engine.vllm_config.cache_config
+    tokens = cache.num_gpu_blocks * cache.block_size
+    return generate, {"kernel": f"vLLM's own ({arguments.kernel})", "cache_tokens": tokens}
 
 
 def write_adapter(model: str, rank: int) -> str:
