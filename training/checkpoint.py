@@ -41,6 +41,7 @@ FILES = {
     "rng_state.pth",
     "trainer_state.json",
 }
+REFUSALS = (OSError, RuntimeError, SafetensorError)  # what writing raises where the disk refuses
 
 
 def write_checkpoint(trainer: QerlTrainer, run_dir: Path, config: RunConfig) -> Path:
@@ -52,13 +53,8 @@ def write_checkpoint(trainer: QerlTrainer, run_dir: Path, config: RunConfig) -> 
     step = trainer.state.global_step
     final = checkpoint_path(run_dir, step)
     try:
-        try:
-            _write(trainer, final)
-        except (OSError, RuntimeError, SafetensorError) as error:
-            if not _make_room(run_dir, step, error):
-                raise
-            _write(trainer, final)
-    except (OSError, RuntimeError, SafetensorError) as error:
+        _write_or_make_room(trainer, run_dir, final)
+    except REFUSALS as error:
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written ({error}); the one before is untouched: free some "
             f"disk space and run `qerl train --resume {run_dir}`"
@@ -66,6 +62,16 @@ def write_checkpoint(trainer: QerlTrainer, run_dir: Path, config: RunConfig) -> 
     for old in checkpoints(run_dir)[: -config.run.keep_checkpoints]:
         shutil.rmtree(old)
     return final
+
+
+def _write_or_make_room(trainer: QerlTrainer, run_dir: Path, final: Path) -> None:
+    try:
+        _write(trainer, final)
+        return
+    except REFUSALS as error:
+        if not _make_room(run_dir, checkpoint_step(final), str(error)):
+            raise
+    _write(trainer, final)  # only here: while the error lives, the half-written file is open and keeps its space
 
 
 def _write(trainer: QerlTrainer, final: Path) -> None:
@@ -87,7 +93,7 @@ def _write(trainer: QerlTrainer, final: Path) -> None:
         raise
 
 
-def _make_room(run_dir: Path, step: int, error: Exception) -> bool:
+def _make_room(run_dir: Path, step: int, reason: str) -> bool:
     """Delete the checkpoints before the newest good one, if the disk has no room for another. Whether any went."""
     newest = newest_checkpoint(run_dir)
     older = [path for path in checkpoints(run_dir) if newest and checkpoint_step(path) < checkpoint_step(newest)]
@@ -99,7 +105,7 @@ def _make_room(run_dir: Path, step: int, error: Exception) -> bool:
     logger.warning(
         "the checkpoint of step %d does not fit on the disk (%s): %s deleted to make room; free some space",
         step,
-        error,
+        reason,
         ", ".join(path.name for path in older),
     )
     for path in older:
