@@ -115,14 +115,15 @@ def overrides_of(job: Job, settings: JobSettings, work: Path) -> list[str]:
 
 def _train(job: Job, settings: JobSettings, work: Path, run_dir: Path) -> None:
     from qerl.recipe import load_recipe
-    from training.run import resume, start
+
+    overrides = overrides_of(job, settings, work)
+    config = load_recipe(RECIPE, overrides, seed=job.seed, steps=settings.steps, out=str(run_dir))
+    from training.run import resume, start  # torch and more, which a wrong setting need not wait for
 
     if (run_dir / "config.yaml").exists():
         resume(run_dir)
-        return
-    overrides = overrides_of(job, settings, work)
-    config = load_recipe(RECIPE, overrides, seed=job.seed, steps=settings.steps, out=str(run_dir))
-    start(config, "study_noise")
+    else:
+        start(config, "study_noise")
 
 
 def _steps(run_dir: Path) -> dict[str, list[float | None]]:

@@ -1,6 +1,9 @@
 """Small checkpoints of the real layout: config.json, tokenizer files, sharded safetensors, random weights."""
 
+import gc
+import logging
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +12,12 @@ import torch
 TINY = Path(__file__).parent.parent / "qerl" / "tiny"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
+
+
+def pytest_collection_finish() -> None:
+    """Leave what the imports made out of every garbage collection: each run of the trainer makes a full one."""
+    gc.collect()
+    gc.freeze()
 
 
 def write_base(folder, family="qwen3", seed=0, hidden=64, layers=2, tie=True, dtype=torch.bfloat16):
@@ -59,3 +68,18 @@ def nvfp4_base(base, tmp_path_factory):
     out = tmp_path_factory.mktemp("nvfp4") / "qwen3-NVFP4A16"
     quantize_checkpoint(str(base), out)
     return out
+
+
+@pytest.fixture
+def here(monkeypatch, capfd):
+    """`qerl ...` in this process, which has imported torch already: (exit code, stdout, stderr)."""
+    import qerl.cli
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["qerl", *map(str, arguments)])
+        monkeypatch.setattr(logging.root, "handlers", [])  # pytest's: with them qerl sets up none of its own
+        with pytest.raises(SystemExit) as ended:
+            qerl.cli.main()
+        return ended.value.code, *capfd.readouterr()
+
+    return run

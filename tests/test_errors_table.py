@@ -16,6 +16,7 @@ from qerl.recipe import load_recipe, save_config
 
 DATA = Path(__file__).parent / "data" / "tiny_run"
 TRAIN = "train --recipe tiny --model tiny --set model.format=bf16"
+SUMS = "--data data/sums.jsonl"  # for what is found after the data were read: the task's own are many
 PLAIN = "eval arith --model tiny --engine transformers --limit 2"
 
 # name: (arguments of `qerl`, the mistake and the remedy as the line has to say them: regular expressions)
@@ -109,14 +110,16 @@ CASES = {
     "a run in a file": (f"{TRAIN} --out rows.jsonl/run", "rows.jsonl is a file", "another --out"),
     "a run of too long a name": (f"{TRAIN} --out {'x' * 300}", "File name too long", "give another"),
     "a run of an odd name": (f"{TRAIN} --out a\x01b", "cannot be printed", "write another"),
-    "more tokens than positions": (f"{TRAIN} --set rollout.max_new_tokens=100000", "positions", "max_new_tokens: "),
-    "more rank than width": (f"{TRAIN} --set adapter.rank=5000", "adapter.rank 5000 is more", "128 or less"),
+    "more tokens than positions": (
+        f"{TRAIN} {SUMS} --set rollout.max_new_tokens=100000", "positions", "max_new_tokens: ",
+    ),
+    "more rank than width": (f"{TRAIN} {SUMS} --set adapter.rank=5000", "adapter.rank 5000 is more", "128 or less"),
     "weights are torn": (
-        "train --recipe tiny --set model.format=bf16 --model short", "short/.*truncated", "copy or download",
+        f"train --recipe tiny --set model.format=bf16 --model short {SUMS}", "short/.*truncated", "copy or download",
     ),
     "config of wrong types": ("train --recipe tiny --set model.format=bf16 --model odd-config", "hidden_size", "copy"),
     "vllm without a GPU": (
-        f"{TRAIN} --set rollout.engine=vllm", "vllm, but there is no CUDA device", "transformers or auto",
+        f"{TRAIN} {SUMS} --set rollout.engine=vllm", "vllm, but there is no CUDA device", "transformers or auto",
     ),
     "data are missing": (f"{TRAIN} --data no.jsonl", "no file or folder 'no.jsonl'", "write a path"),
     "data are empty": (f"{TRAIN} --data data/empty.jsonl", "empty.jsonl holds no rows", "the right file"),
@@ -221,6 +224,8 @@ def write_data(folder):
     (folder / "data" / "columns.jsonl").write_text('{"problem": "1 + 1", "solution": "2"}\n')
     (folder / "data" / "answers.jsonl").write_text('{"question": "1 + 1"}\n')
     (folder / "data" / "one.jsonl").write_text(json.dumps(row) + "\n")
+    sums = [{"question": f"What is {n} + 3?", "answer": str(n + 3)} for n in range(10)]
+    (folder / "data" / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sums))
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(20)))
 
 

@@ -1,11 +1,8 @@
 """Talking to the embedded model: the history is in the prompt, a full context forgets the oldest, a pipe works."""
 
 import io
-import os
-import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -15,7 +12,6 @@ from qerl.engine import SamplingParams, open_model
 from qerl.errors import CheckpointError, ConfigError, EngineError
 from qerl.model import load_tokenizer
 
-ROOT = Path(__file__).parent.parent
 QUESTION = "Anna has 4 apples and buys 3 more. How many apples does Anna have?"
 
 
@@ -79,25 +75,13 @@ def test_each_line_is_a_message_and_commands_are_not(conversation):
     assert lines[: len(lines) // 2] == lines[len(lines) // 2 :]
 
 
-def test_a_pipe_as_typed():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [
-        sys.executable,
-        "-m",
-        "qerl.cli",
-        "chat",
-        "--model",
-        "tiny",
-        "--temperature",
-        "0",
-        "--max-new-tokens",
-        "8",
-    ]
-    done = subprocess.run(command, input=f"{QUESTION}\n", env=environment, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip()
-    assert "16-bit model" in done.stderr  # what is talked to stands on stderr, and only answers on stdout
-    assert "16-bit model" not in done.stdout
+def test_a_pipe_as_typed(here, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTION}\n"))
+    code, out, err = here("chat", "--model", "tiny", "--temperature", 0, "--max-new-tokens", 8)
+    assert code == 0, err
+    assert out.strip()
+    assert "16-bit model" in err  # what is talked to stands on stderr, and only answers on stdout
+    assert "16-bit model" not in out
 
 
 def test_what_cannot_work_is_refused_before_the_weights_load():

@@ -87,13 +87,17 @@ def test_a_wrong_reward_is_refused_before_anything_heavy_is_imported(workdir, re
     assert [path.name for path in workdir.iterdir() if path.suffix != ".py"] in ([], ["__pycache__"])
 
 
-def test_the_three_commands_as_typed(workdir):
-    """quantize without --out, train from there, eval without --model: each finds what the one before made."""
+def test_the_three_commands_as_typed(workdir, here):
+    """quantize without --out, train from there, eval without --model: each finds what the one before made.
+
+    Only eval is started as a shell does; other tests do that with quantize (test_quantize_run.py) and train
+    (test_training_run.py).
+    """
     (workdir / "reward.py").write_text(REWARD)
-    code, _, err = run("quantize", "--model", "tiny", cwd=workdir)
+    code, _, err = here("quantize", "--model", "tiny")
     assert code == 0, err
     assert (workdir / "checkpoints" / "tiny-NVFP4A16" / "quantize_report.json").is_file()
-    code, _, err = run(*small_train(), cwd=workdir)
+    code, _, err = here(*small_train())
     assert code == 0, err
     (run_dir,) = (workdir / "runs").iterdir()
     assert run_dir.name.startswith("tiny-")
@@ -102,13 +106,13 @@ def test_the_three_commands_as_typed(workdir):
     assert str(run_dir.relative_to(workdir)) in out + err  # it says what it took
     (result,) = run_dir.glob("eval/*/result.json")
     assert json.loads(result.read_text())["questions"] == 8
-    code, _, err = run("report", run_dir, "--before", result.parent, "--after", result.parent, cwd=workdir)
+    code, _, err = here("report", run_dir, "--before", result.parent, "--after", result.parent)
     assert code == 0, err
     assert (run_dir / "curves.png").read_bytes().startswith(b"\x89PNG")
     text = (run_dir / "report.md").read_text()
     assert "| **accuracy** |" in text
     assert "After training: cannot tell. +0.0 points" in text  # an evaluation and itself
-    code, out, err = run("grade", result.parent / "completions.jsonl", "--task", "arith", cwd=workdir)
+    code, _, err = here("grade", result.parent / "completions.jsonl", "--task", "arith")
     assert code == 0, err
 
 
@@ -120,12 +124,12 @@ def test_train_says_what_to_type_where_the_base_is_not_quantized(workdir, monkey
     assert not (workdir / "runs").exists()
 
 
-def test_gsm8k_rows_go_through_the_tiny_recipe(workdir):
+def test_gsm8k_rows_go_through_the_tiny_recipe(workdir, here):
     """Real rows, the task's own prompt, a base quantized on demand; the reward of so small a model plays no part."""
     (workdir / "reward.py").write_text(REWARD)
     shutil.copy(next((ROOT / "tests" / "data" / "gsm8k").glob("*.jsonl")), workdir / "rows.jsonl")
     options = ["--task", "gsm8k", "--data", "rows.jsonl", "--quantize", "--set=run.steps=3"]
-    code, _, err = run(*small_train(*options), cwd=workdir)
+    code, _, err = here(*small_train(*options))
     assert code == 0, err
     (run_dir,) = (workdir / "runs").iterdir()
     sample = (run_dir / "completions" / "step-000002.jsonl").read_text()

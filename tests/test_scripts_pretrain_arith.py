@@ -3,7 +3,6 @@
 import importlib
 import json
 import random
-import subprocess
 import sys
 from pathlib import Path
 
@@ -33,11 +32,13 @@ def tokenizer(script):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def folder(script, tmp_path_factory):
     out = tmp_path_factory.mktemp("pretrain") / "arith"
-    command = [sys.executable, str(SCRIPT), "--out", str(out), *SMALL, "--steps", "2", "--target", "1"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stderr
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(SCRIPT), "--out", str(out), *SMALL, "--steps", "2", "--target", "1"])
+        script.main()
+    torch.use_deterministic_algorithms(False)
+    torch.set_float32_matmul_precision("highest")
     return out
 
 

@@ -4,7 +4,6 @@ import json
 import resource
 import shutil
 import subprocess
-import sys
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
@@ -13,7 +12,6 @@ from small_run import small_config
 
 import training.checkpoint
 from qerl.errors import CheckpointError
-from qerl.recipe import save_config
 from training.checkpoint import CHECKSUMS, FILES, checkpoint_step, checkpoints, newest_checkpoint
 from training.run import resume, start
 from training.run_log import RunLog, deterministic, read_metrics
@@ -139,19 +137,23 @@ def can_mount():
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
+@contextmanager
+def small_disk(folder, size):
+    """A real disk of `size` bytes at `folder`, mounted for one waiting process alone; its path from here."""
+    script = f"mount -t tmpfs -o size={size} tmpfs '{folder}' && echo mounted && read -r"
+    command = ["unshare", "-rm", "bash", "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "mounted\n"
+        yield Path(f"/proc/{holder.pid}/root{folder}")
+
+
 @pytest.mark.skipif(not can_mount(), reason="a small disk needs the right to mount one (unshare -rm)")
-def test_a_disk_that_fills_up_costs_no_step_while_an_older_checkpoint_can_go(finished, nvfp4_base, tmp_path):
+def test_a_disk_that_fills_up_costs_no_step_while_an_older_checkpoint_can_go(finished, nvfp4_base, tmp_path, caplog):
     """A real disk with room for two checkpoints and a half, of a run that would keep three."""
-    disk, kept, recipe = tmp_path / "disk", tmp_path / "kept", tmp_path / "recipe.yaml"
-    disk.mkdir()
-    save_config(small_config(nvfp4_base, tmp_path, "run.keep_checkpoints=3"), recipe)
-    size = (
-        int(2.5 * sum(file.stat().st_size for file in (finished / "checkpoints" / "step-000006").iterdir())) + 100_000
-    )
-    train = f"{sys.executable} -m qerl.cli train --recipe {recipe} --out {disk}/run"
-    script = f"mount -t tmpfs -o size={size} tmpfs {disk} && {train} && cp -r {disk}/run {kept}"
-    done = subprocess.run(["unshare", "-rm", "bash", "-c", script], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "step-000002 deleted to make room" in done.stderr
-    assert [checkpoint_step(path) for path in checkpoints(kept)] == [4, 6]
-    assert numbers(kept) == numbers(finished)
+    used = sum(file.stat().st_size for file in (finished / "checkpoints" / "step-000006").iterdir())
+    with small_disk(tmp_path, int(2.5 * used) + 100_000) as disk:
+        result = start(small_config(nvfp4_base, tmp_path, "run.keep_checkpoints=3", out=disk / "run"), "tiny")
+        assert "step-000002 deleted to make room" in caplog.text
+        assert [checkpoint_step(path) for path in checkpoints(result.run_dir)] == [4, 6]
+        assert numbers(result.run_dir) == numbers(finished)
+    assert not (tmp_path / "run").exists()  # nothing of it was on another disk

@@ -68,18 +68,20 @@ class Case:
         self.clean = self.logprobs().detach()
 
     def logprobs(self):
-        """(15, 3) by plain forward passes, 0 where masked."""
-        rows = []
-        for ids in COMPLETIONS:
-            logits = self.policy(input_ids=torch.tensor([[*PROMPT, *ids]])).logits[0, len(PROMPT) - 1 : -1]
-            picked = torch.log_softmax(logits, -1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
-            rows.append(torch.cat([picked, torch.zeros(LONGEST - len(ids))]))
-        return torch.stack(rows)
+        """(15, 3) by plain forward passes over completions of one length, 0 where masked."""
+        rows = torch.zeros(len(COMPLETIONS), LONGEST)
+        for length in range(1, LONGEST + 1):
+            chosen = [row for row, ids in enumerate(COMPLETIONS) if len(ids) == length]
+            ids = torch.tensor([COMPLETIONS[row] for row in chosen])
+            whole = torch.cat([torch.tensor([PROMPT] * len(chosen)), ids], 1)
+            logits = self.policy(input_ids=whole).logits[:, len(PROMPT) - 1 : -1]
+            rows[chosen, :length] = torch.log_softmax(logits, -1).gather(-1, ids[..., None])[..., 0]
+        return rows
 
     def gradient(self, value):
-        """Flat gradient of a scalar by the adapter."""
+        """Flat gradient of a scalar by the adapter; its graph can be asked again."""
         tensors = adapter_tensors(self.policy)
-        found = torch.autograd.grad(value, [tensors[name] for name in sorted(tensors)])
+        found = torch.autograd.grad(value, [tensors[name] for name in sorted(tensors)], retain_graph=True)
         return torch.cat([part.flatten() for part in found])
 
     def true_gradient(self, weights=None):
@@ -168,7 +170,7 @@ def test_the_bias_is_what_the_cap_cuts_off(nvfp4_base, tmp_path, mode, cap):
     cut = torch.where(over, policy - cap * sampler if mode.endswith("truncate") else policy, 0.0)
     bias = case.estimated() - case.true_gradient()
     assert far(bias, -case.true_gradient(cut)) < 1e-2
-    slopes = torch.stack([case.gradient(case.logprobs()[row].sum()).norm() for row in range(len(COMPLETIONS))])
+    slopes = torch.stack([case.gradient(logprobs.sum()).norm() for logprobs in case.logprobs()])
     assert bias.norm() <= (cut[:, 0] * REWARDS.abs() * slopes).sum() * 1.001
 
 

@@ -121,6 +121,7 @@ def test_entropy_of_a_trained_model_is_raised_to_its_target(tmp_path):
     """The shipped model is sure of itself (0.4 nats); learning is all but off, so that sigma alone moves it."""
     settings = ("noise.controller.metric=entropy", "noise.controller.target=1.2", "noise.sigma_start=0.2")
     settings += ("model.format=bf16", "rollout.max_new_tokens=24", "optim.learning_rate=1e-6")
+    settings += ("run.micro_batch_tokens=1000", "run.save_every=7")
     rows = read_metrics(start(small_config("tiny", tmp_path, *RUN, *settings, steps=7), "tiny").run_dir)
     found = [row["sampling/entropy"] for row in rows]
     assert found[0] < 0.7
