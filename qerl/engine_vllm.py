@@ -25,6 +25,7 @@ from qerl.errors import EngineError
 from qerl.model import local_folder
 from qerl.own_memory import own_bytes
 from qerl.vllm_plugin import TUNE, opening, requests
+from qerl.vllm_plugin.gains import Gains
 from qerl.vllm_plugin.startup import Parts, line, whole
 
 if TYPE_CHECKING:
@@ -112,8 +113,6 @@ class VLLMEngine:
         )
         self._model = self._llm.llm_engine.model_executor.driver_worker.model_runner.model
         self._asleep = self._cache_warned = False
-        self._noise: dict[str, torch.Tensor] = {}
-        self._trained: dict[str, torch.Tensor] = {}
         self._index_model()
         self.max_context, self._model_len = settings.context, settings.model_len
         cache = self._llm.llm_engine.vllm_config.cache_config
@@ -168,25 +167,16 @@ class VLLMEngine:
         from qerl.vllm_plugin.sync import copy_adapter_, split_adapter
 
         llm = self._open()
-        factors, norms = split_adapter(tensors, self._slots, self._norms, self._max_rank)
+        factors, norms = split_adapter(tensors, self._slots, self._gains.norms, self._max_rank)
         copy_adapter_(factors, self._slots, scaling)
-        self._trained = {name: tensor.detach().float() for name, tensor in norms.items()}
-        self._write_gains()
+        self._gains.set_trained_(norms)
         requests.drop_prefix_cache(llm)
         return len(tensors)
 
     def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
         llm = self._open()
-        noise = dict(noise or {})
-        if unknown := sorted(set(noise) - set(self._norms)):
-            raise EngineError(f"noise was given for norms that the model does not have: {unknown[:4]}")
-        for name, vector in noise.items():
-            if vector.shape != self._norms[name].gain.shape:
-                raise EngineError(
-                    f"noise for {name} has shape {tuple(vector.shape)}, not {tuple(self._norms[name].gain.shape)}"
-                )
-        self._noise = noise
-        self._write_gains()
+        noise = noise or {}
+        self._gains.set_noise_(noise)
         requests.drop_prefix_cache(llm)
         return len(noise)
 
@@ -249,7 +239,7 @@ class VLLMEngine:
 
         llm, self._llm = self._llm, None
         self._model = self._policy = None
-        self._slots, self._norms, self._noise, self._trained = {}, {}, {}, {}
+        self._slots, self._gains = {}, Gains({})
         try:
             closing.shut_down_(llm)
         except Exception:
@@ -271,17 +261,9 @@ class VLLMEngine:
         vllm_plugin.check(self._model)
         modules = dict(self._model.named_modules())
         linears = {name: module for name, module in modules.items() if isinstance(module, LinearBase)}
-        self._norms = {name: module for name, module in modules.items() if isinstance(module, NoisyRMSNorm)}
+        self._gains = Gains({name: module for name, module in modules.items() if isinstance(module, NoisyRMSNorm)})
         self._slots = adapter_slots(linears) if self._max_rank else {}
         self.kernel = " + ".join(sorted({kernel_name(layer) for layer in linears.values()}))
-
-    def _write_gains(self) -> None:
-        """Norm weights that act = trained or checkpoint's + noise, in float32; always from the clean ones."""
-        for name, norm in self._norms.items():
-            clean = self._trained.get(name)
-            norm.gain.copy_(norm.weight.data if clean is None else clean)
-            if name in self._noise:
-                norm.gain.add_(self._noise[name].to(norm.gain))
 
     def _check_cache(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
         """Say once when a rollout did not fit the KV cache: vLLM then sets sequences back and computes them again."""
