@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from qerl.doctor import Check
-from qerl.nvfp4 import lora, small_batch
+from qerl.nvfp4 import decode, gemm, lora
 from qerl.nvfp4.kernel_layout import BLOCK, HUMMING_WGMMA, MARLIN, KernelLayout, KernelWeight, dequantize
 from qerl.nvfp4.nvrtc import has_kernels
 
@@ -62,14 +62,14 @@ def _triton_decode(device: torch.device) -> Pair:
 
 def _cuda_decode(device: torch.device) -> Pair:
     weight = _weight(HUMMING_WGMMA, device)
-    out = small_batch.decode_(torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16, device=device), weight)
-    return out, small_batch.reference_decoded(weight)
+    out = decode.decode_(torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16, device=device), weight)
+    return out, decode.reference_decoded(weight)
 
 
 def _cuda_product(device: torch.device) -> Pair:
     weight, x, adapter = _weight(HUMMING_WGMMA, device), _normal((TOKENS, COLUMNS), device), _adapter(device)
-    out = small_batch.product(x, weight, None, adapter)
-    return out, small_batch.reference_product(x, weight, None, adapter)
+    out = gemm.product(x, weight, None, adapter)
+    return out, gemm.reference_product(x, weight, None, adapter)
 
 
 def _cuda_lora(device: torch.device) -> Pair:
@@ -80,7 +80,7 @@ def _cuda_lora(device: torch.device) -> Pair:
 
 def _adapter(device: torch.device) -> lora.Adapter:
     lora_a = _normal((RANK, COLUMNS), device) / 32  # the base then has most of the product
-    return lora.Adapter.with_handover(lora_a, _normal((ROWS, RANK), device), (ROWS,))
+    return lora.Adapter(lora_a, _normal((ROWS, RANK), device), (ROWS,))
 
 
 def _weight(layout: KernelLayout, device: torch.device) -> KernelWeight:

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from qerl.nvfp4 import lora, reference, small_batch
+from qerl.nvfp4 import gemm, lora, reference
 from qerl.nvfp4.kernel_layout import BLOCK, HUMMING_WGMMA, KernelWeight
 from qerl.nvfp4.lora import Adapter
 from qerl.nvfp4.nvrtc import has_kernels
-from qerl.nvfp4.split import fits
+from qerl.nvfp4.tiling import fits
 from qerl.nvfp4.ways import KERNEL_RIGHT
 from qerl.sizes import FUSED, KNOWN, NVFP4_BYTES, RANK_STEP, sizes_of
 
@@ -80,7 +80,7 @@ def random_adapter(linear: Linear, device: str) -> Adapter:
     for index, rows in enumerate(linear.parts):
         b[start : start + rows, rank * index : rank * (index + 1)].normal_(0, 0.2)
         start += rows
-    return Adapter.with_handover(a, b, linear.parts)
+    return Adapter(a, b, linear.parts)
 
 
 def add_as_engine_(out: torch.Tensor, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
@@ -147,8 +147,8 @@ WAYS = {
     "fused": Way(
         NVFP4_BYTES,
         _random_packed,
-        lambda weight, x, adapter: small_batch.product(x, weight, None, adapter),
-        lambda weight, x: small_batch.reference_product(x, weight),
+        lambda weight, x, adapter: gemm.product(x, weight, None, adapter),
+        lambda weight, x: gemm.reference_product(x, weight),
         lambda linear, tokens: _has_kernels() and fits(linear.rows, linear.columns, tokens),
     ),
     "humming": Way(
@@ -158,7 +158,7 @@ WAYS = {
         _humming_twin,
         lambda linear, tokens: find_spec("vllm") is not None and tokens <= KERNEL_RIGHT["humming"],
     ),
-    "decoded": Way(NVFP4_BYTES, _random_packed, _decoded, lambda weight, x: small_batch.reference_product(x, weight)),
+    "decoded": Way(NVFP4_BYTES, _random_packed, _decoded, lambda weight, x: gemm.reference_product(x, weight)),
     "adapter": Way(
         0, _random_product, _add, lambda out, x: out[: x.shape[0]].double(), lambda linear, tokens: _has_kernels()
     ),

@@ -59,7 +59,7 @@ batch_engine() { tests engine 580 tests/test_qerl_engine_vllm.py -k TestOnGPU; }
 
 batch_kernels() {
     tests packing 120 tests/test_training_packing.py tests/test_training_token_logprobs.py
-    tests kernels 200 tests/test_qerl_nvfp4_small_batch.py tests/test_qerl_layers_gpu.py tests/test_scripts_bench_linear.py
+    tests kernels 200 tests/test_qerl_nvfp4_gemm.py tests/test_qerl_layers_gpu.py tests/test_scripts_bench_linear.py
     tests others 150 tests/test_quantize_gpu.py tests/test_qerl_doctor_kernels.py tests/test_qerl_own_memory.py
 }
 

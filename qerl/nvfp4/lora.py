@@ -1,17 +1,16 @@
 """The one adapter of a linear as the kernels take it, and its product beside a base product that another kernel made.
 
 hidden = x A^T rounded to bfloat16 (`shrink`), out += hidden B^T (`expand.py`): two launches, on Hopper. Twin:
-`reference_add`. With few tokens `small_batch.product` does both and the base product in one.
+`reference_add`. Up to 128 tokens `gemm.product` does both and the base product in one.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from qerl.nvfp4.nvrtc import Launch, has_kernels, kernel
-from qerl.nvfp4.split import handover_words
 
 RANK_STEP = 16  # ranks of a part are padded to a multiple of this
 COLUMN_STEP = 8  # columns that a lane loads at once, 16 bytes
@@ -23,20 +22,12 @@ class Adapter:
     """Of a linear of fused parts, which have equal ranks.
 
     `a` (ranks, in) has the parts' A under one another, `b` (out, ranks) their B as blocks of a diagonal; both bfloat16,
-    contiguous. `handover` int64 is work space of `small_batch.product`, where two products with one adapter must not
-    overlap, and `slots` numbers its counters; None where that is not used.
+    contiguous.
     """
 
     a: torch.Tensor
     b: torch.Tensor
     part_rows: tuple[int, ...]
-    handover: torch.Tensor | None = None
-    slots: dict[int, int] = field(default_factory=dict)  # blocks of a launch -> its counter
-
-    @classmethod
-    def with_handover(cls, a: torch.Tensor, b: torch.Tensor, part_rows: tuple[int, ...]) -> Adapter:
-        words = handover_words(b.shape[0], a.shape[1], a.shape[0])
-        return cls(a, b, part_rows, torch.zeros(words, dtype=torch.int64, device=a.device))
 
     @property
     def part_rank(self) -> int:

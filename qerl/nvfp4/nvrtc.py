@@ -34,12 +34,14 @@ def has_kernels(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is started. `cluster`: blocks of a cluster along y."""
+    """How a kernel is started. `cluster`: blocks of a cluster along y. `early`: its blocks may come onto the card when
+    those of the launch before have left it; it waits by itself for what that one wrote."""
 
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int = 0
     cluster: int = 1
+    early: bool = False
 
 
 class Kernel:
@@ -50,8 +52,9 @@ class Kernel:
         self._function = function
         self._shared_limit = 48 * 1024
 
-    def __call__(self, launch: Launch, *arguments: torch.Tensor | int | float | None) -> None:
-        """Start it on torch's current stream. Tensors go as pointers (None: null), int as int32, float as float32."""
+    def __call__(self, launch: Launch, *arguments: torch.Tensor | int | float | ctypes.Structure | None) -> None:
+        """Start it on torch's current stream. Tensors go as pointers (None: null), int as int32, float as float32, a
+        structure by value."""
         from cuda.bindings import driver
 
         _bind_context_()
@@ -145,12 +148,19 @@ def _attributes(launch: Launch) -> list[Any]:
         attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
         attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = 1, launch.cluster, 1
         attributes.append(attribute)
+    if launch.early:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
     return attributes
 
 
-def _argument(value: torch.Tensor | int | float | None) -> tuple[Any, Any]:
+def _argument(value: torch.Tensor | int | float | ctypes.Structure | None) -> tuple[Any, Any]:
     if value is None:
         return 0, ctypes.c_void_p
+    if isinstance(value, ctypes.Structure):
+        return value, None
     if isinstance(value, torch.Tensor):
         return value.data_ptr(), ctypes.c_void_p
     return (value, ctypes.c_float) if isinstance(value, float) else (value, ctypes.c_int)

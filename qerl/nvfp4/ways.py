@@ -1,6 +1,6 @@
 """Which way a product with an NVFP4 weight and its adapter takes, by shape and number of tokens. No torch.
 
-    fused    base and adapter in one launch (`small_batch.py`)
+    fused    base and adapter in one launch (`gemm.py`)
     kernel   the GEMM kernel in whose layout the weight lies (Humming, Marlin), then the adapter
     decoded  the weight decoded into a buffer for cuBLAS, then the adapter
 
@@ -21,14 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qerl.disk import write_shared
-from qerl.nvfp4.split import fits
+from qerl.nvfp4.tiling import fits
 
 logger = logging.getLogger(__name__)
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # measured; a number between takes the next one's way
 KERNEL_RIGHT = {"humming": 512, "marlin": 2048}  # the most at which the kernel may be used
 KERNEL_FAST = {"humming": 512, "marlin": 256}  # and to which it was the fastest on an H200
-FUSED_FAST = 16  # at 32 tokens Humming and the adapter beside it take less (7B shapes, H200)
 DECODED_FROM = 32  # not worth a measurement below
 GRAPH_TOKENS, GRAPH_DENSE = 512, 2**29  # a weight decoded in a CUDA graph stays in the graphs' memory: bytes at most
 WRONG = 0.015  # relative error from which a product is wrong; rounding gives 0.002 to 0.005
@@ -45,7 +44,7 @@ class Shape:
     columns: int
     ranks: int
     kernel: str  # "humming" or "marlin"
-    fused: bool  # whether the kernels of small_batch run there and take the adapter
+    fused: bool  # whether our CUDA kernels run there and take the adapter
 
     @property
     def name(self) -> str:
@@ -62,7 +61,7 @@ class Shape:
         return self.fused and fits(self.rows, self.columns, tokens)
 
     def default_way(self, tokens: int) -> str:
-        if tokens <= FUSED_FAST and self._fits_fused(tokens):
+        if self._fits_fused(tokens):
             return "fused"
         return "kernel" if tokens <= KERNEL_FAST[self.kernel] else "decoded"
 

@@ -87,7 +87,7 @@ class AdapterLinearMethod(LinearMethodBase):
         if layer.qerl_quantized:
             adapter = None
             if self.options.max_rank:
-                adapter = Adapter.with_handover(layer.lora_a, layer.lora_b, tuple(layer.output_partition_sizes))
+                adapter = Adapter(layer.lora_a, layer.lora_b, tuple(layer.output_partition_sizes))
             BASES[layer.weight.data_ptr()] = Base(self.inner, layer, kernel_weight(layer), adapter)
         if self.options.max_rank:
             load_kernels(layer)

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 
-from qerl.nvfp4 import lora, small_batch
+from qerl.nvfp4 import gemm, lora
 from qerl.nvfp4.kernel_layout import KernelWeight
 from qerl.nvfp4.kernels import decode_
 from qerl.nvfp4.lora import Adapter
@@ -54,6 +54,7 @@ BASES: dict[int, Base] = {}
 def forget_bases() -> None:
     """Let go of an engine's weights: the process may open another one, at the same addresses."""
     BASES.clear()
+    gemm.forget_work_space()
 
 
 @torch.library.custom_op("qerl::nvfp4_linear", mutates_args=())
@@ -108,7 +109,7 @@ Way = Callable[[Base, torch.Tensor, torch.Tensor | None, Adapter | None], torch.
 
 
 def _fused(base: Base, x: torch.Tensor, bias: torch.Tensor | None, adapter: Adapter | None) -> torch.Tensor:
-    return small_batch.product(x, base.weight, base.layer.qerl_bias, adapter)
+    return gemm.product(x, base.weight, base.layer.qerl_bias, adapter)
 
 
 def _by_kernel(base: Base, x: torch.Tensor, bias: torch.Tensor | None, adapter: Adapter | None) -> torch.Tensor:
@@ -146,7 +147,7 @@ def load_kernels(layer: LinearBase) -> None:
     if shape in _LOADED or not has_kernels(adapter.a.device):
         return
     _LOADED.add(shape)
-    for tokens in (1, 16, 32, 64):
+    for tokens in (1, 16, 32, 64, 128):
         x = adapter.a.new_zeros(tokens, columns)
         if base is not None and way_of(base.ways, tokens) == "fused":
             torch.ops.qerl.nvfp4_lora_linear(x, layer.weight, None, adapter.a, adapter.b, rows)

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from qerl.doctor import driver_version
-from qerl.nvfp4 import expand, lora, nvrtc, small_batch, split, ways
+from qerl.nvfp4 import decode, expand, gemm, lora, nvrtc, tiling, ways
 from qerl.nvfp4.timing import cold_layers, graph_us
 from qerl.vllm_plugin.products import BASES, WAYS, Base
 
@@ -71,7 +71,7 @@ def card_facts() -> dict[str, str]:
     """What times depend on."""
     sources = (
         *sorted(nvrtc.FOLDER.glob("*.cu*")),
-        *(Path(module.__file__) for module in (small_batch, lora, expand, split)),
+        *(Path(module.__file__) for module in (decode, expand, gemm, lora, tiling)),
     )
     return {
         "card": torch.cuda.get_device_name(),

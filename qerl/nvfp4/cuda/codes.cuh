@@ -24,25 +24,18 @@ static __device__ __forceinline__ u32 twice(u32 two) {
     return d;
 }
 
-// The eight block scales of a lane's rows (8 * group + lane / 4), each twice in a register, times 2^100.
-static __device__ __forceinline__ void block_scales(uint2 bytes, u32 (&scale)[8]) {
+// Four block scales, of a lane's rows (8 * group + lane / 4) in four neighbouring groups, each twice in a register,
+// times 2^100.
+static __device__ __forceinline__ void four_scales(u32 bytes, u32 (&scale)[4]) {
     // e4m3 shifted into bfloat16's fields is 2^-120 of itself; Marlin's unsigned e5m3 (bias 22) is 2^-105 of itself.
     const u32 unbias = MARLIN ? 0x74007400u : 0x7B807B80u;  // 2^105, 2^120
     const u32 lift = 0x71807180u;                           // 2^100
 #pragma unroll
-    for (int pair = 0; pair < 4; ++pair) {
-        const u32 source = pair < 2 ? bytes.x : bytes.y;
-        u32 two = (pair & 1) ? __byte_perm(source, 0, 0x4342) : __byte_perm(source, 0, 0x4140);
+    for (int pair = 0; pair < 2; ++pair) {
+        u32 two = __byte_perm(bytes, 0, pair ? 0x4342 : 0x4140);
         two = fma_bf16x2(fma_bf16x2(two << 4, unbias), lift);
-        const u32 low = twice<0>(two), high = twice<1>(two);
-        if (MARLIN) {  // stored in the order 0 2 1 3 of each four
-            const int base = pair < 2 ? 0 : 4, even = pair & 1;
-            scale[base + even] = low;
-            scale[base + even + 2] = high;
-        } else {
-            scale[2 * pair] = low;
-            scale[2 * pair + 1] = high;
-        }
+        scale[MARLIN ? pair : 2 * pair] = twice<0>(two);  // Marlin's order is 0 2 1 3
+        scale[MARLIN ? pair + 2 : 2 * pair + 1] = twice<1>(two);
     }
 }
 

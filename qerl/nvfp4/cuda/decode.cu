@@ -39,10 +39,10 @@ nvfp4_decode(const uint4* __restrict__ words, const u8* __restrict__ scales, u16
 #pragma unroll
         for (int u = 0; u < DECODE_BLOCKS; ++u)
             if (u < count) {
-                u32 scale[8], a[4];
-                block_scales(bytes[u], scale);
-                operands(w == 0 ? word[u].x : w == 1 ? word[u].y : w == 2 ? word[u].z : word[u].w, scale[2 * w],
-                         scale[2 * w + 1], a);
+                u32 scale[4], a[4];
+                four_scales(w < 2 ? bytes[u].x : bytes[u].y, scale);
+                operands(w == 0 ? word[u].x : w == 1 ? word[u].y : w == 2 ? word[u].z : word[u].w, scale[w % 2 * 2],
+                         scale[w % 2 * 2 + 1], a);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {  // a[i]: rows hi + 8 * (i & 1), columns 8 * (i >> 1) + 2 * lo
                     u8* place = mine + (hi + 8 * (i & 1)) * DECODE_STRIDE + 32 * u + 16 * (i >> 1) + 4 * lo;

@@ -1,0 +1,156 @@
+"""Products with up to 128 tokens, base and adapter in one launch: codes decoded in registers for Hopper's tensor cores.
+
+The fast twin of `reference_product`; how it works is said in `cuda/gemm.cu`. Limits: a weight's bytes, rows * columns *
+9/16, over the memory's bandwidth, and 2 * tokens * rows * columns operations.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from qerl.nvfp4.decode import reference_decoded
+from qerl.nvfp4.kernel_layout import BLOCK, KernelWeight
+from qerl.nvfp4.lora import Adapter, reference_add
+from qerl.nvfp4.nvrtc import Launch, kernel
+from qerl.nvfp4.tensor_map import BFLOAT16, BYTES, WORDS_OF_8, TensorMap, tensor_map
+from qerl.nvfp4.tiling import MAX_HEAPS, MAX_PARTS, MAX_TOKENS, UNIT, Tiling, choose_tiling, fits, token_tile
+
+ADAPTER_TILE = 16  # ranks of a unit of the adapter
+CODE_FACTOR = 2.0**26  # what the kernel's products of code and block scale lack, see codes.cuh
+
+
+def product(
+    x: torch.Tensor,
+    weight: KernelWeight,
+    bias: torch.Tensor | None = None,
+    adapter: Adapter | None = None,
+    tiling: Tiling | None = None,
+) -> torch.Tensor:
+    """x W^T + bias + (x A^T) B^T: (tokens, in) -> (tokens, out), bfloat16, for as many tokens as `tiling.fits` says.
+
+    Two products on a device must not overlap: they share work space. The first call on a device must not be captured.
+    Raises ValueError for an input or an adapter that the kernel does not take.
+    """
+    tokens, columns = x.shape
+    rows, ranks = weight.out_features, 0 if adapter is None else adapter.a.shape[0]
+    tiling = tiling or choose_tiling(columns, tokens)
+    _check(x, weight, adapter, tiling)
+    space = _work_space(x.device)
+    parts, hidden = space.hidden(tiling.hidden_numbers(tokens, columns, ranks), (tokens, ranks))
+    out = x.new_empty(tokens, rows)
+    adapter_numbers = (0, 1, 0, 0) if adapter is None else (ranks, adapter.part_rank, *adapter.part_ends)
+    launch = Launch((space.blocks, 1, 1), 128 * (tiling.groups + 1), tiling.shared_bytes(tokens), early=True)
+    kernel("gemm.cu", "nvfp4_gemm", _defines(weight, tokens, tiling))(
+        launch,
+        *_maps(x, weight, hidden, adapter, tiling),
+        x,
+        None if adapter is None else adapter.a,
+        None if adapter is None else adapter.b,
+        bias,
+        out,
+        hidden,
+        parts,
+        space.sums,
+        space.counters,
+        tokens,
+        rows,
+        columns,
+        weight.out_padded,
+        float(weight.alpha * CODE_FACTOR),
+        *adapter_numbers,
+    )
+    return out
+
+
+def _maps(
+    x: torch.Tensor, weight: KernelWeight, hidden: torch.Tensor, adapter: Adapter | None, tiling: Tiling
+) -> tuple[TensorMap, ...]:
+    """What the copy engine reads: x, codes, block scales, hidden values, the adapter's B."""
+    (tokens, columns), padded = x.shape, weight.out_padded
+    tile, weight_shape, weight_tile = token_tile(tokens), (columns // BLOCK, padded), (UNIT // BLOCK, tiling.rows)
+    x_map = tensor_map(x.data_ptr(), BFLOAT16, (tokens, columns), (tile, UNIT), swizzled=True)
+    code_map = tensor_map(weight.words.data_ptr(), WORDS_OF_8, weight_shape, weight_tile)
+    scale_map = tensor_map(weight.scales.data_ptr(), BYTES, weight_shape, weight_tile)
+    if adapter is None:
+        return x_map, code_map, scale_map, x_map, x_map
+    hidden_map = tensor_map(hidden.data_ptr(), BFLOAT16, tuple(hidden.shape), (tile, UNIT), swizzled=True)
+    b_map = tensor_map(adapter.b.data_ptr(), BFLOAT16, tuple(adapter.b.shape), (tiling.rows, ADAPTER_TILE))
+    return x_map, code_map, scale_map, hidden_map, b_map
+
+
+def reference_product(
+    x: torch.Tensor,
+    weight: KernelWeight,
+    bias: torch.Tensor | None = None,
+    adapter: Adapter | None = None,
+) -> torch.Tensor:
+    """The same in plain torch and float64, but for the adapter's hidden values, which are rounded to bfloat16."""
+    dense = reference_decoded(weight).double() * weight.alpha
+    out = x.double() @ dense.t()
+    if bias is not None:
+        out = out + bias.double()
+    return out if adapter is None else reference_add(out, x, adapter)
+
+
+def _check(x: torch.Tensor, weight: KernelWeight, adapter: Adapter | None, tiling: Tiling) -> None:
+    tokens, columns = x.shape
+    if columns != weight.in_features or x.dtype != torch.bfloat16 or not x.is_contiguous():
+        strides = "contiguous" if x.is_contiguous() else "not contiguous"
+        raise ValueError(
+            f"the input is {tuple(x.shape)} {x.dtype}, {strides}; the kernel reads rows of {weight.in_features} "
+            "bfloat16, one behind another"
+        )
+    if not fits(weight.out_features, columns, tokens):
+        raise ValueError(
+            f"{tokens} tokens of a weight ({weight.out_features}, {columns}) do not fit: ask `tiling.fits`"
+        )
+    if adapter is None:
+        return
+    heaps, parts = tiling.heaps(tokens, adapter.a.shape[0]), tiling.parts(columns)
+    if not adapter.fits_kernels or heaps >= MAX_HEAPS or parts >= MAX_PARTS:
+        raise ValueError(f"the kernel takes no adapter of parts {adapter.part_rows}, A {tuple(adapter.a.shape)}")
+
+
+def _defines(weight: KernelWeight, tokens: int, tiling: Tiling) -> tuple[str, ...]:
+    """What the kernel is compiled for."""
+    return (
+        f"TOKENS={token_tile(tokens)}",
+        f"GROUPS={tiling.groups}",
+        f"STAGES={tiling.stages}",
+        f"BATCH={tiling.batch}",
+        f"MAX_PARTS={MAX_PARTS}",
+        f"MAX_HEAPS={MAX_HEAPS}",
+        f"TRANSPOSED={int(weight.layout.transposed)}",
+        f"MARLIN={int(weight.layout.marlin_scales)}",
+    )
+
+
+class _WorkSpace:
+    """What the blocks of a launch exchange, on one device. It only grows: CUDA graphs hold the addresses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
+        self.sums = torch.empty(self.blocks * Tiling().rows * MAX_TOKENS, dtype=torch.float32, device=device)
+        counters = self.blocks * (self.blocks + 1) + MAX_PARTS * MAX_HEAPS + 4 * MAX_HEAPS
+        self.counters = torch.zeros(counters, dtype=torch.int64, device=device)
+        self._hidden = [torch.empty(2**20, dtype=torch.float32, device=device)]
+
+    def hidden(self, numbers: int, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Room for so many float32, and for hidden values (tokens, ranks)."""
+        size = numbers + -(-shape[0] * shape[1] // 2)
+        if self._hidden[-1].numel() < size:
+            self._hidden.append(self._hidden[-1].new_empty(size))
+        place = self._hidden[-1]
+        return place[:numbers], place[numbers:].view(torch.bfloat16)[: shape[0] * shape[1]].view(shape)
+
+
+def forget_work_space() -> None:
+    """Give the memory back, once no CUDA graph holds its address any more."""
+    _work_space.cache_clear()
+
+
+@cache
+def _work_space(device: torch.device) -> _WorkSpace:
+    return _WorkSpace(device)

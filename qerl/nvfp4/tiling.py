@@ -1,0 +1,68 @@
+"""How `gemm.product` is cut up for the card, and what it takes. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+UNIT = 64  # columns that a block works on at once
+WARPGROUP_ROWS = 128
+MAX_TOKENS = 128
+MAX_PARTS, MAX_HEAPS = 64, 256  # of the tasks that make hidden values, see gemm.cu
+LONG = 8192  # columns from which a task takes more of them
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """Warpgroups of a block, units in its ring, and loads that a warp has under way for the adapter."""
+
+    groups: int = 2
+    stages: int = 6
+    batch: int = 3
+
+    @property
+    def rows(self) -> int:
+        return WARPGROUP_ROWS * self.groups
+
+    @property
+    def warps(self) -> int:
+        return 4 * self.groups
+
+    def shared_bytes(self, tokens: int) -> int:
+        """Of a block: its ring of units (x, codes, block scales), and the warps' sums of hidden values."""
+        unit = 2 * UNIT * token_tile(tokens) + self.rows * UNIT * 9 // 16
+        return 1024 + self.stages * unit + self.warps * shrink_tokens(tokens) * 20 * 4
+
+    def heaps(self, tokens: int, ranks: int) -> int:
+        """Pieces of the hidden values, 16 ranks by `shrink_tokens`."""
+        return ranks // 16 * -(-tokens // shrink_tokens(tokens))
+
+    def parts(self, columns: int) -> int:
+        """Tasks that a piece of the hidden values is made in."""
+        return -(-columns // (32 * self.warps * self.batch))
+
+    def hidden_numbers(self, tokens: int, columns: int, ranks: int) -> int:
+        """Sums that the tasks leave, float32."""
+        return self.heaps(tokens, ranks) * self.parts(columns) * 16 * shrink_tokens(tokens)
+
+
+def token_tile(tokens: int) -> int:
+    """Tokens that a launch works on: 8, 16, 32, 64 or 128."""
+    return max(8, 1 << (tokens - 1).bit_length())
+
+
+def shrink_tokens(tokens: int) -> int:
+    """Tokens of a task that makes hidden values."""
+    return {8: 8, 128: 32}.get(token_tile(tokens), 16)
+
+
+def choose_tiling(columns: int, tokens: int) -> Tiling:
+    """The fastest measured on an H200."""
+    if tokens <= 32:
+        return Tiling(stages=12, batch=3)
+    return Tiling(stages=8 if tokens <= 64 else 6, batch=6 if columns >= LONG else 3)
+
+
+def fits(rows: int, columns: int, tokens: int) -> bool:
+    """Whether `gemm.product` takes so many tokens of this shape."""
+    parts = choose_tiling(columns, tokens).parts(columns)
+    return tokens <= MAX_TOKENS and columns % UNIT == 0 and rows % 8 == 0 and parts < MAX_PARTS
