@@ -72,6 +72,13 @@ def test_a_way_that_is_wrong_is_neither_measured_nor_taken():
     assert HOPPER.ways({HOPPER.name: zero}) == HOPPER.ways({})
 
 
+@pytest.mark.parametrize(("ranks", "largest_fused"), [(3 * 336, 128), (3 * 352, 32), (3 * 1024, 16)])
+def test_an_adapter_of_more_hidden_values_than_the_kernel_counts_goes_another_way(ranks, largest_fused):
+    """q/k/v; 16 ranks by 16 tokens (33 to 64) or 32 (65 to 128) are a piece, of which there are 255 at most."""
+    ways = Shape(10240, 8192, ranks, "humming", fused=True).ways({})
+    assert [tokens for tokens, way in zip(TOKENS, ways, strict=True) if way == "fused"][-1] == largest_fused
+
+
 def test_another_shape_or_rank_has_its_own_times():
     times = {HOPPER.name: {"64": {"fused": 9.0, "decoded": 1.0}}}
     assert way_of(HOPPER.ways(times), 64) == "decoded"

@@ -10,6 +10,7 @@ from functools import cache
 
 import torch
 
+from qerl.errors import EngineError
 from qerl.nvfp4.decode import reference_decoded
 from qerl.nvfp4.kernel_layout import BLOCK, KernelWeight
 from qerl.nvfp4.lora import Adapter, reference_add
@@ -30,8 +31,10 @@ def product(
 ) -> torch.Tensor:
     """x W^T + bias + (x A^T) B^T: (tokens, in) -> (tokens, out), bfloat16, for as many tokens as `tiling.fits` says.
 
-    Two products on a device must not overlap: they share work space. The first call on a device must not be captured.
-    Raises ValueError for an input or an adapter that the kernel does not take.
+    Two products on a device must not overlap: they share work space. The weight and `adapter.a` are read while the
+    launch before may still run, so another kernel has to stand between what writes them and this.
+    Raises ValueError for an input or an adapter that the kernel does not take, EngineError if the first call on a
+    device is captured.
     """
     tokens, columns = x.shape
     rows, ranks = weight.out_features, 0 if adapter is None else adapter.a.shape[0]
@@ -153,4 +156,9 @@ def forget_work_space() -> None:
 
 @cache
 def _work_space(device: torch.device) -> _WorkSpace:
+    if torch.cuda.is_current_stream_capturing():  # the counters would be zeros from that graph's first replay on
+        raise EngineError(
+            f"the first product on {device} is captured in a CUDA graph, before its work space is made: call "
+            "`gemm.product` once before the capture"
+        )
     return _WorkSpace(device)

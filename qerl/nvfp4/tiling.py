@@ -62,7 +62,8 @@ def choose_tiling(columns: int, tokens: int) -> Tiling:
     return Tiling(stages=8 if tokens <= 64 else 6, batch=6 if columns >= LONG else 3)
 
 
-def fits(rows: int, columns: int, tokens: int) -> bool:
-    """Whether `gemm.product` takes so many tokens of this shape."""
-    parts = choose_tiling(columns, tokens).parts(columns)
-    return tokens <= MAX_TOKENS and columns % UNIT == 0 and rows % 8 == 0 and parts < MAX_PARTS
+def fits(rows: int, columns: int, tokens: int, ranks: int = 0) -> bool:
+    """Whether `gemm.product` takes so many tokens of this shape, with an adapter of `ranks` over all its parts."""
+    tiling = choose_tiling(columns, tokens)
+    counted = tiling.parts(columns) < MAX_PARTS and tiling.heaps(tokens, ranks) < MAX_HEAPS
+    return tokens <= MAX_TOKENS and columns % UNIT == 0 and rows % 8 == 0 and counted

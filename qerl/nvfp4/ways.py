@@ -58,7 +58,7 @@ class Shape:
         return (*ways, *["fused"] * self._fits_fused(tokens))
 
     def _fits_fused(self, tokens: int) -> bool:
-        return self.fused and fits(self.rows, self.columns, tokens)
+        return self.fused and fits(self.rows, self.columns, tokens, self.ranks)
 
     def default_way(self, tokens: int) -> str:
         if self._fits_fused(tokens):
