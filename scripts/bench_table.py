@@ -25,6 +25,8 @@ NAMES = {  # file name's last part -> what the reader is told, in the order of t
     "qerl": "qerl, NVFP4 + LoRA",
     "qerl-base": "qerl, NVFP4 without an adapter",
     "qerl-cap24": "qerl, NVFP4, `memory.cap_gib: 24`",
+    "qerl-humming": "qerl, NVFP4 + LoRA, decoding by Humming",
+    "qerl-humming-cap24": "qerl, NVFP4, decoding by Humming, `memory.cap_gib: 24`",
     "qerl-cap80": "qerl, NVFP4, `memory.cap_gib: 80`",
     "qerl-mixed": "qerl, NVFP4, lengths from 64 to 1024",
     "trl-mixed": "TRL 1.16, lengths from 64 to 1024",

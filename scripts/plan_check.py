@@ -44,34 +44,51 @@ class Workload:
 
 
 WORKLOADS = {  # by benchmark
-    "step-7b-qerl": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32),
-    "step-7b-qerl-cap24": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32, 24),
+    "step-7b-qerl-humming": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32),
+    "step-7b-qerl-humming-cap24": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32, 24),
     "step-32b-qerl-cap80": Workload("dapo_32b", "Qwen/Qwen2.5-32B", 8, 8, 256, 2048, 16, 80),
     "step-70b-qerl-cap80": Workload("dapo_32b", "meta-llama/Llama-3.1-70B", 4, 8, 256, 512, 16, 80),
 }
 
 
-def measured_gib(name: str) -> float:
-    """The driver's peak of the whole card."""
-    return json.loads((BENCHMARKS / f"{name}.json").read_text(encoding="utf-8"))["peak_driver_gib"]
+@dataclass(frozen=True)
+class Compared:
+    """GiB that were planned and that a run measured, of one thing."""
+
+    what: str
+    planned: float
+    measured: float
 
 
-def planned_gib(made: Plan) -> float:
-    """The larger phase's."""
-    return max(made.peak(phase) for phase in made.memory) / GIB
+def compare(name: str, workload: Workload) -> list[Compared]:
+    """By phase where the run logged that: the card's use during rollouts, and what training allocates above all that is
+    there before it. Older files hold the driver's peak of the whole card alone, against the larger phase."""
+    result = json.loads((BENCHMARKS / f"{name}.json").read_text(encoding="utf-8"))
+    made, steps = workload.plan(), result["steps"]
+    if "memory/rollout_card_gib" not in steps[0]:
+        planned = max(made.peak(phase) for phase in made.memory) / GIB
+        return [Compared("driver's peak", planned, result["peak_driver_gib"])]
+    rollout, training = (max(s[f"memory/{key}_gib"] for s in steps) for key in ("rollout_card", "train"))
+    return [
+        Compared("card in a rollout", made.peak("rollout") / GIB, rollout),
+        Compared("allocated by training", made.memory["training"]["micro-batch"] / GIB, training),
+    ]
 
 
 def table() -> str:
-    """A Markdown table, a line a workload."""
-    lines = ["| workload | planned | measured | difference |", "|---|---|---|---|"]
-    for name, workload in WORKLOADS.items():
-        planned, measured = planned_gib(workload.plan()), measured_gib(name)
-        lines.append(
-            f"| `{name}.json`: {workload.base.partition('/')[2]} shapes, rank {workload.rank}, {workload.prompts} x "
-            f"{workload.group} completions, {workload.prompt_tokens} + {workload.new_tokens} tokens"
-            f"{'' if workload.cap is None else f', cap {workload.cap} GiB'} | {planned:.1f} GiB | {measured:.1f} GiB | "
-            f"{planned / measured - 1:+.1%} |"
+    """A Markdown table, a line a workload and thing compared."""
+    lines = ["| workload | what | planned | measured | difference |", "|---|---|---|---|---|"]
+    for name, load in WORKLOADS.items():
+        cap = "" if load.cap is None else f", cap {load.cap} GiB"
+        told = (
+            f"`{name}.json`: {load.base.partition('/')[2]} shapes, rank {load.rank}, {load.prompts} x {load.group} "
+            f"completions, {load.prompt_tokens} + {load.new_tokens} tokens{cap}"
         )
+        for one in compare(name, load):
+            difference = one.planned / one.measured - 1
+            lines.append(
+                f"| {told} | {one.what} | {one.planned:.1f} GiB | {one.measured:.1f} GiB | {difference:+.1%} |"
+            )
     return "\n".join(lines)
 
 
