@@ -15,7 +15,7 @@
 #     linear    70 s  the linears of a 7B layer: each way against its limit and against BF16, without and with LoRA
 #     decode   260 s  decode speed at 7B without and with measured kernel choice
 #     lora_cost 230 s decode speed at 7B with an adapter and without
-#     decode32 480 s  decode speed at 32B: with an adapter, without, and stock vLLM's Marlin with one
+#     decode32 540 s  decode speed at 32B: with an adapter, without, and stock vLLM with one, in BF16 and by Marlin
 #     mixed    320 s  lengths of 64 to 1024 tokens, ours and TRL's
 #     shapes   320 s  3B, 8B and 14B: one step each under a cap
 #     peaks    280 s  memory while training, resuming and evaluating under 24 GiB
@@ -107,6 +107,8 @@ batch_decode32() {
     decode rollout-32b-qerl 32b --rank 16 --sequences 1 8 64 128
     decode rollout-32b-qerl-base 32b --rank 0 --sequences 1 8 64 128
     decode rollout-32b-marlin 32b --engine stock --kernel marlin --rank 16 --sequences 1 8 64 128
+    checkpoint qwen2.5-32b 32b-16 --format bf16
+    decode rollout-32b-bf16 32b-16 --engine stock --rank 16 --sequences 1 8 64 128
 }
 
 batch_mixed() {
