@@ -94,11 +94,23 @@ def test_a_kernel_found_wrong_is_replaced_whatever_the_times_say():
     assert [bucket(tokens) for tokens in (1, 3, 17, 64, 65)] == [1, 4, 32, 64, 128]
 
 
+def test_our_product_found_wrong_is_replaced_by_decoding_also_where_it_stood_in():
+    assert way_of(HOPPER.ways({}, (), {8}), 8) == "decoded"
+    assert way_of(HOPPER.ways({}, (), {8}), 16) == "fused"
+    times = {HOPPER.name: {"64": {"kernel": 1.0, "fused": 9.0}}}
+    assert [way_of(HOPPER.ways(times, *wrong), 64) for wrong in [(), ({64},), ({64}, {64}), ((), {64})]] == [
+        *["kernel", "fused"],
+        *["decoded", "kernel"],
+    ]
+
+
 def test_sizes_with_more_than_a_rounding_error_are_wrong_and_said(caplog):
     assert wrong_sizes("a", {8: 0.004, 16: 0.0049}) == []
     assert not caplog.records
     assert wrong_sizes("512x1408", {8: 0.004, 24: 0.031, 32: float("nan")}) == [24, 32]
-    assert "wrong by 3.1% for 512x1408 at 24, 32 tokens" in caplog.text
+    assert "the kernel is wrong by 3.1% for 512x1408 at 24, 32 tokens" in caplog.text
+    assert wrong_sizes("512x1408", {8: 0.2}, "our product") == [8]
+    assert "our product is wrong by 20.0%" in caplog.text
 
 
 def test_above_the_checked_sizes_the_kernel_is_left_out():

@@ -65,17 +65,18 @@ class Shape:
             return "fused"
         return "kernel" if tokens <= KERNEL_FAST[self.kernel] else "decoded"
 
-    def ways(self, times: Times, wrong_kernel: Container[int] = ()) -> tuple[str, ...]:
-        """The way for each of TOKENS: the fastest measured, or the default; never the kernel for `wrong_kernel`."""
+    def ways(
+        self, times: Times, wrong_kernel: Container[int] = (), wrong_fused: Container[int] = ()
+    ) -> tuple[str, ...]:
+        """The way for each of TOKENS: the fastest measured, or the default; none at sizes where it is wrong."""
         measured = times.get(self.name, {})
-        ways = (self._way(tokens, measured.get(str(tokens), {})) for tokens in TOKENS)
-        return tuple(
-            self._without_kernel(tokens) if way == "kernel" and tokens in wrong_kernel else way
-            for way, tokens in zip(ways, TOKENS, strict=True)
-        )
-
-    def _without_kernel(self, tokens: int) -> str:
-        return "fused" if self._fits_fused(tokens) else "decoded"
+        ways = []
+        for tokens in TOKENS:
+            way = self._way(tokens, measured.get(str(tokens), {}))
+            if way == "kernel" and tokens in wrong_kernel:
+                way = "fused" if self._fits_fused(tokens) else "decoded"
+            ways.append("decoded" if way == "fused" and tokens in wrong_fused else way)
+        return tuple(ways)
 
     def _way(self, tokens: int, times: Mapping[str, float]) -> str:
         default = self.default_way(tokens)
@@ -102,13 +103,13 @@ def way_of(ways: Sequence[str], tokens: int) -> str:
     return ways[place] if place < len(TOKENS) else "decoded"
 
 
-def wrong_sizes(name: str, errors: Mapping[int, float]) -> list[int]:
+def wrong_sizes(name: str, errors: Mapping[int, float], what: str = "the kernel") -> list[int]:
     """The sizes whose relative error is no rounding, with a warning."""
     wrong = [size for size, error in errors.items() if not error < WRONG]
     if wrong:
         worst = max(errors.values())
         at = ", ".join(map(str, wrong))
-        logger.warning("the kernel is wrong by %.1f%% for %s at %s tokens: it is not used there", 100 * worst, name, at)
+        logger.warning("%s is wrong by %.1f%% for %s at %s tokens: it is not used there", what, 100 * worst, name, at)
     return wrong
 
 

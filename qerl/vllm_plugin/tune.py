@@ -2,7 +2,7 @@
 
 A way is timed over as many layers of the shape as do not fit the card's cache, inside a CUDA graph, as in decoding;
 `qerl.nvfp4.ways` keeps the times. Whatever chose it, a GEMM kernel is compared with the decoded weight at each size of
-the CUDA graphs and left out where it is wrong.
+the CUDA graphs, and our own at each of `ways.TOKENS`; where one is wrong it is left out.
 """
 
 from __future__ import annotations
@@ -46,10 +46,13 @@ def choose_ways_(tune: bool, sizes: Sequence[int]) -> None:
     for shape, bases in shapes.items():
         chosen = shape.ways(times)
         checked = [size for size in sizes if ways.way_of(chosen, size) == "kernel"]
-        wrong = ways.wrong_sizes(shape.name, {size: _kernel_error(bases[0], size) for size in checked})
+        wrong = ways.wrong_sizes(shape.name, {size: _error(bases[0], "kernel", size) for size in checked})
         left_out = {ways.bucket(size) for size in wrong} | ways.unchecked(sizes)
+        fused = [size for size in ways.TOKENS if "fused" in shape.right_ways(size)]
+        errors = {size: _error(bases[0], "fused", size) for size in fused}
+        wrong_fused = ways.wrong_sizes(shape.name, errors, "our product")
         for base in bases:
-            base.ways = shape.ways(times, left_out)
+            base.ways = shape.ways(times, left_out, wrong_fused)
     torch.cuda.empty_cache()
     measured = sum(shape.name in times for shape in shapes)
     summary = ways.summary({shape: bases[0].ways for shape, bases in shapes.items()})
@@ -57,13 +60,13 @@ def choose_ways_(tune: bool, sizes: Sequence[int]) -> None:
 
 
 @torch.inference_mode()
-def _kernel_error(base: Base, tokens: int) -> float:
-    """The kernel's largest relative error against the decoded weight in CALLS calls; rounding gives 0.002 to 0.005."""
+def _error(base: Base, way: str, tokens: int) -> float:
+    """A way's largest relative error against the decoded weight in CALLS calls; rounding gives 0.002 to 0.005."""
     generator = torch.Generator(device=base.weight.words.device).manual_seed(tokens)
     x = torch.randn(tokens, base.weight.in_features, device=base.weight.words.device, generator=generator).bfloat16()
     bias = getattr(base.layer, "bias", None)
     exact = WAYS["decoded"](base, x, bias, None).float()
-    results = [WAYS["kernel"](base, x, bias, None).float() for _ in range(CALLS)]
+    results = [WAYS[way](base, x, bias, None).float() for _ in range(CALLS)]
     return max(((result - exact).norm() / exact.norm().clamp_min(1e-30)).item() for result in results)
 
 
