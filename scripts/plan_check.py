@@ -15,6 +15,7 @@ from qerl.sizes import read_sizes
 
 BENCHMARKS = Path(__file__).resolve().parent.parent / "benchmarks"
 GIB = 2**30
+PEAK = "driver's peak"
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,7 @@ def compare(name: str, workload: Workload) -> list[Compared]:
     made, steps = workload.plan(), result["steps"]
     if "memory/rollout_card_gib" not in steps[0]:
         planned = max(made.peak(phase) for phase in made.memory) / GIB
-        return [Compared("driver's peak", planned, result["peak_driver_gib"])]
+        return [Compared(PEAK, planned, result["peak_driver_gib"])]
     rollout, training = (max(s[f"memory/{key}_gib"] for s in steps) for key in ("rollout_card", "train"))
     return [
         Compared("card in a rollout", made.peak("rollout") / GIB, rollout),
@@ -85,10 +86,11 @@ def table() -> str:
             f"completions, {load.prompt_tokens} + {load.new_tokens} tokens{cap}"
         )
         for one in compare(name, load):
-            difference = one.planned / one.measured - 1
-            lines.append(
-                f"| {told} | {one.what} | {one.planned:.1f} GiB | {one.measured:.1f} GiB | {difference:+.1%} |"
-            )
+            difference = f"{one.planned / one.measured - 1:+.1%}"
+            lines.append(f"| {told} | {one.what} | {one.planned:.1f} GiB | {one.measured:.1f} GiB | {difference} |")
+        if one.what != PEAK:
+            peak = json.loads((BENCHMARKS / f"{name}.json").read_text(encoding="utf-8"))["peak_driver_gib"]
+            lines.append(f"| {told} | {PEAK}, with the opening and what torch keeps | | {peak:.1f} GiB | |")
     return "\n".join(lines)
 
 

@@ -78,9 +78,11 @@ def split_by_tokens(rows: Sequence[Lengths], budget: int) -> list[list[int]]:
     """Groups of row indices that pack into at most `budget` tokens; a longer row is a group of its own.
 
     Rows of one prompt stand together, in the order of the prompts' numbers, and a group is closed when the next row
-    does not fit: the groups follow from the lengths alone. Rows keep their order within a group.
+    does not fit: the groups follow from the lengths alone. Rows keep their order within a group. The largest group is
+    the first: torch's allocator fits a smaller one into what that leaves, and would keep both otherwise.
     """
     groups: list[list[int]] = []
+    tokens: list[int] = []  # of each group
     used, prompts = budget, set()
     for index in sorted((i for i in range(len(rows)) if rows[i].completion_tokens), key=lambda i: (rows[i].prompt, i)):
         row = rows[index]
@@ -88,12 +90,14 @@ def split_by_tokens(rows: Sequence[Lengths], budget: int) -> list[list[int]]:
         added = row.completion_tokens + (row.prompt_tokens // REPEATED if repeated else row.prompt_tokens)
         if not groups or used + added > budget:
             groups.append([])
+            tokens.append(0)
             used, prompts = 0, set()
             added = row.completion_tokens + row.prompt_tokens
         groups[-1].append(index)
         prompts.add(row.prompt)
         used += added
-    return [sorted(group) for group in groups]
+        tokens[-1] = used
+    return [sorted(groups[i]) for i in sorted(range(len(groups)), key=lambda i: -tokens[i])]
 
 
 def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_width: int) -> PackedRow:
