@@ -149,7 +149,9 @@ WAYS = {
         _random_packed,
         lambda weight, x, adapter: gemm.product(x, weight, None, adapter),
         lambda weight, x: gemm.reference_product(x, weight),
-        lambda linear, tokens: _has_kernels() and fits(linear.rows, linear.columns, tokens),
+        lambda linear, tokens: (
+            _has_kernels() and fits(linear.rows, linear.columns, tokens, linear.part_rank * len(linear.parts))
+        ),
     ),
     "humming": Way(
         NVFP4_BYTES,

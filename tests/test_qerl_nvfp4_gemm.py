@@ -1,13 +1,14 @@
 """Our product kernels. On a CPU: the twin against plain products, and the sizes. With `-m gpu`: the CUDA kernels
 against the twin in float64, bit for bit where they decode, on fresh random weights of every layout and odd sizes."""
 
-from functools import partial
+import re
+from contextlib import nullcontext
 
 import pytest
 import torch
 
 from qerl.errors import EngineError
-from qerl.nvfp4 import gemm, lora, tiling
+from qerl.nvfp4 import gemm, lora, nvrtc, tiling
 from qerl.nvfp4.decode import decode_, reference_decoded
 from qerl.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, KernelWeight, dequantize
 from qerl.nvfp4.lora import Adapter
@@ -118,8 +119,15 @@ def test_a_tiling_fits_the_card_and_its_counters(tokens, columns):
     assert chosen.stages >= 4
     assert chosen.heaps(tokens, 3 * 128) < tiling.MAX_HEAPS
     assert chosen.parts(columns) < tiling.MAX_PARTS
-    assert chosen.parts(columns) * 32 * chosen.warps * chosen.batch >= columns
+    assert chosen.parts(columns) * 32 * tiling.WARPS * chosen.batch >= columns
     assert tiling.token_tile(tokens) >= tokens > tiling.token_tile(tokens) // 2 * (tokens > 8)
+
+
+def test_source_and_tiling_agree_on_the_rows_of_a_block():
+    source = (nvrtc.FOLDER / "gemm.cu").read_text(encoding="utf-8")
+    groups = int(re.search(r"#define GROUPS (\d+)", source)[1])
+    assert (128 * groups, 4 * groups) == (tiling.ROWS, tiling.WARPS)
+    assert f"#define UNIT {tiling.UNIT}\n" in source
 
 
 @pytest.mark.parametrize(("rows", "columns", "tokens"), [(64, 96, 1), (12, 128, 1), (64, 128, 129), (64, 2**16, 8)])
@@ -127,17 +135,17 @@ def test_what_the_kernel_cannot_take_does_not_fit(rows, columns, tokens):
     assert not tiling.fits(rows, columns, tokens)
 
 
-@pytest.mark.parametrize(("ranks", "tokens"), [(1008, 128), (1024, 128), (2032, 32), (2048, 32), (4080, 8), (4096, 8)])
-def test_what_fits_with_an_adapter_is_what_the_product_takes(ranks, tokens):
-    """The kernel has counters for fewer than 256 pieces of hidden values."""
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "taken"),
+    [(384, 128, True), (4080, 8, True), (4096, 8, False), (2032, 32, True), (2048, 32, False), (1024, 128, False)],
+)
+def test_an_adapter_needs_fewer_pieces_than_there_are_counters(ranks, tokens, taken):
+    """256; a piece is 16 ranks and 8, 16 or 32 tokens."""
     adapter = Adapter(torch.empty(ranks, 64, device="meta"), torch.empty(64, ranks, device="meta"), (64,))
     x, weight = torch.empty(tokens, 64, dtype=torch.bfloat16), random_weight(64, 64, HUMMING_WGMMA)
-    check = partial(gemm._check, x, weight, adapter, tiling.choose_tiling(64, tokens))
-    if tiling.fits(64, 64, tokens, ranks):
-        check()
-        return
-    with pytest.raises(ValueError, match="no adapter of parts"):
-        check()
+    assert tiling.fits(64, 64, tokens, ranks) is taken
+    with nullcontext() if taken else pytest.raises(ValueError, match="no adapter of parts"):
+        gemm._check(x, weight, adapter)
 
 
 def test_a_work_space_is_not_made_in_a_capture(monkeypatch):

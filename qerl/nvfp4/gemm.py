@@ -13,12 +13,22 @@ import torch
 from qerl.errors import EngineError
 from qerl.nvfp4.decode import reference_decoded
 from qerl.nvfp4.kernel_layout import BLOCK, KernelWeight
-from qerl.nvfp4.lora import Adapter, reference_add
+from qerl.nvfp4.lora import RANK_STEP, Adapter, reference_add
 from qerl.nvfp4.nvrtc import Launch, kernel
 from qerl.nvfp4.tensor_map import BFLOAT16, BYTES, WORDS_OF_8, TensorMap, tensor_map
-from qerl.nvfp4.tiling import MAX_HEAPS, MAX_PARTS, MAX_TOKENS, UNIT, Tiling, choose_tiling, fits, token_tile
+from qerl.nvfp4.tiling import (
+    MAX_HEAPS,
+    MAX_PARTS,
+    MAX_TOKENS,
+    ROWS,
+    UNIT,
+    WARPS,
+    Tiling,
+    choose_tiling,
+    fits,
+    token_tile,
+)
 
-ADAPTER_TILE = 16  # ranks of a unit of the adapter
 CODE_FACTOR = 2.0**26  # what the kernel's products of code and block scale lack, see codes.cuh
 
 
@@ -27,7 +37,6 @@ def product(
     weight: KernelWeight,
     bias: torch.Tensor | None = None,
     adapter: Adapter | None = None,
-    tiling: Tiling | None = None,
 ) -> torch.Tensor:
     """x W^T + bias + (x A^T) B^T: (tokens, in) -> (tokens, out), bfloat16, for as many tokens as `tiling.fits` says.
 
@@ -38,16 +47,16 @@ def product(
     """
     tokens, columns = x.shape
     rows, ranks = weight.out_features, 0 if adapter is None else adapter.a.shape[0]
-    tiling = tiling or choose_tiling(columns, tokens)
-    _check(x, weight, adapter, tiling)
+    _check(x, weight, adapter)
+    tiling = choose_tiling(columns, tokens)
     space = _work_space(x.device)
     parts, hidden = space.hidden(tiling.hidden_numbers(tokens, columns, ranks), (tokens, ranks))
     out = x.new_empty(tokens, rows)
     adapter_numbers = (0, 1, 0, 0) if adapter is None else (ranks, adapter.part_rank, *adapter.part_ends)
-    launch = Launch((space.blocks, 1, 1), 128 * (tiling.groups + 1), tiling.shared_bytes(tokens), early=True)
+    launch = Launch((space.blocks, 1, 1), 32 * (WARPS + 4), tiling.shared_bytes(tokens), early=True)
     kernel("gemm.cu", "nvfp4_gemm", _defines(weight, tokens, tiling))(
         launch,
-        *_maps(x, weight, hidden, adapter, tiling),
+        *_maps(x, weight, hidden, adapter),
         x,
         None if adapter is None else adapter.a,
         None if adapter is None else adapter.b,
@@ -68,18 +77,18 @@ def product(
 
 
 def _maps(
-    x: torch.Tensor, weight: KernelWeight, hidden: torch.Tensor, adapter: Adapter | None, tiling: Tiling
+    x: torch.Tensor, weight: KernelWeight, hidden: torch.Tensor, adapter: Adapter | None
 ) -> tuple[TensorMap, ...]:
     """What the copy engine reads: x, codes, block scales, hidden values, the adapter's B."""
     (tokens, columns), padded = x.shape, weight.out_padded
-    tile, weight_shape, weight_tile = token_tile(tokens), (columns // BLOCK, padded), (UNIT // BLOCK, tiling.rows)
+    tile, weight_shape, weight_tile = token_tile(tokens), (columns // BLOCK, padded), (UNIT // BLOCK, ROWS)
     x_map = tensor_map(x.data_ptr(), BFLOAT16, (tokens, columns), (tile, UNIT), swizzled=True)
     code_map = tensor_map(weight.words.data_ptr(), WORDS_OF_8, weight_shape, weight_tile)
     scale_map = tensor_map(weight.scales.data_ptr(), BYTES, weight_shape, weight_tile)
     if adapter is None:
         return x_map, code_map, scale_map, x_map, x_map
     hidden_map = tensor_map(hidden.data_ptr(), BFLOAT16, tuple(hidden.shape), (tile, UNIT), swizzled=True)
-    b_map = tensor_map(adapter.b.data_ptr(), BFLOAT16, tuple(adapter.b.shape), (tiling.rows, ADAPTER_TILE))
+    b_map = tensor_map(adapter.b.data_ptr(), BFLOAT16, tuple(adapter.b.shape), (ROWS, RANK_STEP))
     return x_map, code_map, scale_map, hidden_map, b_map
 
 
@@ -97,7 +106,7 @@ def reference_product(
     return out if adapter is None else reference_add(out, x, adapter)
 
 
-def _check(x: torch.Tensor, weight: KernelWeight, adapter: Adapter | None, tiling: Tiling) -> None:
+def _check(x: torch.Tensor, weight: KernelWeight, adapter: Adapter | None) -> None:
     tokens, columns = x.shape
     if columns != weight.in_features or x.dtype != torch.bfloat16 or not x.is_contiguous():
         strides = "contiguous" if x.is_contiguous() else "not contiguous"
@@ -111,8 +120,7 @@ def _check(x: torch.Tensor, weight: KernelWeight, adapter: Adapter | None, tilin
         )
     if adapter is None:
         return
-    heaps, parts = tiling.heaps(tokens, adapter.a.shape[0]), tiling.parts(columns)
-    if not adapter.fits_kernels or heaps >= MAX_HEAPS or parts >= MAX_PARTS:
+    if not adapter.fits_kernels or not fits(weight.out_features, columns, tokens, adapter.a.shape[0]):
         raise ValueError(f"the kernel takes no adapter of parts {adapter.part_rows}, A {tuple(adapter.a.shape)}")
 
 
@@ -120,7 +128,6 @@ def _defines(weight: KernelWeight, tokens: int, tiling: Tiling) -> tuple[str, ..
     """What the kernel is compiled for."""
     return (
         f"TOKENS={token_tile(tokens)}",
-        f"GROUPS={tiling.groups}",
         f"STAGES={tiling.stages}",
         f"BATCH={tiling.batch}",
         f"MAX_PARTS={MAX_PARTS}",
@@ -135,7 +142,7 @@ class _WorkSpace:
 
     def __init__(self, device: torch.device) -> None:
         self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
-        self.sums = torch.empty(self.blocks * Tiling().rows * MAX_TOKENS, dtype=torch.float32, device=device)
+        self.sums = torch.empty(self.blocks * ROWS * MAX_TOKENS, dtype=torch.float32, device=device)
         counters = self.blocks * (self.blocks + 1) + MAX_PARTS * MAX_HEAPS + 4 * MAX_HEAPS
         self.counters = torch.zeros(counters, dtype=torch.int64, device=device)
         self._hidden = [torch.empty(2**20, dtype=torch.float32, device=device)]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-UNIT = 64  # columns that a block works on at once
-WARPGROUP_ROWS = 128
+ROWS, UNIT = 256, 64  # of the weight, that a block works on at once
+WARPS = 8  # of a block, that multiply
 MAX_TOKENS = 128
 MAX_PARTS, MAX_HEAPS = 64, 256  # of the tasks that make hidden values, see gemm.cu
 LONG = 8192  # columns from which a task takes more of them
@@ -13,24 +13,15 @@ LONG = 8192  # columns from which a task takes more of them
 
 @dataclass(frozen=True)
 class Tiling:
-    """Warpgroups of a block, units in its ring, and loads that a warp has under way for the adapter."""
+    """Units in a block's ring, and loads that a warp has under way for the adapter."""
 
-    groups: int = 2
-    stages: int = 6
-    batch: int = 3
-
-    @property
-    def rows(self) -> int:
-        return WARPGROUP_ROWS * self.groups
-
-    @property
-    def warps(self) -> int:
-        return 4 * self.groups
+    stages: int
+    batch: int
 
     def shared_bytes(self, tokens: int) -> int:
         """Of a block: its ring of units (x, codes, block scales), and the warps' sums of hidden values."""
-        unit = 2 * UNIT * token_tile(tokens) + self.rows * UNIT * 9 // 16
-        return 1024 + self.stages * unit + self.warps * shrink_tokens(tokens) * 20 * 4
+        unit = 2 * UNIT * token_tile(tokens) + ROWS * UNIT * 9 // 16
+        return 1024 + self.stages * unit + WARPS * shrink_tokens(tokens) * 20 * 4
 
     def heaps(self, tokens: int, ranks: int) -> int:
         """Pieces of the hidden values, 16 ranks by `shrink_tokens`."""
@@ -38,7 +29,7 @@ class Tiling:
 
     def parts(self, columns: int) -> int:
         """Tasks that a piece of the hidden values is made in."""
-        return -(-columns // (32 * self.warps * self.batch))
+        return -(-columns // (32 * WARPS * self.batch))
 
     def hidden_numbers(self, tokens: int, columns: int, ranks: int) -> int:
         """Sums that the tasks leave, float32."""

@@ -4,10 +4,10 @@
     kernel   the GEMM kernel in whose layout the weight lies (Humming, Marlin), then the adapter
     decoded  the weight decoded into a buffer for cuBLAS, then the adapter
 
-Where nothing was measured, `default_way` decides, from an H200 (benchmarks/gemm-7b.json). `measure` times each way that
-is right for a shape; the times are kept in a file of the kernels' cache folder, named by what they depend on. Humming
-0.1.10 is right up to 512 tokens only: see `vllm_plugin/products.py`. What an engine found wrong when it opened is left
-out too: `vllm_plugin/tune.py`.
+Where nothing was measured, `default_way` decides, from an H200 (kernel and decoded: benchmarks/gemm-7b.json). `measure`
+times each way that is right for a shape; the times are kept in a file of the kernels' cache folder, named by what they
+depend on. Humming 0.1.10 is right up to 512 tokens only: see `vllm_plugin/products.py`. What an engine found wrong when
+it opened is left out too: `vllm_plugin/tune.py`.
 """
 
 from __future__ import annotations

@@ -19,7 +19,8 @@ static __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// The compiler leaves loads above this where they are, so that all are under way before the first is used.
+// The compiler leaves loads above this where they are, so that all are under way before the first is used. To the card
+// it says that the next launch may start if that asked to start early; such a launch (gemm.cu) waits by itself.
 static __device__ __forceinline__ void keep_order() { asm volatile("griddepcontrol.launch_dependents;"); }
 
 // The value, which the compiler then keeps in a register instead of computing it again.

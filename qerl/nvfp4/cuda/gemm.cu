@@ -10,18 +10,20 @@
 // add up a share of the results each. All sums have a fixed order, so a call repeats to the bit.
 //
 // h is made while the ring fills: each block has a task or none, 16 ranks and SHRINK_TOKENS tokens over a range of K.
-// Who ends the last task of the same ranks and tokens adds up the ranges. h b^T is added where results are added up, and
-// in whole blocks of rows by more units, 16 ranks each: b in place of the codes, h in place of x.
+// Who ends the last task of the same ranks and tokens adds up the ranges. h b^T is added where results are added up,
+// and in whole blocks of rows by more units, 16 ranks each: b in place of the codes, h in place of x.
 //
 // All blocks have to be on the card at once. Counters are never cleared: each launch raises a counter by the same
 // number, so what a block finds there says which launch it is of. The launch may start early: what the one before wrote
 // is waited for, and until then the ring fills with the weight.
 //
-// Defines: TOKENS (8, 16, 32, 64, 128), GROUPS, STAGES, BATCH (loads a warp has under way for h), MAX_PARTS, MAX_HEAPS
+// Defines: TOKENS (8, 16, 32, 64, 128), STAGES, BATCH (loads a warp has under way for h), MAX_PARTS, MAX_HEAPS
 // (of the tasks for h), TRANSPOSED, MARLIN.
 #include "codes.cuh"
+#include "shrink.cuh"
 #include "wgmma.cuh"
 
+#define GROUPS 2
 #define ROWS (128 * GROUPS)
 #define WARPS (4 * GROUPS)
 #define UNIT 64
@@ -32,8 +34,7 @@
 #define SHRINK_TILES (TOKENS <= 8 ? 1 : TOKENS <= 64 ? 2 : 4)
 #define SHRINK_TOKENS (8 * SHRINK_TILES)
 #define SHRINK_COLUMNS (32 * WARPS * BATCH)
-#define SHRINK_BYTES (WARPS * SHRINK_TOKENS * 20 * 4)
-#define AT_ONCE (TOKENS <= 16 ? 4 : 8)    // sharers' sums that are asked for together
+#define AT_ONCE (TOKENS <= 16 ? 4 : 8)  // sharers' sums that are asked for together
 
 // Of a fused linear, whose adapter's B is a block diagonal: the ranks begin ... end concern the rows first ... last.
 struct Parts {
@@ -109,18 +110,18 @@ static __device__ __forceinline__ void signal(int barrier) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(32 * WARPS + 32) : "memory");
 }
 
-// What the blocks before this one's signal wrote, and this one, is there for whoever finds the counter raised.
-static __device__ __forceinline__ u64 raise(u64* counter) {
-    u64 before;
-    asm volatile("fence.acq_rel.gpu;\natom.relaxed.gpu.global.add.u64 %0, [%1], 1;"
-        : "=l"(before) : "l"(counter) : "memory");
-    return before;
-}
+static __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 
 static __device__ __forceinline__ u64 raise_relaxed(u64* counter) {
     u64 before;
     asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(counter) : "memory");
     return before;
+}
+
+// What this block wrote before a barrier that this thread has passed is there for whoever finds the counter raised.
+static __device__ __forceinline__ u64 raise(u64* counter) {
+    fence();
+    return raise_relaxed(counter);
 }
 
 static __device__ __forceinline__ u64 load_acquire(const u64* counter) {
@@ -256,7 +257,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 if (lane == 0) last = (int)(raise(heap_done + heap) % shrink.parts) == shrink.parts - 1;
                 last = __shfl_sync(~0u, last, 0);
                 if (!last) continue;
-                asm volatile("fence.acq_rel.gpu;" ::: "memory");
+                fence();
                 const float4* source = reinterpret_cast<const float4*>(hidden_parts) +
                                        (long long)heap * shrink.parts * (SHRINK_TOKENS * 4) + lane;
 #pragma unroll
@@ -320,32 +321,15 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         float acc[SHRINK_TILES][4];
 #pragma unroll
         for (int i = 0; i < SHRINK_TILES * 4; ++i) acc[i / 4][i % 4] = 0.0f;
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i)
-#pragma unroll
-            for (int t = 0; t < SHRINK_TILES; ++t) {
-                mma(acc[t], low[i].x, high[i].x, low[i].y, high[i].y, v[i][t].x, v[i][t].y);  // both permute k alike
-                mma(acc[t], low[i].z, high[i].z, low[i].w, high[i].w, v[i][t].z, v[i][t].w);
-            }
+        add_products(low, high, v, acc);
         const u32 behind_ring = weight_ring + STAGES * WEIGHT_BYTES - shared_address(dynamic);
         float* scratch = reinterpret_cast<float*>(dynamic + behind_ring);
-#pragma unroll
-        for (int t = 0; t < SHRINK_TILES; ++t) {
-            float* place = scratch + (warp * SHRINK_TOKENS + 8 * t + 2 * lo) * 20 + hi;
-            place[0] = acc[t][0];
-            place[20] = acc[t][1];
-            place[8] = acc[t][2];
-            place[28] = acc[t][3];
-        }
+        leave_sums(acc, scratch, warp, hi, lo);
         warpgroups_sync();
         const int heap = task % shrink.heaps, part = task / shrink.heaps;
         float* target = hidden_parts + ((long long)heap * shrink.parts + part) * (SHRINK_TOKENS * 16);
-        for (int index = threadIdx.x; index < SHRINK_TOKENS * 16; index += 32 * WARPS) {
-            float value = 0.0f;
-#pragma unroll
-            for (int w = 0; w < WARPS; ++w) value += scratch[(w * SHRINK_TOKENS + index / 16) * 20 + index % 16];
-            target[index] = value;
-        }
+        for (int index = threadIdx.x; index < SHRINK_TOKENS * 16; index += 32 * WARPS)
+            target[index] = sum_of_warps<SHRINK_TOKENS, WARPS>(scratch, index);
         signal(4);
     }
 
