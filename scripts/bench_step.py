@@ -22,6 +22,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 GIB = 2**30
+STAGES = 3  # of the noise, the fewest that the recipe's indexing has; a run of fewer steps goes without noise
 REWARD = '''
 import zlib
 
@@ -102,7 +103,8 @@ def overrides(arguments: argparse.Namespace, folder: Path) -> list[str]:
         "rollout.max_new_tokens": arguments.new_tokens,
         "loss.mask_truncated": "false",
         "loss.mismatch_gate": "null",  # reported instead
-        "noise.num_stages": 3,
+        "noise.num_stages": STAGES,
+        "noise.enabled": str(arguments.steps >= STAGES).lower(),
         "run.steps": arguments.steps,
         "run.micro_batch_tokens": arguments.micro_batch_tokens or "null",
         "run.save_every": 1000,

@@ -123,9 +123,9 @@ batch_shapes() {
     checkpoint qwen2.5-3b 3b
     checkpoint llama3-8b 8b
     checkpoint qwen2.5-14b 14b
-    step step-3b 3b --steps 1 --cap-gib 16 --set noise.enabled=false
-    step step-8b 8b --steps 1 --cap-gib 24 --set noise.enabled=false
-    step step-14b 14b --steps 1 --cap-gib 32 --set noise.enabled=false
+    step step-3b 3b --steps 1 --cap-gib 16
+    step step-8b 8b --steps 1 --cap-gib 24
+    step step-14b 14b --steps 1 --cap-gib 32
 }
 
 batch_peaks() {

@@ -53,6 +53,8 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128, 256], help="for --phase decode")
     parser.add_argument("--decode-steps", type=int, default=48, help="for --phase decode")
     arguments = parser.parse_args()
+    if arguments.phase == "step" and arguments.steps <= PROFILED_STEP:
+        parser.error(f"--steps {arguments.steps} ends before the step that is profiled: write {PROFILED_STEP + 1} or more")
     report = {"command": " ".join(sys.argv), **machine(), "limits": limits()}
     report |= decode_phase(arguments) if arguments.phase == "decode" else whole_step(arguments, report["limits"])
     if arguments.out:
