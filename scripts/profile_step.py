@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument("--decode-steps", type=int, default=48, help="for --phase decode")
     arguments = parser.parse_args()
     if arguments.phase == "step" and arguments.steps <= PROFILED_STEP:
-        parser.error(f"--steps {arguments.steps} ends before the step that is profiled: write {PROFILED_STEP + 1} or more")
+        parser.error(f"--steps {arguments.steps} ends before the profiled step: write {PROFILED_STEP + 1} or more")
     report = {"command": " ".join(sys.argv), **machine(), "limits": limits()}
     report |= decode_phase(arguments) if arguments.phase == "decode" else whole_step(arguments, report["limits"])
     if arguments.out:

@@ -296,8 +296,8 @@ def test_an_fp8_cache_agrees_within_the_gate(tmp_path, kind):
 @pytest.mark.timeout(400)
 def test_a_closed_engine_gives_its_memory_back_and_another_opens(tmp_path):
     """`qerl eval` over several bases does this. The driver counts the whole card: nothing else may run on it meanwhile.
-    A failure prints what was left, and who held it. On an H200 on 2026-11-21 that report itself failed, on a tensor of
-    the compiler's trace, after the first engine was closed; to run again."""
+    A failure prints what was left, and who held it. On an H200 on 2026-11-21 memory was given back, and a hook kept the
+    model's objects, which `closing.drop_hooks_` drops since; to run again."""
     model, out = tmp_path / "model", tmp_path / "report.json"
     run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
     run_script("check_engine.py", "--model", model, "--only", "reopened", "--out", out)

@@ -8,7 +8,8 @@ the card; each function below says which it lets go of:
 3. The model, by the arguments of a finalizer that runs when the LLMEngine is collected: `run_finalizer_`. A collection
    that finds the engine still sees the model, so one alone gives no weights back: `collect_`.
 4. The runner, whose buffers live as long as anything refers to the worker: `drop_runner_`.
-5. Buffers of modules, ours and vLLM's, compiled code and cuBLAS's work space: `drop_caches_`.
+5. The model again, by a hook on compiled bytecode that vLLM registers twice and removes once: `drop_hooks_`.
+6. Buffers of modules, ours and vLLM's, compiled code and cuBLAS's work space: `drop_caches_`.
 
 What of the KV cache is referred to even then is unmapped (`sleep.give_back_closed`). Loaded kernels and the CUDA
 context stay until the process ends, and so do the weights of a policy model that the caller still holds. Remove what
@@ -83,16 +84,33 @@ def drop_runner_(worker: Any) -> None:
     worker.model_runner = None
 
 
+def drop_hooks_(owner: type) -> None:
+    """Dynamo's hooks on bytecode that are methods of an `owner`, of this whole process.
+
+    vLLM 0.25.1 decorates both Qwen3Model and the Qwen2Model that it is made of, so `TorchCompileWithNoGuardsWrapper`
+    is set up twice, and the handle of its first hook is lost before `cleanup` removes the second. The hook is needed
+    while the model compiles and leaves its bytecode as it is. VLLM_USE_BYTECODE_HOOK=0 would do without, but belongs
+    to the key of the compile cache and takes a check of vLLM's with it. Remove with vllm-project/vllm pull request
+    45195; that it took effect is tested by what is alive after a close (tests/test_qerl_engine_vllm.py).
+    """
+    from torch._dynamo.convert_frame import _bytecode_hooks
+
+    for key in [key for key, hook in _bytecode_hooks.items() if isinstance(getattr(hook, "__self__", None), owner)]:
+        del _bytecode_hooks[key]
+
+
 def drop_caches_() -> None:
     """What modules keep: decoded weights, linears by address, what a reload of weights needs (a table by layer, whose
     entries stay if a tensor of theirs refers to the layer), top-k buffers, compiled code, cuBLAS's work space."""
     import torch
+    from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
     from vllm.v1.sample.ops.topk_topp_triton import reset_buffer_cache
 
     from qerl.nvfp4.kernel_linear import release_work_buffers
     from qerl.vllm_plugin import products
 
+    drop_hooks_(TorchCompileWithNoGuardsWrapper)
     products.forget_bases()
     release_work_buffers()
     LAYERWISE_INFO.clear()
