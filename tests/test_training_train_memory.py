@@ -48,6 +48,22 @@ def test_the_card_s_memory_is_the_most_of_a_step(monkeypatch):
     assert card_memory("memory/x_card_gib", {"memory/x_card_gib": 22.5}) == {"memory/x_card_gib": 22.5}
 
 
+def test_what_torch_gave_back_at_its_limit_counts(monkeypatch):
+    """A KV cache that sleeps is in both of torch's numbers, and the card has its memory back."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (6 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 25 * GIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 28 * GIB)
+    assert card_memory("memory/x_card_gib", {}) == {"memory/x_card_gib": 21.0}
+
+
+@pytest.mark.parametrize("times", [0, 3])
+def test_a_run_at_its_limit_is_told_so_in_words_once(nvfp4_base, tmp_path, monkeypatch, caplog, times):
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_alloc_retries": times})
+    start(small_config(nvfp4_base, tmp_path, "noise.enabled=false", steps=2), "tiny")
+    assert caplog.text.count("gave its cache back") == caplog.text.count(f"{times} times to stay") == min(times, 1)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what a CPU logs")
 def test_a_run_on_a_cpu_logs_no_memory(nvfp4_base, tmp_path):
     run_dir = start(small_config(nvfp4_base, tmp_path, "noise.enabled=false", steps=1), "tiny").run_dir

@@ -18,7 +18,7 @@ from qerl.engine import Completion, Engine, SamplingParams
 from qerl.errors import EngineError
 from qerl.norms import block_norms, set_norm_noise_
 from training.noise import NoiseSchedule, StepNoise, derive_seed
-from training.train_memory import card_memory
+from training.train_memory import begin_phase, card_memory
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -90,6 +90,7 @@ class Rollout:
         started = time.perf_counter()
         with profiler:
             self._engine.wake()
+            begin_phase()
             touched = self._set_noise(noise)
             purpose = f"rollout/{self._attempt}" if self._attempt else "rollout"
             seed = derive_seed(self._config.run.seed, self._step, purpose)

@@ -42,7 +42,7 @@ from training.rollout import Rollout
 from training.run_dir import new_run_dir
 from training.run_lock import only_writer, written
 from training.run_log import RunLog, read_metrics
-from training.train_memory import as_record, plan_run, recorded_plan
+from training.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
 from training.trainer import QerlTrainer, TrainerParts
 from training.trl_config import trl_config
 from training.warm_start import check_warm_start, warm_start
@@ -120,6 +120,7 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
         trainer = QerlTrainer(parts, [stop], start_step)
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        warn_of_retries()
         rollout.clear_noise()
         engine.close()
         return _finish(run_dir, trainer.state.global_step, config.run.steps)

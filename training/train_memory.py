@@ -132,8 +132,7 @@ def training_memory(plan: MicroBatchPlan) -> Iterator[TrainingMemory]:
     """Measure the peak of a training phase above what is there before it; running out becomes an EngineError."""
     memory, on_gpu = TrainingMemory(), torch.cuda.is_available()
     before = torch.cuda.memory_allocated()
-    if on_gpu:
-        torch.cuda.reset_peak_memory_stats()
+    begin_phase()
     try:
         yield memory
     except torch.OutOfMemoryError as error:
@@ -147,18 +146,35 @@ def training_memory(plan: MicroBatchPlan) -> Iterator[TrainingMemory]:
         memory.metrics = {"memory/train_gib": above, **card_memory("memory/train_card_gib", {})}
 
 
-def card_memory(name: str, so_far: Mapping[str, float]) -> dict[str, float]:
-    """{name: GiB that the driver reports as taken on the card, or what it was `so_far` if that is more}.
+def begin_phase() -> None:
+    """Count torch's peaks from here on. Not before a wake, which gives torch's cache back and maps the KV cache."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
 
-    By this process and by others: where the card is shared, it is no measure of this run, whatever its cap.
-    At the end of a phase that is its peak: torch's allocator gives nothing back before the next phase asks for it.
-    What torch itself counts is not: a sleeping engine's KV cache stays in its books while the card has it back.
-    Empty on a CPU.
+
+def card_memory(name: str, so_far: Mapping[str, float]) -> dict[str, float]:
+    """{name: GiB, the most that the card had taken since `begin_phase`, or what it was `so_far` if that is more}.
+
+    That is what the driver reports now and what torch has given back: under a cap it frees its cache at the limit and
+    tries again. What lies outside torch is as it is now. By this process and by others: where the card is shared, it
+    is no measure of this run, whatever its cap. What torch alone counts would not do: a sleeping engine's KV cache
+    stays in its books while the card has it back. Empty on a CPU.
     """
     if not torch.cuda.is_available():
         return {}
     free, total = torch.cuda.mem_get_info()
-    return {name: max(so_far.get(name, 0.0), (total - free) / GIB)}
+    given_back = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
+    return {name: max(so_far.get(name, 0.0), (total - free + given_back) / GIB)}
+
+
+def warn_of_retries() -> None:
+    """Say how often this process was at its limit and went on with what torch's allocator had kept."""
+    if times := torch.cuda.memory_stats().get("num_alloc_retries", 0):
+        logger.warning(
+            "torch gave its cache back %d times to stay within the card or memory.cap_gib, and waited for the card "
+            "each time: for speed lower run.micro_batch_tokens, or raise the cap",
+            times,
+        )
 
 
 def _available(engine: Engine, cap_gib: float | None) -> int | None:
