@@ -15,15 +15,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl.errors import ConfigError, EngineError
-from qerl.memory_plan import GIB, Footprint, MicroBatchPlan, Shapes, Wishes, plan_micro_batches
+from qerl.memory_plan import GIB, Footprint, MicroBatchPlan, Shapes, Wishes, largest_micro_batch, plan_micro_batches
 from qerl.sizes import ModelSizes
-from qerl.vllm_plugin.memory import GRAPH_RESERVE, kv_cache_bytes, plan_memory
+from qerl.vllm_plugin.memory import GRAPH_RESERVE, kv_cache_bytes, plan_memory, sampler_bytes
 
 if TYPE_CHECKING:
     from qerl.config import RunConfig
 
 MAX_SEQUENCES = 256  # engine_vllm.MAX_SEQUENCES, which cannot be imported without its libraries
-CONTEXT = int(0.9 * GIB)  # CUDA context, loaded kernels, NCCL
+CONTEXT = int(0.5 * GIB)  # of CUDA, where nothing has been computed
+KERNELS = int(1.25 * GIB)  # loaded and compiled, cuBLAS's work space, torch's fragments: as in rollouts of a 7B
 GRAPHS = int(0.6 * GIB)  # CUDA graphs of the engine
 ENGINE_WORK = int(1.2 * GIB)  # activations of a prefill of 8192 tokens and logits of a full batch
 LAUNCH = 60e-6  # seconds of a decoder layer whose weights take no time
@@ -99,7 +100,9 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     master = trained * (4 if config.adapter.dtype == "float32" else 2)
     state = trained * (2 if config.optim.name in ("auto", "adamw_8bit") else 8)
     context = config.data.max_prompt_tokens + config.rollout.max_new_tokens + 1
-    common = {"weights": weights, "adapter": master, "optimizer": state, "context": CONTEXT, "CUDA graphs": GRAPHS}
+    common = {"weights": weights, "adapter": master, "optimizer": state}
+    common |= {"context": CONTEXT, "kernels": KERNELS, "CUDA graphs": GRAPHS}
+    common["sampler"] = sampler_bytes(MAX_SEQUENCES, sizes.vocabulary)
     problems: list[str] = []
     if sizes.positions is not None and context - 1 > sizes.positions:
         problems.append(
@@ -109,7 +112,7 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     cache = _cache_bytes(config, sizes, total, weights, context, problems)
     footprint = _footprint(config, sizes, trained)
     micro_batches = _micro_batches(config, footprint, limit - sum(common.values()), problems)
-    tokens = _tokens_at_once(config, micro_batches)
+    tokens = _largest(config, micro_batches)[1]
     least = footprint.needed(tokens, 0 if config.run.gradient_checkpointing is False else sizes.layers)
     memory = {
         "rollout": {**common, "KV cache": cache, "engine's work": ENGINE_WORK},
@@ -177,15 +180,12 @@ def _micro_batches(
         return None
 
 
-def _tokens_at_once(config: RunConfig, micro_batches: MicroBatchPlan | None) -> int:
-    """Tokens of the largest micro-batch of a step in which every completion is as long as it may be.
-
-    A micro-batch holds whole rows; one that is longer than a micro-batch stands alone.
-    """
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    rows = config.rollout.prompts_per_step * config.rollout.group_size
-    fitting = 1 if micro_batches is None else micro_batches.micro_batch_tokens // longest
-    return longest * max(1, min(fitting, rows))
+def _largest(config: RunConfig, micro_batches: MicroBatchPlan | None) -> tuple[int, int]:
+    """(rows, tokens) of the largest micro-batch of a step whose completions are all as long as they may be."""
+    budget = 0 if micro_batches is None else micro_batches.micro_batch_tokens
+    rollout = config.rollout
+    groups = (rollout.prompts_per_step, rollout.group_size)
+    return largest_micro_batch(budget, *groups, config.data.max_prompt_tokens, rollout.max_new_tokens)
 
 
 def _seconds(
@@ -206,10 +206,8 @@ def _seconds(
         + cached / bandwidth
     )
     prefill = 2 * sizes.body * prompt * rollout.prompts_per_step / (TRAIN_RATE * rate)
-    recomputed = 0.0
-    if micro_batches is not None:
-        recomputed = micro_batches.recomputed(_tokens_at_once(config, micro_batches)) / sizes.layers
-    rows_at_once = _tokens_at_once(config, micro_batches) // (prompt + new)
+    rows_at_once, tokens_at_once = _largest(config, micro_batches)
+    recomputed = micro_batches.recomputed(tokens_at_once) / sizes.layers if micro_batches else 0.0
     prompts = rollout.prompts_per_step * -(
         -rollout.group_size // rows_at_once
     )  # a micro-batch has each of its own once

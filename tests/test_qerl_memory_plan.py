@@ -10,12 +10,34 @@ from qerl.adapter import attach_lora
 from qerl.config import PROJECTIONS
 from qerl.errors import EngineError
 from qerl.layers.place import fuse_
-from qerl.memory_plan import GIB, Footprint, MicroBatchPlan, Shapes, Wishes, plan_micro_batches
+from qerl.memory_plan import (
+    GIB,
+    Footprint,
+    MicroBatchPlan,
+    Shapes,
+    Wishes,
+    largest_micro_batch,
+    plan_micro_batches,
+)
+from training.packing import Lengths, pack, split_by_tokens
 from training.train_memory import measure_layer, model_shapes
 
 # 10 layers of 1 MiB a token, 10 KiB where they recompute, nothing else
 FOOTPRINT = Footprint(layers=10, layer=2**20, layer_input=10 * 2**10, working=0, fixed=0)
 SEVEN_B = Shapes(3584, 18944, 3584, 512, 28, 152064, 32, 80_740_352)
+
+
+@pytest.mark.parametrize("budget", [0, 640, 1100, 2048, 3072, 9216, 10**6])
+@pytest.mark.parametrize(("groups", "group", "prompt", "new"), [(16, 8, 128, 512), (3, 1, 7, 5), (2, 5, 1024, 64)])
+def test_the_largest_micro_batch_is_the_one_that_training_packs(budget, groups, group, prompt, new):
+    rows = [Lengths(index // group, prompt, new) for index in range(groups * group)]
+    sizes = []
+    for batch in split_by_tokens(rows, budget):
+        ids = torch.ones(len(batch), prompt + new, dtype=torch.long)
+        ids[:, :prompt] = torch.tensor([[rows[index].prompt + 2] for index in batch])
+        sizes.append((pack(ids, torch.ones_like(ids), new).cost, len(batch)))
+    tokens, count = max(sizes)
+    assert largest_micro_batch(budget, groups, group, prompt, new) == (count, tokens)
 
 
 def wishes(tokens=None, recompute="auto", longest=640, step_tokens=81920):

@@ -2,7 +2,7 @@ import pytest
 from transformers import Qwen2Config
 
 from qerl.errors import EngineError
-from qerl.vllm_plugin.memory import GIB, engine_bytes, kv_bytes_per_token, kv_cache_bytes, plan_memory
+from qerl.vllm_plugin.memory import GIB, engine_bytes, kv_bytes_per_token, kv_cache_bytes, plan_memory, sampler_bytes
 
 CARD = 140 * GIB
 WEIGHTS_7B = int(5.5 * GIB)
@@ -66,3 +66,8 @@ def test_vllm_is_told_to_find_free_what_a_small_engine_takes_and_no_more():
     assert plan.utilization(CARD, needed) * CARD == pytest.approx(needed - GIB)
     assert plan.utilization(CARD, needed) < 0.1 < plan.utilization(CARD)
     assert plan.utilization(CARD, 2 * CARD) == plan.utilization(CARD)
+
+
+def test_the_samplers_counts_of_a_7b_by_hand():
+    assert sampler_bytes(256, 152064) == 256 * 152064 * 4 + 256 * 4752 * 4
+    assert sampler_bytes(1, 33) == 33 * 4 + 2 * 4  # 33 bits take two words

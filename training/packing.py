@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-REPEATED = 6  # a layer keeps 6.7 times the bytes of a token's keys and values (Llama 2 7B) to 68 times (Qwen2.5 3B)
+from qerl.memory_plan import REPEATED
 
 
 class Sequences(NamedTuple):

@@ -68,6 +68,11 @@ def kv_bytes_per_token(config: Any, kv_cache_dtype: str = "auto") -> int:
     return 2 * config.num_hidden_layers * heads * kv_head_bytes(kv_cache_dtype, head_dim)
 
 
+def sampler_bytes(sequences: int, vocabulary: int) -> int:
+    """What vLLM counts for penalties, asked for or not: an int32 a token and sequence, and a bit of its prompt's."""
+    return 4 * sequences * (vocabulary + -(-vocabulary // 32))
+
+
 def engine_bytes(weights: int, kv_cache: int) -> int:
     """What an engine takes whose KV cache has so many bytes."""
     return weights + kv_cache + GRAPH_RESERVE + 2 * WORK_RESERVE
