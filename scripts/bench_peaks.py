@@ -49,7 +49,7 @@ def main() -> None:
 
 
 def step_memory(run: Path) -> list[dict[str, float]]:
-    """Of each step: its number and what the run measured of memory, GiB, the whole card's at the end of its phases."""
+    """Of each step: its number and what the run measured of memory, GiB, the whole card's by phase."""
     from training.run_log import read_metrics
 
     rows = read_metrics(run)
