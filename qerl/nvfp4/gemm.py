@@ -12,24 +12,23 @@ import torch
 
 from qerl.errors import EngineError
 from qerl.nvfp4.decode import reference_decoded
-from qerl.nvfp4.kernel_layout import BLOCK, KernelWeight
+from qerl.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.nvfp4.lora import RANK_STEP, Adapter, reference_add
 from qerl.nvfp4.nvrtc import Launch, kernel
-from qerl.nvfp4.tensor_map import BFLOAT16, BYTES, WORDS_OF_8, TensorMap, tensor_map
+from qerl.nvfp4.tensor_map import TensorMap, tensor_map
 from qerl.nvfp4.tiling import (
     MAX_HEAPS,
     MAX_PARTS,
+    MAX_SUMS,
     MAX_TOKENS,
-    ROWS,
     UNIT,
-    WARPS,
     Tiling,
     choose_tiling,
     fits,
     token_tile,
 )
 
-CODE_FACTOR = 2.0**26  # what the kernel's products of code and block scale lack, see codes.cuh
+CODE_FACTOR = 2.0**19  # what the kernel's products of code and block scale lack, see codes.cuh
 
 
 def product(
@@ -37,6 +36,7 @@ def product(
     weight: KernelWeight,
     bias: torch.Tensor | None = None,
     adapter: Adapter | None = None,
+    tiling: Tiling | None = None,
 ) -> torch.Tensor:
     """x W^T + bias + (x A^T) B^T: (tokens, in) -> (tokens, out), bfloat16, for as many tokens as `tiling.fits` says.
 
@@ -48,15 +48,17 @@ def product(
     tokens, columns = x.shape
     rows, ranks = weight.out_features, 0 if adapter is None else adapter.a.shape[0]
     _check(x, weight, adapter)
-    tiling = choose_tiling(columns, tokens)
+    tiling = tiling or choose_tiling(columns, tokens)
     space = _work_space(x.device)
     parts, hidden = space.hidden(tiling.hidden_numbers(tokens, columns, ranks), (tokens, ranks))
     out = x.new_empty(tokens, rows)
     adapter_numbers = (0, 1, 0, 0) if adapter is None else (ranks, adapter.part_rank, *adapter.part_ends)
-    launch = Launch((space.blocks, 1, 1), 32 * (WARPS + 4), tiling.shared_bytes(tokens), early=True)
-    kernel("gemm.cu", "nvfp4_gemm", _defines(weight, tokens, tiling))(
+    launch = Launch((space.blocks, 1, 1), 32 * (tiling.warps + 4), tiling.shared_bytes(tokens), early=True)
+    kernel("gemm.cu", "nvfp4_gemm", _defines(tokens, tiling))(
         launch,
-        *_maps(x, weight, hidden, adapter),
+        *_maps(x, tiling, hidden, adapter),
+        weight.words,
+        weight.scales,
         x,
         None if adapter is None else adapter.a,
         None if adapter is None else adapter.b,
@@ -69,27 +71,21 @@ def product(
         tokens,
         rows,
         columns,
-        weight.out_padded,
         float(weight.alpha * CODE_FACTOR),
         *adapter_numbers,
     )
     return out
 
 
-def _maps(
-    x: torch.Tensor, weight: KernelWeight, hidden: torch.Tensor, adapter: Adapter | None
-) -> tuple[TensorMap, ...]:
-    """What the copy engine reads: x, codes, block scales, hidden values, the adapter's B."""
-    (tokens, columns), padded = x.shape, weight.out_padded
-    tile, weight_shape, weight_tile = token_tile(tokens), (columns // BLOCK, padded), (UNIT // BLOCK, ROWS)
-    x_map = tensor_map(x.data_ptr(), BFLOAT16, (tokens, columns), (tile, UNIT), swizzled=True)
-    code_map = tensor_map(weight.words.data_ptr(), WORDS_OF_8, weight_shape, weight_tile)
-    scale_map = tensor_map(weight.scales.data_ptr(), BYTES, weight_shape, weight_tile)
+def _maps(x: torch.Tensor, tiling: Tiling, hidden: torch.Tensor, adapter: Adapter | None) -> tuple[TensorMap, ...]:
+    """What the copy engine reads in tiles: x, hidden values, the adapter's B."""
+    tokens, columns = x.shape
+    tile = token_tile(tokens)
+    x_map = tensor_map(x.data_ptr(), (tokens, columns), (tile, UNIT), swizzled=True)
     if adapter is None:
-        return x_map, code_map, scale_map, x_map, x_map
-    hidden_map = tensor_map(hidden.data_ptr(), BFLOAT16, tuple(hidden.shape), (tile, UNIT), swizzled=True)
-    b_map = tensor_map(adapter.b.data_ptr(), BFLOAT16, tuple(adapter.b.shape), (ROWS, RANK_STEP))
-    return x_map, code_map, scale_map, hidden_map, b_map
+        return x_map, x_map, x_map
+    hidden_map = tensor_map(hidden.data_ptr(), tuple(hidden.shape), (tile, UNIT), swizzled=True)
+    return x_map, hidden_map, tensor_map(adapter.b.data_ptr(), tuple(adapter.b.shape), (tiling.rows, RANK_STEP))
 
 
 def reference_product(
@@ -114,6 +110,8 @@ def _check(x: torch.Tensor, weight: KernelWeight, adapter: Adapter | None) -> No
             f"the input is {tuple(x.shape)} {x.dtype}, {strides}; the kernel reads rows of {weight.in_features} "
             "bfloat16, one behind another"
         )
+    if weight.layout is not QERL:
+        raise ValueError(f"the weight lies as {weight.layout.name} keeps it; the kernel reads qerl's layout")
     if not fits(weight.out_features, columns, tokens):
         raise ValueError(
             f"{tokens} tokens of a weight ({weight.out_features}, {columns}) do not fit: ask `tiling.fits`"
@@ -124,7 +122,7 @@ def _check(x: torch.Tensor, weight: KernelWeight, adapter: Adapter | None) -> No
         raise ValueError(f"the kernel takes no adapter of parts {adapter.part_rows}, A {tuple(adapter.a.shape)}")
 
 
-def _defines(weight: KernelWeight, tokens: int, tiling: Tiling) -> tuple[str, ...]:
+def _defines(tokens: int, tiling: Tiling) -> tuple[str, ...]:
     """What the kernel is compiled for."""
     return (
         f"TOKENS={token_tile(tokens)}",
@@ -132,8 +130,8 @@ def _defines(weight: KernelWeight, tokens: int, tiling: Tiling) -> tuple[str, ..
         f"BATCH={tiling.batch}",
         f"MAX_PARTS={MAX_PARTS}",
         f"MAX_HEAPS={MAX_HEAPS}",
-        f"TRANSPOSED={int(weight.layout.transposed)}",
-        f"MARLIN={int(weight.layout.marlin_scales)}",
+        f"GROUPS={tiling.groups}",
+        f"SLABS={tiling.slabs}",
     )
 
 
@@ -142,7 +140,7 @@ class _WorkSpace:
 
     def __init__(self, device: torch.device) -> None:
         self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
-        self.sums = torch.empty(self.blocks * ROWS * MAX_TOKENS, dtype=torch.float32, device=device)
+        self.sums = torch.empty(self.blocks * MAX_SUMS, dtype=torch.float32, device=device)
         counters = self.blocks * (self.blocks + 1) + MAX_PARTS * MAX_HEAPS + 4 * MAX_HEAPS
         self.counters = torch.zeros(counters, dtype=torch.int64, device=device)
         self._hidden = [torch.empty(2**20, dtype=torch.float32, device=device)]

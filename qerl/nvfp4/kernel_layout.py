@@ -21,6 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
+from qerl.nvfp4 import slab_layout
+
 TILE_ROWS = 64
 BLOCK = 16
 WORDS_PER_TILE = 128
@@ -30,11 +32,12 @@ WORDS_PER_TILE = 128
 class KernelLayout:
     """How one kernel orders what it reads."""
 
-    name: str  # "humming" or "marlin"
-    transposed: bool  # nibble order: upper before half
-    marlin_scales: bool  # scales reordered and re-encoded as Marlin's unsigned e5m3
+    name: str  # "qerl", "humming" or "marlin"
+    transposed: bool = False  # nibble order: upper before half
+    marlin_scales: bool = False  # scales reordered and re-encoded as Marlin's unsigned e5m3
 
 
+QERL = KernelLayout("qerl")  # see slab_layout.py
 HUMMING_WGMMA = KernelLayout("humming", transposed=True, marlin_scales=False)
 HUMMING_MMA = KernelLayout("humming", transposed=False, marlin_scales=False)
 MARLIN = KernelLayout("marlin", transposed=False, marlin_scales=True)
@@ -69,6 +72,8 @@ class KernelWeight:
 
 def codes(weight: KernelWeight) -> torch.Tensor:
     """The e2m1 codes (out_features, in_features), uint8."""
+    if weight.layout is QERL:
+        return slab_layout.codes(weight.words, weight.out_features, weight.in_features)
     n, k = _grid(weight, weight.in_features)
     lane = 4 * (n % 8) + k % 8 // 2
     column = WORDS_PER_TILE * (n // TILE_ROWS) + 4 * lane + n % TILE_ROWS // 16
@@ -80,6 +85,8 @@ def codes(weight: KernelWeight) -> torch.Tensor:
 
 def block_scales(weight: KernelWeight) -> torch.Tensor:
     """The stored block scales (out_features, in_features / 16), decoded to float32."""
+    if weight.layout is QERL:
+        return slab_layout.block_scales(weight.scales, weight.out_features, weight.in_features)
     n, block = _grid(weight, weight.in_features // BLOCK)
     group = n // 8 % 8
     if weight.layout.marlin_scales:

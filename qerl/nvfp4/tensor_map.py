@@ -7,8 +7,7 @@ from functools import cache, lru_cache
 
 from qerl.errors import EngineError
 
-BYTES, WORDS_OF_8, BFLOAT16 = 0, 4, 9  # CU_TENSOR_MAP_DATA_TYPE_UINT8, _UINT64, _BFLOAT16
-SIZES = {BYTES: 1, WORDS_OF_8: 8, BFLOAT16: 2}
+BFLOAT16, SIZE = 9, 2  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, and its bytes
 ALIGNMENT = 64
 
 
@@ -20,9 +19,9 @@ class TensorMap(ctypes.Structure):
 
 @lru_cache(maxsize=8192)
 def tensor_map(
-    address: int, kind: int, shape: tuple[int, int], tile: tuple[int, int], swizzled: bool = False
+    address: int, shape: tuple[int, int], tile: tuple[int, int], swizzled: bool = False
 ) -> TensorMap:
-    """Of a contiguous matrix `shape` (rows, columns) at `address`, its rows 16-byte aligned, of which `tile` (rows,
+    """Of a contiguous bfloat16 matrix `shape` (rows, columns) at `address`, its rows 16-byte aligned, of which `tile` (rows,
     columns) is copied at a time; beyond its edges are zeros. `swizzled`: 16-byte chunks exchanged within 128 bytes by
     row % 8.
 
@@ -30,12 +29,12 @@ def tensor_map(
     """
     buffer = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + ALIGNMENT)
     aligned = -(-ctypes.addressof(buffer) // ALIGNMENT) * ALIGNMENT
-    sizes, steps = (ctypes.c_uint64 * 2)(shape[1], shape[0]), (ctypes.c_uint64 * 1)(shape[1] * SIZES[kind])
+    sizes, steps = (ctypes.c_uint64 * 2)(shape[1], shape[0]), (ctypes.c_uint64 * 1)(shape[1] * SIZE)
     box, ones = (ctypes.c_uint32 * 2)(tile[1], tile[0]), (ctypes.c_uint32 * 2)(1, 1)
     no_interleave, promotion, zeros = 0, 2, 0  # of what is fetched to L2: 128 bytes
     code = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(aligned),
-        kind,
+        BFLOAT16,
         2,
         ctypes.c_void_p(address),
         sizes,

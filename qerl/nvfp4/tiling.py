@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-ROWS, UNIT = 256, 64  # of the weight, that a block works on at once
-WARPS = 8  # of a block, that multiply
-MAX_TOKENS = 128
+UNIT = 64  # columns that a block works on at once
+SLAB = 16  # rows of a warp's product
+MAX_TOKENS, MAX_SUMS = 256, 256 * 128  # tokens, and rows * tokens of a block
 MAX_PARTS, MAX_HEAPS = 64, 256  # of the tasks that make hidden values, see gemm.cu
 LONG = 8192  # columns from which a task takes more of them
 
@@ -17,11 +17,22 @@ class Tiling:
 
     stages: int
     batch: int
+    groups: int = 2  # warpgroups of a block, that multiply
+    slabs: int = 2  # of 16 rows, that a warp has
+
+    @property
+    def warps(self) -> int:
+        return 4 * self.groups
+
+    @property
+    def rows(self) -> int:
+        """Of the weight, that a block works on at once."""
+        return SLAB * self.warps * self.slabs
 
     def shared_bytes(self, tokens: int) -> int:
         """Of a block: its ring of units (x, codes, block scales), and the warps' sums of hidden values."""
-        unit = 2 * UNIT * token_tile(tokens) + ROWS * UNIT * 9 // 16
-        return 1024 + self.stages * unit + WARPS * shrink_tokens(tokens) * 20 * 4
+        unit = 2 * UNIT * token_tile(tokens) + self.rows * UNIT * 9 // 16
+        return 1024 + self.stages * unit + self.warps * shrink_tokens(tokens) * 20 * 4
 
     def heaps(self, tokens: int, ranks: int) -> int:
         """Pieces of the hidden values, 16 ranks by `shrink_tokens`."""
@@ -29,7 +40,7 @@ class Tiling:
 
     def parts(self, columns: int) -> int:
         """Tasks that a piece of the hidden values is made in."""
-        return -(-columns // (32 * WARPS * self.batch))
+        return -(-columns // (32 * self.warps * self.batch))
 
     def hidden_numbers(self, tokens: int, columns: int, ranks: int) -> int:
         """Sums that the tasks leave, float32."""
@@ -37,19 +48,21 @@ class Tiling:
 
 
 def token_tile(tokens: int) -> int:
-    """Tokens that a launch works on: 8, 16, 32, 64 or 128."""
+    """Tokens that a launch works on: 8, 16, 32, 64, 128 or 256."""
     return max(8, 1 << (tokens - 1).bit_length())
 
 
 def shrink_tokens(tokens: int) -> int:
     """Tokens of a task that makes hidden values."""
-    return {8: 8, 128: 32}.get(token_tile(tokens), 16)
+    return {8: 8, 128: 32, 256: 32}.get(token_tile(tokens), 16)
 
 
 def choose_tiling(columns: int, tokens: int) -> Tiling:
     """The fastest measured on an H200."""
     if tokens <= 32:
         return Tiling(stages=12, batch=3)
+    if tokens > 128:
+        return Tiling(stages=5, batch=6 if columns >= LONG else 3, slabs=1)
     return Tiling(stages=8 if tokens <= 64 else 6, batch=6 if columns >= LONG else 3)
 
 
@@ -57,4 +70,4 @@ def fits(rows: int, columns: int, tokens: int, ranks: int = 0) -> bool:
     """Whether `gemm.product` takes so many tokens of this shape, with an adapter of `ranks` over all its parts."""
     tiling = choose_tiling(columns, tokens)
     counted = tiling.parts(columns) < MAX_PARTS and tiling.heaps(tokens, ranks) < MAX_HEAPS
-    return tokens <= MAX_TOKENS and columns % UNIT == 0 and rows % 8 == 0 and counted
+    return tokens <= MAX_TOKENS and columns % 16 == 0 and rows % 8 == 0 and counted

@@ -19,18 +19,24 @@
 //
 // Defines: TOKENS (8, 16, 32, 64, 128), STAGES, BATCH (loads a warp has under way for h), MAX_PARTS, MAX_HEAPS
 // (of the tasks for h), TRANSPOSED, MARLIN.
-#include "codes.cuh"
+#include "slabs.cuh"
 #include "shrink.cuh"
 #include "wgmma.cuh"
 
+#ifndef GROUPS
 #define GROUPS 2
-#define ROWS (128 * GROUPS)
+#endif
+#ifndef SLABS
+#define SLABS (TOKENS <= 128 ? 2 : 1)  // of 16 rows, that a warp works on
+#endif
+#define ROWS (64 * GROUPS * SLABS)
 #define WARPS (4 * GROUPS)
 #define UNIT 64
+#define LAID_ROWS 256  // that lie together in memory, see layout.cuh
 #define X_BYTES (TOKENS * 2 * UNIT)
 #define CODE_BYTES (ROWS * UNIT / 2)
 #define WEIGHT_BYTES (CODE_BYTES + ROWS * UNIT / 16)
-#define FRAGMENTS (TOKENS / 4)  // of 16 rows x 8 tokens, of a warp
+#define FRAGMENTS (SLABS * TOKENS / 8)  // of 16 rows x 8 tokens, of a warp
 #define SHRINK_TILES (TOKENS <= 8 ? 1 : TOKENS <= 64 ? 2 : 4)
 #define SHRINK_TOKENS (8 * SHRINK_TILES)
 #define SHRINK_COLUMNS (32 * WARPS * BATCH)
@@ -55,7 +61,7 @@ struct Plan {
     int units, whole, rest, sharers;  // of a block of rows; such blocks done whole by each; cut ones, and by how many
 
     __device__ __forceinline__ Plan(int columns, int row_blocks)
-        : units(columns / UNIT), whole(row_blocks / (int)gridDim.x), rest(row_blocks % (int)gridDim.x),
+        : units((columns + UNIT - 1) / UNIT), whole(row_blocks / (int)gridDim.x), rest(row_blocks % (int)gridDim.x),
           sharers(rest ? min((int)gridDim.x / rest, units) : 0) {}
     __device__ __forceinline__ bool cuts() const { return (int)blockIdx.x < rest * sharers; }
     __device__ __forceinline__ int cut_row() const { return blockIdx.x / sharers; }  // among the cut ones
@@ -152,16 +158,15 @@ static __device__ __forceinline__ uint4 load_fresh(const u16* eight) {
 }
 
 extern "C" __global__ void __launch_bounds__(128 + 128 * GROUPS, 1)
-nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap codes,
-           const __grid_constant__ TensorMap scales, const __grid_constant__ TensorMap hidden_map,
-           const __grid_constant__ TensorMap b_map, const u16* x, const u16* __restrict__ a,
+nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap hidden_map,
+           const __grid_constant__ TensorMap b_map, const u8* codes, const u8* scales, const u16* x, const u16* __restrict__ a,
            const u16* __restrict__ b, const u16* __restrict__ bias, u16* __restrict__ out, u16* hidden,
-           float* hidden_parts, float4* sums, u64* counters, int tokens, int rows, int columns, int padded_rows,
-           float alpha, int ranks, int part_rank, int part_end_0, int part_end_1) {
+           float* hidden_parts, float4* sums, u64* counters, int tokens, int rows, int columns, float alpha,
+           int ranks, int part_rank, int part_end_0, int part_end_1) {
     extern __shared__ u8 dynamic[];
     __shared__ u64 barriers[2 * STAGES];
     const Parts parts{ranks, part_rank, part_end_0, part_end_1};
-    const Plan plan(columns, (padded_rows + ROWS - 1) / ROWS);
+    const Plan plan(columns, (rows + ROWS - 1) / ROWS);
     const Shrink shrink(tokens, columns, ranks);
     u64* const sums_out = counters + plan.sharers * gridDim.x;
     u64* const heap_done = counters + gridDim.x * (gridDim.x + 1) + shrink.parts * MAX_HEAPS;
@@ -170,8 +175,6 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     const u32 x_ring = keep((shared_address(dynamic) + 1023) & ~1023u), weight_ring = x_ring + STAGES * X_BYTES;
     const u32 full = keep(shared_address(barriers)), empty = full + 8 * STAGES;
     if (threadIdx.x == 32 * WARPS) {
-        prefetch_map(codes);
-        prefetch_map(scales);
         prefetch_map(x_map);
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(full + 8 * i, 1);
@@ -197,7 +200,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     };
 
     if (warp >= WARPS) {
-        if (TOKENS == 128) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (TOKENS >= 128) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         __syncthreads();
         if (warp == WARPS && lane == 0) {  // fills the ring
             u64 ticket = ranks ? raise_relaxed(launches) : 0;
@@ -207,8 +210,10 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 auto copy_weight = [&](int unit, int to) {
                     const u32 barrier = full + 8 * to, target = weight_ring + to * WEIGHT_BYTES;
                     barrier_expect(barrier, WEIGHT_BYTES + X_BYTES);
-                    copy_tile(target, codes, segment.rows_block * ROWS, 4 * unit, barrier);
-                    copy_tile(target + CODE_BYTES, scales, segment.rows_block * ROWS, 4 * unit, barrier);
+                    const int row = segment.rows_block * ROWS;
+                    const long long place = ((long long)(row / LAID_ROWS) * plan.units + unit) * LAID_ROWS + row % LAID_ROWS;
+                    copy_bytes(target, codes + place * (UNIT / 2), CODE_BYTES, barrier);
+                    copy_bytes(target + CODE_BYTES, scales + place * (UNIT / 16), ROWS * UNIT / 16, barrier);
                 };
                 for (int unit = segment.first; unit < ahead; ++unit) copy_weight(unit, unit - segment.first);
                 if (!waited) wait_for_launch_before();
@@ -284,7 +289,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         return;
     }
 
-    if (TOKENS == 128) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    if (TOKENS >= 128) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 
     // The tasks of this block for h. What the first one loads is asked for before the weight is.
     const uint4 zero = make_uint4(0, 0, 0, 0);
@@ -333,11 +338,10 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         signal(4);
     }
 
-    const int group = warp >> 2, half = warp & 1, tile = 2 * group + ((warp >> 1) & 1);  // 32 rows of a tile of 64
-    const int local_row = 64 * tile + 32 * half + hi;  // and 8, 16, 24 rows on
-    const u32 code_place = keep(512 * tile + 16 * lane + 8 * half);
-    const u32 scale_place = keep(CODE_BYTES + 64 * tile + 8 * hi + 4 * half);
-    float acc[2][TOKENS / 2];
+    const int local_row = 16 * SLABS * warp + hi;  // and 8, 16, 24 rows on
+    const u32 code_place = keep(512 * SLABS * warp + 16 * lane);
+    const u32 scale_place = keep(CODE_BYTES + 64 * SLABS * warp + 8 * hi);
+    float acc[SLABS][TOKENS / 2];
     auto release = [&](int used) {
         __syncwarp();
         if (lane == 0) barrier_arrive(empty + 8 * used);
@@ -358,28 +362,27 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
 
     plan.for_each_segment([&](const Segment& segment) {
 #pragma unroll
-        for (int i = 0; i < TOKENS; ++i) acc[i / (TOKENS / 2)][i % (TOKENS / 2)] = 0.0f;
+        for (int i = 0; i < SLABS * TOKENS / 2; ++i) acc[i / (TOKENS / 2)][i % (TOKENS / 2)] = 0.0f;
         int before = -1;  // the stage whose products may still run
         for (int unit = segment.first; unit < segment.last; ++unit) {
             barrier_wait(full + 8 * stage, phase);
             const u32 weight = weight_ring + stage * WEIGHT_BYTES;
             const u64 x_operand = swizzled_operand(__shfl_sync(~0u, x_ring + stage * X_BYTES, 0));
-            uint2 words[4];
-            u32 bytes[4];
+            u32 words[SLABS][4], bytes[SLABS][2];
 #pragma unroll
-            for (int k = 0; k < 4; ++k) {
-                words[k] = load_shared_2(weight + code_place + k * (CODE_BYTES / 4));
-                bytes[k] = load_shared(weight + scale_place + k * ROWS);
+            for (int i = 0; i < SLABS; ++i) {
+                load_shared_4(weight + code_place + 512 * i, words[i]);
+                load_shared_2(weight + scale_place + 64 * i, bytes[i]);
             }
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-                u32 scale[4], first[4], second[4];
-                four_scales(bytes[k], scale);
-                operands(words[k].x, scale[0], scale[1], first);
-                operands(words[k].y, scale[2], scale[3], second);
+                u32 operand[SLABS][4];
+#pragma unroll
+                for (int i = 0; i < SLABS; ++i)
+                    operands(words[i][k], k % 2 ? odd_scales(bytes[i][k / 2]) : even_scales(bytes[i][k / 2]), operand[i]);
                 wgmma_fence();
-                wgmma<TOKENS>(acc[0], first, x_operand + 2 * k);
-                wgmma<TOKENS>(acc[1], second, x_operand + 2 * k);
+#pragma unroll
+                for (int i = 0; i < SLABS; ++i) wgmma<TOKENS>(acc[i], operand[i], x_operand + 2 * k);
                 wgmma_commit();
                 wgmma_wait<1>();
                 if (k == 0 && before >= 0) release(before);
@@ -390,20 +393,20 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         wgmma_wait<0>();
         if (before >= 0) release(before);
 #pragma unroll
-        for (int i = 0; i < TOKENS; ++i) acc[i / (TOKENS / 2)][i % (TOKENS / 2)] *= alpha;
+        for (int i = 0; i < SLABS * TOKENS / 2; ++i) acc[i / (TOKENS / 2)][i % (TOKENS / 2)] *= alpha;
 
         const int row = segment.rows_block * ROWS + local_row;
         adapter_units(segment, [&](int) {
             barrier_wait(full + 8 * stage, phase);
             const u64 operand = swizzled_operand(__shfl_sync(~0u, x_ring + stage * X_BYTES, 0));
             const u32 place = weight_ring + stage * WEIGHT_BYTES + local_row * 32 + 4 * lo;
-            u32 factors[2][4];
+            u32 factors[SLABS][4];
 #pragma unroll
-            for (int i = 0; i < 8; ++i)
+            for (int i = 0; i < 4 * SLABS; ++i)
                 factors[i / 4][i % 4] = load_shared(place + 512 * (i / 4) + 256 * (i & 1) + 16 * (i / 2 & 1));
             wgmma_fence();
-            wgmma<TOKENS>(acc[0], factors[0], operand);
-            wgmma<TOKENS>(acc[1], factors[1], operand);
+#pragma unroll
+            for (int i = 0; i < SLABS; ++i) wgmma<TOKENS>(acc[i], factors[i], operand);
             wgmma_commit();
             wgmma_wait<0>();
             release(stage);
@@ -413,7 +416,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         if (segment.sharers == 1) {
 #pragma unroll
             for (int i = 0; i < FRAGMENTS; ++i) {
-                const int word = i / (FRAGMENTS / 2), t = i % (FRAGMENTS / 2);
+                const int word = i / (FRAGMENTS / SLABS), t = i % (FRAGMENTS / SLABS);
                 const float* c = acc[word] + 4 * t;
                 store(row + 16 * word, 8 * t, make_float4(c[0], c[1], c[2], c[3]));
             }
@@ -421,7 +424,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             float4* place = sums + (long long)blockIdx.x * FRAGMENTS * WARPS * 32 + warp * 32 + lane;
 #pragma unroll
             for (int i = 0; i < FRAGMENTS; ++i) {
-                const float* c = acc[i / (FRAGMENTS / 2)] + i % (FRAGMENTS / 2) * 4;
+                const float* c = acc[i / (FRAGMENTS / SLABS)] + i % (FRAGMENTS / SLABS) * 4;
                 place[i * WARPS * 32] = make_float4(c[0], c[1], c[2], c[3]);
             }
             signal(1);
@@ -457,8 +460,8 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
 #pragma unroll
         for (int which = 0; which < 2; ++which) {
             const int of = item + which * WARPS, fragment = of / WARPS, of_warp = of % WARPS;
-            const int word = fragment / (FRAGMENTS / 2), token = fragment % (FRAGMENTS / 2) * 8;
-            const int row = first_row + 32 * of_warp + 16 * word + hi;
+            const int word = fragment / (FRAGMENTS / SLABS), token = fragment % (FRAGMENTS / SLABS) * 8;
+            const int row = first_row + 16 * SLABS * of_warp + 16 * word + hi;
             if (of >= last) continue;
             float total[4] = {sum[which].x, sum[which].y, sum[which].z, sum[which].w};
             const int end = parts.end(min(row - hi + 15, rows - 1));

@@ -10,10 +10,13 @@ static __device__ __forceinline__ u32 load_shared(u32 address) {
     return value;
 }
 
-static __device__ __forceinline__ uint2 load_shared_2(u32 address) {
-    uint2 value;
-    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(address));
-    return value;
+static __device__ __forceinline__ void load_shared_2(u32 address, u32 (&v)[2]) {
+    asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(v[0]), "=r"(v[1]) : "r"(address));
+}
+
+static __device__ __forceinline__ void load_shared_4(u32 address, u32 (&v)[4]) {
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address));
 }
 
 static __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
@@ -50,6 +53,12 @@ static __device__ __forceinline__ void copy_tile(u32 target, const TensorMap& ma
                  "[%1, {%2, %3}], [%4];" ::"r"(target), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
 
+// So many bytes, a multiple of 16, to shared memory; the barrier counts them.
+static __device__ __forceinline__ void copy_bytes(u32 target, const u8* source, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+        ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
+}
+
 // What ordinary stores wrote, this thread's or those it knows of, becomes visible to bulk copies.
 static __device__ __forceinline__ void fence_for_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
@@ -78,6 +87,10 @@ static __device__ __forceinline__ u64 swizzled_operand(u32 address) {
 #define D_32_63                                                                                                       \
     ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47,%48,%49,%50,%51,%52,%53,%54,%55,%56,%57,%58,"  \
     "%59,%60,%61,%62,%63"
+#define D_64_127                                                                                                      \
+    ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79,%80,%81,%82,%83,%84,%85"                        \
+    ",%86,%87,%88,%89,%90,%91,%92,%93,%94,%95,%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107"                \
+    ",%108,%109,%110,%111,%112,%113,%114,%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 #define F4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
 #define F8(i) F4(i), F4(i + 4)
 #define F16(i) F8(i), F8(i + 8)
@@ -95,4 +108,7 @@ static __device__ __forceinline__ void wgmma(float (&c)[N / 2], const u32 (&a)[4
     if constexpr (N == 64) WGMMA(64, D_0_3 D_4_7 D_8_15 D_16_31, "%32,%33,%34,%35", "%36", F32(0));
     if constexpr (N == 128)
         WGMMA(128, D_0_3 D_4_7 D_8_15 D_16_31 D_32_63, "%64,%65,%66,%67", "%68", F32(0), F32(32));
+    if constexpr (N == 256)
+        WGMMA(256, D_0_3 D_4_7 D_8_15 D_16_31 D_32_63 D_64_127, "%128,%129,%130,%131", "%132", F32(0), F32(32), F32(64),
+              F32(96));
 }

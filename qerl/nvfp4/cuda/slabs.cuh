@@ -1,0 +1,30 @@
+// Codes and block scales of an NVFP4 weight in qerl's own layout as bfloat16 operands of the tensor cores.
+//
+// 16 rows x 64 columns, a slab's unit, are 16 bytes a lane: for each 16 columns a word, the A operand of a product with
+// the tokens as columns. Its bits lie where few instructions take them to their places (SLAB_BITS in kernel_layout.py):
+// a code's value times 2^-126, subnormals included. A block scale has 5 bits of exponent and 3 of mantissa, its value
+// times 2^107 with three more bits set above. The product of both is exact: 2 and 4 significant bits.
+#pragma once
+#include "common.cuh"
+
+#define CODE_BITS 0x81C081C0u
+
+// The scales of a lane's rows hi (low half) and hi + 8 (high half) in two neighbouring blocks of 16 columns.
+static __device__ __forceinline__ u32 even_scales(u32 bytes) { return ((bytes << 4) & 0x0FF00FF0u) | 0x70007000u; }
+static __device__ __forceinline__ u32 odd_scales(u32 bytes) { return ((bytes >> 4) & 0x0FF00FF0u) | 0x70007000u; }
+
+template <int HALF>
+static __device__ __forceinline__ u32 twice(u32 two) {
+    u32 d;
+    if (HALF) asm("{.reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {high, high};}" : "=r"(d) : "r"(two));
+    else asm("{.reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {low, low};}" : "=r"(d) : "r"(two));
+    return d;
+}
+
+static __device__ __forceinline__ void operands(u32 word, u32 scales, u32 (&a)[4]) {
+    const u32 low = twice<0>(scales), high = twice<1>(scales);
+    a[0] = fma_bf16x2(word & CODE_BITS, low);
+    a[1] = fma_bf16x2(__funnelshift_l(word, word, 10) & CODE_BITS, high);
+    a[2] = fma_bf16x2((word << 6) & CODE_BITS, low);
+    a[3] = fma_bf16x2(((word << 4) & 0x81808180u) | ((word >> 4) & 0x00400040u), high);
+}

@@ -1,0 +1,81 @@
+"""Where our own product keeps each NVFP4 code and block scale: slabs of 16 rows, in units of 64 columns. Plain torch.
+
+A unit of 256 rows x 64 columns is 8 KiB of codes in one piece of memory, and 1 KiB of block scales in another: what a
+block of `cuda/gemm.cu` copies at a time. In it, a slab of 16 rows is 32 lanes x 4 words, one word for each 16 columns:
+the fragment of the tensor cores. With, for row n and column k,
+
+    n = 256 * rows_block + 16 * slab + 8 * half + lane_hi     k = 64 * unit + 16 * block + 8 * upper + 2 * lane_lo + odd
+
+code (n, k) has its four bits, the sign last, at `BITS[odd][2 * upper + half]` of
+`words[rows_block, unit, 128 * slab + 4 * (4 * lane_hi + lane_lo) + block]`. They stand so that four codes are at their
+places in bfloat16 after few shifts (`cuda/slabs.cuh`). Block scale (n, block) is
+`scales[rows_block, unit, 64 * slab + 8 * lane_hi + 4 * (block // 2) + 2 * half + block % 2]`: five bits of exponent
+(bias 10, no subnormals) and three of mantissa, which holds every positive e4m3 value; 0 is zero. A zero scale's codes
+lose their magnitude, so that the kernel need not know of it. Rows and columns are padded with zeros.
+"""
+
+from __future__ import annotations
+
+import torch
+
+BLOCK, SLAB, ROWS, UNIT = 16, 16, 256, 64
+EXPONENT_BIAS = 10
+BITS = (  # of a 32-bit word: where the bits of a code stand, low to high; by odd, then 2 * upper + half
+    ((6, 7, 8, 15), (28, 29, 30, 5), (0, 1, 2, 9), (10, 3, 4, 11)),
+    ((22, 23, 24, 31), (12, 13, 14, 21), (16, 17, 18, 25), (26, 19, 20, 27)),
+)
+
+
+def pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """codes (rows, columns) uint8 below 16, scales (rows, columns / 16) e4m3, not negative -> words (rows_blocks, units,
+    2048) int32, scales (rows_blocks, units, 1024) uint8."""
+    rows, columns = codes.shape
+    codes = torch.where((scales.view(torch.uint8) == 0).repeat_interleave(BLOCK, dim=1), codes & 8, codes)
+    padded = _padded(codes, -(-rows // ROWS) * ROWS, -(-columns // UNIT) * UNIT)
+    # rows_block, slab, half, lane_hi; unit, block, upper, lane_lo, odd
+    grid = padded.view(-1, ROWS // SLAB, 2, 8, padded.shape[1] // UNIT, UNIT // BLOCK, 2, 4, 2)
+    grid = grid.permute(0, 4, 1, 3, 7, 5, 8, 6, 2)  # rows_block, unit, slab, lane_hi, lane_lo, block, odd, upper, half
+    words = torch.zeros(grid.shape[:6], dtype=torch.int32, device=codes.device)
+    for odd in range(2):
+        for place in range(4):
+            code = grid[..., odd, place // 2, place % 2].to(torch.int32)
+            for bit, target in enumerate(BITS[odd][place]):
+                words |= (code >> bit & 1) << target
+    words = words.view(*words.shape[:2], -1)
+    stored = _padded(_stored(scales), padded.shape[0], padded.shape[1] // BLOCK)
+    stored = stored.view(-1, ROWS // SLAB, 2, 8, padded.shape[1] // UNIT, 2, 2)  # ..., unit, block // 2, block % 2
+    stored = stored.permute(0, 4, 1, 3, 5, 2, 6).contiguous()
+    return words, stored.view(*words.shape[:2], -1)
+
+
+def codes(words: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The e2m1 codes (rows, columns), uint8."""
+    blocks, units = words.shape[:2]
+    words = words.view(blocks, units, ROWS // SLAB, 8, 4, UNIT // BLOCK)
+    grid = torch.empty(*words.shape, 2, 2, 2, dtype=torch.uint8, device=words.device)
+    for odd in range(2):
+        for place in range(4):
+            code = sum((words >> target & 1) << bit for bit, target in enumerate(BITS[odd][place]))
+            grid[..., odd, place // 2, place % 2] = code.to(torch.uint8)
+    return grid.permute(0, 2, 8, 3, 1, 5, 7, 4, 6).reshape(blocks * ROWS, units * UNIT)[:rows, :columns]
+
+
+def block_scales(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """The block scales (rows, columns / 16), float32."""
+    blocks, units = scales.shape[:2]
+    grid = scales.view(blocks, units, ROWS // SLAB, 8, 2, 2, 2).permute(0, 2, 5, 3, 1, 4, 6)
+    stored = grid.reshape(blocks * ROWS, units * (UNIT // BLOCK))[:rows, : columns // BLOCK].int()
+    values = torch.ldexp(1 + (stored & 7).float() / 8, (stored >> 3) - EXPONENT_BIAS)
+    return torch.where(stored == 0, 0.0, values)
+
+
+def _stored(scales: torch.Tensor) -> torch.Tensor:
+    """e4m3 as five bits of exponent and three of mantissa, without subnormals."""
+    values = scales.float()
+    mantissa, exponent = torch.frexp(values)  # 0.5 <= mantissa < 1
+    stored = (exponent - 1 + EXPONENT_BIAS) * 8 + (mantissa * 16 - 8).int()
+    return torch.where(values == 0, 0, stored).to(torch.uint8)
+
+
+def _padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    return torch.nn.functional.pad(tensor, (0, columns - tensor.shape[1], 0, rows - tensor.shape[0]))
