@@ -16,7 +16,7 @@ def chat_command(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 512,
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     engine: Annotated[str, typer.Option(help="auto (vllm on a GPU), transformers or vllm.")] = "auto",
-    kernel: Annotated[str, typer.Option(help="NVFP4 kernel of vllm: auto, humming or marlin.")] = "auto",
+    kernel: Annotated[str, typer.Option(help="NVFP4 kernel of vllm: auto, qerl, humming or marlin.")] = "auto",
 ) -> None:
     """Talk to a model on the engine that trains and evaluates; lines of a pipe are messages too."""
     from qerl.chat import chat

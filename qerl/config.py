@@ -115,8 +115,8 @@ class RolloutConfig(Section):
     batch_size: int | None = Field(
         None, ge=1, description="completions sampled at once (transformers engine only); null: as many as a step has"
     )
-    kernel: Literal["auto", "humming", "marlin"] = Field(
-        "auto", description="NVFP4 kernel (vllm engine only); auto: the fastest measured on the card"
+    kernel: Literal["auto", "qerl", "humming", "marlin"] = Field(
+        "auto", description="NVFP4 kernel (vllm engine only); auto: our own, qerl, on Hopper, elsewhere marlin"
     )
     tune_kernels: bool = Field(
         False,

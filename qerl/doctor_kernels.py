@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 
 from qerl.doctor import Check
-from qerl.nvfp4 import decode, gemm, lora
-from qerl.nvfp4.kernel_layout import BLOCK, HUMMING_WGMMA, MARLIN, KernelLayout, KernelWeight, dequantize
+from qerl.nvfp4 import decode, gemm, lora, slab_layout
+from qerl.nvfp4.kernel_layout import BLOCK, HUMMING_WGMMA, MARLIN, QERL, KernelLayout, KernelWeight, dequantize
 from qerl.nvfp4.nvrtc import has_kernels
 
 ROWS, COLUMNS, TOKENS, RANK = 256, 512, 8, 16
@@ -61,13 +61,13 @@ def _triton_decode(device: torch.device) -> Pair:
 
 
 def _cuda_decode(device: torch.device) -> Pair:
-    weight = _weight(HUMMING_WGMMA, device)
-    out = decode.decode_(torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16, device=device), weight)
-    return out, decode.reference_decoded(weight)
+    weights = [_weight(layout, device) for layout in (QERL, HUMMING_WGMMA, MARLIN)]
+    outs = [decode.decode_(torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16, device=device), each) for each in weights]
+    return torch.cat(outs), torch.cat([decode.reference_decoded(each) for each in weights])
 
 
 def _cuda_product(device: torch.device) -> Pair:
-    weight, x, adapter = _weight(HUMMING_WGMMA, device), _normal((TOKENS, COLUMNS), device), _adapter(device)
+    weight, x, adapter = _weight(QERL, device), _normal((TOKENS, COLUMNS), device), _adapter(device)
     out = gemm.product(x, weight, None, adapter)
     return out, gemm.reference_product(x, weight, None, adapter)
 
@@ -84,12 +84,17 @@ def _adapter(device: torch.device) -> lora.Adapter:
 
 
 def _weight(layout: KernelLayout, device: torch.device) -> KernelWeight:
-    """Random words and scales, all of which are a weight; scales that are NaN (e4m3) or zeros (Marlin) are left out."""
+    """A random one: of our own layout packed from any codes and scales, of the others any words and scales, all of
+    which are a weight; scales that are NaN (e4m3) or zeros (Marlin) are left out."""
     generator = torch.Generator().manual_seed(0)
-    words = torch.randint(-(2**31), 2**31 - 1, (COLUMNS // BLOCK, 2 * ROWS), generator=generator, dtype=torch.int32)
     low, high = (60, 120) if layout.marlin_scales else (0, 0x7F)
     scales = torch.randint(low, high, (COLUMNS // BLOCK, ROWS), generator=generator, dtype=torch.uint8)
     scales = scales if layout.marlin_scales else scales.view(torch.float8_e4m3fn)
+    if layout is QERL:
+        packed = torch.randint(0, 256, (ROWS, COLUMNS // 2), generator=generator, dtype=torch.uint8)
+        words, scales = slab_layout.pack(packed, scales.t().contiguous())
+    else:
+        words = torch.randint(-(2**31), 2**31 - 1, (COLUMNS // BLOCK, 2 * ROWS), generator=generator, dtype=torch.int32)
     return KernelWeight(layout, words.to(device), scales.to(device), ROWS, COLUMNS, global_scale=1000.0)
 
 

@@ -4,11 +4,11 @@ vLLM 0.25.1 runs with CUDA graphs and is only spoken to through its API and thro
 What a sync or the noise changes lies in buffers that the captured graphs read: they are overwritten in place, the
 prefix cache is dropped, and nothing is recaptured.
 
-Determinism: a repeated call with a seed can differ in the last bits. Humming adds up its stream-K slices in the order
-in which they finish (and in bfloat16: its error is twice Marlin's), and a warm prefix cache changes the shapes of the
-prefill. `deterministic` takes Marlin, which adds in one order and in float32 (Humming, if asked for by name, then runs
-without stream-K), and starts each call with an empty prefix cache. Each request's random numbers are a function of
-(seed, position in the call, token position) in any case.
+Determinism: a repeated call with a seed can differ in the last bits: a warm prefix cache changes the shapes of the
+prefill, and Humming, if asked for, adds up its stream-K slices in the order in which they finish. With `deterministic`
+each call starts with an empty prefix cache, Humming runs without stream-K, and no measured times choose the kernels;
+our own kernel and Marlin add in one order in any case. Each request's random numbers are a function of (seed, position
+in the call, token position).
 """
 
 from __future__ import annotations
@@ -102,15 +102,11 @@ class VLLMEngine:
         """Open vLLM on what was checked; whatever is raised, the caller gives back what this has taken."""
         parts = Parts()
         os.environ[TUNE] = "1" if tune_kernels else ""
+        options = {"max_rank": self._max_rank, "deterministic": self._deterministic}
+        options["kernel"] = opening.choose_kernel(kernel, settings.format)
         with parts.part("imports"):
             opening.import_vllm()
-        self._llm = opening.open_llm(
-            settings,
-            opening.linear_backend(kernel, settings.format, self._deterministic),
-            {"max_rank": self._max_rank, "deterministic": self._deterministic},
-            seed,
-            enforce_eager,
-        )
+        self._llm = opening.open_llm(settings, options, seed, enforce_eager)
         self._model = self._llm.llm_engine.model_executor.driver_worker.model_runner.model
         self._asleep = self._cache_warned = False
         self._index_model()

@@ -216,7 +216,7 @@ def test_an_opening_that_fails_half_way_leaves_nothing(monkeypatch, tmp_path, wh
         "check_kv_cache_dtype": lambda kind: None,
         "Settings": lambda *_: settings,
         "import_vllm": lambda: None,
-        "linear_backend": lambda *_: "auto",
+        "choose_kernel": lambda *_: "qerl",
         "open_llm": open_llm,
     }.items():
         monkeypatch.setattr(opening, name, stand_in)

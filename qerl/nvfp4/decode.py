@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from qerl.nvfp4.kernel_layout import BLOCK, TILE_ROWS, KernelWeight, block_scales, codes
+from qerl.nvfp4.kernel_layout import BLOCK, QERL, TILE_ROWS, KernelWeight, block_scales, codes
 from qerl.nvfp4.nvrtc import Launch, kernel
+from qerl.nvfp4.slab_layout import SLAB
+
+WARPS = 4  # of a block in both sources
+WARP_ROWS, WARP_COLUMNS = 32, 256  # of a warp in decode_slabs.cu
+WARP_BLOCKS = 8  # and in decode.cu, of TILE_ROWS rows
 
 
 def decode_(out: torch.Tensor, weight: KernelWeight, row_start: int = 0) -> torch.Tensor:
@@ -15,11 +20,16 @@ def decode_(out: torch.Tensor, weight: KernelWeight, row_start: int = 0) -> torc
         raise ValueError(f"work buffer {tuple(out.shape)} at row {row_start} does not fit {weight}")
     if out.dtype != torch.bfloat16:
         raise ValueError(f"the work buffer is {out.dtype}; the kernel writes bfloat16")
-    blocks, count = columns // BLOCK, -(-(row_start % TILE_ROWS + rows) // TILE_ROWS)
+    if weight.layout is QERL:
+        grid = (_parts(columns, WARPS * WARP_COLUMNS), _parts(row_start % SLAB + rows, WARP_ROWS), 1)
+        decode = kernel("decode_slabs.cu", "nvfp4_decode_slabs")
+        decode(Launch(grid, 32 * WARPS), weight.words, weight.scales, out, row_start, rows, columns)
+        return out
+    grid = (_parts(columns // BLOCK, WARPS * WARP_BLOCKS), _parts(row_start % TILE_ROWS + rows, TILE_ROWS), 1)
     defines = (f"TRANSPOSED={int(weight.layout.transposed)}", f"MARLIN={int(weight.layout.marlin_scales)}")
-    launch = Launch((-(-blocks // 32), count, 1), 128)
     decode = kernel("decode.cu", "nvfp4_decode", defines)
-    decode(launch, weight.words, weight.scales, out, row_start, rows, columns, weight.out_padded)
+    padded_rows = weight.scales.shape[1]
+    decode(Launch(grid, 32 * WARPS), weight.words, weight.scales, out, row_start, rows, columns, padded_rows)
     return out
 
 
@@ -28,3 +38,7 @@ def reference_decoded(weight: KernelWeight) -> torch.Tensor:
     from qerl.nvfp4.reference import decode_e2m1
 
     return decode_e2m1(codes(weight)).float() * block_scales(weight).repeat_interleave(BLOCK, dim=1)
+
+
+def _parts(size: int, part: int) -> int:
+    return -(-size // part)

@@ -1,4 +1,4 @@
-"""Products with up to 128 tokens, base and adapter in one launch: codes decoded in registers for Hopper's tensor cores.
+"""Products with up to 256 tokens, base and adapter in one launch: codes decoded in registers for Hopper's tensor cores.
 
 The fast twin of `reference_product`; how it works is said in `cuda/gemm.cu`. Limits: a weight's bytes, rows * columns *
 9/16, over the memory's bandwidth, and 2 * tokens * rows * columns operations.
@@ -28,7 +28,8 @@ from qerl.nvfp4.tiling import (
     token_tile,
 )
 
-CODE_FACTOR = 2.0**19  # what the kernel's products of code and block scale lack, see codes.cuh
+TOKEN_TILES = (8, 16, 32, 64, 128, 256)  # that the kernel is compiled for
+CODE_FACTOR = 2.0**19  # what the kernel's products of code and block scale lack, see slabs.cuh
 
 
 def product(
@@ -37,13 +38,14 @@ def product(
     bias: torch.Tensor | None = None,
     adapter: Adapter | None = None,
     tiling: Tiling | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x W^T + bias + (x A^T) B^T: (tokens, in) -> (tokens, out), bfloat16, for as many tokens as `tiling.fits` says.
 
-    Two products on a device must not overlap: they share work space. The weight and `adapter.a` are read while the
-    launch before may still run, so another kernel has to stand between what writes them and this.
-    Raises ValueError for an input or an adapter that the kernel does not take, EngineError if the first call on a
-    device is captured.
+    `out`: where to write, contiguous. Two products on a device must not overlap: they share work space. The weight and
+    `adapter.a` are read while the launch before may still run, so another kernel has to stand between what writes them
+    and this. Raises ValueError for an input, a weight or an adapter that the kernel does not take, EngineError if the
+    first call on a device is captured.
     """
     tokens, columns = x.shape
     rows, ranks = weight.out_features, 0 if adapter is None else adapter.a.shape[0]
@@ -51,7 +53,7 @@ def product(
     tiling = tiling or choose_tiling(columns, tokens)
     space = _work_space(x.device)
     parts, hidden = space.hidden(tiling.hidden_numbers(tokens, columns, ranks), (tokens, ranks))
-    out = x.new_empty(tokens, rows)
+    out = x.new_empty(tokens, rows) if out is None else out
     adapter_numbers = (0, 1, 0, 0) if adapter is None else (ranks, adapter.part_rank, *adapter.part_ends)
     launch = Launch((space.blocks, 1, 1), 32 * (tiling.warps + 4), tiling.shared_bytes(tokens), early=True)
     kernel("gemm.cu", "nvfp4_gemm", _defines(tokens, tiling))(
@@ -75,6 +77,23 @@ def product(
         *adapter_numbers,
     )
     return out
+
+
+def split_product(
+    x: torch.Tensor, weight: KernelWeight, bias: torch.Tensor | None = None, adapter: Adapter | None = None
+) -> torch.Tensor:
+    """`product` for any number of tokens: launches of MAX_TOKENS and one of the rest."""
+    if len(x) <= MAX_TOKENS:
+        return product(x, weight, bias, adapter)
+    out = x.new_empty(len(x), weight.out_features)
+    for some, of_out in zip(x.split(MAX_TOKENS), out.split(MAX_TOKENS), strict=True):
+        product(some, weight, bias, adapter, out=of_out)
+    return out
+
+
+def takes(rows: int, columns: int, ranks: int = 0) -> bool:
+    """Whether `split_product` takes a weight of this shape, at any number of tokens."""
+    return all(fits(rows, columns, tokens, ranks) for tokens in TOKEN_TILES)
 
 
 def _maps(x: torch.Tensor, tiling: Tiling, hidden: torch.Tensor, adapter: Adapter | None) -> tuple[TensorMap, ...]:

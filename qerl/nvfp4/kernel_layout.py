@@ -1,7 +1,7 @@
-"""Where a GEMM kernel keeps each NVFP4 code and block scale: the layouts of vLLM's Humming and Marlin, in plain torch.
+"""Where a GEMM kernel keeps each NVFP4 code and block scale, in plain torch. Our own layout is in `slab_layout.py`.
 
-Both kernels cut the weight (out, in) into tiles of 64 rows x 16 columns and store a tile as 32 lanes x 4 words of eight
-codes, the order in which a tensor-core fragment takes them. With, for row n and column k,
+vLLM's Humming and Marlin cut the weight (out, in) into tiles of 64 rows x 16 columns and store a tile as 32 lanes x 4
+words of eight codes, the order in which a tensor-core fragment takes them. With, for row n and column k,
 
     n = 64 * tile + 16 * word + 8 * half + lane_hi        k = 16 * block + 8 * upper + 2 * lane_lo + odd
 
@@ -12,7 +12,7 @@ ones of each four, and stores e4m3 as an unsigned 5-bit exponent and 3-bit manti
 
 Read in humming-kernels 0.1.10 (`kernel/process.cuh`, `utils/weight.py`) and vllm 0.25.1 (`gptq_marlin_repack`,
 `marlin_utils_fp4.py`). The GPU tests recover the same permutation by packing known codes with the kernels' own
-packers, and `qerl/nvfp4/kernels.py` is the fast twin of this file.
+packers, and `qerl/nvfp4/decode.py` and `kernels.py` are the fast twins of this file.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class KernelLayout:
     marlin_scales: bool = False  # scales reordered and re-encoded as Marlin's unsigned e5m3
 
 
-QERL = KernelLayout("qerl")  # see slab_layout.py
+QERL = KernelLayout("qerl")
 HUMMING_WGMMA = KernelLayout("humming", transposed=True, marlin_scales=False)
 HUMMING_MMA = KernelLayout("humming", transposed=False, marlin_scales=False)
 MARLIN = KernelLayout("marlin", transposed=False, marlin_scales=True)
@@ -47,9 +47,9 @@ MARLIN = KernelLayout("marlin", transposed=False, marlin_scales=True)
 class KernelWeight:
     """One (possibly fused) linear as its kernel keeps it; the tensors are the kernel's own, never copies.
 
-    `words` int32 (in_padded / 16, 2 * out_padded), `scales` one byte each (in_padded / 16, out_padded). A code times
-    its block scale times `alpha` is the checkpoint's weight, where `alpha` is 1 / global scale but for a power of two
-    that Marlin moves out of the block scales.
+    `words` int32 (in_padded / 16, 2 * out_padded), `scales` one byte each (in_padded / 16, out_padded); of QERL as
+    `slab_layout.pack` makes them. A code times its block scale times `alpha` is the checkpoint's weight, where `alpha`
+    is 1 / global scale but for a power of two that Marlin moves out of the block scales.
     """
 
     layout: KernelLayout
@@ -59,10 +59,6 @@ class KernelWeight:
     in_features: int
     global_scale: float  # 448 * 6 / amax, as in the checkpoint
     scale_factor: float = 1.0  # what the stored block scales were multiplied by, a power of two
-
-    @property
-    def out_padded(self) -> int:
-        return self.scales.shape[1]
 
     @property
     def alpha(self) -> float:
@@ -102,7 +98,8 @@ def dequantize(weight: KernelWeight, dtype: torch.dtype) -> torch.Tensor:
     """The weight (out_features, in_features) as compressed-tensors decodes the checkpoint: bit-exact, slow."""
     from qerl.nvfp4.reference import decode_e2m1
 
-    scales = block_scales(weight) / weight.scale_factor / weight.global_scale
+    scales = block_scales(weight) / weight.scale_factor
+    scales = scales / torch.full_like(scales, weight.global_scale)  # CUDA divides by a number through its reciprocal
     values = decode_e2m1(codes(weight)).float() * scales.repeat_interleave(BLOCK, dim=1)
     return values.to(dtype)
 

@@ -18,34 +18,41 @@ from __future__ import annotations
 
 import torch
 
+from qerl.errors import CheckpointError
+from qerl.nvfp4.reference import unpack_codes
+
 BLOCK, SLAB, ROWS, UNIT = 16, 16, 256, 64
 EXPONENT_BIAS = 10
 BITS = (  # of a 32-bit word: where the bits of a code stand, low to high; by odd, then 2 * upper + half
     ((6, 7, 8, 15), (28, 29, 30, 5), (0, 1, 2, 9), (10, 3, 4, 11)),
     ((22, 23, 24, 31), (12, 13, 14, 21), (16, 17, 18, 25), (26, 19, 20, 27)),
 )
+PIECE = 2**24  # codes that are packed at once, about: that takes some 150 MiB beside the result
+LARGEST = 0x7E  # 448, the largest e4m3 byte that is a positive number
 
 
-def pack(codes: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """codes (rows, columns) uint8 below 16, scales (rows, columns / 16) e4m3, not negative -> words (rows_blocks, units,
-    2048) int32, scales (rows_blocks, units, 1024) uint8."""
-    rows, columns = codes.shape
-    codes = torch.where((scales.view(torch.uint8) == 0).repeat_interleave(BLOCK, dim=1), codes & 8, codes)
-    padded = _padded(codes, -(-rows // ROWS) * ROWS, -(-columns // UNIT) * UNIT)
-    # rows_block, slab, half, lane_hi; unit, block, upper, lane_lo, odd
-    grid = padded.view(-1, ROWS // SLAB, 2, 8, padded.shape[1] // UNIT, UNIT // BLOCK, 2, 4, 2)
-    grid = grid.permute(0, 4, 1, 3, 7, 5, 8, 6, 2)  # rows_block, unit, slab, lane_hi, lane_lo, block, odd, upper, half
-    words = torch.zeros(grid.shape[:6], dtype=torch.int32, device=codes.device)
-    for odd in range(2):
-        for place in range(4):
-            code = grid[..., odd, place // 2, place % 2].to(torch.int32)
-            for bit, target in enumerate(BITS[odd][place]):
-                words |= (code >> bit & 1) << target
-    words = words.view(*words.shape[:2], -1)
-    stored = _padded(_stored(scales), padded.shape[0], padded.shape[1] // BLOCK)
-    stored = stored.view(-1, ROWS // SLAB, 2, 8, padded.shape[1] // UNIT, 2, 2)  # ..., unit, block // 2, block % 2
-    stored = stored.permute(0, 4, 1, 3, 5, 2, 6).contiguous()
-    return words, stored.view(*words.shape[:2], -1)
+def pack(packed: torch.Tensor, scales: torch.Tensor, name: str = "weight") -> tuple[torch.Tensor, torch.Tensor]:
+    """A checkpoint's codes, uint8 (rows, columns / 2), and block scales, e4m3 (rows, columns / 16), in this layout.
+
+    Returns words int32 (rows_blocks, units, 2048) and scales uint8 (rows_blocks, units, 1024). Raises CheckpointError
+    for block scales that are negative or NaN: the layout has no place for them.
+    """
+    stored = scales.view(torch.uint8)
+    if wrong := int((stored > LARGEST).sum()):
+        raise CheckpointError(
+            f"{name}: {wrong} of {stored.numel()} block scales are negative or NaN, which no quantizer writes; the "
+            "checkpoint is damaged: quantize the 16-bit model again with `qerl quantize`"
+        )
+    rows, columns = packed.shape[0], 2 * packed.shape[1]
+    blocks, units = -(-rows // ROWS), -(-columns // UNIT)
+    words = torch.empty(blocks, units, ROWS * UNIT // 8, dtype=torch.int32, device=packed.device)
+    laid_scales = torch.empty(blocks, units, ROWS * UNIT // BLOCK, dtype=torch.uint8, device=packed.device)
+    step = max(1, PIECE // (ROWS * columns))
+    for first in range(0, blocks, step):
+        of_rows, of_blocks = slice(first * ROWS, (first + step) * ROWS), slice(first, first + step)
+        words[of_blocks] = _words(unpack_codes(packed[of_rows]), stored[of_rows])
+        laid_scales[of_blocks] = _laid_scales(scales[of_rows])
+    return words, laid_scales
 
 
 def codes(words: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -57,6 +64,7 @@ def codes(words: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
         for place in range(4):
             code = sum((words >> target & 1) << bit for bit, target in enumerate(BITS[odd][place]))
             grid[..., odd, place // 2, place % 2] = code.to(torch.uint8)
+    # to rows_block, slab, half, lane_hi; unit, block, upper, lane_lo, odd
     return grid.permute(0, 2, 8, 3, 1, 5, 7, 4, 6).reshape(blocks * ROWS, units * UNIT)[:rows, :columns]
 
 
@@ -69,13 +77,35 @@ def block_scales(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     return torch.where(stored == 0, 0.0, values)
 
 
-def _stored(scales: torch.Tensor) -> torch.Tensor:
-    """e4m3 as five bits of exponent and three of mantissa, without subnormals."""
+def _words(codes: torch.Tensor, stored_scales: torch.Tensor) -> torch.Tensor:
+    """int32 (rows_blocks, units, 2048) of codes (rows, columns) uint8, and the bytes of their block scales."""
+    kept_bits = torch.where(stored_scales == 0, 8, 15).to(torch.uint8).repeat_interleave(BLOCK, dim=1)
+    padded = _padded(codes & kept_bits, UNIT)
+    units = padded.shape[1] // UNIT
+    grid = padded.view(-1, ROWS // SLAB, 2, 8, units, UNIT // BLOCK, 2, 4, 2)
+    # to rows_block, unit, slab, lane_hi, lane_lo, block; odd, upper, half
+    grid = grid.permute(0, 4, 1, 3, 7, 5, 8, 6, 2)
+    words = torch.zeros(grid.shape[:6], dtype=torch.int32, device=codes.device)
+    for odd in range(2):
+        for place in range(4):
+            code = grid[..., odd, place // 2, place % 2].to(torch.int32)
+            for bit, target in enumerate(BITS[odd][place]):
+                words |= (code >> bit & 1) << target
+    return words.view(-1, units, ROWS * UNIT // 8)
+
+
+def _laid_scales(scales: torch.Tensor) -> torch.Tensor:
+    """uint8 (rows_blocks, units, 1024) of e4m3 (rows, columns / 16), none negative: without subnormals."""
     values = scales.float()
     mantissa, exponent = torch.frexp(values)  # 0.5 <= mantissa < 1
     stored = (exponent - 1 + EXPONENT_BIAS) * 8 + (mantissa * 16 - 8).int()
-    return torch.where(values == 0, 0, stored).to(torch.uint8)
+    padded = _padded(torch.where(values == 0, 0, stored).to(torch.uint8), UNIT // BLOCK)
+    units = padded.shape[1] // (UNIT // BLOCK)
+    # rows as in `_words`, and each unit's blocks in two pairs
+    grid = padded.view(-1, ROWS // SLAB, 2, 8, units, 2, 2).permute(0, 4, 1, 3, 5, 2, 6)
+    return grid.reshape(-1, units, ROWS * UNIT // BLOCK)
 
 
-def _padded(tensor: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    return torch.nn.functional.pad(tensor, (0, columns - tensor.shape[1], 0, rows - tensor.shape[0]))
+def _padded(tensor: torch.Tensor, columns: int) -> torch.Tensor:
+    """With zeros to whole blocks of rows and a multiple of `columns`."""
+    return torch.nn.functional.pad(tensor, (0, -tensor.shape[1] % columns, 0, -tensor.shape[0] % ROWS))

@@ -18,12 +18,10 @@ class TensorMap(ctypes.Structure):
 
 
 @lru_cache(maxsize=8192)
-def tensor_map(
-    address: int, shape: tuple[int, int], tile: tuple[int, int], swizzled: bool = False
-) -> TensorMap:
-    """Of a contiguous bfloat16 matrix `shape` (rows, columns) at `address`, its rows 16-byte aligned, of which `tile` (rows,
-    columns) is copied at a time; beyond its edges are zeros. `swizzled`: 16-byte chunks exchanged within 128 bytes by
-    row % 8.
+def tensor_map(address: int, shape: tuple[int, int], tile: tuple[int, int], swizzled: bool = False) -> TensorMap:
+    """Of a contiguous bfloat16 matrix `shape` (rows, columns) at `address`, of which `tile` (rows, columns) is copied
+    at a time; beyond its edges are zeros. Its rows begin at 16 bytes. `swizzled`: 16-byte chunks exchanged within 128
+    bytes by row % 8.
 
     Raises EngineError if the driver refuses it.
     """

@@ -1,10 +1,10 @@
 """Which way a product with an NVFP4 weight and its adapter takes, by shape and number of tokens. No torch.
 
-    fused    base and adapter in one launch (`gemm.py`)
-    kernel   the GEMM kernel in whose layout the weight lies (Humming, Marlin), then the adapter
+    fused    base and adapter in one launch of our kernel (`gemm.py`), above 256 tokens in launches of 256
+    kernel   the GEMM kernel in whose layout the weight lies (ours, Humming, Marlin), then the adapter
     decoded  the weight decoded into a buffer for cuBLAS, then the adapter
 
-Where nothing was measured, `default_way` decides, from an H200 (kernel and decoded: benchmarks/gemm-7b.json). `measure`
+Where nothing was measured, `default_way` decides, from an H200 (Humming, Marlin: benchmarks/gemm-7b.json). `measure`
 times each way that is right for a shape; the times are kept in a file of the kernels' cache folder, named by what they
 depend on. Humming 0.1.10 is right up to 512 tokens only: see `vllm_plugin/products.py`. What an engine found wrong when
 it opened is left out too: `vllm_plugin/tune.py`.
@@ -21,13 +21,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qerl.disk import write_shared
-from qerl.nvfp4.tiling import fits
+from qerl.nvfp4.tiling import MAX_TOKENS, fits
 
 logger = logging.getLogger(__name__)
 
 TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # measured; a number between takes the next one's way
-KERNEL_RIGHT = {"humming": 512, "marlin": 2048}  # the most at which the kernel may be used
-KERNEL_FAST = {"humming": 512, "marlin": 256}  # and to which it was the fastest on an H200
+KERNEL_RIGHT = {"qerl": 512, "humming": 512, "marlin": 2048}  # the most at which the kernel may be used
+KERNEL_FAST = {"qerl": 512, "humming": 512, "marlin": 256}  # and to which it was the fastest on an H200
 DECODED_FROM = 32  # not worth a measurement below
 GRAPH_TOKENS, GRAPH_DENSE = 512, 2**29  # a weight decoded in a CUDA graph stays in the graphs' memory: bytes at most
 WRONG = 0.015  # relative error from which a product is wrong; rounding gives 0.002 to 0.005
@@ -43,8 +43,8 @@ class Shape:
     rows: int
     columns: int
     ranks: int
-    kernel: str  # "humming" or "marlin"
-    fused: bool  # whether our CUDA kernels run there and take the adapter
+    kernel: str  # "qerl", "humming" or "marlin"
+    fused: bool  # whether the weight lies as our kernel reads it, and that takes the adapter's parts
 
     @property
     def name(self) -> str:
@@ -58,7 +58,8 @@ class Shape:
         return (*ways, *["fused"] * self._fits_fused(tokens))
 
     def _fits_fused(self, tokens: int) -> bool:
-        return self.fused and fits(self.rows, self.columns, tokens, self.ranks)
+        launched = min(tokens, MAX_TOKENS)  # at once; what fits at this number fits at fewer
+        return self.fused and tokens <= KERNEL_RIGHT["qerl"] and fits(self.rows, self.columns, launched, self.ranks)
 
     def default_way(self, tokens: int) -> str:
         if self._fits_fused(tokens):

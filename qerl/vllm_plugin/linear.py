@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
@@ -26,10 +27,11 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
 from qerl.errors import EngineError
-from qerl.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, KernelWeight, scales_marlin_drops
-from qerl.nvfp4.lora import RANK_STEP, Adapter
+from qerl.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, QERL, KernelWeight, scales_marlin_drops
+from qerl.nvfp4.lora import RANK_STEP
 from qerl.vllm_plugin import BF16_METHOD, CONFIG_KEY, NVFP4_METHOD
-from qerl.vllm_plugin.products import BASES, Base, load_kernels
+from qerl.vllm_plugin.kernel import QerlNvFp4LinearKernel
+from qerl.vllm_plugin.products import BASES, Base, adapter_of, load_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +44,7 @@ class Options:
 
     max_rank: int = 0  # 0: no adapter, and no cost of one
     deterministic: bool = False
+    kernel: str = ""  # "qerl": ours multiplies by NVFP4 weights; else the one that vLLM chose by `linear_backend`
 
     @classmethod
     def current(cls) -> Options:
@@ -85,12 +88,8 @@ class AdapterLinearMethod(LinearMethodBase):
             _add_adapter_buffers(layer, self.options.max_rank)
         layer.qerl_quantized = kernel_name(layer) != "cublas"
         if layer.qerl_quantized:
-            adapter = None
-            if self.options.max_rank:
-                adapter = Adapter(layer.lora_a, layer.lora_b, tuple(layer.output_partition_sizes))
-            BASES[layer.weight.data_ptr()] = Base(self.inner, layer, kernel_weight(layer), adapter)
-        if self.options.max_rank:
-            load_kernels(layer)
+            BASES[layer.weight.data_ptr()] = Base(self.inner, layer, kernel_weight(layer), adapter_of(layer))
+        load_kernels(layer)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         rows = sum(layer.output_partition_sizes)
@@ -117,7 +116,13 @@ class QerlNVFP4Config(CompressedTensorsConfig):
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         method = super().get_quant_method(layer, prefix)
-        return AdapterLinearMethod(method, Options.current()) if isinstance(layer, LinearBase) else method
+        if not isinstance(layer, LinearBase):
+            return method
+        options = Options.current()
+        scheme = getattr(layer, "scheme", None)
+        if options.kernel == "qerl" and isinstance(getattr(scheme, "kernel", None), NvFp4LinearKernel):
+            scheme.kernel = QerlNvFp4LinearKernel()
+        return AdapterLinearMethod(method, options)
 
 
 @register_quantization_config(BF16_METHOD)
@@ -177,6 +182,8 @@ def kernel_weight(layer: LinearBase) -> KernelWeight:
     name = kernel_name(layer)
     common = {"out_features": sum(layer.output_partition_sizes), "global_scale": layer.qerl_global_scale}
     in_features = getattr(layer, "input_size_per_partition", layer.input_size)
+    if name == "qerl":
+        return KernelWeight(QERL, layer.weight.data, layer.weight_scale.data, in_features=in_features, **common)
     if name == "humming":
         wgmma = "wgmma" in str(layer.humming_metas[""].mma_type).lower()
         layout = HUMMING_WGMMA if wgmma else HUMMING_MMA
@@ -197,7 +204,7 @@ def _warn_of_dropped_scales(layer: LinearBase) -> None:
     if kernel_name(layer) == "marlin" and (dropped := scales_marlin_drops(layer.weight_scale.data)):
         logger.warning(
             "%s: Marlin takes %d of %d block scales, all under 2^-6, for zero, and sampler and trainer then both do; "
-            "rollout.kernel=humming keeps them",
+            "rollout.kernel=humming, or qerl on Hopper, keeps them",
             layer.prefix,
             dropped,
             layer.weight_scale.numel(),

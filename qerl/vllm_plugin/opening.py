@@ -14,6 +14,7 @@ from qerl.vllm_plugin.startup import capture_sizes
 
 MIN_CAPABILITY = (8, 0)  # bfloat16
 FP8_CAPABILITY = (8, 9)  # e4m3
+KERNELS = ("auto", "qerl", "humming", "marlin")  # rollout.kernel
 MAX_BATCHED_TOKENS = 8192  # of a prefill; vLLM's 16384 takes twice the activations and is no faster for rollouts
 
 
@@ -83,7 +84,7 @@ def import_vllm() -> None:
     vllm_plugin.register()
 
 
-def open_llm(settings: Settings, backend: str, options: dict[str, Any], seed: int, enforce_eager: bool) -> Any:
+def open_llm(settings: Settings, options: dict[str, Any], seed: int, enforce_eager: bool) -> Any:
     """vLLM's LLM in this process, with our plugin in it; `options` are the plugin's (`linear.Options`)."""
     import torch
 
@@ -93,7 +94,7 @@ def open_llm(settings: Settings, backend: str, options: dict[str, Any], seed: in
     arguments = {
         **_arguments(settings, options),
         **settings.memory_arguments(torch.cuda.get_device_properties(0).total_memory),
-        "linear_backend": backend,
+        "linear_backend": linear_backend(options["kernel"]),
         "seed": seed,
         "enforce_eager": enforce_eager,
     }
@@ -144,21 +145,34 @@ def _arguments(settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def linear_backend(kernel: str, format: str, deterministic: bool) -> str:
-    """vLLM's `linear_backend`. auto: the fastest that was measured, Humming on Hopper; elsewhere, or where a repeated
-    call has to be bit-equal, Marlin."""
+def choose_kernel(kernel: str, format: str) -> str:
+    """What multiplies by NVFP4 weights: qerl, humming or marlin; "" for 16-bit ones. auto: ours on Hopper, elsewhere
+    Marlin."""
     import torch
 
-    if kernel not in ("auto", "humming", "marlin"):
-        raise EngineError(f"rollout.kernel={kernel!r} is not known: write auto, humming or marlin")
+    from qerl.nvfp4.nvrtc import has_kernels
+
+    if kernel not in KERNELS:
+        raise EngineError(f"rollout.kernel={kernel!r} is not known: write {', '.join(KERNELS[:-1])} or {KERNELS[-1]}")
     if format != "nvfp4":
-        return "auto"
-    if kernel == "auto":
-        hopper = torch.cuda.get_device_capability() == (9, 0)
-        return "humming" if hopper and not deterministic and _has_module("humming") else "marlin"
+        return ""
     if kernel == "humming" and not _has_module("humming"):
         raise MissingExtraError("humming-kernels", "gpu")
-    return kernel
+    if kernel in ("humming", "marlin"):
+        return kernel
+    if has_kernels(torch.device("cuda", torch.cuda.current_device())):
+        return "qerl"
+    if kernel == "auto":
+        return "marlin"
+    raise EngineError(
+        "rollout.kernel=qerl needs a Hopper card (compute capability 9.0) and the CUDA bindings that torch brings, not "
+        f"{torch.cuda.get_device_name()}: write rollout.kernel=auto, humming or marlin"
+    )
+
+
+def linear_backend(chosen: str) -> str:
+    """vLLM's `linear_backend` for what was chosen: ours takes the place of Marlin, which compiles nothing."""
+    return {"": "auto", "qerl": "marlin"}.get(chosen, chosen)
 
 
 def check_vllm() -> None:

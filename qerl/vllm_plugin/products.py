@@ -1,9 +1,12 @@
 """Products with the engine's NVFP4 weights: y = base(x) + (x A^T) B^T, each call by the way that suits its tokens.
 
-Which way is `qerl.nvfp4.ways`' to say. Humming 0.1.10 is not used above 512 tokens: from four row blocks on (544
-tokens) it runs clusters that multicast the activations, and its products are then off by 2 to 4%, differently at each
-call; and it never sees 49 to 56 tokens, where its blocks of 56 are off by 26% (both measured on an H200). Remove these
-limits once scripts/bench_gemm.py shows no such error.
+Which way is `qerl.nvfp4.ways`' to say. Weights in our own layout are multiplied by `gemm.py`, others by the kernel of
+vLLM's whose layout it is, and both, once decoded, by cuBLAS.
+
+Humming 0.1.10 is not used above 512 tokens: from four row blocks on (544 tokens) it runs clusters that multicast the
+activations, and its products are then off by 2 to 4%, differently at each call; and it never sees 49 to 56 tokens,
+where its blocks of 56 are off by 26% (both measured on an H200). Remove these limits once scripts/bench_gemm.py shows
+no such error.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import torch.nn.functional as F
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 
 from qerl.nvfp4 import gemm, lora
-from qerl.nvfp4.kernel_layout import KernelWeight
+from qerl.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.nvfp4.kernels import decode_
 from qerl.nvfp4.lora import Adapter
 from qerl.nvfp4.nvrtc import has_kernels
@@ -40,10 +43,16 @@ class Base:
 
     @property
     def shape(self) -> Shape:
-        taken = self.adapter is None or self.adapter.fits_kernels
-        fused = taken and has_kernels(self.weight.words.device)
         ranks = 0 if self.adapter is None else self.adapter.a.shape[0]
+        fused = self.weight.layout is QERL and (self.adapter is None or self.adapter.fits_kernels)
         return Shape(self.weight.out_features, self.weight.in_features, ranks, self.weight.layout.name, fused)
+
+
+def adapter_of(layer: LinearBase) -> Adapter | None:
+    """What lies in the layer's buffers; None in an engine without an adapter."""
+    if not hasattr(layer, "lora_a"):
+        return None
+    return Adapter(layer.lora_a, layer.lora_b, tuple(layer.output_partition_sizes))
 
 
 # By address of the kernel's words: the compiled graphs of equal layers must not differ in a constant (a name, a scale),
@@ -54,6 +63,7 @@ BASES: dict[int, Base] = {}
 def forget_bases() -> None:
     """Let go of an engine's weights: the process may open another one, at the same addresses."""
     BASES.clear()
+    _LOADED.clear()
     gemm.forget_work_space()
 
 
@@ -109,14 +119,21 @@ Way = Callable[[Base, torch.Tensor, torch.Tensor | None, Adapter | None], torch.
 
 
 def _fused(base: Base, x: torch.Tensor, bias: torch.Tensor | None, adapter: Adapter | None) -> torch.Tensor:
-    return gemm.product(x, base.weight, base.layer.qerl_bias, adapter)
+    return gemm.split_product(x, base.weight, base.layer.qerl_bias, adapter)
 
 
 def _by_kernel(base: Base, x: torch.Tensor, bias: torch.Tensor | None, adapter: Adapter | None) -> torch.Tensor:
+    if base.weight.layout is QERL:
+        out = gemm.split_product(x, base.weight, base.layer.qerl_bias)
+    else:
+        out = _by_vllm(base, x, bias)
+    return out if adapter is None else lora.add_adapter_(out, x, adapter)
+
+
+def _by_vllm(base: Base, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     tokens, wrong = x.shape[0], HUMMING_WRONG if base.weight.layout.name == "humming" else ()
     rows = F.pad(x, (0, 0, 0, HUMMING_WRONG.stop - tokens)) if tokens in wrong else x
-    out = base.method.apply(base.layer, rows, bias)[:tokens]
-    return out if adapter is None else lora.add_adapter_(out, x, adapter)
+    return base.method.apply(base.layer, rows, bias)[:tokens]
 
 
 def _decoded(base: Base, x: torch.Tensor, bias: torch.Tensor | None, adapter: Adapter | None) -> torch.Tensor:
@@ -136,19 +153,23 @@ _LOADED: set[tuple[object, ...]] = set()  # rows, columns, ranks and layout of t
 
 
 def load_kernels(layer: LinearBase) -> None:
-    """Compile and load what the CUDA graphs of a linear with an adapter record: nothing may be loaded in a capture.
+    """Compile and load what the CUDA graphs of a linear record, and make the work space: not possible in a capture.
 
-    What is not known yet (`tune.choose_ways_` comes later) is loaded when vLLM runs each size once before its capture.
+    For each number of tokens that our kernels are compiled for, with the linear's adapter or, in an engine without one,
+    the base alone. What is not known yet (`tune.choose_ways_` comes later) is loaded when vLLM runs each size once
+    before its capture.
     """
     base = BASES[layer.weight.data_ptr()] if layer.qerl_quantized else None
-    adapter = Adapter(layer.lora_a, layer.lora_b, tuple(layer.output_partition_sizes))
-    rows, columns = adapter.b.shape[0], adapter.a.shape[1]
-    shape = (rows, columns, adapter.a.shape[0], None if base is None else base.weight.layout)
-    if shape in _LOADED or not has_kernels(adapter.a.device):
+    adapter = adapter_of(layer)
+    rows, columns = sum(layer.output_partition_sizes), layer.input_size  # of one card
+    ranks = 0 if adapter is None else adapter.a.shape[0]
+    shape = (rows, columns, ranks, None if base is None else base.weight.layout)
+    if shape in _LOADED or not has_kernels(layer.weight.device):
         return
     _LOADED.add(shape)
-    for tokens in (1, 16, 32, 64, 128):
-        x = adapter.a.new_zeros(tokens, columns)
-        if base is not None and way_of(base.ways, tokens) == "fused":
-            torch.ops.qerl.nvfp4_lora_linear(x, layer.weight, None, adapter.a, adapter.b, rows)
-        lora.add_adapter_(x.new_zeros(tokens, rows), x, adapter)
+    for tokens in gemm.TOKEN_TILES:
+        x = torch.zeros(tokens, columns, dtype=torch.bfloat16, device=layer.weight.device)
+        if base is not None and base.weight.layout is QERL:
+            WAYS[way_of(base.ways, tokens)](base, x, None, adapter)
+        if adapter is not None:
+            lora.add_adapter_(x.new_zeros(tokens, rows), x, adapter)

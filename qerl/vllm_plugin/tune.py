@@ -1,8 +1,8 @@
 """Choose how each shape of the engine is multiplied; with `tune`, by times that are measured once on this card.
 
 A way is timed over as many layers of the shape as do not fit the card's cache, inside a CUDA graph, as in decoding;
-`qerl.nvfp4.ways` keeps the times. Whatever chose it, a GEMM kernel is compared with the decoded weight at each size of
-the CUDA graphs, and our own at each of `ways.TOKENS`; where one is wrong it is left out.
+`qerl.nvfp4.ways` keeps the times. Whatever chose it, Humming or Marlin is compared with the decoded weight at each size
+of the CUDA graphs, and our own kernel at each of `ways.TOKENS`; where one is wrong it is left out.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ CALLS = 3
 def choose_ways_(tune: bool, sizes: Sequence[int]) -> None:
     """Give each base of `BASES` its ways: from the card's table; with `tune`, what that lacks is measured first.
 
-    `sizes`: numbers of tokens at which the kernel is checked.
+    `sizes`: numbers of tokens at which another kernel than ours is checked.
     """
     shapes: dict[ways.Shape, list[Base]] = {}
     for base in BASES.values():
@@ -45,9 +45,10 @@ def choose_ways_(tune: bool, sizes: Sequence[int]) -> None:
         ways.write_table(path, facts, {shape.name: times[shape.name] for shape in lacking})
     for shape, bases in shapes.items():
         chosen = shape.ways(times)
-        checked = [size for size in sizes if ways.way_of(chosen, size) == "kernel"]
+        at = ways.TOKENS if shape.kernel == "qerl" else sizes
+        checked = [size for size in at if ways.way_of(chosen, size) == "kernel"]
         wrong = ways.wrong_sizes(shape.name, {size: _error(bases[0], "kernel", size) for size in checked})
-        left_out = {ways.bucket(size) for size in wrong} | ways.unchecked(sizes)
+        left_out = {ways.bucket(size) for size in wrong} | ways.unchecked(at)
         fused = [size for size in ways.TOKENS if "fused" in shape.right_ways(size)]
         errors = {size: _error(bases[0], "fused", size) for size in fused}
         wrong_fused = ways.wrong_sizes(shape.name, errors, "our product")

@@ -1,12 +1,5 @@
-// nvfp4_decode:  dense[n, k] = code[n, k] scale[n, k / 16], exact in bfloat16.
+// nvfp4_decode:  dense[n, k] = code[n, k] scale[n, k / 16], exact in bfloat16, of Humming's and Marlin's layouts.
 #include "codes.cuh"
-
-static __device__ __forceinline__ uint4 load_stream(const uint4* p) {
-    uint4 v;
-    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(p));
-    return v;
-}
 
 #define DECODE_BLOCKS 8
 #define DECODE_WARPS 4

@@ -1,0 +1,44 @@
+"""Our own NVFP4 kernel as one of vLLM's: packs a loaded linear into qerl's layout, and multiplies by it there."""
+
+from __future__ import annotations
+
+import torch
+from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
+
+from qerl.errors import EngineError
+from qerl.nvfp4 import gemm, slab_layout
+from qerl.nvfp4.nvrtc import has_kernels
+
+
+class QerlNvFp4LinearKernel(NvFp4LinearKernel):
+    """Stands in a scheme of vLLM's where the kernel that vLLM chose stood (`linear.QerlNVFP4Config`)."""
+
+    def __init__(self) -> None:
+        super().__init__(NvFp4LinearLayerConfig())
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        if has_kernels(torch.device("cuda", torch.cuda.current_device())):
+            return True, None
+        return False, "it runs on Hopper alone"
+
+    @classmethod
+    def can_implement(cls, config: NvFp4LinearLayerConfig) -> tuple[bool, str | None]:
+        return True, None
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """The checkpoint's codes and block scales give way to packed ones, one linear at a time."""
+        rows, columns = layer.weight.shape[0], 2 * layer.weight.shape[1]
+        if not gemm.takes(rows, columns):
+            raise EngineError(
+                f"{layer.prefix} is {rows} x {columns}, which qerl's kernel does not take: write "
+                "rollout.kernel=humming or marlin"
+            )
+        words, scales = slab_layout.pack(layer.weight.data, layer.weight_scale.data, layer.prefix)
+        layer.weight = torch.nn.Parameter(words, requires_grad=False)
+        layer.weight_scale = torch.nn.Parameter(scales, requires_grad=False)
+
+    def apply_weights(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        rows = sum(layer.output_partition_sizes)
+        out = torch.ops.qerl.nvfp4_linear(x.reshape(-1, x.shape[-1]), layer.weight, bias, rows)
+        return out.view(*x.shape[:-1], rows)
