@@ -3,7 +3,7 @@
 
     python3 scripts/bench_layers.py --out benchmarks/layers-7b.json
 
-A Qwen2.5-7B layer of random NVFP4 weights in Humming's layout (`--narrow 16` divides its sizes, for a machine without a
+A Qwen2.5-7B layer of random NVFP4 weights in our own layout (`--narrow 16` divides its sizes, for a machine without a
 GPU), LoRA rank 32, one packed row of 640-token sequences. Floor: the layer's large products alone, forward and to the
 input, as cuBLAS does them on dense bfloat16 weights. Times: milliseconds, median of `--repeats`; kept: MiB that live
 between forward and backward; peak: MiB above what was there before.
@@ -103,15 +103,15 @@ def build_policy(arguments: argparse.Namespace, ours: bool) -> nn.Module:
 
 def place_fused_(parent: nn.Module, leaves: list[str]) -> None:
     """Random codes under one block scale, for all leaves in one tensor."""
-    from qerl.nvfp4.kernel_layout import HUMMING_WGMMA, KernelWeight
+    from qerl.nvfp4 import slab_layout
+    from qerl.nvfp4.kernel_layout import QERL, KernelWeight
     from qerl.nvfp4.kernel_linear import KernelLinear
 
     linears = [getattr(parent, leaf) for leaf in leaves]
     rows, columns = sum(linear.out_features for linear in linears), linears[0].in_features
-    padded = -(-rows // 64) * 64
-    words = torch.randint(-(2**31), 2**31, (columns // 16, 2 * padded), device=DEVICE).int()
-    scales = torch.full((columns // 16, padded), 1.0, device=DEVICE).to(torch.float8_e4m3fn)
-    weight, start = KernelWeight(HUMMING_WGMMA, words, scales, rows, columns, 160.0), 0
+    packed = torch.randint(0, 256, (rows, columns // 2), device=DEVICE, dtype=torch.uint8)
+    scales = torch.ones(rows, columns // 16, device=DEVICE).to(torch.float8_e4m3fn)
+    weight, start = KernelWeight(QERL, *slab_layout.pack(packed, scales), rows, columns, 160.0), 0
     for leaf, linear in zip(leaves, linears, strict=True):
         setattr(parent, leaf, KernelLinear(weight, start, linear.out_features, linear.bias))
         start += linear.out_features

@@ -3,7 +3,7 @@
 
     python3 scripts/bench_linear.py --shape qwen2.5-7b --rank 32 --out benchmarks/linear-7b-rank32.json
 
-- fused: base and adapter in one launch (Hopper, as many tokens as fit)
+- fused: base and adapter in one launch (Hopper; above 256 tokens, to 512, one for each 256)
 - humming: vLLM's Humming, then the adapter as the engine adds it; left out where vLLM is not installed
 - decoded: decoded to bfloat16 for cuBLAS, then the adapter as the engine adds it
 - adapter: our kernels for the adapter alone, in place on a product that another kernel has just written
@@ -13,7 +13,8 @@ Times: microseconds in a CUDA graph over so many random layers that no cache hol
 are needed over the bandwidth of a copy, or the flops over the rate of a large product where that is longer, both
 measured in this run; share: limit over time. Error: norm of the difference from the float64 twin, over its norm.
 Repeats: three calls are equal to the bit. Last come sums over the layer: by the ways that the engine takes where it has
-measured nothing ("default"), and by the fastest of the right ones.
+measured nothing ("default"), by the faster of the two that read our layout ("fastest"), and all by Humming, for whose
+layout an engine is opened with rollout.kernel=humming.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ from qerl.sizes import KNOWN
 from scripts.linear_ways import WAYS, Linear, linears, random_adapter
 
 CALLS = 32  # at least so many in a graph: its start then counts for little
-OURS = {"fused": "fused", "humming": "kernel", "decoded": "decoded"}  # -> the name in qerl/nvfp4/ways.py
-CHOICES = ("default", "fastest")
+OURS = ("fused", "decoded")  # of qerl/nvfp4/ways.py, over weights in our layout
+CHOICES = ("default", "fastest", "humming")
 
 Row = dict[str, Any]
 
@@ -153,14 +154,13 @@ def _sum(rows: Iterable[Row], key: str) -> float:
 
 def choose(rows: dict[str, Row], choice: str) -> Row | None:
     """Of one linear at one number of tokens (way -> row) the one that the engine takes; None if it was not measured."""
-    ours = {way: row for way, row in rows.items() if way in OURS}
+    if choice == "humming":
+        return rows.get("humming")
     if choice == "fastest":
-        right = [row for row in ours.values() if row["error"] < ways.WRONG]
+        right = [row for way, row in rows.items() if way in OURS and row["error"] < ways.WRONG]
         return min(right, key=lambda row: row["us"], default=None)
-    row = rows["bf16"]
-    shape = ways.Shape(row["rows"], row["columns"], 0, "humming", "fused" in rows)
-    default = shape.default_way(row["tokens"])
-    return next((row for way, row in ours.items() if OURS[way] == default), None)
+    row, kernel = rows["bf16"], "qerl" if "fused" in rows else "marlin"
+    return rows.get(ways.Shape(row["rows"], row["columns"], 0, kernel, "fused" in rows).default_way(row["tokens"]))
 
 
 def result_line(row: Row) -> str:

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from qerl.nvfp4 import gemm, lora, reference
-from qerl.nvfp4.kernel_layout import BLOCK, HUMMING_WGMMA, KernelWeight
+from qerl.nvfp4 import gemm, lora, reference, slab_layout
+from qerl.nvfp4.kernel_layout import BLOCK, QERL, KernelWeight
 from qerl.nvfp4.lora import Adapter
 from qerl.nvfp4.nvrtc import has_kernels
-from qerl.nvfp4.tiling import fits
-from qerl.nvfp4.ways import KERNEL_RIGHT
+from qerl.nvfp4.ways import KERNEL_RIGHT, Shape
 from qerl.sizes import FUSED, KNOWN, NVFP4_BYTES, RANK_STEP, sizes_of
 
 NAMES = ("qkv", "o", "gate_up", "down")
@@ -37,6 +36,10 @@ class Linear:
     def adapter_numbers(self) -> int:
         """Of A and of the blocks of B."""
         return self.part_rank * (len(self.parts) * self.columns + self.rows)
+
+    def shape(self, fused: bool) -> Shape:
+        """For the choice of ways, in our own layout."""
+        return Shape(self.rows, self.columns, self.part_rank * len(self.parts), "qerl", fused)
 
     def needs(self, way: str, tokens: int, adapter: bool) -> tuple[float, float]:
         """(bytes, flops) of a product: each number is read or written once, a packed weight as it is."""
@@ -89,11 +92,12 @@ def add_as_engine_(out: torch.Tensor, x: torch.Tensor, adapter: Adapter | None) 
 
 
 def _random_packed(linear: Linear, tokens: int, device: str) -> KernelWeight:
-    """Any words are a weight; scales as a normal weight has them, its deviation about 0.02."""
-    blocks, padded = linear.columns // BLOCK, -(-linear.rows // 256) * 256
-    words = torch.randint(-(2**31), 2**31 - 1, (blocks, 2 * padded), dtype=torch.int32, device=device)
-    scales = torch.randint(0x60, 0x7F, (blocks, padded), dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
-    return KernelWeight(HUMMING_WGMMA, words, scales, linear.rows, linear.columns, global_scale=3e4)
+    """Any words are a weight; scales from 32 to 448, as a normal weight has them, its deviation about 0.02."""
+    rows, unit = slab_layout.ROWS, slab_layout.UNIT
+    blocks = (-(-linear.rows // rows), -(-linear.columns // unit))
+    words = torch.randint(-(2**31), 2**31 - 1, (*blocks, rows * unit // 8), dtype=torch.int32, device=device)
+    scales = torch.randint(120, 151, (*blocks, rows * unit // BLOCK), dtype=torch.uint8, device=device)
+    return KernelWeight(QERL, words, scales, linear.rows, linear.columns, global_scale=3e4)
 
 
 def _random_humming(linear: Linear, tokens: int, device: str) -> tuple[torch.nn.Module, reference.NVFP4Tensor]:
@@ -147,11 +151,9 @@ WAYS = {
     "fused": Way(
         NVFP4_BYTES,
         _random_packed,
-        lambda weight, x, adapter: gemm.product(x, weight, None, adapter),
+        lambda weight, x, adapter: gemm.split_product(x, weight, None, adapter),
         lambda weight, x: gemm.reference_product(x, weight),
-        lambda linear, tokens: (
-            _has_kernels() and fits(linear.rows, linear.columns, tokens, linear.part_rank * len(linear.parts))
-        ),
+        lambda linear, tokens: "fused" in linear.shape(_has_kernels()).right_ways(tokens),
     ),
     "humming": Way(
         NVFP4_BYTES,

@@ -33,7 +33,7 @@ PROFILED_STEP = 1  # the second: the first one compiles
 CATEGORIES = {  # by a part of the kernel's name, first match
     "adapter": ("lora_shrink", "_expand_kernel"),
     "decode weights": ("nvfp4_decode", "_dequantize_kernel"),
-    "quantized product": ("nvfp4_linear", "humming", "marlin"),
+    "quantized product": ("nvfp4_gemm", "nvfp4_linear", "humming", "marlin"),
     "attention": ("flash", "fmha", "attention"),
     "product": ("nvjet", "gemm", "cublas", "cutlass", "splitK"),
     "sampling": ("_block_kernel", "_row_kernel", "gumbel", "topk", "_ranks"),

@@ -5,8 +5,8 @@ import torch
 
 from qerl.layers import elementwise, twins
 from qerl.layers.lora import Part, lora_linear
-from qerl.nvfp4 import kernel_layout
-from qerl.nvfp4.kernel_layout import HUMMING_WGMMA, KernelWeight
+from qerl.nvfp4 import kernel_layout, slab_layout
+from qerl.nvfp4.kernel_layout import HUMMING_WGMMA, QERL, KernelWeight
 from qerl.nvfp4.kernel_linear import KernelLinear
 
 pytestmark = pytest.mark.gpu
@@ -74,12 +74,22 @@ def test_rotary(dtype):
     close(leaf.grad, grad)
 
 
+def random_weight(layout, rows, columns):
+    """Any codes; block scales from 0.5 to 1.875."""
+    scales = torch.randint(48, 64, (rows, columns // 16), device="cuda", dtype=torch.uint8).view(torch.float8_e4m3fn)
+    if layout is QERL:
+        packed = torch.randint(0, 256, (rows, columns // 2), device="cuda", dtype=torch.uint8)
+        words, scales = slab_layout.pack(packed, scales)
+    else:
+        words, scales = torch.randint(-(2**31), 2**31, (columns // 16, 2 * rows), device="cuda").int(), scales.t()
+    return KernelWeight(layout, words, scales.contiguous(), rows, columns, 97.0)
+
+
+@pytest.mark.parametrize("layout", [QERL, HUMMING_WGMMA], ids=["qerl", "humming"])
 @pytest.mark.parametrize("rows", [[3584, 512, 512], [1024, 1024]], ids=str)
-def test_a_fused_linear_with_its_adapters(rows):
+def test_a_fused_linear_with_its_adapters(rows, layout):
     total, columns, rank = sum(rows), 512, 32
-    words = torch.randint(-(2**31), 2**31, (columns // 16, 2 * total), device="cuda").int()
-    scales = torch.randint(48, 64, (columns // 16, total), device="cuda", dtype=torch.uint8).view(torch.float8_e4m3fn)
-    weight = KernelWeight(HUMMING_WGMMA, words, scales, total, columns, 97.0)
+    weight = random_weight(layout, total, columns)
     dense = kernel_layout.dequantize(weight, torch.float32)
     starts = [sum(rows[:i]) for i in range(len(rows))]
     linears = [

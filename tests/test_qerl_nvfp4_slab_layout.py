@@ -104,7 +104,7 @@ def bfloat16_pairs(words):
 
 
 def test_the_kernels_bit_operations_give_codes_and_scales():
-    """`operands`, `even_scales` and `odd_scales` of cuda/slabs.cuh, over any words and all bytes that `pack` writes: code
+    """`operands`, `even_scales` and `odd_scales` of cuda/slabs.cuh, over any words, and bytes that `pack` writes: code
     * 2^-126, scale * 2^107. The low half is of column 2 * lane_lo, or of row lane_hi, the high one of 1 or 8 more."""
     u32, bits = np.uint32, 0x81C081C0
     words = np.random.default_rng(0).integers(0, 2**32, 4096, dtype=np.uint64).astype(u32)

@@ -20,14 +20,16 @@ from qerl.nvfp4.ways import (
     wrong_sizes,
 )
 
-HOPPER = Shape(4608, 3584, 96, "humming", fused=True)
+HOPPER = Shape(4608, 3584, 96, "qerl", fused=True)
+HUMMING = Shape(4608, 3584, 96, "humming", fused=False)
 AMPERE = Shape(4608, 3584, 96, "marlin", fused=False)
 
 
 @pytest.mark.parametrize(
     ("shape", "ends"),
     [
-        (HOPPER, {1: "fused", 128: "fused", 129: "kernel", 512: "kernel", 513: "decoded", 8192: "decoded"}),
+        (HOPPER, {1: "fused", 256: "fused", 257: "fused", 512: "fused", 513: "decoded", 8192: "decoded"}),
+        (HUMMING, {1: "kernel", 129: "kernel", 512: "kernel", 513: "decoded", 8192: "decoded"}),
         (AMPERE, {1: "kernel", 256: "kernel", 257: "decoded", 2048: "decoded", 100_000: "decoded"}),
     ],
 )
@@ -45,7 +47,7 @@ def test_the_fastest_way_is_taken_at_each_size():
         *["fused"] * 3,
         *["decoded"] * 5,
     ]
-    assert summary({HOPPER: ways}) == "4608x3584 rank 96 humming: fused to 32, decoded to 2048"
+    assert summary({HOPPER: ways}) == "4608x3584 rank 96 qerl: fused to 32, decoded to 2048"
 
 
 def test_times_within_the_scatter_change_nothing():
@@ -56,40 +58,47 @@ def test_times_within_the_scatter_change_nothing():
 
 
 def test_a_way_that_is_wrong_is_neither_measured_nor_taken():
-    """Humming above 512 tokens, fused above 128 or without its kernels: a table from elsewhere may name them."""
-    asked = []
-    measure(HOPPER, lambda way, tokens: asked.append((way, tokens)) or 1.0)
-    assert max(tokens for way, tokens in asked if way == "kernel") == 512
-    assert max(tokens for way, tokens in asked if way == "fused") == 128
-    assert {tokens for _, tokens in asked} == set(TOKENS)
+    """Humming and ours above 512 tokens, fused in another layout: a table from elsewhere may name them."""
+    for shape in (HOPPER, HUMMING):
+        asked = []
+        measure(shape, lambda way, tokens, asked=asked: asked.append((way, tokens)) or 1.0)
+        assert max(tokens for way, tokens in asked if way == "kernel") == 512
+        assert max((tokens for way, tokens in asked if way == "fused"), default=0) == (512 if shape.fused else 0)
+        assert {tokens for _, tokens in asked} == set(TOKENS)
     tempting = {str(tokens): {"fused": 0.1, "kernel": 0.2, "decoded": 9.0} for tokens in TOKENS}
     assert set(HOPPER.ways({HOPPER.name: tempting})[-2:]) == {"decoded"}
     assert "fused" not in AMPERE.ways({AMPERE.name: tempting})
-    wide = Shape(57344, 8192, 0, "humming", fused=True)  # of a 70B: 0.9 GiB in the memory of the CUDA graphs
+    assert "fused" not in HUMMING.ways({HUMMING.name: tempting})
+    wide = Shape(57344, 8192, 0, "qerl", fused=True)  # of a 70B: 0.9 GiB in the memory of the CUDA graphs
     assert "decoded" not in wide.right_ways(512)
     assert wide.right_ways(1024) == ("decoded",)
     zero = {"8": {"fused": 5.0, "kernel": 0.0}, "16": {"kernel": 1.0}}  # a clock that failed; the default missing
     assert HOPPER.ways({HOPPER.name: zero}) == HOPPER.ways({})
 
 
-@pytest.mark.parametrize(("ranks", "largest_fused"), [(3 * 336, 128), (3 * 352, 32), (3 * 1024, 16)])
+@pytest.mark.parametrize(("ranks", "largest_fused"), [(3 * 160, 512), (3 * 176, 128), (3 * 352, 32), (3 * 1024, 16)])
 def test_an_adapter_of_more_hidden_values_than_the_kernel_counts_goes_another_way(ranks, largest_fused):
-    """q/k/v; 16 ranks by 16 tokens (33 to 64) or 32 (65 to 128) are a piece, of which there are 255 at most."""
-    ways = Shape(10240, 8192, ranks, "humming", fused=True).ways({})
+    """q/k/v; 16 ranks by 16 tokens (33 to 64) or 32 (65 to 256) are a piece, of which there are 255 at most. Beyond,
+    the adapter goes beside our product of the base."""
+    ways = Shape(10240, 8192, ranks, "qerl", fused=True).ways({})
     assert [tokens for tokens, way in zip(TOKENS, ways, strict=True) if way == "fused"][-1] == largest_fused
+    between = [tokens for tokens, way in zip(TOKENS, ways, strict=True) if way == "kernel"]
+    assert between == [tokens for tokens in TOKENS if largest_fused < tokens <= 512]
 
 
 def test_another_shape_or_rank_has_its_own_times():
     times = {HOPPER.name: {"64": {"fused": 9.0, "decoded": 1.0}}}
     assert way_of(HOPPER.ways(times), 64) == "decoded"
-    assert way_of(Shape(4608, 3584, 0, "humming", fused=True).ways(times), 64) == "fused"
+    assert way_of(Shape(4608, 3584, 0, "qerl", fused=True).ways(times), 64) == "fused"
 
 
 def test_a_kernel_found_wrong_is_replaced_whatever_the_times_say():
     times = {HOPPER.name: {"64": {"kernel": 1.0, "fused": 9.0}, "256": {"kernel": 1.0, "decoded": 9.0}}}
     ways = HOPPER.ways(times, {64, 256})
     taken = {tokens: way_of(ways, tokens) for tokens in (32, 64, 129, 256, 257)}
-    assert taken == {32: "fused", 64: "fused", 129: "decoded", 256: "decoded", 257: "kernel"}
+    assert taken == {32: "fused", 64: "fused", 129: "fused", 256: "fused", 257: "fused"}
+    taken = {tokens: way_of(HUMMING.ways({}, {64, 256}), tokens) for tokens in (32, 64, 129, 256, 257)}
+    assert taken == {32: "kernel", 64: "decoded", 129: "decoded", 256: "decoded", 257: "kernel"}
     assert way_of(AMPERE.ways({}, {1}), 1) == "decoded"  # slow, and right
     assert [bucket(tokens) for tokens in (1, 3, 17, 64, 65)] == [1, 4, 32, 64, 128]
 
@@ -116,13 +125,13 @@ def test_sizes_with_more_than_a_rounding_error_are_wrong_and_said(caplog):
 def test_above_the_checked_sizes_the_kernel_is_left_out():
     assert unchecked([1, 2, 64, 256]) == {512, 1024, 2048}
     assert unchecked([]) == set(TOKENS)
-    ways = HOPPER.ways({}, unchecked([1, 64, 256]))
+    ways = HUMMING.ways({}, unchecked([1, 64, 256]))
     assert [way_of(ways, tokens) for tokens in (256, 257, 512)] == ["kernel", "decoded", "decoded"]
 
 
-def test_columns_that_are_no_units_leave_the_kernel():
-    assert "fused" in Shape(3584, 18944, 32, "humming", fused=True).right_ways(128)
-    assert "fused" not in Shape(3584, 18944 + 16, 32, "humming", fused=True).right_ways(1)
+def test_columns_that_are_no_blocks_leave_our_kernel():
+    assert "fused" in Shape(3584, 18944 + 16, 32, "qerl", fused=True).right_ways(128)
+    assert "fused" not in Shape(3584, 18944 + 8, 32, "qerl", fused=True).right_ways(1)
 
 
 def test_a_table_is_kept_and_added_to(tmp_path):

@@ -15,6 +15,8 @@ import profile_step
     ("name", "expected"),
     [
         ("nvfp4_linear", "quantized product"),
+        ("nvfp4_gemm", "quantized product"),
+        ("nvfp4_decode_slabs", "decode weights"),
         ("void humming<MmaOpClass, Shape<0u, 37888u, 3584u>", "quantized product"),
         ("lora_shrink", "adapter"),
         ("nvjet_sm90_tst_64x8_64x16_1x1_h_bz_splitK_TNT", "product"),
