@@ -11,7 +11,8 @@ from engine_checks.context import Context
 
 
 def dequantization(context: Context) -> dict:
-    """The kernel layout decodes to the checkpoint bit-exactly: Triton, and its torch twin on the first layer."""
+    """The kernel layout decodes to the checkpoint: bit-exactly as the policy reads a part of it, by the torch twin of
+    the whole on the first layer, and to rounding without the global scale, as products use it."""
     from safetensors import safe_open
 
     from qerl.nvfp4 import kernel_layout, reference
