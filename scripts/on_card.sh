@@ -3,7 +3,7 @@
 #
 #     scripts/on_card.sh OUT BATCH...
 #
-#     engine   360 s  the vllm engine on four small models: every check of check_engine
+#     engine   440 s  the vllm engine on small models, by each kernel: every check of check_engine
 #     kernels  165 s  kernels, packing with shared prompts, layers, quantization, doctor
 #     cache    190 s  fp8 KV cache, a KV cache that overflows, too small a cap
 #     closing  180 s  an engine closed, asleep too, and opened again; measures the card: nothing else may run on it

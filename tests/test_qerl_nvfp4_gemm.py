@@ -9,7 +9,7 @@ import torch
 
 from qerl.errors import EngineError
 from qerl.nvfp4 import gemm, lora, nvrtc, slab_layout, tiling
-from qerl.nvfp4.decode import WARP_COLUMNS, WARP_ROWS, decode_, reference_decoded
+from qerl.nvfp4.decode import WARP_COLUMNS, WARP_ROWS, decode_, dequantize_by_twin_, reference_decoded
 from qerl.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, QERL, KernelWeight, dequantize
 from qerl.nvfp4.lora import Adapter
 from qerl.nvfp4.nvrtc import has_kernels
@@ -55,6 +55,15 @@ def test_the_twin_is_the_product_with_the_decoded_weight(layout):
     x, bias = torch.randn(5, 96).bfloat16(), torch.randn(192).bfloat16()
     plain = x.double() @ dequantize(weight, torch.float32).double().t() + bias.double()
     assert error(gemm.reference_product(x, weight, bias), plain) < 1e-6
+
+
+@pytest.mark.parametrize(("start", "count"), [(0, 600), (0, 256), (255, 2), (37, 480), (599, 1)])
+def test_rows_are_dequantized_a_block_at_a_time(start, count):
+    weight = random_weight(600, 176)
+    scaled = dequantize_by_twin_(torch.empty(count, 176, dtype=torch.bfloat16), weight, start, True)
+    assert torch.equal(scaled, dequantize(weight, torch.bfloat16)[start : start + count])
+    plain = dequantize_by_twin_(torch.empty(count, 176), weight, start, False)
+    assert torch.equal(plain, reference_decoded(weight)[start : start + count])
 
 
 def random_adapter(rows, columns, ranks, parts, device="cpu", size=1.0):

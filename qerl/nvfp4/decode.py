@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from qerl.nvfp4.kernel_layout import BLOCK, QERL, TILE_ROWS, KernelWeight, block_scales, codes
+from qerl.nvfp4 import slab_layout
+from qerl.nvfp4.kernel_layout import BLOCK, QERL, TILE_ROWS, KernelWeight, block_scales, codes, dequantize
 from qerl.nvfp4.nvrtc import Launch, kernel
-from qerl.nvfp4.slab_layout import SLAB
 
 WARPS = 4  # of a block in both sources
 WARP_ROWS, WARP_COLUMNS = 32, 256  # of a warp in decode_slabs.cu
@@ -21,7 +23,7 @@ def decode_(out: torch.Tensor, weight: KernelWeight, row_start: int = 0) -> torc
     if out.dtype != torch.bfloat16:
         raise ValueError(f"the work buffer is {out.dtype}; the kernel writes bfloat16")
     if weight.layout is QERL:
-        grid = (_parts(columns, WARPS * WARP_COLUMNS), _parts(row_start % SLAB + rows, WARP_ROWS), 1)
+        grid = (_parts(columns, WARPS * WARP_COLUMNS), _parts(row_start % slab_layout.SLAB + rows, WARP_ROWS), 1)
         decode = kernel("decode_slabs.cu", "nvfp4_decode_slabs")
         decode(Launch(grid, 32 * WARPS), weight.words, weight.scales, out, row_start, rows, columns)
         return out
@@ -38,6 +40,17 @@ def reference_decoded(weight: KernelWeight) -> torch.Tensor:
     from qerl.nvfp4.reference import decode_e2m1
 
     return decode_e2m1(codes(weight)).float() * block_scales(weight).repeat_interleave(BLOCK, dim=1)
+
+
+def dequantize_by_twin_(out: torch.Tensor, weight: KernelWeight, row_start: int, scaled: bool) -> torch.Tensor:
+    """`kernels.dequantize_` of our own layout in plain torch, a few rows at a time: for checks, not for speed."""
+    step, end = slab_layout.ROWS, row_start + len(out)
+    for block in range(row_start // step, _parts(end, step)):
+        piece = replace(weight, words=weight.words[block, None], scales=weight.scales[block, None], out_features=step)
+        dense = dequantize(piece, torch.float32) if scaled else reference_decoded(piece)
+        first, past = max(block * step, row_start), min((block + 1) * step, end)
+        out[first - row_start : past - row_start] = dense[first - block * step : past - block * step]
+    return out
 
 
 def _parts(size: int, part: int) -> int:

@@ -6,14 +6,11 @@ tensors are read. Our own layout is `decode.py`'s; what that does not write goes
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import triton
 import triton.language as tl
 
-from qerl.nvfp4 import kernel_layout, slab_layout
-from qerl.nvfp4.decode import reference_decoded
+from qerl.nvfp4.decode import dequantize_by_twin_
 from qerl.nvfp4.kernel_layout import BLOCK, QERL, TILE_ROWS, KernelWeight
 
 BLOCKS_PER_PROGRAM = 8  # a program writes 64 rows of 8 * 16 columns: 256 contiguous bytes a row
@@ -127,7 +124,7 @@ def dequantize_(out: torch.Tensor, weight: KernelWeight, row_start: int = 0, sca
     if columns != weight.in_features or not out.is_contiguous() or row_start + rows > weight.out_features:
         raise ValueError(f"work buffer {tuple(out.shape)} at row {row_start} does not fit {weight}")
     if weight.layout is QERL:
-        return _dequantize_slabs_(out, weight, row_start, scaled)
+        return dequantize_by_twin_(out, weight, row_start, scaled)
     tiles = triton.cdiv(row_start % TILE_ROWS + rows, TILE_ROWS)
     _dequantize_kernel[(triton.cdiv(columns // BLOCK, BLOCKS_PER_PROGRAM), tiles)](
         weight.words,
@@ -145,15 +142,4 @@ def dequantize_(out: torch.Tensor, weight: KernelWeight, row_start: int = 0, sca
         BLOCKS=BLOCKS_PER_PROGRAM,
         num_warps=4,
     )
-    return out
-
-
-def _dequantize_slabs_(out: torch.Tensor, weight: KernelWeight, row_start: int, scaled: bool) -> torch.Tensor:
-    """`dequantize_` of our own layout by its torch twin: for checks, not for speed."""
-    step, end = slab_layout.ROWS, row_start + len(out)
-    for block in range(row_start // step, -(-end // step)):
-        piece = replace(weight, words=weight.words[block, None], scales=weight.scales[block, None], out_features=step)
-        dense = kernel_layout.dequantize(piece, torch.float32) if scaled else reference_decoded(piece)
-        first, past = max(block * step, row_start), min((block + 1) * step, end)
-        out[first - row_start : past - row_start] = dense[first - block * step : past - block * step]
     return out

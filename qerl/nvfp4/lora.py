@@ -1,7 +1,7 @@
 """The one adapter of a linear as the kernels take it, and its product beside a base product that another kernel made.
 
 hidden = x A^T rounded to bfloat16 (`shrink`), out += hidden B^T (`expand.py`): two launches, on Hopper. Twin:
-`reference_add`. Up to 128 tokens `gemm.product` does both and the base product in one.
+`reference_add`. Where our own kernel multiplies, `gemm.product` does both and the base product in one.
 """
 
 from __future__ import annotations
