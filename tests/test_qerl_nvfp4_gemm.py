@@ -144,7 +144,7 @@ def test_a_tiling_fits_the_card_and_its_counters(tokens, columns):
     assert chosen.rows * tiling.token_tile(tokens) <= tiling.MAX_SUMS
     assert chosen.heaps(tokens, 3 * 128) < tiling.MAX_HEAPS
     assert chosen.parts(columns) < tiling.MAX_PARTS
-    assert chosen.parts(columns) * 32 * chosen.warps * chosen.batch >= columns
+    assert chosen.parts(columns) * 32 * tiling.WARPS * chosen.batch >= columns
     assert tiling.token_tile(tokens) >= tokens > tiling.token_tile(tokens) // 2 * (tokens > 8)
 
 

@@ -22,6 +22,7 @@ from qerl.nvfp4.tiling import (
     MAX_SUMS,
     MAX_TOKENS,
     UNIT,
+    WARPS,
     Tiling,
     choose_tiling,
     fits,
@@ -37,7 +38,6 @@ def product(
     weight: KernelWeight,
     bias: torch.Tensor | None = None,
     adapter: Adapter | None = None,
-    tiling: Tiling | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """x W^T + bias + (x A^T) B^T: (tokens, in) -> (tokens, out), bfloat16, for as many tokens as `tiling.fits` says.
@@ -50,12 +50,12 @@ def product(
     tokens, columns = x.shape
     rows, ranks = weight.out_features, 0 if adapter is None else adapter.a.shape[0]
     _check(x, weight, adapter)
-    tiling = tiling or choose_tiling(columns, tokens)
+    tiling = choose_tiling(columns, tokens)
     space = _work_space(x.device)
     parts, hidden = space.hidden(tiling.hidden_numbers(tokens, columns, ranks), (tokens, ranks))
     out = x.new_empty(tokens, rows) if out is None else out
     adapter_numbers = (0, 1, 0, 0) if adapter is None else (ranks, adapter.part_rank, *adapter.part_ends)
-    launch = Launch((space.blocks, 1, 1), 32 * (tiling.warps + 4), tiling.shared_bytes(tokens), early=True)
+    launch = Launch((space.blocks, 1, 1), 32 * (WARPS + 4), tiling.shared_bytes(tokens), early=True)
     kernel("gemm.cu", "nvfp4_gemm", _defines(tokens, tiling))(
         launch,
         *_maps(x, tiling, hidden, adapter),
@@ -67,6 +67,7 @@ def product(
         bias,
         out,
         hidden,
+        space.flagged_hidden,
         parts,
         space.sums,
         space.counters,
@@ -87,7 +88,7 @@ def split_product(
         return product(x, weight, bias, adapter)
     out = x.new_empty(len(x), weight.out_features)
     for some, of_out in zip(x.split(MAX_TOKENS), out.split(MAX_TOKENS), strict=True):
-        product(some, weight, bias, adapter, out=of_out)
+        product(some, weight, bias, adapter, of_out)
     return out
 
 
@@ -149,8 +150,6 @@ def _defines(tokens: int, tiling: Tiling) -> tuple[str, ...]:
         f"BATCH={tiling.batch}",
         f"MAX_PARTS={MAX_PARTS}",
         f"MAX_HEAPS={MAX_HEAPS}",
-        f"GROUPS={tiling.groups}",
-        f"SLABS={tiling.slabs}",
     )
 
 
@@ -160,7 +159,8 @@ class _WorkSpace:
     def __init__(self, device: torch.device) -> None:
         self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
         self.sums = torch.empty(self.blocks * MAX_SUMS, dtype=torch.float32, device=device)
-        counters = self.blocks * (self.blocks + 1) + MAX_PARTS * MAX_HEAPS + 4 * MAX_HEAPS
+        self.flagged_hidden = torch.zeros(MAX_HEAPS * 16 * 32 // 2, dtype=torch.int64, device=device)
+        counters = self.blocks * (self.blocks + 1) + MAX_PARTS * MAX_HEAPS + 4 * MAX_HEAPS + 1
         self.counters = torch.zeros(counters, dtype=torch.int64, device=device)
         self._hidden = [torch.empty(2**20, dtype=torch.float32, device=device)]
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 UNIT = 64  # columns that a block works on at once
 SLAB = 16  # rows of a warp's product
+WARPS = 8  # of a block, that multiply
 MAX_TOKENS, MAX_SUMS = 256, 256 * 128  # tokens, and rows * tokens of a block
 MAX_PARTS, MAX_HEAPS = 64, 256  # of the tasks that make hidden values, see gemm.cu
 LONG = 8192  # columns from which a task takes more of them
@@ -17,22 +18,17 @@ class Tiling:
 
     stages: int
     batch: int
-    groups: int = 2  # warpgroups of a block, that multiply
-    slabs: int = 2  # of 16 rows, that a warp has
-
-    @property
-    def warps(self) -> int:
-        return 4 * self.groups
+    slabs: int = 2  # of 16 rows, that a warp works on
 
     @property
     def rows(self) -> int:
         """Of the weight, that a block works on at once."""
-        return SLAB * self.warps * self.slabs
+        return SLAB * WARPS * self.slabs
 
     def shared_bytes(self, tokens: int) -> int:
         """Of a block: its ring of units (x, codes, block scales), and the warps' sums of hidden values."""
         unit = 2 * UNIT * token_tile(tokens) + self.rows * UNIT * 9 // 16
-        return 1024 + self.stages * unit + self.warps * shrink_tokens(tokens) * 20 * 4
+        return 1024 + self.stages * unit + WARPS * shrink_tokens(tokens) * 20 * 4
 
     def heaps(self, tokens: int, ranks: int) -> int:
         """Pieces of the hidden values, 16 ranks by `shrink_tokens`."""
@@ -40,7 +36,7 @@ class Tiling:
 
     def parts(self, columns: int) -> int:
         """Tasks that a piece of the hidden values is made in."""
-        return -(-columns // (32 * self.warps * self.batch))
+        return -(-columns // (32 * WARPS * self.batch))
 
     def hidden_numbers(self, tokens: int, columns: int, ranks: int) -> int:
         """Sums that the tasks leave, float32."""
@@ -58,12 +54,10 @@ def shrink_tokens(tokens: int) -> int:
 
 
 def choose_tiling(columns: int, tokens: int) -> Tiling:
-    """The fastest measured on an H200."""
-    if tokens <= 32:
-        return Tiling(stages=12, batch=3)
-    if tokens > 128:
-        return Tiling(stages=5, batch=6 if columns >= LONG else 3, slabs=1)
-    return Tiling(stages=8 if tokens <= 64 else 6, batch=6 if columns >= LONG else 3)
+    """The fastest measured on an H200. A deeper ring delays what else is loaded."""
+    batch = 6 if columns >= LONG and tokens > 32 else 3
+    stages = {128: 5, 256: 4}.get(token_tile(tokens), 6)
+    return Tiling(stages, batch, slabs=2 if tokens <= 128 else 1)
 
 
 def fits(rows: int, columns: int, tokens: int, ranks: int = 0) -> bool:

@@ -8,7 +8,8 @@
 #define STRIDE (UNITS * 128 + 16)  // bytes between rows in shared memory: no two lanes meet in a bank
 
 // grid (ceil(units / (UNITS * WARPS)), slabs / SLABS), 32 * WARPS threads. Rows row_start ... of the weight, `rows` of
-// them, dense bfloat16 without the factor alpha. `columns` is a multiple of 16; those up to a whole unit are not written.
+// them, dense bfloat16 without the factor alpha. `columns` is a multiple of 16; those up to a whole unit are not
+// written.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 nvfp4_decode_slabs(const uint4* __restrict__ words, const u8* __restrict__ scales, u16* __restrict__ out, int row_start,
                    int rows, int columns) {
@@ -43,7 +44,7 @@ nvfp4_decode_slabs(const uint4* __restrict__ words, const u8* __restrict__ scale
                 const u32 of_two = b < 2 ? bytes[s][u].x : bytes[s][u].y, four = b == 0 ? word[s][u].x
                     : b == 1 ? word[s][u].y : b == 2 ? word[s][u].z : word[s][u].w;
                 u32 a[4];
-                operands(four, b % 2 ? odd_scales(of_two) : even_scales(of_two), a);
+                operands(four, two_scales(of_two, b % 2, SCALE_BITS), a);
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {  // a[i]: rows hi + 8 * (i & 1), columns 8 * (i >> 1) + 2 * lo
                     u8* place = mine + (hi + 8 * (i & 1)) * STRIDE + 128 * u + 32 * b + 16 * (i >> 1) + 4 * lo;

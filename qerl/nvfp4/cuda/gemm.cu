@@ -1,94 +1,51 @@
 // nvfp4_gemm:  out[m, n] = alpha * sum_k x[m, k] code[n, k] scale[n, k / 16] + bias[n] + sum_r h[m, r] b[n, r],
 // with h[m, r] = sum_k x[m, k] a[r, k] rounded to bfloat16.
 //
-// A block has GROUPS warpgroups of 128 rows each, with the tokens as columns of wgmma, and one more, of which a warp
-// fills a ring of STAGES units in shared memory. A unit is 64 columns: the codes and block scales as they lie in memory
-// (codes.cuh), and x. The warpgroups decode codes in registers, where wgmma takes them.
+// A block has GROUPS warpgroups, which multiply ROWS rows by all tokens, and one more, of which one warp fills a ring
+// of STAGES units in shared memory with the weight and another with x. A unit is 64 columns: codes and block scales as
+// they lie in memory (slabs.cuh), and x. The warps decode codes in registers, where the tensor cores take them: wgmma,
+// or mma for few tokens, with the tokens as columns.
 //
 // As many blocks of rows as there are blocks in the launch are done whole, by one block each. The rest is cut along K
 // into equal ranges: who has a part of such a block of rows leaves its sums in `sums`, and all that have parts of it
 // add up a share of the results each. All sums have a fixed order, so a call repeats to the bit.
 //
 // h is made while the ring fills: each block has a task or none, 16 ranks and SHRINK_TOKENS tokens over a range of K.
-// Who ends the last task of the same ranks and tokens adds up the ranges. h b^T is added where results are added up,
-// and in whole blocks of rows by more units, 16 ranks each: b in place of the codes, h in place of x.
+// Who ends the last task of the same ranks and tokens adds up the ranges, and leaves h beside the launch's number.
+// h b^T is added where results are added up, and in whole blocks of rows by more units, 16 ranks each: b in place of
+// the codes, h in place of x.
 //
 // All blocks have to be on the card at once. Counters are never cleared: each launch raises a counter by the same
 // number, so what a block finds there says which launch it is of. The launch may start early: what the one before wrote
 // is waited for, and until then the ring fills with the weight.
 //
-// Defines: TOKENS (8, 16, 32, 64, 128), STAGES, BATCH (loads a warp has under way for h), MAX_PARTS, MAX_HEAPS
-// (of the tasks for h), TRANSPOSED, MARLIN.
-#include "slabs.cuh"
-#include "shrink.cuh"
-#include "wgmma.cuh"
+// Defines: TOKENS (8, 16, 32, 64, 128, 256), STAGES, BATCH (loads a warp has under way for h), MAX_PARTS, MAX_HEAPS
+// (of the tasks for h).
 
-#ifndef GROUPS
 #define GROUPS 2
-#endif
-#ifndef SLABS
 #define SLABS (TOKENS <= 128 ? 2 : 1)  // of 16 rows, that a warp works on
-#endif
 #define ROWS (64 * GROUPS * SLABS)
 #define WARPS (4 * GROUPS)
 #define UNIT 64
-#define LAID_ROWS 256  // that lie together in memory, see layout.cuh
+#define LAID_ROWS 256  // that lie together in memory, see slab_layout.py
 #define X_BYTES (TOKENS * 2 * UNIT)
 #define CODE_BYTES (ROWS * UNIT / 2)
 #define WEIGHT_BYTES (CODE_BYTES + ROWS * UNIT / 16)
 #define FRAGMENTS (SLABS * TOKENS / 8)  // of 16 rows x 8 tokens, of a warp
+#define SMALL (TOKENS <= 16)            // each warp multiplies by itself: mma, not wgmma
+#define GATED (TOKENS >= 32)            // the ring waits for h: what it has under way would delay the loads for h
 #define SHRINK_TILES (TOKENS <= 8 ? 1 : TOKENS <= 64 ? 2 : 4)
 #define SHRINK_TOKENS (8 * SHRINK_TILES)
 #define SHRINK_COLUMNS (32 * WARPS * BATCH)
-#define AT_ONCE (TOKENS <= 16 ? 4 : 8)  // sharers' sums that are asked for together
+#define ITEMS (TOKENS <= 32 ? 1 : 4)   // fragments that a warp adds up together
+#define AT_ONCE (ITEMS == 1 ? 10 : 4)  // sharers' sums that are asked for together
+#define PARTS_AT_ONCE 8                // of h
 
-// Of a fused linear, whose adapter's B is a block diagonal: the ranks begin ... end concern the rows first ... last.
-struct Parts {
-    int ranks, part_rank, part_end_0, part_end_1;
-
-    __device__ __forceinline__ int part(int row) const { return row < part_end_0 ? 0 : row < part_end_1 ? 1 : 2; }
-    __device__ __forceinline__ int begin(int first) const { return part(first) * part_rank; }
-    __device__ __forceinline__ int end(int last) const { return ranks ? (part(last) + 1) * part_rank : 0; }
-};
-
-// The units first ... last of one block of rows, which `sharers` blocks share.
-struct Segment {
-    int rows_block, first, last, sharers;
-};
-
-// What a launch does in which order.
-struct Plan {
-    int units, whole, rest, sharers;  // of a block of rows; such blocks done whole by each; cut ones, and by how many
-
-    __device__ __forceinline__ Plan(int columns, int row_blocks)
-        : units((columns + UNIT - 1) / UNIT), whole(row_blocks / (int)gridDim.x), rest(row_blocks % (int)gridDim.x),
-          sharers(rest ? min((int)gridDim.x / rest, units) : 0) {}
-    __device__ __forceinline__ bool cuts() const { return (int)blockIdx.x < rest * sharers; }
-    __device__ __forceinline__ int cut_row() const { return blockIdx.x / sharers; }  // among the cut ones
-
-    // What is shared comes first, so that the others' sums are there when this block has done the rest.
-    template <class Do>
-    __device__ __forceinline__ void for_each_segment(Do each) const {
-        const bool shared = cuts() && sharers > 1, own = cuts() && sharers == 1;
-        for (int i = shared ? -1 : 0; i < whole + own; ++i) {
-            const int share = i < 0 ? blockIdx.x % sharers : 0, of = i < 0 ? sharers : 1;
-            const int rows_block = i < 0 || i == whole ? whole * gridDim.x + cut_row() : i * gridDim.x + blockIdx.x;
-            each(Segment{rows_block, share * units / of, (share + 1) * units / of, of});
-        }
-    }
-};
-
-// The tasks that make h: heaps of 16 ranks and SHRINK_TOKENS tokens, in parts of SHRINK_COLUMNS columns.
-struct Shrink {
-    int slabs, heaps, parts;
-
-    __device__ __forceinline__ Shrink(int tokens, int columns, int ranks)
-        : slabs(ranks / 16), heaps(ranks / 16 * ((tokens + SHRINK_TOKENS - 1) / SHRINK_TOKENS)),
-          parts((columns + SHRINK_COLUMNS - 1) / SHRINK_COLUMNS) {}
-    __device__ __forceinline__ int tasks() const { return heaps * parts; }
-    __device__ __forceinline__ int first_rank(int heap) const { return heap % max(slabs, 1) * 16; }
-    __device__ __forceinline__ int first_token(int heap) const { return heap / max(slabs, 1) * SHRINK_TOKENS; }
-};
+#include "exchange.cuh"
+#include "plan.cuh"
+#include "shrink.cuh"
+#include "slabs.cuh"
+#include "wgmma.cuh"
 
 static __device__ __forceinline__ u32 two_bf16(float low, float high) {
     u32 two;
@@ -103,7 +60,7 @@ static __device__ __forceinline__ u32 transposed(u32 two) {
 }
 
 // Barriers between the warpgroups and one more warp: the sums are out (1), all are there (2), a task is done (4), its
-// sums have been read (5).
+// sums have been read (5), the launch's number is there (7; for the warp that adds up h: 6).
 static __device__ __forceinline__ void meet(int barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(32 * WARPS + 32) : "memory");
 }
@@ -116,70 +73,32 @@ static __device__ __forceinline__ void signal(int barrier) {
     asm volatile("bar.arrive %0, %1;" ::"r"(barrier), "n"(32 * WARPS + 32) : "memory");
 }
 
-static __device__ __forceinline__ void fence() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-
-static __device__ __forceinline__ u64 raise_relaxed(u64* counter) {
-    u64 before;
-    asm volatile("atom.relaxed.gpu.global.add.u64 %0, [%1], 1;" : "=l"(before) : "l"(counter) : "memory");
-    return before;
-}
-
-// What this block wrote before a barrier that this thread has passed is there for whoever finds the counter raised.
-static __device__ __forceinline__ u64 raise(u64* counter) {
-    fence();
-    return raise_relaxed(counter);
-}
-
-static __device__ __forceinline__ u64 load_acquire(const u64* counter) {
-    u64 value;
-    asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(value) : "l"(counter) : "memory");
-    return value;
-}
-
-// Past this processor's own cache, which may hold what was there before.
-static __device__ __forceinline__ float4 load_fresh(const float4* place) {
-    float4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
-        : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w) : "l"(place) : "memory");
-    return v;
-}
-
-static __device__ __forceinline__ u32 load_two(const u16* two) {
-    u32 value;
-    asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(two) : "memory");
-    return value;
-}
-
-static __device__ __forceinline__ uint4 load_fresh(const u16* eight) {
-    uint4 v;
-    asm volatile("ld.relaxed.gpu.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-        : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(eight) : "memory");
-    return v;
-}
-
 extern "C" __global__ void __launch_bounds__(128 + 128 * GROUPS, 1)
 nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ TensorMap hidden_map,
-           const __grid_constant__ TensorMap b_map, const u8* codes, const u8* scales, const u16* x, const u16* __restrict__ a,
-           const u16* __restrict__ b, const u16* __restrict__ bias, u16* __restrict__ out, u16* hidden,
-           float* hidden_parts, float4* sums, u64* counters, int tokens, int rows, int columns, float alpha,
-           int ranks, int part_rank, int part_end_0, int part_end_1) {
+           const __grid_constant__ TensorMap b_map, const u8* codes, const u8* scales, const u16* x,
+           const u16* __restrict__ a, const u16* __restrict__ b, const u16* __restrict__ bias, u16* __restrict__ out,
+           u16* hidden, u64* flagged_hidden, float* hidden_parts, float4* sums, u64* counters, int tokens, int rows,
+           int columns, float alpha, int ranks, int part_rank, int part_end_0, int part_end_1) {
     extern __shared__ u8 dynamic[];
-    __shared__ u64 barriers[2 * STAGES];
+    __shared__ u64 barriers[2 * STAGES + 1];
+    __shared__ u32 launch_number;  // for what is flagged
     const Parts parts{ranks, part_rank, part_end_0, part_end_1};
     const Plan plan(columns, (rows + ROWS - 1) / ROWS);
     const Shrink shrink(tokens, columns, ranks);
     u64* const sums_out = counters + plan.sharers * gridDim.x;
     u64* const heap_done = counters + gridDim.x * (gridDim.x + 1) + shrink.parts * MAX_HEAPS;
+    u64* const launch_count = counters + gridDim.x * (gridDim.x + 1) + MAX_PARTS * MAX_HEAPS + 4 * MAX_HEAPS;
     u64* const launches = counters + gridDim.x * (gridDim.x + 1) + MAX_PARTS * MAX_HEAPS + 2 * shrink.heaps;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, hi = lane >> 2, lo = lane & 3;
     const u32 x_ring = keep((shared_address(dynamic) + 1023) & ~1023u), weight_ring = x_ring + STAGES * X_BYTES;
-    const u32 full = keep(shared_address(barriers)), empty = full + 8 * STAGES;
+    const u32 full = keep(shared_address(barriers)), empty = full + 8 * STAGES, made = empty + 8 * STAGES;
     if (threadIdx.x == 32 * WARPS) {
         prefetch_map(x_map);
         for (int i = 0; i < STAGES; ++i) {
             barrier_init(full + 8 * i, 1);
             barrier_init(empty + 8 * i, WARPS);
         }
+        barrier_init(made, WARPS);
         asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
     }
     int stage = 0;
@@ -202,44 +121,57 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     if (warp >= WARPS) {
         if (TOKENS >= 128) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         __syncthreads();
-        if (warp == WARPS && lane == 0) {  // fills the ring
-            u64 ticket = ranks ? raise_relaxed(launches) : 0;
-            bool waited = false;  // for x: the weight is there before the launch before this one has ended
+        if (warp == WARPS && lane == 0) {  // fills the ring with the weight, which is there before this launch starts
             plan.for_each_segment([&](const Segment& segment) {
-                const int ahead = waited ? segment.first : min(segment.first + STAGES, segment.last);
-                auto copy_weight = [&](int unit, int to) {
-                    const u32 barrier = full + 8 * to, target = weight_ring + to * WEIGHT_BYTES;
-                    barrier_expect(barrier, WEIGHT_BYTES + X_BYTES);
-                    const int row = segment.rows_block * ROWS;
-                    const long long place = ((long long)(row / LAID_ROWS) * plan.units + unit) * LAID_ROWS + row % LAID_ROWS;
-                    copy_bytes(target, codes + place * (UNIT / 2), CODE_BYTES, barrier);
-                    copy_bytes(target + CODE_BYTES, scales + place * (UNIT / 16), ROWS * UNIT / 16, barrier);
-                };
-                for (int unit = segment.first; unit < ahead; ++unit) copy_weight(unit, unit - segment.first);
-                if (!waited) wait_for_launch_before();
-                waited = true;
+                const int row = segment.rows_block * ROWS;
+                const long long lines = (long long)(row / LAID_ROWS) * plan.units + segment.first;
+                const u8* code = codes + (lines * LAID_ROWS + row % LAID_ROWS) * (UNIT / 2);
+                const u8* scale = scales + (lines * LAID_ROWS + row % LAID_ROWS) * (UNIT / 16);
+#pragma unroll 1
                 for (int unit = segment.first; unit < segment.last; ++unit) {
-                    if (unit >= ahead) {
-                        barrier_wait(empty + 8 * stage, phase ^ 1);
-                        copy_weight(unit, stage);
-                    }
-                    copy_tile(x_ring + stage * X_BYTES, x_map, UNIT * unit, 0, full + 8 * stage);
+                    const u32 barrier = full + 8 * stage, target = weight_ring + stage * WEIGHT_BYTES;
+                    if (GATED && ranks && stage == 1) barrier_wait(made, 0);
+                    barrier_wait(empty + 8 * stage, phase ^ 1);
+                    barrier_expect(barrier, WEIGHT_BYTES + X_BYTES);
+                    copy_bytes(target, code, CODE_BYTES, barrier);
+                    copy_bytes(target + CODE_BYTES, scale, ROWS * UNIT / 16, barrier);
+                    code += LAID_ROWS * UNIT / 2;
+                    scale += LAID_ROWS * UNIT / 16;
                     advance();
                 }
                 adapter_units(segment, [&](int rank) {
                     const u32 barrier = full + 8 * stage;
                     barrier_wait(empty + 8 * stage, phase ^ 1);
                     barrier_expect(barrier, ROWS * 32 + X_BYTES);
-                    copy_tile(weight_ring + stage * WEIGHT_BYTES, b_map, rank, segment.rows_block * ROWS, barrier);
+                    copy_tile(weight_ring + stage * WEIGHT_BYTES, b_map, rank, row, barrier);
+                    advance();
+                });
+            });
+        } else if (warp == WARPS + 3 && lane == 0) {  // and with x, then h
+            const u64 ticket = ranks ? raise_relaxed(launches) : 0;
+            wait_for_launch_before();
+            plan.for_each_segment([&](const Segment& segment) {
+#pragma unroll 1
+                for (int unit = segment.first; unit < segment.last; ++unit) {
+                    if (GATED && ranks && stage == 1) barrier_wait(made, 0);
+                    barrier_wait(empty + 8 * stage, phase ^ 1);
+                    copy_tile(x_ring + stage * X_BYTES, x_map, UNIT * unit, 0, full + 8 * stage);
+                    advance();
+                }
+                adapter_units(segment, [&](int rank) {
+                    barrier_wait(empty + 8 * stage, phase ^ 1);
                     wait_for_hidden(ticket);
                     fence_for_copies();
-                    copy_tile(x_ring + stage * X_BYTES, hidden_map, rank, 0, barrier);
+                    copy_tile(x_ring + stage * X_BYTES, hidden_map, rank, 0, full + 8 * stage);
                     advance();
                 });
             });
         } else if (warp == WARPS + 1) {  // speaks with those that share rows
-            const u64 ticket = ranks && lane == 0 ? raise_relaxed(launches + 2 * MAX_HEAPS) : 0;
+            if (lane == 0) launch_number = (u32)(raise_relaxed(launch_count) / gridDim.x) + 1;
+            __syncwarp();
+            asm volatile("bar.arrive 6, 64;" ::: "memory");
             if (!plan.cuts() || plan.sharers == 1) return;
+            if (ranks) signal(7);
             const int first_row = (plan.whole * gridDim.x + plan.cut_row()) * ROWS;
             if (ranks)
                 for (int row = first_row + lane; row < min(first_row + ROWS, rows); row += 32)
@@ -248,12 +180,12 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             if (lane == 0) {
                 u64* counter = sums_out + plan.cut_row();
                 const u64 all = (raise(counter) / plan.sharers + 1) * plan.sharers;
-                if (ranks) wait_for_hidden(ticket);
                 while (load_acquire(counter) < all) {}
             }
             __syncwarp();
             signal(2);
         } else if (warp == WARPS + 2) {  // adds up the hidden values that a task of this block was the last to make
+            asm volatile("bar.sync 6, 64;" ::: "memory");
             for (int task = blockIdx.x; task < shrink.tasks(); task += gridDim.x) {
                 const int heap = task % shrink.heaps;
                 meet(4);
@@ -268,18 +200,28 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
 #pragma unroll
                 for (int i = 0; i < SHRINK_TILES; ++i) {
                     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 4
-                    for (int part = 0; part < shrink.parts; ++part) {
-                        const float4 one = load_fresh(source + part * (SHRINK_TOKENS * 4) + 32 * i);
-                        sum.x += one.x;
-                        sum.y += one.y;
-                        sum.z += one.z;
-                        sum.w += one.w;
+                    for (int part = 0; part < shrink.parts; part += PARTS_AT_ONCE) {
+                        float4 one[PARTS_AT_ONCE];
+#pragma unroll
+                        for (int j = 0; j < PARTS_AT_ONCE; ++j) {
+                            one[j] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                            if (part + j < shrink.parts)
+                                one[j] = load_fresh(source + (part + j) * (SHRINK_TOKENS * 4) + 32 * i);
+                        }
+#pragma unroll
+                        for (int j = 0; j < PARTS_AT_ONCE; ++j) {
+                            sum.x += one[j].x;
+                            sum.y += one[j].y;
+                            sum.z += one[j].z;
+                            sum.w += one[j].w;
+                        }
                     }
                     const int token = shrink.first_token(heap) + 8 * i + hi;
                     uint2 four = make_uint2(two_bf16(sum.x, sum.y), two_bf16(sum.z, sum.w));
-                    if (token < tokens)
-                        *reinterpret_cast<uint2*>(hidden + token * ranks + shrink.first_rank(heap) + 4 * lo) = four;
+                    const int place = token * ranks + shrink.first_rank(heap) + 4 * lo;
+                    if (token >= tokens) continue;
+                    store_flagged(flagged_hidden + place / 2, four.x, four.y, launch_number);
+                    *reinterpret_cast<uint2*>(hidden + place) = four;
                 }
                 fence_for_copies();
                 __syncwarp();
@@ -337,11 +279,21 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             target[index] = sum_of_warps<SHRINK_TOKENS, WARPS>(scratch, index);
         signal(4);
     }
+    __syncwarp();
+    if (lane == 0) barrier_arrive(made);
 
     const int local_row = 16 * SLABS * warp + hi;  // and 8, 16, 24 rows on
     const u32 code_place = keep(512 * SLABS * warp + 16 * lane);
     const u32 scale_place = keep(CODE_BYTES + 64 * SLABS * warp + 8 * hi);
+    const u32 scale_mask = keep(SCALE_BITS);
     float acc[SLABS][TOKENS / 2];
+    const u32 x_place = keep((lane & 7) * 128 + (((lane >> 3) ^ (lane & 7)) << 4));
+    // The compiler may move what reads the sums, but not past this.
+    auto settle = [&] {
+#pragma unroll
+        for (int i = 0; i < SLABS * TOKENS / 2; ++i)
+            asm volatile("" : "+f"(acc[i / (TOKENS / 2)][i % (TOKENS / 2)])::"memory");
+    };
     auto release = [&](int used) {
         __syncwarp();
         if (lane == 0) barrier_arrive(empty + 8 * used);
@@ -363,10 +315,37 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     plan.for_each_segment([&](const Segment& segment) {
 #pragma unroll
         for (int i = 0; i < SLABS * TOKENS / 2; ++i) acc[i / (TOKENS / 2)][i % (TOKENS / 2)] = 0.0f;
+        settle();
         int before = -1;  // the stage whose products may still run
         for (int unit = segment.first; unit < segment.last; ++unit) {
             barrier_wait(full + 8 * stage, phase);
             const u32 weight = weight_ring + stage * WEIGHT_BYTES;
+            if constexpr (SMALL) {
+                u32 words[SLABS][4], bytes[SLABS][2], v[TOKENS / 8][2][4];
+#pragma unroll
+                for (int i = 0; i < SLABS; ++i) {
+                    load_shared_4(weight + code_place + 512 * i, words[i]);
+                    load_shared_2(weight + scale_place + 64 * i, bytes[i]);
+                }
+#pragma unroll
+                for (int t = 0; t < TOKENS / 8; ++t) {
+                    load_matrices(x_ring + stage * X_BYTES + 1024 * t + x_place, v[t][0]);
+                    load_matrices(x_ring + stage * X_BYTES + 1024 * t + (x_place ^ 64), v[t][1]);
+                }
+                release(stage);
+                advance();
+#pragma unroll
+                for (int k = 0; k < 4; ++k)
+#pragma unroll
+                    for (int i = 0; i < SLABS; ++i) {
+                        u32 operand[4];
+                        operands(words[i][k], two_scales(bytes[i][k / 2], k % 2, scale_mask), operand);
+#pragma unroll
+                        for (int t = 0; t < TOKENS / 8; ++t)
+                            multiply(acc[i] + 4 * t, operand, v[t][k / 2][k % 2 * 2], v[t][k / 2][k % 2 * 2 + 1]);
+                    }
+                continue;
+            }
             const u64 x_operand = swizzled_operand(__shfl_sync(~0u, x_ring + stage * X_BYTES, 0));
             u32 words[SLABS][4], bytes[SLABS][2];
 #pragma unroll
@@ -379,7 +358,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 u32 operand[SLABS][4];
 #pragma unroll
                 for (int i = 0; i < SLABS; ++i)
-                    operands(words[i][k], k % 2 ? odd_scales(bytes[i][k / 2]) : even_scales(bytes[i][k / 2]), operand[i]);
+                    operands(words[i][k], two_scales(bytes[i][k / 2], k % 2, scale_mask), operand[i]);
                 wgmma_fence();
 #pragma unroll
                 for (int i = 0; i < SLABS; ++i) wgmma<TOKENS>(acc[i], operand[i], x_operand + 2 * k);
@@ -390,7 +369,8 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             before = stage;
             advance();
         }
-        wgmma_wait<0>();
+        if (!SMALL) wgmma_wait<0>();
+        settle();
         if (before >= 0) release(before);
 #pragma unroll
         for (int i = 0; i < SLABS * TOKENS / 2; ++i) acc[i / (TOKENS / 2)][i % (TOKENS / 2)] *= alpha;
@@ -404,11 +384,22 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
 #pragma unroll
             for (int i = 0; i < 4 * SLABS; ++i)
                 factors[i / 4][i % 4] = load_shared(place + 512 * (i / 4) + 256 * (i & 1) + 16 * (i / 2 & 1));
-            wgmma_fence();
+            if constexpr (SMALL) {
 #pragma unroll
-            for (int i = 0; i < SLABS; ++i) wgmma<TOKENS>(acc[i], factors[i], operand);
-            wgmma_commit();
-            wgmma_wait<0>();
+                for (int t = 0; t < TOKENS / 8; ++t) {
+                    u32 v[4];  // of 32 ranks, of which the second 16 are another unit's
+                    load_matrices(x_ring + stage * X_BYTES + 1024 * t + x_place, v);
+#pragma unroll
+                    for (int i = 0; i < SLABS; ++i) multiply(acc[i] + 4 * t, factors[i], v[0], v[1]);
+                }
+            } else {
+                wgmma_fence();
+#pragma unroll
+                for (int i = 0; i < SLABS; ++i) wgmma<TOKENS>(acc[i], factors[i], operand);
+                wgmma_commit();
+                wgmma_wait<0>();
+                settle();
+            }
             release(stage);
             advance();
         });
@@ -432,53 +423,82 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     });
 
     if (!plan.cuts() || plan.sharers == 1) return;
-    meet(2);
     const int sharers = plan.sharers, share = blockIdx.x % sharers, items = FRAGMENTS * WARPS;
     const int first_row = (plan.whole * gridDim.x + plan.cut_row()) * ROWS, last = items * (share + 1) / sharers;
     const float4* parts_of = sums + (long long)(blockIdx.x - share) * items * 32 + lane;
-    for (int item = items * share / sharers + warp; item < last; item += 2 * WARPS) {
-        float4 sum[2] = {make_float4(0.0f, 0.0f, 0.0f, 0.0f), make_float4(0.0f, 0.0f, 0.0f, 0.0f)};
-        for (int from = 0; from < sharers; from += AT_ONCE) {
-            float4 part[2][AT_ONCE];
+    auto row_of = [&](int item) {
+        return first_row + 16 * SLABS * (item % WARPS) + 16 * (item / WARPS / (FRAGMENTS / SLABS)) + hi;
+    };
+    auto token_of = [&](int item) { return item / WARPS % (FRAGMENTS / SLABS) * 8; };
+    // total += h b^T of the items, 32 ranks at a time; what is loaded is asked for together.
+    auto add_adapter = [&](int item, float (&total)[ITEMS][4]) {
+        const int more = min(ITEMS - 1, (last - 1 - item) / WARPS);
+        const int past = min(row_of(item + more * WARPS) - hi + 15, rows - 1);
+#pragma unroll 1
+        for (int rank = parts.begin(row_of(item) - hi) + 2 * lo; rank < parts.end(past); rank += 32) {
+            u32 factors[ITEMS][2][4];
+            ulonglong2 values[ITEMS][2];
+            bool there;
 #pragma unroll
-            for (int i = 0; i < 2 * AT_ONCE; ++i) {
+            for (int i = 0; i < ITEMS * 8; ++i) {
+                const int line = row_of(item + i / 8 * WARPS) + 8 * (i & 1), column = rank + 8 * (i % 8 >> 1);
+                const bool inside = item + i / 8 * WARPS < last && line < rows && column < ranks;
+                factors[i / 8][i / 4 % 2][i % 4] = inside ? load_u32(b + (long long)line * ranks + column) : 0;
+            }
+            do {
+                there = true;
+#pragma unroll
+                for (int i = 0; i < ITEMS * 2; ++i) {
+                    const int of = item + i / 2 * WARPS, token = token_of(of) + hi, column = rank + i % 2 * 16;
+                    const bool inside = of < last && token < tokens && column < ranks;
+                    const u64* place = flagged_hidden + (token * ranks + column) / 2;
+                    values[i / 2][i % 2] = make_ulonglong2(flagged(0, launch_number), flagged(0, launch_number));
+                    if (inside) values[i / 2][i % 2] = load_flagged(place, place + 4);
+                }
+#pragma unroll
+                for (int i = 0; i < ITEMS * 2; ++i) there = there && is_of(values[i / 2][i % 2], launch_number);
+            } while (!there);
+            __syncwarp();
+#pragma unroll
+            for (int i = 0; i < ITEMS * 2; ++i)
+                multiply(total[i / 2], factors[i / 2][i % 2], (u32)values[i / 2][i % 2].x, (u32)values[i / 2][i % 2].y);
+        }
+    };
+    bool met = false;
+    if (ranks) meet(7);
+#pragma unroll 1
+    for (int item = items * share / sharers + warp; item < last; item += ITEMS * WARPS) {
+        float total[ITEMS][4];
+#pragma unroll
+        for (int i = 0; i < 4 * ITEMS; ++i) total[i / 4][i % 4] = 0.0f;
+        if (ranks) add_adapter(item, total);
+        if (!met) meet(2);
+        met = true;
+        for (int from = 0; from < sharers; from += AT_ONCE) {
+            float4 part[ITEMS][AT_ONCE];
+#pragma unroll
+            for (int i = 0; i < ITEMS * AT_ONCE; ++i) {
                 const int which = i / AT_ONCE, sharer = from + i % AT_ONCE, of = item + which * WARPS;
                 part[which][i % AT_ONCE] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
                 if (sharer < sharers && of < last)
                     part[which][i % AT_ONCE] = load_fresh(parts_of + (sharer * items + of) * 32);
             }
 #pragma unroll
-            for (int i = 0; i < 2 * AT_ONCE; ++i) {
+            for (int i = 0; i < ITEMS * AT_ONCE; ++i) {
                 const float4& one = part[i / AT_ONCE][i % AT_ONCE];
-                float4& total = sum[i / AT_ONCE];
-                total.x += one.x;
-                total.y += one.y;
-                total.z += one.z;
-                total.w += one.w;
+                float (&sum)[4] = total[i / AT_ONCE];
+                sum[0] += one.x;
+                sum[1] += one.y;
+                sum[2] += one.z;
+                sum[3] += one.w;
             }
         }
 #pragma unroll
-        for (int which = 0; which < 2; ++which) {
-            const int of = item + which * WARPS, fragment = of / WARPS, of_warp = of % WARPS;
-            const int word = fragment / (FRAGMENTS / SLABS), token = fragment % (FRAGMENTS / SLABS) * 8;
-            const int row = first_row + 16 * SLABS * of_warp + 16 * word + hi;
-            if (of >= last) continue;
-            float total[4] = {sum[which].x, sum[which].y, sum[which].z, sum[which].w};
-            const int end = parts.end(min(row - hi + 15, rows - 1));
-#pragma unroll 2
-            for (int rank = parts.begin(row - hi) + 2 * lo; rank < end; rank += 16) {
-                u32 factors[4], values[2];
-#pragma unroll
-                for (int i = 0; i < 4; ++i) {
-                    const int line = row + 8 * (i & 1);
-                    factors[i] = line < rows ? load_u32(b + (long long)line * ranks + rank + 8 * (i >> 1)) : 0;
-                }
-#pragma unroll
-                for (int i = 0; i < 2; ++i)
-                    values[i] = token + hi < tokens ? load_two(hidden + (token + hi) * ranks + rank + 8 * i) : 0;
-                mma(total, factors[0], factors[1], factors[2], factors[3], values[0], values[1]);
-            }
-            store(row, token, make_float4(total[0], total[1], total[2], total[3]));
+        for (int i = 0; i < ITEMS; ++i) {
+            const int of = item + i * WARPS;
+            if (of < last)
+                store(row_of(of), token_of(of), make_float4(total[i][0], total[i][1], total[i][2], total[i][3]));
         }
     }
+    if (!met) meet(2);
 }

@@ -9,9 +9,13 @@
 
 #define CODE_BITS 0x81C081C0u
 
-// The scales of a lane's rows hi (low half) and hi + 8 (high half) in two neighbouring blocks of 16 columns.
-static __device__ __forceinline__ u32 even_scales(u32 bytes) { return ((bytes << 4) & 0x0FF00FF0u) | 0x70007000u; }
-static __device__ __forceinline__ u32 odd_scales(u32 bytes) { return ((bytes >> 4) & 0x0FF00FF0u) | 0x70007000u; }
+#define SCALE_BITS 0x0FF00FF0u
+
+// The scales of a lane's rows hi (low half) and hi + 8 (high half) in the first or second (odd) of two neighbouring
+// blocks of 16 columns. `mask` is SCALE_BITS, from a register if it can: an instruction has room for one constant.
+static __device__ __forceinline__ u32 two_scales(u32 bytes, int odd, u32 mask) {
+    return ((odd ? bytes >> 4 : bytes << 4) & mask) | 0x70007000u;
+}
 
 template <int HALF>
 static __device__ __forceinline__ u32 twice(u32 two) {

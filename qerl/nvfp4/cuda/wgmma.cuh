@@ -19,6 +19,12 @@ static __device__ __forceinline__ void load_shared_4(u32 address, u32 (&v)[4]) {
         : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address));
 }
 
+// Four matrices of 8 rows x 16 bytes, lane i giving the address of row i % 8 of matrix i / 8.
+static __device__ __forceinline__ void load_matrices(u32 address, u32 (&v)[4]) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+        : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address));
+}
+
 static __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }

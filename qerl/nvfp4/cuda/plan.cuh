@@ -1,0 +1,53 @@
+// What the blocks of a launch of gemm.cu do, in which order.
+//
+// Defines: UNIT, SHRINK_COLUMNS, SHRINK_TOKENS.
+#pragma once
+#include "common.cuh"
+
+// Of a fused linear, whose adapter's B is a block diagonal: the ranks begin ... end concern the rows first ... last.
+struct Parts {
+    int ranks, part_rank, part_end_0, part_end_1;
+
+    __device__ __forceinline__ int part(int row) const { return row < part_end_0 ? 0 : row < part_end_1 ? 1 : 2; }
+    __device__ __forceinline__ int begin(int first) const { return part(first) * part_rank; }
+    __device__ __forceinline__ int end(int last) const { return ranks ? (part(last) + 1) * part_rank : 0; }
+};
+
+// The units first ... last of one block of rows, which `sharers` blocks share.
+struct Segment {
+    int rows_block, first, last, sharers;
+};
+
+// What a launch does in which order.
+struct Plan {
+    int units, whole, rest, sharers;  // of a block of rows; such blocks done whole by each; cut ones, and by how many
+
+    __device__ __forceinline__ Plan(int columns, int row_blocks)
+        : units((columns + UNIT - 1) / UNIT), whole(row_blocks / (int)gridDim.x), rest(row_blocks % (int)gridDim.x),
+          sharers(rest ? min((int)gridDim.x / rest, units) : 0) {}
+    __device__ __forceinline__ bool cuts() const { return (int)blockIdx.x < rest * sharers; }
+    __device__ __forceinline__ int cut_row() const { return blockIdx.x / sharers; }  // among the cut ones
+
+    // What is shared comes first, so that the others' sums are there when this block has done the rest.
+    template <class Do>
+    __device__ __forceinline__ void for_each_segment(Do each) const {
+        const bool shared = cuts() && sharers > 1, own = cuts() && sharers == 1;
+        for (int i = shared ? -1 : 0; i < whole + own; ++i) {
+            const int share = i < 0 ? blockIdx.x % sharers : 0, of = i < 0 ? sharers : 1;
+            const int rows_block = i < 0 || i == whole ? whole * gridDim.x + cut_row() : i * gridDim.x + blockIdx.x;
+            each(Segment{rows_block, share * units / of, (share + 1) * units / of, of});
+        }
+    }
+};
+
+// The tasks that make h: heaps of 16 ranks and SHRINK_TOKENS tokens, in parts of SHRINK_COLUMNS columns.
+struct Shrink {
+    int slabs, heaps, parts;
+
+    __device__ __forceinline__ Shrink(int tokens, int columns, int ranks)
+        : slabs(ranks / 16), heaps(ranks / 16 * ((tokens + SHRINK_TOKENS - 1) / SHRINK_TOKENS)),
+          parts((columns + SHRINK_COLUMNS - 1) / SHRINK_COLUMNS) {}
+    __device__ __forceinline__ int tasks() const { return heaps * parts; }
+    __device__ __forceinline__ int first_rank(int heap) const { return heap % max(slabs, 1) * 16; }
+    __device__ __forceinline__ int first_token(int heap) const { return heap / max(slabs, 1) * SHRINK_TOKENS; }
+};
