@@ -152,6 +152,9 @@ def test_sources_and_layout_agree_on_sizes():
     source = (nvrtc.FOLDER / "gemm.cu").read_text(encoding="utf-8")
     assert int(re.search(r"#define UNIT (\d+)", source)[1]) == tiling.UNIT == slab_layout.UNIT
     assert int(re.search(r"#define LAID_ROWS (\d+)", source)[1]) == slab_layout.ROWS
+    assert 4 * int(re.search(r"#define GROUPS (\d+)", source)[1]) == tiling.WARPS
+    most, few, many = map(int, re.search(r"#define SLABS \(TOKENS <= (\d+) \? (\d) : (\d)\)", source).groups())
+    assert all(tiling.choose_tiling(896, n).slabs == (few if n <= most else many) for n in gemm.TOKEN_TILES)
     decode = (nvrtc.FOLDER / "decode_slabs.cu").read_text(encoding="utf-8")
     sizes = {name: int(re.search(rf"#define {name} (\d+)", decode)[1]) for name in ("LAID_SLABS", "SLABS", "UNITS")}
     assert sizes["LAID_SLABS"] * slab_layout.SLAB == slab_layout.ROWS
