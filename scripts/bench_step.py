@@ -101,6 +101,7 @@ def overrides(arguments: argparse.Namespace, folder: Path) -> list[str]:
         "rollout.prompts_per_step": arguments.prompts,
         "rollout.group_size": arguments.group,
         "rollout.max_new_tokens": arguments.new_tokens,
+        "rollout.dynamic_sampling.enabled": "false",  # chance would add rollouts that what it is compared with has not
         "loss.mask_truncated": "false",
         "loss.mismatch_gate": "null",  # reported instead
         "noise.num_stages": STAGES,

@@ -57,7 +57,7 @@ def test_planned_memory_is_within_a_tenth_of_what_the_run_measured(name):
     assert f"{name}.json" in table()
 
 
-@pytest.mark.parametrize(("name", "budget"), [("step-7b-qerl", 9216), ("step-7b-qerl-humming-cap24", 3072)])
+@pytest.mark.parametrize(("name", "budget"), [("step-7b-qerl", 9216), ("step-7b-qerl-cap24", 3072)])
 def test_the_largest_micro_batch_is_the_one_that_the_run_planned_for(name, budget):
     """Of whole rows and with shared prompts; the run measures what a layer keeps, and logs what it plans by that."""
     made = WORKLOADS[name].plan()

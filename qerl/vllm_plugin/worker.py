@@ -45,6 +45,7 @@ class QerlWorker(Worker):
     def load_model(self, **options: Any) -> None:
         with self.parts.part("weights"):
             super().load_model(**options)
+            torch.cuda.empty_cache()  # what packing left
         runner = self.model_runner
         if type(runner.sampler) is Sampler:  # a model with a sampler of its own keeps it
             runner.sampler = FusedSampler(runner.sampler)
@@ -52,6 +53,13 @@ class QerlWorker(Worker):
             with self.parts.part("kernel choice"):
                 sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or TOKENS
                 choose_ways_(bool(os.environ.get(TUNE)), [size for size in sizes if size <= TOKENS[-1]])
+
+    def _scoped_allocator_max_split(self, max_split_size_mb: int) -> AbstractContextManager[Any]:
+        """While weights load, vLLM forbids torch to split blocks of 20 MiB and more. Packing them (`kernel.py`) takes
+        many tensors of 8 to 17 MiB, each of which would get a segment that none after it can use: 6 GiB a layer of a
+        7B, until the card or the cap is full. Without the limit torch uses them again and again. Remove when vLLM's
+        limit is gone, or its `process_weights_after_loading` runs outside of it."""
+        return nullcontext()
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
         """The KV cache alone sleeps. Weights in vLLM's pool would keep the process from opening a second engine."""
