@@ -34,8 +34,8 @@ NOTES = {  # kind and shape -> what the files do not say
     ("rollout", "7b"): "The two lines of stock vLLM are of an earlier session: in that of the others they found no "
     "memory, which docs/cost-model.md explains.",
     ("step", "7b"): "139.8 and 24.7 GiB were taken while the engine opened, by a fault that is removed since; in the "
-    "steps the card had at most 39.2, 20.5 and 57.8. The extra rollouts are gone too: dynamic sampling asked for them by "
-    "chance.",
+    "steps the card had at most 39.2, 20.5 and 57.8. The extra rollouts are gone too: dynamic sampling asked for them "
+    "by chance.",
 }
 
 
