@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from engine_checks.agreement import agreement, oracle, temperature
 from engine_checks.context import Context
-from engine_checks.memory import exhausted_cache, reopened, shared_memory, sleep_and_wake
+from engine_checks.memory import exhausted_cache, loading, reopened, shared_memory, sleep_and_wake
 from engine_checks.noise import noise
 from engine_checks.sampling import limits, repeat, sampler
 from engine_checks.sync import adapter, trained_norms
@@ -83,7 +83,7 @@ CHECKS = [
     trained_norms,
     sampler,
 ]
-ON_REQUEST = [exhausted_cache, reopened]  # with --only
+ON_REQUEST = [exhausted_cache, loading, reopened]  # with --only
 KNOWN = [check.__name__ for check in (*CHECKS, *ON_REQUEST)]
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 #
 #     engine   440 s  the vllm engine on small models, by each kernel: every check of check_engine
 #     kernels  165 s  kernels, packing with shared prompts, layers, quantization, doctor
-#     cache    190 s  fp8 KV cache, a KV cache that overflows, too small a cap
+#     cache    250 s  fp8 KV cache, a KV cache that overflows, too small a cap, memory while weights load
 #     closing  180 s  an engine closed, asleep too, and opened again; measures the card: nothing else may run on it
 #     merge    180 s  merged folders in stock vLLM
 #     cli      240 s  commands on the embedded model: a killed run, dynamic sampling, eval, memory, report, merge
@@ -66,6 +66,7 @@ batch_kernels() {
 batch_cache() {
     tests fp8 280 tests/test_qerl_engine_vllm.py -k fp8
     tests overflow 200 tests/test_qerl_engine_vllm.py -k "larger_than or cannot_hold"
+    tests loading 150 tests/test_qerl_engine_vllm.py -k packing_takes
 }
 
 batch_closing() { tests closing 400 tests/test_qerl_engine_vllm.py -k closed_engine; }

@@ -43,8 +43,10 @@ class QerlWorker(Worker):
             super().init_device()
 
     def load_model(self, **options: Any) -> None:
+        torch.cuda.reset_peak_memory_stats()
         with self.parts.part("weights"):
             super().load_model(**options)
+            self.loading_peak_bytes = torch.cuda.max_memory_reserved()
             torch.cuda.empty_cache()  # what packing left
         runner = self.model_runner
         if type(runner.sampler) is Sampler:  # a model with a sampler of its own keeps it

@@ -15,6 +15,14 @@ from qerl.engine import SamplingParams
 from qerl.errors import EngineError
 
 
+def loading(context: Context) -> dict:
+    """What torch took from the card while the weights were loaded and packed."""
+    from qerl.vllm_plugin import worker
+
+    files = sum(path.stat().st_size for path in Path(context.arguments.model).glob("*.safetensors"))
+    return {"peak_gib": worker.latest().loading_peak_bytes / 2**30, "checkpoint_gib": files / 2**30}
+
+
 def shared_memory(context: Context) -> dict:
     """Every parameter of the policy lies inside a tensor of the engine; the base is counted once."""
     from qerl.vllm_plugin.policy import KernelLinear
