@@ -163,6 +163,7 @@ class _WorkSpace:
         counters = self.blocks * (self.blocks + 1) + MAX_PARTS * MAX_HEAPS + 4 * MAX_HEAPS + 1
         self.counters = torch.zeros(counters, dtype=torch.int64, device=device)
         self._hidden = [torch.empty(2**20, dtype=torch.float32, device=device)]
+        torch.cuda.current_stream(device).synchronize()  # a launch counts before it waits for what was before it
 
     def hidden(self, numbers: int, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
         """Room for so many float32, and for hidden values (tokens, ranks)."""

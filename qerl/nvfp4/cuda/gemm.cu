@@ -141,6 +141,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 }
                 adapter_units(segment, [&](int rank) {
                     const u32 barrier = full + 8 * stage;
+                    wait_for_launch_before();  // which may have written b
                     barrier_wait(empty + 8 * stage, phase ^ 1);
                     barrier_expect(barrier, ROWS * 32 + X_BYTES);
                     copy_tile(weight_ring + stage * WEIGHT_BYTES, b_map, rank, row, barrier);
@@ -167,7 +168,8 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 });
             });
         } else if (warp == WARPS + 1) {  // speaks with those that share rows
-            if (lane == 0) launch_number = (u32)(raise_relaxed(launch_count) / gridDim.x) + 1;
+            if (lane == 0)  // never 0, which lies where nothing was written yet
+                launch_number = (u32)(raise_relaxed(launch_count) / gridDim.x % 0xFFFFFFFFu) + 1;
             __syncwarp();
             asm volatile("bar.arrive 6, 64;" ::: "memory");
             if (!plan.cuts() || plan.sharers == 1) return;
