@@ -105,6 +105,7 @@ class VLLMEngine:
         options = {"max_rank": self._max_rank, "deterministic": self._deterministic}
         options["kernel"] = opening.choose_kernel(kernel, settings.format)
         with parts.part("imports"):
+            opening.compile_ahead(settings, options)
             opening.import_vllm()
         self._llm = opening.open_llm(settings, options, seed, enforce_eager)
         self._model = self._llm.llm_engine.model_executor.driver_worker.model_runner.model

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -71,6 +72,39 @@ def test_humming_that_is_not_there_names_the_extra(monkeypatch):
     monkeypatch.setattr(opening, "_has_module", lambda name: False)
     with pytest.raises(MissingExtraError, match="humming-kernels"):
         opening.choose_kernel("humming", "nvfp4")
+
+
+SHAPES = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+
+
+def begun(monkeypatch, kernel, max_rank, **shapes):
+    """What is compiled before vLLM is imported, for a model of these shapes."""
+    seen = []
+    monkeypatch.setattr(nvrtc, "compile_ahead", seen.extend)
+    config = AutoConfig.for_model("qwen2", vocab_size=64, num_hidden_layers=1, **shapes)
+    opening.compile_ahead(SimpleNamespace(config=config, base="model"), {"kernel": kernel, "max_rank": max_rank})
+    return seen
+
+
+def test_our_kernels_are_compiled_ahead_for_each_width_of_the_model(monkeypatch):
+    """3584 columns and 18944: of the second, a long one, the kernels for 64 tokens and more are others."""
+    seen = begun(monkeypatch, "qerl", 32, **SHAPES)
+    count = Counter(source for source, _ in set(seen))
+    assert count == {"gemm.cu": 6 + 3, "shrink.cu": 2 + 2, "decode_slabs.cu": 1}
+    assert set(begun(monkeypatch, "qerl", 0, **SHAPES)) == {each for each in seen if each[0] != "shrink.cu"}
+    short = begun(monkeypatch, "qerl", 32, **{**SHAPES, "intermediate_size": 4864})
+    assert Counter(source for source, _ in set(short)) == {"gemm.cu": 6, "shrink.cu": 2, "decode_slabs.cu": 1}
+
+
+@pytest.mark.parametrize("kernel", ["", "marlin", "humming"])
+def test_nothing_is_compiled_ahead_for_another_kernel(monkeypatch, kernel):
+    assert begun(monkeypatch, kernel, 32, **SHAPES) == []
+
+
+def test_a_model_of_unknown_shapes_is_compiled_for_when_it_is_loaded(monkeypatch):
+    monkeypatch.setattr(nvrtc, "compile_ahead", pytest.fail)
+    config = SimpleNamespace(to_dict=lambda: {"hidden_size": 64})
+    opening.compile_ahead(SimpleNamespace(config=config, base="model"), {"kernel": "qerl", "max_rank": 0})
 
 
 def on_card(monkeypatch, hopper):

@@ -3,12 +3,13 @@ against the twin in float64, bit for bit where they decode, on fresh random weig
 
 import re
 from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from qerl.errors import EngineError
-from qerl.nvfp4 import gemm, lora, nvrtc, slab_layout, tiling
+from qerl.nvfp4 import decode, gemm, lora, nvrtc, slab_layout, tiling
 from qerl.nvfp4.decode import WARP_COLUMNS, WARP_ROWS, decode_, dequantize_by_twin_, reference_decoded
 from qerl.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, QERL, KernelWeight, dequantize
 from qerl.nvfp4.lora import Adapter
@@ -156,8 +157,8 @@ def test_sources_and_layout_agree_on_sizes():
     assert 4 * int(re.search(r"#define GROUPS (\d+)", source)[1]) == tiling.WARPS
     most, few, many = map(int, re.search(r"#define SLABS \(TOKENS <= (\d+) \? (\d) : (\d)\)", source).groups())
     assert all(tiling.choose_tiling(896, n).slabs == (few if n <= most else many) for n in gemm.TOKEN_TILES)
-    decode = (nvrtc.FOLDER / "decode_slabs.cu").read_text(encoding="utf-8")
-    sizes = {name: int(re.search(rf"#define {name} (\d+)", decode)[1]) for name in ("LAID_SLABS", "SLABS", "UNITS")}
+    decoding = (nvrtc.FOLDER / "decode_slabs.cu").read_text(encoding="utf-8")
+    sizes = {name: int(re.search(rf"#define {name} (\d+)", decoding)[1]) for name in ("LAID_SLABS", "SLABS", "UNITS")}
     assert sizes["LAID_SLABS"] * slab_layout.SLAB == slab_layout.ROWS
     assert (16 * sizes["SLABS"], 64 * sizes["UNITS"]) == (WARP_ROWS, WARP_COLUMNS)
     assert all(slab_layout.ROWS % tiling.choose_tiling(896, tokens).rows == 0 for tokens in gemm.TOKEN_TILES)
@@ -209,6 +210,44 @@ def test_an_adapter_needs_fewer_pieces_than_there_are_counters(ranks, tokens, ta
     assert tiling.fits(64, 64, tokens, ranks) is taken
     with nullcontext() if taken else pytest.raises(ValueError, match="no adapter of parts"):
         gemm._check(x, weight, adapter)
+
+
+@pytest.fixture
+def loaded(monkeypatch):
+    """What products, without a card, ask to be loaded."""
+    seen = set()
+
+    def load(source, name, defines=()):
+        seen.add((source, defines))
+        return lambda launch, *arguments: None
+
+    for module in (gemm, lora, decode):
+        monkeypatch.setattr(module, "kernel", load)
+    monkeypatch.setattr(gemm, "tensor_map", lambda *arguments, **options: None)
+    nothing = dict.fromkeys(("flagged_hidden", "sums", "counters"))
+    space = SimpleNamespace(blocks=2, hidden=lambda numbers, shape: (None, torch.empty(shape)), **nothing)
+    monkeypatch.setattr(gemm, "_work_space", lambda device: space)
+    return seen
+
+
+@pytest.mark.parametrize("columns", [64, 880, 3584, 8176, 8192, 18944])
+def test_the_variants_of_a_width_are_what_its_products_load(loaded, columns):
+    words, scales = torch.empty(1, dtype=torch.int32), torch.empty(1, dtype=torch.uint8)
+    weight = KernelWeight(QERL, words, scales, 64, columns, global_scale=1000.0)
+    adapter = Adapter(torch.empty(16, columns, dtype=torch.bfloat16), torch.empty(64, 16, dtype=torch.bfloat16), (64,))
+    for tokens in range(1, 257):
+        x = torch.empty(tokens, columns, dtype=torch.bfloat16)
+        gemm.product(x, weight, None, adapter if tokens % 2 else None)
+    variants = gemm.variants(columns)
+    assert loaded == set(variants)
+    assert len(variants) == len(gemm.TOKEN_TILES) == len(loaded)
+    loaded.clear()
+    for tokens in range(1, 257):
+        lora.shrink(torch.empty(tokens, columns, dtype=torch.bfloat16), adapter.a)
+    assert loaded == set(lora.variants(columns))
+    loaded.clear()
+    decode_(torch.empty(64, columns, dtype=torch.bfloat16), weight)
+    assert loaded == {decode.OURS}
 
 
 def test_a_work_space_is_not_made_in_a_capture(monkeypatch):

@@ -217,6 +217,7 @@ def test_an_opening_that_fails_half_way_leaves_nothing(monkeypatch, tmp_path, wh
         "Settings": lambda *_: settings,
         "import_vllm": lambda: None,
         "choose_kernel": lambda *_: "qerl",
+        "compile_ahead": lambda *_: None,
         "open_llm": open_llm,
     }.items():
         monkeypatch.setattr(opening, name, stand_in)

@@ -8,11 +8,12 @@ import torch
 
 from qerl.nvfp4 import slab_layout
 from qerl.nvfp4.kernel_layout import BLOCK, QERL, TILE_ROWS, KernelWeight, block_scales, codes, dequantize
-from qerl.nvfp4.nvrtc import Launch, kernel
+from qerl.nvfp4.nvrtc import Launch, Variant, kernel
 
 WARPS = 4  # of a block in both sources
 WARP_ROWS, WARP_COLUMNS = 32, 256  # of a warp in decode_slabs.cu
 WARP_BLOCKS = 8  # and in decode.cu, of TILE_ROWS rows
+OURS: Variant = ("decode_slabs.cu", ())  # compiled for our own layout
 
 
 def decode_(out: torch.Tensor, weight: KernelWeight, row_start: int = 0) -> torch.Tensor:
@@ -24,7 +25,7 @@ def decode_(out: torch.Tensor, weight: KernelWeight, row_start: int = 0) -> torc
         raise ValueError(f"the work buffer is {out.dtype}; the kernel writes bfloat16")
     if weight.layout is QERL:
         grid = (_parts(columns, WARPS * WARP_COLUMNS), _parts(row_start % slab_layout.SLAB + rows, WARP_ROWS), 1)
-        decode = kernel("decode_slabs.cu", "nvfp4_decode_slabs")
+        decode = kernel(OURS[0], "nvfp4_decode_slabs", OURS[1])
         decode(Launch(grid, 32 * WARPS), weight.words, weight.scales, out, row_start, rows, columns)
         return out
     grid = (_parts(columns // BLOCK, WARPS * WARP_BLOCKS), _parts(row_start % TILE_ROWS + rows, TILE_ROWS), 1)

@@ -14,7 +14,7 @@ from qerl.errors import EngineError
 from qerl.nvfp4.decode import reference_decoded
 from qerl.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.nvfp4.lora import RANK_STEP, Adapter, reference_add
-from qerl.nvfp4.nvrtc import Launch, kernel
+from qerl.nvfp4.nvrtc import Launch, Variant, kernel
 from qerl.nvfp4.tensor_map import TensorMap, tensor_map
 from qerl.nvfp4.tiling import (
     MAX_HEAPS,
@@ -95,6 +95,11 @@ def split_product(
 def takes(rows: int, columns: int, ranks: int = 0) -> bool:
     """Whether `split_product` takes a weight of this shape, at any number of tokens."""
     return all(fits(rows, columns, tokens, ranks) for tokens in TOKEN_TILES)
+
+
+def variants(columns: int) -> list[Variant]:
+    """What a weight of so many columns needs compiled, for any number of tokens; what takes longest comes first."""
+    return [("gemm.cu", _defines(tokens, choose_tiling(columns, tokens))) for tokens in reversed(TOKEN_TILES)]
 
 
 def _maps(x: torch.Tensor, tiling: Tiling, hidden: torch.Tensor, adapter: Adapter | None) -> tuple[TensorMap, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qerl.nvfp4.nvrtc import Launch, has_kernels, kernel
+from qerl.nvfp4.nvrtc import Launch, Variant, has_kernels, kernel
 
 RANK_STEP = 16  # ranks of a part are padded to a multiple of this
 COLUMN_STEP = 8  # columns that a lane loads at once, 16 bytes
@@ -70,13 +70,29 @@ def shrink(x: torch.Tensor, lora_a: torch.Tensor) -> torch.Tensor:
     """x A^T in bfloat16: (tokens, in), (ranks, in) -> (tokens, ranks)."""
     tokens, columns = x.shape
     ranks = lora_a.shape[0]
-    long = columns >= LONG
-    tiles, warps, cluster = 1 if tokens <= 8 else 2, 16 if long else 8, 8 if long else 4
+    tiles, warps, cluster = _tiles(tokens), _warps(columns), 8 if columns >= LONG else 4
     hidden = x.new_empty(tokens, ranks)
     launch = Launch((ranks // RANK_STEP, cluster, -(-tokens // (8 * tiles))), 32 * warps, cluster=cluster)
-    defines = (f"TILES={tiles}", f"WARPS={warps}", "BATCH=5")
-    kernel("shrink.cu", "lora_shrink", defines)(launch, x, lora_a, hidden, tokens, columns, ranks)
+    kernel("shrink.cu", "lora_shrink", _defines(tiles, warps))(launch, x, lora_a, hidden, tokens, columns, ranks)
     return hidden
+
+
+def variants(columns: int) -> list[Variant]:
+    """What `shrink` needs compiled for so many columns, at any number of tokens."""
+    return [("shrink.cu", _defines(tiles, _warps(columns))) for tiles in (1, 2)]
+
+
+def _tiles(tokens: int) -> int:
+    """Of 8 tokens, that a block works on."""
+    return 1 if tokens <= 8 else 2
+
+
+def _warps(columns: int) -> int:
+    return 16 if columns >= LONG else 8
+
+
+def _defines(tiles: int, warps: int) -> tuple[str, ...]:
+    return f"TILES={tiles}", f"WARPS={warps}", "BATCH=5"
 
 
 def reference_add(out: torch.Tensor, x: torch.Tensor, adapter: Adapter) -> torch.Tensor:

@@ -1,7 +1,8 @@
 """Compile a CUDA source of this package for the card it runs on, keep the result, and launch its kernels.
 
 NVRTC and the driver come with torch's CUDA builds (`cuda-bindings` is a dependency of torch 2.11): no compiler has to
-be installed. A compiled source is cached in a folder of the user, under the hash of all that it depends on.
+be installed. A compiled source is cached in a folder of the user, under the hash of all that it depends on. NVRTC
+releases the GIL and compiles several programs at once: `compile_ahead`.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import ctypes
 import hashlib
 import os
 import threading
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,8 +22,11 @@ import torch
 
 from qerl.disk import write_shared
 from qerl.errors import EngineError
+from qerl.nvfp4.ahead import Jobs
 
 FOLDER = Path(__file__).parent / "cuda"
+
+Variant = tuple[str, tuple[str, ...]]  # a source of `FOLDER`, and what it is compiled with ("TILES=2")
 
 
 @cache
@@ -85,18 +90,37 @@ def kernel(source: str, name: str, defines: tuple[str, ...] = ()) -> Kernel:
     return Kernel(function, name)
 
 
-def _binary(source: str, defines: tuple[str, ...], capability: tuple[int, int]) -> bytes:
-    from cuda.bindings import nvrtc
+_compilations: Jobs[Path, bytes] = Jobs()  # by file of the cache
 
+
+def compile_ahead(variants: Iterable[Variant]) -> None:
+    """Begin with what the cache lacks, in threads: `kernel` takes it from there. An error is raised there, too."""
+    capability = torch.cuda.get_device_capability()
+    works = dict(_compilation(source, defines, capability) for source, defines in variants)
+    _compilations.begin({path: work for path, work in works.items() if not path.exists()})
+
+
+def _binary(source: str, defines: tuple[str, ...], capability: tuple[int, int]) -> bytes:
+    return _compilations.result(*_compilation(source, defines, capability))
+
+
+def _compilation(
+    source: str, defines: tuple[str, ...], capability: tuple[int, int]
+) -> tuple[Path, Callable[[], bytes]]:
+    """The file of the cache, and what reads it, or compiles and writes it."""
     text = (FOLDER / source).read_text(encoding="utf-8")
     headers = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.cuh"))]
     architecture = f"sm_{capability[0]}{capability[1]}{'a' if capability >= (9, 0) else ''}"
-    version = _check(nvrtc.nvrtcVersion(), "nvrtc")
-    key = hashlib.sha256(repr((text, headers, defines, architecture, version)).encode()).hexdigest()[:24]
+    key = hashlib.sha256(repr((text, headers, defines, architecture, _version())).encode()).hexdigest()[:24]
+    options = [f"--gpu-architecture={architecture}", *(f"-D{define}" for define in defines)]
     path = cache_folder() / f"{Path(source).stem}-{key}.cubin"
+    return path, partial(_read_or_compile, path, text, source, options)
+
+
+def _read_or_compile(path: Path, text: str, source: str, options: list[str]) -> bytes:
     if path.exists():
         return path.read_bytes()
-    binary = _compile(text, source, [f"--gpu-architecture={architecture}", *(f"-D{define}" for define in defines)])
+    binary = _compile(text, source, options)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_shared(path, binary)  # another process may write the same
     return binary
@@ -106,6 +130,16 @@ def cache_folder() -> Path:
     """$QERL_CACHE, or the user's cache folder: compiled kernels and measured choices."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl"
     return Path(os.environ.get("QERL_CACHE") or default)
+
+
+@cache
+def _version() -> tuple[int, int]:
+    """Of NVRTC, whose library this loads: before threads compile."""
+    from cuda.bindings import nvrtc
+
+    result = nvrtc.nvrtcVersion()
+    _check(result, "nvrtc")
+    return result[1:]
 
 
 def _compile(text: str, source: str, options: list[str]) -> bytes:

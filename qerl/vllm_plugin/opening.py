@@ -7,8 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from qerl.errors import EngineError, MissingExtraError
+from qerl.errors import CheckpointError, EngineError, MissingExtraError
 from qerl.own_memory import others_bytes, own_bytes
+from qerl.sizes import sizes_of
 from qerl.vllm_plugin.memory import KV_CACHE_DTYPES
 from qerl.vllm_plugin.startup import capture_sizes
 
@@ -167,6 +168,27 @@ def choose_kernel(kernel: str, format: str) -> str:
     raise EngineError(
         "rollout.kernel=qerl needs a Hopper card (compute capability 9.0) and the CUDA bindings that torch brings, not "
         f"{torch.cuda.get_device_name()}: write rollout.kernel=auto, humming or marlin"
+    )
+
+
+def compile_ahead(settings: Settings, options: dict[str, Any]) -> None:
+    """Begin to compile what our kernel's products need, before vLLM is imported and reads the weights.
+
+    `products.load_kernels` then finds it. Of a model whose config does not say its shapes nothing is begun, and each
+    kernel is compiled when it is loaded.
+    """
+    if options["kernel"] != "qerl":
+        return
+    from qerl.nvfp4 import decode, gemm, lora, nvrtc
+
+    try:
+        projections = sizes_of(settings.config.to_dict(), settings.base).projections
+    except CheckpointError:
+        return
+    needed = [gemm.variants, lora.variants] if options["max_rank"] else [gemm.variants]
+    widths = {columns for _, columns in projections.values()}
+    nvrtc.compile_ahead(
+        [*(each for variants in needed for columns in widths for each in variants(columns)), decode.OURS]
     )
 
 

@@ -156,8 +156,8 @@ def load_kernels(layer: LinearBase) -> None:
     """Compile and load what the CUDA graphs of a linear record, and make the work space: not possible in a capture.
 
     For each number of tokens that our kernels are compiled for, with the linear's adapter or, in an engine without one,
-    the base alone. What is not known yet (`tune.choose_ways_` comes later) is loaded when vLLM runs each size once
-    before its capture.
+    the base alone; `opening.compile_ahead` has begun to compile it. What is not known yet (`tune.choose_ways_` comes
+    later) is loaded when vLLM runs each size once before its capture.
     """
     base = BASES[layer.weight.data_ptr()] if layer.qerl_quantized else None
     adapter = adapter_of(layer)
