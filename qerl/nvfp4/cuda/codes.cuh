@@ -16,14 +16,6 @@ static __device__ __forceinline__ u32 two_codes(u32 word) {
     return (top & 0x80008000u) | ((top >> 6) & 0x01C001C0u);
 }
 
-template <int HALF>
-static __device__ __forceinline__ u32 twice(u32 two) {
-    u32 d;
-    if (HALF) asm("{.reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {high, high};}" : "=r"(d) : "r"(two));
-    else asm("{.reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {low, low};}" : "=r"(d) : "r"(two));
-    return d;
-}
-
 // Four block scales, of a lane's rows (8 * group + lane / 4) in four neighbouring groups, each twice in a register,
 // times 2^100.
 static __device__ __forceinline__ void four_scales(u32 bytes, u32 (&scale)[4]) {

@@ -13,16 +13,24 @@ static __device__ __forceinline__ u32 fma_bf16x2(u32 a, u32 b) {
     return d;
 }
 
-static __device__ __forceinline__ void multiply(float* c, const u32 (&a)[4], u32 b0, u32 b1) {
-    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
-        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
-static __device__ __forceinline__ void mma(float (&c)[4], u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
+// c (16 x 8, float32) += a (16 x 16) b (16 x 8), by a warp
+static __device__ __forceinline__ void mma(float* c, u32 a0, u32 a1, u32 a2, u32 a3, u32 b0, u32 b1) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
         : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
         : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+static __device__ __forceinline__ void mma(float* c, const u32 (&a)[4], u32 b0, u32 b1) {
+    mma(c, a[0], a[1], a[2], a[3], b0, b1);
+}
+
+// The low (0) or high half, twice.
+template <int HALF>
+static __device__ __forceinline__ u32 twice(u32 two) {
+    u32 d;
+    if (HALF) asm("{.reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {high, high};}" : "=r"(d) : "r"(two));
+    else asm("{.reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {low, low};}" : "=r"(d) : "r"(two));
+    return d;
 }
 
 // The compiler leaves loads above this where they are, so that all are under way before the first is used. To the card

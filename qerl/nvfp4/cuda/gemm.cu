@@ -344,7 +344,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                         operands(words[i][k], two_scales(bytes[i][k / 2], k % 2, scale_mask), operand);
 #pragma unroll
                         for (int t = 0; t < TOKENS / 8; ++t)
-                            multiply(acc[i] + 4 * t, operand, v[t][k / 2][k % 2 * 2], v[t][k / 2][k % 2 * 2 + 1]);
+                            mma(acc[i] + 4 * t, operand, v[t][k / 2][k % 2 * 2], v[t][k / 2][k % 2 * 2 + 1]);
                     }
                 continue;
             }
@@ -392,7 +392,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                     u32 v[4];  // of 32 ranks, of which the second 16 are another unit's
                     load_matrices(x_ring + stage * X_BYTES + 1024 * t + x_place, v);
 #pragma unroll
-                    for (int i = 0; i < SLABS; ++i) multiply(acc[i] + 4 * t, factors[i], v[0], v[1]);
+                    for (int i = 0; i < SLABS; ++i) mma(acc[i] + 4 * t, factors[i], v[0], v[1]);
                 }
             } else {
                 wgmma_fence();
@@ -463,7 +463,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             __syncwarp();
 #pragma unroll
             for (int i = 0; i < ITEMS * 2; ++i)
-                multiply(total[i / 2], factors[i / 2][i % 2], (u32)values[i / 2][i % 2].x, (u32)values[i / 2][i % 2].y);
+                mma(total[i / 2], factors[i / 2][i % 2], (u32)values[i / 2][i % 2].x, (u32)values[i / 2][i % 2].y);
         }
     };
     bool met = false;

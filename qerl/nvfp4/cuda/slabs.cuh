@@ -17,14 +17,6 @@ static __device__ __forceinline__ u32 two_scales(u32 bytes, int odd, u32 mask) {
     return ((odd ? bytes >> 4 : bytes << 4) & mask) | 0x70007000u;
 }
 
-template <int HALF>
-static __device__ __forceinline__ u32 twice(u32 two) {
-    u32 d;
-    if (HALF) asm("{.reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {high, high};}" : "=r"(d) : "r"(two));
-    else asm("{.reg .b16 low, high;\n mov.b32 {low, high}, %1;\n mov.b32 %0, {low, low};}" : "=r"(d) : "r"(two));
-    return d;
-}
-
 static __device__ __forceinline__ void operands(u32 word, u32 scales, u32 (&a)[4]) {
     const u32 low = twice<0>(scales), high = twice<1>(scales);
     a[0] = fma_bf16x2(word & CODE_BITS, low);
