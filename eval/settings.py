@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qerl.errors import ConfigError
+from qerl.vllm_plugin.opening import KERNELS
 
 LOADS = ("auto", "nvfp4", "bf16")
 ENGINES = ("auto", "transformers", "vllm")
-KERNELS = ("auto", "qerl", "humming", "marlin")
 SAMPLED_TEMPERATURE, SAMPLED_TOP_P = 0.6, 0.95  # the reference's evaluation (NVlabs/QeRL)
 MAX_NEW_TOKENS = 4096  # the reference's, where the model's context has room for it
 BATCH_SIZE = {"transformers": 64, "vllm": 1024}  # vLLM schedules within a batch; a batch is what a kill can lose

@@ -4,7 +4,7 @@ Memory follows the code that allocates it: the engine's budget and KV cache (`vl
 plan (`memory_plan.py`), the adapter with its optimizer state. Seconds follow a model with few constants, fitted to the
 steps in benchmarks/ (docs/cost-model.md):
 
-    decode step = layers * LAUNCH + weight bytes / (DECODE_BANDWIDTH * bandwidth)
+    decode step = layers * LAUNCH + weight bytes / bandwidth
                   + 2 weights * sequences / (DECODE_RATE * rate) + keys and values read / bandwidth
     training    = (4 + 2 * recomputed share) weights * tokens / (TRAIN_RATE * rate), a micro-batch's shared prompts once
 """
@@ -27,8 +27,8 @@ CONTEXT = int(0.5 * GIB)  # of CUDA, where nothing has been computed
 KERNELS = int(1.25 * GIB)  # loaded and compiled, cuBLAS's work space, torch's fragments: as in rollouts of a 7B
 GRAPHS = int(0.6 * GIB)  # CUDA graphs of the engine
 ENGINE_WORK = int(1.2 * GIB)  # activations of a prefill of 8192 tokens and logits of a full batch
-LAUNCH = 60e-6  # seconds of a decoder layer whose weights take no time
-DECODE_BANDWIDTH, DECODE_RATE, TRAIN_RATE = 0.50, 0.66, 0.60  # shares of the card's measured limits
+LAUNCH = 50e-6  # seconds of a decoder layer whose weights take no time
+DECODE_RATE, TRAIN_RATE = 0.95, 0.70  # shares of the card's rate
 
 
 @dataclass(frozen=True)
@@ -188,6 +188,13 @@ def _largest(config: RunConfig, micro_batches: MicroBatchPlan | None) -> tuple[i
     return largest_micro_batch(budget, *groups, config.data.max_prompt_tokens, rollout.max_new_tokens)
 
 
+def decode_seconds(sizes: ModelSizes, card: Card, format: str, sequences: int, cached: float) -> float:
+    """A decode step of `sequences`, which reads `cached` bytes of keys and values."""
+    read = (sizes.weights_bytes(format) + cached) / (card.gb_per_s * 1e9)
+    computed = 2 * (sizes.body + sizes.head) * sequences / (DECODE_RATE * card.tflops * 1e12)
+    return sizes.layers * LAUNCH + read + computed
+
+
 def _seconds(
     config: RunConfig, sizes: ModelSizes, card: Card, micro_batches: MicroBatchPlan | None
 ) -> dict[str, float]:
@@ -195,16 +202,9 @@ def _seconds(
     rollout = config.rollout
     sequences = rollout.prompts_per_step * rollout.group_size
     prompt, new = config.data.max_prompt_tokens, rollout.max_new_tokens
-    rate, bandwidth = card.tflops * 1e12, card.gb_per_s * 1e9
-    at_once = min(sequences, MAX_SEQUENCES)
-    weight_bytes = sizes.weights_bytes(config.model.format)
+    rate, at_once = card.tflops * 1e12, min(sequences, MAX_SEQUENCES)
     cached = at_once * (prompt + new / 2) * sizes.kv_bytes(config.rollout.kv_cache_dtype)
-    step = (
-        sizes.layers * LAUNCH
-        + weight_bytes / (DECODE_BANDWIDTH * bandwidth)
-        + 2 * (sizes.body + sizes.head) * at_once / (DECODE_RATE * rate)
-        + cached / bandwidth
-    )
+    step = decode_seconds(sizes, card, config.model.format, at_once, cached)
     prefill = 2 * sizes.body * prompt * rollout.prompts_per_step / (TRAIN_RATE * rate)
     rows_at_once, tokens_at_once = _largest(config, micro_batches)
     recomputed = micro_batches.recomputed(tokens_at_once) / sizes.layers if micro_batches else 0.0

@@ -7,8 +7,9 @@
 The step is scripts/bench_step.py's (its options are taken too), profiled by torch.profiler in its second step. Limits
 are measured first: the rate of a large bfloat16 product, and the bandwidth of a copy. What is counted as needed:
 
-- training: 2 flops a weight and token forward and 2 for the gradient of the input, over all tokens in the decoder
-  layers and over completion tokens in the head (which computes its slope instead); recomputing counts as waste;
+- training: 2 flops a weight and token forward and 2 for the gradient of the input, over completions and each
+  prompt once in the decoder layers and over completion tokens in the head (which computes its slope instead); a prompt
+  computed again and recomputing count as waste;
 - decode: the bytes of the weights a step (packed body and 16-bit head), over the bandwidth.
 
 `--phase decode` opens the engine alone and profiles decode steps at several numbers of sequences.
@@ -107,7 +108,7 @@ def whole_step(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[s
         lines = (result.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     metrics = json.loads(lines[PROFILED_STEP])
     completion_tokens = arguments.prompts * arguments.group * metrics["completions/mean_tokens"]
-    tokens = completion_tokens + arguments.prompts * arguments.group * arguments.prompt_tokens
+    tokens = completion_tokens + arguments.prompts * arguments.prompt_tokens  # a group's prompt once
     body, head = parameters(Path(arguments.model))
     flops = 4 * (body * tokens + head * completion_tokens)
     training = phases["training"]

@@ -314,6 +314,16 @@ def test_a_split_product_on_the_card(tokens):
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
+def assert_right_with_an_adapter(weight, tokens, ranks, parts):
+    """About as large as the base's product; a repeated call has the same bits."""
+    size = reference_decoded(weight).std().item() * weight.alpha
+    adapter = random_adapter(weight.out_features, weight.in_features, ranks, parts, "cuda", size)
+    x = torch.randn(tokens, weight.in_features, device="cuda").bfloat16()
+    results = [gemm.product(x, weight, None, adapter) for _ in range(4)]
+    assert error(results[0], gemm.reference_product(x, weight, None, adapter)) < 2.5e-3
+    assert all(torch.equal(results[0], other) for other in results[1:])
+
+
 def parts_of(rows):
     """Two parts that do not end with a tile of the weight."""
     return (rows // 2 // 32 * 32, rows - rows // 2 // 32 * 32)
@@ -338,14 +348,9 @@ def test_the_adapter_beside_another_kernels_product(tokens, parts, columns):
 @pytest.mark.parametrize(("parts", "columns"), [((40, 8, 16), 64), ((200, 72, 40), 128), ((1000, 24, 8), 4864)])
 def test_three_parts_that_end_inside_a_tile(tokens, parts, columns):
     """Ranks 16 and 48 of each part."""
-    rows = sum(parts)
-    weight = random_weight(rows, columns, device="cuda", seed=tokens)
-    size = reference_decoded(weight).std().item() * weight.alpha
-    x = torch.randn(tokens, columns, device="cuda").bfloat16()
+    weight = random_weight(sum(parts), columns, device="cuda", seed=tokens)
     for ranks in (16, 48):
-        adapter = random_adapter(rows, columns, ranks, parts, "cuda", size)
-        expected = gemm.reference_product(x, weight, None, adapter)
-        assert error(gemm.product(x, weight, None, adapter), expected) < 2.5e-3
+        assert_right_with_an_adapter(weight, tokens, ranks, parts)
 
 
 @pytest.mark.gpu
@@ -393,13 +398,7 @@ def test_each_way_of_sharing_out_the_rows(thirds, more, tokens):
     """Blocks of rows by thirds of the processors. A 3B's gate/up is the first, a 70B's the second."""
     blocks = torch.cuda.get_device_properties(0).multi_processor_count * thirds // 3 + more
     rows = tiling.choose_tiling(192, tokens).rows * blocks - 8
-    weight = random_weight(rows, 192, device="cuda", seed=tokens)
-    size = reference_decoded(weight).std().item() * weight.alpha
-    adapter = random_adapter(rows, 192, 32, parts_of(rows), "cuda", size)
-    x = torch.randn(tokens, 192, device="cuda").bfloat16()
-    results = [gemm.product(x, weight, None, adapter) for _ in range(4)]
-    assert error(results[0], gemm.reference_product(x, weight, None, adapter)) < 2.5e-3
-    assert all(torch.equal(results[0], other) for other in results[1:])
+    assert_right_with_an_adapter(random_weight(rows, 192, device="cuda", seed=tokens), tokens, 32, parts_of(rows))
 
 
 @pytest.mark.gpu
@@ -433,12 +432,8 @@ def test_launch_numbers_skip_zero():
 def test_work_space_that_grows_between_launches():
     """960 ranks of 8064 columns leave more than the 2^20 sums that the first work space has room for."""
     weight = random_weight(512, 8064, device="cuda")
-    size = reference_decoded(weight).std().item() * weight.alpha
     for ranks in (16, 960, 16, 960):
-        adapter = random_adapter(512, 8064, ranks, (512,), "cuda", size)
-        x = torch.randn(128, 8064, device="cuda").bfloat16()
-        expected = gemm.reference_product(x, weight, None, adapter)
-        assert error(gemm.product(x, weight, None, adapter), expected) < 2.5e-3
+        assert_right_with_an_adapter(weight, 128, ranks, (512,))
 
 
 @pytest.mark.gpu

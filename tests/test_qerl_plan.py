@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from qerl.cli import app
 from qerl.errors import CheckpointError, ConfigError
-from qerl.plan import CARDS, card_of, plan
+from qerl.plan import CARDS, card_of, decode_seconds, plan
 from qerl.plan_advice import advice, largest_completion, with_values
 from qerl.recipe import load_recipe, recipe_names
 from qerl.sizes import KNOWN, read_sizes, sizes_of
@@ -65,6 +65,17 @@ def test_the_largest_micro_batch_is_the_one_that_the_run_planned_for(name, budge
     steps = json.loads((ROOT / "benchmarks" / f"{name}.json").read_text(encoding="utf-8"))["steps"]
     planned = steps[0]["memory/train_planned_gib"]  # completions of full length
     assert made.memory["training"]["micro-batch"] / GIB == pytest.approx(planned, rel=0.005)
+
+
+@pytest.mark.parametrize("shape", ["7b", "32b"])
+def test_planned_decode_steps_are_within_a_tenth_of_the_measured_ones(shape):
+    """`bench_rollout.py` samples 128 tokens behind a prompt of 128."""
+    measured = json.loads((ROOT / "benchmarks" / f"rollout-{shape}-qerl.json").read_text(encoding="utf-8"))
+    sizes = read_sizes(f"Qwen/Qwen2.5-{shape.upper()}")
+    for sequences, rate in measured["decode_tokens_per_s"].items():
+        count = int(sequences)
+        planned = decode_seconds(sizes, card_of("h200"), "nvfp4", count, count * 192 * sizes.kv_bytes())
+        assert planned == pytest.approx(count / rate, rel=0.10), sequences
 
 
 def test_training_pays_for_a_prompt_of_a_group_once():
