@@ -9,11 +9,13 @@ import sys
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
+from typing import get_args
 
 import pytest
 import torch
 from transformers import AutoConfig
 
+from qerl.config import RolloutConfig
 from qerl.engine_vllm import VLLMEngine
 from qerl.errors import EngineError, MissingExtraError
 from qerl.nvfp4 import nvrtc
@@ -35,6 +37,10 @@ def test_without_vllm_the_extra_is_named():
 def test_without_a_gpu_the_other_engine_is_named():
     with pytest.raises(EngineError, match=r"rollout.engine=transformers"):
         opening.check_device("auto")
+
+
+def test_a_recipe_and_the_engine_know_the_same_kernels():
+    assert get_args(RolloutConfig.model_fields["kernel"].annotation) == opening.KERNELS
 
 
 def test_an_unknown_kernel_is_refused():

@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from qerl.config import RolloutConfig
 from qerl.errors import CheckpointError, EngineError, MissingExtraError
 from qerl.own_memory import others_bytes, own_bytes
 from qerl.sizes import sizes_of
@@ -16,7 +15,7 @@ from qerl.vllm_plugin.startup import capture_sizes
 
 MIN_CAPABILITY = (8, 0)  # bfloat16
 FP8_CAPABILITY = (8, 9)  # e4m3
-KERNELS = get_args(RolloutConfig.model_fields["kernel"].annotation)
+KERNELS = ("auto", "qerl", "humming", "marlin")  # as rollout.kernel has them, which needs pydantic
 MAX_BATCHED_TOKENS = 8192  # of a prefill; vLLM's 16384 takes twice the activations and is no faster for rollouts
 
 
