@@ -265,6 +265,28 @@ def test_gradients_of_the_elementwise_twins_follow_from_their_forwards():
     torch.testing.assert_close(grad, plain.detach())  # overwritten by what the forward pass gave
 
 
+def test_rotated_parts_are_the_formulas_with_their_gradients():
+    """By the pairs (i, i + d/2) as complex numbers."""
+    torch.manual_seed(8)
+    counts, leaf = (4, 2, 3), torch.randn(7, 9 * 6, dtype=torch.float32, requires_grad=True)
+    angle = torch.randn(7, 3)
+    cos, sin = angle.cos().repeat(1, 2), angle.sin().repeat(1, 2)
+    heads = leaf.unflatten(1, (9, 6)).split(counts, 1)
+    turned = [torch.complex(*part.chunk(2, -1)) * torch.polar(torch.ones(7, 1, 3), angle[:, None]) for part in heads]
+    expected = [*(torch.cat([part.real, part.imag], -1) for part in turned[:2]), heads[2]]
+    parts = elementwise.rotary_parts_(leaf * 1.0, cos, sin, counts)
+    upstream = [torch.randn(part.shape).transpose(0, 1).contiguous().transpose(0, 1) for part in parts]  # not adjacent
+    for part, right in zip(parts, expected, strict=True):
+        torch.testing.assert_close(part, right)
+    grads = [
+        torch.autograd.grad(sum((p * u).sum() for p, u in zip(values, upstream, strict=True)), leaf)[0]
+        for values in (parts, expected)
+    ]
+    torch.testing.assert_close(*grads)
+    query = parts[0].detach()
+    torch.testing.assert_close(elementwise.rotary_(query.clone(), cos, -sin), heads[0])
+
+
 def test_a_norm_rounds_once():
     torch.manual_seed(7)
     x, w = torch.randn(64, 96).bfloat16(), (1 + 0.1 * torch.randn(96)).bfloat16()

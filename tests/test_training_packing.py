@@ -8,6 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.errors import EngineError
+from qerl.layers.place import fuse_
 from training.packed_attention import (
     attend_each,
     attend_flash,
@@ -329,3 +330,32 @@ def test_without_sharing_every_row_brings_its_prompt(monkeypatch):
     assert apart.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
     assert apart.targets.tolist() == shared.targets.tolist() == [7, 8, 9]
     assert [row.prompt for row in packing.row_lengths(ids[:, :2], mask[:, :2], [2, 1])] == [0, 1]
+
+
+class Transposes(TorchDispatchMode):
+    """The strides of tensors that are copied although their rows are not in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.strides = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_):
+            stride = args[-1].stride()
+            if list(stride) != sorted(stride, reverse=True):
+                self.strides.append(stride)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_attention_hands_gradients_on_without_transposing_them(family):
+    """Each of q, k and v was copied twice a layer in the backward pass: into zeros, and back into the order of rows."""
+    model, row = tiny_model(family).requires_grad_(False), pack(IDS, MASK, 3)
+    fuse_(model)
+    embedded = model.get_input_embeddings()(row.input_ids).requires_grad_()
+    arguments = {"position_ids": row.position_ids, "use_cache": False, "sequences": row.sequences}
+    with packed_attention_of(model):
+        out = model.base_model(inputs_embeds=embedded, **arguments).last_hidden_state
+    with Transposes() as transposes:
+        out.sum().backward()
+    assert transposes.strides == []

@@ -77,7 +77,8 @@ def packed_attention(
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    # squeezed, not indexed: the gradient of an index is zeros of the whole with a strided copy into them
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     if sequences.keys is not None:
         k, v = gather_rows(k, sequences.keys), gather_rows(v, sequences.keys)
     window = sliding_window if sliding_window is not None and sliding_window < sequences.longest_key else None
@@ -206,7 +207,8 @@ def hidden_states(model: PreTrainedModel, row: PackedRow) -> torch.Tensor:
         use_cache=False,
         sequences=row.sequences,
     )
-    return gather_rows(output.last_hidden_state[0], row.predicting)  # a prompt's last token predicts for its group
+    hidden = output.last_hidden_state.squeeze(0)
+    return gather_rows(hidden, row.predicting)  # a prompt's last token predicts for its group
 
 
 def _mask(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from qerl.layers.elementwise import rotary_
+from qerl.layers.elementwise import rotary_, rotary_parts_
 from qerl.layers.lora import lora_linear, parts_of
 
 
@@ -60,12 +60,11 @@ def _rotated(self: nn.Module, qkv: torch.Tensor, angles: tuple[torch.Tensor, tor
     sizes = [proj.out_features for proj in (self.q_proj, self.k_proj, self.v_proj)]
     counts = [size // self.head_dim for size in sizes]
     if not hasattr(self, "q_norm"):
-        qkv = rotary_(qkv, *angles, counts[0] + counts[1])
-        return [part.unflatten(1, (count, -1)) for part, count in zip(qkv.split(sizes, 1), counts, strict=True)]
+        return list(rotary_parts_(qkv, *angles, counts))
     query, key, value = (
         part.unflatten(1, (count, -1)) for part, count in zip(qkv.split(sizes, 1), counts, strict=True)
     )
-    return [rotary_(self.q_norm(query), *angles, counts[0]), rotary_(self.k_norm(key), *angles, counts[1]), value]
+    return [rotary_(self.q_norm(query), *angles), rotary_(self.k_norm(key), *angles), value]
 
 
 def _per_token(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import ModuleType
 
 import torch
@@ -42,9 +43,16 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return _RMSNorm.apply(x, weight, eps)
 
 
-def rotary_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> torch.Tensor:
-    """Rotate the first `heads` heads of x (T, n) or (T, heads, d) in place, by cos and sin (T, d); returns x."""
-    return _Rotary.apply(x, cos, sin, heads)
+def rotary_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate x (T, heads, d) in place, by cos and sin (T, d); returns x."""
+    return _Rotary.apply(x, cos, sin)
+
+
+def rotary_parts_(
+    qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, counts: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v, (T, heads, d) views of qkv (T, all heads * d) with `counts` heads; q and k are rotated in place."""
+    return _RotaryParts.apply(qkv, cos, sin, list(counts))
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -69,34 +77,50 @@ class _Rotary(torch.autograd.Function):
     """Keeps cos and sin, which all layers share."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, heads: int) -> torch.Tensor:
+    def forward(ctx, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)
-        ctx.heads = heads
         ctx.mark_dirty(x)
-        part = _heads(x, cos, heads)
-        kernels_for(x).rotate_(part, part, cos, sin, 1)
-        return x
+        return kernels_for(x).rotate_(x, x, cos, sin, 1)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):
+        out = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+        return kernels_for(grad).rotate_(out, _adjacent_heads(grad), *ctx.saved_tensors, -1), None, None
+
+
+class _RotaryParts(torch.autograd.Function):
+    """Keeps cos and sin; the parts' gradients are rotated into their places in that of qkv."""
+
+    @staticmethod
+    def forward(ctx, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, counts: list[int]):
+        ctx.save_for_backward(cos, sin)
+        ctx.counts = counts
+        heads = qkv.detach().unflatten(1, (sum(counts), -1))  # nothing has saved qkv: it may change unseen
+        rotated = heads[:, : counts[0] + counts[1]]
+        kernels_for(qkv).rotate_(rotated, rotated, cos, sin, 1)
+        return heads.split(counts, 1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads: torch.Tensor):
         cos, sin = ctx.saved_tensors
-        out = grad.clone(memory_format=torch.contiguous_format)
-        part = _heads(out, cos, ctx.heads)
-        kernels_for(grad).rotate_(part, part, cos, sin, -1)
-        return out, None, None, None
+        tokens, _, width = grads[0].shape
+        out = grads[0].new_empty(tokens, sum(ctx.counts), width)
+        *rotated, value = out.split(ctx.counts, 1)
+        for part, grad in zip(rotated, grads[:2], strict=True):
+            kernels_for(grad).rotate_(part, _adjacent_heads(grad), cos, sin, -1)
+        value.copy_(grads[2])
+        return out.flatten(1), None, None, None
 
 
-def _heads(x: torch.Tensor, cos: torch.Tensor, heads: int) -> torch.Tensor:
-    """(T, heads, d) of the first heads of x, as a view."""
-    if x.dim() == 3:
-        return x
-    width = cos.shape[-1]
-    return x[:, : heads * width].unflatten(1, (heads, width))
+def _adjacent_heads(x: torch.Tensor) -> torch.Tensor:
+    """x (T, heads, d) as the kernels read it: tokens any stride apart, heads beside one another."""
+    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def _three_dimensional(x: torch.Tensor) -> torch.Tensor:
-    """x (..., d) as (tokens, heads, d), as a view where the kernels' strides allow it: heads adjacent, d contiguous."""
-    if x.dim() == 3 and x.stride(2) == 1 and x.stride(1) == x.shape[2]:
-        return x
+    """x (..., d) as (tokens, heads, d), as a view where the kernels' strides allow it."""
+    if x.dim() == 3:
+        return _adjacent_heads(x)
     return x.contiguous().view(-1, 1, x.shape[-1])

@@ -13,6 +13,7 @@ import triton.language as tl
 
 PROGRAMS = 528  # of a norm's backward pass: four for each of an H200's 132 multiprocessors
 WIDTH = 1024  # columns of a SwiGLU program
+HEADS = 16  # of a rotary program: one token's, so that its angles are read once for them
 
 
 @triton.jit
@@ -99,21 +100,33 @@ def _swiglu_backward(x_ptr, grad_ptr, out_ptr, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _rotate(x_ptr, out_ptr, cos_ptr, sin_ptr, heads, stride, out_stride, half, SIGN: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0)
-    token = (row // heads).to(tl.int64)
+def _rotate(
+    x_ptr,
+    out_ptr,
+    cos_ptr,
+    sin_ptr,
+    heads,
+    stride,
+    out_stride,
+    half,
+    SIGN: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
-    inside = column < half
-    start = (row % heads) * 2 * half + column
-    x_ptr += token * stride + start
-    first = tl.load(x_ptr, mask=inside, other=0.0).to(tl.float32)
-    second = tl.load(x_ptr + half, mask=inside, other=0.0).to(tl.float32)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
     angle = token * 2 * half + column
-    cos = tl.load(cos_ptr + angle, mask=inside, other=0.0).to(tl.float32)
-    sin = tl.load(sin_ptr + angle, mask=inside, other=0.0).to(tl.float32) * SIGN
-    out_ptr += token * out_stride + start
-    tl.store(out_ptr, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=inside)
-    tl.store(out_ptr + half, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=inside)
+    cos = tl.load(cos_ptr + angle, mask=column < half, other=0.0).to(tl.float32)[None, :]
+    sin = tl.load(sin_ptr + angle, mask=column < half, other=0.0).to(tl.float32)[None, :] * SIGN
+    inside = (head < heads)[:, None] & (column < half)[None, :]
+    at = head[:, None] * 2 * half + column[None, :]
+    x_ptr += token * stride
+    first = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(x_ptr + half + at, mask=inside, other=0.0).to(tl.float32)
+    out_ptr += token * out_stride
+    tl.store(out_ptr + at, (first * cos - second * sin).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + half + at, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,8 +189,9 @@ def swiglu_backward_(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 def rotate_(out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
     """See the twin."""
     tokens, heads, columns = x.shape
+    block, together = triton.next_power_of_2(columns // 2), min(HEADS, triton.next_power_of_2(heads))
     if tokens:
-        _rotate[(tokens * heads,)](
+        _rotate[(tokens, triton.cdiv(heads, together))](
             x,
             out,
             cos,
@@ -187,8 +201,9 @@ def rotate_(out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Te
             out.stride(0),
             columns // 2,
             SIGN=sign,
-            BLOCK=triton.next_power_of_2(columns // 2),
-            num_warps=1,
+            HEADS=together,
+            BLOCK=block,
+            num_warps=_warps(together * block),
         )
     return out
 
