@@ -139,8 +139,8 @@ def profiled(method: Callable, phases: dict[str, Any], name: str, step_of: Calla
         if step_of(self) != PROFILED_STEP:
             return method(self, *args, **kwargs)
         torch.cuda.synchronize()
-        started = time.perf_counter()
         with profile(activities=[ProfilerActivity.CUDA]) as result:
+            started = time.perf_counter()  # the profiler takes a while to begin
             output = method(self, *args, **kwargs)
             torch.cuda.synchronize()
             wall = time.perf_counter() - started
@@ -149,7 +149,9 @@ def profiled(method: Callable, phases: dict[str, Any], name: str, step_of: Calla
             for event in result.key_averages()
             if event.device_time_total > 0
         ]
-        phases[name] = summary(rows, 1e3 * wall)
+        device = [event for event in result.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        spans = [(event.time_range.start / 1e3, event.time_range.end / 1e3, event.name) for event in device]
+        phases[name] = summary(rows, 1e3 * wall) | {"gaps": gaps(spans)}
         return output
 
     return wrapped
@@ -164,6 +166,19 @@ def summary(kernels: list[dict[str, Any]], wall_ms: float) -> dict[str, Any]:
     kernels = sorted(kernels, key=lambda row: -row["ms"])[:40]
     order = dict(sorted(by_category.items(), key=lambda item: -item[1]))
     return {"wall_ms": wall_ms, "busy_ms": busy, "categories_ms": order, "kernels": kernels}
+
+
+def gaps(spans: list[tuple[float, float, str]], count: int = 20) -> list[dict[str, Any]]:
+    """The longest times in which nothing runs, of (start, end, name) in ms: when, how long, after and before what."""
+    found: list[dict[str, Any]] = []
+    spans = sorted(spans)
+    first, end, last = spans[0] if spans else (0.0, 0.0, "")
+    for start, its_end, name in spans:
+        if start > end:
+            found.append({"at_ms": end - first, "ms": start - end, "after": last[:60], "before": name[:60]})
+        if its_end > end:
+            end, last = its_end, name
+    return sorted(found, key=lambda gap: -gap["ms"])[:count]
 
 
 def category(name: str) -> str:
@@ -215,6 +230,8 @@ def show(report: dict[str, Any]) -> None:
             print(f"   {milliseconds:10.2f} ms  {label}")
         for row in phase["kernels"][:14]:
             print(f"      {row['ms']:10.3f} ms {row['calls']:8.1f} x  {row['name'][:100]}")
+        for gap in phase.get("gaps", [])[:8]:
+            print(f"      {gap['ms']:10.3f} ms idle at {gap['at_ms']:.1f} ms, {gap['after']} -> {gap['before']}")
 
 
 if __name__ == "__main__":

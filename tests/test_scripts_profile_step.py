@@ -37,6 +37,23 @@ def test_a_summary_adds_up():
     assert [row["name"] for row in summary["kernels"]] == ["lora_shrink", "nvfp4_linear"]
 
 
+def test_gaps_are_the_times_in_which_nothing_runs():
+    spans = [
+        (10.0, 14.0, "a"),
+        (17.0, 18.0, "d"),
+        (11.0, 12.0, "b"),
+        (13.0, 15.0, "c"),
+        (18.0, 19.0, "e"),
+        (19.5, 20.0, "f"),
+    ]
+    assert profile_step.gaps(spans) == [
+        {"at_ms": 5.0, "ms": 2.0, "after": "c", "before": "d"},
+        {"at_ms": 9.0, "ms": 0.5, "after": "e", "before": "f"},
+    ]
+    assert profile_step.gaps(spans, 1) == profile_step.gaps(spans)[:1]
+    assert profile_step.gaps([]) == []
+
+
 def test_the_weights_of_qwen2_7b_are_counted_by_hand(tmp_path):
     config = {
         "hidden_size": 3584,

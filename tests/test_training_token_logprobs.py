@@ -77,4 +77,4 @@ def test_16_bit_on_the_gpu_is_as_exact_as_its_inputs():
     torch.testing.assert_close(entropies, exact_entropies, rtol=0, atol=2e-4)
     error = (leaf.grad.float() - exact_leaf.grad).norm() / exact_leaf.grad.norm()
     assert error < 5e-3
-    assert peak < 1024 * vocabulary * 12 + 10 * hidden.nbytes
+    assert peak < 1024 * vocabulary * 6 + 10 * hidden.nbytes  # what `qerl.memory_plan` counts for the logits

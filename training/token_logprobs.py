@@ -55,10 +55,11 @@ class _TokenLogprobs(torch.autograd.Function):
         count = int(ctx.needs_input_grad[0]) * (2 if entropy_gradient else 1)
         slopes = [torch.empty_like(hidden) for _ in range(count)]
         outputs = hidden.new_empty(2, len(targets), dtype=torch.float32)
+        compute = _kernel_chunk if hidden.is_cuda else _chunk
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(targets), CHUNK):
                 part = slice(start, start + CHUNK)
-                _chunk(hidden[part], targets[part], head, outputs[:, part], [slope[part] for slope in slopes])
+                compute(hidden[part], targets[part], head, outputs[:, part], [slope[part] for slope in slopes])
         ctx.save_for_backward(*slopes)
         return outputs[0].clone(), outputs[1].clone()
 
@@ -72,12 +73,31 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad.to(slope.dtype), None, None, None
 
 
+def _kernel_chunk(
+    hidden: torch.Tensor, targets: torch.Tensor, head: Head, outputs: torch.Tensor, slopes: list[torch.Tensor]
+) -> None:
+    """Fill logprobs and entropies (2, m) and the slopes' rows (m, d) of one chunk, by kernels. Twin: `_chunk`."""
+    from training import logprob_kernels
+
+    logits = _logits(hidden, head)
+    measured = logprob_kernels.measure(logits, targets, head.temperature)
+    outputs[0], outputs[1] = measured.logprobs, measured.entropies
+    if slopes:
+        wanted = head.weight.dtype, len(slopes) > 1
+        by_logits = logprob_kernels.slopes(logits, targets, measured, head.temperature, wanted)
+        del logits
+        for slope, out in zip(by_logits, slopes, strict=True):
+            torch.addmm(out, slope, head.weight, beta=0, alpha=1.0 / head.temperature, out=out)
+
+
 def _chunk(
     hidden: torch.Tensor, targets: torch.Tensor, head: Head, outputs: torch.Tensor, slopes: list[torch.Tensor]
 ) -> None:
-    """Fill logprobs and entropies (2, m) and the slopes' rows (m, d) of one chunk."""
+    """`_kernel_chunk` in plain torch, on any device."""
     rows = torch.arange(len(targets), device=targets.device)
-    log_p = torch.log_softmax(_logits(hidden, head), -1)
+    logits = _logits(hidden, head)
+    log_p = torch.log_softmax(logits if head.temperature == 1.0 else logits.div_(head.temperature), -1)
+    del logits
     outputs[0] = log_p[rows, targets]
     p = log_p.exp()
     outputs[1] = -torch.linalg.vecdot(p, log_p)
@@ -90,14 +110,14 @@ def _chunk(
 
 
 def _logits(hidden: torch.Tensor, head: Head) -> torch.Tensor:
-    """(m, vocabulary) float32, not rounded to 16 bits in between where the device can do that."""
+    """(m, vocabulary) float32, not divided, not rounded to 16 bits in between where the device can do that."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         logits = torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
     else:
         logits = (hidden @ head.weight.t()).float()
     if head.bias is not None:
         logits += head.bias
-    return logits if head.temperature == 1.0 else logits.div_(head.temperature)
+    return logits
 
 
 def _descend(slope: torch.Tensor, head: Head, out: torch.Tensor) -> None:
