@@ -161,5 +161,9 @@ def test_shares_add_up(nvfp4_base, tmp_path):
     inputs = step_inputs(trainer)
     batches = split(inputs, 14, "grpo", advantage_only=False)
     assert [batch.rows for batch in batches] == [2, 2, 1]  # 7 + 6; 3 + 8 + 3, one prompt; 7
+    for batch in batches:  # what is packed on the CPU is what the loss is computed of
+        for name, joined in (("ids", batch.ids), ("mask", batch.mask)):
+            parts = [batch.inputs[f"prompt_{name}"], batch.inputs[f"completion_{name}"]]
+            assert torch.equal(joined, torch.cat(parts, 1))
     assert sum(batch.token_share for batch in batches) == pytest.approx(1)
     assert sum(batch.loss_share for batch in batches) == pytest.approx(5 / 6)  # the masked row counts as TRL counts it

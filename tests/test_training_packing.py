@@ -9,18 +9,19 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.errors import EngineError
 from qerl.layers.place import fuse_
+from training.copies import gather_rows
 from training.packed_attention import (
     attend_each,
     attend_flash,
     check_config,
     deterministic_kernels,
-    gather_rows,
     hidden_states,
     make_backward_deterministic,
     packed_attention,
     packed_attention_of,
 )
 from training.packing import Lengths, Sequences, pack, row_lengths, split_by_tokens
+from training.token_logprobs import dense_head, token_logprobs
 
 IDS = torch.tensor([[0, 1, 2, 3, 4, 0], [5, 6, 7, 8, 9, 10], [0, 0, 11, 12, 13, 14], [0, 1, 2, 17, 18, 19]])
 MASK = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0], [0, 1, 1, 1, 1, 1]])
@@ -33,11 +34,11 @@ def test_pack_holds_each_prompt_once_and_each_completion():
     sequences = row.sequences
     assert sequences.query_starts.tolist() == [0, 2, 4, 7, 13]
     assert sequences.key_starts.tolist() == [0, 2, 6, 11, 17]
-    assert sequences.keys.tolist() == [0, 1, *(0, 1, 2, 3), *(0, 1, 4, 5, 6), *range(7, 13)]
+    assert sequences.keys.rows.tolist() == [0, 1, *(0, 1, 2, 3), *(0, 1, 4, 5, 6), *range(7, 13)]
     assert (sequences.longest_query, sequences.longest_key) == (6, 6)
     assert sequences.query_starts.dtype == sequences.key_starts.dtype == torch.int32
     assert row.targets.tolist() == [3, 4, 17, 18, 19, 8, 9, 10]
-    assert row.input_ids[0, row.predicting].tolist() == [2, 3, 2, 17, 18, 7, 8, 9]
+    assert row.input_ids[0, row.predicting.rows].tolist() == [2, 3, 2, 17, 18, 7, 8, 9]
     block = row.scatter(torch.arange(1.0, 9.0), (4, 3))
     assert block.tolist() == [[1, 2, 0], [6, 7, 8], [0, 0, 0], [3, 4, 5]]
 
@@ -73,7 +74,7 @@ def test_repeated_keys_of_a_shared_prompt_have_their_cost():
     ids = torch.arange(1, 15).repeat(5, 1)
     ids[:, 12:] += torch.arange(5)[:, None]
     row = pack(ids, torch.ones_like(ids), 2)
-    assert (row.input_ids.shape[1], len(row.sequences.keys)) == (22, 12 + 5 * 14)
+    assert (row.input_ids.shape[1], len(row.sequences.keys.rows)) == (22, 12 + 5 * 14)
     assert row.cost == 22 + 60 // 6
     assert pack(IDS[:2], MASK[:2], 3).cost == 10
 
@@ -262,45 +263,6 @@ def test_the_strict_switch_is_on_during_one_nodes_backward_alone():
     assert torch.utils.deterministic.fill_uninitialized_memory
 
 
-class Sums(TorchDispatchMode):
-    """Whether torch's strict switch was on at each sum over rows that are named by index."""
-
-    def __init__(self):
-        super().__init__()
-        self.strict = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.overloadpacket in (torch.ops.aten.index_add_, torch.ops.aten.index_add, torch.ops.aten.index_put_):
-            self.strict.append(torch.are_deterministic_algorithms_enabled())
-        return func(*args, **(kwargs or {}))
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_sums_over_a_shared_prompt_have_one_order_where_that_is_asked_for(deterministic):
-    """On a GPU such a sum is in the order in which blocks end, unless the switch is on."""
-    model, row = tiny_model("qwen2"), pack(IDS, MASK, 3)
-    model.get_input_embeddings().weight.requires_grad_(False)  # as in training
-    with deterministic_kernels(deterministic), Sums() as sums:
-        outputs_and_gradients(model, row, len(row.places))
-    assert sums.strict == [deterministic] * (1 + 2 * 2)  # what predicts; keys and values of two layers
-    assert not torch.are_deterministic_algorithms_enabled()
-
-
-@pytest.mark.gpu
-def test_a_deterministic_sum_over_copies_repeats_to_the_bit():
-    index = torch.arange(600, device="cuda").repeat(9)
-    weight = torch.randn(len(index), 4, 128, device="cuda", generator=torch.Generator("cuda").manual_seed(0)).bfloat16()
-    gradients = []
-    for _ in range(5):
-        rows = torch.zeros(600, 4, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        with deterministic_kernels(True):
-            (gather_rows(rows, index) * weight).sum().backward()
-        gradients.append(rows.grad)
-    assert all(torch.equal(gradients[0], other) for other in gradients[1:])
-    exact = weight.view(9, 600, 4, 128).float().sum(0)
-    assert (gradients[0].float() - exact).abs().max() < 2**-7 * exact.abs().max()
-
-
 @pytest.mark.gpu
 def test_a_deterministic_gradient_repeats_to_the_bit():
     qkv, sequences = gpu_inputs([1500, 700, 3000, 90], 28, 4, 128)
@@ -359,3 +321,31 @@ def test_attention_hands_gradients_on_without_transposing_them(family):
     with Transposes() as transposes:
         out.sum().backward()
     assert transposes.strides == []
+
+
+@pytest.mark.gpu
+def test_a_micro_batch_waits_nowhere_for_the_gpu():
+    """From packing to the gradients, so that the GPU never idles between micro-batches; not yet run on a card."""
+    ids, mask, width = grouped_rows([70, 33], 4, torch.Generator().manual_seed(5))
+    model = tiny_model("qwen2", num_attention_heads=4, head_dim=64, hidden_size=256, max_position_embeddings=256)
+    model.requires_grad_(False).to("cuda", torch.bfloat16)
+    fuse_(model)
+    scale = torch.ones(256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step():
+        row = pack(ids, mask, width, torch.device("cuda"))
+        embedded = model.get_input_embeddings()(row.input_ids) * scale
+        arguments = {"position_ids": row.position_ids, "use_cache": False, "sequences": row.sequences}
+        with packed_attention_of(model):
+            hidden = model.base_model(inputs_embeds=embedded, **arguments).last_hidden_state.squeeze(0)
+        head = dense_head(model.get_output_embeddings(), 1.0)
+        logprobs, _ = token_logprobs(gather_rows(hidden, row.predicting), row.targets, head)
+        row.scatter(logprobs, (len(ids), width)).sum().backward()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert scale.grad.isfinite().all()

@@ -35,6 +35,13 @@ class MicroBatch:
     tokens: int  # completion tokens with a loss
     loss_share: float  # factor of the policy loss
     token_share: float  # its tokens by the step's; the entropy bonus is a mean over tokens with every loss
+    ids: torch.Tensor  # (rows, P + C) on the CPU, where rows are packed
+    mask: torch.Tensor
+
+    @property
+    def width(self) -> int:
+        """C, the columns of the completions."""
+        return self.inputs["completion_ids"].shape[1]
 
 
 def split(inputs: Mapping[str, Any], budget: int, loss_type: str, advantage_only: bool) -> list[MicroBatch]:
@@ -45,6 +52,9 @@ def split(inputs: Mapping[str, Any], budget: int, loss_type: str, advantage_only
     advantage 0 stays, so that the step has its entropy and mismatch.
     """
     mask = inputs["completion_mask"]
+    ids, masks = (
+        torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1).cpu() for name in ("ids", "mask")
+    )
     rows, step_tokens = len(mask), max(1, int(mask.sum()))
     groups = _groups(inputs, mask.sum(1), budget)
     if advantage_only:
@@ -56,9 +66,8 @@ def split(inputs: Mapping[str, Any], budget: int, loss_type: str, advantage_only
         tokens = int(part["completion_mask"].sum())
         token_share = tokens / step_tokens
         by_rows = 1.0 if loss_type in BY_STEP_TOKENS else len(group) / rows
-        batches.append(
-            MicroBatch(part, len(group), tokens, token_share if loss_type in BY_TOKENS else by_rows, token_share)
-        )
+        loss_share = token_share if loss_type in BY_TOKENS else by_rows
+        batches.append(MicroBatch(part, len(group), tokens, loss_share, token_share, ids[group], masks[group]))
     return batches
 
 

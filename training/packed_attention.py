@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from torch.autograd.function import once_differentiable
 from transformers import AttentionInterface
 
 from qerl.errors import EngineError
+from training.copies import gather_rows
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -124,31 +124,6 @@ def attend_each(qkv: QKV, sequences: Sequences, scale: float | None, window: int
     return torch.cat(outputs)
 
 
-def gather_rows(rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """rows[index]; where a row is taken several times, its gradient is summed in float32."""
-    taken = _Gather.apply(rows, index)
-    if _Switch.deterministic and taken.grad_fn is not None:
-        make_backward_deterministic(taken.grad_fn)  # the sum of a GPU is in the order in which its blocks end
-    return taken
-
-
-class _Gather(torch.autograd.Function):
-    """See `gather_rows`."""
-
-    @staticmethod
-    def forward(ctx, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(index)
-        ctx.count = len(rows)
-        return rows.index_select(0, index)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: torch.Tensor):
-        (index,) = ctx.saved_tensors
-        total = grad.new_zeros(ctx.count, *grad.shape[1:], dtype=torch.float32)
-        return total.index_add_(0, index, grad.float()).to(grad.dtype), None
-
-
 @contextmanager
 def packed_attention_of(model: PreTrainedModel) -> Iterator[None]:
     """Inside, `model` reads packed rows; may be nested."""
@@ -168,8 +143,7 @@ class _Switch:
 
 @contextmanager
 def deterministic_kernels(enabled: bool) -> Iterator[None]:
-    """The backward of forward passes inside adds in one order, not as a GPU's blocks end: in flash attention, and over
-    the copies of a shared prompt."""
+    """Flash attention's backward, of forward passes inside, adds in one order, not as a GPU's blocks end."""
     before, _Switch.deterministic = _Switch.deterministic, enabled
     try:
         yield

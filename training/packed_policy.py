@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
     from qerl.memory_plan import MicroBatchPlan
+    from training.packing import PackedRow
 
 
 class PackedPolicy:
@@ -55,10 +56,13 @@ class PackedPolicy:
                 self._model.gradient_checkpointing_disable()
 
     def logprobs(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int, row: PackedRow | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logprobs, entropies), float32 (B, C), of the last C = `width` of (B, P + C) tokens; 0 where masked."""
-        row = pack(input_ids, attention_mask, width)
+        """(logprobs, entropies), float32 (B, C), of the last C = `width` of (B, P + C) tokens; 0 where masked.
+
+        `row`: these tokens, packed before.
+        """
+        row = pack(input_ids, attention_mask, width) if row is None else row
         if self._training:
             self._recompute_in(row.cost)
         with packed_attention_of(self._model):

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 
 from qerl.memory_plan import REPEATED
+from training.copies import Copies, copies_of
 
 
 class Sequences(NamedTuple):
@@ -24,7 +25,7 @@ class Sequences(NamedTuple):
 
     query_starts: torch.Tensor  # (N + 1,) int32: where each sequence's queries begin in T, and T
     key_starts: torch.Tensor  # (N + 1,) int32: where its keys begin in `keys`
-    keys: torch.Tensor | None  # positions in T of all sequences' keys; None: those of the queries themselves
+    keys: Copies | None  # all sequences' keys, as copies of those of T; None: those of the queries themselves
     longest_query: int
     longest_key: int
 
@@ -36,7 +37,7 @@ class PackedRow:
     input_ids: torch.Tensor  # (1, T)
     position_ids: torch.Tensor  # (1, T)
     sequences: Sequences
-    predicting: torch.Tensor  # (M,) positions in T whose output predicts a completion token
+    predicting: Copies  # the M outputs that predict a completion token, of those of T
     targets: torch.Tensor  # (M,) that token
     places: torch.Tensor  # (M,) where it stands in the (B, C) block, row after row
 
@@ -44,7 +45,7 @@ class PackedRow:
     def cost(self) -> int:
         """Tokens that take the memory of this row: its own, and the repeated keys and values of shared prompts."""
         tokens = self.input_ids.shape[1]
-        repeated = 0 if self.sequences.keys is None else len(self.sequences.keys) - tokens
+        repeated = 0 if self.sequences.keys is None else len(self.sequences.keys.rows) - tokens
         return tokens + repeated // REPEATED
 
     def scatter(self, values: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
@@ -100,10 +101,13 @@ def split_by_tokens(rows: Sequence[Lengths], budget: int) -> list[list[int]]:
     return [sorted(groups[i]) for i in sorted(range(len(groups)), key=lambda i: -tokens[i])]
 
 
-def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_width: int) -> PackedRow:
+def pack(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_width: int, device: torch.device | None = None
+) -> PackedRow:
     """Pack (B, P + C) rows, prompts padded left and completions right; C is `completion_width`.
 
-    Rows whose completion is masked entirely are left out. Every row needs at least one prompt token.
+    The packed row is on `device` (None: that of the ids); from ids and mask on the CPU nothing waits for the GPU. Rows
+    whose completion is masked entirely are left out. Every row needs at least one prompt token.
     """
     ids, mask = input_ids.cpu(), attention_mask.bool().cpu()
     groups: dict[tuple[int | None, ...], list[int]] = {}
@@ -114,7 +118,7 @@ def pack(input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_width
     builder = _Builder(completion_width)
     for (_, *prompt), rows in groups.items():
         builder.add_group(torch.tensor(prompt), [(row, ids[row], mask[row]) for row in rows])
-    return builder.build(input_ids.device)
+    return builder.build(device or input_ids.device)
 
 
 @dataclass
@@ -151,16 +155,20 @@ class _Builder:
 
     def build(self, device: torch.device) -> PackedRow:
         shared = self.query_lengths != self.key_lengths
+        keys, predicting = (copies_of(_joined(rows), self.size) for rows in (self.keys, self.predicting))
+        row = (self.tokens, self.positions, self.targets, self.places)
+        pieces = [_starts(self.query_lengths), _starts(self.key_lengths), *(_joined(part) for part in row)]
+        query_starts, key_starts, ids, positions, targets, places, *copies = _moved(
+            [*pieces, *predicting, *(keys if shared else ())], device
+        )
         sequences = Sequences(
-            _starts(self.query_lengths).to(device),
-            _starts(self.key_lengths).to(device),
-            _joined(self.keys).to(device) if shared else None,
+            query_starts.int(),
+            key_starts.int(),
+            Copies(*copies[3:]) if shared else None,
             max(self.query_lengths, default=0),
             max(self.key_lengths, default=0),
         )
-        row = (self.tokens, self.positions, self.predicting, self.targets, self.places)
-        ids, positions, predicting, targets, places = (_joined(pieces).to(device) for pieces in row)
-        return PackedRow(ids[None], positions[None], sequences, predicting, targets, places)
+        return PackedRow(ids[None], positions[None], sequences, Copies(*copies[:3]), targets, places)
 
     def _add_tokens(self, ids: torch.Tensor, position: int) -> None:
         self.tokens.append(ids)
@@ -174,8 +182,16 @@ class _Builder:
 
 
 def _starts(lengths: Sequence[int]) -> torch.Tensor:
-    return torch.tensor([0, *lengths]).cumsum(0).int()
+    return torch.tensor([0, *lengths]).cumsum(0)
 
 
 def _joined(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     return torch.cat([torch.empty(0, dtype=torch.long), *pieces])
+
+
+def _moved(pieces: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """Integers to `device` in one transfer; from pinned memory, which does not wait for what the GPU has to do."""
+    joined = torch.cat(pieces)
+    if device.type == "cuda":
+        joined = joined.pin_memory()
+    return list(joined.to(device, non_blocking=True).split([len(piece) for piece in pieces]))

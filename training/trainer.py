@@ -36,6 +36,7 @@ from training.group_sampler import GroupSampler
 from training.micro_batches import MicroBatch, merge_metrics, row_metrics, split
 from training.noise import derive_seed
 from training.packed_policy import PackedPolicy
+from training.packing import pack
 from training.prompts import Prompts, PromptSampler
 from training.rollout import Rollout
 from training.run_log import RunLog, completion_rows, means, rename, spread
@@ -80,6 +81,7 @@ class QerlTrainer(GRPOTrainer):
         self._start_step = start_step
         self._loss_inputs: dict[str, Any] | None = None
         self._mismatch = Mismatch()
+        self._unread: list[tuple[torch.Tensor, ...]] = []  # `_mismatch` counts it when the GPU has done the step
         self._gate = MismatchGate(config.loss.mismatch_gate, config.adapter.dropout)
         self._step_metrics: dict[str, float] = {}
         self._packed = PackedPolicy(
@@ -189,13 +191,15 @@ class QerlTrainer(GRPOTrainer):
         advantage_only = loss.kl_coef == 0 and loss.entropy_coef == 0
         batches = split(inputs, self._plan.micro_batch_tokens, loss.type, advantage_only)
         total = torch.zeros((), device=self.accelerator.device)
-        parts = []
+        parts, self._unread = [], []
         with self._packed.training(), training_memory(self._plan) as memory:
             for batch in batches:
                 total += self._train_micro_batch(model, batch, parts)
         for parameter in model.parameters():
             if parameter.requires_grad and parameter.grad is None:  # no row had a loss: the gradient is 0, not absent
                 parameter.grad = torch.zeros_like(parameter)
+        for values in self._unread:
+            self._mismatch.add(*values, self._config.loss.correction)
         metrics = merge_metrics(parts, row_metrics(loss.type, loss.level))
         self._step_metrics |= metrics | memory.metrics
         if self._packed.planned:  # nothing bounds a CPU, and nothing is planned there
@@ -209,8 +213,9 @@ class QerlTrainer(GRPOTrainer):
         step_metrics, entropy_coef = self._metrics["train"], self.entropy_coef
         self._metrics["train"] = defaultdict(list)
         self.entropy_coef = entropy_coef * batch.token_share / batch.loss_share
+        row = pack(batch.ids, batch.mask, batch.width, self.accelerator.device)  # the GPU is at the one before
         try:
-            loss = self._compute_loss(model, batch.inputs) * batch.loss_share
+            loss = self._compute_loss(model, batch.inputs | {"packed_row": row}) * batch.loss_share
             parts.append((batch, self._metrics["train"]))
         finally:
             self._metrics["train"], self.entropy_coef = step_metrics, entropy_coef
@@ -228,21 +233,23 @@ class QerlTrainer(GRPOTrainer):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, None]:
         """TRL's: (logprobs, entropies, no router loss), (B, logits_to_keep); outside the loss without gradient."""
-        compute = self._packed.score if self._loss_inputs is None else self._packed.logprobs
+        inputs, tokens = self._loss_inputs, (input_ids, attention_mask, logits_to_keep)
         with self.accelerator.autocast():
-            logprobs, entropies = compute(input_ids, attention_mask, logits_to_keep)
-        if self._loss_inputs is not None:
-            self._weigh(logprobs.detach(), self._loss_inputs)
+            if inputs is None:
+                logprobs, entropies = self._packed.score(*tokens)
+            else:
+                logprobs, entropies = self._packed.logprobs(*tokens, inputs.get("packed_row"))
+                self._weigh(logprobs.detach(), inputs)
         return logprobs, entropies if compute_entropy else None, None
 
     def _weigh(self, logprobs: torch.Tensor, inputs: dict[str, Any]) -> None:
-        """Put the importance weights of one micro-batch beside it, and count its mismatch."""
+        """Put the importance weights of one micro-batch beside it, and keep what its mismatch is counted from."""
         correction = self._config.loss.correction
         old, sampling = inputs.get("old_per_token_logps", logprobs), inputs["sampling_per_token_logps"]
         mask = inputs["completion_mask"]
         if correction.mode != "off":
             inputs["importance_sampling_ratio"] = importance_weights(old, sampling, mask, correction)
-        self._mismatch.add(old, sampling, mask, correction)
+        self._unread.append((old, sampling, mask))
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         loss = super().training_step(model, inputs, num_items_in_batch)
