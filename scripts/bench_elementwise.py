@@ -20,7 +20,8 @@ import torch
 
 from scripts.profile_step import _seconds
 
-HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY, CHUNK = 3584, 18944, 28, 4, 128, 152064, 1024
+HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3584, 18944, 28, 4, 128, 152064
+CHUNK, RANK = 1024, 32
 Call = Callable[[], object]
 
 
@@ -31,11 +32,11 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.manual_seed(0)
     rate, results = copy_rate(), {}
-    print(f"{'':22}{'ours us':>10}{'limit us':>10}{'torch us':>10}")
+    print(f"{'':30}{'ours us':>10}{'limit us':>10}{'torch us':>10}")
     for name, needed, ours, plain in (*decoder(arguments.tokens), *head()):
         result = {"us": 1e6 * _seconds(ours), "limit_us": 1e6 * needed / rate, "torch_us": 1e6 * _seconds(plain)}
         results[name] = result
-        print(f"{name:22}{result['us']:10.1f}{result['limit_us']:10.1f}{result['torch_us']:10.1f}")
+        print(f"{name:30}{result['us']:10.1f}{result['limit_us']:10.1f}{result['torch_us']:10.1f}")
     if arguments.out:
         report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
         report |= {"gb_per_s": rate / 1e9, "results": results}
@@ -66,15 +67,31 @@ def decoder(tokens: int) -> Iterator[tuple[str, int, Call, Call]]:
 
     yield "norm", 2 * x.nbytes, *both("norm_forward", x, weight, 1e-6)
     yield "norm backward", 3 * x.nbytes, *both("norm_backward", grad, x, weight, scale, False)
-    inner, outer = random(tokens, 2 * INTERMEDIATE), random(tokens, INTERMEDIATE)
-    yield "SwiGLU", 3 * outer.nbytes, *both("swiglu_forward", inner)
-    yield "SwiGLU backward", 6 * outer.nbytes, *both("swiglu_backward_", inner, outer)
-    del inner, outer
+    yield from swiglu(tokens)
     qkv = random(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
     cos, sin = random(tokens, HEAD_DIM), random(tokens, HEAD_DIM)
     rotated = qkv[:, : HEADS + KV_HEADS]
     needed = 2 * rotated.numel() * 2 + cos.nbytes  # half of cos and of sin
     yield "rotary", needed, *both("rotate_", rotated, rotated, cos, sin, 1)
+
+
+def swiglu(tokens: int) -> Iterator[tuple[str, int, Call, Call]]:
+    """SwiGLU without the adapters' terms and with them, which take two and three products in plain torch."""
+    from qerl.layers import swiglu_kernels, twins
+    from qerl.layers.twins import Term
+
+    x, grad = random(tokens, 2 * INTERMEDIATE), random(tokens, INTERMEDIATE)
+    h, b, a = random(tokens, 2 * RANK), random(INTERMEDIATE, RANK), random(RANK, INTERMEDIATE)
+    gate, up = Term(h[:, :RANK], b.t(), 0.5), Term(h[:, RANK:], b.t(), 0.5)
+    for name, terms in (("", ()), (" with terms", (gate, up, Term(h[:, :RANK], a, 1.0)))):
+
+        def call(module: object, function: str, count: int, terms: tuple = terms) -> Call:
+            arguments = (x, *terms[:2]) if count == 2 else (x, grad, *terms)
+            return lambda: getattr(module, function)(*arguments)
+
+        for kind, passes in (("forward", 3), ("backward_", 6)):
+            ours, plain = (call(module, f"swiglu_{kind}", passes // 3 + 1) for module in (swiglu_kernels, twins))
+            yield f"SwiGLU {kind.rstrip('_')}{name}", passes * grad.nbytes, ours, plain
 
 
 def head() -> Iterator[tuple[str, int, Call, Call]]:
