@@ -5,7 +5,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.adapter import adapter_tensors, attach_lora
-from qerl.layers import elementwise, lora, twins
+from qerl.layers import elementwise, factors, lora, twins
 from qerl.layers.lora import Part, lora_linear
 from qerl.layers.place import fuse_
 from qerl.layers.saved import kept_bytes
@@ -360,3 +360,34 @@ def test_terms_of_a_large_rank_are_added_by_the_products(monkeypatch, most):
     expected_logits, expected = run(stock_(policy))
     assert difference(logits, expected_logits) < 1e-6
     assert max((difference(grad, expected[name]), name) for name, grad in grads.items()) < (3e-6, "")
+
+
+def test_factors_are_cast_once_until_they_change():
+    a, b = (torch.randn(3, 4), torch.randn(5, 4))
+    with factors.kept_factors():
+        both = factors.stacked((a, b), torch.bfloat16)
+        assert torch.equal(both, torch.cat([a, b]).bfloat16())
+        assert factors.stacked([a, b], torch.bfloat16) is both
+        assert factors.stacked([a, b], torch.float16).dtype == torch.float16
+        assert factors.stacked([a], torch.bfloat16) is factors.cast(a, torch.bfloat16)
+        assert factors.cast(a, torch.float32) is a
+        b.add_(1.0)
+        assert torch.equal(factors.stacked([a, b], torch.bfloat16), torch.cat([a, b]).bfloat16())
+        diagonal = factors.diagonal([a, b], torch.float32)
+        assert factors.diagonal([a, b], torch.float32) is diagonal
+    assert torch.equal(diagonal[:4, :3], a.t())
+    assert torch.equal(diagonal[4:, 3:], b.t())
+    assert not diagonal[:4, 3:].any()
+    assert not diagonal[4:, :3].any()
+    assert factors.cast(a, torch.bfloat16) is not factors.cast(a, torch.bfloat16)
+
+
+def test_the_same_numbers_with_kept_factors():
+    policy = policy_of("qwen2")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, expected_grads = run(policy)
+        with factors.kept_factors():
+            for _ in range(2):
+                logits, grads = run(policy)
+                assert torch.equal(logits, expected)
+                assert all(torch.equal(grad, expected_grads[name]) for name, grad in grads.items())

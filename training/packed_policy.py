@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from qerl.layers.factors import kept_factors
 from training.packed_attention import check_config, deterministic_kernels, hidden_states, packed_attention_of
 from training.packing import pack, row_lengths, split_by_tokens
 from training.token_logprobs import dense_head, token_logprobs
@@ -45,8 +46,8 @@ class PackedPolicy:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Around forward and backward passes: a layer that recomputes calls its attention again."""
-        with packed_attention_of(self._model), deterministic_kernels(self._deterministic):
+        """Around forward and backward passes: a layer that recomputes calls its attention again. Without updates."""
+        with packed_attention_of(self._model), deterministic_kernels(self._deterministic), kept_factors():
             self._model.gradient_checkpointing_enable({"use_reentrant": False})
             self._training = True
             try:

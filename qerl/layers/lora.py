@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from qerl.layers.factors import cast, diagonal, stacked
 from qerl.layers.twins import Term
 from qerl.nvfp4.kernel_linear import adjacent, unscaled
 from qerl.nvfp4.linear import NVFP4Linear
@@ -79,7 +80,10 @@ def forward(x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, torch
     h = hidden(x, parts)
     y = x.new_empty(len(x), sum(part.base.out_features for part in parts))
     started = any(part.a is not None or part.base.bias is not None for part in parts)
-    if started:
+    if started and _alike(parts):
+        bias, b = stacked([p.base.bias for p in parts], y.dtype), diagonal([p.b for p in parts], y.dtype)
+        torch.addmm(bias, h, b, alpha=parts[0].scale, out=y)
+    elif started:
         for part, ranks, columns in _columns(parts):
             _start_(y[:, columns], None if h is None else h[:, ranks], part)
     for columns, block in _blocks(parts):
@@ -102,7 +106,7 @@ def bare(parts: Sequence[Part]) -> tuple[Part, ...]:
 def terms(h: torch.Tensor, parts: Sequence[Part]) -> list[Term | None]:
     """s_i h_i B_i^T of each part, by its factors; None without an adapter."""
     return [
-        None if part.a is None else Term(h[:, ranks], part.b.to(h.dtype).t(), part.scale)
+        None if part.a is None else Term(h[:, ranks], cast(part.b, h.dtype).t(), part.scale)
         for part, ranks, _ in _columns(parts)
     ]
 
@@ -127,7 +131,7 @@ def backward_to_h(grad: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor | N
     g = grad.new_empty(len(grad), ranks)
     for part, rows, columns in _adapted(parts):
         out = g[:, rows]
-        torch.addmm(out, grad[:, columns], part.b.to(grad.dtype), beta=0, alpha=part.scale, out=out)
+        torch.addmm(out, grad[:, columns], cast(part.b, grad.dtype), beta=0, alpha=part.scale, out=out)
     return g
 
 
@@ -197,12 +201,20 @@ def _matrix(block: Sequence[Part], dtype: torch.dtype) -> tuple[torch.Tensor, fl
     return (base.dense(dtype) if isinstance(base, NVFP4Linear) else base.weight.to(dtype)), 1.0
 
 
+def _alike(parts: Sequence[Part]) -> bool:
+    """Whether all have adapters of one scale, and biases: cuBLAS adds one bias of all columns in its product, where a
+    bias of some columns is copied into them before."""
+    return len({part.scale for part in parts}) == 1 and all(
+        part.a is not None and part.base.bias is not None for part in parts
+    )
+
+
 def _start_(out: torch.Tensor, h: torch.Tensor | None, part: Part) -> None:
     """Fill `out`, the part's columns of y, with bias and LoRA term."""
     bias = part.base.bias
     if part.a is not None:
         addend = out if bias is None else bias.to(out.dtype)
-        torch.addmm(addend, h, part.b.to(out.dtype).t(), beta=int(bias is not None), alpha=part.scale, out=out)
+        torch.addmm(addend, h, cast(part.b, out.dtype).t(), beta=int(bias is not None), alpha=part.scale, out=out)
     elif bias is not None:
         out.copy_(bias)
     else:
@@ -210,8 +222,8 @@ def _start_(out: torch.Tensor, h: torch.Tensor | None, part: Part) -> None:
 
 
 def _stacked_a(parts: Sequence[Part], dtype: torch.dtype) -> torch.Tensor | None:
-    stack = [part.a.to(dtype) for part in parts if part.a is not None]
-    return torch.cat(stack) if len(stack) > 1 else stack[0] if stack else None
+    stack = [part.a for part in parts if part.a is not None]
+    return stacked(stack, dtype) if stack else None
 
 
 def _product_32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:

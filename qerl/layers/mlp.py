@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from qerl.layers import lora, twins
+from qerl.layers.factors import cast
 from qerl.layers.twins import Term
 
 MAX_BYTES = 128  # of a rank, where SwiGLU adds the terms: 78 KiB of shared memory, which every card has
@@ -54,7 +55,7 @@ class _MLP(torch.autograd.Function):
             g = lora.backward_to_h(grad, ctx.down)
             folds = g is not None and _folds(ctx.down, x.dtype)
             activation = lora.backward_to_input(grad, None if folds else g, ctx.down)
-            grad_term = Term(g, ctx.down[0].a.to(g.dtype), 1.0) if folds else None
+            grad_term = Term(g, cast(ctx.down[0].a, g.dtype), 1.0) if folds else None
             addends = *_terms(h_gate_up, ctx.gate_up), grad_term
             # what `activation` holds is its gradient until here
             grad_inner = _kernels_for(x).swiglu_backward_(inner, activation, *addends)
