@@ -59,14 +59,16 @@ def decoder(tokens: int) -> Iterator[tuple[str, int, Call, Call]]:
     from qerl.layers import kernels, twins
 
     x, grad, weight = random(tokens, 1, HIDDEN), random(tokens, 1, HIDDEN), random(HIDDEN)
-    _, scale = kernels.norm_forward(x, weight, 1e-6)
+    delta, (normed, _) = random(tokens, 1, HIDDEN), kernels.norm_forward(x, weight, 1e-6)
 
     def both(function: str, *arguments: object) -> tuple[Call, Call]:
         ours, plain = getattr(kernels, function), getattr(twins, function)
         return lambda: ours(*arguments), lambda: plain(*arguments)
 
     yield "norm", 2 * x.nbytes, *both("norm_forward", x, weight, 1e-6)
-    yield "norm backward", 3 * x.nbytes, *both("norm_backward", grad, x, weight, scale, False)
+    yield "norm backward", 3 * x.nbytes, *both("norm_backward", grad, normed, False)
+    yield "sum and norm", 4 * x.nbytes, *both("norm_forward", x, weight, 1e-6, delta)
+    yield "norm backward and sum", 4 * x.nbytes, *both("norm_backward", grad, normed, False, delta)
     yield from swiglu(tokens)
     qkv = random(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
     cos, sin = random(tokens, HEAD_DIM), random(tokens, HEAD_DIM)

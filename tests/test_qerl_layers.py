@@ -9,6 +9,7 @@ from qerl.layers import elementwise, factors, lora, twins
 from qerl.layers.lora import Part, lora_linear
 from qerl.layers.place import fuse_
 from qerl.layers.saved import kept_bytes
+from qerl.norms import set_norm_noise_
 from qerl.nvfp4 import reference
 from qerl.nvfp4.kernel_layout import HUMMING_WGMMA, KernelWeight
 from qerl.nvfp4.kernel_linear import KernelLinear, adjacent, release_work_buffers, unscaled
@@ -65,7 +66,7 @@ def policy_of(family, pack=False, **arguments):
         for name, module in list(model.named_modules()):
             if isinstance(module, torch.nn.Linear) and "proj" in name:
                 model.set_submodule(name, NVFP4Linear.from_linear(module))
-    assert fuse_(model) == 2 * (4 if family != "qwen3" else 6) + 1
+    assert fuse_(model) == 2 * (5 if family != "qwen3" else 7) + 1
     policy = attach_lora(model, **({"rank": 4, "alpha": 6} | arguments))
     torch.manual_seed(2)
     with torch.no_grad():
@@ -391,3 +392,33 @@ def test_the_same_numbers_with_kept_factors():
                 logits, grads = run(policy)
                 assert torch.equal(logits, expected)
                 assert all(torch.equal(grad, expected_grads[name]) for name, grad in grads.items())
+
+
+def test_a_norm_beside_the_residual_stream_has_both_gradients():
+    torch.manual_seed(9)
+    x, delta = (torch.randn(2, 3, 8, requires_grad=True) for _ in range(2))
+    norm = elementwise.RMSNorm(torch.nn.Parameter(torch.randn(8)), 1e-3)
+    upstream = torch.randn(2, 2, 3, 8)
+    for leaves, total in (((x, delta, norm.weight), x + delta), ((x, norm.weight), x)):
+        expected = total, norm.weight * total * (total.pow(2).mean(-1, keepdim=True) + 1e-3).rsqrt()
+        results = elementwise.norm_beside(x * 1.0, norm, delta * 1.0 if len(leaves) == 3 else None)
+        for ours, right in zip(results, expected, strict=True):
+            torch.testing.assert_close(ours, right)
+        grads = [
+            torch.autograd.grad(sum((value * up).sum() for value, up in zip(pair, upstream, strict=True)), leaves)
+            for pair in (results, expected)
+        ]
+        torch.testing.assert_close(*grads)
+
+
+@pytest.mark.parametrize("leaf", ["input_layernorm", "post_attention_layernorm"])
+def test_noise_acts_in_a_layers_norms(leaf):
+    """The noise gives a norm another forward, which the layer has to call."""
+    policy, other = policy_of("qwen2"), policy_of("qwen2")
+    clean = policy(TOKENS).logits
+    name, noise = f"model.layers.1.{leaf}", 0.1 * torch.randn(32)
+    set_norm_noise_({name: policy.get_base_model().get_submodule(name)}, {name: noise})
+    other.get_base_model().get_submodule(name).weight.data += noise
+    noisy = policy(TOKENS).logits
+    torch.testing.assert_close(noisy, other(TOKENS).logits, rtol=1e-5, atol=1e-5)
+    assert (noisy - clean).abs().max() > 1e-2

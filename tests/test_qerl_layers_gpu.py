@@ -34,18 +34,33 @@ def test_norms(dtype, shape):
     wide = torch.randn(shape[0], shape[1] * shape[2] + 64, device="cuda", dtype=dtype)
     x = wide[:, : shape[1] * shape[2]].unflatten(1, shape[1:])
     weight, grad = torch.randn(shape[2], device="cuda"), torch.randn(shape, device="cuda", dtype=dtype)
-    out, scale = kernels.norm_forward(x, weight, 1e-6)
-    expected, expected_scale = twins.norm_forward(x, weight, 1e-6)
+    normed, out = kernels.norm_forward(x, weight, 1e-6)
+    twin, expected = twins.norm_forward(x, weight, 1e-6)
     close(out, expected)
-    close(scale, expected_scale)
+    close(normed.scale, twin.scale)
     for trained in (True, False):
-        dx, dw = kernels.norm_backward(grad, x, weight, scale, trained)
-        expected_dx, expected_dw = twins.norm_backward(grad, x, weight, scale, trained)
+        dx, dw = kernels.norm_backward(grad, normed, trained)
+        expected_dx, expected_dw = twins.norm_backward(grad, normed, trained)
         close(dx, expected_dx)
         assert (dw is None) == (not trained)
         if trained:
             torch.testing.assert_close(dw, expected_dw, rtol=1e-4, atol=1e-3)
-            assert torch.equal(dw, kernels.norm_backward(grad, x, weight, scale, True)[1])
+            assert torch.equal(dw, kernels.norm_backward(grad, normed, True)[1])
+
+
+@DTYPES
+def test_a_norm_beside_the_residual_stream(dtype):
+    """Not yet run on a card."""
+    from qerl.layers import kernels
+
+    x, delta, skip, grad = (torch.randn(300, 1, 3584, device="cuda", dtype=dtype) for _ in range(4))
+    weight = torch.randn(3584, device="cuda")
+    normed, out = kernels.norm_forward(x, weight, 1e-6, delta)
+    twin, expected = twins.norm_forward(x, weight, 1e-6, delta)
+    assert torch.equal(normed.x, x + delta)
+    close(out, expected)
+    dx = kernels.norm_backward(grad, normed, False, skip)[0]
+    close(dx, twins.norm_backward(grad, twin, False, skip)[0])
 
 
 @DTYPES

@@ -10,6 +10,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from qerl.layers import twins
+from qerl.layers.twins import Normed
 
 
 def kernels_for(x: torch.Tensor) -> ModuleType:
@@ -55,13 +56,18 @@ def rotary_parts_(
     return _RotaryParts.apply(qkv, cos, sin, list(counts))
 
 
+def norm_beside(x: torch.Tensor, norm: RMSNorm, delta: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x + delta, or x without one, and its norm): the gradients of both are joined as the norm's is written."""
+    return _NormBeside.apply(x, delta, norm.weight, norm.variance_epsilon)
+
+
 class _RMSNorm(torch.autograd.Function):
     """Keeps x and one number a row."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        out, scale = kernels_for(x).norm_forward(_three_dimensional(x), weight, eps)
-        ctx.save_for_backward(x, weight, scale)
+        normed, out = kernels_for(x).norm_forward(_three_dimensional(x), weight, eps)
+        ctx.save_for_backward(x, weight, normed.scale)
         return out if x.dim() == 3 else out.view(x.shape)
 
     @staticmethod
@@ -69,8 +75,34 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor):
         x, weight, scale = ctx.saved_tensors
         rows = _three_dimensional(x)
-        grads = kernels_for(x).norm_backward(grad.reshape(rows.shape), rows, weight, scale, ctx.needs_input_grad[1])
+        normed = Normed(rows, weight, scale)
+        grads = kernels_for(x).norm_backward(grad.reshape(rows.shape), normed, ctx.needs_input_grad[1])
         return grads[0].view(x.shape), None if grads[1] is None else grads[1].to(weight.dtype), None
+
+
+class _NormBeside(torch.autograd.Function):
+    """Keeps the sum and one number a row."""
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float):
+        rows = x.contiguous().view(-1, 1, x.shape[-1])
+        normed, out = kernels_for(x).norm_forward(rows, weight, eps, None if delta is None else delta.view(rows.shape))
+        total = x.view_as(x) if delta is None else normed.x.view(x.shape)
+        ctx.save_for_backward(total, weight, normed.scale)
+        return total, out.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_total: torch.Tensor, grad: torch.Tensor):
+        total, weight, scale = ctx.saved_tensors
+        rows = total.contiguous().view(-1, 1, total.shape[-1])
+        normed, trained = Normed(rows, weight, scale), ctx.needs_input_grad[2]
+        grads = kernels_for(total).norm_backward(
+            grad.reshape(rows.shape), normed, trained, grad_total.reshape(rows.shape)
+        )
+        by_x = grads[0].view(total.shape)
+        by_delta = by_x if ctx.needs_input_grad[1] else None
+        return by_x, by_delta, grads[1].to(weight.dtype) if trained else None, None
 
 
 class _Rotary(torch.autograd.Function):

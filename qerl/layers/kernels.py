@@ -12,6 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
+from qerl.layers.twins import Normed
+
 PROGRAMS = 528  # of a norm's backward pass: four for each of an H200's 132 multiprocessors
 HEADS = 16  # of a rotary program: one token's, so that its angles are read once for them
 
@@ -24,11 +26,30 @@ def _row(index, heads, stride, columns):
 
 
 @triton.jit
-def _norm_forward(x_ptr, weight_ptr, out_ptr, scale_ptr, columns, heads, stride, eps, BLOCK: tl.constexpr):
+def _norm_forward(
+    x_ptr,
+    delta_ptr,
+    weight_ptr,
+    total_ptr,
+    out_ptr,
+    scale_ptr,
+    columns,
+    heads,
+    stride,
+    eps,
+    ADDS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < columns
     x = tl.load(x_ptr + _row(row, heads, stride, columns) + column, mask=inside, other=0.0).to(tl.float32)
+    if ADDS:
+        at = row.to(tl.int64) * columns + column
+        total = x + tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        total = total.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + at, total, mask=inside)
+        x = total.to(tl.float32)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / columns + eps)
     out = x * scale * weight
@@ -42,6 +63,7 @@ def _norm_backward(
     x_ptr,
     weight_ptr,
     scale_ptr,
+    skip_ptr,
     out_ptr,
     partial_ptr,
     rows,
@@ -49,6 +71,7 @@ def _norm_backward(
     heads,
     stride,
     TRAINED: tl.constexpr,
+    SKIPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     column = tl.arange(0, BLOCK)
@@ -66,6 +89,8 @@ def _norm_backward(
             partial += grad * normed
         grad = grad * weight
         out = (grad - normed * (tl.sum(grad * normed, 0) / columns)) * tl.load(scale_ptr + row)
+        if SKIPS:
+            out += tl.load(skip_ptr + at, mask=inside, other=0.0).to(tl.float32)
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
     if TRAINED:
         tl.store(partial_ptr + tl.program_id(0) * columns + column, partial, mask=inside)
@@ -101,22 +126,38 @@ def _rotate(
     tl.store(out_ptr + half + at, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def norm_forward(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+) -> tuple[Normed, torch.Tensor]:
     """See the twin."""
     tokens, heads, columns = x.shape
     out, scale = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty(tokens * heads, dtype=torch.float32)
+    total = x if delta is None else torch.empty_like(out)
     block = triton.next_power_of_2(columns)
     if tokens:
         _norm_forward[(tokens * heads,)](
-            x, weight, out, scale, columns, heads, x.stride(0), eps, BLOCK=block, num_warps=_warps(block)
+            x,
+            x if delta is None else delta.contiguous(),
+            weight,
+            total,
+            out,
+            scale,
+            columns,
+            heads,
+            x.stride(0),
+            eps,
+            ADDS=delta is not None,
+            BLOCK=block,
+            num_warps=_warps(block),
         )
-    return out, scale
+    return Normed(total, weight, scale), out
 
 
 def norm_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, trained: bool
+    grad: torch.Tensor, normed: Normed, trained: bool, skip: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See the twin."""
+    x, weight, scale = normed
     tokens, heads, columns = x.shape
     programs = min(PROGRAMS, max(1, tokens * heads))
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
@@ -127,6 +168,7 @@ def norm_backward(
         x,
         weight,
         scale,
+        x if skip is None else skip.contiguous(),
         out,
         partial,
         tokens * heads,
@@ -134,6 +176,7 @@ def norm_backward(
         heads,
         x.stride(0),
         TRAINED=trained,
+        SKIPS=skip is not None,
         BLOCK=block,
         num_warps=_warps(block),
     )

@@ -1,4 +1,4 @@
-"""Put the layers into a transformers model: norms replaced, attention and MLP given another forward."""
+"""Put the layers into a transformers model: norms replaced, layer, attention and MLP given another forward."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import types
 from torch import nn
 
 from qerl.layers.attention import attention_forward
+from qerl.layers.decoder import layer_forward
 from qerl.layers.elementwise import RMSNorm
 from qerl.layers.mlp import mlp_forward
 
+PARTS = ("RMSNorm", "DecoderLayer", "Attention", "MLP")
 FAMILIES = ("Qwen2", "Qwen3", "Llama", "Mistral")  # their forwards were read in transformers 5.17
 
 
@@ -24,6 +26,8 @@ def fuse_(model: nn.Module) -> int:
         if kind == "RMSNorm":
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, RMSNorm(module.weight, module.variance_epsilon))
+        elif kind == "DecoderLayer":
+            module.forward = types.MethodType(layer_forward, module)
         elif kind == "Attention":
             module.forward = types.MethodType(attention_forward, module)
         elif kind == "MLP" and module.config.hidden_act in ("silu", "swish"):
@@ -39,6 +43,6 @@ def _kind(module: nn.Module) -> str | None:
     if not cls.__module__.startswith("transformers.models."):
         return None
     for family in FAMILIES:
-        if cls.__name__ in (f"{family}RMSNorm", f"{family}Attention", f"{family}MLP"):
+        if cls.__name__ in tuple(f"{family}{part}" for part in PARTS):
             return cls.__name__.removeprefix(family)
     return None

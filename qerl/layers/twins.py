@@ -7,28 +7,42 @@ from typing import NamedTuple
 import torch
 
 
-def norm_forward(x: torch.Tensor, weight: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """(weight * x_hat in x's dtype, rounded once; 1 / rms, float32 (T * H,)) of x (T, H, d), each d contiguous.
+class Normed(NamedTuple):
+    """What a norm keeps for its backward pass: x (T, H, d), each d contiguous; weight (d,); 1 / rms, float32 (T * H,).
 
     `x` may be rows of a wider tensor: its tokens any stride apart, its heads beside one another.
     """
+
+    x: torch.Tensor
+    weight: torch.Tensor
+    scale: torch.Tensor
+
+
+def norm_forward(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+) -> tuple[Normed, torch.Tensor]:
+    """weight * x_hat in x's dtype, rounded once, of x or, as a tensor of its own, of x + `delta` (T, H, d)."""
+    x = x if delta is None else x + delta
     wide = x.float()
     scale = (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
-    return (weight.float() * (wide * scale)).to(x.dtype), scale.flatten()
+    return Normed(x, weight, scale.flatten()), (weight.float() * (wide * scale)).to(x.dtype)
 
 
 def norm_backward(
-    grad: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, trained: bool
+    grad: torch.Tensor, normed: Normed, trained: bool, skip: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Gradients to x and, if that is trained, to the weight (float32, (d,)).
 
-    With x_hat = x * scale and g = grad * weight: dx = scale * (g - x_hat * mean(g * x_hat)).
+    With x_hat = x * scale and g = grad * weight: dx = scale * (g - x_hat * mean(g * x_hat)), and on top of that `skip`,
+    what x has as its gradient beside the norm.
     """
-    scale = scale.view(*x.shape[:2], 1)
-    normed, grad = x.float() * scale, grad.float()
+    x, weight = normed.x, normed.weight
+    scale = normed.scale.view(*x.shape[:2], 1)
+    hat, grad = x.float() * scale, grad.float()
     scaled = grad * weight.float()
-    out = scale * (scaled - normed * (scaled * normed).mean(-1, keepdim=True))
-    return out.to(x.dtype), (grad * normed).sum((0, 1)) if trained else None
+    out = scale * (scaled - hat * (scaled * hat).mean(-1, keepdim=True))
+    out = out if skip is None else out + skip.float()
+    return out.to(x.dtype), (grad * hat).sum((0, 1)) if trained else None
 
 
 class Term(NamedTuple):

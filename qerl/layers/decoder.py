@@ -1,0 +1,30 @@
+"""The decoder layer of Qwen2, Qwen3, Llama and Mistral: sums of the residual stream are made where it is normed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from qerl.layers.elementwise import RMSNorm, norm_beside
+
+
+def layer_forward(self: nn.Module, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+    """The forward of transformers 5.17's decoder layers of these families."""
+    residual, normed = _normed(self.input_layernorm, hidden_states)
+    attended, _ = self.self_attn(hidden_states=normed, **kwargs)
+    residual, normed = _normed(self.post_attention_layernorm, residual, attended)
+    return residual + self.mlp(normed)
+
+
+def _normed(
+    norm: nn.Module, residual: torch.Tensor, delta: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(residual + delta, its norm). A norm that does anything more is called: one with noise, which has another forward
+    (`qerl.norms`), one that is trained beside its frozen original, one with hooks."""
+    more = "forward" in vars(norm) or norm._forward_hooks or norm._forward_pre_hooks
+    if type(norm) is RMSNorm and not more and (delta is None or delta.dtype == residual.dtype):
+        return norm_beside(residual, norm, delta)
+    residual = residual if delta is None else residual + delta
+    return residual, norm(residual)
