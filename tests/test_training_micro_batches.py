@@ -167,3 +167,27 @@ def test_shares_add_up(nvfp4_base, tmp_path):
             assert torch.equal(joined, torch.cat(parts, 1))
     assert sum(batch.token_share for batch in batches) == pytest.approx(1)
     assert sum(batch.loss_share for batch in batches) == pytest.approx(5 / 6)  # the masked row counts as TRL counts it
+
+
+def test_layers_that_recompute_run_twice_and_change_no_bit(nvfp4_base, tmp_path):
+    """And what only the reentrant kind needs, a gradient of the embeddings, is not asked for."""
+    trainer = build_trainer(small_config(nvfp4_base, tmp_path, "noise.enabled=false"), tmp_path)
+    inputs, layers = step_inputs(trainer), trainer.model.get_base_model().model.layers
+    runs, embedded = [], []
+    hooks = [layer.mlp.register_forward_pre_hook(lambda *_: runs.append(0)) for layer in layers]
+    embeddings = trainer.model.get_input_embeddings()
+    hooks.append(embeddings.register_forward_hook(lambda *call: embedded.append(call[-1].requires_grad)))
+    results, counts = [], []
+    for recomputed in (0, 1, len(layers)):
+        runs.clear()
+        results.append(cut(trainer, inputs, 1000, recomputed))
+        counts.append(len(runs))
+        assert not any(layer.gradient_checkpointing for layer in layers)
+    for hook in hooks:
+        hook.remove()
+    assert counts == [len(layers), len(layers) + 1, 2 * len(layers)]
+    assert not any(embedded)
+    loss, gradients, _ = results[0]
+    for other_loss, others, _ in results[1:]:
+        assert other_loss == loss
+        assert all(torch.equal(others[name], gradient) for name, gradient in gradients.items())

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qerl.layers.factors import kept_factors
@@ -43,18 +45,22 @@ class PackedPolicy:
         self._training = False
         self.planned = 0  # bytes at the peak of the largest micro-batch so far
         self._layers = [module for module in self._model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        # gradient_checkpointing_enable does this for each module of the model, in every step, and has the embeddings
+        # require a gradient, which only the reentrant kind needs.
+        for layer in self._layers:
+            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
 
     @contextmanager
     def training(self) -> Iterator[None]:
         """Around forward and backward passes: a layer that recomputes calls its attention again. Without updates."""
         with packed_attention_of(self._model), deterministic_kernels(self._deterministic), kept_factors():
-            self._model.gradient_checkpointing_enable({"use_reentrant": False})
             self._training = True
             try:
                 yield
             finally:
                 self._training = False
-                self._model.gradient_checkpointing_disable()
+                for layer in self._layers:
+                    layer.gradient_checkpointing = False
 
     def logprobs(
         self, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int, row: PackedRow | None = None
