@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 
 from qerl.doctor import Check
+from qerl.layers.decode_attention import Batch, Cache, Space, attend_, reference_attend_
 from qerl.nvfp4 import decode, gemm, lora, slab_layout
 from qerl.nvfp4.kernel_layout import BLOCK, HUMMING_WGMMA, MARLIN, QERL, KernelLayout, KernelWeight, dequantize
 from qerl.nvfp4.nvrtc import has_kernels
@@ -25,12 +26,16 @@ def kernel_checks() -> list[Check]:
     device = torch.device("cuda", torch.cuda.current_device())
     found = kernel_check("kernel decode (triton)", lambda: _triton_decode(device), exact=True)
     if not has_kernels(device):
-        return [found, Check("ok", "kernel decode, product, lora (cuda)", "not used on this card: Hopper alone")]
+        return [
+            found,
+            Check("ok", "kernel decode, product, lora, attention (cuda)", "not used on this card: Hopper alone"),
+        ]
     return [
         found,
         kernel_check("kernel decode (cuda)", lambda: _cuda_decode(device), exact=True),
         kernel_check("kernel product (cuda)", lambda: _cuda_product(device)),
         kernel_check("kernel lora (cuda)", lambda: _cuda_lora(device)),
+        kernel_check("kernel attention (cuda)", lambda: _cuda_attention(device)),
     ]
 
 
@@ -76,6 +81,19 @@ def _cuda_lora(device: torch.device) -> Pair:
     out, x, adapter = _normal((TOKENS, ROWS), device), _normal((TOKENS, COLUMNS), device), _adapter(device)
     expected = lora.reference_add(out, x, adapter)
     return lora.add_(out, x, adapter), expected
+
+
+def _cuda_attention(device: torch.device) -> Pair:
+    heads, key_heads, head_dim, length = 8, 2, 128, 100
+    query, key = _normal((heads, head_dim), device)[None], _normal((key_heads, head_dim), device)[None]
+    cache = _normal((2 * 7 * 16, key_heads * head_dim), device).view(2, 7, 16, key_heads, head_dim)  # pages of 16
+    pages = torch.arange(7, dtype=torch.int32, device=device)[None]
+    lengths = torch.tensor([length], dtype=torch.int32, device=device)
+    batch = Batch(pages, lengths, torch.tensor([length - 1], device=device))
+    space, new, scale = Space(1, key_heads, head_dim, device), (query, key, key), head_dim**-0.5
+    space.plan_(lengths)
+    out = attend_(torch.empty_like(query), new, Cache(*cache), batch, scale, space)
+    return out, reference_attend_(torch.empty_like(query), new, Cache(*cache), batch, scale)
 
 
 def _adapter(device: torch.device) -> lora.Adapter:

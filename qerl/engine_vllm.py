@@ -7,7 +7,7 @@ prefix cache is dropped, and nothing is recaptured.
 Determinism: a repeated call with a seed can differ in the last bits: a warm prefix cache changes the shapes of the
 prefill, and Humming, if asked for, adds up its stream-K slices in the order in which they finish. With `deterministic`
 each call starts with an empty prefix cache, Humming runs without stream-K, and no measured times choose the kernels;
-our own kernel and Marlin add in one order in any case. Each request's random numbers are a function of (seed, position
+our own kernels and Marlin add in one order in any case. Each request's random numbers are a function of (seed, position
 in the call, token position).
 """
 
@@ -122,7 +122,7 @@ class VLLMEngine:
         worker = self._llm.llm_engine.model_executor.driver_worker
         self.startup_s = whole(time.monotonic() - self._began, parts.seconds, worker.startup_seconds())
         self.compiled_from_cache = worker.compiled_from_cache()
-        logger.info("vllm engine open: %s, kernel %s", settings.base, self.kernel)
+        logger.info("vllm engine open: %s, kernel %s, attention %s", settings.base, self.kernel, self.attention)
         compiled = "graphs compiled earlier" if self.compiled_from_cache else "graphs compiled anew"
         logger.info("start took %.0f s (%s): %s", sum(self.startup_s.values()), compiled, line(self.startup_s))
 
@@ -251,6 +251,7 @@ class VLLMEngine:
         from vllm.model_executor.layers.linear import LinearBase
 
         from qerl import vllm_plugin
+        from qerl.vllm_plugin.attention import attention_name
         from qerl.vllm_plugin.linear import kernel_name
         from qerl.vllm_plugin.norm import NoisyRMSNorm
         from qerl.vllm_plugin.sync import adapter_slots
@@ -261,6 +262,7 @@ class VLLMEngine:
         self._gains = Gains({name: module for name, module in modules.items() if isinstance(module, NoisyRMSNorm)})
         self._slots = adapter_slots(linears) if self._max_rank else {}
         self.kernel = " + ".join(sorted({kernel_name(layer) for layer in linears.values()}))
+        self.attention = attention_name(self._model)
 
     def _check_cache(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
         """Say once when a rollout did not fit the KV cache: vLLM then sets sequences back and computes them again."""

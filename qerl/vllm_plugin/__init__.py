@@ -6,6 +6,7 @@
 3. `SleepModeBackendFactory`: the backend `qerl_kv`, a sleep that gives back the KV cache alone, on a subclass of vLLM's
    allocator that stands in its place from the first engine on (`sleep.py`).
 4. `worker_cls`: vLLM's worker with a sampler that reads the logits once, and kernels by measurement (`worker.py`).
+5. `register_backend`: FlashAttention with our kernel for decode steps (`attention.py`).
 
 The engine calls `register` before it opens vLLM; for processes that vLLM starts there is the `vllm.general_plugins`
 entry point, which does nothing unless the engine asked for it, so that other uses of vLLM in the same environment stay
@@ -42,10 +43,11 @@ def register() -> None:
     os.environ[ASKED] = "1"
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
 
-    from qerl.vllm_plugin import linear, norm
+    from qerl.vllm_plugin import attention, linear, norm
 
     linear.register()
     norm.register()
+    attention.register()
     SleepModeBackendFactory.register_backend(SLEEP_BACKEND, "qerl.vllm_plugin.sleep", "KVCacheBackend")
     _registered = True
 

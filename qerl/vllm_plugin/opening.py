@@ -124,7 +124,7 @@ def _set_environment_() -> None:
 
 
 def _arguments(settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
-    """What does not depend on the card."""
+    """Of vLLM's LLM, but for memory and seed."""
     from qerl import vllm_plugin
 
     return {
@@ -143,7 +143,21 @@ def _arguments(settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
         "enable_sleep_mode": True,
         "worker_cls": "qerl.vllm_plugin.worker.QerlWorker",
         "additional_config": {vllm_plugin.CONFIG_KEY: options},
+        **_for_hopper(settings.kv_cache_dtype),
     }
+
+
+def _for_hopper(kv_cache_dtype: str) -> dict[str, Any]:
+    """Attention of decode steps by our kernel, and Inductor's kernels started early: each waits by itself for what the
+    one before wrote (programmatic dependent launch), 3 us a layer of a 7B."""
+    import torch
+
+    from qerl.nvfp4.nvrtc import has_kernels
+
+    if not has_kernels(torch.device("cuda", torch.cuda.current_device())):
+        return {}
+    early = {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}}
+    return early | ({"attention_config": {"backend": "CUSTOM"}} if kv_cache_dtype == "auto" else {})
 
 
 def choose_kernel(kernel: str, format: str) -> str:
@@ -179,16 +193,19 @@ def compile_ahead(settings: Settings, options: dict[str, Any]) -> None:
     """
     if options["kernel"] != "qerl":
         return
+    from qerl.layers import decode_attention
     from qerl.nvfp4 import decode, gemm, lora, nvrtc
 
     try:
-        projections = sizes_of(settings.config.to_dict(), settings.base).projections
+        sizes = sizes_of(settings.config.to_dict(), settings.base)
     except CheckpointError:
         return
+    projections, head_dim = sizes.projections, sizes.head_dim
+    attention = [decode_attention.variant(head_dim)] if head_dim in decode_attention.HEAD_DIMS else []
     needed = [gemm.variants, lora.variants] if options["max_rank"] else [gemm.variants]
     widths = {columns for _, columns in projections.values()}
     nvrtc.compile_ahead(
-        [*(each for variants in needed for columns in widths for each in variants(columns)), decode.OURS]
+        [*(each for variants in needed for columns in widths for each in variants(columns)), decode.OURS, *attention]
     )
 
 

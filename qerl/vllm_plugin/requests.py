@@ -6,20 +6,24 @@ own; and vLLM only logs that it kept its prefix cache. `run` and `drop_prefix_ca
 
 from __future__ import annotations
 
+import gc
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from qerl.engine import Completion, SamplingParams
 from qerl.errors import EngineError
 
+NEW_OBJECTS = (100_000, 50, 100)  # of a generation, before it is searched
 SEED_STRIDE = 1_000_003  # seeds of neighbouring calls do not meet in calls of fewer prompts than this
 
 
 def run(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
     """vLLM's outputs for `prompts` (token ids), in their order; `params` for all or for each."""
     try:
-        outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+        with rare_collections():
+            outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
     except BaseException:  # Ctrl-C as well
         abandoned = list(llm.llm_engine.output_processor.request_states)
         llm.llm_engine.abort_request(abandoned, internal=True)
@@ -27,6 +31,19 @@ def run(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
     if len(outputs) != len(prompts):
         raise EngineError(f"vLLM returned {len(outputs)} completions for {len(prompts)} prompts: open the engine anew")
     return outputs
+
+
+@contextmanager
+def rare_collections() -> Iterator[None]:
+    """Inside the block Python looks for unreachable cycles only after many new objects. vLLM's scheduler makes
+    thousands a step, none of them in cycles: with 256 sequences a step takes 7.7 ms of the CPU with Python's thresholds
+    and 6.1 without any search, and the GPU 9."""
+    before = gc.get_threshold()
+    gc.set_threshold(*NEW_OBJECTS)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
 
 
 def drop_prefix_cache(llm: Any) -> None:

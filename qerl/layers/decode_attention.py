@@ -1,0 +1,157 @@
+"""Attention of one new token of each sequence over a paged KV cache, which takes the new keys and values: Hopper.
+
+The fast twin of `reference_attend_`; how it works is said in `nvfp4/cuda/attend.cu`. Limit: the bytes of the keys and
+values, 4 * tokens * key heads * head_dim, over the memory's bandwidth.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import e, log2
+from typing import NamedTuple
+
+import torch
+
+from qerl.nvfp4.nvrtc import Launch, Variant, kernel
+
+HEAD_DIMS = (32, 64, 128)
+GROUP = 8  # query heads that share a key head, at most
+WARPS = 4  # of a block
+BLOCKS = 3  # of a processor
+TILE = 16  # tokens of a step of a warp; a page holds a multiple
+MAX_SEQUENCES = 1024
+MAX_SHARERS = 64  # blocks that a head of one sequence is cut between
+SLACK = 6  # tiles of a range beyond an equal share, so that a block has no two items
+NONE = -1
+
+
+class Space:
+    """Work space of `attend_` for all layers of a model: to be made, like the kernel to be loaded, before a capture."""
+
+    def __init__(self, sequences: int, key_heads: int, head_dim: int, device: torch.device) -> None:
+        source, defines = variant(head_dim)
+        if device.type == "cuda":
+            self.attend, self.plan_kernel = (kernel(source, name, defines) for name in ("attend", "attend_plan"))
+        self.blocks = BLOCKS * (
+            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+        )
+        self.key_heads = key_heads
+        self.plan = torch.zeros(self.blocks + 1, 4, dtype=torch.int32, device=device)
+        self.parts = torch.empty(2 * self.blocks * GROUP * head_dim, dtype=torch.float32, device=device)
+        self.scales = torch.empty(2 * self.blocks * GROUP * 2, dtype=torch.float32, device=device)
+        self.done = torch.zeros(sequences * key_heads, dtype=torch.int32, device=device)  # each launch leaves it so
+
+    def plan_(self, lengths: torch.Tensor) -> None:
+        """Cut the sequences' tiles between blocks: once a step, before its layers."""
+        launch, counts = Launch((1, 1, 1), MAX_SEQUENCES), (len(lengths), self.key_heads, self.blocks)
+        self.plan_kernel(launch, self.plan, lengths, *counts, MAX_SHARERS, SLACK)
+
+
+class Plan(NamedTuple):
+    """What `Space.plan_` writes: each block's (first item, the item's tile where its range begins, that sequence's
+    tokens, tiles of a range), an item being sequence * key_heads + head, or NONE; how many items there are; whether
+    items are filled up to whole ranges."""
+
+    blocks: list[tuple[int, int, int, int]]
+    items: int
+    filled: bool
+
+
+def reference_plan(lengths: list[int], key_heads: int, blocks: int) -> Plan:
+    """Ranges are equal parts of all items' tiles in a row; a sequence of no tokens counts as one tile."""
+    tiles = [max(1, -(-length // TILE)) for length in lengths]
+    least = max(-(-sum(tiles) * key_heads // blocks), WARPS, -(-max(tiles) // MAX_SHARERS))
+    sizes = range(least, least + SLACK + 1)
+    filling = [size for size in sizes if sum(-(-count // size) for count in tiles) * key_heads <= blocks]
+    size = filling[0] if filling else least
+    of_item = [-(-count // size) * size if filling else count for count in tiles]
+    row = [(item, tile) for item in range(len(tiles) * key_heads) for tile in range(of_item[item // key_heads])]
+    first = [row[block * size] if block * size < len(row) else (NONE, 0) for block in range(blocks)]
+    entries = [(item, tile, 0 if item == NONE else lengths[item // key_heads], size) for item, tile in first]
+    return Plan(entries, len(tiles) * key_heads, bool(filling))
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What a layer has of the KV cache: keys and values (pages, tokens of a page, key heads, head_dim), bfloat16."""
+
+    keys: torch.Tensor
+    values: torch.Tensor
+
+    @property
+    def page_tokens(self) -> int:
+        return self.keys.shape[1]
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Where the sequences' tokens lie in the cache: `pages` (sequences, n) int32, the page of each TILE or more tokens;
+    `lengths` (sequences,) int32, the new token counted, 0 for none; `slots` (sequences,) int64, page * tokens of a page
+    + place of the new token, or -1: it is not written."""
+
+    pages: torch.Tensor
+    lengths: torch.Tensor
+    slots: torch.Tensor
+
+
+def takes(heads: int, key_heads: int, head_dim: int) -> bool:
+    return head_dim in HEAD_DIMS and heads % key_heads == 0 and heads // key_heads <= GROUP
+
+
+def variant(head_dim: int) -> Variant:
+    sizes = {"HEAD_DIM": head_dim, "WARPS": WARPS, "BLOCKS": BLOCKS, "MAX_SEQUENCES": MAX_SEQUENCES}
+    return "attend.cu", tuple(f"{name}={size}" for name, size in sizes.items())
+
+
+def attend_(
+    out: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    cache: Cache,
+    batch: Batch,
+    scale: float,
+    space: Space,
+) -> torch.Tensor:
+    """Fill `out` (sequences, heads, head_dim) and the slots of `cache` from `new`: (query, key, value), one token of
+    each sequence, (sequences, heads or key heads, head_dim), bfloat16, heads contiguous. `space` has been given these
+    lengths by `plan_`."""
+    query, key, value = new
+    space.attend(
+        Launch((space.blocks, 1, 1), 32 * WARPS, early=True),
+        *(query, key, value),
+        *(cache.keys, cache.values),
+        out,
+        *(batch.pages, batch.lengths, batch.slots),
+        *(space.plan, space.parts, space.scales, space.done),
+        *(query.stride(0), key.stride(0), value.stride(0)),
+        *(batch.pages.stride(0), cache.page_tokens, *cache.keys.stride()[:3]),
+        *(space.key_heads, query.shape[1] // space.key_heads),
+        scale * log2(e),
+    )
+    return out
+
+
+def reference_attend_(
+    out: torch.Tensor,
+    new: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    cache: Cache,
+    batch: Batch,
+    scale: float,
+) -> torch.Tensor:
+    """The same as `attend_` in plain torch and float64, a sequence at a time."""
+    query, key, value = new
+    for index, (length, slot) in enumerate(zip(batch.lengths.tolist(), batch.slots.tolist(), strict=True)):
+        out[index] = 0
+        if not length:
+            continue
+        places = torch.arange(length, device=query.device)
+        pages = batch.pages[index].long()[places // cache.page_tokens]
+        keys = cache.keys[pages, places % cache.page_tokens].double()
+        values = cache.values[pages, places % cache.page_tokens].double()
+        keys[-1], values[-1] = key[index].double(), value[index].double()
+        group = query.shape[1] // key.shape[1]
+        scores = torch.einsum("hd,thd->ht", query[index].double(), keys.repeat_interleave(group, 1)) * scale
+        out[index] = torch.einsum("ht,thd->hd", scores.softmax(-1), values.repeat_interleave(group, 1)).to(out.dtype)
+        if slot >= 0:
+            cache.keys[slot // cache.page_tokens, slot % cache.page_tokens] = key[index]
+            cache.values[slot // cache.page_tokens, slot % cache.page_tokens] = value[index]
+    return out

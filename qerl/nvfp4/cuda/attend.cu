@@ -1,0 +1,369 @@
+// attend:  out[s, h] = softmax(scale * q[s, h] . K[s])  V[s],  one new token of each sequence, over its pages of the KV
+// cache and the new token's key and value, which are written to their slot of the cache.
+//
+// The tiles of TILE tokens of all sequences and key heads, in that order, are cut into equal ranges, one for each block
+// (`attend_plan`, once for all layers of a step). A block works on the heads of its range in turn, at most GROUP query
+// heads that share a key head: its warps take tiles straight from memory to the registers in which the tensor cores take
+// them. Both products have tokens or values as rows and heads as columns: S = K Q^T, then O = V^T P^T. Where a head is
+// cut between blocks, each leaves its sums in `parts`, and the block that is done last adds them up. All sums have a
+// fixed order, so a call repeats to the bit.
+//
+// What the launch before wrote (q, the new key and value) is waited for; tokens of earlier steps are read ahead of that.
+//
+// Defines: HEAD_DIM (32, 64, 128), WARPS, BLOCKS (on a processor), MAX_SEQUENCES.
+
+#include "exchange.cuh"
+
+#define GROUP 8                                     // query heads of a key head, at most: the columns of a product
+#define TILE 16                                     // tokens of a step of a warp
+#define CHUNKS (HEAD_DIM / 32)                      // of 16 bytes, that a lane has of a key or query
+#define WORDS (HEAD_DIM / 16)                       // of 2 values, that a lane has of each of its 4 values' tokens
+#define WIDE (HEAD_DIM / 8 < 8 ? HEAD_DIM / 8 : 8)  // values that lie together of these
+#define NONE -1e30f                                 // a score below all scores
+#define AT_ONCE 8                                   // parts that are asked for together
+
+static __device__ __forceinline__ u32 halves(u32 first, u32 second, u32 selector) {
+    return __byte_perm(first, second, selector);
+}
+
+static __device__ __forceinline__ u32 two_bf16(float low, float high) {
+    u32 two;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
+    return two;
+}
+
+static __device__ __forceinline__ u32 transposed(u32 two) {
+    u32 result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(two));
+    return result;
+}
+
+static __device__ __forceinline__ float exp2_fast(float x) {
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+
+static __device__ __forceinline__ float max_of_rows(float x) {  // over lanes that differ in lane / 4
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 4));
+    x = fmaxf(x, __shfl_xor_sync(~0u, x, 8));
+    return fmaxf(x, __shfl_xor_sync(~0u, x, 16));
+}
+
+static __device__ __forceinline__ float sum_of_rows(float x) {
+    x += __shfl_xor_sync(~0u, x, 4);
+    x += __shfl_xor_sync(~0u, x, 8);
+    return x + __shfl_xor_sync(~0u, x, 16);
+}
+
+static __device__ __forceinline__ uint4 load_16(const u16* place) { return *reinterpret_cast<const uint4*>(place); }
+
+// Words of the values at `place`, of a token: those of this lane's rows of V^T.
+static __device__ __forceinline__ void load_words(const u16* place, int hi, u32 (&words)[WORDS]) {
+    if constexpr (WIDE == 8) {
+#pragma unroll
+        for (int c = 0; c < WORDS / 4; ++c) {
+            const uint4 four = load_16(place + 64 * c + 8 * hi);
+            words[4 * c] = four.x, words[4 * c + 1] = four.y, words[4 * c + 2] = four.z, words[4 * c + 3] = four.w;
+        }
+    } else {
+        const uint2 two = *reinterpret_cast<const uint2*>(place + 4 * hi);
+        words[0] = two.x, words[1] = two.y;
+    }
+}
+
+// Where word i of a lane's values lies in a head.
+static __device__ __forceinline__ int dim_of(int i, int hi) {
+    return i / (WIDE / 2) * (8 * WIDE) + hi * WIDE + 2 * (i % (WIDE / 2));
+}
+
+// For each block its range's first item (sequence * key heads + head; -1: none), tile, and that sequence's tokens; and
+// how many tiles a range has. Behind that, how many items there are, and whether each item is filled up to whole ranges:
+// so that no block works on two, where ranges of up to `slack` tiles more than needed allow that. A sequence of no tokens
+// counts as one tile, whose result is 0. One block, a thread for each sequence.
+extern "C" __global__ void __launch_bounds__(MAX_SEQUENCES)
+attend_plan(int4* plan, const int* __restrict__ lengths, int sequences, int key_heads, int blocks, int max_sharers,
+            int slack) {
+    __shared__ int ends[MAX_SEQUENCES];  // tiles of the sequences up to each
+    __shared__ int of_warps[MAX_SEQUENCES / 32], all, longest, filled;
+    const int sequence = threadIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
+    const int length = sequence < sequences ? lengths[sequence] : 0;
+    const int tiles = sequence < sequences ? max(1, (length + TILE - 1) / TILE) : 0;
+    if (threadIdx.x == 0) all = longest = 0;
+    __syncthreads();
+    const int of_warp = __reduce_add_sync(~0u, tiles), longest_of_warp = __reduce_max_sync(~0u, tiles);
+    if (lane == 0) {
+        atomicAdd(&all, of_warp);
+        atomicMax(&longest, longest_of_warp);
+    }
+    __syncthreads();
+    const int least = max(max((all * key_heads + blocks - 1) / blocks, WARPS), (longest + max_sharers - 1) / max_sharers);
+    int range = least;
+    bool fill = false;
+    for (int candidate = least; candidate <= least + slack && !fill; ++candidate) {
+        if (threadIdx.x == 0) filled = 0;
+        __syncthreads();
+        const int ranges = __reduce_add_sync(~0u, (tiles + candidate - 1) / candidate);
+        if (lane == 0) atomicAdd(&filled, ranges);
+        __syncthreads();
+        fill = filled * key_heads <= blocks;
+        if (fill) range = candidate;
+        __syncthreads();
+    }
+    int end = fill ? (tiles + range - 1) / range * range : tiles;
+    for (int i = 1; i < 32; i *= 2) {
+        const int other = __shfl_up_sync(~0u, end, i);
+        if (lane >= i) end += other;
+    }
+    if (lane == 31) of_warps[warp] = end;
+    __syncthreads();
+    for (int i = 0; i < warp; ++i) end += of_warps[i];
+    ends[sequence] = end;
+    __syncthreads();
+    for (int block = threadIdx.x; block < blocks; block += MAX_SEQUENCES) {
+        const long long first = (long long)block * range;
+        int4 mine = make_int4(-1, 0, 0, range);
+        if (first < (long long)ends[sequences - 1] * key_heads) {
+            int low = 0, high = sequences - 1;  // the first sequence that ends behind `first`
+            while (low < high) {
+                const int middle = (low + high) / 2;
+                if ((long long)ends[middle] * key_heads > first) high = middle;
+                else low = middle + 1;
+            }
+            const int begin = low ? ends[low - 1] : 0, size = ends[low] - begin, rest = (int)first - begin * key_heads;
+            mine = make_int4(low * key_heads + rest / size, rest % size, lengths[low], range);
+        }
+        plan[block] = mine;
+    }
+    if (threadIdx.x == 0) plan[blocks] = make_int4(sequences * key_heads, fill, 0, 0);
+}
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
+attend(const u16* __restrict__ query, const u16* __restrict__ new_key, const u16* __restrict__ new_value,
+       u16* key_cache, u16* value_cache, u16* __restrict__ out, const int* __restrict__ pages,
+       const int* __restrict__ lengths, const long long* __restrict__ slots, const int4* __restrict__ plan,
+       float4* parts, float2* part_scales, u32* done, int query_stride, int key_stride, int value_stride,
+       int pages_stride, int page_tokens, int page_stride, int token_stride, int head_stride, int key_heads,
+       int group, float scale) {
+    __shared__ float sums[WARPS][GROUP][HEAD_DIM];
+    __shared__ float2 scales[WARPS][GROUP];  // maximum and sum of a warp
+    __shared__ u32 before;
+    const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, hi = lane >> 2, lo = lane & 3;
+    const int4 mine = plan[blockIdx.x];
+    const int range = mine.w, items = plan[gridDim.x].x, fill = plan[gridDim.x].y;
+    const uint4 zero = make_uint4(0, 0, 0, 0);
+
+    if (mine.x < 0) return;
+    int item = mine.x, sequence = item / key_heads, head = item % key_heads, length = mine.z, begin = mine.y;
+    int left = range, page = 0;
+    auto page_of = [&](int of, int tile) { return pages[(long long)of * pages_stride + tile * TILE / page_tokens]; };
+    auto place_in = [&](int token) {
+        return (long long)page * page_stride + token % page_tokens * token_stride + (long long)head * head_stride;
+    };
+    auto now = [&](const u16* fresh, int stride) { return fresh + (long long)sequence * stride + head * HEAD_DIM; };
+    uint4 key[2][CHUNKS];  // of tokens hi and hi + 8
+    auto load_keys = [&](int tile) {
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const int token = tile * TILE + 8 * i + hi;
+            const u16* place = token == length - 1 ? now(new_key, key_stride) : key_cache + place_in(token);
+#pragma unroll
+            for (int j = 0; j < CHUNKS; ++j) key[i][j] = token < length ? load_16(place + 32 * j + 8 * lo) : zero;
+        }
+    };
+    u32 q[CHUNKS][4];  // of head hi, as columns of Q^T
+    auto load_query = [&] {
+#pragma unroll
+        for (int j = 0; j < CHUNKS; ++j) {
+            const u16* place = query + (long long)sequence * query_stride + (head * group + hi) * HEAD_DIM;
+            const uint4 four = hi < group ? load_16(place + 32 * j + 8 * lo) : zero;
+            q[j][0] = four.x, q[j][1] = four.y, q[j][2] = four.z, q[j][3] = four.w;
+        }
+    };
+    auto tiles_of = [&](int tokens) { return max(1, (tokens + TILE - 1) / TILE); };
+    int tiles = tiles_of(length), end = min(tiles, begin + left), tile = begin + warp;
+    if (tile < end) page = page_of(sequence, tile);
+    const bool has_new = tile == tiles - 1;
+    if (tile < end && !has_new) load_keys(tile);
+    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+    if (tile < end && has_new) load_keys(tile);
+    load_query();
+
+    while (true) {
+        // Who shares this item: of whose ranges it has a part.
+        const int start = blockIdx.x * range + range - left - begin;
+        const int size = fill ? (tiles + range - 1) / range * range : tiles, of_item = item;
+        const int first_sharer = start / range, sharers = (start + size - 1) / range - first_sharer + 1;
+        left -= min(size, begin + left) - begin;
+        const bool more = left > 0 && item + 1 < items;
+        const int next_sequence = more && head + 1 == key_heads ? sequence + 1 : sequence;
+        const int next_length = more ? lengths[next_sequence] : 0;
+        const int next_first_page = more && warp < tiles_of(next_length) ? page_of(next_sequence, warp) : 0;
+
+        float acc[WORDS][4], top[2] = {NONE, NONE}, sum[2] = {0.0f, 0.0f};  // of heads 2 lo and 2 lo + 1
+#pragma unroll
+        for (int i = 0; i < WORDS * 4; ++i) acc[i / 4][i % 4] = 0.0f;
+
+        for (; tile < end; tile += WARPS) {
+            u32 value[4][WORDS];  // of tokens 2 lo, 2 lo + 1, and 8 more
+#pragma unroll
+            for (int i = 0; i < 4; ++i) {
+                const int token = tile * TILE + 8 * (i / 2) + 2 * lo + i % 2;
+                const u16* place = token == length - 1 ? now(new_value, value_stride) : value_cache + place_in(token);
+#pragma unroll
+                for (int w = 0; w < WORDS; ++w) value[i][w] = 0;
+                if (token < length) load_words(place, hi, value[i]);
+            }
+            const int next_page = tile + WARPS < end ? page_of(sequence, tile + WARPS) : 0;
+            float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+#pragma unroll
+            for (int j = 0; j < CHUNKS; ++j) {
+                mma(s, key[0][j].x, key[1][j].x, key[0][j].y, key[1][j].y, q[j][0], q[j][1]);
+                mma(s, key[0][j].z, key[1][j].z, key[0][j].w, key[1][j].w, q[j][2], q[j][3]);
+            }
+            if (tile == tiles - 1 && length) {  // the new token's key and value go to the cache
+                const long long slot = slots[sequence];
+                const int row = (length - 1) % TILE;
+                u16* to = key_cache + slot / page_tokens * page_stride + slot % page_tokens * token_stride;
+                to += (long long)head * head_stride;
+                if (slot >= 0 && row % 8 == hi)
+#pragma unroll
+                    for (int j = 0; j < CHUNKS; ++j)
+                        *reinterpret_cast<uint4*>(to + 32 * j + 8 * lo) = row < 8 ? key[0][j] : key[1][j];
+                to += value_cache - key_cache;
+                if (slot >= 0)
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        if (row == 8 * (i / 2) + 2 * lo + i % 2)
+#pragma unroll
+                            for (int w = 0; w < WORDS; ++w) *reinterpret_cast<u32*>(to + dim_of(w, hi)) = value[i][w];
+            }
+            const int tokens = length - tile * TILE;
+#pragma unroll
+            for (int i = 0; i < 4; ++i) s[i] = hi + 8 * (i / 2) < tokens ? s[i] * scale : NONE;
+            page = next_page;
+            if (tile + WARPS < end) load_keys(tile + WARPS);
+            float weight[4];
+#pragma unroll
+            for (int i = 0; i < 2; ++i) {
+                const float higher = fmaxf(top[i], max_of_rows(fmaxf(s[i], s[i + 2])));
+                const float shrunk = exp2_fast(top[i] - higher);
+                top[i] = higher;
+                weight[i] = exp2_fast(s[i] - higher);
+                weight[i + 2] = exp2_fast(s[i + 2] - higher);
+                sum[i] = sum[i] * shrunk + weight[i] + weight[i + 2];
+#pragma unroll
+                for (int w = 0; w < WORDS; ++w) {
+                    acc[w][i] *= shrunk;
+                    acc[w][i + 2] *= shrunk;
+                }
+            }
+            const u32 low = transposed(two_bf16(weight[0], weight[1]));
+            const u32 high = transposed(two_bf16(weight[2], weight[3]));
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w)
+                mma(acc[w], halves(value[0][w], value[1][w], 0x5410), halves(value[0][w], value[1][w], 0x7632),
+                    halves(value[2][w], value[3][w], 0x5410), halves(value[2][w], value[3][w], 0x7632), low, high);
+        }
+
+        if (more) {  // the next item's first loads, while this one's sums are added up
+            ++item;
+            if (++head == key_heads) head = 0;
+            sequence = next_sequence, length = next_length, page = next_first_page;
+            tiles = tiles_of(length), begin = 0, end = min(tiles, left), tile = warp;
+            if (tile < end) load_keys(tile);
+            load_query();
+        }
+
+        // The block's warps together: each value's sum over them, in their order.
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+            const float whole = sum_of_rows(sum[i]);
+            if (hi == 0) scales[warp][2 * lo + i] = make_float2(top[i], whole);
+#pragma unroll
+            for (int w = 0; w < WORDS; ++w)
+                *reinterpret_cast<float2*>(&sums[warp][2 * lo + i][dim_of(w, hi)]) =
+                    make_float2(acc[w][i], acc[w][i + 2]);
+        }
+        __syncthreads();
+        auto write = [&](int index, float4 total, float whole) {
+            const float inverse = whole > 0.0f ? 1.0f / whole : 0.0f;
+            const uint2 four = make_uint2(two_bf16(total.x * inverse, total.y * inverse),
+                                          two_bf16(total.z * inverse, total.w * inverse));
+            u16* to = out + (long long)of_item * group * HEAD_DIM + 4 * index;
+            if (index / (HEAD_DIM / 4) < group) *reinterpret_cast<uint2*>(to) = four;
+        };
+        // A range begins inside of one item at most, and ends inside of one.
+        auto place_of = [&](int sharer) { return 2 * sharer + (sharer == first_sharer ? 1 : 0); };
+        float4* const own = parts + (long long)place_of(blockIdx.x) * (GROUP * HEAD_DIM / 4);
+        for (int index = threadIdx.x; index < GROUP * HEAD_DIM / 4; index += 32 * WARPS) {
+            const int h = index / (HEAD_DIM / 4), d = index % (HEAD_DIM / 4) * 4;
+            float highest = NONE, whole = 0.0f;
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) highest = fmaxf(highest, scales[w][h].x);
+            float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+            for (int w = 0; w < WARPS; ++w) {
+                const float factor = exp2_fast(scales[w][h].x - highest);
+                const float4 one = *reinterpret_cast<const float4*>(&sums[w][h][d]);
+                whole += factor * scales[w][h].y;
+                total.x += factor * one.x, total.y += factor * one.y;
+                total.z += factor * one.z, total.w += factor * one.w;
+            }
+            if (sharers == 1) {
+                write(index, total, whole);
+            } else {
+                own[index] = total;
+                if (d == 0) part_scales[place_of(blockIdx.x) * GROUP + h] = make_float2(highest, whole);
+            }
+        }
+        __syncthreads();
+
+        // Who is last adds up what all sharers have left, in their order.
+        if (sharers > 1) {
+            if (threadIdx.x == 0) {
+            fence();
+            asm volatile("atom.relaxed.gpu.global.inc.u32 %0, [%1], %2;"
+                : "=r"(before) : "l"(done + of_item), "r"(sharers - 1) : "memory");
+            fence();
+            }
+            __syncthreads();
+        }
+        const bool adds_up = sharers > 1 && before == sharers - 1;
+        for (int index = adds_up ? threadIdx.x : GROUP * HEAD_DIM; index < GROUP * HEAD_DIM / 4; index += 32 * WARPS) {
+            const int h = index / (HEAD_DIM / 4);
+            float highest = NONE, whole = 0.0f;
+            float4 total = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            for (int from = 0; from < sharers; from += AT_ONCE) {
+                float4 one[AT_ONCE];
+                float2 its[AT_ONCE];
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    its[i] = make_float2(NONE, 0.0f);
+                    one[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+                    if (from + i < sharers) {
+                        const int place = place_of(first_sharer + from + i);
+                        its[i] = __ldcg(part_scales + place * GROUP + h);
+                        one[i] = load_fresh(parts + (long long)place * (GROUP * HEAD_DIM / 4) + index);
+                    }
+                }
+                float higher = highest;
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) higher = fmaxf(higher, its[i].x);
+                const float shrunk = exp2_fast(highest - higher);
+                highest = higher;
+                whole *= shrunk;
+                total.x *= shrunk, total.y *= shrunk, total.z *= shrunk, total.w *= shrunk;
+#pragma unroll
+                for (int i = 0; i < AT_ONCE; ++i) {
+                    const float factor = exp2_fast(its[i].x - highest);
+                    whole += factor * its[i].y;
+                    total.x += factor * one[i].x, total.y += factor * one[i].y;
+                    total.z += factor * one[i].z, total.w += factor * one[i].w;
+                }
+            }
+            write(index, total, whole);
+        }
+        if (!more) return;
+    }
+}

@@ -1,0 +1,190 @@
+"""Attention of new tokens over a paged cache. On a CPU: the twin against torch's own, and how sequences are cut. With
+`-m gpu`: the CUDA kernel against the twin."""
+
+from math import e
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from qerl.layers import decode_attention
+from qerl.layers.decode_attention import (
+    NONE,
+    TILE,
+    Batch,
+    Cache,
+    Space,
+    attend_,
+    reference_attend_,
+    reference_plan,
+    takes,
+)
+
+NO_SLOT = -1
+
+
+def random_step(lengths, heads, key_heads, head_dim, device="cpu", page_tokens=16, seed=0):
+    """(new, cache, batch): each sequence has pages of its own, in any order, and its new token a slot in the last one;
+    query, key and value are parts of one tensor, as a fused projection leaves them. What no sequence owns is NaN."""
+    torch.manual_seed(seed)
+    counts = [-(-length // page_tokens) for length in lengths]
+    order = (torch.randperm(sum(counts) + 3) + 1).tolist()
+    pages = torch.zeros(len(lengths), max(counts) + 2, dtype=torch.int32)
+    layer = torch.full((len(order) + 1, 2, page_tokens, key_heads, head_dim), float("nan"), dtype=torch.bfloat16)
+    slots = torch.full((len(lengths),), NO_SLOT)
+    for index, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        pages[index, :count] = torch.tensor([order.pop() for _ in range(count)])
+        for place in range(length - 1):
+            layer[pages[index, place // page_tokens], :, place % page_tokens].normal_()
+        if length:
+            last = length - 1
+            slots[index] = pages[index, last // page_tokens] * page_tokens + last % page_tokens
+    fused = torch.randn(len(lengths), (heads + 2 * key_heads) * head_dim).bfloat16().to(device)
+    new = fused.split([heads * head_dim, key_heads * head_dim, key_heads * head_dim], dim=1)
+    new = tuple(part.unflatten(1, (-1, head_dim)) for part in new)
+    batch = Batch(pages.to(device), torch.tensor(lengths, dtype=torch.int32, device=device), slots.to(device))
+    return new, Cache(*layer.to(device).unbind(1)), batch
+
+
+def copied(cache):
+    keys = torch.stack([cache.keys, cache.values], 1)
+    return Cache(*keys.unbind(1))
+
+
+@pytest.mark.parametrize(("heads", "key_heads", "head_dim"), [(7, 1, 32), (4, 4, 64), (10, 2, 128)])
+def test_the_twin_is_attention_over_all_tokens(heads, key_heads, head_dim):
+    (query, key, value), cache, batch = random_step([20, 1, 16], heads, key_heads, head_dim)
+    out = reference_attend_(torch.empty(query.shape), (query, key, value), cache, batch, 0.3)
+    for index, length in enumerate([20, 1, 16]):
+        pages = batch.pages[index, : -(-length // 16)].long()
+        keys, values = (
+            part[pages].flatten(0, 1)[:length].transpose(0, 1).float() for part in (cache.keys, cache.values)
+        )
+        assert torch.equal(keys[:, -1], key[index].float())  # which the call has written
+        expected = F.scaled_dot_product_attention(
+            query[index, :, None].float(), keys, values, scale=0.3, enable_gqa=True
+        )
+        torch.testing.assert_close(out[index], expected[:, 0], rtol=1e-5, atol=1e-5)
+
+
+def test_without_a_slot_the_cache_stays_and_without_tokens_the_result_is_zero():
+    new, cache, batch = random_step([20, 0], 4, 2, 32)
+    batch.slots[:] = NO_SLOT
+    before = copied(cache)
+    out = reference_attend_(torch.ones(2, 4, 32), new, cache, batch, 0.3)
+    assert torch.equal(cache.keys.nan_to_num(), before.keys.nan_to_num())
+    assert out[0].isfinite().all()
+    assert not out[1].any()
+
+
+@pytest.mark.parametrize(("sizes", "taken"), [((28, 4, 128), True), ((40, 4, 128), False), ((8, 8, 80), False)])
+def test_which_heads_the_kernel_takes(sizes, taken):
+    assert takes(*sizes) is taken
+
+
+@pytest.mark.parametrize("lengths", [[1], [2000], [0, 0, 0], [17, 0, 300, 16], list(range(256)), [9000, 3] * 20])
+@pytest.mark.parametrize("key_heads", [1, 4])
+@pytest.mark.parametrize("blocks", [1, 7, 396])
+def test_the_blocks_ranges_are_all_tiles_in_their_order(lengths, key_heads, blocks):
+    plan = reference_plan(lengths, key_heads, blocks)
+    tiles = [max(1, -(-length // TILE)) for length in lengths for _ in range(key_heads)]
+    done = []
+    for item, tile, length, size in plan.blocks:
+        assert item == NONE or length == lengths[item // key_heads]
+        for _ in range(size if item != NONE else 0):
+            if item < len(tiles):
+                done += [(item, tile)] if tile < tiles[item] else []
+                end = -(-tiles[item] // size) * size if plan.filled else tiles[item]
+                item, tile = (item, tile + 1) if tile + 1 < end else (item + 1, 0)
+    assert done == [(item, tile) for item, count in enumerate(tiles) for tile in range(count)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "size", "filled"),
+    [([384], 4, True), ([140] * 8, 4, True), ([384] * 64, 16, False), ([640] * 32, 14, True), ([384] * 256, 63, False)],
+)
+def test_items_are_filled_up_where_that_costs_little(lengths, size, filled):
+    plan = reference_plan(lengths, 4, 396)
+    assert (plan.blocks[0][3], plan.filled) == (size, filled)
+
+
+def test_a_long_sequence_is_cut_between_few_enough_blocks():
+    assert reference_plan([40960], 1, 396).blocks[0][3] == 40960 // TILE // decode_attention.MAX_SHARERS
+
+
+@pytest.mark.gpu  # not yet run on a card
+@pytest.mark.parametrize("lengths", [[1], [2000], [0, 0], [17, 0, 300, 16], list(range(1024)), [9000, 3] * 20])
+@pytest.mark.parametrize("key_heads", [1, 4])
+def test_the_plan_is_its_twin(lengths, key_heads):
+    space = Space(len(lengths), key_heads, 32, torch.device("cuda"))
+    space.plan_(torch.tensor(lengths, dtype=torch.int32, device="cuda"))
+    expected = reference_plan(lengths, key_heads, space.blocks)
+    assert space.plan.tolist() == [*(list(entry) for entry in expected.blocks), [expected.items, expected.filled, 0, 0]]
+
+
+LENGTHS = {
+    "one": [384],
+    "cut": [384] * 60,
+    "few": [1, 2, 15, 16, 17, 31, 33, 64, 65, 0, 1000],
+    "full": [*range(1, 200), 0, 640, 5],
+    "long": [9000, 3],
+}
+
+
+def kernel_and_twin(lengths, heads, key_heads, head_dim, **options):
+    """(out, expected, cache of the kernel, cache of the twin, the step and its work space)."""
+    step = random_step(lengths, heads, key_heads, head_dim, "cuda", **options)
+    new, cache, batch = step
+    twin_cache, scale = copied(cache), head_dim**-0.5 * e
+    space = Space(len(lengths), key_heads, head_dim, cache.keys.device)
+    space.plan_(batch.lengths)
+    out = attend_(torch.full_like(new[0].contiguous(), 9.0), new, cache, batch, scale, space)
+    expected = reference_attend_(torch.empty_like(out, dtype=torch.float64), new, twin_cache, batch, scale)
+    return out, expected, cache, twin_cache, (step, space, scale)
+
+
+@pytest.mark.gpu  # not yet run on a card
+@pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
+@pytest.mark.parametrize(
+    ("heads", "key_heads", "head_dim"), [(28, 4, 128), (16, 2, 128), (40, 8, 128), (14, 2, 64), (4, 2, 32), (3, 3, 64)]
+)
+def test_the_kernel_is_its_twin(lengths, heads, key_heads, head_dim):
+    out, expected, cache, twin_cache, _ = kernel_and_twin(lengths, heads, key_heads, head_dim)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=4e-3)
+    assert ((out.double() - expected).norm() / expected.norm()).item() < 4e-3
+    for mine, twin in ((cache.keys, twin_cache.keys), (cache.values, twin_cache.values)):
+        assert torch.equal(mine.nan_to_num(), twin.nan_to_num())
+        assert torch.equal(mine.isnan(), twin.isnan())
+
+
+@pytest.mark.gpu  # not yet run on a card
+def test_the_kernel_takes_pages_of_other_sizes():
+    out, expected, *_ = kernel_and_twin([100, 1, 47, 48, 49], 28, 4, 128, page_tokens=48)
+    assert ((out.double() - expected).norm() / expected.norm()).item() < 4e-3
+
+
+@pytest.mark.gpu  # not yet run on a card
+@pytest.mark.parametrize("lengths", [[1500], [300] * 40, [77] * 200], ids=["one", "some", "many"])
+def test_a_call_repeats_to_the_bit_in_a_graph_too(lengths):
+    out, _, cache, _, ((new, _, batch), space, scale) = kernel_and_twin(lengths, 28, 4, 128)
+    again, graph = torch.empty_like(out), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            attend_(again, new, cache, batch, scale, space)
+    for _ in range(20):
+        again.zero_()
+        graph.replay()
+        assert torch.equal(again, out)
+    assert not space.done.any()
+
+
+@pytest.mark.gpu  # not yet run on a card
+def test_without_a_slot_the_kernel_leaves_the_cache():
+    step = random_step([40, 3], 28, 4, 128, "cuda")
+    new, cache, batch = step
+    batch.slots[:] = NO_SLOT
+    before, space = copied(cache), Space(2, 4, 128, cache.keys.device)
+    space.plan_(batch.lengths)
+    attend_(torch.empty_like(new[0].contiguous()), new, cache, batch, 0.1, space)
+    assert torch.equal(cache.keys.nan_to_num(), before.keys.nan_to_num())
+    assert torch.equal(cache.values.nan_to_num(), before.values.nan_to_num())
