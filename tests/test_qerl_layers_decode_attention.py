@@ -9,6 +9,8 @@ import torch.nn.functional as F
 
 from qerl.layers import decode_attention
 from qerl.layers.decode_attention import (
+    FEW,
+    MANY,
     NONE,
     TILE,
     Batch,
@@ -17,6 +19,7 @@ from qerl.layers.decode_attention import (
     attend_,
     reference_attend_,
     reference_plan,
+    split_for,
     takes,
 )
 
@@ -86,7 +89,7 @@ def test_which_heads_the_kernel_takes(sizes, taken):
 @pytest.mark.parametrize("key_heads", [1, 4])
 @pytest.mark.parametrize("blocks", [1, 7, 396])
 def test_the_blocks_ranges_are_all_tiles_in_their_order(lengths, key_heads, blocks):
-    plan = reference_plan(lengths, key_heads, blocks)
+    plan = reference_plan(lengths, key_heads, blocks, 4)
     tiles = [max(1, -(-length // TILE)) for length in lengths for _ in range(key_heads)]
     done = []
     for item, tile, length, size in plan.blocks:
@@ -104,12 +107,12 @@ def test_the_blocks_ranges_are_all_tiles_in_their_order(lengths, key_heads, bloc
     [([384], 4, True), ([140] * 8, 4, True), ([384] * 64, 16, False), ([640] * 32, 14, True), ([384] * 256, 63, False)],
 )
 def test_items_are_filled_up_where_that_costs_little(lengths, size, filled):
-    plan = reference_plan(lengths, 4, 396)
+    plan = reference_plan(lengths, 4, 396, 4)
     assert (plan.blocks[0][3], plan.filled) == (size, filled)
 
 
 def test_a_long_sequence_is_cut_between_few_enough_blocks():
-    assert reference_plan([40960], 1, 396).blocks[0][3] == 40960 // TILE // decode_attention.MAX_SHARERS
+    assert reference_plan([40960], 1, 396, 4).blocks[0][3] == 40960 // TILE // decode_attention.MAX_SHARERS
 
 
 @pytest.mark.gpu  # not yet run on a card
@@ -118,8 +121,14 @@ def test_a_long_sequence_is_cut_between_few_enough_blocks():
 def test_the_plan_is_its_twin(lengths, key_heads):
     space = Space(len(lengths), key_heads, 32, torch.device("cuda"))
     space.plan_(torch.tensor(lengths, dtype=torch.int32, device="cuda"))
-    expected = reference_plan(lengths, key_heads, space.blocks)
-    assert space.plan.tolist() == [*(list(entry) for entry in expected.blocks), [expected.items, expected.filled, 0, 0]]
+    for split, plan in space.plans.items():
+        expected = reference_plan(lengths, key_heads, space.blocks[split], split.warps)
+        assert plan.tolist() == [*(list(entry) for entry in expected.blocks), [expected.items, expected.filled, 0, 0]]
+
+
+@pytest.mark.parametrize(("sequences", "split"), [(1, FEW), (127, FEW), (128, MANY), (256, MANY)])
+def test_many_heads_take_smaller_blocks(sequences, split):
+    assert split_for(sequences, 4) is split
 
 
 LENGTHS = {

@@ -16,8 +16,6 @@ from qerl.nvfp4.nvrtc import Launch, Variant, kernel
 
 HEAD_DIMS = (32, 64, 128)
 GROUP = 8  # query heads that share a key head, at most
-WARPS = 4  # of a block
-BLOCKS = 3  # of a processor
 TILE = 16  # tokens of a step of a warp; a page holds a multiple
 MAX_SEQUENCES = 1024
 MAX_SHARERS = 64  # blocks that a head of one sequence is cut between
@@ -25,42 +23,65 @@ SLACK = 6  # tiles of a range beyond an equal share, so that a block has no two 
 NONE = -1
 
 
+class Split(NamedTuple):
+    """How a card's warps are blocks."""
+
+    warps: int  # of a block
+    blocks: int  # of a processor
+
+
+FEW, MANY = Split(4, 3), Split(2, 6)  # more warps share a head, or blocks wait less for their slowest warp
+MANY_HEADS = 512  # of all sequences, from which MANY is faster
+
+
+def split_for(sequences: int, key_heads: int) -> Split:
+    return MANY if sequences * key_heads >= MANY_HEADS else FEW
+
+
 class Space:
-    """Work space of `attend_` for all layers of a model: to be made, like the kernel to be loaded, before a capture."""
+    """Kernels and work space of `attend_` for all layers of a model: to be made before a capture."""
 
     def __init__(self, sequences: int, key_heads: int, head_dim: int, device: torch.device) -> None:
-        source, defines = variant(head_dim)
-        if device.type == "cuda":
-            self.attend, self.plan_kernel = (kernel(source, name, defines) for name in ("attend", "attend_plan"))
-        self.blocks = BLOCKS * (
-            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-        )
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
         self.key_heads = key_heads
-        self.plan = torch.zeros(self.blocks + 1, 4, dtype=torch.int32, device=device)
-        self.parts = torch.empty(2 * self.blocks * GROUP * head_dim, dtype=torch.float32, device=device)
-        self.scales = torch.empty(2 * self.blocks * GROUP * 2, dtype=torch.float32, device=device)
+        self.blocks = {split: split.blocks * processors for split in (FEW, MANY)}
+        self.kernels = {split: kernel(*_named(variant(head_dim, split), "attend")) for split in (FEW, MANY)}
+        self._write_plans = kernel(*_named(variant(head_dim, FEW), "attend_plan"))
+        most = 2 * self.blocks[MANY] * GROUP
+        plans = torch.zeros(sum(self.blocks.values()) + 2, 4, dtype=torch.int32, device=device)
+        self._plans = plans
+        self.plans = {FEW: plans[: self.blocks[FEW] + 1], MANY: plans[self.blocks[FEW] + 1 :]}
+        self.parts = torch.empty(most * head_dim, dtype=torch.float32, device=device)
+        self.scales = torch.empty(most * 2, dtype=torch.float32, device=device)
         self.done = torch.zeros(sequences * key_heads, dtype=torch.int32, device=device)  # each launch leaves it so
 
     def plan_(self, lengths: torch.Tensor) -> None:
-        """Cut the sequences' tiles between blocks: once a step, before its layers."""
-        launch, counts = Launch((1, 1, 1), MAX_SEQUENCES), (len(lengths), self.key_heads, self.blocks)
-        self.plan_kernel(launch, self.plan, lengths, *counts, MAX_SHARERS, SLACK)
+        """Cut the sequences' tiles between blocks, for either split: once a step, before its layers. A CUDA graph may
+        have been captured with more sequences than a step has."""
+        of_splits = (number for split in (FEW, MANY) for number in (self.blocks[split], split.warps))
+        sizes = (len(lengths), self.key_heads, *of_splits, MAX_SHARERS, SLACK)
+        self._write_plans(Launch((2, 1, 1), MAX_SEQUENCES), self._plans, lengths, *sizes)
+
+
+def _named(of: Variant, entry: str) -> tuple[str, str, tuple[str, ...]]:
+    source, defines = of
+    return source, entry, defines
 
 
 class Plan(NamedTuple):
-    """What `Space.plan_` writes: each block's (first item, the item's tile where its range begins, that sequence's
-    tokens, tiles of a range), an item being sequence * key_heads + head, or NONE; how many items there are; whether
-    items are filled up to whole ranges."""
+    """What `Space.plan_` writes for a split: each block's (first item, the item's tile where its range begins, that
+    sequence's tokens, tiles of a range), an item being sequence * key_heads + head, or NONE; how many items there are;
+    whether items are filled up to whole ranges."""
 
     blocks: list[tuple[int, int, int, int]]
     items: int
     filled: bool
 
 
-def reference_plan(lengths: list[int], key_heads: int, blocks: int) -> Plan:
+def reference_plan(lengths: list[int], key_heads: int, blocks: int, warps: int) -> Plan:
     """Ranges are equal parts of all items' tiles in a row; a sequence of no tokens counts as one tile."""
     tiles = [max(1, -(-length // TILE)) for length in lengths]
-    least = max(-(-sum(tiles) * key_heads // blocks), WARPS, -(-max(tiles) // MAX_SHARERS))
+    least = max(-(-sum(tiles) * key_heads // blocks), warps, -(-max(tiles) // MAX_SHARERS))
     sizes = range(least, least + SLACK + 1)
     filling = [size for size in sizes if sum(-(-count // size) for count in tiles) * key_heads <= blocks]
     size = filling[0] if filling else least
@@ -98,8 +119,12 @@ def takes(heads: int, key_heads: int, head_dim: int) -> bool:
     return head_dim in HEAD_DIMS and heads % key_heads == 0 and heads // key_heads <= GROUP
 
 
-def variant(head_dim: int) -> Variant:
-    sizes = {"HEAD_DIM": head_dim, "WARPS": WARPS, "BLOCKS": BLOCKS, "MAX_SEQUENCES": MAX_SEQUENCES}
+def variants(head_dim: int) -> list[Variant]:
+    return [variant(head_dim, split) for split in (FEW, MANY)]
+
+
+def variant(head_dim: int, split: Split) -> Variant:
+    sizes = {"HEAD_DIM": head_dim, "WARPS": split.warps, "BLOCKS": split.blocks, "MAX_SEQUENCES": MAX_SEQUENCES}
     return "attend.cu", tuple(f"{name}={size}" for name, size in sizes.items())
 
 
@@ -115,13 +140,14 @@ def attend_(
     each sequence, (sequences, heads or key heads, head_dim), bfloat16, heads contiguous. `space` has been given these
     lengths by `plan_`."""
     query, key, value = new
-    space.attend(
-        Launch((space.blocks, 1, 1), 32 * WARPS, early=True),
+    split = split_for(len(query), space.key_heads)
+    space.kernels[split](
+        Launch((space.blocks[split], 1, 1), 32 * split.warps, early=True),
         *(query, key, value),
         *(cache.keys, cache.values),
         out,
         *(batch.pages, batch.lengths, batch.slots),
-        *(space.plan, space.parts, space.scales, space.done),
+        *(space.plans[split], space.parts, space.scales, space.done),
         *(query.stride(0), key.stride(0), value.stride(0)),
         *(batch.pages.stride(0), cache.page_tokens, *cache.keys.stride()[:3]),
         *(space.key_heads, query.shape[1] // space.key_heads),

@@ -201,7 +201,7 @@ def compile_ahead(settings: Settings, options: dict[str, Any]) -> None:
     except CheckpointError:
         return
     projections, head_dim = sizes.projections, sizes.head_dim
-    attention = [decode_attention.variant(head_dim)] if head_dim in decode_attention.HEAD_DIMS else []
+    attention = decode_attention.variants(head_dim) if head_dim in decode_attention.HEAD_DIMS else []
     needed = [gemm.variants, lora.variants] if options["max_rank"] else [gemm.variants]
     widths = {columns for _, columns in projections.values()}
     nvrtc.compile_ahead(

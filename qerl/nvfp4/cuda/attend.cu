@@ -80,10 +80,13 @@ static __device__ __forceinline__ int dim_of(int i, int hi) {
 // For each block its range's first item (sequence * key heads + head; -1: none), tile, and that sequence's tokens; and
 // how many tiles a range has. Behind that, how many items there are, and whether each item is filled up to whole ranges:
 // so that no block works on two, where ranges of up to `slack` tiles more than needed allow that. A sequence of no tokens
-// counts as one tile, whose result is 0. One block, a thread for each sequence.
+// counts as one tile, whose result is 0. Two blocks write two plans, one behind the other: for as many blocks and ranges
+// of so many tiles at least. A thread for each sequence.
 extern "C" __global__ void __launch_bounds__(MAX_SEQUENCES)
-attend_plan(int4* plan, const int* __restrict__ lengths, int sequences, int key_heads, int blocks, int max_sharers,
-            int slack) {
+attend_plan(int4* plan, const int* __restrict__ lengths, int sequences, int key_heads, int first_blocks,
+            int first_least, int second_blocks, int second_least, int max_sharers, int slack) {
+    const int blocks = blockIdx.x ? second_blocks : first_blocks, fewest = blockIdx.x ? second_least : first_least;
+    if (blockIdx.x) plan += first_blocks + 1;
     __shared__ int ends[MAX_SEQUENCES];  // tiles of the sequences up to each
     __shared__ int of_warps[MAX_SEQUENCES / 32], all, longest, filled;
     const int sequence = threadIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
@@ -97,7 +100,7 @@ attend_plan(int4* plan, const int* __restrict__ lengths, int sequences, int key_
         atomicMax(&longest, longest_of_warp);
     }
     __syncthreads();
-    const int least = max(max((all * key_heads + blocks - 1) / blocks, WARPS), (longest + max_sharers - 1) / max_sharers);
+    const int least = max(max((all * key_heads + blocks - 1) / blocks, fewest), (longest + max_sharers - 1) / max_sharers);
     int range = least;
     bool fill = false;
     for (int candidate = least; candidate <= least + slack && !fill; ++candidate) {
