@@ -66,7 +66,8 @@ class DecodeImpl(FlashAttentionImpl):
             return output.fill_(0)
         space = attn_metadata.decode_space if self.decodes else None
         if space is None:
-            self.do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
+            if self.kv_sharing_target_layer_name is None and key is not None:
+                self.do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **options)
         count = attn_metadata.num_actual_tokens
         batch = Batch(attn_metadata.block_table, attn_metadata.seq_lens, attn_metadata.slot_mapping)
