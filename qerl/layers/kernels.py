@@ -14,7 +14,7 @@ import triton.language as tl
 
 from qerl.layers.twins import Normed
 
-PROGRAMS = 528  # of a norm's backward pass: four for each of an H200's 132 multiprocessors
+PROGRAMS = 264  # of a norm whose weight is trained: as many as an H200's 132 multiprocessors hold at once
 HEADS = 16  # of a rotary program: one token's, so that its angles are read once for them
 
 
@@ -159,7 +159,8 @@ def norm_backward(
     """See the twin."""
     x, weight, scale = normed
     tokens, heads, columns = x.shape
-    programs = min(PROGRAMS, max(1, tokens * heads))
+    rows = max(1, tokens * heads)
+    programs = min(PROGRAMS, rows) if trained else rows
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     partial = x.new_empty(programs if trained else 1, columns, dtype=torch.float32)
     block = triton.next_power_of_2(columns)
@@ -200,10 +201,10 @@ def rotate_(out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Te
             SIGN=sign,
             HEADS=together,
             BLOCK=block,
-            num_warps=_warps(together * block),
+            num_warps=max(1, together * block // 256),
         )
     return out
 
 
 def _warps(block: int) -> int:
-    return min(16, max(1, block // 256))
+    return min(16, max(1, block // 512))
