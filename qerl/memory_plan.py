@@ -28,20 +28,24 @@ REPEATED = 6  # of a shared prompt's tokens cost as one: a layer keeps 6.7 times
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that the training phase takes beside the weights; all but `fixed` for each token of a micro-batch."""
+    """Bytes that the training phase takes beside the weights, for each token of a micro-batch but for the last two."""
 
     layers: int
     layer: int  # what a layer keeps for its backward pass
     layer_input: int  # what it keeps if it recomputes
-    working: int  # gradients while one layer runs backward, and what stands outside the layers
-    fixed: int  # logits of a chunk, gradients and optimizer state of the adapter
+    working: int  # gradients while one layer runs backward
+    fixed: int  # the adapter's gradients, optimizer state and 16-bit factors, a decoded weight
+    head: int = 0  # what stands outside the layers while a chunk's logits exist; then no layer runs backward
+    logits: int = 0  # of that chunk, and their slopes
 
     def needed(self, tokens: int, recomputed: int) -> int:
-        """The peak: as the backward pass begins, or (first layers recompute, their turn comes last) in a recompute."""
+        """The peak: at the logits, as the backward pass begins, or (first layers recompute, their turn comes last) in a
+        recompute."""
         inputs = recomputed * self.layer_input
         begin = (self.layers - recomputed) * self.layer + inputs
         later = inputs + self.layer if recomputed else 0
-        return tokens * (max(begin, later) + self.working) + self.fixed
+        backward = tokens * (max(begin, later) + self.working)
+        return max(backward, tokens * (begin + self.head) + self.logits) + self.fixed
 
 
 @dataclass(frozen=True)
@@ -58,8 +62,10 @@ class Shapes:
     trained: int  # parameters of the adapter
     head_norms: bool = False  # norms on queries and keys (Qwen3)
 
-    def footprint(self) -> Footprint:
+    def footprint(self, entropy_gradient: bool = False) -> Footprint:
         """For 16-bit activations and LoRA on every linear, as `qerl.layers` computes them.
+
+        A chunk's logits are in float32 and their slope in 16 bit, and a second slope with `entropy_gradient`.
 
         A test holds `layer` to what autograd saves; training replaces it with what it measures.
         """
@@ -68,8 +74,13 @@ class Shapes:
             layers=self.layers,
             layer=kept_bytes(*sizes, self.head_norms),
             layer_input=2 * self.hidden,
-            working=2 * (4 * self.intermediate + 12 * self.hidden),
-            fixed=LOGIT_TOKENS * self.vocabulary * 10 + 14 * self.trained,
+            # the MLP's gradients of gate, up and activation; the rest is more than it needs, and what attention needs
+            # where the MLP is narrow: gradients of q, k and v, of these in float32, and for each head
+            working=2 * (3 * self.intermediate + 8 * self.hidden),
+            fixed=16 * self.trained + 2 * self.hidden * 2 * self.intermediate,
+            # the last sum, its norm, of that what predicts, and its slope, once more with `entropy_gradient`
+            head=2 * 5 * self.hidden,
+            logits=LOGIT_TOKENS * self.vocabulary * (8 if entropy_gradient else 6),
         )
 
 

@@ -164,7 +164,7 @@ def _footprint(config: RunConfig, sizes: ModelSizes, trained: int) -> Footprint:
         rank=config.adapter.rank,
         trained=trained,
         head_norms=sizes.head_norms,
-    ).footprint()
+    ).footprint(config.loss.entropy_coef > 0)
 
 
 def _micro_batches(

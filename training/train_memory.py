@@ -41,7 +41,8 @@ def plan_run(config: RunConfig, policy: PeftModel, engine: Engine) -> MicroBatch
         step_tokens=longest * rollout.prompts_per_step * rollout.group_size,
     )
     trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
-    footprint = model_shapes(policy.get_base_model().config.get_text_config(), config.adapter.rank, trained).footprint()
+    shapes = model_shapes(policy.get_base_model().config.get_text_config(), config.adapter.rank, trained)
+    footprint = shapes.footprint(config.loss.entropy_coef > 0)
     available = _available(engine, config.memory.cap_gib)
     if available is not None:
         footprint = replace(footprint, layer=measure_layer(policy))
