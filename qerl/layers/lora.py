@@ -141,10 +141,11 @@ def backward_to_factors(
     """dA and dB of each part that has an adapter, as `factors` orders them, in the dtypes of A and B."""
     grads = []
     if g is not None:
-        stacked = _product_32(g.t(), x)
+        da = _product_32(g.t(), x)
         for part, rows, columns in _adapted(parts):
             db = _product_32(grad[:, columns].t(), h[:, rows])
-            grads += [stacked[rows].to(part.a.dtype), db.mul_(part.scale).to(part.b.dtype)]
+            db = db if part.scale == 1.0 else db.mul_(part.scale)
+            grads += [da[rows].to(part.a.dtype), db.to(part.b.dtype)]
     return grads
 
 
