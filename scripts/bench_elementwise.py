@@ -21,7 +21,7 @@ import torch
 from scripts.profile_step import _seconds
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3584, 18944, 28, 4, 128, 152064
-CHUNK, RANK = 1024, 32
+CHUNK = 1024
 Call = Callable[[], object]
 
 
@@ -69,31 +69,15 @@ def decoder(tokens: int) -> Iterator[tuple[str, int, Call, Call]]:
     yield "norm backward", 3 * x.nbytes, *both("norm_backward", grad, normed, False)
     yield "sum and norm", 4 * x.nbytes, *both("norm_forward", x, weight, 1e-6, delta)
     yield "norm backward and sum", 4 * x.nbytes, *both("norm_backward", grad, normed, False, delta)
-    yield from swiglu(tokens)
+    inner, outer = random(tokens, 2 * INTERMEDIATE), random(tokens, INTERMEDIATE)
+    yield "SwiGLU", 3 * outer.nbytes, *both("swiglu_forward", inner)
+    yield "SwiGLU backward", 6 * outer.nbytes, *both("swiglu_backward_", inner, outer)
+    del inner, outer
     qkv = random(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM)
     cos, sin = random(tokens, HEAD_DIM), random(tokens, HEAD_DIM)
     rotated = qkv[:, : HEADS + KV_HEADS]
     needed = 2 * rotated.numel() * 2 + cos.nbytes  # half of cos and of sin
     yield "rotary", needed, *both("rotate_", rotated, rotated, cos, sin, 1)
-
-
-def swiglu(tokens: int) -> Iterator[tuple[str, int, Call, Call]]:
-    """SwiGLU without the adapters' terms and with them, which take two and three products in plain torch."""
-    from qerl.layers import swiglu_kernels, twins
-    from qerl.layers.twins import Term
-
-    x, grad = random(tokens, 2 * INTERMEDIATE), random(tokens, INTERMEDIATE)
-    h, b, a = random(tokens, 2 * RANK), random(INTERMEDIATE, RANK), random(RANK, INTERMEDIATE)
-    gate, up = Term(h[:, :RANK], b.t(), 0.5), Term(h[:, RANK:], b.t(), 0.5)
-    for name, terms in (("", ()), (" with terms", (gate, up, Term(h[:, :RANK], a, 1.0)))):
-
-        def call(module: object, function: str, count: int, terms: tuple = terms) -> Call:
-            arguments = (x, *terms[:2]) if count == 2 else (x, grad, *terms)
-            return lambda: getattr(module, function)(*arguments)
-
-        for kind, passes in (("forward", 3), ("backward_", 6)):
-            ours, plain = (call(module, f"swiglu_{kind}", passes // 3 + 1) for module in (swiglu_kernels, twins))
-            yield f"SwiGLU {kind.rstrip('_')}{name}", passes * grad.nbytes, ours, plain
 
 
 def head() -> Iterator[tuple[str, int, Call, Call]]:

@@ -348,21 +348,6 @@ def test_a_trained_weight_makes_the_part_unknown(trained):
     assert (lora.part_of(linear) is None) == trained
 
 
-@pytest.mark.parametrize("most", [128, 15])  # bytes; rank 4 has 16
-def test_terms_of_a_large_rank_are_added_by_the_products(monkeypatch, most):
-    from qerl.layers import mlp
-
-    monkeypatch.setattr(mlp, "MAX_BYTES", most)
-    taken = []
-    monkeypatch.setattr(mlp, "Term", lambda *parts: taken.append(parts) or twins.Term(*parts))
-    policy = policy_of("llama", targets=("gate_proj", "down_proj"))
-    logits, grads = run(policy)
-    assert len(taken) == (2 if most == 128 else 0)  # of two layers' activations
-    expected_logits, expected = run(stock_(policy))
-    assert difference(logits, expected_logits) < 1e-6
-    assert max((difference(grad, expected[name]), name) for name, grad in grads.items()) < (3e-6, "")
-
-
 def test_factors_are_cast_once_until_they_change():
     a, b = (torch.randn(3, 4), torch.randn(5, 4))
     with factors.kept_factors():

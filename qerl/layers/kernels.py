@@ -1,9 +1,8 @@
-"""Triton kernels for RMSNorm and rotary embedding: float32 inside, rounded once. Twins: `qerl.layers.twins`.
+"""Triton kernels for RMSNorm, SwiGLU and rotary embedding: float32 inside, rounded once. Twins: `qerl.layers.twins`.
 
-Each reads its operands once; nothing is summed by atomics, so results repeat to the bit. Ours (with those of
-`qerl.layers.swiglu_kernels`) rather than a library's: liger-kernel 0.8 has the same three, but its SwiGLU overwrites
-the saved gate and up, its rotary embedding its input's gradient, and all want contiguous tensors, where a fused
-projection gives strided ones.
+Each reads its operands once; nothing is summed by atomics, so results repeat to the bit. Ours rather than a library's:
+liger-kernel 0.8 has the same three, but its SwiGLU overwrites the saved gate and up, its rotary embedding its input's
+gradient, and all want contiguous tensors, where a fused projection gives strided ones.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ import triton.language as tl
 from qerl.layers.twins import Normed
 
 PROGRAMS = 264  # of a norm whose weight is trained: as many as an H200's 132 multiprocessors hold at once
+WIDTH = 1024  # columns of a SwiGLU program
 HEADS = 16  # of a rotary program: one token's, so that its angles are read once for them
 
 
@@ -94,6 +94,34 @@ def _norm_backward(
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
     if TRAINED:
         tl.store(partial_ptr + tl.program_id(0) * columns + column, partial, mask=inside)
+
+
+@triton.jit
+def _swiglu_forward(x_ptr, out_ptr, columns, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < columns
+    gate = tl.load(x_ptr + row * 2 * columns + column, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + row * 2 * columns + columns + column, mask=inside, other=0.0).to(tl.float32)
+    out = gate * tl.sigmoid(gate) * up
+    tl.store(out_ptr + row * columns + column, out.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _swiglu_backward(x_ptr, grad_ptr, out_ptr, columns, WIDTH: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < columns
+    gate_at = row * 2 * columns + column
+    gate = tl.load(x_ptr + gate_at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(x_ptr + gate_at + columns, mask=inside, other=0.0).to(tl.float32)
+    grad = tl.load(grad_ptr + row * columns + column, mask=inside, other=0.0).to(tl.float32)
+    sigmoid = tl.sigmoid(gate)
+    silu = gate * sigmoid
+    gate_grad = grad * up * (sigmoid + silu * (1.0 - sigmoid))
+    tl.store(out_ptr + gate_at, gate_grad.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + gate_at + columns, (grad * silu).to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(grad_ptr + row * columns + column, (silu * up).to(grad_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -182,6 +210,24 @@ def norm_backward(
         num_warps=_warps(block),
     )
     return out, partial.sum(0) if trained else None
+
+
+def swiglu_forward(x: torch.Tensor) -> torch.Tensor:
+    """See the twin."""
+    rows, columns = x.shape[0], x.shape[1] // 2
+    out = x.new_empty(rows, columns)
+    if rows:
+        _swiglu_forward[(rows, triton.cdiv(columns, WIDTH))](x, out, columns, WIDTH=WIDTH)
+    return out
+
+
+def swiglu_backward_(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """See the twin."""
+    rows, columns = grad.shape
+    out = torch.empty_like(x)
+    if rows:
+        _swiglu_backward[(rows, triton.cdiv(columns, WIDTH))](x, grad, out, columns, WIDTH=WIDTH)
+    return out
 
 
 def rotate_(out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:

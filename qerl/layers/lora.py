@@ -21,7 +21,6 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from qerl.layers.factors import cast, diagonal, stacked
-from qerl.layers.twins import Term
 from qerl.nvfp4.kernel_linear import adjacent, unscaled
 from qerl.nvfp4.linear import NVFP4Linear
 
@@ -77,7 +76,7 @@ def product_dtype(x: torch.Tensor, parts: Sequence[Part]) -> torch.dtype:
 
 def forward(x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """(y (T, N), h (T, ranks)) of x (T, K); h is None without an adapter."""
-    h = hidden(x, parts)
+    h = None if (a := _stacked_a(parts, x.dtype)) is None else x @ a.t()
     y = x.new_empty(len(x), sum(part.base.out_features for part in parts))
     started = any(part.a is not None or part.base.bias is not None for part in parts)
     if started and _alike(parts):
@@ -91,24 +90,6 @@ def forward(x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, torch
         out = y[:, columns]
         torch.addmm(out, x, matrix.t(), beta=int(started), alpha=alpha, out=out)
     return y, h
-
-
-def hidden(x: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor | None:
-    """h (T, ranks) of x (T, K)."""
-    return None if (a := _stacked_a(parts, x.dtype)) is None else x @ a.t()
-
-
-def bare(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """The bases without their adapters."""
-    return tuple(Part(part.base) for part in parts)
-
-
-def terms(h: torch.Tensor, parts: Sequence[Part]) -> list[Term | None]:
-    """s_i h_i B_i^T of each part, by its factors; None without an adapter."""
-    return [
-        None if part.a is None else Term(h[:, ranks], cast(part.b, h.dtype).t(), part.scale)
-        for part, ranks, _ in _columns(parts)
-    ]
 
 
 def backward_to_input(grad: torch.Tensor, g: torch.Tensor | None, parts: Sequence[Part]) -> torch.Tensor:

@@ -1,24 +1,17 @@
 """The gated MLP y = down(silu(gate(x)) * up(x)) as one autograd node that keeps x, gate, up and the small h alone.
 
 The input of `down` is computed again in the backward pass, by the same kernel that reads gate and up for their
-gradients: a third less to keep for one more write. Kept of gate and up is what the bases give; the adapters' terms are
-added wherever they are read.
+gradients: a third less to keep for one more write.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from qerl.layers import lora, twins
-from qerl.layers.factors import cast
-from qerl.layers.twins import Term
-
-MAX_BYTES = 128  # of a rank, where SwiGLU adds the terms: 78 KiB of shared memory, which every card has
+from qerl.layers import lora
+from qerl.layers.elementwise import kernels_for
 
 
 def mlp_forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -39,10 +32,8 @@ class _MLP(torch.autograd.Function):
         gate_up, down, dtype = block
         ctx.gate_up, ctx.down, ctx.x_dtype, x = gate_up, down, x.dtype, x.to(dtype)
         with torch.autocast(x.device.type, enabled=False):
-            inner, h_gate_up = lora.forward(x, lora.bare(gate_up) if _folds(gate_up, dtype) else gate_up)
-            h_gate_up = lora.hidden(x, gate_up) if h_gate_up is None else h_gate_up
-            activation = _kernels_for(x).swiglu_forward(inner, *_terms(h_gate_up, gate_up))
-            y, h_down = lora.forward(activation, down)
+            inner, h_gate_up = lora.forward(x, gate_up)
+            y, h_down = lora.forward(kernels_for(x).swiglu_forward(inner), down)
         ctx.save_for_backward(x, inner, h_gate_up, h_down, *adapter)
         return y
 
@@ -53,33 +44,11 @@ class _MLP(torch.autograd.Function):
         grad = grad.to(x.dtype)
         with torch.autocast(grad.device.type, enabled=False):
             g = lora.backward_to_h(grad, ctx.down)
-            folds = g is not None and _folds(ctx.down, x.dtype)
-            activation = lora.backward_to_input(grad, None if folds else g, ctx.down)
-            grad_term = Term(g, cast(ctx.down[0].a, g.dtype), 1.0) if folds else None
-            addends = *_terms(h_gate_up, ctx.gate_up), grad_term
-            # what `activation` holds is its gradient until here
-            grad_inner = _kernels_for(x).swiglu_backward_(inner, activation, *addends)
+            activation = lora.backward_to_input(grad, g, ctx.down)
+            grad_inner = kernels_for(x).swiglu_backward_(inner, activation)  # `activation` was its gradient until now
             down_grads = lora.backward_to_factors(grad, activation, h_down, g, ctx.down)
             del activation
             g = lora.backward_to_h(grad_inner, ctx.gate_up)
             dx = lora.backward_to_input(grad_inner, g, ctx.gate_up) if ctx.needs_input_grad[0] else None
             grads = lora.backward_to_factors(grad_inner, x, h_gate_up, g, ctx.gate_up)
         return None if dx is None else dx.to(ctx.x_dtype), None, *grads, *down_grads
-
-
-def _folds(parts: Sequence[lora.Part], dtype: torch.dtype) -> bool:
-    """Whether SwiGLU adds the adapters' terms, instead of the products."""
-    return all(part.a is None or len(part.a) * dtype.itemsize <= MAX_BYTES for part in parts)
-
-
-def _terms(h: torch.Tensor | None, gate_up: Sequence[lora.Part]) -> list[Term | None]:
-    return [None, None] if h is None or not _folds(gate_up, h.dtype) else lora.terms(h, gate_up)
-
-
-def _kernels_for(x: torch.Tensor) -> ModuleType:
-    """The module that has SwiGLU on x's device."""
-    if not x.is_cuda:
-        return twins
-    from qerl.layers import swiglu_kernels
-
-    return swiglu_kernels

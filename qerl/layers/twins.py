@@ -45,44 +45,20 @@ def norm_backward(
     return out.to(x.dtype), (grad * hat).sum((0, 1)) if trained else None
 
 
-class Term(NamedTuple):
-    """scale * left @ right: left (T, r), its rows any stride apart; right (r, n), any strides."""
-
-    left: torch.Tensor
-    right: torch.Tensor
-    scale: float
-
-
-def swiglu_forward(x: torch.Tensor, gate: Term | None = None, up: Term | None = None) -> torch.Tensor:
-    """silu(gate) * up (T, n) of x = [gate, up] (T, 2 n), contiguous, to which the terms `gate` and `up` are added."""
-    gate, up = _with_terms(x, gate, up)
+def swiglu_forward(x: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up (T, n) of x = [gate, up] (T, 2 n), contiguous."""
+    gate, up = x.float().chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(x.dtype)
 
 
-def swiglu_backward_(
-    x: torch.Tensor,
-    grad: torch.Tensor,
-    gate: Term | None = None,
-    up: Term | None = None,
-    grad_term: Term | None = None,
-) -> torch.Tensor:
-    """Gradient to [gate, up] (T, 2 n); `grad` (T, n), to which `grad_term` is added, is overwritten by the forward
-    pass's result."""
-    gate, up = _with_terms(x, gate, up)
-    sigmoid, wide = gate.sigmoid(), _plus(grad.float(), grad_term)
+def swiglu_backward_(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Gradient to x = [gate, up] (T, 2 n); `grad` (T, n) is overwritten by the forward pass's result."""
+    gate, up = x.float().chunk(2, dim=-1)
+    sigmoid, wide = gate.sigmoid(), grad.float()
     silu = gate * sigmoid
     out = torch.cat([wide * up * (sigmoid + silu * (1 - sigmoid)), wide * silu], dim=-1)
     grad.copy_(silu * up)
     return out.to(x.dtype)
-
-
-def _with_terms(x: torch.Tensor, gate: Term | None, up: Term | None) -> tuple[torch.Tensor, torch.Tensor]:
-    wide = x.float().chunk(2, dim=-1)
-    return _plus(wide[0], gate), _plus(wide[1], up)
-
-
-def _plus(x: torch.Tensor, term: Term | None) -> torch.Tensor:
-    return x if term is None else x + term.scale * (term.left.float() @ term.right.float())
 
 
 def rotate_(out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
