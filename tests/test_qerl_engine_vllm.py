@@ -93,13 +93,17 @@ def begun(monkeypatch, kernel, max_rank, **shapes):
 
 
 def test_our_kernels_are_compiled_ahead_for_each_width_of_the_model(monkeypatch):
-    """3584 columns and 18944: of the second, a long one, the kernels for 64 tokens and more are others."""
+    """3584 columns and 18944: of the second, a long one, the kernels for 64 tokens and more are others. Attention comes
+    for few heads and for many."""
     seen = begun(monkeypatch, "qerl", 32, **SHAPES)
     count = Counter(source for source, _ in set(seen))
-    assert count == {"gemm.cu": 6 + 3, "shrink.cu": 2 + 2, "decode_slabs.cu": 1}
+    assert count == {"gemm.cu": 6 + 3, "shrink.cu": 2 + 2, "decode_slabs.cu": 1, "attend.cu": 2}
     assert set(begun(monkeypatch, "qerl", 0, **SHAPES)) == {each for each in seen if each[0] != "shrink.cu"}
     short = begun(monkeypatch, "qerl", 32, **{**SHAPES, "intermediate_size": 4864})
-    assert Counter(source for source, _ in set(short)) == {"gemm.cu": 6, "shrink.cu": 2, "decode_slabs.cu": 1}
+    expected = {"gemm.cu": 6, "shrink.cu": 2, "decode_slabs.cu": 1, "attend.cu": 2}
+    assert Counter(source for source, _ in set(short)) == expected
+    odd = begun(monkeypatch, "qerl", 32, **SHAPES, head_dim=80)  # of which FlashAttention does all
+    assert "attend.cu" not in {source for source, _ in odd}
 
 
 @pytest.mark.parametrize("kernel", ["", "marlin", "humming"])
