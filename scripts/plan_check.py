@@ -30,7 +30,6 @@ class Workload:
     new_tokens: int
     rank: int
     cap: int | None = None
-    peak_holds: bool = True  # else the driver's peak in the file is of a fault that is gone: see docs/cost-model.md
 
     def plan(self, gpu: str = "h200") -> Plan:
         values = {
@@ -46,9 +45,8 @@ class Workload:
 
 
 WORKLOADS = {  # by benchmark
-    "step-7b-qerl": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32, None, False),
-    "step-7b-qerl-cap24": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32, 24, False),
-    "step-7b-qerl-humming-layout": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32),
+    "step-7b-qerl": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32),
+    "step-7b-qerl-cap24": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32, 24),
     "step-32b-qerl-cap80": Workload("dapo_32b", "Qwen/Qwen2.5-32B", 8, 8, 256, 2048, 16, 80),
     "step-70b-qerl-cap80": Workload("dapo_32b", "meta-llama/Llama-3.1-70B", 4, 8, 256, 512, 16, 80),
 }
@@ -75,7 +73,7 @@ def compare(name: str, workload: Workload) -> list[Compared]:
     return [
         Compared("card in a rollout", made.peak("rollout") / GIB, rollout),
         Compared("allocated by training", made.memory["training"]["micro-batch"] / GIB, training),
-        *[peak] * workload.peak_holds,
+        peak,
     ]
 
 
@@ -91,9 +89,6 @@ def table() -> str:
         for one in compare(name, load):
             difference = f"{one.planned / one.measured - 1:+.1%}"
             lines.append(f"| {told} | {one.what} | {one.planned:.1f} GiB | {one.measured:.1f} GiB | {difference} |")
-        if one.what != PEAK:
-            peak = json.loads((BENCHMARKS / f"{name}.json").read_text(encoding="utf-8"))["peak_driver_gib"]
-            lines.append(f"| {told} | {PEAK}, not planned for | | {peak:.1f} GiB | |")
     return "\n".join(lines)
 
 
