@@ -33,8 +33,8 @@ NOTES = {  # kind and shape -> what the files do not say
     ("rollout", "7b"): "Stock vLLM in BF16 and qerl in one run, in turns; Marlin is of an earlier session. The host "
     "matters: with 8 to 256 sequences the CPU needs 1.5 to 7 ms a step, and rates scatter by a tenth between machines.",
     ("rollout", "32b"): "Of commit ce834ff, before attention was a kernel of our own.",
-    ("step", "7b"): "TRL and qerl of one run, the mixed lengths of commit ce834ff. The second step of qerl took 6.8 s and "
-    "the third 8.3: it saves a checkpoint, and had the only completion that ended early; what the rest is was not found.",
+    ("step", "7b"): "TRL and qerl of one run, the mixed lengths of commit ce834ff. The second step of qerl took 6.8 s "
+    "and the third, the only one with a completion that ended early, 8.3: why was not found.",
 }
 
 

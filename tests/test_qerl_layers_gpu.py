@@ -76,7 +76,6 @@ def test_swiglu(dtype):
 @DTYPES
 @pytest.mark.parametrize("counts", [(28, 4, 4), (5, 1, 2), (48, 8, 8)], ids=str)
 def test_rotary(dtype, counts):
-    """As it is since several heads share a program: not yet run on a card."""
     x = torch.randn(65, sum(counts) * 128, device="cuda", dtype=dtype)
     angle = torch.randn(65, 64, device="cuda").repeat(1, 2)
     cos, sin = angle.cos().to(dtype), angle.sin().to(dtype)

@@ -325,7 +325,7 @@ def test_attention_hands_gradients_on_without_transposing_them(family):
 
 @pytest.mark.gpu
 def test_a_micro_batch_waits_nowhere_for_the_gpu():
-    """From packing to the gradients, so that the GPU never idles between micro-batches; not yet run on a card."""
+    """From packing to the gradients, so that the GPU never idles between micro-batches."""
     ids, mask, width = grouped_rows([70, 33], 4, torch.Generator().manual_seed(5))
     model = tiny_model("qwen2", num_attention_heads=4, head_dim=64, hidden_size=256, max_position_embeddings=256)
     model.requires_grad_(False).to("cuda", torch.bfloat16)
