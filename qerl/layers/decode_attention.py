@@ -43,7 +43,7 @@ class Space:
 
     def __init__(self, sequences: int, key_heads: int, head_dim: int, device: torch.device) -> None:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.key_heads = key_heads
+        self.key_heads, self.shape = key_heads, (key_heads, head_dim)
         self.blocks = {split: split.blocks * processors for split in (FEW, MANY)}
         self.kernels = {split: kernel(*_named(variant(head_dim, split), "attend")) for split in (FEW, MANY)}
         self._write_plans = kernel(*_named(variant(head_dim, FEW), "attend_plan"))
