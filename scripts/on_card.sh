@@ -12,7 +12,8 @@
 #     step     330 s  workload A: as it is, without shared prompts, under 24 GiB; on a fresh machine the logs of the first two
 #                     hold a first and a second start
 #     startup  220 s  a first and a second start at 7B, with caches of their own
-#     linear    70 s  the linears of a 7B layer: each way against its limit and against BF16, without and with LoRA
+#     linear    95 s  the linears of a 7B layer: each way against its limit and against BF16, without and with LoRA; its
+#                     attention in decode steps against FlashAttention; the small kernels of training against their limits
 #     decode   260 s  decode speed at 7B without and with measured kernel choice
 #     lora_cost 230 s decode speed at 7B with an adapter and without
 #     decode32 540 s  decode speed at 32B: with an adapter, without, and stock vLLM with one, in BF16 and by Marlin
@@ -58,8 +59,10 @@ decode() { # NAME MODEL ARGUMENTS...
 batch_engine() { tests engine 580 tests/test_qerl_engine_vllm.py -k TestOnGPU; }
 
 batch_kernels() {
-    tests packing 120 tests/test_training_packing.py tests/test_training_token_logprobs.py
-    tests kernels 200 tests/test_qerl_nvfp4_gemm.py tests/test_qerl_layers_gpu.py tests/test_scripts_bench_linear.py
+    tests packing 120 tests/test_training_packing.py tests/test_training_token_logprobs.py \
+        tests/test_training_logprob_kernels.py tests/test_training_copies.py
+    tests kernels 200 tests/test_qerl_nvfp4_gemm.py tests/test_qerl_layers_gpu.py \
+        tests/test_qerl_layers_decode_attention.py tests/test_scripts_bench_linear.py
     tests others 150 tests/test_quantize_gpu.py tests/test_qerl_doctor_kernels.py tests/test_qerl_own_memory.py
 }
 
@@ -95,6 +98,8 @@ batch_decode() {
 
 batch_linear() {
     run linear-7b-rank32 240 "$python" scripts/bench_linear.py --rank 32 --out "$out/linear-7b-rank32.json"
+    run attention-7b 60 "$python" scripts/bench_attention.py --out "$out/attention-7b.json"
+    run elementwise-7b 60 "$python" scripts/bench_elementwise.py --out "$out/elementwise-7b.json"
 }
 
 batch_lora_cost() {
