@@ -57,7 +57,7 @@ def _norm_forward(
     tl.store(out_ptr + row.to(tl.int64) * columns + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _norm_backward(
     grad_ptr,
     x_ptr,

@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.input_batch import get_num_sampled_and_rejected
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 
-BLOCK = 4096  # logits of a program
+BLOCK = 4096  # logits of a program; `rows` is not specialized, or the first odd number of sequences would compile anew
 
 
 class FusedSampler(Sampler):
@@ -112,7 +112,7 @@ def _gumbel(bits):
     return -tl.log(-libdevice.log1p(-tl.maximum(uniform, 4.6566127342e-10)))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _block_kernel(
     logits_ptr,
     stride,
@@ -158,7 +158,7 @@ def _block_kernel(
     tl.store(best_ptr + place, best_index)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _row_kernel(
     logits_ptr,
     stride,
