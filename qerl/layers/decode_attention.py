@@ -53,14 +53,15 @@ class Space:
         self.plans = {FEW: plans[: self.blocks[FEW] + 1], MANY: plans[self.blocks[FEW] + 1 :]}
         self.parts = torch.empty(most * head_dim, dtype=torch.float32, device=device)
         self.scales = torch.empty(most * 2, dtype=torch.float32, device=device)
-        self.done = torch.zeros(sequences * key_heads, dtype=torch.int32, device=device)  # each launch leaves it so
+        self.done = torch.zeros(sequences * key_heads, dtype=torch.int32, device=device)
 
     def plan_(self, lengths: torch.Tensor) -> None:
-        """Cut the sequences' tiles between blocks, for either split: once a step, before its layers. A CUDA graph may
-        have been captured with more sequences than a step has."""
+        """Cut the sequences' tiles between blocks, for either split, and clear the counters: once a step, before its
+        layers. A CUDA graph may have been captured with more sequences than a step has. Between steps nothing has to be
+        kept: vLLM makes this in the memory of its KV cache, and a sleep gives that back."""
         of_splits = (number for split in (FEW, MANY) for number in (self.blocks[split], split.warps))
         sizes = (len(lengths), self.key_heads, *of_splits, MAX_SHARERS, SLACK)
-        self._write_plans(Launch((2, 1, 1), MAX_SEQUENCES), self._plans, lengths, *sizes)
+        self._write_plans(Launch((2, 1, 1), MAX_SEQUENCES), self._plans, self.done, lengths, *sizes)
 
 
 def _named(of: Variant, entry: str) -> tuple[str, str, tuple[str, ...]]:

@@ -30,7 +30,9 @@ class DecodeBuilder(FlashAttentionMetadataBuilder):
         super().__init__(*args, **options)
         sequences = self.vllm_config.scheduler_config.max_num_seqs
         self._space = None
-        if takes(self.num_heads_q, self.num_heads_kv, self.headdim) and sequences <= MAX_SEQUENCES:
+        # Of layers with a window, which FlashAttention does alone, its builder has to see the first step as it is.
+        whole = getattr(self.kv_cache_spec, "sliding_window", None) is None and sequences <= MAX_SEQUENCES
+        if whole and takes(self.num_heads_q, self.num_heads_kv, self.headdim):
             self._space = Space(sequences, self.num_heads_kv, self.headdim, self.device)
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:

@@ -9,6 +9,7 @@
 // fixed order, so a call repeats to the bit.
 //
 // What the launch before wrote (q, the new key and value) is waited for; tokens of earlier steps are read ahead of that.
+// A token that another sequence writes in this launch is none of them: vLLM shares a block when its step has ended.
 //
 // Defines: HEAD_DIM (32, 64, 128), WARPS, BLOCKS (on a processor), MAX_SEQUENCES.
 
@@ -83,8 +84,11 @@ static __device__ __forceinline__ int dim_of(int i, int hi) {
 // counts as one tile, whose result is 0. Two blocks write two plans, one behind the other: for as many blocks and ranges
 // of so many tiles at least. A thread for each sequence.
 extern "C" __global__ void __launch_bounds__(MAX_SEQUENCES)
-attend_plan(int4* plan, const int* __restrict__ lengths, int sequences, int key_heads, int first_blocks,
+attend_plan(int4* plan, u32* done, const int* __restrict__ lengths, int sequences, int key_heads, int first_blocks,
             int first_least, int second_blocks, int second_least, int max_sharers, int slack) {
+    // Each launch of `attend` leaves the counters at 0; but the memory may be another than in the step before.
+    for (int i = blockIdx.x * MAX_SEQUENCES + threadIdx.x; i < sequences * key_heads; i += 2 * MAX_SEQUENCES)
+        done[i] = 0;
     const int blocks = blockIdx.x ? second_blocks : first_blocks, fewest = blockIdx.x ? second_least : first_least;
     if (blockIdx.x) plan += first_blocks + 1;
     __shared__ int ends[MAX_SEQUENCES];  // tiles of the sequences up to each
@@ -142,9 +146,9 @@ attend_plan(int4* plan, const int* __restrict__ lengths, int sequences, int key_
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
-attend(const u16* __restrict__ query, const u16* __restrict__ new_key, const u16* __restrict__ new_value,
-       u16* key_cache, u16* value_cache, u16* __restrict__ out, const int* __restrict__ pages,
-       const int* __restrict__ lengths, const long long* __restrict__ slots, const int4* __restrict__ plan,
+attend(const u16* query, const u16* new_key, const u16* new_value, u16* key_cache, u16* value_cache, u16* out,
+       const int* __restrict__ pages, const int* __restrict__ lengths, const long long* slots,
+       const int4* __restrict__ plan,
        float4* parts, float2* part_scales, u32* done, int query_stride, int key_stride, int value_stride,
        int pages_stride, int page_tokens, int page_stride, int token_stride, int head_stride, int key_heads,
        int group, float scale) {
