@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from qerl.nvfp4.nvrtc import Launch, Variant, kernel
+from qerl.nvfp4.nvrtc import Kernel, Launch, Variant, kernel
 
 HEAD_DIMS = (32, 64, 128)
 GROUP = 8  # query heads that share a key head, at most
@@ -43,10 +43,10 @@ class Space:
 
     def __init__(self, sequences: int, key_heads: int, head_dim: int, device: torch.device) -> None:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.key_heads, self.shape = key_heads, (key_heads, head_dim)
+        self.key_heads, self.head_dim = key_heads, head_dim
         self.blocks = {split: split.blocks * processors for split in (FEW, MANY)}
-        self.kernels = {split: kernel(*_named(variant(head_dim, split), "attend")) for split in (FEW, MANY)}
-        self._write_plans = kernel(*_named(variant(head_dim, FEW), "attend_plan"))
+        self.kernels = {split: _load("attend", head_dim, split) for split in (FEW, MANY)}
+        self._write_plans = _load("attend_plan", head_dim, FEW)
         most = 2 * self.blocks[MANY] * GROUP
         plans = torch.zeros(sum(self.blocks.values()) + 2, 4, dtype=torch.int32, device=device)
         self._plans = plans
@@ -64,9 +64,9 @@ class Space:
         self._write_plans(Launch((2, 1, 1), MAX_SEQUENCES), self._plans, self.done, lengths, *sizes)
 
 
-def _named(of: Variant, entry: str) -> tuple[str, str, tuple[str, ...]]:
-    source, defines = of
-    return source, entry, defines
+def _load(entry: str, head_dim: int, split: Split) -> Kernel:
+    source, defines = variant(head_dim, split)
+    return kernel(source, entry, defines)
 
 
 class Plan(NamedTuple):

@@ -67,7 +67,7 @@ class DecodeImpl(FlashAttentionImpl):
         if attn_metadata is None:  # of vLLM's profile run
             return output.fill_(0)
         space = attn_metadata.decode_space if self.decodes else None
-        if space is None or space.shape != (self.num_kv_heads, self.head_size):
+        if space is None or (space.key_heads, space.head_dim) != (self.num_kv_heads, self.head_size):
             if self.kv_sharing_target_layer_name is None and key is not None:
                 self.do_kv_cache_update(layer, key, value, kv_cache, attn_metadata.slot_mapping)
             return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *args, **options)

@@ -23,22 +23,6 @@
 #define NONE -1e30f                                 // a score below all scores
 #define AT_ONCE 8                                   // parts that are asked for together
 
-static __device__ __forceinline__ u32 halves(u32 first, u32 second, u32 selector) {
-    return __byte_perm(first, second, selector);
-}
-
-static __device__ __forceinline__ u32 two_bf16(float low, float high) {
-    u32 two;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
-    return two;
-}
-
-static __device__ __forceinline__ u32 transposed(u32 two) {
-    u32 result;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(two));
-    return result;
-}
-
 static __device__ __forceinline__ float exp2_fast(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
@@ -148,10 +132,9 @@ attend_plan(int4* plan, u32* done, const int* __restrict__ lengths, int sequence
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
 attend(const u16* query, const u16* new_key, const u16* new_value, u16* key_cache, u16* value_cache, u16* out,
        const int* __restrict__ pages, const int* __restrict__ lengths, const long long* slots,
-       const int4* __restrict__ plan,
-       float4* parts, float2* part_scales, u32* done, int query_stride, int key_stride, int value_stride,
-       int pages_stride, int page_tokens, int page_stride, int token_stride, int head_stride, int key_heads,
-       int group, float scale) {
+       const int4* __restrict__ plan, float4* parts, float2* part_scales, u32* done, int query_stride, int key_stride,
+       int value_stride, int pages_stride, int page_tokens, int page_stride, int token_stride, int head_stride,
+       int key_heads, int group, float scale) {
     __shared__ float sums[WARPS][GROUP][HEAD_DIM];
     __shared__ float2 scales[WARPS][GROUP];  // maximum and sum of a warp
     __shared__ u32 before;
@@ -192,7 +175,8 @@ attend(const u16* query, const u16* new_key, const u16* new_value, u16* key_cach
     if (tile < end) page = page_of(sequence, tile);
     const bool has_new = tile == tiles - 1;
     if (tile < end && !has_new) load_keys(tile);
-    asm volatile("griddepcontrol.wait;\ngriddepcontrol.launch_dependents;" ::: "memory");
+    wait_for_launch_before();
+    keep_order();  // and the next launch may start
     if (tile < end && has_new) load_keys(tile);
     load_query();
 
@@ -269,8 +253,8 @@ attend(const u16* query, const u16* new_key, const u16* new_value, u16* key_cach
             const u32 high = transposed(two_bf16(weight[2], weight[3]));
 #pragma unroll
             for (int w = 0; w < WORDS; ++w)
-                mma(acc[w], halves(value[0][w], value[1][w], 0x5410), halves(value[0][w], value[1][w], 0x7632),
-                    halves(value[2][w], value[3][w], 0x5410), halves(value[2][w], value[3][w], 0x7632), low, high);
+                mma(acc[w], __byte_perm(value[0][w], value[1][w], 0x5410), __byte_perm(value[0][w], value[1][w], 0x7632),
+                    __byte_perm(value[2][w], value[3][w], 0x5410), __byte_perm(value[2][w], value[3][w], 0x7632), low, high);
         }
 
         if (more) {  // the next item's first loads, while this one's sums are added up

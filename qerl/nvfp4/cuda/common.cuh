@@ -37,6 +37,9 @@ static __device__ __forceinline__ u32 twice(u32 two) {
 // it says that the next launch may start if that asked to start early; such a launch (gemm.cu) waits by itself.
 static __device__ __forceinline__ void keep_order() { asm volatile("griddepcontrol.launch_dependents;"); }
 
+// All launches before this one have ended, and what they wrote is there: for a launch that may start early.
+static __device__ __forceinline__ void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+
 // The value, which the compiler then keeps in a register instead of computing it again.
 static __device__ __forceinline__ u32 keep(u32 value) {
     asm volatile("" : "+r"(value));
@@ -59,6 +62,19 @@ static __device__ __forceinline__ u16 to_bf16(float value) {
     u16 bits;
     asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(bits) : "f"(value));
     return bits;
+}
+
+static __device__ __forceinline__ u32 two_bf16(float low, float high) {
+    u32 two;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
+    return two;
+}
+
+// Of an 8 x 8 of a warp, a lane having two neighbours of row lane / 4.
+static __device__ __forceinline__ u32 transposed(u32 two) {
+    u32 result;
+    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(two));
+    return result;
 }
 
 static __device__ __forceinline__ float from_bf16(u16 bits) { return __uint_as_float((u32)bits << 16); }

@@ -47,18 +47,6 @@
 #include "slabs.cuh"
 #include "wgmma.cuh"
 
-static __device__ __forceinline__ u32 two_bf16(float low, float high) {
-    u32 two;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(two) : "f"(high), "f"(low));
-    return two;
-}
-
-static __device__ __forceinline__ u32 transposed(u32 two) {
-    u32 result;
-    asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(two));
-    return result;
-}
-
 // Barriers between the warpgroups and one more warp: the sums are out (1), all are there (2), a task is done (4), its
 // sums have been read (5), the launch's number is there (7; for the warp that adds up h: 6).
 static __device__ __forceinline__ void meet(int barrier) {

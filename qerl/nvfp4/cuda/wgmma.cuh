@@ -68,9 +68,6 @@ static __device__ __forceinline__ void copy_bytes(u32 target, const u8* source, 
 // What ordinary stores wrote, this thread's or those it knows of, becomes visible to bulk copies.
 static __device__ __forceinline__ void fence_for_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
-// All launches before this one have ended, and what they wrote is there: for a launch that may start early.
-static __device__ __forceinline__ void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
-
 static __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 
 static __device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
