@@ -189,7 +189,7 @@ def test_a_call_repeats_to_the_bit_in_a_graph_too(lengths):
 
 @pytest.mark.gpu
 def test_a_step_asks_nothing_of_the_work_space_of_the_one_before():
-    """vLLM's sleep gives its memory back; what is there afterwards may be anything. Not yet run on a card."""
+    """vLLM's sleep gives its memory back; what is there afterwards may be anything."""
     out, _, cache, _, ((new, _, batch), space, scale) = kernel_and_twin([1500, 20], 28, 4, 128)
     for left in (space.done, space._plans, space.parts, space.scales):
         left.view(torch.int32).fill_(7)

@@ -49,7 +49,6 @@ def test_norms(dtype, shape):
 
 @DTYPES
 def test_a_norm_beside_the_residual_stream(dtype):
-    """Not yet run on a card."""
     from qerl.layers import kernels
 
     x, delta, skip, grad = (torch.randn(300, 1, 3584, device="cuda", dtype=dtype) for _ in range(4))
@@ -71,6 +70,31 @@ def test_swiglu(dtype):
     ours, twin = grad.clone(), grad.clone()
     close(kernels.swiglu_backward_(x, ours), twins.swiglu_backward_(x, twin))
     close(ours, twin)
+
+
+def test_another_number_of_rows_compiles_nothing(monkeypatch):
+    """Not yet run on a card. A rollout ends with any number of tokens; Triton compiles by what divides an argument."""
+    from triton import knobs
+
+    from qerl.layers import kernels
+
+    weight = torch.ones(512, device="cuda", dtype=torch.bfloat16)
+
+    def layer(rows):
+        x = torch.randn(1, rows, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+        delta, cos = torch.randn_like(x), torch.randn(rows, 32, device="cuda")
+        total, out = elementwise.norm_beside(x, elementwise.RMSNorm(torch.nn.Parameter(weight), 1e-6), delta)
+        out = elementwise.rms_norm(total + out, weight, 1e-6)
+        q, k, v = elementwise.rotary_parts_((out * 1.0)[0], cos, cos, [4, 2, 2])
+        kernels.swiglu_backward_(out[0].detach(), kernels.swiglu_forward(out[0].detach()))
+        (q.sum() + k.sum() + v.sum()).backward()
+
+    layer(48)
+    compiled = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda *, fn, **_: compiled.append(fn.name))
+    for rows in (1, 47, 64, 33):
+        layer(rows)
+    assert compiled == []
 
 
 @DTYPES

@@ -51,6 +51,11 @@ def error(value, expected):
     return ((value.double() - expected).norm() / expected.norm()).item()
 
 
+def assert_rounded(value, expected):
+    """To bfloat16: 2.5e-3 bounds many outputs; a few, of which one outweighs the rest, can be rounded worse."""
+    assert error(value, expected) < max(2.5e-3, 1.5 * error(expected.bfloat16(), expected))
+
+
 @IN_ALL_LAYOUTS
 def test_the_twin_is_the_product_with_the_decoded_weight(layout):
     weight = random_weight(192, 96, layout)
@@ -261,7 +266,7 @@ def test_a_cpu_has_no_kernels():
     assert not has_kernels(torch.device("cpu"))
 
 
-# Last run on an H200: 2026-11-21, but for (64, 48) and, at 256 tokens, blocks of rows that are done alone.
+# Last run on an H200: 2026-11-22.
 @pytest.mark.gpu
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
 class TestOnGPU:
@@ -296,9 +301,9 @@ class TestOnGPU:
         bias = torch.randn(rows, device="cuda").mul_(size).bfloat16()
         adapter = random_adapter(rows, columns, 16 * (1 + tokens % 3), parts_of(rows), "cuda", size)
         plain = gemm.reference_product(x, weight, bias)
-        assert error(gemm.product(x, weight, bias), plain) < 2.5e-3
+        assert_rounded(gemm.product(x, weight, bias), plain)
         results = [gemm.product(x, weight, bias, adapter) for _ in range(4)]
-        assert error(results[0], gemm.reference_product(x, weight, bias, adapter)) < 2.5e-3
+        assert_rounded(results[0], gemm.reference_product(x, weight, bias, adapter))
         assert all(torch.equal(results[0], other) for other in results[1:])
 
 
@@ -310,7 +315,7 @@ def test_a_split_product_on_the_card(tokens):
     x, bias = torch.randn(tokens, 880, device="cuda").bfloat16(), torch.randn(1152, device="cuda").bfloat16()
     adapter = random_adapter(1152, 880, 32, (896, 128, 128), "cuda", size)
     results = [gemm.split_product(x, weight, bias, adapter) for _ in range(4)]
-    assert error(results[0], gemm.reference_product(x, weight, bias, adapter)) < 2.5e-3
+    assert_rounded(results[0], gemm.reference_product(x, weight, bias, adapter))
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
@@ -320,7 +325,7 @@ def assert_right_with_an_adapter(weight, tokens, ranks, parts):
     adapter = random_adapter(weight.out_features, weight.in_features, ranks, parts, "cuda", size)
     x = torch.randn(tokens, weight.in_features, device="cuda").bfloat16()
     results = [gemm.product(x, weight, None, adapter) for _ in range(4)]
-    assert error(results[0], gemm.reference_product(x, weight, None, adapter)) < 2.5e-3
+    assert_rounded(results[0], gemm.reference_product(x, weight, None, adapter))
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
@@ -339,7 +344,7 @@ def test_the_adapter_beside_another_kernels_product(tokens, parts, columns):
     adapter = random_adapter(rows, columns, 32, parts, "cuda")
     base = torch.randn(tokens, rows, device="cuda").bfloat16()
     results = [lora.add_(base.clone(), x, adapter) for _ in range(4)]
-    assert error(results[0], lora.reference_add(base, x, adapter)) < 2.5e-3
+    assert_rounded(results[0], lora.reference_add(base, x, adapter))
     assert all(torch.equal(results[0], other) for other in results[1:])
 
 
@@ -361,7 +366,7 @@ def test_launches_of_other_sizes_between_leave_no_value_behind():
     for tokens in (1, 64, 9, 1, 256, 128, 17, 40, 8, 200, 33, 1, 64) * 3:
         x = torch.randn(tokens, 4864, device="cuda").bfloat16()
         out = gemm.product(x, weight, None, adapter)
-        assert error(out, gemm.reference_product(x, weight, None, adapter)) < 2.5e-3
+        assert_rounded(out, gemm.reference_product(x, weight, None, adapter))
 
 
 @pytest.mark.gpu
@@ -403,7 +408,7 @@ def test_each_way_of_sharing_out_the_rows(thirds, more, tokens):
 
 @pytest.mark.gpu
 def test_an_adapter_that_the_launch_before_writes_is_read_after_it():
-    """Not yet run on a card. Few columns: B is asked for with the first of the ring."""
+    """Few columns: B is asked for with the first of the ring."""
     weight, new = random_weight(256 * 132, 64, device="cuda"), random_adapter(256 * 132, 64, 16, (256 * 132,), "cuda")
     adapter = Adapter(new.a, torch.zeros_like(new.b), new.part_rows)
     x = torch.randn(8, 64, device="cuda").bfloat16()
@@ -416,7 +421,7 @@ def test_an_adapter_that_the_launch_before_writes_is_read_after_it():
 
 @pytest.mark.gpu
 def test_launch_numbers_skip_zero():
-    """Not yet run on a card. The memory for hidden values begins as zeros, which must never count as written."""
+    """The memory for hidden values begins as zeros, which must never count as written."""
     weight = random_weight(896, 512, device="cuda")
     adapter = random_adapter(896, 512, 16, (896,), "cuda")
     gemm.forget_work_space()
@@ -425,7 +430,7 @@ def test_launch_numbers_skip_zero():
     for tokens in (8, 16, 64, 256):
         x = torch.randn(tokens, 512, device="cuda").bfloat16()
         expected = gemm.reference_product(x, weight, None, adapter)
-        assert error(gemm.product(x, weight, None, adapter), expected) < 2.5e-3
+        assert_rounded(gemm.product(x, weight, None, adapter), expected)
 
 
 @pytest.mark.gpu
@@ -462,4 +467,4 @@ def test_a_launch_before_that_still_runs_has_written_what_is_read():
     for _ in range(5):
         graph.replay()
         assert all(torch.equal(outs[0], other) for other in outs[1:])
-    assert error(outs[0], gemm.reference_product(new, weight, None, adapter)) < 2.5e-3
+    assert_rounded(outs[0], gemm.reference_product(new, weight, None, adapter))

@@ -154,6 +154,12 @@ def _rotate(
     tl.store(out_ptr + half + at, (second * cos + first * sin).to(out_ptr.dtype.element_ty), mask=inside)
 
 
+def _rows_of(x: torch.Tensor) -> tuple[int, int]:
+    """(heads, stride) for `_row`: x without gaps has one head, since Triton compiles anew for a number of heads with
+    another divisor, and that is the number of tokens where the batch is one row."""
+    return (1, x.shape[2]) if x.is_contiguous() else (x.shape[1], x.stride(0))
+
+
 def norm_forward(
     x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
 ) -> tuple[Normed, torch.Tensor]:
@@ -171,8 +177,7 @@ def norm_forward(
             out,
             scale,
             columns,
-            heads,
-            x.stride(0),
+            *_rows_of(x),
             eps,
             ADDS=delta is not None,
             BLOCK=block,
@@ -202,8 +207,7 @@ def norm_backward(
         partial,
         tokens * heads,
         columns,
-        heads,
-        x.stride(0),
+        *_rows_of(x),
         TRAINED=trained,
         SKIPS=skip is not None,
         BLOCK=block,
