@@ -6,7 +6,8 @@
 
 `qerl`: this project's engine. `stock`: vLLM as it comes, its own multi-adapter LoRA, its own choice of kernel. Both
 sample with temperature 1 and return the token's logprob. A rate is (new tokens - 1) * sequences over the difference
-between a run with that many new tokens and one with a single token, so prefill is not in it; median of 3 runs.
+between a run with that many new tokens and one with a single token, so prefill is not in it; the median of 5 runs of
+each. With --turns engines on one card measure in turns, run by run, so that what the machine does meets all of them.
 
 Every engine has a KV cache for all sequences at their full length. With --memory-share vLLM as it comes is told its
 size: its own profile takes what others allocate on the card meanwhile for its own, and would leave it less.
@@ -26,10 +27,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 BLOCK = 16  # tokens, of vLLM's KV cache
+ROUNDS = 5  # of which the median counts
 Generate = Callable[[list[list[int]], int], int]  # prompts, new tokens -> tokens sampled
 
 
@@ -44,8 +47,8 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=129)
     parser.add_argument("--memory-share", type=float, help="share of the card for this engine; default: the engine's")
-    parser.add_argument("--turns", type=Path, metavar="FOLDER", help="wait here until --of engines are open, then")
-    parser.add_argument("--of", type=int, default=1, help="measure one after another: they open at the same time")
+    parser.add_argument("--turns", type=Path, metavar="FOLDER", help="wait here for --of engines before each size and")
+    parser.add_argument("--of", type=int, default=1, help="round, then measure one after another")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     started = time.monotonic()
@@ -60,11 +63,9 @@ def main() -> None:
         "decode_tokens_per_s": {},
         "prefill_and_one_token_s": {},
     }
-    with turn(arguments.turns, arguments.of):
-        for count in arguments.sequences:
-            rate, first = measure(generate, count, arguments)
-            report["decode_tokens_per_s"][str(count)] = round(rate, 1)
-            report["prefill_and_one_token_s"][str(count)] = round(first, 4)
+    for count, (rate, first) in measure(generate, arguments).items():
+        report["decode_tokens_per_s"][str(count)] = round(rate, 1)
+        report["prefill_and_one_token_s"][str(count)] = round(first, 4)
     text = json.dumps(report, indent=1)
     if arguments.out:
         arguments.out.write_text(text + "\n", encoding="utf-8")
@@ -72,25 +73,25 @@ def main() -> None:
 
 
 @contextmanager
-def turn(folder: Path | None, parties: int) -> Iterator[None]:
-    """Inside the block no other of the `parties` processes that share `folder` measures, and all of them are open."""
+def turn(folder: Path | None, parties: int, name: str) -> Iterator[None]:
+    """All `parties` processes that share `folder` have come to the turn of this name; inside one of them at a time."""
     if folder is None:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{os.getpid()}.open").touch()
-    while len(list(folder.glob("*.open"))) < parties:
-        time.sleep(0.2)
+    (folder / f"{os.getpid()}.{name}").touch()
+    while len(list(folder.glob(f"*.{name}"))) < parties:
+        time.sleep(0.02)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def measure(generate: Generate, count: int, arguments: argparse.Namespace) -> tuple[float, float]:
-    """(decode tokens per second, seconds of prefill and one token) for `count` sequences."""
-    rng = random.Random(count)
+def measure(generate: Generate, arguments: argparse.Namespace) -> dict[int, tuple[float, float]]:
+    """(decode tokens per second, seconds of prefill and one token) for each number of sequences."""
+    rng = random.Random(0)
 
-    def run(new_tokens: int) -> float:
+    def run(count: int, new_tokens: int) -> float:
         prompts = [[rng.randint(1, 256) for _ in range(arguments.prompt_tokens)] for _ in range(count)]
         started = time.perf_counter()
         sampled = generate(prompts, new_tokens)
@@ -98,10 +99,18 @@ def measure(generate: Generate, count: int, arguments: argparse.Namespace) -> tu
             raise RuntimeError(f"only {sampled} of {count * new_tokens} tokens were sampled")
         return time.perf_counter() - started
 
-    run(arguments.new_tokens)
-    first = sorted(run(1) for _ in range(3))[1]
-    whole = sorted(run(arguments.new_tokens) for _ in range(3))[1]
-    return count * (arguments.new_tokens - 1) / (whole - first), first
+    seconds: dict[int, list[tuple[float, float]]] = {count: [] for count in arguments.sequences}
+    for number in range(ROUNDS):
+        for count, runs in seconds.items():
+            with turn(arguments.turns, arguments.of, f"{number}-{count}"):
+                if not number:
+                    run(count, arguments.new_tokens)
+                runs.append((run(count, 1), run(count, arguments.new_tokens)))
+    rates = {}
+    for count, runs in seconds.items():
+        first, whole = (median(column) for column in zip(*runs, strict=True))
+        rates[count] = count * (arguments.new_tokens - 1) / (whole - first), first
+    return rates
 
 
 def context(arguments: argparse.Namespace) -> int:

@@ -1,7 +1,11 @@
 """What scripts/bench_rollout.py tells an engine before it measures; the rest of it runs on a card alone."""
 
 import argparse
+import json
+import multiprocessing
 import sys
+import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -22,3 +26,32 @@ def test_the_cache_holds_every_sequence_at_its_full_length_and_not_much_more(tmp
     blocks_of_one = -(-(128 + new_tokens + 1) // 16)
     assert tokens >= 256 * 16 * blocks_of_one
     assert tokens < 256 * 16 * (blocks_of_one + 1)
+
+
+def engine(folder: Path, name: str) -> None:
+    """Samples ten tokens in 10 ms, and writes down when."""
+    times = []
+
+    def generate(prompts, new_tokens):
+        started = time.monotonic()
+        time.sleep(new_tokens / 1000)
+        times.append((started, time.monotonic()))
+        return len(prompts) * new_tokens
+
+    asked = {"turns": folder / "turns", "of": 2, "sequences": [1, 4], "prompt_tokens": 2, "new_tokens": 11}
+    rates = bench_rollout.measure(generate, argparse.Namespace(**asked))
+    (folder / f"{name}.json").write_text(json.dumps({"times": times, "rates": [rates[count][0] for count in (1, 4)]}))
+
+
+def test_engines_in_turns_never_run_at_the_same_time_and_alternate(tmp_path):
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=engine, args=(tmp_path, name)) for name in "ab"]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in "ab")
+    runs = sorted([(*times, "a") for times in first["times"]] + [(*times, "b") for times in second["times"]])
+    assert all(ended <= started for (_, ended, _), (started, _, _) in pairwise(runs))
+    assert sum(one != other for (_, _, one), (_, _, other) in pairwise(runs)) >= 2 * bench_rollout.ROUNDS
+    assert 0 < first["rates"][0] < first["rates"][1]
