@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from vllm.model_executor.layers.attention import Attention
-from vllm.v1.attention.backend import AttentionType
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionType
 from vllm.v1.attention.backends.flash_attn import (
     FlashAttentionBackend,
     FlashAttentionImpl,
@@ -25,6 +25,9 @@ from qerl.layers.decode_attention import MAX_SEQUENCES, Batch, Cache, Space, att
 
 class DecodeBuilder(FlashAttentionMetadataBuilder):
     """Plans our kernel's work instead of FlashAttention's where that runs."""
+
+    # a graph captured for one new token a sequence holds our kernel, so a batch with others must not replay it
+    _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
