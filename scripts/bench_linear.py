@@ -70,7 +70,7 @@ def options(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="qwen2.5-7b", choices=sorted(KNOWN))
     parser.add_argument("--rank", type=_positive, default=32)
-    parser.add_argument("--tokens", type=_positive, nargs="+", default=[1, 8, 16, 32, 64, 128, 256])
+    parser.add_argument("--tokens", type=_positive, nargs="+", default=[1, 8, 16, 32, 64, 96, 128, 192, 256])
     parser.add_argument("--out", type=Path)
     return parser.parse_args(words)
 

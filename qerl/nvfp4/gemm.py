@@ -21,6 +21,7 @@ from qerl.nvfp4.tiling import (
     MAX_PARTS,
     MAX_SUMS,
     MAX_TOKENS,
+    TOKEN_TILES,
     UNIT,
     WARPS,
     Tiling,
@@ -29,7 +30,6 @@ from qerl.nvfp4.tiling import (
     token_tile,
 )
 
-TOKEN_TILES = (8, 16, 32, 64, 128, 256)  # that the kernel is compiled for
 CODE_FACTOR = 2.0**19  # what the kernel's products of code and block scale lack, see slabs.cuh
 
 

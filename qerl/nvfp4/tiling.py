@@ -7,6 +7,7 @@ from dataclasses import dataclass
 UNIT = 64  # columns that a block works on at once
 SLAB = 16  # rows of a warp's product
 WARPS = 8  # of a block, that multiply
+TOKEN_TILES = (8, 16, 32, 64, 96, 128, 192, 256)  # tokens that the kernel is compiled for
 MAX_TOKENS, MAX_SUMS = 256, 256 * 128  # tokens, and rows * tokens of a block
 MAX_PARTS, MAX_HEAPS = 64, 256  # of the tasks that make hidden values, see gemm.cu
 LONG = 8192  # columns from which a task takes more of them
@@ -49,24 +50,27 @@ class Tiling:
 
 
 def token_tile(tokens: int) -> int:
-    """Tokens that a launch works on: 8, 16, 32, 64, 128 or 256."""
-    return max(8, 1 << (tokens - 1).bit_length())
+    """Tokens that a launch works on: the smallest of TOKEN_TILES that holds them."""
+    return next(tile for tile in TOKEN_TILES if tile >= tokens)
 
 
 def shrink_tokens(tokens: int) -> int:
     """Tokens of a task that makes hidden values."""
-    return {8: 8, 128: 32, 256: 32}.get(token_tile(tokens), 16)
+    tile = token_tile(tokens)
+    return 8 if tile == 8 else 16 if tile <= 64 else 32
 
 
 def choose_tiling(columns: int, tokens: int) -> Tiling:
     """The fastest measured on an H200. A deeper ring delays what else is loaded."""
     batch = 6 if columns >= LONG and tokens > 32 else 3
-    stages = {128: 5, 256: 4}.get(token_tile(tokens), 6)
+    stages = {128: 5, 192: 5, 256: 4}.get(token_tile(tokens), 6)
     return Tiling(stages, batch, slabs=2 if tokens <= 128 else 1)
 
 
 def fits(rows: int, columns: int, tokens: int, ranks: int = 0) -> bool:
     """Whether `gemm.product` takes so many tokens of this shape, with an adapter of `ranks` over all its parts."""
+    if tokens > MAX_TOKENS:
+        return False
     tiling = choose_tiling(columns, tokens)
     counted = tiling.parts(columns) < MAX_PARTS and tiling.heaps(tokens, ranks) < MAX_HEAPS
-    return tokens <= MAX_TOKENS and columns % 16 == 0 and rows % 8 == 0 and counted
+    return columns % 16 == 0 and rows % 8 == 0 and counted

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 
-from qerl.nvfp4 import gemm, lora
+from qerl.nvfp4 import gemm, lora, tiling
 from qerl.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.nvfp4.kernels import decode_
 from qerl.nvfp4.lora import Adapter
@@ -167,7 +167,7 @@ def load_kernels(layer: LinearBase) -> None:
     if shape in _LOADED or not has_kernels(layer.weight.device):
         return
     _LOADED.add(shape)
-    for tokens in gemm.TOKEN_TILES:
+    for tokens in tiling.TOKEN_TILES:
         x = torch.zeros(tokens, columns, dtype=torch.bfloat16, device=layer.weight.device)
         if base is not None and base.weight.layout is QERL:
             WAYS[way_of(base.ways, tokens)](base, x, None, adapter)

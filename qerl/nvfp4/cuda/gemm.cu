@@ -19,7 +19,7 @@
 // number, so what a block finds there says which launch it is of. The launch may start early: what the one before wrote
 // is waited for, and until then the ring fills with the weight.
 //
-// Defines: TOKENS (8, 16, 32, 64, 128, 256), STAGES, BATCH (loads a warp has under way for h), MAX_PARTS, MAX_HEAPS
+// Defines: TOKENS (8, 16, 32, 64, 96, 128, 192, 256), STAGES, BATCH (loads a warp has under way for h), MAX_PARTS, MAX_HEAPS
 // (of the tasks for h).
 
 #define GROUPS 2
@@ -107,7 +107,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     };
 
     if (warp >= WARPS) {
-        if (TOKENS >= 128) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        if (TOKENS > 64) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         __syncthreads();
         if (warp == WARPS && lane == 0) {  // fills the ring with the weight, which is there before this launch starts
             plan.for_each_segment([&](const Segment& segment) {
@@ -221,7 +221,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         return;
     }
 
-    if (TOKENS >= 128) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    if (TOKENS > 64) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 
     // The tasks of this block for h. What the first one loads is asked for before the weight is.
     const uint4 zero = make_uint4(0, 0, 0, 0);
