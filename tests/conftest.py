@@ -71,6 +71,16 @@ def nvfp4_base(base, tmp_path_factory):
 
 
 @pytest.fixture
+def compiled(monkeypatch):
+    """Names of the Triton kernels compiled so far; a test clears it once each kernel has run."""
+    from triton import knobs
+
+    names = []
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", lambda *, fn, **_: names.append(fn.name))
+    return names
+
+
+@pytest.fixture
 def here(monkeypatch, capfd):
     """`qerl ...` in this process, which has imported torch already: (exit code, stdout, stderr)."""
     import qerl.cli

@@ -350,6 +350,23 @@ def test_the_adapter_beside_another_kernels_product(tokens, parts, columns):
 
 
 @pytest.mark.gpu
+def test_the_adapters_second_half_compiles_once_for_a_size_of_tile(compiled):
+    """Not yet run on a card. 16 tokens, 32, 64, by whatever number there is."""
+    adapter = random_adapter(512, 256, 16, (512,), "cuda")
+
+    def add(tokens):
+        x = torch.zeros(tokens, 256, device="cuda", dtype=torch.bfloat16)
+        lora.add_(torch.zeros(tokens, 512, device="cuda", dtype=torch.bfloat16), x, adapter)
+
+    for tokens in (5, 20, 40):
+        add(tokens)
+    compiled.clear()
+    for tokens in (1, 16, 32, 33, 64, 200):
+        add(tokens)
+    assert compiled == []
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 9, 33, 80, 128, 160, 256])
 @pytest.mark.parametrize(("parts", "columns"), [((40, 8, 16), 64), ((200, 72, 40), 128), ((1000, 24, 8), 4864)])
 def test_three_parts_that_end_inside_a_tile(tokens, parts, columns):

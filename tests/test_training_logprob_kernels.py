@@ -74,3 +74,21 @@ def test_a_chunk_is_the_twins_and_repeats_to_the_bit(temperature):
     for ours, twin, again in zip(*results, strict=True):
         torch.testing.assert_close(ours, twin, rtol=1e-4, atol=1e-4)
         assert torch.equal(ours, again)
+
+
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_another_number_of_rows_compiles_nothing(compiled):
+    """Not yet run on a card. The last chunk of a step has any number of tokens, and its targets begin anywhere."""
+    from training import logprob_kernels as kernels
+
+    logits, targets = torch.randn(64, 1000, device=DEVICE), torch.randint(1000, (70,), device=DEVICE)
+
+    def chunk(rows, start):
+        measured = kernels.measure(logits[:rows], targets[start : start + rows], 0.9)
+        kernels.slopes(logits[:rows], targets[start : start + rows], measured, 0.9, (torch.bfloat16, True))
+
+    chunk(64, 0)
+    compiled.clear()
+    for rows, start in ((1, 0), (47, 0), (33, 1), (48, 6), (2, 3)):
+        chunk(rows, start)
+    assert compiled == []

@@ -21,6 +21,9 @@ TOGETHER = 4  # logits that a lane takes at once
 BLOCK = 4096  # logits of a slope's program
 LOWEST = tl.constexpr(-1e30)  # below every logit, and finite: 0 times it is 0
 
+# One number a row: the number of rows says which begin at 16 bytes, and Triton would compile anew for each case.
+OF_ROWS = ["targets_ptr", "logprobs_ptr", "entropies_ptr", "tops_ptr", "log_masses_ptr"]
+
 
 class Measured(NamedTuple):
     """Of each row, float32 (m,)."""
@@ -36,7 +39,7 @@ def _divided(logits, temperature, SCALED: tl.constexpr):
     return tl.math.div_rn(logits, temperature) if SCALED else logits
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _measure(
     logits_ptr,
     targets_ptr,
@@ -80,7 +83,7 @@ def _measure(
     tl.store(log_masses_ptr + row, log_mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=OF_ROWS)
 def _slopes(
     logits_ptr,
     targets_ptr,

@@ -9,7 +9,7 @@ import triton.language as tl
 from qerl.nvfp4.lora import RANK_STEP, Adapter
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])  # any number of them comes in the middle of a rollout
 def _expand_kernel(
     out_ptr,
     hidden_ptr,
