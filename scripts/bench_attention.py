@@ -24,8 +24,8 @@ SEQUENCES, LENGTHS = (1, 8, 32, 128, 256), (140, 384, 640, 2048)
 
 
 def main() -> None:
-    from scripts.bench_rollout import versions
-    from scripts.profile_step import limits
+    from scripts.limits import copy_gb_per_s
+    from scripts.provenance import machine
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=28)
@@ -33,9 +33,9 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    bandwidth = limits()["gb_per_s"]
+    bandwidth = copy_gb_per_s()
     rows = [row(arguments, sequences, length, bandwidth) for sequences in SEQUENCES for length in (*LENGTHS, "mixed")]
-    report = {"command": " ".join(sys.argv), **versions(), "gb_per_s": bandwidth, "us": rows}
+    report = {"command": " ".join(sys.argv), **machine(), "gb_per_s": bandwidth, "us": rows}
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for entry in rows:

@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from scripts.profile_step import _seconds
+from scripts.limits import copy_gb_per_s, seconds_of
+from scripts.provenance import machine
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3584, 18944, 28, 4, 128, 152064
 CHUNK = 1024
@@ -31,23 +32,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     torch.manual_seed(0)
-    rate, results = copy_rate(), {}
+    rate, results = 1e9 * copy_gb_per_s(), {}
     print(f"{'':30}{'ours us':>10}{'limit us':>10}{'torch us':>10}")
     for name, needed, ours, plain in (*decoder(arguments.tokens), *head()):
-        result = {"us": 1e6 * _seconds(ours), "limit_us": 1e6 * needed / rate, "torch_us": 1e6 * _seconds(plain)}
+        result = {"us": 1e6 * seconds_of(ours), "limit_us": 1e6 * needed / rate, "torch_us": 1e6 * seconds_of(plain)}
         results[name] = result
         print(f"{name:30}{result['us']:10.1f}{result['limit_us']:10.1f}{result['torch_us']:10.1f}")
     if arguments.out:
-        report = {"command": " ".join(sys.argv), "gpu": torch.cuda.get_device_name(), "torch": torch.__version__}
+        report = {"command": " ".join(sys.argv), **machine(), "torch": torch.__version__}
         report |= {"gb_per_s": rate / 1e9, "results": results}
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-
-
-def copy_rate() -> float:
-    """Bytes read and written a second."""
-    source = torch.empty(2**31, device="cuda", dtype=torch.uint8)
-    target = torch.empty_like(source)
-    return 2 * source.nbytes / _seconds(lambda: target.copy_(source))
 
 
 def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

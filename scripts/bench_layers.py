@@ -24,6 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 from torch import nn
 
+from scripts.provenance import machine
+
 SEQUENCE = 640
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -47,7 +49,6 @@ def main() -> None:
         del policy
     stock, own = gradients
     results["ours"]["gradient_difference"] = max(((own[k] - stock[k]).norm() / stock[k].norm()).item() for k in stock)
-    gpu = torch.cuda.get_device_name() if DEVICE == "cuda" else None
     print(f"{'':22}{'ms':>10}{'over floor':>12}{'kept MiB':>10}{'peak MiB':>10}")
     for name, result in results.items():
         result["over_floor"] = result["ms"] / results["products alone"]["ms"]
@@ -55,7 +56,7 @@ def main() -> None:
         print(f"{result['kept_mib']:10.0f}{result['peak_mib']:10.0f}")
     print(f"largest relative difference of a gradient: {results['ours']['gradient_difference']:.1e}")
     if arguments.out:
-        report = {"command": " ".join(sys.argv), "gpu": gpu, "torch": torch.__version__, "results": results}
+        report = {"command": " ".join(sys.argv), **machine(), "torch": torch.__version__, "results": results}
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

@@ -46,8 +46,8 @@ Row = dict[str, Any]
 
 
 def main() -> None:
-    from scripts.bench_step import machine
-    from scripts.profile_step import limits
+    from scripts.limits import limits
+    from scripts.provenance import machine
 
     arguments = options()
     if not torch.cuda.is_available():

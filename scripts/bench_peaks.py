@@ -22,7 +22,8 @@ sys.path.insert(0, str(ROOT))
 
 
 def main() -> None:
-    from scripts.bench_step import add_options, machine, overrides
+    from scripts.bench_step import add_options, overrides
+    from scripts.provenance import machine
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)

@@ -20,7 +20,6 @@ import fcntl
 import json
 import os
 import random
-import subprocess
 import sys
 import tempfile
 import time
@@ -37,6 +36,8 @@ Generate = Callable[[list[list[int]], int], int]  # prompts, new tokens -> token
 
 
 def main() -> None:
+    from scripts.provenance import machine
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--engine", default="qerl", choices=("qerl", "stock"))
@@ -59,7 +60,7 @@ def main() -> None:
         "command": " ".join(sys.argv),
         "open_s": round(time.monotonic() - started, 1),
         **opened,
-        **versions(),
+        **machine(),
         "decode_tokens_per_s": {},
         "prefill_and_one_token_s": {},
     }
@@ -219,18 +220,6 @@ def write_adapter(model: str, rank: int) -> str:
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets, "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return str(folder)
-
-
-def versions() -> dict[str, str]:
-    """What a result depends on beside its command."""
-    from importlib.metadata import version
-
-    import torch
-
-    packages = ("torch", "vllm", "transformers", "humming-kernels", "compressed-tensors")
-    found = {name: version(name) for name in packages}
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
-    return {"gpu": torch.cuda.get_device_name(), "commit": commit.stdout.strip(), "versions": found}
 
 
 if __name__ == "__main__":

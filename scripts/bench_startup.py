@@ -48,7 +48,9 @@ def main() -> None:
         root = arguments.caches or Path(folder)
         environment = {name: str(root / name.lower()) for name in CACHES}
         starts = [run(environment) for _ in range(arguments.starts)]
-    report = {"command": " ".join(sys.argv), "starts": starts, **ratios(starts)}
+    from scripts.provenance import machine
+
+    report = {"command": " ".join(sys.argv), **machine(), "starts": starts, **ratios(starts)}
     text = json.dumps(report, indent=1)
     if arguments.out:
         arguments.out.write_text(text + "\n", encoding="utf-8")

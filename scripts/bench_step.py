@@ -6,7 +6,8 @@
 The default is workload A: rank 32, 16 prompts x 8 completions, 128 prompt tokens, exactly 512 new ones (mixed lengths
 up to --new-tokens, if the checkpoint was made with --mean-tokens). The completions are of random weights and earn a
 reward drawn from their text, so that every row has an advantage. Seconds are those of metrics.jsonl; peak memory is
-what the driver saw of the whole card, read every 10 ms.
+what the driver saw of the whole card, read every 10 ms. After the run, in the same process, the card's matrix rate is
+measured, and each step is given the share of it that training reached by needed flops alone (scripts/limits.py).
 """
 
 from __future__ import annotations
@@ -18,8 +19,12 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+if TYPE_CHECKING:
+    from qerl.config import RunConfig
 
 GIB = 2**30
 STAGES = 3  # of the noise, the fewest that the recipe's indexing has; a run of fewer steps goes without noise
@@ -41,6 +46,7 @@ def main() -> None:
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     from qerl.recipe import load_recipe
+    from scripts.provenance import machine
     from training import packing
     from training.run import start
 
@@ -58,10 +64,42 @@ def main() -> None:
         "peak_driver_gib": round(peak.gib, 2),
         "steps": [json.loads(line) for line in lines],
     }
-    text = json.dumps(report, indent=1)
-    if arguments.out:
-        arguments.out.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    write(report, arguments.out)  # what comes next may fail, and the run was long
+    add_shares(report, config, matrix_rate())
+    write(report, arguments.out)
+    print(json.dumps(report, indent=1))
+
+
+def write(report: dict[str, Any], path: Path | None) -> None:
+    if path:
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def matrix_rate() -> float | None:
+    """TFLOP/s of this card, None without one. What the ended run still holds is given back first."""
+    import gc
+
+    import torch
+
+    from scripts.limits import matrix_tflops
+
+    if not torch.cuda.is_available():
+        return None
+    gc.collect()
+    torch.cuda.empty_cache()
+    return round(matrix_tflops(), 1)
+
+
+def add_shares(report: dict[str, Any], config: RunConfig, tflops: float | None) -> None:
+    """`matrix_tflops`, and the share of it that each step's training reached."""
+    from qerl.sizes import read_sizes
+    from scripts.limits import Work, train_share
+
+    report["matrix_tflops"] = tflops
+    work = Work.of(config, read_sizes(config.model.base))
+    for step in report["steps"]:
+        share = None if tflops is None else train_share(work, step, tflops)
+        step["train_share_of_matrix_rate"] = None if share is None else round(share, 4)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -145,21 +183,6 @@ def taken_gib() -> float:
 
     free, total = torch.cuda.mem_get_info()
     return (total - free) / GIB
-
-
-def machine() -> dict[str, object]:
-    """What a result depends on beside its command."""
-    from importlib.metadata import PackageNotFoundError, version
-
-    import torch
-
-    found = {}
-    for name in ("torch", "vllm", "trl", "peft", "transformers", "humming-kernels"):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = None
-    return {"gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None, "versions": found}
 
 
 if __name__ == "__main__":

@@ -25,6 +25,8 @@ SHOWN = ("reward", "entropy", "mismatch_kl", "noise/sigma", "grad_norm", "time/s
 
 
 def main() -> None:
+    from scripts.provenance import machine
+
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", type=int, default=30)
@@ -87,14 +89,6 @@ def difference(runs: list[dict], steps: int) -> dict:
     completions = 64  # of a step of the tiny recipe
     variance = sum(means[e] * (1 - means[e]) / (completions * len(last[e])) for e in ENGINES)
     return {"last_third": means, "difference": means["vllm"] - means["transformers"], "stderr": math.sqrt(variance)}
-
-
-def machine() -> dict:
-    import torch
-
-    from training.run import versions
-
-    return {"gpu": torch.cuda.get_device_name(0), "versions": versions()}
 
 
 def show(report: dict) -> None:

@@ -10,9 +10,11 @@ are measured first: the rate of a large bfloat16 product, and the bandwidth of a
 - training: 2 flops a weight and token forward and 2 for the gradient of the input, over completions and each
   prompt once in the decoder layers and over completion tokens in the head (which computes its slope instead); a prompt
   computed again and recomputing count as waste;
-- decode: the bytes of the weights a step (packed body and 16-bit head), over the bandwidth.
+- rollout: the bytes that each decode step reads (packed body, 16-bit head, adapter, and the keys and values of every
+  sequence) over the bandwidth, and beside it 2 flops a weight and sampled token, and prompt token once, over the rate.
 
-`--phase decode` opens the engine alone and profiles decode steps at several numbers of sequences.
+scripts/limits.py counts and measures. `--phase decode` opens the engine alone and profiles decode steps at several
+numbers of sequences, each with the same two shares.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ CATEGORIES = {  # by a part of the kernel's name, first match
     "adapter": ("lora_shrink", "_expand_kernel"),
     "decode weights": ("nvfp4_decode", "_dequantize_kernel"),
     "quantized product": ("nvfp4_gemm", "nvfp4_linear", "humming", "marlin"),
-    "attention": ("flash", "fmha", "attention"),
+    "attention": ("attend", "flash", "fmha", "attention"),  # attend.cu is ours
     "product": ("nvjet", "gemm", "cublas", "cutlass", "splitK"),
     "sampling": ("_block_kernel", "_row_kernel", "gumbel", "topk", "_ranks"),
     "copy": ("Memcpy", "Memset", "memcpy", "copy_kernel", "CatArray"),
@@ -44,7 +46,9 @@ CATEGORIES = {  # by a part of the kernel's name, first match
 
 
 def main() -> None:
-    from scripts.bench_step import add_options, machine
+    from scripts.bench_step import add_options
+    from scripts.limits import limits
+    from scripts.provenance import machine
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
@@ -57,35 +61,14 @@ def main() -> None:
     if arguments.phase == "step" and arguments.steps <= PROFILED_STEP:
         parser.error(f"--steps {arguments.steps} ends before the profiled step: write {PROFILED_STEP + 1} or more")
     report = {"command": " ".join(sys.argv), **machine(), "limits": limits()}
-    report |= decode_phase(arguments) if arguments.phase == "decode" else whole_step(arguments, report["limits"])
+    report |= (
+        decode_phase(arguments, report["limits"])
+        if arguments.phase == "decode"
+        else whole_step(arguments, report["limits"])
+    )
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     show(report)
-
-
-def limits() -> dict[str, float]:
-    """Measured: TFLOP/s of a bfloat16 product of 8192 cubed, GB/s of a copy (read and written)."""
-    import torch
-
-    a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-    source = torch.empty(2**31, device="cuda", dtype=torch.uint8)
-    target = torch.empty_like(source)
-    product, copy = _seconds(lambda: a @ b), _seconds(lambda: target.copy_(source))
-    return {"tflops": 2 * 8192**3 / product / 1e12, "gb_per_s": 2 * source.nbytes / copy / 1e9}
-
-
-def _seconds(call: Callable[[], object], repeats: int = 10) -> float:
-    import torch
-
-    for _ in range(3):
-        call()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    for _ in range(repeats):
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3 / repeats
 
 
 def whole_step(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[str, Any]:
@@ -93,45 +76,44 @@ def whole_step(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[s
     import tempfile
 
     from qerl.recipe import load_recipe
+    from qerl.sizes import read_sizes
     from scripts.bench_step import overrides
+    from scripts.limits import Work, rollout_need, shares, training_flops
     from training.rollout import Rollout
     from training.run import start
     from training.trainer import QerlTrainer
 
     phases: dict[str, Any] = {}
-    Rollout.generate = profiled(Rollout.generate, phases, "rollout", lambda rollout: rollout._step)
+    lengths: list[int] = []
+
+    def keep_lengths(output: Any) -> None:
+        lengths[:] = [len(tokens) for tokens in output[1]]
+
+    Rollout.generate = profiled(Rollout.generate, phases, "rollout", lambda rollout: rollout._step, keep_lengths)
     QerlTrainer.compute_loss = profiled(
         QerlTrainer.compute_loss, phases, "training", lambda trainer: trainer.state.global_step
     )
     with tempfile.TemporaryDirectory() as folder:
-        result = start(load_recipe("dapo_7b", overrides(arguments, Path(folder))), "profile")
+        config = load_recipe("dapo_7b", overrides(arguments, Path(folder)))
+        result = start(config, "profile")
         lines = (result.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    metrics = json.loads(lines[PROFILED_STEP])
-    completion_tokens = arguments.prompts * arguments.group * metrics["completions/mean_tokens"]
-    tokens = completion_tokens + arguments.prompts * arguments.prompt_tokens  # a group's prompt once
-    body, head = parameters(Path(arguments.model))
-    flops = 4 * (body * tokens + head * completion_tokens)
-    training = phases["training"]
+    work, steps = Work.of(config, read_sizes(arguments.model)), [json.loads(line) for line in lines]
+    training, rollout = phases["training"], phases["rollout"]
+    flops = training_flops(work, steps[PROFILED_STEP])
     training["needed_tflop"] = flops / 1e12
     training["share_of_matrix_rate"] = flops / 1e12 / (training["wall_ms"] / 1e3) / limit["tflops"]
-    steps = metrics["completions/max_tokens"]
-    weight_bytes = body * 9 / 16 + head * 2
-    rollout = phases["rollout"]
-    rollout["share_of_bandwidth"] = weight_bytes * steps / 1e9 / (rollout["wall_ms"] / 1e3) / limit["gb_per_s"]
-    return {"phases": phases, "steps": [json.loads(line) for line in lines]}
+    rollout |= shares(rollout_need(work, lengths), rollout["wall_ms"] / 1e3, limit)
+    return {"phases": phases, "steps": steps}
 
 
-def parameters(model: Path) -> tuple[float, float]:
-    """(weights of the decoder layers' linears, weights of the head) from config.json."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    hidden, width, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
-    head_dim = config.get("head_dim") or hidden // config["num_attention_heads"]
-    queries, keys = config["num_attention_heads"] * head_dim, config["num_key_value_heads"] * head_dim
-    return layers * (hidden * (2 * queries + 2 * keys) + 3 * hidden * width), config["vocab_size"] * hidden
-
-
-def profiled(method: Callable, phases: dict[str, Any], name: str, step_of: Callable[[Any], int]) -> Callable:
-    """`method` of a class, profiled when its object is at PROFILED_STEP."""
+def profiled(
+    method: Callable,
+    phases: dict[str, Any],
+    name: str,
+    step_of: Callable[[Any], int],
+    seen: Callable[[Any], None] = lambda output: None,
+) -> Callable:
+    """`method` of a class, profiled when its object is at PROFILED_STEP; `seen` is given what it then returns."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -152,6 +134,7 @@ def profiled(method: Callable, phases: dict[str, Any], name: str, step_of: Calla
         device = [event for event in result.events() if event.device_type == torch.autograd.DeviceType.CUDA]
         spans = [(event.time_range.start / 1e3, event.time_range.end / 1e3, event.name) for event in device]
         phases[name] = summary(rows, 1e3 * wall) | {"gaps": gaps(spans)}
+        seen(output)
         return output
 
     return wrapped
@@ -185,12 +168,13 @@ def category(name: str) -> str:
     return next((label for label, parts in CATEGORIES.items() if any(p in name for p in parts)), "elementwise")
 
 
-def decode_phase(arguments: argparse.Namespace) -> dict[str, Any]:
+def decode_phase(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[str, Any]:
     """Decode steps of the engine alone: the profile of a long call less that of a call for one token."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
     from scripts.bench_rollout import open_qerl
+    from scripts.limits import decode_need, shares
 
     arguments.prompt_tokens, arguments.new_tokens = PROMPT_TOKENS, arguments.decode_steps + 1
     arguments.memory_share, arguments.tune = None, False
@@ -216,7 +200,8 @@ def decode_phase(arguments: argparse.Namespace) -> dict[str, Any]:
                 rows[event.key][0] += sign * event.device_time_total / 1e3 / arguments.decode_steps
                 rows[event.key][1] += sign * event.count / arguments.decode_steps
         kernels = [{"name": name, "ms": ms, "calls": calls} for name, (ms, calls) in rows.items() if ms > 0]
-        report[str(count)] = summary(kernels, wall_ms)
+        need = decode_need(arguments.model, arguments.rank, count, PROMPT_TOKENS + (arguments.decode_steps + 1) / 2)
+        report[str(count)] = summary(kernels, wall_ms) | shares(need, wall_ms / 1e3, limit)
     return {**opened, "decode": report}
 
 
