@@ -97,10 +97,10 @@ def test_our_kernels_are_compiled_ahead_for_each_width_of_the_model(monkeypatch)
     for few heads and for many."""
     seen = begun(monkeypatch, "qerl", 32, **SHAPES)
     count = Counter(source for source, _ in set(seen))
-    assert count == {"gemm.cu": 6 + 3, "shrink.cu": 2 + 2, "decode_slabs.cu": 1, "attend.cu": 2}
+    assert count == {"gemm.cu": 8 + 5, "shrink.cu": 2 + 2, "decode_slabs.cu": 1, "attend.cu": 2}
     assert set(begun(monkeypatch, "qerl", 0, **SHAPES)) == {each for each in seen if each[0] != "shrink.cu"}
     short = begun(monkeypatch, "qerl", 32, **{**SHAPES, "intermediate_size": 4864})
-    expected = {"gemm.cu": 6, "shrink.cu": 2, "decode_slabs.cu": 1, "attend.cu": 2}
+    expected = {"gemm.cu": 8, "shrink.cu": 2, "decode_slabs.cu": 1, "attend.cu": 2}
     assert Counter(source for source, _ in set(short)) == expected
     odd = begun(monkeypatch, "qerl", 32, **SHAPES, head_dim=80)  # of which FlashAttention does all
     assert "attend.cu" not in {source for source, _ in odd}
@@ -206,8 +206,8 @@ def test_a_prefix_cache_that_stays_is_an_error():
 CASES = [  # shape, format, kernel, flags
     ("tiny-qwen2", "nvfp4", "auto", "--tune"),
     ("tiny-llama", "nvfp4", "auto", "--deterministic"),
-    ("tiny-qwen3", "nvfp4", "humming", ""),
-    ("tiny-qwen2", "nvfp4", "marlin", ""),
+    ("tiny-qwen3", "nvfp4", "humming", "--deterministic"),
+    ("tiny-qwen2", "nvfp4", "marlin", "--deterministic"),
     ("tiny-qwen2", "bf16", "auto", ""),
 ]
 
@@ -233,6 +233,43 @@ def run_script(script, *arguments, **environment):
         command, capture_output=True, text=True, check=False, timeout=400, env={**os.environ, **environment}
     )
     assert done.returncode == 0, done.stdout[:1500] + done.stdout[-1500:] + done.stderr[-3000:]
+
+
+def checked_once(folder, shape, layers=None, kernel="auto", only=()):
+    """The report of some checks."""
+    model, out = folder / "model", folder / "report.json"
+    run_script("make_random_checkpoint.py", "--shape", shape, "--out", model, *["--layers", layers] * bool(layers))
+    run_script("check_engine.py", "--model", model, "--kernel", kernel, "--only", *only, "--out", out)
+    return json.loads(out.read_text(encoding="utf-8"))
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_what_is_allocated_is_the_base_once(tmp_path):
+    """Within 3%, with the policy made. Not yet run on a card."""
+    memory = checked_once(tmp_path, "qwen2.5-7b", layers=4, only=["shared_memory"])["shared_memory"]
+    assert memory["checkpoint_gib"] < memory["allocated_gib"] - memory["adapter_gib"] < 1.03 * memory["checkpoint_gib"]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("shape", "kernel"),
+    [
+        ("tiny-qwen2", "humming"),
+        ("tiny-llama", "humming"),
+        ("tiny-qwen3", "marlin"),
+        ("tiny-llama", "marlin"),
+        ("tiny-qwen3", "auto"),
+    ],
+)
+def test_the_layouts_of_other_shapes_decode_bit_exactly_too(tmp_path, shape, kernel):
+    """What CASES leaves out of kernels and shapes. Not yet run on a card."""
+    report = checked_once(tmp_path, shape, kernel=kernel, only=["dequantization", "product"])
+    assert report["dequantization"]["different"] == {}
+    assert report["dequantization"]["missing"] == []
+    assert report["product"]["forward"] < 2.5e-3
+    assert report["product"]["backward"] < 2.5e-3
 
 
 @pytest.mark.gpu

@@ -26,6 +26,7 @@ def loading(context: Context) -> dict:
 def shared_memory(context: Context) -> dict:
     """Every parameter of the policy lies inside a tensor of the engine; the base is counted once."""
     from qerl.vllm_plugin.policy import KernelLinear
+    from qerl.vllm_plugin.sleep import kv_cache_bytes
 
     engine_storages = _storages(context.engine._model)
     foreign, linears = [], 0
@@ -47,7 +48,15 @@ def shared_memory(context: Context) -> dict:
         if isinstance(module, KernelLinear) and module.bias is not None
     )
     files = sum(path.stat().st_size for path in Path(context.arguments.model).glob("*.safetensors"))
+    factors = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for slot in context.engine._slots.values()
+        for tensor in (slot.lora_a, slot.lora_b)
+    }
+    gc.collect()
     return {
+        "allocated_gib": (torch.cuda.memory_allocated() - kv_cache_bytes()) / 2**30,
+        "adapter_gib": sum(factors.values()) / 2**30,
         "foreign": [name for name in foreign if not name.endswith(".bias")],
         "kernel_linears": linears,
         "engine_gib": sum(engine_storages.values()) / 2**30,
