@@ -128,6 +128,9 @@ PLACEHOLDERS = {
     "{{constants}}": constants,
     "{{seconds}}": seconds_model,
     "{{planned}}": plan_check.table,
+    "{{planned seconds}}": plan_check.seconds_table,
+    "{{planned decode}}": plan_check.decode_table,
+    "{{scaled}}": plan_check.scaled_table,
 }
 
 

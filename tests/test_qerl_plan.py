@@ -19,7 +19,16 @@ GIB = 2**30
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
-from plan_check import WORKLOADS, Workload, compare, table  # noqa: E402 - scripts/ is no package
+from plan_check import (  # noqa: E402 - scripts/ is no package
+    WORKLOADS,
+    Workload,
+    compare,
+    compare_seconds,
+    decode_table,
+    scaled_table,
+    seconds_table,
+    table,
+)
 
 LONG = Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 16, 512, 4096, 32)
 
@@ -55,6 +64,42 @@ def test_planned_memory_is_within_a_tenth_of_what_the_run_measured(name):
     for one in compare(name, WORKLOADS[name]):
         assert one.planned == pytest.approx(one.measured, rel=0.10), one.what
     assert f"{name}.json" in table()
+
+
+@pytest.mark.parametrize("name", ["step-7b-qerl", "step-7b-qerl-cap24"])
+def test_planned_seconds_are_within_15_percent_of_what_the_run_measured(name):
+    """Of the 32B and 70B there are first steps of older code alone; the page shows them."""
+    for one in compare_seconds(name, WORKLOADS[name]):
+        assert one.planned == pytest.approx(one.measured, rel=0.15), one.what
+
+
+def test_the_page_shows_planned_beside_measured_seconds(tmp_path, monkeypatch):
+    times = [(9.0, 9.0), (2.0, 4.0), (4.0, 6.0)]
+    steps = [{"step": n + 1, "time/rollout_s": r, "time/train_s": t} for n, (r, t) in enumerate(times)]
+    written = {f"{name}.json": {"steps": steps[:1] if "0b" in name else steps} for name in WORKLOADS}
+    for shape in ("7b", "32b"):
+        written[f"rollout-{shape}-qerl.json"] = {"decode_tokens_per_s": {"8": 1000.0}}
+    for name, content in written.items():
+        (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
+    monkeypatch.setattr("plan_check.BENCHMARKS", tmp_path)
+    name = "step-7b-qerl"
+    assert [one.measured for one in compare_seconds(name, WORKLOADS[name])] == [3.0, 5.0]  # not the first
+    lines = seconds_table().splitlines()
+    planned = WORKLOADS[name].plan().seconds["rollout"]
+    assert lines[2].endswith(f", mean of 2 | rollout | {planned:.1f} s | 3.0 s | {planned / 3 - 1:+.1%} |")
+    assert lines[-2].split(" | ")[0].endswith("cap 80 GiB, the first step")
+    assert "| 9.0 s |" in lines[-2]
+    assert [line.split(" | ")[3] for line in decode_table().splitlines()[2:]] == ["8.00 ms"] * 2
+
+
+def test_what_a_step_costs_as_one_thing_doubles():
+    rows = [[float(cell.split()[0]) for cell in line.split(" | ")[1:]] for line in scaled_table().splitlines()[2:]]
+    workload, prompts, group, prompt, *_, cap = rows
+    assert workload[0] < prompts[0] < 2 * workload[0]  # weights are read for twice the sequences at once
+    assert prompts[1] == pytest.approx(2 * workload[1], rel=0.03)
+    assert group[1] < prompts[1]  # prompts once
+    assert prompt[1] < 1.05 * workload[1]
+    assert cap[2] < 24
 
 
 @pytest.mark.parametrize(("name", "budget"), [("step-7b-qerl", 9216), ("step-7b-qerl-cap24", 3072)])
