@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,24 +28,48 @@ def read_fitting_adapter(adapter: Path, base: str) -> tuple[dict[str, torch.Tens
 
 
 def check_fit(adapter: Path, tensors: Mapping[str, torch.Tensor], base: str) -> None:
-    """Raise CheckpointError if A and B are not of the base's widths, or not of its layers."""
+    """Raise CheckpointError if A, B and trained norms are not of the base's widths, or not of all of its layers."""
     sizes = sizes_of(read_json(Path(local_folder(base)) / "config.json"), base)
-    layers = set()
+    layers = defaultdict(set)  # of each kind of linear or norm
     for name, tensor in tensors.items():
-        if not name.endswith((A_SUFFIX, B_SUFFIX)):
-            continue
+        factor = name.endswith((A_SUFFIX, B_SUFFIX))
+        if not factor and not is_block_norm(name):
+            continue  # the engine says whether it has a place for it
         parts = name.split(".")
-        layers.add(next((int(part) for part in parts if part.isdigit()), -1))
-        rows, columns = sizes.projections.get(parts[-3], (None, None))
-        own, expected = (tensor.shape[1], columns) if name.endswith(A_SUFFIX) else (tensor.shape[0], rows)
-        if own != expected:
-            there = "missing" if expected is None else f"{rows} x {columns}"
+        leaf = parts[-3] if factor else parts[-2]
+        layers[leaf].add(next((int(part) for part in parts if part.isdigit()), -1))
+        own = sizes.projections.get(leaf) if factor else (sizes.hidden,)
+        expected = _factor_shape(name, own, tensor) if factor and own else own
+        if tuple(tensor.shape) != expected:
+            there = "missing" if own is None else " x ".join(map(str, own))
             raise CheckpointError(
                 f"{adapter} is of another base than {base}: its {name} is {tuple(tensor.shape)} and the base's "
-                f"{parts[-3]} {there}; give the base it was trained on"
+                f"{leaf} {there}; give the base it was trained on"
             )
-    if layers != set(range(sizes.layers)):
+    _check_layers(adapter, base, layers, sizes.layers)
+
+
+def is_block_norm(name: str) -> bool:
+    """Whether an adapter's tensor is the trained norm of a decoder layer: `model.layers.3.input_layernorm.weight`."""
+    parts = name.split(".")
+    return len(parts) > 3 and parts[-4] == "layers" and parts[-3].isdigit() and parts[-1] == "weight"
+
+
+def _factor_shape(name: str, linear: tuple[int, int], tensor: torch.Tensor) -> tuple[int, int]:
+    """The shape that A (rank, in) or B (out, rank) of a linear (out, in) has, at its own rank."""
+    return (tensor.shape[0], linear[1]) if name.endswith(A_SUFFIX) else (linear[0], tensor.shape[-1])
+
+
+def _check_layers(adapter: Path, base: str, layers: Mapping[str, set[int]], count: int) -> None:
+    found, own = set().union(*layers.values()), set(range(count))
+    if found != own:
         raise CheckpointError(
-            f"{adapter} is of another base than {base}: it has {len(layers)} layers and the base {sizes.layers}; give "
+            f"{adapter} is of another base than {base}: it has {len(found)} layers and the base {count}; give "
             "the base it was trained on"
         )
+    for leaf, there in layers.items():
+        if missing := sorted(own - there):
+            raise CheckpointError(
+                f"{adapter} has nothing for {leaf} in layer {', '.join(map(str, missing[:4]))}: qerl takes adapters "
+                "that have a kind of linear or norm in all layers or in none; save it again, or give another"
+            )

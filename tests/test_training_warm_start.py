@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 from small_run import small_config
 
@@ -50,6 +51,43 @@ def test_another_alpha_is_named_with_what_to_write(adapter, tmp_path, no_engine)
         start(small_config(adapter, tmp_path, "adapter.alpha=1"), "x")
 
 
+def query_and_value(tensors):
+    return {name: tensor for name, tensor in tensors.items() if "q_proj" in name or "v_proj" in name}
+
+
+def with_norms(tensors):
+    layers = {name.partition(".self_attn")[0] for name in tensors if ".self_attn." in name}
+    leaves = ("input_layernorm", "post_attention_layernorm")
+    return tensors | {f"{layer}.{leaf}.weight": torch.ones(64) for layer in layers for leaf in leaves}
+
+
+def norms(tensors):
+    return {name: tensor for name, tensor in with_norms(tensors).items() if "layernorm" in name}
+
+
+@pytest.mark.parametrize(
+    ("change", "override", "words"),
+    [
+        (query_and_value, "run.seed=0", r"write adapter\.targets: \[q_proj, v_proj\]"),
+        (None, "adapter.targets=[q_proj, v_proj]", r"write adapter\.targets: \[q_proj, k_proj, .*down_proj\]"),
+        (with_norms, "run.seed=0", r"write adapter\.train_norms: true"),
+        (None, "adapter.train_norms=true", r"write adapter\.train_norms: false"),
+    ],
+    ids=["fewer linears", "more linears", "norms", "no norms"],
+)
+def test_other_targets_and_norms_are_named_with_what_to_write(adapter, tmp_path, no_engine, change, override, words):
+    other = copy_of(adapter, tmp_path / "other", change)
+    with pytest.raises(ConfigError, match=words):
+        start(small_config(other, tmp_path, override), "x")
+    assert not (tmp_path / "run").exists()
+
+
+def test_what_the_message_says_to_write_is_taken(adapter, tmp_path):
+    other = copy_of(adapter, tmp_path / "other", lambda tensors: query_and_value(tensors) | norms(tensors))
+    config = small_config(other, tmp_path, "adapter.targets=[q_proj, v_proj]", "adapter.train_norms=true", steps=3)
+    assert start(config, "second").steps == 3
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
@@ -59,8 +97,14 @@ def test_another_alpha_is_named_with_what_to_write(adapter, tmp_path, no_engine)
         ),
         (lambda t: {k: v for k, v in t.items() if ".layers.0." not in k}, "layers and the base"),
         (lambda t: {k.replace("q_proj", "w_proj"): v for k, v in t.items()}, "missing"),
+        (
+            lambda t: {k: v for k, v in t.items() if ".1.self_attn.q_proj." not in k},
+            "has nothing for q_proj in layer 1",
+        ),
+        (lambda t: {k: v[:32] if "layernorm" in k else v for k, v in with_norms(t).items()}, "layernorm 64"),
+        (lambda t: {k: v for k, v in with_norms(t).items() if ".1.input" not in k}, "input_layernorm in layer 1"),
     ],
-    ids=["width", "layers", "name"],
+    ids=["width", "layers", "name", "a layer's linear", "norm's size", "a layer's norm"],
 )
 def test_an_adapter_of_another_base_is_refused(adapter, tmp_path, no_engine, change, words):
     other = copy_of(adapter, tmp_path / "other", change)
