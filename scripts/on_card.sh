@@ -62,7 +62,7 @@ batch_kernels() {
     tests packing 120 tests/test_training_packing.py tests/test_training_token_logprobs.py \
         tests/test_training_logprob_kernels.py tests/test_training_copies.py
     tests kernels 200 tests/test_qerl_nvfp4_gemm.py tests/test_qerl_layers_gpu.py \
-        tests/test_qerl_layers_decode_attention.py tests/test_scripts_bench_linear.py
+        tests/test_qerl_layers_decode_attention.py tests/test_qerl_vllm_plugin_draw.py tests/test_scripts_bench_linear.py
     tests others 150 tests/test_quantize_gpu.py tests/test_qerl_doctor_kernels.py tests/test_qerl_own_memory.py
 }
 

@@ -2,6 +2,7 @@
 
 import gc
 import logging
+import os
 import shutil
 import sys
 from pathlib import Path
@@ -68,6 +69,15 @@ def nvfp4_base(base, tmp_path_factory):
     out = tmp_path_factory.mktemp("nvfp4") / "qwen3-NVFP4A16"
     quantize_checkpoint(str(base), out)
     return out
+
+
+@pytest.fixture
+def fresh_seed(request):
+    """torch seeded as in no run before; pytest shows the seed with a failure, and QERL_TEST_SEED gives it again."""
+    seed = int(os.environ.get("QERL_TEST_SEED", int.from_bytes(os.urandom(4))))
+    request.node.add_report_section("setup", "seed", f"QERL_TEST_SEED={seed} repeats it")
+    torch.manual_seed(seed)
+    return seed
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ def repeat(context: Context) -> dict:
 
 def sampler(context: Context) -> dict:
     """The fused sampler against torch: frequencies of 200,000 draws, logprobs, seeds, greedy."""
-    from qerl.vllm_plugin.sampling import draw
+    from qerl.vllm_plugin.draw_kernel import draw
 
     generator = torch.Generator("cuda").manual_seed(3)
     vocabulary, draws = 5003, 200_000
