@@ -6,7 +6,7 @@
 Rollouts: `rollout-<shape>-<name>.json` of scripts/bench_rollout.py. Steps: `step-<shape>-<name>.json` of
 scripts/bench_step.py and scripts/bench_trl.py; the first step of a file is left out where there are more, since it
 compiles. A ratio is against the first row of its table: stock vLLM BF16 + LoRA, or TRL as it comes. A decoder layer's
-linears: `linear-<shape>-<name>.json` of scripts/bench_linear.py.
+linears: `linear-<shape>-<name>.json` of scripts/bench_linear.py. All others: scripts/bench_table_others.py.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
+from bench_table_others import commands, sections
+
 ROOT = Path(__file__).resolve().parents[1]
 NAMES = {  # file name's last part -> what the reader is told, in the order of the tables
     "bf16": "stock vLLM 0.25.1, BF16 + LoRA",
@@ -26,15 +28,17 @@ NAMES = {  # file name's last part -> what the reader is told, in the order of t
     "qerl-base": "qerl, NVFP4 without an adapter",
     "qerl-cap24": "qerl, NVFP4, `memory.cap_gib: 24`",
     "qerl-cap80": "qerl, NVFP4, `memory.cap_gib: 80`",
-    "qerl-mixed": "qerl, NVFP4, lengths from 64 to 1024",
-    "trl-mixed": "TRL 1.16, lengths from 64 to 1024",
+    "qerl-mixed": "qerl, NVFP4, geometric lengths of 1 to 1024, mean about 300",
+    "trl-mixed": "TRL 1.16, geometric lengths of 1 to 1024, mean about 300",
 }
 NOTES = {  # kind and shape -> what the files do not say
     ("rollout", "7b"): "Stock vLLM in BF16 and qerl in one run, in turns; Marlin is of an earlier session. The host "
     "matters: with 8 to 256 sequences the CPU needs 1.5 to 7 ms a step, and rates scatter by a tenth between machines.",
     ("rollout", "32b"): "Of commit ce834ff, before attention was a kernel of our own.",
     ("step", "7b"): "TRL and qerl of one run, the mixed lengths of commit ce834ff. The second step of qerl took 6.8 s "
-    "and the third, the only one with a completion that ended early, 8.3: why was not found.",
+    "and the third, the only one with a completion that ended early, 8.3: Triton compiled kernels again for numbers of "
+    "tokens that 16 does not divide (0.6 s in the rollout: the sampler; 0.9 s in training: the norms' backward pass "
+    "and others). That is corrected since.",
 }
 
 
@@ -44,7 +48,9 @@ def main() -> None:
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
     arguments = parser.parse_args()
     rollouts, steps, layers = (read(arguments.folder, kind) for kind in ("rollout", "step", "linear"))
-    (arguments.folder / "README.md").write_text(page(rollouts, steps, layers), encoding="utf-8")
+    (arguments.folder / "README.md").write_text(
+        page(rollouts, steps, layers, sections(arguments.folder)), encoding="utf-8"
+    )
     arguments.images.mkdir(parents=True, exist_ok=True)
     for shape, results in rollouts.items():
         draw_rollout(shape, results, arguments.images / f"rollout-{shape}.png")
@@ -61,7 +67,7 @@ def read(folder: Path, kind: str) -> dict[str, dict[str, dict[str, Any]]]:
     return {s: dict(sorted(found[s].items(), key=lambda item: rank.get(item[0], len(rank)))) for s in shapes}
 
 
-def page(rollouts: dict[str, Any], steps: dict[str, Any], layers: dict[str, Any]) -> str:
+def page(rollouts: dict[str, Any], steps: dict[str, Any], layers: dict[str, Any], others: list[str]) -> str:
     lines = ["# Benchmarks", "", "Drawn by `python3 scripts/bench_table.py` from the files beside this one.", ""]
     for shape, results in rollouts.items():
         lines += [f"## Decode tokens/s, {shape.upper()} shape, by number of sequences", "", *rollout_table(results), ""]
@@ -74,7 +80,7 @@ def page(rollouts: dict[str, Any], steps: dict[str, Any], layers: dict[str, Any]
         for result in results.values():
             lines += [*layer_table(result), "", *linear_table(result), ""]
         lines += [*commands(results), ""]
-    return "\n".join(lines).rstrip() + "\n"
+    return "\n".join(lines + others).rstrip() + "\n"
 
 
 def noted(kind: str, shape: str) -> list[str]:
@@ -96,10 +102,11 @@ def rollout_table(results: dict[str, dict[str, Any]]) -> list[str]:
 def step_table(results: dict[str, dict[str, Any]]) -> list[str]:
     """Seconds by phase, memory by the driver, mismatch; means over the steps after the first.
 
+    "of the matrix rate": training's needed flops alone, by the rate measured after the run, where the file has it.
     "extra": the rollouts by which dynamic sampling replaced groups without variance (the rewards are drawn by chance).
     """
-    rows = ["| | step s | rollout s | of it extra s | train s | sync ms | GPU memory GiB | mismatch_kl |"]
-    rows.append("|---" * 8 + "|")
+    head = ("step s", "rollout s", "of it extra s", "train s", "of the matrix rate", "sync ms", "GPU memory GiB")
+    rows = [f"| | {' | '.join(head)} | mismatch_kl |", "|---" * (len(head) + 2) + "|"]
     for name, result in results.items():
         steps = result["steps"][1:] or result["steps"]
         value = lambda *keys: _mean(steps, keys)  # noqa: B023, E731 - one line, used at once
@@ -109,6 +116,7 @@ def step_table(results: dict[str, dict[str, Any]]) -> list[str]:
             _text(value("time/rollout_s"), 1),
             _text(value("time/extra_rollouts_s"), 1),
             _text(value("time/train_s"), 1),
+            _percent(value("train_share_of_matrix_rate")),
             _text(None if sync is None else 1000 * sync, 0),
             _text(result.get("peak_driver_gib"), 1),
             _text(value("mismatch_kl"), 4),
@@ -153,11 +161,6 @@ def linear_table(result: dict[str, Any]) -> list[str]:
     for (linear, way), by_tokens in cells.items():
         rows.append(f"| {linear}, {way} | {' | '.join(by_tokens.get(count, '') for count in counts)} |")
     return rows
-
-
-def commands(results: dict[str, dict[str, Any]]) -> list[str]:
-    gpus = sorted({result.get("gpu") or "CPU" for result in results.values()})
-    return [f"On {', '.join(gpus)}:", "", *(f"    {result['command']}" for result in results.values())]
 
 
 def draw_rollout(shape: str, results: dict[str, dict[str, Any]], path: Path) -> None:

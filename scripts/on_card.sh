@@ -17,7 +17,7 @@
 #     decode   260 s  decode speed at 7B without and with measured kernel choice
 #     lora_cost 230 s decode speed at 7B with an adapter and without
 #     decode32 540 s  decode speed at 32B: with an adapter, without, and stock vLLM with one, in BF16 and by Marlin
-#     mixed    320 s  lengths of 64 to 1024 tokens, ours and TRL's
+#     mixed    320 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
 #     shapes   320 s  3B, 8B and 14B: one step each under a cap
 #     peaks    280 s  memory while training, resuming and evaluating under 24 GiB
 #

@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import bench_table  # noqa: E402 - scripts/ is no package
+import bench_table_others  # noqa: E402
 
 
 def test_a_ratio_is_against_the_first_row_and_a_size_that_was_not_run_is_empty(tmp_path):
@@ -24,12 +25,13 @@ def test_a_ratio_is_against_the_first_row_and_a_size_that_was_not_run_is_empty(t
 def test_the_first_step_counts_only_where_it_is_the_only_one(tmp_path, seconds, expected):
     write(tmp_path, "step-7b-trl", steps=[{"step_time": s} for s in seconds], peak_driver_gib=58.58)
     rows = bench_table.step_table(bench_table.read(tmp_path, "step")["7b"])
-    assert rows[2].split(" | ")[1:] == [expected, "", "", "", "", "58.6", " |"]
+    assert rows[2].split(" | ")[1:] == [expected, "", "", "", "", "", "58.6", " |"]
 
 
 def test_the_page_in_the_repository_is_drawn_from_its_files():
     folder = ROOT / "benchmarks"
-    page = bench_table.page(*(bench_table.read(folder, kind) for kind in ("rollout", "step", "linear")))
+    kinds = (bench_table.read(folder, kind) for kind in ("rollout", "step", "linear"))
+    page = bench_table.page(*kinds, bench_table_others.sections(folder))
     assert (folder / "README.md").read_text(encoding="utf-8") == page, "run python3 scripts/bench_table.py"
 
 
@@ -65,9 +67,9 @@ def test_a_layers_linears_by_tokens_and_what_was_not_measured_is_empty(tmp_path)
     ]
     rows = bench_table.linear_table(layers["7b"]["rank32"])
     assert rows[2:] == ["| qkv, fused | 12.0 (35%) |  |", "| qkv, bf16 |  | 30.0 (100%) |"]
-    page = bench_table.page({}, {}, layers)
+    page = bench_table.page({}, {}, layers, [])
     assert "## The linears of a decoder layer, 7B shape" in page
-    assert "linears" not in bench_table.page({}, {}, {})
+    assert "linears" not in bench_table.page({}, {}, {}, [])
 
 
 def test_the_command_draws_what_lies_in_a_folder(tmp_path, monkeypatch):
@@ -77,6 +79,104 @@ def test_the_command_draws_what_lies_in_a_folder(tmp_path, monkeypatch):
     )
     bench_table.main()
     assert "| qkv, fused | 12.0 (35%) |  |" in (tmp_path / "README.md").read_text(encoding="utf-8")
+
+
+PHASE = {"wall_ms": 20.0, "busy_ms": 10.0, "categories_ms": {"product": 9.0}, "share_of_bandwidth": 0.254}
+RUN = {"seed": 0, "mismatch_kl": [1e-5, 2e-5], "reward": [0.0, 0.0, 0.2, 0.4, 0.6, 0.8]}
+OTHERS = {  # file -> its content, lines that a reader finds
+    "profile-step-7b": (
+        {
+            "limits": {"tflops": 800.4, "gb_per_s": 4200.0},
+            "phases": {
+                "rollout": PHASE,
+                "training": {**PHASE, "share_of_matrix_rate": 0.65, "categories_ms": {"attention": 1.0}},
+            },
+        },
+        [
+            "Limits, measured in the same run: 800 TFLOP/s, 4200 GB/s.",
+            "| rollout | 20.0 | 10.0 | 25% |  |",
+            "| training | 20.0 | 10.0 | 25% | 65% |",
+            "| product | 9.0 | 0.0 |",
+            "| attention | 0.0 | 1.0 |",
+            "Of before the bytes of adapter, keys and values were counted, and `attend` as attention.",
+        ],
+    ),
+    "profile-decode-7b": (
+        {"limits": {"tflops": 1, "gb_per_s": 1}, "decode": {"8": {**PHASE, "needed_gb": {"weights": 1.0}}}},
+        ["| 8 sequences | 20.0 | 10.0 | 25% |  |"],
+    ),
+    "attention-7b": (
+        {
+            "us": [
+                {"sequences": 1, "tokens": 140, "ours": 5.48, "flash": 11.55, "limit": 0.07},
+                {"sequences": 8, "tokens": "mixed", "ours": 7.0, "flash": 8.0, "limit": 1.0},
+            ]
+        },
+        ["| 1 sequence | 5.5 / 11.6 / 0.1 |  |", "| 8 sequences |  | 7.0 / 8.0 / 1.0 |"],
+    ),
+    "elementwise-7b": (
+        {"results": {"norm": {"us": 40.0, "limit_us": 30.0, "torch_us": 400.0}}},
+        ["| norm | 40.0 | 30.0 | 75% | 400.0 |"],
+    ),
+    "layers-7b": (
+        {"results": {"ours": {"ms": 1.5, "over_floor": 1.25, "kept_mib": 10.4, "peak_mib": 20.0}}},
+        ["| ours | 1.50 | 1.25 | 10 | 20 |"],
+    ),
+    "gemm-7b": (
+        {"results": [{"shape": "qkv", "tokens": n, "way": "marlin", "us": 9.0 + n} for n in (1, 8)]},
+        ["| us | 1 | 8 |", "| qkv, marlin | 10.0 | 17.0 |"],
+    ),
+    "startup-7b": (
+        {"starts": [{"process_s": n, "startup_s": {"imports": n / 4, "compile": n / 2}} for n in (80.0, 40.0)]},
+        ["| the process | 80.0 | 40.0 |", "| the engine | 60.0 | 30.0 |", "| of it imports | 20.0 | 10.0 |"],
+    ),
+    "peaks-7b": (
+        {
+            "peak_gib": {"train and save": 20.0, "resume": 18.0, "evaluate": 14.0},
+            "steps": {
+                name: [{"step": 1, "memory/train_gib": 12.0}, {"step": 2, "memory/train_gib": 11.0}]
+                for name in ("train and save", "resume")
+            },
+        },
+        [
+            "| train and save | 20.0 |  |  | 12.0 |  |",
+            "| resume | 18.0 |  |  | 11.0 |  |",  # the first step is of before
+            "| evaluate | 14.0 |  |  |  |  |",
+        ],
+    ),
+    "engines-tiny": ({"runs": [{"engine": "vllm", **RUN}]}, ["| vllm, seed 0 | 0.700 | 2.0e-05 |"]),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_file_of_each_other_kind_has_its_table(tmp_path, name):
+    content, expected = OTHERS[name]
+    write(tmp_path, name, **content)
+    lines = bench_table_others.sections(tmp_path)
+    assert [line for line in expected if line not in lines] == []
+    assert ("Of before" in "\n".join(lines)) == (name == "profile-step-7b")
+    assert lines[-4:] == ["On H200:", "", "    x", ""]
+
+
+def test_an_adapters_cost_is_of_a_pair_and_of_sizes_that_both_have(tmp_path):
+    write(tmp_path, "lora-cost-7b-base", decode_tokens_per_s={"1": 400.0, "8": 100.0})
+    assert bench_table_others.sections(tmp_path) == []
+    write(tmp_path, "lora-cost-7b-rank32", decode_tokens_per_s={"1": 300.0})
+    lines = bench_table_others.sections(tmp_path)
+    assert "| with one of rank 32 | 300 |  |" in lines
+    assert "| it takes | 25% |  |" in lines
+
+
+def test_every_file_of_the_benchmarks_is_on_the_page():
+    page = (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    files = [path for path in (ROOT / "benchmarks").glob("*.json") if not path.name.startswith("study-")]
+    missing = [path.name for path in files if json.loads(path.read_text(encoding="utf-8"))["command"] not in page]
+    assert missing == []
+
+
+def test_a_file_that_names_no_card_claims_none():
+    assert bench_table_others.commands({"a": {"command": "x"}})[0] == "By:"
+    assert bench_table_others.commands({"a": {"command": "x", "gpu": None}})[0] == "On CPU:"
 
 
 def write(folder, name, **content):
