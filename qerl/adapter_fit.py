@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint import QUANTIZED_SUFFIX, TINY, beside, quantized_from
 from qerl.errors import CheckpointError
 from qerl.model import local_folder
 from qerl.shards import read_json
@@ -14,6 +16,8 @@ from qerl.sizes import sizes_of
 
 if TYPE_CHECKING:
     import torch
+
+logger = logging.getLogger(__name__)
 
 A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
 
@@ -28,7 +32,10 @@ def read_fitting_adapter(adapter: Path, base: str) -> tuple[dict[str, torch.Tens
 
 
 def check_fit(adapter: Path, tensors: Mapping[str, torch.Tensor], base: str) -> None:
-    """Raise CheckpointError if A, B and trained norms are not of the base's widths, or not of all of its layers."""
+    """Raise CheckpointError if A, B and trained norms are not of the base's widths, or not of all of its layers.
+
+    That the adapter names another base is a warning: one model has many names, and models of one size fit all of them.
+    """
     sizes = sizes_of(read_json(Path(local_folder(base)) / "config.json"), base)
     layers = defaultdict(set)  # of each kind of linear or norm
     for name, tensor in tensors.items():
@@ -47,6 +54,15 @@ def check_fit(adapter: Path, tensors: Mapping[str, torch.Tensor], base: str) -> 
                 f"{leaf} {there}; give the base it was trained on"
             )
     _check_layers(adapter, base, layers, sizes.layers)
+    named = read_json(adapter / "adapter_config.json").get("base_model_name_or_path")
+    if named and not _names(beside(adapter, named)) & _names(base):
+        logger.warning(
+            "%s names %s as its base and acts on %s here: if these are two models, what comes out means nothing; give "
+            "the adapter's own as --model",
+            adapter,
+            named,
+            base,
+        )
 
 
 def is_block_norm(name: str) -> bool:
@@ -73,3 +89,18 @@ def _check_layers(adapter: Path, base: str, layers: Mapping[str, set[int]], coun
                 f"{adapter} has nothing for {leaf} in layer {', '.join(map(str, missing[:4]))}: qerl takes adapters "
                 "that have a kind of linear or norm in all layers or in none; save it again, or give another"
             )
+
+
+def _names(model: str) -> set[str]:
+    """What a model goes by, without its owner or folder; a quantized one by the name of what it was made from too."""
+    names = [model]
+    if model == TINY or Path(model).is_dir():
+        folder = local_folder(model)
+        names += [str(folder.resolve()), quantized_from(folder) or model]
+    return {_last_part(name.lower()).removesuffix(QUANTIZED_SUFFIX.lower()) for name in names}
+
+
+def _last_part(name: str) -> str:
+    """Of an id or a path; of a snapshot in the hub's cache (models--owner--name/snapshots/commit) the model's name."""
+    parts = [part for part in name.split("/") if part]
+    return parts[-3].rpartition("--")[2] if parts[-2:-1] == ["snapshots"] and len(parts) > 2 else parts[-1]

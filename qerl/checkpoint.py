@@ -27,6 +27,7 @@ TINY = "tiny"
 TINY_FOLDER = Path(__file__).parent / "tiny"
 CHECKPOINTS = Path("checkpoints")
 RUNS = Path("runs")
+QUANTIZED_SUFFIX = "-NVFP4A16"
 REPORT = "quantize_report.json"
 NVFP4_FORMAT = "nvfp4-pack-quantized"
 
@@ -258,7 +259,7 @@ def quantized_from(folder: Path) -> str | None:
 def default_quantized_dir(model: str) -> Path:
     """Where `qerl quantize --model M` writes without --out: `checkpoints/<name>-NVFP4A16` under the current folder."""
     name = TINY if model == TINY else Path(model).expanduser().resolve().name if Path(model).exists() else model
-    return CHECKPOINTS / f"{name.rstrip('/').rsplit('/', 1)[-1]}-NVFP4A16"
+    return CHECKPOINTS / f"{name.rstrip('/').rsplit('/', 1)[-1]}{QUANTIZED_SUFFIX}"
 
 
 def newest_model(load: Load = "auto") -> ModelRef | None:
