@@ -15,9 +15,18 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl.errors import ConfigError, EngineError
-from qerl.memory_plan import GIB, Footprint, MicroBatchPlan, Shapes, Wishes, largest_micro_batch, plan_micro_batches
+from qerl.memory_plan import (
+    GIB,
+    MARGIN,
+    Footprint,
+    MicroBatchPlan,
+    Shapes,
+    Wishes,
+    largest_micro_batch,
+    plan_micro_batches,
+)
 from qerl.sizes import ModelSizes
-from qerl.vllm_plugin.memory import GRAPH_RESERVE, kv_cache_bytes, plan_memory, sampler_bytes
+from qerl.vllm_plugin.memory import GRAPH_RESERVE, budget_bytes, kv_cache_bytes, least_bytes, plan_memory, sampler_bytes
 
 if TYPE_CHECKING:
     from qerl.config import RunConfig
@@ -59,8 +68,21 @@ CARDS = {
 
 
 @dataclass(frozen=True)
+class Problem:
+    """What does not fit and what to change; `needed` of `available` bytes, 0 of 0 where it is not about memory."""
+
+    text: str
+    needed: float = 0
+    available: float = 0
+
+    def exceeds(self, share: float) -> bool:
+        """Whether more than `share` of what is there is missing: the plan itself is not exact."""
+        return self.needed > self.available * (1 + share)
+
+
+@dataclass(frozen=True)
 class Plan:
-    """In bytes and seconds; `problems` say what does not fit and what to change, empty if all does."""
+    """In bytes and seconds; `found` is empty if all fits."""
 
     card: Card
     sizes: ModelSizes
@@ -70,7 +92,11 @@ class Plan:
     micro_batches: MicroBatchPlan | None
     cache_tokens: int
     context: int
-    problems: tuple[str, ...]
+    found: tuple[Problem, ...]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return tuple(problem.text for problem in self.found)
 
     def peak(self, phase: str) -> float:
         return sum(self.memory[phase].values())
@@ -95,7 +121,7 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     total = int(card.memory_gib * GIB)
     cap = config.memory.cap_gib
     limit = total if cap is None else min(total, int(cap * GIB))
-    weights = sizes.weights_bytes(config.model.format) + sizes.engine_adapter_bytes(config.adapter.rank)
+    weights = int(sizes.weights_bytes(config.model.format)) + sizes.engine_adapter_bytes(config.adapter.rank)
     trained = sizes.adapter(config.adapter.rank, config.adapter.targets)
     master = trained * (4 if config.adapter.dtype == "float32" else 2)
     state = trained * (2 if config.optim.name in ("auto", "adamw_8bit") else 8)
@@ -103,15 +129,16 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     common = {"weights": weights, "adapter": master, "optimizer": state}
     common |= {"context": CONTEXT, "kernels": KERNELS, "CUDA graphs": GRAPHS}
     common["sampler"] = sampler_bytes(MAX_SEQUENCES, sizes.vocabulary)
-    problems: list[str] = []
+    problems: list[Problem] = []
     if sizes.positions is not None and context - 1 > sizes.positions:
-        problems.append(
+        text = (
             f"a prompt of {config.data.max_prompt_tokens} and a completion of {config.rollout.max_new_tokens} tokens "
             f"are more than the model's {sizes.positions} positions: lower rollout.max_new_tokens"
         )
+        problems.append(Problem(text))
     cache = _cache_bytes(config, sizes, total, weights, context, problems)
     footprint = _footprint(config, sizes, trained)
-    micro_batches = _micro_batches(config, footprint, limit - sum(common.values()), problems)
+    micro_batches = _micro_batches(config, footprint, limit, sum(common.values()), problems)
     tokens = _largest(config, micro_batches)[1]
     least = footprint.needed(tokens, 0 if config.run.gradient_checkpointing is False else sizes.layers)
     memory = {
@@ -132,24 +159,28 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
 
 
 def _cache_bytes(
-    config: RunConfig, sizes: ModelSizes, total: int, weights: float, context: int, problems: list[str]
+    config: RunConfig, sizes: ModelSizes, total: int, weights: int, context: int, problems: list[Problem]
 ) -> int:
     """The engine's KV cache: what 256 full contexts need, or what its budget leaves."""
+    asked = (config.rollout.memory, config.memory.cap_gib)
+    limit, budget = budget_bytes(total, *asked)
     try:
-        budget = plan_memory(total, int(weights), config.rollout.memory, config.memory.cap_gib)
+        allowed = plan_memory(total, weights, *asked)
     except EngineError as error:
-        problems.append(str(error))
+        problems.append(Problem(str(error), max(least_bytes(weights), budget), min(limit, budget)))
         return 0
     kind = config.rollout.kv_cache_dtype
     per_token = sizes.kv_bytes(kind)
-    wanted = kv_cache_bytes(budget, int(weights), MAX_SEQUENCES * context, per_token)
-    cache = wanted if wanted is not None else budget.budget - int(weights) - GRAPH_RESERVE - ENGINE_WORK
+    wanted = kv_cache_bytes(allowed, weights, MAX_SEQUENCES * context, per_token)
+    other = weights + GRAPH_RESERVE + ENGINE_WORK
+    cache = wanted if wanted is not None else budget - other
     if cache < context * per_token:
-        problems.append(
+        text = (
             f"one sequence of {context} tokens needs {context * per_token / GIB:.1f} GiB of KV cache and "
             f"{max(cache, 0) / GIB:.1f} GiB are left: lower rollout.max_new_tokens, "
             f"{'set rollout.kv_cache_dtype: fp8, ' if kind == 'auto' else ''}or give it more memory"
         )
+        problems.append(Problem(text, other + context * per_token, budget))
     return max(cache, 0)
 
 
@@ -168,15 +199,18 @@ def _footprint(config: RunConfig, sizes: ModelSizes, trained: int) -> Footprint:
 
 
 def _micro_batches(
-    config: RunConfig, footprint: Footprint, available: float, problems: list[str]
+    config: RunConfig, footprint: Footprint, limit: int, common: float, problems: list[Problem]
 ) -> MicroBatchPlan | None:
+    """`common`: bytes that are taken before training begins, of `limit`."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     rows = config.rollout.prompts_per_step * config.rollout.group_size
     wishes = Wishes(config.run.micro_batch_tokens, config.run.gradient_checkpointing, longest, longest * rows)
     try:
-        return plan_micro_batches(footprint, wishes, int(max(available, 0)))
+        return plan_micro_batches(footprint, wishes, int(max(limit - common, 0)))
     except EngineError as error:
-        problems.append(str(error))
+        recomputed = 0 if wishes.recompute is False else footprint.layers
+        least = footprint.needed(max(wishes.tokens or longest, longest), recomputed)
+        problems.append(Problem(str(error), common + least / (1 - MARGIN), limit))
         return None
 
 

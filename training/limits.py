@@ -1,14 +1,27 @@
-"""What the base itself limits, told before it is loaded: the context and the adapter's rank."""
+"""What base and card limit, told before anything is loaded: context, the adapter's rank, memory by the plan."""
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from qerl.config import RunConfig
-from qerl.errors import ConfigError
+from qerl.errors import CheckpointError, ConfigError, EngineError
+from qerl.model import local_folder
+from qerl.own_memory import others_bytes
+from qerl.plan import GIB, Card, plan
+from qerl.plan_advice import with_values
 from qerl.shards import read_json
 from qerl.sizes import sizes_of
-from training.prompts import Prompts
+
+if TYPE_CHECKING:
+    from qerl.checkpoint import ModelRef
+    from qerl.config import RunConfig
+    from training.prompts import Prompts
+
+PLAN_ERROR = 0.10  # of the limit: as near to what runs measured is the plan held
+
+logger = logging.getLogger(__name__)
 
 
 def check_limits(config: RunConfig, folder: Path, prompts: Prompts) -> None:
@@ -27,3 +40,36 @@ def check_limits(config: RunConfig, folder: Path, prompts: Prompts) -> None:
             f"adapter.rank {config.adapter.rank} is more than any linear of this model can have: write adapter.rank: "
             f"{width} or less"
         )
+
+
+def check_memory(config: RunConfig, base: ModelRef, free: int) -> None:
+    """Raise EngineError if a run with the vllm engine needs far more than `free` bytes of the card, or its cap.
+
+    What exceeds it by no more than the plan may be wrong is a warning: the run measures, once the engine is open. A
+    base whose sizes config.json does not tell is not planned.
+    """
+    try:
+        sizes = sizes_of(read_json(local_folder(base.base) / "config.json"), base.base)
+    except CheckpointError as error:
+        logger.info("memory is not planned before the engine is open: %s", error)
+        return
+    made = plan(with_values(config, {"model.format": base.format}), sizes, card_of_bytes(free))
+    for problem in made.found:
+        if problem.exceeds(PLAN_ERROR):
+            raise EngineError(f"{problem.text}; `qerl plan` shows what takes it and what would fit")
+    for problem in made.found:
+        if problem.needed:
+            logger.warning("by the plan this will hardly fit: %s", problem.text)
+
+
+def card_of_bytes(memory: int) -> Card:
+    """A card of which only the memory counts."""
+    return Card("this card", memory / GIB, 1.0, 1.0)
+
+
+def free_bytes() -> int:
+    """Of the card, less what other processes held when this one had loaded nothing."""
+    import torch
+
+    device = torch.cuda.current_device()
+    return torch.cuda.get_device_properties(device).total_memory - others_bytes(device)

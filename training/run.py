@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import PrinterCallback, TrainerCallback
 
@@ -33,7 +33,7 @@ from qerl.model import load_tokenizer, local_folder
 from qerl.recipe import load_config, save_config
 from qerl.report.sampling import sampling_text
 from training.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
-from training.limits import check_limits
+from training.limits import check_limits, check_memory, free_bytes
 from training.model import build_policy
 from training.prompts import load_prompts
 from training.resume import rewind_
@@ -46,9 +46,6 @@ from training.train_memory import as_record, plan_run, recorded_plan, warn_of_re
 from training.trainer import QerlTrainer, TrainerParts
 from training.trl_config import trl_config
 from training.warm_start import check_warm_start, warm_start
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +94,8 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
     tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
     prompts = load_prompts(config.data, tokenizer, config.rollout.prompts_per_step)
     check_limits(config, local_folder(base.base), prompts)
+    if choose_engine(config.rollout.engine) == "vllm":
+        check_memory(config, base, free_bytes())
     rewards = build_rewards(config, prompts.examples, run_dir)
     engine = open_rollout_engine(config, base)
     logger.info("%s; engine %s (%s)", describe(base), engine.name, engine.kernel)

@@ -32,18 +32,15 @@ def plan_memory(total: int, weights: int, memory: float | None, cap_gib: float |
     `memory`: GiB if above 1, else a share of the limit, None: 0.85. `cap_gib`: limit of the whole process. Raises
     EngineError if the weights do not fit with room to work.
     """
-    limit = total if cap_gib is None else min(total, int(cap_gib * GIB))
-    if memory is None:
-        memory = DEFAULT_SHARE
-    if memory <= 0:
+    if memory is not None and memory <= 0:
         raise EngineError(f"rollout.memory={memory} is not a budget: write GiB (12.5) or a share (0.8)")
-    budget = int(memory * GIB) if memory > 1 else int(memory * limit)
+    limit, budget = budget_bytes(total, memory, cap_gib)
     if budget > limit:
         raise EngineError(
             f"rollout.memory asks for {budget / GIB:.1f} GiB and the limit is {limit / GIB:.1f} GiB "
             f"({'memory.cap_gib' if cap_gib else 'the card'}): write a smaller rollout.memory"
         )
-    needed = weights + GRAPH_RESERVE + WORK_RESERVE
+    needed = least_bytes(weights)
     if needed > budget:
         raise EngineError(
             f"the weights take {weights / GIB:.1f} GiB and sampling at least {(needed - weights) / GIB:.1f} GiB more, "
@@ -51,6 +48,19 @@ def plan_memory(total: int, weights: int, memory: float | None, cap_gib: float |
             "smaller or quantized base"
         )
     return MemoryPlan(limit, budget)
+
+
+def budget_bytes(total: int, memory: float | None, cap_gib: float | None) -> tuple[int, int]:
+    """Limit of the process and budget of a rollout, as they were asked for; see `plan_memory`."""
+    limit = total if cap_gib is None else min(total, int(cap_gib * GIB))
+    if memory is None:
+        return limit, int(DEFAULT_SHARE * limit)
+    return limit, int(memory * GIB) if memory > 1 else int(memory * limit)
+
+
+def least_bytes(weights: int) -> int:
+    """Without which a rollout of any size cannot be."""
+    return weights + GRAPH_RESERVE + WORK_RESERVE
 
 
 KV_CACHE_DTYPES = ("auto", "fp8", "fp8_per_token_head")

@@ -1,0 +1,110 @@
+"""What a start refuses before an engine is opened: a card or a cap that cannot hold the run, by the plan."""
+
+import json
+import logging
+from pathlib import Path
+
+import pytest
+import torch
+from small_run import small_config
+
+from qerl.checkpoint import ModelRef
+from qerl.errors import EngineError
+from qerl.plan import plan
+from qerl.recipe import load_recipe
+from qerl.sizes import KNOWN, read_sizes
+from training import limits
+from training import run as training_run
+from training.limits import check_memory
+from training.run import start
+
+GIB = 2**30
+CARD = 80 * GIB
+
+
+@pytest.fixture
+def seven(tmp_path):
+    """A folder with the config.json of a 7B, which is all that a plan reads of it."""
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN["qwen2.5-7b"]), encoding="utf-8")
+    return ModelRef("nvfp4", tmp_path, str(tmp_path), None, None, "nvfp4")
+
+
+def with_cap(gib, *overrides):
+    return load_recipe("dapo_7b", [f"memory.cap_gib={gib}", *overrides])
+
+
+@pytest.mark.parametrize("cap", [11, 12, 13])
+def test_a_cap_far_under_the_plan_is_refused_with_what_to_change(seven, cap):
+    with pytest.raises(EngineError, match=r"lower rollout\.max_new_tokens.*memory\.cap_gib") as refused:
+        check_memory(with_cap(cap), seven, CARD)
+    assert "qerl plan" in str(refused.value)
+
+
+def test_a_cap_within_the_plans_error_is_a_warning(seven, caplog):
+    """14 GiB where 14.8 are planned: the run's own measure decides, after the engine is open."""
+    with caplog.at_level(logging.WARNING):
+        check_memory(with_cap(14), seven, CARD)
+    (record,) = caplog.records
+    assert "training on 9216 tokens at once needs" in record.message
+    assert "give it more memory (card, memory.cap_gib)" in record.message
+
+
+@pytest.mark.parametrize("config", [with_cap(16), with_cap("null")])
+def test_what_fits_says_nothing(seven, caplog, config):
+    with caplog.at_level(logging.INFO):
+        check_memory(config, seven, CARD)
+    assert not caplog.records
+
+
+def test_the_card_itself_is_a_limit(seven):
+    with pytest.raises(EngineError, match="training on 9216 tokens at once"):
+        check_memory(with_cap("null"), seven, 12 * GIB)
+
+
+def test_the_format_is_that_of_the_weights_that_were_found(seven):
+    """A recipe's nvfp4 says how a base is looked for."""
+    check_memory(with_cap(16), seven, CARD)
+    with pytest.raises(EngineError, match=r"the weights take 14\.\d GiB"):
+        check_memory(with_cap(16), ModelRef("base16", seven.path, seven.base, None, None, "bf16"), CARD)
+
+
+def test_a_cache_without_room_for_one_sequence_is_refused(seven):
+    longer = KNOWN["qwen2.5-7b"] | {"max_position_embeddings": 131072}
+    (seven.path / "config.json").write_text(json.dumps(longer), encoding="utf-8")
+    config = with_cap(24, "rollout.memory=10", "rollout.max_new_tokens=64512")
+    # 57344 bytes a token
+    with pytest.raises(EngineError, match=r"one sequence of 65537 tokens needs 3\.5 GiB of KV cache"):
+        check_memory(config, seven, CARD)
+
+
+def test_a_model_whose_sizes_no_plan_can_read_goes_on(tmp_path, caplog):
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}), encoding="utf-8")
+    with caplog.at_level(logging.INFO):
+        check_memory(with_cap(1), ModelRef("nvfp4", tmp_path, str(tmp_path), None, None, "nvfp4"), CARD)
+    assert "not planned" in caplog.text
+
+
+def test_more_tokens_than_positions_is_left_to_the_longest_real_prompt(seven):
+    config = load_recipe("dapo_7b", ["rollout.max_new_tokens=32000"])
+    assert "positions" in plan(config, read_sizes(seven.base), limits.card_of_bytes(CARD)).problems[0]
+    check_memory(config, seven, CARD)
+
+
+def test_a_start_on_the_vllm_path_asks_before_it_opens_the_engine(nvfp4_base, tmp_path, monkeypatch):
+    monkeypatch.setattr(training_run, "choose_engine", lambda *_: "vllm")
+    monkeypatch.setattr(training_run, "free_bytes", lambda: 2 * GIB)
+    monkeypatch.setattr(training_run, "open_rollout_engine", lambda *_: pytest.fail("an engine was opened"))
+    with pytest.raises(EngineError, match="the rollout may hold"):
+        start(small_config(nvfp4_base, tmp_path), "x")
+    assert not Path(tmp_path / "run").exists()
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="asks the card")
+def test_on_a_card_too_small_a_cap_is_refused_before_the_engine_opens(nvfp4_base, tmp_path, monkeypatch):
+    monkeypatch.setattr(training_run, "open_rollout_engine", lambda *_: pytest.fail("an engine was opened"))
+    config = small_config(nvfp4_base, tmp_path, "rollout.engine=vllm", "memory.cap_gib=2")
+    with pytest.raises(EngineError, match=r"memory\.cap_gib"):
+        start(config, "x")
+    assert 0 < limits.free_bytes() <= torch.cuda.get_device_properties(0).total_memory
