@@ -23,13 +23,13 @@ from qerl.layers.decode_attention import (
     takes,
 )
 
+pytestmark = pytest.mark.usefixtures("fresh_seed")
 NO_SLOT = -1
 
 
-def random_step(lengths, heads, key_heads, head_dim, device="cpu", page_tokens=16, seed=0):
+def random_step(lengths, heads, key_heads, head_dim, device="cpu", page_tokens=16):
     """(new, cache, batch): each sequence has pages of its own, in any order, and its new token a slot in the last one;
     query, key and value are parts of one tensor, as a fused projection leaves them. What no sequence owns is NaN."""
-    torch.manual_seed(seed)
     counts = [-(-length // page_tokens) for length in lengths]
     order = (torch.randperm(sum(counts) + 3) + 1).tolist()
     pages = torch.zeros(len(lengths), max(counts) + 2, dtype=torch.int32)
