@@ -99,7 +99,7 @@ def test_arguments_that_make_no_sense_are_refused(words, said, capsys):
 def test_the_defaults_are_a_7b_of_rank_32():
     arguments = bench_linear.options([])
     assert (arguments.shape, arguments.rank) == ("qwen2.5-7b", 32)
-    assert arguments.tokens == [1, 8, 16, 32, 64, 128, 256]
+    assert arguments.tokens == [1, 8, 16, 32, 64, 96, 128, 192, 256]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a card")
