@@ -22,7 +22,7 @@
 #     peaks    280 s  memory while training, resuming and evaluating under 24 GiB
 #
 # Logs and JSON go to OUT, one line a command to OUT/summary.txt; a failure does not stop the rest. CHECKPOINTS holds the
-# random checkpoints (default: checkpoints/).
+# random checkpoints (default: checkpoints/). QERL_COMMIT: the code's commit, for a copy without history (default: git's).
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p "$1"
