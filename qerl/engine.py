@@ -53,12 +53,15 @@ class Engine(Protocol):
     kernel: str  # what really multiplies the base weights, for the log
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seed: int | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        seed: int | None = None,
     ) -> list[Completion]:
         """Sample one completion for each prompt (token ids), with the adapter and the noise that are set.
 
-        The same (prompts, sampling, seed) give the same completions where the engine is deterministic. Raises
-        EngineError if a prompt and its completion cannot fit the context.
+        `sampling` is for all prompts, or one for each. The same (prompts, sampling, seed) give the same completions
+        where the engine is deterministic. Raises EngineError if a prompt and its completion cannot fit the context.
         """
 
     def score(
@@ -92,6 +95,26 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free everything but what the caller holds of `policy_model`; further calls raise EngineError."""
+
+
+def each_sampling(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
+    """The parameters of each of `count` prompts. Raises EngineError if there are not as many."""
+    each = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
+    if len(each) != count:
+        raise EngineError(f"{len(each)} sampling parameters were given for {count} prompts: give one for all, or each")
+    return each
+
+
+def check_context(prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], context: int) -> None:
+    """Raise EngineError if a prompt is empty, or a prompt and its own new tokens are more than `context`."""
+    for prompt, new in zip(prompts, max_new_tokens, strict=True):
+        if not prompt:
+            raise EngineError("a prompt has no tokens: check the prompt template")
+        if len(prompt) + new > context:
+            raise EngineError(
+                f"a prompt of {len(prompt)} tokens and {new} new ones exceed the engine's context of {context}: lower "
+                "rollout.max_new_tokens or data.max_prompt_tokens"
+            )
 
 
 EngineName = Literal["auto", "transformers", "vllm"]

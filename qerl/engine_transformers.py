@@ -10,15 +10,23 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
-from transformers.generation import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers.generation import (
+    MinPLogitsWarper,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from qerl.adapter import adapter_tensors, attach_saved_, load_tensors_, set_scaling_
-from qerl.engine import Completion, SamplingParams
+from qerl.engine import Completion, SamplingParams, check_context, each_sampling
 from qerl.errors import EngineError
 from qerl.model import end_token_ids, load_model, load_tokenizer
 from qerl.norms import block_norms, set_norm_noise_
@@ -65,16 +73,22 @@ class TransformersEngine:
         return self._open()
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seed: int | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        seed: int | None = None,
     ) -> list[Completion]:
         model = self._open()
-        self._check_context(prompts, sampling.max_new_tokens)
-        step = self._batch_size or max(1, len(prompts))
-        completions: list[Completion] = []
+        each = each_sampling(sampling, len(prompts))
+        context = model.config.get_text_config().max_position_embeddings
+        check_context(prompts, [one.max_new_tokens for one in each], context)
+        completions: dict[int, Completion] = {}
         with _sampling_mode(model), _forked_rng(model.device, seed):
-            for start in range(0, len(prompts), step):
-                completions += self._generate_batch(prompts[start : start + step], sampling)
-        return completions
+            for rows in _batches(each, self._batch_size or max(1, len(prompts))):
+                limits = [each[row].max_new_tokens for row in rows]
+                done = self._generate_batch([prompts[row] for row in rows], each[rows[0]], limits)
+                completions.update(zip(rows, done, strict=True))
+        return [completions[row] for row in range(len(prompts))]
 
     def score(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
@@ -124,18 +138,10 @@ class TransformersEngine:
             raise EngineError("this engine was closed: open a new one")
         return self._model
 
-    def _check_context(self, prompts: Sequence[Sequence[int]], max_new_tokens: int) -> None:
-        longest = max((len(prompt) for prompt in prompts), default=0)
-        if min((len(prompt) for prompt in prompts), default=1) == 0:
-            raise EngineError("a prompt has no tokens: check the prompt template")
-        context = self._open().config.get_text_config().max_position_embeddings
-        if longest + max_new_tokens > context:
-            raise EngineError(
-                f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the model's context of {context}: "
-                "lower rollout.max_new_tokens or data.max_prompt_tokens"
-            )
-
-    def _generate_batch(self, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[Completion]:
+    def _generate_batch(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, limits: Sequence[int]
+    ) -> list[Completion]:
+        """`limits` are the new tokens of each; in all else `sampling` holds for all."""
         model = self._open()
         stop = tuple(dict.fromkeys([*self._end_token_ids, *sampling.stop_token_ids]))
         input_ids, attention_mask = _pad_left(prompts, self._tokenizer.pad_token_id, model.device)
@@ -143,18 +149,21 @@ class TransformersEngine:
         sequences = model.generate(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            generation_config=self._generation_config(sampling, stop),
+            generation_config=self._generation_config(sampling, stop, max(limits)),
             logits_processor=LogitsProcessorList([*_filters(sampling), recorder]),
+            stopping_criteria=StoppingCriteriaList([_OwnLimits(input_ids.shape[1], limits)]),
         )
         new_tokens = sequences[:, input_ids.shape[1] :]
         logprobs = recorder.logprobs(new_tokens)
-        rows = zip(new_tokens.tolist(), logprobs.tolist(), strict=True)
-        return [_cut(tokens, values, set(stop)) for tokens, values in rows]
+        rows = zip(new_tokens.tolist(), logprobs.tolist(), limits, strict=True)
+        return [_cut(tokens[:limit], values[:limit], set(stop)) for tokens, values, limit in rows]
 
-    def _generation_config(self, sampling: SamplingParams, stop: tuple[int, ...]) -> GenerationConfig:
+    def _generation_config(
+        self, sampling: SamplingParams, stop: tuple[int, ...], max_new_tokens: int
+    ) -> GenerationConfig:
         # The filters are our own processors (`_filters`); transformers' are switched off where that is not the default.
         return GenerationConfig(
-            max_new_tokens=sampling.max_new_tokens,
+            max_new_tokens=max_new_tokens,
             do_sample=sampling.temperature > 0,
             temperature=1.0,
             top_p=1.0,
@@ -182,6 +191,17 @@ class TransformersEngine:
         return [values[keep - len(completion) :] for values, (_, completion) in zip(picked, rows, strict=True)]
 
 
+class _OwnLimits(StoppingCriteria):
+    """Ends each row at its own number of new tokens."""
+
+    def __init__(self, prompt_width: int, limits: Sequence[int]) -> None:
+        self._lengths = prompt_width + torch.tensor(limits)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        self._lengths = self._lengths.to(input_ids.device)
+        return input_ids.shape[1] >= self._lengths
+
+
 class _LogprobRecorder(LogitsProcessor):
     """Last of the logits processors: remembers the scores that each token is drawn from, one step at a time."""
 
@@ -204,6 +224,15 @@ class _LogprobRecorder(LogitsProcessor):
 
     def _take(self, tokens: torch.Tensor) -> None:
         self._chosen.append(self._scores.gather(1, tokens[:, None])[:, 0])
+
+
+def _batches(each: Sequence[SamplingParams], size: int) -> Iterator[list[int]]:
+    """Rows that are sampled at once, at most `size`: those whose parameters differ in the new tokens alone."""
+    alike: dict[SamplingParams, list[int]] = {}
+    for row, one in enumerate(each):
+        alike.setdefault(replace(one, max_new_tokens=1), []).append(row)
+    for rows in alike.values():
+        yield from (rows[start : start + size] for start in range(0, len(rows), size))
 
 
 def _filters(sampling: SamplingParams) -> list[LogitsProcessor]:

@@ -20,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from qerl.engine import Completion, SamplingParams
+from qerl.engine import Completion, SamplingParams, check_context, each_sampling
 from qerl.errors import EngineError
 from qerl.model import local_folder
 from qerl.own_memory import own_bytes
@@ -127,13 +127,17 @@ class VLLMEngine:
         logger.info("start took %.0f s (%s): %s", sum(self.startup_s.values()), compiled, line(self.startup_s))
 
     def generate(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, seed: int | None = None
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        seed: int | None = None,
     ) -> list[Completion]:
-        llm = self._open()
-        self._check_context(prompts, sampling.max_new_tokens)
+        llm = self._open_awake()
+        each = each_sampling(sampling, len(prompts))
+        check_context(prompts, [one.max_new_tokens for one in each], self.max_context)
         if not prompts:
             return []
-        params = [requests.sampling_params(sampling, self._stop, seed, index) for index in range(len(prompts))]
+        params = [requests.sampling_params(one, self._stop, seed, index) for index, one in enumerate(each)]
         if self._deterministic:
             requests.drop_prefix_cache(llm)
         outputs = requests.run(llm, prompts, params)
@@ -144,9 +148,9 @@ class VLLMEngine:
     def score(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> list[list[float]]:
-        llm = self._open()
+        llm = self._open_awake()
         rows = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
-        self._check_context(rows, 1, self._model_len)
+        check_context(rows, [1] * len(rows), self._model_len)
         if not rows:
             return []
         # vLLM has prompt logprobs at temperature 1 only; the scale of the logits is a public field of its processor
@@ -292,15 +296,8 @@ class VLLMEngine:
             raise EngineError("this engine was closed: open a new one")
         return self._llm
 
-    def _check_context(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, context: int | None = None) -> None:
+    def _open_awake(self) -> Any:
+        llm = self._open()
         if self._asleep:
             raise EngineError("the engine sleeps: call wake() before sampling or scoring")
-        if min((len(prompt) for prompt in prompts), default=1) == 0:
-            raise EngineError("a prompt has no tokens: check the prompt template")
-        longest = max((len(prompt) for prompt in prompts), default=0)
-        context = context or self.max_context
-        if longest + max_new_tokens > context:
-            raise EngineError(
-                f"a prompt of {longest} tokens and {max_new_tokens} new ones exceed the engine's context of "
-                f"{context}: lower rollout.max_new_tokens or data.max_prompt_tokens"
-            )
+        return llm

@@ -84,6 +84,43 @@ def test_stop_tokens_end_a_completion_and_are_part_of_it(shared):
     assert shared.generate([PROMPTS[0]], SamplingParams(2, 0.0))[0].finish_reason == "length"
 
 
+def test_each_request_keeps_its_own_limit_and_temperature(shared):
+    """Greedy, stop tokens and filters as well: each row is what it is alone, the logprobs at its own temperature."""
+    free = tokens(shared.generate(PROMPTS, GREEDY))
+    stop = free[2][1]
+    each = [
+        SamplingParams(3, 0.0),
+        SamplingParams(9, 0.7),
+        SamplingParams(12, 0.0, stop_token_ids=(stop,)),
+        SamplingParams(5, 0.0),
+    ]
+    done = shared.generate(PROMPTS, each, seed=1)
+    assert [tokens(done)[row] for row in (0, 2, 3)] == [free[0][:3], free[2][: free[2].index(stop) + 1], free[3][:5]]
+    assert [completion.finish_reason for completion in done] == ["length", "length", "stop", "length"]
+    assert [len(completion.logprobs) for completion in done] == [len(row) for row in tokens(done)]
+    assert len(done[1].token_ids) == 9
+    (score,) = shared.score([PROMPTS[1]], [done[1].token_ids], 0.7)
+    assert done[1].logprobs == pytest.approx(score, abs=2e-4)
+
+
+def test_the_same_parameters_for_each_are_those_for_all(shared):
+    assert shared.generate(PROMPTS, [SAMPLED] * len(PROMPTS), seed=7) == shared.generate(PROMPTS, SAMPLED, seed=7)
+    assert shared.generate([], []) == []
+
+
+def test_a_request_s_room_is_judged_by_its_own_limit(shared):
+    """A short prompt may write as much as the context has beside it, next to a long one that may write little."""
+    prompts = [[5] * 500, [5]]
+    done = shared.generate(prompts, [SamplingParams(12, 0.0), SamplingParams(20, 0.0)])
+    assert [len(completion.token_ids) for completion in done] == [12, 20]
+    with pytest.raises(EngineError, match="a prompt of 500 tokens and 13 new ones exceed"):
+        shared.generate(prompts, [SamplingParams(13, 0.0), SamplingParams(511, 0.0)])
+    with pytest.raises(EngineError, match="a prompt of 1 tokens and 512 new ones exceed"):
+        shared.generate(prompts, [SamplingParams(12, 0.0), SamplingParams(512, 0.0)])
+    with pytest.raises(EngineError, match="1 sampling parameters were given for 2 prompts"):
+        shared.generate(prompts, [GREEDY])
+
+
 def test_the_checkpoints_own_generation_config_biases_nothing(tmp_path):
     """Qwen2.5 ships a repetition penalty, top_p and top_k: a policy must be sampled without them."""
     plain = write_base(tmp_path / "plain")

@@ -347,6 +347,7 @@ class TestOnGPU:
         assert checked.limits["stop_last"]
         assert checked.limits["length_reason"] == "length"
         assert checked.limits["length"] == 64
+        assert checked.limits["own_lengths"] == [3, 9]
         assert "exceed the engine's context of 1024" in checked.limits["too_long"]
         assert checked.limits["top_k_1_logprob_zero"] == 0
         assert checked.limits["full_context_scored"] == 23

@@ -63,7 +63,8 @@ def sampler(context: Context) -> dict:
 
 
 def limits(context: Context) -> dict:
-    """Stop tokens end a completion and are part of it; lengths are kept; too long a prompt is an error."""
+    """Stop tokens end a completion and are part of it; lengths are kept, for all or each its own; too long a prompt is
+    an error."""
     from qerl.errors import EngineError
 
     engine = context.engine
@@ -77,12 +78,14 @@ def limits(context: Context) -> dict:
         message = None
     except EngineError as error:
         message = str(error)
+    own = engine.generate(context.prompts[:2], [SamplingParams(3, 0.0), SamplingParams(9, 0.02)], seed=1)
     filtered = engine.generate(context.prompts[:8], SamplingParams(max_new_tokens=8, top_k=1, temperature=1.0), seed=1)
     return {
         "stop_reason": stopped.finish_reason,
         "stop_last": stopped.token_ids[-1] == stop and stop not in stopped.token_ids[:-1],
         "length_reason": free[1].finish_reason,
         "length": len(free[1].token_ids),
+        "own_lengths": [len(completion.token_ids) for completion in own],
         "too_long": message,
         "top_k_1_logprob_zero": max(abs(v) for c in filtered for v in c.logprobs),
         "full_context_scored": len(engine.score([[5] * 1000], [[6] * 23])[0]),
