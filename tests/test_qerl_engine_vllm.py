@@ -167,7 +167,7 @@ class InterruptedLLM:
     """What `run` leans on of vLLM's LLM: requests that stay in the scheduler when a call is interrupted."""
 
     def __init__(self):
-        self.interrupt, self.aborted = True, []
+        self.interrupt, self.aborted = KeyboardInterrupt, []
         self.llm_engine = self.output_processor = self
         self.request_states = {}
 
@@ -175,7 +175,7 @@ class InterruptedLLM:
         start = len(self.request_states)
         self.request_states |= {str(start + index): prompt["prompt_token_ids"] for index, prompt in enumerate(prompts)}
         if self.interrupt:
-            raise KeyboardInterrupt
+            raise self.interrupt
         outputs, self.request_states = list(self.request_states.values()), {}
         return outputs
 
@@ -190,11 +190,24 @@ def test_an_interrupted_call_leaves_nothing_to_the_next():
     with pytest.raises(KeyboardInterrupt):
         run(llm, [[1], [2]], None)
     assert llm.aborted == ["0", "1"]
-    llm.interrupt = False
+    llm.interrupt = None
     assert run(llm, [[3]], None) == [[3]]
     llm.request_states = {"7": [7]}  # of someone who spoke to vLLM beside the engine
     with pytest.raises(EngineError, match="2 completions for 1 prompts"):
         run(llm, [[4]], None)
+
+
+def test_a_call_that_runs_out_of_memory_says_what_to_lower_and_leaves_nothing():
+    llm = InterruptedLLM()
+    llm.interrupt = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nand more")
+    with pytest.raises(EngineError) as raised:
+        run(llm, [[1], [2]], None)
+    assert str(raised.value) == (
+        "a call of 2 sequences ran out of GPU memory: lower rollout.memory, or raise memory.cap_gib "
+        "(CUDA out of memory. Tried to allocate 2 GiB.)"
+    )
+    assert llm.aborted == ["0", "1"]
+    assert llm.request_states == {}
 
 
 def test_a_prefix_cache_that_stays_is_an_error():

@@ -10,6 +10,7 @@ from typing import Any
 from qerl.errors import CheckpointError, EngineError, MissingExtraError
 from qerl.own_memory import others_bytes, own_bytes
 from qerl.sizes import sizes_of
+from qerl.vllm_plugin.exhausted import cannot_open
 from qerl.vllm_plugin.memory import KV_CACHE_DTYPES
 from qerl.vllm_plugin.startup import capture_sizes
 
@@ -105,10 +106,8 @@ def open_llm(settings: Settings, options: dict[str, Any], seed: int, enforce_eag
 
     try:
         llm = LLM(**arguments)
-    except torch.cuda.OutOfMemoryError as error:
-        raise EngineError(f"opening {settings.base} ran out of GPU memory: raise rollout.memory ({error})") from error
-    except ValueError as error:
-        raise EngineError(f"vLLM cannot open {settings.base}: {error}") from error
+    except (torch.OutOfMemoryError, ValueError) as error:
+        raise cannot_open(settings, error) from error
     # A field of vLLM's own config that EngineArgs 0.25.1 does not pass on; it is read at the first sleep.
     worker = llm.llm_engine.model_executor.driver_worker
     worker.model_config.sleep_mode_backend = vllm_plugin.SLEEP_BACKEND

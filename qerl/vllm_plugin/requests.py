@@ -14,19 +14,25 @@ from typing import Any
 
 from qerl.engine import Completion, SamplingParams
 from qerl.errors import EngineError
+from qerl.vllm_plugin.exhausted import out_of_memory
 
 NEW_OBJECTS = (100_000, 50, 100)  # of a generation, before it is searched
 SEED_STRIDE = 1_000_003  # seeds of neighbouring calls do not meet in calls of fewer prompts than this
 
 
 def run(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
-    """vLLM's outputs for `prompts` (token ids), in their order; `params` for all or for each."""
+    """vLLM's outputs for `prompts` (token ids), in their order; `params` for all or for each. Raises EngineError where
+    memory runs out."""
+    import torch
+
     try:
         with rare_collections():
             outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
-    except BaseException:  # Ctrl-C as well
+    except BaseException as error:  # Ctrl-C as well
         abandoned = list(llm.llm_engine.output_processor.request_states)
         llm.llm_engine.abort_request(abandoned, internal=True)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise out_of_memory(f"a call of {len(prompts)} sequences", error) from error
         raise
     if len(outputs) != len(prompts):
         raise EngineError(f"vLLM returned {len(outputs)} completions for {len(prompts)} prompts: open the engine anew")
