@@ -28,7 +28,7 @@ from transformers.generation import (
 from qerl.adapter import adapter_tensors, attach_saved_, load_tensors_, set_scaling_
 from qerl.engine import Completion, SamplingParams, check_context, each_sampling
 from qerl.errors import EngineError
-from qerl.model import end_token_ids, load_model, load_tokenizer
+from qerl.model import end_token_ids, load_model, load_tokenizer, local_folder
 from qerl.norms import block_norms, set_norm_noise_
 from qerl.nvfp4.linear import NVFP4Linear, cached_weights
 
@@ -58,7 +58,8 @@ class TransformersEngine:
             device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model: PreTrainedModel | None = load_model(base, format, dtype, device, trust_remote_code)
         self._tokenizer = load_tokenizer(base, trust_remote_code)
-        self._end_token_ids = end_token_ids(self._model, self._tokenizer)
+        folder = local_folder(base, trust_remote_code)
+        self._end_token_ids = end_token_ids(folder, self._model.config.get_text_config(), self._tokenizer)
         # What the checkpoint declares fills every field that a call leaves out, and would bias the policy (Qwen2.5
         # ships a repetition penalty of 1.05); only its end tokens are kept.
         pad_id = self._tokenizer.pad_token_id

@@ -24,7 +24,7 @@ from qerl.shards import TensorInfo, read_json, read_tensors
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +98,16 @@ def local_folder(path: str | Path, trust_remote_code: bool = False) -> Path:
     return download_model(str(path), trust_remote_code)
 
 
-def end_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends a completion: the tokenizer's, and those that the model's generation config declares."""
-    declared = model.generation_config.eos_token_id
+def end_token_ids(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends a completion: the tokenizer's, and those that the folder's generation config names, or
+    else the model's `config`."""
+    from transformers import GenerationConfig
+
+    declared = None
+    if (folder / "generation_config.json").exists():
+        declared = GenerationConfig.from_pretrained(folder).eos_token_id
+    if declared is None:
+        declared = getattr(config, "eos_token_id", None)
     declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
     return tuple(dict.fromkeys([tokenizer.eos_token_id, *declared]))
 

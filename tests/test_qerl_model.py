@@ -5,8 +5,10 @@ import shutil
 
 import pytest
 
+from qerl.engine import open_engine
 from qerl.errors import CheckpointError
-from qerl.model import load_model
+from qerl.model import load_model, load_tokenizer
+from qerl.vllm_plugin.opening import Settings
 
 
 @pytest.fixture
@@ -35,3 +37,20 @@ def test_an_architecture_that_transformers_does_not_know(damaged):
     ) as caught:
         load_model(damaged(model_type="foo"), "nvfp4", "float32", "cpu")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [(None, (2, 7)), ({"eos_token_id": 5}, (5,)), ({"eos_token_id": [5, 2]}, (5, 2)), ({"top_k": 3}, (2, 7))],
+    ids=["no generation config", "one", "two", "one that names none"],
+)
+def test_both_engines_stop_at_the_same_tokens(damaged, generation, expected):
+    """The tokenizer's, and the generation config's or else the model config's."""
+    folder = damaged(eos_token_id=[2, 7])
+    (folder / "generation_config.json").unlink()
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    own = load_tokenizer(folder).eos_token_id
+    settings = Settings(str(folder), "nvfp4", False, None, None, None, 8)
+    assert settings.stop_token_ids() == tuple(dict.fromkeys((own, *expected)))
+    assert open_engine(str(folder), "nvfp4", engine="transformers")._end_token_ids == settings.stop_token_ids()

@@ -55,15 +55,9 @@ class Settings:
 
     def stop_token_ids(self) -> tuple[int, ...]:
         """Every token that ends a completion, as for the transformers engine."""
-        from transformers import GenerationConfig
+        from qerl.model import end_token_ids, load_tokenizer
 
-        from qerl.model import load_tokenizer
-
-        tokens = [load_tokenizer(self.base, self.trust_remote_code).eos_token_id]
-        if (Path(self.base) / "generation_config.json").exists():
-            declared = GenerationConfig.from_pretrained(self.base).eos_token_id
-            tokens += [declared] if isinstance(declared, int) else list(declared or [])
-        return tuple(dict.fromkeys(tokens))
+        return end_token_ids(Path(self.base), self.config, load_tokenizer(self.base, self.trust_remote_code))
 
     def memory_arguments(self, total: int) -> dict[str, Any]:
         """vLLM's arguments for this budget: at most the KV cache that `max_sequences` full contexts can fill."""
