@@ -68,6 +68,15 @@ SHAPES = {
         **_sizes(256, 496, 2, 4, 2),
     },
     "tiny-llama": {**LLAMA, "vocab_size": 1000, **_sizes(256, 720, 2, 4, 2)},
+    # attention that our kernel does not take: a window, and more heads than 8 for one of keys
+    "tiny-mistral": {
+        **LLAMA,
+        "model_type": "mistral",
+        "vocab_size": 1000,
+        "sliding_window": 48,
+        **_sizes(256, 496, 2, 4, 2),
+    },
+    "tiny-llama-10-heads": {**LLAMA, "vocab_size": 1000, **_sizes(640, 720, 2, 10, 1)},
 }
 
 
@@ -178,9 +187,7 @@ def _write_config(sizes: dict, format: str, out: Path) -> None:
         eos_token_id=0,
         bos_token_id=1,
     )
-    config.architectures = [
-        {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}[sizes["model_type"]]
-    ]
+    config.architectures = [f"{sizes['model_type'].capitalize()}ForCausalLM"]
     text = json.loads(config.to_json_string(use_diff=False))
     if format == "nvfp4":
         text["quantization_config"] = quantization_config()

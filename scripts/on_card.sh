@@ -3,8 +3,8 @@
 #
 #     scripts/on_card.sh OUT BATCH...
 #
-#     engine   440 s  the vllm engine on small models, by each kernel: every check of check_engine
-#     kernels  165 s  kernels, packing with shared prompts, layers, quantization, doctor
+#     engine   510 s  the vllm engine on small models, by each kernel: every check of check_engine; other attention
+#     kernels  180 s  kernels, packing with shared prompts, layers, sampling, quantization, doctor
 #     cache    250 s  fp8 KV cache, a KV cache that overflows, too small a cap, memory while weights load
 #     closing  180 s  an engine closed, asleep too, and opened again; measures the card: nothing else may run on it
 #     merge    180 s  merged folders in stock vLLM
@@ -56,7 +56,7 @@ decode() { # NAME MODEL ARGUMENTS...
     run "$1" 240 "$python" scripts/bench_rollout.py --model "$checkpoints/$2" --out "$out/$1.json" "${@:3}"
 }
 
-batch_engine() { tests engine 580 tests/test_qerl_engine_vllm.py -k TestOnGPU; }
+batch_engine() { tests engine 580 tests/test_qerl_engine_vllm.py -k "TestOnGPU or our_kernel_does_not_take"; }
 
 batch_kernels() {
     tests packing 120 tests/test_training_packing.py tests/test_training_token_logprobs.py \

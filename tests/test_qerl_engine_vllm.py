@@ -292,6 +292,7 @@ class TestOnGPU:
         ours = "qerl" if torch.cuda.get_device_capability()[0] == 9 else "marlin"
         expected = {"bf16": "cublas"}.get(checked.format, ours if checked.asked == "auto" else checked.asked)
         assert checked.kernel == expected
+        assert checked.attention == ("qerl" if ours == "qerl" else "flash attention")
 
     def test_a_tuned_engine_keeps_its_times_and_another_has_none(self, checked):
         """That its products are right is what the tests below hold."""
@@ -378,6 +379,21 @@ class TestOnGPU:
         assert checked.sampler["repeats"]
         assert checked.sampler["cells"] > 200
         assert abs(checked.sampler["chi_square_z"]) < 5
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_attention_that_our_kernel_does_not_take_is_flash_attentions(tmp_path):
+    """A window of 48 tokens in sequences of up to 192, and ten heads for one of keys. Not yet run on a card."""
+    for shape in ("tiny-mistral", "tiny-llama-10-heads"):
+        model, out = tmp_path / shape, tmp_path / f"{shape}.json"
+        run_script("make_random_checkpoint.py", "--shape", shape, "--format", "bf16", "--out", model)
+        asked = ("--format", "bf16", "--only", "agreement", "--prompts", 16)
+        run_script("check_engine.py", "--model", model, *asked, "--out", out)
+        report = json.loads(out.read_text(encoding="utf-8"))
+        assert report["attention"] == "flash attention", shape
+        assert report["agreement"]["policy"]["kl"] < 5e-5, shape
+        assert report["agreement"]["score"]["kl"] < 5e-5, shape
 
 
 @pytest.mark.gpu

@@ -22,6 +22,7 @@ class Context:
         self.report = {
             "model": arguments.model,
             "kernel": self.engine.kernel,
+            "attention": self.engine.attention,
             "open_s": round(time.monotonic() - started, 1),
             "startup_s": self.engine.startup_s,
             "compiled_from_cache": self.engine.compiled_from_cache,
