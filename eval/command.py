@@ -130,7 +130,17 @@ def evaluate(
     ] = Kernel.auto,
     memory: Annotated[
         float | None,
-        typer.Option(help="GPU budget of vllm: GiB, or up to 1 a share of the card.", rich_help_panel=RUN),
+        typer.Option(
+            help="GPU budget of vllm: GiB, or up to 1 a share of the card. Default: the run's, else what is left.",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
+    cap_gib: Annotated[
+        float | None,
+        typer.Option(
+            help="The process takes no more GPU memory than this (vllm). Default: the run's, else all.",
+            rich_help_panel=RUN,
+        ),
     ] = None,
     deterministic: Annotated[
         bool,
@@ -170,6 +180,7 @@ def evaluate(
         trust_remote_code=trust_remote_code,
         kernel=str(kernel),
         memory=memory,
+        cap_gib=cap_gib,
         deterministic=deterministic,
     )
     if suite is not None:

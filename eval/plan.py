@@ -62,13 +62,15 @@ def make_plan(settings: EvalSettings) -> Plan:
     ref = find_model(settings)
     logger.info("model: %s", describe(ref))
     name = choose_engine(settings.engine, settings.device)
-    if name != "vllm" and (settings.memory is not None or settings.kernel != "auto"):
-        option = "--memory" if settings.memory is not None else "--kernel"
+    given = {"--memory": settings.memory, "--cap-gib": settings.cap_gib}
+    given["--kernel"] = None if settings.kernel == "auto" else settings.kernel
+    if name != "vllm" and (options := [option for option, value in given.items() if value is not None]):
         raise ConfigError(
-            f"{option} is vllm's, and this evaluation runs on {name}: leave it out, or write --engine vllm"
+            f"{options[0]} is vllm's, and this evaluation runs on {name}: leave it out, or write --engine vllm"
         )
     settings = replace(settings, engine=name, batch_size=settings.batch_size or BATCH_SIZE[name])
     run = run_of(ref)
+    settings = with_memory(settings, run)
     task = with_prompt(asked, settings, run)
     examples, dropped = load_examples(task, settings.data, "test", settings.columns, settings.limit)
     folder = local_folder(ref.base)
@@ -140,6 +142,24 @@ def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
         template, source = settings.prompt_template, f"--prompt-template, the rest {source}"
     logger.info("prompt from %s: system %r, template %r", source, system, template)
     return replace(task, system_prompt=system, prompt_template=template)
+
+
+def with_memory(settings: EvalSettings, run: Path | None) -> EvalSettings:
+    """With vllm, the limits under which the run was trained, but for what was asked and what does not go with that."""
+    if run is None or settings.engine != "vllm":
+        return settings
+    from qerl.recipe import load_config
+
+    config = load_config(run / "config.yaml")
+    memory = config.rollout.memory if settings.memory is None else settings.memory
+    cap = config.memory.cap_gib if settings.cap_gib is None else settings.cap_gib
+    if memory is not None and cap is not None and cap < memory > 1:  # one of them was asked for, and decides
+        memory, cap = settings.memory, settings.cap_gib
+    if (memory, cap) != (settings.memory, settings.cap_gib):
+        words = {"memory.cap_gib": cap, "rollout.memory": memory}
+        limits = ", ".join(f"{key} {value:g}" for key, value in words.items() if value is not None)
+        logger.info("GPU memory as in %s: %s (--cap-gib, --memory)", run / "config.yaml", limits)
+    return replace(settings, memory=memory, cap_gib=cap)
 
 
 def context_length(folder: Path) -> int | None:

@@ -99,6 +99,7 @@ def engine_options(plan: Plan, rank: int) -> dict[str, object]:
         "trust_remote_code": settings.trust_remote_code,
         "kernel": settings.kernel,
         "memory": settings.memory,
+        "cap_gib": settings.cap_gib,
         "deterministic": settings.deterministic,
         "max_context": max(map(len, plan.prompts)) + plan.sampling.max_new_tokens,
         "max_rank": rank,

@@ -51,7 +51,8 @@ class EvalSettings:
     prompt_template: str | None = None
     trust_remote_code: bool = False
     kernel: str = "auto"  # this and what follows: the vllm engine only
-    memory: float | None = None  # GiB, or up to 1 a share of the card
+    memory: float | None = None  # GiB, or up to 1 a share of the card; None: the run's, else what is left
+    cap_gib: float | None = None  # of the whole process; None: the run's, else the card
     deterministic: bool = False
     step: int | None = None  # of the run's checkpoint that `adapter` is: a label of the result
 
@@ -67,6 +68,13 @@ class EvalSettings:
             raise ConfigError(f"--seed {self.seed} is negative: write 0 or more")
         if self.memory is not None and not 0 < self.memory < math.inf:
             raise ConfigError(f"--memory {self.memory} is no budget: write GiB, or a share of the card such as 0.9")
+        if self.cap_gib is not None and not 0 < self.cap_gib < math.inf:
+            raise ConfigError(f"--cap-gib {self.cap_gib:g} is no limit: write GiB, such as 24")
+        if self.cap_gib is not None and self.memory is not None and self.cap_gib < self.memory > 1:
+            raise ConfigError(
+                f"--memory {self.memory:g} is more than --cap-gib {self.cap_gib:g}, which holds for the whole process: "
+                "write a smaller --memory, or leave it out"
+            )
         self._check_sampling()
         self._check_prompt()
 

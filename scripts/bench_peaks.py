@@ -33,13 +33,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sets = [part for value in [*overrides(arguments, folder), "run.save_every=1"] for part in ("--set", value)]
-        run, memory = folder / "run", [] if arguments.cap_gib is None else ["--memory", f"{0.85 * arguments.cap_gib}"]
+        run = folder / "run"
         commands = {
             "train and save": ["train", "--recipe", "dapo_7b", *sets],
             "resume": ["train", "--resume", run / "checkpoints" / f"step-{arguments.steps - 1:06d}"],
             "evaluate": ["eval", "gsm8k", "--model", run, "--data", folder / "rows.jsonl", "--max-new-tokens", 256],
         }
-        commands["evaluate"] += memory
         for name, command in commands.items():
             report["peak_gib"][name] = watch(command)
             if command[0] == "train":

@@ -14,10 +14,11 @@ from eval_factory import ANSWERS, CONTEXT, build_model, make_adapter, make_run, 
 import eval.run
 from eval.command import main
 from eval.plan import batch_seed, make_plan, plan_batches
-from eval.run import run_eval
+from eval.run import engine_options, run_eval
 from eval.settings import EvalSettings
 from eval.store import COMPLETIONS, RESULT
 from qerl.errors import CheckpointError, ConfigError, DataError
+from qerl.recipe import load_recipe, save_config
 
 
 @pytest.fixture(scope="module")
@@ -254,3 +255,44 @@ def test_the_command_shows_the_table_and_where_the_files_are(settings, model, qu
     out = next(tmp_path.glob("evals/*-gsm8k-*"))
     assert str(out.relative_to(tmp_path)) in shown
     assert len(rows_of(out)) == 20
+
+
+@pytest.fixture
+def capped_run(model, tmp_path):
+    """A run that had 24 GiB, 12 of them for its rollouts."""
+    run = make_run(tmp_path / "capped", model)
+    values = [f"model.base={model}", "model.format=bf16", "rollout.engine=auto"]
+    save_config(load_recipe("tiny", [*values, "rollout.memory=12", "memory.cap_gib=24"]), run / "config.yaml")
+    return run
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected"),
+    [
+        ({}, (24, 12)),
+        ({"memory": 20}, (24, 20)),
+        ({"memory": 0.5}, (24, 0.5)),
+        ({"cap_gib": 16}, (16, 12)),
+        ({"cap_gib": 40, "memory": 30}, (40, 30)),
+        ({"memory": 30}, (None, 30)),
+        ({"cap_gib": 10}, (10, None)),
+    ],
+    ids=["none", "memory", "share", "cap", "both", "more than the run's cap", "less than the run's memory"],
+)
+def test_a_run_is_evaluated_in_the_memory_that_it_had_unless_told_otherwise(
+    settings, capped_run, monkeypatch, asked, expected
+):
+    monkeypatch.setattr("eval.plan.choose_engine", lambda *_: "vllm")
+    for given in ({"model": str(capped_run)}, {"adapter": str(capped_run / "adapter")}):
+        options = engine_options(make_plan(settings(engine="vllm", **given, **asked)), 4)
+        assert (options["cap_gib"], options["memory"]) == expected
+
+
+def test_memory_is_for_vllm_and_makes_sense(settings, capped_run):
+    assert make_plan(settings(model=str(capped_run))).settings.cap_gib is None  # on transformers, which has no budget
+    with pytest.raises(ConfigError, match="--cap-gib is vllm's"):
+        make_plan(settings(cap_gib=24))
+    with pytest.raises(ConfigError, match="--cap-gib 0 is no limit"):
+        settings(cap_gib=0)
+    with pytest.raises(ConfigError, match="--memory 30 is more than --cap-gib 24"):
+        settings(cap_gib=24, memory=30)
