@@ -52,6 +52,7 @@ class VLLMEngine:
         kernel: str = "auto",
         memory: float | None = None,
         cap_gib: float | None = None,
+        trainer_bytes: int = 0,
         deterministic: bool = False,
         tune_kernels: bool = False,
         kv_cache_dtype: str = "auto",
@@ -67,9 +68,10 @@ class VLLMEngine:
 
         `max_rank`: largest LoRA rank that `sync_adapter` will bring, 0 for none; `train_norms`: no matter here, norms
         can always be synced; `max_context`: prompt + completion tokens, None: what the model declares; `memory`,
-        `cap_gib`: see `vllm_plugin.memory`; `tune_kernels`: see `vllm_plugin.tune`; `kv_cache_dtype`: as for vLLM;
-        `enforce_eager`: no CUDA graphs, for debugging. Raises EngineError for what cannot run, before anything is
-        loaded where that is known.
+        `cap_gib`: see `vllm_plugin.memory`; `trainer_bytes`: what will stand beside the engine in a rollout;
+        `tune_kernels`: see `vllm_plugin.tune`; `kv_cache_dtype`: as for vLLM; `enforce_eager`: no
+        CUDA graphs, for debugging. Raises EngineError for what cannot run, before anything is loaded where that is
+        known.
         """
         opening.check_vllm()
         self._device = opening.check_device(dtype)
@@ -83,7 +85,7 @@ class VLLMEngine:
         self._other_bytes = 0  # beside torch's, of this process; known once the engine is open
         self._max_rank, self._deterministic = max_rank, deterministic
         settings = opening.Settings(
-            base, format, trust_remote_code, memory, cap_gib, max_context, max_sequences, kv_cache_dtype
+            base, format, trust_remote_code, memory, cap_gib, max_context, max_sequences, kv_cache_dtype, trainer_bytes
         )
         self._stop = settings.stop_token_ids()
         try:

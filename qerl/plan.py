@@ -11,6 +11,7 @@ steps in benchmarks/ (docs/cost-model.md):
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,15 +27,23 @@ from qerl.memory_plan import (
     plan_micro_batches,
 )
 from qerl.sizes import ModelSizes
-from qerl.vllm_plugin.memory import GRAPH_RESERVE, budget_bytes, kv_cache_bytes, least_bytes, plan_memory, sampler_bytes
+from qerl.vllm_plugin.memory import (
+    CONTEXT,
+    GRAPH_RESERVE,
+    GRAPHS,
+    KERNELS,
+    budget_bytes,
+    kv_cache_bytes,
+    least_bytes,
+    outside_bytes,
+    plan_memory,
+    sampler_bytes,
+)
 
 if TYPE_CHECKING:
     from qerl.config import RunConfig
 
 MAX_SEQUENCES = 256  # engine_vllm.MAX_SEQUENCES, which cannot be imported without its libraries
-CONTEXT = int(0.5 * GIB)  # of CUDA, where nothing has been computed
-KERNELS = int(1.25 * GIB)  # loaded and compiled, cuBLAS's work space, torch's fragments: as in rollouts of a 7B
-GRAPHS = int(0.6 * GIB)  # CUDA graphs of the engine
 ENGINE_WORK = int(1.2 * GIB)  # activations of a prefill of 8192 tokens and logits of a full batch
 LAUNCH = 36e-6  # seconds of a decoder layer whose weights take no time
 DECODE_RATE, TRAIN_RATE = 0.94, 0.74  # shares of the card's rate
@@ -118,15 +127,11 @@ def card_of(text: str) -> Card:
 
 def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     """Plan a run with the vllm engine. What does not fit is said in `problems`, and the rest planned all the same."""
-    total = int(card.memory_gib * GIB)
-    cap = config.memory.cap_gib
-    limit = total if cap is None else min(total, int(cap * GIB))
-    weights = int(sizes.weights_bytes(config.model.format)) + sizes.engine_adapter_bytes(config.adapter.rank)
+    room = _Room(int(card.memory_gib * GIB), *_weights_and_outside(config, sizes))
+    limit, _ = room.limit_and_budget(config)
     trained = sizes.adapter(config.adapter.rank, config.adapter.targets)
-    master = trained * (4 if config.adapter.dtype == "float32" else 2)
-    state = trained * (2 if config.optim.name in ("auto", "adamw_8bit") else 8)
     context = config.data.max_prompt_tokens + config.rollout.max_new_tokens + 1
-    common = {"weights": weights, "adapter": master, "optimizer": state}
+    common = {"weights": room.weights, **_trainer(config, sizes)}
     common |= {"context": CONTEXT, "kernels": KERNELS, "CUDA graphs": GRAPHS}
     common["sampler"] = sampler_bytes(MAX_SEQUENCES, sizes.vocabulary)
     problems: list[Problem] = []
@@ -136,7 +141,7 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
             f"are more than the model's {sizes.positions} positions: lower rollout.max_new_tokens"
         )
         problems.append(Problem(text))
-    cache = _cache_bytes(config, sizes, total, weights, context, problems)
+    cache = _cache_bytes(config, sizes, room, context, problems)
     footprint = _footprint(config, sizes, trained)
     micro_batches = _micro_batches(config, footprint, limit, sum(common.values()), problems)
     tokens = _largest(config, micro_batches)[1]
@@ -158,21 +163,48 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     )
 
 
-def _cache_bytes(
-    config: RunConfig, sizes: ModelSizes, total: int, weights: int, context: int, problems: list[Problem]
-) -> int:
+def trainer_bytes(config: RunConfig, sizes: ModelSizes) -> int:
+    """What stands on the card beside the engine in a rollout."""
+    return sum(_trainer(config, sizes).values())
+
+
+def _trainer(config: RunConfig, sizes: ModelSizes) -> dict[str, int]:
+    trained = sizes.adapter(config.adapter.rank, config.adapter.targets)
+    return {
+        "adapter": trained * (4 if config.adapter.dtype == "float32" else 2),
+        "optimizer": trained * (2 if config.optim.name in ("auto", "adamw_8bit") else 8),
+    }
+
+
+@dataclass(frozen=True)
+class _Room:
+    """In bytes: the card; the engine's weights with its adapter buffers; what lies outside a rollout's budget."""
+
+    total: int
+    weights: int
+    outside: int
+
+    def limit_and_budget(self, config: RunConfig) -> tuple[int, int]:
+        return budget_bytes(self.total, config.rollout.memory, config.memory.cap_gib, self.outside)
+
+
+def _weights_and_outside(config: RunConfig, sizes: ModelSizes) -> tuple[int, int]:
+    weights = int(sizes.weights_bytes(config.model.format)) + sizes.engine_adapter_bytes(config.adapter.rank)
+    return weights, outside_bytes(trainer_bytes(config, sizes), MAX_SEQUENCES, sizes.vocabulary)
+
+
+def _cache_bytes(config: RunConfig, sizes: ModelSizes, room: _Room, context: int, problems: list[Problem]) -> int:
     """The engine's KV cache: what 256 full contexts need, or what its budget leaves."""
-    asked = (config.rollout.memory, config.memory.cap_gib)
-    limit, budget = budget_bytes(total, *asked)
+    limit, budget = room.limit_and_budget(config)
     try:
-        allowed = plan_memory(total, weights, *asked)
+        allowed = plan_memory(room.total, room.weights, config.rollout.memory, config.memory.cap_gib, room.outside)
     except EngineError as error:
-        problems.append(Problem(str(error), max(least_bytes(weights), budget), min(limit, budget)))
+        problems.append(Problem(str(error), max(least_bytes(room.weights), budget), min(limit, budget)))
         return 0
     kind = config.rollout.kv_cache_dtype
     per_token = sizes.kv_bytes(kind)
-    wanted = kv_cache_bytes(allowed, weights, MAX_SEQUENCES * context, per_token)
-    other = weights + GRAPH_RESERVE + ENGINE_WORK
+    wanted = kv_cache_bytes(allowed, room.weights, MAX_SEQUENCES * context, per_token)
+    other = room.weights + GRAPH_RESERVE + ENGINE_WORK
     cache = wanted if wanted is not None else budget - other
     if cache < context * per_token:
         text = (
@@ -181,7 +213,23 @@ def _cache_bytes(
             f"{'set rollout.kv_cache_dtype: fp8, ' if kind == 'auto' else ''}or give it more memory"
         )
         problems.append(Problem(text, other + context * per_token, budget))
+    elif (peak := other + cache + room.outside) > limit:
+        text = (
+            f"a rollout takes {peak / GIB:.1f} GiB, its budget and {room.outside / GIB:.1f} GiB outside it, and the "
+            f"limit is {limit / GIB:.1f} GiB: {_lower_budget(config, room, limit)}"
+        )
+        problems.append(Problem(text, peak, limit))
     return max(cache, 0)
+
+
+def _lower_budget(config: RunConfig, room: _Room, limit: int) -> str:
+    """The largest rollout.memory that fits, in the unit that was given; what else, where none holds the weights."""
+    fitting, memory = limit - room.outside, config.rollout.memory
+    if memory is None or fitting < least_bytes(room.weights):
+        return "give it more memory (card, memory.cap_gib), or take a smaller or quantized base"
+    if memory > 1:
+        return f"lower rollout.memory to {math.floor(10 * fitting / GIB) / 10:g}"
+    return f"lower rollout.memory to {math.floor(100 * fitting / limit) / 100:g}"
 
 
 def _footprint(config: RunConfig, sizes: ModelSizes, trained: int) -> Footprint:

@@ -64,6 +64,8 @@ def _changes(config: RunConfig) -> Iterator[dict[str, object]]:
         free["run.gradient_checkpointing"] = "auto"
     if config.run.micro_batch_tokens is not None:
         free["run.micro_batch_tokens"] = None
+    if config.rollout.memory is not None:
+        free["rollout.memory"] = None
     if free:
         yield free
     if config.memory.cap_gib is not None:

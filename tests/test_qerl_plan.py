@@ -10,10 +10,11 @@ from typer.testing import CliRunner
 
 from qerl.cli import app
 from qerl.errors import CheckpointError, ConfigError
-from qerl.plan import CARDS, card_of, decode_seconds, plan
+from qerl.plan import CARDS, MAX_SEQUENCES, card_of, decode_seconds, plan, trainer_bytes
 from qerl.plan_advice import advice, largest_completion, with_values
 from qerl.recipe import load_recipe, recipe_names
 from qerl.sizes import KNOWN, read_sizes, sizes_of
+from qerl.vllm_plugin.opening import Settings
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[1]
@@ -161,7 +162,56 @@ def test_twice_the_new_tokens_take_more_than_twice_the_rollout():
 
 def test_what_does_not_fit_is_named_with_the_remedy():
     made = replace(WORKLOADS["step-32b-qerl-cap80"], cap=None).plan("24")
-    assert any("raise rollout.memory or memory.cap_gib" in problem for problem in made.problems)
+    assert any("take a smaller or quantized base" in problem for problem in made.problems)
+
+
+@pytest.mark.parametrize("gpu", ["8", "10", "12"])
+def test_the_default_budget_leaves_room_for_what_lies_outside_it(gpu):
+    made = plan(load_recipe("dapo_3b", []), read_sizes("Qwen/Qwen2.5-3B"), card_of(gpu))
+    assert made.problems == ()
+    assert made.peak("rollout") <= made.limit
+
+
+@pytest.mark.parametrize(("memory", "said"), [("1.0", "0.91"), ("23.5", "21.6")])
+def test_a_budget_that_leaves_no_room_is_a_problem_and_what_is_advised_is_none(memory, said):
+    """4090: 23.6 GiB. Outside the budget: 0.5 + 1.25 + 0.6 - 1 of the engine, 160 MB of counts, float32 LoRA of rank 32
+    and its 8-bit state."""
+    config, sizes = load_recipe("dapo_7b", [f"rollout.memory={memory}"]), read_sizes("Qwen/Qwen2.5-7B")
+    made = plan(config, sizes, card_of("4090"))
+    (problem,) = made.problems
+    assert problem.endswith(f"lower rollout.memory to {said}")
+    lower = load_recipe("dapo_7b", [f"rollout.memory={said}"])
+    assert plan(lower, sizes, card_of("4090")).problems == ()
+    above = load_recipe("dapo_7b", [f"rollout.memory={float(said) + (0.01 if memory == '1.0' else 0.1)}"])
+    assert plan(above, sizes, card_of("4090")).problems
+    assert "--set rollout.memory=null" in advice(config, sizes, card_of("4090"))
+    done = CliRunner().invoke(
+        app, ["plan", "--recipe", "dapo_7b", "--gpu", "4090", "--set", f"rollout.memory={memory}"]
+    )
+    assert done.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "gib"),
+    [([], 80), ([], 12), (["memory.cap_gib=14"], 80), (["rollout.memory=0.8"], 24), (["rollout.memory=20"], 24)],
+)
+def test_the_engine_takes_the_budget_that_was_planned(tmp_path, values, gib):
+    """Both leave vLLM's profile to size the cache; a file of the right length stands for the weights."""
+    config = load_recipe("dapo_7b", values)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen2", "quantization_config": {}, **KNOWN["qwen2.5-7b"]}), encoding="utf-8"
+    )
+    sizes = read_sizes(str(tmp_path))
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.truncate(int(sizes.weights_bytes("nvfp4")))
+    context = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    asked = (config.rollout.memory, config.memory.cap_gib, context, MAX_SEQUENCES, "auto", trainer_bytes(config, sizes))
+    arguments = Settings(str(tmp_path), "nvfp4", False, *asked).memory_arguments(gib * GIB)
+    assert arguments["kv_cache_memory_bytes"] is None
+    made = plan(config, sizes, card_of(str(gib)))
+    parts = made.memory["rollout"]
+    planned = parts["weights"] + parts["KV cache"] + parts["engine's work"]
+    assert arguments["gpu_memory_utilization"] * gib * GIB == pytest.approx(planned, abs=2)
 
 
 @pytest.mark.parametrize(("text", "gib"), [("24", 24), ("80", 80), ("H100", 79.2), ("4090", 23.6)])

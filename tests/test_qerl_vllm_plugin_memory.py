@@ -42,6 +42,40 @@ def test_what_cannot_fit_is_refused_before_loading(memory, cap_gib, message):
         plan_memory(CARD, WEIGHTS_7B, memory, cap_gib)
 
 
+@pytest.mark.parametrize(
+    ("memory", "cap_gib", "budget_gib"),
+    [
+        (None, 24, 20.4),  # 15% are more than 2 GiB
+        (None, 12, 10),
+        (None, 10, 8),
+        (0.85, 12, 10.2),  # what was asked for
+        (12, 12, 12),
+    ],
+)
+def test_without_a_wish_the_budget_leaves_what_lies_outside_it(memory, cap_gib, budget_gib):
+    plan = plan_memory(CARD, 2 * GIB, memory, cap_gib, outside=2 * GIB)
+    assert plan.budget == pytest.approx(budget_gib * GIB, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("memory", "cap_gib", "remedy"),
+    [
+        (8, 12, "raise rollout.memory, or take a smaller"),  # 8.5 and 2 outside are no more than 12
+        (8, 10, "raise memory.cap_gib, or take a smaller"),
+        (None, 10, "raise memory.cap_gib, or take a smaller"),
+        (8, None, "raise rollout.memory, or take a smaller"),
+    ],
+)
+def test_a_budget_too_small_is_raised_where_that_helps(memory, cap_gib, remedy):
+    with pytest.raises(EngineError, match=remedy):
+        plan_memory(CARD, WEIGHTS_7B, memory, cap_gib, outside=2 * GIB)
+
+
+def test_where_the_card_is_the_limit_only_a_smaller_base_helps():
+    with pytest.raises(EngineError, match=r"may hold 6\.0 GiB: take a smaller or quantized base"):
+        plan_memory(8 * GIB, WEIGHTS_7B, None, None, outside=2 * GIB)
+
+
 def test_kv_bytes_of_qwen_7b_and_of_an_explicit_head_size():
     qwen = Qwen2Config(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4)
     assert kv_bytes_per_token(qwen) == 2 * 28 * 4 * 128 * 2

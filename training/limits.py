@@ -12,7 +12,7 @@ from qerl.own_memory import others_bytes
 from qerl.plan import GIB, Card, plan
 from qerl.plan_advice import with_values
 from qerl.shards import read_json
-from qerl.sizes import sizes_of
+from qerl.sizes import ModelSizes, sizes_of
 
 if TYPE_CHECKING:
     from qerl.checkpoint import ModelRef
@@ -48,10 +48,9 @@ def check_memory(config: RunConfig, base: ModelRef, free: int) -> None:
     What exceeds it by no more than the plan may be wrong is a warning: the run measures, once the engine is open. A
     base whose sizes config.json does not tell is not planned.
     """
-    try:
-        sizes = sizes_of(read_json(local_folder(base.base) / "config.json"), base.base)
-    except CheckpointError as error:
-        logger.info("memory is not planned before the engine is open: %s", error)
+    sizes = sizes_at(base)
+    if sizes is None:
+        logger.info("%s: config.json does not tell its sizes, so that memory is not planned yet", base.base)
         return
     made = plan(with_values(config, {"model.format": base.format}), sizes, card_of_bytes(free))
     for problem in made.found:
@@ -60,6 +59,14 @@ def check_memory(config: RunConfig, base: ModelRef, free: int) -> None:
     for problem in made.found:
         if problem.needed:
             logger.warning("by the plan this will hardly fit: %s", problem.text)
+
+
+def sizes_at(base: ModelRef) -> ModelSizes | None:
+    """None where config.json does not tell them."""
+    try:
+        return sizes_of(read_json(local_folder(base.base) / "config.json"), base.base)
+    except CheckpointError:
+        return None
 
 
 def card_of_bytes(memory: int) -> Card:

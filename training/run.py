@@ -30,10 +30,11 @@ from qerl.engine import Engine, choose_engine, open_engine
 from qerl.errors import ConfigError
 from qerl.memory_plan import MicroBatchPlan
 from qerl.model import load_tokenizer, local_folder
+from qerl.plan import trainer_bytes
 from qerl.recipe import load_config, save_config
 from qerl.report.sampling import sampling_text
 from training.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
-from training.limits import check_limits, check_memory, free_bytes
+from training.limits import check_limits, check_memory, free_bytes, sizes_at
 from training.model import build_policy
 from training.prompts import load_prompts
 from training.resume import rewind_
@@ -130,12 +131,14 @@ def open_rollout_engine(config: RunConfig, base: ModelRef) -> Engine:
     rollout = config.rollout
     options: dict[str, Any] = {}
     if choose_engine(rollout.engine) == "vllm":
+        sizes = sizes_at(base)
         options = {
             "kernel": rollout.kernel,
             "tune_kernels": rollout.tune_kernels,
             "kv_cache_dtype": rollout.kv_cache_dtype,
             "memory": rollout.memory,
             "cap_gib": config.memory.cap_gib,
+            "trainer_bytes": 0 if sizes is None else trainer_bytes(config, sizes),
             "deterministic": rollout.deterministic,
             "max_context": config.data.max_prompt_tokens + rollout.max_new_tokens,
             "max_rank": config.adapter.rank,

@@ -8,8 +8,11 @@ from typing import Any
 from qerl.errors import EngineError
 
 GIB = 2**30
-DEFAULT_SHARE = 0.85  # the rest of the limit: adapter, optimizer state and gradients, which stay during rollouts
+DEFAULT_SHARE = 0.85  # of the limit, or less where the rest cannot hold what lies outside the budget
 GRAPH_RESERVE = GIB  # CUDA graphs and the context, which vLLM does not count (0.5 to 0.8 GiB at 7B)
+CONTEXT = int(0.5 * GIB)  # of CUDA, where nothing has been computed
+KERNELS = int(1.25 * GIB)  # loaded and compiled, cuBLAS's work space, torch's fragments: as in rollouts of a 7B
+GRAPHS = int(0.6 * GIB)  # CUDA graphs of the engine
 WORK_RESERVE = 2 * GIB  # activations and logits of the largest batch, roughly: only for errors before any long work
 
 
@@ -26,15 +29,15 @@ class MemoryPlan:
         return (min(self.budget, needed or self.budget) - GRAPH_RESERVE) / total
 
 
-def plan_memory(total: int, weights: int, memory: float | None, cap_gib: float | None) -> MemoryPlan:
-    """Plan for a card of `total` bytes and a checkpoint of `weights` bytes.
+def plan_memory(total: int, weights: int, memory: float | None, cap_gib: float | None, outside: int = 0) -> MemoryPlan:
+    """Plan for a card of `total` bytes and a checkpoint of `weights` bytes; `outside`: see `outside_bytes`.
 
-    `memory`: GiB if above 1, else a share of the limit, None: 0.85. `cap_gib`: limit of the whole process. Raises
-    EngineError if the weights do not fit with room to work.
+    `memory`: GiB if above 1, else a share of the limit, None: 0.85, or what `outside` leaves if that is less.
+    `cap_gib`: limit of the whole process. Raises EngineError if the weights do not fit with room to work.
     """
     if memory is not None and memory <= 0:
         raise EngineError(f"rollout.memory={memory} is not a budget: write GiB (12.5) or a share (0.8)")
-    limit, budget = budget_bytes(total, memory, cap_gib)
+    limit, budget = budget_bytes(total, memory, cap_gib, outside)
     if budget > limit:
         raise EngineError(
             f"rollout.memory asks for {budget / GIB:.1f} GiB and the limit is {limit / GIB:.1f} GiB "
@@ -42,20 +45,26 @@ def plan_memory(total: int, weights: int, memory: float | None, cap_gib: float |
         )
     needed = least_bytes(weights)
     if needed > budget:
+        fixes = ["raise rollout.memory"] if needed + outside <= limit else ["raise memory.cap_gib"] * (limit < total)
         raise EngineError(
             f"the weights take {weights / GIB:.1f} GiB and sampling at least {(needed - weights) / GIB:.1f} GiB more, "
-            f"but the rollout may hold {budget / GIB:.1f} GiB: raise rollout.memory or memory.cap_gib, or take a "
-            "smaller or quantized base"
+            f"but the rollout may hold {budget / GIB:.1f} GiB: "
+            f"{', or '.join([*fixes, 'take a smaller or quantized base'])}"
         )
     return MemoryPlan(limit, budget)
 
 
-def budget_bytes(total: int, memory: float | None, cap_gib: float | None) -> tuple[int, int]:
+def budget_bytes(total: int, memory: float | None, cap_gib: float | None, outside: int = 0) -> tuple[int, int]:
     """Limit of the process and budget of a rollout, as they were asked for; see `plan_memory`."""
     limit = total if cap_gib is None else min(total, int(cap_gib * GIB))
     if memory is None:
-        return limit, int(DEFAULT_SHARE * limit)
+        return limit, max(0, min(int(DEFAULT_SHARE * limit), limit - outside))
     return limit, int(memory * GIB) if memory > 1 else int(memory * limit)
+
+
+def outside_bytes(trainer: int, sequences: int, vocabulary: int) -> int:
+    """What a rollout of so many sequences takes outside its budget; `trainer`: adapter and optimizer state."""
+    return trainer + CONTEXT + KERNELS + GRAPHS - GRAPH_RESERVE + sampler_bytes(sequences, vocabulary)
 
 
 def least_bytes(weights: int) -> int:

@@ -33,12 +33,13 @@ class Settings:
         max_context: int | None,
         max_sequences: int,
         kv_cache_dtype: str = "auto",
+        trainer_bytes: int = 0,
     ) -> None:
         from transformers import AutoConfig
 
         self.base, self.format, self.trust_remote_code = base, format, trust_remote_code
         self.memory, self.cap_gib, self.max_sequences = memory, cap_gib, max_sequences
-        self.kv_cache_dtype = kv_cache_dtype
+        self.kv_cache_dtype, self.trainer_bytes = kv_cache_dtype, trainer_bytes
         self.config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).get_text_config()
         packed = getattr(self.config, "quantization_config", None) is not None
         if packed != (format == "nvfp4"):
@@ -61,9 +62,16 @@ class Settings:
 
     def memory_arguments(self, total: int) -> dict[str, Any]:
         """vLLM's arguments for this budget: at most the KV cache that `max_sequences` full contexts can fill."""
-        from qerl.vllm_plugin.memory import engine_bytes, kv_bytes_per_token, kv_cache_bytes, plan_memory
+        from qerl.vllm_plugin.memory import (
+            engine_bytes,
+            kv_bytes_per_token,
+            kv_cache_bytes,
+            outside_bytes,
+            plan_memory,
+        )
 
-        plan = plan_memory(total, self.weights, self.memory, self.cap_gib)
+        outside = outside_bytes(self.trainer_bytes, self.max_sequences, self.config.vocab_size)
+        plan = plan_memory(total, self.weights, self.memory, self.cap_gib, outside)
         tokens = self.max_sequences * self.model_len
         wanted = kv_cache_bytes(plan, self.weights, tokens, kv_bytes_per_token(self.config, self.kv_cache_dtype))
         needed = None if wanted is None else engine_bytes(self.weights, wanted)
