@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -31,6 +32,17 @@ NAMES = {  # file name's last part -> what the reader is told, in the order of t
     "qerl-mixed": "qerl, NVFP4, geometric lengths of 1 to 1024, mean about 300",
     "trl-mixed": "TRL 1.16, geometric lengths of 1 to 1024, mean about 300",
 }
+PHASES = (  # of a step's table, where a file has them: heading, metric, its unit in a second, digits
+    ("grading ms", "time/reward_s", 1000, 0),
+    ("forward s", "time/forward_s", 1, 2),
+    ("backward s", "time/backward_s", 1, 2),
+    ("optimizer ms", "time/optimizer_s", 1000, 0),
+    ("other s", "time/other_s", 1, 2),
+)
+SPLIT_NOTE = (
+    "Where a row has the phases, they add up to its step with rollout and sync. A row without them, TRL's too, is of a "
+    "step without its optimizer; qerl's rollout has waking and sleeping in it there."
+)
 NOTES = {  # kind and shape -> what the files do not say
     ("rollout", "7b"): "Stock vLLM in BF16 and qerl in one run, in turns; Marlin is of an earlier session. The host "
     "matters: with 8 to 256 sequences the CPU needs 1.5 to 7 ms a step, and rates scatter by a tenth between machines.",
@@ -104,25 +116,33 @@ def step_table(results: dict[str, dict[str, Any]]) -> list[str]:
 
     "of the matrix rate": training's needed flops alone, by the rate measured after the run, where the file has it.
     "extra": the rollouts by which dynamic sampling replaced groups without variance (the rewards are drawn by chance).
+    Phases that no file of the table has get no column.
     """
-    head = ("step s", "rollout s", "of it extra s", "train s", "of the matrix rate", "sync ms", "GPU memory GiB")
-    rows = [f"| | {' | '.join(head)} | mismatch_kl |", "|---" * (len(head) + 2) + "|"]
-    for name, result in results.items():
-        steps = result["steps"][1:] or result["steps"]
-        value = lambda *keys: _mean(steps, keys)  # noqa: B023, E731 - one line, used at once
-        sync = value("time/sync_s")
+    counted = {name: result["steps"][1:] or result["steps"] for name, result in results.items()}
+    split = phases(counted.values())
+    heading = ["step s", "rollout s", "of it extra s", "train s", "of the matrix rate", "sync ms"]
+    heading += [*(name for name, *_ in split), "GPU memory GiB", "mismatch_kl"]
+    rows = [f"| | {' | '.join(heading)} |", "|---" * (len(heading) + 1) + "|"]
+    for name, steps in counted.items():
         cells = [
-            _text(value("time/step_s", "step_time"), 1),
-            _text(value("time/rollout_s"), 1),
-            _text(value("time/extra_rollouts_s"), 1),
-            _text(value("time/train_s"), 1),
-            _percent(value("train_share_of_matrix_rate")),
-            _text(None if sync is None else 1000 * sync, 0),
-            _text(result.get("peak_driver_gib"), 1),
-            _text(value("mismatch_kl"), 4),
+            _text(_mean(steps, "time/step_s", "step_time"), 1),
+            _text(_mean(steps, "time/rollout_s"), 1),
+            _text(_mean(steps, "time/extra_rollouts_s"), 1),
+            _text(_mean(steps, "time/train_s"), 1),
+            _percent(_mean(steps, "train_share_of_matrix_rate")),
+            _text(_mean(steps, "time/sync_s", scale=1000), 0),
+            *(_text(_mean(steps, key, scale=scale), digits) for _, key, scale, digits in split),
+            _text(results[name].get("peak_driver_gib"), 1),
+            _text(_mean(steps, "mismatch_kl"), 4),
         ]
         rows.append(f"| {NAMES.get(name, name)} | {' | '.join(cells)} |")
-    return rows
+    return [*rows, "", SPLIT_NOTE] if split else rows
+
+
+def phases(files: Iterable[list[dict[str, Any]]]) -> list[tuple[str, str, int, int]]:
+    """Those of PHASES that a step of any file has."""
+    logged = {key for steps in files for step in steps for key in step}
+    return [each for each in PHASES if each[1] in logged]
 
 
 def layer_table(result: dict[str, Any]) -> list[str]:
@@ -189,8 +209,8 @@ def draw_rollout(shape: str, results: dict[str, dict[str, Any]], path: Path) -> 
     plt.close(figure)
 
 
-def _mean(steps: list[dict[str, Any]], keys: tuple[str, ...]) -> float | None:
-    values = [step[key] for step in steps for key in keys if step.get(key) is not None]
+def _mean(steps: list[dict[str, Any]], *keys: str, scale: float = 1.0) -> float | None:
+    values = [scale * step[key] for step in steps for key in keys if step.get(key) is not None]
     return mean(values) if values else None
 
 

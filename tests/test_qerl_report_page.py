@@ -199,6 +199,19 @@ def test_time_by_phase_by_hand():
     assert phases([{"step": 1}]) == []
 
 
+def test_time_of_training_by_its_parts_where_a_run_has_them():
+    """A run that an older version began and this one resumed has both; neither is counted twice."""
+    old = {"time/step_s": 10.0, "time/rollout_s": 4.0, "time/sync_s": 1.0, "time/train_s": 3.0}
+    training = {"time/forward_s": 1.0, "time/backward_s": 2.0, "time/optimizer_s": 0.5, "time/train_s": 4.0}
+    new = {"time/step_s": 10.0, "time/rollout_s": 3.0, "time/sync_s": 1.0, "time/reward_s": 1.5, **training}
+    assert {phase.name: phase.total_s for phase in phases([new])} == {
+        "rollout": 3.0, "adapter sync": 1.0, "grading": 1.5, "forward": 1.0, "backward": 2.0, "optimizer": 0.5,
+        "the rest": 1.0,
+    }  # fmt: skip
+    found = {phase.name: phase.total_s for phase in phases([old, new])}
+    assert (found["training"], found["forward"], found["the rest"]) == (3.0, 1.0, 3.0)
+
+
 def test_memory_and_changes_by_hand():
     rows = [{"memory/peak_gib": value, "reward": value} for value in (1.0, 3.0, 5.0, 3.0, 2.0, 4.0, 4.0, 4.0, 4.0, 9.0)]
     assert memory(rows) == [("peak", pytest.approx(3.9), 9.0)]

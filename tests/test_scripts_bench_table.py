@@ -28,6 +28,20 @@ def test_the_first_step_counts_only_where_it_is_the_only_one(tmp_path, seconds, 
     assert rows[2].split(" | ")[1:] == [expected, "", "", "", "", "", "58.6", " |"]
 
 
+def test_the_phases_of_a_step_have_columns_where_a_file_has_them(tmp_path):
+    parts = {"time/reward_s": 0.0124, "time/forward_s": 1.234, "time/backward_s": 2.0, "time/optimizer_s": 0.031}
+    slow = dict.fromkeys(parts, 9.0)  # the first step
+    write(tmp_path, "step-7b-trl", steps=[{"step_time": 3.0}])
+    write(tmp_path, "step-7b-qerl", steps=[{"time/step_s": 9.0, **slow}, {"time/step_s": 3.5, **parts}])
+    rows = bench_table.step_table(bench_table.read(tmp_path, "step")["7b"])
+    heading = "| sync ms | grading ms | forward s | backward s | optimizer ms | GPU memory GiB | mismatch_kl |"
+    assert rows[0].endswith(heading)  # "other s" is in no file
+    assert {row.count("|") for row in rows[:4]} == {14}
+    assert rows[4:] == ["", bench_table.SPLIT_NOTE]
+    assert rows[2].split(" | ")[1:] == ["3.0", *[""] * 10, " |"]
+    assert rows[3].split(" | ")[1:] == ["3.5", "", "", "", "", "", "12", "1.23", "2.00", "31", "", " |"]
+
+
 def test_the_page_in_the_repository_is_drawn_from_its_files():
     folder = ROOT / "benchmarks"
     kinds = (bench_table.read(folder, kind) for kind in ("rollout", "step", "linear"))

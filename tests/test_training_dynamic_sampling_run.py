@@ -1,6 +1,8 @@
 """Whole runs with dynamic sampling: full batches, right numbers over several rollouts, and resuming inside a step."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 from small_run import small_config
@@ -12,6 +14,7 @@ from training.run import resume, start
 from training.run_log import deterministic, read_metrics
 
 ROWS = 40
+OVERLAPPING = ("time/step_s", "time/train_s", "time/extra_rollouts_s")
 ONE_IN_FOUR = '''
 from pathlib import Path
 
@@ -86,8 +89,18 @@ def test_time_and_speed_are_of_all_rollouts(finished):
     for row in read_metrics(finished):
         assert (row["time/extra_rollouts_s"] > 0) == (row["dynamic_sampling/extra_rollouts"] > 0)
         assert row["time/rollout_s"] + row["time/train_s"] <= row["time/step_s"] * 1.01
+        parts = {key: row[key] for key in row if key.startswith("time/") and key not in OVERLAPPING}
+        assert len(parts) == 7
+        assert min(parts.values()) >= 0
+        assert sum(parts.values()) == pytest.approx(row["time/step_s"])
         tokens = row["dynamic_sampling/discarded_tokens"] + row["completions/mean_tokens"] * 8
         assert row["speed/rollout_tokens_per_s"] * row["time/rollout_s"] == pytest.approx(tokens)
+
+
+def test_each_time_that_is_logged_is_explained(finished):
+    page = (Path(__file__).parents[1] / "docs" / "reports.md").read_text()
+    logged = {key for row in read_metrics(finished) for key in row if key.startswith("time/")}
+    assert sorted(re.findall(r"^\| `(time/\w+)` \|", page, re.MULTILINE)) == sorted(logged)
 
 
 def test_extra_rollouts_have_the_noise_of_their_step_and_seeds_of_their_own(nvfp4_base, tmp_path, monkeypatch):

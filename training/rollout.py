@@ -87,17 +87,17 @@ class Rollout:
         `prompts` holds each prompt once for each of its `num_generations` completions already.
         """
         noise = self._noise.at(self._step, self._history)
-        started = time.perf_counter()
         with profiler:
             self._engine.wake()
             begin_phase()
+            started = time.perf_counter()  # waking and sleeping are no sampling
             touched = self._set_noise(noise)
             purpose = f"rollout/{self._attempt}" if self._attempt else "rollout"
             seed = derive_seed(self._config.run.seed, self._step, purpose)
             self.completions = self._engine.generate(prompts, self.sampling, seed)
+            self._count(noise, touched, time.perf_counter() - started)
             self._after_rollout(noise)
         self._attempt += 1
-        self._count(noise, touched, time.perf_counter() - started)
         return (
             prompts,
             [completion.token_ids for completion in self.completions],

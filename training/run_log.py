@@ -39,7 +39,7 @@ NAMES = {
     "clip_ratio/region_mean": "clip/share",
     "clip_ratio/low_min": None,
     "clip_ratio/high_max": None,
-    "step_time": "time/step_s",
+    "step_time": None,  # without the optimizer; ours is time/step_s
     "epoch": None,
 }
 WARNINGS = "warnings.jsonl"

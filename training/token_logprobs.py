@@ -6,7 +6,8 @@ With z = h W^T / temperature and p = softmax(z), for target y (the head W is fro
     entropy = -sum_j p_j log p_j         d entropy / dh = -(p * (log p + entropy)) W / temperature
 
 The loss weighs each token's logprob by one number, so those rows are computed while a chunk's logits are there and
-scaled in the backward pass: two products with the head a token, where recomputing the logits would take three.
+scaled in the backward pass: two products with the head a token, where recomputing the logits would take three. Of a
+step's time both are in time/forward_s, and of the head only the scaling in time/backward_s.
 """
 
 from __future__ import annotations

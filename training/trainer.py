@@ -37,6 +37,7 @@ from training.micro_batches import MicroBatch, merge_metrics, row_metrics, split
 from training.noise import derive_seed
 from training.packed_policy import PackedPolicy
 from training.packing import pack
+from training.phase_times import PhaseTimes
 from training.prompts import Prompts, PromptSampler
 from training.rollout import Rollout
 from training.run_log import RunLog, completion_rows, means, rename, spread
@@ -105,6 +106,7 @@ class QerlTrainer(GRPOTrainer):
         self.vllm_generation = parts.rollout
         self.vllm_importance_sampling_correction = False  # on inside `_compute_loss` alone, see 2 above
         self._last_loaded_step = -1
+        self._times = PhaseTimes(self.accelerator.device)
 
     # -- data and rollouts
 
@@ -160,7 +162,8 @@ class QerlTrainer(GRPOTrainer):
     def _calculate_rewards(self, *args: Any) -> torch.Tensor:
         if self._kept is None:
             self._run_log.phase("grading")
-            rewards = super()._calculate_rewards(*args)
+            with self._times.phase("reward"):
+                rewards = super()._calculate_rewards(*args)
         else:
             rewards = torch.cat([group.rewards for group in self._kept]).to(self.accelerator.device)
         self._totals = (rewards * self.reward_weights.to(rewards.device)).sum(1).view(-1, self.num_generations)
@@ -215,12 +218,14 @@ class QerlTrainer(GRPOTrainer):
         self.entropy_coef = entropy_coef * batch.token_share / batch.loss_share
         row = pack(batch.ids, batch.mask, batch.width, self.accelerator.device)  # the GPU is at the one before
         try:
-            loss = self._compute_loss(model, batch.inputs | {"packed_row": row}) * batch.loss_share
+            with self._times.phase("forward"):
+                loss = self._compute_loss(model, batch.inputs | {"packed_row": row}) * batch.loss_share
             parts.append((batch, self._metrics["train"]))
         finally:
             self._metrics["train"], self.entropy_coef = step_metrics, entropy_coef
         parts[-1][1].pop("entropy_coef", None)  # the scaled one
-        self.accelerator.backward(loss)
+        with self._times.phase("backward"):  # what recomputes does it here
+            self.accelerator.backward(loss)
         return loss.detach()
 
     def _get_per_token_logps_and_entropies(
@@ -236,7 +241,8 @@ class QerlTrainer(GRPOTrainer):
         inputs, tokens = self._loss_inputs, (input_ids, attention_mask, logits_to_keep)
         with self.accelerator.autocast():
             if inputs is None:
-                logprobs, entropies = self._packed.score(*tokens)
+                with self._times.phase("forward"):
+                    logprobs, entropies = self._packed.score(*tokens)
             else:
                 logprobs, entropies = self._packed.logprobs(*tokens, inputs.get("packed_row"))
                 self._weigh(logprobs.detach(), inputs)
@@ -252,6 +258,7 @@ class QerlTrainer(GRPOTrainer):
         self._unread.append((old, sampling, mask))
 
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        self._times.begin_step()
         loss = super().training_step(model, inputs, num_items_in_batch)
         if not torch.isfinite(loss):
             raise EngineError(
@@ -260,6 +267,7 @@ class QerlTrainer(GRPOTrainer):
             )
         sigma = self._step_metrics.get("noise/sigma", 0.0)
         self._gate.check(self._mismatch, sigma, self.state.log_history)  # the update comes next
+        self._times.begin("optimizer")  # until `log`, with the clipping of the gradient
         return loss
 
     # -- logging and checkpoints
@@ -268,13 +276,16 @@ class QerlTrainer(GRPOTrainer):
         """One dict a step, in our names, for metrics.jsonl and every tracker."""
         if "loss" not in logs:  # the closing summary of transformers' Trainer repeats what the steps said
             return
+        self._times.end()
         self._check_gradient(logs.get("grad_norm"))
         averages = means(self._metrics["train"])
         self._metrics["train"].clear()
         step_metrics = {**self._step_metrics, **self._mismatch.metrics(self._config.loss.correction)}
         self._mismatch = Mismatch()
-        metrics = rename({**logs, **averages, **step_metrics})
-        metrics["time/train_s"] = metrics["time/step_s"] - metrics.pop("time/rollout_and_grading_s", 0.0)
+        rollout_and_grading_s = step_metrics.pop("time/rollout_and_grading_s", 0.0)
+        counted_s = sum(step_metrics.get(key, 0.0) for key in ("time/rollout_s", "time/sync_s"))
+        metrics = rename({**logs, **averages, **step_metrics}) | self._times.metrics(counted_s)
+        metrics["time/train_s"] = metrics["time/step_s"] - metrics["time/optimizer_s"] - rollout_and_grading_s
         if card := [metrics[key] for key in metrics if key.endswith("_card_gib")]:
             metrics["memory/peak_gib"] = max(card)  # of this step
         # A further update on the same rollout has its noise, but took no time for it.

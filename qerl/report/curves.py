@@ -59,7 +59,19 @@ PANELS = (
             ("without a signal, trained on", "dynamic_sampling/filled_groups"),
         ),
     ),
-    Panel("seconds a step", (("rollout", "time/rollout_s"), ("training", "time/train_s"), ("sync", "time/sync_s"))),
+    Panel(
+        "seconds a step",
+        (
+            ("rollout", "time/rollout_s"),
+            ("training", "time/train_s"),
+            ("grading", "time/reward_s"),
+            ("sync", "time/sync_s"),
+        ),
+    ),
+    Panel(
+        "seconds of training a step",
+        (("forward", "time/forward_s"), ("backward", "time/backward_s"), ("optimizer", "time/optimizer_s")),
+    ),
     Panel(
         "GPU memory (GiB)",
         (

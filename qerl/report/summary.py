@@ -18,8 +18,15 @@ CHANGES = (
     ("effective sample size", "correction/ess"),
     ("seconds a step", "time/step_s"),
 )
-PHASES = (("rollout", "time/rollout_s"), ("adapter sync", "time/sync_s"), ("training", "time/train_s"))
-
+PHASES = (
+    ("rollout", "time/rollout_s"),
+    ("adapter sync", "time/sync_s"),
+    ("grading", "time/reward_s"),
+    ("forward", "time/forward_s"),
+    ("backward", "time/backward_s"),
+    ("optimizer", "time/optimizer_s"),
+)
+TRAINING = "time/train_s"  # with what it packs; of a step that an older version timed there is no more
 
 Table = tuple[list[str], list[list[str]]]  # heading, cells
 
@@ -63,8 +70,12 @@ def phases(rows: Sequence[Row]) -> list[Phase]:
     whole = sum(row["time/step_s"] for row in timed)
     if not whole:
         return []
-    totals = {name: sum(row.get(key) or 0.0 for row in timed) for name, key in PHASES}
-    totals["grading and the rest"] = max(0.0, whole - sum(totals.values()))
+    logged = {key for row in timed for key in row}
+    totals = {name: sum(row.get(key) or 0.0 for row in timed) for name, key in PHASES if key in logged}
+    if unsplit := [row[TRAINING] for row in timed if "time/forward_s" not in row and row.get(TRAINING)]:
+        totals["training"] = sum(unsplit)
+    rest = "the rest" if "grading" in totals else "grading and the rest"
+    totals[rest] = max(0.0, whole - sum(totals.values()))
     return [Phase(name, total / len(timed), total, total / whole) for name, total in totals.items()]
 
 
