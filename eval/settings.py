@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from qerl.engine import check_temperature
 from qerl.errors import ConfigError
 from qerl.vllm_plugin.opening import KERNELS
 
@@ -82,6 +83,7 @@ class EvalSettings:
         if not 0 <= self.temperature < math.inf:
             what = "negative" if self.temperature < 0 else "no number"
             raise ConfigError(f"--temperature {self.temperature} is {what}: write 0 (greedy) or more")
+        check_temperature(self.temperature, "--temperature")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"--top-p {self.top_p} is no share: write more than 0 and at most 1")
         if self.temperature == 0 and self.top_p < 1:

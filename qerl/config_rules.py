@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from qerl.config_conflict import Conflict, Conflicts
 from qerl.config_rules_noise import noise, noise_controller
 from qerl.config_rules_rewards import rewards
+from qerl.engine import MIN_TEMPERATURE
 
 if TYPE_CHECKING:
     from qerl.config import RunConfig
@@ -186,6 +187,17 @@ def sampling_filters(config: RunConfig) -> Conflicts:
             )
 
 
+def temperature(config: RunConfig) -> Conflicts:
+    """What is sampled at is what is trained at."""
+    value = config.rollout.temperature
+    if value < MIN_TEMPERATURE:
+        yield Conflict(
+            {"rollout.temperature": value},
+            f"vllm samples at {MIN_TEMPERATURE} instead, and the trainer's logprobs would be of another policy",
+            f"rollout.temperature: {MIN_TEMPERATURE} or more",
+        )
+
+
 def checkpoints(config: RunConfig) -> Conflicts:
     """With several updates on a rollout, a checkpoint between them could not be resumed to the same numbers."""
     every, updates = config.run.save_every, config.loss.num_iterations
@@ -206,6 +218,7 @@ RULES = (
     loss,
     correction,
     sampling_filters,
+    temperature,
     noise,
     noise_controller,
     checkpoints,

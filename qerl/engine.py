@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from qerl.errors import EngineError
+from qerl.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
     import torch
@@ -20,9 +20,15 @@ if TYPE_CHECKING:
     from qerl.checkpoint import ModelRef
 
 
+MIN_TEMPERATURE = 0.01  # below it vLLM 0.25.1 samples at 0.01 and only warns (sampling_params.py line 449)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 and `min_p` 0 switch the filters off."""
+    """How to sample. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 and `min_p` 0 switch the filters off.
+
+    Raises ConfigError for a temperature between 0 and MIN_TEMPERATURE.
+    """
 
     max_new_tokens: int
     temperature: float = 1.0
@@ -30,6 +36,9 @@ class SamplingParams:
     top_k: int = 0
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()  # beside the checkpoint's own end-of-sequence tokens
+
+    def __post_init__(self) -> None:
+        check_temperature(self.temperature, "temperature")
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,15 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free everything but what the caller holds of `policy_model`; further calls raise EngineError."""
+
+
+def check_temperature(temperature: float, name: str) -> None:
+    """Raise ConfigError for one at which vLLM would sample otherwise than told."""
+    if 0 < temperature < MIN_TEMPERATURE:
+        raise ConfigError(
+            f"{name} {temperature:g} is below {MIN_TEMPERATURE}, at which vllm samples instead: write 0 (greedy), or "
+            f"{MIN_TEMPERATURE} or more"
+        )
 
 
 def each_sampling(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:

@@ -67,6 +67,7 @@ def test_both_commands_have_the_same_options():
         (["--max-new-tokens", "0"], "--max-new-tokens 0 is less than one"),
         (["--seed", "-1"], "--seed -1 is negative"),
         (["--temperature", "-0.5"], "--temperature -0.5 is negative"),
+        (["--temperature", "0.005"], "--temperature 0.005 is below 0.01, at which vllm samples instead"),
         (["--temperature", "warm"], "--temperature"),
         (["--top-p", "1.5", "--sampled"], "--top-p 1.5 is no share"),
         (["--top-p", "0.9"], "does nothing at temperature 0 (greedy)"),

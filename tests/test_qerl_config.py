@@ -293,6 +293,11 @@ PAIRS = [
     (["data.columns={problem: question}"], "; write data.columns: {question: problem}"),
     (["data.columns={frage: q}"], "; write data.columns: {question: THEIR_NAME, answer: THEIR_NAME}"),
     (["rollout.top_k=50"], "rollout.top_k 50 with loss.mismatch_gate 0.003"),
+    (
+        ["rollout.temperature=0.005"],
+        "rollout.temperature 0.005: vllm samples at 0.01 instead, and the trainer's logprobs would be of another "
+        "policy; write rollout.temperature: 0.01 or more",
+    ),
 ]
 
 

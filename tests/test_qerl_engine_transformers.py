@@ -10,7 +10,7 @@ from conftest import write_base
 import qerl.norms
 from qerl.adapter import adapter_scaling, adapter_tensors, attach_lora, read_adapter, save_adapter
 from qerl.engine import SamplingParams, choose_engine, open_engine
-from qerl.errors import EngineError
+from qerl.errors import ConfigError, EngineError
 from qerl.norms import block_norms
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [5, 6, 7]]
@@ -101,6 +101,13 @@ def test_each_request_keeps_its_own_limit_and_temperature(shared):
     assert len(done[1].token_ids) == 9
     (score,) = shared.score([PROMPTS[1]], [done[1].token_ids], 0.7)
     assert done[1].logprobs == pytest.approx(score, abs=2e-4)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 0.0099])
+def test_a_temperature_that_vllm_would_raise_is_refused(temperature):
+    with pytest.raises(ConfigError, match=r"below 0\.01.* write 0 \(greedy\)"):
+        SamplingParams(8, temperature)
+    assert [SamplingParams(8, kept).temperature for kept in (0.0, 0.01)] == [0.0, 0.01]
 
 
 def test_the_same_parameters_for_each_are_those_for_all(shared):
