@@ -165,17 +165,22 @@ def _same_model(source: str, name: str) -> bool:
 
 
 def _resolve_run(run: Path, load: Load) -> ModelRef:
+    base, recipe_format = _model_of_run(run)
+    found = resolve_base_of_run(base, recipe_format if load == "auto" else load, run)
+    return replace(_plain_base(found, run), kind="run", path=run, run=run, adapter=_run_adapter(run))
+
+
+def _model_of_run(run: Path) -> tuple[str, Load]:
+    """What its recipe calls model.base and model.format."""
     import yaml
 
     try:
         model = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["model"]
-        base, recipe_format = model["base"], model["format"]
+        return model["base"], model["format"]
     except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{run / 'config.yaml'} names no model.base and model.format: give another run"
         ) from error
-    found = resolve_base_of_run(base, recipe_format if load == "auto" else load, run)
-    return replace(_plain_base(found, run), kind="run", path=run, run=run, adapter=_run_adapter(run))
 
 
 def resolve_base_of_run(base: str, load: Load, run: Path) -> ModelRef:
@@ -190,11 +195,7 @@ def resolve_base_of_run(base: str, load: Load, run: Path) -> ModelRef:
 
 
 def _resolve_adapter(folder: Path, load: Load) -> ModelRef:
-    base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
-    if not base:
-        raise CheckpointError(
-            f"{folder / 'adapter_config.json'} names no base: write `--model BASE --adapter {folder}`"
-        )
+    base = _model_of_adapter(folder)
     try:
         found = resolve_model(beside(folder, base), load)
     except CheckpointError as error:
@@ -202,6 +203,27 @@ def _resolve_adapter(folder: Path, load: Load) -> ModelRef:
             f"{folder} is an adapter of {base}, which is not here: write `--model BASE --adapter {folder}` ({error})"
         ) from error
     return replace(_plain_base(found, folder), kind="adapter", path=folder, adapter=_checked_adapter(folder))
+
+
+def _model_of_adapter(folder: Path) -> str:
+    base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    if not base:
+        raise CheckpointError(
+            f"{folder / 'adapter_config.json'} names no base: write `--model BASE --adapter {folder}`"
+        )
+    return base
+
+
+def model_under(ref: str) -> str:
+    """The model that a run or an adapter names, which need not be here; any other `ref` is one itself."""
+    folder = Path(ref).expanduser()
+    if ref == TINY or not folder.is_dir():
+        return ref
+    if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
+        return model_under(beside(folder, _model_of_run(folder)[0]))
+    if (folder / "adapter_config.json").is_file():
+        return model_under(beside(folder, _model_of_adapter(folder)))
+    return ref
 
 
 def _plain_base(found: ModelRef, owner: Path) -> ModelRef:

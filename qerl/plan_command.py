@@ -48,12 +48,15 @@ def plan_command(
         sys.exit(1)
 
 
-def plan_of(config: RunConfig, gpu: str | None = None) -> Plan:
-    """The plan for the card `gpu`; None: the one of this machine, or a 24 GiB card where there is none."""
+def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None) -> Plan:
+    """The plan for the card `gpu`; None: the one of this machine, or a 24 GiB card where there is none.
+
+    `model`: where the recipe's model was found, if it has been looked for.
+    """
     from qerl.plan import card_of, plan
     from qerl.sizes import read_sizes
 
-    return plan(config, read_sizes(config.model.base), this_card() if gpu is None else card_of(gpu))
+    return plan(config, read_sizes(model or config.model.base), this_card() if gpu is None else card_of(gpu))
 
 
 def this_card() -> Card:

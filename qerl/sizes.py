@@ -102,10 +102,14 @@ class ModelSizes:
 
 
 def read_sizes(base: str) -> ModelSizes:
-    """Sizes of a model folder, or of a known model by its hub id. Raises CheckpointError for one that is neither."""
-    from qerl.checkpoint import read_json
+    """Sizes of a model folder, or of a known model by its hub id; of a run or an adapter, those of its base.
+
+    Raises CheckpointError for what is none of them.
+    """
+    from qerl.checkpoint import model_under, read_json
     from qerl.model import local_folder
 
+    base = model_under(base)
     name = base.rpartition("/")[2].lower()
     known = next((sizes for prefix, sizes in KNOWN.items() if name.startswith(prefix)), None)
     if known is not None and not Path(base).is_dir():

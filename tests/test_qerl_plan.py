@@ -3,9 +3,12 @@
 import json
 import sys
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from small_run import small_config
 from typer.testing import CliRunner
 
 from qerl.cli import app
@@ -15,6 +18,8 @@ from qerl.plan_advice import advice, largest_completion, with_values
 from qerl.recipe import load_recipe, recipe_names
 from qerl.sizes import KNOWN, read_sizes, sizes_of
 from qerl.vllm_plugin.opening import Settings
+from training.dry_run import dry_run
+from training.run import start
 
 GIB = 2**30
 ROOT = Path(__file__).resolve().parents[1]
@@ -312,3 +317,40 @@ def test_a_dry_run_shows_plan_data_and_rewards_and_writes_nothing(nvfp4_base, tm
     assert all(row[-3:] == ["1", "/", "0"] for row in rows)  # the answer earns the reward, nothing does not
     assert "KV cache" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+@pytest.fixture(scope="module")
+def run_of_three_steps(nvfp4_base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    return start(small_config(nvfp4_base, folder, steps=3), "first").run_dir
+
+
+@pytest.mark.parametrize("part", ["", "adapter"])
+def test_a_run_and_its_adapter_are_planned_by_their_base(run_of_three_steps, nvfp4_base, part):
+    assert read_sizes(str(run_of_three_steps / part)) == read_sizes(str(nvfp4_base))
+    model = ["--model", str(run_of_three_steps / part)]
+    planned = CliRunner().invoke(app, ["plan", "--recipe", "tiny", *model])
+    assert planned.exit_code == 0, planned.output
+    dry = CliRunner().invoke(app, ["train", "--recipe", "tiny", *model, "--dry-run"])
+    assert dry.exit_code == 0, dry.output
+    assert planned.stdout[-200:] == dry.stdout[-200:]
+
+
+def test_an_adapter_of_a_known_model_is_planned_without_it(tmp_path):
+    about = {"base_model_name_or_path": "Qwen/Qwen2.5-7B-Instruct"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about), encoding="utf-8")
+    assert read_sizes(str(tmp_path)) == read_sizes("Qwen/Qwen2.5-7B")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ("adapter.rank=4096", ConfigError, "write adapter.rank: "),
+        ("rollout.max_new_tokens=512", ConfigError, "exceed the model's 512 positions"),
+        ("adapter.rank=8", ConfigError, "write adapter.rank: 16"),  # of the run that it starts from
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(run_of_three_steps, nvfp4_base, tmp_path, given, error, said):
+    base = run_of_three_steps if given == "adapter.rank=8" else nvfp4_base
+    with pytest.raises(error, match=said):
+        dry_run(small_config(base, tmp_path, given), Console(file=StringIO()))

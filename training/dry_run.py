@@ -9,11 +9,14 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint import resolve_model
+from qerl.hub import config_folder, is_hub_id
 from qerl.model import load_tokenizer
 from qerl.plan_command import plan_of, show
 from qerl.tasks import get_task, grade
+from training.limits import check_limits
 from training.prompts import Prompts, load_prompts
 from training.rewards import Rewards, build_rewards
+from training.warm_start import check_warm_start
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -27,13 +30,18 @@ ROWS = 5
 
 
 def dry_run(config: RunConfig, console: Console) -> bool:
-    """Print plan, data and rewards; returns whether the run would fit. Raises what the run itself would raise.
+    """Print plan, data and rewards; returns whether the run would fit. Raises what the run itself would raise of model,
+    adapter, data and rewards.
 
     The rewards see, for the first rows, a completion that is the row's own answer and an empty one.
     """
     base = resolve_model(config.model.base, config.model.format)
+    if base.adapter is not None:
+        check_warm_start(base.adapter, base.base, config)
     tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
     prompts = load_prompts(config.data, tokenizer, config.rollout.prompts_per_step)
+    folder = config_folder(base.base) if is_hub_id(base.base) else Path(base.base)  # no weights are fetched
+    check_limits(config, folder, prompts)
     lengths = sorted(len(ids) for ids in prompts.ids_by_text.values())
     console.print(
         f"data: {len(prompts.examples)} prompts of {lengths[0]} to {lengths[-1]} tokens, half of them under "
@@ -42,9 +50,9 @@ def dry_run(config: RunConfig, console: Console) -> bool:
         highlight=False,
         soft_wrap=True,
     )
-    with TemporaryDirectory() as folder:
-        console.print(reward_table(config, prompts, build_rewards(config, prompts.examples, Path(folder))))
-    made = plan_of(config)
+    with TemporaryDirectory() as written:
+        console.print(reward_table(config, prompts, build_rewards(config, prompts.examples, Path(written))))
+    made = plan_of(config, model=str(folder))
     show(config, made, console)
     return not made.problems
 
