@@ -20,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from qerl import vllm_plugin
 from qerl.engine import Completion, SamplingParams, check_context, each_sampling
 from qerl.errors import EngineError
 from qerl.model import local_folder
@@ -110,8 +111,10 @@ class VLLMEngine:
             opening.compile_ahead(settings, options)
             opening.import_vllm()
         self._llm = opening.open_llm(settings, options, seed, enforce_eager)
-        self._model = self._llm.llm_engine.model_executor.driver_worker.model_runner.model
+        runner = self._llm.llm_engine.model_executor.driver_worker.model_runner
+        self._model = runner.model
         self._asleep = self._cache_warned = False
+        vllm_plugin.check(self._model, runner, opening.asks_for_own_attention(settings.kv_cache_dtype))
         self._index_model()
         self.max_context, self._model_len = settings.context, settings.model_len
         cache = self._llm.llm_engine.vllm_config.cache_config
@@ -256,13 +259,11 @@ class VLLMEngine:
         """Find what sync and noise write to, and what multiplies the base weights."""
         from vllm.model_executor.layers.linear import LinearBase
 
-        from qerl import vllm_plugin
         from qerl.vllm_plugin.attention import attention_name
         from qerl.vllm_plugin.linear import kernel_name
         from qerl.vllm_plugin.norm import NoisyRMSNorm
         from qerl.vllm_plugin.sync import adapter_slots
 
-        vllm_plugin.check(self._model)
         modules = dict(self._model.named_modules())
         linears = {name: module for name, module in modules.items() if isinstance(module, LinearBase)}
         self._gains = Gains({name: module for name, module in modules.items() if isinstance(module, NoisyRMSNorm)})

@@ -293,6 +293,7 @@ class TestOnGPU:
         expected = {"bf16": "cublas"}.get(checked.format, ours if checked.asked == "auto" else checked.asked)
         assert checked.kernel == expected
         assert checked.attention == ("qerl" if ours == "qerl" else "flash attention")
+        assert checked.drawn_by == "FusedSampler"
 
     def test_a_tuned_engine_keeps_its_times_and_another_has_none(self, checked):
         """That its products are right is what the tests below hold."""

@@ -18,9 +18,12 @@ to do itself: an adapter-only in-memory LoRA update (no multi-adapter path), and
 
 from __future__ import annotations
 
+import logging
 import os
 
 from qerl.errors import EngineError
+
+logger = logging.getLogger(__name__)
 
 NVFP4_METHOD = "qerl_nvfp4"
 BF16_METHOD = "qerl_bf16"
@@ -58,13 +61,18 @@ def register_if_asked() -> None:
         register()
 
 
-def check(model) -> None:
-    """Raise EngineError unless the linears and norms of vLLM's decoder layers are ours."""
+def check(model, runner, own_attention: bool) -> None:
+    """Raise EngineError unless the linears and norms of vLLM's decoder layers are ours.
+
+    Where vLLM samples or attends (`own_attention`: ours was asked for) by its own all is right but slower: a warning.
+    """
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import LinearBase
 
+    from qerl.vllm_plugin.attention import attends_by_ours
     from qerl.vllm_plugin.linear import AdapterLinearMethod
     from qerl.vllm_plugin.norm import NoisyRMSNorm
+    from qerl.vllm_plugin.sampling import FusedSampler
 
     linears = {name: module for name, module in model.named_modules() if isinstance(module, LinearBase)}
     norms = {name: module for name, module in model.named_modules() if isinstance(module, RMSNorm)}
@@ -76,3 +84,17 @@ def check(model) -> None:
             "adapter and noise would not act there. Another vLLM plugin may interfere (VLLM_PLUGINS= switches plugins "
             "off), or this vLLM is not the supported version 0.25.1"
         )
+    sampler = getattr(runner, "sampler", None)
+    if not isinstance(sampler, FusedSampler):
+        _warn("sampler", sampler, runner)
+    if own_attention and not attends_by_ours(model):
+        _warn("attention", next((m.impl for m in model.modules() if hasattr(m, "impl")), None), runner)
+
+
+def _warn(what: str, found: object, runner: object) -> None:
+    logger.warning(
+        "vLLM took its own %s (%s; runner %s) in place of qerl's: results are right and rollouts slower. Another vLLM "
+        "plugin or a variable such as VLLM_USE_V2_MODEL_RUNNER may be the cause",
+        what,
+        *(f"{type(thing).__module__}.{type(thing).__name__}" for thing in (found, runner)),
+    )

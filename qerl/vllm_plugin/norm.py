@@ -3,7 +3,8 @@
 The checkpoint's bfloat16 `weight` stays as it is (the trainer shares it). `gain`, float32, is what multiplies: at first
 the same values, later trained weights and noise. It is read by the captured CUDA graphs and written in place. All is
 computed in float32 and rounded once: rounding x_hat before the product as well, as transformers' clean norms do, would
-leave 128 different mantissas, too few for noise of sigma 1e-4 to come out unbiased in each channel.
+leave 128 different mantissas, too few for noise of sigma 1e-4 to come out unbiased in each channel. Remove when vLLM's
+RMSNorm takes a float32 weight in a bfloat16 model, multiplies by it before it rounds, and lets it be overwritten.
 """
 
 from __future__ import annotations

@@ -17,6 +17,7 @@ from qerl.vllm_plugin.startup import capture_sizes
 MIN_CAPABILITY = (8, 0)  # bfloat16
 FP8_CAPABILITY = (8, 9)  # e4m3
 KERNELS = ("auto", "qerl", "humming", "marlin")  # as rollout.kernel has them, which needs pydantic
+ATTENTION = "attention_config"
 MAX_BATCHED_TOKENS = 8192  # of a prefill; vLLM's 16384 takes twice the activations and is no faster for rollouts
 
 
@@ -158,7 +159,11 @@ def _for_hopper(kv_cache_dtype: str) -> dict[str, Any]:
     if not has_kernels(torch.device("cuda", torch.cuda.current_device())):
         return {}
     early = {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}}
-    return early | ({"attention_config": {"backend": "CUSTOM"}} if kv_cache_dtype == "auto" else {})
+    return early | ({ATTENTION: {"backend": "CUSTOM"}} if kv_cache_dtype == "auto" else {})
+
+
+def asks_for_own_attention(kv_cache_dtype: str) -> bool:
+    return ATTENTION in _for_hopper(kv_cache_dtype)
 
 
 def choose_kernel(kernel: str, format: str) -> str:

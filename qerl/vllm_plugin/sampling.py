@@ -6,7 +6,8 @@ program a sequence and counts the token's rank, which a rollout does not read: 0
 position, -log(-log1p(-u))), but all four numbers of a Philox call are used, so a seed gives other tokens than in vLLM.
 
 A batch with a request that asks for more (top-k, top-p, min-p, penalties, biases, bad words, more logprobs) goes to
-vLLM's own sampler. Ranks are not computed: they are 0.
+vLLM's own sampler. Ranks are not computed: they are 0. Remove when vLLM's own reads the logits once and counts no rank
+that nobody asked for.
 """
 
 from __future__ import annotations

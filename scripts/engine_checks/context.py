@@ -19,10 +19,12 @@ class Context:
         started = time.monotonic()
         self.arguments = arguments
         self.engine = self.open()
+        worker = self.engine._llm.llm_engine.model_executor.driver_worker
         self.report = {
             "model": arguments.model,
             "kernel": self.engine.kernel,
             "attention": self.engine.attention,
+            "drawn_by": type(worker.model_runner.sampler).__name__,
             "open_s": round(time.monotonic() - started, 1),
             "startup_s": self.engine.startup_s,
             "compiled_from_cache": self.engine.compiled_from_cache,
