@@ -84,7 +84,7 @@ class VLLMEngine:
         self._base, self._trust_remote_code = base, trust_remote_code
         self._cap_bytes = None if cap_gib is None else int(cap_gib * 2**30)
         self._other_bytes = 0  # beside torch's, of this process; known once the engine is open
-        self._max_rank, self._deterministic = max_rank, deterministic
+        self._max_rank, self._deterministic, self._kv_cache_dtype = max_rank, deterministic, kv_cache_dtype
         settings = opening.Settings(
             base, format, trust_remote_code, memory, cap_gib, max_context, max_sequences, kv_cache_dtype, trainer_bytes
         )
@@ -111,10 +111,8 @@ class VLLMEngine:
             opening.compile_ahead(settings, options)
             opening.import_vllm()
         self._llm = opening.open_llm(settings, options, seed, enforce_eager)
-        runner = self._llm.llm_engine.model_executor.driver_worker.model_runner
-        self._model = runner.model
+        self._model = self._llm.llm_engine.model_executor.driver_worker.model_runner.model
         self._asleep = self._cache_warned = False
-        vllm_plugin.check(self._model, runner, opening.asks_for_own_attention(settings.kv_cache_dtype))
         self._index_model()
         self.max_context, self._model_len = settings.context, settings.model_len
         cache = self._llm.llm_engine.vllm_config.cache_config
@@ -264,6 +262,8 @@ class VLLMEngine:
         from qerl.vllm_plugin.norm import NoisyRMSNorm
         from qerl.vllm_plugin.sync import adapter_slots
 
+        runner = self._llm.llm_engine.model_executor.driver_worker.model_runner
+        vllm_plugin.check(self._model, runner, opening.asks_for_own_attention(self._kv_cache_dtype))
         modules = dict(self._model.named_modules())
         linears = {name: module for name, module in modules.items() if isinstance(module, LinearBase)}
         self._gains = Gains({name: module for name, module in modules.items() if isinstance(module, NoisyRMSNorm)})
