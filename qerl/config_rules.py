@@ -59,10 +59,10 @@ def task(config: RunConfig) -> Conflicts:
         )
 
 
-def engine(config: RunConfig) -> Conflicts:
-    """Keys that only one of the engines reads are not given to the other."""
+def vllm_only(config: RunConfig) -> dict[str, object]:
+    """What was asked for of the keys that the vllm engine alone reads."""
     rollout = config.rollout
-    vllm_only = {
+    asked = {
         "rollout.kernel": rollout.kernel if rollout.kernel != "auto" else None,
         "rollout.tune_kernels": rollout.tune_kernels or None,
         "rollout.kv_cache_dtype": rollout.kv_cache_dtype if rollout.kv_cache_dtype != "auto" else None,
@@ -70,13 +70,19 @@ def engine(config: RunConfig) -> Conflicts:
         "rollout.deterministic": rollout.deterministic or None,
         "memory.cap_gib": config.memory.cap_gib,
     }
-    for key, value in vllm_only.items():
-        if rollout.engine == "transformers" and value is not None:
-            yield Conflict(
-                {key: value, "rollout.engine": "transformers"},
-                "only the vllm engine reads it" + (" (transformers repeats itself anyway)" if value is True else ""),
-                f"rollout.engine: vllm, or leave {key} out",
-            )
+    return {key: value for key, value in asked.items() if value is not None}
+
+
+def engine(config: RunConfig) -> Conflicts:
+    """Keys that only one of the engines reads are not given to the other; where `auto` leads shows when a run starts
+    (training/limits.py)."""
+    rollout = config.rollout
+    for key, value in vllm_only(config).items() if rollout.engine == "transformers" else ():
+        yield Conflict(
+            {key: value, "rollout.engine": "transformers"},
+            "only the vllm engine reads it" + (" (transformers repeats itself anyway)" if value is True else ""),
+            f"rollout.engine: vllm, or leave {key} out",
+        )
     if rollout.engine == "vllm" and rollout.batch_size is not None:
         yield Conflict(
             {"rollout.batch_size": rollout.batch_size, "rollout.engine": "vllm"},

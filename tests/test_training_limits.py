@@ -9,7 +9,8 @@ import torch
 from small_run import small_config
 
 from qerl.checkpoint import ModelRef
-from qerl.errors import EngineError
+from qerl.engine import choose_engine
+from qerl.errors import ConfigError, EngineError
 from qerl.plan import plan
 from qerl.recipe import load_recipe
 from qerl.sizes import KNOWN, read_sizes
@@ -91,12 +92,50 @@ def test_more_tokens_than_positions_is_left_to_the_longest_real_prompt(seven):
 
 
 def test_a_start_on_the_vllm_path_asks_before_it_opens_the_engine(nvfp4_base, tmp_path, monkeypatch):
-    monkeypatch.setattr(training_run, "choose_engine", lambda *_: "vllm")
+    monkeypatch.setattr(limits, "choose_engine", lambda *_: "vllm")
     monkeypatch.setattr(training_run, "free_bytes", lambda: 2 * GIB)
     monkeypatch.setattr(training_run, "open_rollout_engine", lambda *_: pytest.fail("an engine was opened"))
     with pytest.raises(EngineError, match="the rollout may hold"):
         start(small_config(nvfp4_base, tmp_path), "x")
     assert not Path(tmp_path / "run").exists()
+
+
+def test_the_engine_is_told_what_will_stand_beside_it(seven, monkeypatch):
+    told = {}
+    monkeypatch.setattr(training_run, "choose_engine", lambda *_: "vllm")
+    monkeypatch.setattr(training_run, "open_engine", lambda *_, **options: told.update(options))
+    training_run.open_rollout_engine(with_cap(12), seven)
+    # float32 factors and two 8-bit moments, rank 32 on every linear: q and o, k and v, gate and up, down
+    numbers = 28 * 32 * (2 * 7168 + 2 * 4096 + 2 * 22528 + 22528)
+    assert told["trainer_bytes"] == numbers * (4 + 2)
+
+
+@pytest.mark.skipif(choose_engine("auto") == "vllm", reason="auto means vllm here")
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["memory.cap_gib=24"], "does not read memory.cap_gib: leave it out"),
+        (["rollout.kernel=marlin"], "does not read rollout.kernel: leave it out"),
+        (
+            ["rollout.memory=8", "rollout.deterministic=true"],
+            "read rollout.memory, rollout.deterministic: leave them out",
+        ),
+        (["rollout.kv_cache_dtype=fp8"], "does not read rollout.kv_cache_dtype: leave it out"),
+        (["rollout.tune_kernels=true"], "does not read rollout.tune_kernels: leave it out"),
+    ],
+)
+def test_keys_of_vllm_are_refused_where_auto_is_transformers(nvfp4_base, tmp_path, given, named):
+    config = small_config(nvfp4_base, tmp_path, "rollout.engine=auto", *given)
+    with pytest.raises(ConfigError) as refused:
+        start(config, "x")
+    assert named in str(refused.value)
+    assert "`qerl doctor`" in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(choose_engine("auto") == "vllm", reason="auto means vllm here")
+def test_a_plain_recipe_may_leave_the_engine_open(nvfp4_base, tmp_path):
+    assert limits.check_engine(small_config(nvfp4_base, tmp_path, "rollout.engine=auto")) == "transformers"
 
 
 @pytest.mark.gpu

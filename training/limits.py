@@ -6,6 +6,8 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.config_rules import vllm_only
+from qerl.engine import choose_engine
 from qerl.errors import CheckpointError, ConfigError, EngineError
 from qerl.model import local_folder
 from qerl.own_memory import others_bytes
@@ -40,6 +42,22 @@ def check_limits(config: RunConfig, folder: Path, prompts: Prompts) -> None:
             f"adapter.rank {config.adapter.rank} is more than any linear of this model can have: write adapter.rank: "
             f"{width} or less"
         )
+
+
+def check_engine(config: RunConfig) -> str:
+    """The engine that rollout.engine stands for here. Raises ConfigError if other keys need another."""
+    engine = choose_engine(config.rollout.engine)
+    asked = vllm_only(config) if engine == "transformers" else {}
+    if asked:
+        import torch
+
+        why = "vllm is not installed" if torch.cuda.is_available() else "there is no CUDA device"
+        keys = ", ".join(asked)
+        raise ConfigError(
+            f"rollout.engine auto is transformers here, since {why}, and that does not read {keys}: leave "
+            f"{'it' if len(asked) == 1 else 'them'} out, or run it where vllm runs (`qerl doctor` says what is missing)"
+        )
+    return engine
 
 
 def check_memory(config: RunConfig, base: ModelRef, free: int) -> None:

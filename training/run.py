@@ -34,7 +34,7 @@ from qerl.plan import trainer_bytes
 from qerl.recipe import load_config, save_config
 from qerl.report.sampling import sampling_text
 from training.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
-from training.limits import check_limits, check_memory, free_bytes, sizes_at
+from training.limits import check_engine, check_limits, check_memory, free_bytes, sizes_at
 from training.model import build_policy
 from training.prompts import load_prompts
 from training.resume import rewind_
@@ -89,13 +89,13 @@ def resume(run_dir: Path, step: int | None = None) -> TrainResult:
 
 
 def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoint: Path | None) -> TrainResult:
-    found = written(run_dir)
+    found, engine_name = written(run_dir), check_engine(config)
     if base.adapter is not None:
         check_warm_start(base.adapter, base.base, config)
     tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
     prompts = load_prompts(config.data, tokenizer, config.rollout.prompts_per_step)
     check_limits(config, local_folder(base.base), prompts)
-    if choose_engine(config.rollout.engine) == "vllm":
+    if engine_name == "vllm":
         check_memory(config, base, free_bytes())
     rewards = build_rewards(config, prompts.examples, run_dir)
     engine = open_rollout_engine(config, base)
