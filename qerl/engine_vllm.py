@@ -18,6 +18,7 @@ import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl import vllm_plugin
@@ -26,6 +27,7 @@ from qerl.errors import EngineError
 from qerl.model import local_folder
 from qerl.own_memory import own_bytes
 from qerl.vllm_plugin import TUNE, opening, requests
+from qerl.vllm_plugin.checkpoint import check_checkpoint
 from qerl.vllm_plugin.gains import Gains
 from qerl.vllm_plugin.startup import Parts, line, whole
 
@@ -107,6 +109,8 @@ class VLLMEngine:
         os.environ[TUNE] = "1" if tune_kernels else ""
         options = {"max_rank": self._max_rank, "deterministic": self._deterministic}
         options["kernel"] = opening.choose_kernel(kernel, settings.format)
+        if settings.format == "nvfp4":
+            check_checkpoint(Path(settings.base), options["kernel"])
         with parts.part("imports"):
             opening.compile_ahead(settings, options)
             opening.import_vllm()

@@ -1,0 +1,60 @@
+"""What vLLM's fused linears and our kernel ask of an NVFP4 checkpoint, told from headers and global scales.
+
+Loading meets the same conditions in `linear.py` and `kernel.py`, but after all weights are there. No vllm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from qerl.errors import EngineError
+from qerl.nvfp4.layout import GLOBAL_SCALE, PACKED, SHARED_GLOBAL_SCALE, quantized_linears
+from qerl.shards import read_tensors
+
+
+def check_checkpoint(folder: Path, kernel: str) -> None:
+    """Raise EngineError for a shape that `kernel` does not take, or fused linears with different global scales."""
+    from qerl.nvfp4 import gemm
+
+    tensors = read_tensors(folder)
+    groups = fused(quantized_linears(tensors))
+    for modules in groups if kernel == "qerl" else []:
+        shapes = [tensors[f"{module}.{PACKED}"].shape for module in modules]
+        rows, columns = sum(shape[0] for shape in shapes), 2 * shapes[0][1]
+        if not gemm.takes(rows, columns):
+            raise EngineError(
+                f"{', '.join(modules)} is {rows} x {columns}, which qerl's kernel does not take: write "
+                "rollout.kernel=humming or marlin"
+            )
+    several = [group for group in groups if len(group) > 1]
+    names = [f"{module}.{GLOBAL_SCALE}" for group in several for module in group]
+    scales = _numbers({name: tensors[name].file for name in names})
+    for modules in several:
+        found = {scales[f"{module}.{GLOBAL_SCALE}"] for module in modules}
+        if len(found) > 1:
+            raise EngineError(
+                f"vLLM fuses {', '.join(modules)}, to which this checkpoint gives different global scales "
+                f"{sorted(found)}; quantize it again with `qerl quantize`, which shares them"
+            )
+
+
+def fused(linears: Iterable[str]) -> list[list[str]]:
+    """The linears, those that vLLM multiplies by at once in one list."""
+    leaders = {leaf: group[0] for group in SHARED_GLOBAL_SCALE for leaf in group}
+    groups: dict[tuple[str, str], list[str]] = {}
+    for module in linears:
+        parent, _, leaf = module.rpartition(".")
+        groups.setdefault((parent, leaders.get(leaf, leaf)), []).append(module)
+    return list(groups.values())
+
+
+def _numbers(files: Mapping[str, Path]) -> dict[str, float]:
+    """The values of tensors of one number, each in its file."""
+    from safetensors import safe_open
+
+    found = {}
+    for file in dict.fromkeys(files.values()):
+        with safe_open(file, "pt") as tensors:
+            found |= {name: tensors.get_tensor(name).item() for name, of in files.items() if of == file}
+    return found
