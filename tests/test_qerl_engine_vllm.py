@@ -249,10 +249,11 @@ def run_script(script, *arguments, **environment):
 
 
 def checked_once(folder, shape, layers=None, kernel="auto", only=()):
-    """The report of some checks."""
+    """The report of some checks, of an engine that leaves the card to others beside it."""
     model, out = folder / "model", folder / "report.json"
     run_script("make_random_checkpoint.py", "--shape", shape, "--out", model, *["--layers", layers] * bool(layers))
-    run_script("check_engine.py", "--model", model, "--kernel", kernel, "--only", *only, "--out", out)
+    check = ("check_engine.py", "--model", model, "--kernel", kernel, "--memory", 8, "--out", out)
+    run_script(*check, "--only", *only)
     return json.loads(out.read_text(encoding="utf-8"))
 
 
