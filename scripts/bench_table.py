@@ -44,13 +44,15 @@ SPLIT_NOTE = (
     "step without its optimizer; qerl's rollout has waking and sleeping in it there."
 )
 NOTES = {  # kind and shape -> what the files do not say
-    ("rollout", "7b"): "Stock vLLM in BF16 and qerl in one run, in turns; Marlin is of an earlier session. The host "
-    "matters: with 8 to 256 sequences the CPU needs 1.5 to 7 ms a step, and rates scatter by a tenth between machines.",
+    ("rollout", "7b"): "Stock vLLM in BF16 and qerl in one run, in turns; Marlin is of a run on another machine. The "
+    "host matters: with 8 to 256 sequences the CPU needs 1.5 to 7 ms a step, and rates scatter by a tenth between "
+    "machines.",
     ("rollout", "32b"): "Of commit ce834ff, before attention was a kernel of our own.",
-    ("step", "7b"): "TRL and qerl of one run, the mixed lengths of commit ce834ff. The second step of qerl took 6.8 s "
-    "and the third, the only one with a completion that ended early, 8.3: Triton compiled kernels again for numbers of "
-    "tokens that 16 does not divide (0.6 s in the rollout: the sampler; 0.9 s in training: the norms' backward pass "
-    "and others). That is corrected since.",
+    ("step", "7b"): "TRL and qerl of one run, one after the other on one card; under 24 GiB of commit 926396c, the "
+    "mixed lengths of ce834ff. The matrix rate is 814 TFLOP/s, of a burst of 13 products; for a second this card's "
+    "like keeps up 665 (below). The second step of qerl took 6.9 s and the third, in which a completion ended early, "
+    "7.1. Under 24 GiB micro-batches have 3072 tokens, few enough for the CPU to be the limit: beside a process that "
+    "compiled kernels a step of commit 3e6c7ee took 8.2 s, 4.7 of it training.",
 }
 
 
@@ -108,6 +110,10 @@ def rollout_table(results: dict[str, dict[str, Any]]) -> list[str]:
         rates = result["decode_tokens_per_s"]
         cells = [f"{rates[c]:.0f} ({rates[c] / first[c]:.2f})" if c in rates else "" for c in counts]
         rows.append(f"| {NAMES.get(name, name)} | {' | '.join(cells)} |")
+    if {"qerl", "qerl-base"} <= results.keys():
+        with_one, without = (results[name]["decode_tokens_per_s"] for name in ("qerl", "qerl-base"))
+        cells = [f"{1 - with_one[c] / without[c]:.1%}" if c in with_one and c in without else "" for c in counts]
+        rows.append(f"| what the adapter takes | {' | '.join(cells)} |")
     return rows
 
 

@@ -18,7 +18,7 @@ def sections(folder: Path) -> list[str]:
             result = json.loads(path.read_text(encoding="utf-8"))
             shape = path.stem.removeprefix(f"{kind}-").upper()
             lines += [f"## {heading.format(shape=shape)}", "", *draw(result), "", *commands({kind: result}), ""]
-    return lines + lora_cost(folder)
+    return lines
 
 
 def commands(results: dict[str, Result]) -> list[str]:
@@ -150,26 +150,6 @@ def engines(result: Result) -> list[str]:
         for run in result["runs"]
     ]
     return table(["", f"mean reward of the last {last} steps", "largest mismatch_kl"], rows)
-
-
-def lora_cost(folder: Path) -> list[str]:
-    """Decode with an adapter against decode without, of `lora-cost-<shape>-base.json` and its pair."""
-    lines: list[str] = []
-    for path in sorted(folder.glob("lora-cost-*-base.json")):
-        shape = path.stem.removeprefix("lora-cost-").removesuffix("-base")
-        base = json.loads(path.read_text(encoding="utf-8"))
-        without = base["decode_tokens_per_s"]
-        for pair in sorted(folder.glob(f"lora-cost-{shape}-rank*.json")):
-            result = json.loads(pair.read_text(encoding="utf-8"))
-            rates, rank = result["decode_tokens_per_s"], pair.stem.rpartition("rank")[2]
-            rows = [
-                ["without an adapter", *(f"{rate:.0f}" for rate in without.values())],
-                [f"with one of rank {rank}", *(f"{rates[n]:.0f}" if n in rates else "" for n in without)],
-                ["it takes", *(_percent(1 - rates[n] / without[n]) if n in rates else "" for n in without)],
-            ]
-            lines += [f"## What an adapter costs in decode tokens/s, {shape.upper()} shape, by number of sequences", ""]
-            lines += [*table(["one run, in turns", *without], rows), "", *commands({"0": base, "1": result}), ""]
-    return lines
 
 
 def _line(cells: list[str]) -> str:

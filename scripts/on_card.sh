@@ -15,7 +15,7 @@
 #     linear    95 s  the linears of a 7B layer: each way against its limit and against BF16, without and with LoRA; its
 #                     attention in decode steps against FlashAttention; the small kernels of training against their limits
 #     decode   260 s  decode speed at 7B without and with measured kernel choice
-#     lora_cost 230 s decode speed at 7B with an adapter and without
+#     lora_cost 230 s decode speed at 7B with an adapter and without, in turns
 #     decode32 540 s  decode speed at 32B: with an adapter, without, and stock vLLM with one, in BF16 and by Marlin
 #     mixed    320 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
 #     shapes   320 s  3B, 8B and 14B: one step each under a cap
@@ -104,8 +104,11 @@ batch_linear() {
 
 batch_lora_cost() {
     checkpoint qwen2.5-7b 7b
-    decode rollout-7b-qerl 7b --rank 32
-    decode rollout-7b-qerl-base 7b --rank 0
+    local turns
+    turns=$(mktemp -d)
+    decode rollout-7b-qerl 7b --memory-share 0.28 --turns "$turns" --of 2 &
+    decode rollout-7b-qerl-base 7b --rank 0 --memory-share 0.28 --turns "$turns" --of 2 &
+    wait
 }
 
 batch_decode32() {

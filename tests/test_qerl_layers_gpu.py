@@ -75,7 +75,7 @@ def test_swiglu(dtype):
 
 
 def test_another_number_of_rows_compiles_nothing(compiled):
-    """Not yet run on a card. A rollout ends with any number of tokens; Triton compiles by what divides an argument."""
+    """A rollout ends with any number of tokens; Triton compiles by what divides an argument."""
     from qerl.layers import kernels
 
     weight = torch.ones(512, device="cuda", dtype=torch.bfloat16)

@@ -352,7 +352,7 @@ def test_the_adapter_beside_another_kernels_product(tokens, parts, columns):
 
 @pytest.mark.gpu
 def test_the_adapters_second_half_compiles_once_for_a_size_of_tile(compiled):
-    """Not yet run on a card. 16 tokens, 32, 64, by whatever number there is."""
+    """16 tokens, 32, 64, by whatever number there is."""
     adapter = random_adapter(512, 256, 16, (512,), "cuda")
 
     def add(tokens):

@@ -27,7 +27,7 @@ sys.stdin.read()
 
 @pytest.mark.gpu
 def test_another_process_on_the_card_is_not_ours():
-    """Last run on an H200 on 2026-11-21."""
+    """Last run on an H200 on 2026-11-22."""
     torch.zeros(1, device="cuda")
     others_bytes.cache_clear()
     alone = own_bytes(0)

@@ -172,13 +172,10 @@ def test_a_file_of_each_other_kind_has_its_table(tmp_path, name):
     assert lines[-4:] == ["On H200:", "", "    x", ""]
 
 
-def test_an_adapters_cost_is_of_a_pair_and_of_sizes_that_both_have(tmp_path):
-    write(tmp_path, "lora-cost-7b-base", decode_tokens_per_s={"1": 400.0, "8": 100.0})
-    assert bench_table_others.sections(tmp_path) == []
-    write(tmp_path, "lora-cost-7b-rank32", decode_tokens_per_s={"1": 300.0})
-    lines = bench_table_others.sections(tmp_path)
-    assert "| with one of rank 32 | 300 |  |" in lines
-    assert "| it takes | 25% |  |" in lines
+def test_what_an_adapter_takes_is_of_sizes_that_both_have():
+    rates = {"bf16": {"1": 200, "8": 90}, "qerl": {"1": 300}, "qerl-base": {"1": 400, "8": 100}}
+    lines = bench_table.rollout_table({name: {"decode_tokens_per_s": rate} for name, rate in rates.items()})
+    assert lines[-1] == "| what the adapter takes | 25.0% |  |"
 
 
 def test_every_file_of_the_benchmarks_is_on_the_page():

@@ -1,4 +1,4 @@
-"""The kernels over logits against float64, and against their twin. Last run on an H200, 2026-11-21.
+"""The kernels over logits against float64, and against their twin. Last run on an H200, 2026-11-22.
 
 Without a card, where triton is installed: `TRITON_INTERPRET=1 pytest -m gpu tests/test_training_logprob_kernels.py`.
 """
@@ -78,7 +78,7 @@ def test_a_chunk_is_the_twins_and_repeats_to_the_bit(temperature):
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_another_number_of_rows_compiles_nothing(compiled):
-    """Not yet run on a card. The last chunk of a step has any number of tokens, and its targets begin anywhere."""
+    """The last chunk of a step has any number of tokens, and its targets begin anywhere."""
     from training import logprob_kernels as kernels
 
     logits, targets = torch.randn(64, 1000, device=DEVICE), torch.randint(1000, (70,), device=DEVICE)
