@@ -21,7 +21,7 @@ from qerl.tasks.number import Number, parse_number
 
 Reason = Literal["correct", "wrong", "no_answer", "unparsable", "too_long", "timeout", "bad_answer"]
 
-_PER_WORKER = 64  # starting a worker takes seconds, a comparison milliseconds
+_PER_WORKER = 32  # starting a worker takes two seconds, a comparison up to 0.07
 _MAX_NESTING = 30  # parsing time grows steeply with it, and no answer has as much
 
 

@@ -23,7 +23,7 @@ from qerl.errors import EngineError
 
 log = logging.getLogger(__name__)
 
-MAX_WORKERS = min(4, os.cpu_count() or 1)
+MAX_WORKERS = min(8, os.cpu_count() or 1)
 # The worker limits processor time; this one is for a worker that hangs without using any, and for a machine so busy
 # that CPU_LIMIT_S of it take this long.
 REPLY_LIMIT_S = 10.0
