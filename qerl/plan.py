@@ -112,15 +112,21 @@ class Plan:
 
 
 def card_of(text: str) -> Card:
-    """A card by name, or one of so many GiB with the speed of the known card of that size. Raises ConfigError."""
-    if text.lower() in CARDS:
-        return CARDS[text.lower()]
+    """A card by name (`rtx 4090`), or one of so many GiB (`24`, `24GB`) as fast as the known card of that size.
+
+    Raises ConfigError.
+    """
+    given = text.lower().replace(" ", "")
+    if (card := CARDS.get(given.removeprefix("rtx"))) is not None:
+        return card
     try:
-        gib = float(text)
+        gib = float(given.removesuffix("gib").removesuffix("gb"))
     except ValueError:
         raise ConfigError(f"--gpu {text!r} is not known: write GiB (24) or one of {', '.join(CARDS)}") from None
     if not 0 < gib < 1024:
-        raise ConfigError(f"--gpu {text} is not a size of memory: write GiB, such as 24 or 80")
+        raise ConfigError(
+            f"--gpu {text} is not a size of memory: write GiB, such as 24 or 80, or one of {', '.join(CARDS)}"
+        )
     nearest = min(CARDS.values(), key=lambda card: abs(card.memory_gib - gib))
     return Card(f"a card of {gib:g} GiB, as fast as a {nearest.name}", gib, nearest.gb_per_s, nearest.tflops)
 

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from qerl.config import RunConfig
     from qerl.plan import Card, Plan
 
+SAME_SIZE = 0.05  # what a card reports differs by less from what the table of known cards has
+
 
 def plan_command(
     recipe: Annotated[str, typer.Option(help="Name (`qerl recipes`) or YAML file.", autocompletion=recipe_values)],
@@ -60,18 +62,26 @@ def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None)
 
 
 def this_card() -> Card:
-    """What nvidia-smi reports, by its name among the known cards or by its size."""
+    """What nvidia-smi reports: the known card of its name and size; of its name alone, the speed with the size reported
+    (a laptop's 4090 has 16 GiB); else by its size.
+    """
     from qerl.plan import CARDS, card_of
 
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:
         done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10)
         name, mebibytes = done.stdout.splitlines()[0].rsplit(",", 1)
-        size = f"{float(mebibytes) / 1024:.1f}"
+        gib = round(float(mebibytes) / 1024, 1)
     except (OSError, subprocess.SubprocessError, IndexError, ValueError):
         return replace(card_of("24"), name="a card of 24 GiB, as fast as a 3090 (no GPU was found here)")
     words = name.lower().replace("-", " ").split()
-    return next((card for key, card in CARDS.items() if key in words), card_of(size))
+    named = [card for key, card in CARDS.items() if key.split("-")[0] in words]
+    if not named:
+        return card_of(str(gib))
+    nearest = min(named, key=lambda card: abs(card.memory_gib - gib))
+    if abs(nearest.memory_gib - gib) <= SAME_SIZE * gib:
+        return nearest
+    return replace(nearest, name=f"a card of {gib:g} GiB, as fast as a {nearest.name}", memory_gib=gib)
 
 
 def show(config: RunConfig, made: Plan, console: Console) -> None:

@@ -1,6 +1,7 @@
 """`qerl plan`: sizes by hand, memory against what runs measured, and what is said where a run does not fit."""
 
 import json
+import re
 import sys
 from dataclasses import replace
 from io import StringIO
@@ -12,9 +13,10 @@ from small_run import small_config
 from typer.testing import CliRunner
 
 from qerl.cli import app
-from qerl.errors import CheckpointError, ConfigError
+from qerl.errors import CheckpointError, ConfigError, RewardError
 from qerl.plan import CARDS, MAX_SEQUENCES, card_of, decode_seconds, plan, trainer_bytes
 from qerl.plan_advice import advice, largest_completion, with_values
+from qerl.plan_command import this_card
 from qerl.recipe import load_recipe, recipe_names
 from qerl.sizes import KNOWN, read_sizes, sizes_of
 from qerl.vllm_plugin.opening import Settings
@@ -220,9 +222,42 @@ def test_the_engine_takes_the_budget_that_was_planned(tmp_path, values, gib):
     assert arguments["gpu_memory_utilization"] * gib * GIB == pytest.approx(planned, abs=2)
 
 
-@pytest.mark.parametrize(("text", "gib"), [("24", 24), ("80", 80), ("H100", 79.2), ("4090", 23.6)])
+@pytest.mark.parametrize(
+    ("text", "gib"),
+    [
+        ("24", 24),
+        ("80", 80),
+        ("H100", 79.2),
+        ("4090", 23.6),
+        ("RTX 4090", 23.6),
+        ("rtx3090", 23.6),
+        ("24GB", 24),
+        ("8 GiB", 8),
+    ],
+)
 def test_cards(text, gib):
     assert card_of(text).memory_gib == gib
+
+
+@pytest.mark.parametrize(
+    ("reported", "gib", "gb_per_s"),
+    [
+        ("NVIDIA GeForce RTX 4090, 24564", 23.6, 857),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU, 16376", 16.0, 857),
+        ("NVIDIA A100-SXM4-40GB, 40960", 39.4, 1322),
+        ("NVIDIA A100-SXM4-80GB, 81920", 79.2, 1733),
+        ("NVIDIA H100 NVL, 95830", 93.6, 2848),
+        ("NVIDIA H200, 143771", 139.8, 4200),
+        ("NVIDIA GeForce RTX 3060, 12288", 12.0, 796),
+    ],
+)
+def test_this_card_has_the_memory_that_it_reports(tmp_path, monkeypatch, reported, gib, gb_per_s):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{reported}'\n", encoding="utf-8")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    card = this_card()
+    assert (card.memory_gib, card.gb_per_s) == (gib, gb_per_s)
 
 
 RECIPES = [name for name in recipe_names() if name != "tiny"]
@@ -278,7 +313,9 @@ def test_known_sizes_say_which_models_norm_their_heads():
     assert not read_sizes("Qwen/Qwen2.5-7B").head_norms
 
 
-@pytest.mark.parametrize(("text", "words"), [("h900", "is not known"), ("0", "not a size"), ("-3", "not a size")])
+@pytest.mark.parametrize(
+    ("text", "words"), [("h900", "is not known"), ("0", "not a size"), ("-3", "not a size"), ("4070", "or one of 3090")]
+)
 def test_wrong_cards(text, words):
     with pytest.raises(ConfigError, match=words):
         card_of(text)
@@ -318,6 +355,21 @@ def test_a_dry_run_shows_plan_data_and_rewards_and_writes_nothing(nvfp4_base, tm
     assert all(row[-3:] == ["1", "/", "0"] for row in rows)  # the answer earns the reward, nothing does not
     assert "KV cache" in done.stdout
     assert not list(tmp_path.iterdir())
+
+
+def test_what_a_reward_failed_on_is_still_there_after_a_dry_run(nvfp4_base, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = "def wrong(completions, **columns):\n    return [float('nan') for _ in completions]\n"
+    (tmp_path / "own.py").write_text(code, encoding="utf-8")
+    config = small_config(nvfp4_base, tmp_path, f"rewards=[{{name: '{tmp_path / 'own.py'}:wrong'}}]")
+    with pytest.raises(RewardError) as raised:
+        dry_run(config, Console(file=StringIO()))
+    saved = Path(re.search(r"\S+failed_reward\.json", str(raised.value))[0])
+    assert json.loads(saved.read_text(encoding="utf-8"))
+    (tmp_path / "own.py").write_text(code.replace("nan", "1"), encoding="utf-8")
+    left = set(tmp_path.iterdir())
+    dry_run(config, Console(file=StringIO()))
+    assert set(tmp_path.iterdir()) <= left  # nothing stays of rewards that work
 
 
 @pytest.fixture(scope="module")

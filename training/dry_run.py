@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from tempfile import TemporaryDirectory
+from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint import resolve_model
@@ -50,8 +51,12 @@ def dry_run(config: RunConfig, console: Console) -> bool:
         highlight=False,
         soft_wrap=True,
     )
-    with TemporaryDirectory() as written:
-        console.print(reward_table(config, prompts, build_rewards(config, prompts.examples, Path(written))))
+    written = Path(mkdtemp(prefix="qerl-dry-run-"))
+    try:
+        console.print(reward_table(config, prompts, build_rewards(config, prompts.examples, written)))
+    finally:
+        if not any(written.iterdir()):  # else the message of the failure names what stands in it
+            shutil.rmtree(written)
     made = plan_of(config, model=str(folder))
     show(config, made, console)
     return not made.problems
