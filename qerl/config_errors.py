@@ -110,13 +110,20 @@ def _remedy(detail: Mapping, field: FieldInfo | None) -> str:
     if kind == "string_type" and isinstance(value, int | float):
         return f"; write '{str(value).lower()}' in quotes if that text is meant"
     if kind == "tuple_type" and isinstance(value, str):
-        return f"; write [{value}]"
+        return f"; write [{value if section_at(detail['loc']) is None else _named(value)}]"
+    if kind == "model_type" and isinstance(value, str) and isinstance(detail["loc"][-1], int):
+        return f"; write {_named(value)}"
     if kind == "model_type":
         return _section_remedy(detail["loc"], value)
     if field is None:
         return ""
     default = default_text(field)
     return f"; the default is {default}" if default != "required" and not isinstance(detail["loc"][-1], int) else ""
+
+
+def _named(value: str) -> str:
+    """An item of a list of sections, as YAML, of which only the name was written."""
+    return f'{{name: "{value}"}}' if ":" in value else f"{{name: {value}}}"
 
 
 def _section_remedy(path: Path, value: object) -> str:

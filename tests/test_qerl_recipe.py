@@ -253,9 +253,14 @@ def test_an_override_is_read_as_yaml(recipe, override, read, value):
         ("rewards.0.wait=2", "rewards.0.wait: unknown key; did you mean rewards.0.weight?"),
         (
             "rewards=accuracy",
-            "rewards: got 'accuracy' (text), expected a list of {name, weight, args}; write [accuracy]",
+            "rewards: got 'accuracy' (text), expected a list of {name, weight, args}; write [{name: accuracy}]",
         ),
-        ("rewards=[accuracy]", "rewards.0: got 'accuracy' (text), expected keys (name, weight, args)"),
+        (
+            "rewards=[accuracy]",
+            "rewards.0: got 'accuracy' (text), expected keys (name, weight, args); write {name: accuracy}",
+        ),
+        ("rewards=a.py:short", 'write [{name: "a.py:short"}]'),
+        ("adapter.targets=q_proj", "write [q_proj]"),
         ("rewards=[]", "rewards: got the list [], expected a list of {name, weight, args}"),
         ("noise=off", "noise: got 'off' (text), expected keys (enabled, sigma_start,"),
         ("noise=off", "write noise.enabled: false"),
