@@ -13,16 +13,14 @@ import logging
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.identity import versions, weights_digest
-from eval.plan import context_length, default_out, find_model, run_of, with_memory
+from eval.plan import context_length, default_out, find_model, run_of, with_engine, with_memory
 from eval.settings import MAX_NEW_TOKENS, EvalSettings
 from eval.store import write_json
 from qerl.checkpoint import ModelRef, describe
-from qerl.engine import choose_engine
 from qerl.errors import CheckpointError, ConfigError, DataError, MissingExtraError
 
 if TYPE_CHECKING:
@@ -42,8 +40,7 @@ def run_suite(settings: EvalSettings, tasks_file: Path | None = None) -> tuple[d
     import torch
 
     ref = find_model(settings)
-    name = choose_engine(settings.engine, settings.device)
-    settings = with_memory(replace(settings, engine=name), run_of(ref))
+    settings = with_memory(with_engine(settings), run_of(ref))
     out = settings.out or _default_out(ref, settings)
     if (out / SUITE_RESULT).exists() and not settings.overwrite:
         raise CheckpointError(f"{out} holds a result already: give another --out, or --overwrite")

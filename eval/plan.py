@@ -61,14 +61,8 @@ def make_plan(settings: EvalSettings) -> Plan:
     settings, asked = find_task(settings)
     ref = find_model(settings)
     logger.info("model: %s", describe(ref))
-    name = choose_engine(settings.engine, settings.device)
-    given = {"--memory": settings.memory, "--cap-gib": settings.cap_gib}
-    given["--kernel"] = None if settings.kernel == "auto" else settings.kernel
-    if name != "vllm" and (options := [option for option, value in given.items() if value is not None]):
-        raise ConfigError(
-            f"{options[0]} is vllm's, and this evaluation runs on {name}: leave it out, or write --engine vllm"
-        )
-    settings = replace(settings, engine=name, batch_size=settings.batch_size or BATCH_SIZE[name])
+    settings = with_engine(settings)
+    settings = replace(settings, batch_size=settings.batch_size or BATCH_SIZE[settings.engine])
     run = run_of(ref)
     settings = with_memory(settings, run)
     task = with_prompt(asked, settings, run)
@@ -142,6 +136,18 @@ def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
         template, source = settings.prompt_template, f"--prompt-template, the rest {source}"
     logger.info("prompt from %s: system %r, template %r", source, system, template)
     return replace(task, system_prompt=system, prompt_template=template)
+
+
+def with_engine(settings: EvalSettings) -> EvalSettings:
+    """With the engine that runs here. Raises ConfigError for options that it does not have."""
+    name = choose_engine(settings.engine, settings.device)
+    given = {"--memory": settings.memory, "--cap-gib": settings.cap_gib}
+    given["--kernel"] = None if settings.kernel == "auto" else settings.kernel
+    if name != "vllm" and (options := [option for option, value in given.items() if value is not None]):
+        raise ConfigError(
+            f"{options[0]} is vllm's, and this evaluation runs on {name}: leave it out, or write --engine vllm"
+        )
+    return replace(settings, engine=name)
 
 
 def with_memory(settings: EvalSettings, run: Path | None) -> EvalSettings:

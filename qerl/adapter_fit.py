@@ -103,4 +103,6 @@ def _names(model: str) -> set[str]:
 def _last_part(name: str) -> str:
     """Of an id or a path; of a snapshot in the hub's cache (models--owner--name/snapshots/commit) the model's name."""
     parts = [part for part in name.split("/") if part]
-    return parts[-3].rpartition("--")[2] if parts[-2:-1] == ["snapshots"] and len(parts) > 2 else parts[-1]
+    if parts[-2:-1] == ["snapshots"] and len(parts) > 2:
+        return parts[-3].rpartition("--")[2]
+    return parts[-1] if parts else name

@@ -79,6 +79,14 @@ def test_options_that_do_not_fit_are_one_line(capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("option", [{"memory": 4}, {"cap_gib": 24}, {"kernel": "marlin"}], ids=str)
+def test_options_of_vllm_are_refused_where_transformers_runs(tasks_file, tmp_path, option):
+    settings = EvalSettings(task="mine|0", model="tiny", engine="transformers", out=tmp_path / "out", **option)
+    with pytest.raises(ConfigError, match=f"--{next(iter(option)).replace('_', '-')} is vllm's"):
+        run_suite(settings, tasks_file)
+    assert not (tmp_path / "out").exists()
+
+
 def test_a_tasks_file_without_tasks_is_refused(tmp_path):
     (tmp_path / "tasks.py").write_text("")
     with pytest.raises(ConfigError, match="no TASKS_TABLE"):

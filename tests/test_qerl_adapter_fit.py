@@ -39,7 +39,7 @@ def warnings_of(adapter, caplog):
     return read
 
 
-@pytest.mark.parametrize("named", ["Some/Other-Model", "/gone/small-1b", "Small-3B-Instruct"])
+@pytest.mark.parametrize("named", ["Some/Other-Model", "/gone/small-1b", "Small-3B-Instruct", "/"])
 def test_another_name_is_a_warning_with_both_names_and_what_to_do(warnings_of, base, named):
     (warning,) = warnings_of(named, base)
     assert all(part in warning for part in (named, str(base), "--model"))

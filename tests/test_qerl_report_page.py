@@ -212,6 +212,13 @@ def test_time_of_training_by_its_parts_where_a_run_has_them():
     assert (found["training"], found["forward"], found["the rest"]) == (3.0, 1.0, 3.0)
 
 
+def test_a_step_whose_rows_were_all_masked_has_no_training_of_an_older_version():
+    """It ran no forward pass, so it has no time/forward_s; its time/train_s is what packing and metrics took."""
+    row = {"time/step_s": 10.0, "time/rollout_s": 7.0, "time/reward_s": 1.0, "time/optimizer_s": 0.5}
+    found = {phase.name: phase.total_s for phase in phases([row | {"time/train_s": 1.25}])}
+    assert found == {"rollout": 7.0, "grading": 1.0, "optimizer": 0.5, "the rest": 1.5}
+
+
 def test_memory_and_changes_by_hand():
     rows = [{"memory/peak_gib": value, "reward": value} for value in (1.0, 3.0, 5.0, 3.0, 2.0, 4.0, 4.0, 4.0, 4.0, 9.0)]
     assert memory(rows) == [("peak", pytest.approx(3.9), 9.0)]

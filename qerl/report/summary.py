@@ -72,7 +72,7 @@ def phases(rows: Sequence[Row]) -> list[Phase]:
         return []
     logged = {key for row in timed for key in row}
     totals = {name: sum(row.get(key) or 0.0 for row in timed) for name, key in PHASES if key in logged}
-    if unsplit := [row[TRAINING] for row in timed if "time/forward_s" not in row and row.get(TRAINING)]:
+    if unsplit := [row[TRAINING] for row in timed if "time/optimizer_s" not in row and row.get(TRAINING)]:
         totals["training"] = sum(unsplit)
     rest = "the rest" if "grading" in totals else "grading and the rest"
     totals[rest] = max(0.0, whole - sum(totals.values()))
