@@ -10,7 +10,7 @@ from small_run import small_config
 
 from qerl.checkpoint import ModelRef
 from qerl.engine import choose_engine
-from qerl.errors import ConfigError, EngineError
+from qerl.errors import CheckpointError, ConfigError, EngineError
 from qerl.plan import plan
 from qerl.recipe import load_recipe
 from qerl.sizes import KNOWN, read_sizes
@@ -78,11 +78,10 @@ def test_a_cache_without_room_for_one_sequence_is_refused(seven):
         check_memory(config, seven, CARD)
 
 
-def test_a_model_whose_sizes_no_plan_can_read_goes_on(tmp_path, caplog):
+def test_a_model_whose_sizes_no_plan_can_read_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}), encoding="utf-8")
-    with caplog.at_level(logging.INFO):
+    with pytest.raises(CheckpointError, match="only dense decoder models"):
         check_memory(with_cap(1), ModelRef("nvfp4", tmp_path, str(tmp_path), None, None, "nvfp4"), CARD)
-    assert "not planned yet" in caplog.text
 
 
 def test_more_tokens_than_positions_is_left_to_the_longest_real_prompt(seven):

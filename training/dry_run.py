@@ -10,8 +10,7 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint import resolve_model
-from qerl.hub import config_folder, is_hub_id
-from qerl.model import load_tokenizer
+from qerl.model import load_tokenizer, local_folder
 from qerl.plan_command import plan_of, show
 from qerl.tasks import get_task, grade
 from training.limits import check_limits
@@ -41,7 +40,7 @@ def dry_run(config: RunConfig, console: Console) -> bool:
         check_warm_start(base.adapter, base.base, config)
     tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
     prompts = load_prompts(config.data, tokenizer, config.rollout.prompts_per_step)
-    folder = config_folder(base.base) if is_hub_id(base.base) else Path(base.base)  # no weights are fetched
+    folder = local_folder(base.base)  # with its weights: the tokenizer fetched the whole of a hub id
     check_limits(config, folder, prompts)
     lengths = sorted(len(ids) for ids in prompts.ids_by_text.values())
     console.print(

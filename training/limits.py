@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from qerl.config_rules import vllm_only
 from qerl.engine import choose_engine
-from qerl.errors import CheckpointError, ConfigError, EngineError
+from qerl.errors import ConfigError, EngineError
 from qerl.model import local_folder
 from qerl.own_memory import others_bytes
 from qerl.plan import GIB, Card, plan
@@ -63,14 +63,9 @@ def check_engine(config: RunConfig) -> str:
 def check_memory(config: RunConfig, base: ModelRef, free: int) -> None:
     """Raise EngineError if a run with the vllm engine needs far more than `free` bytes of the card, or its cap.
 
-    What exceeds it by no more than the plan may be wrong is a warning: the run measures, once the engine is open. A
-    base whose sizes config.json does not tell is not planned.
+    What exceeds it by no more than the plan may be wrong is a warning: the run measures, once the engine is open.
     """
-    sizes = sizes_at(base)
-    if sizes is None:
-        logger.info("%s: config.json does not tell its sizes, so that memory is not planned yet", base.base)
-        return
-    made = plan(with_values(config, {"model.format": base.format}), sizes, card_of_bytes(free))
+    made = plan(with_values(config, {"model.format": base.format}), sizes_at(base), card_of_bytes(free))
     for problem in made.found:
         if problem.exceeds(PLAN_ERROR):
             raise EngineError(f"{problem.text}; `qerl plan` shows what takes it and what would fit")
@@ -79,12 +74,9 @@ def check_memory(config: RunConfig, base: ModelRef, free: int) -> None:
             logger.warning("by the plan this will hardly fit: %s", problem.text)
 
 
-def sizes_at(base: ModelRef) -> ModelSizes | None:
-    """None where config.json does not tell them."""
-    try:
-        return sizes_of(read_json(local_folder(base.base) / "config.json"), base.base)
-    except CheckpointError:
-        return None
+def sizes_at(base: ModelRef) -> ModelSizes:
+    """Raises CheckpointError where config.json does not tell them."""
+    return sizes_of(read_json(local_folder(base.base) / "config.json"), base.base)
 
 
 def card_of_bytes(memory: int) -> Card:

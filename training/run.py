@@ -131,14 +131,13 @@ def open_rollout_engine(config: RunConfig, base: ModelRef) -> Engine:
     rollout = config.rollout
     options: dict[str, Any] = {}
     if choose_engine(rollout.engine) == "vllm":
-        sizes = sizes_at(base)
         options = {
             "kernel": rollout.kernel,
             "tune_kernels": rollout.tune_kernels,
             "kv_cache_dtype": rollout.kv_cache_dtype,
             "memory": rollout.memory,
             "cap_gib": config.memory.cap_gib,
-            "trainer_bytes": 0 if sizes is None else trainer_bytes(config, sizes),
+            "trainer_bytes": trainer_bytes(config, sizes_at(base)),
             "deterministic": rollout.deterministic,
             "max_context": config.data.max_prompt_tokens + rollout.max_new_tokens,
             "max_rank": config.adapter.rank,
