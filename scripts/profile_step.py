@@ -101,7 +101,9 @@ def whole_step(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[s
     training, rollout = phases["training"], phases["rollout"]
     flops = training_flops(work, steps[PROFILED_STEP])
     training["needed_tflop"] = flops / 1e12
-    training["share_of_matrix_rate"] = flops / 1e12 / (training["wall_ms"] / 1e3) / limit["tflops"]
+    rate = flops / 1e12 / (training["wall_ms"] / 1e3)
+    training["share_of_matrix_rate"] = rate / limit["tflops"]
+    training["share_of_sustained_rate"] = rate / limit["sustained_tflops"]
     rollout |= shares(rollout_need(work, lengths), rollout["wall_ms"] / 1e3, limit)
     return {"phases": phases, "steps": steps}
 

@@ -253,8 +253,9 @@ attend(const u16* query, const u16* new_key, const u16* new_value, u16* key_cach
             const u32 high = transposed(two_bf16(weight[2], weight[3]));
 #pragma unroll
             for (int w = 0; w < WORDS; ++w)
-                mma(acc[w], __byte_perm(value[0][w], value[1][w], 0x5410), __byte_perm(value[0][w], value[1][w], 0x7632),
-                    __byte_perm(value[2][w], value[3][w], 0x5410), __byte_perm(value[2][w], value[3][w], 0x7632), low, high);
+                mma(acc[w], __byte_perm(value[0][w], value[1][w], 0x5410),
+                    __byte_perm(value[0][w], value[1][w], 0x7632), __byte_perm(value[2][w], value[3][w], 0x5410),
+                    __byte_perm(value[2][w], value[3][w], 0x7632), low, high);
         }
 
         if (more) {  // the next item's first loads, while this one's sums are added up

@@ -19,8 +19,8 @@
 // number, so what a block finds there says which launch it is of. The launch may start early: what the one before wrote
 // is waited for, and until then the ring fills with the weight.
 //
-// Defines: TOKENS (8, 16, 32, 64, 96, 128, 192, 256), STAGES, BATCH (loads a warp has under way for h), MAX_PARTS, MAX_HEAPS
-// (of the tasks for h).
+// Defines: TOKENS (8, 16, 32, 64, 96, 128, 192, 256), STAGES, BATCH (loads a warp has under way for h), MAX_PARTS,
+// MAX_HEAPS (of the tasks for h).
 
 #define GROUPS 2
 #define SLABS (TOKENS <= 128 ? 2 : 1)  // of 16 rows, that a warp works on
