@@ -153,6 +153,7 @@ def _defines(tokens: int, tiling: Tiling) -> tuple[str, ...]:
         f"TOKENS={token_tile(tokens)}",
         f"STAGES={tiling.stages}",
         f"BATCH={tiling.batch}",
+        f"IN_LOOP={int(tiling.in_loop)}",
         f"MAX_PARTS={MAX_PARTS}",
         f"MAX_HEAPS={MAX_HEAPS}",
     )

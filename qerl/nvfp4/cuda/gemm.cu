@@ -11,16 +11,17 @@
 // add up a share of the results each. All sums have a fixed order, so a call repeats to the bit.
 //
 // h is made while the ring fills: each block has a task or none, 16 ranks and SHRINK_TOKENS tokens over a range of K.
-// Who ends the last task of the same ranks and tokens adds up the ranges, and leaves h beside the launch's number.
-// h b^T is added where results are added up, and in whole blocks of rows by more units, 16 ranks each: b in place of
-// the codes, h in place of x.
+// Who ends the last task of the same ranks and tokens adds up the ranges.
+// h b^T is added in whole blocks of rows by more units, 16 ranks each: b in place of the codes, h in place of x. In cut
+// ones it is too (IN_LOOP), by who has the last part, which is shorter by as much; or it is added where results are
+// added up, of an h that is left beside the launch's number.
 //
 // All blocks have to be on the card at once. Counters are never cleared: each launch raises a counter by the same
 // number, so what a block finds there says which launch it is of. The launch may start early: what the one before wrote
 // is waited for, and until then the ring fills with the weight.
 //
-// Defines: TOKENS (8, 16, 32, 64, 96, 128, 192, 256), STAGES, BATCH (loads a warp has under way for h), MAX_PARTS,
-// MAX_HEAPS (of the tasks for h).
+// Defines: TOKENS (8, 16, 32, 64, 96, 128, 192, 256), STAGES, BATCH (loads a warp has under way for h), IN_LOOP (0, 1),
+// MAX_PARTS, MAX_HEAPS (of the tasks for h).
 
 #define GROUPS 2
 #define SLABS (TOKENS <= 128 ? 2 : 1)  // of 16 rows, that a warp works on
@@ -71,7 +72,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     __shared__ u64 barriers[2 * STAGES + 1];
     __shared__ u32 launch_number;  // for what is flagged
     const Parts parts{ranks, part_rank, part_end_0, part_end_1};
-    const Plan plan(columns, (rows + ROWS - 1) / ROWS);
+    const Plan plan(columns, (rows + ROWS - 1) / ROWS, IN_LOOP && ranks ? (part_rank / 16 + 1) / 2 : 0);
     const Shrink shrink(tokens, columns, ranks);
     u64* const sums_out = counters + plan.sharers * gridDim.x;
     u64* const heap_done = counters + gridDim.x * (gridDim.x + 1) + shrink.parts * MAX_HEAPS;
@@ -99,7 +100,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     };
     auto adapter_units = [&](const Segment& segment, auto each) {
         const int first = segment.rows_block * ROWS, past = first + ROWS < rows ? first + ROWS : rows;
-        const int end = segment.sharers == 1 ? parts.end(past - 1) : 0;
+        const int end = segment.sharers == 1 || (IN_LOOP && segment.ends) ? parts.end(past - 1) : 0;
         for (int rank = parts.begin(first); rank < end; rank += 16) each(rank);
     };
     auto wait_for_hidden = [&](u64 ticket) {
@@ -161,9 +162,9 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             __syncwarp();
             asm volatile("bar.arrive 6, 64;" ::: "memory");
             if (!plan.cuts() || plan.sharers == 1) return;
-            if (ranks) signal(7);
+            if (ranks && !IN_LOOP) signal(7);
             const int first_row = (plan.whole * gridDim.x + plan.cut_row()) * ROWS;
-            if (ranks)
+            if (ranks && !IN_LOOP)
                 for (int row = first_row + lane; row < min(first_row + ROWS, rows); row += 32)
                     prefetch(b + (long long)row * ranks + parts.begin(row));
             meet(1);
@@ -210,7 +211,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                     uint2 four = make_uint2(two_bf16(sum.x, sum.y), two_bf16(sum.z, sum.w));
                     const int place = token * ranks + shrink.first_rank(heap) + 4 * lo;
                     if (token >= tokens) continue;
-                    store_flagged(flagged_hidden + place / 2, four.x, four.y, launch_number);
+                    if (!IN_LOOP) store_flagged(flagged_hidden + place / 2, four.x, four.y, launch_number);
                     *reinterpret_cast<uint2*>(hidden + place) = four;
                 }
                 fence_for_copies();
@@ -455,13 +456,13 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         }
     };
     bool met = false;
-    if (ranks) meet(7);
+    if (ranks && !IN_LOOP) meet(7);
 #pragma unroll 1
     for (int item = items * share / sharers + warp; item < last; item += ITEMS * WARPS) {
         float total[ITEMS][4];
 #pragma unroll
         for (int i = 0; i < 4 * ITEMS; ++i) total[i / 4][i % 4] = 0.0f;
-        if (ranks) add_adapter(item, total);
+        if (ranks && !IN_LOOP) add_adapter(item, total);
         if (!met) meet(2);
         met = true;
         for (int from = 0; from < sharers; from += AT_ONCE) {

@@ -13,18 +13,20 @@ struct Parts {
     __device__ __forceinline__ int end(int last) const { return ranks ? (part(last) + 1) * part_rank : 0; }
 };
 
-// The units first ... last of one block of rows, which `sharers` blocks share.
+// The units first ... last of one block of rows, which `sharers` blocks share; whether it is the last part.
 struct Segment {
     int rows_block, first, last, sharers;
+    bool ends;
 };
 
 // What a launch does in which order.
 struct Plan {
     int units, whole, rest, sharers;  // of a block of rows; such blocks done whole by each; cut ones, and by how many
+    int more;                         // units that the last part of a cut one is shorter by, for what else it does
 
-    __device__ __forceinline__ Plan(int columns, int row_blocks)
+    __device__ __forceinline__ Plan(int columns, int row_blocks, int extra)
         : units((columns + UNIT - 1) / UNIT), whole(row_blocks / (int)gridDim.x), rest(row_blocks % (int)gridDim.x),
-          sharers(rest ? min((int)gridDim.x / rest, units) : 0) {}
+          sharers(rest ? min((int)gridDim.x / rest, units) : 0), more(sharers && units / sharers > extra ? extra : 0) {}
     __device__ __forceinline__ bool cuts() const { return (int)blockIdx.x < rest * sharers; }
     __device__ __forceinline__ int cut_row() const { return blockIdx.x / sharers; }  // among the cut ones
 
@@ -35,7 +37,8 @@ struct Plan {
         for (int i = shared ? -1 : 0; i < whole + own; ++i) {
             const int share = i < 0 ? blockIdx.x % sharers : 0, of = i < 0 ? sharers : 1;
             const int rows_block = i < 0 || i == whole ? whole * gridDim.x + cut_row() : i * gridDim.x + blockIdx.x;
-            each(Segment{rows_block, share * units / of, (share + 1) * units / of, of});
+            const int all = i < 0 ? units + more : units;
+            each(Segment{rows_block, share * all / of, min((share + 1) * all / of, units), of, share == of - 1});
         }
     }
 };
