@@ -15,8 +15,8 @@ from pathlib import Path
 from eval.result import EvalResult
 from eval.run import EngineHolder, OnBatch, run_eval
 from eval.settings import EvalSettings
-from qerl.checkpoint import kind_of
 from qerl.errors import CheckpointError, ConfigError
+from qerl.kinds import kind_of
 
 logger = logging.getLogger(__name__)
 

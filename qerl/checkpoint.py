@@ -18,18 +18,17 @@ from typing import Literal
 
 from qerl.errors import CheckpointError
 from qerl.hub import config_folder, is_hub_id
+from qerl.kinds import ModelKind, kind_of
+from qerl.nearby import close_folders, is_path, no_folder
 from qerl.shards import read_json, weight_files
 
-ModelKind = Literal["base16", "nvfp4", "adapter", "run"]
 Load = Literal["auto", "nvfp4", "bf16"]
 
 TINY = "tiny"
 TINY_FOLDER = Path(__file__).parent / "tiny"
-CHECKPOINTS = Path("checkpoints")
-RUNS = Path("runs")
+CHECKPOINTS, RUNS = Path("checkpoints"), Path("runs")
 QUANTIZED_SUFFIX = "-NVFP4A16"
 REPORT = "quantize_report.json"
-NVFP4_FORMAT = "nvfp4-pack-quantized"
 
 logger = logging.getLogger(__name__)
 
@@ -67,39 +66,6 @@ def resolve_model(ref: str, load: Load = "auto", adapter: str | None = None) -> 
     return found if adapter is None else replace(found, adapter=adapter_folder(adapter))
 
 
-def kind_of(folder: Path) -> ModelKind:
-    """What a folder holds, decided from its files. Raises CheckpointError for anything qerl cannot use."""
-    if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
-        return "run"
-    if (folder / "adapter_config.json").is_file():
-        return "adapter"
-    if (folder / "config.json").is_file():
-        return _base_kind(folder, read_json(folder / "config.json"))
-    raise CheckpointError(
-        f"{folder} has no config.json, adapter_config.json, or config.yaml with metrics.jsonl: give a model, "
-        "an NVFP4 checkpoint, an adapter or a run directory"
-    )
-
-
-def _base_kind(folder: Path, config: dict) -> ModelKind:
-    quantization = config.get("quantization_config")
-    if quantization is None:
-        return "base16"
-    method, layout = quantization.get("quant_method"), quantization.get("format")
-    if method != "compressed-tensors" or layout != NVFP4_FORMAT:
-        raise CheckpointError(
-            f"{folder} is already quantized as {method}{f' ({layout})' if layout else ''}, and qerl reads 16-bit "
-            f"models and {NVFP4_FORMAT}: give the model that it was made from"
-        )
-    groups = quantization.get("config_groups", {}).values()
-    if any(group.get("input_activations") for group in groups):
-        raise CheckpointError(
-            f"{folder} quantizes activations too (NVFP4 W4A4), and qerl trains on 16-bit activations: run "
-            "`qerl quantize` on the model that it was made from"
-        )
-    return "nvfp4"
-
-
 def _locate(ref: str) -> tuple[Path, bool]:
     """Folder with the files that say what `ref` is, and whether it is a folder of this machine."""
     if ref == TINY:
@@ -116,9 +82,13 @@ def _locate(ref: str) -> tuple[Path, bool]:
         raise CheckpointError(f"{ref} is a file: give the folder that holds it")
     if is_hub_id(ref):
         return config_folder(ref), False
+    example = f"a hub id such as Qwen/Qwen2.5-7B-Instruct, or `{TINY}` (the embedded model)"
+    if is_path(ref):
+        raise CheckpointError(f"{no_folder(ref)}: give an existing folder, {example}")
+    close = close_folders(ref)
     raise CheckpointError(
-        f"{ref} is neither a folder here nor a hub id: give an existing folder, a hub id such as "
-        f"Qwen/Qwen2.5-7B-Instruct, or `{TINY}` (the embedded model)"
+        f"{ref} is neither a folder here nor a hub id{f' ({close})' if close else ''}: give an existing folder, "
+        f"{example}"
     )
 
 
@@ -165,9 +135,11 @@ def _same_model(source: str, name: str) -> bool:
 
 
 def _resolve_run(run: Path, load: Load) -> ModelRef:
+    """Of a run that began from an adapter, the base is that adapter's: its own adapter holds what it began from."""
+    model_under(str(run))  # runs that name one another are refused
     base, recipe_format = _model_of_run(run)
     found = resolve_base_of_run(base, recipe_format if load == "auto" else load, run)
-    return replace(_plain_base(found, run), kind="run", path=run, run=run, adapter=_run_adapter(run))
+    return replace(found, kind="run", path=run, run=run, adapter=_run_adapter(run))
 
 
 def _model_of_run(run: Path) -> tuple[str, Load]:
@@ -195,14 +167,18 @@ def resolve_base_of_run(base: str, load: Load, run: Path) -> ModelRef:
 
 
 def _resolve_adapter(folder: Path, load: Load) -> ModelRef:
+    model_under(str(folder))  # adapters that name one another are refused
     base = _model_of_adapter(folder)
     try:
-        found = resolve_model(beside(folder, base), load)
+        stacked = kind_of(_locate(beside(folder, base))[0]) in ("adapter", "run")
+        found = None if stacked else resolve_model(beside(folder, base), load)
     except CheckpointError as error:
         raise CheckpointError(
             f"{folder} is an adapter of {base}, which is not here: write `--model BASE --adapter {folder}` ({error})"
         ) from error
-    return replace(_plain_base(found, folder), kind="adapter", path=folder, adapter=_checked_adapter(folder))
+    if found is None:
+        raise CheckpointError(f"the base of {folder} is itself an adapter ({base}): merge that one first")
+    return replace(found, kind="adapter", path=folder, adapter=_checked_adapter(folder))
 
 
 def _model_of_adapter(folder: Path) -> str:
@@ -215,21 +191,36 @@ def _model_of_adapter(folder: Path) -> str:
 
 
 def model_under(ref: str) -> str:
-    """The model that a run or an adapter names, which need not be here; any other `ref` is one itself."""
-    folder = Path(ref).expanduser()
-    if ref == TINY or not folder.is_dir():
-        return ref
-    if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
-        return model_under(beside(folder, _model_of_run(folder)[0]))
-    if (folder / "adapter_config.json").is_file():
-        return model_under(beside(folder, _model_of_adapter(folder)))
+    """The model that a run or an adapter names, which need not be here; any other `ref` is one itself.
+
+    Raises CheckpointError for runs and adapters that name themselves or one another.
+    """
+    above: list[Path] = []
+    while (named := _named_base(ref)) is not None:
+        file, base = named
+        above.append(file.parent.resolve())
+        folder = Path(base).expanduser().resolve()
+        if folder in above and base != TINY:
+            kind = "run" if file.suffix == ".yaml" else "adapter"
+            how = f"is the {kind} itself" if folder == above[-1] else "rests on it"
+            raise CheckpointError(
+                f"{file} names {base}, which {how}, as its base: write there the model that it was trained on, or give "
+                f"`--model BASE --adapter {file.parent}`"
+            )
+        ref = base
     return ref
 
 
-def _plain_base(found: ModelRef, owner: Path) -> ModelRef:
-    if found.adapter is not None:
-        raise CheckpointError(f"the base of {owner} is itself an adapter ({found.path}): merge that one first")
-    return found
+def _named_base(ref: str) -> tuple[Path, str] | None:
+    """The file of a run or an adapter that names its base, and that base; None if `ref` is neither."""
+    folder = Path(ref).expanduser()
+    if ref == TINY or not folder.is_dir():
+        return None
+    if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
+        return folder / "config.yaml", beside(folder, _model_of_run(folder)[0])
+    if (folder / "adapter_config.json").is_file():
+        return folder / "adapter_config.json", beside(folder, _model_of_adapter(folder))
+    return None
 
 
 def beside(owner: Path, base: str) -> str:
@@ -239,7 +230,7 @@ def beside(owner: Path, base: str) -> str:
     """
     if not Path(base).is_absolute() and base != TINY:
         for parent in owner.resolve().parents:
-            if (parent / base / "config.json").is_file():
+            if any((parent / base / name).is_file() for name in ("config.json", "config.yaml", "adapter_config.json")):
                 return base if parent == Path.cwd() else str(parent / base)
     return base
 

@@ -12,6 +12,7 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 from qerl.errors import CheckpointError
+from qerl.nearby import is_path, no_folder
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 MODEL_FILES = ["*.safetensors", "*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken", "LICENSE*", "NOTICE*"]
@@ -74,16 +75,20 @@ def download_model(ref: str, trust_remote_code: bool = False) -> Path:
 def _from_hub(ref: str, fetch: Callable[[], T], offline: bool = False) -> T:
     if not offline and not reachable():
         raise CheckpointError(
-            f"{ref} is no folder here, and the hub cannot be reached: check the name and the network, or give a "
-            "folder with the model"
+            f"{_not_here(ref)}, and the hub cannot be reached: check the name and the network, or give a folder with "
+            "the model"
         )
     try:
         return fetch()
     except Exception as error:  # httpx, OSError and the hub's own: whichever it is, there is no model
         raise CheckpointError(
-            f"{ref} is no folder here and cannot be fetched from the hub ({type(error).__name__}: "
+            f"{_not_here(ref)}, and it cannot be fetched from the hub ({type(error).__name__}: "
             f"{(str(error).splitlines() or [''])[0]}): check the name and the network, or give a folder with the model"
         ) from error
+
+
+def _not_here(ref: str) -> str:
+    return no_folder(ref) if is_path(ref) else f"{ref} is no folder here"
 
 
 def reachable() -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import CheckpointError
+from qerl.nearby import is_path, no_folder
 from qerl.vllm_plugin.memory import kv_head_bytes
 
 NVFP4_BYTES = 9 / 16  # 4 bits a weight, 8 bits a scale of 16 weights
@@ -115,9 +116,8 @@ def read_sizes(base: str) -> ModelSizes:
     if known is not None and not Path(base).is_dir():
         return sizes_of(known, base)
     if base != "tiny" and not Path(base).is_dir():
-        raise CheckpointError(
-            f"the sizes of {base} are not known here: give a folder with its config.json, or one of {', '.join(KNOWN)}"
-        )
+        what = no_folder(base) if is_path(base) else f"the sizes of {base} are not known here"
+        raise CheckpointError(f"{what}: give a folder with its config.json, or one of {', '.join(KNOWN)}")
     return sizes_of(read_json(Path(local_folder(base)) / "config.json"), base)
 
 

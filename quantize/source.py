@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qerl.checkpoint import TINY, TINY_FOLDER, kind_of, resolve_model
+from qerl.checkpoint import TINY, TINY_FOLDER, resolve_model
 from qerl.errors import CheckpointError, ConfigError
 from qerl.hub import download_model, is_hub_id
+from qerl.kinds import kind_of
 from qerl.nvfp4.layout import SHARED_GLOBAL_SCALE, check_features, tensor_specs
 from qerl.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.checkpoint import kind_of
 from qerl.errors import CheckpointError
+from qerl.kinds import kind_of
 from qerl.nvfp4.layout import GLOBAL_SCALE, TENSORS, TensorSpec, tensor_specs
 from qerl.shards import TensorInfo, read_json, read_tensors
 from quantize.reader import TensorReader

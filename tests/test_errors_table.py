@@ -35,6 +35,11 @@ CASES = {
     "top-p too large": ("chat --model tiny --top-p 3", "'--top-p'.*'3'", "less than or equal to 1"),
     # models
     "no such folder": ("quantize --model ./missing", "./missing", "existing folder"),
+    "no such run": ("eval arith --model runs/dune", "no folder runs/dune", "did you mean runs/done"),
+    "an adapter of itself": (
+        "eval arith --model loop", "loop/adapter_config.json names .*loop, which is the adapter", "write there",
+    ),
+    "no such run of sizes": ("plan --recipe tiny --model runs/dune", "no folder runs/dune", "give a folder"),
     "no model in the folder": ("quantize --model empty", "empty has no config.json", "give"),
     "a file for a folder": ("quantize --model rows.jsonl", "rows.jsonl is a file", "give the folder"),
     "quantized twice": ("quantize --model nvfp4", "nvfp4 .*quantized", "16-bit"),
@@ -173,7 +178,7 @@ CASES = {
         "merge --adapter runs/done --to bf16 --model base", "runs/done/adapter changes", "base that it was trained on",
     ),
     "hub id without a name": ("merge --adapter runs/done --to adapter --push-to-hub mine", "mine", "owner/name"),
-    "chat without a model": ("chat --model ./missing", "./missing is neither", "existing folder"),
+    "chat without a model": ("chat --model ./missing", "there is no folder ./missing", "existing folder"),
     "grade without a file": ("grade no.jsonl --task gsm8k", "no file or folder 'no.jsonl'", "write a path"),
     "grade rows without completions": ("grade rows.jsonl --task gsm8k", "rows.jsonl, row 1", "`completion`"),
     "copy a recipe over a file": ("recipes copy tiny --out mine/tiny.yaml", "tiny.yaml exists", "--out FILE"),
@@ -207,6 +212,8 @@ def write_workspace(folder):
     config = json.loads((odd / "config.json").read_text())
     (odd / "config.json").write_text(json.dumps({**config, "hidden_size": "big"}))
     (folder / "empty").mkdir()
+    (folder / "loop").mkdir()
+    (folder / "loop" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folder / "loop")}))
     shutil.copytree(DATA, folder / "runs" / "done")
     settings = ["adapter.rank=4", "adapter.alpha=8", "run.steps=30"]
     save_config(load_recipe("tiny", settings), folder / "runs" / "done" / "config.yaml")  # in today's keys

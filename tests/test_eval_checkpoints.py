@@ -14,8 +14,8 @@ from eval.plan import make_plan
 from eval.run import run_eval
 from eval.settings import EvalSettings
 from eval.store import COMPLETIONS, RESULT
-from qerl.checkpoint import kind_of
 from qerl.errors import CheckpointError, ConfigError, DataError, EngineError
+from qerl.kinds import kind_of
 
 STEPS = (2, 4, 10)
 

@@ -14,11 +14,12 @@ from qerl.checkpoint import (
     ModelRef,
     default_quantized_dir,
     describe,
-    kind_of,
+    model_under,
     newest_model,
     resolve_model,
 )
 from qerl.errors import CheckpointError
+from qerl.kinds import kind_of
 
 NVFP4 = {
     "quant_method": "compressed-tensors",
@@ -211,9 +212,14 @@ def test_load_has_three_values():
 @pytest.mark.parametrize(
     ("ref", "message"),
     [
-        ("no/such/folder", "neither a folder here nor a hub id"),
+        ("no/such/folder", r"there is no folder no/such/folder \(no/ is not there either\): give an existing folder"),
         ("typo", "neither a folder here nor a hub id"),
-        ("./missing", "neither a folder here nor a hub id"),
+        ("emty", r"neither a folder here nor a hub id \(did you mean empty\?\)"),
+        ("./missing", r"there is no folder ./missing \(beside it: empty\): give an existing folder"),
+        ("./emtpy", r"there is no folder ./emtpy \(did you mean empty\?\): give"),
+        ("../nowhere/x", "there is no folder ../nowhere/x"),
+        ("~/no-such-model", "there is no folder ~/no-such-model"),
+        ("/no-such-model", "there is no folder /no-such-model"),
         ("a file", "is a file: give the folder"),
         ("empty", "has no config.json, adapter_config.json"),
     ],
@@ -281,10 +287,88 @@ def test_adapters_that_are_incomplete_or_stacked(tmp_path):
         resolve_model(str(first))
 
 
+def test_an_adapter_that_names_itself_as_base_is_refused(tmp_path, monkeypatch):
+    adapter = make_adapter(tmp_path / "mine", tmp_path / "mine")
+    words = r"mine/adapter_config\.json names .*, which is the adapter itself, as its base: write .*--model BASE"
+    with pytest.raises(CheckpointError, match=words):
+        resolve_model(str(adapter))
+    with pytest.raises(CheckpointError, match=words):
+        model_under(str(adapter))
+    make_adapter(tmp_path / "here", ".")
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(CheckpointError, match=r"names \., which is the adapter itself"):
+        resolve_model(".")
+
+
+def test_adapters_and_runs_that_name_one_another_are_refused(tmp_path):
+    first = make_adapter(tmp_path / "first", tmp_path / "second")
+    make_adapter(tmp_path / "second", tmp_path / "third")
+    make_adapter(tmp_path / "third", first)
+    words = "third/adapter_config.json names .*first, which rests on it, as its base: write"
+    with pytest.raises(CheckpointError, match=words):
+        resolve_model(str(first))
+    with pytest.raises(CheckpointError, match=words):
+        model_under(str(first))
+    run = make_run(tmp_path, tmp_path / "runs" / "r1")
+    with pytest.raises(CheckpointError, match=r"r1/config\.yaml names .*r1, which is the run itself, as its base"):
+        resolve_model(str(run))
+
+
+def test_an_adapter_of_the_hub_that_names_itself_is_refused(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    snapshot = hub_snapshot(tmp_path / "cache", "some/adapter", lambda folder: make_adapter(folder, "some/adapter"))
+    (snapshot / "config.json").write_text("{}")  # by which it is found in the cache
+    with pytest.raises(CheckpointError, match=r"is itself an adapter .some/adapter."):
+        resolve_model("some/adapter")
+
+
+def test_a_run_that_began_from_an_adapter_has_that_one_s_base(tmp_path):
+    """Its own adapter holds what it began from."""
+    base = make_nvfp4()
+    first = make_run(tmp_path, base, "first")
+    for name, start in (("second", first), ("third", make_adapter(tmp_path / "loose", base))):
+        found = resolve_model(str(make_run(tmp_path, start, name)))
+        assert found.base.endswith(str(base))
+        assert found.format == "nvfp4"
+        assert found.adapter == tmp_path / "runs" / name / "checkpoints" / "step-000040"
+        assert found.run == found.path == tmp_path / "runs" / name
+
+
+def test_the_run_that_a_run_began_from_is_found_from_elsewhere(tmp_path, monkeypatch):
+    base = make_nvfp4()
+    make_run(tmp_path, base, "first")
+    second = make_run(tmp_path, "runs/first", "second")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert resolve_model(str(second)).base == str(tmp_path / base)
+
+
 def test_an_unreachable_hub_is_one_clear_error(monkeypatch):
     monkeypatch.setattr(hub, "reachable", lambda: False)
     with pytest.raises(CheckpointError, match="some/model is no folder here, and the hub cannot be reached"):
         resolve_model("some/model")
+
+
+def test_a_mistyped_folder_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
+    """runs/dnoe has the form of a hub id, and runs/ is a folder here."""
+    monkeypatch.setattr(hub, "reachable", lambda: False)
+    make_run(tmp_path, make_nvfp4(), name="done")
+    with pytest.raises(CheckpointError, match=r"there is no folder runs/dnoe \(did you mean runs/done\?\), and the"):
+        resolve_model("runs/dnoe")
+    with pytest.raises(CheckpointError, match=r"no folder checkpoints/x \(beside it: checkpoints/Small-1B-NVFP4A16\)"):
+        resolve_model("checkpoints/x")
+    with pytest.raises(CheckpointError, match=r"no folder runs/dnoe"):
+        resolve_model(str(make_base()), adapter="runs/dnoe")
+
+
+def test_many_neighbours_are_counted(tmp_path):
+    for name in "abcdef":
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    (tmp_path / "runs" / ".hidden").mkdir()
+    with pytest.raises(CheckpointError, match=r"\(beside it: runs/a, runs/b, runs/c and 3 others\)"):
+        resolve_model("./runs/zzz")
 
 
 def hub_snapshot(cache, repo, fill):
@@ -307,6 +391,18 @@ def test_a_hub_id_in_the_cache_needs_no_network(tmp_path, monkeypatch):
     assert hub.download_model("some/model") == snapshot
     with pytest.raises(CheckpointError, match="run `qerl quantize --model some/model`"):
         resolve_model("some/model", "nvfp4")
+
+
+def test_a_hub_id_whose_owner_is_a_folder_here_is_still_one(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    snapshot = hub_snapshot(tmp_path / "cache", "some/model", fake_checkpoint)
+    (tmp_path / "some" / "other").mkdir(parents=True)
+    assert resolve_model("some/model").path == snapshot
+    with pytest.raises(CheckpointError, match=r"no folder some/modle \(beside it: some/other\), and the hub cannot be"):
+        resolve_model("some/modle")
 
 
 @pytest.mark.parametrize(

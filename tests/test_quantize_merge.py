@@ -15,9 +15,10 @@ from safetensors.torch import load_file
 import quantize.merge.run
 import quantize.merge.weights
 from qerl.adapter import adapter_tensors, attach_lora, read_adapter, save_adapter
-from qerl.checkpoint import kind_of, resolve_model
+from qerl.checkpoint import resolve_model
 from qerl.engine import SamplingParams, open_model
 from qerl.errors import CheckpointError, ConfigError
+from qerl.kinds import kind_of
 from qerl.model import load_tokenizer
 from qerl.nvfp4.layout import TENSORS
 from qerl.nvfp4.reference import dequantize
@@ -295,7 +296,7 @@ def test_a_damaged_write_is_noticed(run, tmp_path, monkeypatch):
 
 
 REFUSALS = {
-    "no such adapter": ({"adapter": "./nowhere"}, "neither a folder here nor a hub id"),
+    "no such adapter": ({"adapter": "./nowhere"}, "there is no folder ./nowhere"),
     "a model": ({"adapter": "tiny"}, "is a model, not an adapter"),
     "format": ({"to": "gguf"}, "write adapter, bf16, nvfp4"),
     "dtype of a model": ({"dtype": "float32"}, "go with --to adapter"),

@@ -1,0 +1,45 @@
+"""What a folder holds, decided from its files alone: base, NVFP4 checkpoint, adapter or run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from qerl.errors import CheckpointError
+from qerl.shards import read_json
+
+ModelKind = Literal["base16", "nvfp4", "adapter", "run"]
+NVFP4_FORMAT = "nvfp4-pack-quantized"
+
+
+def kind_of(folder: Path) -> ModelKind:
+    """What a folder holds, decided from its files. Raises CheckpointError for anything qerl cannot use."""
+    if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
+        return "run"
+    if (folder / "adapter_config.json").is_file():
+        return "adapter"
+    if (folder / "config.json").is_file():
+        return _base_kind(folder, read_json(folder / "config.json"))
+    raise CheckpointError(
+        f"{folder} has no config.json, adapter_config.json, or config.yaml with metrics.jsonl: give a model, "
+        "an NVFP4 checkpoint, an adapter or a run directory"
+    )
+
+
+def _base_kind(folder: Path, config: dict) -> ModelKind:
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return "base16"
+    method, layout = quantization.get("quant_method"), quantization.get("format")
+    if method != "compressed-tensors" or layout != NVFP4_FORMAT:
+        raise CheckpointError(
+            f"{folder} is already quantized as {method}{f' ({layout})' if layout else ''}, and qerl reads 16-bit "
+            f"models and {NVFP4_FORMAT}: give the model that it was made from"
+        )
+    groups = quantization.get("config_groups", {}).values()
+    if any(group.get("input_activations") for group in groups):
+        raise CheckpointError(
+            f"{folder} quantizes activations too (NVFP4 W4A4), and qerl trains on 16-bit activations: run "
+            "`qerl quantize` on the model that it was made from"
+        )
+    return "nvfp4"

@@ -1,0 +1,44 @@
+"""What to say of a path that does not exist: what stands beside it, and which of that may have been meant."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+
+NAMED = 3  # neighbours that are named
+
+
+def is_path(ref: str) -> bool:
+    """Whether a `ref` that is not there was meant as a path: by its form, or its first part is a folder here."""
+    return ref[:1] in ("/", ".", "~") or ref.count("/") > 1 or ("/" in ref and Path(ref).parent.is_dir())
+
+
+def no_folder(ref: str) -> str:
+    """`there is no folder runs/dnoe (did you mean runs/done?)`."""
+    path = Path(ref).expanduser()
+    above = next((parent for parent in reversed(path.parents) if not parent.exists()), None)
+    around = f"{above}/ is not there either" if above else close_folders(ref) or _beside(path)
+    return f"there is no folder {ref}{f' ({around})' if around else ''}"
+
+
+def close_folders(ref: str) -> str:
+    """`did you mean runs/done?`: folders beside it of a like name; "" if there are none."""
+    path = Path(ref).expanduser()
+    found = difflib.get_close_matches(path.name, _folders(path.parent), n=2, cutoff=0.7)
+    return f"did you mean {' or '.join(str(path.parent / name) for name in found)}?" if found else ""
+
+
+def _beside(path: Path) -> str:
+    names = _folders(path.parent)
+    if not names:
+        return ""
+    others = f" and {len(names) - NAMED} others" if len(names) > NAMED + 1 else ""
+    shown = names[:NAMED] if others else names
+    return f"beside it: {', '.join(str(path.parent / name) for name in shown)}{others}"
+
+
+def _folders(parent: Path) -> list[str]:
+    try:
+        return sorted(entry.name for entry in parent.iterdir() if entry.is_dir() and entry.name[:1] != ".")
+    except OSError:
+        return []
