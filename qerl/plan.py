@@ -38,6 +38,7 @@ from qerl.vllm_plugin.memory import (
     outside_bytes,
     plan_memory,
     sampler_bytes,
+    smaller_base,
 )
 
 if TYPE_CHECKING:
@@ -202,8 +203,9 @@ def _weights_and_outside(config: RunConfig, sizes: ModelSizes) -> tuple[int, int
 def _cache_bytes(config: RunConfig, sizes: ModelSizes, room: _Room, context: int, problems: list[Problem]) -> int:
     """The engine's KV cache: what 256 full contexts need, or what its budget leaves."""
     limit, budget = room.limit_and_budget(config)
+    wishes = config.rollout.memory, config.memory.cap_gib
     try:
-        allowed = plan_memory(room.total, room.weights, config.rollout.memory, config.memory.cap_gib, room.outside)
+        allowed = plan_memory(room.total, room.weights, *wishes, room.outside, config.model.format)
     except EngineError as error:
         problems.append(Problem(str(error), max(least_bytes(room.weights), budget), min(limit, budget)))
         return 0
@@ -232,7 +234,7 @@ def _lower_budget(config: RunConfig, room: _Room, limit: int) -> str:
     """The largest rollout.memory that fits, in the unit that was given; what else, where none holds the weights."""
     fitting, memory = limit - room.outside, config.rollout.memory
     if memory is None or fitting < least_bytes(room.weights):
-        return "give it more memory (card, memory.cap_gib), or take a smaller or quantized base"
+        return f"give it more memory (card, memory.cap_gib), or take {smaller_base(config.model.format)}"
     if memory > 1:
         return f"lower rollout.memory to {math.floor(10 * fitting / GIB) / 10:g}"
     return f"lower rollout.memory to {math.floor(100 * fitting / limit) / 100:g}"

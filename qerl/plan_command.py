@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qerl.shell_values import card_values, key_values, recipe_values
+from qerl.sizes import KNOWN
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -30,7 +31,13 @@ def plan_command(
             autocompletion=card_values,
         ),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="Folder or hub id of known sizes; default: the recipe's.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model folder, run, adapter, `tiny`, or a hub id whose name begins as one of a known size: "
+            f"{', '.join(KNOWN)}. Default: the recipe's."
+        ),
+    ] = None,
     overrides: Annotated[
         list[str] | None,
         typer.Option(

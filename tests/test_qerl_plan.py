@@ -41,6 +41,12 @@ from plan_check import (  # noqa: E402 - scripts/ is no package
 LONG = Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 16, 512, 4096, 32)
 
 
+def test_the_help_says_all_that_a_model_may_be():
+    text = " ".join(CliRunner().invoke(app, ["plan", "--help"]).output.split())
+    for what in ("run", "adapter", "folder", "`tiny`", "hub id", *KNOWN):
+        assert what in text.partition("--model")[2].partition("--set")[0], what
+
+
 def test_qwen2_7b_by_hand():
     sizes = read_sizes("Qwen/Qwen2.5-7B-Instruct")
     # q and o 3584 x 3584, k and v 512 x 3584, gate, up and down 3584 x 18944, 28 layers
@@ -168,9 +174,18 @@ def test_twice_the_new_tokens_take_more_than_twice_the_rollout():
     assert 2.0 < long.seconds["rollout"] / short.seconds["rollout"] < 2.5  # the cache that is read grows
 
 
-def test_what_does_not_fit_is_named_with_the_remedy():
-    made = replace(WORKLOADS["step-32b-qerl-cap80"], cap=None).plan("24")
-    assert any("take a smaller or quantized base" in problem for problem in made.problems)
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ([], "take a smaller base"),
+        (["rollout.memory=0.9"], "take a smaller base"),
+        (["model.format=bf16", "noise.enabled=false"], "take a smaller or quantized base"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_the_remedy(settings, remedy):
+    """To take a quantized base is no remedy where it is NVFP4."""
+    made = plan(load_recipe("dapo_32b", settings), read_sizes("Qwen/Qwen2.5-32B"), card_of("16"))
+    assert any(remedy in problem for problem in made.problems), made.problems
 
 
 @pytest.mark.parametrize("gpu", ["8", "10", "12"])

@@ -60,10 +60,10 @@ def test_without_a_wish_the_budget_leaves_what_lies_outside_it(memory, cap_gib, 
 @pytest.mark.parametrize(
     ("memory", "cap_gib", "remedy"),
     [
-        (8, 12, "raise rollout.memory, or take a smaller"),  # 8.5 and 2 outside are no more than 12
-        (8, 10, "raise memory.cap_gib, or take a smaller"),
-        (None, 10, "raise memory.cap_gib, or take a smaller"),
-        (8, None, "raise rollout.memory, or take a smaller"),
+        (8, 12, "raise rollout.memory, or take a smaller or quantized base"),  # 8.5 and 2 outside are no more than 12
+        (8, 10, "raise memory.cap_gib, or take a smaller or quantized base"),
+        (None, 10, "raise memory.cap_gib, or take a smaller or quantized base"),
+        (8, None, "raise rollout.memory, or take a smaller or quantized base"),
     ],
 )
 def test_a_budget_too_small_is_raised_where_that_helps(memory, cap_gib, remedy):
@@ -71,9 +71,10 @@ def test_a_budget_too_small_is_raised_where_that_helps(memory, cap_gib, remedy):
         plan_memory(CARD, WEIGHTS_7B, memory, cap_gib, outside=2 * GIB)
 
 
-def test_where_the_card_is_the_limit_only_a_smaller_base_helps():
-    with pytest.raises(EngineError, match=r"may hold 6\.0 GiB: take a smaller or quantized base"):
-        plan_memory(8 * GIB, WEIGHTS_7B, None, None, outside=2 * GIB)
+@pytest.mark.parametrize(("format", "remedy"), [("bf16", "a smaller or quantized base"), ("nvfp4", "a smaller base")])
+def test_where_the_card_is_the_limit_only_a_smaller_base_helps(format, remedy):
+    with pytest.raises(EngineError, match=rf"may hold 6\.0 GiB: take {remedy}$"):
+        plan_memory(8 * GIB, WEIGHTS_7B, None, None, outside=2 * GIB, format=format)
 
 
 def test_kv_bytes_of_qwen_7b_and_of_an_explicit_head_size():

@@ -72,7 +72,7 @@ class Settings:
         )
 
         outside = outside_bytes(self.trainer_bytes, self.max_sequences, self.config.vocab_size)
-        plan = plan_memory(total, self.weights, self.memory, self.cap_gib, outside)
+        plan = plan_memory(total, self.weights, self.memory, self.cap_gib, outside, self.format)
         tokens = self.max_sequences * self.model_len
         wanted = kv_cache_bytes(plan, self.weights, tokens, kv_bytes_per_token(self.config, self.kv_cache_dtype))
         needed = None if wanted is None else engine_bytes(self.weights, wanted)
