@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from eval.metrics import wilson
-from eval.store import COMPLETIONS, RESULT, differences
+from eval.store import COMPLETIONS, RESULT, SETTINGS, differences
 from qerl.errors import CheckpointError, ConfigError
+from qerl.nearby import no_folder
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -190,6 +191,8 @@ def question_means(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
 def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """result.json and the rows of an evaluation's folder (or of its result.json)."""
     folder = path.parent if path.name == RESULT else path
+    if not (folder / RESULT).is_file():
+        raise _no_evaluation(folder)
     try:
         result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
         lines = (folder / COMPLETIONS).read_text(encoding="utf-8").split("\n")
@@ -201,6 +204,23 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
             f"{path} is no finished evaluation ({error}): give a folder in which `qerl eval` ended"
         ) from error
     return result, rows
+
+
+def _no_evaluation(folder: Path) -> CheckpointError:
+    """Why there is no result in `folder`, and which evaluation may be meant."""
+    if folder.is_file():
+        return CheckpointError(f"{folder} is a file: give the folder that holds it, in which `qerl eval` ended")
+    if not folder.is_dir():
+        return CheckpointError(f"{no_folder(str(folder))}: give a folder in which `qerl eval` ended")
+    if (folder / SETTINGS).is_file():
+        return CheckpointError(
+            f"the evaluation in {folder} did not end: repeat the `qerl eval` that writes there, it continues"
+        )
+    inner = [str(file.parent) for depth in ("*", "*/*") for file in sorted(folder.glob(f"{depth}/{RESULT}"))]
+    if not inner:
+        return CheckpointError(f"{folder} holds no evaluation: give a folder in which `qerl eval` ended")
+    others = f", and {len(inner) - 1} others" if len(inner) > 1 else ""
+    return CheckpointError(f"{folder} holds no evaluation, but {inner[-1]} does{others}: give that")
 
 
 def _check_same(first: Path, second: Path, one: tuple[dict, list], two: tuple[dict, list]) -> None:

@@ -165,7 +165,8 @@ CASES = {
     "adapter is a model": ("eval arith --model tiny --adapter base", "base is a model", "adapter_config.json"),
     "checkpoints without a run": ("eval arith --model tiny --checkpoints all", "--checkpoints", "--run"),
     "template without a question": (f"{PLAIN} --prompt-template Hello", "'Hello' has no", "{question}"),
-    "compare with nothing": ("compare runs/done runs/none", "runs/done is no finished evaluation", "qerl eval"),
+    "compare with a run": ("compare runs/done runs/none", "runs/done holds no evaluation", "`qerl eval` ended"),
+    "compare with nothing": ("compare evals/gsm8k runs/done", "there is no folder evals/gsm8k", "`qerl eval` ended"),
     # plan, report, merge, chat, grade
     "no such card": ("plan --recipe dapo_7b --gpu rtx9090", "rtx9090", "4090"),
     "no card": ("plan --recipe dapo_7b --gpu=", "--gpu '' is not known", "4090"),

@@ -126,8 +126,32 @@ def test_other_questions_or_settings_are_refused(tmp_path, changes, message):
 
 def test_an_unfinished_evaluation_is_refused(tmp_path):
     first = write(tmp_path / "a", ["x"] * 4)
-    with pytest.raises(CheckpointError, match="no finished evaluation"):
-        compare(first, tmp_path / "none")
     (first / "completions.jsonl").write_text('{"row": 0, "correct": true}\n')
     with pytest.raises(CheckpointError, match="1 completions where 4 were graded"):
         compare(first, first)
+    (first / "result.json").unlink()
+    (first / "settings.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"a did not end: repeat the `qerl eval` that writes there, it continues"):
+        compare(first, first)
+
+
+def test_a_path_that_holds_no_evaluation_is_named_with_what_is_there(tmp_path):
+    """A run is given where one of its evaluations is meant, or a name is mistyped."""
+    first = write(tmp_path / "gsm8k-1a2b", ["x"] * 4)
+    assert compare(first, first).questions == compare(first / "result.json", first).questions == 4
+    (tmp_path / "run" / "eval").mkdir(parents=True)
+    inner = write(tmp_path / "run" / "eval" / "gsm8k-3c4d", ["x"] * 4)
+    cases = {
+        tmp_path / "gsm8k-1a2c": r"there is no folder .*gsm8k-1a2c \(did you mean .*gsm8k-1a2b\?\): give",
+        first / "result.jsno": r"there is no folder .*result.jsno: give",
+        first / "completions.jsonl": r"completions.jsonl is a file: give the folder that holds it",
+        tmp_path / "run": rf"run holds no evaluation, but {inner} does: give that",
+        tmp_path / "run" / "eval": rf"eval holds no evaluation, but {inner} does: give that",
+    }
+    for path, message in cases.items():
+        with pytest.raises(CheckpointError, match=message) as caught:
+            compare(first, path)
+        assert "Errno" not in str(caught.value)
+    (inner / "result.json").unlink()
+    with pytest.raises(CheckpointError, match=r"run holds no evaluation: give a folder in which `qerl eval` ended"):
+        compare(first, tmp_path / "run")
