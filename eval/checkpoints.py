@@ -17,6 +17,7 @@ from eval.run import EngineHolder, OnBatch, run_eval
 from eval.settings import EvalSettings
 from qerl.errors import CheckpointError, ConfigError
 from qerl.kinds import kind_of
+from qerl.nearby import no_folder
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,9 @@ STEP = re.compile(r"step-(\d+)")  # as training names them
 
 def checkpoints_of(run: Path) -> dict[int, Path]:
     """Folders of the run's checkpoints by step, in order. Raises CheckpointError if there are none."""
-    if not run.is_dir() or kind_of(run) != "run":
+    if not run.is_dir():
+        raise CheckpointError(f"--run {run}: {no_folder(str(run))}: give one that `qerl train` made (runs/NAME)")
+    if kind_of(run) != "run":
         raise CheckpointError(f"--run {run} is no run directory: give one that `qerl train` made (runs/NAME)")
     named = ((STEP.fullmatch(file.parent.name), file.parent) for file in run.glob("checkpoints/*/adapter_config.json"))
     found = dict(sorted((int(match[1]), folder) for match, folder in named if match))

@@ -21,6 +21,7 @@ from eval.identity import describe_identity, digest
 from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
 from eval.store import Key
 from qerl.checkpoint import ModelRef, describe, newest_model, resolve_model
+from qerl.data import check_source
 from qerl.engine import SamplingParams, choose_engine
 from qerl.errors import CheckpointError, ConfigError
 from qerl.rows import is_local
@@ -59,6 +60,7 @@ def make_plan(settings: EvalSettings) -> Plan:
     from qerl.model import load_tokenizer, local_folder
 
     settings, asked = find_task(settings)
+    check_source(asked, settings.data, "test", settings.columns)  # torch is imported below
     ref = find_model(settings)
     logger.info("model: %s", describe(ref))
     settings = with_engine(settings)

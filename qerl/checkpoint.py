@@ -19,7 +19,7 @@ from typing import Literal
 from qerl.errors import CheckpointError
 from qerl.hub import config_folder, is_hub_id
 from qerl.kinds import ModelKind, kind_of
-from qerl.nearby import close_folders, is_path, no_folder
+from qerl.nearby import close_to, is_path, no_folder
 from qerl.shards import read_json, weight_files
 
 Load = Literal["auto", "nvfp4", "bf16"]
@@ -85,7 +85,7 @@ def _locate(ref: str) -> tuple[Path, bool]:
     example = f"a hub id such as Qwen/Qwen2.5-7B-Instruct, or `{TINY}` (the embedded model)"
     if is_path(ref):
         raise CheckpointError(f"{no_folder(ref)}: give an existing folder, {example}")
-    close = close_folders(ref)
+    close = close_to(ref)
     raise CheckpointError(
         f"{ref} is neither a folder here nor a hub id{f' ({close})' if close else ''}: give an existing folder, "
         f"{example}"

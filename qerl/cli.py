@@ -142,9 +142,11 @@ def train(
     """Train a LoRA adapter by reinforcement learning, as a recipe says."""
     if resume is not None:
         _refuse_with_resume(model, task, data, columns, overrides, steps, seed, quantize_first or None, dry or None)
+        from training.early import check_resumed
         from training.resume import find_run
 
         run_dir, step = find_run(resume, recipe, out)
+        check_resumed(run_dir)
         with interrupts_counted():
             logger.info("loading torch, transformers and trl")
             from training.run import resume as resume_run
@@ -158,16 +160,18 @@ def train(
     overrides = [*(overrides or []), *_column_overrides(columns)]
     flags = {"base": model, "task": task, "data": data, "steps": steps, "seed": seed, "out": out and str(out)}
     config = load_recipe(recipe, overrides, **flags)
-    from training.rewards import check_rewards
+    from training.early import check_config
     from training.run_dir import new_run_dir
 
     new_run_dir(config.run.out, recipe_label(recipe))
-    check_rewards(config)
+    check_config(config)
     _check_base(config, recipe, quantize_first)
     if dry:
         from rich.console import Console
 
-        from training.dry_run import dry_run
+        with interrupts_counted():
+            logger.info("loading torch and transformers")
+            from training.dry_run import dry_run
 
         sys.exit(0 if dry_run(config, Console()) else 1)
     with interrupts_counted():

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from qerl.errors import ConfigError, DataError
-from qerl.rows import Row, generated_rows, hub_rows, is_local, local_rows
+from qerl.rows import Row, check_hub_id, generated_rows, hub_rows, is_local, local_rows
 from qerl.tasks import Example, Task
 from qerl.tasks.extract import extract
 from qerl.tasks.latex import strip_math
@@ -92,6 +92,21 @@ def load_examples(
     return examples, report
 
 
+def check_source(
+    task: Task, source: str | None = None, split: str = "train", columns: Mapping[str, str] | None = None
+) -> None:
+    """Raise what `load_examples` would of the first rows: no such file, no rows, a column that is missing.
+
+    Of a hub id only the form is looked at: to fetch takes long. Rows that a task makes itself are right.
+    """
+    if source is None or source == task.hub:
+        _check_own(task, split)
+    elif is_local(source):
+        _find_columns(task, source, columns or {}, list(itertools.islice(local_rows(source, split), _PEEK)))
+    else:
+        check_hub_id(source.partition(":")[0])
+
+
 def _open(task: Task, source: str | None, split: str) -> tuple[str, Iterator[Row]]:
     """The name of the source for messages, and its rows."""
     if source is not None and is_local(source):
@@ -99,14 +114,18 @@ def _open(task: Task, source: str | None, split: str) -> tuple[str, Iterator[Row
     if source is not None and source != task.hub:
         name, _, subset = source.partition(":")
         return source, hub_rows(name, subset or None, split)
+    _check_own(task, split)
+    if task.generate is not None:
+        return f"task {task.name} ({split})", generated_rows(task.generate(split))
+    return task.hub, hub_rows(task.hub, task.hub_config, task.splits[split])
+
+
+def _check_own(task: Task, split: str) -> None:
     if split not in task.splits:
         known = " and ".join(task.splits)
         raise DataError(f"task {task.name} has no split {split!r}, only {known}: pass your own rows with --data FILE")
-    if task.generate is not None:
-        return f"task {task.name} ({split})", generated_rows(task.generate(split))
-    if task.hub is None:
+    if task.generate is None and task.hub is None:
         raise DataError(f"task {task.name} has no data set of its own: pass your rows with --data FILE")
-    return task.hub, hub_rows(task.hub, task.hub_config, task.splits[split])
 
 
 def _find_columns(task: Task, source: str, asked: Mapping[str, str], rows: list[Row]) -> dict[str, str]:

@@ -17,19 +17,19 @@ def no_folder(ref: str) -> str:
     """`there is no folder runs/dnoe (did you mean runs/done?)`."""
     path = Path(ref).expanduser()
     above = next((parent for parent in reversed(path.parents) if not parent.exists()), None)
-    around = f"{above}/ is not there either" if above else close_folders(ref) or _beside(path)
+    around = f"{above}/ is not there either" if above else close_to(ref) or _beside(path)
     return f"there is no folder {ref}{f' ({around})' if around else ''}"
 
 
-def close_folders(ref: str) -> str:
-    """`did you mean runs/done?`: folders beside it of a like name; "" if there are none."""
+def close_to(ref: str, files: bool = False) -> str:
+    """`did you mean runs/done?`: folders (and files) beside it of a like name; "" if there are none."""
     path = Path(ref).expanduser()
-    found = difflib.get_close_matches(path.name, _folders(path.parent), n=2, cutoff=0.7)
+    found = difflib.get_close_matches(path.name, _names(path.parent, files), n=2)
     return f"did you mean {' or '.join(str(path.parent / name) for name in found)}?" if found else ""
 
 
 def _beside(path: Path) -> str:
-    names = _folders(path.parent)
+    names = _names(path.parent)
     if not names:
         return ""
     others = f" and {len(names) - NAMED} others" if len(names) > NAMED + 1 else ""
@@ -37,8 +37,8 @@ def _beside(path: Path) -> str:
     return f"beside it: {', '.join(str(path.parent / name) for name in shown)}{others}"
 
 
-def _folders(parent: Path) -> list[str]:
+def _names(parent: Path, files: bool = False) -> list[str]:
     try:
-        return sorted(entry.name for entry in parent.iterdir() if entry.is_dir() and entry.name[:1] != ".")
+        return sorted(path.name for path in parent.iterdir() if (files or path.is_dir()) and path.name[:1] != ".")
     except OSError:
         return []

@@ -17,6 +17,7 @@ from typing import Any
 
 from qerl.errors import DataError
 from qerl.hub import HUB_ID, reachable
+from qerl.nearby import close_to, is_path, no_folder
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 Row = tuple[str, Mapping[str, Any] | None]  # where it stands ("row 17"), and its columns; None: not readable as a row
@@ -31,7 +32,11 @@ def local_rows(source: str, split: str) -> Iterator[Row]:
     """The rows of a file, or of the files of a folder that belong to `split`. Raises DataError."""
     path = Path(source).expanduser()
     if not path.exists():
-        raise DataError(f"there is no file or folder {source!r}: write a path to {_kinds()}, or a hub id (owner/name)")
+        close = close_to(source, files=True)
+        raise DataError(
+            f"there is no file or folder {source!r}{f' ({close})' if close else ''}: write a path to {_kinds()}, or a "
+            "hub id (owner/name)"
+        )
     files = [path] if path.is_file() else _files_of_split(path, split)
     for file in files:
         prefix = "" if len(files) == 1 else f"{file.name} "
@@ -42,12 +47,19 @@ def local_rows(source: str, split: str) -> Iterator[Row]:
             raise DataError(f"{file} cannot be read: {error}; is it complete, and UTF-8 text or parquet?") from error
 
 
+def check_hub_id(name: str) -> None:
+    """Raise DataError for what cannot be the name of a hub data set."""
+    if not HUB_ID.fullmatch(name):
+        close = close_to(name, files=True)
+        raise DataError(
+            f"{name!r} is neither a file nor a hub id{f' ({close})' if close else ''}: write a path to {_kinds()}, or "
+            "owner/name, or owner/name:subset"
+        )
+
+
 def hub_rows(name: str, config: str | None, split: str) -> Iterator[Row]:
     """The rows of a hub data set. Raises DataError if it cannot be had, saying how to do without the hub."""
-    if not HUB_ID.fullmatch(name):
-        raise DataError(
-            f"{name!r} is neither a file nor a hub id: write a path to {_kinds()}, or owner/name, or owner/name:subset"
-        )
+    check_hub_id(name)
     import datasets
 
     if not reachable():  # what is in the cache is still taken; without this the hub's client retries for half a minute
@@ -56,10 +68,11 @@ def hub_rows(name: str, config: str | None, split: str) -> Iterator[Row]:
         data = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the hub's client, its HTTP library and the format readers each have their own
         reason = str(error).strip().split("\n")[0] or type(error).__name__
+        meant = f"{no_folder(name)}, and " if is_path(name) else ""
         raise DataError(
-            f"the data set {name!r} (subset {config or 'default'}, split {split!r}) could not be read from the hub: "
-            f"{reason}; without a connection, get its files elsewhere and pass one with --data FILE (training: --set "
-            "data.source=FILE)"
+            f"{meant}the data set {name!r} (subset {config or 'default'}, split {split!r}) could not be read from the "
+            f"hub: {reason}; without a connection, get its files elsewhere and pass one with --data FILE (training: "
+            "--set data.source=FILE)"
         ) from error
     rows = (row for batch in data.iter(1000) for row in _rows_of(batch))
     return ((f"row {number}", row) for number, row in enumerate(rows, start=1))

@@ -146,7 +146,7 @@ CASES = {
         f"{TRAIN} --data data/one.jsonl", "1 usable examples", "lower rollout.prompts_per_step",
     ),
     "no such task": (f"{TRAIN} --task gms8k", "gms8k", "gsm8k"),
-    "resume nothing": ("train --resume runs/none", "runs/none is not a run", "the directory that"),
+    "resume nothing": ("train --resume runs/none", "there is no folder runs/none", "the directory that"),
     "resume a step that is not there": ("train --resume 7", "step 7", "step"),
     "resume with another recipe": ("train --resume runs/done --recipe tiny", "--resume", "--recipe"),
     # evaluation

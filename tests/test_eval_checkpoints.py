@@ -131,7 +131,7 @@ def test_what_is_no_run_or_has_no_checkpoint_is_refused(model, tmp_path):
     [
         (["--checkpoints", "all"], "--checkpoints all of which run?"),
         (["--run", "r", "--model", "tiny"], "leave out --model and --adapter"),
-        (["--run", "r"], "--run r is no run directory"),
+        (["--run", "r"], "--run r: there is no folder r"),
     ],
 )
 def test_options_that_do_not_go_together_are_one_line(tmp_path, monkeypatch, capsys, arguments, message):

@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 import qerl.cli
 from qerl.cli import app
 from qerl.errors import QerlError
+from qerl.recipe import load_recipe, save_config
 
 ROOT = Path(__file__).parent.parent
 
@@ -64,27 +65,93 @@ def test_help_answers_at_once():
     assert "..." not in out.partition("Commands:")[2]  # no line of help is cut off
 
 
-@pytest.mark.parametrize(
-    "reward", ["{name: acuracy}", "{name: format, args: {styl: tags}}", "{name: 'mine.py:nothing'}"]
-)
-def test_a_wrong_reward_is_refused_before_anything_heavy_is_imported(workdir, reward):
-    (workdir / "mine.py").write_text("def short(completions):\n    return [0.0 for _ in completions]\n")
-    code = (
-        "import sys, qerl.cli\n"
-        f"sys.argv = ['qerl', 'train', '--recipe', 'tiny', '--quantize', '--set', {f'rewards=[{reward}]'!r}]\n"
-        "try: qerl.cli.main()\n"
-        "except SystemExit as end: print(end.code, [m for m in ('torch', 'transformers', 'numpy') if m in sys.modules])"
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    times = []
-    for _ in range(2):
-        started = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
-        times.append(time.perf_counter() - started)
-        assert done.stdout.strip() == "2 []", done.stderr
-        assert len(done.stderr.strip().splitlines()) == 1
-    assert min(times) < 4  # about 0.6 s on a machine with nothing else to do; torch alone takes longer
-    assert [path.name for path in workdir.iterdir() if path.suffix != ".py"] in ([], ["__pycache__"])
+TRAIN_TINY = "train --recipe tiny --set model.format=bf16"
+MISTAKES = {  # arguments -> what the error says
+    "train --recipe tiny --quantize --set rewards=[{name:\0acuracy}]": "acuracy",
+    f"{TRAIN_TINY} --set rewards=[{{name:\0format,args:\0{{styl:\0tags}}}}]": "styl",
+    f"{TRAIN_TINY} --set rewards=[{{name:\0'mine.py:nothing'}}]": "nothing",
+    "train --recipe tiny --quantize --data rwos.jsonl": r"'rwos.jsonl' \(did you mean rows.jsonl\?\)",
+    f"{TRAIN_TINY} --data rows.jsonl": "no column 'question'",
+    f"{TRAIN_TINY} --data rows.jsonl --columns question=q,answer=aa": "no column 'aa' for the answer",
+    f"{TRAIN_TINY} --data gsm8k": "'gsm8k' is neither a file nor a hub id",
+    f"{TRAIN_TINY} --data empty.jsonl": "holds no rows",
+    f"{TRAIN_TINY} --task aime24": "no split 'train', only test",
+    f"{TRAIN_TINY} --dry-run --data none.jsonl": "'none.jsonl'",
+    "train --resume runs/olb": r"there is no folder runs/olb \(did you mean runs/old",
+    "train --resume runs": "runs is not a run: it has no config.yaml",
+    "train --resume 30": "no checkpoint of step 30: there are steps 20",
+    "train --resume --out runs/nothing": "no folder runs/nothing",
+    "train --resume runs/old": "no folder ./gone",
+    "train --resume runs/lost": "'lost.jsonl'",
+    "eval arith --model tiny --data none.jsonl": "'none.jsonl'",
+    "eval arith --model tiny --data rows.jsonl": "no column 'question'",
+    "eval arith --run runs/olb": r"there is no folder runs/olb \(did you mean runs/old",
+}
+
+
+RUN_ALL = """
+import contextlib, io, json, sys, qerl.cli
+found = {}
+for line in json.load(sys.stdin):
+    sys.argv = ["qerl", *(word.replace("\\0", " ") for word in line.split(" "))]
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            qerl.cli.main()
+        except SystemExit as end:
+            code = end.code
+    heavy = [name for name in ("torch", "transformers", "numpy", "datasets") if name in sys.modules]
+    found[line] = code, said.getvalue(), heavy
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def refusals(tmp_path_factory):
+    """Exit code and words of each of MISTAKES, and what is loaded by then; one process runs them in turn."""
+    folder = tmp_path_factory.mktemp("mistakes")
+    write_mistakes(folder)
+    before = sorted(folder.rglob("*"))
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-c", RUN_ALL]
+    told = {"cwd": folder, "env": environment, "input": json.dumps([*MISTAKES])}
+    done = subprocess.run(command, **told, capture_output=True, text=True, check=True, timeout=120)
+    assert sorted(folder.rglob("*")) == before
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.mark.parametrize("line", MISTAKES)
+def test_a_mistake_is_refused_before_anything_heavy_is_imported(refusals, line):
+    code, said, heavy = refusals[line]
+    error = said.strip().splitlines()[-1]
+    assert (code, heavy) == (2, [])
+    assert error.startswith("error: ")
+    assert re.search(MISTAKES[line], error), error
+
+
+def write_mistakes(folder):
+    """A reward without the named function, data without its columns, a run whose base is gone and one without data."""
+    (folder / "mine.py").write_text("def short(completions):\n    return [0.0 for _ in completions]\n")
+    (folder / "rows.jsonl").write_text('{"q": "1 + 1", "a": "2"}\n')
+    (folder / "empty.jsonl").write_text("")
+    for name, recipe in {
+        "lost": load_recipe("tiny", ["model.format=bf16"], data="lost.jsonl"),
+        "old": load_recipe("tiny", [], base="./gone"),
+    }.items():
+        run_dir = folder / "runs" / name
+        (run_dir / "checkpoints" / "step-000020").mkdir(parents=True)
+        save_config(recipe, run_dir / "config.yaml")
+        (run_dir / "metrics.jsonl").write_text("")
+    os.utime(folder / "runs" / "lost" / "metrics.jsonl", (1e9, 1e9))
+
+
+def test_a_start_after_which_torch_loads_says_so(workdir, monkeypatch, caplog):
+    """Five seconds without a word are taken for a hang."""
+    (workdir / "rows.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n')
+    caplog.set_level("INFO")
+    monkeypatch.setattr(sys, "argv", ["qerl", *TRAIN_TINY.split(), "--data", "rows.jsonl", "--dry-run"])
+    with pytest.raises(SystemExit):
+        qerl.cli.main()
+    assert caplog.messages[0] == "loading torch and transformers"
 
 
 def test_the_three_commands_as_typed(workdir, here):
@@ -155,7 +222,7 @@ REFUSALS = {
         "has no style 'tag': write boxed, tags, think",
     ),
     "reward's file": (["train", "--recipe", "tiny", "--set", "rewards=[{name: 'no.py:f'}]"], "'no.py' does not exist"),
-    "resume nothing": (["train", "--resume", "nowhere"], "nowhere is not a run"),
+    "resume nothing": (["train", "--resume", "nowhere"], "no folder nowhere"),
     "resume and more": (["train", "--resume", "x", "--steps", "3"], "takes no other option"),
     "quantize nothing": (["quantize", "--model", "./nowhere"], "nowhere"),
     "awq without rows": (["quantize", "--model", "tiny", "--method", "awq"], "--calibration"),

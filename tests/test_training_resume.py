@@ -9,8 +9,10 @@ import torch
 from small_run import small_config
 
 from qerl.cli import with_resume_value
-from qerl.errors import ConfigError
+from qerl.errors import ConfigError, DataError
+from qerl.recipe import load_recipe, save_config
 from training.checkpoint import checkpoints
+from training.early import check_resumed
 from training.resume import LAST, find_run, rewind_
 from training.run import resume, start
 from training.run_log import deterministic, read_metrics
@@ -69,6 +71,18 @@ def test_what_is_not_there_is_named(runs, arguments, message):
 def test_a_step_without_checkpoint_names_those_that_there_are(runs):
     with pytest.raises(ConfigError, match="no checkpoint of step 30: there are steps 20, 40"):
         rewind_(runs / "old", 30)
+
+
+def test_what_a_run_was_started_with_has_to_be_there_until_it_is_finished(tmp_path):
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints" / "step-000020").mkdir(parents=True)
+    for steps, rows in ((20, "gone.jsonl"), (40, None)):
+        config = load_recipe("tiny", ["model.format=bf16"], base="tiny", data=rows, steps=steps)
+        save_config(config, run_dir / "config.yaml")
+        check_resumed(run_dir)
+    save_config(load_recipe("tiny", ["model.format=bf16"], data="gone.jsonl", steps=40), run_dir / "config.yaml")
+    with pytest.raises(DataError, match=r"gone\.jsonl"):
+        check_resumed(run_dir)
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from qerl.checkpoint import RUNS
 from qerl.errors import ConfigError
+from qerl.nearby import no_folder
 from training.checkpoint import checkpoint_path, checkpoint_step, checkpoints, damage_of
 from training.run_lock import only_writer, written
 
@@ -25,6 +26,22 @@ logger = logging.getLogger(__name__)
 
 def find_run(ref: str, recipe: str | None = None, out: Path | None = None) -> tuple[Path, int | None]:
     """(run directory, step to continue from; None: the newest). Raises ConfigError saying what there is."""
+    run_dir, step = _find(ref, recipe, out)
+    check_run(run_dir)
+    if step is not None:
+        _check_step(run_dir, step)
+    return run_dir, step
+
+
+def check_run(run_dir: Path) -> None:
+    """Raise ConfigError for what is no run directory."""
+    if (run_dir / "config.yaml").is_file():
+        return
+    what = f"{run_dir} is not a run: it has no config.yaml" if run_dir.exists() else no_folder(str(run_dir))
+    raise ConfigError(f"{what}; give the directory that `qerl train` printed")
+
+
+def _find(ref: str, recipe: str | None, out: Path | None) -> tuple[Path, int | None]:
     if ref != LAST and not ref.isdecimal():
         if recipe is not None or out is not None:
             raise ConfigError(f"--resume {ref} names the run: leave --recipe and --out out")
@@ -54,8 +71,7 @@ def rewind_(run_dir: Path, step: int) -> None:
 
     Nothing is deleted. Raises ConfigError if there is no good checkpoint of that step, and while the run is written.
     """
-    if checkpoint_path(run_dir, step) not in checkpoints(run_dir):
-        raise ConfigError(f"{run_dir} has no checkpoint of step {step}: {_steps(run_dir)}")
+    _check_step(run_dir, step)
     if damage := damage_of(checkpoint_path(run_dir, step)):
         raise ConfigError(f"the checkpoint of step {step} is damaged ({damage}): {_steps(run_dir)}")
     later = [path for path in checkpoints(run_dir) if checkpoint_step(path) > step]
@@ -68,6 +84,11 @@ def rewind_(run_dir: Path, step: int) -> None:
         for path in reversed(later):  # the result first: a kill between leaves a run that continues
             path.rename(aside / path.name)
     logger.warning("continuing from step %d: %s moved to %s", step, ", ".join(p.name for p in later), aside)
+
+
+def _check_step(run_dir: Path, step: int) -> None:
+    if checkpoint_path(run_dir, step) not in checkpoints(run_dir):
+        raise ConfigError(f"{run_dir} has no checkpoint of step {step}: {_steps(run_dir)}")
 
 
 def _is_of(run: Path, recipe: str | None) -> bool:

@@ -27,7 +27,6 @@ from qerl.adapter import name_base_
 from qerl.checkpoint import ModelRef, describe, resolve_base_of_run, resolve_model
 from qerl.config import RunConfig
 from qerl.engine import Engine, choose_engine, open_engine
-from qerl.errors import ConfigError
 from qerl.memory_plan import MicroBatchPlan
 from qerl.model import load_tokenizer, local_folder
 from qerl.plan import trainer_bytes
@@ -37,7 +36,7 @@ from training.checkpoint import checkpoint_path, checkpoint_step, newest_checkpo
 from training.limits import check_engine, check_limits, check_memory, free_bytes, sizes_at
 from training.model import build_policy
 from training.prompts import load_prompts
-from training.resume import rewind_
+from training.resume import check_run, rewind_
 from training.rewards import build_rewards
 from training.rollout import Rollout
 from training.run_dir import new_run_dir
@@ -71,10 +70,7 @@ def start(config: RunConfig, name: str) -> TrainResult:
 
 def resume(run_dir: Path, step: int | None = None) -> TrainResult:
     """Continue a run from its newest good checkpoint (from the beginning, if it has none), or from that of `step`."""
-    if not (run_dir / "config.yaml").is_file():
-        raise ConfigError(
-            f"{run_dir} is not a run: it has no config.yaml; give the directory that `qerl train` printed"
-        )
+    check_run(run_dir)
     config = load_config(run_dir / "config.yaml")
     if step is not None:
         rewind_(run_dir, step)
