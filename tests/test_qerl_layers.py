@@ -379,6 +379,33 @@ def test_the_same_numbers_with_kept_factors():
                 assert all(torch.equal(grad, expected_grads[name]) for name, grad in grads.items())
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_residual_stream_is_rounded_once_a_layer(family):
+    """As the engine's compiled layers do it: what is normed, and what the MLP is added to, is the unrounded sum."""
+    model = tiny_model(family, torch.bfloat16)
+    fuse_(model)
+    layer, seen = model.model.layers[0], {}
+    keep = lambda name: lambda module, inputs, kwargs, out: seen.update({name: (inputs, out)})  # noqa: E731
+    for name in ("self_attn", "mlp"):
+        getattr(layer, name).register_forward_hook(keep(name), with_kwargs=True)
+    layer.register_forward_hook(keep("layer"), with_kwargs=True)
+    model(TOKENS)
+    (x,), out = seen["layer"]
+    total = x.float() + seen["self_attn"][1][0].float()
+    (normed,), inner = seen["mlp"]
+    assert not torch.equal(total, total.bfloat16().float())
+    assert torch.equal(normed, layer.post_attention_layernorm(total).bfloat16())
+    assert torch.equal(out, (total + inner.float()).bfloat16())
+
+
+def test_a_sum_of_the_stream_has_the_gradients_of_one():
+    x, y, delta = (torch.randn(2, 3, 4, requires_grad=True) for _ in range(3))
+    grad = torch.randn(2, 3, 4)
+    total = x + y
+    elementwise.joined(total, (x, y), delta).backward(grad)
+    assert all(torch.equal(leaf.grad, grad) for leaf in (x, y, delta))
+
+
 def test_a_norm_beside_the_residual_stream_has_both_gradients():
     torch.manual_seed(9)
     x, delta = (torch.randn(2, 3, 8, requires_grad=True) for _ in range(2))

@@ -64,6 +64,15 @@ def test_a_norm_beside_the_residual_stream(dtype):
 
 
 @DTYPES
+@pytest.mark.parametrize("shape", [(1, 300, 3584), (3, 7, 50), (0, 8)], ids=str)
+def test_a_sum_of_three(dtype, shape):
+    from qerl.layers import kernels
+
+    parts = [torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3)]
+    assert torch.equal(kernels.sum_three(*parts), twins.sum_three(*parts))
+
+
+@DTYPES
 def test_swiglu(dtype):
     from qerl.layers import kernels
 
@@ -84,7 +93,7 @@ def test_another_number_of_rows_compiles_nothing(compiled):
         x = torch.randn(1, rows, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         delta, cos = torch.randn_like(x), torch.randn(rows, 32, device="cuda")
         total, out = elementwise.norm_beside(x, elementwise.RMSNorm(torch.nn.Parameter(weight), 1e-6), delta)
-        out = elementwise.rms_norm(total + out, weight, 1e-6)
+        out = elementwise.rms_norm(elementwise.joined(total, (x, delta), out), weight, 1e-6)
         q, k, v = elementwise.rotary_parts_((out * 1.0)[0], cos, cos, [4, 2, 2])
         kernels.swiglu_backward_(out[0].detach(), kernels.swiglu_forward(out[0].detach()))
         (q.sum() + k.sum() + v.sum()).backward()

@@ -1,4 +1,9 @@
-"""The decoder layer of Qwen2, Qwen3, Llama and Mistral: sums of the residual stream are made where it is normed."""
+"""The decoder layer of Qwen2, Qwen3, Llama and Mistral: sums of the residual stream are made where it is normed.
+
+The stream is rounded where the engine rounds it, once a layer, at its end. What torch.compile makes of vLLM's layer
+norms and adds to the sum of stream and attention as it is in float32; the rounded one is what the next layer reads. On
+random weights, where roundings are most of what tells trainer and sampler apart, that takes a third of it away.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from qerl.layers.elementwise import RMSNorm, norm_beside
+from qerl.layers.elementwise import RMSNorm, joined, norm_beside
 
 
 def layer_forward(self: nn.Module, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
     """The forward of transformers 5.17's decoder layers of these families."""
     residual, normed = _normed(self.input_layernorm, hidden_states)
     attended, _ = self.self_attn(hidden_states=normed, **kwargs)
-    residual, normed = _normed(self.post_attention_layernorm, residual, attended)
-    return residual + self.mlp(normed)
+    total, normed = _normed(self.post_attention_layernorm, residual, attended)
+    out = self.mlp(normed)
+    alike = residual.dtype == attended.dtype == out.dtype
+    return joined(total, (residual, attended), out) if alike else total + out
 
 
 def _normed(

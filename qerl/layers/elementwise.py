@@ -61,6 +61,12 @@ def norm_beside(x: torch.Tensor, norm: RMSNorm, delta: torch.Tensor | None = Non
     return _NormBeside.apply(x, delta, norm.weight, norm.variance_epsilon)
 
 
+def joined(total: torch.Tensor, parts: tuple[torch.Tensor, torch.Tensor], delta: torch.Tensor) -> torch.Tensor:
+    """total + delta, where `total` is the rounded sum of `parts`: computed of these, so that it is rounded once. The
+    gradient goes to `total` and `delta`."""
+    return _Joined.apply(total, *parts, delta)
+
+
 class _RMSNorm(torch.autograd.Function):
     """Keeps x and one number a row."""
 
@@ -103,6 +109,19 @@ class _NormBeside(torch.autograd.Function):
         by_x = grads[0].view(total.shape)
         by_delta = by_x if ctx.needs_input_grad[1] else None
         return by_x, by_delta, grads[1].to(weight.dtype) if trained else None, None
+
+
+class _Joined(torch.autograd.Function):
+    """Keeps nothing."""
+
+    @staticmethod
+    def forward(ctx, total: torch.Tensor, x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
+        return kernels_for(total).sum_three(x, y, delta)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        return grad, None, None, grad
 
 
 class _Rotary(torch.autograd.Function):

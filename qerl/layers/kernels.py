@@ -46,10 +46,8 @@ def _norm_forward(
     x = tl.load(x_ptr + _row(row, heads, stride, columns) + column, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
         at = row.to(tl.int64) * columns + column
-        total = x + tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        total = total.to(total_ptr.dtype.element_ty)
-        tl.store(total_ptr + at, total, mask=inside)
-        x = total.to(tl.float32)
+        x += tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
+        tl.store(total_ptr + at, x.to(total_ptr.dtype.element_ty), mask=inside)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / columns + eps)
     out = x * scale * weight
@@ -94,6 +92,17 @@ def _norm_backward(
         tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
     if TRAINED:
         tl.store(partial_ptr + tl.program_id(0) * columns + column, partial, mask=inside)
+
+
+@triton.jit
+def _sum_three(a_ptr, b_ptr, c_ptr, out_ptr, columns, WIDTH: tl.constexpr):
+    column = tl.program_id(1) * WIDTH + tl.arange(0, WIDTH)
+    inside = column < columns
+    at = tl.program_id(0).to(tl.int64) * columns + column
+    total = tl.load(a_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(b_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    total += tl.load(c_ptr + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -214,6 +223,15 @@ def norm_backward(
         num_warps=_warps(block),
     )
     return out, partial.sum(0) if trained else None
+
+
+def sum_three(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """See the twin."""
+    a, b, c = (part.contiguous() for part in (a, b, c))
+    out, columns = torch.empty_like(a), a.shape[-1]
+    if a.numel():
+        _sum_three[(a.numel() // columns, triton.cdiv(columns, WIDTH))](a, b, c, out, columns, WIDTH=WIDTH)
+    return out
 
 
 def swiglu_forward(x: torch.Tensor) -> torch.Tensor:

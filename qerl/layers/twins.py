@@ -21,9 +21,10 @@ class Normed(NamedTuple):
 def norm_forward(
     x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
 ) -> tuple[Normed, torch.Tensor]:
-    """weight * x_hat in x's dtype, rounded once, of x or, as a tensor of its own, of x + `delta` (T, H, d)."""
-    x = x if delta is None else x + delta
-    wide = x.float()
+    """weight * x_hat in x's dtype, rounded once, of x or of x + `delta` (T, H, d), which is kept rounded but normed as
+    it was before."""
+    wide = x.float() if delta is None else x.float() + delta.float()
+    x = x if delta is None else wide.to(x.dtype)
     scale = (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
     return Normed(x, weight, scale.flatten()), (weight.float() * (wide * scale)).to(x.dtype)
 
@@ -43,6 +44,11 @@ def norm_backward(
     out = scale * (scaled - hat * (scaled * hat).mean(-1, keepdim=True))
     out = out if skip is None else out + skip.float()
     return out.to(x.dtype), (grad * hat).sum((0, 1)) if trained else None
+
+
+def sum_three(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """a + b + c of one shape and dtype, rounded once."""
+    return (a.float() + b.float() + c.float()).to(a.dtype)
 
 
 def swiglu_forward(x: torch.Tensor) -> torch.Tensor:
