@@ -64,10 +64,11 @@ def shrink_tokens(tokens: int) -> int:
 def choose_tiling(columns: int, tokens: int) -> Tiling:
     """The fastest measured on an H200. A deeper ring delays what else is loaded; the loop has to be long enough that
     hidden values are there before its end."""
-    batch = 6 if columns >= LONG and tokens > 32 else 3
-    stages = {128: 5, 192: 5, 256: 4}.get(token_tile(tokens), 6)
-    in_loop = tokens > 128 or (tokens > 64 and columns >= LONG)
-    return Tiling(stages, batch, slabs=2 if tokens <= 128 else 1, in_loop=in_loop)
+    tile, is_long = token_tile(tokens), columns >= LONG
+    batch = 6 if is_long and tile > 32 else 3
+    stages = {128: 4 if is_long else 5, 192: 5, 256: 4}.get(tile, 6)
+    in_loop = tile > 128 or (tile > 32 and is_long)
+    return Tiling(stages, batch, slabs=2 if tile <= 128 else 1, in_loop=in_loop)
 
 
 def fits(rows: int, columns: int, tokens: int, ranks: int = 0) -> bool:
