@@ -79,13 +79,27 @@ def split_by_tokens(rows: Sequence[Lengths], budget: int) -> list[list[int]]:
     """Groups of row indices that pack into at most `budget` tokens; a longer row is a group of its own.
 
     Rows of one prompt stand together, in the order of the prompts' numbers, and a group is closed when the next row
-    does not fit: the groups follow from the lengths alone. Rows keep their order within a group. The largest group is
-    the first: torch's allocator fits a smaller one into what that leaves, and would keep both otherwise.
+    does not fit: the groups follow from the lengths alone. There are no more groups than that takes, and the largest is
+    as small as that many allow: full groups and a rest would take longer, and more memory. Rows keep their order within
+    a group. The largest group is the first: torch's allocator fits a smaller one into what that leaves, and would keep
+    both otherwise.
     """
+    order = sorted((i for i in range(len(rows)) if rows[i].completion_tokens), key=lambda i: (rows[i].prompt, i))
+    count = len(_filled(rows, order, budget))
+    low, high = 1, budget
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(_filled(rows, order, middle)) <= count else (middle + 1, high)
+    groups = _filled(rows, order, high)
+    return [sorted(group) for _, group in sorted(groups, key=lambda entry: -entry[0])]
+
+
+def _filled(rows: Sequence[Lengths], order: Sequence[int], budget: int) -> list[tuple[int, list[int]]]:
+    """(tokens, row indices) of each group of rows in `order`."""
     groups: list[list[int]] = []
-    tokens: list[int] = []  # of each group
+    tokens: list[int] = []
     used, prompts = budget, set()
-    for index in sorted((i for i in range(len(rows)) if rows[i].completion_tokens), key=lambda i: (rows[i].prompt, i)):
+    for index in order:
         row = rows[index]
         repeated = row.prompt in prompts
         added = row.completion_tokens + (row.prompt_tokens // REPEATED if repeated else row.prompt_tokens)
@@ -98,7 +112,7 @@ def split_by_tokens(rows: Sequence[Lengths], budget: int) -> list[list[int]]:
         prompts.add(row.prompt)
         used += added
         tokens[-1] = used
-    return [sorted(groups[i]) for i in sorted(range(len(groups)), key=lambda i: -tokens[i])]
+    return list(zip(tokens, groups, strict=True))
 
 
 def pack(
