@@ -6,25 +6,19 @@ Nothing here imports torch before the options are known to be good.
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import logging
-from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from eval.settings import ENGINES, KERNELS, LOADS, SAMPLED_TEMPERATURE, SAMPLED_TOP_P, EvalSettings
+from eval.show import OPTIONS, show, show_suite
 from qerl.errors import ConfigError
+from qerl.option_names import options_named
 from qerl.shell_values import task_values
 from qerl.terminal import run_command
-
-if TYPE_CHECKING:
-    from eval.run import OnBatch
-
-logger = logging.getLogger(__name__)
 
 Load = StrEnum("Load", [(name, name) for name in LOADS])
 EngineName = StrEnum("EngineName", [(name, name) for name in ENGINES])
@@ -184,7 +178,8 @@ def evaluate(
         deterministic=deterministic,
     )
     if suite is not None:
-        show_suite(settings, suite_tasks, run)
+        with options_named(OPTIONS):
+            show_suite(settings, suite_tasks, run)
         return
     if suite_tasks is not None:
         raise ConfigError(f"--suite-tasks {suite_tasks} belongs to --suite lighteval: add that")
@@ -192,24 +187,8 @@ def evaluate(
         raise ConfigError(f"--checkpoints {checkpoints} of which run? write --run RUN")
     if run is not None and (model is not None or adapter is not None):
         raise ConfigError("--run brings its own base and adapters: leave out --model and --adapter")
-    show(settings, run, checkpoints or "all")
-
-
-def show_suite(settings: EvalSettings, tasks_file: Path | None, run: Path | None) -> None:
-    """Run lighteval's task and print its table. Raises ConfigError for options that lighteval decides itself."""
-    from rich.console import Console
-
-    from eval.lighteval_suite import run_suite, suite_table
-
-    given = {"--run": run, "--data": settings.data, "--columns": settings.columns, "--pass-k": settings.pass_k or None}
-    given |= {"--samples": settings.samples if settings.samples > 1 else None}
-    given |= {"--prompt-template": settings.prompt_template}
-    if wrong := [name for name, value in given.items() if value is not None]:
-        raise ConfigError(f"{wrong[0]} does not go with --suite lighteval, whose task decides it: leave it out")
-    result, out = run_suite(settings, tasks_file)
-    console = Console()
-    console.print(suite_table(result))
-    console.print(f"result: {out}", soft_wrap=True)
+    with options_named(OPTIONS):
+        show(settings, run, checkpoints or "all")
 
 
 def compare_results(
@@ -229,34 +208,6 @@ def compare_results(
             raise ConfigError(f"--out {out}: there is no folder {out.parent}: make it first, or write another file")
         write_json(out, comparison.to_json())
     Console().print(comparison.table(), soft_wrap=True)
-
-
-def show(settings: EvalSettings, run: Path | None = None, checkpoints: str = "all") -> None:
-    """Evaluate with a progress bar on a terminal, and print the table and where the files are.
-
-    With `run`, its `checkpoints` are evaluated, one column each.
-    """
-    from rich.console import Console
-
-    from eval.checkpoints import run_checkpoints
-    from eval.result import render_table
-    from eval.run import run_eval
-
-    try:
-        with _progress() as on_batch:
-            if run is None:
-                results = [run_eval(settings, on_batch)]
-            else:
-                results = run_checkpoints(settings, run, checkpoints, on_batch and (lambda _: on_batch))
-    except KeyboardInterrupt:
-        logger.warning("stopped: the same command continues from the last whole batch")
-        raise SystemExit(130) from None
-    console = Console()
-    console.print(
-        render_table(results, None if run is None else [f"step {result.details['step']}" for result in results])
-    )
-    for result in results:
-        console.print(f"completions and result: {result.out}", soft_wrap=True)
 
 
 def parse_columns(text: str | None) -> dict[str, str] | None:
@@ -307,28 +258,3 @@ def task_app(task: str) -> typer.Typer:
 def main(task: str, arguments: list[str] | None = None) -> None:
     """`python -m eval.<task>`. Default: sys.argv's arguments."""
     run_command(task_app(task), arguments, f"python -m eval.{task}")
-
-
-@contextlib.contextmanager
-def _progress() -> Iterator[OnBatch | None]:
-    """A bar on a terminal; None (log lines) elsewhere."""
-    from rich.console import Console
-
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield None
-        return
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("{task.fields[share]}"), TimeRemainingColumn())
-    progress = Progress(*columns, console=console)
-    bar = progress.add_task("", total=None, share="")
-
-    def on_batch(done: int, total: int, correct: int) -> None:
-        progress.start()  # at the first call only: before it, log lines tell what is being loaded
-        progress.update(bar, completed=done, total=total, share=f"correct {correct / done:.1%}" if done else "")
-
-    try:
-        yield on_batch
-    finally:
-        progress.stop()

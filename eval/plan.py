@@ -22,7 +22,7 @@ from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
 from eval.store import Key
 from qerl.checkpoint import ModelRef, describe, newest_model, resolve_model
 from qerl.data import check_source
-from qerl.engine import SamplingParams, choose_engine
+from qerl.engine import SamplingParams, check_vllm_options, choose_engine
 from qerl.errors import CheckpointError, ConfigError
 from qerl.rows import is_local
 from qerl.shards import read_json
@@ -145,10 +145,7 @@ def with_engine(settings: EvalSettings) -> EvalSettings:
     name = choose_engine(settings.engine, settings.device)
     given = {"--memory": settings.memory, "--cap-gib": settings.cap_gib}
     given["--kernel"] = None if settings.kernel == "auto" else settings.kernel
-    if name != "vllm" and (options := [option for option, value in given.items() if value is not None]):
-        raise ConfigError(
-            f"{options[0]} is vllm's, and this evaluation runs on {name}: leave it out, or write --engine vllm"
-        )
+    check_vllm_options(name, given)
     return replace(settings, engine=name)
 
 

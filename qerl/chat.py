@@ -14,9 +14,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TextIO
 
 from qerl.checkpoint import describe, resolve_model
-from qerl.engine import Engine, SamplingParams, open_model
+from qerl.engine import Engine, SamplingParams, check_vllm_options, choose_engine, open_model
 from qerl.errors import ConfigError, EngineError
 from qerl.model import load_tokenizer, local_folder
+from qerl.option_names import in_options
 from qerl.shards import read_json
 from qerl.tasks import render_prompt
 
@@ -24,6 +25,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RESET, EXIT = "/reset", "/exit"
+OPTIONS = {  # recipe key in an error of the engine -> what sets it here
+    "rollout.memory": "--memory",
+    "memory.cap_gib": "--cap-gib",
+    "rollout.kernel": "--kernel",
+    "rollout.engine": "--engine",
+    "rollout.max_new_tokens": "--max-new-tokens",
+    "data.max_prompt_tokens": "the length of the message",
+    "data.system_prompt": "--system-prompt",
+    "data.prompt_template": "the message",
+}
 
 logger = logging.getLogger(__name__)
 
@@ -87,18 +98,26 @@ def chat(
 ) -> None:
     """Answer the lines of stdin until it ends or says /exit. Raises QerlError before anything heavy if it cannot."""
     ref = resolve_model(model, adapter=adapter)
+    _check_options(**engine_options)
     tokenizer = load_tokenizer(ref.base)
     longest = read_json(local_folder(ref.base) / "config.json").get("max_position_embeddings", 2**31)
     if sampling.max_new_tokens >= longest:
         raise ConfigError(f"--max-new-tokens {sampling.max_new_tokens} leaves no room in the context of {longest}")
     context = min(longest, max(4096, 2 * sampling.max_new_tokens))
-    render_prompt(tokenizer, [{"role": "user", "content": ""}])  # no chat template is an error before the weights load
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    render_prompt(tokenizer, [*system, {"role": "user", "content": ""}])  # a refusal comes before the weights load
     logger.info("%s", describe(ref))
     engine = open_model(ref, max_context=context, **engine_options)
     try:
         talk(Conversation(engine, tokenizer, sampling, context, system_prompt, seed), sys.stdin, sys.stdout)
     finally:
         engine.close()
+
+
+def _check_options(engine: str = "auto", kernel: str = "auto", **limits: float | None) -> None:
+    given = {f"--{name.replace('_', '-')}": value for name, value in limits.items()}
+    given["--kernel"] = None if kernel == "auto" else kernel
+    check_vllm_options(choose_engine(engine), given)
 
 
 def talk(conversation: Conversation, questions: TextIO, answers: TextIO) -> None:
@@ -116,7 +135,7 @@ def talk(conversation: Conversation, questions: TextIO, answers: TextIO) -> None
         except EngineError as error:
             if not questions.isatty():
                 raise
-            logger.info("error: %s", error)
+            logger.info("error: %s", in_options(str(error), OPTIONS))
             continue
         answers.write(answer + "\n")
         answers.flush()

@@ -17,10 +17,20 @@ def chat_command(
     seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
     engine: Annotated[str, typer.Option(help="auto (vllm on a GPU), transformers or vllm.")] = "auto",
     kernel: Annotated[str, typer.Option(help="NVFP4 kernel of vllm: auto, qerl, humming or marlin.")] = "auto",
+    memory: Annotated[
+        float | None,
+        typer.Option(min=0, help="GPU budget of vllm: GiB, or up to 1 a share of the card. Default: what is left."),
+    ] = None,
+    cap_gib: Annotated[
+        float | None, typer.Option(min=0, help="The process takes no more GPU memory than this (vllm). Default: all.")
+    ] = None,
 ) -> None:
     """Talk to a model on the engine that trains and evaluates; lines of a pipe are messages too."""
-    from qerl.chat import chat
+    from qerl.chat import OPTIONS, chat
     from qerl.engine import SamplingParams
+    from qerl.option_names import options_named
 
     sampling = SamplingParams(max_new_tokens, temperature, top_p)
-    chat(model, adapter, sampling, system_prompt, seed, engine=engine, kernel=kernel)
+    engine_options = {"engine": engine, "kernel": kernel, "memory": memory, "cap_gib": cap_gib}
+    with options_named(OPTIONS):
+        chat(model, adapter, sampling, system_prompt, seed, **engine_options)

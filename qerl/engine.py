@@ -180,6 +180,14 @@ def choose_engine(engine: str, device: str = "auto") -> Literal["transformers", 
     return engine
 
 
+def check_vllm_options(engine: str, given: Mapping[str, object]) -> None:
+    """Raise ConfigError for an option (name -> value, None: not given) of vllm alone, where another engine runs."""
+    if engine != "vllm" and (options := [option for option, value in given.items() if value is not None]):
+        raise ConfigError(
+            f"{options[0]} is vllm's, and the engine here is {engine}: leave it out, or write --engine vllm"
+        )
+
+
 def open_model(ref: ModelRef, *, max_context: int | None = None, **options: object) -> Engine:
     """Open what `qerl.checkpoint.resolve_model` found, its adapter acting; `options` are those of `open_engine`."""
     from qerl.adapter_fit import read_fitting_adapter

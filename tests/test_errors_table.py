@@ -157,6 +157,13 @@ CASES = {
     "limit of zero": (f"{PLAIN} --limit 0", "--limit 0", "1 or more"),
     "temperature is no number": (f"{PLAIN} --sampled --temperature nan", "--temperature nan", "0 .greedy. or more"),
     "memory for transformers": (f"{PLAIN} --memory 4", "--memory is vllm's", "--engine vllm"),
+    "vllm for an evaluation without a GPU": (
+        "eval arith --model tiny --engine vllm", "--engine is vllm, but there is no CUDA", "transformers or auto",
+    ),
+    "vllm for a chat without a GPU": (
+        "chat --model tiny --engine vllm", "--engine is vllm, but there is no CUDA", "transformers or auto",
+    ),
+    "memory of a chat on transformers": ("chat --model tiny --memory 4", "--memory is vllm's", "leave it out"),
     "kernel for transformers": (f"{PLAIN} --kernel marlin", "--kernel is vllm's", "leave it out"),
     "weights of an evaluation are torn": ("eval arith --model short", "short/.*truncated", "copy or download"),
     "adapter of another base": (
