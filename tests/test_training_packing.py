@@ -242,6 +242,42 @@ def test_flash_attention_is_its_twin(heads, kv_heads, head_dim, window):
         assert error < 1e-2
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(28, 4, 128), (8, 8, 64)])
+def test_beside_the_engine_flash_attention_3_gives_the_same(heads, kv_heads, head_dim, monkeypatch):
+    """On Hopper, from strided inputs as a fused projection leaves them; its gradient repeats where that is asked."""
+    import vllm  # noqa: F401 - its presence decides
+
+    from training import flash_attention
+
+    qkv, sequences = gpu_inputs([640, 41, 77, 512, 300], heads, kv_heads, head_dim)
+    wide = torch.randn(len(qkv[0]), heads + 3, head_dim, device="cuda").bfloat16()
+    wide[:, :heads] = qkv[0]
+    weight = torch.randn(*qkv[0].shape, device="cuda")
+    results = {}
+    for name, attend, dtype in (
+        ("3", attend_flash, torch.bfloat16),
+        ("again", attend_flash, torch.bfloat16),
+        ("2", attend_flash, torch.bfloat16),
+        ("exact", attend_each, torch.float32),
+    ):
+        if name == "2":
+            monkeypatch.setattr(flash_attention, "_takes_3", lambda q: False)
+        leaves = tuple(tensor.detach().to(dtype).requires_grad_() for tensor in (wide, *qkv[1:]))
+        with deterministic_kernels(name != "2"):
+            out = attend((leaves[0][:, :heads], *leaves[1:]), sequences, head_dim**-0.5, None)
+            assert ("_Attend3" in out.grad_fn.name()) == (name in ("3", "again"))
+            (out.float() * weight).sum().backward()
+        results[name] = [out.detach().float(), *(leaf.grad.float() for leaf in leaves)]
+    errors = {
+        name: [((a - b).norm() / b.norm()).item() for a, b in zip(values, results["exact"], strict=True)]
+        for name, values in results.items()
+    }
+    assert all(torch.equal(a, b) for a, b in zip(results["3"], results["again"], strict=True))
+    assert all(ours < 1.1 * theirs for ours, theirs in zip(errors["3"], errors["2"], strict=True)), errors
+    assert max(errors["2"]) < 1e-2
+
+
 def test_the_strict_switch_is_on_during_one_nodes_backward_alone():
     seen = []
 

@@ -1,15 +1,14 @@
 """Causal attention within the sequences of a packed row, as an attention function of transformers.
 
-On a GPU in 16 bit it is torch's variable-length flash attention; elsewhere its twin, plain scaled dot-product attention
-over one sequence at a time. transformers builds no mask for a name that has no mask function, and none is needed.
+On a GPU in 16 bit it is flash attention (`training/flash_attention.py`); elsewhere its twin, plain scaled dot-product
+attention over one sequence at a time. transformers builds no mask for a name that has no mask function, and none is
+needed.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +17,9 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from qerl.errors import EngineError
+from training import flash_attention
 from training.copies import gather_rows
+from training.flash_attention import QKV
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -86,18 +87,9 @@ def packed_attention(
     return (attend_flash if fast else attend_each)((q, k, v), sequences, scaling, window)[None], None
 
 
-QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # (T, heads, d), and twice (keys, kv heads, d)
-
-
 def attend_flash(qkv: QKV, sequences: Sequences, scale: float | None, window: int | None) -> torch.Tensor:
-    """(T, heads, d) by `torch.nn.attention.varlen`; CUDA, 16 bit."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    # torch's window counts the tokens before the query; (-1, 0) is causal without a window. Queries that are fewer than
-    # their keys are the last of them.
-    left = -1 if window is None else window - 1
-    layout = (sequences.query_starts, sequences.key_starts, sequences.longest_query, sequences.longest_key)
-    out = varlen_attn(*qkv, *layout, scale=scale, window_size=(left, 0), **_gqa_option(*qkv[:2]))
+    """(T, heads, d) by flash attention; CUDA, 16 bit."""
+    out = flash_attention.attend(qkv, sequences, scale, window)
     if _Switch.deterministic and out.grad_fn is not None:
         make_backward_deterministic(out.grad_fn)
     return out
@@ -189,18 +181,6 @@ def _mask(queries: int, keys: int, window: int, device: torch.device) -> torch.T
     """(queries, keys) bool for the last `queries` of `keys` tokens: token j is seen by i with i - window < j <= i."""
     distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
     return (distance >= 0) & (distance < window)
-
-
-def _gqa_option(q: torch.Tensor, k: torch.Tensor) -> dict[str, bool]:
-    return {"enable_gqa": True} if q.shape[1] != k.shape[1] and _asks_for_gqa() else {}
-
-
-@cache
-def _asks_for_gqa() -> bool:
-    """torch 2.13 wants to be told of fewer kv heads; older ones take them as they are and know no such argument."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 AttentionInterface.register(NAME, packed_attention)
