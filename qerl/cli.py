@@ -121,7 +121,10 @@ def train(
             "--set", help="key=value over the recipe: --set run.steps=100. Repeatable.", autocompletion=key_values
         ),
     ] = None,
-    steps: Annotated[int | None, typer.Option(help="Optimizer steps; default: the recipe's.")] = None,
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Optimizer steps; default: the recipe's. With --resume: the run's new number in all."),
+    ] = None,
     seed: Annotated[int | None, typer.Option(help="Default: the recipe's.")] = None,
     out: Annotated[Path | None, typer.Option(help="Run directory; default: runs/<recipe>-<time>.")] = None,
     resume: Annotated[
@@ -129,7 +132,7 @@ def train(
         typer.Option(
             metavar="[RUN|STEP]",
             help="Continue a run: this one; this step of the last one; without a value the last one "
-            "(of --recipe, or that at --out). No other option goes with it.",
+            "(of --recipe, or that at --out). Of the other options only --steps goes with it.",
         ),
     ] = None,
     quantize_first: Annotated[
@@ -141,17 +144,17 @@ def train(
 ) -> None:
     """Train a LoRA adapter by reinforcement learning, as a recipe says."""
     if resume is not None:
-        _refuse_with_resume(model, task, data, columns, overrides, steps, seed, quantize_first or None, dry or None)
+        _refuse_with_resume(model, task, data, columns, overrides, seed, quantize_first or None, dry or None)
         from training.early import check_resumed
         from training.resume import find_run
 
         run_dir, step = find_run(resume, recipe, out)
-        check_resumed(run_dir)
+        check_resumed(run_dir, step, steps)
         with interrupts_counted():
             logger.info("loading torch, transformers and trl")
             from training.run import resume as resume_run
 
-        _exit_if_stopped(resume_run(run_dir, step))
+        _exit_if_stopped(resume_run(run_dir, step, steps))
         return
     if recipe is None:
         raise ConfigError("no recipe was given: write `qerl train --recipe NAME`; `qerl recipes` lists the names")
@@ -243,7 +246,10 @@ def _exit_if_stopped(result: TrainResult) -> None:
 
 def _refuse_with_resume(*options: object) -> None:
     if any(option is not None for option in options):
-        raise ConfigError("--resume continues a run as it was configured and takes no other option: leave them out")
+        raise ConfigError(
+            "--resume continues a run as it was configured; of the options that change it --steps alone goes with it: "
+            "leave the others out"
+        )
 
 
 def _column_overrides(columns: str | None) -> list[str]:

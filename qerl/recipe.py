@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 
@@ -41,16 +41,20 @@ def load_recipe(recipe: str | os.PathLike, overrides: Sequence[str] = (), **flag
     draft = _read(_find(recipe))
     for override in overrides:
         draft.override(override)
+    return _validate(_with_flags(draft, flags))
+
+
+def load_config(path: str | os.PathLike, **flags: object) -> RunConfig:
+    """The configuration in a file, such as the one that `save_config` wrote, with `flags` as for `load_recipe`."""
+    return _validate(_with_flags(_read(Path(path)), flags))
+
+
+def _with_flags(draft: Draft, flags: Mapping[str, object]) -> Draft:
     for flag, value in flags.items():
         if value is not None:
             key, option = FLAGS[flag]
             draft.put(key, value, f"{option} {value}")
-    return _validate(draft)
-
-
-def load_config(path: str | os.PathLike) -> RunConfig:
-    """The configuration in a file, such as the one that `save_config` wrote."""
-    return _validate(_read(Path(path)))
+    return draft
 
 
 def save_config(config: RunConfig, path: str | os.PathLike) -> None:

@@ -223,7 +223,7 @@ REFUSALS = {
     ),
     "reward's file": (["train", "--recipe", "tiny", "--set", "rewards=[{name: 'no.py:f'}]"], "'no.py' does not exist"),
     "resume nothing": (["train", "--resume", "nowhere"], "no folder nowhere"),
-    "resume and more": (["train", "--resume", "x", "--steps", "3"], "takes no other option"),
+    "resume and more": (["train", "--resume", "x", "--seed", "3"], "--steps alone goes with it"),
     "quantize nothing": (["quantize", "--model", "./nowhere"], "nowhere"),
     "awq without rows": (["quantize", "--model", "tiny", "--method", "awq"], "--calibration"),
     "eval without model": (["eval", "gsm8k"], "qerl quantize"),

@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING
 
 from qerl.checkpoint import resolve_base_of_run
 from qerl.data import check_source
-from qerl.recipe import load_config
 from qerl.tasks import get_task
-from training.checkpoint import checkpoint_step, checkpoints
+from training.prolong import newest_step, with_steps
 from training.rewards import check_rewards
 
 if TYPE_CHECKING:
@@ -23,10 +22,14 @@ def check_config(config: RunConfig) -> None:
     check_source(get_task(data.task), data.source, data.split, data.columns)
 
 
-def check_resumed(run_dir: Path) -> None:
-    """Raise QerlError if what an unfinished run was started with is no longer there."""
-    config = load_config(run_dir / "config.yaml")
-    if any(checkpoint_step(path) >= config.run.steps for path in checkpoints(run_dir)):
+def check_resumed(run_dir: Path, step: int | None = None, steps: int | None = None) -> None:
+    """Raise QerlError if a run cannot go on from `step` (None: its last) to `steps` in all (None: as it is).
+
+    What it was started with has to be there, unless it is finished.
+    """
+    done = newest_step(run_dir) if step is None else step
+    config = with_steps(run_dir, steps, done)
+    if done >= config.run.steps:
         return
     check_config(config)
     resolve_base_of_run(config.model.base, config.model.format, run_dir)

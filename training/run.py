@@ -30,11 +30,12 @@ from qerl.engine import Engine, choose_engine, open_engine
 from qerl.memory_plan import MicroBatchPlan
 from qerl.model import load_tokenizer, local_folder
 from qerl.plan import trainer_bytes
-from qerl.recipe import load_config, save_config
+from qerl.recipe import save_config
 from qerl.report.sampling import sampling_text
 from training.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
 from training.limits import check_engine, check_limits, check_memory, free_bytes, sizes_at
 from training.model import build_policy
+from training.prolong import newest_step, prolong_, with_steps
 from training.prompts import load_prompts
 from training.resume import check_run, rewind_
 from training.rewards import build_rewards
@@ -68,16 +69,17 @@ def start(config: RunConfig, name: str) -> TrainResult:
     return _train(config, base, run_dir, name, checkpoint=None)
 
 
-def resume(run_dir: Path, step: int | None = None) -> TrainResult:
-    """Continue a run from its newest good checkpoint (from the beginning, if it has none), or from that of `step`."""
+def resume(run_dir: Path, step: int | None = None, steps: int | None = None) -> TrainResult:
+    """Continue a run from its newest good checkpoint (from the beginning, if it has none), or from that of `step`; to
+    `steps` in all, if that is given."""
     check_run(run_dir)
-    config = load_config(run_dir / "config.yaml")
+    config = with_steps(run_dir, steps, newest_step(run_dir) if step is None else step)
     if step is not None:
         rewind_(run_dir, step)
     checkpoint = newest_checkpoint(run_dir)
     done = checkpoint_step(checkpoint) if checkpoint else 0
     if done >= config.run.steps:
-        logger.info("%s has already finished its %d steps", run_dir, config.run.steps)
+        logger.info("%s has already finished its %d steps; --steps N with N above %d prolongs it", run_dir, done, done)
         return _finish(run_dir, done, config.run.steps)
     logger.info("resuming %s after step %d", run_dir, done)
     base = resolve_base_of_run(config.model.base, config.model.format, run_dir)
@@ -111,6 +113,7 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
         _interrupt(config.loss.num_iterations, run_dir) as stop,
     ):
         _open_run_dir(run_dir, config, name, base, plan)
+        prolong_(run_dir, config, start_step)
         run_log.start_at(start_step)
         parts = TrainerParts(config, policy, tokenizer, prompts, rewards, rollout, plan, run_dir, run_log)
         trainer = QerlTrainer(parts, [stop], start_step)

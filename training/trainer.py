@@ -38,6 +38,7 @@ from training.noise import derive_seed
 from training.packed_policy import PackedPolicy
 from training.packing import pack
 from training.phase_times import PhaseTimes
+from training.prolong import set_rates_
 from training.prompts import Prompts, PromptSampler
 from training.rollout import Rollout
 from training.run_log import RunLog, completion_rows, means, rename, spread
@@ -312,6 +313,11 @@ class QerlTrainer(GRPOTrainer):
         self._run_log.phase("saving")
         self._rollout.clear_noise()
         write_checkpoint(self, self._run_dir, self._config)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            set_rates_(self.lr_scheduler)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         load_adapter_(self.model, Path(resume_from_checkpoint))

@@ -85,8 +85,11 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     config, last = run.config, run.rows[-1]
     planned = (config.get("run") or {}).get("steps")
     seconds = sum(row.get("time/step_s") or 0.0 for row in run.rows)
+    totals = run.about.get("totals") or []
+    changes = ", ".join(f"until step {each['after']} by the schedules of {each['was']}" for each in totals)
+    note = f" ({changes})" if changes else ""
     facts = [
-        ("steps", f"{last['step']} of {planned}" if planned else str(last["step"])),
+        ("steps", f"{last['step']} of {planned}{note}" if planned else str(last["step"])),
         ("base", run.about.get("base") or (config.get("model") or {}).get("base")),
         ("task", (config.get("data") or {}).get("task")),
         ("recipe", run.about.get("recipe")),
