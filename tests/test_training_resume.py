@@ -15,6 +15,7 @@ from training.checkpoint import checkpoints
 from training.early import check_resumed
 from training.resume import LAST, find_run, rewind_
 from training.run import resume, start
+from training.run_dir import make_aside
 from training.run_log import deterministic, read_metrics
 
 
@@ -97,6 +98,12 @@ def test_what_a_run_was_started_with_has_to_be_there_until_it_is_finished(tmp_pa
 )
 def test_resume_without_a_value_is_the_last_run(typed, given):
     assert with_resume_value(typed) == given
+
+
+def test_what_is_replaced_in_one_second_goes_to_folders_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("training.run_dir.time.strftime", lambda _: "20261122-120000")
+    names = [make_aside(tmp_path).name for _ in range(3)]
+    assert names == ["replaced-20261122-120000", "replaced-20261122-120000-2", "replaced-20261122-120000-3"]
 
 
 def test_an_earlier_step_gives_the_same_numbers_and_keeps_what_it_replaces(nvfp4_base, tmp_path):

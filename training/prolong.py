@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import sys
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +20,7 @@ from qerl.disk import replace_text
 from qerl.errors import ConfigError
 from qerl.recipe import load_config, save_config
 from training.checkpoint import checkpoint_step, checkpoints
+from training.run_dir import make_aside
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
@@ -65,8 +65,7 @@ def prolong_(run_dir: Path, config: RunConfig, done: int) -> None:
     if before == config.run.steps:
         return
     if (run_dir / "adapter").is_dir():
-        aside = run_dir / f"replaced-{time.strftime('%Y%m%d-%H%M%S')}"
-        aside.mkdir(exist_ok=True)  # that of an earlier step may have been made just now
+        aside = make_aside(run_dir)
         (run_dir / "adapter").rename(aside / "adapter")
         logger.info("the result of %d steps is in %s now", done, aside)
     path = run_dir / "run.json"

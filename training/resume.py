@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 from pathlib import Path
 
 from qerl.checkpoint import RUNS
 from qerl.errors import ConfigError
 from qerl.nearby import no_folder
 from training.checkpoint import checkpoint_path, checkpoint_step, checkpoints, damage_of
+from training.run_dir import make_aside
 from training.run_lock import only_writer, written
 
 LAST = "last"  # what `--resume` without a value stands for
@@ -79,8 +79,7 @@ def rewind_(run_dir: Path, step: int) -> None:
     if not later:
         return
     with only_writer(run_dir, written(run_dir)):
-        aside = run_dir / f"replaced-{time.strftime('%Y%m%d-%H%M%S')}"
-        aside.mkdir()
+        aside = make_aside(run_dir)
         for path in reversed(later):  # the result first: a kill between leaves a run that continues
             path.rename(aside / path.name)
     logger.warning("continuing from step %d: %s moved to %s", step, ", ".join(p.name for p in later), aside)

@@ -1,7 +1,8 @@
-"""Where a new run may be written, told before anything is loaded. No torch."""
+"""Where a new run may be written, told before anything is loaded; where a run keeps what it replaces. No torch."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import time
 from pathlib import Path
@@ -27,3 +28,12 @@ def new_run_dir(out: str | None, name: str) -> Path:
         what = "may not be written" if above.is_dir() else "is a file"
         raise ConfigError(f"--out {run_dir} cannot be made: {above} {what}; give another --out")
     return run_dir
+
+
+def make_aside(run_dir: Path) -> Path:
+    """A new folder `replaced-<time>` of the run, for what would be overwritten."""
+    name = f"replaced-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    aside = next(run_dir / each for each in names if not (run_dir / each).exists())
+    aside.mkdir()
+    return aside
