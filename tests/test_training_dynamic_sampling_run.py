@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from small_run import small_config
 
+import training.rollout
 import training.trainer
 from qerl.engine_transformers import TransformersEngine
 from training.prompts import rollout_rows
@@ -134,7 +135,7 @@ class Killed(Exception):
 @pytest.mark.parametrize("when", ["sampling", "grading"])
 def test_killed_in_an_extra_rollout_it_resumes_to_the_same_numbers(nvfp4_base, tmp_path, finished, monkeypatch, when):
     owner, name = {
-        "sampling": (training.trainer.Rollout, "generate"),
+        "sampling": (training.rollout.Rollout, "generate"),
         "grading": (training.trainer.QerlTrainer, "_calculate_rewards"),
     }[when]
     original, attempts = getattr(owner, name), []
@@ -146,7 +147,7 @@ def test_killed_in_an_extra_rollout_it_resumes_to_the_same_numbers(nvfp4_base, t
             raise Killed
         return original(self, *args, **kwargs)
 
-    begin = training.trainer.Rollout.begin_step
+    begin = training.rollout.Rollout.begin_step
 
     def remembered(self, *args):
         nonlocal rollout
@@ -156,7 +157,7 @@ def test_killed_in_an_extra_rollout_it_resumes_to_the_same_numbers(nvfp4_base, t
     rollout = None
     config = configured(nvfp4_base, tmp_path, "logging.completions_every=1")
     with monkeypatch.context() as patch:
-        patch.setattr(training.trainer.Rollout, "begin_step", remembered)
+        patch.setattr(training.rollout.Rollout, "begin_step", remembered)
         patch.setattr(owner, name, dying)
         with pytest.raises(Killed):
             start(config, "tiny")

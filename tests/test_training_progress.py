@@ -16,6 +16,7 @@ import pytest
 from rich.console import Console
 from small_run import small_config
 
+import training.rollout
 import training.run
 import training.trainer
 from qerl.cli import app
@@ -108,14 +109,14 @@ def test_log_lines_go_above_the_display_and_back_to_stderr(tmp_path, monkeypatch
 
 def interrupting(monkeypatch, presses, step=2):
     """Ctrl-C while the completions of `step` are sampled."""
-    original = training.trainer.Rollout.generate
+    original = training.rollout.Rollout.generate
 
     def generate(self, *args, **kwargs):
         for _ in range(presses if self._step == step else 0):
             signal.raise_signal(signal.SIGINT)
         return original(self, *args, **kwargs)
 
-    monkeypatch.setattr(training.trainer.Rollout, "generate", generate)
+    monkeypatch.setattr(training.rollout.Rollout, "generate", generate)
 
 
 def test_ctrl_c_saves_and_says_how_to_continue(nvfp4_base, tmp_path, monkeypatch, caplog):

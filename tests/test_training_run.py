@@ -13,6 +13,7 @@ import pytest
 import torch
 from small_run import small_config
 
+import training.rollout
 import training.run
 import training.trainer
 from qerl.adapter import read_adapter
@@ -81,7 +82,7 @@ class Killed(Exception):
 
 
 KILL_POINTS = {
-    "rollout": (training.trainer.Rollout, "generate", 4),
+    "rollout": (training.rollout.Rollout, "generate", 4),
     "backward": (training.trainer.QerlTrainer, "_compute_loss", 9),
     "save": (training.trainer.QerlTrainer, "_save_rng_state", 2),
 }

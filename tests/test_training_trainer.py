@@ -8,13 +8,14 @@ from qerl.adapter import adapter_tensors
 from qerl.checkpoint import resolve_model
 from qerl.model import load_tokenizer
 from training.model import build_policy
+from training.parts import TrainerParts
 from training.prompts import load_prompts
 from training.rewards import build_rewards
 from training.rollout import Rollout
 from training.run import open_rollout_engine, start
 from training.run_log import RunLog, completion_rows
 from training.train_memory import plan_run
-from training.trainer import QerlTrainer, TrainerParts
+from training.trainer import QerlTrainer
 from training.trl_config import trl_config
 
 

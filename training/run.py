@@ -35,6 +35,7 @@ from qerl.report.sampling import sampling_text
 from training.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
 from training.limits import check_engine, check_limits, check_memory, free_bytes, sizes_at
 from training.model import build_policy
+from training.parts import TrainerParts
 from training.prolong import newest_step, prolong_, with_steps
 from training.prompts import load_prompts
 from training.resume import check_run, rewind_
@@ -44,7 +45,7 @@ from training.run_dir import new_run_dir
 from training.run_lock import only_writer, written
 from training.run_log import RunLog, read_metrics
 from training.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
-from training.trainer import QerlTrainer, TrainerParts
+from training.trainer import QerlTrainer
 from training.trl_config import trl_config
 from training.warm_start import check_warm_start, warm_start
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,47 +27,28 @@ import torch
 from transformers import Trainer
 from trl import GRPOTrainer
 
-from qerl.errors import EngineError
 from training.advantages import clear_equal_groups_
 from training.checkpoint import load_adapter_, write_checkpoint
 from training.correction import Mismatch, MismatchGate, importance_weights
+from training.finite import check_gradient, check_loss
 from training.group_sampler import GroupSampler
 from training.micro_batches import MicroBatch, merge_metrics, row_metrics, split
 from training.noise import derive_seed
 from training.packed_policy import PackedPolicy
 from training.packing import pack
+from training.parts import TrainerParts
 from training.phase_times import PhaseTimes
 from training.prolong import set_rates_
-from training.prompts import Prompts, PromptSampler
-from training.rollout import Rollout
-from training.run_log import RunLog, completion_rows, means, rename, spread
+from training.prompts import PromptSampler
+from training.run_log import completion_rows, means, rename, spread
 from training.train_memory import training_memory
 from training.trl_config import trl_config
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from torch.utils.data import Sampler
-    from transformers import PreTrainedTokenizerBase, TrainerCallback
+    from transformers import TrainerCallback
 
-    from qerl.config import RunConfig
-    from qerl.memory_plan import MicroBatchPlan
     from training.dynamic_sampling import Group
-    from training.rewards import Rewards
-
-
-@dataclass(frozen=True)
-class TrainerParts:
-    """What `training.run` builds a trainer from."""
-
-    config: RunConfig
-    policy: PeftModel
-    tokenizer: PreTrainedTokenizerBase
-    prompts: Prompts
-    rewards: Rewards
-    rollout: Rollout
-    plan: MicroBatchPlan
-    run_dir: Path
-    run_log: RunLog
 
 
 class QerlTrainer(GRPOTrainer):
@@ -261,11 +241,7 @@ class QerlTrainer(GRPOTrainer):
     def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
         self._times.begin_step()
         loss = super().training_step(model, inputs, num_items_in_batch)
-        if not torch.isfinite(loss):
-            raise EngineError(
-                f"the loss of step {self.state.global_step + 1} is {loss.item()}: lower optim.learning_rate or "
-                f"optim.max_grad_norm, and resume from the last checkpoint in {self._run_dir}"
-            )
+        check_loss(loss, self.state.global_step + 1, self._run_dir)
         sigma = self._step_metrics.get("noise/sigma", 0.0)
         self._gate.check(self._mismatch, sigma, self.state.log_history)  # the update comes next
         self._times.begin("optimizer")  # until `log`, with the clipping of the gradient
@@ -278,7 +254,7 @@ class QerlTrainer(GRPOTrainer):
         if "loss" not in logs:  # the closing summary of transformers' Trainer repeats what the steps said
             return
         self._times.end()
-        self._check_gradient(logs.get("grad_norm"))
+        check_gradient(logs.get("grad_norm"), self.state.global_step, self._run_dir)
         averages = means(self._metrics["train"])
         self._metrics["train"].clear()
         step_metrics = {**self._step_metrics, **self._mismatch.metrics(self._config.loss.correction)}
@@ -295,14 +271,6 @@ class QerlTrainer(GRPOTrainer):
         Trainer.log(self, {key: value for key, value in metrics.items() if value is not None}, start_time)
         self._run_log.write_step(self.state.global_step, metrics)
         self._sample_completions()
-
-    def _check_gradient(self, norm: float | None) -> None:
-        """The update with this gradient has been made, but nothing of it is on disk yet."""
-        if norm is not None and not math.isfinite(norm):
-            raise EngineError(
-                f"the gradient of step {self.state.global_step} is {norm}, and its update broke the adapter: lower "
-                f"optim.learning_rate, and resume from the last checkpoint in {self._run_dir}"
-            )
 
     def _sample_completions(self) -> None:
         step, config = self.state.global_step, self._config.logging
