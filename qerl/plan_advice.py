@@ -6,7 +6,8 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from qerl.plan import CARDS, Card, plan
+from qerl.cards import CARDS, Card
+from qerl.plan import plan
 from qerl.sizes import KNOWN, ModelSizes, sizes_of
 
 if TYPE_CHECKING:

@@ -16,8 +16,9 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from qerl.cards import Card
     from qerl.config import RunConfig
-    from qerl.plan import Card, Plan
+    from qerl.plan import Plan
 
 SAME_SIZE = 0.05  # what a card reports differs by less from what the table of known cards has
 
@@ -62,7 +63,8 @@ def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None)
 
     `model`: where the recipe's model was found, if it has been looked for.
     """
-    from qerl.plan import card_of, plan
+    from qerl.cards import card_of
+    from qerl.plan import plan
     from qerl.sizes import read_sizes
 
     return plan(config, read_sizes(model or config.model.base), this_card() if gpu is None else card_of(gpu))
@@ -72,7 +74,7 @@ def this_card() -> Card:
     """What nvidia-smi reports: the known card of its name and size; of its name alone, the speed with the size reported
     (a laptop's 4090 has 16 GiB); else by its size.
     """
-    from qerl.plan import CARDS, card_of
+    from qerl.cards import CARDS, card_of
 
     query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
     try:

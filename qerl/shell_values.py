@@ -19,7 +19,7 @@ def task_values(incomplete: str) -> list[str]:
 
 def card_values(incomplete: str) -> list[str]:
     """Cards that `qerl plan` knows."""
-    from qerl.plan import CARDS
+    from qerl.cards import CARDS
 
     return [name for name in CARDS if name.startswith(incomplete)]
 

@@ -13,7 +13,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from qerl.plan import Plan, card_of, decode_seconds, plan
+from qerl.cards import card_of
+from qerl.plan import Plan, decode_seconds, plan
 from qerl.recipe import load_recipe
 from qerl.sizes import read_sizes
 

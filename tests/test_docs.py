@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 import typer
 
+from qerl.cards import card_of
 from qerl.cli import app, with_resume_value
 from qerl.config import RunConfig
 from qerl.config_keys import describe_config
-from qerl.plan import card_of
 from qerl.plan_advice import largest_completion
 from qerl.recipe import load_recipe, recipe_names
 from qerl.sizes import read_sizes

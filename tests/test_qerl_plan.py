@@ -12,9 +12,10 @@ from rich.console import Console
 from small_run import small_config
 from typer.testing import CliRunner
 
+from qerl.cards import CARDS, card_of
 from qerl.cli import app
 from qerl.errors import CheckpointError, ConfigError, RewardError
-from qerl.plan import CARDS, MAX_SEQUENCES, card_of, decode_seconds, plan, trainer_bytes
+from qerl.plan import MAX_SEQUENCES, decode_seconds, plan, trainer_bytes
 from qerl.plan_advice import advice, largest_completion, with_values
 from qerl.plan_command import this_card
 from qerl.recipe import load_recipe, recipe_names

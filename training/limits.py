@@ -6,12 +6,13 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.cards import Card
 from qerl.config_rules import vllm_only
 from qerl.engine import choose_engine
 from qerl.errors import ConfigError, EngineError
 from qerl.model import local_folder
 from qerl.own_memory import others_bytes
-from qerl.plan import GIB, Card, plan
+from qerl.plan import GIB, plan
 from qerl.plan_advice import with_values
 from qerl.shards import read_json
 from qerl.sizes import ModelSizes, sizes_of
