@@ -44,15 +44,15 @@ SPLIT_NOTE = (
     "step without its optimizer; qerl's rollout has waking and sleeping in it there."
 )
 NOTES = {  # kind and shape -> what the files do not say
-    ("rollout", "7b"): "Stock vLLM in BF16 and qerl in one run, in turns; Marlin is of a run on another machine. The "
-    "host matters: with 8 to 256 sequences the CPU needs 1.5 to 7 ms a step, and rates scatter by a tenth between "
-    "machines.",
+    ("rollout", "7b"): "One run, in turns. The host matters: with 8 to 256 sequences the CPU needs 1.5 to 7 ms a step, "
+    "and rates scatter by a tenth between machines; with 256 it was the limit, with an adapter or without.",
     ("rollout", "32b"): "Of commit ce834ff, before attention was a kernel of our own.",
-    ("step", "7b"): "TRL and qerl of one run, one after the other on one card; under 24 GiB of commit 926396c, the "
-    "mixed lengths of ce834ff. The matrix rate is 814 TFLOP/s, of a burst of 13 products, of which training is 64.5%; "
-    "for a second this card's like keeps up 665 (below). The second step of qerl took 6.9 s and the third, in which a "
-    "completion ended early, 7.1. Under 24 GiB micro-batches have 3072 tokens, few enough for the CPU to be the limit: "
-    "beside a process that compiled kernels a step of commit 3e6c7ee took 8.2 s, 4.7 of it training.",
+    ("step", "7b"): "TRL and qerl in pairs of one run, one after the other on one card. The matrix rate is 794 TFLOP/s "
+    "(of the mixed lengths' card 806), of a burst of 13 products; for a second the card keeps up 671 (below). The step "
+    "under 24 GiB is of commit 926396c: its micro-batches have 3072 tokens, few enough for the CPU to be the limit; "
+    "beside tests that compiled kernels steps of 3e6c7ee and a608638 took 8.2 and 7.9 s, 4.7 and 4.6 of it training.",
+    ("step", "32b"): "The first step: with compiling.",
+    ("step", "70b"): "The first step: with compiling.",
 }
 
 

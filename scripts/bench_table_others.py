@@ -8,10 +8,6 @@ from pathlib import Path
 from typing import Any
 
 Result = dict[str, Any]
-NOTES = {  # a file's name -> what it does not say
-    "profile-step-7b": "The rate in this file is what the card keeps up for a second; a burst of 13 products, by which "
-    "the steps above are measured, reached 814 TFLOP/s on the card of those. Later files have both.",
-}
 
 
 def sections(folder: Path) -> list[str]:
@@ -22,7 +18,7 @@ def sections(folder: Path) -> list[str]:
             result = json.loads(path.read_text(encoding="utf-8"))
             shape = path.stem.removeprefix(f"{kind}-").upper()
             lines += [f"## {heading.format(shape=shape)}", "", *draw(result), ""]
-            lines += [*([NOTES[path.stem], ""] if path.stem in NOTES else []), *commands({kind: result}), ""]
+            lines += [*commands({kind: result}), ""]
     return lines
 
 
@@ -54,8 +50,10 @@ def profile(result: Result) -> list[str]:
         for phase in phases.values()
     ]
     labels = list(dict.fromkeys(label for phase in phases.values() for label in phase["categories_ms"]))
+    kept_up = f", {limits['sustained_tflops']:.0f} for a second" if "sustained_tflops" in limits else ""
     lines = [
-        f"Limits, measured in the same run: {limits['tflops']:.0f} TFLOP/s, {limits['gb_per_s']:.0f} GB/s.",
+        f"Limits, measured in the same run: {limits['tflops']:.0f} TFLOP/s in a burst{kept_up}, "
+        f"{limits['gb_per_s']:.0f} GB/s.",
         "",
         *table(
             ["", "wall ms", "GPU busy ms", "needed bytes, of the bandwidth", "needed flops, of the matrix rate"],

@@ -1,5 +1,5 @@
 """Attention of new tokens over a paged cache. On a CPU: the twin against torch's own, and how sequences are cut. With
-`-m gpu`: the CUDA kernel against the twin; last run on an H200, 2026-11-21."""
+`-m gpu`: the CUDA kernel against the twin; last run on an H200, 2026-11-22."""
 
 from math import e
 

@@ -107,7 +107,7 @@ OTHERS = {  # file -> its content, lines that a reader finds
             },
         },
         [
-            "Limits, measured in the same run: 800 TFLOP/s, 4200 GB/s.",
+            "Limits, measured in the same run: 800 TFLOP/s in a burst, 4200 GB/s.",
             "| rollout | 20.0 | 10.0 | 25% |  |",
             "| training | 20.0 | 10.0 | 25% | 65% |",
             "| product | 9.0 | 0.0 |",
