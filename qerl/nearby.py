@@ -24,7 +24,8 @@ def no_folder(ref: str) -> str:
 def close_to(ref: str, files: bool = False) -> str:
     """`did you mean runs/done?`: folders (and files) beside it of a like name; "" if there are none."""
     path = Path(ref).expanduser()
-    found = difflib.get_close_matches(path.name, _names(path.parent, files), n=2)
+    names = {name.lower(): name for name in _names(path.parent, files)}
+    found = [names[each] for each in difflib.get_close_matches(path.name.lower(), names, n=2)]
     return f"did you mean {' or '.join(str(path.parent / name) for name in found)}?" if found else ""
 
 

@@ -217,6 +217,7 @@ def test_load_has_three_values():
         ("emty", r"neither a folder here nor a hub id \(did you mean empty\?\)"),
         ("./missing", r"there is no folder ./missing \(beside it: empty\): give an existing folder"),
         ("./emtpy", r"there is no folder ./emtpy \(did you mean empty\?\): give"),
+        ("./EMPTY", r"there is no folder ./EMPTY \(did you mean empty\?\): give"),
         ("../nowhere/x", "there is no folder ../nowhere/x"),
         ("~/no-such-model", "there is no folder ~/no-such-model"),
         ("/no-such-model", "there is no folder /no-such-model"),

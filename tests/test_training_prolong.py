@@ -100,6 +100,10 @@ def test_the_jump_of_the_schedules_is_told(short, tmp_path, caplog):
     caplog.clear()
     resume(tmp_path / "run", step=4)
     assert "as it was" not in caplog.text  # the same to the bit
+    caplog.clear()
+    resume(tmp_path / "run", steps=7)
+    assert "learning rate of the next step" in caplog.text
+    assert "sigma of the next step" not in caplog.text  # stage 2 of 3, as before
 
 
 class Killed(Exception):

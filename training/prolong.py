@@ -76,8 +76,9 @@ def prolong_(run_dir: Path, config: RunConfig, done: int) -> None:
     save_config(config, run_dir / "config.yaml")
     logger.info("%s has %d steps instead of %d from here on", run_dir, config.run.steps, before)
     if config.noise.enabled and config.noise.controller.metric == "off":
-        sigmas = (_sigma(config.noise, done, steps) for steps in (config.run.steps, before))
-        logger.info("sigma of the next step: %.3g (as it was: %.3g)", *sigmas)
+        sigma, was = (_sigma(config.noise, done, steps) for steps in (config.run.steps, before))
+        if sigma != was:
+            logger.info("sigma of the next step: %.3g (as it was: %.3g)", sigma, was)
 
 
 def _sigma(noise: NoiseConfig, step: int, steps: int) -> float:
