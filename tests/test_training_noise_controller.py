@@ -7,13 +7,14 @@ import pytest
 import torch
 from small_run import small_config
 
-import training.trainer
 from qerl.config import NoiseConfig
 from training.checkpoint import checkpoints
 from training.noise import NoiseSchedule
 from training.noise_controller import control
+from training.rollout import Rollout
 from training.run import resume, start
 from training.run_log import deterministic, read_metrics
+from training.trainer import QerlTrainer
 
 SIZES = {"model.layers.0.input_layernorm": 64}
 
@@ -133,11 +134,10 @@ class Killed(Exception):
     """Stands for a kill at a chosen line, in process."""
 
 
-@pytest.mark.parametrize(("owner", "name", "call"), [("Rollout", "generate", 6), ("QerlTrainer", "_compute_loss", 27)])
+@pytest.mark.parametrize(("owner", "name", "call"), [(Rollout, "generate", 6), (QerlTrainer, "_compute_loss", 27)])
 def test_a_controlled_run_that_died_resumes_to_the_same_numbers(
     finished, nvfp4_base, tmp_path, monkeypatch, owner, name, call
 ):
-    owner = getattr(training.trainer, owner)
     original, calls = getattr(owner, name), []
 
     def dying(self, *args, **kwargs):
