@@ -11,6 +11,7 @@ every engine and every file can be matched against the base:
 from __future__ import annotations
 
 import json
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -62,6 +63,8 @@ def attach_lora(
     for parameter in peft_model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype or torch.float32)
+    if train_norms:
+        _let_wrappers_say_what_acts_(peft_model)
     return peft_model
 
 
@@ -173,6 +176,21 @@ def _adapter_config(folder: Path) -> dict:
             f"{folder} is a {config.get('peft_type')} adapter {unsupported or ''}: only plain LoRA is supported"
         )
     return config
+
+
+def _let_wrappers_say_what_acts_(model: nn.Module) -> None:
+    """Give PEFT's wrappers of trained norms `acting()`, the norm that a call would reach: the layers compute more with
+    it than a call does (`qerl.layers.decoder`)."""
+    from peft.utils import ModulesToSaveWrapper
+
+    def acting(wrapper: ModulesToSaveWrapper) -> nn.Module:
+        names = wrapper.active_adapters
+        trained = names and not wrapper.disable_adapters and all(name in wrapper.modules_to_save for name in names)
+        return wrapper.modules_to_save[names[0]] if trained else wrapper.original_module
+
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            module.acting = types.MethodType(acting, module)
 
 
 def _norm_leaves(model: nn.Module) -> list[str]:

@@ -379,11 +379,13 @@ def test_the_same_numbers_with_kept_factors():
                 assert all(torch.equal(grad, expected_grads[name]) for name, grad in grads.items())
 
 
+@pytest.mark.parametrize("train_norms", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_residual_stream_is_rounded_once_a_layer(family):
+def test_the_residual_stream_is_rounded_once_a_layer(family, train_norms):
     """As the engine's compiled layers do it: what is normed, and what the MLP is added to, is the unrounded sum."""
     model = tiny_model(family, torch.bfloat16)
     fuse_(model)
+    attach_lora(model, rank=4, alpha=6, train_norms=train_norms)
     layer, seen = model.model.layers[0], {}
     keep = lambda name: lambda module, inputs, kwargs, out: seen.update({name: (inputs, out)})  # noqa: E731
     for name in ("self_attn", "mlp"):
@@ -396,6 +398,21 @@ def test_the_residual_stream_is_rounded_once_a_layer(family):
     assert not torch.equal(total, total.bfloat16().float())
     assert torch.equal(normed, layer.post_attention_layernorm(total).bfloat16())
     assert torch.equal(out, (total + inner.float()).bfloat16())
+
+
+def test_of_a_trained_norm_the_one_acts_that_a_call_would_reach():
+    policy = policy_of("llama", train_norms=True)
+    trained = policy(TOKENS).logits
+    with policy.disable_adapter():
+        original = policy(TOKENS).logits
+    torch.testing.assert_close(original, tiny_model("llama")(TOKENS).logits, rtol=1e-5, atol=1e-5)
+    assert (trained - original).abs().max() > 0.1
+    norm = policy.get_base_model().model.layers[1].post_attention_layernorm
+    assert norm.acting() is norm.modules_to_save["default"]
+    seen = []
+    norm.modules_to_save["default"].register_forward_hook(lambda *_: seen.append(1))
+    torch.testing.assert_close(policy(TOKENS).logits, trained, rtol=1e-5, atol=1e-5)
+    assert seen == [1]
 
 
 def test_a_sum_of_the_stream_has_the_gradients_of_one():

@@ -29,9 +29,10 @@ def _normed(
     norm: nn.Module, residual: torch.Tensor, delta: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(residual + delta, its norm). A norm that does anything more is called: one with noise, which has another forward
-    (`qerl.norms`), one that is trained beside its frozen original, one with hooks."""
-    more = "forward" in vars(norm) or norm._forward_hooks or norm._forward_pre_hooks
-    if type(norm) is RMSNorm and not more and (delta is None or delta.dtype == residual.dtype):
-        return norm_beside(residual, norm, delta)
+    (`qerl.norms`), or one with hooks."""
+    acts = norm.acting() if hasattr(norm, "acting") else norm  # a trained one's wrapper says which (`qerl.adapter`)
+    more = any("forward" in vars(one) or one._forward_hooks or one._forward_pre_hooks for one in (norm, acts))
+    if type(acts) is RMSNorm and not more and (delta is None or delta.dtype == residual.dtype):
+        return norm_beside(residual, acts, delta)
     residual = residual if delta is None else residual + delta
     return residual, norm(residual)
