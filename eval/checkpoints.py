@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -26,7 +27,7 @@ STEP = re.compile(r"step-(\d+)")  # as training names them
 
 def checkpoints_of(run: Path) -> dict[int, Path]:
     """Folders of the run's checkpoints by step, in order. Raises CheckpointError if there are none."""
-    if not run.is_dir():
+    if not os.path.isdir(run):
         raise CheckpointError(f"--run {run}: {no_folder(str(run))}: give one that `qerl train` made (runs/NAME)")
     if kind_of(run) != "run":
         raise CheckpointError(f"--run {run} is no run directory: give one that `qerl train` made (runs/NAME)")

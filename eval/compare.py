@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -191,7 +192,7 @@ def question_means(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
 def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """result.json and the rows of an evaluation's folder (or of its result.json)."""
     folder = path.parent if path.name == RESULT else path
-    if not (folder / RESULT).is_file():
+    if not os.path.isfile(folder / RESULT):
         raise _no_evaluation(folder)
     try:
         result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
@@ -208,9 +209,9 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 def _no_evaluation(folder: Path) -> CheckpointError:
     """Why there is no result in `folder`, and which evaluation may be meant."""
-    if folder.is_file():
+    if os.path.isfile(folder):
         return CheckpointError(f"{folder} is a file: give the folder that holds it, in which `qerl eval` ended")
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         return CheckpointError(f"{no_folder(str(folder))}: give a folder in which `qerl eval` ended")
     if (folder / SETTINGS).is_file():
         return CheckpointError(

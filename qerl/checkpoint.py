@@ -11,6 +11,7 @@ is `./tiny`). Importing this module loads neither torch nor transformers.
 from __future__ import annotations
 
 import logging
+import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +20,7 @@ from typing import Literal
 from qerl.errors import CheckpointError
 from qerl.hub import config_folder, is_hub_id
 from qerl.kinds import ModelKind, kind_of
-from qerl.nearby import close_to, is_path, no_folder
+from qerl.nearby import close_to, expanded, is_path, no_folder
 from qerl.shards import read_json, weight_files
 
 Load = Literal["auto", "nvfp4", "bf16"]
@@ -75,10 +76,10 @@ def _locate(ref: str) -> tuple[Path, bool]:
                 "`python scripts/tiny_checkpoint.py`"
             )
         return TINY_FOLDER, True
-    folder = Path(ref).expanduser()
-    if folder.is_dir():
+    folder = expanded(ref)
+    if os.path.isdir(folder):
         return folder, True
-    if folder.is_file():
+    if os.path.isfile(folder):
         raise CheckpointError(f"{ref} is a file: give the folder that holds it")
     if is_hub_id(ref):
         return config_folder(ref), False
@@ -199,7 +200,7 @@ def model_under(ref: str) -> str:
     while (named := _named_base(ref)) is not None:
         file, base = named
         above.append(file.parent.resolve())
-        folder = Path(base).expanduser().resolve()
+        folder = expanded(base).resolve()
         if folder in above and base != TINY:
             kind = "run" if file.suffix == ".yaml" else "adapter"
             how = f"is the {kind} itself" if folder == above[-1] else "rests on it"
@@ -213,8 +214,8 @@ def model_under(ref: str) -> str:
 
 def _named_base(ref: str) -> tuple[Path, str] | None:
     """The file of a run or an adapter that names its base, and that base; None if `ref` is neither."""
-    folder = Path(ref).expanduser()
-    if ref == TINY or not folder.is_dir():
+    folder = expanded(ref)
+    if ref == TINY or not os.path.isdir(folder):
         return None
     if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
         return folder / "config.yaml", beside(folder, _model_of_run(folder)[0])

@@ -1,29 +1,38 @@
-"""What to say of a path that does not exist: what stands beside it, and which of that may have been meant."""
+"""What to say of a path that does not exist: what stands beside it, and which of that may have been meant.
+
+os.path answers where pathlib raises: a name that is too long, or a folder that may not be read, is not there.
+"""
 
 from __future__ import annotations
 
 import difflib
+import os
 from pathlib import Path
 
 NAMED = 3  # neighbours that are named
 
 
+def expanded(ref: str) -> Path:
+    """`ref` with a home for its `~`; as it stands where nobody here has that name."""
+    return Path(os.path.expanduser(ref))
+
+
 def is_path(ref: str) -> bool:
     """Whether a `ref` that is not there was meant as a path: by its form, or its first part is a folder here."""
-    return ref[:1] in ("/", ".", "~") or ref.count("/") > 1 or ("/" in ref and Path(ref).parent.is_dir())
+    return ref[:1] in ("/", ".", "~") or ref.count("/") > 1 or ("/" in ref and os.path.isdir(Path(ref).parent))
 
 
 def no_folder(ref: str) -> str:
     """`there is no folder runs/dnoe (did you mean runs/done?)`."""
-    path = Path(ref).expanduser()
-    above = next((parent for parent in reversed(path.parents) if not parent.exists()), None)
+    path = expanded(ref)
+    above = next((parent for parent in reversed(path.parents) if not os.path.exists(parent)), None)
     around = f"{above}/ is not there either" if above else close_to(ref) or _beside(path)
     return f"there is no folder {ref}{f' ({around})' if around else ''}"
 
 
 def close_to(ref: str, files: bool = False) -> str:
     """`did you mean runs/done?`: folders (and files) beside it of a like name; "" if there are none."""
-    path = Path(ref).expanduser()
+    path = expanded(ref)
     names = {name.lower(): name for name in _names(path.parent, files)}
     found = [names[each] for each in difflib.get_close_matches(path.name.lower(), names, n=2)]
     return f"did you mean {' or '.join(str(path.parent / name) for name in found)}?" if found else ""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import csv
 import gzip
 import json
+import os
 import re
 import sys
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,7 +18,7 @@ from typing import Any
 
 from qerl.errors import DataError
 from qerl.hub import HUB_ID, reachable
-from qerl.nearby import close_to, is_path, no_folder
+from qerl.nearby import close_to, expanded, is_path, no_folder
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 Row = tuple[str, Mapping[str, Any] | None]  # where it stands ("row 17"), and its columns; None: not readable as a row
@@ -25,13 +26,13 @@ Row = tuple[str, Mapping[str, Any] | None]  # where it stands ("row 17"), and it
 
 def is_local(source: str) -> bool:
     """Whether a source means a file or folder here: it exists, or it can be no hub id."""
-    return Path(source).exists() or source.endswith(".gz") or Path(source).suffix in FORMATS or source[:1] in "./~"
+    return os.path.exists(source) or source.endswith(".gz") or Path(source).suffix in FORMATS or source[:1] in "./~"
 
 
 def local_rows(source: str, split: str) -> Iterator[Row]:
     """The rows of a file, or of the files of a folder that belong to `split`. Raises DataError."""
-    path = Path(source).expanduser()
-    if not path.exists():
+    path = expanded(source)
+    if not os.path.exists(path):
         close = close_to(source, files=True)
         raise DataError(
             f"there is no file or folder {source!r}{f' ({close})' if close else ''}: write a path to {_kinds()}, or a "

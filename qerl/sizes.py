@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -113,9 +114,9 @@ def read_sizes(base: str) -> ModelSizes:
     base = model_under(base)
     name = base.rpartition("/")[2].lower()
     known = next((sizes for prefix, sizes in KNOWN.items() if name.startswith(prefix)), None)
-    if known is not None and not Path(base).is_dir():
+    if known is not None and not os.path.isdir(base):
         return sizes_of(known, base)
-    if base != "tiny" and not Path(base).is_dir():
+    if base != "tiny" and not os.path.isdir(base):
         what = no_folder(base) if is_path(base) else f"the sizes of {base} are not known here"
         raise CheckpointError(f"{what}: give a folder with its config.json, or one of {', '.join(KNOWN)}")
     return sizes_of(read_json(Path(local_folder(base)) / "config.json"), base)

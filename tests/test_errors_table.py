@@ -39,6 +39,8 @@ CASES = {
     "an adapter of itself": (
         "eval arith --model loop", "loop/adapter_config.json names .*loop, which is the adapter", "write there",
     ),
+    "no such home": ("eval arith --model ~nobody-here/base", "there is no folder ~nobody-here/base", "existing folder"),
+    "a name too long": (f"eval arith --model {'x' * 300}", "neither a folder here nor a hub id", "existing folder"),
     "no such run of sizes": ("plan --recipe tiny --model runs/dune", "no folder runs/dune", "give a folder"),
     "no model in the folder": ("quantize --model empty", "empty has no config.json", "give"),
     "a file for a folder": ("quantize --model rows.jsonl", "rows.jsonl is a file", "give the folder"),
@@ -64,6 +66,8 @@ CASES = {
     "ignore is no pattern": ("quantize --model base --ignore re:([", "re:\\(\\[.*regular expression", "correct it"),
     "awq without rows": ("quantize --model base --method awq", "awq", "--calibration"),
     "rows without awq": ("quantize --model base --calibration rows.jsonl", "rtn uses no data", "--method awq"),
+    "data in no home": (f"{TRAIN} --data ~nobody-here/a.csv", "no file or folder '~nobody-here/a.csv'", "write a path"),
+    "data of too long a name": (f"{TRAIN} --data {'x' * 300}", "neither a file nor a hub id", "write a path"),
     "no calibration rows": (
         "quantize --model base --method awq --sequence-length 64 --calibration no.jsonl",
         "no file or folder 'no.jsonl'", "write a path",
@@ -173,6 +177,10 @@ CASES = {
     "checkpoints without a run": ("eval arith --model tiny --checkpoints all", "--checkpoints", "--run"),
     "template without a question": (f"{PLAIN} --prompt-template Hello", "'Hello' has no", "{question}"),
     "compare with a run": ("compare runs/done runs/none", "runs/done holds no evaluation", "`qerl eval` ended"),
+    "resume too long a name": (f"train --resume {'x' * 300}", "there is no folder xxx", "the directory that"),
+    "resume in no home": ("train --resume ~nobody-here/run", "there is no folder ~nobody", "the directory that"),
+    "compare in no home": ("compare ~nobody-here/a evals/b", "there is no folder ~nobody-here/a", "`qerl eval` ended"),
+    "compare too long a name": (f"compare {'x' * 300} evals/b", "there is no folder xxx", "`qerl eval` ended"),
     "compare with nothing": ("compare evals/gsm8k runs/done", "there is no folder evals/gsm8k", "`qerl eval` ended"),
     # plan, report, merge, chat, grade
     "no such card": ("plan --recipe dapo_7b --gpu rtx9090", "rtx9090", "4090"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 from pathlib import Path
 
 from qerl.checkpoint import RUNS
@@ -35,9 +36,9 @@ def find_run(ref: str, recipe: str | None = None, out: Path | None = None) -> tu
 
 def check_run(run_dir: Path) -> None:
     """Raise ConfigError for what is no run directory."""
-    if (run_dir / "config.yaml").is_file():
+    if os.path.isfile(run_dir / "config.yaml"):
         return
-    what = f"{run_dir} is not a run: it has no config.yaml" if run_dir.exists() else no_folder(str(run_dir))
+    what = f"{run_dir} is not a run: it has no config.yaml" if os.path.exists(run_dir) else no_folder(str(run_dir))
     raise ConfigError(f"{what}; give the directory that `qerl train` printed")
 
 
