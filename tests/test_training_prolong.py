@@ -14,6 +14,7 @@ from qerl.errors import ConfigError
 from qerl.recipe import load_config, save_config
 from training.checkpoint import checkpoints
 from training.early import check_resumed
+from training.prolong import prolong_
 from training.run import resume, start
 from training.run_log import deterministic, read_metrics
 
@@ -104,6 +105,39 @@ def test_the_jump_of_the_schedules_is_told(short, tmp_path, caplog):
     resume(tmp_path / "run", steps=7)
     assert "learning rate of the next step" in caplog.text
     assert "sigma of the next step" not in caplog.text  # stage 2 of 3, as before
+
+
+def totals(run_dir):
+    return [
+        (each["after"], each["was"], each["is"]) for each in json.loads((run_dir / "run.json").read_text())["totals"]
+    ]
+
+
+def test_what_a_run_says_of_its_totals_holds_of_the_steps_that_it_keeps(short, tmp_path):
+    run_dir = shutil.copytree(short, tmp_path / "run")
+    for steps, done, expected in [
+        (6, 3, [(3, 3, 6)]),
+        (6, 2, [(2, 3, 6)]),  # taken up earlier: from step 3 on by the schedules of 6
+        (5, 4, [(2, 3, 6), (4, 6, 5)]),
+        (5, 5, [(2, 3, 6), (4, 6, 5)]),
+        (7, 2, [(2, 3, 7)]),
+        (3, 2, []),  # as it was
+        (6, 2, [(2, 3, 6)]),
+        (6, 0, []),  # from the beginning
+    ]:
+        prolong_(run_dir, load_config(run_dir / "config.yaml", steps=steps), done)
+        assert totals(run_dir) == expected
+        assert load_config(run_dir / "config.yaml").run.steps == steps
+
+
+def test_killed_between_its_files_it_says_the_change_once(short, tmp_path, monkeypatch):
+    run_dir = shutil.copytree(short, tmp_path / "run")
+    with monkeypatch.context() as patch:
+        patch.setattr(training.prolong, "save_config", lambda *_: (_ for _ in ()).throw(Killed()))
+        with pytest.raises(Killed):
+            resume(run_dir, steps=6)
+    resume(run_dir, steps=4)
+    assert totals(run_dir) == [(3, 3, 4)]
 
 
 class Killed(Exception):

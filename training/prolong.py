@@ -61,20 +61,36 @@ def newest_step(run_dir: Path) -> int:
 
 def prolong_(run_dir: Path, config: RunConfig, done: int) -> None:
     """Make `config.run.steps` the run's last step. Whoever calls holds the run directory."""
-    before = load_config(run_dir / "config.yaml").run.steps
-    if before == config.run.steps:
+    before, path = load_config(run_dir / "config.yaml").run.steps, run_dir / "run.json"
+    about = json.loads(path.read_text(encoding="utf-8"))
+    changes = about.get("totals", [])
+    changed = before != config.run.steps
+    if not changed and all(change["after"] <= done for change in changes):
         return
-    if (run_dir / "adapter").is_dir():
+    if changed and (run_dir / "adapter").is_dir():
         aside = make_aside(run_dir)
         (run_dir / "adapter").rename(aside / "adapter")
         logger.info("the result of %d steps is in %s now", done, aside)
-    path = run_dir / "run.json"
-    about = json.loads(path.read_text(encoding="utf-8"))
-    change = {"after": done, "was": before, "is": config.run.steps, "command": sys.argv}
-    about["totals"] = [*about.get("totals", []), change]
+    about["totals"] = _changes(changes, done, before, config.run.steps)
     replace_text(path, json.dumps(about, indent=1))
-    save_config(config, run_dir / "config.yaml")
-    logger.info("%s has %d steps instead of %d from here on", run_dir, config.run.steps, before)
+    if changed:
+        save_config(config, run_dir / "config.yaml")
+        _say_change(config, done, before)
+
+
+def _changes(changes: list[dict], done: int, before: int, steps: int) -> list[dict]:
+    """The changes of a run's total that hold of the `done` steps that are kept: what was changed since is one change,
+    to `steps`."""
+    kept = [change for change in changes if change["after"] < done]
+    later = [*(change for change in changes if change["after"] >= done), {"was": before, "command": sys.argv}]
+    if not done or later[0]["was"] == steps:
+        return kept
+    command = later[-1 if before != steps else -2]["command"]
+    return [*kept, {"after": done, "was": later[0]["was"], "is": steps, "command": command}]
+
+
+def _say_change(config: RunConfig, done: int, before: int) -> None:
+    logger.info("the run has %d steps instead of %d from here on", config.run.steps, before)
     if config.noise.enabled and config.noise.controller.metric == "off":
         sigma, was = (_sigma(config.noise, done, steps) for steps in (config.run.steps, before))
         if sigma != was:
