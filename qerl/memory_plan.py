@@ -8,6 +8,7 @@ at 680 TFLOP/s, whatever the model's size). The plan weighs the combinations tha
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -136,25 +137,45 @@ def plan_micro_batches(footprint: Footprint, wishes: Wishes, available: int | No
     return replace(plan, micro_batch_tokens=min(tokens for tokens, cost in costs.items() if cost <= near))
 
 
+def even_budget(budget: int, count: Callable[[int], int]) -> int:
+    """The least budget that takes no more micro-batches than `budget`; `count` gives how many one takes."""
+    low, high, most = 1, budget, count(budget)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if count(middle) <= most else (middle + 1, high)
+    return high
+
+
 def largest_micro_batch(budget: int, groups: int, group: int, prompt: int, new: int) -> tuple[int, int]:
     """(rows, tokens) of a step's largest micro-batch, if each of its groups has `group` completions of `new` tokens.
 
-    As `training.packing` cuts and counts: at most `budget` tokens but for a longer row, and a group's prompt once.
+    As `training.packing` cuts and counts: at most `budget` tokens but for a longer row, a group's prompt once, and no
+    larger than as many micro-batches need.
     """
-    largest, used, rows = (0, 0), 0, []  # rows: of each prompt in the micro-batch
-    for row in range(groups * group):
-        known = row % group > 0 and rows != []
-        added = new + (prompt // REPEATED if known else prompt)
-        if rows and used + added > budget:
-            used, rows, known, added = 0, [], False, new + prompt
-        used += added
-        if known:
-            rows[-1] += 1
-        else:
-            rows.append(1)
+
+    def filled(tokens: int) -> list[list[int]]:
+        """Of each micro-batch the rows of each prompt in it."""
+        batches: list[list[int]] = []
+        used = 0
+        for row in range(groups * group):
+            known = batches != [] and row % group > 0
+            added = new + (prompt // REPEATED if known else prompt)
+            if not batches or used + added > tokens:
+                batches.append([])
+                used, known, added = 0, False, new + prompt
+            used += added
+            if known:
+                batches[-1][-1] += 1
+            else:
+                batches[-1].append(1)
+        return batches
+
+    def cost(rows: list[int]) -> int:
         copies = sum(times for times in rows if times > 1)
-        largest = max(largest, (len(rows) * prompt + sum(rows) * new + copies * prompt // REPEATED, sum(rows)))
-    return largest[1], largest[0]
+        return len(rows) * prompt + sum(rows) * new + copies * prompt // REPEATED
+
+    tokens, rows = max((cost(rows), sum(rows)) for rows in filled(even_budget(budget, lambda size: len(filled(size)))))
+    return rows, tokens
 
 
 def _sizes(wishes: Wishes) -> list[int]:

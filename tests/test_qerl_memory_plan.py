@@ -27,8 +27,10 @@ FOOTPRINT = Footprint(layers=10, layer=2**20, layer_input=10 * 2**10, working=0,
 SEVEN_B = Shapes(3584, 18944, 3584, 512, 28, 152064, 32, 80_740_352)
 
 
-@pytest.mark.parametrize("budget", [0, 640, 1100, 2048, 3072, 9216, 10**6])
-@pytest.mark.parametrize(("groups", "group", "prompt", "new"), [(16, 8, 128, 512), (3, 1, 7, 5), (2, 5, 1024, 64)])
+@pytest.mark.parametrize("budget", [0, 640, 1100, 1341, 2048, 3072, 8192, 9216, 30000, 10**6])
+@pytest.mark.parametrize(
+    ("groups", "group", "prompt", "new"), [(16, 8, 128, 512), (3, 1, 7, 5), (2, 5, 1024, 64), (4, 11, 33, 196)]
+)
 def test_the_largest_micro_batch_is_the_one_that_training_packs(budget, groups, group, prompt, new):
     rows = [Lengths(index // group, prompt, new) for index in range(groups * group)]
     sizes = []

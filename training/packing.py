@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import torch
 
-from qerl.memory_plan import REPEATED
+from qerl.memory_plan import REPEATED, even_budget
 from training.copies import Copies, copies_of
 
 
@@ -85,12 +85,7 @@ def split_by_tokens(rows: Sequence[Lengths], budget: int) -> list[list[int]]:
     both otherwise.
     """
     order = sorted((i for i in range(len(rows)) if rows[i].completion_tokens), key=lambda i: (rows[i].prompt, i))
-    count = len(_filled(rows, order, budget))
-    low, high = 1, budget
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if len(_filled(rows, order, middle)) <= count else (middle + 1, high)
-    groups = _filled(rows, order, high)
+    groups = _filled(rows, order, even_budget(budget, lambda tokens: len(_filled(rows, order, tokens))))
     return [sorted(group) for _, group in sorted(groups, key=lambda entry: -entry[0])]
 
 
