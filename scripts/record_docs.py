@@ -35,7 +35,7 @@ SESSIONS = {  # file -> commands, in the order in which they build on one anothe
     "help": ["qerl --help"],
     "recipes": ["qerl recipes", "qerl recipes tasks", "qerl recipes copy tiny --out mine.yaml"],
     "plan": ["qerl plan --recipe dapo_7b --gpu 24 --set rollout.max_new_tokens=2048"],
-    "plan-too-large": ["qerl plan --recipe dapo_14b --gpu 4090"],
+    "plan-too-large": ["qerl plan --recipe dapo_14b --gpu 4090 --set rollout.max_new_tokens=12288"],
     "doctor": ["qerl doctor"],
     "errors": [
         "qerl train --recipe dapo_7 --dry-run",
