@@ -184,7 +184,7 @@ def _resolve_adapter(folder: Path, load: Load) -> ModelRef:
 
 def _model_of_adapter(folder: Path) -> str:
     base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
-    if not base:
+    if not base or not isinstance(base, str):
         raise CheckpointError(
             f"{folder / 'adapter_config.json'} names no base: write `--model BASE --adapter {folder}`"
         )

@@ -478,6 +478,13 @@ def test_importing_loads_nothing_heavy():
     assert done.stdout.strip() == ""
 
 
+@pytest.mark.parametrize("named", [None, "", 7, ["a"]], ids=str)
+def test_an_adapter_that_names_no_base_says_so(named, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": named}))
+    with pytest.raises(CheckpointError, match="names no base: write `--model BASE"):
+        resolve_model(str(tmp_path))
+
+
 def test_an_adapter_away_from_its_base_says_how_to_name_the_base(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "checkpoints/gone"}))
     (tmp_path / "adapter_model.safetensors").write_bytes(b"")
