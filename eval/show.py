@@ -9,17 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.errors import ConfigError
+from qerl.option_names import ENGINE_OPTIONS
 
 if TYPE_CHECKING:
     from eval.run import OnBatch
     from eval.settings import EvalSettings
 
 OPTIONS = {  # recipe key in an error of the engine -> what sets it here
-    "rollout.memory": "--memory",
-    "memory.cap_gib": "--cap-gib",
-    "rollout.kernel": "--kernel",
-    "rollout.engine": "--engine",
-    "rollout.max_new_tokens": "--max-new-tokens",
+    **ENGINE_OPTIONS,
     "data.max_prompt_tokens": "the length of the prompts",
     "data.system_prompt": "--system-prompt",
     "data.prompt_template": "--prompt-template",

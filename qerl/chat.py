@@ -17,7 +17,7 @@ from qerl.checkpoint import describe, resolve_model
 from qerl.engine import Engine, SamplingParams, check_vllm_options, choose_engine, open_model
 from qerl.errors import ConfigError, EngineError
 from qerl.model import load_tokenizer, local_folder
-from qerl.option_names import in_options
+from qerl.option_names import ENGINE_OPTIONS, in_options
 from qerl.shards import read_json
 from qerl.tasks import render_prompt
 
@@ -26,11 +26,7 @@ if TYPE_CHECKING:
 
 RESET, EXIT = "/reset", "/exit"
 OPTIONS = {  # recipe key in an error of the engine -> what sets it here
-    "rollout.memory": "--memory",
-    "memory.cap_gib": "--cap-gib",
-    "rollout.kernel": "--kernel",
-    "rollout.engine": "--engine",
-    "rollout.max_new_tokens": "--max-new-tokens",
+    **ENGINE_OPTIONS,
     "data.max_prompt_tokens": "the length of the message",
     "data.system_prompt": "--system-prompt",
     "data.prompt_template": "the message",

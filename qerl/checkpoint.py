@@ -19,7 +19,7 @@ from typing import Literal
 
 from qerl.errors import CheckpointError
 from qerl.hub import config_folder, is_hub_id
-from qerl.kinds import ModelKind, kind_of
+from qerl.kinds import ModelKind, kind_of, resting_kind
 from qerl.nearby import close_to, expanded, is_path, no_folder
 from qerl.shards import read_json, weight_files
 
@@ -217,10 +217,11 @@ def _named_base(ref: str) -> tuple[Path, str] | None:
     folder = expanded(ref)
     if ref == TINY or not os.path.isdir(folder):
         return None
-    if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
-        return folder / "config.yaml", beside(folder, _model_of_run(folder)[0])
-    if (folder / "adapter_config.json").is_file():
-        return folder / "adapter_config.json", beside(folder, _model_of_adapter(folder))
+    match resting_kind(folder):
+        case "run":
+            return folder / "config.yaml", beside(folder, _model_of_run(folder)[0])
+        case "adapter":
+            return folder / "adapter_config.json", beside(folder, _model_of_adapter(folder))
     return None
 
 

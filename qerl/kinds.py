@@ -14,16 +14,21 @@ NVFP4_FORMAT = "nvfp4-pack-quantized"
 
 def kind_of(folder: Path) -> ModelKind:
     """What a folder holds, decided from its files. Raises CheckpointError for anything qerl cannot use."""
-    if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
-        return "run"
-    if (folder / "adapter_config.json").is_file():
-        return "adapter"
+    if (kind := resting_kind(folder)) is not None:
+        return kind
     if (folder / "config.json").is_file():
         return _base_kind(folder, read_json(folder / "config.json"))
     raise CheckpointError(
         f"{folder} has no config.json, adapter_config.json, or config.yaml with metrics.jsonl: give a model, "
         "an NVFP4 checkpoint, an adapter or a run directory"
     )
+
+
+def resting_kind(folder: Path) -> Literal["adapter", "run"] | None:
+    """Of what names a model elsewhere as its base; None for anything else."""
+    if (folder / "config.yaml").is_file() and (folder / "metrics.jsonl").is_file():
+        return "run"
+    return "adapter" if (folder / "adapter_config.json").is_file() else None
 
 
 def _base_kind(folder: Path, config: dict) -> ModelKind:

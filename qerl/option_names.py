@@ -14,6 +14,13 @@ from contextlib import contextmanager
 from qerl.errors import CheckpointError, EngineError
 
 ENGINE_LOGGERS = ("qerl.engine", "qerl.vllm_plugin")
+ENGINE_OPTIONS = {  # recipe key in an error of the engine -> what sets it in every command that opens one
+    "rollout.memory": "--memory",
+    "memory.cap_gib": "--cap-gib",
+    "rollout.kernel": "--kernel",
+    "rollout.engine": "--engine",
+    "rollout.max_new_tokens": "--max-new-tokens",
+}
 
 
 @contextmanager

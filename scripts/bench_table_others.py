@@ -17,8 +17,7 @@ def sections(folder: Path) -> list[str]:
         for path in sorted(folder.glob(f"{kind}-*.json")):
             result = json.loads(path.read_text(encoding="utf-8"))
             shape = path.stem.removeprefix(f"{kind}-").upper()
-            lines += [f"## {heading.format(shape=shape)}", "", *draw(result), ""]
-            lines += [*commands({kind: result}), ""]
+            lines += [f"## {heading.format(shape=shape)}", "", *draw(result), "", *commands({kind: result}), ""]
     return lines
 
 

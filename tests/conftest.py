@@ -55,6 +55,15 @@ def write_base(folder, family="qwen3", seed=0, hidden=64, layers=2, tie=True, dt
     return folder
 
 
+@pytest.fixture(scope="module")
+def one_thread():
+    """The matrices are so small that threads waiting for each other take most of the time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
     """A random Qwen3 base, 16-bit."""

@@ -3,8 +3,12 @@
 import json
 from itertools import islice
 
+import torch
+
+from qerl.adapter import read_adapter
 from qerl.recipe import load_recipe
 from qerl.tasks import get_task
+from training.run_log import deterministic, read_metrics
 
 REWARD = '''
 def digits(completions, **columns):
@@ -38,3 +42,13 @@ def small_config(base, folder, *overrides, steps=6, out="run"):
     rows.write_text("".join(json.dumps(row) + "\n" for row in islice(get_task("arith").generate("train"), ROWS)))
     given = (f"rewards=[{{name: '{reward}:digits'}}]", f"data.source={rows}")
     return load_recipe("tiny", [*SETTINGS, *given, *overrides], base=str(base), steps=steps, out=str(folder / out))
+
+
+def numbers(run_dir):
+    """The rows of its log without times and memory."""
+    return [deterministic(row) for row in read_metrics(run_dir)]
+
+
+def same_adapters(one, other):
+    first, second = read_adapter(one)[0], read_adapter(other)[0]
+    return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)

@@ -4,7 +4,6 @@ import json
 import shutil
 
 import pytest
-import torch
 from eval_factory import build_model, make_adapter, make_run, pack_model
 
 import eval.run
@@ -20,12 +19,7 @@ from qerl.kinds import kind_of
 STEPS = (2, 4, 10)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

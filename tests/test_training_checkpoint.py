@@ -8,17 +8,13 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import pytest
-from small_run import small_config
+from small_run import numbers, small_config
 
 import training.checkpoint
 from qerl.errors import CheckpointError
 from training.checkpoint import CHECKSUMS, FILES, checkpoint_step, checkpoints, newest_checkpoint
 from training.run import resume, start
-from training.run_log import RunLog, deterministic, read_metrics
-
-
-def numbers(run_dir):
-    return [deterministic(row) for row in read_metrics(run_dir)]
+from training.run_log import RunLog, read_metrics
 
 
 @pytest.fixture(scope="module")

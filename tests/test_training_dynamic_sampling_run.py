@@ -5,14 +5,14 @@ import re
 from pathlib import Path
 
 import pytest
-from small_run import small_config
+from small_run import numbers, small_config
 
 import training.rollout
 import training.trainer
 from qerl.engine_transformers import TransformersEngine
 from training.prompts import rollout_rows
 from training.run import resume, start
-from training.run_log import deterministic, read_metrics
+from training.run_log import read_metrics
 
 ROWS = 40
 OVERLAPPING = ("time/step_s", "time/train_s", "time/extra_rollouts_s")
@@ -40,10 +40,6 @@ def configured(base, folder, *overrides, **kwargs):
 def finished(nvfp4_base, tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
     return start(configured(nvfp4_base, folder, "logging.completions_every=1"), "tiny").run_dir
-
-
-def numbers(run_dir):
-    return [deterministic(row) for row in read_metrics(run_dir)]
 
 
 def asked(run_dir):

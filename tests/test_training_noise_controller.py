@@ -4,7 +4,6 @@ import json
 import math
 
 import pytest
-import torch
 from small_run import small_config
 
 from qerl.config import NoiseConfig
@@ -19,12 +18,7 @@ from training.trainer import QerlTrainer
 SIZES = {"model.layers.0.input_layernorm": 64}
 
 
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def config(metric, target, **settings):
@@ -99,7 +93,6 @@ ESS = (*RUN, "noise.controller.metric=ess", "noise.controller.target=0.97")
 @pytest.fixture(scope="module")
 def finished(nvfp4_base, tmp_path_factory):
     """An uninterrupted run of 8 steps that begins with a sixteenth of the noise that its target allows."""
-    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("controlled")
     return start(small_config(nvfp4_base, folder, *ESS, "noise.sigma_start=0.0025", steps=8), "tiny").run_dir
 

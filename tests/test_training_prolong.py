@@ -4,38 +4,21 @@ import json
 import shutil
 
 import pytest
-import torch
-from small_run import small_config
+from small_run import numbers, same_adapters, small_config
 
 import training.prolong
 import training.trainer
-from qerl.adapter import read_adapter
 from qerl.errors import ConfigError
 from qerl.recipe import load_config, save_config
 from training.checkpoint import checkpoints
 from training.early import check_resumed
 from training.prolong import prolong_
 from training.run import resume, start
-from training.run_log import deterministic, read_metrics
 
 PLAIN = ("optim.schedule=constant", "noise.enabled=false")  # where step and total have nothing to do with one another
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def numbers(run_dir):
-    return [deterministic(row) for row in read_metrics(run_dir)]
-
-
-def same_adapters(one, other):
-    first, second = read_adapter(one)[0], read_adapter(other)[0]
-    return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,7 @@ import sys
 import time
 
 import pytest
-import torch
-from small_run import small_config
+from small_run import numbers, same_adapters, small_config
 
 import training.rollout
 import training.run
@@ -22,30 +21,14 @@ from qerl.errors import ConfigError, DataError, EngineError, RewardError
 from qerl.recipe import load_config, save_config
 from training.checkpoint import CHECKSUMS, checkpoints, newest_checkpoint
 from training.run import resume, start
-from training.run_log import deterministic, read_metrics
+from training.run_log import read_metrics
 
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def numbers(run_dir):
-    return [deterministic(row) for row in read_metrics(run_dir)]
-
-
-def same_adapters(one, other):
-    first, second = read_adapter(one)[0], read_adapter(other)[0]
-    return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
 def finished(nvfp4_base, tmp_path_factory):
     """An uninterrupted run of 6 steps."""
-    torch.set_num_threads(1)
     return start(small_config(nvfp4_base, tmp_path_factory.mktemp("finished")), "tiny").run_dir
 
 

@@ -2,7 +2,7 @@
 
 The stream is rounded where the engine rounds it, once a layer, at its end. What torch.compile makes of vLLM's layer
 norms and adds to the sum of stream and attention as it is in float32; the rounded one is what the next layer reads. On
-random weights, where roundings are most of what tells trainer and sampler apart, that takes a third of it away.
+random weights of a 7B, where only roundings tell trainer and sampler apart, mismatch_kl is a fifth lower for it.
 """
 
 from __future__ import annotations
