@@ -81,10 +81,10 @@ def difference(value, expected):
     return ((value.float() - expected).norm() / expected.norm()).item()
 
 
-def run(policy, **arguments):
+def run(policy, tokens=TOKENS, **arguments):
     """Logits, gradients by name and the gradient to the embedded input."""
     policy.zero_grad()
-    embedded = policy.get_input_embeddings()(TOKENS).detach().requires_grad_()
+    embedded = policy.get_input_embeddings()(tokens).detach().requires_grad_()
     logits = policy(inputs_embeds=embedded, **arguments).logits
     torch.log_softmax(logits.float(), -1)[..., 3].sum().backward()
     grads = {name: tensor.grad.clone() for name, tensor in adapter_tensors(policy).items()}
@@ -170,14 +170,16 @@ def test_a_second_adapter_is_the_one_that_acts_when_it_is_set():
 
 
 def test_in_bfloat16_it_is_as_close_to_float32_as_peft_is():
-    policy = policy_of("qwen3", dtype=torch.float32)
-    expected, expected_grads = run(stock_(policy_of("qwen3")))
-    errors = {}
-    for name, place in (("ours", lambda p: p), ("stock", stock_)):
-        with torch.autocast("cpu", dtype=torch.bfloat16):
-            logits, grads = run(place(policy))
-        pairs = [(logits, expected), *((grads[key], expected_grads[key]) for key in grads)]
-        errors[name] = [difference(*pair) for pair in pairs]
+    """Over many tokens: of a few, by how a CPU rounds, either may be a fifth further away."""
+    ours, stock = policy_of("qwen3"), stock_(policy_of("qwen3"))
+    errors = {"ours": [], "stock": []}
+    for tokens in torch.randint(32, (4, 8, 22), generator=torch.Generator().manual_seed(0)):
+        expected, expected_grads = run(stock, tokens)
+        for name, policy in (("ours", ours), ("stock", stock)):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                logits, grads = run(policy, tokens)
+            pairs = [(logits, expected), *((grads[key], expected_grads[key]) for key in grads)]
+            errors[name] += [difference(*pair) for pair in pairs]
     assert max(errors["ours"]) < 0.1
     assert sum(errors["ours"]) < 1.1 * sum(errors["stock"])
 
