@@ -7,7 +7,8 @@
 `qerl`: this project's engine. `stock`: vLLM as it comes, its own multi-adapter LoRA, its own choice of kernel. Both
 sample with temperature 1 and return the token's logprob. A rate is (new tokens - 1) * sequences over the difference
 between a run with that many new tokens and one with a single token, so prefill is not in it; the median of 5 runs of
-each. With --turns engines on one card measure in turns, run by run, so that what the machine does meets all of them.
+each. With --turns engines on one card measure in turns, run by run, so that what the machine does meets all of them;
+one that fails leaves its turns to the others.
 
 Every engine has a KV cache for all sequences at their full length. With --memory-share vLLM as it comes is told its
 size: its own profile takes what others allocate on the card meanwhile for its own, and would leave it less.
@@ -36,8 +37,6 @@ Generate = Callable[[list[list[int]], int], int]  # prompts, new tokens -> token
 
 
 def main() -> None:
-    from scripts.provenance import machine
-
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--engine", default="qerl", choices=("qerl", "stock"))
@@ -52,6 +51,18 @@ def main() -> None:
     parser.add_argument("--of", type=int, default=1, help="round, then measure one after another")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    with turns_left_to_others(arguments):
+        report = measured(arguments)
+    text = json.dumps(report, indent=1)
+    if arguments.out:
+        arguments.out.write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+def measured(arguments: argparse.Namespace) -> dict:
+    """What main writes."""
+    from scripts.provenance import machine
+
     started = time.monotonic()
     generate, opened = (open_qerl if arguments.engine == "qerl" else open_stock)(arguments)
     if opened["cache_tokens"] < (needed := max(arguments.sequences) * context(arguments)):
@@ -67,10 +78,21 @@ def main() -> None:
     for count, (rate, first) in measure(generate, arguments).items():
         report["decode_tokens_per_s"][str(count)] = round(rate, 1)
         report["prefill_and_one_token_s"][str(count)] = round(first, 4)
-    text = json.dumps(report, indent=1)
-    if arguments.out:
-        arguments.out.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    return report
+
+
+@contextmanager
+def turns_left_to_others(arguments: argparse.Namespace) -> Iterator[None]:
+    """A failure inside counts as having come to each turn: nobody waits for this process."""
+    try:
+        yield
+    except BaseException:
+        if arguments.turns is not None:
+            arguments.turns.mkdir(parents=True, exist_ok=True)
+            for number in range(ROUNDS):
+                for count in arguments.sequences:
+                    (arguments.turns / f"{os.getpid()}.{number}-{count}").touch()
+        raise
 
 
 @contextmanager

@@ -4,25 +4,28 @@
 #     scripts/on_card.sh OUT BATCH...
 #
 #     engine   510 s  the vllm engine on small models, by each kernel: every check of check_engine; other attention
-#     kernels  180 s  kernels, packing with shared prompts, layers, sampling, quantization, doctor
-#     cache    250 s  fp8 KV cache, a KV cache that overflows, too small a cap, memory while weights load
+#     told     100 s  completions told as they end, and an engine after an interrupted call
+#     kernels   60 s  kernels, packing with shared prompts, layers, sampling, quantization, doctor
+#     cache    350 s  fp8 KV cache, a KV cache that overflows, too small a cap, memory while weights load, base once
 #     closing  180 s  an engine closed, asleep too, and opened again; measures the card: nothing else may run on it
 #     merge    180 s  merged folders in stock vLLM
-#     cli      240 s  commands on the embedded model: a killed run, dynamic sampling, eval, memory, report, merge
-#     step     330 s  workload A: as it is, without shared prompts, under 24 GiB; on a fresh machine the logs of the first two
-#                     hold a first and a second start
+#     cli      290 s  commands on the embedded model: a killed run, dynamic sampling, eval, memory, report, merge
+#     step     330 s  workload A: ours, TRL's, the profile of ours
+#     cap24     80 s  workload A under 24 GiB; waits for the CPU in places: nothing else should run
+#     agree    200 s  engine and trainer at 7B: every check of check_engine
 #     startup  220 s  a first and a second start at 7B, with caches of their own
-#     linear    95 s  the linears of a 7B layer: each way against its limit and against BF16, without and with LoRA; its
+#     linear   130 s  the linears of a 7B layer: each way against its limit and against BF16, without and with LoRA; its
 #                     attention in decode steps against FlashAttention; the small kernels of training against their limits
-#     decode   260 s  decode speed at 7B without and with measured kernel choice
-#     lora_cost 230 s decode speed at 7B with an adapter and without, in turns
-#     decode32 540 s  decode speed at 32B: with an adapter, without, and stock vLLM with one, in BF16 and by Marlin
-#     mixed    320 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
+#     decode   400 s  decode speed at 7B, four engines in turns: ours with an adapter and without, vLLM's in BF16 and Marlin
+#     decode32 480 s  the same at 32B
+#     mixed    330 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
 #     shapes   320 s  3B, 8B and 14B: one step each under a cap
+#     large    480 s  workloads B and C: a step of 32B, and one of 70B, under 80 GiB
 #     peaks    280 s  memory while training, resuming and evaluating under 24 GiB
 #
 # Logs and JSON go to OUT, one line a command to OUT/summary.txt; a failure does not stop the rest. CHECKPOINTS holds the
-# random checkpoints (default: checkpoints/). QERL_COMMIT: the code's commit, for a copy without history (default: git's).
+# random checkpoints (default: checkpoints/); calls on several cards (CUDA_VISIBLE_DEVICES) may share it. QERL_COMMIT: the
+# code's commit, for a copy without history (default: git's). SECONDS_LEFT: no command runs longer than that from now on.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 mkdir -p "$1"
@@ -31,11 +34,16 @@ shift
 checkpoints=${CHECKPOINTS:-checkpoints}
 python=${PYTHON:-python3}
 export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$PWD OMP_NUM_THREADS=8
+mkdir -p "$checkpoints"
 
 run() { # NAME LIMIT_S COMMAND...
-    local name=$1 limit=$2 started=$SECONDS code=0
+    local name=$1 limit=$2 started=$SECONDS code=0 left=$((${SECONDS_LEFT:-99999} - SECONDS))
     shift 2
-    timeout "$limit" "$@" >"$out/$name.log" 2>&1 || code=$?
+    if [ "$left" -lt 5 ]; then
+        code="none, no time was left"
+    else
+        timeout -k 5 $((left < limit ? left : limit)) "$@" >"$out/$name.log" 2>&1 || code=$?
+    fi
     echo "$name: exit $code, $((SECONDS - started)) s; $(tail -n 1 "$out/$name.log" | cut -c -160)" | tee -a "$out/summary.txt"
 }
 
@@ -44,56 +52,81 @@ tests() { # NAME LIMIT_S PYTEST_ARGUMENTS...
 }
 
 checkpoint() { # SHAPE NAME ARGUMENTS...
-    [ -e "$checkpoints/$2/config.json" ] ||
+    (
+        flock 9
+        [ -e "$checkpoints/$2.made" ] && exit
         run "make-$2" 120 "$python" scripts/make_random_checkpoint.py --shape "$1" --out "$checkpoints/$2" "${@:3}"
+        touch "$checkpoints/$2.made"
+    ) 9>"$checkpoints/$2.lock"
 }
 
-step() { # NAME MODEL ARGUMENTS...
-    run "$1" 280 "$python" scripts/bench_step.py --model "$checkpoints/$2" --out "$out/$1.json" "${@:3}"
+script() { # NAME LIMIT_S SCRIPT MODEL ARGUMENTS...
+    run "$1" "$2" "$python" "scripts/$3.py" --model "$checkpoints/$4" --out "$out/$1.json" "${@:5}"
 }
 
-decode() { # NAME MODEL ARGUMENTS...
-    run "$1" 240 "$python" scripts/bench_rollout.py --model "$checkpoints/$2" --out "$out/$1.json" "${@:3}"
+in_turns() { # SHAPE NAME MEMORY_SHARES ARGUMENTS...: the shares of NVFP4's engines and of BF16's
+    local turns each=$3
+    checkpoint "$1" "$2" &
+    checkpoint "$1" "$2-16" --format bf16 &
+    wait
+    turns=$(mktemp -d)
+    shared() { # NAME MODEL SHARE ARGUMENTS...
+        script "rollout-$1" 560 bench_rollout "$2" --memory-share "$3" --turns "$turns" --of 4 "${@:4}" &
+    }
+    shared "$2-qerl" "$2" "${each% *}" "${@:4}"
+    shared "$2-qerl-base" "$2" "${each% *}" "${@:4}" --rank 0
+    shared "$2-marlin" "$2" "${each% *}" "${@:4}" --engine stock --kernel marlin
+    shared "$2-bf16" "$2-16" "${each#* }" "${@:4}" --engine stock
+    wait
+    rm -r "$turns"
 }
 
 batch_engine() { tests engine 580 tests/test_qerl_engine_vllm.py -k "TestOnGPU or our_kernel_does_not_take"; }
 
+batch_told() { tests told 200 tests/test_qerl_engine_vllm.py -k told_of_while; }
+
 batch_kernels() {
-    tests packing 120 tests/test_training_packing.py tests/test_training_token_logprobs.py \
-        tests/test_training_logprob_kernels.py tests/test_training_copies.py
-    tests kernels 200 tests/test_qerl_nvfp4_gemm.py tests/test_qerl_layers_gpu.py \
-        tests/test_qerl_layers_decode_attention.py tests/test_qerl_vllm_plugin_draw.py tests/test_scripts_bench_linear.py
-    tests others 150 tests/test_quantize_gpu.py tests/test_qerl_doctor_kernels.py tests/test_qerl_own_memory.py
+    tests kernels 200 -n 6 tests/test_qerl_nvfp4_gemm.py tests/test_qerl_layers_gpu.py \
+        tests/test_qerl_layers_decode_attention.py tests/test_qerl_vllm_plugin_draw.py tests/test_scripts_bench_linear.py \
+        tests/test_training_packing.py tests/test_training_token_logprobs.py tests/test_training_logprob_kernels.py \
+        tests/test_training_copies.py tests/test_training_limits.py tests/test_training_phase_times.py \
+        tests/test_qerl_doctor_kernels.py tests/test_qerl_nvfp4_ahead.py
+    tests others 150 tests/test_quantize_gpu.py tests/test_qerl_own_memory.py
 }
 
 batch_cache() {
     tests fp8 280 tests/test_qerl_engine_vllm.py -k fp8
     tests overflow 200 tests/test_qerl_engine_vllm.py -k "larger_than or cannot_hold"
-    tests loading 150 tests/test_qerl_engine_vllm.py -k packing_takes
+    tests loading 150 tests/test_qerl_engine_vllm.py -k "packing_takes or base_once"
 }
 
 batch_closing() { tests closing 400 tests/test_qerl_engine_vllm.py -k closed_engine; }
 
 batch_merge() { tests merge 300 tests/test_quantize_merge_gpu.py; }
 
-batch_cli() { tests cli 290 tests/test_cli_gpu.py --junitxml="$out/cli.xml" -o junit_family=xunit1; }
+batch_cli() { tests cli 400 tests/test_cli_gpu.py --junitxml="$out/cli.xml" -o junit_family=xunit1; }
 
 batch_step() {
     checkpoint qwen2.5-7b 7b
-    step step-7b 7b --steps 3
-    step step-7b-apart 7b --steps 3 --no-shared-prompts
-    step step-7b-cap24 7b --steps 2 --cap-gib 24
+    checkpoint qwen2.5-7b 7b-16 --format bf16
+    script step-7b-qerl 280 bench_step 7b --steps 3
+    script step-7b-trl 280 bench_trl 7b-16 --steps 3
+    script profile-step-7b 280 profile_step 7b --steps 3
+}
+
+batch_cap24() {
+    checkpoint qwen2.5-7b 7b
+    script step-7b-qerl-cap24 280 bench_step 7b --steps 2 --cap-gib 24
+}
+
+batch_agree() {
+    checkpoint qwen2.5-7b 7b
+    script agree-7b 400 check_engine 7b
 }
 
 batch_startup() {
     checkpoint qwen2.5-7b 7b
-    run startup 400 "$python" scripts/bench_startup.py --model "$checkpoints/7b" --out "$out/startup-7b.json"
-}
-
-batch_decode() {
-    checkpoint qwen2.5-7b 7b
-    decode rollout-7b 7b
-    decode rollout-7b-tuned 7b --tune
+    script startup-7b 400 bench_startup 7b
 }
 
 batch_linear() {
@@ -102,44 +135,37 @@ batch_linear() {
     run elementwise-7b 60 "$python" scripts/bench_elementwise.py --out "$out/elementwise-7b.json"
 }
 
-batch_lora_cost() {
-    checkpoint qwen2.5-7b 7b
-    local turns
-    turns=$(mktemp -d)
-    decode rollout-7b-qerl 7b --memory-share 0.28 --turns "$turns" --of 2 &
-    decode rollout-7b-qerl-base 7b --rank 0 --memory-share 0.28 --turns "$turns" --of 2 &
-    wait
-}
+batch_decode() { in_turns qwen2.5-7b 7b "0.22 0.22" --sequences 1 8 32 128 192 256; }
 
-batch_decode32() {
-    checkpoint qwen2.5-32b 32b
-    decode rollout-32b-qerl 32b --rank 16 --sequences 1 8 64 128
-    decode rollout-32b-qerl-base 32b --rank 0 --sequences 1 8 64 128
-    decode rollout-32b-marlin 32b --engine stock --kernel marlin --rank 16 --sequences 1 8 64 128
-    checkpoint qwen2.5-32b 32b-16 --format bf16
-    decode rollout-32b-bf16 32b-16 --engine stock --rank 16 --sequences 1 8 64 128
-}
+batch_decode32() { in_turns qwen2.5-32b 32b "0.18 0.55" --rank 16 --sequences 1 8 64 128; }
 
 batch_mixed() {
     checkpoint qwen2.5-7b 7b-mixed --mean-tokens 300
     checkpoint qwen2.5-7b 7b-mixed-16 --mean-tokens 300 --format bf16
-    step step-7b-mixed 7b-mixed --steps 3 --new-tokens 1024
-    run step-7b-mixed-trl 280 "$python" scripts/bench_trl.py --model "$checkpoints/7b-mixed-16" --new-tokens 1024 \
-        --steps 3 --out "$out/step-7b-mixed-trl.json"
+    script step-7b-qerl-mixed 280 bench_step 7b-mixed --steps 3 --new-tokens 1024
+    script step-7b-trl-mixed 280 bench_trl 7b-mixed-16 --new-tokens 1024 --steps 3
 }
 
 batch_shapes() {
     checkpoint qwen2.5-3b 3b
     checkpoint llama3-8b 8b
     checkpoint qwen2.5-14b 14b
-    step step-3b 3b --steps 1 --cap-gib 16
-    step step-8b 8b --steps 1 --cap-gib 24
-    step step-14b 14b --steps 1 --cap-gib 32
+    script step-3b 280 bench_step 3b --steps 1 --cap-gib 16
+    script step-8b 280 bench_step 8b --steps 1 --cap-gib 24
+    script step-14b 280 bench_step 14b --steps 1 --cap-gib 32
+}
+
+batch_large() {
+    local one=(--cap-gib 80 --steps 1 --rank 16 --group 8 --prompt-tokens 256 --set noise.enabled=false)
+    checkpoint qwen2.5-32b 32b
+    script step-32b-qerl-cap80 300 bench_step 32b "${one[@]}" --prompts 8 --new-tokens 2048
+    checkpoint llama3-70b 70b
+    script step-70b-qerl-cap80 300 bench_step 70b "${one[@]}" --prompts 4 --new-tokens 512
 }
 
 batch_peaks() {
     checkpoint qwen2.5-7b 7b
-    run peaks 420 "$python" scripts/bench_peaks.py --model "$checkpoints/7b" --cap-gib 24 --out "$out/peaks-7b.json"
+    script peaks-7b 420 bench_peaks 7b --cap-gib 24
 }
 
 for batch in "$@"; do

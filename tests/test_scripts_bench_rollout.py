@@ -55,3 +55,19 @@ def test_engines_in_turns_never_run_at_the_same_time_and_alternate(tmp_path):
     assert all(ended <= started for (_, ended, _), (started, _, _) in pairwise(runs))
     assert sum(one != other for (_, _, one), (_, _, other) in pairwise(runs)) >= 2 * bench_rollout.ROUNDS
     assert 0 < first["rates"][0] < first["rates"][1]
+
+
+def failing(folder: Path) -> None:
+    with bench_rollout.turns_left_to_others(argparse.Namespace(turns=folder / "turns", sequences=[1, 4])):
+        raise RuntimeError("no memory is left")
+
+
+def test_an_engine_that_fails_keeps_nobody_waiting(tmp_path):
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=job, args=a) for job, a in ((engine, (tmp_path, "a")), (failing, (tmp_path,)))]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 1]
+    assert (tmp_path / "a.json").exists()
