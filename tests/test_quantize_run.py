@@ -16,6 +16,7 @@ from transformers.utils.quantization_config import CompressedTensorsConfig
 from qerl.checkpoint import resolve_model
 from qerl.errors import CheckpointError, ConfigError, MissingExtraError
 from qerl.nvfp4.layout import TENSORS
+from qerl.nvfp4.linear import NVFP4Linear
 from qerl.nvfp4.reference import dequantize, quantize, shared_global_scale
 from qerl.shards import INDEX, read_tensors
 from quantize import run, writer
@@ -122,8 +123,13 @@ def test_it_loads_packed_in_qerl_and_computes_the_same(quantized):
     from qerl.model import load_model
 
     _, source, out, _ = quantized
-    packed = load_model(out, "nvfp4", dtype="float32")
-    assert torch.equal(logits(packed), logits(dense_twin(source, out, torch.float32)))
+    packed, twin = load_model(out, "nvfp4", dtype="float32"), dense_twin(source, out, torch.float32)
+    linears = {name: module for name, module in packed.named_modules() if isinstance(module, NVFP4Linear)}
+    assert len(linears) == 14
+    for name, linear in linears.items():
+        assert torch.equal(linear.dense(torch.float32), twin.get_submodule(name).weight)
+    # Not to the bit: some CPUs' products of the same numbers round by where these lie in memory.
+    torch.testing.assert_close(logits(packed), logits(twin), rtol=1e-5, atol=1e-5)
 
 
 def test_the_tokenizer_and_the_small_files_come_along(quantized):
