@@ -66,10 +66,11 @@ def set_norm_noise_(norms: Mapping[str, nn.Module], noise: Mapping[str, torch.Te
 
 
 def _noisy_forward(noise: torch.Tensor):
-    from qerl.layers.elementwise import rms_norm
+    from qerl.layers.elementwise import RMSNorm, rms_norm
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden_states, self.weight.float() + noise, _eps(self))
+        dtype = self.dtype_of(hidden_states) if isinstance(self, RMSNorm) else None
+        return rms_norm(hidden_states, self.weight.float() + noise, _eps(self), dtype)
 
     return forward
 

@@ -383,23 +383,25 @@ def test_the_same_numbers_with_kept_factors():
 
 @pytest.mark.parametrize("train_norms", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_residual_stream_is_rounded_once_a_layer(family, train_norms):
-    """As the engine's compiled layers do it: what is normed, and what the MLP is added to, is the unrounded sum."""
+def test_the_residual_stream_is_never_rounded(family, train_norms):
+    """As in the engine: what a layer reads, norms and adds to is the sum in float32; its linears read 16 bits."""
     model = tiny_model(family, torch.bfloat16)
     fuse_(model)
     attach_lora(model, rank=4, alpha=6, train_norms=train_norms)
-    layer, seen = model.model.layers[0], {}
+    layer, seen = model.model.layers[1], {}
     keep = lambda name: lambda module, inputs, kwargs, out: seen.update({name: (inputs, out)})  # noqa: E731
     for name in ("self_attn", "mlp"):
         getattr(layer, name).register_forward_hook(keep(name), with_kwargs=True)
     layer.register_forward_hook(keep("layer"), with_kwargs=True)
-    model(TOKENS)
+    logits = model(TOKENS).logits
     (x,), out = seen["layer"]
-    total = x.float() + seen["self_attn"][1][0].float()
-    (normed,), inner = seen["mlp"]
-    assert not torch.equal(total, total.bfloat16().float())
-    assert torch.equal(normed, layer.post_attention_layernorm(total).bfloat16())
-    assert torch.equal(out, (total + inner.float()).bfloat16())
+    assert x.dtype == torch.float32
+    assert not torch.equal(x, x.bfloat16().float())
+    attended, (normed,), inner = seen["self_attn"][1][0], *seen["mlp"]
+    total = x + attended.float()
+    assert {value.dtype for value in (attended, normed, inner, logits)} == {torch.bfloat16}
+    assert torch.equal(normed, layer.post_attention_layernorm(total))
+    assert torch.equal(out, total + inner.float())
 
 
 def test_of_a_trained_norm_the_one_acts_that_a_call_would_reach():

@@ -25,23 +25,29 @@ def kernels_for(x: torch.Tensor) -> ModuleType:
 class RMSNorm(nn.Module):
     """weight * x / sqrt(mean(x^2) + eps), computed in float32 and rounded once, as the engine's norm does.
 
-    transformers' norms round x_hat as well, before the product with the weight.
+    transformers' norms round x_hat as well, before the product with the weight. Of x in float32, as the residual stream
+    is (`qerl.layers.decoder`), the result has the dtype that the weight had at first: a trained one may be wider.
     """
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
         super().__init__()
         self.weight, self.variance_epsilon = weight, eps
+        self._dtype = weight.dtype
+
+    def dtype_of(self, x: torch.Tensor) -> torch.dtype:
+        """Of the norm of x."""
+        return self._dtype if x.dtype == torch.float32 else x.dtype
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon, self.dtype_of(hidden_states))
 
     def extra_repr(self) -> str:
         return f"{tuple(self.weight.shape)}, eps={self.variance_epsilon}"
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Norm over the last dimension of x (..., d); `weight` (d,) may be float32, the result has x's dtype."""
-    return _RMSNorm.apply(x, weight, eps)
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Norm over the last dimension of x (..., d) in `dtype` (default: x's); `weight` (d,) may be float32."""
+    return _RMSNorm.apply(x, weight, eps, dtype or x.dtype)
 
 
 def rotary_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -56,24 +62,29 @@ def rotary_parts_(
     return _RotaryParts.apply(qkv, cos, sin, list(counts))
 
 
-def norm_beside(x: torch.Tensor, norm: RMSNorm, delta: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x + delta, or x without one, and its norm): the gradients of both are joined as the norm's is written."""
-    return _NormBeside.apply(x, delta, norm.weight, norm.variance_epsilon)
+def norm_beside(
+    x: torch.Tensor, norm: RMSNorm, delta: torch.Tensor | None = None, exact: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(x + delta, or x without one, and its norm), both in the norm's dtype: the gradients of both are joined as the
+    norm's is written. `exact`: x before it was rounded, of which both are computed; it gets no gradient."""
+    x_exact = x if exact is None else exact.detach()
+    return _NormBeside.apply(x, delta, x_exact, norm.weight, norm.variance_epsilon, norm.dtype_of(x_exact))
 
 
-def joined(total: torch.Tensor, parts: tuple[torch.Tensor, torch.Tensor], delta: torch.Tensor) -> torch.Tensor:
-    """total + delta, where `total` is the rounded sum of `parts`: computed of these, so that it is rounded once. The
+def joined(total: torch.Tensor, parts: Sequence[torch.Tensor], delta: torch.Tensor) -> torch.Tensor:
+    """total + delta in float32, where `total` is the rounded sum of `parts` (one or two): computed of these. The
     gradient goes to `total` and `delta`."""
-    return _Joined.apply(total, *parts, delta)
+    return _Joined.apply(total, delta, *(part.detach() for part in parts))
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps x and one number a row."""
+    """Keeps x, rounded to the result's dtype, and one number a row."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        normed, out = kernels_for(x).norm_forward(_three_dimensional(x), weight, eps)
-        ctx.save_for_backward(x, weight, normed.scale)
+    def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
+        normed, out = kernels_for(x).norm_forward(_three_dimensional(x), weight, eps, None, dtype)
+        ctx.save_for_backward(x if x.dtype == dtype else normed.x.view(x.shape), weight, normed.scale)
+        ctx.x_dtype = x.dtype
         return out if x.dim() == 3 else out.view(x.shape)
 
     @staticmethod
@@ -81,19 +92,28 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor):
         x, weight, scale = ctx.saved_tensors
         rows = _three_dimensional(x)
-        normed = Normed(rows, weight, scale)
-        grads = kernels_for(x).norm_backward(grad.reshape(rows.shape), normed, ctx.needs_input_grad[1])
-        return grads[0].view(x.shape), None if grads[1] is None else grads[1].to(weight.dtype), None
+        normed, trained = Normed(rows, weight, scale), ctx.needs_input_grad[1]
+        grads = kernels_for(x).norm_backward(grad.reshape(rows.shape), normed, trained, None, ctx.x_dtype)
+        return grads[0].view(x.shape), grads[1].to(weight.dtype) if trained else None, None, None
 
 
 class _NormBeside(torch.autograd.Function):
-    """Keeps the sum and one number a row."""
+    """Keeps the rounded sum and one number a row."""
 
     @staticmethod
-    def forward(ctx, x: torch.Tensor, delta: torch.Tensor | None, weight: torch.Tensor, eps: float):
-        rows = x.contiguous().view(-1, 1, x.shape[-1])
-        normed, out = kernels_for(x).norm_forward(rows, weight, eps, None if delta is None else delta.view(rows.shape))
-        total = x.view_as(x) if delta is None else normed.x.view(x.shape)
+    def forward(
+        ctx,
+        x: torch.Tensor,
+        delta: torch.Tensor | None,
+        exact: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        dtype: torch.dtype,
+    ):
+        rows, ctx.x_dtype = exact.contiguous().view(-1, 1, x.shape[-1]), x.dtype
+        added = None if delta is None else delta.view(rows.shape)
+        normed, out = kernels_for(x).norm_forward(rows, weight, eps, added, dtype)
+        total = x.view_as(x) if normed.x is rows else normed.x.view(x.shape)
         ctx.save_for_backward(total, weight, normed.scale)
         return total, out.view(x.shape)
 
@@ -102,26 +122,32 @@ class _NormBeside(torch.autograd.Function):
     def backward(ctx, grad_total: torch.Tensor, grad: torch.Tensor):
         total, weight, scale = ctx.saved_tensors
         rows = total.contiguous().view(-1, 1, total.shape[-1])
-        normed, trained = Normed(rows, weight, scale), ctx.needs_input_grad[2]
+        normed, trained = Normed(rows, weight, scale), ctx.needs_input_grad[3]
         grads = kernels_for(total).norm_backward(
-            grad.reshape(rows.shape), normed, trained, grad_total.reshape(rows.shape)
+            grad.reshape(rows.shape), normed, trained, grad_total.reshape(rows.shape), ctx.x_dtype
         )
         by_x = grads[0].view(total.shape)
         by_delta = by_x if ctx.needs_input_grad[1] else None
-        return by_x, by_delta, grads[1].to(weight.dtype) if trained else None, None
+        return by_x, by_delta, None, grads[1].to(weight.dtype) if trained else None, None, None
 
 
 class _Joined(torch.autograd.Function):
     """Keeps nothing."""
 
     @staticmethod
-    def forward(ctx, total: torch.Tensor, x: torch.Tensor, y: torch.Tensor, delta: torch.Tensor) -> torch.Tensor:
-        return kernels_for(total).sum_three(x, y, delta)
+    def forward(ctx, total: torch.Tensor, delta: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
+        ctx.dtypes = total.dtype, delta.dtype
+        if len(parts) == 1:
+            return parts[0].float() + delta.float()
+        return kernels_for(total).sum_three(*parts, delta)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):
-        return grad, None, None, grad
+        total, delta = ctx.dtypes
+        by_delta = grad.to(delta)
+        by_total = by_delta if total == delta else grad.to(total)  # rounded once for both
+        return by_total, by_delta, *(None for _ in ctx.needs_input_grad[2:])
 
 
 class _Rotary(torch.autograd.Function):

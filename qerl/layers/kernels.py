@@ -30,7 +30,7 @@ def _norm_forward(
     x_ptr,
     delta_ptr,
     weight_ptr,
-    total_ptr,
+    kept_ptr,
     out_ptr,
     scale_ptr,
     columns,
@@ -38,21 +38,23 @@ def _norm_forward(
     stride,
     eps,
     ADDS: tl.constexpr,
+    KEEPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0)
     column = tl.arange(0, BLOCK)
     inside = column < columns
+    at = row.to(tl.int64) * columns + column
     x = tl.load(x_ptr + _row(row, heads, stride, columns) + column, mask=inside, other=0.0).to(tl.float32)
     if ADDS:
-        at = row.to(tl.int64) * columns + column
         x += tl.load(delta_ptr + at, mask=inside, other=0.0).to(tl.float32)
-        tl.store(total_ptr + at, x.to(total_ptr.dtype.element_ty), mask=inside)
+    if KEEPS:
+        tl.store(kept_ptr + at, x.to(kept_ptr.dtype.element_ty), mask=inside)
     weight = tl.load(weight_ptr + column, mask=inside, other=0.0).to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(x * x, 0) / columns + eps)
     out = x * scale * weight
     tl.store(scale_ptr + row, scale)
-    tl.store(out_ptr + row.to(tl.int64) * columns + column, out.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + at, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -102,7 +104,7 @@ def _sum_three(a_ptr, b_ptr, c_ptr, out_ptr, columns, WIDTH: tl.constexpr):
     total = tl.load(a_ptr + at, mask=inside, other=0.0).to(tl.float32)
     total += tl.load(b_ptr + at, mask=inside, other=0.0).to(tl.float32)
     total += tl.load(c_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_ptr + at, total.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + at, total, mask=inside)
 
 
 @triton.jit
@@ -170,40 +172,51 @@ def _rows_of(x: torch.Tensor) -> tuple[int, int]:
 
 
 def norm_forward(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    delta: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Normed, torch.Tensor]:
     """See the twin."""
     tokens, heads, columns = x.shape
-    out, scale = torch.empty(x.shape, dtype=x.dtype, device=x.device), x.new_empty(tokens * heads, dtype=torch.float32)
-    total = x if delta is None else torch.empty_like(out)
+    out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
+    scale = torch.empty(tokens * heads, dtype=torch.float32, device=x.device)
+    keeps = delta is not None or out.dtype != x.dtype
+    kept = torch.empty_like(out) if keeps else x
     block = triton.next_power_of_2(columns)
     if tokens:
         _norm_forward[(tokens * heads,)](
             x,
             x if delta is None else delta.contiguous(),
             weight,
-            total,
+            kept,
             out,
             scale,
             columns,
             *_rows_of(x),
             eps,
             ADDS=delta is not None,
+            KEEPS=keeps,
             BLOCK=block,
             num_warps=_warps(block),
         )
-    return Normed(total, weight, scale), out
+    return Normed(kept, weight, scale), out
 
 
 def norm_backward(
-    grad: torch.Tensor, normed: Normed, trained: bool, skip: torch.Tensor | None = None
+    grad: torch.Tensor,
+    normed: Normed,
+    trained: bool,
+    skip: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """See the twin."""
     x, weight, scale = normed
     tokens, heads, columns = x.shape
     rows = max(1, tokens * heads)
     programs = min(PROGRAMS, rows) if trained else rows
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)
     partial = x.new_empty(programs if trained else 1, columns, dtype=torch.float32)
     block = triton.next_power_of_2(columns)
     _norm_backward[(programs,)](
@@ -228,7 +241,7 @@ def norm_backward(
 def sum_three(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
     """See the twin."""
     a, b, c = (part.contiguous() for part in (a, b, c))
-    out, columns = torch.empty_like(a), a.shape[-1]
+    out, columns = torch.empty_like(a, dtype=torch.float32), a.shape[-1]
     if a.numel():
         _sum_three[(a.numel() // columns, triton.cdiv(columns, WIDTH))](a, b, c, out, columns, WIDTH=WIDTH)
     return out

@@ -19,20 +19,28 @@ class Normed(NamedTuple):
 
 
 def norm_forward(
-    x: torch.Tensor, weight: torch.Tensor, eps: float, delta: torch.Tensor | None = None
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    delta: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Normed, torch.Tensor]:
-    """weight * x_hat in x's dtype, rounded once, of x or of x + `delta` (T, H, d), which is kept rounded but normed as
-    it was before."""
-    wide = x.float() if delta is None else x.float() + delta.float()
-    x = x if delta is None else wide.to(x.dtype)
+    """weight * x_hat in `dtype` (default: x's), rounded once, of x or of x + `delta` (T, H, d), which is kept in that
+    dtype too but normed as it was before."""
+    wide, dtype = x.float() if delta is None else x.float() + delta.float(), dtype or x.dtype
+    kept = x if delta is None and x.dtype == dtype else wide.to(dtype)
     scale = (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
-    return Normed(x, weight, scale.flatten()), (weight.float() * (wide * scale)).to(x.dtype)
+    return Normed(kept, weight, scale.flatten()), (weight.float() * (wide * scale)).to(dtype)
 
 
 def norm_backward(
-    grad: torch.Tensor, normed: Normed, trained: bool, skip: torch.Tensor | None = None
+    grad: torch.Tensor,
+    normed: Normed,
+    trained: bool,
+    skip: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients to x and, if that is trained, to the weight (float32, (d,)).
+    """Gradients to x, in `dtype` (default: that of the kept x), and, if that is trained, to the weight (float32, (d,)).
 
     With x_hat = x * scale and g = grad * weight: dx = scale * (g - x_hat * mean(g * x_hat)), and on top of that `skip`,
     what x has as its gradient beside the norm.
@@ -43,12 +51,12 @@ def norm_backward(
     scaled = grad * weight.float()
     out = scale * (scaled - hat * (scaled * hat).mean(-1, keepdim=True))
     out = out if skip is None else out + skip.float()
-    return out.to(x.dtype), (grad * hat).sum((0, 1)) if trained else None
+    return out.to(dtype or x.dtype), (grad * hat).sum((0, 1)) if trained else None
 
 
 def sum_three(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a + b + c of one shape and dtype, rounded once."""
-    return (a.float() + b.float() + c.float()).to(a.dtype)
+    """a + b + c of one shape, in float32."""
+    return a.float() + b.float() + c.float()
 
 
 def swiglu_forward(x: torch.Tensor) -> torch.Tensor:

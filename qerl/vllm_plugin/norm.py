@@ -3,8 +3,13 @@
 The checkpoint's bfloat16 `weight` stays as it is (the trainer shares it). `gain`, float32, is what multiplies: at first
 the same values, later trained weights and noise. It is read by the captured CUDA graphs and written in place. All is
 computed in float32 and rounded once: rounding x_hat before the product as well, as transformers' clean norms do, would
-leave 128 different mantissas, too few for noise of sigma 1e-4 to come out unbiased in each channel. Remove when vLLM's
-RMSNorm takes a float32 weight in a bfloat16 model, multiplies by it before it rounds, and lets it be overwritten.
+leave 128 different mantissas, too few for noise of sigma 1e-4 to come out unbiased in each channel.
+
+The residual stream, which vLLM's layers hand from norm to norm, is in float32 from the first sum on, as in the trainer
+(`qerl.layers.decoder`): rounded to 16 bits in each layer it makes up most of the difference between the two.
+
+Remove when vLLM's RMSNorm takes a float32 weight in a bfloat16 model, multiplies by it before it rounds, lets it be
+overwritten, and keeps the residual stream in float32.
 """
 
 from __future__ import annotations
@@ -41,13 +46,10 @@ class NoisyRMSNorm(RMSNorm):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         if self.variance_size_override is not None:
             raise NotImplementedError("an RMSNorm over a part of the hidden size is not supported")
-        if residual is not None:
-            x = x + residual
-            residual = x
-        scaled = x.float()
-        scaled = scaled * torch.rsqrt(scaled.pow(2).mean(dim=-1, keepdim=True) + self.variance_epsilon)
-        out = (scaled * self.gain).to(x.dtype)
-        return out if residual is None else (out, residual)
+        wide = x.float() if residual is None else x.float() + residual.float()
+        scale = torch.rsqrt(wide.pow(2).mean(dim=-1, keepdim=True) + self.variance_epsilon)
+        out = (wide * scale * self.gain).to(x.dtype)
+        return out if residual is None else (out, wide)
 
     forward_cuda = forward_native
 
