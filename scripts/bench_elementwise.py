@@ -52,17 +52,21 @@ def decoder(tokens: int) -> Iterator[tuple[str, int, Call, Call]]:
     """(name, bytes, ours, plain torch) of a decoder layer's parts."""
     from qerl.layers import kernels, twins
 
-    x, grad, weight = random(tokens, 1, HIDDEN), random(tokens, 1, HIDDEN), random(HIDDEN)
-    delta, (normed, _) = random(tokens, 1, HIDDEN), kernels.norm_forward(x, weight, 1e-6)
+    stream, weight = random(tokens, 1, HIDDEN, dtype=torch.float32), random(HIDDEN)
+    grad, delta, skip = (random(tokens, 1, HIDDEN) for _ in range(3))
+    half, narrow = grad.nbytes, torch.bfloat16
+    normed, _ = kernels.norm_forward(stream, weight, 1e-6, None, narrow)
 
     def both(function: str, *arguments: object) -> tuple[Call, Call]:
         ours, plain = getattr(kernels, function), getattr(twins, function)
         return lambda: ours(*arguments), lambda: plain(*arguments)
 
-    yield "norm", 2 * x.nbytes, *both("norm_forward", x, weight, 1e-6)
-    yield "norm backward", 3 * x.nbytes, *both("norm_backward", grad, normed, False)
-    yield "sum and norm", 4 * x.nbytes, *both("norm_forward", x, weight, 1e-6, delta)
-    yield "norm backward and sum", 4 * x.nbytes, *both("norm_backward", grad, normed, False, delta)
+    # The residual stream is in float32, twice `half`; what is kept of it and the gradients within a layer in 16 bits.
+    yield "first norm", 4 * half, *both("norm_forward", stream, weight, 1e-6, None, narrow)
+    yield "sum and second norm", 5 * half, *both("norm_forward", stream, weight, 1e-6, delta, narrow)
+    yield "sum of the layer", 6 * half, *both("sum_three", stream, delta, skip)
+    yield "second norm backward", 4 * half, *both("norm_backward", grad, normed, False, skip)
+    yield "first norm backward", 5 * half, *both("norm_backward", grad, normed, False, skip, torch.float32)
     inner, outer = random(tokens, 2 * INTERMEDIATE), random(tokens, INTERMEDIATE)
     yield "SwiGLU", 3 * outer.nbytes, *both("swiglu_forward", inner)
     yield "SwiGLU backward", 6 * outer.nbytes, *both("swiglu_backward_", inner, outer)

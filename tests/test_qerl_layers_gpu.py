@@ -20,13 +20,14 @@ def close(value, twin):
     torch.testing.assert_close(value, twin, rtol=tolerance, atol=tolerance * twin.float().abs().max().item() / 8)
 
 
-def check_backward(grad, normed, skip=None):
+def check_backward(grad, normed, skip=None, dtype=None):
     """With a weight that is trained, whose gradient repeats to the bit, and with one that is not."""
     from qerl.layers import kernels
 
     for trained in (True, False):
-        dx, dw = kernels.norm_backward(grad, normed, trained, skip)
-        expected_dx, expected_dw = twins.norm_backward(grad, normed, trained, skip)
+        dx, dw = kernels.norm_backward(grad, normed, trained, skip, dtype)
+        expected_dx, expected_dw = twins.norm_backward(grad, normed, trained, skip, dtype)
+        assert dx.dtype == (dtype or normed.x.dtype)
         close(dx, expected_dx)
         assert (dw is None) == (not trained)
         if trained:
@@ -50,17 +51,24 @@ def test_norms(dtype, shape):
 
 
 @DTYPES
-def test_a_norm_beside_the_residual_stream(dtype):
+@pytest.mark.parametrize("stream", [torch.float32, None], ids=["wide", "alike"])
+@pytest.mark.parametrize("adds", [True, False])
+def test_a_norm_beside_the_residual_stream(dtype, stream, adds):
+    """The stream is in float32; what is kept of it, the norm and the gradients within a layer have `dtype`."""
     from qerl.layers import kernels
 
-    x, delta, skip, grad = (torch.randn(300, 1, 3584, device="cuda", dtype=dtype) for _ in range(4))
-    weight = torch.randn(3584, device="cuda")
-    normed, out = kernels.norm_forward(x, weight, 1e-6, delta)
-    twin, expected = twins.norm_forward(x, weight, 1e-6, delta)
-    assert torch.equal(normed.x, x + delta)
+    delta, skip, grad = (torch.randn(300, 1, 3584, device="cuda", dtype=dtype) for _ in range(3))
+    x, weight = torch.randn(300, 1, 3584, device="cuda", dtype=stream or dtype), torch.randn(3584, device="cuda")
+    given = x, weight, 1e-6, delta if adds else None, dtype
+    normed, out = kernels.norm_forward(*given)
+    twin, expected = twins.norm_forward(*given)
+    assert torch.equal(normed.x, twin.x)
+    assert (normed.x is x) == (not adds and x.dtype == dtype)
+    assert normed.x.dtype == out.dtype == dtype
     close(out, expected)
     close(normed.scale, twin.scale)
     check_backward(grad, normed, skip)
+    check_backward(grad, normed, skip, x.dtype)
 
 
 @DTYPES
@@ -68,8 +76,10 @@ def test_a_norm_beside_the_residual_stream(dtype):
 def test_a_sum_of_three(dtype, shape):
     from qerl.layers import kernels
 
-    parts = [torch.randn(shape, device="cuda", dtype=dtype) for _ in range(3)]
-    assert torch.equal(kernels.sum_three(*parts), twins.sum_three(*parts))
+    parts = [torch.randn(shape, device="cuda", dtype=kind) for kind in (torch.float32, dtype, dtype)]
+    out = kernels.sum_three(*parts)
+    assert out.dtype == torch.float32
+    assert torch.equal(out, twins.sum_three(*parts))
 
 
 @DTYPES
@@ -88,12 +98,14 @@ def test_another_number_of_rows_compiles_nothing(compiled):
     from qerl.layers import kernels
 
     weight = torch.ones(512, device="cuda", dtype=torch.bfloat16)
+    norm = elementwise.RMSNorm(torch.nn.Parameter(weight), 1e-6)
 
     def layer(rows):
-        x = torch.randn(1, rows, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-        delta, cos = torch.randn_like(x), torch.randn(rows, 32, device="cuda")
-        total, out = elementwise.norm_beside(x, elementwise.RMSNorm(torch.nn.Parameter(weight), 1e-6), delta)
-        out = elementwise.rms_norm(elementwise.joined(total, (x, delta), out), weight, 1e-6)
+        stream = torch.randn(1, rows, 512, device="cuda", requires_grad=True)
+        cos = torch.randn(rows, 32, device="cuda")
+        x, delta = elementwise.norm_beside(stream, norm)
+        total, out = elementwise.norm_beside(x, norm, delta, stream)
+        out = norm(elementwise.joined(total, (stream, delta), out))
         q, k, v = elementwise.rotary_parts_((out * 1.0)[0], cos, cos, [4, 2, 2])
         kernels.swiglu_backward_(out[0].detach(), kernels.swiglu_forward(out[0].detach()))
         (q.sum() + k.sum() + v.sum()).backward()
