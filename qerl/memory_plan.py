@@ -74,7 +74,7 @@ class Shapes:
         return Footprint(
             layers=self.layers,
             layer=kept_bytes(*sizes, self.head_norms),
-            layer_input=4 * self.hidden,  # the residual stream, in float32
+            layer_input=2 * self.hidden,
             # the MLP's gradients of gate, up and activation; the rest is more than it needs, and what attention needs
             # where the MLP is narrow: gradients of q, k and v, of these in float32, and for each head
             working=2 * (3 * self.intermediate + 8 * self.hidden),

@@ -1,5 +1,8 @@
 """Our layers against transformers' and PEFT's own path: outputs, gradients, and what is kept for the backward pass."""
 
+import weakref
+from functools import partial
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -8,6 +11,7 @@ from qerl.adapter import adapter_tensors, attach_lora
 from qerl.layers import elementwise, factors, lora, twins
 from qerl.layers.lora import Part, lora_linear
 from qerl.layers.place import fuse_
+from qerl.layers.recompute import checkpointed
 from qerl.layers.saved import kept_bytes
 from qerl.norms import set_norm_noise_
 from qerl.nvfp4 import reference
@@ -112,6 +116,26 @@ def test_the_cache_and_masks_of_generation_work(family):
     stock = stock_(policy).generate(input_ids=TOKENS, attention_mask=mask, **arguments)
     assert ours.sequences.tolist() == stock.sequences.tolist()
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(stock.logits), rtol=1e-5, atol=1e-5)
+
+
+def test_of_a_layer_that_recomputes_the_input_is_kept_in_16_bits():
+    model = tiny_model("qwen2", torch.bfloat16)
+    fuse_(model)
+    policy = attach_lora(model, rank=4, alpha=6).train()
+    logits, grads = run(policy)
+    streams = []
+    for layer in model.model.layers:
+        layer._gradient_checkpointing_func = partial(checkpointed, dtype=torch.bfloat16)
+        layer.gradient_checkpointing = True
+        layer.register_forward_pre_hook(lambda _, given: streams.append(weakref.ref(given[0])))
+    out = policy(TOKENS).logits
+    assert [stream() is None for stream in streams] == [False, True]  # the first is the embeddings, in 16 bits
+    del out
+    recomputed_logits, recomputed = run(policy)
+    assert len(streams) == 2 * 3
+    assert torch.equal(recomputed_logits, logits)
+    differences = [difference(recomputed[name], grad.float()) for name, grad in grads.items() if grad.norm()]
+    assert 0 < max(differences) < 0.02
 
 
 def test_only_some_targets_and_checkpointing():

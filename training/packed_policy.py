@@ -8,10 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.checkpoint import checkpoint
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qerl.layers.factors import kept_factors
+from qerl.layers.recompute import checkpointed
 from training.packed_attention import check_config, deterministic_kernels, hidden_states, packed_attention_of
 from training.packing import pack, row_lengths, split_by_tokens
 from training.token_logprobs import dense_head, token_logprobs
@@ -47,8 +47,9 @@ class PackedPolicy:
         self._layers = [module for module in self._model.modules() if isinstance(module, GradientCheckpointingLayer)]
         # gradient_checkpointing_enable does this for each module of the model, in every step, and has the embeddings
         # require a gradient, which only the reentrant kind needs.
+        dtype = self._model.get_input_embeddings().weight.dtype
         for layer in self._layers:
-            layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+            layer._gradient_checkpointing_func = partial(checkpointed, dtype=dtype)
 
     @contextmanager
     def training(self) -> Iterator[None]:
