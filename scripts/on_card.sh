@@ -17,7 +17,8 @@
 #     linear   130 s  the linears of a 7B layer: each way against its limit and against BF16, without and with LoRA; its
 #                     attention in decode steps against FlashAttention; the small kernels of training against their limits
 #     decode   400 s  decode speed at 7B, four engines in turns: ours with an adapter and without, vLLM's in BF16 and Marlin
-#     decode32 480 s  the same at 32B
+#     decode32 350 s  the same at 32B, where a card holds two of them: ours and vLLM's in BF16
+#     marlin32 350 s  and three: ours, without an adapter, and vLLM's Marlin
 #     mixed    330 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
 #     shapes   320 s  3B, 8B and 14B: one step each under a cap
 #     large    480 s  workloads B and C: a step of 32B, and one of 70B, under 80 GiB
@@ -64,21 +65,8 @@ script() { # NAME LIMIT_S SCRIPT MODEL ARGUMENTS...
     run "$1" "$2" "$python" "scripts/$3.py" --model "$checkpoints/$4" --out "$out/$1.json" "${@:5}"
 }
 
-in_turns() { # SHAPE NAME MEMORY_SHARES ARGUMENTS...: the shares of NVFP4's engines and of BF16's
-    local turns each=$3
-    checkpoint "$1" "$2" &
-    checkpoint "$1" "$2-16" --format bf16 &
-    wait
-    turns=$(mktemp -d)
-    shared() { # NAME MODEL SHARE ARGUMENTS...
-        script "rollout-$1" 560 bench_rollout "$2" --memory-share "$3" --turns "$turns" --of 4 "${@:4}" &
-    }
-    shared "$2-qerl" "$2" "${each% *}" "${@:4}"
-    shared "$2-qerl-base" "$2" "${each% *}" "${@:4}" --rank 0
-    shared "$2-marlin" "$2" "${each% *}" "${@:4}" --engine stock --kernel marlin
-    shared "$2-bf16" "$2-16" "${each#* }" "${@:4}" --engine stock
-    wait
-    rm -r "$turns"
+turn() { # NAME MODEL SHARE ARGUMENTS...: one of engines that measure decode speed in turns, of the folder in `turns`
+    script "rollout-$1" 560 bench_rollout "$2" --memory-share "$3" --turns "$turns" "${@:4}" &
 }
 
 batch_engine() { tests engine 580 tests/test_qerl_engine_vllm.py -k "TestOnGPU or our_kernel_does_not_take"; }
@@ -135,9 +123,39 @@ batch_linear() {
     run elementwise-7b 60 "$python" scripts/bench_elementwise.py --out "$out/elementwise-7b.json"
 }
 
-batch_decode() { in_turns qwen2.5-7b 7b "0.22 0.22" --sequences 1 8 32 128 192 256; }
+batch_decode() {
+    local turns sizes=(--of 4 --sequences 1 8 32 128 192 256)
+    turns=$(mktemp -d)
+    checkpoint qwen2.5-7b 7b &
+    checkpoint qwen2.5-7b 7b-16 --format bf16 &
+    wait
+    turn 7b-qerl 7b 0.22 "${sizes[@]}"
+    turn 7b-qerl-base 7b 0.22 "${sizes[@]}" --rank 0
+    turn 7b-marlin 7b 0.22 "${sizes[@]}" --engine stock --kernel marlin
+    turn 7b-bf16 7b-16 0.22 "${sizes[@]}" --engine stock
+    wait
+}
 
-batch_decode32() { in_turns qwen2.5-32b 32b "0.18 0.55" --rank 16 --sequences 1 8 64 128; }
+batch_decode32() {
+    local turns sizes=(--of 2 --rank 16 --sequences 1 8 64 128)
+    turns=$(mktemp -d)
+    checkpoint qwen2.5-32b 32b &
+    checkpoint qwen2.5-32b 32b-16 --format bf16 &
+    wait
+    turn 32b-qerl 32b 0.3 "${sizes[@]}"
+    turn 32b-bf16 32b-16 0.6 "${sizes[@]}" --engine stock
+    wait
+}
+
+batch_marlin32() {
+    local turns sizes=(--of 3 --sequences 1 8 64 128)
+    turns=$(mktemp -d)
+    checkpoint qwen2.5-32b 32b
+    turn 32b-qerl-beside 32b 0.3 "${sizes[@]}" --rank 16
+    turn 32b-qerl-base 32b 0.3 "${sizes[@]}" --rank 0
+    turn 32b-marlin 32b 0.3 "${sizes[@]}" --rank 16 --engine stock --kernel marlin
+    wait
+}
 
 batch_mixed() {
     checkpoint qwen2.5-7b 7b-mixed --mean-tokens 300
