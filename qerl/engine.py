@@ -7,7 +7,7 @@ not know which engine or kernel ran.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -55,6 +55,9 @@ class Completion:
     finish_reason: Literal["stop", "length"]
 
 
+Finished = Callable[[int, Completion], None]  # is told the index of a prompt, and the completion that has ended
+
+
 class Engine(Protocol):
     """What `open_engine` returns. Calls come in any order; `sleep` and `wake` bracket the training phase."""
 
@@ -66,11 +69,15 @@ class Engine(Protocol):
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams],
         seed: int | None = None,
+        finished: Finished | None = None,
     ) -> list[Completion]:
         """Sample one completion for each prompt (token ids), with the adapter and the noise that are set.
 
         `sampling` is for all prompts, or one for each. The same (prompts, sampling, seed) give the same completions
-        where the engine is deterministic. Raises EngineError if a prompt and its completion cannot fit the context.
+        where the engine is deterministic. `finished` is called once for each prompt, in the order in which their
+        completions end, as soon as the engine knows, and in the caller's thread: the engine waits for it. What it
+        raises ends the call and is raised here; the engine can be used further. Raises EngineError if a prompt and its
+        completion cannot fit the context.
         """
 
     def score(

@@ -26,7 +26,7 @@ from transformers.generation import (
 )
 
 from qerl.adapter import adapter_tensors, attach_saved_, load_tensors_, set_scaling_
-from qerl.engine import Completion, SamplingParams, check_context, each_sampling
+from qerl.engine import Completion, Finished, SamplingParams, check_context, each_sampling
 from qerl.errors import EngineError
 from qerl.model import end_token_ids, load_model, load_tokenizer, local_folder
 from qerl.norms import block_norms, set_norm_noise_
@@ -78,6 +78,7 @@ class TransformersEngine:
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams],
         seed: int | None = None,
+        finished: Finished | None = None,
     ) -> list[Completion]:
         model = self._open()
         each = each_sampling(sampling, len(prompts))
@@ -89,6 +90,8 @@ class TransformersEngine:
                 limits = [each[row].max_new_tokens for row in rows]
                 done = self._generate_batch([prompts[row] for row in rows], each[rows[0]], limits)
                 completions.update(zip(rows, done, strict=True))
+                for row in sorted(rows, key=lambda row: len(completions[row].token_ids)) if finished else ():
+                    finished(row, completions[row])
         return [completions[row] for row in range(len(prompts))]
 
     def score(

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl import vllm_plugin
-from qerl.engine import Completion, SamplingParams, check_context, each_sampling
+from qerl.engine import Completion, Finished, SamplingParams, check_context, each_sampling
 from qerl.errors import EngineError
 from qerl.model import local_folder
 from qerl.own_memory import own_bytes
@@ -138,6 +138,7 @@ class VLLMEngine:
         prompts: Sequence[Sequence[int]],
         sampling: SamplingParams | Sequence[SamplingParams],
         seed: int | None = None,
+        finished: Finished | None = None,
     ) -> list[Completion]:
         llm = self._open_awake()
         each = each_sampling(sampling, len(prompts))
@@ -147,8 +148,14 @@ class VLLMEngine:
         params = [requests.sampling_params(one, self._stop, seed, index) for index, one in enumerate(each)]
         if self._deterministic:
             requests.drop_prefix_cache(llm)
-        outputs = requests.run(llm, prompts, params)
-        completions = [requests.completion(output.outputs[0]) for output in outputs]
+
+        def take(index: int, output: Any) -> Completion:
+            completion = requests.completion(output.outputs[0])
+            if finished is not None:
+                finished(index, completion)
+            return completion
+
+        completions = requests.run(llm, prompts, params, take)
         self._check_cache(prompts, completions)
         return completions
 
@@ -164,12 +171,15 @@ class VLLMEngine:
         # and is read outside the CUDA graphs.
         processor = self._model.logits_processor
         before, processor.scale = processor.scale, processor.scale / (temperature or 1.0)
+
+        def take(index: int, output: Any) -> list[float]:
+            values = requests.first_at_each_position(output.prompt_logprobs)
+            return values[len(values) - len(completions[index]) :]
+
         try:
-            outputs = requests.run(llm, rows, requests.scoring_params())
+            return requests.run(llm, rows, requests.scoring_params(), take)
         finally:
             processor.scale = before
-        picked = [requests.first_at_each_position(output.prompt_logprobs) for output in outputs]
-        return [values[len(values) - len(completion) :] for values, completion in zip(picked, completions, strict=True)]
 
     def sync_adapter(self, tensors: Mapping[str, torch.Tensor], scaling: float) -> int:
         from qerl.vllm_plugin.sync import copy_adapter_, split_adapter

@@ -74,6 +74,31 @@ def test_greedy_does_not_depend_on_the_batch(shared, nvfp4_base):
     assert tokens(by_two.generate(PROMPTS, GREEDY)) == whole
 
 
+def test_each_completion_is_told_of_once_its_batch_has_ended(nvfp4_base, monkeypatch):
+    """In the order in which they end: 9, 3 and 5 tokens of one batch, then 4."""
+    engine = open_engine(str(nvfp4_base), "nvfp4", engine="transformers", batch_size=3)
+    each = [SamplingParams(length, 0.0) for length in (9, 3, 5, 4)]
+    told, batches = [], []
+    sample = engine._generate_batch
+    monkeypatch.setattr(engine, "_generate_batch", lambda *given: batches.append(1) or sample(*given))
+    done = engine.generate(PROMPTS, each, seed=1, finished=lambda *one: told.append((len(batches), *one)))
+    assert [len(completion.token_ids) for completion in done] == [9, 3, 5, 4]
+    assert told == [(1, 1, done[1]), (1, 2, done[2]), (1, 0, done[0]), (2, 3, done[3])]
+    assert engine.generate(PROMPTS, each, seed=1) == done
+
+
+def test_who_is_told_may_raise_and_the_engine_is_as_before(engine):
+    def refuse(index, completion):
+        raise KeyboardInterrupt(index)
+
+    before = torch.get_rng_state()
+    with pytest.raises(KeyboardInterrupt, match="0"):
+        engine.generate(PROMPTS[:1], SAMPLED, seed=7, finished=refuse)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.is_grad_enabled()
+    assert len(engine.generate(PROMPTS, GREEDY)) == len(PROMPTS)
+
+
 def test_stop_tokens_end_a_completion_and_are_part_of_it(shared):
     free = shared.generate([PROMPTS[0]], GREEDY)[0]
     stop = free.token_ids[3]

@@ -1,5 +1,8 @@
 """A call of vLLM: what is asked of it and what comes back.
 
+vLLM's `LLM.generate` returns when the last sequence has ended. `run` makes the same requests (`LLM.enqueue`) and the
+same steps, and hands each output on when it is there.
+
 An interrupted call leaves its requests in vLLM's scheduler, and the next call would return their completions among its
 own; and vLLM only logs that it kept its prefix cache. `run` and `drop_prefix_cache` see to both.
 """
@@ -8,35 +11,55 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from qerl.engine import Completion, SamplingParams
 from qerl.errors import EngineError
 from qerl.vllm_plugin.exhausted import out_of_memory
 
+T = TypeVar("T")
+
 NEW_OBJECTS = (100_000, 50, 100)  # of a generation, before it is searched
 SEED_STRIDE = 1_000_003  # seeds of neighbouring calls do not meet in calls of fewer prompts than this
 
 
-def run(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> list[Any]:
-    """vLLM's outputs for `prompts` (token ids), in their order; `params` for all or for each. Raises EngineError where
-    memory runs out."""
+def run(llm: Any, prompts: Sequence[Sequence[int]], params: Any, take: Callable[[int, Any], T]) -> list[T]:
+    """What `take(index, output)` makes of vLLM's output for each of `prompts` (token ids), in their order; `params` for
+    all or for each.
+
+    It is called for each output when it ends, while vLLM still has the others. Raises EngineError where memory runs
+    out, and what `take` raises.
+    """
     import torch
 
+    taken: dict[int, T] = {}
+    ended = 0
     try:
         with rare_collections():
-            outputs = llm.generate([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+            names = llm.enqueue([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+            # vLLM 0.25.1 names a request "NUMBER-RANDOM" ("NUMBER", if its environment says so), its output "NUMBER".
+            indices = {name.partition("-")[0]: index for index, name in enumerate(names)}
+            for output in _as_they_end(llm.llm_engine):
+                ended += 1
+                if (index := indices.get(output.request_id)) is not None:
+                    taken[index] = take(index, output)
     except BaseException as error:  # Ctrl-C as well
         abandoned = list(llm.llm_engine.output_processor.request_states)
         llm.llm_engine.abort_request(abandoned, internal=True)
         if isinstance(error, torch.OutOfMemoryError):
             raise out_of_memory(f"a call of {len(prompts)} sequences", error) from error
         raise
-    if len(outputs) != len(prompts):
-        raise EngineError(f"vLLM returned {len(outputs)} completions for {len(prompts)} prompts: open the engine anew")
-    return outputs
+    if not ended == len(taken) == len(prompts):
+        raise EngineError(f"vLLM returned {ended} completions for {len(prompts)} prompts: open the engine anew")
+    return [taken[index] for index in range(len(prompts))]
+
+
+def _as_they_end(engine: Any) -> Iterator[Any]:
+    """The outputs of all that vLLM has to do; parts of one, which are not asked for, are left out."""
+    while engine.has_unfinished_requests():
+        yield from (output for output in engine.step() if output.finished)
 
 
 @contextmanager
