@@ -109,9 +109,9 @@ def test_extra_rollouts_have_the_noise_of_their_step_and_seeds_of_their_own(nvfp
         noises.append(None if noise is None else sum(vector.sum().item() for vector in noise.values()))
         return set_noise(self, noise)
 
-    def spied(self, prompts, sampling, seed):
+    def spied(self, prompts, sampling, seed, *more):
         calls.append((seed, noises[-1]))
-        return generate(self, prompts, sampling, seed)
+        return generate(self, prompts, sampling, seed, *more)
 
     monkeypatch.setattr(TransformersEngine, "generate", spied)
     monkeypatch.setattr(TransformersEngine, "set_noise", noisy)

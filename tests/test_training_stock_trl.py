@@ -57,7 +57,7 @@ class Recorded:
 
         def built(engine, config):
             self._policy = build(engine, config)
-            engine.generate = lambda prompts, sampling, seed: self._complete(engine, prompts, sampling)
+            engine.generate = lambda prompts, sampling, *_: self._complete(engine, prompts, sampling)
             torch.manual_seed(1)
             with torch.no_grad():
                 for tensor in adapter_tensors(self._policy).values():  # B is not 0, so that noise reaches A's gradient

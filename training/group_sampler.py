@@ -54,6 +54,7 @@ class GroupSampler:
     def _draw(self, rows: list[int]) -> list[Group]:
         trainer, size = self._trainer, self._group_size
         inputs = self.inputs(rows)
+        trainer.expect_answers(inputs)
         prompts = [row["prompt"] for row in inputs]
         prompt_ids, images, fields = trainer._tokenize_prompts(prompts)
         ids, logprobs = trainer._generate_single_turn(prompt_ids, images, fields, size)

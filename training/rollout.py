@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -24,12 +24,15 @@ if TYPE_CHECKING:
     from peft import PeftModel
 
     from qerl.config import RunConfig
+    from training.grading_ahead import GradingAhead
 
 
 @dataclass
 class RolloutStats:
     """What the rollouts of a step cost and gave, added up; `noise` has the metrics of the noise, the same for all."""
 
+    completions: int = 0
+    graded_ahead: int = 0  # when the engine was done
     tokens: int = 0
     logprobs: float = 0.0  # their sum
     seconds: float = 0.0
@@ -38,15 +41,17 @@ class RolloutStats:
 
 
 class Rollout:
-    """Stands where TRL's `vllm_generation` stands."""
+    """Stands where TRL's `vllm_generation` stands; `ahead` grades completions while others are sampled."""
 
-    def __init__(self, engine: Engine, policy: PeftModel, config: RunConfig) -> None:
+    def __init__(self, engine: Engine, policy: PeftModel, config: RunConfig, ahead: GradingAhead | None = None) -> None:
         self._engine = engine
         self._policy = policy
         self._config = config
         self._norms = block_norms(policy) if config.noise.enabled else {}
         sizes = {name: module.weight.numel() for name, module in self._norms.items()}
         self._noise = NoiseSchedule(config.noise, sizes, config.run.steps, config.run.seed)
+        self._ahead = ahead
+        self.answers: Sequence[str] = ()  # to the prompts that are sampled next, for `ahead`
         self._sync_s = 0.0
         self.begin_step(0)
 
@@ -87,14 +92,15 @@ class Rollout:
         `prompts` holds each prompt once for each of its `num_generations` completions already.
         """
         noise = self._noise.at(self._step, self._history)
-        with profiler:
+        ahead = nullcontext() if self._ahead is None else self._ahead.rollout(self.answers)
+        with profiler, ahead as finished:
             self._engine.wake()
             begin_phase()
             started = time.perf_counter()  # waking and sleeping are no sampling
             touched = self._set_noise(noise)
             purpose = f"rollout/{self._attempt}" if self._attempt else "rollout"
             seed = derive_seed(self._config.run.seed, self._step, purpose)
-            self.completions = self._engine.generate(prompts, self.sampling, seed)
+            self.completions = self._engine.generate(prompts, self.sampling, seed, finished)
             self._count(noise, touched, time.perf_counter() - started)
             self._after_rollout(noise)
         self._attempt += 1
@@ -129,6 +135,8 @@ class Rollout:
     def _count(self, noise: StepNoise, touched: int, seconds: float) -> None:
         """Add the latest rollout to the step's."""
         stats = self._stats
+        stats.completions += len(self.completions)
+        stats.graded_ahead += self._ahead.graded if self._ahead is not None else 0
         stats.tokens += sum(len(completion.token_ids) for completion in self.completions)
         stats.logprobs += sum(sum(completion.logprobs) for completion in self.completions)
         stats.seconds += seconds
@@ -143,7 +151,9 @@ class Rollout:
     def metrics(self) -> dict[str, float]:
         """Those of the step so far, over all of its rollouts."""
         stats = self._stats
+        ahead = {"speed/graded_ahead_share": stats.graded_ahead / stats.completions} if self._ahead is not None else {}
         return {
+            **ahead,
             **stats.noise,
             **stats.memory,
             # The mean surprise of what was drawn estimates the entropy of the policy that drew it, with its noise.

@@ -33,6 +33,7 @@ from qerl.plan import trainer_bytes
 from qerl.recipe import save_config
 from qerl.report.sampling import sampling_text
 from training.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
+from training.grading_ahead import grading_ahead
 from training.limits import check_engine, check_limits, check_memory, free_bytes, sizes_at
 from training.model import build_policy
 from training.parts import TrainerParts
@@ -107,7 +108,7 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
     trl_config(config, run_dir, rewards.weights)  # what it refuses is refused before anything is written
     plan = recorded_plan(run_dir, config) or plan_run(config, policy, engine)
     engine.sleep()  # a resumed run loads its optimizer before its first rollout
-    rollout = Rollout(engine, policy, config)
+    rollout = Rollout(engine, policy, config, grading_ahead(config, tokenizer))
     with (
         only_writer(run_dir, found),
         RunLog(run_dir, config.run.steps) as run_log,

@@ -118,6 +118,8 @@ class QerlTrainer(GRPOTrainer):
             batch = sampler.fill([row["row"] for row in inputs[:: self.num_generations]], step)
             self._kept, sampling_metrics = batch.kept, sampler.metrics(batch)
             inputs = sampler.inputs([group.row for group in batch.kept])
+        else:
+            self.expect_answers(inputs)
         try:
             output = super()._generate_and_score_completions(inputs)
         finally:
@@ -130,6 +132,10 @@ class QerlTrainer(GRPOTrainer):
             "time/rollout_and_grading_s": time.perf_counter() - started,
         }
         return output
+
+    def expect_answers(self, inputs: list[dict[str, Any]]) -> None:
+        """Tell the rollout the answers to what it samples next: a batch, as TRL has it."""
+        self._rollout.answers = [self._prompts.examples[row["row"]].answer for row in inputs]
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple[list, list]:
         if self._kept is None:
