@@ -25,6 +25,7 @@ from engine_checks.memory import exhausted_cache, loading, reopened, shared_memo
 from engine_checks.noise import noise
 from engine_checks.sampling import limits, repeat, sampler
 from engine_checks.sync import adapter, trained_norms
+from engine_checks.told import told, told_of_while
 from engine_checks.weights import dequantization, product
 
 RANK = 8
@@ -83,7 +84,7 @@ CHECKS = [
     trained_norms,
     sampler,
 ]
-ON_REQUEST = [exhausted_cache, loading, reopened]  # with --only
+ON_REQUEST = [exhausted_cache, loading, told, told_of_while, reopened]  # with --only
 KNOWN = [check.__name__ for check in (*CHECKS, *ON_REQUEST)]
 
 if __name__ == "__main__":

@@ -464,6 +464,47 @@ class TestOnGPU:
         assert abs(checked.sampler["chi_square_z"]) < 5
 
 
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """The report on a caller that is told, of a deterministic engine."""
+    folder = tmp_path_factory.mktemp("told")
+    model, out = folder / "model", folder / "report.json"
+    run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
+    asked = ("--deterministic", "--memory", 8, "--only", "told_of_while")
+    run_script("check_engine.py", "--model", model, *asked, "--out", out)
+    return SimpleNamespace(**json.loads(out.read_text(encoding="utf-8"))["told_of_while"])
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_a_completion_is_told_of_while_others_decode(told):
+    """Prompts 0 to 3 may write 40, 3, 24 and 9 tokens, and one of 1000 draws ends a completion before that."""
+    assert sorted(told.order) == [0, 1, 2, 3]
+    lengths = [told.lengths[index] for index in told.order]
+    assert lengths == sorted(lengths)
+    assert lengths[0] < lengths[-1]
+    assert told.left == [sum(other > length for other in lengths) for length in lengths]
+    assert told.told_is_returned
+    assert told.same == {"tokens": 1.0, "logprobs": 1.0}
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_who_is_told_of_while_others_decode_may_raise(told):
+    assert told.raising["raised"]
+    assert told.raising["left"] == 0
+    assert told.raising["lengths_after"] == [told.lengths[1], told.lengths[2]]
+    assert sorted(told.raising["told_after"]) == [0, 1]
+    assert told.same_afterwards == {"tokens": 1.0, "logprobs": 1.0}
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(300)
+def test_what_was_told_of_while_others_decode_is_scored_as_ever(told):
+    assert told.score["kl"] < 5e-5
+    assert told.raising["score"]["kl"] < 5e-5
+
+
 @pytest.mark.gpu
 @pytest.mark.timeout(300)
 def test_attention_that_our_kernel_does_not_take_is_flash_attentions(tmp_path):

@@ -17,4 +17,4 @@ def test_an_unknown_check_is_refused_with_the_known_ones(monkeypatch, capsys, on
     assert stopped.value.code == 2
     said = capsys.readouterr().err
     assert "--only" in said
-    assert all(name in said for name in ("shared_memory", "sampler", "reopened")) or not only
+    assert all(name in said for name in ("shared_memory", "sampler", "told", "reopened")) or not only
