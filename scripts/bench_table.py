@@ -26,6 +26,7 @@ NAMES = {  # file name's last part -> what the reader is told, in the order of t
     "marlin": "stock vLLM 0.25.1, NVFP4 (Marlin) + LoRA",
     "trl": "TRL 1.16 as it comes: BF16 LoRA, vLLM colocate with sleep",
     "qerl": "qerl, NVFP4 + LoRA",
+    "qerl-beside": "qerl, NVFP4 + LoRA, in turns with Marlin and without",
     "qerl-base": "qerl, NVFP4 without an adapter",
     "qerl-cap24": "qerl, NVFP4, `memory.cap_gib: 24`",
     "qerl-cap80": "qerl, NVFP4, `memory.cap_gib: 80`",
@@ -44,13 +45,18 @@ SPLIT_NOTE = (
     "step without its optimizer; qerl's rollout has waking and sleeping in it there."
 )
 NOTES = {  # kind and shape -> what the files do not say
-    ("rollout", "7b"): "One run, in turns. The host matters: with 8 to 256 sequences the CPU needs 1.5 to 7 ms a step, "
-    "and rates scatter by a tenth between machines; with 256 it was the limit, with an adapter or without.",
-    ("rollout", "32b"): "Of commit ce834ff, before attention was a kernel of our own.",
-    ("step", "7b"): "TRL and qerl in pairs of one run, one after the other on one card. The matrix rate is 794 TFLOP/s "
-    "(of the mixed lengths' card 806), of a burst of 13 products; for a second the card keeps up 671 (below). The step "
-    "under 24 GiB is of commit 926396c: its micro-batches have 3072 tokens, few enough for the CPU to be the limit; "
-    "beside tests that compiled kernels steps of 3e6c7ee and a608638 took 8.2 and 7.9 s, 4.7 and 4.6 of it training.",
+    ("rollout", "7b"): "One run, in turns, of commit a608638. The host matters: with 8 to 256 sequences the CPU needs "
+    "1.5 to 7 ms a step, and rates scatter by a tenth between machines; with 256 it was the limit, with an adapter or "
+    "without. At commit 50038ec, beside three other cards' work on one host, ours with the adapter was 2.86, 2.35, "
+    "2.08, 1.54, 1.48 and 1.39 times as fast as BF16, and 4, 16, 11, 15, 14 and 5% slower than without it; the kernels "
+    "of a step of 128 sequences took the GPU as long as at a608638 (profile-step-7b.json).",
+    ("rollout", "32b"): "Ours and BF16 in turns on one card; the others in turns on another of the same host, at the "
+    "same time, and what the adapter takes is of these.",
+    ("step", "7b"): "TRL and qerl in pairs of one run, one after the other on one card, beside three other cards' "
+    "work. The matrix rate is 810 TFLOP/s (of the mixed lengths' card 812), of a burst of 13 products; for a second "
+    "the card keeps up 662 (below). The step under 24 GiB is of commit 926396c: its micro-batches have 3072 tokens, "
+    "few enough for the CPU to be the limit; beside tests that compiled kernels steps of 3e6c7ee, a608638 and 85f748d "
+    "took 8.2, 7.9 and 10.4 s, 4.7, 4.6 and 6.5 of it training.",
     ("step", "32b"): "The first step: with compiling.",
     ("step", "70b"): "The first step: with compiling.",
 }
@@ -110,8 +116,9 @@ def rollout_table(results: dict[str, dict[str, Any]]) -> list[str]:
         rates = result["decode_tokens_per_s"]
         cells = [f"{rates[c]:.0f} ({rates[c] / first[c]:.2f})" if c in rates else "" for c in counts]
         rows.append(f"| {NAMES.get(name, name)} | {' | '.join(cells)} |")
-    if {"qerl", "qerl-base"} <= results.keys():
-        with_one, without = (results[name]["decode_tokens_per_s"] for name in ("qerl", "qerl-base"))
+    adapted = "qerl-beside" if "qerl-beside" in results else "qerl"
+    if {adapted, "qerl-base"} <= results.keys():
+        with_one, without = (results[name]["decode_tokens_per_s"] for name in (adapted, "qerl-base"))
         cells = [f"{1 - with_one[c] / without[c]:.1%}" if c in with_one and c in without else "" for c in counts]
         rows.append(f"| what the adapter takes | {' | '.join(cells)} |")
     return rows

@@ -57,6 +57,19 @@ def test_what_torch_gave_back_at_its_limit_counts(monkeypatch):
     assert card_memory("memory/x_card_gib", {}) == {"memory/x_card_gib": 21.0}
 
 
+def test_the_optimizer_s_state_does_not_lie_among_what_training_leaves(nvfp4_base, tmp_path, monkeypatch):
+    """On a card torch's cache is given back before the first update, where the state is made, and at no other. Without
+    it a 7B's rollouts had 22.5 GiB of the card from the second step on, and 18.2 in the first."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(0))
+    config = small_config(nvfp4_base, tmp_path, "noise.enabled=false", steps=3)
+    run_dir = start(config, "tiny").run_dir
+    assert len(calls) == 1
+    (run_dir / "config.yaml").write_text((run_dir / "config.yaml").read_text().replace("steps: 3", "steps: 5"))
+    assert resume(run_dir).steps == 5
+    assert len(calls) == 1
+
+
 @pytest.mark.parametrize("times", [0, 3])
 def test_a_run_at_its_limit_is_told_so_in_words_once(nvfp4_base, tmp_path, monkeypatch, caplog, times):
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_alloc_retries": times})

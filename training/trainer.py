@@ -251,6 +251,9 @@ class QerlTrainer(GRPOTrainer):
         sigma = self._step_metrics.get("noise/sigma", 0.0)
         self._gate.check(self._mismatch, sigma, self.state.log_history)  # the update comes next
         self._times.begin("optimizer")  # until `log`, with the clipping of the gradient
+        if not self.optimizer.state:
+            # Made in this update, it would else lie among what the micro-batches had, and keep that from every rollout.
+            torch.cuda.empty_cache()
         return loss
 
     # -- logging and checkpoints
