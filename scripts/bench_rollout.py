@@ -74,10 +74,14 @@ def measured(arguments: argparse.Namespace) -> dict:
         **machine(),
         "decode_tokens_per_s": {},
         "prefill_and_one_token_s": {},
+        "runs_s": {},  # of each round: prefill and one token, and all tokens
     }
-    for count, (rate, first) in measure(generate, arguments).items():
+    for count, runs in measure(generate, arguments).items():
+        first, whole = (median(column) for column in zip(*runs, strict=True))
+        rate = count * (arguments.new_tokens - 1) / (whole - first)
         report["decode_tokens_per_s"][str(count)] = round(rate, 1)
         report["prefill_and_one_token_s"][str(count)] = round(first, 4)
+        report["runs_s"][str(count)] = [[round(seconds, 4) for seconds in run] for run in runs]
     return report
 
 
@@ -110,8 +114,8 @@ def turn(folder: Path | None, parties: int, name: str) -> Iterator[None]:
         yield
 
 
-def measure(generate: Generate, arguments: argparse.Namespace) -> dict[int, tuple[float, float]]:
-    """(decode tokens per second, seconds of prefill and one token) for each number of sequences."""
+def measure(generate: Generate, arguments: argparse.Namespace) -> dict[int, list[tuple[float, float]]]:
+    """Seconds of (prefill and one token, all tokens) in each round, by number of sequences."""
     rng = random.Random(0)
 
     def run(count: int, new_tokens: int) -> float:
@@ -129,11 +133,7 @@ def measure(generate: Generate, arguments: argparse.Namespace) -> dict[int, tupl
                 if not number:
                     run(count, arguments.new_tokens)
                 runs.append((run(count, 1), run(count, arguments.new_tokens)))
-    rates = {}
-    for count, runs in seconds.items():
-        first, whole = (median(column) for column in zip(*runs, strict=True))
-        rates[count] = count * (arguments.new_tokens - 1) / (whole - first), first
-    return rates
+    return seconds
 
 
 def context(arguments: argparse.Namespace) -> int:
