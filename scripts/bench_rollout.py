@@ -10,6 +10,9 @@ between a run with that many new tokens and one with a single token, so prefill 
 each. With --turns engines on one card measure in turns, run by run, so that what the machine does meets all of them;
 one that fails leaves its turns to the others.
 
+Compiling chooses between kernels by timing them. Engines that open at once on a card time one another as well: let each
+open alone before, with --open-only and else the same options, and they find what was chosen.
+
 Every engine has a KV cache for all sequences at their full length. With --memory-share vLLM as it comes is told its
 size: its own profile takes what others allocate on the card meanwhile for its own, and would leave it less.
 """
@@ -49,6 +52,7 @@ def main() -> None:
     parser.add_argument("--memory-share", type=float, help="share of the card for this engine; default: the engine's")
     parser.add_argument("--turns", type=Path, metavar="FOLDER", help="wait here for --of engines before each size and")
     parser.add_argument("--of", type=int, default=1, help="round, then measure one after another")
+    parser.add_argument("--open-only", action="store_true", help="compile, choose kernels, and end: fills the caches")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with turns_left_to_others(arguments):
@@ -65,6 +69,8 @@ def measured(arguments: argparse.Namespace) -> dict:
 
     started = time.monotonic()
     generate, opened = (open_qerl if arguments.engine == "qerl" else open_stock)(arguments)
+    if arguments.open_only:
+        return {"command": " ".join(sys.argv), "open_s": round(time.monotonic() - started, 1), **opened}
     if opened["cache_tokens"] < (needed := max(arguments.sequences) * context(arguments)):
         raise RuntimeError(f"the KV cache holds {opened['cache_tokens']} tokens and {needed} are to be sampled at once")
     report = {

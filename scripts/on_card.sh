@@ -11,14 +11,15 @@
 #     merge    180 s  merged folders in stock vLLM
 #     cli      290 s  commands on the embedded model: a killed run, dynamic sampling, eval, memory, report, merge
 #     step     330 s  workload A: ours, TRL's, the profile of ours
+#     micro    300 s  workload A by tokens of a micro-batch: what DECODE_TOKENS of qerl/memory_plan.py stands for
 #     cap24     80 s  workload A under 24 GiB; waits for the CPU in places: nothing else should run
 #     agree    200 s  engine and trainer at 7B: every check of check_engine
 #     startup  220 s  a first and a second start at 7B, with caches of their own
 #     linear   130 s  the linears of a 7B layer: each way against its limit and against BF16, without and with LoRA; its
 #                     attention in decode steps against FlashAttention; the small kernels of training against their limits
-#     decode   400 s  decode speed at 7B, four engines in turns: ours with an adapter and without, vLLM's in BF16 and Marlin
-#     decode32 350 s  the same at 32B, where a card holds two of them: ours and vLLM's in BF16
-#     marlin32 350 s  and three: ours, without an adapter, and vLLM's Marlin
+#     decode   550 s  decode speed at 7B, four engines in turns: ours with an adapter and without, vLLM's in BF16 and Marlin
+#     decode32 480 s  the same at 32B, where a card holds two of them: ours and vLLM's in BF16
+#     marlin32 560 s  and three: ours, without an adapter, and vLLM's Marlin
 #     mixed    330 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
 #     shapes   320 s  3B, 8B and 14B: one step each under a cap
 #     large    480 s  workloads B and C: a step of 32B, and one of 70B, under 80 GiB
@@ -65,8 +66,17 @@ script() { # NAME LIMIT_S SCRIPT MODEL ARGUMENTS...
     run "$1" "$2" "$python" "scripts/$3.py" --model "$checkpoints/$4" --out "$out/$1.json" "${@:5}"
 }
 
-turn() { # NAME MODEL SHARE ARGUMENTS...: one of engines that measure decode speed in turns, of the folder in `turns`
-    script "rollout-$1" 560 bench_rollout "$2" --memory-share "$3" --turns "$turns" "${@:4}" &
+turns() { # PARTIES ARGUMENTS...: engines that then call `turn` measure decode speed in turns
+    folder=$(mktemp -d)
+    each=(--turns "$folder" --of "$1" "${@:2}")
+}
+
+turn() { # NAME MODEL SHARE ARGUMENTS...
+    script "rollout-$1" 560 bench_rollout "$2" --memory-share "$3" "${each[@]}" "${@:4}" &
+}
+
+alone() { # NAME MODEL SHARE ARGUMENTS...: the same engine compiles by itself before
+    script "open-$1" 200 bench_rollout "$2" --memory-share "$3" "${each[@]}" "${@:4}" --open-only
 }
 
 batch_engine() { tests engine 580 tests/test_qerl_engine_vllm.py -k "TestOnGPU or our_kernel_does_not_take"; }
@@ -102,6 +112,14 @@ batch_step() {
     script profile-step-7b 280 profile_step 7b --steps 3
 }
 
+batch_micro() {
+    local tokens
+    checkpoint qwen2.5-7b 7b
+    for tokens in 4608 9216 18432 32768; do
+        script "micro-$tokens" 200 bench_step 7b --steps 3 --micro-batch-tokens "$tokens"
+    done
+}
+
 batch_cap24() {
     checkpoint qwen2.5-7b 7b
     script step-7b-qerl-cap24 280 bench_step 7b --steps 2 --cap-gib 24
@@ -124,36 +142,42 @@ batch_linear() {
 }
 
 batch_decode() {
-    local turns sizes=(--of 4 --sequences 1 8 32 128 192 256)
-    turns=$(mktemp -d)
+    local way
     checkpoint qwen2.5-7b 7b &
     checkpoint qwen2.5-7b 7b-16 --format bf16 &
     wait
-    turn 7b-qerl 7b 0.22 "${sizes[@]}"
-    turn 7b-qerl-base 7b 0.22 "${sizes[@]}" --rank 0
-    turn 7b-marlin 7b 0.22 "${sizes[@]}" --engine stock --kernel marlin
-    turn 7b-bf16 7b-16 0.22 "${sizes[@]}" --engine stock
+    turns 4 --sequences 1 8 32 128 192 256
+    for way in alone turn; do
+        $way 7b-qerl 7b 0.22
+        $way 7b-qerl-base 7b 0.22 --rank 0
+        $way 7b-marlin 7b 0.22 --engine stock --kernel marlin
+        $way 7b-bf16 7b-16 0.22 --engine stock
+    done
     wait
 }
 
 batch_decode32() {
-    local turns sizes=(--of 2 --rank 16 --sequences 1 8 64 128)
-    turns=$(mktemp -d)
+    local way
     checkpoint qwen2.5-32b 32b &
     checkpoint qwen2.5-32b 32b-16 --format bf16 &
     wait
-    turn 32b-qerl 32b 0.3 "${sizes[@]}"
-    turn 32b-bf16 32b-16 0.6 "${sizes[@]}" --engine stock
+    turns 2 --sequences 1 8 64 128 --rank 16
+    for way in alone turn; do
+        $way 32b-qerl 32b 0.3
+        $way 32b-bf16 32b-16 0.6 --engine stock
+    done
     wait
 }
 
 batch_marlin32() {
-    local turns sizes=(--of 3 --sequences 1 8 64 128)
-    turns=$(mktemp -d)
+    local way
     checkpoint qwen2.5-32b 32b
-    turn 32b-qerl-beside 32b 0.3 "${sizes[@]}" --rank 16
-    turn 32b-qerl-base 32b 0.3 "${sizes[@]}" --rank 0
-    turn 32b-marlin 32b 0.3 "${sizes[@]}" --rank 16 --engine stock --kernel marlin
+    turns 3 --sequences 1 8 64 128
+    for way in alone turn; do
+        $way 32b-qerl-beside 32b 0.3 --rank 16
+        $way 32b-qerl-base 32b 0.3 --rank 0
+        $way 32b-marlin 32b 0.3 --rank 16 --engine stock --kernel marlin
+    done
     wait
 }
 
