@@ -102,10 +102,10 @@ def _check_formula(name: str, module: nn.Module) -> None:
         return
     with torch.no_grad():
         x = torch.linspace(-1.5, 2.0, weight.numel(), device=weight.device, dtype=weight.dtype)[None]
-        out = type(module).forward(module, x).float()
+        out = type(module).forward(module, x)
         expected = _rms(x, weight.float(), _eps(module))
-    tolerance = 1e-5 if weight.dtype == torch.float32 else 2e-2
-    if not torch.allclose(out, expected, rtol=tolerance, atol=tolerance):
+    tolerance = 1e-5 if out.dtype == torch.float32 else 2e-2  # a trained weight may be wider than what the norm gives
+    if not torch.allclose(out.float(), expected, rtol=tolerance, atol=tolerance):
         raise EngineError(
             f"{name} ({type(module).__name__}) is not weight * x / sqrt(mean(x^2) + eps): noise is defined for "
             "that norm only; set noise.enabled=false for this architecture"

@@ -5,6 +5,7 @@ import torch
 from conftest import FAMILIES, write_base
 from torch import nn
 
+from qerl.adapter import attach_lora
 from qerl.errors import EngineError
 from qerl.model import load_model
 from qerl.norms import block_norms, set_norm_noise_
@@ -82,6 +83,20 @@ def test_gradients_flow_through_a_noisy_norm(model):
     embeddings = model.get_input_embeddings()(torch.arange(8)[None]).requires_grad_()
     model(inputs_embeds=embeddings).logits.sum().backward()
     assert embeddings.grad.abs().sum() > 0
+
+
+def test_noise_acts_in_trained_norms_of_a_model_in_16_bits(base):
+    """Their weights are in float32, what they give in 16 bits."""
+    policy = attach_lora(load_model(base, "bf16", "bfloat16"), rank=4, alpha=8, train_norms=True)
+    tokens, norms = torch.arange(20)[None], block_norms(policy)
+    assert {module.weight.dtype for module in norms.values()} == {torch.float32}
+    clean = policy(tokens).logits
+    assert set_norm_noise_(norms, ones(policy, 0.05)) == len(norms) == 4
+    noisy = policy(tokens).logits
+    assert noisy.dtype == clean.dtype == torch.bfloat16
+    assert not torch.equal(noisy, clean)
+    set_norm_noise_(norms, None)
+    assert torch.equal(policy(tokens).logits, clean)
 
 
 def test_wrong_names_and_shapes_raise(model):
