@@ -47,6 +47,7 @@ run() { # NAME LIMIT_S COMMAND...
         timeout -k 5 $((left < limit ? left : limit)) "$@" >"$out/$name.log" 2>&1 || code=$?
     fi
     echo "$name: exit $code, $((SECONDS - started)) s; $(tail -n 1 "$out/$name.log" | cut -c -160)" | tee -a "$out/summary.txt"
+    [ "$code" = 0 ]
 }
 
 tests() { # NAME LIMIT_S PYTEST_ARGUMENTS...
@@ -57,8 +58,8 @@ checkpoint() { # SHAPE NAME ARGUMENTS...
     (
         flock 9
         [ -e "$checkpoints/$2.made" ] && exit
-        run "make-$2" 120 "$python" scripts/make_random_checkpoint.py --shape "$1" --out "$checkpoints/$2" "${@:3}"
-        touch "$checkpoints/$2.made"
+        run "make-$2" 120 "$python" scripts/make_random_checkpoint.py --shape "$1" --out "$checkpoints/$2" "${@:3}" &&
+            touch "$checkpoints/$2.made"
     ) 9>"$checkpoints/$2.lock"
 }
 
