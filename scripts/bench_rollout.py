@@ -97,7 +97,7 @@ def turns_left_to_others(arguments: argparse.Namespace) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if arguments.turns is not None:
+        if arguments.turns is not None and not arguments.open_only:
             arguments.turns.mkdir(parents=True, exist_ok=True)
             for number in range(ROUNDS):
                 for count in arguments.sequences:

@@ -59,8 +59,9 @@ def test_engines_in_turns_never_run_at_the_same_time_and_alternate(tmp_path):
     assert all(0.001 < one_token < whole for one_token, whole in runs)
 
 
-def failing(folder: Path) -> None:
-    with bench_rollout.turns_left_to_others(argparse.Namespace(turns=folder / "turns", sequences=[1, 4])):
+def failing(folder: Path, open_only: bool = False) -> None:
+    asked = argparse.Namespace(turns=folder / "turns", sequences=[1, 4], open_only=open_only)
+    with bench_rollout.turns_left_to_others(asked):
         raise RuntimeError("no memory is left")
 
 
@@ -73,3 +74,10 @@ def test_an_engine_that_fails_keeps_nobody_waiting(tmp_path):
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 1]
     assert (tmp_path / "a.json").exists()
+
+
+def test_who_fails_to_compile_alone_does_not_count_as_one_of_those_that_measure(tmp_path):
+    """It is not one of them: they would begin while one of them still opens."""
+    with pytest.raises(RuntimeError, match="no memory"):
+        failing(tmp_path, open_only=True)
+    assert not (tmp_path / "turns").exists()
