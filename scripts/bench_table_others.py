@@ -67,6 +67,11 @@ def profile(result: Result) -> list[str]:
             ],
         ),
     ]
+    for phase in phases.values():
+        if "decoded_gb" in phase:
+            share, milliseconds = phase["share_of_bandwidth_decoding"], phase["categories_ms"]["decode weights"]
+            moved = f"{phase['decoded_gb']:.0f} GB in {milliseconds:.1f} ms"
+            lines += ["", f"The weights were decoded at {share:.0%} of the bandwidth ({moved})."]
     if any("share_of_bandwidth" in phase and "needed_gb" not in phase for phase in phases.values()):
         lines += ["", "Of before the bytes of adapter, keys and values were counted, and `attend` as attention."]
     return lines

@@ -9,7 +9,8 @@ are measured first: the rate of a large bfloat16 product, and the bandwidth of a
 
 - training: 2 flops a weight and token forward and 2 for the gradient of the input, over completions and each
   prompt once in the decoder layers and over completion tokens in the head (which computes its slope instead); a prompt
-  computed again and recomputing count as waste;
+  computed again and recomputing count as waste; decoding the weights for that reads 4.5 bits a weight and writes 16,
+  over the bandwidth;
 - rollout: the bytes that each decode step reads (packed body, 16-bit head, adapter, and the keys and values of every
   sequence) over the bandwidth, and beside it 2 flops a weight and sampled token, and prompt token once, over the rate.
 
@@ -27,11 +28,15 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qerl.sizes import ModelSizes
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 PROMPT_TOKENS = 128
+LINEARS = 4  # of a layer, as they are decoded: q/k/v and gate/up are one each
 PROFILED_STEP = 1  # the second: the first one compiles
 CATEGORIES = {  # by a part of the kernel's name, first match
     "adapter": ("lora_shrink", "_expand_kernel"),
@@ -104,8 +109,24 @@ def whole_step(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[s
     rate = flops / 1e12 / (training["wall_ms"] / 1e3)
     training["share_of_matrix_rate"] = rate / limit["tflops"]
     training["share_of_sustained_rate"] = rate / limit["sustained_tflops"]
+    training |= decoded(training["kernels"], work.sizes, limit["gb_per_s"])
     rollout |= shares(rollout_need(work, lengths), rollout["wall_ms"] / 1e3, limit)
     return {"phases": phases, "steps": steps}
+
+
+def decoded(kernels: list[dict[str, Any]], sizes: ModelSizes, gb_per_s: float) -> dict[str, float]:
+    """GB that decoding the weights read and wrote, by its calls, and their share of the bandwidth; empty without any.
+
+    A call counts as the mean of a layer's linears: only the first layer's q/k/v has none for its input's gradient.
+    """
+    from qerl.sizes import NVFP4_BYTES
+
+    rows = [row for row in kernels if category(row["name"]) == "decode weights"]
+    if not rows:
+        return {}
+    calls, seconds = sum(row["calls"] for row in rows), sum(row["ms"] for row in rows) / 1e3
+    gb = calls / (LINEARS * sizes.layers) * sizes.body * (NVFP4_BYTES + 2) / 1e9
+    return {"decoded_gb": gb, "share_of_bandwidth_decoding": gb / seconds / gb_per_s}
 
 
 def profiled(

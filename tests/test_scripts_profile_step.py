@@ -9,6 +9,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
 import profile_step
 
+from qerl.sizes import read_sizes
+
 
 @pytest.mark.parametrize(
     ("name", "expected"),
@@ -36,6 +38,20 @@ def test_a_summary_adds_up():
     assert summary["busy_ms"] == 5.0
     assert summary["categories_ms"] == {"adapter": 3.0, "quantized product": 2.0}
     assert [row["name"] for row in summary["kernels"]] == ["lora_shrink", "nvfp4_linear"]
+
+
+def test_what_decoding_moves_is_counted_by_its_calls():
+    """Two micro-batches forward and backward through a 7B, in the time that their bytes take at half the rate."""
+    sizes = read_sizes("Qwen/Qwen2.5-7B")
+    moved = sizes.body * 2.5625 / 1e9
+    rows = [
+        {"name": "nvfp4_decode_slabs", "ms": 1e3 * 4 * moved / 2000, "calls": 4 * 28 * 4},
+        {"name": "nvjet", "ms": 9.0, "calls": 7},
+    ]
+    found = profile_step.decoded(rows, sizes, gb_per_s=4000)
+    assert found["decoded_gb"] == pytest.approx(4 * moved)
+    assert found["share_of_bandwidth_decoding"] == pytest.approx(0.5)
+    assert profile_step.decoded(rows[1:], sizes, gb_per_s=4000) == {}
 
 
 def test_gaps_are_the_times_in_which_nothing_runs():
