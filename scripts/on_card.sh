@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
 # What has to run on a card before a release, in batches of under ten minutes each on one H200; the seconds are estimates.
 #
-#     scripts/on_card.sh OUT BATCH...
+#     scripts/on_card.sh OUT BATCH... [-- BATCH...]...
+#
+# Batches behind a -- run on the next card of the machine, at the same time; their OUT is a folder with the card's number.
 #
 #     engine   510 s  the vllm engine on small models, by each kernel: every check of check_engine; other attention
 #     told     100 s  completions told as they end, and an engine after an interrupted call
@@ -26,10 +28,25 @@
 #     peaks    280 s  memory while training, resuming and evaluating under 24 GiB
 #
 # Logs and JSON go to OUT, one line a command to OUT/summary.txt; a failure does not stop the rest. CHECKPOINTS holds the
-# random checkpoints (default: checkpoints/); calls on several cards (CUDA_VISIBLE_DEVICES) may share it. QERL_COMMIT: the
-# code's commit, for a copy without history (default: git's). SECONDS_LEFT: no command runs longer than that from now on.
+# random checkpoints (default: checkpoints/); calls at the same time may share it. QERL_COMMIT: the code's commit, for a copy
+# without history (default: git's). SECONDS_LEFT: no command runs longer than that from now on.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+if [[ " $* " == *" -- "* ]]; then
+    out=$1 card=0 batches=()
+    for word in "${@:2}" --; do
+        if [ "$word" != -- ]; then
+            batches+=("$word")
+            continue
+        fi
+        CUDA_VISIBLE_DEVICES=$card bash scripts/on_card.sh "$out/$card" "${batches[@]}" | sed -u "s/^/card $card: /" &
+        card=$((card + 1)) batches=()
+    done
+    wait
+    exit
+fi
+
 mkdir -p "$1"
 out=$(cd "$1" && pwd)
 shift

@@ -22,3 +22,18 @@ def test_a_checkpoint_that_was_not_made_is_made_by_the_next_call(tmp_path):
     assert summary(tmp_path, "false")[:2] == ["make-7b: exit 1", "step-7b-qerl-cap24: exit 1"]
     assert summary(tmp_path, "true")[:2] == ["make-7b: exit 0", "step-7b-qerl-cap24: exit 0"]
     assert summary(tmp_path, "true")[0] == "step-7b-qerl-cap24: exit 0"
+
+
+def test_batches_of_several_cards_run_each_on_its_own(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "card $CUDA_VISIBLE_DEVICES"\n')
+    python.chmod(0o755)
+    given = {**os.environ, "PYTHON": str(python), "CHECKPOINTS": str(tmp_path / "checkpoints")}
+    call = ["bash", SCRIPT, tmp_path / "out", "cap24", "agree", "--", "peaks"]
+    done = subprocess.run(call, env=given, check=True, capture_output=True, text=True, timeout=60)
+    found = {path.parent.name: path.read_text() for path in (tmp_path / "out").glob("*/summary.txt")}
+    assert {card: text.count("== ") for card, text in found.items()} == {"0": 2, "1": 1}
+    for card, text in found.items():
+        assert all(line.endswith(f"; card {card}") for line in text.splitlines() if not line.startswith("== "))
+    assert sum(text.count("make-7b: ") for text in found.values()) == 1
+    assert "card 1: peaks-7b: exit 0" in done.stdout
