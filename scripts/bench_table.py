@@ -48,8 +48,8 @@ NOTES = {  # kind and shape -> what the files do not say
     ("rollout", "7b"): "One run, in turns, of commit a608638. The host matters: with 8 to 256 sequences the CPU needs "
     "1.5 to 7 ms a step, and rates scatter by a tenth between machines; with 256 it was the limit, with an adapter or "
     "without. At commit 50038ec, beside three other cards' work on one host, ours with the adapter was 2.86, 2.35, "
-    "2.08, 1.54, 1.48 and 1.39 times as fast as BF16, and 4, 16, 11, 15, 14 and 5% slower than without it; the kernels "
-    "of a step of 128 sequences took the GPU as long as at a608638 (profile-step-7b.json).",
+    "2.08, 1.54, 1.48 and 1.39 times as fast as BF16, and 4, 16, 11, 15, 14 and 5% slower than without it; why is not "
+    "known. The kernels of a step of 128 sequences took the GPU as long as at a608638 (profile-step-7b.json).",
     ("rollout", "32b"): "Ours and BF16 in turns on one card; the others in turns on another of the same host, at the "
     "same time, and what the adapter takes is of these.",
     ("step", "7b"): "TRL and qerl in pairs of one run, one after the other on one card, beside three other cards' "

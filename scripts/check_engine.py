@@ -3,7 +3,7 @@
 
     python3 scripts/check_engine.py --model checkpoints/random-7b-NVFP4A16 [--kernel marlin] [--deterministic]
 
-Each check gives numbers; tests/test_qerl_engine_vllm.py runs this on small models and holds the bars.
+Each check gives numbers; tests/test_qerl_engine_vllm_gpu.py runs this on small models and holds the bars.
 A check that raises is reported and the rest still run; exit code 1 if any raised.
 """
 

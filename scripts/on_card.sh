@@ -6,18 +6,18 @@
 # Batches behind a -- run on the next card of the machine, at the same time; their OUT is a folder with the card's number.
 #
 #     engine   510 s  the vllm engine on small models, by each kernel: every check of check_engine; other attention
-#     told     100 s  completions told as they end, and an engine after an interrupted call
-#     kernels   60 s  kernels, packing with shared prompts, layers, sampling, quantization, doctor
+#     told     130 s  completions told as they end, and an engine after an interrupted call
+#     kernels  100 s  kernels, packing with shared prompts, layers, sampling, quantization, doctor
 #     cache    350 s  fp8 KV cache, a KV cache that overflows, too small a cap, memory while weights load, base once
 #     closing  180 s  an engine closed, asleep too, and opened again; measures the card: nothing else may run on it
 #     merge    180 s  merged folders in stock vLLM
-#     cli      290 s  commands on the embedded model: a killed run, dynamic sampling, eval, memory, report, merge
+#     cli      260 s  commands on the embedded model: a killed run, dynamic sampling, eval, memory, report, merge
 #     step     330 s  workload A: ours, TRL's, the profile of ours
 #     micro    300 s  workload A by tokens of a micro-batch: what DECODE_TOKENS of qerl/memory_plan.py stands for
 #     cap24     80 s  workload A under 24 GiB; waits for the CPU in places: nothing else should run
-#     agree    200 s  engine and trainer at 7B: every check of check_engine
+#     agree     80 s  engine and trainer at 7B: every check of check_engine
 #     startup  220 s  a first and a second start at 7B, with caches of their own
-#     linear   130 s  the linears of a 7B layer: each way against its limit and against BF16, without and with LoRA; its
+#     linear   100 s  the linears of a 7B layer: each way against its limit and against BF16, without and with LoRA; its
 #                     attention in decode steps against FlashAttention; the small kernels of training against their limits
 #     decode   550 s  decode speed at 7B, four engines in turns: ours with an adapter and without, vLLM's in BF16 and Marlin
 #     decode32 480 s  the same at 32B, where a card holds two of them: ours and vLLM's in BF16
@@ -25,7 +25,7 @@
 #     mixed    330 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
 #     shapes   320 s  3B, 8B and 14B: one step each under a cap
 #     large    480 s  workloads B and C: a step of 32B, and one of 70B, under 80 GiB
-#     peaks    280 s  memory while training, resuming and evaluating under 24 GiB
+#     peaks    200 s  memory while training, resuming and evaluating under 24 GiB
 #
 # Logs and JSON go to OUT, one line a command to OUT/summary.txt; a failure does not stop the rest. CHECKPOINTS holds the
 # random checkpoints (default: checkpoints/); calls at the same time may share it. QERL_COMMIT: the code's commit, for a copy
@@ -63,7 +63,7 @@ run() { # NAME LIMIT_S COMMAND...
     else
         timeout -k 5 $((left < limit ? left : limit)) "$@" >"$out/$name.log" 2>&1 || code=$?
     fi
-    echo "$name: exit $code, $((SECONDS - started)) s; $(tail -n 1 "$out/$name.log" | cut -c -160)" | tee -a "$out/summary.txt"
+    echo "$name: exit $code, $((SECONDS - started)) s; $(tail -n 1 "$out/$name.log" 2>/dev/null | cut -c -160)" | tee -a "$out/summary.txt"
     [ "$code" = 0 ]
 }
 
@@ -97,9 +97,9 @@ alone() { # NAME MODEL SHARE ARGUMENTS...: the same engine compiles by itself be
     script "open-$1" 200 bench_rollout "$2" --memory-share "$3" "${each[@]}" "${@:4}" --open-only
 }
 
-batch_engine() { tests engine 580 tests/test_qerl_engine_vllm.py -k "TestOnGPU or our_kernel_does_not_take"; }
+batch_engine() { tests engine 580 tests/test_qerl_engine_vllm_gpu.py -k "TestOnGPU or our_kernel_does_not_take"; }
 
-batch_told() { tests told 200 tests/test_qerl_engine_vllm.py -k told_of_while; }
+batch_told() { tests told 200 tests/test_qerl_engine_vllm_gpu.py -k told_of_while; }
 
 batch_kernels() {
     tests kernels 200 -n 6 tests/test_qerl_nvfp4_gemm.py tests/test_qerl_layers_gpu.py \
@@ -111,12 +111,12 @@ batch_kernels() {
 }
 
 batch_cache() {
-    tests fp8 280 tests/test_qerl_engine_vllm.py -k fp8
-    tests overflow 200 tests/test_qerl_engine_vllm.py -k "larger_than or cannot_hold"
-    tests loading 150 tests/test_qerl_engine_vllm.py -k "packing_takes or base_once"
+    tests fp8 280 tests/test_qerl_engine_vllm_gpu.py -k fp8
+    tests overflow 200 tests/test_qerl_engine_vllm_gpu.py -k "larger_than or cannot_hold"
+    tests loading 150 tests/test_qerl_engine_vllm_gpu.py -k "packing_takes or base_once"
 }
 
-batch_closing() { tests closing 400 tests/test_qerl_engine_vllm.py -k closed_engine; }
+batch_closing() { tests closing 400 tests/test_qerl_engine_vllm_gpu.py -k closed_engine; }
 
 batch_merge() { tests merge 300 tests/test_quantize_merge_gpu.py; }
 

@@ -1,7 +1,7 @@
 """Commands on a card, each in a process of its own: a killed run, dynamic sampling, evaluation, memory, report, merge.
 
-Last run on an H200 on 2026-11-21, vLLM 0.25.1: all passed; since our own layout of the weights only the resumed run
-was repeated, which is equal to the bit. The same tests on a CPU, with the other engine and nothing else changed:
+Last run on an H200 on 2026-11-22, vLLM 0.25.1: all passed. The same tests on a CPU, with the other engine and nothing
+else changed:
 
     QERL_TEST_ENGINE=transformers python -m pytest -n0 -m gpu tests/test_cli_gpu.py
 

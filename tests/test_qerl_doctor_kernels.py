@@ -1,5 +1,5 @@
 """The lines of qerl doctor about kernels: how one is judged against its twin. With `-m gpu`: ours, on this card (last
-passed on an H200 on 2026-11-21)."""
+passed on an H200 on 2026-11-22)."""
 
 import pytest
 import torch

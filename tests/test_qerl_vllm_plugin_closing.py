@@ -1,5 +1,5 @@
 """What close() does in plain Python: references that a shutdown leaves, collected in order. The rest is of the card
-(tests/test_qerl_engine_vllm.py -k closed_engine)."""
+(tests/test_qerl_engine_vllm_gpu.py -k closed_engine)."""
 
 import gc
 import sys

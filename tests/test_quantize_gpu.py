@@ -1,4 +1,7 @@
-"""Quantization on a CUDA device: near to the CPU's bits, and with a small part of the model on the device."""
+"""Quantization on a CUDA device: near to the CPU's bits, and with a small part of the model on the device.
+
+Last run on an H200, 2026-11-22.
+"""
 
 import json
 

@@ -173,7 +173,7 @@ def test_layers_that_take_turns_do_not_fit_the_cache_together(layer_bytes):
     assert (number - 1) * layer_bytes <= timing.CACHE_BYTES
 
 
-@pytest.mark.gpu  # last passed on an H200 on 2026-11-21, vLLM 0.25.1
+@pytest.mark.gpu  # last passed on an H200 on 2026-11-22, vLLM 0.25.1
 def test_a_small_layer_is_measured_right_in_every_way():
     rows = list(bench_linear.measured(Linear("qkv", (768, 128, 128), 1024, 16), [1, 33, 64], LIMITS))
     ways = {r["way"] for r in rows}

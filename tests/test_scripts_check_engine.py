@@ -1,4 +1,4 @@
-"""scripts/check_engine.py: its options; what it checks runs on a card (test_qerl_engine_vllm.py)."""
+"""scripts/check_engine.py: its options; what it checks runs on a card (test_qerl_engine_vllm_gpu.py)."""
 
 import importlib
 import sys

@@ -1,6 +1,6 @@
 """Copies of rows and the sums of their gradients: by hand, against autograd, and the kernel against its twin.
 
-The kernel's tests last ran on an H200 on 2026-11-21. Without a card, where triton is installed, they run by
+The kernel's tests last ran on an H200 on 2026-11-22. Without a card, where triton is installed, they run by
 `TRITON_INTERPRET=1 pytest -m gpu tests/test_training_copies.py`.
 """
 

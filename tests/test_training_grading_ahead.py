@@ -147,14 +147,22 @@ def completions():
     return [Completion([index], [-1.0], "stop") for index in range(len(TEXTS))]
 
 
+def tell_all(finished):
+    for index, completion in enumerate(completions()):
+        finished(index, completion)
+
+
+def wait_for(ahead, graded):
+    deadline = time.monotonic() + 10
+    while ahead.graded < graded and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 def test_the_reward_finds_the_verdicts_of_the_thread(compared):
     ahead = GradingAhead(TASK, Words())
     with ahead.rollout(["2\\sqrt{3}"] * 3) as finished:
-        for index, completion in enumerate(completions()):
-            finished(index, completion)
-        deadline = time.monotonic() + 10
-        while ahead.graded < 3 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        tell_all(finished)
+        wait_for(ahead, 3)
     assert (ahead.graded, len(compared)) == (3, 3)
     assert [grade(TASK, text, "2\\sqrt{3}").correct for text in TEXTS] == [True, False, False]
     assert len(compared) == 3
@@ -166,8 +174,7 @@ def test_what_is_not_begun_is_left_to_the_reward_and_what_is_begun_is_waited_for
     threading.Timer(0.3, words.go_on.set).start()
     ahead = GradingAhead(TASK, words)
     with ahead.rollout(["1"] * 3) as finished:
-        for index, completion in enumerate(completions()):
-            finished(index, completion)
+        tell_all(finished)
         assert words.begun.wait(10)
         assert ahead.graded == 0
     assert (words.decoded, ahead.graded) == ([0], 1)
@@ -177,8 +184,7 @@ def test_what_is_not_begun_is_left_to_the_reward_and_what_is_begun_is_waited_for
 
 def interrupted_rollout(ahead):
     with ahead.rollout(["1"] * 3) as finished:
-        for index, completion in enumerate(completions()):
-            finished(index, completion)
+        tell_all(finished)
         ahead._tokenizer.begun.wait(10)
         raise KeyboardInterrupt
 
@@ -204,11 +210,8 @@ def test_an_error_in_the_thread_ends_nothing():
 
     ahead = GradingAhead(TASK, SimpleNamespace(decode=decode))
     with ahead.rollout(["1"] * 3) as finished:
-        for index, completion in enumerate(completions()):
-            finished(index, completion)
-        deadline = time.monotonic() + 10
-        while ahead.graded < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)
+        tell_all(finished)
+        wait_for(ahead, 2)
     assert ahead.graded == 2
 
 

@@ -1,4 +1,7 @@
-"""What a start refuses before an engine is opened: a card or a cap that cannot hold the run, by the plan."""
+"""What a start refuses before an engine is opened: a card or a cap that cannot hold the run, by the plan.
+
+What needs a card last ran on an H200 on 2026-11-22.
+"""
 
 import json
 import logging

@@ -1,4 +1,7 @@
-"""Seconds by phase: each second in the phase that spent it, all of them together the step."""
+"""Seconds by phase: each second in the phase that spent it, all of them together the step.
+
+What needs a card last ran on an H200 on 2026-11-22.
+"""
 
 import itertools
 import time

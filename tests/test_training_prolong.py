@@ -115,16 +115,29 @@ def test_what_a_run_says_of_its_totals_holds_of_the_steps_that_it_keeps(short, t
 
 def test_killed_between_its_files_it_says_the_change_once(short, tmp_path, monkeypatch):
     run_dir = shutil.copytree(short, tmp_path / "run")
-    with monkeypatch.context() as patch:
-        patch.setattr(training.prolong, "save_config", lambda *_: (_ for _ in ()).throw(Killed()))
-        with pytest.raises(Killed):
-            resume(run_dir, steps=6)
+    prolong_until_killed(run_dir, monkeypatch, "save_config")
     resume(run_dir, steps=4)
     assert totals(run_dir) == [(3, 3, 4)]
 
 
 class Killed(Exception):
     """Stands for a kill at a chosen line, in process."""
+
+
+def prolong_until_killed(run_dir, monkeypatch, name, owner=training.prolong, call=1):
+    """To 6 steps, but for a kill at that call of `owner`'s function."""
+    original, calls = getattr(owner, name), []
+
+    def dying(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == call:
+            raise Killed
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, dying)
+        with pytest.raises(Killed):
+            resume(run_dir, steps=6)
 
 
 @pytest.mark.parametrize(
@@ -138,18 +151,7 @@ class Killed(Exception):
 )
 def test_killed_while_it_is_prolonged_it_goes_on(prolonged, short, tmp_path, monkeypatch, owner, name, call):
     run_dir = shutil.copytree(short, tmp_path / "run")
-    original, calls = getattr(owner, name), []
-
-    def dying(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == call:
-            raise Killed
-        return original(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, dying)
-        with pytest.raises(Killed):
-            resume(run_dir, steps=6)
+    prolong_until_killed(run_dir, monkeypatch, name, owner, call)
     begun = load_config(run_dir / "config.yaml").run.steps == 6
     result = resume(run_dir) if begun else resume(run_dir, steps=6)
     assert numbers(result.run_dir) == numbers(prolonged)
@@ -158,10 +160,7 @@ def test_killed_while_it_is_prolonged_it_goes_on(prolonged, short, tmp_path, mon
 
 def test_killed_before_the_new_total_stands_in_its_recipe_it_is_the_finished_run(short, tmp_path, monkeypatch):
     run_dir = shutil.copytree(short, tmp_path / "run")
-    with monkeypatch.context() as patch:
-        patch.setattr(training.prolong, "replace_text", lambda *_: (_ for _ in ()).throw(Killed()))
-        with pytest.raises(Killed):
-            resume(run_dir, steps=6)
+    prolong_until_killed(run_dir, monkeypatch, "replace_text")
     assert not (run_dir / "adapter").exists()
     result = resume(run_dir)
     assert result.steps == 3

@@ -252,7 +252,7 @@ class QerlTrainer(GRPOTrainer):
         self._gate.check(self._mismatch, sigma, self.state.log_history)  # the update comes next
         self._times.begin("optimizer")  # until `log`, with the clipping of the gradient
         if not self.optimizer.state:
-            # Made in this update, it would else lie among what the micro-batches had, and keep that from every rollout.
+            # Made in this update, it would lie among what the micro-batches had, which torch could not give back then.
             torch.cuda.empty_cache()
         return loss
 
