@@ -13,7 +13,7 @@
 #     merge    180 s  merged folders in stock vLLM
 #     cli      260 s  commands on the embedded model: a killed run, dynamic sampling, eval, memory, report, merge
 #     step     330 s  workload A: ours, TRL's, the profile of ours
-#     micro    300 s  workload A by tokens of a micro-batch: what DECODE_TOKENS of qerl/memory_plan.py stands for
+#     micro    300 s  workload A by tokens of a micro-batch: what OVERHEAD_TOKENS of qerl/memory_plan.py stands for
 #     cap24     80 s  workload A under 24 GiB; waits for the CPU in places: nothing else should run
 #     agree     80 s  engine and trainer at 7B: every check of check_engine
 #     startup  220 s  a first and a second start at 7B, with caches of their own

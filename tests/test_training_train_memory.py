@@ -10,6 +10,7 @@ from qerl.errors import EngineError
 from qerl.memory_plan import GIB, Footprint, MicroBatchPlan
 from training.run import resume, start
 from training.train_memory import as_record, card_memory, recorded_plan, training_memory
+from training.trainer import QerlTrainer
 
 PLAN = MicroBatchPlan(4096, 0, 28, 40 * GIB, Footprint(28, 240_064, 7168, 237_568, 2_687_500_288))
 
@@ -68,6 +69,22 @@ def test_the_optimizer_s_state_does_not_lie_among_what_training_leaves(nvfp4_bas
     (run_dir / "config.yaml").write_text((run_dir / "config.yaml").read_text().replace("steps: 3", "steps: 5"))
     assert resume(run_dir).steps == 5
     assert len(calls) == 1
+
+
+def test_gradients_are_made_before_what_a_micro_batch_has(nvfp4_base, tmp_path, monkeypatch):
+    """Among it they would be in the way of what torch gives back, and so would the optimizer's state beside them."""
+    train, seen = QerlTrainer._train_micro_batch, {0: [], 1: []}
+
+    def watched(trainer, model, *arguments):
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+        seen[trainer.state.global_step].append(sum(torch.count_nonzero(gradient).item() for gradient in gradients))
+        return train(trainer, model, *arguments)
+
+    monkeypatch.setattr(QerlTrainer, "_train_micro_batch", watched)
+    config = small_config(nvfp4_base, tmp_path, "noise.enabled=false", "run.micro_batch_tokens=1", steps=2)
+    start(config, "tiny")
+    assert [counts[0] for counts in seen.values()] == [0, 0]
+    assert seen[1][-1] > 0
 
 
 @pytest.mark.parametrize("times", [0, 3])

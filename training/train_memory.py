@@ -147,6 +147,17 @@ def training_memory(plan: MicroBatchPlan) -> Iterator[TrainingMemory]:
         memory.metrics = {"memory/train_gib": above, **card_memory("memory/train_card_gib", {})}
 
 
+def make_gradients_(model: torch.nn.Module) -> None:
+    """Zeros for each parameter in training, which they stay if no row has a loss.
+
+    Made in the first backward pass they would lie among what the micro-batches have, and the optimizer's state, made
+    beside them, would keep torch from giving that back.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
 def begin_phase() -> None:
     """Count torch's peaks from here on. Not before a wake, which gives torch's cache back and maps the KV cache."""
     if torch.cuda.is_available():

@@ -41,7 +41,7 @@ from training.phase_times import PhaseTimes
 from training.prolong import set_rates_
 from training.prompts import PromptSampler
 from training.run_log import completion_rows, means, rename, spread
-from training.train_memory import training_memory
+from training.train_memory import make_gradients_, training_memory
 from training.trl_config import trl_config
 
 if TYPE_CHECKING:
@@ -183,11 +183,9 @@ class QerlTrainer(GRPOTrainer):
         total = torch.zeros((), device=self.accelerator.device)
         parts, self._unread = [], []
         with self._packed.training(), training_memory(self._plan) as memory:
+            make_gradients_(model)
             for batch in batches:
                 total += self._train_micro_batch(model, batch, parts)
-        for parameter in model.parameters():
-            if parameter.requires_grad and parameter.grad is None:  # no row had a loss: the gradient is 0, not absent
-                parameter.grad = torch.zeros_like(parameter)
         for values in self._unread:
             self._mismatch.add(*values, self._config.loss.correction)
         metrics = merge_metrics(parts, row_metrics(loss.type, loss.level))
@@ -252,7 +250,7 @@ class QerlTrainer(GRPOTrainer):
         self._gate.check(self._mismatch, sigma, self.state.log_history)  # the update comes next
         self._times.begin("optimizer")  # until `log`, with the clipping of the gradient
         if not self.optimizer.state:
-            # Made in this update, it would lie among what the micro-batches had, which torch could not give back then.
+            # Made in this update, it would lie in what the micro-batches had, which torch could not give back then.
             torch.cuda.empty_cache()
         return loss
 
