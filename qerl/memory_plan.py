@@ -24,6 +24,7 @@ OVERHEAD_TOKENS = 400.0
 LOGIT_TOKENS = 1024  # training.token_logprobs.CHUNK
 MARGIN = 0.08  # of the available memory: fragments, workspaces of cuBLAS
 NEAR = 1.01  # times the least cost: not worth the memory
+NEAR_RECOMPUTE = 1.02  # nor more layers that recompute: what they cost is certain, what they save is an estimate
 REPEATED = 6  # of a shared prompt's tokens cost as one: a layer keeps 6.7 times the bytes of a token's keys and values
 # (Llama 2 7B) to 68 times (Qwen2.5 3B)
 
@@ -119,7 +120,8 @@ class Wishes:
 
 
 def plan_micro_batches(footprint: Footprint, wishes: Wishes, available: int | None) -> MicroBatchPlan:
-    """A plan that fits into `available` bytes (None: a CPU): the fewest tokens whose cost is near the least.
+    """A plan that fits into `available` bytes (None: a CPU): of those whose cost is near the least the fewest layers that
+    recompute, then the fewest tokens.
 
     A row longer than that is a micro-batch of its own, and more layers recompute in it. Raises EngineError if the
     longest possible row does not fit.
@@ -134,8 +136,10 @@ def plan_micro_batches(footprint: Footprint, wishes: Wishes, available: int | No
     if wishes.tokens is not None:
         return plan
     costs = {tokens: _cost(plan, tokens) for tokens in _sizes(wishes) if plan.needed(tokens) <= plan.usable}
-    near = NEAR * min(costs.values())
-    return replace(plan, micro_batch_tokens=min(tokens for tokens, cost in costs.items() if cost <= near))
+    near = _near(costs, NEAR_RECOMPUTE)
+    fewest = min(plan.recomputed(tokens) for tokens in near)
+    near = _near({tokens: cost for tokens, cost in near.items() if plan.recomputed(tokens) == fewest}, NEAR)
+    return replace(plan, micro_batch_tokens=min(near))
 
 
 def even_budget(budget: int, count: Callable[[int], int]) -> int:
@@ -188,6 +192,12 @@ def _sizes(wishes: Wishes) -> list[int]:
 def _cost(plan: MicroBatchPlan, tokens: int) -> float:
     """Time of a token in micro-batches of `tokens`, in forward passes of all layers."""
     return (2 + plan.recomputed(tokens) / plan.footprint.layers) * (1 + OVERHEAD_TOKENS / tokens)
+
+
+def _near(costs: dict[int, float], times: float) -> dict[int, float]:
+    """Those of at most `times` the least."""
+    least = min(costs.values())
+    return {tokens: cost for tokens, cost in costs.items() if cost <= times * least}
 
 
 def _refusal(plan: MicroBatchPlan, wishes: Wishes, available: int) -> str:
