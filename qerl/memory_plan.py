@@ -120,8 +120,8 @@ class Wishes:
 
 
 def plan_micro_batches(footprint: Footprint, wishes: Wishes, available: int | None) -> MicroBatchPlan:
-    """A plan that fits into `available` bytes (None: a CPU): of those whose cost is near the least the fewest layers that
-    recompute, then the fewest tokens.
+    """A plan that fits into `available` bytes (None: a CPU): of those whose cost is near the least what has the fewest
+    layers recompute, then the fewest tokens.
 
     A row longer than that is a micro-batch of its own, and more layers recompute in it. Raises EngineError if the
     longest possible row does not fit.

@@ -28,6 +28,9 @@ NAMES = {  # file name's last part -> what the reader is told, in the order of t
     "qerl": "qerl, NVFP4 + LoRA",
     "qerl-beside": "qerl, NVFP4 + LoRA, in turns with Marlin and without",
     "qerl-base": "qerl, NVFP4 without an adapter",
+    "qerl-tokens9216": "qerl, NVFP4, `run.micro_batch_tokens: 9216`",
+    "qerl-tokens18432": "qerl, NVFP4, `run.micro_batch_tokens: 18432`",
+    "qerl-tokens32768": "qerl, NVFP4, `run.micro_batch_tokens: 32768`",
     "qerl-cap24": "qerl, NVFP4, `memory.cap_gib: 24`",
     "qerl-cap80": "qerl, NVFP4, `memory.cap_gib: 80`",
     "qerl-mixed": "qerl, NVFP4, geometric lengths of 1 to 1024, mean about 300",
@@ -45,18 +48,20 @@ SPLIT_NOTE = (
     "step without its optimizer; qerl's rollout has waking and sleeping in it there."
 )
 NOTES = {  # kind and shape -> what the files do not say
-    ("rollout", "7b"): "One run, in turns, of commit a608638. The host matters: with 8 to 256 sequences the CPU needs "
-    "1.5 to 7 ms a step, and rates scatter by a tenth between machines; with 256 it was the limit, with an adapter or "
-    "without. At commit 50038ec, beside three other cards' work on one host, ours with the adapter was 2.86, 2.35, "
-    "2.08, 1.54, 1.48 and 1.39 times as fast as BF16, and 4, 16, 11, 15, 14 and 5% slower than without it; why is not "
-    "known. The kernels of a step of 128 sequences took the GPU as long as at a608638 (profile-step-7b.json).",
+    ("rollout", "7b"): "One run, in turns, after each engine had compiled alone, with nothing else on the machine. The "
+    "host matters: with 8 to 256 sequences the CPU needs 1.5 to 7 ms a step, and rates scatter by a tenth between "
+    "machines; with 256 it is the limit, with an adapter or without. At commit 50038ec, where the four compiled at the "
+    "same time and beside three other cards' work, the adapter took 4, 16, 11, 15, 14 and 5%.",
     ("rollout", "32b"): "Ours and BF16 in turns on one card; the others in turns on another of the same host, at the "
     "same time, and what the adapter takes is of these.",
     ("step", "7b"): "TRL and qerl in pairs of one run, one after the other on one card, beside three other cards' "
-    "work. The matrix rate is 810 TFLOP/s (of the mixed lengths' card 812), of a burst of 13 products; for a second "
-    "the card keeps up 662 (below). The step under 24 GiB is of commit 926396c: its micro-batches have 3072 tokens, "
-    "few enough for the CPU to be the limit; beside tests that compiled kernels steps of 3e6c7ee, a608638 and 85f748d "
-    "took 8.2, 7.9 and 10.4 s, 4.7, 4.6 and 6.5 of it training.",
+    "work. Of qerl's two steps one has 68.2% and one 62.8%: 0.3 s of its training are neither forward nor backward, "
+    "0.04 of the other's. Rows with a number of tokens are of one machine with nothing else on it, at 549ffe0, whose "
+    "rollouts had more of the card; with 18432, which is what the plan takes, a step has 4 micro-batches, and its two "
+    "steps 68.6 and 68.0%. The matrix rate, of a burst of 13 products, is each run's own: 782 to 789 TFLOP/s, with "
+    "mixed lengths 812; for a second the card keeps up 660 (below). The step under 24 GiB is of commit 926396c, with "
+    "micro-batches of 3072 tokens; beside tests that compiled kernels steps of 3e6c7ee, a608638 and 85f748d took 8.2, "
+    "7.9 and 10.4 s, 4.7, 4.6 and 6.5 of it training.",
     ("step", "32b"): "The first step: with compiling.",
     ("step", "70b"): "The first step: with compiling.",
 }

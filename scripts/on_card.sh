@@ -9,13 +9,13 @@
 #     told     130 s  completions told as they end, and an engine after an interrupted call
 #     kernels  100 s  kernels, packing with shared prompts, layers, sampling, quantization, doctor
 #     cache    350 s  fp8 KV cache, a KV cache that overflows, too small a cap, memory while weights load, base once
-#     closing  180 s  an engine closed, asleep too, and opened again; measures the card: nothing else may run on it
-#     merge    180 s  merged folders in stock vLLM
+#     closing  110 s  an engine closed, asleep too, and opened again; measures the card: nothing else may run on it
+#     merge    250 s  merged folders in stock vLLM
 #     cli      260 s  commands on the embedded model: a killed run, dynamic sampling, eval, memory, report, merge
-#     step     330 s  workload A: ours, TRL's, the profile of ours
-#     micro    300 s  workload A by tokens of a micro-batch: what OVERHEAD_TOKENS of qerl/memory_plan.py stands for
+#     step     350 s  workload A: ours, TRL's, the profile of ours
+#     micro    250 s  workload A by tokens of a micro-batch: what OVERHEAD_TOKENS of qerl/memory_plan.py stands for
 #     cap24     80 s  workload A under 24 GiB; waits for the CPU in places: nothing else should run
-#     agree     80 s  engine and trainer at 7B: every check of check_engine
+#     agree    110 s  engine and trainer at 7B: every check of check_engine
 #     startup  220 s  a first and a second start at 7B, with caches of their own
 #     linear   100 s  the linears of a 7B layer: each way against its limit and against BF16, without and with LoRA; its
 #                     attention in decode steps against FlashAttention; the small kernels of training against their limits
@@ -133,8 +133,8 @@ batch_step() {
 batch_micro() {
     local tokens
     checkpoint qwen2.5-7b 7b
-    for tokens in 4608 9216 18432 32768; do
-        script "micro-$tokens" 200 bench_step 7b --steps 3 --micro-batch-tokens "$tokens"
+    for tokens in 9216 18432 32768; do
+        script "step-7b-qerl-tokens$tokens" 200 bench_step 7b --steps 3 --micro-batch-tokens "$tokens"
     done
 }
 

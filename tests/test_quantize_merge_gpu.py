@@ -1,6 +1,6 @@
 """Stock vLLM, without qerl's plugin, on what `qerl merge` writes: the greedy tokens of base + adapter.
 
-Each last passed on an H200 on 2026-11-21, vLLM 0.25.1.
+Each last passed on an H200 on 2026-11-22, vLLM 0.25.1.
 """
 
 import importlib.util

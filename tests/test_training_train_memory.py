@@ -59,8 +59,7 @@ def test_what_torch_gave_back_at_its_limit_counts(monkeypatch):
 
 
 def test_the_optimizer_s_state_does_not_lie_among_what_training_leaves(nvfp4_base, tmp_path, monkeypatch):
-    """On a card torch's cache is given back before the first update, where the state is made, and at no other. What it
-    saves there has yet to be measured: a 7B's rollouts had 22.5 GiB from the second step on, and 18.2 in the first."""
+    """On a card torch's cache is given back before the first update, where the state is made, and at no other."""
     calls = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(0))
     config = small_config(nvfp4_base, tmp_path, "noise.enabled=false", steps=3)
