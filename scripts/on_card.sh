@@ -19,7 +19,8 @@
 #     startup  220 s  a first and a second start at 7B, with caches of their own
 #     linear   100 s  the linears of a 7B layer: each way against its limit and against BF16, without and with LoRA; its
 #                     attention in decode steps against FlashAttention; the small kernels of training against their limits
-#     decode   550 s  decode speed at 7B, four engines in turns: ours with an adapter and without, vLLM's in BF16 and Marlin
+#     decode   450 s  decode speed at 7B, four engines in turns: ours with an adapter and without, vLLM's in BF16 and Marlin;
+#                     so long with four cards, on which they compile before, each alone; with one card 750 s
 #     decode32 480 s  the same at 32B, where a card holds two of them: ours and vLLM's in BF16
 #     marlin32 560 s  and three: ours, without an adapter, and vLLM's Marlin
 #     mixed    330 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
@@ -84,17 +85,22 @@ script() { # NAME LIMIT_S SCRIPT MODEL ARGUMENTS...
     run "$1" "$2" "$python" "scripts/$3.py" --model "$checkpoints/$4" --out "$out/$1.json" "${@:5}"
 }
 
-turns() { # PARTIES ARGUMENTS...: engines that then call `turn` measure decode speed in turns
-    folder=$(mktemp -d)
+turns() { # PARTIES ARGUMENTS...: engines that then call `turn` measure decode speed in turns, on the first card
+    folder=$(mktemp -d) opened=0
+    local seen=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}
+    IFS=, read -ra cards <<<"$seen"
     each=(--turns "$folder" --of "$1" "${@:2}")
 }
 
 turn() { # NAME MODEL SHARE ARGUMENTS...
-    script "rollout-$1" 560 bench_rollout "$2" --memory-share "$3" "${each[@]}" "${@:4}" &
+    CUDA_VISIBLE_DEVICES=${cards[0]} script "rollout-$1" 560 bench_rollout "$2" --memory-share "$3" "${each[@]}" "${@:4}" &
 }
 
-alone() { # NAME MODEL SHARE ARGUMENTS...: the same engine compiles by itself before
-    script "open-$1" 200 bench_rollout "$2" --memory-share "$3" "${each[@]}" "${@:4}" --open-only
+alone() { # NAME MODEL SHARE ARGUMENTS...: the same engine compiles by itself before, on a card that no other engine has
+    local card=${cards[$((opened % ${#cards[@]}))]}
+    CUDA_VISIBLE_DEVICES=$card script "open-$1" 200 bench_rollout "$2" --memory-share "$3" "${each[@]}" "${@:4}" --open-only &
+    opened=$((opened + 1))
+    [ $((opened % ${#cards[@]})) -ne 0 ] || wait
 }
 
 batch_engine() { tests engine 580 tests/test_qerl_engine_vllm_gpu.py -k "TestOnGPU or our_kernel_does_not_take"; }
@@ -170,8 +176,8 @@ batch_decode() {
         $way 7b-qerl-base 7b 0.22 --rank 0
         $way 7b-marlin 7b 0.22 --engine stock --kernel marlin
         $way 7b-bf16 7b-16 0.22 --engine stock
+        wait
     done
-    wait
 }
 
 batch_decode32() {
@@ -183,8 +189,8 @@ batch_decode32() {
     for way in alone turn; do
         $way 32b-qerl 32b 0.3
         $way 32b-bf16 32b-16 0.6 --engine stock
+        wait
     done
-    wait
 }
 
 batch_marlin32() {
@@ -195,8 +201,8 @@ batch_marlin32() {
         $way 32b-qerl-beside 32b 0.3 --rank 16
         $way 32b-qerl-base 32b 0.3 --rank 0
         $way 32b-marlin 32b 0.3 --rank 16 --engine stock --kernel marlin
+        wait
     done
-    wait
 }
 
 batch_mixed() {

@@ -37,3 +37,18 @@ def test_batches_of_several_cards_run_each_on_its_own(tmp_path):
         assert all(line.endswith(f"; card {card}") for line in text.splitlines() if not line.startswith("== "))
     assert sum(text.count("make-7b: ") for text in found.values()) == 1
     assert "card 1: peaks-7b: exit 0" in done.stdout
+
+
+def test_engines_open_alone_on_all_cards_and_then_take_turns_on_the_first(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "card $CUDA_VISIBLE_DEVICES"\n')
+    python.chmod(0o755)
+    given = {"PYTHON": str(python), "CHECKPOINTS": str(tmp_path / "checkpoints"), "CUDA_VISIBLE_DEVICES": "2,5,7"}
+    call = ["bash", SCRIPT, tmp_path / "out", "decode"]
+    subprocess.run(call, env={**os.environ, **given}, check=True, capture_output=True, timeout=60)
+    names = ("7b-qerl", "7b-qerl-base", "7b-marlin", "7b-bf16")
+    logs = {way: [tmp_path / "out" / f"{way}-{name}.log" for name in names] for way in ("open", "rollout")}
+    cards = {way: [path.read_text() for path in paths] for way, paths in logs.items()}
+    assert cards == {"open": [f"card {card}\n" for card in (2, 5, 7, 2)], "rollout": ["card 2\n"] * 4}
+    lines = (tmp_path / "out" / "summary.txt").read_text().splitlines()
+    assert [line.partition("-")[0] for line in lines if "7b" in line] == ["make"] * 2 + ["open"] * 4 + ["rollout"] * 4
