@@ -8,7 +8,7 @@
 sample with temperature 1 and return the token's logprob. A rate is (new tokens - 1) * sequences over the difference
 between a run with that many new tokens and one with a single token, so prefill is not in it; the median of 5 runs of
 each. With --turns engines on one card measure in turns, run by run, so that what the machine does meets all of them;
-one that fails leaves its turns to the others.
+one that fails or is killed leaves its turns to the others. The folder has to be new: who is gone counts as one of them.
 
 Compiling chooses between kernels by timing them. Engines that open at once on a card time one another as well: let each
 open alone before, with --open-only and else the same options, and they find what was chosen.
@@ -93,31 +93,51 @@ def measured(arguments: argparse.Namespace) -> dict:
 
 @contextmanager
 def turns_left_to_others(arguments: argparse.Namespace) -> Iterator[None]:
-    """A failure inside counts as having come to each turn: nobody waits for this process."""
+    """Take part from here on. A failure inside counts as having come to each turn: nobody waits for this process."""
+    if arguments.turns is None or arguments.open_only:
+        yield
+        return
+    arguments.turns.mkdir(parents=True, exist_ok=True)
+    (arguments.turns / f"{os.getpid()}.opens").touch()
     try:
         yield
     except BaseException:
-        if arguments.turns is not None and not arguments.open_only:
-            arguments.turns.mkdir(parents=True, exist_ok=True)
-            for number in range(ROUNDS):
-                for count in arguments.sequences:
-                    (arguments.turns / f"{os.getpid()}.{number}-{count}").touch()
+        for number in range(ROUNDS):
+            for count in arguments.sequences:
+                (arguments.turns / f"{os.getpid()}.{number}-{count}").touch()
         raise
 
 
 @contextmanager
 def turn(folder: Path | None, parties: int, name: str) -> Iterator[None]:
-    """All `parties` processes that share `folder` have come to the turn of this name; inside one of them at a time."""
+    """All `parties` processes that share `folder` have come to the turn of this name or are gone; inside one of them at
+    a time."""
     if folder is None:
         yield
         return
     folder.mkdir(parents=True, exist_ok=True)
     (folder / f"{os.getpid()}.{name}").touch()
-    while len(list(folder.glob(f"*.{name}"))) < parties:
+    while _came_or_gone(folder, name) < parties:
         time.sleep(0.02)
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def _came_or_gone(folder: Path, name: str) -> int:
+    """How many of the processes that took part in `folder` nobody has to wait for at the turn of this name."""
+    pids = {int(path.name.partition(".")[0]) for path in folder.glob("*.*")}
+    return sum((folder / f"{pid}.{name}").exists() or not _lives(pid) for pid in pids)
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        pass
+    return True
 
 
 def measure(generate: Generate, arguments: argparse.Namespace) -> dict[int, list[tuple[float, float]]]:

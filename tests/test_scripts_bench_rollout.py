@@ -3,6 +3,8 @@
 import argparse
 import json
 import multiprocessing
+import os
+import signal
 import sys
 import time
 from itertools import pairwise
@@ -74,6 +76,37 @@ def test_an_engine_that_fails_keeps_nobody_waiting(tmp_path):
         process.join(60)
     assert [process.exitcode for process in processes] == [0, 1]
     assert (tmp_path / "a.json").exists()
+
+
+def killed(folder: Path, runs: int) -> None:
+    """Has no chance to say so: after that many runs, with 0 while it opens."""
+    asked = {"turns": folder / "turns", "of": 2, "sequences": [1, 4], "prompt_tokens": 2, "new_tokens": 11}
+    arguments, done = argparse.Namespace(**asked, open_only=False), []
+
+    def generate(prompts, new_tokens):
+        done.append(new_tokens)
+        if len(done) > runs:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return len(prompts) * new_tokens
+
+    with bench_rollout.turns_left_to_others(arguments):
+        if not runs:
+            os.kill(os.getpid(), signal.SIGKILL)
+        bench_rollout.measure(generate, arguments)
+
+
+@pytest.mark.parametrize("runs", [0, 1, 8])
+def test_an_engine_that_is_killed_keeps_nobody_waiting(tmp_path, runs):
+    context = multiprocessing.get_context("fork")
+    jobs = (killed, (tmp_path, runs)), (engine, (tmp_path, "a"))
+    gone, other = (context.Process(target=job, args=arguments, daemon=True) for job, arguments in jobs)
+    for process in (gone, other):
+        process.start()
+    for process in (gone, other):
+        process.join(20)
+    assert [gone.exitcode, other.exitcode] == [-signal.SIGKILL, 0]
+    rounds = json.loads((tmp_path / "a.json").read_text())["seconds"]
+    assert [len(runs) for runs in rounds] == [bench_rollout.ROUNDS] * 2
 
 
 def test_who_fails_to_compile_alone_does_not_count_as_one_of_those_that_measure(tmp_path):
