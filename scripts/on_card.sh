@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# What has to run on a card before a release, in batches of under ten minutes each on one H200; the seconds are estimates.
+# What has to run on a card before a release, in batches of under ten minutes each on one H200 (`decode`: on four of one
+# machine); the seconds are estimates.
 #
 #     scripts/on_card.sh OUT BATCH... [-- BATCH...]...
 #
@@ -20,7 +21,7 @@
 #     linear   100 s  the linears of a 7B layer: each way against its limit and against BF16, without and with LoRA; its
 #                     attention in decode steps against FlashAttention; the small kernels of training against their limits
 #     decode   450 s  decode speed at 7B, four engines in turns: ours with an adapter and without, vLLM's in BF16 and Marlin;
-#                     so long with four cards, on which they compile before, each alone; with one card 750 s
+#                     each compiles alone before, on a card of its own where there are four; with one card 750 s
 #     decode32 480 s  the same at 32B, where a card holds two of them: ours and vLLM's in BF16
 #     marlin32 560 s  and three: ours, without an adapter, and vLLM's Marlin
 #     mixed    330 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
@@ -87,8 +88,8 @@ script() { # NAME LIMIT_S SCRIPT MODEL ARGUMENTS...
 
 turns() { # PARTIES ARGUMENTS...: engines that then call `turn` measure decode speed in turns, on the first card
     folder=$(mktemp -d) opened=0
-    local seen=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader | paste -sd,)}
-    IFS=, read -ra cards <<<"$seen"
+    local seen=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}
+    IFS=, read -ra cards <<<"${seen:-0}"
     each=(--turns "$folder" --of "$1" "${@:2}")
 }
 

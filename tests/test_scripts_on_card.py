@@ -4,6 +4,8 @@ import os
 import subprocess
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).resolve().parents[1] / "scripts" / "on_card.sh"
 
 
@@ -52,3 +54,20 @@ def test_engines_open_alone_on_all_cards_and_then_take_turns_on_the_first(tmp_pa
     assert cards == {"open": [f"card {card}\n" for card in (2, 5, 7, 2)], "rollout": ["card 2\n"] * 4}
     lines = (tmp_path / "out" / "summary.txt").read_text().splitlines()
     assert [line.partition("-")[0] for line in lines if "7b" in line] == ["make"] * 2 + ["open"] * 4 + ["rollout"] * 4
+
+
+@pytest.mark.parametrize(("driver", "opened"), [("exit 9", "000"), ("echo 0; echo 1", "010")])
+def test_the_cards_are_what_the_driver_has_and_without_one_engines_fail_by_themselves(tmp_path, driver, opened):
+    for name, text in {"python": 'echo "card $CUDA_VISIBLE_DEVICES"', "nvidia-smi": driver}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    given = {**os.environ, "PYTHON": str(tmp_path / "python"), "CHECKPOINTS": str(tmp_path / "checkpoints")}
+    given["PATH"] = f"{tmp_path}:{given['PATH']}"
+    given.pop("CUDA_VISIBLE_DEVICES", None)
+    call = ["bash", SCRIPT, tmp_path / "out", "marlin32", "cap24"]
+    subprocess.run(call, env=given, check=True, capture_output=True, timeout=60)
+    logs = [tmp_path / "out" / f"open-32b-{name}.log" for name in ("qerl-beside", "qerl-base", "marlin")]
+    assert [log.read_text() for log in logs] == [f"card {card}\n" for card in opened]
+    lines = (tmp_path / "out" / "summary.txt").read_text().splitlines()
+    assert sum(line.startswith("rollout-32b") for line in lines) == 3
+    assert [line.split(":")[0] for line in lines if line.startswith("==")] == ["== marlin32", "== cap24"]
