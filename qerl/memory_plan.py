@@ -3,7 +3,7 @@
 A forward pass keeps, for each token and layer, what the backward pass reads; a layer that recomputes keeps its input
 alone and runs twice. Fewer tokens at a time cost less memory, but every micro-batch costs as much time as about 400
 tokens beside its own: it decodes all packed weights once in each direction (170 tokens: 2.6 bytes a weight at 4 TB/s
-against 2 flops at 680 TFLOP/s, whatever the model's size), and its kernels wait for one another. A 7B's step with 4
+against 2 flops at 530 TFLOP/s, whatever the model's size), and its kernels wait for one another. A 7B's step with 4
 micro-batches instead of 8 was 80 to 110 ms shorter, of 3.6 s. The plan weighs the combinations that fit.
 """
 
@@ -23,8 +23,8 @@ TOKEN_STEP = 1024
 OVERHEAD_TOKENS = 400.0
 LOGIT_TOKENS = 1024  # training.token_logprobs.CHUNK
 MARGIN = 0.08  # of the available memory: fragments, workspaces of cuBLAS
-NEAR = 1.01  # times the least cost: not worth the memory
-NEAR_RECOMPUTE = 1.02  # nor more layers that recompute: what they cost is certain, what they save is an estimate
+NEAR_RECOMPUTE = 1.02  # times the least cost: no layer recomputes for less; what it costs is sure, what it saves is not
+NEAR = 1.01  # times the least cost: no memory is taken for less
 REPEATED = 6  # of a shared prompt's tokens cost as one: a layer keeps 6.7 times the bytes of a token's keys and values
 # (Llama 2 7B) to 68 times (Qwen2.5 3B)
 
@@ -120,8 +120,8 @@ class Wishes:
 
 
 def plan_micro_batches(footprint: Footprint, wishes: Wishes, available: int | None) -> MicroBatchPlan:
-    """A plan that fits into `available` bytes (None: a CPU): of those whose cost is near the least what has the fewest
-    layers recompute, then the fewest tokens.
+    """A plan that fits into `available` bytes (None: a CPU). Of those whose cost is near the least, the ones in which
+    the fewest layers recompute; of these, the fewest tokens whose cost is near the least among them.
 
     A row longer than that is a micro-batch of its own, and more layers recompute in it. Raises EngineError if the
     longest possible row does not fit.
@@ -184,9 +184,9 @@ def largest_micro_batch(budget: int, groups: int, group: int, prompt: int, new: 
 
 
 def _sizes(wishes: Wishes) -> list[int]:
-    """The numbers of tokens to choose from."""
-    first = min(wishes.longest, TOKEN_STEP)
-    return [first, *range(2 * TOKEN_STEP, min(MAX_TOKENS, wishes.step_tokens) + 1, TOKEN_STEP)]
+    """The numbers of tokens to choose from: what the longest row fits with, whole steps, and all of a step at once."""
+    most = min(MAX_TOKENS, wishes.step_tokens)
+    return [min(wishes.longest, TOKEN_STEP), *range(TOKEN_STEP, most, TOKEN_STEP), most]
 
 
 def _cost(plan: MicroBatchPlan, tokens: int) -> float:

@@ -66,6 +66,9 @@ def test_an_entropy_term_has_a_second_slope():
         (wishes(), 1000, 18432, 0),
         (wishes(step_tokens=6144), 1000, 6144, 0),  # 2.1302 at 6144 tokens; within 1% from t = 5279 on
         (wishes(tokens=100), 1000, 100, 0),
+        (wishes(longest=100, step_tokens=800), 1000, 800, 0),  # 3, and 10 at 100 tokens
+        (wishes(longest=100, step_tokens=1500), 1.2, 1024, 9),  # 4.03, and 10 at 100 tokens; 1500 do not fit
+        (wishes(step_tokens=5000), 1000, 5000, 0),  # 2.16, and 2.195 at 4096 tokens
         (wishes(recompute=True), 1000, 18432, 10),
         # 3.68 GiB. The cost is (2 + r / 10)(1 + 400 / t): 4.06 at 640 tokens, of which 5 layers fit, and 3.28 at 3072
         # with 9 recomputing; 4096 do not fit
@@ -88,7 +91,7 @@ def test_the_plan_fits_and_none_is_much_cheaper(gib):
         return (2 + recomputed / 10) * (1 + 400 / tokens)
 
     fitting = [c for c in product(range(1024, 32769, 1024), range(11)) if FOOTPRINT.needed(*c) <= usable]
-    assert cost(plan.micro_batch_tokens, recomputed) <= 1.02 * 1.01 * min(cost(*c) for c in fitting)
+    assert cost(plan.micro_batch_tokens, recomputed) <= 1.02 * min(cost(*c) for c in fitting)
 
 
 def test_a_layer_recomputes_for_more_than_two_percent():
