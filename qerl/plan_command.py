@@ -136,10 +136,11 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
         f"(rollout.max_new_tokens, here {rollout.max_new_tokens}).",
     ]
     if made.micro_batches is not None and made.micro_batches.footprint is not None:
-        tokens = made.micro_batches.micro_batch_tokens
-        recomputed = made.micro_batches.recomputed(tokens)
+        tokens, longest = made.micro_batches.micro_batch_tokens, made.context - 1
+        recomputed, more = (made.micro_batches.recomputed(count) for count in (tokens, longest))
         lines.append(
             f"Training takes micro-batches of {tokens} tokens; {recomputed} of {made.micro_batches.footprint.layers} "
-            "layers recompute their activations."
+            "layers recompute their activations"
+            f"{f', {more} in a row of {longest} tokens' if more > recomputed else ''}."
         )
     return [*lines, f"Seconds are for completions of the full {rollout.max_new_tokens} tokens, by the cost model."]

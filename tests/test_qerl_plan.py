@@ -17,7 +17,7 @@ from qerl.cli import app
 from qerl.errors import CheckpointError, ConfigError, RewardError
 from qerl.plan import MAX_SEQUENCES, decode_seconds, plan, trainer_bytes
 from qerl.plan_advice import advice, largest_completion, with_values
-from qerl.plan_command import this_card
+from qerl.plan_command import sentences, this_card
 from qerl.recipe import load_recipe, recipe_names
 from qerl.sizes import KNOWN, read_sizes, sizes_of
 from qerl.vllm_plugin.opening import Settings
@@ -155,6 +155,18 @@ def test_a_smaller_limit_takes_from_the_cache_and_from_the_micro_batch():
     assert tight.peak("training") < 24 * GIB
     assert tight.micro_batches.recomputed(4608) > wide.micro_batches.recomputed(4608) == 0
     assert tight.seconds["training"] > wide.seconds["training"]
+
+
+@pytest.mark.parametrize(
+    ("gpu", "said"),
+    [("24", "0 of 28 layers recompute their activations, 19 in a row of 9216 tokens."), ("141", "0 of")],
+)
+def test_a_plan_says_what_recomputes_in_the_longest_row(gpu, said):
+    """As a run logs: a row of more tokens than a micro-batch is one of its own."""
+    config = load_recipe("dapo_7b", [])
+    text = " ".join(sentences(config, plan(config, read_sizes("Qwen/Qwen2.5-7B"), card_of(gpu))))
+    assert said in text
+    assert ("in a row of" in text) == (gpu == "24")
 
 
 def test_an_fp8_cache_holds_twice_the_tokens():
