@@ -6,16 +6,19 @@ import re
 import shlex
 import subprocess
 import sys
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import typer
+from rich.console import Console
 
 from qerl.cards import card_of
 from qerl.cli import app, with_resume_value
 from qerl.config import RunConfig
 from qerl.config_keys import describe_config
 from qerl.plan_advice import largest_completion
+from qerl.plan_command import plan_of, show
 from qerl.recipe import load_recipe, recipe_names
 from qerl.sizes import read_sizes
 
@@ -65,6 +68,24 @@ def test_the_recordings_are_those_of_the_script():
     for path in RECORDINGS:
         shown = re.findall(r"^\$ (.*)$", path.read_text(encoding="utf-8"), re.MULTILINE)
         assert shown == sessions[path.stem], path.name
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe", "gpu", "overrides"),
+    [
+        ("plan", "dapo_7b", "24", ["rollout.max_new_tokens=2048"]),
+        ("plan-too-large", "dapo_14b", "4090", ["rollout.max_new_tokens=12288"]),
+        ("dry-run", "tiny", "24", []),
+    ],
+)
+def test_the_plans_that_are_shown_are_what_is_planned(name, recipe, gpu, overrides):
+    """But for the card's name: a dry run without a card plans for 24 GiB."""
+    config = load_recipe(recipe, overrides)
+    said = Console(file=StringIO(), width=80)
+    show(config, plan_of(config, gpu), said)
+    shown = (DOCS / "recordings" / f"{name}.txt").read_text(encoding="utf-8").partition("Memory on ")[2].splitlines()
+    planned = [line.rstrip() for line in said.file.getvalue().splitlines()][1:]
+    assert [line.rstrip() for line in shown[1:] if not line.startswith("(exit code")] == planned
 
 
 def test_each_recording_is_shown_on_a_page():
