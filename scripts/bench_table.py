@@ -55,13 +55,15 @@ NOTES = {  # kind and shape -> what the files do not say
     ("rollout", "32b"): "Ours and BF16 in turns on one card; the others in turns on another of the same host, at the "
     "same time, and what the adapter takes is of these.",
     ("step", "7b"): "TRL and qerl in pairs of one run, one after the other on one card, beside three other cards' "
-    "work. Of qerl's two steps one has 68.2% and one 62.8%: 0.3 s of its training are neither forward nor backward, "
-    "0.04 of the other's. Rows with a number of tokens are of one machine with nothing else on it, at 549ffe0, whose "
-    "rollouts had more of the card; with 18432, which is what the plan takes, a step has 4 micro-batches, and its two "
-    "steps 68.6 and 68.0%. The matrix rate, of a burst of 13 products, is each run's own: 782 to 789 TFLOP/s, with "
-    "mixed lengths 812; for a second the card keeps up 660 (below). The step under 24 GiB is of commit 926396c, with "
-    "micro-batches of 3072 tokens; beside tests that compiled kernels steps of 3e6c7ee, a608638 and 85f748d took 8.2, "
-    "7.9 and 10.4 s, 4.7, 4.6 and 6.5 of it training.",
+    "work. qerl's two steps there took 7.0 and 7.5 s: in the second 0.3 s of training were neither forward nor "
+    "backward, in the first 0.04, and training reached 62.8 and 68.2% of the matrix rate. Rows with a number of tokens "
+    "are of another machine with nothing else on it, at commit 549ffe0, where rollouts still held 22 to 27 GiB of the "
+    "card from the second step on, and now 19. The plan takes 18432 tokens, so that a step has 4 micro-batches: 68.6 "
+    "and 68.0%. With 32768 one of the two steps trained 120 of its 128 rows, as the rewards of a group were equal; the "
+    "other trained for 3.53 s, where it took 3.56 with 18432 tokens. The matrix rate, of a burst of 13 products, is "
+    "each run's own: 782 to 789 TFLOP/s, with mixed lengths 812; for a second the card keeps up 660 (below). The step "
+    "under 24 GiB is of commit 926396c, with micro-batches of 3072 tokens; beside tests that compiled kernels steps of "
+    "3e6c7ee, a608638 and 85f748d took 8.2, 7.9 and 10.4 s, 4.7, 4.6 and 6.5 of it training.",
     ("step", "32b"): "The first step: with compiling.",
     ("step", "70b"): "The first step: with compiling.",
 }
