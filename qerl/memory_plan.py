@@ -4,7 +4,8 @@ A forward pass keeps, for each token and layer, what the backward pass reads; a 
 alone and runs twice. Fewer tokens at a time cost less memory, but every micro-batch costs as much time as about 400
 tokens beside its own: it decodes all packed weights once in each direction (170 tokens: 2.6 bytes a weight at 4 TB/s
 against 2 flops at 530 TFLOP/s, whatever the model's size), and its kernels wait for one another. A 7B's step with 4
-micro-batches instead of 8 was 80 to 110 ms shorter, of 3.6 s. The plan weighs the combinations that fit.
+micro-batches instead of 8 is 80 ms shorter, of 3.6 s (benchmarks/step-7b-qerl-tokens*.json). The plan weighs the
+combinations that fit.
 """
 
 from __future__ import annotations
