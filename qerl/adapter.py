@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PEFT_PREFIX = "base_model.model."
 ADAPTER_NAME = "default"
+OTHER_ADAPTERS = (
+    "use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "alora_invocation_tokens", "arrow_config",
+    "kasa_config", "layer_replication", "megatron_config", "monteclora_config", "target_parameters",
+    "trainable_token_indices", "use_bdlora", "use_qalora",
+)  # fmt: skip
+PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")  # of A and B; the others change the base too
 
 
 def attach_lora(
@@ -168,12 +174,22 @@ def attach_saved_(model: nn.Module, tensors: Mapping[str, torch.Tensor], scaling
 def _adapter_config(folder: Path) -> dict:
     try:
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} has no readable adapter_config.json: it is not an adapter folder") from error
-    unsupported = [key for key in ("use_dora", "rank_pattern", "alpha_pattern", "lora_bias") if config.get(key)]
-    if config.get("peft_type") != "LORA" or unsupported:
+    if not isinstance(config, dict) or not {"peft_type", "r", "lora_alpha"} <= config.keys():
         raise CheckpointError(
-            f"{folder} is a {config.get('peft_type')} adapter {unsupported or ''}: only plain LoRA is supported"
+            f"{folder}/adapter_config.json names no peft_type, r and lora_alpha: save the adapter again"
+        )
+    unsupported = [key for key in OTHER_ADAPTERS if config.get(key)]
+    if config["peft_type"] != "LORA" or unsupported:
+        what = f" with {', '.join(unsupported)}" if unsupported else ""
+        raise CheckpointError(
+            f"{folder} is a {config['peft_type']} adapter{what}: only plain LoRA, of one rank, is supported"
+        )
+    if (begun := config.get("init_lora_weights", True)) not in PLAIN_STARTS:
+        raise CheckpointError(
+            f"{folder} was begun with init_lora_weights {begun!r}, which changes the base's weights too: save it again "
+            "as plain LoRA, with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     return config
 

@@ -39,10 +39,13 @@ def check_fit(adapter: Path, tensors: Mapping[str, torch.Tensor], base: str) -> 
     sizes = sizes_of(read_json(Path(local_folder(base)) / "config.json"), base)
     layers = defaultdict(set)  # of each kind of linear or norm
     for name, tensor in tensors.items():
-        factor = name.endswith((A_SUFFIX, B_SUFFIX))
-        if not factor and not is_block_norm(name):
-            continue  # the engine says whether it has a place for it
         parts = name.split(".")
+        factor = name.endswith((A_SUFFIX, B_SUFFIX)) and "layers" in parts
+        if not factor and not is_block_norm(name):
+            raise CheckpointError(
+                f"{adapter} changes {name}: qerl takes LoRA on the linears of the decoder layers, and the layers' "
+                "norms; train or save it without biases, embeddings, head and other modules_to_save"
+            )
         leaf = parts[-3] if factor else parts[-2]
         layers[leaf].add(next((int(part) for part in parts if part.isdigit()), -1))
         own = sizes.projections.get(leaf) if factor else (sizes.hidden,)

@@ -1,15 +1,18 @@
 """Adapters: names, the PEFT folder, and what must not happen to a LoRA on packed weights."""
 
+import dataclasses
 import json
 import shutil
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from qerl.adapter import (
+    OTHER_ADAPTERS,
+    PLAIN_STARTS,
     PROJECTIONS,
     adapter_scaling,
     adapter_tensors,
@@ -19,6 +22,7 @@ from qerl.adapter import (
     read_adapter,
     save_adapter,
 )
+from qerl.adapter_fit import read_fitting_adapter
 from qerl.errors import CheckpointError, ConfigError
 from qerl.model import load_model
 from qerl.nvfp4.linear import NVFP4Linear
@@ -136,14 +140,74 @@ def test_unknown_target_names_those_there_are(base):
         ({"peft_type": "IA3"}, "IA3"),
         ({"use_dora": True}, "use_dora"),
         ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
+        ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
+        ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
+        ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4'.*path_initial_model_for_weight_conversion"),
+        ({"init_lora_weights": "olora"}, "'olora'"),
+        ({"lora_alpha": None}, "names no peft_type, r and lora_alpha"),
     ],
 )
 def test_adapters_that_are_not_plain_lora_are_refused(policy, tmp_path, change, message):
     save_adapter(policy, tmp_path, "base")
     path = tmp_path / "adapter_config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    config = json.loads(path.read_text()) | change
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     with pytest.raises(CheckpointError, match=message):
         read_adapter(tmp_path)
+
+
+def made_by_peft(base, folder, options):
+    """A random adapter of the base, saved; and the base, 16-bit."""
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], **options})
+    made = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in filter(lambda each: each.requires_grad, made.parameters()):
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    made.save_pretrained(folder)
+    return plain
+
+
+@pytest.mark.parametrize("options", [{"use_rslora": True}, *({"init_lora_weights": way} for way in PLAIN_STARTS[2:])])
+def test_a_plain_adapter_of_peft_computes_what_it_computes_there(base, tmp_path, options):
+    if options == {"init_lora_weights": "eva"}:
+        options = {"init_lora_weights": True}  # eva asks for data; what it saves is this
+    plain = made_by_peft(base, tmp_path, options)
+    own = attach_saved_(load_model(base, "bf16", "float32"), *read_fitting_adapter(tmp_path, str(base)))
+    expected = PeftModel.from_pretrained(plain, tmp_path).eval()(TOKENS).logits
+    torch.testing.assert_close(own(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"init_lora_weights": "pissa"}, "init_lora_weights 'pissa'"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights 'olora'"),
+        ({"alora_invocation_tokens": [5, 6]}, "alora_invocation_tokens"),
+        ({"modules_to_save": ["lm_head"]}, r"changes lm_head\.weight"),
+        ({"modules_to_save": ["norm"]}, r"changes model\..*norm\.weight"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "changes lm_head"),
+        ({"target_modules": ["q_proj", "embed_tokens"]}, r"changes model\.embed_tokens"),
+        ({"trainable_token_indices": [1, 2]}, "trainable_token_indices"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_an_adapter_of_peft_that_changes_more_is_refused(base, tmp_path, options, message):
+    made_by_peft(base, tmp_path, options)
+    with pytest.raises(CheckpointError, match=message):
+        read_fitting_adapter(tmp_path, str(base))
+
+
+def test_every_option_of_peft_is_known_to_be_harmless_or_refused():
+    harmless = {
+        "task_type", "peft_type", "auto_mapping", "peft_version", "base_model_name_or_path", "revision",
+        "inference_mode", "r", "target_modules", "exclude_modules", "lora_alpha", "lora_dropout", "fan_in_fan_out",
+        "use_rslora", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
+        "velora_config", "megatron_core", "qalora_group_size", "runtime_config",
+        "bias", "modules_to_save", "layers_to_transform", "layers_pattern", "ensure_weight_tying",  # seen by tensors
+    }  # fmt: skip
+    assert {field.name for field in dataclasses.fields(LoraConfig)} == harmless | set(OTHER_ADAPTERS)
 
 
 def test_missing_and_damaged_adapter_files(policy, tmp_path):

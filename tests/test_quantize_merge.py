@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import quantize.merge.run
 import quantize.merge.weights
@@ -293,6 +293,17 @@ def test_a_damaged_write_is_noticed(run, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match="does not pass its check"):
         merge(MergeOptions(str(run), "bf16", tmp_path / "out"))
     assert not list(tmp_path.iterdir())
+
+
+def test_trained_embeddings_do_not_change_a_tied_head_silently(tmp_path):
+    base = make_checkpoint(tmp_path / "base", "qwen3")
+    folder = random_adapter(tmp_path / "adapter", base)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors["base_model.model.model.embed_tokens.weight"] = torch.zeros(320, 64)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="trained embeddings.*untie the base's head"):
+        merge(MergeOptions(str(folder), "bf16", tmp_path / "out", prompt_count=0))
+    assert not (tmp_path / "out").exists()
 
 
 REFUSALS = {

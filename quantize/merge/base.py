@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
 FACTOR_A, FACTOR_B = ".lora_A.weight", ".lora_B.weight"
+EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,11 @@ def _check_fit(tensors: Mapping[str, TensorInfo], base: Base, adapter: Adapter) 
             raise CheckpointError(
                 f"{adapter.folder} has a trained {name} of shape {tuple(tensor.shape)}, for which {base.name} has no "
                 "place: give the base that it was trained on as --model"
+            )
+        if name == EMBEDDINGS and HEAD not in tensors:
+            raise CheckpointError(
+                f"{adapter.folder} has trained embeddings, and {base.name} has none of its own for the head, which "
+                "would change with them: untie the base's head first"
             )
 
 
