@@ -10,7 +10,7 @@ are replaced by `NVFP4Linear`, and each tensor goes from the file to its place: 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,11 +24,13 @@ from qerl.shards import TensorInfo, read_json, read_tensors
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
 UNREADABLE = (OSError, ValueError, StrictDataclassError)  # what transformers raises for a config it cannot take
+
+COMPUTED = "rotary_emb.inv_freq"  # in old checkpoints; transformers computes it from the config
 
 
 def load_model(
@@ -101,15 +103,29 @@ def local_folder(path: str | Path, trust_remote_code: bool = False) -> Path:
 def end_token_ids(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every token that ends a completion: the tokenizer's, and those that the folder's generation config names, or
     else the model's `config`."""
-    from transformers import GenerationConfig
-
     declared = None
     if (folder / "generation_config.json").exists():
-        declared = GenerationConfig.from_pretrained(folder).eos_token_id
+        declared = _generation_config(folder).eos_token_id
     if declared is None:
         declared = getattr(config, "eos_token_id", None)
-    declared = [] if declared is None else [declared] if isinstance(declared, int) else list(declared)
+    declared = [] if declared is None else declared if isinstance(declared, list) else [declared]
+    if not all(isinstance(token, int) for token in declared):
+        raise CheckpointError(
+            f"{folder}: eos_token_id {declared} in generation_config.json or config.json is no list of token numbers: "
+            "copy the file from the original model"
+        )
     return tuple(dict.fromkeys([tokenizer.eos_token_id, *declared]))
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except UNREADABLE as error:
+        raise CheckpointError(
+            f"{folder}/generation_config.json cannot be read ({_first_line(error)}): copy it from the original model"
+        ) from error
 
 
 def _load_16bit(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -119,41 +135,79 @@ def _load_16bit(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Pr
         raise CheckpointError(f"{folder} holds NVFP4 weights: load it with format nvfp4, or give the 16-bit model")
     read_tensors(folder)  # torn files, before transformers meets them
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, trust_remote_code=trust_remote_code, use_safetensors=True
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, in our words
         )
     except UNREADABLE as error:
+        raise _unloadable(folder, error) from error
+    shapes = {name: f"{list(given)}, not {list(own)}" for name, given, own in found["mismatched_keys"]}
+    _refuse_misfits(folder, found["missing_keys"], found["unexpected_keys"], shapes)
+    return model
+
+
+def check_config_fits(folder: Path, tensors: Mapping[str, TensorInfo], trust_remote_code: bool = False) -> None:
+    """Raise CheckpointError if config.json of a 16-bit folder is of another model than its tensors; from headers."""
+    model = _empty_model(folder, None, trust_remote_code)
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    there = {name: info.shape for name, info in tensors.items() if not name.endswith(COMPUTED)}
+    shapes = {
+        name: f"{list(shape)}, not {list(own[name])}" for name, shape in there.items() if own.get(name, shape) != shape
+    }
+    _refuse_misfits(folder, own.keys() - there.keys() - set(model.all_tied_weights_keys), there.keys() - own, shapes)
+
+
+def _refuse_misfits(
+    folder: Path, missing: Collection[str], unexpected: Collection[str], shapes: dict[str, str]
+) -> None:
+    found = [f"{name} is missing" for name in sorted(missing)]
+    found += [f"the model has no place for {name}" for name in sorted(unexpected)]
+    found += [f"{name} is {shape}" for name, shape in sorted(shapes.items())]
+    if found:
         raise CheckpointError(
-            f"{folder} cannot be loaded: {_first_line(error)}; take Qwen2, Qwen3, Llama or Mistral"
-        ) from error
+            f"{folder} does not hold the model that its config.json describes ({'; '.join(found[:3])}; {len(found)} in "
+            "all): copy weights and config.json from the same checkpoint"
+        )
+
+
+def _unloadable(folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{folder} cannot be loaded: {_first_line(error)}; take Qwen2, Qwen3, Llama or Mistral")
+
+
+def _empty_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
+    """The modules that config.json describes, on the meta device, none of them quantized."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except UNREADABLE as error:
+        raise _unloadable(folder, error) from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with init_empty_weights(include_buffers=False):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def _load_nvfp4(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     import torch
-    from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
     from qerl.nvfp4.linear import swap_linears
 
     if _quantization_format(folder) is None:
         raise CheckpointError(f"{folder} holds 16-bit weights: run `qerl quantize --model {folder}` first")
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except UNREADABLE as error:
-        raise CheckpointError(
-            f"{folder} cannot be loaded: {_first_line(error)}; take Qwen2, Qwen3, Llama or Mistral"
-        ) from error
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with init_empty_weights(include_buffers=False):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    model = _empty_model(folder, dtype, trust_remote_code)
     tensors = read_tensors(folder)
     names = quantized_linears(tensors)
     with torch.device("meta"):
         swap_linears(model, names)
     _fill_(model, tensors, dtype)
     if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
+        model.generation_config = _generation_config(folder)
     logger.info("opened %s: %d packed linears, dtype %s", folder, len(names), dtype)
     return model
 

@@ -142,6 +142,9 @@ def _quantize(source: Source, options: Options, staging: Path, out: Path) -> Qua
 
 
 def _write_and_verify(source: Source, options: Options, staging: Path, out: Path) -> QuantizeReport:
+    from qerl.model import check_config_fits
+
+    check_config_fits(source.folder, source.tensors, options.trust_remote_code)
     device = resolve_device(options.device)
     config = make_config(["lm_head", *source.kept])
     with ExitStack() as stack:

@@ -17,6 +17,7 @@ from qerl.checkpoint import TINY, TINY_FOLDER, resolve_model
 from qerl.errors import CheckpointError, ConfigError
 from qerl.hub import download_model, is_hub_id
 from qerl.kinds import kind_of
+from qerl.model import COMPUTED
 from qerl.nvfp4.layout import SHARED_GLOBAL_SCALE, check_features, tensor_specs
 from qerl.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
 
@@ -26,7 +27,6 @@ PROJECTIONS = (
 )  # fmt: skip
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 OUTSIDE_LAYERS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-DROPPED = "rotary_emb.inv_freq"  # in old checkpoints; transformers computes it from the config
 WEIGHT_DTYPES = ("BF16", "F16", "F32")
 MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("spiece.model",))
@@ -49,7 +49,7 @@ class Source:
         """Tensor names in the order they are written: embeddings, each layer, the final norm and head."""
         layers: dict[int, list[str]] = {}
         for name in self.tensors:
-            if not name.endswith(DROPPED):
+            if not name.endswith(COMPUTED):
                 layers.setdefault(_position(name), []).append(name)
         return [sorted(layers[position]) for position in sorted(layers)]
 

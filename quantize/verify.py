@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 
 from qerl.errors import CheckpointError
 from qerl.kinds import kind_of
+from qerl.model import COMPUTED
 from qerl.nvfp4.layout import GLOBAL_SCALE, TENSORS, TensorSpec, tensor_specs
 from qerl.shards import TensorInfo, read_json, read_tensors
 from quantize.reader import TensorReader
-from quantize.source import DROPPED, Source
+from quantize.source import Source
 
 if TYPE_CHECKING:
     import torch
@@ -73,7 +74,7 @@ def _check_headers(source: Source, tensors: Mapping[str, TensorInfo]) -> None:
         module = name.removesuffix(".weight")
         if module in source.quantized and name != module:
             expected |= {f"{module}.{part}": spec for part, spec in tensor_specs(*info.shape).items()}
-        elif not name.endswith(DROPPED):
+        elif not name.endswith(COMPUTED):
             expected[name] = TensorSpec(info.dtype, info.shape)
     wrong = sorted(expected.keys() ^ tensors.keys())
     if wrong:

@@ -4,11 +4,13 @@ import json
 import shutil
 
 import pytest
+from checkpoint_factory import make_checkpoint
 
 from qerl.engine import open_engine
 from qerl.errors import CheckpointError
 from qerl.model import load_model, load_tokenizer
 from qerl.vllm_plugin.opening import Settings
+from quantize.run import quantize_checkpoint
 
 
 @pytest.fixture
@@ -37,6 +39,36 @@ def test_an_architecture_that_transformers_does_not_know(damaged):
     ) as caught:
         load_model(damaged(model_type="foo"), "nvfp4", "float32", "cpu")
     assert "\n" not in str(caught.value)
+
+
+MISFITS = {
+    "a layer too many": ({"num_hidden_layers": 3}, r"model\.layers\.2\..* is missing.* 9 in all"),
+    "a layer too few": ({"num_hidden_layers": 1}, r"no place for model\.layers\.1\..* 9 in all"),
+    "another architecture": ({"model_type": "qwen2"}, r"q_proj\.bias is missing"),
+    "another vocabulary": ({"vocab_size": 400}, r"embed_tokens\.weight is \[320, 64\], not \[400, 64\]"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_weights_of_another_model_than_the_config_are_refused(tmp_path, name):
+    """transformers fills what is missing with random numbers, and drops what it has no place for."""
+    changes, message = MISFITS[name]
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(CheckpointError, match=message):
+        load_model(folder, "bf16", "float32")
+    with pytest.raises(CheckpointError, match=message if "layer" not in name else "lacks|model.layers.1"):
+        quantize_checkpoint(str(folder), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["{", '{"eos_token_id": "2"}', '{"eos_token_id": [2, null]}'])
+def test_a_damaged_generation_config_is_named(damaged, text):
+    folder = damaged()
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json.*copy"):
+        open_engine(str(folder), "nvfp4", engine="transformers")
 
 
 @pytest.mark.parametrize(
