@@ -230,6 +230,7 @@ def test_a_file_is_executed_once_and_again_when_it_changes(tmp_path):
 def test_an_unusable_file_is_refused_before_the_run(tmp_path):
     for body, message in {
         "def reward(": "cannot be imported: SyntaxError",
+        "import sys; sys.exit(0)": "cannot be imported: SystemExit",
         "import no_such_module": "cannot be imported: ModuleNotFoundError",
         "reward = 1": "has no function 'reward'",
         "async def reward(completions): ...": "async",
@@ -237,6 +238,15 @@ def test_an_unusable_file_is_refused_before_the_run(tmp_path):
     }.items():
         with pytest.raises(ConfigError, match=message):
             build(tmp_path, {"name": write_reward(tmp_path / "mine.py", body)})
+
+
+def test_what_a_reward_does_to_its_lists_is_not_seen_by_others(tmp_path):
+    body = "def reward(completions, completion_ids, row):\n"
+    body += "    completions.sort(); row.clear(); completion_ids[0].append(9)\n    return [0.5] * 3\n"
+    (function,) = build(tmp_path, {"name": write_reward(tmp_path / "mine.py", body)}).functions
+    completions, row, ids = ["c", "b", "a"], [0, 0, 1], [[1], [2], [3]]
+    assert call(function, completions, row, ids) == [0.5] * 3
+    assert (completions, row, ids) == (["c", "b", "a"], [0, 0, 1], [[1], [2], [3]])
 
 
 @pytest.mark.parametrize(
@@ -247,6 +257,14 @@ def test_an_unusable_file_is_refused_before_the_run(tmp_path):
         ("return [None if not c else 1.0 for c in completions]", "returned None", [""]),
         ("return ['1' for c in completions]", "returned '1'", ["good"]),
         ("return [float('inf')] * len(completions)", "returned inf", ["good"]),
+        ("return [10**400 if not c else 1.0 for c in completions]", "returned 10+, which is no number of", [""]),
+        ("return [1e30 if not c else 1.0 for c in completions]", r"returned 1e\+30, which is no number of", [""]),
+        ("return [b'1'] * len(completions)", "returned b'1', which is no number", ["good"]),
+        ("return (1 / len(c) for c in completions)", "raised ZeroDivisionError", [""]),
+        ("raise SystemExit(0) if '' in completions else ValueError", "raised SystemExit: 0", ["good"]),
+        (r"raise ValueError('half \ud800')", "raised ValueError: half", ["good"]),
+        ("columns['log_metric']('length', 'long')", "raised ValueError: could not convert", ["good"]),
+        ("completions.clear(); columns['row'].clear()", "returned None for 3", ["good", "", "fine"]),
         ("return [1.0]", "returned 1 values for 3 completions", ["good", "", "fine"]),
         ("return None", "returned None for 3 completions", ["good", "", "fine"]),
         ("return 1.0", "returned 1.0 for 3 completions", ["good", "", "fine"]),

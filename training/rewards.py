@@ -20,7 +20,7 @@ import inspect
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -47,6 +47,8 @@ REWARDS: dict[str, Reward] = {
 
 COLUMNS = ("completions", "completion_ids", "prompts", "question", "answer", "row", "task", "max_new_tokens", "step")
 FAILED = "failed_reward.json"
+LARGEST = 1e15  # float32 holds the squares of a group's, summed
+STOPS = (Exception, SystemExit)  # what a user's own code may raise; sys.exit() would end a run as if it had succeeded
 TRIED = 2  # rows that a reward server is asked about before training
 
 
@@ -112,7 +114,7 @@ def _load_file(place: str) -> Any:
         )
     try:
         return _execute(path.resolve(), path.stat().st_mtime_ns)
-    except Exception as error:  # it is the user's own code
+    except STOPS as error:  # it is the user's own code
         raise ConfigError(f"reward file {place!r} cannot be imported: {type(error).__name__}: {error}") from error
 
 
@@ -129,7 +131,7 @@ def _execute(path: Path, _mtime_ns: int) -> Any:
 def _load_module(place: str, name: str) -> Any:
     try:
         return importlib.import_module(place)
-    except Exception as error:
+    except STOPS as error:
         raise ConfigError(
             f"reward {name!r}: module {place!r} cannot be imported ({type(error).__name__}: {error}); write "
             f"package.module:function of an installed package, path/to/file.py:function, or one of {', '.join(REWARDS)}"
@@ -197,6 +199,11 @@ def _metric_name(name: str, earlier: Sequence[Any]) -> str:
     return name if any(reward.__name__ == short for reward in earlier) else short
 
 
+def _numbers(log: Callable[[str, float], None]) -> Callable[[str, float], None]:
+    """`log`, which raises at once, and in the function that calls it, for what is no number."""
+    return lambda name, value: log(str(name), float(value))
+
+
 def _log_nothing(_name: str, _value: float) -> None:
     """What `log_metric` is where no run is logged."""
 
@@ -226,12 +233,12 @@ class _GuardedReward:
         """One reward a completion; `row` indexes into the run's examples. Raises RewardError."""
         columns = self._columns(completions, row, given)
         step = getattr(given.get("trainer_state"), "global_step", 0)
-        fixed = {**self._fixed, "step": step, "log_metric": given.get("log_metric", _log_nothing)}
+        fixed = {**self._fixed, "step": step, "log_metric": _numbers(given.get("log_metric", _log_nothing))}
         try:
             returned = self._run(columns, fixed)
         except QerlError:
             raise
-        except Exception as error:
+        except STOPS as error:
             index = self._first_to_raise(columns, fixed)
             self._fail(f"raised {type(error).__name__}: {error}", columns, index, fixed, error)
         return self._check(returned, columns, fixed)
@@ -250,17 +257,20 @@ class _GuardedReward:
         }
 
     def _run(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> Any:
-        arguments = {**columns, **fixed}
+        """What the function returns; it gets lists of its own, since others read the same columns."""
+        own = {key: [list(value) if isinstance(value, list) else value for value in columns[key]] for key in columns}
+        arguments = {**own, **fixed}
         if self._wanted is not None:
             arguments = {key: value for key, value in arguments.items() if key in self._wanted}
-        return self._function(**arguments)
+        returned = self._function(**arguments)
+        return list(returned) if isinstance(returned, Iterator) else returned
 
     def _first_to_raise(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> int | None:
         """The first completion on which the reward raises by itself; None if it raises on the whole batch only."""
         for index in range(len(columns["completions"])):
             try:
                 self._run({key: [values[index]] for key, values in columns.items()}, fixed)
-            except Exception:
+            except STOPS:
                 return index
         return None
 
@@ -277,10 +287,10 @@ class _GuardedReward:
         for index, value in enumerate(values):
             try:
                 rewards.append(float(value))
-            except (TypeError, ValueError):
+            except (TypeError, ValueError, OverflowError):
                 rewards.append(math.nan)
-            if isinstance(value, str) or not math.isfinite(rewards[-1]):
-                self._fail(f"returned {value!r}, which is no finite number", columns, index, fixed)
+            if isinstance(value, str | bytes) or not abs(rewards[-1]) <= LARGEST:
+                self._fail(f"returned {value!r}, which is no number of at most {LARGEST:g}", columns, index, fixed)
         return rewards
 
     def _fail(
@@ -297,7 +307,9 @@ class _GuardedReward:
         report = {"reward": self.__name__, "error": what, "step": fixed["step"], "completions": rows}
         path = self._run_dir / FAILED
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(report, ensure_ascii=False, indent=2, default=repr) + "\n", encoding="utf-8")
+        path.write_text(
+            json.dumps(report, ensure_ascii=False, indent=2, default=repr) + "\n", "utf-8", "backslashreplace"
+        )
         raise RewardError(
             f"reward {self.__name__} {what}; the completion it failed on is in {path}. A reward has to return one "
             "finite number for each completion, 0 for one that it cannot judge"
