@@ -19,6 +19,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import Any, Literal
 
 from qerl.errors import ConfigError, DataError
@@ -256,11 +257,9 @@ def _text(row: Mapping[str, Any], path: str, what: str) -> str:
     value = _look_up(row, path)
     if value is _MISSING or value is None:
         raise _UnusableError(f"no {what}")
-    if isinstance(value, bool) or not isinstance(value, str | int | float):
-        raise _UnusableError(
-            f"{what} that is no text",
-            f"the {what} is a {type(value).__name__}; map the text within it, such as {path}.0.content",
-        )
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+        within = f"; map the text within it, such as {path}.0.content" if isinstance(value, list | Mapping) else ""
+        raise _UnusableError(f"{what} that is no text", f"the {what} is a {type(value).__name__}{within}")
     text = str(value).strip()
     try:
         text.encode()
@@ -282,9 +281,10 @@ def _check_flags(row: Mapping[str, Any], split: str) -> None:
         raise _UnusableError("duplicate", "its `dup` column says that an earlier row has its question")
     if row.get("conflict") is True:
         raise _UnusableError("question with two answers", "its `conflict` column says that other answers are in use")
-    overlaps = [*(row.get("eval_exact") or ()), *(row.get("eval_near") or ())] if split == "train" else []
-    if overlaps:
-        raise _UnusableError("question of an evaluation set", f"its question also stands in {overlaps[0]}")
+    for column in ("eval_exact", "eval_near") if split == "train" else ():
+        if found := row.get(column):
+            first = found[0] if isinstance(found, list) else found
+            raise _UnusableError("question of an evaluation set", f"its question also stands in {first}")
 
 
 def _same_answer(one: str, other: str) -> bool:

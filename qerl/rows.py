@@ -12,6 +12,7 @@ import json
 import os
 import re
 import sys
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,13 @@ def local_rows(source: str, split: str) -> Iterator[Row]:
             f"there is no file or folder {source!r}{f' ({close})' if close else ''}: write a path to {_kinds()}, or a "
             "hub id (owner/name)"
         )
-    files = [path] if path.is_file() else _files_of_split(path, split)
+    files = _files_of_split(path, split) if path.is_dir() else [path]
     for file in files:
         prefix = "" if len(files) == 1 else f"{file.name} "
         try:
             for number, row in enumerate(_read_file(file), start=1):
                 yield f"{prefix}row {number}", row if isinstance(row, Mapping) else None
-        except (OSError, EOFError, UnicodeDecodeError, csv.Error) as error:
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
             raise DataError(f"{file} cannot be read: {error}; is it complete, and UTF-8 text or parquet?") from error
 
 
@@ -130,7 +131,8 @@ def _read_file(file: Path) -> Iterator[Any]:
                 yield from _read_json(text.read())
             elif kind in (".csv", ".tsv"):
                 csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-                yield from csv.DictReader(text, delimiter="\t" if kind == ".tsv" else ",")
+                rows = csv.DictReader(text, delimiter="\t" if kind == ".tsv" else ",")
+                yield from (None if None in row else row for row in rows)  # more cells than columns: a comma unquoted
             else:
                 yield from (_parse_line(line) for line in text if line.strip())
     else:

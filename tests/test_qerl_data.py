@@ -3,6 +3,7 @@
 import gzip
 import json
 import logging
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,8 @@ UNUSABLE = [
     ({"question": "q10", "answer": "2", "conflict": True}, "question with two answers"),
     ({"question": "q11", "answer": "2", "eval_exact": ["amc23"]}, "question of an evaluation set"),
     ({"question": "q12", "answer": "2", "eval_near": ["gsm8k"]}, "question of an evaluation set"),
+    ({"question": "q13", "answer": "2", "eval_near": "gsm8k"}, "question of an evaluation set"),
+    ({"question": "q14", "answer": "2", "eval_near": 1}, "question of an evaluation set"),
     ("no object", "no readable row"),
 ]
 
@@ -110,6 +113,21 @@ def test_a_broken_line_is_named_and_the_others_are_used(tmp_path):
     examples, report = load_examples("gsm8k", str(path))
     assert [e.answer for e in examples] == ["1", "3"]
     assert report.named == ("row 2: no readable row",)
+
+
+def test_a_csv_row_of_too_many_cells_is_a_broken_one(tmp_path):
+    """Its comma is in the question, and what follows it is no answer."""
+    path = tmp_path / "a.csv"
+    path.write_text('question,answer\nWhat is 1, or so?,1\n"What is 2, or so?",2\nWhat is 3, 3,or so?,3\n')
+    examples, report = load_examples("gsm8k", str(path))
+    assert [(e.question, e.answer, e.extra) for e in examples] == [("What is 2, or so?", "2", {})]
+    assert report.named == ("row 1: no readable row", "row 3: no readable row")
+
+
+def test_decimal_numbers_of_parquet_are_answers(tmp_path):
+    rows = [{"question": "a", "answer": Decimal("1.50")}, {"question": "b", "answer": Decimal("2.00")}]
+    write_parquet(tmp_path / "a.parquet", rows)
+    assert [e.answer for e in load_examples("gsm8k", str(tmp_path / "a.parquet"))[0]] == ["1.50", "2.00"]
 
 
 def test_two_answers_to_one_question_drop_both(tmp_path):
@@ -298,12 +316,16 @@ def test_a_folder_without_the_split_lists_its_files(tmp_path):
 
 def test_files_that_cannot_be_read_say_so(tmp_path):
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"question": "a", "answer": "1"}\n' * 1000)[:-30])
+    whole = gzip.compress(b'{"question": "a", "answer": "1"}\n')
+    (tmp_path / "torn.jsonl.gz").write_bytes(whole[:12] + b"\xff" + whole[13:])
     (tmp_path / "latin.jsonl").write_bytes('{"question": "é", "answer": "1"}\n'.encode("latin-1"))
     (tmp_path / "no.parquet").write_bytes(b"PAR1 this is none")
     (tmp_path / "empty.jsonl").write_bytes(b"")
     (tmp_path / "a.xlsx").write_bytes(b"PK")
     for name, message in {
         "cut.jsonl.gz": "cannot be read",
+        "torn.jsonl.gz": "cannot be read",
+        "/dev/null": "ending ''",
         "latin.jsonl": "UTF-8",
         "no.parquet": "no parquet file",
         "empty.jsonl": "holds no rows",
