@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import re
 import uuid
 from pathlib import Path
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS)
 
 
 def fsync(path: Path) -> None:
@@ -19,10 +23,22 @@ def fsync(path: Path) -> None:
 def replace_text(path: Path, text: str) -> None:
     """Replace a file by `text`: whoever reads it, at any time, finds the old content or the new one, whole."""
     temporary = path.with_suffix(".partial")
-    temporary.write_text(text, encoding="utf-8")
-    fsync(temporary)
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        fsync(temporary)
+        temporary.replace(path)
+    except OSError:
+        temporary.unlink(missing_ok=True)
+        raise
     fsync(path.parent)
+
+
+def refusal_of(error: Exception) -> str | None:
+    """What the disk said, if `error` says that it takes no more; safetensors has that in its text alone."""
+    if isinstance(error, OSError) and error.errno in NO_ROOM:
+        return os.strerror(error.errno)
+    said = re.search(r"\(os error (\d+)\)", str(error))
+    return os.strerror(int(said[1])) if said and int(said[1]) in NO_ROOM else None
 
 
 def write_shared(path: Path, data: bytes) -> None:

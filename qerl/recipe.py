@@ -20,6 +20,7 @@ from qerl.config import RunConfig
 from qerl.config_draft import Draft
 from qerl.config_errors import shown, to_config_error
 from qerl.config_keys import nearest
+from qerl.disk import replace_text
 from qerl.errors import ConfigError
 
 FLAGS = {  # argument of load_recipe -> the key that it sets, above the recipe and above --set, and the option's name
@@ -59,10 +60,7 @@ def _with_flags(draft: Draft, flags: Mapping[str, object]) -> Draft:
 
 def save_config(config: RunConfig, path: str | os.PathLike) -> None:
     """Write every key, so that `load_config(path) == config`; the file appears whole or not at all."""
-    path = Path(path)
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(yaml_text.dump(config.model_dump()), encoding="utf-8")
-    partial.replace(path)
+    replace_text(Path(path), yaml_text.dump(config.model_dump()))
 
 
 def recipe_names() -> list[str]:

@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 import typer
 from typer.exceptions import TyperException
 
+from qerl.disk import refusal_of
 from qerl.errors import QerlError
 
 NOISY_LOGGERS = ("httpx", "transformers", "trl", "accelerate", "compressed_tensors", "datasets", "urllib3")
@@ -34,6 +35,13 @@ def run_command(command: Callable[..., object], arguments: list[str] | None = No
         _refuse_usage(error, sys.argv[1:] if arguments is None else arguments)
     except typer.Abort:
         sys.exit(1)
+    except Exception as error:
+        if (said := refusal_of(error)) is None:
+            raise
+        _refuse(
+            f"the disk takes no more ({said}): free some space, or write to another disk with --out, then run the same "
+            "command again; a run that has begun continues with `qerl train --resume`"
+        )
     except KeyboardInterrupt:
         code = 130
     if code == 130:  # also what typer makes of an interrupt

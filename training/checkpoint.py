@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import re
 import shutil
 from pathlib import Path
@@ -20,9 +21,9 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
-from qerl.adapter import load_tensors_, read_adapter, save_adapter
+from qerl.adapter import adapter_scaling, load_tensors_, read_adapter, save_adapter
 from qerl.disk import fsync
-from qerl.errors import CheckpointError
+from qerl.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -142,9 +143,14 @@ def checkpoint_step(path: Path) -> int:
 
 
 def load_adapter_(policy: PeftModel, path: Path) -> None:
-    """Copy a checkpoint's adapter into the policy."""
-    tensors, _ = read_adapter(path)
+    """Copy a checkpoint's adapter into the policy. Raises ConfigError if it was trained with another alpha / rank."""
+    tensors, scaling = read_adapter(path)
     load_tensors_(policy, tensors)
+    if not math.isclose(scaling, own := adapter_scaling(policy)):
+        raise ConfigError(
+            f"{path} was trained with alpha / rank {scaling:g} and would act with {own:g}: write the adapter.alpha "
+            "that was there in the run's config.yaml, or start a new run with this one as --model"
+        )
 
 
 def _seal(folder: Path) -> None:

@@ -20,7 +20,7 @@ from qerl.disk import replace_text
 from qerl.errors import ConfigError
 from qerl.recipe import load_config, save_config
 from training.checkpoint import checkpoint_step, checkpoints
-from training.run_dir import make_aside
+from training.run_dir import make_aside, read_about
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
@@ -61,8 +61,7 @@ def newest_step(run_dir: Path) -> int:
 
 def prolong_(run_dir: Path, config: RunConfig, done: int) -> None:
     """Make `config.run.steps` the run's last step. Whoever calls holds the run directory."""
-    before, path = load_config(run_dir / "config.yaml").run.steps, run_dir / "run.json"
-    about = json.loads(path.read_text(encoding="utf-8"))
+    before, about = load_config(run_dir / "config.yaml").run.steps, read_about(run_dir)
     changes = about.get("totals", [])
     changed = before != config.run.steps
     if not changed and all(change["after"] <= done for change in changes):
@@ -72,7 +71,7 @@ def prolong_(run_dir: Path, config: RunConfig, done: int) -> None:
         (run_dir / "adapter").rename(aside / "adapter")
         logger.info("the result of %d steps is in %s now", done, aside)
     about["totals"] = _changes(changes, done, before, config.run.steps)
-    replace_text(path, json.dumps(about, indent=1))
+    replace_text(run_dir / "run.json", json.dumps(about, indent=1))
     if changed:
         save_config(config, run_dir / "config.yaml")
         _say_change(config, done, before)

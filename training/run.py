@@ -26,6 +26,7 @@ from transformers import PrinterCallback, TrainerCallback
 from qerl.adapter import name_base_
 from qerl.checkpoint import ModelRef, describe, resolve_base_of_run, resolve_model
 from qerl.config import RunConfig
+from qerl.disk import replace_text
 from qerl.engine import Engine, choose_engine, open_engine
 from qerl.memory_plan import MicroBatchPlan
 from qerl.model import load_tokenizer, local_folder
@@ -42,7 +43,7 @@ from training.prompts import load_prompts
 from training.resume import check_run, rewind_
 from training.rewards import build_rewards
 from training.rollout import Rollout
-from training.run_dir import new_run_dir
+from training.run_dir import make_aside, new_run_dir
 from training.run_lock import only_writer, written
 from training.run_log import RunLog, read_metrics
 from training.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
@@ -166,7 +167,7 @@ def _open_run_dir(run_dir: Path, config: RunConfig, name: str, base: ModelRef, p
     if not (run_dir / "run.json").exists():
         about = {"recipe": name, "base": base.base, "command": sys.argv, "versions": versions()}
         about["micro_batches"] = as_record(plan)
-        (run_dir / "run.json").write_text(json.dumps(about, indent=1), encoding="utf-8")
+        replace_text(run_dir / "run.json", json.dumps(about, indent=1))
     logger.info("writing to %s", run_dir)
 
 
@@ -175,12 +176,14 @@ def _finish(run_dir: Path, steps: int, of: int) -> TrainResult:
     if steps < of:
         logger.warning("stopped after step %d; continue with `qerl train --resume %s`", steps, run_dir)
         return TrainResult(run_dir, None, steps)
-    final = run_dir / "adapter"
-    if not final.is_dir():
+    final, files = run_dir / "adapter", ("adapter_config.json", "adapter_model.safetensors")
+    if not all((final / name).is_file() for name in files):
         partial = run_dir / ".adapter.partial"
         partial.mkdir(exist_ok=True)
-        for name in ("adapter_config.json", "adapter_model.safetensors"):
+        for name in files:
             shutil.copy(checkpoint_path(run_dir, steps) / name, partial / name)
+        if final.exists():
+            final.rename(make_aside(run_dir) / final.name)
         partial.rename(final)
     rows = read_metrics(run_dir)
     rewards = [row["reward"] for row in rows if row.get("reward") is not None]

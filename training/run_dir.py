@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import time
 from pathlib import Path
+from typing import Any
 
 from qerl.errors import ConfigError
+from qerl.nearby import expanded
+
+LOCK = ".lock"  # all that is left where the disk had no room for a run's first file
 
 
 def new_run_dir(out: str | None, name: str) -> Path:
     """The directory of a new run: `out`, else `runs/<name>-<time>`. Raises ConfigError if it cannot be made there."""
-    run_dir = Path(out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    run_dir = expanded(out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if not str(run_dir).isprintable():
         raise ConfigError(f"--out {str(run_dir)!r} holds characters that cannot be printed: write another")
     try:
-        taken = run_dir.exists() and (not run_dir.is_dir() or any(run_dir.iterdir()))
+        taken = run_dir.exists() and (not run_dir.is_dir() or any(path.name != LOCK for path in run_dir.iterdir()))
         above = next(parent for parent in run_dir.absolute().parents if parent.exists())
     except OSError as error:
         raise ConfigError(f"--out {run_dir} cannot be a run directory ({error.strerror}): give another") from error
@@ -28,6 +33,22 @@ def new_run_dir(out: str | None, name: str) -> Path:
         what = "may not be written" if above.is_dir() else "is a file"
         raise ConfigError(f"--out {run_dir} cannot be made: {above} {what}; give another --out")
     return run_dir
+
+
+def read_about(run_dir: Path) -> dict[str, Any]:
+    """What run.json says; {} without one. Raises ConfigError for a damaged one."""
+    path = run_dir / "run.json"
+    try:
+        about = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    except ValueError as error:
+        raise _damaged(path, run_dir) from error
+    if not isinstance(about, dict):
+        raise _damaged(path, run_dir)
+    return about
+
+
+def _damaged(path: Path, run_dir: Path) -> ConfigError:
+    return ConfigError(f"{path} is damaged: delete it, and `qerl train --resume {run_dir}` writes another")
 
 
 def make_aside(run_dir: Path) -> Path:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from qerl.errors import ConfigError
 from training.checkpoint import checkpoints
-
-LOCK = ".lock"
+from training.run_dir import LOCK
 
 
 def written(run_dir: Path) -> list[str]:

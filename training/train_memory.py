@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -17,6 +16,7 @@ from qerl.memory_plan import GIB, Footprint, MicroBatchPlan, Shapes, Wishes, pla
 from qerl.own_memory import own_bytes
 from training.packed_attention import hidden_states, packed_attention_of
 from training.packing import pack
+from training.run_dir import read_about
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -61,8 +61,7 @@ def plan_run(config: RunConfig, policy: PeftModel, engine: Engine) -> MicroBatch
 
 def recorded_plan(run_dir: Path, config: RunConfig) -> MicroBatchPlan | None:
     """The plan that run.json holds; None if there is none, or the recipe now fixes other tokens."""
-    path = run_dir / "run.json"
-    about = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    about = read_about(run_dir)
     if "micro_batches" not in about:
         return None
     record = about["micro_batches"]

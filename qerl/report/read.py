@@ -83,9 +83,12 @@ def read_evaluation(folder: Path) -> Evaluation:
 def read_json(path: Path) -> dict[str, Any]:
     """Raises DataError if it cannot be read."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}): give the folder of a finished `qerl eval`") from error
+        raise DataError(f"{path} cannot be read ({error}): give what qerl wrote") from error
+    if not isinstance(value, dict):
+        raise DataError(f"{path} holds a JSON {type(value).__name__}, not an object: give what qerl wrote")
+    return value
 
 
 def read_jsonl(path: Path) -> list[Row]:
