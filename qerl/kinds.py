@@ -10,6 +10,7 @@ from qerl.shards import read_json
 
 ModelKind = Literal["base16", "nvfp4", "adapter", "run"]
 NVFP4_FORMAT = "nvfp4-pack-quantized"
+NVFP4_WEIGHTS = {"num_bits": 4, "type": "float", "group_size": 16}
 
 
 def kind_of(folder: Path) -> ModelKind:
@@ -35,16 +36,28 @@ def _base_kind(folder: Path, config: dict) -> ModelKind:
     quantization = config.get("quantization_config")
     if quantization is None:
         return "base16"
+    groups = quantization.get("config_groups", {}) if isinstance(quantization, dict) else None
+    if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+        raise CheckpointError(
+            f"{folder / 'config.json'} has a quantization_config that cannot be read: copy or download the file again"
+        )
     method, layout = quantization.get("quant_method"), quantization.get("format")
     if method != "compressed-tensors" or layout != NVFP4_FORMAT:
         raise CheckpointError(
             f"{folder} is already quantized as {method}{f' ({layout})' if layout else ''}, and qerl reads 16-bit "
             f"models and {NVFP4_FORMAT}: give the model that it was made from"
         )
-    groups = quantization.get("config_groups", {}).values()
-    if any(group.get("input_activations") for group in groups):
+    if any(group.get("input_activations") for group in groups.values()):
         raise CheckpointError(
             f"{folder} quantizes activations too (NVFP4 W4A4), and qerl trains on 16-bit activations: run "
             "`qerl quantize` on the model that it was made from"
         )
+    for group in groups.values():
+        weights = group.get("weights") or {}
+        other = {key: weights[key] for key, own in NVFP4_WEIGHTS.items() if weights.get(key, own) != own}
+        if other:
+            raise CheckpointError(
+                f"{folder / 'config.json'} calls its weights {NVFP4_FORMAT} with {other}, and NVFP4 is "
+                f"{NVFP4_WEIGHTS}: copy or download it again, or run `qerl quantize` on the model that it was made from"
+            )
     return "nvfp4"

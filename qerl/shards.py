@@ -88,8 +88,8 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index} has no weight_map: copy or download the file again")
+        if not isinstance(weight_map, dict) or not weight_map or not {str} >= set(map(type, weight_map.values())):
+            raise CheckpointError(f"{index} has no weight_map to file names: copy or download the file again")
         names = sorted(set(weight_map.values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:

@@ -245,6 +245,14 @@ def test_paths_that_are_no_model(tmp_path, ref, message):
             {**NVFP4, "config_groups": {"g": {"input_activations": {"num_bits": 4}}}},
             "quantizes activations too .NVFP4 W4A4.",
         ),
+        ({**NVFP4, "config_groups": {"g": {"weights": {"num_bits": 4, "group_size": 32}}}}, "with {'group_size': 32}"),
+        (
+            {**NVFP4, "config_groups": {"g": {"weights": {"num_bits": 8, "type": "int"}}}},
+            "'num_bits': 8, 'type': 'int'",
+        ),
+        ({**NVFP4, "config_groups": None}, "quantization_config that cannot be read"),
+        ({**NVFP4, "config_groups": [1]}, "quantization_config that cannot be read"),
+        ("nvfp4", "quantization_config that cannot be read"),
     ],
 )
 def test_other_quantizations_are_named(quantization, message):

@@ -97,6 +97,14 @@ def test_a_missing_shard_is_named(tmp_path):
         read_tensors(tmp_path)
 
 
+@pytest.mark.parametrize("weight_map", [{}, ["model.safetensors"], {"model.norm.weight": 1}])
+def test_an_index_without_file_names_is_refused(tmp_path, weight_map):
+    sharded(tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(CheckpointError, match="has no weight_map to file names"):
+        read_tensors(tmp_path)
+
+
 def test_an_index_that_does_not_fit_its_shards_is_refused(tmp_path):
     _, weight_map = sharded(tmp_path)
     weight_map["model.layers.7.mlp.up_proj.weight"] = "model-00001-of-00002.safetensors"
