@@ -7,7 +7,7 @@ not know which engine or kernel ran.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -140,6 +140,16 @@ def check_context(prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int
                 f"a prompt of {len(prompt)} tokens and {new} new ones exceed the engine's context of {context}: lower "
                 "rollout.max_new_tokens or data.max_prompt_tokens"
             )
+
+
+def check_tokens(prompts: Iterable[Sequence[int]], vocabulary: int) -> None:
+    """Raise EngineError if the tokenizer has tokens, and a prompt one of them, that the model's embeddings have not."""
+    largest = max((max(prompt) for prompt in prompts if prompt), default=0)
+    if largest >= vocabulary:
+        raise EngineError(
+            f"a prompt has token {largest} and the model only those up to {vocabulary - 1}: its tokenizer or chat "
+            "template is of another model; copy them from the checkpoint that the weights are from"
+        )
 
 
 EngineName = Literal["auto", "transformers", "vllm"]

@@ -7,7 +7,6 @@ sampling, from the scores that the token was drawn from.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -26,7 +25,7 @@ from transformers.generation import (
 )
 
 from qerl.adapter import adapter_tensors, attach_saved_, load_tensors_, set_scaling_
-from qerl.engine import Completion, Finished, SamplingParams, check_context, each_sampling
+from qerl.engine import Completion, Finished, SamplingParams, check_context, check_tokens, each_sampling
 from qerl.errors import EngineError
 from qerl.model import end_token_ids, load_model, load_tokenizer, local_folder
 from qerl.norms import block_norms, set_norm_noise_
@@ -84,6 +83,7 @@ class TransformersEngine:
         each = each_sampling(sampling, len(prompts))
         context = model.config.get_text_config().max_position_embeddings
         check_context(prompts, [one.max_new_tokens for one in each], context)
+        check_tokens(prompts, model.get_input_embeddings().weight.shape[0])
         completions: dict[int, Completion] = {}
         with _sampling_mode(model), _forked_rng(model.device, seed):
             for rows in _batches(each, self._batch_size or max(1, len(prompts))):
@@ -217,6 +217,10 @@ class _LogprobRecorder(LogitsProcessor):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         if input_ids.shape[1] > self._prompt_width:
             self._take(input_ids[:, -1])
+        if not scores.amax(-1).isfinite().all():
+            raise EngineError(
+                "the model gave a token a logit that is not finite: its weights, the adapter or the noise hold inf or nan"
+            )
         self._scores = torch.log_softmax(scores.float(), dim=-1)
         return scores
 
@@ -257,16 +261,8 @@ def _cut(tokens: list[int], logprobs: list[float], stop: set[int]) -> Completion
     """Drop the padding after the first stop token; without one the completion was truncated."""
     for index, token in enumerate(tokens):
         if token in stop:
-            return _completion(tokens[: index + 1], logprobs[: index + 1], "stop")
-    return _completion(tokens, logprobs, "length")
-
-
-def _completion(tokens: list[int], logprobs: list[float], finish_reason: str) -> Completion:
-    if not all(map(math.isfinite, logprobs)):
-        raise EngineError(
-            "the model gave a token a logprob that is not finite: its weights or the noise hold inf or nan"
-        )
-    return Completion(tokens, logprobs, finish_reason)
+            return Completion(tokens[: index + 1], logprobs[: index + 1], "stop")
+    return Completion(tokens, logprobs, "length")
 
 
 def _pad_left(rows: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl import vllm_plugin
-from qerl.engine import Completion, Finished, SamplingParams, check_context, each_sampling
+from qerl.engine import Completion, Finished, SamplingParams, check_context, check_tokens, each_sampling
 from qerl.errors import EngineError
 from qerl.model import local_folder
 from qerl.own_memory import own_bytes
@@ -119,6 +119,7 @@ class VLLMEngine:
         self._asleep = self._cache_warned = False
         self._index_model()
         self.max_context, self._model_len = settings.context, settings.model_len
+        self._vocabulary = settings.config.vocab_size
         cache = self._llm.llm_engine.vllm_config.cache_config
         self.cache_tokens: int = cache.num_gpu_blocks * cache.block_size  # that the KV cache holds at once
         self._max_sequences = settings.max_sequences
@@ -143,6 +144,7 @@ class VLLMEngine:
         llm = self._open_awake()
         each = each_sampling(sampling, len(prompts))
         check_context(prompts, [one.max_new_tokens for one in each], self.max_context)
+        check_tokens(prompts, self._vocabulary)
         if not prompts:
             return []
         params = [requests.sampling_params(one, self._stop, seed, index) for index, one in enumerate(each)]

@@ -25,14 +25,14 @@ def rtn_groups(
     """The tensors to write, on the CPU, one group of `source.groups()` at a time.
 
     A group is a whole layer, so that q/k/v and gate/up reach the converter together and share their global scales.
-    Raises CheckpointError for a weight with NaN or infinity.
+    Raises CheckpointError for a tensor with NaN or infinity.
     """
     from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
 
     converter = ModelFreePtqConverter(config)
     chosen = {f"{module}.weight" for module in source.quantized}
     for names in source.groups():
-        written = {name: read(name) for name in names if name not in chosen}
+        written = {name: finite(name, read(name)) for name in names if name not in chosen}
         weights = {name: weight_for_scales(name, read(name)).to(device) for name in names if name in chosen}
         if weights:
             written |= {name: tensor.cpu().contiguous() for name, tensor in converter.process(weights).items()}
@@ -47,6 +47,12 @@ def weight_for_scales(name: str, weight: torch.Tensor) -> torch.Tensor:
     """
     import torch
 
-    if not weight.isfinite().all():
-        raise CheckpointError(f"{name} holds NaN or infinity: the checkpoint is damaged, take another copy")
+    weight = finite(name, weight)
     return weight.float() if weight.dtype == torch.float16 else weight
+
+
+def finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor. Raises CheckpointError if it holds NaN or infinity."""
+    if not all(bound.isfinite() for bound in tensor.aminmax()):  # without a copy: embeddings are large
+        raise CheckpointError(f"{name} holds NaN or infinity: the checkpoint is damaged, take another copy")
+    return tensor

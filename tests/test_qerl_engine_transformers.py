@@ -74,6 +74,21 @@ def test_greedy_does_not_depend_on_the_batch(shared, nvfp4_base):
     assert tokens(by_two.generate(PROMPTS, GREEDY)) == whole
 
 
+def test_a_token_that_the_model_has_not_is_refused(shared):
+    vocabulary = shared.policy_model().config.vocab_size
+    shared.generate([[5, vocabulary - 1]], GREEDY)
+    with pytest.raises(EngineError, match=rf"token {vocabulary} and the model only those up to {vocabulary - 1}"):
+        shared.generate([[5, 6], [5, vocabulary]], GREEDY)
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_logits_that_are_not_finite_are_one_error(engine, sampling):
+    with torch.no_grad():
+        next(iter(block_norms(engine.policy_model()).values())).weight[3] = float("nan")
+    with pytest.raises(EngineError, match="logit that is not finite"):
+        engine.generate(PROMPTS, sampling, seed=0)
+
+
 def test_each_completion_is_told_of_once_its_batch_has_ended(nvfp4_base, monkeypatch):
     """In the order in which they end: 9, 3 and 5 tokens of one batch, then 4."""
     engine = open_engine(str(nvfp4_base), "nvfp4", engine="transformers", batch_size=3)

@@ -129,7 +129,7 @@ def test_the_engine_tells_of_what_it_returns_and_scores_as_before(monkeypatch):
     engine.__dict__.update(
         _llm=llm, _asleep=False, _stop=(), _deterministic=False, _max_sequences=4, _cache_warned=False
     )
-    engine.__dict__.update(max_context=100, _model_len=101, cache_tokens=1000)
+    engine.__dict__.update(max_context=100, _model_len=101, _vocabulary=1000, cache_tokens=1000)
     engine._model = SimpleNamespace(logits_processor=SimpleNamespace(scale=1.0))
     done = engine.generate(
         [[3], [1]], SamplingParams(9), finished=lambda *one: told.append((*one, len(llm.request_states)))

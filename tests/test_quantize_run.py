@@ -235,15 +235,23 @@ def test_a_layer_of_zeros_has_no_sqnr_and_stays_zero(model, tmp_path):
     assert report.worst() is not None
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
-def test_weights_that_are_not_finite_are_named(model, tmp_path, value):
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model.layers.0.mlp.up_proj.weight", float("nan")),
+        ("model.layers.0.mlp.up_proj.weight", float("inf")),
+        ("model.layers.0.mlp.up_proj.weight", -float("inf")),
+        ("model.embed_tokens.weight", float("nan")),
+        ("model.embed_tokens.weight", -float("inf")),
+    ],
+)
+def test_weights_that_are_not_finite_are_named(model, tmp_path, name, value):
     source = shutil.copytree(model, tmp_path / "model")
-    name = "model.layers.0.mlp.up_proj.weight"
     path = next(path for path in source.glob("*.safetensors") if name in load_file(path))
     tensors = load_file(path)
     tensors[name][5, 7] = value
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"model\.layers\.0\.mlp\.up_proj\.weight holds NaN or infinity"):
+    with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinity"):
         quantize_checkpoint(str(source), tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 

@@ -5,11 +5,13 @@ What needs a card last ran on an H200 on 2026-11-22.
 
 import json
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from small_run import small_config
+from transformers import AutoTokenizer
 
 from qerl.checkpoint import ModelRef
 from qerl.engine import choose_engine
@@ -91,6 +93,18 @@ def test_more_tokens_than_positions_is_left_to_the_longest_real_prompt(seven):
     config = load_recipe("dapo_7b", ["rollout.max_new_tokens=32000"])
     assert "positions" in plan(config, read_sizes(seven.base), limits.card_of_bytes(CARD)).problems[0]
     check_memory(config, seven, CARD)
+
+
+def test_a_prompt_of_tokens_that_the_model_has_not_is_refused_before_anything_is_written(nvfp4_base, tmp_path):
+    base = shutil.copytree(nvfp4_base, tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    size = json.loads((base / "config.json").read_text())["vocab_size"]
+    tokenizer.add_tokens([f"<added {number}>" for number in range(size)])
+    tokenizer.chat_template = f"<added {size - 1}>{tokenizer.chat_template}"
+    tokenizer.save_pretrained(base)
+    with pytest.raises(EngineError, match=f"a prompt has token .* and the model only those up to {size - 1}: "):
+        start(small_config(base, tmp_path), "tiny")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_start_on_the_vllm_path_asks_before_it_opens_the_engine(nvfp4_base, tmp_path, monkeypatch):

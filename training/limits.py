@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from qerl.cards import Card
 from qerl.config_rules import vllm_only
-from qerl.engine import choose_engine
+from qerl.engine import check_tokens, choose_engine
 from qerl.errors import ConfigError, EngineError
 from qerl.model import local_folder
 from qerl.own_memory import others_bytes
@@ -28,8 +28,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_limits(config: RunConfig, folder: Path, prompts: Prompts) -> None:
-    """Raise ConfigError if a completion can outgrow the model's positions, or the rank every linear."""
+    """Raise ConfigError if a completion can outgrow the model's positions, or the rank every linear; EngineError if a
+    prompt has tokens that the model has not."""
     sizes = sizes_of(read_json(folder / "config.json"), str(folder))
+    check_tokens(prompts.ids_by_text.values(), sizes.vocabulary)
     longest, new_tokens = max(map(len, prompts.ids_by_text.values())), config.rollout.max_new_tokens
     if sizes.positions is not None and longest + new_tokens > sizes.positions:
         raise ConfigError(
