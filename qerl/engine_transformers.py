@@ -219,7 +219,7 @@ class _LogprobRecorder(LogitsProcessor):
             self._take(input_ids[:, -1])
         if not scores.amax(-1).isfinite().all():
             raise EngineError(
-                "the model gave a token a logit that is not finite: its weights, the adapter or the noise hold inf or nan"
+                "the model gave a token a logit that is not finite: weights, adapter or noise hold inf or nan"
             )
         self._scores = torch.log_softmax(scores.float(), dim=-1)
         return scores
