@@ -143,6 +143,12 @@ def loss(config: RunConfig) -> Conflicts:
             "the upper bound is the tighter one, which makes rare good tokens rarer",
             f"loss.clip_high: {this.clip_low} or more",
         )
+    if this.type == "cispo" and this.clip_high < 1:
+        yield Conflict(
+            {"loss.clip_high": this.clip_high, "loss.type": "cispo"},
+            "it is the largest ratio itself, and equal policies have a ratio of 1",
+            "loss.clip_high: 5",
+        )
     if this.delta is not None and this.type in UNCLIPPED_LOSSES:
         yield Conflict({"loss.delta": this.delta, "loss.type": this.type}, "it reads no delta", "loss.delta: null")
     elif this.delta is not None and this.delta <= 1 + this.clip_high:
@@ -168,6 +174,11 @@ def correction(config: RunConfig) -> Conflicts:
             "no ratio lies between them",
             f"a floor below {this.cap:g}, or null",
         )
+    agree = "a ratio of 1, where sampler and trainer agree, would be outside"
+    if this.cap < 1:
+        yield Conflict({"loss.correction.cap": this.cap}, agree, "loss.correction.cap: 1 or more")
+    if this.floor is not None and this.floor > 1:
+        yield Conflict({"loss.correction.floor": this.floor}, agree, "loss.correction.floor: 1 or less, or null")
     if config.loss.type == "vespo" and this.mode.startswith("sequence"):
         yield Conflict(
             {"loss.correction.mode": this.mode, "loss.type": "vespo"},

@@ -266,9 +266,20 @@ PAIRS = [
     (["loss.type=vespo", "loss.level=sequence"], "it takes the sequence's ratio by itself; write loss.level: token"),
     (["loss.type=vespo", "loss.correction.mode=sequence_mask"], "write loss.correction.mode: token_mask"),
     (
-        ["loss.type=cispo", "loss.delta=2"],
+        ["loss.type=cispo", "loss.clip_high=5", "loss.delta=2"],
         "loss.delta 2.0 with loss.type cispo: it reads no delta; write loss.delta: null",
     ),
+    (
+        ["loss.type=cispo"],
+        "loss.clip_high 0.28 with loss.type cispo: it is the largest ratio itself, and equal policies have a ratio of "
+        "1; write loss.clip_high: 5",
+    ),
+    (
+        ["loss.correction.cap=0.9"],
+        "loss.correction.cap 0.9: a ratio of 1, where sampler and trainer agree, would be outside; "
+        "write loss.correction.cap: 1 or more",
+    ),
+    (["loss.correction.floor=1.5"], "loss.correction.floor 1.5: a ratio of 1, where sampler and trainer agree, would"),
     (
         ["rewards=[{name: acuracy}]"],
         "rewards.0.name acuracy: there is no such reward; write rewards.0.name: accuracy (rewards: accuracy, format, "
@@ -367,6 +378,7 @@ def test_the_number_of_further_mistakes_is_told(tmp_path):
         (["loss.correction.mode=off", "noise.enabled=false"], lambda c: c.noise.where == "rollout"),
         (["loss.type=grpo", "loss.level=sequence"], lambda c: c.loss.level == "sequence"),
         (["loss.type=cispo", "loss.clip_high=5"], lambda c: c.loss.clip_high == 5.0),
+        (["loss.correction.floor=1.0", "loss.correction.cap=1.5"], lambda c: c.loss.correction.floor == 1.0),
         (["noise.num_stages=2", "noise.indexing=paper"], lambda c: c.noise.num_stages == 2),
         (["noise.sigma_end=0", "noise.schedule=linear"], lambda c: c.noise.sigma_end == 0),
         (["run.steps=1", "noise.enabled=false"], lambda c: c.run.steps == 1),

@@ -111,7 +111,7 @@ def assert_same(one, other, metrics=()):
 def test_any_split_is_trls_whole_batch(nvfp4_base, tmp_path, monkeypatch, loss_type, level):
     """With every term of the loss: no row may be left out but the masked one."""
     overrides = (f"loss.type={loss_type}", f"loss.level={level}", "loss.kl_coef=0.1", "loss.entropy_coef=0.05")
-    overrides += ("loss.clip_high=0.2",) if loss_type != "dapo" else ()
+    overrides += {"dapo": (), "cispo": ("loss.clip_high=1.2",)}.get(loss_type, ("loss.clip_high=0.2",))
     trainer = build_trainer(small_config(nvfp4_base, tmp_path, *overrides, "noise.enabled=false"), tmp_path)
     inputs = step_inputs(trainer)
     reference = whole_by_trl(trainer, inputs, monkeypatch)
