@@ -189,6 +189,7 @@ def test_dotted_paths(name):
         ({"name": "no_such.module:f"}, "module 'no_such.module' cannot be imported"),
         ({"name": "training.reward_functions:nothing"}, "has no function 'nothing'"),
         ({"name": "no/such/file.py:f"}, "does not exist here"),
+        ({"name": "training.reward_functions:acuracy"}, r"has no function 'acuracy'; did you mean 'accuracy'\?"),
         ({"name": "accuracy", "args": {"style": "boxed"}}, "takes no argument 'style'"),
         (
             {"name": "format", "args": {"styl": "boxed"}},
@@ -232,7 +233,8 @@ def test_an_unusable_file_is_refused_before_the_run(tmp_path):
         "def reward(": "cannot be imported: SyntaxError",
         "import sys; sys.exit(0)": "cannot be imported: SystemExit",
         "import no_such_module": "cannot be imported: ModuleNotFoundError",
-        "reward = 1": "has no function 'reward'",
+        "reward = 1": r"has no function 'reward' \(an async one cannot be used\); give one that is there",
+        "def rewards(completions): ...": r"no function 'reward'; did you mean 'rewards'\?",
         "async def reward(completions): ...": "async",
         "def reward(completions, nonsense): ...": "asks for 'nonsense', which is neither .* a column",
     }.items():
@@ -249,10 +251,16 @@ def test_what_a_reward_does_to_its_lists_is_not_seen_by_others(tmp_path):
     assert (completions, row, ids) == (["c", "b", "a"], [0, 0, 1], [[1], [2], [3]])
 
 
+def test_a_misspelt_file_is_told_its_neighbour(tmp_path):
+    write_reward(tmp_path / "mine.py", "def reward(completions): ...")
+    with pytest.raises(ConfigError, match=rf"does not exist here .*did you mean {tmp_path}/mine\.py\?"):
+        find_reward(f"{tmp_path}/mime.py:reward")
+
+
 @pytest.mark.parametrize(
     ("body", "message", "saved"),
     [
-        ("return [1 / len(c) for c in completions]", "raised ZeroDivisionError", [""]),
+        ("return [1 / len(c) for c in completions]", r"raised ZeroDivisionError: .* \(mine\.py, line 2\);", [""]),
         ("return [float('nan') if not c else 1.0 for c in completions]", "returned nan", [""]),
         ("return [None if not c else 1.0 for c in completions]", "returned None", [""]),
         ("return ['1' for c in completions]", "returned '1'", ["good"]),

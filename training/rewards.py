@@ -14,15 +14,11 @@ the run; the completion it failed on is saved as failed_reward.json in the run d
 from __future__ import annotations
 
 import difflib
-import importlib
-import importlib.util
 import inspect
 import json
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
@@ -31,6 +27,7 @@ from qerl.config_rules_rewards import OWN, is_url
 from qerl.errors import ConfigError, QerlError, RewardError
 from qerl.tasks import Example, get_task
 from training import reward_functions
+from training.own_reward import STOPS, line_that_raised, own_function
 from training.reward_server import RewardServer
 
 if TYPE_CHECKING:
@@ -48,7 +45,6 @@ REWARDS: dict[str, Reward] = {
 COLUMNS = ("completions", "completion_ids", "prompts", "question", "answer", "row", "task", "max_new_tokens", "step")
 FAILED = "failed_reward.json"
 LARGEST = 1e15  # float32 holds the squares of a group's, summed
-STOPS = (Exception, SystemExit)  # what a user's own code may raise; sys.exit() would end a run as if it had succeeded
 TRIED = 2  # rows that a reward server is asked about before training
 
 
@@ -99,43 +95,7 @@ def find_reward(name: str) -> Reward:
         near = difflib.get_close_matches(name, REWARDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"there is no reward {name!r}{hint} (rewards: {', '.join(REWARDS)}; {OWN})")
-    module = _load_file(place) if place.endswith(".py") else _load_module(place, name)
-    function = getattr(module, attribute, None)
-    if not callable(function) or inspect.iscoroutinefunction(function):
-        raise ConfigError(f"reward {name!r}: {place} has no function {attribute!r} (an async one cannot be used)")
-    return function
-
-
-def _load_file(place: str) -> Any:
-    path = Path(place).expanduser()
-    if not path.is_file():
-        raise ConfigError(
-            f"reward file {place!r} does not exist here ({Path.cwd()}): write its path from here, or whole"
-        )
-    try:
-        return _execute(path.resolve(), path.stat().st_mtime_ns)
-    except STOPS as error:  # it is the user's own code
-        raise ConfigError(f"reward file {place!r} cannot be imported: {type(error).__name__}: {error}") from error
-
-
-@cache
-def _execute(path: Path, _mtime_ns: int) -> Any:
-    """The module in a file, executed once as long as the file is the same."""
-    spec = importlib.util.spec_from_file_location(f"qerl_reward_{path.stem}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up
-    spec.loader.exec_module(module)
-    return module
-
-
-def _load_module(place: str, name: str) -> Any:
-    try:
-        return importlib.import_module(place)
-    except STOPS as error:
-        raise ConfigError(
-            f"reward {name!r}: module {place!r} cannot be imported ({type(error).__name__}: {error}); write "
-            f"package.module:function of an installed package, path/to/file.py:function, or one of {', '.join(REWARDS)}"
-        ) from error
+    return own_function(place, attribute, name, REWARDS)
 
 
 def _check_arguments(reward: RewardConfig, function: Reward) -> None:
@@ -240,7 +200,8 @@ class _GuardedReward:
             raise
         except STOPS as error:
             index = self._first_to_raise(columns, fixed)
-            self._fail(f"raised {type(error).__name__}: {error}", columns, index, fixed, error)
+            what = f"raised {type(error).__name__}: {error}{line_that_raised(error, __file__)}"
+            self._fail(what, columns, index, fixed, error)
         return self._check(returned, columns, fixed)
 
     def _columns(self, completions: list[str], row: list[int], given: Mapping[str, Any]) -> dict[str, list[Any]]:
