@@ -176,6 +176,7 @@ CASES = {
     "adapter is a model": ("eval arith --model tiny --adapter base", "base is a model", "adapter_config.json"),
     "checkpoints without a run": ("eval arith --model tiny --checkpoints all", "--checkpoints", "--run"),
     "template without a question": (f"{PLAIN} --prompt-template Hello", "'Hello' has no", "{question}"),
+    "train into another folder": (f"{TRAIN} --out data", "data already exists and is no run", "another --out"),
     "compare with a run": ("compare runs/done runs/none", "runs/done holds no evaluation", "`qerl eval` ended"),
     "resume too long a name": (f"train --resume {'x' * 300}", "there is no folder xxx", "the directory that"),
     "resume in no home": ("train --resume ~nobody-here/run", "there is no folder ~nobody", "the directory that"),
@@ -186,8 +187,8 @@ CASES = {
     "no such card": ("plan --recipe dapo_7b --gpu rtx9090", "rtx9090", "4090"),
     "no card": ("plan --recipe dapo_7b --gpu=", "--gpu '' is not known", "4090"),
     "card of no memory": ("plan --recipe dapo_7b --gpu -3", "-3 is not a size", "write GiB"),
-    "report of nothing": ("report runs/none", "runs/none/metrics.jsonl cannot be read", "give a run"),
-    "report of a model": ("report base", "base/metrics.jsonl", "give a run"),
+    "report of nothing": ("report runs/dnoe", "no folder runs/dnoe .did you mean runs/done", "the directory that"),
+    "report of a model": ("report base", "base is not a run: it has no metrics.jsonl", "the directory that"),
     "merge a model": ("merge --adapter base --to bf16", "base is a model, not an adapter", "adapter_config.json"),
     "merge to another format": ("merge --adapter runs/done --to fp8", "'fp8'", "'bf16'"),
     "merge an adapter of another base": (

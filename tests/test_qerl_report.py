@@ -136,8 +136,13 @@ def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
 
 
 def test_what_cannot_be_reported(tmp_path):
-    with pytest.raises(DataError, match=r"metrics\.jsonl cannot be read"):
+    with pytest.raises(DataError, match=r"there is no folder .*nowhere"):
         write_report([tmp_path / "nowhere"])
+    evaluation = tmp_path / "evaluation"
+    evaluation.mkdir()
+    (evaluation / "result.json").write_text("{}")
+    with pytest.raises(DataError, match=r"is an evaluation: .* with --before and --after"):
+        write_report([evaluation])
     with pytest.raises(DataError, match=r"no steps in metrics\.jsonl yet"):
         write_report([write_run(tmp_path / "new", [])])
     with pytest.raises(ConfigError, match="--before FOLDER --after FOLDER"):

@@ -26,6 +26,8 @@ def new_run_dir(out: str | None, name: str) -> Path:
     except OSError as error:
         raise ConfigError(f"--out {run_dir} cannot be a run directory ({error.strerror}): give another") from error
     if taken:
+        if not os.path.isfile(run_dir / "config.yaml"):
+            raise ConfigError(f"{run_dir} already exists and is no run: give another --out")
         raise ConfigError(
             f"{run_dir} already exists: continue it with `qerl train --resume {run_dir}`, or give another --out"
         )

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 
 from qerl.errors import DataError
+from qerl.nearby import no_folder
 
 Row = dict[str, Any]
 
@@ -55,6 +56,8 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 def read_run(folder: Path, name: str | None = None) -> Run:
     """Raises DataError for a folder without metrics, or with a file that is not what a run writes."""
+    if not (folder / "metrics.jsonl").is_file():
+        raise DataError(_no_run(folder))
     rows = read_jsonl(folder / "metrics.jsonl")
     if not rows:
         raise DataError(f"{folder} has no steps in metrics.jsonl yet: give the directory of a run that has begun")
@@ -98,6 +101,15 @@ def read_jsonl(path: Path) -> list[Row]:
         return [json.loads(line) for line in lines if line.endswith("}")]
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}): give a run directory or an evaluation's folder") from error
+
+
+def _no_run(folder: Path) -> str:
+    if _result_file(folder).is_file():
+        return f"{folder} is an evaluation: give the run, and evaluations with --before and --after"
+    if (folder / "config.yaml").is_file():
+        return f"{folder} has no steps yet: give the directory of a run that has begun"
+    what = f"{folder} is not a run: it has no metrics.jsonl" if folder.exists() else no_folder(str(folder))
+    return f"{what}; give the directory that `qerl train` printed"
 
 
 def printable(text: str) -> str:
