@@ -88,6 +88,15 @@ def test_the_plans_that_are_shown_are_what_is_planned(name, recipe, gpu, overrid
     assert [line.rstrip() for line in shown[1:] if not line.startswith("(exit code")] == planned
 
 
+@pytest.mark.parametrize("name", ["help", "recipes", "errors"])
+def test_a_recording_that_needs_no_model_is_what_is_printed_now(tmp_path, name):
+    recording = script("record_docs")
+    done = [recording.run(command, tmp_path) for command in recording.SESSIONS[name]]
+    printed = [recording.normalised(each.stdout, tmp_path) for each in done]
+    shown = (DOCS / "recordings" / f"{name}.txt").read_text(encoding="utf-8")
+    assert [text for text in printed if text not in shown] == []
+
+
 def test_each_recording_is_shown_on_a_page():
     shown = set(re.findall(r"recordings/([\w-]+)\.txt", "".join(page.read_text(encoding="utf-8") for page in PAGES)))
     assert shown == {path.stem for path in RECORDINGS}
