@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from small_run import small_config
 
+import training.run
 from qerl.errors import ConfigError, EngineError
 from qerl.recipe import save_config
 from training.run import resume, start
@@ -63,7 +64,14 @@ def test_a_directory_that_cannot_be_made_is_one_error(nvfp4_base, tmp_path, plac
         start(small_config(nvfp4_base, tmp_path, out=place), "tiny")
 
 
-def test_an_optimizer_that_this_machine_lacks_is_refused_before_anything_is_written(nvfp4_base, tmp_path, monkeypatch):
+@pytest.fixture
+def no_engine(monkeypatch):
+    monkeypatch.setattr(training.run, "open_rollout_engine", lambda *_: pytest.fail("an engine was opened"))
+
+
+def test_an_optimizer_that_this_machine_lacks_is_refused_before_an_engine_is_opened(
+    nvfp4_base, tmp_path, monkeypatch, no_engine
+):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(EngineError, match=r"optim\.name is adamw_8bit"):
         start(small_config(nvfp4_base, tmp_path, "optim.name=adamw_8bit"), "tiny")
@@ -71,8 +79,8 @@ def test_an_optimizer_that_this_machine_lacks_is_refused_before_anything_is_writ
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "trackio", "tensorboard"])
-def test_a_tracker_that_is_not_installed_is_refused_before_anything_is_written(
-    nvfp4_base, tmp_path, monkeypatch, tracker
+def test_a_tracker_that_is_not_installed_is_refused_before_an_engine_is_opened(
+    nvfp4_base, tmp_path, monkeypatch, no_engine, tracker
 ):
     find = importlib.util.find_spec
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *more: None if name == tracker else find(name, *more))

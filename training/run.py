@@ -48,7 +48,7 @@ from training.run_lock import only_writer, written
 from training.run_log import RunLog, read_metrics
 from training.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
 from training.trainer import QerlTrainer
-from training.trl_config import trl_config
+from training.trl_config import check_installed, trl_config
 from training.warm_start import check_warm_start, warm_start
 
 logger = logging.getLogger(__name__)
@@ -91,6 +91,7 @@ def resume(run_dir: Path, step: int | None = None, steps: int | None = None) -> 
 
 def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoint: Path | None) -> TrainResult:
     found, engine_name = written(run_dir), check_engine(config)
+    check_installed(config)
     if base.adapter is not None:
         check_warm_start(base.adapter, base.base, config)
     tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)

@@ -70,6 +70,12 @@ def trl_config(config: RunConfig, run_dir: Path, reward_weights: list[float]) ->
     )
 
 
+def check_installed(config: RunConfig) -> None:
+    """Raise ConfigError for a tracker, EngineError for an optimizer, that this machine lacks."""
+    _trackers(config.logging.report_to)
+    _optimizer_name(config.optim.name, torch.cuda.is_available())
+
+
 def _trackers(names: Sequence[str]) -> list[str]:
     """The trackers asked for. Raises ConfigError for one that is not installed."""
     import importlib.util
