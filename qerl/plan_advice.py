@@ -44,7 +44,7 @@ def advice(config: RunConfig, sizes: ModelSizes, card: Card) -> list[str]:
         elif (tokens := largest_completion(changed, sizes, card)) >= USEFUL:
             found.append(_options({**values, "rollout.max_new_tokens": tokens}))
     found += _smaller_base(config, card)
-    found += _larger_card(config, sizes, card)
+    found += _more_memory(config, sizes, card)
     return list(dict.fromkeys(found))
 
 
@@ -90,10 +90,16 @@ def _smaller_base(config: RunConfig, card: Card) -> list[str]:
     return []
 
 
-def _larger_card(config: RunConfig, sizes: ModelSizes, card: Card) -> list[str]:
-    """The least memory that is enough, and the known cards that have it."""
-    if config.memory.cap_gib is not None:
-        config = with_values(config, {"memory.cap_gib": None})
+def _more_memory(config: RunConfig, sizes: ModelSizes, card: Card) -> list[str]:
+    """The least cap that is enough, where the card is; else the least card, and the known ones that have as much."""
+    cap, config = config.memory.cap_gib, with_values(config, {"memory.cap_gib": None})
+    if cap is not None and not plan(config, sizes, card).problems:
+
+        def fits_under(gib: float) -> bool:
+            return not plan(with_values(config, {"memory.cap_gib": float(gib)}), sizes, card).problems
+
+        least = _least(fits_under, int(cap), int(card.memory_gib))
+        return [] if least is None else [f"--set memory.cap_gib={least}"]
 
     def fits(gib: float) -> bool:
         return not plan(config, sizes, Card("", gib, card.gb_per_s, card.tflops)).problems
@@ -102,7 +108,8 @@ def _larger_card(config: RunConfig, sizes: ModelSizes, card: Card) -> list[str]:
     if gib is None:
         return []
     names = [known.name for known in CARDS.values() if known.memory_gib >= gib]
-    return [f"{gib} GiB of GPU memory" + (f" ({', '.join(names)})" if names else "")]
+    which = (" without memory.cap_gib" if cap else "") + (f" ({', '.join(names)})" if names else "")
+    return [f"{gib} GiB of GPU memory{which}"]
 
 
 def _least(fits: Callable[[float], bool], low: int, high: int) -> int | None:

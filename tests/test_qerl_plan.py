@@ -329,6 +329,16 @@ def test_a_cap_or_a_fixed_size_is_advised_away():
     assert "--set run.micro_batch_tokens=null --set memory.cap_gib=null" in advice(config, sizes, card_of("24"))
 
 
+def test_a_cap_on_a_card_that_is_large_enough_is_advised_higher_not_another_card():
+    config, card = load_recipe("dapo_7b", ["memory.cap_gib=10"]), card_of("24")
+    sizes = read_sizes(config.model.base)
+    found = advice(config, sizes, card)
+    assert not any("of GPU memory" in line for line in found)
+    (cap,) = [int(line.rpartition("=")[2]) for line in found if re.fullmatch(r"--set memory\.cap_gib=\d+", line)]
+    planned = [plan(with_values(config, {"memory.cap_gib": float(gib)}), sizes, card) for gib in (cap - 1, cap)]
+    assert [bool(each.problems) for each in planned] == [True, False]
+
+
 def test_more_tokens_than_the_model_has_positions_for():
     config = load_recipe("dapo_7b", ["rollout.max_new_tokens=32768"])
     (problem,) = plan(config, read_sizes(config.model.base), CARDS["h200"]).problems
