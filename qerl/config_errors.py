@@ -109,6 +109,9 @@ def _remedy(detail: Mapping, field: FieldInfo | None) -> str:
         return f"; write {number}" + (" without quotes" if isinstance(value, str) and "_" not in value else "")
     if kind == "string_type" and isinstance(value, int | float):
         return f"; write '{str(value).lower()}' in quotes if that text is meant"
+    if kind == "string_type" and isinstance(value, dict | list):
+        again = f"--set '{'.'.join(map(str, detail['loc']))}=\"...\"'"
+        return f"; write text with a colon, brace or bracket in quotes (after --set in a second pair: {again})"
     if kind == "tuple_type" and isinstance(value, str):
         return f"; write [{value if section_at(detail['loc']) is None else _named(value)}]"
     if kind == "model_type" and isinstance(value, str) and isinstance(detail["loc"][-1], int):

@@ -279,6 +279,11 @@ PAIRS = [
         "loss.correction.cap 0.9: a ratio of 1, where sampler and trainer agree, would be outside; "
         "write loss.correction.cap: 1 or more",
     ),
+    (
+        ["data.prompt_template=Q: {question}"],
+        "got the mapping {'Q': {'question': None}}, expected text; write text with a colon, brace or bracket in quotes "
+        "(after --set in a second pair: --set 'data.prompt_template=\"...\"')",
+    ),
     (["loss.correction.floor=1.5"], "loss.correction.floor 1.5: a ratio of 1, where sampler and trainer agree, would"),
     (
         ["rewards=[{name: acuracy}]"],
