@@ -11,6 +11,7 @@ every engine and every file can be matched against the base:
 from __future__ import annotations
 
 import json
+import math
 import types
 from collections.abc import Mapping
 from pathlib import Path
@@ -109,8 +110,22 @@ def read_adapter(folder: str | Path) -> tuple[dict[str, torch.Tensor], float]:
     tensors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in saved.items()}
     if not any(name.endswith(".lora_A.weight") for name in tensors):
         raise CheckpointError(f"{weights} holds no LoRA tensors")
+    _check_factors(weights, tensors, config["r"])
     root = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]
     return tensors, config["lora_alpha"] / root
+
+
+def _check_factors(weights: Path, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
+    """A is (rank, in) and B (out, rank), of floats: with another rank than the config's the scaling would be wrong."""
+    for name, tensor in tensors.items():
+        axis = {"lora_A": 0, "lora_B": 1}.get(name.removesuffix(".weight").rpartition(".")[2])
+        if axis is None:
+            continue
+        if tensor.ndim != 2 or tensor.shape[axis] != rank or not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{weights} has {name} as {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}, and "
+                f"adapter_config.json rank {rank}: only plain LoRA, of one rank, is supported; save the adapter again"
+            )
 
 
 def name_base_(model: PeftModel, base: str) -> None:
@@ -176,15 +191,19 @@ def _adapter_config(folder: Path) -> dict:
         config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} has no readable adapter_config.json: it is not an adapter folder") from error
-    if not isinstance(config, dict) or not {"peft_type", "r", "lora_alpha"} <= config.keys():
-        raise CheckpointError(
-            f"{folder}/adapter_config.json names no peft_type, r and lora_alpha: save the adapter again"
-        )
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder}/adapter_config.json holds no object: save the adapter again")
     unsupported = [key for key in OTHER_ADAPTERS if config.get(key)]
-    if config["peft_type"] != "LORA" or unsupported:
+    if config.get("peft_type") != "LORA" or unsupported:
         what = f" with {', '.join(unsupported)}" if unsupported else ""
         raise CheckpointError(
-            f"{folder} is a {config['peft_type']} adapter{what}: only plain LoRA, of one rank, is supported"
+            f"{folder} is a {config.get('peft_type')} adapter{what}: only plain LoRA, of one rank, is supported"
+        )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise CheckpointError(
+            f"{folder}/adapter_config.json has r {rank!r} and lora_alpha {alpha!r}, which are no rank and no number: "
+            "save the adapter again"
         )
     if (begun := config.get("init_lora_weights", True)) not in PLAIN_STARTS:
         raise CheckpointError(

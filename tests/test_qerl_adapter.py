@@ -7,7 +7,7 @@ import shutil
 import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qerl.adapter import (
@@ -144,7 +144,11 @@ def test_unknown_target_names_those_there_are(base):
         ({"layer_replication": [[0, 2], [1, 2]]}, "layer_replication"),
         ({"init_lora_weights": "pissa_niter_4"}, "'pissa_niter_4'.*path_initial_model_for_weight_conversion"),
         ({"init_lora_weights": "olora"}, "'olora'"),
-        ({"lora_alpha": None}, "names no peft_type, r and lora_alpha"),
+        ({"lora_alpha": None}, "r 4 and lora_alpha None"),
+        ({"lora_alpha": "8"}, "r 4 and lora_alpha '8'"),
+        ({"r": 0}, "r 0 and lora_alpha 8"),
+        ({"r": -4, "use_rslora": True}, "r -4 and"),
+        ({"r": 8}, r"lora_A\.weight as float32 \(4, \d+\), and adapter_config\.json rank 8"),
     ],
 )
 def test_adapters_that_are_not_plain_lora_are_refused(policy, tmp_path, change, message):
@@ -153,6 +157,27 @@ def test_adapters_that_are_not_plain_lora_are_refused(policy, tmp_path, change, 
     config = json.loads(path.read_text()) | change
     path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
     with pytest.raises(CheckpointError, match=message):
+        read_adapter(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("part", "change"),
+    [
+        ("lora_A", lambda tensor: tensor[:2].contiguous()),
+        ("lora_B", lambda tensor: tensor[:, :2].contiguous()),
+        ("lora_A", lambda tensor: tensor[0].contiguous()),
+        ("lora_B", lambda tensor: tensor.to(torch.int8)),
+    ],
+    ids=["rank of A", "rank of B", "one axis", "integers"],
+)
+def test_factors_that_are_not_of_the_configs_rank_are_refused(policy, tmp_path, part, change):
+    """B A times alpha / rank would be of another size than what was trained."""
+    save_adapter(policy, tmp_path, "base")
+    path = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = next(name for name in tensors if part in name)
+    save_file({**tensors, name: change(tensors[name])}, path)
+    with pytest.raises(CheckpointError, match=f"{part}.weight as .* rank 4: only plain LoRA, of one rank"):
         read_adapter(tmp_path)
 
 

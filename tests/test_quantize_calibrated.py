@@ -170,7 +170,7 @@ def test_a_model_that_transformers_cannot_load_is_one_clear_error(tmp_path):
     source = make_checkpoint(tmp_path / "model", "llama", layers=1)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of"}))
-    with pytest.raises(CheckpointError, match="cannot be loaded by transformers"):
+    with pytest.raises(CheckpointError, match=r"cannot be loaded: .*unheard_of"):
         quantize_checkpoint(
             str(source), tmp_path / "out", "gptq", calibration=write_rows(tmp_path / "r.jsonl"), sequence_length=32
         )
