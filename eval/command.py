@@ -217,7 +217,10 @@ def parse_columns(text: str | None) -> dict[str, str] | None:
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(name.strip() and column.strip() for name, _, column in pairs):
         raise ConfigError(f"--columns {text!r} is not of the form name=column: write question=problem,answer=solution")
-    return {name.strip(): column.strip() for name, _, column in pairs}
+    columns = {name.strip(): column.strip() for name, _, column in pairs}
+    if len(columns) < len(pairs):
+        raise ConfigError(f"--columns {text!r} maps one name to two columns: write question=problem,answer=solution")
+    return columns
 
 
 def parse_pass_k(text: str | None) -> tuple[int, ...]:

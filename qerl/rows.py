@@ -13,6 +13,7 @@ import os
 import re
 import sys
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -132,6 +133,8 @@ def _read_file(file: Path) -> Iterator[Any]:
             elif kind in (".csv", ".tsv"):
                 csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
                 rows = csv.DictReader(text, delimiter="\t" if kind == ".tsv" else ",")
+                if twice := [name for name, count in Counter(rows.fieldnames or ()).items() if count > 1]:
+                    raise DataError(f"{file} has two columns {twice[0]!r}, of which one would be lost: rename one")
                 yield from (None if None in row else row for row in rows)  # more cells than columns: a comma unquoted
             else:
                 yield from (_parse_line(line) for line in text if line.strip())

@@ -103,6 +103,9 @@ class ModelSizes:
         return 2 * self.layers * numbers
 
 
+REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+
+
 def read_sizes(base: str) -> ModelSizes:
     """Sizes of a model folder, or of a known model by its hub id; of a run or an adapter, those of its base.
 
@@ -123,14 +126,19 @@ def read_sizes(base: str) -> ModelSizes:
 
 
 def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:
-    """From the keys of config.json. Raises CheckpointError if one is missing."""
-    try:
-        hidden, width, heads = config["hidden_size"], config["intermediate_size"], config["num_attention_heads"]
-        head_dim = config.get("head_dim") or hidden // heads
-        kv_heads = config.get("num_key_value_heads") or heads
-        layers, vocabulary = config["num_hidden_layers"], config["vocab_size"]
-    except KeyError as error:
-        raise CheckpointError(f"{name}: config.json has no {error}: only dense decoder models are supported") from error
+    """From the keys of config.json. Raises CheckpointError if one is missing, or no whole number above 0."""
+    optional = ("head_dim", "num_key_value_heads")
+    for key in (*REQUIRED, *(key for key in optional if config.get(key) is not None)):
+        if key not in config:
+            raise CheckpointError(f"{name}: config.json has no {key!r}: only dense decoder models are supported")
+        if type(config[key]) is not int or config[key] < 1:
+            raise CheckpointError(
+                f"{name}: config.json has {key} {config[key]!r}, which is no whole number above 0: copy the "
+                "file from the original model"
+            )
+    hidden, width, heads, layers, vocabulary = (config[key] for key in REQUIRED)
+    head_dim = config.get("head_dim") or hidden // heads
+    kv_heads = config.get("num_key_value_heads") or heads
     queries, keys = heads * head_dim, kv_heads * head_dim
     return ModelSizes(
         layers=layers,

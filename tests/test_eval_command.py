@@ -113,6 +113,8 @@ def test_lists_are_read():
     assert parse_columns("question=problem, answer=sol") == {"question": "problem", "answer": "sol"}
     with pytest.raises(ConfigError, match="form name=column"):
         parse_columns("question=")
+    with pytest.raises(ConfigError, match="one name to two columns"):
+        parse_columns("question=problem,question=solution")
 
 
 def test_settings_refuse_what_the_command_line_cannot_say():

@@ -322,6 +322,7 @@ def test_files_that_cannot_be_read_say_so(tmp_path):
     (tmp_path / "no.parquet").write_bytes(b"PAR1 this is none")
     (tmp_path / "empty.jsonl").write_bytes(b"")
     (tmp_path / "a.xlsx").write_bytes(b"PK")
+    (tmp_path / "twice.csv").write_text("question,answer,answer\na,1,2\n")
     for name, message in {
         "cut.jsonl.gz": "cannot be read",
         "torn.jsonl.gz": "cannot be read",
@@ -330,6 +331,7 @@ def test_files_that_cannot_be_read_say_so(tmp_path):
         "no.parquet": "no parquet file",
         "empty.jsonl": "holds no rows",
         "a.xlsx": "ending '.xlsx'",
+        "twice.csv": "two columns 'answer'.*rename one",
         "missing.jsonl": "no file or folder",
     }.items():
         with pytest.raises(DataError, match=message):

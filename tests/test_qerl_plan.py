@@ -358,6 +358,12 @@ def test_wrong_cards(text, words):
         card_of(text)
 
 
+@pytest.mark.parametrize(("key", "value"), [("hidden_size", "big"), ("num_attention_heads", 0), ("head_dim", -1)])
+def test_sizes_that_are_no_sizes_are_refused(key, value):
+    with pytest.raises(CheckpointError, match=f"config.json has {key} {value!r}, which is no whole number above 0"):
+        sizes_of({**KNOWN["qwen2.5-7b"], key: value}, "x")
+
+
 def test_a_model_of_unknown_size_asks_for_its_folder():
     with pytest.raises(CheckpointError, match=r"give a folder with its config\.json"):
         read_sizes("someone/mystery-model")
