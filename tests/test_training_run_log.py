@@ -19,6 +19,7 @@ def test_names_are_ours():
             "frac_reward_zero_std": 0.25,
             "completions/clipped_ratio": 0.125,
             "clip_ratio/low_min": 0.0,
+            "cispo_clip_ratio": 0.5,
             "epoch": 0.1,
             "entropy": math.nan,
             "kl": None,
@@ -29,6 +30,7 @@ def test_names_are_ours():
         "rewards/accuracy": 0.4,
         "groups/zero_variance_share": 0.25,
         "completions/truncated_share": 0.125,
+        "clip/high_share": 0.5,
         "entropy": None,
         "kl": None,
     }

@@ -37,6 +37,7 @@ NAMES = {
     "clip_ratio/low_mean": "clip/low_share",
     "clip_ratio/high_mean": "clip/high_share",
     "clip_ratio/region_mean": "clip/share",
+    "cispo_clip_ratio": "clip/high_share",  # it has one bound
     "clip_ratio/low_min": None,
     "clip_ratio/high_max": None,
     "step_time": None,  # without the optimizer; ours is time/step_s
