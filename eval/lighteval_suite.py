@@ -16,12 +16,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.identity import versions, weights_digest
+from eval.identity import versions
 from eval.plan import context_length, default_out, find_model, run_of, with_engine, with_memory
 from eval.settings import MAX_NEW_TOKENS, EvalSettings
 from eval.store import write_json
 from qerl.checkpoint import ModelRef, describe
 from qerl.errors import CheckpointError, ConfigError, DataError, MissingExtraError
+from qerl.weights_digest import weights_digest
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -8,6 +8,7 @@ from small_run import numbers, same_adapters, small_config
 
 from qerl.errors import ConfigError
 from qerl.recipe import load_config, save_config
+from quantize.run import quantize_checkpoint
 from training.checkpoint import checkpoint_path
 from training.run import resume, start
 from training.run_dir import new_run_dir
@@ -67,6 +68,19 @@ def test_another_scaling_in_the_recipe_is_refused(run_dir):
     )
     with pytest.raises(ConfigError, match=r"was trained with alpha / rank 2 and would act with .*adapter\.alpha"):
         resume(run_dir)
+
+
+def test_a_base_that_was_quantized_again_is_refused(base, tmp_path):
+    """The adapter would be trained on, and act on, other weights than before."""
+    nvfp4 = tmp_path / "nvfp4"
+    quantize_checkpoint(str(base), nvfp4)
+    run_dir = start(small_config(nvfp4, tmp_path, steps=3), "tiny").run_dir
+    (run_dir / "checkpoints" / "step-000003").rename(tmp_path / "last")
+    quantize_checkpoint(str(base), nvfp4, ignore=["re:.*mlp.*"], overwrite=True)
+    with pytest.raises(ConfigError, match=r"other weights than when .* began .was it quantized again"):
+        resume(run_dir)
+    quantize_checkpoint(str(base), nvfp4, overwrite=True)
+    assert resume(run_dir).steps == 3
 
 
 def test_a_directory_in_which_only_the_lock_found_room_is_a_new_runs(tmp_path):

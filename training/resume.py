@@ -15,9 +15,11 @@ from pathlib import Path
 
 from qerl.checkpoint import RUNS
 from qerl.errors import ConfigError
+from qerl.model import local_folder
 from qerl.nearby import no_folder
+from qerl.weights_digest import weights_digest
 from training.checkpoint import checkpoint_path, checkpoint_step, checkpoints, damage_of
-from training.run_dir import make_aside
+from training.run_dir import make_aside, read_about
 from training.run_lock import only_writer, written
 
 LAST = "last"  # what `--resume` without a value stands for
@@ -40,6 +42,16 @@ def check_run(run_dir: Path) -> None:
         return
     what = f"{run_dir} is not a run: it has no config.yaml" if os.path.exists(run_dir) else no_folder(str(run_dir))
     raise ConfigError(f"{what}; give the directory that `qerl train` printed")
+
+
+def check_same_base(run_dir: Path, base: str) -> None:
+    """Raise ConfigError if the base's weights are not those that the run began on, as far as run.json says."""
+    began_on = read_about(run_dir).get("weights")
+    if began_on not in (None, weights_digest(local_folder(base))):
+        raise ConfigError(
+            f"{base} holds other weights than when {run_dir} began (was it quantized again?): put those back, or start "
+            f"a new run from this one's adapter with --model {run_dir}"
+        )
 
 
 def _find(ref: str, recipe: str | None, out: Path | None) -> tuple[Path, int | None]:

@@ -33,6 +33,7 @@ from qerl.model import load_tokenizer, local_folder
 from qerl.plan import trainer_bytes
 from qerl.recipe import save_config
 from qerl.report.sampling import sampling_text
+from qerl.weights_digest import weights_digest
 from training.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
 from training.grading_ahead import grading_ahead
 from training.limits import check_engine, check_limits, check_memory, free_bytes, sizes_at
@@ -40,7 +41,7 @@ from training.model import build_policy
 from training.parts import TrainerParts
 from training.prolong import newest_step, prolong_, with_steps
 from training.prompts import load_prompts
-from training.resume import check_run, rewind_
+from training.resume import check_run, check_same_base, rewind_
 from training.rewards import build_rewards
 from training.rollout import Rollout
 from training.run_dir import make_aside, new_run_dir
@@ -97,6 +98,7 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
     tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
     prompts = load_prompts(config.data, tokenizer, config.rollout.prompts_per_step)
     check_limits(config, local_folder(base.base), prompts)
+    check_same_base(run_dir, base.base)
     if engine_name == "vllm":
         check_memory(config, base, free_bytes())
     rewards = build_rewards(config, prompts.examples, run_dir)
@@ -167,7 +169,7 @@ def _open_run_dir(run_dir: Path, config: RunConfig, name: str, base: ModelRef, p
     (run_dir / "metrics.jsonl").touch()
     if not (run_dir / "run.json").exists():
         about = {"recipe": name, "base": base.base, "command": sys.argv, "versions": versions()}
-        about["micro_batches"] = as_record(plan)
+        about |= {"weights": weights_digest(local_folder(base.base)), "micro_batches": as_record(plan)}
         replace_text(run_dir / "run.json", json.dumps(about, indent=1))
     logger.info("writing to %s", run_dir)
 
