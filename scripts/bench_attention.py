@@ -25,7 +25,7 @@ SEQUENCES, LENGTHS = (1, 8, 32, 128, 256), (140, 384, 640, 2048)
 
 def main() -> None:
     from scripts.limits import copy_gb_per_s
-    from scripts.provenance import machine
+    from scripts.provenance import machine, require_card
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=28)
@@ -33,6 +33,7 @@ def main() -> None:
     parser.add_argument("--head-dim", type=int, default=128)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    require_card("vllm")
     bandwidth = copy_gb_per_s()
     rows = [row(arguments, sequences, length, bandwidth) for sequences in SEQUENCES for length in (*LENGTHS, "mixed")]
     report = {"command": " ".join(sys.argv), **machine(), "gb_per_s": bandwidth, "us": rows}

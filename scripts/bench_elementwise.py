@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import torch
 
 from scripts.limits import copy_gb_per_s, seconds_of
-from scripts.provenance import machine
+from scripts.provenance import machine, require_card
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3584, 18944, 28, 4, 128, 152064
 CHUNK = 1024
@@ -31,6 +31,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8448)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    require_card()
     torch.manual_seed(0)
     rate, results = 1e9 * copy_gb_per_s(), {}
     print(f"{'':30}{'ours us':>10}{'limit us':>10}{'torch us':>10}")

@@ -22,7 +22,7 @@ import torch
 
 from qerl.nvfp4 import reference
 from qerl.nvfp4.reference import NVFP4Tensor
-from scripts.provenance import machine
+from scripts.provenance import machine, require_card
 
 SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}  # Qwen2.5-7B
 TOKENS = (1, 8, 32, 56, 64, 128, 256, 512, 2048, 8192)
@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--tokens", nargs="*", type=int, default=list(TOKENS))
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    require_card("vllm")
     report = {"command": " ".join(sys.argv), **machine(), "results": []}
     for name in arguments.shapes:
         rows, columns = SHAPES[name]

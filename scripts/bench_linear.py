@@ -47,11 +47,10 @@ Row = dict[str, Any]
 
 def main() -> None:
     from scripts.limits import limits
-    from scripts.provenance import machine
+    from scripts.provenance import machine, require_card
 
     arguments = options()
-    if not torch.cuda.is_available():
-        sys.exit("bench_linear measures on a CUDA card, and torch finds none")
+    require_card()
     torch.manual_seed(0)
     report = {"command": " ".join(sys.argv), **machine(), "shape": arguments.shape, "rank": arguments.rank}
     report |= {"limits": limits(), "results": []}

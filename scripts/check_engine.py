@@ -27,6 +27,7 @@ from engine_checks.sampling import limits, repeat, sampler
 from engine_checks.sync import adapter, trained_norms
 from engine_checks.told import told, told_of_while
 from engine_checks.weights import dequantization, product
+from scripts.provenance import require_card
 
 RANK = 8
 
@@ -48,6 +49,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--patience", type=float, default=300, help="seconds after which a check counts as hung")
     arguments = parser.parse_args()
+    require_card("vllm")
     faulthandler.dump_traceback_later(arguments.patience, exit=True)
     context = Context(arguments)
     report = context.report

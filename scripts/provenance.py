@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -34,6 +36,18 @@ def machine() -> dict[str, object]:
             found[name] = None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {"gpu": gpu, "commit": commit(), "versions": found}
+
+
+def require_card(*packages: str) -> None:
+    """Exit with a line that says so where torch finds no CUDA card, or one of `packages` is not installed."""
+    import torch
+
+    script = Path(sys.argv[0]).name
+    if not torch.cuda.is_available():
+        sys.exit(f"{script} measures on a CUDA card, and torch finds none: run it on a machine with one")
+    for package in packages:
+        if importlib.util.find_spec(package) is None:
+            sys.exit(f"{script} needs {package}, which is not installed: run `pip install 'qerl[gpu]'`")
 
 
 def commit(root: Path = ROOT) -> str:

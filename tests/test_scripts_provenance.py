@@ -6,11 +6,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from scripts.provenance import commit, machine  # noqa: E402 - scripts/ is no package
+from scripts.provenance import commit, machine, require_card  # noqa: E402 - scripts/ is no package
 
 
 @pytest.fixture
@@ -73,3 +74,28 @@ def test_every_benchmark_of_a_card_says_its_commit():
 def writes_a_report(path):
     text = path.read_text(encoding="utf-8")
     return '"command": " ".join(sys.argv)' in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a card")
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bench_gemm.py",
+        "bench_attention.py",
+        "bench_elementwise.py",
+        "bench_linear.py",
+        "check_engine.py --model tiny",
+    ],
+)
+def test_what_needs_a_card_says_so_in_a_line(command):
+    script, *options = command.split()
+    done = subprocess.run([sys.executable, ROOT / "scripts" / script, *options], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"{script} measures on a CUDA card, .* finds none: run it on a machine with one\n", done.stderr)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    require_card("torch")
+    with pytest.raises(SystemExit, match=r"needs no_such_package, which is not installed: run `pip install"):
+        require_card("no_such_package")
