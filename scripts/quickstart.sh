@@ -13,6 +13,7 @@ base=checkpoints/tiny-NVFP4A16
 eval_options=(--limit 300 --max-new-tokens 48 --batch-size 300)
 started=$SECONDS
 
+qerl train --recipe tiny --out "$run" "$@" --help >/dev/null # an option that does not exist ends here
 say "1/5 qerl quantize --model tiny"
 qerl quantize --model tiny --overwrite
 say "2/5 accuracy before, on problems that training never sees"
