@@ -10,6 +10,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from transformers import PreTrainedTokenizerFast
 
+from qerl import tasks
 from qerl.errors import CheckpointError, ConfigError
 from qerl.tasks import TAGS_SYSTEM_PROMPT, TASKS, build_messages, get_task, render_prompt
 
@@ -37,6 +38,30 @@ def test_each_task_is_complete(name):
     assert task.splits
     assert set(task.columns) == {"question", "answer"}
     assert build_messages(name, "Q")[-1]["content"].count("Q") == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("name='x', splits={}, answer_kind='math'", r"x_task\.py does not .* 'x': .* argument: 'hub'; .* name, hub, spl"),
+        ("name='x', hub=None, splits={}", "argument: 'answer_kind'; .* made with name, hub, splits, answer_kind"),
+        ("'x', None, {}, 'math', colums={}", "unexpected keyword argument 'colums'"),
+    ],
+)
+def test_a_task_file_that_lacks_a_field_is_named_with_it(arguments, message, tmp_path, monkeypatch):
+    (tmp_path / "x_task.py").write_text(f"from qerl.tasks import Task\nTASK = Task({arguments})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(tasks._MODULES, "x", "x_task")
+    with pytest.raises(ConfigError, match=message):
+        get_task("x")
+
+
+def test_another_error_of_a_task_file_keeps_its_traceback(tmp_path, monkeypatch):
+    (tmp_path / "y_task.py").write_text("len(1)\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(tasks._MODULES, "y", "y_task")
+    with pytest.raises(TypeError, match="has no len"):
+        get_task("y")
 
 
 # Verified on the hub's dataset cards and in code that reads them (no hub can be reached by the tests).

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
 from qerl.errors import CheckpointError, ConfigError
@@ -101,7 +102,18 @@ class _Tasks(Mapping[str, Task]):
     """The registry: a read-only mapping of name to Task that imports a task's file when it is asked for."""
 
     def __getitem__(self, name: str) -> Task:
-        return importlib.import_module(_MODULES[name]).TASK
+        module = _MODULES[name]
+        try:
+            return importlib.import_module(module).TASK
+        except TypeError as error:
+            if "Task.__init__()" not in str(error):
+                raise
+            file = importlib.util.find_spec(module).origin
+            needed = [part.name for part in fields(Task) if MISSING is part.default is part.default_factory]
+            raise ConfigError(
+                f"{file} does not define the task {name!r}: {error}; a Task is made with {', '.join(needed)} (hub=None "
+                "if it makes its rows itself), and what else its class lists"
+            ) from error
 
     def __iter__(self) -> Iterator[str]:
         return iter(_MODULES)
