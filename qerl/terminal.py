@@ -108,6 +108,7 @@ def _set_up_logging() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")  # llm-compressor's bars: a line for each module and pass
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -27,6 +27,7 @@ from engine_checks.sampling import limits, repeat, sampler
 from engine_checks.sync import adapter, trained_norms
 from engine_checks.told import told, told_of_while
 from engine_checks.weights import dequantization, product
+
 from scripts.provenance import require_card
 
 RANK = 8

@@ -1,6 +1,9 @@
 """AWQ and GPTQ through llm-compressor's sequential pipeline: our files hold what its own save writes."""
 
 import json
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -160,6 +163,18 @@ def test_ignored_layers_are_not_touched_by_gptq(tmp_path):
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="on a CPU only")
+def test_a_pipe_gets_a_few_lines(tmp_path):
+    """llm-compressor's progress bars are for a terminal."""
+    source, rows = make_checkpoint(tmp_path / "model", "qwen2", layers=1), write_rows(tmp_path / "rows.jsonl")
+    options = f"--model {source} --out {tmp_path / 'out'} --method awq --calibration {rows}"
+    sizes = "--calibration-size 2 --sequence-length 32"
+    command = [sys.executable, "-m", "qerl.cli", "quantize", *options.split(), *sizes.split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    bars = [line for line in re.split("[\r\n]+", done.stderr) if "it/s]" in line]
+    assert len(bars) <= 2, bars  # those of "Applying quantization config", which it shows in any case
+
+
 def test_another_device_than_llm_compressors_is_refused():
     check_device(torch.device("cpu"))
     with pytest.raises(ConfigError, match="--device meta cannot be used with awq and gptq"):
