@@ -1,6 +1,7 @@
 """A run directory that is not what a run left: each is repaired, or one error that says what to do."""
 
 import json
+import re
 import shutil
 
 import pytest
@@ -45,6 +46,25 @@ def test_a_file_in_the_place_of_the_adapter_is_kept_aside(run_dir, finished):
     assert same_adapters(resume(run_dir).adapter, finished / "adapter")
     (aside,) = run_dir.glob("replaced-*")
     assert (aside / "adapter").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "said"),
+    [
+        ([0.1, 0.2, 0.3, 0.6], "mean reward 0.100 in the first 1, 0.600 in the last; adapter in"),
+        ([], r"its metrics are gone \(.*metrics\.jsonl holds no reward\); adapter in"),
+        (None, r"its metrics are gone"),
+    ],
+)
+def test_metrics_that_are_gone_are_not_a_reward_of_zero(run_dir, rewards, said, caplog):
+    metrics = run_dir / "metrics.jsonl"
+    rows = [{"step": step, "reward": reward} for step, reward in enumerate(rewards or [], start=1)]
+    metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if rewards is None:
+        metrics.unlink()
+    with caplog.at_level("INFO"):
+        resume(run_dir)
+    assert re.search(f"finished 4 steps: {said}", caplog.text)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]"])

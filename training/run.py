@@ -14,7 +14,7 @@ import logging
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -189,19 +189,19 @@ def _finish(run_dir: Path, steps: int, of: int) -> TrainResult:
             final.rename(make_aside(run_dir) / final.name)
         partial.rename(final)
     rows = read_metrics(run_dir)
-    rewards = [row["reward"] for row in rows if row.get("reward") is not None]
-    fifth = max(1, len(rewards) // 5)
-    logger.info(
-        "finished %d steps: mean reward %.3f in the first %d, %.3f in the last; adapter in %s",
-        steps,
-        sum(rewards[:fifth]) / fifth,
-        fifth,
-        sum(rewards[-fifth:]) / fifth,
-        final,
-    )
+    logger.info("finished %d steps: %s; adapter in %s", steps, _reward_text(rows, run_dir), final)
     if sampling := sampling_text(rows):
         logger.info("dynamic sampling: %s", sampling)
     return TrainResult(run_dir, final, steps)
+
+
+def _reward_text(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> str:
+    rewards = [row["reward"] for row in rows if row.get("reward") is not None]
+    if not rewards:
+        return f"its metrics are gone ({run_dir / 'metrics.jsonl'} holds no reward)"
+    fifth = max(1, len(rewards) // 5)
+    first, last = (sum(part) / fifth for part in (rewards[:fifth], rewards[-fifth:]))
+    return f"mean reward {first:.3f} in the first {fifth}, {last:.3f} in the last"
 
 
 def versions() -> dict[str, str]:
