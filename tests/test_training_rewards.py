@@ -12,6 +12,7 @@ from qerl.errors import ConfigError, RewardError
 from qerl.tasks import Example, get_task, grade
 from training.reward_functions import accuracy, format, length, soft_overlong
 from training.rewards import FAILED, REWARDS, build_rewards, check_rewards, find_reward
+from training.run_log import is_own
 
 EXAMPLES = [Example("2+16?", "18", "a", {"level": 3}), Example("1+2?", "3", "b")]
 GSM8K = get_task("gsm8k")
@@ -167,6 +168,19 @@ def test_a_function_may_ask_to_log_and_is_called_where_nothing_is_logged(tmp_pat
     assert function(["a", "b"], log_metric=logged.__setitem__, **columns) == [1.0, 0.0]
     assert logged == {"count": 2}
     assert function(["a", "b"], **columns) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["reward", "step", "rewards/mine", "time/mine_s", "epoch"])
+def test_a_name_that_the_run_logs_itself_is_refused(name, tmp_path):
+    body = f"def reward(completions, log_metric):\n    log_metric({name!r}, 1)\n    return [1.0]\n"
+    function = build(tmp_path, {"name": write_reward(tmp_path / "mine.py", body)}).functions[0]
+    with pytest.raises(RewardError, match=rf"log_metric\('{name}'.* such as 'own/{name}'\. .* are step, .*time/"):
+        call(function, ["a"])
+
+
+@pytest.mark.parametrize("name", ["words", "own/reward", "times", "time", "grades/no_answer_share"])
+def test_other_names_are_not(name):
+    assert not is_own(name)
 
 
 def test_two_functions_of_one_name_stay_apart(tmp_path):

@@ -21,7 +21,7 @@ from qerl.errors import ConfigError, DataError, EngineError, RewardError
 from qerl.recipe import load_config, save_config
 from training.checkpoint import CHECKSUMS, checkpoints, newest_checkpoint
 from training.run import resume, start
-from training.run_log import read_metrics
+from training.run_log import is_own, read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -51,6 +51,12 @@ def test_what_a_run_writes(finished, nvfp4_base):
     samples = [json.loads(line) for line in (finished / "completions" / "step-000002.jsonl").read_text().splitlines()]
     assert set(samples[0]) == {"prompt", "completion", "advantage", "rewards"}
     assert any(tensor.abs().sum() > 0 for name, tensor in read_adapter(finished / "adapter")[0].items() if "_B" in name)
+
+
+def test_the_names_that_rewards_may_not_log_are_all_that_a_run_logs(nvfp4_base, tmp_path):
+    settings = ("rollout.dynamic_sampling.enabled=true", "loss.kl_coef=0.1")
+    start(small_config(nvfp4_base, tmp_path, *settings, steps=3), "tiny")
+    assert [name for row in read_metrics(tmp_path / "run") for name in row if not is_own(name)] == []
 
 
 def test_the_same_seed_gives_the_same_run_and_another_does_not(finished, nvfp4_base, tmp_path):

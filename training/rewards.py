@@ -29,6 +29,7 @@ from qerl.tasks import Example, get_task
 from training import reward_functions
 from training.own_reward import STOPS, line_that_raised, own_function
 from training.reward_server import RewardServer
+from training.run_log import RUN_FOLDERS, RUN_METRICS, is_own
 
 if TYPE_CHECKING:
     from qerl.config import RewardConfig, RunConfig
@@ -159,9 +160,20 @@ def _metric_name(name: str, earlier: Sequence[Any]) -> str:
     return name if any(reward.__name__ == short for reward in earlier) else short
 
 
-def _numbers(log: Callable[[str, float], None]) -> Callable[[str, float], None]:
-    """`log`, which raises at once, and in the function that calls it, for what is no number."""
-    return lambda name, value: log(str(name), float(value))
+def _own_metrics(log: Callable[[str, float], None], reward: str) -> Callable[[str, float], None]:
+    """`log`, which raises at once, and in the function that calls it, for what is no number; RewardError for a name
+    that the run logs itself, where the two would be mixed."""
+
+    def checked(name: str, value: float) -> None:
+        if is_own(str(name)):
+            raise RewardError(
+                f"reward {reward} calls log_metric({name!r}, ...), and the run logs a metric of that name itself: "
+                f"write another name, such as {f'own/{name}'!r}. The run's own are {', '.join(RUN_METRICS)}, and all "
+                f"under {', '.join(RUN_FOLDERS)}"
+            )
+        log(str(name), float(value))
+
+    return checked
 
 
 def _log_nothing(_name: str, _value: float) -> None:
@@ -193,7 +205,8 @@ class _GuardedReward:
         """One reward a completion; `row` indexes into the run's examples. Raises RewardError."""
         columns = self._columns(completions, row, given)
         step = getattr(given.get("trainer_state"), "global_step", 0)
-        fixed = {**self._fixed, "step": step, "log_metric": _numbers(given.get("log_metric", _log_nothing))}
+        log = _own_metrics(given.get("log_metric", _log_nothing), self.__name__)
+        fixed = {**self._fixed, "step": step, "log_metric": log}
         try:
             returned = self._run(columns, fixed)
         except QerlError:

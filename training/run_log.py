@@ -43,6 +43,16 @@ NAMES = {
     "step_time": None,  # without the optimizer; ours is time/step_s
     "epoch": None,
 }
+# All that a run logs: these names, and what stands under these folders; a test holds them to a run. Not grades/, which
+# the accuracy reward logs, and with it a reward that is built on it.
+RUN_METRICS = (
+    *("step", "loss", "reward", "reward_std", "entropy", "entropy_coef", "policy_loss", "aux_loss", "kl"),
+    *("mismatch_kl", "grad_norm", "learning_rate", "tokens_total"),
+)
+RUN_FOLDERS = (
+    *("rewards/", "sampled/", "completions/", "groups/", "clip/", "clip_ratio/", "sampling/", "mismatch/"),
+    *("correction/", "noise/", "dynamic_sampling/", "time/", "speed/", "memory/"),
+)
 WARNINGS = "warnings.jsonl"
 MACHINE_PREFIXES = ("time/", "speed/", "memory/")
 
@@ -60,6 +70,11 @@ def rename(logs: Mapping[str, float | None]) -> dict[str, float | None]:
         if name is not None:
             renamed[name] = value if value is None or math.isfinite(value) else None
     return renamed
+
+
+def is_own(name: str) -> bool:
+    """Whether a run logs a metric of that name itself."""
+    return name in (*RUN_METRICS, *NAMES) or name.startswith(RUN_FOLDERS)
 
 
 def means(metrics: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
