@@ -11,7 +11,6 @@ and a claim should survive both. Evaluations of other questions, or with other s
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from collections.abc import Mapping, Sequence
@@ -21,8 +20,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from eval.metrics import wilson
 from eval.store import COMPLETIONS, RESULT, SETTINGS, differences
-from qerl.errors import CheckpointError, ConfigError
+from qerl.errors import CheckpointError, ConfigError, DataError
 from qerl.nearby import no_folder
+from qerl.read_back import Shape, read_object, read_rows
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -108,7 +108,8 @@ class Comparison:
 def compare(first: Path, second: Path) -> Comparison:
     """Compare two evaluation folders.
 
-    Raises ConfigError if they did not ask the same, CheckpointError if one is not finished.
+    Raises ConfigError if they did not ask the same, CheckpointError if one is not finished, DataError if its files are
+    damaged.
     """
     results = [_read(path) for path in (first, second)]
     _check_same(first, second, *results)
@@ -194,16 +195,14 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     folder = path.parent if path.name == RESULT else path
     if not os.path.isfile(folder / RESULT):
         raise _no_evaluation(folder)
-    try:
-        result = json.loads((folder / RESULT).read_text(encoding="utf-8"))
-        lines = (folder / COMPLETIONS).read_text(encoding="utf-8").split("\n")
-        rows = [json.loads(line) for line in lines if line]
-        if len(rows) != result["completions"] or "identity" not in result:
-            raise ValueError(f"{len(rows)} completions where {result['completions']} were graded")
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    remedy = "give an evaluation whose files are as `qerl eval` wrote them"
+    result = read_object(folder / RESULT, _Result, remedy)
+    rows = read_rows(folder / COMPLETIONS, _Graded, remedy)
+    if not rows or len(rows) != result["completions"]:
         raise CheckpointError(
-            f"{path} is no finished evaluation ({error}): give a folder in which `qerl eval` ended"
-        ) from error
+            f"{path} is no finished evaluation ({len(rows)} completions where {result['completions']} were graded): "
+            "give a folder in which `qerl eval` ended"
+        )
     return result, rows
 
 
@@ -224,6 +223,23 @@ def _no_evaluation(folder: Path) -> CheckpointError:
     return CheckpointError(f"{folder} holds no evaluation, but {inner[-1]} does{others}: give that")
 
 
+class _Result(Shape):
+    """What a comparison needs of result.json."""
+
+    task: str
+    model: str
+    samples: int
+    completions: int
+    identity: dict[str, Any]
+
+
+class _Graded(Shape):
+    """What it needs of a line of completions.jsonl."""
+
+    row: int
+    correct: bool
+
+
 def _check_same(first: Path, second: Path, one: tuple[dict, list], two: tuple[dict, list]) -> None:
     asked = [
         {
@@ -237,4 +253,10 @@ def _check_same(first: Path, second: Path, one: tuple[dict, list], two: tuple[di
         raise ConfigError(
             f"{first} and {second} did not ask the same ({differences(*asked)}): evaluate both models with equal "
             "--data, --limit, prompt and sampling options"
+        )
+    rows = [{row["row"] for row in rows} for _, rows in (one, two)]
+    if rows[0] != rows[1]:
+        raise DataError(
+            f"{first} and {second} hold answers to other rows of the data ({sorted(rows[0] ^ rows[1])[:5]}), though "
+            "they asked the same: one is damaged; repeat its `qerl eval` with --overwrite"
         )

@@ -143,7 +143,7 @@ def test_what_cannot_be_reported(tmp_path):
     (evaluation / "result.json").write_text("{}")
     with pytest.raises(DataError, match=r"is an evaluation: .* with --before and --after"):
         write_report([evaluation])
-    with pytest.raises(DataError, match=r"no steps in metrics\.jsonl yet"):
+    with pytest.raises(DataError, match=r"no steps in metrics\.jsonl: give"):
         write_report([write_run(tmp_path / "new", [])])
     with pytest.raises(ConfigError, match="--before FOLDER --after FOLDER"):
         write_report([write_run(tmp_path / "run", ROWS)], before=tmp_path)

@@ -1,6 +1,7 @@
 """What runs did, for people: `qerl report RUN [RUN ...]`.
 
     read.py         a run directory as it is: metrics, configuration, samples, evaluations
+    shapes.py       what it needs of each file
     stages.py       the steps of each noise stage, and what their metrics were
     sampling.py     what dynamic sampling did, and what it cost
     summary.py      first steps against last, time and memory by phase, what configurations differ in

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -13,8 +12,11 @@ import yaml
 
 from qerl.errors import DataError
 from qerl.nearby import no_folder
+from qerl.read_back import Row, read_object, read_rows
+from qerl.report.shapes import About, Graded, Metrics, Result, Sampled, Warned
 
-Row = dict[str, Any]
+OF_RUN = "put back the file as the run wrote it, or delete that line"
+OF_EVALUATION = "give an evaluation whose files are as `qerl eval` wrote them"
 
 # What no encoding or page can hold, and what would turn the direction of the text around it.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
@@ -58,9 +60,9 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     """Raises DataError for a folder without metrics, or with a file that is not what a run writes."""
     if not (folder / "metrics.jsonl").is_file():
         raise DataError(_no_run(folder))
-    rows = read_jsonl(folder / "metrics.jsonl")
+    rows = read_rows(folder / "metrics.jsonl", Metrics, OF_RUN)
     if not rows:
-        raise DataError(f"{folder} has no steps in metrics.jsonl yet: give the directory of a run that has begun")
+        raise DataError(f"{folder} has no steps in metrics.jsonl: give the directory of a run that has them")
     about, warnings = folder / "run.json", folder / "warnings.jsonl"
     config, config_text = _config(folder / "config.yaml")
     return Run(
@@ -69,45 +71,26 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         rows,
         config,
         config_text,
-        read_json(about) if about.exists() else {},
+        read_object(about, About, "put back what the run wrote, or delete it") if about.exists() else {},
         _samples(folder),
         [read_evaluation(path) for path in sorted(folder.glob("eval/*")) if _result_file(path).exists()],
-        read_jsonl(warnings) if warnings.exists() else [],
+        read_rows(warnings, Warned, OF_RUN) if warnings.exists() else [],
     )
 
 
-def read_evaluation(folder: Path) -> Evaluation:
+def read_evaluation(folder: Path, shape: type[Result] = Result) -> Evaluation:
     """Raises DataError for a folder that is not a finished evaluation's; lighteval's keeps no completions."""
     completions = folder / "completions.jsonl"
-    rows = read_jsonl(completions) if completions.exists() else []
-    return Evaluation(folder, folder.resolve().name, read_json(_result_file(folder)), rows)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """Raises DataError if it cannot be read."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}): give what qerl wrote") from error
-    if not isinstance(value, dict):
-        raise DataError(f"{path} holds a JSON {type(value).__name__}, not an object: give what qerl wrote")
-    return value
-
-
-def read_jsonl(path: Path) -> list[Row]:
-    """The whole lines of a file (a kill can cut the last one short). Raises DataError if it cannot be read."""
-    try:
-        lines = path.read_text(encoding="utf-8").split("\n")  # a completion may hold other line separators
-        return [json.loads(line) for line in lines if line.endswith("}")]
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path} cannot be read ({error}): give a run directory or an evaluation's folder") from error
+    rows = read_rows(completions, Graded, OF_EVALUATION) if completions.exists() else []
+    result = read_object(_result_file(folder), shape, OF_EVALUATION)
+    return Evaluation(folder, folder.resolve().name, result, rows)
 
 
 def _no_run(folder: Path) -> str:
     if _result_file(folder).is_file():
         return f"{folder} is an evaluation: give the run, and evaluations with --before and --after"
     if (folder / "config.yaml").is_file():
-        return f"{folder} has no steps yet: give the directory of a run that has begun"
+        return f"{folder} has no metrics.jsonl: put it back, or give the directory of a run that has begun"
     what = f"{folder} is not a run: it has no metrics.jsonl" if folder.exists() else no_folder(str(folder))
     return f"{what}; give the directory that `qerl train` printed"
 
@@ -138,5 +121,5 @@ def _samples(folder: Path) -> list[Row]:
     rows = []
     for path in sorted(folder.glob("completions/step-*.jsonl")):
         step = int(path.stem.removeprefix("step-"))
-        rows += [{**row, "step": step} for row in read_jsonl(path)]
+        rows += [{**row, "step": step} for row in read_rows(path, Sampled, OF_RUN)]
     return rows

@@ -5,15 +5,16 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+PREFIX = "dynamic_sampling/"
+SUMMED = ("extra_rollouts", "sampled_groups", "discarded_groups", "discarded_tokens", "filled_groups")
+
 
 def sampling_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
     """Sums over the steps that sampled dynamically, by the names of their metrics without the prefix; None: no step."""
-    prefix = "dynamic_sampling/"
-    steps = [row for row in rows if row.get(prefix + "sampled_groups") is not None]
+    steps = [row for row in rows if row.get(PREFIX + "sampled_groups") is not None]
     if not steps:
         return None
-    summed = ("extra_rollouts", "sampled_groups", "discarded_groups", "discarded_tokens", "filled_groups")
-    totals = {name: sum(row[prefix + name] for row in steps) for name in summed}
+    totals = {name: sum(row[PREFIX + name] for row in steps) for name in SUMMED}
     totals["extra_s"] = sum(row.get("time/extra_rollouts_s") or 0.0 for row in steps)
     totals["share_of_time"] = totals["extra_s"] / (sum(row.get("time/step_s") or 0.0 for row in rows) or 1.0)
     return totals

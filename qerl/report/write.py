@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from rich.console import Console
@@ -13,6 +14,7 @@ from qerl.errors import ConfigError
 from qerl.report.curves import draw_curves
 from qerl.report.page import render_page
 from qerl.report.read import read_evaluation, read_runs
+from qerl.report.shapes import ComparedResult
 from qerl.report.text import render_text
 
 logger = logging.getLogger(__name__)
@@ -36,7 +38,8 @@ def write_report(
     if out is not None and out.is_dir():
         raise ConfigError(f"--out {out} is a folder: give the file to write, such as {out / 'report.html'}")
     runs = read_runs(folders)
-    compared = (read_evaluation(before), read_evaluation(after)) if before and after else None
+    read = partial(read_evaluation, shape=ComparedResult)
+    compared = (read(before), read(after)) if before and after else None
     page = out or runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html")
     page.parent.mkdir(parents=True, exist_ok=True)
     page.write_text(render_page(runs, compared, verdict), encoding="utf-8")

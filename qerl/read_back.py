@@ -1,0 +1,70 @@
+"""What qerl wrote as JSON, read back and checked: a file that a hand or a full disk damaged is one clear error."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from qerl.errors import DataError
+
+Row = dict[str, Any]
+SHOWN = 40  # characters of a value that an error shows
+
+
+class Shape(BaseModel):
+    """What a JSON object has to hold for those who read it; it may hold more."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+
+def read_object(path: Path, shape: type[Shape], remedy: str) -> Row:
+    """The object in a file. Raises DataError, which ends in `remedy`."""
+    try:
+        return _checked(_text(path, remedy), shape)
+    except ValueError as error:
+        raise DataError(f"{path} is damaged ({_reason(error)}): {remedy}") from error
+
+
+def read_rows(path: Path, shape: type[Shape], remedy: str) -> list[Row]:
+    """The objects in a file of one a line; a last line that a kill cut short is left out. Raises DataError with the
+    number of the first other line that is none of `shape`; it ends in `remedy`."""
+    lines = _text(path, remedy).split("\n")  # a completion may hold other line separators
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows += [_checked(line, shape)] if line.strip() else []
+        except ValueError as error:
+            if number < len(lines) or not isinstance(error, json.JSONDecodeError):
+                raise DataError(f"line {number} of {path} is damaged ({_reason(error)}): {remedy}") from error
+    return rows
+
+
+def _text(path: Path, remedy: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}): {remedy}") from error
+
+
+def _checked(text: str, shape: type[Shape]) -> Row:
+    """Raises ValueError, of which JSONDecodeError and ValidationError are kinds."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError(f"a JSON {type(value).__name__}, not an object")
+    shape.model_validate(value)
+    return value
+
+
+def _reason(error: ValueError) -> str:
+    if not isinstance(error, ValidationError):
+        return f"no JSON: {error}" if isinstance(error, json.JSONDecodeError) else str(error)
+    first = error.errors()[0]
+    place, got = ".".join(map(str, first["loc"])), json.dumps(first["input"])
+    shown = got if len(got) <= SHOWN else f"{got[: SHOWN - 3]}..."
+    said = first["msg"].removeprefix("Value error, ").replace("Input should", "it should")
+    if first["type"] == "missing":
+        return f"{place} is missing"
+    return f"{place} is {shown}: {said}" if place else said
