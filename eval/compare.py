@@ -22,7 +22,7 @@ from eval.metrics import wilson
 from eval.store import COMPLETIONS, RESULT, SETTINGS, differences
 from qerl.errors import CheckpointError, ConfigError, DataError
 from qerl.nearby import no_folder
-from qerl.read_back import Shape, read_object, read_rows
+from qerl.read_back import OF_EVALUATION, Shape, read_object, read_rows
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -195,9 +195,8 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     folder = path.parent if path.name == RESULT else path
     if not os.path.isfile(folder / RESULT):
         raise _no_evaluation(folder)
-    remedy = "give an evaluation whose files are as `qerl eval` wrote them"
-    result = read_object(folder / RESULT, _Result, remedy)
-    rows = read_rows(folder / COMPLETIONS, _Graded, remedy)
+    result = read_object(folder / RESULT, _Result, OF_EVALUATION)
+    rows = read_rows(folder / COMPLETIONS, _Graded, OF_EVALUATION)
     if not rows or len(rows) != result["completions"]:
         raise CheckpointError(
             f"{path} is no finished evaluation ({len(rows)} completions where {result['completions']} were graded): "

@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from qerl.errors import DataError
 
 Row = dict[str, Any]
+OF_EVALUATION = "give an evaluation whose files are as `qerl eval` wrote them"  # a remedy
 SHOWN = 40  # characters of a value that an error shows
 
 

@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 BLOCK = 16  # tokens, of vLLM's KV cache
 ROUNDS = 5  # of which the median counts
+PART = ".part"  # of a process that takes part in turns, which holds a lock on it
 Generate = Callable[[list[list[int]], int], int]  # prompts, new tokens -> tokens sampled
 
 
@@ -93,19 +94,16 @@ def measured(arguments: argparse.Namespace) -> dict:
 
 @contextmanager
 def turns_left_to_others(arguments: argparse.Namespace) -> Iterator[None]:
-    """Take part from here on. A failure inside counts as having come to each turn: nobody waits for this process."""
+    """Take part from here on, by a lock on a file that ends with the block or the process; then nobody waits for it."""
     if arguments.turns is None or arguments.open_only:
         yield
         return
     arguments.turns.mkdir(parents=True, exist_ok=True)
-    (arguments.turns / f"{os.getpid()}.opens").touch()
-    try:
+    unlocked = arguments.turns / f"{os.getpid()}.begins"
+    with unlocked.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        unlocked.rename(unlocked.with_suffix(PART))
         yield
-    except BaseException:
-        for number in range(ROUNDS):
-            for count in arguments.sequences:
-                (arguments.turns / f"{os.getpid()}.{number}-{count}").touch()
-        raise
 
 
 @contextmanager
@@ -126,17 +124,16 @@ def turn(folder: Path | None, parties: int, name: str) -> Iterator[None]:
 
 def _came_or_gone(folder: Path, name: str) -> int:
     """How many of the processes that took part in `folder` nobody has to wait for at the turn of this name."""
-    pids = {int(path.name.partition(".")[0]) for path in folder.glob("*.*")}
-    return sum((folder / f"{pid}.{name}").exists() or not _lives(pid) for pid in pids)
+    came = {path.stem for path in folder.glob(f"*.{name}")}
+    return len(came | {path.stem for path in folder.glob(f"*{PART}") if path.stem not in came and _left(path)})
 
 
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        pass
+def _left(path: Path) -> bool:
+    with path.open() as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
     return True
 
 

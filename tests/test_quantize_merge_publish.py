@@ -58,6 +58,17 @@ def test_the_card_states_base_recipe_metrics_and_evaluation_with_its_interval(ru
     assert len(read_results(run)) == 1  # the one that was cut short is none
 
 
+def test_a_damaged_log_costs_the_card_its_training_and_not_the_merge(run, tmp_path, caplog):
+    metrics = run / "metrics.jsonl"
+    metrics.write_text('{"step": 1, }\n' + metrics.read_text())
+    merge(MergeOptions(str(run), "adapter", tmp_path / "out"))
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "## Training" not in text
+    assert "## Evaluation" in text
+    assert "line 1 of" in caplog.text
+    assert "goes without the training" in caplog.text
+
+
 def test_the_licence_is_the_bases_or_is_not_stated(tmp_path):
     folder = tmp_path / "base"
     folder.mkdir()

@@ -7,7 +7,7 @@ import shutil
 import pytest
 from small_run import numbers, same_adapters, small_config
 
-from qerl.errors import ConfigError
+from qerl.errors import ConfigError, DataError
 from qerl.recipe import load_config, save_config
 from quantize.run import quantize_checkpoint
 from training.checkpoint import checkpoint_path
@@ -71,7 +71,7 @@ def test_metrics_that_are_gone_are_not_a_reward_of_zero(run_dir, rewards, said, 
 def test_a_damaged_run_json_is_named_and_made_again(run_dir, finished, text):
     unfinish(run_dir)
     (run_dir / "run.json").write_text(text)
-    with pytest.raises(ConfigError, match=r"run\.json is damaged: delete it, and `qerl train --resume"):
+    with pytest.raises(DataError, match=r"run\.json is damaged .*: delete it, and `qerl train --resume"):
         resume(run_dir)
     (run_dir / "run.json").unlink()
     assert numbers(resume(run_dir).run_dir) == numbers(finished)

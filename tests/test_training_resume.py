@@ -56,6 +56,12 @@ def test_which_run_and_step(runs, arguments, expected):
     assert (str(run_dir), step) == expected
 
 
+@pytest.mark.parametrize("text", ["", "[]", '{"recipe": 3}'])
+def test_a_run_whose_run_json_is_damaged_is_of_no_recipe(runs, text):
+    (runs / "new" / "run.json").write_text(text)
+    assert find_run(LAST, "dapo_7b") == (runs / "old", None)
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

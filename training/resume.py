@@ -8,13 +8,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from pathlib import Path
 
 from qerl.checkpoint import RUNS
-from qerl.errors import ConfigError
+from qerl.errors import ConfigError, DataError
 from qerl.model import local_folder
 from qerl.nearby import no_folder
 from qerl.weights_digest import weights_digest
@@ -45,12 +44,13 @@ def check_run(run_dir: Path) -> None:
 
 
 def check_same_base(run_dir: Path, base: str) -> None:
-    """Raise ConfigError if the base's weights are not those that the run began on, as far as run.json says."""
+    """Raise ConfigError if the base's weights and configs are not those the run began on, as far as run.json says."""
     began_on = read_about(run_dir).get("weights")
-    if began_on not in (None, weights_digest(local_folder(base))):
+    if began_on is not None and began_on != weights_digest(local_folder(base)):
         raise ConfigError(
-            f"{base} holds other weights than when {run_dir} began (was it quantized again?): put those back, or start "
-            f"a new run from this one's adapter with --model {run_dir}"
+            f"{base} holds other weights than when {run_dir} began (was it quantized again?), or another config.json "
+            "or generation_config.json: put those back, or start a new run from this one's adapter with "
+            f"--model {run_dir}"
         )
 
 
@@ -109,8 +109,8 @@ def _is_of(run: Path, recipe: str | None) -> bool:
     if recipe is None:
         return True
     try:
-        return json.loads((run / "run.json").read_text(encoding="utf-8")).get("recipe") == Path(recipe).stem
-    except (OSError, ValueError):
+        return read_about(run).get("recipe") == Path(recipe).stem
+    except DataError:
         return False
 
 

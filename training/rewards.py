@@ -232,11 +232,13 @@ class _GuardedReward:
 
     def _run(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> Any:
         """What the function returns; it gets lists of its own, since others read the same columns."""
-        own = {key: [list(value) if isinstance(value, list) else value for value in columns[key]] for key in columns}
-        arguments = {**own, **fixed}
-        if self._wanted is not None:
-            arguments = {key: value for key, value in arguments.items() if key in self._wanted}
-        returned = self._function(**arguments)
+        wanted = {**columns, **fixed}.keys() if self._wanted is None else self._wanted
+        own = {
+            key: [list(value) if isinstance(value, list) else value for value in values]
+            for key, values in columns.items()
+            if key in wanted
+        }
+        returned = self._function(**own, **{key: value for key, value in fixed.items() if key in wanted})
         return list(returned) if isinstance(returned, Iterator) else returned
 
     def _first_to_raise(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> int | None:

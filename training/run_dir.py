@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import time
 from pathlib import Path
@@ -11,6 +10,8 @@ from typing import Any
 
 from qerl.errors import ConfigError
 from qerl.nearby import expanded
+from qerl.read_back import read_object
+from qerl.report.shapes import About
 
 LOCK = ".lock"  # all that is left where the disk had no room for a run's first file
 
@@ -38,19 +39,11 @@ def new_run_dir(out: str | None, name: str) -> Path:
 
 
 def read_about(run_dir: Path) -> dict[str, Any]:
-    """What run.json says; {} without one. Raises ConfigError for a damaged one."""
+    """What run.json says; {} without one. Raises DataError for a damaged one."""
     path = run_dir / "run.json"
-    try:
-        about = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-    except ValueError as error:
-        raise _damaged(path, run_dir) from error
-    if not isinstance(about, dict):
-        raise _damaged(path, run_dir)
-    return about
-
-
-def _damaged(path: Path, run_dir: Path) -> ConfigError:
-    return ConfigError(f"{path} is damaged: delete it, and `qerl train --resume {run_dir}` writes another")
+    if not path.is_file():
+        return {}
+    return read_object(path, About, f"delete it, and `qerl train --resume {run_dir}` writes another")
 
 
 def make_aside(run_dir: Path) -> Path:

@@ -12,11 +12,10 @@ import yaml
 
 from qerl.errors import DataError
 from qerl.nearby import no_folder
-from qerl.read_back import Row, read_object, read_rows
+from qerl.read_back import OF_EVALUATION, Row, read_object, read_rows
 from qerl.report.shapes import About, Graded, Metrics, Result, Sampled, Warned
 
 OF_RUN = "put back the file as the run wrote it, or delete that line"
-OF_EVALUATION = "give an evaluation whose files are as `qerl eval` wrote them"
 
 # What no encoding or page can hold, and what would turn the direction of the text around it.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")

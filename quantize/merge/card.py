@@ -7,15 +7,21 @@ interval, the versions, the licence that the base declares, and how to load the 
 from __future__ import annotations
 
 import json
+import logging
 import re
 from collections.abc import Iterable
 from pathlib import Path
 
 from qerl.checkpoint import TINY, TINY_FOLDER, quantized_from
 from qerl.disk import replace_text
+from qerl.errors import DataError
 from qerl.hub import HUB_ID
+from qerl.read_back import read_object, read_rows
+from qerl.report.shapes import About, Metrics
 from quantize.merge.effect import run_of
 from quantize.merge.report import KINDS, MergeReport
+
+logger = logging.getLogger(__name__)
 
 LICENCES = {  # a line at the head of a licence's text -> its name on the hub
     "Apache License": "apache-2.0",
@@ -27,6 +33,7 @@ LICENCES = {  # a line at the head of a licence's text -> its name on the hub
     "GEMMA": "gemma",
 }
 METRICS = ("reward", "entropy", "mismatch_kl", "completions/mean_tokens", "completions/truncated_share")
+GOES_WITHOUT = "the model card goes without the training; put the file back and merge again for it"
 RECIPE_SECTIONS = ("adapter", "data", "rollout", "loss", "noise", "optim")
 
 
@@ -161,8 +168,12 @@ def _training(run: Path) -> str:
     import yaml
 
     config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
-    rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines() if line.endswith("}")]
-    about = json.loads((run / "run.json").read_text(encoding="utf-8")) if (run / "run.json").is_file() else {}
+    try:
+        rows = read_rows(run / "metrics.jsonl", Metrics, GOES_WITHOUT)
+        about = read_object(run / "run.json", About, GOES_WITHOUT) if (run / "run.json").is_file() else {}
+    except DataError as error:  # the merge has taken its time, and is right
+        logger.warning("%s", error)
+        return ""
     text = f"## Training\n\nRecipe `{about.get('recipe', 'unknown')}`, {len(rows)} steps."
     if rows:
         last = {name: _number(rows, name) for name in METRICS}
