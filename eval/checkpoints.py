@@ -16,9 +16,9 @@ from pathlib import Path
 from eval.result import EvalResult
 from eval.run import EngineHolder, OnBatch, run_eval
 from eval.settings import EvalSettings
+from qerl.checkpoint.kinds import kind_of
 from qerl.errors import CheckpointError, ConfigError
-from qerl.kinds import kind_of
-from qerl.nearby import no_folder
+from qerl.files.nearby import no_folder
 
 logger = logging.getLogger(__name__)
 

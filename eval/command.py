@@ -15,10 +15,10 @@ import typer
 
 from eval.settings import ENGINES, KERNELS, LOADS, SAMPLED_TEMPERATURE, SAMPLED_TOP_P, EvalSettings
 from eval.show import OPTIONS, show, show_suite
+from qerl.commands.option_names import options_named
+from qerl.commands.shell_values import task_values
+from qerl.commands.terminal import run_command
 from qerl.errors import ConfigError
-from qerl.option_names import options_named
-from qerl.shell_values import task_values
-from qerl.terminal import run_command
 
 Load = StrEnum("Load", [(name, name) for name in LOADS])
 EngineName = StrEnum("EngineName", [(name, name) for name in ENGINES])

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, Literal
 from eval.metrics import wilson
 from eval.store import COMPLETIONS, RESULT, SETTINGS, differences
 from qerl.errors import CheckpointError, ConfigError, DataError
-from qerl.nearby import no_folder
-from qerl.read_back import OF_EVALUATION, Shape, read_object, read_rows
+from qerl.files.nearby import no_folder
+from qerl.files.read_back import OF_EVALUATION, Shape, read_object, read_rows
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from eval.settings import EvalSettings
-from qerl.checkpoint import ModelRef
-from qerl.engine import SamplingParams
+from qerl.checkpoint.resolve import ModelRef
+from qerl.checkpoint.weights_digest import weights_digest
+from qerl.engine.interface import SamplingParams
 from qerl.tasks import Example, Task
-from qerl.weights_digest import weights_digest
 
 PACKAGES = ("qerl", "torch", "transformers", "peft", "vllm", "compressed-tensors", "math-verify")
 

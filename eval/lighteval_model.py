@@ -13,7 +13,7 @@ from lighteval.utils.cache_management import SampleCache
 
 from eval.plan import batch_seed
 from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
-from qerl.engine import Engine, SamplingParams
+from qerl.engine.interface import Engine, SamplingParams
 from qerl.errors import ConfigError
 
 

@@ -20,9 +20,9 @@ from eval.identity import versions
 from eval.plan import context_length, default_out, find_model, run_of, with_engine, with_memory
 from eval.settings import MAX_NEW_TOKENS, EvalSettings
 from eval.store import write_json
-from qerl.checkpoint import ModelRef, describe
+from qerl.checkpoint.resolve import ModelRef, describe
+from qerl.checkpoint.weights_digest import weights_digest
 from qerl.errors import CheckpointError, ConfigError, DataError, MissingExtraError
-from qerl.weights_digest import weights_digest
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -93,7 +93,7 @@ def _scores(settings: EvalSettings, ref: ModelRef, tasks_file: Path | None) -> d
     from lighteval.pipeline import ParallelismManager, Pipeline, PipelineParameters
 
     from eval.lighteval_model import EngineModel
-    from qerl.model import load_tokenizer, local_folder
+    from qerl.checkpoint.load import load_tokenizer, local_folder
 
     with tempfile.TemporaryDirectory() as scratch, _known_tasks(tasks_file):
         folder = local_folder(ref.base)
@@ -146,7 +146,7 @@ def _known_tasks(tasks_file: Path | None) -> Iterator[None]:
 
 def _open(settings: EvalSettings, ref: ModelRef) -> Any:
     """The engine, with the adapter acting; its context is the model's own."""
-    from qerl.engine import open_model
+    from qerl.engine.interface import open_model
 
     return open_model(
         ref,

@@ -1,6 +1,6 @@
 """Everything about an evaluation that is settled before any weight is loaded.
 
-    model -> base, adapter, run            qerl.checkpoint, from the files
+    model -> base, adapter, run            qerl.checkpoint.resolve, from the files
     prompt                                 what was asked > the run's config.yaml > the task's
     examples -> prompts (token ids)        qerl.tasks, the same functions that training uses
     prompts -> batches                     longest first; a pure function of the prompts, samples and batch size
@@ -20,18 +20,18 @@ from typing import TYPE_CHECKING, Any
 from eval.identity import describe_identity, digest
 from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
 from eval.store import Key
-from qerl.checkpoint import ModelRef, describe, newest_model, resolve_model
-from qerl.data import check_source
-from qerl.engine import SamplingParams, check_vllm_options, choose_engine
+from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model
+from qerl.checkpoint.shards import read_json
+from qerl.data.examples import check_source
+from qerl.data.rows import is_local
+from qerl.engine.interface import SamplingParams, check_vllm_options, choose_engine
 from qerl.errors import CheckpointError, ConfigError
-from qerl.rows import is_local
-from qerl.shards import read_json
 from qerl.tasks import TASKS, Example, Task, build_messages, get_task, load_examples, render_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from qerl.data import DropReport
+    from qerl.data.examples import DropReport
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Plan:
 
 def make_plan(settings: EvalSettings) -> Plan:
     """Read all but the weights. Raises ConfigError, CheckpointError or DataError with what to write instead."""
-    from qerl.model import load_tokenizer, local_folder
+    from qerl.checkpoint.load import load_tokenizer, local_folder
 
     settings, asked = find_task(settings)
     check_source(asked, settings.data, "test", settings.columns)  # torch is imported below
@@ -125,7 +125,7 @@ def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
     """The task with the prompt to use: as asked, else as the run trained with, else the task's own."""
     system, template, source = task.system_prompt, task.prompt_template, f"task {task.name}"
     if run is not None:
-        from qerl.recipe import load_config
+        from qerl.config.recipe import load_config
 
         data = load_config(run / "config.yaml").data
         trained = get_task(data.task)
@@ -153,7 +153,7 @@ def with_memory(settings: EvalSettings, run: Path | None) -> EvalSettings:
     """With vllm, the limits under which the run was trained, but for what was asked and what does not go with that."""
     if run is None or settings.engine != "vllm":
         return settings
-    from qerl.recipe import load_config
+    from qerl.config.recipe import load_config
 
     config = load_config(run / "config.yaml")
     memory = config.rollout.memory if settings.memory is None else settings.memory

@@ -19,8 +19,8 @@ from eval.plan import Plan, batch_seed, make_plan
 from eval.result import EvalResult, summarize
 from eval.settings import EvalSettings
 from eval.store import Key, Row, Store, open_store
-from qerl.checkpoint import ModelRef, describe
-from qerl.engine import Completion, Engine, open_engine
+from qerl.checkpoint.resolve import ModelRef, describe
+from qerl.engine.interface import Completion, Engine, open_engine
 from qerl.tasks.grading import grade_many
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ class _Adapter:
 
 
 def _read_adapter(ref: ModelRef) -> _Adapter:
-    from qerl.adapter_fit import read_fitting_adapter
+    from qerl.checkpoint.adapter_fit import read_fitting_adapter
 
     tensors, scaling = read_fitting_adapter(ref.adapter, ref.base)
     return _Adapter(tensors, scaling, max(t.shape[0] for name, t in tensors.items() if name.endswith("lora_A.weight")))

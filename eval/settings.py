@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from qerl.engine import check_temperature
+from qerl.engine.interface import check_temperature
 from qerl.errors import ConfigError
 from qerl.vllm_plugin.opening import KERNELS
 

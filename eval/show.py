@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.commands.option_names import ENGINE_OPTIONS
 from qerl.errors import ConfigError
-from qerl.option_names import ENGINE_OPTIONS
 
 if TYPE_CHECKING:
     from eval.run import OnBatch

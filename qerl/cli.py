@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qerl.chat_command import chat_command
-from qerl.doctor import refuse_clashes
+from qerl.commands.chat import chat_command
+from qerl.commands.plan import plan_command
+from qerl.commands.recipes import app as recipes_app
+from qerl.commands.shell_values import key_values, recipe_values, task_values
+from qerl.commands.terminal import interrupts_counted, run_command
+from qerl.doctor.doctor import refuse_clashes
 from qerl.errors import ConfigError
-from qerl.plan_command import plan_command
-from qerl.recipes_command import app as recipes_app
-from qerl.shell_values import key_values, recipe_values, task_values
-from qerl.terminal import interrupts_counted, run_command
 
 try:
     from eval.command import compare_results, evaluate, parse_columns
@@ -29,7 +29,7 @@ except ImportError:  # names that other projects use too
     raise
 
 if TYPE_CHECKING:
-    from qerl.config import RunConfig
+    from qerl.config.schema import RunConfig
     from training.run import TrainResult
 
 logger = logging.getLogger(__name__)
@@ -145,8 +145,8 @@ def train(
     """Train a LoRA adapter by reinforcement learning, as a recipe says."""
     if resume is not None:
         _refuse_with_resume(model, task, data, columns, overrides, seed, quantize_first or None, dry or None)
-        from training.early import check_resumed
-        from training.resume import find_run
+        from training.preflight.early import check_resumed
+        from training.run_dir.resume import find_run
 
         run_dir, step = find_run(resume, recipe, out)
         check_resumed(run_dir, step, steps)
@@ -158,13 +158,13 @@ def train(
         return
     if recipe is None:
         raise ConfigError("no recipe was given: write `qerl train --recipe NAME`; `qerl recipes` lists the names")
-    from qerl.recipe import load_recipe, recipe_label
+    from qerl.config.recipe import load_recipe, recipe_label
 
     overrides = [*(overrides or []), *_column_overrides(columns)]
     flags = {"base": model, "task": task, "data": data, "steps": steps, "seed": seed, "out": out and str(out)}
     config = load_recipe(recipe, overrides, **flags)
-    from training.early import check_config
-    from training.run_dir import new_run_dir
+    from training.preflight.early import check_config
+    from training.run_dir.folder import new_run_dir
 
     new_run_dir(config.run.out, recipe_label(recipe))
     check_config(config)
@@ -174,7 +174,7 @@ def train(
 
         with interrupts_counted():
             logger.info("loading torch and transformers")
-            from training.dry_run import dry_run
+            from training.preflight.dry_run import dry_run
 
         sys.exit(0 if dry_run(config, Console()) else 1)
     with interrupts_counted():
@@ -214,13 +214,13 @@ def doctor(
     """Check this machine: GPU, kernels, versions against the tested set, engine, disk, hub."""
     from rich.console import Console
 
-    import qerl.doctor
+    import qerl.doctor.doctor
 
-    found = qerl.doctor.checks()
+    found = qerl.doctor.doctor.checks()
     if as_json:
-        typer.echo(qerl.doctor.as_json(found))
+        typer.echo(qerl.doctor.doctor.as_json(found))
     else:
-        Console().print(qerl.doctor.table(found))
+        Console().print(qerl.doctor.doctor.table(found))
     if any(check.level == "error" for check in found):
         sys.exit(1)
 
@@ -259,7 +259,7 @@ def _column_overrides(columns: str | None) -> list[str]:
 
 def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
     """The NVFP4 base must be there before anything heavy is loaded; with --quantize it is made."""
-    from qerl.checkpoint import default_quantized_dir, resolve_model
+    from qerl.checkpoint.resolve import default_quantized_dir, resolve_model
     from qerl.errors import CheckpointError
 
     base = config.model.base

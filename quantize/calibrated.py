@@ -86,7 +86,7 @@ def _recipe(method: str, rounding: dict) -> list:
 
         llmcompressor 0.14.0.1 pins its cached activations in memory whatever the machine
         (modifiers/transform/awq/base.py, _apply_smoothing), and torch refuses that where there is no accelerator.
-        Remove when it asks for one first; tests/test_quantize_calibrated.py fails then.
+        Remove when it asks for one first; tests/quantize/test_calibrated.py fails then.
         """
 
         def on_sequential_epoch_end(self, state: object, event: object, **kwargs: object) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from qerl.data.rows import Row, generated_rows, hub_rows, is_local, local_rows
 from qerl.errors import DataError
-from qerl.rows import Row, generated_rows, hub_rows, is_local, local_rows
 from qerl.tasks import TASKS
 
 if TYPE_CHECKING:

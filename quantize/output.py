@@ -15,10 +15,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from qerl.checkpoint import REPORT
-from qerl.disk import fsync
+from qerl.checkpoint.resolve import REPORT
+from qerl.checkpoint.shards import read_json
 from qerl.errors import CheckpointError
-from qerl.shards import read_json
+from qerl.files.disk import fsync
 
 MERGE_REPORT = "merge_report.json"
 SPARE_BYTES = 64 * 2**20  # tokenizer, config, report, and the file system's own

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.kinds import NVFP4_FORMAT
+from qerl.checkpoint.kinds import NVFP4_FORMAT
 from quantize.verify import LayerCheck
 
 if TYPE_CHECKING:

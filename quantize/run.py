@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.checkpoint import REPORT, default_quantized_dir
+from qerl.checkpoint.resolve import REPORT, default_quantized_dir
 from qerl.errors import CheckpointError, ConfigError
 from quantize.calibrated import calibrate, calibrated_groups, check_device, dense_tensor
 from quantize.calibration import Calibration, load_calibration
@@ -142,7 +142,7 @@ def _quantize(source: Source, options: Options, staging: Path, out: Path) -> Qua
 
 
 def _write_and_verify(source: Source, options: Options, staging: Path, out: Path) -> QuantizeReport:
-    from qerl.model import check_config_fits
+    from qerl.checkpoint.load import check_config_fits
 
     check_config_fits(source.folder, source.tensors, options.trust_remote_code)
     device = resolve_device(options.device)
@@ -188,7 +188,7 @@ def _report(source: Source, options: Options, out: Path, layers: list[LayerCheck
 
 
 def _calibrated(source: Source, options: Options, device: torch.device) -> tuple[PreTrainedModel, Calibration]:
-    from qerl.model import load_tokenizer
+    from qerl.checkpoint.load import load_tokenizer
 
     check_device(device)
     tokenizer = load_tokenizer(source.folder, options.trust_remote_code)

@@ -13,13 +13,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from qerl.checkpoint import TINY, TINY_FOLDER, resolve_model
+from qerl.checkpoint.hub import download_model, is_hub_id
+from qerl.checkpoint.kinds import kind_of
+from qerl.checkpoint.load import COMPUTED
+from qerl.checkpoint.resolve import TINY, TINY_FOLDER, resolve_model
+from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
 from qerl.errors import CheckpointError, ConfigError
-from qerl.hub import download_model, is_hub_id
-from qerl.kinds import kind_of
-from qerl.model import COMPUTED
 from qerl.nvfp4.layout import SHARED_GLOBAL_SCALE, check_features, tensor_specs
-from qerl.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
 
 PROJECTIONS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",

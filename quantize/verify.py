@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.kinds import kind_of
+from qerl.checkpoint.load import COMPUTED
+from qerl.checkpoint.shards import TensorInfo, read_json, read_tensors
 from qerl.errors import CheckpointError
-from qerl.kinds import kind_of
-from qerl.model import COMPUTED
 from qerl.nvfp4.layout import GLOBAL_SCALE, TENSORS, TensorSpec, tensor_specs
-from qerl.shards import TensorInfo, read_json, read_tensors
 from quantize.reader import TensorReader
 from quantize.source import Source
 

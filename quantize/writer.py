@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.shards import INDEX, SINGLE
+from qerl.checkpoint.shards import INDEX, SINGLE
 
 if TYPE_CHECKING:
     import torch

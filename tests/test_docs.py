@@ -13,14 +13,14 @@ import pytest
 import typer
 from rich.console import Console
 
-from qerl.cards import card_of
 from qerl.cli import app, with_resume_value
-from qerl.config import RunConfig
-from qerl.config_keys import describe_config
-from qerl.plan_advice import largest_completion
-from qerl.plan_command import plan_of, show
-from qerl.recipe import load_recipe, recipe_names
-from qerl.sizes import read_sizes
+from qerl.commands.plan import plan_of, show
+from qerl.config.keys import describe_config
+from qerl.config.recipe import load_recipe, recipe_names
+from qerl.config.schema import RunConfig
+from qerl.plan.advice import largest_completion
+from qerl.plan.cards import card_of
+from qerl.plan.sizes import read_sizes
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
@@ -31,7 +31,7 @@ RECORDINGS = sorted((DOCS / "recordings").glob("*.txt"))
 
 
 def script(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, next((ROOT / "scripts").glob(f"*/{name}.py")))
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

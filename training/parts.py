@@ -10,12 +10,12 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
-    from qerl.config import RunConfig
-    from qerl.memory_plan import MicroBatchPlan
-    from training.prompts import Prompts
-    from training.rewards import Rewards
-    from training.rollout import Rollout
-    from training.run_log import RunLog
+    from qerl.config.schema import RunConfig
+    from qerl.plan.micro_batch_plan import MicroBatchPlan
+    from training.rewards.rewards import Rewards
+    from training.rollout.prompts import Prompts
+    from training.rollout.rollout import Rollout
+    from training.run_dir.log import RunLog
 
 
 @dataclass(frozen=True)

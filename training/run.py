@@ -23,34 +23,34 @@ from typing import Any
 
 from transformers import PrinterCallback, TrainerCallback
 
-from qerl.adapter import name_base_
-from qerl.checkpoint import ModelRef, describe, resolve_base_of_run, resolve_model
-from qerl.config import RunConfig
-from qerl.disk import replace_text
-from qerl.engine import Engine, choose_engine, open_engine
-from qerl.memory_plan import MicroBatchPlan
-from qerl.model import load_tokenizer, local_folder
-from qerl.plan import trainer_bytes
-from qerl.recipe import save_config
+from qerl.checkpoint.adapter import name_base_
+from qerl.checkpoint.load import load_tokenizer, local_folder
+from qerl.checkpoint.resolve import ModelRef, describe, resolve_base_of_run, resolve_model
+from qerl.checkpoint.weights_digest import weights_digest
+from qerl.config.recipe import save_config
+from qerl.config.schema import RunConfig
+from qerl.engine.interface import Engine, choose_engine, open_engine
+from qerl.files.disk import replace_text
+from qerl.plan.micro_batch_plan import MicroBatchPlan
+from qerl.plan.plan import trainer_bytes
 from qerl.report.sampling import sampling_text
-from qerl.weights_digest import weights_digest
-from training.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
-from training.grading_ahead import grading_ahead
-from training.limits import check_engine, check_limits, check_memory, free_bytes, sizes_at
-from training.model import build_policy
 from training.parts import TrainerParts
-from training.prolong import newest_step, prolong_, with_steps
-from training.prompts import load_prompts
-from training.resume import check_run, check_same_base, rewind_
-from training.rewards import build_rewards
-from training.rollout import Rollout
-from training.run_dir import make_aside, new_run_dir
-from training.run_lock import only_writer, written
-from training.run_log import RunLog, read_metrics
-from training.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
+from training.policy.build import build_policy
+from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
+from training.preflight.limits import check_engine, check_limits, check_memory, free_bytes, sizes_at
+from training.preflight.warm_start import check_warm_start, warm_start
+from training.rewards.rewards import build_rewards
+from training.rollout.grading_ahead import grading_ahead
+from training.rollout.prompts import load_prompts
+from training.rollout.rollout import Rollout
+from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
+from training.run_dir.folder import make_aside, new_run_dir
+from training.run_dir.lock import only_writer, written
+from training.run_dir.log import RunLog, read_metrics
+from training.run_dir.prolong import newest_step, prolong_, with_steps
+from training.run_dir.resume import check_run, check_same_base, rewind_
 from training.trainer import QerlTrainer
 from training.trl_config import check_installed, trl_config
-from training.warm_start import check_warm_start, warm_start
 
 logger = logging.getLogger(__name__)
 

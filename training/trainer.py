@@ -1,6 +1,6 @@
 """The trainer: TRL's GRPOTrainer (advantages, losses, optimizer) with our rollouts, correction and checkpoints.
 
-What is overridden, and why (contracts pinned in tests/test_training_contracts.py, TRL 1.16.0):
+What is overridden, and why (contracts pinned in tests/training/test_contracts.py, TRL 1.16.0):
 
 1. `vllm_generation` is our `Rollout`: TRL has no engine that shares its base weights or syncs an adapter alone.
 2. The importance weights are computed where the loss computes its logprobs (`_get_per_token_logps_and_entropies`
@@ -10,9 +10,9 @@ What is overridden, and why (contracts pinned in tests/test_training_contracts.p
    without padding; rows without a loss are left out, and metrics are over the others. TRL pads and cuts by rows.
 4. Data order, sampling and dropout are pure functions of (seed, step), so that a killed run resumes to the same
    numbers; TRL skips through the loader instead.
-5. With dynamic sampling the groups are sampled and graded before TRL scores them (`training/group_sampler.py`), and TRL
-   is given those that were kept.
-6. Checkpoints are written beside and renamed, with checksums (`training/checkpoint.py`).
+5. With dynamic sampling the groups are sampled and graded before TRL scores them (`training/rollout/group_sampler.py`),
+   and TRL is given those that were kept.
+6. Checkpoints are written beside and renamed, with checksums (`training/run_dir/checkpoint.py`).
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ import torch
 from transformers import Trainer
 from trl import GRPOTrainer
 
-from training.advantages import clear_equal_groups_
-from training.checkpoint import load_adapter_, write_checkpoint
-from training.correction import Mismatch, MismatchGate, importance_weights
-from training.finite import check_gradient, check_loss
-from training.group_sampler import GroupSampler
-from training.micro_batches import MicroBatch, merge_metrics, row_metrics, split
-from training.noise import derive_seed
-from training.packed_policy import PackedPolicy
-from training.packing import pack
+from training.loss.advantages import clear_equal_groups_
+from training.loss.correction import Mismatch, MismatchGate, importance_weights
+from training.loss.finite import check_gradient, check_loss
+from training.loss.micro_batches import MicroBatch, merge_metrics, row_metrics, split
 from training.parts import TrainerParts
-from training.phase_times import PhaseTimes
-from training.prolong import set_rates_
-from training.prompts import PromptSampler
-from training.run_log import completion_rows, means, rename, spread
-from training.train_memory import make_gradients_, training_memory
+from training.policy.packed_policy import PackedPolicy
+from training.policy.packing import pack
+from training.policy.train_memory import make_gradients_, training_memory
+from training.rollout.group_sampler import GroupSampler
+from training.rollout.noise import derive_seed
+from training.rollout.prompts import PromptSampler
+from training.run_dir.checkpoint import load_adapter_, write_checkpoint
+from training.run_dir.log import completion_rows, means, rename, spread
+from training.run_dir.phase_times import PhaseTimes
+from training.run_dir.prolong import set_rates_
 from training.trl_config import trl_config
 
 if TYPE_CHECKING:
     from torch.utils.data import Sampler
     from transformers import TrainerCallback
 
-    from training.dynamic_sampling import Group
+    from training.rollout.dynamic_sampling import Group
 
 
 class QerlTrainer(GRPOTrainer):

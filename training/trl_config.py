@@ -13,7 +13,7 @@ from qerl.errors import ConfigError, EngineError
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from qerl.config import RunConfig
+    from qerl.config.schema import RunConfig
 
 
 def trl_config(config: RunConfig, run_dir: Path, reward_weights: list[float]) -> GRPOConfig:

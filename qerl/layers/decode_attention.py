@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from qerl.nvfp4.nvrtc import Kernel, Launch, Variant, kernel
+from qerl.cuda.nvrtc import Kernel, Launch, Variant, kernel
 
 HEAD_DIMS = (32, 64, 128)
 GROUP = 8  # query heads that share a key head, at most

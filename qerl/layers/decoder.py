@@ -27,8 +27,10 @@ def _normed(
     norm: nn.Module, residual: torch.Tensor, delta: torch.Tensor | None = None, exact: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(residual + delta, its norm), of `exact`, the residual before it was rounded. A norm that does anything more is
-    called: one with noise, which has another forward (`qerl.norms`), or one with hooks."""
-    acts = norm.acting() if hasattr(norm, "acting") else norm  # a trained one's wrapper says which (`qerl.adapter`)
+    called: one with noise, which has another forward (`qerl.layers.norms`), or one with hooks."""
+    acts = (
+        norm.acting() if hasattr(norm, "acting") else norm
+    )  # a trained one's wrapper says which (`qerl.checkpoint.adapter`)
     more = any("forward" in vars(one) or one._forward_hooks or one._forward_pre_hooks for one in (norm, acts))
     if type(acts) is RMSNorm and not more:
         return norm_beside(residual, acts, delta, exact)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
+from qerl.cuda.nvrtc import Launch, Variant, kernel
 from qerl.nvfp4 import slab_layout
 from qerl.nvfp4.kernel_layout import BLOCK, QERL, TILE_ROWS, KernelWeight, block_scales, codes, dequantize
-from qerl.nvfp4.nvrtc import Launch, Variant, kernel
 
 WARPS = 4  # of a block in both sources
 WARP_ROWS, WARP_COLUMNS = 32, 256  # of a warp in decode_slabs.cu

@@ -106,8 +106,8 @@ def _dequantize_kernel(
 
 def decode_(out: torch.Tensor, weight: KernelWeight, row_start: int = 0) -> torch.Tensor:
     """`dequantize_` unscaled into bfloat16, by the faster kernel where the card has it."""
+    from qerl.cuda.nvrtc import has_kernels
     from qerl.nvfp4 import decode
-    from qerl.nvfp4.nvrtc import has_kernels
 
     if out.dtype == torch.bfloat16 and has_kernels(out.device):
         return decode.decode_(out, weight, row_start)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from qerl.nvfp4.nvrtc import Launch, Variant, has_kernels, kernel
+from qerl.cuda.nvrtc import Launch, Variant, has_kernels, kernel
 
 RANK_STEP = 16  # ranks of a part are padded to a multiple of this
 COLUMN_STEP = 8  # columns that a lane loads at once, 16 bytes

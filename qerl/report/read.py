@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 
 from qerl.errors import DataError
-from qerl.nearby import no_folder
-from qerl.read_back import OF_EVALUATION, Row, read_object, read_rows
+from qerl.files.nearby import no_folder
+from qerl.files.read_back import OF_EVALUATION, Row, read_object, read_rows
 from qerl.report.shapes import About, Graded, Metrics, Result, Sampled, Warned
 
 OF_RUN = "put back the file as the run wrote it, or delete that line"

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import FiniteFloat, PlainValidator, model_validator
 
-from qerl.read_back import Shape
+from qerl.files.read_back import Shape
 from qerl.report.sampling import PREFIX, SUMMED
 
 

@@ -2,7 +2,8 @@
 
 `build_messages` and `render_prompt` are the one place where a prompt is made: training and evaluation both call them,
 so the prompt that trains is the prompt that is evaluated. `grade` is the one place where a completion is judged: the
-accuracy reward and the evaluation both call it. Reading rows is qerl/data.py, comparing answers qerl/tasks/grading.py.
+accuracy reward and the evaluation both call it. Reading rows is qerl/data/examples.py, comparing answers
+qerl/tasks/grading.py.
 
 A new task is a file here that defines `TASK`, and its name in `_MODULES`. Importing this module loads neither torch
 nor datasets nor sympy, and no task's file before it is asked for.
@@ -22,7 +23,7 @@ from qerl.errors import CheckpointError, ConfigError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from qerl.data import DropReport
+    from qerl.data.examples import DropReport
     from qerl.tasks.grading import Grade
 
 Message = dict[str, str]  # {"role": "system" | "user", "content": text}
@@ -188,9 +189,9 @@ def load_examples(
 ) -> tuple[list[Example], DropReport]:
     """The usable rows of the task's own data set, or of `source`: a hub id (`owner/name:subset`), file or folder.
 
-    See qerl.data.load_examples, which this calls.
+    See qerl.data.examples.load_examples, which this calls.
     """
-    from qerl.data import load_examples as load
+    from qerl.data.examples import load_examples as load
 
     return load(get_task(task) if isinstance(task, str) else task, source, split, columns, limit)
 

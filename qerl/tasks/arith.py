@@ -7,7 +7,7 @@ question: the hash of the normalized question text says which split a problem be
     >>> problem("train", seed=0, index=0).worked  # the steps, one a line, then "#### " and the answer
 
 The task's rows are seed 0; the embedded model was pretrained on another seed of the train split
-(scripts/tiny_checkpoint.py), and no training ever sees the test split.
+(scripts/models/tiny_checkpoint.py), and no training ever sees the test split.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Like task arith, a pure function of (split, seed, index) without a file or a download, and with the same rule that tells
 the splits apart; but stories are composed of the parts in qerl/tasks/arith_chain_parts.py, some sentences change
 nothing, and results have three digits. A model of 20 M parameters that reads and calculates well solves it; the
-embedded one does not. scripts/pretrain_arith.py makes a model for it.
+embedded one does not. scripts/models/pretrain_arith.py makes a model for it.
 
     >>> problem("train", seed=0, index=0).worked  # the steps, one a line, then "#### " and the answer
 """

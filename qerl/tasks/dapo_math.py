@@ -3,8 +3,9 @@
 The hub's file is in verl's layout: `prompt` is a list with one user message that wraps the problem in a fixed
 instruction ("The last line of your response should be of the form Answer: ..."), `reward_model.ground_truth` is the
 answer, and the 17 thousand problems stand there about 100 times each. The instruction is taken off, so that the task's
-own prompt is the only one; repeated rows are dropped and counted by qerl/data.py. In open-r1's copy without repetitions
-(`data.source: open-r1/DAPO-Math-17k-Processed:en`), which QeRL's code reads, `prompt` is the message itself.
+own prompt is the only one; repeated rows are dropped and counted by qerl/data/examples.py. In open-r1's copy without
+repetitions (`data.source: open-r1/DAPO-Math-17k-Processed:en`), which QeRL's code reads, `prompt` is the message
+itself.
 """
 
 from qerl.tasks import Task

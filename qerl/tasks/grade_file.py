@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl.data import final_answer
+from qerl.data.examples import final_answer
+from qerl.data.rows import local_rows
 from qerl.errors import DataError
-from qerl.rows import local_rows
 from qerl.tasks import Task, get_task
 from qerl.tasks.grading import Grade, grade_many
 

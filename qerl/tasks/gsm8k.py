@@ -1,6 +1,6 @@
 """GSM8K: grade-school word problems with a number as the answer (arXiv 2110.14168).
 
-The hub's `answer` column is the worked solution, whose last line is `#### N`; qerl/data.py takes N.
+The hub's `answer` column is the worked solution, whose last line is `#### N`; qerl/data/examples.py takes N.
 """
 
 from qerl.tasks import Task

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+from qerl.checkpoint.shards import read_tensors
 from qerl.errors import EngineError
 from qerl.nvfp4.layout import GLOBAL_SCALE, PACKED, SHARED_GLOBAL_SCALE, quantized_linears
-from qerl.shards import read_tensors
 
 
 def check_checkpoint(folder: Path, kernel: str) -> None:

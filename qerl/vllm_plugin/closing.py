@@ -91,7 +91,7 @@ def drop_hooks_(owner: type) -> None:
     is set up twice, and the handle of its first hook is lost before `cleanup` removes the second. The hook is needed
     while the model compiles and leaves its bytecode as it is. VLLM_USE_BYTECODE_HOOK=0 would do without, but belongs
     to the key of the compile cache and takes a check of vLLM's with it. Remove with vllm-project/vllm pull request
-    45195; that it took effect is tested by what is alive after a close (tests/test_qerl_engine_vllm_gpu.py).
+    45195; that it took effect is tested by what is alive after a close (tests/qerl/engine/test_vllm_engine_gpu.py).
     """
     from torch._dynamo.convert_frame import _bytecode_hooks
 

@@ -25,7 +25,8 @@ def forward(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], sequences: Any, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output (T, heads, d) and the logarithm of the softmax's sums, float32 (heads, T), of q (T, heads, d) and k, v
-    (keys, kv heads, d). `sequences`: `training.packing.Sequences`; queries fewer than their keys are the last of them.
+    (keys, kv heads, d). `sequences`: `training.policy.packing.Sequences`; queries fewer than their keys are the last of
+    them.
     """
     return flash_attn_varlen_func(
         *qkv,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 
+from qerl.cuda.nvrtc import has_kernels
 from qerl.errors import EngineError
 from qerl.nvfp4 import gemm, slab_layout
-from qerl.nvfp4.nvrtc import has_kernels
 
 
 class QerlNvFp4LinearKernel(NvFp4LinearKernel):

@@ -7,11 +7,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from qerl.engine.own_memory import others_bytes, own_bytes
 from qerl.errors import CheckpointError, EngineError, MissingExtraError
-from qerl.own_memory import others_bytes, own_bytes
-from qerl.sizes import sizes_of
+from qerl.plan.engine_memory import KV_CACHE_DTYPES
+from qerl.plan.sizes import sizes_of
 from qerl.vllm_plugin.exhausted import cannot_open
-from qerl.vllm_plugin.memory import KV_CACHE_DTYPES
 from qerl.vllm_plugin.startup import capture_sizes
 
 MIN_CAPABILITY = (8, 0)  # bfloat16
@@ -57,13 +57,13 @@ class Settings:
 
     def stop_token_ids(self) -> tuple[int, ...]:
         """Every token that ends a completion, as for the transformers engine."""
-        from qerl.model import end_token_ids, load_tokenizer
+        from qerl.checkpoint.load import end_token_ids, load_tokenizer
 
         return end_token_ids(Path(self.base), self.config, load_tokenizer(self.base, self.trust_remote_code))
 
     def memory_arguments(self, total: int) -> dict[str, Any]:
         """vLLM's arguments for this budget: at most the KV cache that `max_sequences` full contexts can fill."""
-        from qerl.vllm_plugin.memory import (
+        from qerl.plan.engine_memory import (
             engine_bytes,
             kv_bytes_per_token,
             kv_cache_bytes,
@@ -154,7 +154,7 @@ def _for_hopper(kv_cache_dtype: str) -> dict[str, Any]:
     one before wrote (programmatic dependent launch), 3 us a layer of a 7B."""
     import torch
 
-    from qerl.nvfp4.nvrtc import has_kernels
+    from qerl.cuda.nvrtc import has_kernels
 
     if not has_kernels(torch.device("cuda", torch.cuda.current_device())):
         return {}
@@ -171,7 +171,7 @@ def choose_kernel(kernel: str, format: str) -> str:
     Marlin."""
     import torch
 
-    from qerl.nvfp4.nvrtc import has_kernels
+    from qerl.cuda.nvrtc import has_kernels
 
     if kernel not in KERNELS:
         raise EngineError(f"rollout.kernel={kernel!r} is not known: write {', '.join(KERNELS[:-1])} or {KERNELS[-1]}")
@@ -199,8 +199,9 @@ def compile_ahead(settings: Settings, options: dict[str, Any]) -> None:
     """
     if options["kernel"] != "qerl":
         return
+    from qerl.cuda import nvrtc
     from qerl.layers import decode_attention
-    from qerl.nvfp4 import decode, gemm, lora, nvrtc
+    from qerl.nvfp4 import decode, gemm, lora
 
     try:
         sizes = sizes_of(settings.config.to_dict(), settings.base)

@@ -5,8 +5,8 @@ vLLM's whose layout it is, and both, once decoded, by cuBLAS.
 
 Humming 0.1.10 is not used above 512 tokens: from four row blocks on (544 tokens) it runs clusters that multicast the
 activations, and its products are then off by 2 to 4%, differently at each call; and it never sees 49 to 56 tokens,
-where its blocks of 56 are off by 26% (both measured on an H200). Remove these limits once scripts/bench_gemm.py shows
-no such error.
+where its blocks of 56 are off by 26% (both measured on an H200). Remove these limits once scripts/bench/bench_gemm.py
+shows no such error.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 
+from qerl.cuda.nvrtc import has_kernels
 from qerl.nvfp4 import gemm, lora, tiling
 from qerl.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.nvfp4.kernels import decode_
 from qerl.nvfp4.lora import Adapter
-from qerl.nvfp4.nvrtc import has_kernels
 from qerl.nvfp4.ways import Shape, way_of
 
 HUMMING_WRONG = range(49, 57)  # tokens that it would take in one block of 56

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from qerl.engine import Completion, SamplingParams
+from qerl.engine.interface import Completion, SamplingParams
 from qerl.errors import EngineError
 from qerl.vllm_plugin.exhausted import out_of_memory
 

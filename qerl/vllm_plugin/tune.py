@@ -16,9 +16,10 @@ from pathlib import Path
 
 import torch
 
-from qerl.doctor import driver_version
-from qerl.nvfp4 import decode, expand, gemm, lora, nvrtc, tiling, ways
-from qerl.nvfp4.timing import cold_layers, graph_us
+from qerl.cuda import nvrtc
+from qerl.cuda.timing import cold_layers, graph_us
+from qerl.doctor.doctor import driver_version
+from qerl.nvfp4 import decode, expand, gemm, lora, tiling, ways
 from qerl.vllm_plugin.products import BASES, WAYS, Base
 
 logger = logging.getLogger(__name__)

@@ -10,11 +10,11 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.adapter import PEFT_PREFIX
-from qerl.checkpoint import TINY, TINY_FOLDER, beside
+from qerl.checkpoint.adapter import PEFT_PREFIX
+from qerl.checkpoint.hub import is_hub_id
+from qerl.checkpoint.resolve import TINY, TINY_FOLDER, beside
+from qerl.checkpoint.shards import read_json
 from qerl.errors import CheckpointError
-from qerl.hub import is_hub_id
-from qerl.shards import read_json
 from quantize.merge.base import Adapter
 from quantize.writer import write_json
 
@@ -69,7 +69,7 @@ def find_base_name(adapter: Adapter, asked: str | None) -> str:
 def _check_written(adapter: Adapter, folder: Path, dtype: torch.dtype | None) -> None:
     import torch
 
-    from qerl.adapter import read_adapter
+    from qerl.checkpoint.adapter import read_adapter
 
     tensors, scaling = read_adapter(folder)
     same = tensors.keys() == adapter.tensors.keys() and scaling == adapter.scaling

@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
 from qerl.errors import CheckpointError
 from qerl.nvfp4.layout import PACKED, TENSORS, quantized_linears
-from qerl.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
 from quantize.reader import TensorReader
 from quantize.source import WEIGHT_DTYPES, Source, check_layout
 
@@ -30,7 +30,7 @@ EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter as `qerl.adapter.read_adapter` reads it, by base module name."""
+    """A LoRA adapter as `qerl.checkpoint.adapter.read_adapter` reads it, by base module name."""
 
     folder: Path
     tensors: Mapping[str, torch.Tensor]

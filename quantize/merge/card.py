@@ -12,11 +12,11 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
-from qerl.checkpoint import TINY, TINY_FOLDER, quantized_from
-from qerl.disk import replace_text
+from qerl.checkpoint.hub import HUB_ID
+from qerl.checkpoint.resolve import TINY, TINY_FOLDER, quantized_from
 from qerl.errors import DataError
-from qerl.hub import HUB_ID
-from qerl.read_back import read_object, read_rows
+from qerl.files.disk import replace_text
+from qerl.files.read_back import read_object, read_rows
 from qerl.report.shapes import About, Metrics
 from quantize.merge.effect import run_of
 from quantize.merge.report import KINDS, MergeReport

@@ -16,19 +16,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.adapter import read_adapter
-from qerl.checkpoint import ModelRef, resolve_model
-from qerl.engine import SamplingParams, open_model
+from qerl.checkpoint.adapter import read_adapter
+from qerl.checkpoint.load import load_tokenizer
+from qerl.checkpoint.resolve import ModelRef, resolve_model
+from qerl.config.recipe import load_config
+from qerl.data.rows import local_rows
+from qerl.engine.interface import SamplingParams, open_model
 from qerl.errors import DataError, QerlError
-from qerl.model import load_tokenizer
-from qerl.recipe import load_config
-from qerl.rows import local_rows
 from qerl.tasks import build_messages, load_examples, render_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from qerl.engine import Completion, Engine
+    from qerl.engine.interface import Completion, Engine
 
 logger = logging.getLogger(__name__)
 
@@ -150,8 +150,8 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str]) -> l
 
 def _neutralize(engine: Engine, exact: ModelRef) -> None:
     """Leave the base alone acting: B is zero, and trained norms are the base's again."""
-    from qerl.model import local_folder
-    from qerl.shards import read_tensors
+    from qerl.checkpoint.load import local_folder
+    from qerl.checkpoint.shards import read_tensors
     from quantize.reader import TensorReader
 
     tensors, scaling = read_adapter(exact.adapter)

@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qerl.checkpoint import REPORT, ModelRef, quantized_from, resolve_model
+from qerl.checkpoint.resolve import REPORT, ModelRef, quantized_from, resolve_model
+from qerl.checkpoint.shards import read_json
 from qerl.errors import CheckpointError, ConfigError
-from qerl.shards import read_json
 from quantize.merge.base import Base, BaseReader
 
 MIN_SQNR_DB = 10.0  # what NVFP4 leaves of any weights is about 20 dB; another model's share nothing

@@ -17,10 +17,10 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from qerl.checkpoint import ModelRef, adapter_folder, describe, resolve_model
-from qerl.disk import replace_text
+from qerl.checkpoint.publish import check_push, push
+from qerl.checkpoint.resolve import ModelRef, adapter_folder, describe, resolve_model
 from qerl.errors import ConfigError, QerlError
-from qerl.publish import check_push, push
+from qerl.files.disk import replace_text
 from quantize.merge.base import Adapter, read_base
 from quantize.merge.original import check_original, choose_base
 from quantize.merge.report import MergeReport
@@ -71,7 +71,7 @@ class MergeOptions:
 def merge(options: MergeOptions) -> MergeReport:
     """Do what `options` say. Raises ConfigError or CheckpointError; whatever is raised before a push, `out` is as it
     was or complete."""
-    from qerl.adapter import read_adapter
+    from qerl.checkpoint.adapter import read_adapter
 
     options.check()
     if options.push_to_hub:
@@ -130,7 +130,7 @@ def _adapter_notes(options: MergeOptions, adapter: Adapter, base: str) -> tuple[
 
 
 def _write_model(options: MergeOptions, adapter: Adapter, out: Path) -> MergeReport:
-    from qerl.model import local_folder
+    from qerl.checkpoint.load import local_folder
     from quantize.merge.weights import check_merged, plan_merge, total, write_merged
 
     exact = _exact(options)

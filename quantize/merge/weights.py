@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.shards import read_tensors
 from qerl.errors import CheckpointError
-from qerl.shards import read_tensors
 from quantize.merge.base import Adapter, Base, BaseReader, MergedReader, merged_source, read_base
 from quantize.reader import TensorReader
 from quantize.source import Source

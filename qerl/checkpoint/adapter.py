@@ -1,0 +1,276 @@
+"""LoRA adapters: attach one to a model, name its tensors, read and write the standard PEFT folder.
+
+The only importer of peft. Names of tensors are those of the base model's modules, without PEFT's prefixes, so that
+every engine and every file can be matched against the base:
+
+    model.layers.0.self_attn.q_proj.lora_A.weight    (rank, in_features)
+    model.layers.0.self_attn.q_proj.lora_B.weight    (out_features, rank)
+    model.layers.0.input_layernorm.weight            (hidden,), only where norms are trained
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import types
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from peft import PeftModel
+    from torch import nn
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+PEFT_PREFIX = "base_model.model."
+ADAPTER_NAME = "default"
+OTHER_ADAPTERS = (
+    "use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "alora_invocation_tokens", "arrow_config",
+    "kasa_config", "layer_replication", "megatron_config", "monteclora_config", "target_parameters",
+    "trainable_token_indices", "use_bdlora", "use_qalora",
+)  # fmt: skip
+PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")  # of A and B; the others change the base too
+
+
+def attach_lora(
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    targets: tuple[str, ...] = PROJECTIONS,
+    dropout: float = 0.0,
+    train_norms: bool = False,
+    dtype: torch.dtype | None = None,
+) -> PeftModel:
+    """Wrap `model` with a fresh LoRA adapter: A random, B zero, so that the model is unchanged.
+
+    `dtype` is that of the adapter's own weights (None: float32). Raises ConfigError if a target matches no linear.
+    """
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    if missing := [target for target in targets if target not in leaves]:
+        raise ConfigError(
+            f"adapter.targets: {', '.join(missing)} match no linear of this model; it has {', '.join(sorted(leaves))}"
+        )
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=dropout,
+        target_modules=list(targets),
+        modules_to_save=_norm_leaves(model) if train_norms else None,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+    config._register_custom_module(_fused_lora())
+    peft_model = get_peft_model(model, config, autocast_adapter_dtype=False)
+    for parameter in peft_model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype or torch.float32)
+    if train_norms:
+        _let_wrappers_say_what_acts_(peft_model)
+    return peft_model
+
+
+def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The adapter's tensors by base module name (see the module docstring), as the model holds them, not copied."""
+    tensors = {}
+    for name, parameter in model.named_parameters():
+        base_name = name.removeprefix(PEFT_PREFIX)
+        for mark, clean in ((f".lora_A.{ADAPTER_NAME}.", ".lora_A."), (f".lora_B.{ADAPTER_NAME}.", ".lora_B.")):
+            if mark in base_name:
+                tensors[base_name.replace(mark, clean)] = parameter
+        if (mark := f".modules_to_save.{ADAPTER_NAME}.") in base_name:
+            tensors[base_name.replace(mark, ".")] = parameter
+    return tensors
+
+
+def adapter_scaling(model: PeftModel) -> float:
+    """alpha / rank of the attached adapter: what B is multiplied by."""
+    config = model.peft_config[ADAPTER_NAME]
+    return config.lora_alpha / config.r
+
+
+def read_adapter(folder: str | Path) -> tuple[dict[str, torch.Tensor], float]:
+    """(tensors by base module name, scaling) of a PEFT adapter folder. Raises CheckpointError for what is not LoRA."""
+    from safetensors.torch import load_file
+
+    folder = Path(folder)
+    config = _adapter_config(folder)
+    weights = folder / "adapter_model.safetensors"
+    if not weights.is_file():
+        raise CheckpointError(f"{folder} has no adapter_model.safetensors: pickle adapters (.bin) are not read")
+    try:
+        saved = load_file(weights)
+    except Exception as error:
+        raise CheckpointError(f"{weights} cannot be read ({error}): save or download it again") from error
+    tensors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in saved.items()}
+    if not any(name.endswith(".lora_A.weight") for name in tensors):
+        raise CheckpointError(f"{weights} holds no LoRA tensors")
+    _check_factors(weights, tensors, config["r"])
+    root = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]
+    return tensors, config["lora_alpha"] / root
+
+
+def _check_factors(weights: Path, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
+    """A is (rank, in) and B (out, rank), of floats: with another rank than the config's the scaling would be wrong."""
+    for name, tensor in tensors.items():
+        axis = {"lora_A": 0, "lora_B": 1}.get(name.removesuffix(".weight").rpartition(".")[2])
+        if axis is None:
+            continue
+        if tensor.ndim != 2 or tensor.shape[axis] != rank or not tensor.is_floating_point():
+            raise CheckpointError(
+                f"{weights} has {name} as {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}, and "
+                f"adapter_config.json rank {rank}: only plain LoRA, of one rank, is supported; save the adapter again"
+            )
+
+
+def name_base_(model: PeftModel, base: str) -> None:
+    """Have the adapter's folders name `base` (folder or hub id) as their base model."""
+    model.peft_config[ADAPTER_NAME].base_model_name_or_path = base
+
+
+def save_adapter(model: PeftModel, folder: str | Path, base: str | None = None) -> None:
+    """Write the adapter as a standard PEFT folder that names `base` as its base model (None: the one named before)."""
+    if base is not None:
+        name_base_(model, base)
+    # Only ours: with a KL term TRL adds a frozen copy, "ref", to the model.
+    model.save_pretrained(
+        str(folder), safe_serialization=True, selected_adapters=[ADAPTER_NAME], save_embedding_layers=False
+    )
+    (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT's empty template of a model card
+
+
+def load_tensors_(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> int:
+    """Copy `tensors` into the adapter attached to `model`; names and shapes must match exactly. Returns the count."""
+    import torch
+
+    own = adapter_tensors(model)
+    if missing := sorted(set(own) ^ set(tensors)):
+        raise CheckpointError(f"the adapter does not fit this model: {missing[:4]} stand on one side only")
+    with torch.no_grad():
+        for name, parameter in own.items():
+            if parameter.shape != tensors[name].shape:
+                raise CheckpointError(
+                    f"the adapter's {name} has shape {tuple(tensors[name].shape)}, the model asks for "
+                    f"{tuple(parameter.shape)}: it was trained on another base or rank"
+                )
+            parameter.copy_(tensors[name])
+    return len(own)
+
+
+def set_scaling_(model: nn.Module, scaling: float) -> None:
+    """Multiply B by `scaling` from now on, in every linear of the attached adapter."""
+    from peft.tuners.lora.layer import LoraLayer
+
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.scaling[ADAPTER_NAME] = scaling
+
+
+def attach_saved_(model: nn.Module, tensors: Mapping[str, torch.Tensor], scaling: float) -> PeftModel:
+    """Attach an adapter read by `read_adapter` to a model that has none; its rank and targets come from the tensors."""
+    factors = {name: tensor for name, tensor in tensors.items() if name.endswith(".lora_A.weight")}
+    ranks = {tensor.shape[0] for tensor in factors.values()}
+    if len(ranks) != 1:
+        raise CheckpointError(f"the adapter mixes ranks {sorted(ranks)}: only one rank for all linears is supported")
+    rank = ranks.pop()
+    leaves = {name.removesuffix(".lora_A.weight").rpartition(".")[2] for name in factors}
+    has_norms = any(".lora_" not in name for name in tensors)
+    dtype = next(iter(tensors.values())).dtype
+    peft_model = attach_lora(model, rank, scaling * rank, tuple(sorted(leaves)), train_norms=has_norms, dtype=dtype)
+    load_tensors_(peft_model, tensors)
+    return peft_model.eval()
+
+
+def _adapter_config(folder: Path) -> dict:
+    try:
+        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder} has no readable adapter_config.json: it is not an adapter folder") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder}/adapter_config.json holds no object: save the adapter again")
+    unsupported = [key for key in OTHER_ADAPTERS if config.get(key)]
+    if config.get("peft_type") != "LORA" or unsupported:
+        what = f" with {', '.join(unsupported)}" if unsupported else ""
+        raise CheckpointError(
+            f"{folder} is a {config.get('peft_type')} adapter{what}: only plain LoRA, of one rank, is supported"
+        )
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
+        raise CheckpointError(
+            f"{folder}/adapter_config.json has r {rank!r} and lora_alpha {alpha!r}, which are no rank and no number: "
+            "save the adapter again"
+        )
+    if (begun := config.get("init_lora_weights", True)) not in PLAIN_STARTS:
+        raise CheckpointError(
+            f"{folder} was begun with init_lora_weights {begun!r}, which changes the base's weights too: save it again "
+            "as plain LoRA, with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
+    return config
+
+
+def _let_wrappers_say_what_acts_(model: nn.Module) -> None:
+    """Give PEFT's wrappers of trained norms `acting()`, the norm that a call would reach: the layers compute more with
+    it than a call does (`qerl.layers.decoder`)."""
+    from peft.utils import ModulesToSaveWrapper
+
+    def acting(wrapper: ModulesToSaveWrapper) -> nn.Module:
+        names = wrapper.active_adapters
+        trained = names and not wrapper.disable_adapters and all(name in wrapper.modules_to_save for name in names)
+        return wrapper.modules_to_save[names[0]] if trained else wrapper.original_module
+
+    for module in model.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            module.acting = types.MethodType(acting, module)
+
+
+def _norm_leaves(model: nn.Module) -> list[str]:
+    from qerl.layers.norms import block_norms
+
+    return sorted({name.rpartition(".")[2] for name in block_norms(model)})
+
+
+def _fused_lora() -> dict[type, type]:
+    """PEFT's LoRA layers for a frozen base: plain LoRA in one autograd node (`qerl.layers.lora`), all else as PEFT."""
+    import torch
+    from peft.tuners.lora.layer import Linear
+
+    from qerl.layers.lora import Part, lora_linear, part_of
+    from qerl.nvfp4.linear import NVFP4Linear
+
+    class FusedLoraLinear(Linear):
+        """LoRA on a linear."""
+
+        def lora_part(self) -> Part | None:
+            """What this layer computes now, if that is plain LoRA with one adapter, without dropout; else None."""
+            base = part_of(self.base_layer)
+            if base is None or self.disable_adapters or self.merged or self.fan_in_fan_out:
+                return base if self.disable_adapters and not self.merged else None
+            names = [name for name in self.active_adapters if name in self.lora_A]
+            if len(names) != 1:
+                return None
+            name = names[0]
+            dropout, a, b = self.lora_dropout[name], self.lora_A[name], self.lora_B[name]
+            drops = isinstance(dropout, torch.nn.Dropout) and dropout.p > 0 and self.training
+            if drops or name in self.lora_variant or a.bias is not None or b.bias is not None:
+                return None
+            return Part(base.base, a.weight, b.weight, self.scaling[name])
+
+        def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
+            part = None if args or kwargs else self.lora_part()
+            return super().forward(x, *args, **kwargs) if part is None else lora_linear(x, [part])
+
+    class PackedLoraLinear(FusedLoraLinear):
+        """LoRA on a packed base: a merge raises instead of losing the adapter."""
+
+        def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+            raise CheckpointError(
+                "a LoRA cannot be merged into packed NVFP4 weights: 4-bit rounding would swallow it; "
+                "merge it into the 16-bit model, or serve the adapter as it is"
+            )
+
+    return {NVFP4Linear: PackedLoraLinear, torch.nn.Linear: FusedLoraLinear}

@@ -1,0 +1,111 @@
+"""Whether a saved adapter is one of a base, told from the files: before weights are loaded or an engine is opened."""
+
+from __future__ import annotations
+
+import logging
+from collections import defaultdict
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl.checkpoint.load import local_folder
+from qerl.checkpoint.resolve import QUANTIZED_SUFFIX, TINY, beside, quantized_from
+from qerl.checkpoint.shards import read_json
+from qerl.errors import CheckpointError
+from qerl.plan.sizes import sizes_of
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
+
+
+def read_fitting_adapter(adapter: Path, base: str) -> tuple[dict[str, torch.Tensor], float]:
+    """Tensors and scaling of an adapter folder, as `read_adapter` does; CheckpointError if of another base."""
+    from qerl.checkpoint.adapter import read_adapter
+
+    tensors, scaling = read_adapter(adapter)
+    check_fit(adapter, tensors, base)
+    return tensors, scaling
+
+
+def check_fit(adapter: Path, tensors: Mapping[str, torch.Tensor], base: str) -> None:
+    """Raise CheckpointError if A, B and trained norms are not of the base's widths, or not of all of its layers.
+
+    That the adapter names another base is a warning: one model has many names, and models of one size fit all of them.
+    """
+    sizes = sizes_of(read_json(Path(local_folder(base)) / "config.json"), base)
+    layers = defaultdict(set)  # of each kind of linear or norm
+    for name, tensor in tensors.items():
+        parts = name.split(".")
+        factor = name.endswith((A_SUFFIX, B_SUFFIX)) and "layers" in parts
+        if not factor and not is_block_norm(name):
+            raise CheckpointError(
+                f"{adapter} changes {name}: qerl takes LoRA on the linears of the decoder layers, and the layers' "
+                "norms; train or save it without biases, embeddings, head and other modules_to_save"
+            )
+        leaf = parts[-3] if factor else parts[-2]
+        layers[leaf].add(next((int(part) for part in parts if part.isdigit()), -1))
+        own = sizes.projections.get(leaf) if factor else (sizes.hidden,)
+        expected = _factor_shape(name, own, tensor) if factor and own else own
+        if tuple(tensor.shape) != expected:
+            there = "missing" if own is None else " x ".join(map(str, own))
+            raise CheckpointError(
+                f"{adapter} is of another base than {base}: its {name} is {tuple(tensor.shape)} and the base's "
+                f"{leaf} {there}; give the base it was trained on"
+            )
+    _check_layers(adapter, base, layers, sizes.layers)
+    named = read_json(adapter / "adapter_config.json").get("base_model_name_or_path")
+    if named and not _names(beside(adapter, named)) & _names(base):
+        logger.warning(
+            "%s names %s as its base and acts on %s here: if these are two models, what comes out means nothing; give "
+            "the adapter's own as --model",
+            adapter,
+            named,
+            base,
+        )
+
+
+def is_block_norm(name: str) -> bool:
+    """Whether an adapter's tensor is the trained norm of a decoder layer: `model.layers.3.input_layernorm.weight`."""
+    parts = name.split(".")
+    return len(parts) > 3 and parts[-4] == "layers" and parts[-3].isdigit() and parts[-1] == "weight"
+
+
+def _factor_shape(name: str, linear: tuple[int, int], tensor: torch.Tensor) -> tuple[int, int]:
+    """The shape that A (rank, in) or B (out, rank) of a linear (out, in) has, at its own rank."""
+    return (tensor.shape[0], linear[1]) if name.endswith(A_SUFFIX) else (linear[0], tensor.shape[-1])
+
+
+def _check_layers(adapter: Path, base: str, layers: Mapping[str, set[int]], count: int) -> None:
+    found, own = set().union(*layers.values()), set(range(count))
+    if found != own:
+        raise CheckpointError(
+            f"{adapter} is of another base than {base}: it has {len(found)} layers and the base {count}; give "
+            "the base it was trained on"
+        )
+    for leaf, there in layers.items():
+        if missing := sorted(own - there):
+            raise CheckpointError(
+                f"{adapter} has nothing for {leaf} in layer {', '.join(map(str, missing[:4]))}: qerl takes adapters "
+                "that have a kind of linear or norm in all layers or in none; save it again, or give another"
+            )
+
+
+def _names(model: str) -> set[str]:
+    """What a model goes by, without its owner or folder; a quantized one by the name of what it was made from too."""
+    names = [model]
+    if model == TINY or Path(model).is_dir():
+        folder = local_folder(model)
+        names += [str(folder.resolve()), quantized_from(folder) or model]
+    return {_last_part(name.lower()).removesuffix(QUANTIZED_SUFFIX.lower()) for name in names}
+
+
+def _last_part(name: str) -> str:
+    """Of an id or a path; of a snapshot in the hub's cache (models--owner--name/snapshots/commit) the model's name."""
+    parts = [part for part in name.split("/") if part]
+    if parts[-2:-1] == ["snapshots"] and len(parts) > 2:
+        return parts[-3].rpartition("--")[2]
+    return parts[-1] if parts else name

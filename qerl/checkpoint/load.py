@@ -1,0 +1,244 @@
+"""Open a checkpoint as a transformers model: 16-bit as it is, NVFP4 with its linears left packed.
+
+    load_model("checkpoints/Qwen2.5-7B-Instruct-NVFP4A16", "nvfp4", dtype="bfloat16", device="cuda")
+
+transformers itself would unpack a whole NVFP4 checkpoint at the first forward (transformers 5.17 with
+compressed-tensors 0.19, `ct_decompress_hook`), so the modules are built from the config alone, the quantized linears
+are replaced by `NVFP4Linear`, and each tensor goes from the file to its place: no dense copy of a linear ever exists.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from huggingface_hub.errors import StrictDataclassError
+
+from qerl.checkpoint.hub import download_model
+from qerl.checkpoint.resolve import TINY, TINY_FOLDER
+from qerl.checkpoint.shards import TensorInfo, read_json, read_tensors
+from qerl.errors import CheckpointError
+from qerl.nvfp4.layout import TENSORS, quantized_linears
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+UNREADABLE = (OSError, ValueError, StrictDataclassError)  # what transformers raises for a config it cannot take
+
+COMPUTED = "rotary_emb.inv_freq"  # in old checkpoints; transformers computes it from the config
+
+
+def load_model(
+    path: str | Path,
+    format: str,
+    dtype: str = "auto",
+    device: str = "cpu",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Open the weights at `path` (folder or hub id), frozen and in eval mode.
+
+    `format` is "nvfp4" or "bf16"; `dtype` is what the 16-bit tensors and the products are in: "auto" is bfloat16 on a
+    GPU and float32 on a CPU, where bfloat16 products are slow. Raises CheckpointError for a folder of another format.
+    """
+    from qerl.layers.place import fuse_
+
+    folder = local_folder(path, trust_remote_code)
+    if format not in ("nvfp4", "bf16"):
+        raise CheckpointError(f"format {format!r} is not known: write 'nvfp4' or 'bf16'")
+    torch_dtype = resolve_dtype(dtype, device)
+    load = _load_nvfp4 if format == "nvfp4" else _load_16bit
+    model = load(folder, torch_dtype, trust_remote_code).to(device)
+    fuse_(model)
+    return model.requires_grad_(False).eval()
+
+
+def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The checkpoint's own tokenizer, padding on the left; without a pad token the end-of-sequence token pads."""
+    from transformers import AutoTokenizer
+
+    folder = local_folder(path, trust_remote_code)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=trust_remote_code)
+    except StrictDataclassError as error:
+        raise CheckpointError(
+            f"{folder}/config.json cannot be read ({' '.join(str(error).split())}): copy it from the original model"
+        ) from error
+    except (OSError, ValueError, KeyError) as error:
+        raise CheckpointError(
+            f"{folder} has no tokenizer that can be read ({error}): copy tokenizer.json and tokenizer_config.json "
+            "from the original model into it"
+        ) from error
+    if tokenizer.eos_token is None:
+        raise CheckpointError(f"the tokenizer in {folder} names no eos_token: set it in its tokenizer_config.json")
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def resolve_dtype(dtype: str, device: str) -> torch.dtype:
+    """ "auto", "bfloat16" or "float32" as a torch dtype."""
+    import torch
+
+    if dtype == "auto":
+        dtype = "float32" if torch.device(device).type == "cpu" else "bfloat16"
+    if dtype not in ("bfloat16", "float32"):
+        raise CheckpointError(f"dtype {dtype!r} is not supported: write auto, bfloat16 or float32")
+    return getattr(torch, dtype)
+
+
+def local_folder(path: str | Path, trust_remote_code: bool = False) -> Path:
+    """`path` if it is a folder here, the shipped model for "tiny", else the hub's snapshot of that id."""
+    if str(path) == TINY:
+        return TINY_FOLDER
+    if Path(path).is_dir():
+        return Path(path)
+    return download_model(str(path), trust_remote_code)
+
+
+def end_token_ids(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends a completion: the tokenizer's, and those that the folder's generation config names, or
+    else the model's `config`."""
+    declared = None
+    if (folder / "generation_config.json").exists():
+        declared = _generation_config(folder).eos_token_id
+    if declared is None:
+        declared = getattr(config, "eos_token_id", None)
+    declared = [] if declared is None else declared if isinstance(declared, list) else [declared]
+    if not all(isinstance(token, int) for token in declared):
+        raise CheckpointError(
+            f"{folder}: eos_token_id {declared} in generation_config.json or config.json is no list of token numbers: "
+            "copy the file from the original model"
+        )
+    return tuple(dict.fromkeys([tokenizer.eos_token_id, *declared]))
+
+
+def _generation_config(folder: Path) -> GenerationConfig:
+    from transformers import GenerationConfig
+
+    try:
+        return GenerationConfig.from_pretrained(folder)
+    except UNREADABLE as error:
+        raise CheckpointError(
+            f"{folder}/generation_config.json cannot be read ({_first_line(error)}): copy it from the original model"
+        ) from error
+
+
+def _load_16bit(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    from transformers import AutoModelForCausalLM
+
+    if _quantization_format(folder):
+        raise CheckpointError(f"{folder} holds NVFP4 weights: load it with format nvfp4, or give the 16-bit model")
+    read_tensors(folder)  # torn files, before transformers meets them
+    try:
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, in our words
+        )
+    except UNREADABLE as error:
+        raise _unloadable(folder, error) from error
+    shapes = {name: f"{list(given)}, not {list(own)}" for name, given, own in found["mismatched_keys"]}
+    _refuse_misfits(folder, found["missing_keys"], found["unexpected_keys"], shapes)
+    return model
+
+
+def check_config_fits(folder: Path, tensors: Mapping[str, TensorInfo], trust_remote_code: bool = False) -> None:
+    """Raise CheckpointError if config.json of a 16-bit folder is of another model than its tensors; from headers."""
+    model = _empty_model(folder, None, trust_remote_code)
+    own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    there = {name: info.shape for name, info in tensors.items() if not name.endswith(COMPUTED)}
+    shapes = {
+        name: f"{list(shape)}, not {list(own[name])}" for name, shape in there.items() if own.get(name, shape) != shape
+    }
+    _refuse_misfits(folder, own.keys() - there.keys() - set(model.all_tied_weights_keys), there.keys() - own, shapes)
+
+
+def _refuse_misfits(
+    folder: Path, missing: Collection[str], unexpected: Collection[str], shapes: dict[str, str]
+) -> None:
+    found = [f"{name} is missing" for name in sorted(missing)]
+    found += [f"the model has no place for {name}" for name in sorted(unexpected)]
+    found += [f"{name} is {shape}" for name, shape in sorted(shapes.items())]
+    if found:
+        raise CheckpointError(
+            f"{folder} does not hold the model that its config.json describes ({'; '.join(found[:3])}; {len(found)} in "
+            "all): copy weights and config.json from the same checkpoint"
+        )
+
+
+def _unloadable(folder: Path, error: Exception) -> CheckpointError:
+    return CheckpointError(f"{folder} cannot be loaded: {_first_line(error)}; take Qwen2, Qwen3, Llama or Mistral")
+
+
+def _empty_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
+    """The modules that config.json describes, on the meta device, none of them quantized."""
+    from accelerate import init_empty_weights
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except UNREADABLE as error:
+        raise _unloadable(folder, error) from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with init_empty_weights(include_buffers=False):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+
+
+def _load_nvfp4(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    import torch
+
+    from qerl.nvfp4.linear import swap_linears
+
+    if _quantization_format(folder) is None:
+        raise CheckpointError(f"{folder} holds 16-bit weights: run `qerl quantize --model {folder}` first")
+    model = _empty_model(folder, dtype, trust_remote_code)
+    tensors = read_tensors(folder)
+    names = quantized_linears(tensors)
+    with torch.device("meta"):
+        swap_linears(model, names)
+    _fill_(model, tensors, dtype)
+    if (folder / "generation_config.json").exists():
+        model.generation_config = _generation_config(folder)
+    logger.info("opened %s: %d packed linears, dtype %s", folder, len(names), dtype)
+    return model
+
+
+def _fill_(model: PreTrainedModel, tensors: Mapping[str, TensorInfo], dtype: torch.dtype) -> None:
+    """Put each file's tensors in place; anything left over or left empty is an error."""
+    from safetensors.torch import load_file
+
+    folder = next(iter(tensors.values())).file.parent
+    if unexpected := sorted(set(tensors) - set(model.state_dict())):
+        raise CheckpointError(f"{folder} holds tensors that the model has no place for: {unexpected[:5]}")
+    for file in dict.fromkeys(info.file for info in tensors.values()):
+        values = {name: value if name.endswith(TENSORS) else value.to(dtype) for name, value in load_file(file).items()}
+        try:
+            model.load_state_dict(values, strict=False, assign=True)
+        except RuntimeError as error:
+            lines = str(error).splitlines()
+            raise CheckpointError(
+                f"{file} does not fit its config.json ({lines[min(1, len(lines) - 1)].strip()}): copy both files from "
+                "the same checkpoint"
+            ) from error
+    model.tie_weights()
+    empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
+    if empty:
+        raise CheckpointError(f"{folder} lacks tensors: {empty[:5]} ({len(empty)} in all)")
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().split("\n")[0]
+
+
+def _quantization_format(folder: Path) -> str | None:
+    """The `quantization_config.format` of config.json; None for 16-bit weights."""
+    return (read_json(folder / "config.json").get("quantization_config") or {}).get("format")

@@ -1,0 +1,58 @@
+"""Upload a finished folder to the hub: what can be refused is refused before any work, and the folder stays usable."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+from qerl.checkpoint.hub import HUB_ID, reachable
+from qerl.errors import CheckpointError, ConfigError
+
+logger = logging.getLogger(__name__)
+
+
+def check_push(repo: str) -> None:
+    """Raise unless `repo` (owner/name) can be pushed to: its form, the network, and the token."""
+    if not HUB_ID.fullmatch(repo):
+        raise ConfigError(f"--push-to-hub {repo!r} is no hub id: write owner/name, such as me/Qwen2.5-7B-gsm8k")
+    from huggingface_hub import HfApi, get_token
+
+    if not reachable():
+        raise CheckpointError(
+            f"{repo} cannot be pushed: the hub cannot be reached from here (or HF_HUB_OFFLINE is set); leave "
+            "--push-to-hub out, and upload the folder later with `hf upload`"
+        )
+    if get_token() is None:
+        raise CheckpointError(
+            f"{repo} cannot be pushed: no hub token is set; run `hf auth login`, or set HF_TOKEN to a token that "
+            "may write"
+        )
+    try:
+        user = HfApi().whoami()
+    except Exception as error:  # httpx, OSError and the hub's own
+        raise CheckpointError(
+            f"{repo} cannot be pushed: the hub does not take the token ({_first_line(error)}); run `hf auth login` "
+            "with one that may write"
+        ) from error
+    logger.info("will push to %s as %s", repo, user.get("name"))
+
+
+def push(folder: Path, repo: str, private: bool) -> str:
+    """Upload `folder` as a model repository and return its address; an existing one gets a commit on top."""
+    from huggingface_hub import HfApi
+
+    api = HfApi()
+    try:
+        url = api.create_repo(repo, private=private, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload by qerl merge")
+    except Exception as error:  # httpx, OSError and the hub's own
+        raise CheckpointError(
+            f"{folder} is complete, but could not be pushed to {repo} ({_first_line(error)}): try again with "
+            f"`hf upload {repo} {folder}`"
+        ) from error
+    return str(url)
+
+
+def _first_line(error: Exception) -> str:
+    return re.split(r"[\r\n]", str(error).strip(), maxsplit=1)[0] or type(error).__name__

@@ -1,0 +1,302 @@
+"""What a `--model` is, read from its files: base, NVFP4 checkpoint, adapter or run directory; folder or hub id.
+
+    config.json                          -> "base16", or "nvfp4" by its quantization_config
+    adapter_config.json                  -> "adapter"; its base_model_name_or_path is the base
+    config.yaml and metrics.jsonl        -> "run"; its model.base is the base, its newest saved adapter the adapter
+
+Nothing is taken from a folder's name. The word `tiny` is the model that ships with the package (a folder of that name
+is `./tiny`). Importing this module loads neither torch nor transformers.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from qerl.checkpoint.hub import config_folder, is_hub_id
+from qerl.checkpoint.kinds import ModelKind, kind_of, resting_kind
+from qerl.checkpoint.shards import read_json, weight_files
+from qerl.errors import CheckpointError
+from qerl.files.nearby import close_to, expanded, is_path, no_folder
+
+Load = Literal["auto", "nvfp4", "bf16"]
+
+TINY = "tiny"
+TINY_FOLDER = Path(__file__).parents[1] / "tiny"
+CHECKPOINTS, RUNS = Path("checkpoints"), Path("runs")
+QUANTIZED_SUFFIX = "-NVFP4A16"
+REPORT = "quantize_report.json"
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelRef:
+    """A resolved `--model`: what was given, and what has to be loaded for it."""
+
+    kind: ModelKind
+    path: Path  # folder that was given (for a hub id: its folder in the hub's cache)
+    base: str  # hub id or folder of the base weights to load
+    adapter: Path | None  # folder with adapter_config.json
+    run: Path | None
+    format: Literal["nvfp4", "bf16"]  # of the base weights
+
+
+def resolve_model(ref: str, load: Load = "auto", adapter: str | None = None) -> ModelRef:
+    """Find out what `ref` is and which base (and adapter) to load for it.
+
+    `load` "nvfp4" takes, for a 16-bit base, the quantized folder that `qerl quantize` makes of it; "bf16" takes, for
+    an NVFP4 folder, the 16-bit model that its report names; "auto" takes what is there (for a run: its recipe's
+    format). `adapter` (adapter folder or run) replaces whatever adapter `ref` brings. Raises CheckpointError if
+    something is missing or of another kind, with what to type.
+    """
+    if load not in ("auto", "nvfp4", "bf16"):
+        raise CheckpointError(f"load={load!r} is not a way to load a model: write auto, nvfp4 or bf16")
+    folder, local = _locate(str(ref))
+    kind = kind_of(folder)
+    if kind == "run":
+        found = _resolve_run(folder, load)
+    elif kind == "adapter":
+        found = _resolve_adapter(folder, load)
+    else:
+        found = _resolve_base(str(folder) if local else str(ref), folder, kind, load)
+    return found if adapter is None else replace(found, adapter=adapter_folder(adapter))
+
+
+def _locate(ref: str) -> tuple[Path, bool]:
+    """Folder with the files that say what `ref` is, and whether it is a folder of this machine."""
+    if ref == TINY:
+        if not (TINY_FOLDER / "config.json").is_file():
+            raise CheckpointError(
+                f"the embedded model is not in {TINY_FOLDER}: install qerl again, or build it with "
+                "`python scripts/models/tiny_checkpoint.py`"
+            )
+        return TINY_FOLDER, True
+    folder = expanded(ref)
+    if os.path.isdir(folder):
+        return folder, True
+    if os.path.isfile(folder):
+        raise CheckpointError(f"{ref} is a file: give the folder that holds it")
+    if is_hub_id(ref):
+        return config_folder(ref), False
+    example = f"a hub id such as Qwen/Qwen2.5-7B-Instruct, or `{TINY}` (the embedded model)"
+    if is_path(ref):
+        raise CheckpointError(f"{no_folder(ref)}: give an existing folder, {example}")
+    close = close_to(ref)
+    raise CheckpointError(
+        f"{ref} is neither a folder here nor a hub id{f' ({close})' if close else ''}: give an existing folder, "
+        f"{example}"
+    )
+
+
+def _resolve_base(name: str, folder: Path, kind: ModelKind, load: Load) -> ModelRef:
+    if kind == "nvfp4" and load == "bf16":
+        source = quantized_from(folder)
+        if source is None:
+            raise CheckpointError(
+                f"{folder} holds NVFP4 weights only, and its {REPORT} names no 16-bit model: write `--load nvfp4`, "
+                "or give the 16-bit model as --model"
+            )
+        return replace(resolve_model(source), path=folder, kind=kind)
+    if kind == "base16" and load == "nvfp4":
+        return _quantized_of(name)
+    if folder == Path(name):
+        weight_files(folder)
+    return ModelRef(kind, folder, name, None, None, "nvfp4" if kind == "nvfp4" else "bf16")
+
+
+def _quantized_of(name: str) -> ModelRef:
+    """The NVFP4 folder that `qerl quantize --model name` makes. Raises CheckpointError if it is not there."""
+    model = TINY if Path(name) == TINY_FOLDER else name
+    out = default_quantized_dir(name)
+    if not (out / "config.json").is_file():
+        raise CheckpointError(
+            f"{model} is a 16-bit model and {out} does not exist: run `qerl quantize --model {model}` first, "
+            "or write `--load bf16`"
+        )
+    source = quantized_from(out)
+    if source is not None and not _same_model(source, name):
+        raise CheckpointError(
+            f"{out} was made from {source}, not from {model}: run `qerl quantize --model {model} --out DIR` and "
+            "give DIR as --model"
+        )
+    return resolve_model(str(out))
+
+
+def _same_model(source: str, name: str) -> bool:
+    """Whether a report's source is the model `name`; a source folder that is gone counts if only its name is equal."""
+    folders = [TINY_FOLDER if model == TINY else Path(model) for model in (source, name)]
+    if source == name or folders[0].resolve() == folders[1].resolve():
+        return True
+    return folders[0].is_absolute() and not folders[0].exists() and folders[0].name == folders[1].resolve().name
+
+
+def _resolve_run(run: Path, load: Load) -> ModelRef:
+    """Of a run that began from an adapter, the base is that adapter's: its own adapter holds what it began from."""
+    model_under(str(run))  # runs that name one another are refused
+    base, recipe_format = _model_of_run(run)
+    found = resolve_base_of_run(base, recipe_format if load == "auto" else load, run)
+    return replace(found, kind="run", path=run, run=run, adapter=_run_adapter(run))
+
+
+def _model_of_run(run: Path) -> tuple[str, Load]:
+    """What its recipe calls model.base and model.format."""
+    import yaml
+
+    try:
+        model = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["model"]
+        return model["base"], model["format"]
+    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(
+            f"{run / 'config.yaml'} names no model.base and model.format: give another run"
+        ) from error
+
+
+def resolve_base_of_run(base: str, load: Load, run: Path) -> ModelRef:
+    """A run's base, also when the current folder is not the one in which the run was started."""
+    base = beside(run, base)
+    if load == "nvfp4":
+        quantized = beside(run, str(default_quantized_dir(base)))
+        source = quantized_from(Path(quantized))
+        if source is not None and _same_model(source, base):
+            base = quantized
+    return resolve_model(base, load)
+
+
+def _resolve_adapter(folder: Path, load: Load) -> ModelRef:
+    model_under(str(folder))  # adapters that name one another are refused
+    base = _model_of_adapter(folder)
+    try:
+        stacked = kind_of(_locate(beside(folder, base))[0]) in ("adapter", "run")
+        found = None if stacked else resolve_model(beside(folder, base), load)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"{folder} is an adapter of {base}, which is not here: write `--model BASE --adapter {folder}` ({error})"
+        ) from error
+    if found is None:
+        raise CheckpointError(f"the base of {folder} is itself an adapter ({base}): merge that one first")
+    return replace(found, kind="adapter", path=folder, adapter=_checked_adapter(folder))
+
+
+def _model_of_adapter(folder: Path) -> str:
+    base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
+    if not base or not isinstance(base, str):
+        raise CheckpointError(
+            f"{folder / 'adapter_config.json'} names no base: write `--model BASE --adapter {folder}`"
+        )
+    return base
+
+
+def model_under(ref: str) -> str:
+    """The model that a run or an adapter names, which need not be here; any other `ref` is one itself.
+
+    Raises CheckpointError for runs and adapters that name themselves or one another.
+    """
+    above: list[Path] = []
+    while (named := _named_base(ref)) is not None:
+        file, base = named
+        above.append(file.parent.resolve())
+        folder = expanded(base).resolve()
+        if folder in above and base != TINY:
+            kind = "run" if file.suffix == ".yaml" else "adapter"
+            how = f"is the {kind} itself" if folder == above[-1] else "rests on it"
+            raise CheckpointError(
+                f"{file} names {base}, which {how}, as its base: write there the model that it was trained on, or give "
+                f"`--model BASE --adapter {file.parent}`"
+            )
+        ref = base
+    return ref
+
+
+def _named_base(ref: str) -> tuple[Path, str] | None:
+    """The file of a run or an adapter that names its base, and that base; None if `ref` is neither."""
+    folder = expanded(ref)
+    if ref == TINY or not os.path.isdir(folder):
+        return None
+    match resting_kind(folder):
+        case "run":
+            return folder / "config.yaml", beside(folder, _model_of_run(folder)[0])
+        case "adapter":
+            return folder / "adapter_config.json", beside(folder, _model_of_adapter(folder))
+    return None
+
+
+def beside(owner: Path, base: str) -> str:
+    """A relative folder that a run or an adapter names: the one nearest above its owner, or else the one from here.
+
+    The current folder may hold another model of the same name. A name stays relative where that means the same.
+    """
+    if not Path(base).is_absolute() and base != TINY:
+        for parent in owner.resolve().parents:
+            if any((parent / base / name).is_file() for name in ("config.json", "config.yaml", "adapter_config.json")):
+                return base if parent == Path.cwd() else str(parent / base)
+    return base
+
+
+def _run_adapter(run: Path) -> Path:
+    """The adapter a run ended with, or else that of its last checkpoint (`checkpoints/step-000040`)."""
+    if (run / "adapter" / "adapter_config.json").is_file():
+        return _checked_adapter(run / "adapter")
+    saved = [file.parent for file in run.glob("checkpoints/[!.]*/adapter_config.json")]
+    if not saved:
+        raise CheckpointError(
+            f"{run} has saved no adapter yet: let it reach its first checkpoint, or give another run or its base"
+        )
+    return _checked_adapter(max(saved, key=lambda folder: ([int(n) for n in re.findall(r"\d+", folder.name)], folder)))
+
+
+def adapter_folder(ref: str) -> Path:
+    """The adapter that `ref` (an adapter folder or a run) means. Raises CheckpointError; its base need not be here."""
+    folder, _ = _locate(ref)
+    kind = kind_of(folder)
+    if kind == "run":
+        return _run_adapter(folder)
+    if kind == "adapter":
+        return _checked_adapter(folder)
+    raise CheckpointError(f"{ref} is a model, not an adapter: give a folder with adapter_config.json, or a run")
+
+
+def _checked_adapter(folder: Path) -> Path:
+    if not (folder / "adapter_model.safetensors").is_file():
+        raise CheckpointError(f"{folder} has an adapter_config.json but no adapter_model.safetensors: save it again")
+    return folder
+
+
+def quantized_from(folder: Path) -> str | None:
+    """The model that an NVFP4 folder was made from, as its report says; None if it has no report."""
+    return read_json(folder / REPORT).get("source") if (folder / REPORT).is_file() else None
+
+
+def default_quantized_dir(model: str) -> Path:
+    """Where `qerl quantize --model M` writes without --out: `checkpoints/<name>-NVFP4A16` under the current folder."""
+    name = TINY if model == TINY else Path(model).expanduser().resolve().name if Path(model).exists() else model
+    return CHECKPOINTS / f"{name.rstrip('/').rsplit('/', 1)[-1]}{QUANTIZED_SUFFIX}"
+
+
+def newest_model(load: Load = "auto") -> ModelRef | None:
+    """The newest usable run (runs/*) or checkpoint (checkpoints/*) under the current folder; None if there is none."""
+    made = [(file.stat().st_mtime, file.parent) for file in RUNS.glob("*/metrics.jsonl")]
+    made += [(file.stat().st_mtime, file.parent) for file in CHECKPOINTS.glob("*/config.json")]
+    for _, folder in sorted(made, reverse=True):
+        if folder.name.startswith("."):
+            continue
+        try:
+            return resolve_model(str(folder), load)
+        except CheckpointError as error:
+            logger.warning("passing over %s: %s", folder, error)
+    return None
+
+
+def describe(ref: ModelRef) -> str:
+    """One line for logs: what was given, which base, which adapter."""
+    what = {"base16": "16-bit model", "nvfp4": "NVFP4 checkpoint", "adapter": "adapter", "run": "run"}[ref.kind]
+    parts = [f"{what} {ref.path}" if ref.kind in ("adapter", "run") else f"{what} {ref.base}"]
+    if ref.kind in ("adapter", "run"):
+        parts.append(f"{ref.format} base {ref.base}")
+    if ref.adapter is not None:
+        parts.append(f"adapter {ref.adapter}")
+    return ", ".join(parts)

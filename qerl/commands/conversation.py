@@ -1,0 +1,153 @@
+"""`qerl chat`: talk to a model, with or without an adapter, on the engine that training and evaluation use.
+
+A line of stdin is a message; without a terminal each line is one too, so that a pipe works, and only answers go to
+stdout. The conversation is kept until `/reset`; when it no longer fits the context its oldest exchange is forgotten,
+which is said.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, TextIO
+
+from qerl.checkpoint.load import load_tokenizer, local_folder
+from qerl.checkpoint.resolve import describe, resolve_model
+from qerl.checkpoint.shards import read_json
+from qerl.commands.option_names import ENGINE_OPTIONS, in_options
+from qerl.engine.interface import Engine, SamplingParams, check_vllm_options, choose_engine, open_model
+from qerl.errors import ConfigError, EngineError
+from qerl.tasks import render_prompt
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+RESET, EXIT = "/reset", "/exit"
+OPTIONS = {  # recipe key in an error of the engine -> what sets it here
+    **ENGINE_OPTIONS,
+    "data.max_prompt_tokens": "the length of the message",
+    "data.system_prompt": "--system-prompt",
+    "data.prompt_template": "the message",
+}
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Conversation:
+    """Messages so far, and the model that answers them."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    sampling: SamplingParams
+    context: int  # tokens of prompt and answer together
+    system_prompt: str | None = None
+    seed: int = 0
+    turns: list[tuple[str, str]] = field(default_factory=list)  # (question, answer)
+    answered: int = 0
+
+    def ask(self, question: str) -> str:
+        """The model's answer, which joins the conversation. Raises EngineError for a message beyond the context."""
+        prompt = self._fitting_prompt(question)
+        (completion,) = self.engine.generate([prompt], self.sampling, seed=self.seed + self.answered)
+        answer = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+        self.turns.append((question, answer))
+        self.answered += 1
+        if completion.finish_reason == "length":
+            logger.info("(cut off after %d tokens: --max-new-tokens)", self.sampling.max_new_tokens)
+        return answer
+
+    def reset(self) -> None:
+        """Forget all messages but the system prompt."""
+        self.turns.clear()
+
+    def _fitting_prompt(self, question: str) -> list[int]:
+        room = self.context - self.sampling.max_new_tokens
+        while True:
+            prompt = render_prompt(self.tokenizer, self._messages(question))
+            if len(prompt) <= room:
+                return prompt
+            if not self.turns:
+                raise EngineError(
+                    f"the message has {len(prompt)} tokens, and the context of {self.context} has room for {room} "
+                    f"beside the answer's {self.sampling.max_new_tokens}: shorten it, or lower --max-new-tokens"
+                )
+            self.turns.pop(0)
+            logger.info("(the context is full: the oldest exchange is forgotten)")
+
+    def _messages(self, question: str) -> list[dict[str, str]]:
+        messages = [{"role": "system", "content": self.system_prompt}] if self.system_prompt else []
+        for asked, answer in self.turns:
+            messages += [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]
+        return [*messages, {"role": "user", "content": question}]
+
+
+def chat(
+    model: str,
+    adapter: str | None,
+    sampling: SamplingParams,
+    system_prompt: str | None = None,
+    seed: int = 0,
+    **engine_options: object,
+) -> None:
+    """Answer the lines of stdin until it ends or says /exit. Raises QerlError before anything heavy if it cannot."""
+    ref = resolve_model(model, adapter=adapter)
+    _check_options(**engine_options)
+    tokenizer = load_tokenizer(ref.base)
+    longest = read_json(local_folder(ref.base) / "config.json").get("max_position_embeddings", 2**31)
+    if sampling.max_new_tokens >= longest:
+        raise ConfigError(f"--max-new-tokens {sampling.max_new_tokens} leaves no room in the context of {longest}")
+    context = min(longest, max(4096, 2 * sampling.max_new_tokens))
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    render_prompt(tokenizer, [*system, {"role": "user", "content": ""}])  # a refusal comes before the weights load
+    logger.info("%s", describe(ref))
+    engine = open_model(ref, max_context=context, **engine_options)
+    try:
+        talk(Conversation(engine, tokenizer, sampling, context, system_prompt, seed), sys.stdin, sys.stdout)
+    finally:
+        engine.close()
+
+
+def _check_options(engine: str = "auto", kernel: str = "auto", **limits: float | None) -> None:
+    given = {f"--{name.replace('_', '-')}": value for name, value in limits.items()}
+    given["--kernel"] = None if kernel == "auto" else kernel
+    check_vllm_options(choose_engine(engine), given)
+
+
+def talk(conversation: Conversation, questions: TextIO, answers: TextIO) -> None:
+    """One answer for each line of `questions`."""
+    if questions.isatty():
+        logger.info("%s forgets the conversation, %s or Ctrl-D ends it", RESET, EXIT)
+    for line in _lines(questions):
+        if line == EXIT:
+            return
+        if line == RESET:
+            conversation.reset()
+            continue
+        try:
+            answer = conversation.ask(line)
+        except EngineError as error:
+            if not questions.isatty():
+                raise
+            logger.info("error: %s", in_options(str(error), OPTIONS))
+            continue
+        answers.write(answer + "\n")
+        answers.flush()
+
+
+def _lines(questions: TextIO) -> Iterator[str]:
+    """Lines with something on them; on a terminal `input` gives line editing and a prompt."""
+    if not questions.isatty():
+        yield from filter(None, (line.strip() for line in questions))
+        return
+    import readline  # noqa: F401  (importing it is what gives `input` its history)
+
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            return
+        if line:
+            yield line

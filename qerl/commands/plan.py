@@ -1,0 +1,146 @@
+"""The options of `qerl plan` and its tables; qerl/cli.py registers it. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qerl.commands.shell_values import card_values, key_values, recipe_values
+from qerl.plan.sizes import KNOWN
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+    from qerl.config.schema import RunConfig
+    from qerl.plan.cards import Card
+    from qerl.plan.plan import Plan
+
+SAME_SIZE = 0.05  # what a card reports differs by less from what the table of known cards has
+
+
+def plan_command(
+    recipe: Annotated[str, typer.Option(help="Name (`qerl recipes`) or YAML file.", autocompletion=recipe_values)],
+    gpu: Annotated[
+        str | None,
+        typer.Option(
+            help="GiB (24) or card (4090, a100, h100, h200, ...); default: this machine's, or 24.",
+            autocompletion=card_values,
+        ),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help="Model folder, run, adapter, `tiny`, or a hub id whose name begins as one of a known size: "
+            f"{', '.join(KNOWN)}. Default: the recipe's."
+        ),
+    ] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="key=value over the recipe, as for `qerl train`. Repeatable.", autocompletion=key_values
+        ),
+    ] = None,
+) -> None:
+    """What a run will take of a card, before anything is loaded: memory and seconds by phase, and what fits."""
+    from rich.console import Console
+
+    from qerl.config.recipe import load_recipe
+
+    config = load_recipe(recipe, overrides or [], base=model)
+    made = plan_of(config, gpu)
+    show(config, made, Console())
+    if made.problems:
+        sys.exit(1)
+
+
+def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None) -> Plan:
+    """The plan for the card `gpu`; None: the one of this machine, or a 24 GiB card where there is none.
+
+    `model`: where the recipe's model was found, if it has been looked for.
+    """
+    from qerl.plan.cards import card_of
+    from qerl.plan.plan import plan
+    from qerl.plan.sizes import read_sizes
+
+    return plan(config, read_sizes(model or config.model.base), this_card() if gpu is None else card_of(gpu))
+
+
+def this_card() -> Card:
+    """What nvidia-smi reports: the known card of its name and size; of its name alone, the speed with the size reported
+    (a laptop's 4090 has 16 GiB); else by its size.
+    """
+    from qerl.plan.cards import CARDS, card_of
+
+    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
+    try:
+        done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10)
+        name, mebibytes = done.stdout.splitlines()[0].rsplit(",", 1)
+        gib = round(float(mebibytes) / 1024, 1)
+    except (OSError, subprocess.SubprocessError, IndexError, ValueError):
+        return replace(card_of("24"), name="a card of 24 GiB, as fast as a 3090 (no GPU was found here)")
+    words = name.lower().replace("-", " ").split()
+    named = [card for key, card in CARDS.items() if key.split("-")[0] in words]
+    if not named:
+        return card_of(str(gib))
+    nearest = min(named, key=lambda card: abs(card.memory_gib - gib))
+    if abs(nearest.memory_gib - gib) <= SAME_SIZE * gib:
+        return nearest
+    return replace(nearest, name=f"a card of {gib:g} GiB, as fast as a {nearest.name}", memory_gib=gib)
+
+
+def show(config: RunConfig, made: Plan, console: Console) -> None:
+    """Print the tables, what fits, and what to change where it does not."""
+    console.print(f"Memory on {made.card.name}", highlight=False, soft_wrap=True)
+    for table in tables(made):
+        console.print(table)
+    console.print(*sentences(config, made), sep="\n", highlight=False, soft_wrap=True)
+
+
+def tables(made: Plan) -> list[Table]:
+    """Memory by phase and what takes it; for a run that fits, seconds of a step by phase."""
+    from rich.table import Table
+
+    gib = 2**30
+    parts = list(dict.fromkeys(part for phase in made.memory.values() for part in phase))
+    memory = Table("GiB", *made.memory, box=None)
+    for part in parts:
+        memory.add_row(part, *(f"{phase[part] / gib:.2f}" if part in phase else "" for phase in made.memory.values()))
+    memory.add_row("[bold]all[/]", *(f"[bold]{made.peak(phase) / gib:.2f}[/]" for phase in made.memory))
+    memory.add_row("limit", *(f"{made.limit / gib:.2f}" for _ in made.memory))
+    if made.problems:
+        return [memory]
+    seconds = Table("seconds a step", *made.seconds, "all", box=None)
+    values = [*made.seconds.values(), sum(made.seconds.values())]
+    seconds.add_row("", *(f"{value:.1f}" for value in values))
+    return [memory, seconds]
+
+
+def sentences(config: RunConfig, made: Plan) -> list[str]:
+    """What fits, in words, and what to change where it does not."""
+    from qerl.plan.advice import advice, largest_completion
+
+    if made.problems:
+        fitting = advice(config, made.sizes, made.card)
+        lines = [f"Does not fit: {problem}." for problem in made.problems]
+        return lines + [f"Fits with {change}." for change in fitting]
+    rollout = config.rollout
+    at_once = min(made.cache_tokens // made.context, rollout.prompts_per_step * rollout.group_size, 256)
+    lines = [
+        f"The KV cache holds {made.cache_tokens} tokens: {at_once} completions of full length at once.",
+        f"The longest completions that would fit have {largest_completion(config, made.sizes, made.card)} tokens "
+        f"(rollout.max_new_tokens, here {rollout.max_new_tokens}).",
+    ]
+    if made.micro_batches is not None and made.micro_batches.footprint is not None:
+        tokens, longest = made.micro_batches.micro_batch_tokens, made.context - 1
+        recomputed, more = (made.micro_batches.recomputed(count) for count in (tokens, longest))
+        lines.append(
+            f"Training takes micro-batches of {tokens} tokens; {recomputed} of {made.micro_batches.footprint.layers} "
+            "layers recompute their activations"
+            f"{f', {more} in a row of {longest} tokens' if more > recomputed else ''}."
+        )
+    return [*lines, f"Seconds are for completions of the full {rollout.max_new_tokens} tokens, by the cost model."]

@@ -1,0 +1,114 @@
+"""What every command of ours does around its work: log to stderr, and turn the user's errors into one line."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any, NoReturn
+
+import typer
+from typer.exceptions import TyperException
+
+from qerl.errors import QerlError
+from qerl.files.disk import refusal_of
+
+NOISY_LOGGERS = ("httpx", "transformers", "trl", "accelerate", "compressed_tensors", "datasets", "urllib3")
+
+
+def run_command(command: Callable[..., object], arguments: list[str] | None = None, name: str | None = None) -> None:
+    """Call a typer app with `arguments` (None: sys.argv's).
+
+    An error that is the user's to fix is one line on stderr and exit code 2, an interrupt exit code 130; anything else
+    is a bug and keeps its traceback.
+    """
+    _set_up_logging()
+    try:
+        code = command(arguments, prog_name=name, standalone_mode=False)
+    except QerlError as error:
+        _refuse(str(error))
+    except TyperException as error:
+        _refuse_usage(error, sys.argv[1:] if arguments is None else arguments)
+    except typer.Abort:
+        sys.exit(1)
+    except Exception as error:
+        if (said := refusal_of(error)) is None:
+            raise
+        _refuse(
+            f"the disk takes no more ({said}): free some space, or write to another disk with --out, then run the same "
+            "command again; a run that has begun continues with `qerl train --resume`"
+        )
+    except KeyboardInterrupt:
+        code = 130
+    if code == 130:  # also what typer makes of an interrupt
+        sys.stderr.write("interrupted\n")
+    sys.exit(code if isinstance(code, int) else 0)
+
+
+@contextmanager
+def interrupts_counted() -> Iterator[None]:
+    """Within it, an interrupt that a library swallows (in a callback, while it is imported) is raised at the end."""
+    found: list[int] = []
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        found.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.SIG_IGN:  # as a shell starts what it runs in the background
+        yield
+        return
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if found:
+        raise KeyboardInterrupt
+
+
+def _refuse(message: str) -> NoReturn:
+    sys.stderr.write(f"error: {' '.join(message.split())}\n")  # what a library said may have many lines
+    sys.exit(2)
+
+
+def _refuse_usage(error: Any, arguments: Sequence[str]) -> NoReturn:
+    """A wrong use of the command line, as typer found it: one line, with where to read on."""
+    context, options = getattr(error, "ctx", None), getattr(error, "possibilities", None)
+    message = error.message if options else error.format_message()
+    if message.startswith("Usage:"):  # a command without arguments: its help
+        sys.stderr.write(f"{message}\n")
+        sys.exit(2)
+    message = message.rstrip(".?").replace("Value error, ", "").replace("Input should", "should")  # pydantic's words
+    if options:
+        message += f". Did you mean {' or '.join(sorted(options))}"
+    value = _value_of(getattr(error, "param", None), arguments)
+    got = "" if value is None or repr(value) in message else f" (got {value!r})"
+    command = context.command_path if context is not None else "qerl"
+    _refuse(f"{message[0].lower()}{message[1:]}{got}: see `{command} --help`")
+
+
+def _value_of(parameter: Any, arguments: Sequence[str]) -> str | None:
+    """What was typed last for an option; None if it was not."""
+    options = [option for option in getattr(parameter, "opts", ()) if option.startswith("-")]
+    for option, value in reversed([*pairwise(arguments)]):
+        if option in options:
+            return value
+    typed = [word.split("=", 1)[1] for word in arguments if word.split("=", 1)[0] in options and "=" in word]
+    return typed[-1] if typed else None
+
+
+def _set_up_logging() -> None:
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its own logger ignores the level set below
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+        os.environ.setdefault("TQDM_DISABLE", "1")  # llm-compressor's bars: a line for each module and pass
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    for name in NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)

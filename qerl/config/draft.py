@@ -1,0 +1,118 @@
+"""Configuration data while it is put together from recipe, base recipe, `--set` and flags, each key with its origin.
+
+A mapping given for a section merges into it key by key; everything else (numbers, lists, data.columns) replaces what
+was there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from qerl.config.keys import field_at, is_list, is_mapping, section_at
+from qerl.config.messages import shown, unknown_key
+from qerl.config.yaml_text import Path, YamlError, parse
+from qerl.errors import ConfigError
+
+
+@dataclass
+class Draft:
+    """`source` names the file, for what is missing from it; `origins` maps a key to `file:line` or `--set ...`."""
+
+    source: str
+    data: dict = field(default_factory=dict)
+    origins: dict[Path, str] = field(default_factory=dict)
+
+    def merge(self, data: dict, origins: dict[Path, str]) -> None:
+        """Lay a recipe over this one; keys that do not exist are kept, for the validation to report."""
+        for key, value in data.items():
+            self._assign((key,), value, origins.get)
+
+    def override(self, text: str) -> None:
+        """Apply one `a.b=c`: c is YAML, a.b may hold list indices (`rewards.0.weight`). Raises ConfigError."""
+        origin = f"--set {text}"
+        key, equals, value_text = (part.strip() for part in text.partition("="))
+        if not equals or not key:
+            raise ConfigError(f"{origin}: is not KEY=VALUE; write --set section.key=value")
+        if not value_text:
+            raise ConfigError(
+                f"{origin}: has no value; write --set {key}=null, or --set {key}='\"\"' for an empty text"
+            )
+        try:
+            value = parse(value_text).data
+        except YamlError as error:
+            raise ConfigError(
+                f"{origin}: {error}; text that is not YAML goes in quotes: --set '{key}=\"...\"'"
+            ) from None
+        self.put(key, value, origin)
+
+    def put(self, key: str, value: object, origin: str) -> None:
+        """Set one dotted key. Raises ConfigError if there is no such key or item."""
+        path: Path = ()
+        for part in key.split("."):
+            path = (*path, self._step(path, part, origin))
+        self._assign(path, value, lambda _: origin)
+
+    def _step(self, parent: Path, part: str, origin: str) -> str | int:
+        """One part of a key as it is held: a key of a section or free mapping, the number of an item of a list."""
+        holder = field_at(parent)
+        of_items = holder is not None and is_list(holder) and not isinstance(parent[-1], int)
+        if not of_items and field_at((*parent, part)) is None and not self._is_free(parent):
+            raise ConfigError(f"{origin}: {unknown_key((*parent, part))}")
+        container = self._container((*parent, part))
+        if isinstance(container, dict):
+            return part
+        if part.isdecimal() and int(part) < len(container):
+            return int(part)
+        dotted = ".".join(map(str, parent))
+        numbers = f"0 to {len(container) - 1}" if container else "none"
+        raise ConfigError(
+            f"{origin}: {dotted} is a list, item {part} is not in it; write {dotted}.N with N an item's "
+            f"number ({numbers}), or the whole list: --set '{dotted}=[...]'"
+        )
+
+    def _is_free(self, path: Path) -> bool:
+        """Whether the path lies in a mapping with keys of the user's own (data.columns, rewards.N.args)."""
+        fields = (field_at(path[:length]) for length in range(1, len(path) + 1))
+        return any(is_mapping(found) for found in fields if found is not None)
+
+    def _assign(self, path: Path, value: object, origin: Callable[[Path], str | None]) -> None:
+        section = section_at(path)
+        merges = section is not None and not (is_list(field_at(path)) and not isinstance(path[-1], int))
+        if merges and isinstance(value, dict) and value:
+            for key, inner in value.items():
+                self._assign((*path, key), inner, origin)
+            return
+        self._container(path)[path[-1]] = value
+        for old in [old for old in self.origins if old[: len(path)] == path]:
+            del self.origins[old]
+        self._note(path, value, origin)
+
+    def _note(self, path: Path, value: object, origin: Callable[[Path], str | None]) -> None:
+        if (place := origin(path)) is not None:
+            self.origins[path] = place
+        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+        for key, inner in items:
+            self._note((*path, key), inner, origin)
+
+    def _container(self, path: Path) -> dict | list:
+        """What holds the last part of the path, made (from the defaults) where it was not written."""
+        container: dict | list = self.data
+        for length in range(1, len(path)):
+            here, part = path[:length], path[length - 1]
+            if isinstance(container, dict) and container.get(part) is None:
+                container[part] = _default(here)
+            container = container[part]
+            if not isinstance(container, dict | list):
+                place = self.origins.get(here, self.source)
+                dotted = ".".join(map(str, here))
+                raise ConfigError(f"{place}: {dotted}: got {shown(container)}, expected keys; write them under it")
+        return container
+
+
+def _default(path: Path) -> dict | list:
+    """A default list as YAML data; for all else an empty mapping, whose keys have defaults of their own."""
+    holder = field_at(path)
+    if holder is None or not is_list(holder):
+        return {}
+    return [item if isinstance(item, str) else item.model_dump() for item in holder.default]

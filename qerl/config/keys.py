@@ -1,0 +1,194 @@
+"""Every key of a recipe as a table, and the key that a mistyped one was meant to be."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator
+from typing import Annotated, Literal, NamedTuple, Union, get_args, get_origin
+
+from pydantic.fields import FieldInfo
+
+from qerl.config.schema import RunConfig, Section
+from qerl.config.yaml_text import Path
+
+# What other trainers (TRL, verl, open-r1, PEFT) call our keys, where difflib could not know.
+OTHER_NAMES = {
+    "num_generations": "rollout.group_size",
+    "max_completion_length": "rollout.max_new_tokens",
+    "max_prompt_length": "data.max_prompt_tokens",
+    "per_device_train_batch_size": "run.micro_batch_tokens",
+    "micro_batch": "run.micro_batch_tokens",
+    "micro_batch_size": "run.micro_batch_tokens",
+    "gradient_accumulation_steps": "rollout.prompts_per_step",
+    "max_steps": "run.steps",
+    "save_steps": "run.save_every",
+    "save_total_limit": "run.keep_checkpoints",
+    "output_dir": "run.out",
+    "lr": "optim.learning_rate",
+    "adam_beta1": "optim.beta1",
+    "adam_beta2": "optim.beta2",
+    "warmup": "optim.warmup_ratio",
+    "lr_scheduler_type": "optim.schedule",
+    "lora_r": "adapter.rank",
+    "r": "adapter.rank",
+    "lora_alpha": "adapter.alpha",
+    "lora_dropout": "adapter.dropout",
+    "target_modules": "adapter.targets",
+    "beta": "loss.kl_coef",
+    "epsilon": "loss.clip_low",
+    "epsilon_high": "loss.clip_high",
+    "loss_type": "loss.type",
+    "importance_sampling_level": "loss.level",
+    "scale_rewards": "loss.advantage_scale",
+    "mask_truncated_completions": "loss.mask_truncated",
+    "vllm_gpu_memory_utilization": "rollout.memory",
+    "gpu_memory_utilization": "rollout.memory",
+    "kv_cache_dtype": "rollout.kv_cache_dtype",
+    "vllm_kv_cache_dtype": "rollout.kv_cache_dtype",
+    "dataset": "data.task",
+    "dataset_name": "data.source",
+    "reward_funcs": "rewards",
+    "noise_scheduler": "noise.enabled",
+}
+
+
+class Key(NamedTuple):
+    """A row of the table of keys; `default` is as YAML writes it, and "required" where there is none."""
+
+    key: str
+    type: str
+    default: str
+    description: str
+
+
+def describe_config() -> list[Key]:
+    """Every key in order, sections left out; the keys of a reward stand as rewards.N.name."""
+    return [Key(".".join(path), type_text(field), default_text(field), field.description) for path, field in _leaves()]
+
+
+def type_text(field: FieldInfo) -> str:
+    """The type as a person writes it: `number > 0 or null`, `one of nvfp4, bf16`, `list of text`."""
+    shown = [_type_name(kind) for kind in _alternatives(field.annotation)]
+    bounds = " and ".join(_bounds(field))
+    if bounds:
+        shown[0] += f" {bounds}"
+    return " or ".join(shown)
+
+
+def default_text(field: FieldInfo) -> str:
+    """The default in YAML's words, "required" where there is none."""
+    if field.is_required():
+        return "required"
+    return _yaml_word(field.get_default(call_default_factory=True))
+
+
+def field_at(path: Path) -> FieldInfo | None:
+    """The field at a path of section keys and list indices; None where there is none."""
+    section: type[Section] | None = RunConfig
+    field = None
+    for part in path:
+        if isinstance(part, int):
+            continue  # an item of a list: its field is the list's, its section was taken from it
+        if section is None or part not in section.model_fields:
+            return None
+        field = section.model_fields[part]
+        section = section_of(field)
+    return field
+
+
+def section_at(path: Path) -> type[Section] | None:
+    """The section at a path, that of an item for a list of sections; None where there is none."""
+    if not path:
+        return RunConfig
+    field = field_at(path)
+    return None if field is None else section_of(field)
+
+
+def section_of(field: FieldInfo) -> type[Section] | None:
+    """The Section that a field holds, alone or as the items of a list."""
+    kind = field.annotation
+    if get_origin(kind) is tuple:
+        kind = get_args(kind)[0]
+    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+
+
+def is_list(field: FieldInfo) -> bool:
+    """Whether the field holds a list."""
+    return get_origin(field.annotation) is tuple
+
+
+def is_mapping(field: FieldInfo) -> bool:
+    """Whether the field holds a mapping with keys of the user's own."""
+    return any(get_origin(kind) is dict for kind in _alternatives(field.annotation))
+
+
+def nearest(word: str, words: list[str] | tuple[str, ...], cutoff: float = 0.6) -> str | None:
+    """The word that looks most like this one; None where none does."""
+    found = difflib.get_close_matches(word, words, n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def nearest_key(path: Path) -> str | None:
+    """The dotted key that an unknown one was probably meant to be: a sibling, another trainer's name, a namesake."""
+    *parent, word = path
+    word = str(word)
+    section = section_at(tuple(parent))
+    siblings = list(section.model_fields) if section else []
+    prefix = "".join(f"{part}." for part in parent)
+    leaves = {key.split(".")[-1]: key for key in reversed([row.key for row in describe_config()])}
+    if (close := nearest(word, siblings, 0.8)) is not None:
+        return prefix + close
+    if word in OTHER_NAMES:
+        return OTHER_NAMES[word]
+    if word in leaves:
+        return leaves[word]
+    if (close := nearest(word, siblings)) is not None:
+        return prefix + close
+    close = nearest(word, list(leaves), 0.8)
+    return leaves[close] if close else None
+
+
+def _leaves(
+    section: type[Section] = RunConfig, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], FieldInfo]]:
+    for name, field in section.model_fields.items():
+        below = section_of(field)
+        if below is None:
+            yield (*path, name), field
+        else:
+            yield from _leaves(below, (*path, name, "N") if is_list(field) else (*path, name))
+
+
+def _alternatives(annotation: object) -> tuple[object, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
+
+
+def _type_name(kind: object) -> str:
+    origin = get_origin(kind)
+    if origin is Annotated:
+        return _type_name(get_args(kind)[0])
+    if origin is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if origin is tuple:
+        return f"list of {_type_name(get_args(kind)[0])}"
+    if origin is dict:
+        return "mapping"
+    return {int: "whole number", float: "number", str: "text", bool: "true or false", type(None): "null"}[kind]
+
+
+def _bounds(field: FieldInfo) -> Iterator[str]:
+    for bound in field.metadata:
+        for name, sign in (("gt", ">"), ("ge", ">="), ("lt", "<"), ("le", "<=")):
+            if hasattr(bound, name):
+                yield f"{sign} {getattr(bound, name)}"
+
+
+def _yaml_word(value: object) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(_yaml_word, value))}]"
+    return str(value)

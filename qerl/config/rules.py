@@ -1,0 +1,242 @@
+"""Values of a RunConfig that are fine alone and impossible together, one rule each.
+
+A rule takes the configuration and yields a Conflict for what it refuses: the keys, why they cannot stand together, and
+what to write instead. Rules run in the order of RULES; the first conflict is the one that is shown.
+"""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from qerl.config.conflict import Conflict, Conflicts
+from qerl.config.rules_noise import noise, noise_controller
+from qerl.config.rules_rewards import rewards
+from qerl.engine.interface import MIN_TEMPERATURE
+
+if TYPE_CHECKING:
+    from qerl.config.schema import RunConfig
+
+SUMMED_LOSSES = ("dapo", "bnpo", "dr_grpo", "cispo")  # sum tokens, so a sequence's ratio would count once for each
+COLUMNS = ("question", "answer", "id")  # what a task reads of a row
+UNCLIPPED_LOSSES = ("cispo", "sapo", "vespo")  # read no `delta`
+
+
+def batch(config: RunConfig) -> Conflicts:
+    """The prompts of a step are different rows."""
+    prompts = config.rollout.prompts_per_step
+    if config.data.limit is not None and config.data.limit < prompts:
+        yield Conflict(
+            {"data.limit": config.data.limit, "rollout.prompts_per_step": prompts},
+            "there are fewer rows than prompts in a step",
+            f"data.limit: {prompts} or more, or a smaller rollout.prompts_per_step",
+        )
+
+
+def task(config: RunConfig) -> Conflicts:
+    """The task exists, its prompt holds the question, and columns that it reads are mapped."""
+    from qerl.tasks import TASKS
+
+    name, template = config.data.task, config.data.prompt_template
+    names = list(TASKS)  # asking TASKS for a name would import its file
+    if name not in names:
+        near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
+        hint = f"data.task: {near[0]} (tasks: {', '.join(names)})" if near else f"one of {', '.join(names)}"
+        yield Conflict({"data.task": name}, "there is no such task", hint)
+    for column, source in (config.data.columns or {}).items():
+        if column not in COLUMNS:
+            meant = f"{{{source}: {column}}}" if source in COLUMNS else "{question: THEIR_NAME, answer: THEIR_NAME}"
+            yield Conflict(
+                {f"data.columns.{column}": source},
+                f"only our columns can be mapped ({', '.join(COLUMNS)})",
+                f"data.columns: {meant}",
+            )
+    if template != "default" and "{question}" not in template:
+        yield Conflict(
+            {"data.prompt_template": template},
+            "it has no {question}, so no prompt would hold its problem",
+            "data.prompt_template: '{question} Put your final answer within \\boxed{}.', or default",
+        )
+
+
+def vllm_only(config: RunConfig) -> dict[str, object]:
+    """What was asked for of the keys that the vllm engine alone reads."""
+    rollout = config.rollout
+    asked = {
+        "rollout.kernel": rollout.kernel if rollout.kernel != "auto" else None,
+        "rollout.tune_kernels": rollout.tune_kernels or None,
+        "rollout.kv_cache_dtype": rollout.kv_cache_dtype if rollout.kv_cache_dtype != "auto" else None,
+        "rollout.memory": rollout.memory,
+        "rollout.deterministic": rollout.deterministic or None,
+        "memory.cap_gib": config.memory.cap_gib,
+    }
+    return {key: value for key, value in asked.items() if value is not None}
+
+
+def engine(config: RunConfig) -> Conflicts:
+    """Keys that only one of the engines reads are not given to the other; where `auto` leads shows when a run starts
+    (training/preflight/limits.py)."""
+    rollout = config.rollout
+    for key, value in vllm_only(config).items() if rollout.engine == "transformers" else ():
+        yield Conflict(
+            {key: value, "rollout.engine": "transformers"},
+            "only the vllm engine reads it" + (" (transformers repeats itself anyway)" if value is True else ""),
+            f"rollout.engine: vllm, or leave {key} out",
+        )
+    if rollout.engine == "vllm" and rollout.batch_size is not None:
+        yield Conflict(
+            {"rollout.batch_size": rollout.batch_size, "rollout.engine": "vllm"},
+            "vllm schedules its own batches",
+            "rollout.memory to limit it, or leave rollout.batch_size out",
+        )
+    if rollout.tune_kernels and rollout.deterministic:
+        yield Conflict(
+            {"rollout.tune_kernels": True, "rollout.deterministic": True},
+            "times scatter, and the way that they choose decides the bits",
+            "one of the two",
+        )
+    if rollout.memory is not None and 1 < (config.memory.cap_gib or rollout.memory) < rollout.memory:
+        yield Conflict(
+            {"rollout.memory": rollout.memory, "memory.cap_gib": config.memory.cap_gib},
+            "the engine is given more than the whole process may take (GiB)",
+            f"a rollout.memory below {config.memory.cap_gib:g}",
+        )
+
+
+def number_format(config: RunConfig) -> Conflicts:
+    """A kernel is for NVFP4 weights and 16-bit activations."""
+    model, rollout = config.model, config.rollout
+    if model.format == "bf16" and rollout.kernel != "auto":
+        yield Conflict(
+            {"rollout.kernel": rollout.kernel, "model.format": "bf16"},
+            "that kernel multiplies NVFP4 weights",
+            "rollout.kernel: auto, or model.format: nvfp4",
+        )
+    if model.format == "bf16" and rollout.tune_kernels:
+        yield Conflict(
+            {"rollout.tune_kernels": True, "model.format": "bf16"},
+            "16-bit weights are multiplied in one way",
+            "rollout.tune_kernels: false, or model.format: nvfp4",
+        )
+    if model.dtype == "float32" and rollout.engine == "vllm":
+        yield Conflict(
+            {"model.dtype": "float32", "rollout.engine": "vllm"},
+            "the vllm engine computes with 16-bit activations",
+            "model.dtype: auto, or rollout.engine: transformers",
+        )
+
+
+def loss(config: RunConfig) -> Conflicts:
+    """The ratio's level and bounds fit the loss (what TRL warns of is refused)."""
+    this = config.loss
+    if this.level == "sequence" and (this.type in SUMMED_LOSSES or this.type == "vespo"):
+        why = "it takes the sequence's ratio by itself" if this.type == "vespo" else "it sums over tokens"
+        write = "loss.level: token" + ("" if this.type == "vespo" else ", or loss.type: grpo for GSPO")
+        yield Conflict({"loss.level": "sequence", "loss.type": this.type}, why, write)
+    if this.type == "luspo" and this.level == "token":
+        yield Conflict(
+            {"loss.type": "luspo", "loss.level": "token"}, "it is defined on sequences", "loss.level: sequence"
+        )
+    if this.clip_high < this.clip_low:
+        yield Conflict(
+            {"loss.clip_high": this.clip_high, "loss.clip_low": this.clip_low},
+            "the upper bound is the tighter one, which makes rare good tokens rarer",
+            f"loss.clip_high: {this.clip_low} or more",
+        )
+    if this.type == "cispo" and this.clip_high < 1:
+        yield Conflict(
+            {"loss.clip_high": this.clip_high, "loss.type": "cispo"},
+            "it is the largest ratio itself, and equal policies have a ratio of 1",
+            "loss.clip_high: 5",
+        )
+    if this.delta is not None and this.type in UNCLIPPED_LOSSES:
+        yield Conflict({"loss.delta": this.delta, "loss.type": this.type}, "it reads no delta", "loss.delta: null")
+    elif this.delta is not None and this.delta <= 1 + this.clip_high:
+        yield Conflict(
+            {"loss.delta": this.delta, "loss.clip_high": this.clip_high},
+            "it bounds the ratio beyond 1 + clip_high, and so has to be larger",
+            f"loss.delta: {round(2 + this.clip_high, 6):g}, or null",
+        )
+
+
+def correction(config: RunConfig) -> Conflicts:
+    """What is sampled from another policy is corrected for, with bounds that leave something."""
+    this, noise = config.loss.correction, config.noise
+    if this.mode == "off" and noise.enabled and noise.where == "rollout":
+        yield Conflict(
+            {"loss.correction.mode": "off", "noise.where": "rollout"},
+            "completions of the noisy policy would be taken for the clean one's",
+            "loss.correction.mode: token_truncate, or noise.where: both",
+        )
+    if this.floor is not None and this.floor >= this.cap:
+        yield Conflict(
+            {"loss.correction.floor": this.floor, "loss.correction.cap": this.cap},
+            "no ratio lies between them",
+            f"a floor below {this.cap:g}, or null",
+        )
+    agree = "a ratio of 1, where sampler and trainer agree, would be outside"
+    if this.cap < 1:
+        yield Conflict({"loss.correction.cap": this.cap}, agree, "loss.correction.cap: 1 or more")
+    if this.floor is not None and this.floor > 1:
+        yield Conflict({"loss.correction.floor": this.floor}, agree, "loss.correction.floor: 1 or less, or null")
+    if config.loss.type == "vespo" and this.mode.startswith("sequence"):
+        yield Conflict(
+            {"loss.correction.mode": this.mode, "loss.type": "vespo"},
+            "it needs a ratio for each token",
+            f"loss.correction.mode: {this.mode.replace('sequence', 'token')}",
+        )
+
+
+def sampling_filters(config: RunConfig) -> Conflicts:
+    """Filters change what is sampled from, and the gate would take that for a disagreement."""
+    rollout = config.rollout
+    filters = {
+        "rollout.top_p": (rollout.top_p, 1.0),
+        "rollout.top_k": (rollout.top_k, 0),
+        "rollout.min_p": (rollout.min_p, 0),
+    }
+    for key, (value, off) in filters.items():
+        if value != off and config.loss.mismatch_gate is not None:
+            yield Conflict(
+                {key: value, "loss.mismatch_gate": config.loss.mismatch_gate},
+                "the trainer's policy has no such filter, and the gate stops a run whose policies differ",
+                f"{key}: {off:g} (off), or loss.mismatch_gate: null",
+            )
+
+
+def temperature(config: RunConfig) -> Conflicts:
+    """What is sampled at is what is trained at."""
+    value = config.rollout.temperature
+    if value < MIN_TEMPERATURE:
+        yield Conflict(
+            {"rollout.temperature": value},
+            f"vllm samples at {MIN_TEMPERATURE} instead, and the trainer's logprobs would be of another policy",
+            f"rollout.temperature: {MIN_TEMPERATURE} or more",
+        )
+
+
+def checkpoints(config: RunConfig) -> Conflicts:
+    """With several updates on a rollout, a checkpoint between them could not be resumed to the same numbers."""
+    every, updates = config.run.save_every, config.loss.num_iterations
+    if every % updates:
+        yield Conflict(
+            {"loss.num_iterations": updates, "run.save_every": every},
+            "a checkpoint would fall between two updates on one rollout, and could not be resumed to the same numbers",
+            f"run.save_every: {(every // updates + 1) * updates}",
+        )
+
+
+RULES = (
+    batch,
+    task,
+    rewards,
+    engine,
+    number_format,
+    loss,
+    correction,
+    sampling_filters,
+    temperature,
+    noise,
+    noise_controller,
+    checkpoints,
+)

@@ -1,0 +1,292 @@
+"""The configuration of a run: every key, its type, its default and what it means. These are the only defaults.
+
+A recipe (YAML, `training/recipes/`) overrides them, and `--set a.b=c` overrides the recipe; `qerl/config/recipe.py`
+reads both and turns every mistake into one line. Values that are fine alone but impossible together are refused by the
+rules in `qerl/config/rules.py`. Importing this loads pydantic and nothing heavier.
+
+Where the QeRL paper (arXiv 2510.11696) states a number, it is the default; what it leaves open is as in its scripts.
+Departures: alpha is twice the rank (scripts: equal), trained norms are off (scripts: on), the batch is 16 x 8.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from qerl.config.rules import RULES
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+# Sequences arrive as YAML lists and are kept as tuples: strict mode would refuse the list.
+Projections = Annotated[tuple[Literal[PROJECTIONS], ...], Field(strict=False, min_length=1)]
+
+
+class Section(BaseModel):
+    """Frozen, no unknown keys, no conversion between types: `"8"` is not 8, and true is not 1."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class ModelConfig(Section):
+    """The base model, which training never changes."""
+
+    base: str = Field(
+        min_length=1, description="base model: hub id, folder (16-bit or NVFP4), run directory, or `tiny` (shipped)"
+    )
+    format: Literal["nvfp4", "bf16"] = Field(
+        "nvfp4", description="format of the frozen base weights; bf16 is vanilla LoRA on 16-bit weights"
+    )
+    dtype: Literal["auto", "bfloat16", "float32"] = Field(
+        "auto", description="dtype of the activations; auto: bfloat16 on a GPU, float32 on a CPU"
+    )
+    trust_remote_code: bool = Field(False, description="run Python code that comes with the checkpoint")
+
+
+class AdapterConfig(Section):
+    """The LoRA adapter: what is trained."""
+
+    rank: int = Field(32, ge=1, description="rank of A (rank, in) and B (out, rank)")
+    alpha: int = Field(64, ge=1, description="B A is multiplied by alpha / rank")
+    dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapter's input while training")
+    targets: Projections = Field(PROJECTIONS, description="linear layers that get an adapter")
+    train_norms: bool = Field(False, description="train the norm weights too, and sync them with the adapter")
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the adapter's master weights")
+
+
+class DataConfig(Section):
+    """The prompts and the answers they are graded against."""
+
+    task: str = Field(min_length=1, description="task by name: its rows, prompt and grading")
+    source: str | None = Field(
+        None,
+        min_length=1,
+        description="hub id (`owner/name`, `owner/name:subset`), file or folder to read instead of the task's own rows",
+    )
+    split: str = Field("train", min_length=1, description="split that training reads")
+    columns: dict[str, str] | None = Field(
+        None,
+        description="the source's names for question, answer and id, such as {question: problem, answer: solution}",
+    )
+    system_prompt: str | None = Field("default", description="system message; default: the task's; null: none")
+    prompt_template: str = Field(
+        "default", min_length=1, description="user message, with {question} in it; default: the task's"
+    )
+    max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are dropped, counted and named")
+    limit: int | None = Field(None, ge=1, description="use only the first rows, this many; null: all")
+
+
+class RewardConfig(Section):
+    """One reward; the sum of weight * reward is what training maximizes."""
+
+    name: str = Field(
+        min_length=1,
+        description="registered name, path of a function (`file.py:f`, `package.module:f`), or URL of a reward server",
+    )
+    weight: float = Field(1.0, description="factor in the sum; 0 only logs the reward")
+    args: dict[str, object] = Field(default_factory=dict, description="keyword arguments of the reward")
+
+
+class DynamicSamplingConfig(Section):
+    """Groups without a signal (rewards all equal, or nothing of it in the loss) are replaced by further prompts."""
+
+    enabled: bool = Field(False, description="replace groups without a signal, so that every group of a step has one")
+    max_extra_rollouts: int = Field(
+        6, ge=1, description="extra rollouts of a step; what is then missing is filled with groups without a signal"
+    )
+
+
+class RolloutConfig(Section):
+    """How completions are sampled. A step trains on prompts_per_step * group_size completions."""
+
+    engine: Literal["auto", "transformers", "vllm"] = Field(
+        "auto", description="what samples; auto: vllm on a GPU, transformers on a CPU"
+    )
+    prompts_per_step: int = Field(16, ge=1, description="prompts in a step")
+    group_size: int = Field(8, ge=2, description="completions of one prompt, compared with one another")
+    max_new_tokens: int = Field(4096, ge=1, description="a completion is truncated here")
+    temperature: float = Field(1.0, gt=0, description="divides the logits")
+    top_p: float = Field(1.0, gt=0, le=1, description="sample from the smallest set with this mass; 1: off")
+    top_k: int = Field(0, ge=0, description="sample from the k most likely tokens; 0: off")
+    min_p: float = Field(0.0, ge=0, lt=1, description="drop tokens under this share of the likeliest; 0: off")
+    dynamic_sampling: DynamicSamplingConfig = Field(
+        default_factory=DynamicSamplingConfig, description="groups without a signal are replaced (DAPO)"
+    )
+    batch_size: int | None = Field(
+        None, ge=1, description="completions sampled at once (transformers engine only); null: as many as a step has"
+    )
+    kernel: Literal["auto", "qerl", "humming", "marlin"] = Field(
+        "auto", description="NVFP4 kernel (vllm engine only); auto: our own, qerl, on Hopper, elsewhere marlin"
+    )
+    tune_kernels: bool = Field(
+        False,
+        description="time the ways to multiply on this card, once, and keep the times (vllm, NVFP4)",
+    )
+    kv_cache_dtype: Literal["auto", "fp8", "fp8_per_token_head"] = Field(
+        "auto", description="keys and values of the vllm engine; auto: 16 bit; fp8: half the memory, a larger mismatch"
+    )
+    memory: float | None = Field(
+        None, gt=0, description="GPU budget of the vllm engine: GiB, or up to 1 a share of the card; null: what is left"
+    )
+    deterministic: bool = Field(
+        False, description="rollouts and training steps repeat to the bit (vllm engine only; slower)"
+    )
+
+
+class CorrectionConfig(Section):
+    """Importance weights for sampling from another policy than the one trained (kernels, noise)."""
+
+    mode: Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "off"] = Field(
+        "token_truncate", description="ratio a token or a sequence; beyond cap or floor it is truncated or masked"
+    )
+    cap: float = Field(2.0, gt=0, description="largest ratio exp(old_logprobs - sampling_logprobs)")
+    floor: float | None = Field(None, gt=0, description="smallest ratio; null: none")
+
+
+class LossConfig(Section):
+    """The policy loss and its advantages."""
+
+    type: Literal["dapo", "grpo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo"] = Field(
+        "dapo", description="loss by TRL's name; dapo: every token of the step weighs the same"
+    )
+    level: Literal["token", "sequence"] = Field(
+        "token", description="ratio of a token or of a sequence; sequence with type grpo is GSPO"
+    )
+    clip_low: float = Field(0.2, ge=0, lt=1, description="ratio is clipped at 1 - clip_low")
+    clip_high: float = Field(0.28, gt=0, description="ratio is clipped at 1 + clip_high (cispo: at clip_high)")
+    delta: float | None = Field(
+        None, gt=0, description="second upper bound of the ratio, for negative advantages; null: none"
+    )
+    kl_coef: float = Field(
+        0.0, ge=0, description="weight of the KL divergence from the policy that the run starts with (k3 estimator)"
+    )
+    kl_unbiased: bool = Field(
+        True, description="k3 times the ratio, whose gradient is the KL's (DeepSeek-V3.2); false: as GRPO's paper"
+    )
+    advantage_scale: Literal["group", "batch", "none"] = Field(
+        "group", description="standard deviation that divides the advantages"
+    )
+    num_iterations: int = Field(1, ge=1, description="optimizer steps on one rollout")
+    mask_truncated: bool = Field(True, description="truncated completions do not enter the loss")
+    entropy_coef: float = Field(0.0, ge=0, description="weight of the entropy bonus")
+    correction: CorrectionConfig = Field(
+        default_factory=CorrectionConfig, description="sampling against trained policy"
+    )
+    mismatch_gate: float | None = Field(
+        0.003, gt=0, description="the run stops if mismatch_kl before step 1 is above this (nats); null: no gate"
+    )
+
+
+class NoiseControllerConfig(Section):
+    """Sigma from a number that it moves, instead of from the schedule (then sigma_end and the stages play no part)."""
+
+    metric: Literal["off", "entropy", "ess"] = Field(
+        "off",
+        description="off: the schedule; entropy of the sampling policy; ess: effective sample size of the weights",
+    )
+    target: float | None = Field(
+        None, gt=0, description="value to hold: nats a token for entropy, share of the tokens (below 1) for ess"
+    )
+    gain: float = Field(0.5, gt=0, le=4, description="how fast: sigma is multiplied by exp(gain * relative error)")
+    sigma_min: float = Field(1e-4, gt=0, description="sigma never falls below this")
+    sigma_max: float = Field(0.1, gt=0, description="sigma never rises above this")
+
+
+class NoiseConfig(Section):
+    """Adaptive quantization noise: Gaussian noise on the norms, smaller from stage to stage (stage 0: none)."""
+
+    enabled: bool = Field(True, description="add the noise")
+    sigma_start: float = Field(1e-2, gt=0, description="standard deviation in the first noisy stage")
+    sigma_end: float = Field(5e-4, ge=0, description="standard deviation in the last stage")
+    num_stages: int = Field(10, ge=2, description="equal intervals of the run's steps")
+    schedule: Literal["exponential", "linear", "cosine", "logarithmic"] = Field(
+        "exponential", description="how sigma goes from start to end"
+    )
+    indexing: Literal["code", "paper"] = Field(
+        "code",
+        description="stage k of K is (k-1)/(K-2) of the way (code), or (k-1)/(K-1) (paper: ends above sigma_end)",
+    )
+    where: Literal["rollout", "both"] = Field(
+        "rollout", description="noise while sampling only, or in the trainer's forward passes as well"
+    )
+    controller: NoiseControllerConfig = Field(
+        default_factory=NoiseControllerConfig, description="sigma that follows a target instead of the schedule"
+    )
+
+
+class OptimConfig(Section):
+    """The optimizer and its learning-rate schedule."""
+
+    name: Literal["auto", "adamw", "adamw_8bit"] = Field(
+        "auto", description="auto: adamw_8bit on a GPU with bitsandbytes, adamw elsewhere"
+    )
+    learning_rate: float = Field(1e-5, gt=0, lt=1, description="peak learning rate")
+    weight_decay: float = Field(0.1, ge=0, lt=1, description="decoupled weight decay")
+    beta1: float = Field(0.9, ge=0, lt=1, description="decay of the gradient's mean")
+    beta2: float = Field(0.99, ge=0, lt=1, description="decay of the gradient's square")
+    eps: float = Field(1e-8, gt=0, lt=1, description="added to the denominator")
+    schedule: Literal["cosine", "linear", "constant"] = Field(
+        "cosine", description="learning rate after the warm-up: to 0 by a cosine or a line, or constant"
+    )
+    warmup_ratio: float = Field(0.1, ge=0, lt=1, description="share of the steps in which it rises from 0")
+    max_grad_norm: float = Field(0.2, gt=0, description="the gradient is scaled down to this norm")
+
+
+class LoopConfig(Section):
+    """The training loop and the run directory."""
+
+    steps: int = Field(ge=1, description="optimizer steps")
+    seed: int = Field(0, ge=0, lt=2**32, description="seeds data order, sampling, adapter and noise")
+    micro_batch_tokens: int | None = Field(
+        None,
+        ge=1,
+        description="tokens (prompts and completions) a backward pass: memory and speed, not the result; null: what "
+        "the GPU's memory holds",
+    )
+    gradient_checkpointing: Literal["auto"] | bool = Field(
+        "auto", description="layers recompute their activations in the backward pass; auto: those that do not fit"
+    )
+    save_every: int = Field(50, ge=1, description="steps between checkpoints; the last step is always saved")
+    keep_checkpoints: int = Field(2, ge=1, description="older checkpoints are deleted")
+    out: str | None = Field(None, min_length=1, description="run directory; null: runs/<recipe>-<time>")
+
+
+class MemoryConfig(Section):
+    """Limits on GPU memory."""
+
+    cap_gib: float | None = Field(None, gt=0, description="the process takes no more GPU memory than this; null: all")
+
+
+class LoggingConfig(Section):
+    """What is written beside metrics.jsonl."""
+
+    report_to: Annotated[tuple[Literal["trackio", "tensorboard", "wandb"], ...], Field(strict=False)] = Field(
+        (), description="trackers to report to"
+    )
+    completions_every: int = Field(10, ge=1, description="steps between logged samples of completions")
+    completions_count: int = Field(4, ge=0, description="completions in a sample, spread over its prompts; 0: none")
+
+
+class RunConfig(Section):
+    """All of it. Sections that a recipe leaves out keep their defaults; model, data and run have required keys."""
+
+    model: ModelConfig = Field(description=ModelConfig.__doc__)
+    adapter: AdapterConfig = Field(default_factory=AdapterConfig, description=AdapterConfig.__doc__)
+    data: DataConfig = Field(description=DataConfig.__doc__)
+    rewards: Annotated[tuple[RewardConfig, ...], Field(strict=False, min_length=1)] = Field(
+        (RewardConfig(name="accuracy"),), description="rewards and their weights"
+    )
+    rollout: RolloutConfig = Field(default_factory=RolloutConfig, description=RolloutConfig.__doc__)
+    loss: LossConfig = Field(default_factory=LossConfig, description=LossConfig.__doc__)
+    noise: NoiseConfig = Field(default_factory=NoiseConfig, description=NoiseConfig.__doc__)
+    optim: OptimConfig = Field(default_factory=OptimConfig, description=OptimConfig.__doc__)
+    run: LoopConfig = Field(description=LoopConfig.__doc__)
+    memory: MemoryConfig = Field(default_factory=MemoryConfig, description=MemoryConfig.__doc__)
+    logging: LoggingConfig = Field(default_factory=LoggingConfig, description=LoggingConfig.__doc__)
+
+    @model_validator(mode="after")
+    def _combinations(self) -> RunConfig:
+        for rule in RULES:
+            for conflict in rule(self):
+                raise conflict
+        return self

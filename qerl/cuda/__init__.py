@@ -1,0 +1,1 @@
+"""CUDA sources, and how they are compiled, described to the copy engine, timed and launched."""

@@ -1,0 +1,207 @@
+"""Compile a CUDA source of this package for the card it runs on, keep the result, and launch its kernels.
+
+NVRTC and the driver come with torch's CUDA builds (`cuda-bindings` is a dependency of torch 2.11): no compiler has to
+be installed. A compiled source is cached in a folder of the user, under the hash of all that it depends on. NVRTC
+releases the GIL and compiles several programs at once: `compile_ahead`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cache, partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from qerl.cuda.ahead import Jobs
+from qerl.errors import EngineError
+from qerl.files.disk import write_shared
+
+FOLDER = Path(__file__).parent / "sources"
+
+Variant = tuple[str, tuple[str, ...]]  # a source of `FOLDER`, and what it is compiled with ("TILES=2")
+
+
+@cache
+def has_kernels(device: torch.device) -> bool:
+    """Whether the CUDA kernels run there: a Hopper card, and the CUDA bindings that torch brings."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
+        return False
+    return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How a kernel is started. `cluster`: blocks of a cluster along y. `early`: its blocks may come onto the card when
+    those of the launch before have left it; it waits by itself for what that one wrote."""
+
+    grid: tuple[int, int, int]
+    threads: int
+    shared_bytes: int = 0
+    cluster: int = 1
+    early: bool = False
+
+
+class Kernel:
+    """One entry function of a compiled source, for the current device."""
+
+    def __init__(self, function: Any, name: str) -> None:
+        self.name = name
+        self._function = function
+        self._shared_limit = 48 * 1024
+
+    def __call__(self, launch: Launch, *arguments: torch.Tensor | int | float | ctypes.Structure | None) -> None:
+        """Start it on torch's current stream. Tensors go as pointers (None: null), int as int32, float as float32, a
+        structure by value."""
+        from cuda.bindings import driver
+
+        _bind_context_()
+        if launch.shared_bytes > self._shared_limit:
+            attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            _check(driver.cuFuncSetAttribute(self._function, attribute, launch.shared_bytes), self.name)
+            self._shared_limit = launch.shared_bytes
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = launch.grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = launch.threads, 1, 1
+        config.sharedMemBytes = launch.shared_bytes
+        config.hStream = torch.cuda.current_stream().cuda_stream
+        config.attrs = _attributes(launch)
+        config.numAttrs = len(config.attrs)
+        values, kinds = zip(*(_argument(value) for value in arguments), strict=True)
+        _check(driver.cuLaunchKernelEx(config, self._function, (values, kinds), 0), self.name)
+
+
+@cache
+def kernel(source: str, name: str, defines: tuple[str, ...] = ()) -> Kernel:
+    """The kernel `name` of `cuda/<source>`, compiled with `defines` ("TILES=2"). Raises EngineError."""
+    from cuda.bindings import driver
+
+    binary = _binary(source, defines, torch.cuda.get_device_capability())
+    _bind_context_()
+    library = _check(driver.cuLibraryLoadData(binary, [], [], 0, [], [], 0), source)
+    function = _check(driver.cuKernelGetFunction(_check(driver.cuLibraryGetKernel(library, name.encode()), name)), name)
+    return Kernel(function, name)
+
+
+_compilations: Jobs[Path, bytes] = Jobs()  # by file of the cache
+
+
+def compile_ahead(variants: Iterable[Variant]) -> None:
+    """Begin with what the cache lacks, in threads: `kernel` takes it from there. An error is raised there, too."""
+    capability = torch.cuda.get_device_capability()
+    works = dict(_compilation(source, defines, capability) for source, defines in variants)
+    _compilations.begin({path: work for path, work in works.items() if not path.exists()})
+
+
+def _binary(source: str, defines: tuple[str, ...], capability: tuple[int, int]) -> bytes:
+    return _compilations.result(*_compilation(source, defines, capability))
+
+
+def _compilation(
+    source: str, defines: tuple[str, ...], capability: tuple[int, int]
+) -> tuple[Path, Callable[[], bytes]]:
+    """The file of the cache, and what reads it, or compiles and writes it."""
+    text = (FOLDER / source).read_text(encoding="utf-8")
+    headers = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.cuh"))]
+    architecture = f"sm_{capability[0]}{capability[1]}{'a' if capability >= (9, 0) else ''}"
+    key = hashlib.sha256(repr((text, headers, defines, architecture, _version())).encode()).hexdigest()[:24]
+    options = [f"--gpu-architecture={architecture}", *(f"-D{define}" for define in defines)]
+    path = cache_folder() / f"{Path(source).stem}-{key}.cubin"
+    return path, partial(_read_or_compile, path, text, source, options)
+
+
+def _read_or_compile(path: Path, text: str, source: str, options: list[str]) -> bytes:
+    if path.exists():
+        return path.read_bytes()
+    binary = _compile(text, source, options)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_shared(path, binary)  # another process may write the same
+    return binary
+
+
+def cache_folder() -> Path:
+    """$QERL_CACHE, or the user's cache folder: compiled kernels and measured choices."""
+    default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl"
+    return Path(os.environ.get("QERL_CACHE") or default)
+
+
+@cache
+def _version() -> tuple[int, int]:
+    """Of NVRTC, whose library this loads: before threads compile."""
+    from cuda.bindings import nvrtc
+
+    result = nvrtc.nvrtcVersion()
+    _check(result, "nvrtc")
+    return result[1:]
+
+
+def _compile(text: str, source: str, options: list[str]) -> bytes:
+    from cuda.bindings import nvrtc
+
+    program = _check(nvrtc.nvrtcCreateProgram(text.encode(), source.encode(), 0, [], []), source)
+    options = [option.encode() for option in ("--std=c++17", "-default-device", f"--include-path={FOLDER}", *options)]
+    if nvrtc.nvrtcCompileProgram(program, len(options), options)[0] != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program), source)
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise EngineError(f"NVRTC cannot compile {source} for {options}: {log.decode(errors='replace').strip()}")
+    binary = b" " * _check(nvrtc.nvrtcGetCUBINSize(program), source)
+    _check(nvrtc.nvrtcGetCUBIN(program, binary), source)
+    nvrtc.nvrtcDestroyProgram(program)
+    return binary
+
+
+_thread = threading.local()
+
+
+def _bind_context_() -> None:
+    """Make torch's CUDA context the current one of this thread: the driver's calls ask for that, torch's bind lazily
+    (autograd's threads have none before their first own kernel)."""
+    from cuda.bindings import driver
+
+    if getattr(_thread, "bound", False):
+        return
+    if int(_check(driver.cuCtxGetCurrent(), "context")) == 0:
+        device = _check(driver.cuDeviceGet(torch.cuda.current_device()), "device")
+        _check(driver.cuCtxSetCurrent(_check(driver.cuDevicePrimaryCtxRetain(device), "context")), "context")
+    _thread.bound = True
+
+
+def _attributes(launch: Launch) -> list[Any]:
+    from cuda.bindings import driver
+
+    kinds, attributes = driver.CUlaunchAttributeID, []
+    if launch.cluster > 1:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
+        attribute.value.clusterDim.x, attribute.value.clusterDim.y, attribute.value.clusterDim.z = 1, launch.cluster, 1
+        attributes.append(attribute)
+    if launch.early:
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = kinds.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        attributes.append(attribute)
+    return attributes
+
+
+def _argument(value: torch.Tensor | int | float | ctypes.Structure | None) -> tuple[Any, Any]:
+    if value is None:
+        return 0, ctypes.c_void_p
+    if isinstance(value, ctypes.Structure):
+        return value, None
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr(), ctypes.c_void_p
+    return (value, ctypes.c_float) if isinstance(value, float) else (value, ctypes.c_int)
+
+
+def _check(result: tuple[Any, ...], what: str) -> Any:
+    """The value of a call of the CUDA bindings. Raises EngineError with the driver's word for what went wrong."""
+    if int(result[0]) != 0:
+        raise EngineError(f"CUDA refused {what}: {result[0]!r}")
+    return result[1] if len(result) > 1 else None

@@ -1,0 +1,294 @@
+"""Examples of a task: the usable rows of its data set or of one's own file; each row left out is counted and named.
+
+A row is left out, with its reason, if
+
+1. it is no row (a broken line), or its question or answer is missing, empty or no text;
+2. the task's answers are numbers and this one is none;
+3. an earlier row has the same question and answer, or the row's `dup` column says so;
+4. another row has the same question and another answer (both are left out), or the row's `conflict` column says so;
+5. it is to be trained on and its `eval_exact` or `eval_near` column names an evaluation set that holds its question.
+
+An answer column that holds a worked solution gives the answer which the solution marks (`#### N`, `\\boxed{...}`).
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, Literal
+
+from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_local, local_rows
+from qerl.errors import ConfigError, DataError
+from qerl.tasks import Example, Task
+from qerl.tasks.extract import extract
+from qerl.tasks.latex import strip_math
+from qerl.tasks.number import parse_number
+
+log = logging.getLogger(__name__)
+
+_NAMED = 2  # rows named for each reason
+_PEEK = 100  # rows whose columns are looked at
+_MISSING = object()
+
+
+@dataclass(frozen=True)
+class DropReport:
+    """What became of a source's rows: `total` read, `kept` usable, `beyond_limit` of them not asked for.
+
+    `counts` maps a reason to its number of rows; `named` holds the first few of each, "row 17: the answer is empty".
+    """
+
+    source: str
+    total: int
+    kept: int
+    beyond_limit: int
+    counts: Mapping[str, int]
+    named: tuple[str, ...]
+
+    @property
+    def dropped(self) -> int:
+        return sum(self.counts.values())
+
+    def __str__(self) -> str:
+        text = f"{self.kept} of {self.total} rows of {self.source} are usable"
+        if self.beyond_limit:
+            text += f", the first {self.kept - self.beyond_limit} are used"
+        if self.counts:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.counts.items())
+            text += f"; {self.dropped} left out: {reasons} (e.g. {'; '.join(self.named)})"
+        return text
+
+
+def load_examples(
+    task: Task,
+    source: str | None = None,
+    split: str = "train",
+    columns: Mapping[str, str] | None = None,
+    limit: int | None = None,
+) -> tuple[list[Example], DropReport]:
+    """The usable rows of `source` (hub id, file or folder; None: the task's own data set), at most `limit`.
+
+    A hub id may end in the name of a subset, `owner/name:subset`.
+
+    `columns` maps "question", "answer" and "id" to the source's column names, dots reaching into nested ones. Raises
+    DataError if nothing can be read, a column is missing or no row is usable, ConfigError on an impossible request.
+    """
+    if limit is not None and limit < 1:
+        raise ConfigError(f"limit is {limit}: write a number of rows of at least 1, or leave it out for all")
+    name, rows = _open(task, source, split)
+    first = list(itertools.islice(rows, _PEEK))
+    paths = _find_columns(task, name, columns or {}, first)
+    collector = _Collector(task, split, paths)
+    for place, row in itertools.chain(first, rows):
+        collector.add(place, row)
+    examples, report = collector.finish(name, limit)
+    if not examples:
+        raise DataError(f"no row can be trained or evaluated on: {report}")
+    log.log(logging.WARNING if report.counts else logging.INFO, "%s", report)
+    return examples, report
+
+
+def check_source(
+    task: Task, source: str | None = None, split: str = "train", columns: Mapping[str, str] | None = None
+) -> None:
+    """Raise what `load_examples` would of the first rows: no such file, no rows, a column that is missing.
+
+    Of a hub id only the form is looked at: to fetch takes long. Rows that a task makes itself are right.
+    """
+    if source is None or source == task.hub:
+        _check_own(task, split)
+    elif is_local(source):
+        _find_columns(task, source, columns or {}, list(itertools.islice(local_rows(source, split), _PEEK)))
+    else:
+        check_hub_id(source.partition(":")[0])
+
+
+def _open(task: Task, source: str | None, split: str) -> tuple[str, Iterator[Row]]:
+    """The name of the source for messages, and its rows."""
+    if source is not None and is_local(source):
+        return source, local_rows(source, split)
+    if source is not None and source != task.hub:
+        name, _, subset = source.partition(":")
+        return source, hub_rows(name, subset or None, split)
+    _check_own(task, split)
+    if task.generate is not None:
+        return f"task {task.name} ({split})", generated_rows(task.generate(split))
+    return task.hub, hub_rows(task.hub, task.hub_config, task.splits[split])
+
+
+def _check_own(task: Task, split: str) -> None:
+    if split not in task.splits:
+        known = " and ".join(task.splits)
+        raise DataError(f"task {task.name} has no split {split!r}, only {known}: pass your own rows with --data FILE")
+    if task.generate is None and task.hub is None:
+        raise DataError(f"task {task.name} has no data set of its own: pass your rows with --data FILE")
+
+
+def _find_columns(task: Task, source: str, asked: Mapping[str, str], rows: list[Row]) -> dict[str, str]:
+    """The source's columns for question, answer and id: those asked for, else the task's, else ours by name."""
+    unknown = sorted(set(asked) - {"question", "answer", "id"})
+    if unknown:
+        raise ConfigError(f"columns maps {unknown[0]!r}, which is unknown: only question, answer and id can be mapped")
+    present = [row for _, row in rows if row is not None]
+    if not present:
+        raise DataError(f"{source} holds no rows: is it the right file, and in the format that its name says?")
+    found = {"id": asked.get("id", "id")}
+    for key in ("question", "answer"):
+        own = task.columns[key]
+        wanted = [asked[key]] if key in asked else [*([own] if isinstance(own, str) else own), key]
+        matches = [path for path in wanted if any(_look_up(row, path) is not _MISSING for row in present)]
+        if not matches:
+            names = ", ".join(dict.fromkeys(str(name) for row in present for name in row))
+            raise DataError(
+                f"{source} has no column {' or '.join(map(repr, dict.fromkeys(wanted)))} for the {key} (its columns: "
+                f"{names}); map them, for example --columns question=problem,answer=solution "
+                "(a recipe: data.columns: {question: problem, answer: solution})"
+            )
+        found[key] = matches[0]
+    return found
+
+
+def _look_up(row: Mapping[str, Any], path: str) -> Any:
+    """The value at a column name, or at a path like "prompt.0.content"; _MISSING if there is none."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for step in path.split("."):
+        if isinstance(value, Mapping) and step in value:
+            value = value[step]
+        elif isinstance(value, list) and step.isdigit() and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return _MISSING
+    return value
+
+
+class _UnusableError(Exception):
+    """Why a row is left out: a reason to count by, and what to say of this row."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.detail = reason, detail or reason
+
+
+class _Collector:
+    """Takes rows one by one; keeps the usable ones in order and notes the others."""
+
+    def __init__(self, task: Task, split: str, paths: Mapping[str, str]) -> None:
+        self._task, self._split, self._paths = task, split, paths
+        self._examples: dict[str, tuple[str, Example]] = {}  # question without white space -> place, example
+        self._conflicts: set[str] = set()
+        self._ids: set[str] = set()
+        self._total = 0
+        self._counts: Counter[str] = Counter()
+        self._named: list[str] = []
+
+    def add(self, place: str, row: Mapping[str, Any] | None) -> None:
+        self._total += 1
+        try:
+            self._take(place, row)
+        except _UnusableError as error:
+            self._drop(place, error)
+
+    def finish(self, source: str, limit: int | None) -> tuple[list[Example], DropReport]:
+        usable = [example for key, (_, example) in self._examples.items() if key not in self._conflicts]
+        kept = usable[:limit]
+        report = DropReport(
+            source, self._total, len(usable), len(usable) - len(kept), dict(self._counts), tuple(self._named)
+        )
+        return kept, report
+
+    def _drop(self, place: str, error: _UnusableError) -> None:
+        self._counts[error.reason] += 1
+        if self._counts[error.reason] <= _NAMED:
+            self._named.append(f"{place}: {error.detail}")
+
+    def _take(self, place: str, row: Mapping[str, Any] | None) -> None:
+        """Keep the row's example, or raise _UnusableError."""
+        if row is None:
+            raise _UnusableError("no readable row")
+        question = _text(row, self._paths["question"], "question")
+        if self._task.clean_question is not None:
+            question = self._task.clean_question(question)
+        answer = final_answer(_text(row, self._paths["answer"], "answer"), self._task.answer_kind)
+        if not question or not answer:
+            raise _UnusableError(f"empty {'answer' if question else 'question'}")
+        key = re.sub(r"\s+", "", question)
+        earlier = self._examples.get(key)
+        if earlier is not None and earlier[1].answer == answer:  # the hub's DAPO-Math has each row 100 times
+            raise _UnusableError("duplicate", f"duplicate of {earlier[0]}")
+        if self._task.answer_kind == "number" and parse_number(answer) is None:
+            raise _UnusableError("answer that is no number", f"the answer {answer[:40]!r} is no number")
+        _check_flags(row, self._split)
+        if earlier is not None:
+            self._compare(place, answer, key)
+        used = {path.split(".")[0] for path in self._paths.values()}
+        extra = {column: value for column, value in row.items() if column not in used}
+        name = self._identify(place, _look_up(row, self._paths["id"]))
+        self._examples[key] = place, Example(question, answer, name, extra)
+
+    def _identify(self, place: str, own: Any) -> str:
+        """The row's own id if it has a fresh one, else its number."""
+        name = str(own) if own not in (_MISSING, None, "") else place.removeprefix("row ")
+        while name in self._ids:
+            name = f"{name}@{place.removeprefix('row ')}"
+        self._ids.add(name)
+        return name
+
+    def _compare(self, place: str, answer: str, key: str) -> None:
+        """Raise on a question that stands in an earlier row, with the same answer or with another."""
+        earlier_place, earlier = self._examples[key]
+        if _same_answer(earlier.answer, answer):
+            raise _UnusableError("duplicate", f"duplicate of {earlier_place}")
+        reason = "question with two answers"
+        if key not in self._conflicts:
+            self._conflicts.add(key)
+            self._drop(earlier_place, _UnusableError(reason, f"its question stands in {place} with another answer"))
+        raise _UnusableError(reason, f"its question stands in {earlier_place} with another answer")
+
+
+def _text(row: Mapping[str, Any], path: str, what: str) -> str:
+    """The cell as text. Numbers are written out; lists, objects and truth values are no question and no answer."""
+    value = _look_up(row, path)
+    if value is _MISSING or value is None:
+        raise _UnusableError(f"no {what}")
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+        within = f"; map the text within it, such as {path}.0.content" if isinstance(value, list | Mapping) else ""
+        raise _UnusableError(f"{what} that is no text", f"the {what} is a {type(value).__name__}{within}")
+    text = str(value).strip()
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _UnusableError(f"{what} that is no valid text", f"the {what} holds half a character") from error
+    return text
+
+
+def final_answer(answer: str, kind: Literal["number", "math"]) -> str:
+    """The bare answer of a cell that may hold a worked solution; empty if the solution marks none."""
+    if "####" in answer or "\\boxed" in answer:
+        return extract(answer, kind).text or ""
+    return answer
+
+
+def _check_flags(row: Mapping[str, Any], split: str) -> None:
+    """Raise on a row whose own columns say that it should not be used."""
+    if row.get("dup") is True:
+        raise _UnusableError("duplicate", "its `dup` column says that an earlier row has its question")
+    if row.get("conflict") is True:
+        raise _UnusableError("question with two answers", "its `conflict` column says that other answers are in use")
+    for column in ("eval_exact", "eval_near") if split == "train" else ():
+        if found := row.get(column):
+            first = found[0] if isinstance(found, list) else found
+            raise _UnusableError("question of an evaluation set", f"its question also stands in {first}")
+
+
+def _same_answer(one: str, other: str) -> bool:
+    numbers = parse_number(one), parse_number(other)
+    if None not in numbers:
+        return numbers[0].equals(numbers[1])
+    return strip_math(one).replace(" ", "") == strip_math(other).replace(" ", "")

@@ -1,0 +1,173 @@
+"""Rows of a data set as they are stored: from a hub id, or a local file or folder, each with its place for messages.
+
+Files are read here rather than by `datasets`, which would guess types by column (an answer "033" in a CSV becomes 33,
+"NA" becomes nothing), fail on a column of mixed types, and know no line numbers.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import json
+import os
+import re
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from qerl.checkpoint.hub import HUB_ID, reachable
+from qerl.errors import DataError
+from qerl.files.nearby import close_to, expanded, is_path, no_folder
+
+FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+Row = tuple[str, Mapping[str, Any] | None]  # where it stands ("row 17"), and its columns; None: not readable as a row
+
+
+def is_local(source: str) -> bool:
+    """Whether a source means a file or folder here: it exists, or it can be no hub id."""
+    return os.path.exists(source) or source.endswith(".gz") or Path(source).suffix in FORMATS or source[:1] in "./~"
+
+
+def local_rows(source: str, split: str) -> Iterator[Row]:
+    """The rows of a file, or of the files of a folder that belong to `split`. Raises DataError."""
+    path = expanded(source)
+    if not os.path.exists(path):
+        close = close_to(source, files=True)
+        raise DataError(
+            f"there is no file or folder {source!r}{f' ({close})' if close else ''}: write a path to {_kinds()}, or a "
+            "hub id (owner/name)"
+        )
+    files = _files_of_split(path, split) if path.is_dir() else [path]
+    for file in files:
+        prefix = "" if len(files) == 1 else f"{file.name} "
+        try:
+            for number, row in enumerate(_read_file(file), start=1):
+                yield f"{prefix}row {number}", row if isinstance(row, Mapping) else None
+        except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
+            raise DataError(f"{file} cannot be read: {error}; is it complete, and UTF-8 text or parquet?") from error
+
+
+def check_hub_id(name: str) -> None:
+    """Raise DataError for what cannot be the name of a hub data set."""
+    if not HUB_ID.fullmatch(name):
+        close = close_to(name, files=True)
+        raise DataError(
+            f"{name!r} is neither a file nor a hub id{f' ({close})' if close else ''}: write a path to {_kinds()}, or "
+            "owner/name, or owner/name:subset"
+        )
+
+
+def hub_rows(name: str, config: str | None, split: str) -> Iterator[Row]:
+    """The rows of a hub data set. Raises DataError if it cannot be had, saying how to do without the hub."""
+    check_hub_id(name)
+    import datasets
+
+    if not reachable():  # what is in the cache is still taken; without this the hub's client retries for half a minute
+        datasets.config.HF_HUB_OFFLINE = True
+    try:
+        data = datasets.load_dataset(name, config, split=split)
+    except Exception as error:  # the hub's client, its HTTP library and the format readers each have their own
+        reason = str(error).strip().split("\n")[0] or type(error).__name__
+        meant = f"{no_folder(name)}, and " if is_path(name) else ""
+        raise DataError(
+            f"{meant}the data set {name!r} (subset {config or 'default'}, split {split!r}) could not be read from the "
+            f"hub: {reason}; without a connection, get its files elsewhere and pass one with --data FILE (training: "
+            "--set data.source=FILE)"
+        ) from error
+    rows = (row for batch in data.iter(1000) for row in _rows_of(batch))
+    return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def generated_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
+    """Rows that a task makes itself."""
+    return ((f"row {number}", row) for number, row in enumerate(rows, start=1))
+
+
+def _rows_of(batch: Mapping[str, list[Any]]) -> Iterator[dict[str, Any]]:
+    return (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+
+
+def _kinds() -> str:
+    return f"{', '.join(FORMATS)} (text also as .gz)"
+
+
+def _format(file: Path) -> str:
+    return Path(file.name.removesuffix(".gz")).suffix
+
+
+def _files_of_split(folder: Path, split: str) -> list[Path]:
+    """The folder's data files whose name begins with the split; if none is named after a split, its only file."""
+    files = sorted(
+        file
+        for place in (folder, folder / "data")
+        if place.is_dir()
+        for file in place.iterdir()
+        if file.is_file() and _format(file) in FORMATS
+    )
+    named = [file for file in files if re.match(rf"{split}(?![A-Za-z])", file.name)]
+    if named:
+        return named
+    if len(files) == 1 and not re.match(r"(train|test|validation)(?![A-Za-z])", files[0].name):
+        return files
+    names = ", ".join(file.name for file in files) or "none"
+    inner = ", ".join(sorted(place.name for place in folder.iterdir() if place.is_dir() and place.name[0] != "."))
+    folders = f"; folders: {inner}" if inner else ""
+    raise DataError(
+        f"{folder} has no file of the split {split!r} (data files: {names}{folders}): pass one of these instead"
+    )
+
+
+def _read_file(file: Path) -> Iterator[Any]:
+    """The rows of one file; what is no row (a broken line) comes as None."""
+    kind = _format(file)
+    if kind == ".parquet":
+        yield from _read_parquet(file)
+    elif kind in FORMATS:
+        opened = gzip.open if file.name.endswith(".gz") else open
+        with opened(file, "rt", encoding="utf-8-sig", newline="") as text:
+            if kind == ".json":
+                yield from _read_json(text.read())
+            elif kind in (".csv", ".tsv"):
+                csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
+                rows = csv.DictReader(text, delimiter="\t" if kind == ".tsv" else ",")
+                if twice := [name for name, count in Counter(rows.fieldnames or ()).items() if count > 1]:
+                    raise DataError(f"{file} has two columns {twice[0]!r}, of which one would be lost: rename one")
+                yield from (None if None in row else row for row in rows)  # more cells than columns: a comma unquoted
+            else:
+                yield from (_parse_line(line) for line in text if line.strip())
+    else:
+        raise DataError(f"{file} has the ending {kind!r}, which is not read: write a path to {_kinds()}")
+
+
+def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow
+    from pyarrow import parquet
+
+    try:
+        for batch in parquet.ParquetFile(file).iter_batches(batch_size=1000):
+            yield from batch.to_pylist()
+    except pyarrow.ArrowException as error:
+        raise DataError(f"{file} is no parquet file that can be read: {error}") from error
+
+
+def _read_json(text: str) -> Iterator[Any]:
+    """The rows of a JSON array, of an object with one array in it, or of JSON lines named .json."""
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError):
+        yield from (_parse_line(line) for line in text.split("\n") if line.strip())
+        return
+    lists = [item for item in value.values() if isinstance(item, list)] if isinstance(value, dict) else []
+    if len(lists) == 1:
+        value = lists[0]
+    yield from value if isinstance(value, list) else [value]
+
+
+def _parse_line(line: str) -> Any:
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):  # ValueError: also an integer of more than 4300 digits
+        return None

@@ -1,0 +1,1 @@
+"""`qerl doctor`: what this machine has and which kernels work on it."""

@@ -1,0 +1,121 @@
+"""Which of our kernels work on this card: a small product or decoding by each, against its twin in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from qerl.cuda.nvrtc import has_kernels
+from qerl.doctor.doctor import Check
+from qerl.layers.decode_attention import Batch, Cache, Space, attend_, reference_attend_
+from qerl.nvfp4 import decode, gemm, lora, slab_layout
+from qerl.nvfp4.kernel_layout import BLOCK, HUMMING_WGMMA, MARLIN, QERL, KernelLayout, KernelWeight, dequantize
+
+ROWS, COLUMNS, TOKENS, RANK = 256, 512, 8, 16
+ROUNDING = 1e-2  # relative error of a product whose values are stored in bfloat16
+REMEDY = "compare driver and versions with the tested ones above; with those, it is a bug of qerl: report it"
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # what the kernel gives, and what its twin gives
+
+
+def kernel_checks() -> list[Check]:
+    """One line a kernel; without a card one line for all."""
+    if not torch.cuda.is_available():
+        return [Check("ok", "kernels", "need a CUDA card; without one the plain torch twins run")]
+    device = torch.device("cuda", torch.cuda.current_device())
+    found = kernel_check("kernel decode (triton)", lambda: _triton_decode(device), exact=True)
+    if not has_kernels(device):
+        return [
+            found,
+            Check("ok", "kernel decode, product, lora, attention (cuda)", "not used on this card: Hopper alone"),
+        ]
+    return [
+        found,
+        kernel_check("kernel decode (cuda)", lambda: _cuda_decode(device), exact=True),
+        kernel_check("kernel product (cuda)", lambda: _cuda_product(device)),
+        kernel_check("kernel lora (cuda)", lambda: _cuda_lora(device)),
+        kernel_check("kernel attention (cuda)", lambda: _cuda_attention(device)),
+    ]
+
+
+def kernel_check(what: str, run: Callable[[], Pair], exact: bool = False) -> Check:
+    """Run a kernel and its twin and compare: to the bit if `exact`, else up to the rounding of bfloat16."""
+    try:
+        value, expected = run()
+        difference = (value.double() - expected.double()).norm() / expected.double().norm()
+        error = difference.item()  # waits for the kernel: its errors come here
+    except Exception as problem:  # of a compiler, a launch or a missing package: the kernel does not work here
+        line = (str(problem).strip().splitlines() or [""])[0]
+        return Check("error", what, f"{type(problem).__name__}: {line[:200]}", REMEDY)
+    if not (error == 0.0 if exact else error <= ROUNDING):
+        return Check("error", what, f"wrong values: relative error {error:.1e}", REMEDY)
+    return Check("ok", what, "equal to its twin" if exact else f"relative error {error:.0e} to its twin")
+
+
+def _triton_decode(device: torch.device) -> Pair:
+    from qerl.nvfp4.kernels import dequantize_
+
+    layouts = (HUMMING_WGMMA, MARLIN)
+    outs = [torch.empty(ROWS, COLUMNS, dtype=torch.float32, device=device) for _ in layouts]
+    for out, layout in zip(outs, layouts, strict=True):
+        dequantize_(out, _weight(layout, device))
+    # torch divides by a number exactly on a CPU alone
+    twins = [dequantize(_weight(layout, torch.device("cpu")), torch.float32) for layout in layouts]
+    return torch.cat(outs), torch.cat(twins).to(device)
+
+
+def _cuda_decode(device: torch.device) -> Pair:
+    weights = [_weight(layout, device) for layout in (QERL, HUMMING_WGMMA, MARLIN)]
+    outs = [decode.decode_(torch.empty(ROWS, COLUMNS, dtype=torch.bfloat16, device=device), each) for each in weights]
+    return torch.cat(outs), torch.cat([decode.reference_decoded(each) for each in weights])
+
+
+def _cuda_product(device: torch.device) -> Pair:
+    weight, x, adapter = _weight(QERL, device), _normal((TOKENS, COLUMNS), device), _adapter(device)
+    out = gemm.product(x, weight, None, adapter)
+    return out, gemm.reference_product(x, weight, None, adapter)
+
+
+def _cuda_lora(device: torch.device) -> Pair:
+    out, x, adapter = _normal((TOKENS, ROWS), device), _normal((TOKENS, COLUMNS), device), _adapter(device)
+    expected = lora.reference_add(out, x, adapter)
+    return lora.add_(out, x, adapter), expected
+
+
+def _cuda_attention(device: torch.device) -> Pair:
+    heads, key_heads, head_dim, length = 8, 2, 128, 100
+    query, key = _normal((heads, head_dim), device)[None], _normal((key_heads, head_dim), device)[None]
+    cache = _normal((2 * 7 * 16, key_heads * head_dim), device).view(2, 7, 16, key_heads, head_dim)  # pages of 16
+    pages = torch.arange(7, dtype=torch.int32, device=device)[None]
+    lengths = torch.tensor([length], dtype=torch.int32, device=device)
+    batch = Batch(pages, lengths, torch.tensor([length - 1], device=device))
+    space, new, scale = Space(1, key_heads, head_dim, device), (query, key, key), head_dim**-0.5
+    space.plan_(lengths)
+    out = attend_(torch.empty_like(query), new, Cache(*cache), batch, scale, space)
+    return out, reference_attend_(torch.empty_like(query), new, Cache(*cache), batch, scale)
+
+
+def _adapter(device: torch.device) -> lora.Adapter:
+    lora_a = _normal((RANK, COLUMNS), device) / 32  # the base then has most of the product
+    return lora.Adapter(lora_a, _normal((ROWS, RANK), device), (ROWS,))
+
+
+def _weight(layout: KernelLayout, device: torch.device) -> KernelWeight:
+    """A random one: of our own layout packed from any codes and scales, of the others any words and scales, all of
+    which are a weight; scales that are NaN (e4m3) or zeros (Marlin) are left out."""
+    generator = torch.Generator().manual_seed(0)
+    low, high = (60, 120) if layout.marlin_scales else (0, 0x7F)
+    scales = torch.randint(low, high, (COLUMNS // BLOCK, ROWS), generator=generator, dtype=torch.uint8)
+    scales = scales if layout.marlin_scales else scales.view(torch.float8_e4m3fn)
+    if layout is QERL:
+        packed = torch.randint(0, 256, (ROWS, COLUMNS // 2), generator=generator, dtype=torch.uint8)
+        words, scales = slab_layout.pack(packed, scales.t().contiguous())
+    else:
+        words = torch.randint(-(2**31), 2**31 - 1, (COLUMNS // BLOCK, 2 * ROWS), generator=generator, dtype=torch.int32)
+    return KernelWeight(layout, words.to(device), scales.to(device), ROWS, COLUMNS, global_scale=1000.0)
+
+
+def _normal(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(shape[0] + shape[1])
+    return torch.randn(shape, generator=generator).bfloat16().to(device)

@@ -1,0 +1,1 @@
+"""The rollout engines behind one interface."""

@@ -1,0 +1,304 @@
+"""The rollout engine on transformers' `generate`: any device, and the trainer's own modules.
+
+The adapter and the noise act on the very modules that are trained, so there is nothing to copy: `sync_adapter` checks
+that the tensors it is given are the model's own (or, in evaluation, attaches them). Logprobs are recorded while
+sampling, from the scores that the token was drawn from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING
+from weakref import WeakSet
+
+import torch
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
+from transformers.generation import (
+    MinPLogitsWarper,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from qerl.checkpoint.adapter import adapter_tensors, attach_saved_, load_tensors_, set_scaling_
+from qerl.checkpoint.load import end_token_ids, load_model, load_tokenizer, local_folder
+from qerl.engine.interface import Completion, Finished, SamplingParams, check_context, check_tokens, each_sampling
+from qerl.errors import EngineError
+from qerl.layers.norms import block_norms, set_norm_noise_
+from qerl.nvfp4.linear import NVFP4Linear, cached_weights
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+SCORED_TOKENS = 4096  # in one pass of `score`: their logits, 2.3 GiB in float32 at a vocabulary of 152k, bound it
+
+
+class TransformersEngine:
+    """See `qerl.engine.interface.Engine`."""
+
+    name = "transformers"
+
+    def __init__(
+        self,
+        base: str,
+        format: str,
+        dtype: str = "auto",
+        device: str = "auto",
+        trust_remote_code: bool = False,
+        batch_size: int | None = None,
+    ) -> None:
+        """Open the weights at `base`; `batch_size` bounds the completions sampled at once (None: all)."""
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model: PreTrainedModel | None = load_model(base, format, dtype, device, trust_remote_code)
+        self._tokenizer = load_tokenizer(base, trust_remote_code)
+        folder = local_folder(base, trust_remote_code)
+        self._end_token_ids = end_token_ids(folder, self._model.config.get_text_config(), self._tokenizer)
+        # What the checkpoint declares fills every field that a call leaves out, and would bias the policy (Qwen2.5
+        # ships a repetition penalty of 1.05); only its end tokens are kept.
+        pad_id = self._tokenizer.pad_token_id
+        self._model.generation_config = GenerationConfig(eos_token_id=list(self._end_token_ids), pad_token_id=pad_id)
+        self._batch_size = batch_size
+        self._checked_norms: WeakSet[torch.nn.Module] = WeakSet()
+        self._noisy = False
+        packed = any(isinstance(module, NVFP4Linear) for module in self._model.modules())
+        self.kernel = f"{'unpack + ' if packed else ''}torch {self._model.dtype} on {self._model.device}"
+
+    def policy_model(self) -> PreTrainedModel:
+        return self._open()
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        seed: int | None = None,
+        finished: Finished | None = None,
+    ) -> list[Completion]:
+        model = self._open()
+        each = each_sampling(sampling, len(prompts))
+        context = model.config.get_text_config().max_position_embeddings
+        check_context(prompts, [one.max_new_tokens for one in each], context)
+        check_tokens(prompts, model.get_input_embeddings().weight.shape[0])
+        completions: dict[int, Completion] = {}
+        with _sampling_mode(model), _forked_rng(model.device, seed):
+            for rows in _batches(each, self._batch_size or max(1, len(prompts))):
+                limits = [each[row].max_new_tokens for row in rows]
+                done = self._generate_batch([prompts[row] for row in rows], each[rows[0]], limits)
+                completions.update(zip(rows, done, strict=True))
+                for row in sorted(rows, key=lambda row: len(completions[row].token_ids)) if finished else ():
+                    finished(row, completions[row])
+        return [completions[row] for row in range(len(prompts))]
+
+    def score(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> list[list[float]]:
+        model = self._open()
+        longest = max((len(p) + len(c) for p, c in zip(prompts, completions, strict=True)), default=1)
+        step = max(1, SCORED_TOKENS // longest)
+        scores: list[list[float]] = []
+        with _sampling_mode(model):
+            for start in range(0, len(prompts), step):
+                rows = list(zip(prompts[start : start + step], completions[start : start + step], strict=True))
+                scores += self._score_batch(rows, temperature)
+        return scores
+
+    def sync_adapter(self, tensors: Mapping[str, torch.Tensor], scaling: float) -> int:
+        model = self._open()
+        own = adapter_tensors(model)
+        if not own:
+            attach_saved_(model, tensors, scaling)
+            return len(tensors)
+        if set(own) == set(tensors) and all(own[name] is tensors[name] for name in own):
+            return len(own)
+        count = load_tensors_(model, tensors)
+        set_scaling_(model, scaling)
+        return count
+
+    def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
+        model = self._open()
+        if noise is None and not self._noisy:  # a model without block norms, whose run has no noise
+            return 0
+        self._noisy = noise is not None
+        return set_norm_noise_(block_norms(model, self._checked_norms), noise)
+
+    def sleep(self) -> None:
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def wake(self) -> None:
+        """Nothing was taken away: the cache lives only inside `generate`."""
+
+    def close(self) -> None:
+        self._model = None
+        self.sleep()
+
+    def _open(self) -> PreTrainedModel:
+        if self._model is None:
+            raise EngineError("this engine was closed: open a new one")
+        return self._model
+
+    def _generate_batch(
+        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, limits: Sequence[int]
+    ) -> list[Completion]:
+        """`limits` are the new tokens of each; in all else `sampling` holds for all."""
+        model = self._open()
+        stop = tuple(dict.fromkeys([*self._end_token_ids, *sampling.stop_token_ids]))
+        input_ids, attention_mask = _pad_left(prompts, self._tokenizer.pad_token_id, model.device)
+        recorder = _LogprobRecorder(input_ids.shape[1])
+        sequences = model.generate(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            generation_config=self._generation_config(sampling, stop, max(limits)),
+            logits_processor=LogitsProcessorList([*_filters(sampling), recorder]),
+            stopping_criteria=StoppingCriteriaList([_OwnLimits(input_ids.shape[1], limits)]),
+        )
+        new_tokens = sequences[:, input_ids.shape[1] :]
+        logprobs = recorder.logprobs(new_tokens)
+        rows = zip(new_tokens.tolist(), logprobs.tolist(), limits, strict=True)
+        return [_cut(tokens[:limit], values[:limit], set(stop)) for tokens, values, limit in rows]
+
+    def _generation_config(
+        self, sampling: SamplingParams, stop: tuple[int, ...], max_new_tokens: int
+    ) -> GenerationConfig:
+        # The filters are our own processors (`_filters`); transformers' are switched off where that is not the default.
+        return GenerationConfig(
+            max_new_tokens=max_new_tokens,
+            do_sample=sampling.temperature > 0,
+            temperature=1.0,
+            top_p=1.0,
+            top_k=0,
+            eos_token_id=list(stop),
+            pad_token_id=self._tokenizer.pad_token_id,
+            use_cache=True,
+            disable_compile=True,
+        )
+
+    def _score_batch(self, rows: list[tuple[Sequence[int], Sequence[int]]], temperature: float) -> list[list[float]]:
+        model = self._open()
+        joined = [[*prompt, *completion] for prompt, completion in rows]
+        input_ids, attention_mask = _pad_left(joined, self._tokenizer.pad_token_id, model.device)
+        keep = max(len(completion) for _, completion in rows)
+        logits = model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=(attention_mask.cumsum(-1) - 1).clamp(min=0),
+            use_cache=False,
+            logits_to_keep=keep + 1,
+        ).logits[:, :-1]
+        logits = logits.float() / (temperature or 1.0)
+        picked = (logits.gather(-1, input_ids[:, -keep:, None])[..., 0] - logits.logsumexp(-1)).tolist()
+        return [values[keep - len(completion) :] for values, (_, completion) in zip(picked, rows, strict=True)]
+
+
+class _OwnLimits(StoppingCriteria):
+    """Ends each row at its own number of new tokens."""
+
+    def __init__(self, prompt_width: int, limits: Sequence[int]) -> None:
+        self._lengths = prompt_width + torch.tensor(limits)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        self._lengths = self._lengths.to(input_ids.device)
+        return input_ids.shape[1] >= self._lengths
+
+
+class _LogprobRecorder(LogitsProcessor):
+    """Last of the logits processors: remembers the scores that each token is drawn from, one step at a time."""
+
+    def __init__(self, prompt_width: int) -> None:
+        self._prompt_width = prompt_width
+        self._scores: torch.Tensor | None = None
+        self._chosen: list[torch.Tensor] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        if input_ids.shape[1] > self._prompt_width:
+            self._take(input_ids[:, -1])
+        if not scores.amax(-1).isfinite().all():
+            raise EngineError(
+                "the model gave a token a logit that is not finite: weights, adapter or noise hold inf or nan"
+            )
+        self._scores = torch.log_softmax(scores.float(), dim=-1)
+        return scores
+
+    def logprobs(self, new_tokens: torch.Tensor) -> torch.Tensor:
+        """(rows, tokens) logprobs of `new_tokens`, the last of which were drawn after the last call."""
+        if new_tokens.shape[1] > len(self._chosen):
+            self._take(new_tokens[:, -1])
+        return torch.stack(self._chosen[: new_tokens.shape[1]], dim=1)
+
+    def _take(self, tokens: torch.Tensor) -> None:
+        self._chosen.append(self._scores.gather(1, tokens[:, None])[:, 0])
+
+
+def _batches(each: Sequence[SamplingParams], size: int) -> Iterator[list[int]]:
+    """Rows that are sampled at once, at most `size`: those whose parameters differ in the new tokens alone."""
+    alike: dict[SamplingParams, list[int]] = {}
+    for row, one in enumerate(each):
+        alike.setdefault(replace(one, max_new_tokens=1), []).append(row)
+    for rows in alike.values():
+        yield from (rows[start : start + size] for start in range(0, len(rows), size))
+
+
+def _filters(sampling: SamplingParams) -> list[LogitsProcessor]:
+    """Temperature and filters in transformers' order (vLLM applies min_p before top_k and top_p)."""
+    if sampling.temperature <= 0:
+        return []
+    filters: list[LogitsProcessor] = [TemperatureLogitsWarper(float(sampling.temperature))]
+    if sampling.top_k > 0:
+        filters.append(TopKLogitsWarper(sampling.top_k))
+    if sampling.top_p < 1:
+        filters.append(TopPLogitsWarper(sampling.top_p))
+    if sampling.min_p > 0:
+        filters.append(MinPLogitsWarper(sampling.min_p))
+    return filters
+
+
+def _cut(tokens: list[int], logprobs: list[float], stop: set[int]) -> Completion:
+    """Drop the padding after the first stop token; without one the completion was truncated."""
+    for index, token in enumerate(tokens):
+        if token in stop:
+            return Completion(tokens[: index + 1], logprobs[: index + 1], "stop")
+    return Completion(tokens, logprobs, "length")
+
+
+def _pad_left(rows: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, width) token ids and attention mask, int64, padded on the left."""
+    width = max(len(row) for row in rows)
+    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
+    mask = torch.zeros((len(rows), width), dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, width - len(row) :] = torch.tensor(row)
+        mask[index, width - len(row) :] = 1
+    return ids.to(device), mask.to(device)
+
+
+@contextmanager
+def _sampling_mode(model: PreTrainedModel) -> Iterator[None]:
+    """No gradients; weights unpacked once on a CPU, autocast as in training on a GPU; training mode comes back."""
+    training = model.training
+    with ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if model.device.type == "cpu":
+            stack.enter_context(cached_weights(model))
+        elif model.dtype == torch.bfloat16:
+            stack.enter_context(torch.autocast(model.device.type, torch.bfloat16))
+        model.eval()
+        try:
+            yield
+        finally:
+            model.train(training)
+
+
+@contextmanager
+def _forked_rng(device: torch.device, seed: int | None) -> Iterator[None]:
+    """Sample from `seed` and leave the global generators as they were; None samples from the global ones."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

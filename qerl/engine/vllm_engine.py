@@ -1,0 +1,322 @@
+"""The rollout engine on vLLM, in the trainer's process and over the trainer's own tensors. One CUDA device.
+
+vLLM 0.25.1 runs with CUDA graphs and is only spoken to through its API and through what `qerl.vllm_plugin` registers.
+What a sync or the noise changes lies in buffers that the captured graphs read: they are overwritten in place, the
+prefix cache is dropped, and nothing is recaptured.
+
+Determinism: a repeated call with a seed can differ in the last bits: a warm prefix cache changes the shapes of the
+prefill, and Humming, if asked for, adds up its stream-K slices in the order in which they finish. With `deterministic`
+each call starts with an empty prefix cache, Humming runs without stream-K, and no measured times choose the kernels;
+our own kernels and Marlin add in one order in any case. Each request's random numbers are a function of (seed, position
+in the call, token position).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qerl import vllm_plugin
+from qerl.checkpoint.load import local_folder
+from qerl.engine.interface import Completion, Finished, SamplingParams, check_context, check_tokens, each_sampling
+from qerl.engine.own_memory import own_bytes
+from qerl.errors import EngineError
+from qerl.vllm_plugin import TUNE, opening, requests
+from qerl.vllm_plugin.checkpoint import check_checkpoint
+from qerl.vllm_plugin.gains import Gains
+from qerl.vllm_plugin.startup import Parts, line, whole
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+logger = logging.getLogger(__name__)
+
+MAX_SEQUENCES = 256  # sampled at once; a larger call is served in turn
+
+
+class VLLMEngine:
+    """See `qerl.engine.interface.Engine`."""
+
+    name = "vllm"
+    _llm: Any = None
+
+    def __init__(
+        self,
+        base: str,
+        format: str,
+        dtype: str = "auto",
+        *,
+        kernel: str = "auto",
+        memory: float | None = None,
+        cap_gib: float | None = None,
+        trainer_bytes: int = 0,
+        deterministic: bool = False,
+        tune_kernels: bool = False,
+        kv_cache_dtype: str = "auto",
+        max_context: int | None = None,
+        max_rank: int = 0,
+        train_norms: bool = False,
+        trust_remote_code: bool = False,
+        seed: int = 0,
+        max_sequences: int = MAX_SEQUENCES,
+        enforce_eager: bool = False,
+    ) -> None:
+        """Open the weights in folder `base`.
+
+        `max_rank`: largest LoRA rank that `sync_adapter` will bring, 0 for none; `train_norms`: no matter here, norms
+        can always be synced; `max_context`: prompt + completion tokens, None: what the model declares; `memory`,
+        `cap_gib`: see `vllm_plugin.memory`; `trainer_bytes`: what will stand beside the engine in a rollout;
+        `tune_kernels`: see `vllm_plugin.tune`; `kv_cache_dtype`: as for vLLM; `enforce_eager`: no
+        CUDA graphs, for debugging. Raises EngineError for what cannot run, before anything is loaded where that is
+        known.
+        """
+        opening.check_vllm()
+        self._device = opening.check_device(dtype)
+        opening.check_kv_cache_dtype(kv_cache_dtype)
+        if cap_gib is not None:
+            opening.limit_process_(self._device, int(cap_gib * 2**30))
+        self._began = time.monotonic()
+        base = str(local_folder(base))
+        self._base, self._trust_remote_code = base, trust_remote_code
+        self._cap_bytes = None if cap_gib is None else int(cap_gib * 2**30)
+        self._other_bytes = 0  # beside torch's, of this process; known once the engine is open
+        self._max_rank, self._deterministic, self._kv_cache_dtype = max_rank, deterministic, kv_cache_dtype
+        settings = opening.Settings(
+            base, format, trust_remote_code, memory, cap_gib, max_context, max_sequences, kv_cache_dtype, trainer_bytes
+        )
+        self._stop = settings.stop_token_ids()
+        try:
+            self._start(settings, kernel, tune_kernels, seed, enforce_eager)
+        except BaseException as error:
+            from qerl.vllm_plugin import closing
+
+            closing.clear_frames_(error)
+            self.close()
+            closing.abandon_()
+            raise
+
+    def _start(
+        self, settings: opening.Settings, kernel: str, tune_kernels: bool, seed: int, enforce_eager: bool
+    ) -> None:
+        """Open vLLM on what was checked; whatever is raised, the caller gives back what this has taken."""
+        parts = Parts()
+        os.environ[TUNE] = "1" if tune_kernels else ""
+        options = {"max_rank": self._max_rank, "deterministic": self._deterministic}
+        options["kernel"] = opening.choose_kernel(kernel, settings.format)
+        if settings.format == "nvfp4":
+            check_checkpoint(Path(settings.base), options["kernel"])
+        with parts.part("imports"):
+            opening.compile_ahead(settings, options)
+            opening.import_vllm()
+        self._llm = opening.open_llm(settings, options, seed, enforce_eager)
+        self._model = self._llm.llm_engine.model_executor.driver_worker.model_runner.model
+        self._asleep = self._cache_warned = False
+        self._index_model()
+        self.max_context, self._model_len = settings.context, settings.model_len
+        self._vocabulary = settings.config.vocab_size
+        cache = self._llm.llm_engine.vllm_config.cache_config
+        self.cache_tokens: int = cache.num_gpu_blocks * cache.block_size  # that the KV cache holds at once
+        self._max_sequences = settings.max_sequences
+        self._policy: PreTrainedModel | None = None
+        if self._cap_bytes is not None:
+            self._other_bytes = opening.bytes_outside_torch(self._device)
+            self._limit_torch(0)
+        worker = self._llm.llm_engine.model_executor.driver_worker
+        self.startup_s = whole(time.monotonic() - self._began, parts.seconds, worker.startup_seconds())
+        self.compiled_from_cache = worker.compiled_from_cache()
+        logger.info("vllm engine open: %s, kernel %s, attention %s", settings.base, self.kernel, self.attention)
+        compiled = "graphs compiled earlier" if self.compiled_from_cache else "graphs compiled anew"
+        logger.info("start took %.0f s (%s): %s", sum(self.startup_s.values()), compiled, line(self.startup_s))
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams | Sequence[SamplingParams],
+        seed: int | None = None,
+        finished: Finished | None = None,
+    ) -> list[Completion]:
+        llm = self._open_awake()
+        each = each_sampling(sampling, len(prompts))
+        check_context(prompts, [one.max_new_tokens for one in each], self.max_context)
+        check_tokens(prompts, self._vocabulary)
+        if not prompts:
+            return []
+        params = [requests.sampling_params(one, self._stop, seed, index) for index, one in enumerate(each)]
+        if self._deterministic:
+            requests.drop_prefix_cache(llm)
+
+        def take(index: int, output: Any) -> Completion:
+            completion = requests.completion(output.outputs[0])
+            if finished is not None:
+                finished(index, completion)
+            return completion
+
+        completions = requests.run(llm, prompts, params, take)
+        self._check_cache(prompts, completions)
+        return completions
+
+    def score(
+        self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
+    ) -> list[list[float]]:
+        llm = self._open_awake()
+        rows = [[*prompt, *completion] for prompt, completion in zip(prompts, completions, strict=True)]
+        check_context(rows, [1] * len(rows), self._model_len)
+        if not rows:
+            return []
+        # vLLM has prompt logprobs at temperature 1 only; the scale of the logits is a public field of its processor
+        # and is read outside the CUDA graphs.
+        processor = self._model.logits_processor
+        before, processor.scale = processor.scale, processor.scale / (temperature or 1.0)
+
+        def take(index: int, output: Any) -> list[float]:
+            values = requests.first_at_each_position(output.prompt_logprobs)
+            return values[len(values) - len(completions[index]) :]
+
+        try:
+            return requests.run(llm, rows, requests.scoring_params(), take)
+        finally:
+            processor.scale = before
+
+    def sync_adapter(self, tensors: Mapping[str, torch.Tensor], scaling: float) -> int:
+        from qerl.vllm_plugin.sync import copy_adapter_, split_adapter
+
+        llm = self._open()
+        factors, norms = split_adapter(tensors, self._slots, self._gains.norms, self._max_rank)
+        copy_adapter_(factors, self._slots, scaling)
+        self._gains.set_trained_(norms)
+        requests.drop_prefix_cache(llm)
+        return len(tensors)
+
+    def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
+        llm = self._open()
+        noise = noise or {}
+        self._gains.set_noise_(noise)
+        requests.drop_prefix_cache(llm)
+        return len(noise)
+
+    def sleep(self) -> None:
+        import torch
+
+        llm = self._open()
+        if self._asleep:
+            return
+        llm.sleep(level=1)
+        self._asleep = True
+        torch.cuda.empty_cache()  # what a rollout, or the opening, left in it would stand beside training's
+        if self._cap_bytes is not None:
+            from qerl.vllm_plugin.sleep import kv_cache_bytes
+
+            self._limit_torch(kv_cache_bytes())
+
+    def wake(self) -> None:
+        import torch
+
+        from qerl.nvfp4.kernel_linear import release_work_buffers
+        from qerl.vllm_plugin.sleep import kv_cache_bytes
+
+        llm = self._open()
+        if not self._asleep:
+            return
+        release_work_buffers()
+        gc.collect()
+        torch.cuda.empty_cache()
+        needed, free = kv_cache_bytes(), torch.cuda.mem_get_info(self._device)[0]
+        if self._cap_bytes is not None:
+            free = min(free, self._cap_bytes - own_bytes(self._device))
+        if needed > free:
+            raise EngineError(
+                f"the KV cache needs {needed / 2**30:.2f} GiB for the rollout and {free / 2**30:.2f} GiB are free: "
+                "lower rollout.memory, or raise memory.cap_gib"
+            )
+        if self._cap_bytes is not None:
+            self._limit_torch(0)
+        llm.wake_up()  # all tags: the scheduler stays paused until vLLM believes everything awake
+        self._asleep = False
+
+    def policy_model(self) -> PreTrainedModel:
+        from qerl.vllm_plugin.policy import build_policy
+
+        self._open()
+        if self._policy is None:
+            self._policy = build_policy(self._base, self._model, self._trust_remote_code)
+        return self._policy
+
+    def close(self) -> None:
+        """Give the card's memory back: at any time, asleep too, and twice does no harm.
+
+        The weights are the policy model's as well: they go when the caller has let go of that. What the engine made is
+        there when it is closed, so a shutdown that fails inside vLLM is a warning.
+        """
+        if self._llm is None:
+            return
+        from qerl.vllm_plugin import closing
+
+        llm, self._llm = self._llm, None
+        self._model = self._policy = None
+        self._slots, self._gains = {}, Gains({})
+        try:
+            closing.shut_down_(llm)
+        except Exception:
+            logger.warning("vLLM could not be shut down: what it holds goes with the process", exc_info=True)
+        del llm
+        closing.give_back_()
+        if self._cap_bytes is not None:
+            self._limit_torch(0)  # a sleeping cache was allowed for
+
+    def _index_model(self) -> None:
+        """Find what sync and noise write to, and what multiplies the base weights."""
+        from vllm.model_executor.layers.linear import LinearBase
+
+        from qerl.vllm_plugin.attention import attention_name
+        from qerl.vllm_plugin.linear import kernel_name
+        from qerl.vllm_plugin.norm import NoisyRMSNorm
+        from qerl.vllm_plugin.sync import adapter_slots
+
+        runner = self._llm.llm_engine.model_executor.driver_worker.model_runner
+        vllm_plugin.check(self._model, runner, opening.asks_for_own_attention(self._kv_cache_dtype))
+        modules = dict(self._model.named_modules())
+        linears = {name: module for name, module in modules.items() if isinstance(module, LinearBase)}
+        self._gains = Gains({name: module for name, module in modules.items() if isinstance(module, NoisyRMSNorm)})
+        self._slots = adapter_slots(linears) if self._max_rank else {}
+        self.kernel = " + ".join(sorted({kernel_name(layer) for layer in linears.values()}))
+        self.attention = attention_name(self._model)
+
+    def _check_cache(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
+        """Say once when a rollout did not fit the KV cache: vLLM then sets sequences back and computes them again."""
+        lengths = [len(prompt) + len(done.token_ids) for prompt, done in zip(prompts, completions, strict=True)]
+        needed = sum(sorted(lengths)[-self._max_sequences :])
+        if needed > self.cache_tokens and not self._cache_warned:
+            self._cache_warned = True
+            logger.warning(
+                "the KV cache holds %d tokens and the rollout's longest %d sequences have %d (prompts counted for "
+                "each): fewer ran at once, and some may have been computed twice. For speed raise rollout.memory or "
+                "memory.cap_gib, or sample fewer completions at once",
+                self.cache_tokens,
+                min(len(lengths), self._max_sequences),
+                needed,
+            )
+
+    def _limit_torch(self, released: int) -> None:
+        """Cap torch's allocator so that the process stays in its limit; it still counts a released KV cache."""
+        import torch
+
+        total = torch.cuda.get_device_properties(self._device).total_memory
+        allowed = self._cap_bytes - self._other_bytes + released
+        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), self._device)
+
+    def _open(self) -> Any:
+        if self._llm is None:
+            raise EngineError("this engine was closed: open a new one")
+        return self._llm
+
+    def _open_awake(self) -> Any:
+        llm = self._open()
+        if self._asleep:
+            raise EngineError("the engine sleeps: call wake() before sampling or scoring")
+        return llm

@@ -1,0 +1,126 @@
+"""What to change so that a run fits, each change tried by the planner itself; and how far one that fits goes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING
+
+from qerl.plan.cards import CARDS, Card
+from qerl.plan.plan import plan
+from qerl.plan.sizes import KNOWN, ModelSizes, sizes_of
+
+if TYPE_CHECKING:
+    from qerl.config.schema import RunConfig
+
+TOKEN_STEP = 256  # completions are advised in multiples of this
+USEFUL = 512  # tokens; shorter completions than this are no advice
+
+
+def largest_completion(config: RunConfig, sizes: ModelSizes, card: Card) -> int:
+    """The largest rollout.max_new_tokens that fits, all else equal, in steps of 256 tokens; 0 if none does."""
+    longest = (sizes.positions or 2**17) - config.data.max_prompt_tokens
+
+    def fits(steps: int) -> bool:
+        changed = with_values(config, {"rollout.max_new_tokens": steps * TOKEN_STEP})
+        return not plan(changed, sizes, card).problems
+
+    low, high = 0, longest // TOKEN_STEP
+    while low < high:  # what fits, fits with fewer tokens too
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low * TOKEN_STEP
+
+
+def advice(config: RunConfig, sizes: ModelSizes, card: Card) -> list[str]:
+    """Changes that make a run fit, in the order in which they cost least; empty if it fits as it is."""
+    if not plan(config, sizes, card).problems:
+        return []
+    found = []
+    for values in _changes(config):
+        changed = with_values(config, values)
+        if not plan(changed, sizes, card).problems:
+            found.append(_options(values))
+        elif (tokens := largest_completion(changed, sizes, card)) >= USEFUL:
+            found.append(_options({**values, "rollout.max_new_tokens": tokens}))
+    found += _smaller_base(config, card)
+    found += _more_memory(config, sizes, card)
+    return list(dict.fromkeys(found))
+
+
+def with_values(config: RunConfig, values: dict[str, object]) -> RunConfig:
+    """The configuration with `section.key` values replaced, unchecked."""
+    for name, value in values.items():
+        section, key = name.split(".")
+        part = getattr(config, section).model_copy(update={key: value})
+        config = config.model_copy(update={section: part})
+    return config
+
+
+def _changes(config: RunConfig) -> Iterator[dict[str, object]]:
+    """What can be set otherwise without another model or card, the cheapest first."""
+    yield {}
+    free: dict[str, object] = {}
+    if config.run.gradient_checkpointing is False:
+        free["run.gradient_checkpointing"] = "auto"
+    if config.run.micro_batch_tokens is not None:
+        free["run.micro_batch_tokens"] = None
+    if config.rollout.memory is not None:
+        free["rollout.memory"] = None
+    if free:
+        yield free
+    if config.memory.cap_gib is not None:
+        yield {**free, "memory.cap_gib": None}
+    if config.model.format != "nvfp4":
+        yield {**free, "model.format": "nvfp4"}
+
+
+def _smaller_base(config: RunConfig, card: Card) -> list[str]:
+    """The largest model of the same family that fits as the recipe stands."""
+    organisation, _, name = config.model.base.rpartition("/")
+    found = re.match(r"(.*?-)(\d+(?:\.\d+)?)b(.*)", name, re.IGNORECASE)
+    if found is None:
+        return []
+    family, size, rest = found[1].lower(), float(found[2]), name[found.end(2) :]
+    others = sorted((float(each[len(family) : -1]), each) for each in KNOWN if each.startswith(family))
+    for smaller, key in reversed(others):
+        if smaller < size and not plan(config, sizes_of(KNOWN[key], key), card).problems:
+            base = f"{organisation}/{found[1]}{smaller:g}{rest}"
+            return [f"--model {base}"]
+    return []
+
+
+def _more_memory(config: RunConfig, sizes: ModelSizes, card: Card) -> list[str]:
+    """The least cap that is enough, where the card is; else the least card, and the known ones that have as much."""
+    cap, config = config.memory.cap_gib, with_values(config, {"memory.cap_gib": None})
+    if cap is not None and not plan(config, sizes, card).problems:
+
+        def fits_under(gib: float) -> bool:
+            return not plan(with_values(config, {"memory.cap_gib": float(gib)}), sizes, card).problems
+
+        least = _least(fits_under, int(cap), int(card.memory_gib))
+        return [] if least is None else [f"--set memory.cap_gib={least}"]
+
+    def fits(gib: float) -> bool:
+        return not plan(config, sizes, Card("", gib, card.gb_per_s, card.tflops)).problems
+
+    gib = _least(fits, int(card.memory_gib), 1024)
+    if gib is None:
+        return []
+    names = [known.name for known in CARDS.values() if known.memory_gib >= gib]
+    which = (" without memory.cap_gib" if cap else "") + (f" ({', '.join(names)})" if names else "")
+    return [f"{gib} GiB of GPU memory{which}"]
+
+
+def _least(fits: Callable[[float], bool], low: int, high: int) -> int | None:
+    """The least number from `low` to `high` that fits, None if `high` does not."""
+    if not fits(high):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low
+
+
+def _options(values: dict[str, object]) -> str:
+    return " ".join(f"--set {key}={'null' if value is None else value}" for key, value in values.items())

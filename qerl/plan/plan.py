@@ -1,0 +1,264 @@
+"""What a recipe will take on a card, before anything is loaded: memory by phase, seconds by phase, what fits. No torch.
+
+Memory follows the code that allocates it: the engine's budget and KV cache (`vllm_plugin/memory.py`), the micro-batch
+plan (`memory_plan.py`), the adapter with its optimizer state. Seconds follow a model with few constants, fitted to the
+steps in benchmarks/ (docs/cost-model.md):
+
+    decode step = layers * LAUNCH + weight bytes / bandwidth
+                  + 2 weights * sequences / (DECODE_RATE * rate) + keys and values read / bandwidth
+    training    = (4 + 2 * recomputed share) weights * tokens / (TRAIN_RATE * rate), a micro-batch's shared prompts once
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qerl.errors import EngineError
+from qerl.plan.cards import Card
+from qerl.plan.engine_memory import (
+    CONTEXT,
+    GRAPH_RESERVE,
+    GRAPHS,
+    KERNELS,
+    budget_bytes,
+    kv_cache_bytes,
+    least_bytes,
+    outside_bytes,
+    plan_memory,
+    sampler_bytes,
+    smaller_base,
+)
+from qerl.plan.micro_batch_plan import (
+    GIB,
+    MARGIN,
+    Footprint,
+    MicroBatchPlan,
+    Shapes,
+    Wishes,
+    largest_micro_batch,
+    plan_micro_batches,
+)
+from qerl.plan.sizes import ModelSizes
+
+if TYPE_CHECKING:
+    from qerl.config.schema import RunConfig
+
+MAX_SEQUENCES = 256  # engine_vllm.MAX_SEQUENCES, which cannot be imported without its libraries
+ENGINE_WORK = int(1.2 * GIB)  # activations of a prefill of 8192 tokens and logits of a full batch
+LAUNCH = 33e-6  # seconds of a decoder layer whose weights take no time
+DECODE_RATE, TRAIN_RATE = 0.88, 0.74  # shares of the card's rate
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What does not fit and what to change; `needed` of `available` bytes, 0 of 0 where it is not about memory."""
+
+    text: str
+    needed: float = 0
+    available: float = 0
+
+    def exceeds(self, share: float) -> bool:
+        """Whether more than `share` of what is there is missing: the plan itself is not exact."""
+        return self.needed > self.available * (1 + share)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """In bytes and seconds; `found` is empty if all fits."""
+
+    card: Card
+    sizes: ModelSizes
+    limit: int
+    memory: dict[str, dict[str, float]]  # phase -> what -> bytes
+    seconds: dict[str, float]  # phase -> seconds of a step
+    micro_batches: MicroBatchPlan | None
+    cache_tokens: int
+    context: int
+    found: tuple[Problem, ...]
+
+    @property
+    def problems(self) -> tuple[str, ...]:
+        return tuple(problem.text for problem in self.found)
+
+    def peak(self, phase: str) -> float:
+        return sum(self.memory[phase].values())
+
+
+def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
+    """Plan a run with the vllm engine. What does not fit is said in `problems`, and the rest planned all the same."""
+    room = _Room(int(card.memory_gib * GIB), *_weights_and_outside(config, sizes))
+    limit, _ = room.limit_and_budget(config)
+    trained = sizes.adapter(config.adapter.rank, config.adapter.targets)
+    context = config.data.max_prompt_tokens + config.rollout.max_new_tokens + 1
+    common = {"weights": room.weights, **_trainer(config, sizes)}
+    common |= {"context": CONTEXT, "kernels": KERNELS, "CUDA graphs": GRAPHS}
+    common["sampler"] = sampler_bytes(MAX_SEQUENCES, sizes.vocabulary)
+    problems: list[Problem] = []
+    if sizes.positions is not None and context - 1 > sizes.positions:
+        text = (
+            f"a prompt of {config.data.max_prompt_tokens} and a completion of {config.rollout.max_new_tokens} tokens "
+            f"are more than the model's {sizes.positions} positions: lower rollout.max_new_tokens"
+        )
+        problems.append(Problem(text))
+    cache = _cache_bytes(config, sizes, room, context, problems)
+    footprint = _footprint(config, sizes, trained)
+    micro_batches = _micro_batches(config, footprint, limit, sum(common.values()), problems)
+    tokens = _largest(config, micro_batches)[1]
+    least = footprint.needed(tokens, 0 if config.run.gradient_checkpointing is False else sizes.layers)
+    memory = {
+        "rollout": {**common, "KV cache": cache, "engine's work": ENGINE_WORK},
+        "training": {**common, "micro-batch": micro_batches.needed(tokens) if micro_batches else least},
+    }
+    return Plan(
+        card,
+        sizes,
+        limit,
+        memory,
+        _seconds(config, sizes, card, micro_batches),
+        micro_batches,
+        int(cache / sizes.kv_bytes(config.rollout.kv_cache_dtype)),
+        context,
+        tuple(problems),
+    )
+
+
+def trainer_bytes(config: RunConfig, sizes: ModelSizes) -> int:
+    """What stands on the card beside the engine in a rollout."""
+    return sum(_trainer(config, sizes).values())
+
+
+def _trainer(config: RunConfig, sizes: ModelSizes) -> dict[str, int]:
+    trained = sizes.adapter(config.adapter.rank, config.adapter.targets)
+    return {
+        "adapter": trained * (4 if config.adapter.dtype == "float32" else 2),
+        "optimizer": trained * (2 if config.optim.name in ("auto", "adamw_8bit") else 8),
+    }
+
+
+@dataclass(frozen=True)
+class _Room:
+    """In bytes: the card; the engine's weights with its adapter buffers; what lies outside a rollout's budget."""
+
+    total: int
+    weights: int
+    outside: int
+
+    def limit_and_budget(self, config: RunConfig) -> tuple[int, int]:
+        return budget_bytes(self.total, config.rollout.memory, config.memory.cap_gib, self.outside)
+
+
+def _weights_and_outside(config: RunConfig, sizes: ModelSizes) -> tuple[int, int]:
+    weights = int(sizes.weights_bytes(config.model.format)) + sizes.engine_adapter_bytes(config.adapter.rank)
+    return weights, outside_bytes(trainer_bytes(config, sizes), MAX_SEQUENCES, sizes.vocabulary)
+
+
+def _cache_bytes(config: RunConfig, sizes: ModelSizes, room: _Room, context: int, problems: list[Problem]) -> int:
+    """The engine's KV cache: what 256 full contexts need, or what its budget leaves."""
+    limit, budget = room.limit_and_budget(config)
+    wishes = config.rollout.memory, config.memory.cap_gib
+    try:
+        allowed = plan_memory(room.total, room.weights, *wishes, room.outside, config.model.format)
+    except EngineError as error:
+        problems.append(Problem(str(error), max(least_bytes(room.weights), budget), min(limit, budget)))
+        return 0
+    kind = config.rollout.kv_cache_dtype
+    per_token = sizes.kv_bytes(kind)
+    wanted = kv_cache_bytes(allowed, room.weights, MAX_SEQUENCES * context, per_token)
+    other = room.weights + GRAPH_RESERVE + ENGINE_WORK
+    cache = wanted if wanted is not None else budget - other
+    if cache < context * per_token:
+        text = (
+            f"one sequence of {context} tokens needs {context * per_token / GIB:.1f} GiB of KV cache and "
+            f"{max(cache, 0) / GIB:.1f} GiB are left: lower rollout.max_new_tokens, "
+            f"{'set rollout.kv_cache_dtype: fp8, ' if kind == 'auto' else ''}or give it more memory"
+        )
+        problems.append(Problem(text, other + context * per_token, budget))
+    elif (peak := other + cache + room.outside) > limit:
+        text = (
+            f"a rollout takes {peak / GIB:.1f} GiB, its budget and {room.outside / GIB:.1f} GiB outside it, and the "
+            f"limit is {limit / GIB:.1f} GiB: {_lower_budget(config, room, limit)}"
+        )
+        problems.append(Problem(text, peak, limit))
+    return max(cache, 0)
+
+
+def _lower_budget(config: RunConfig, room: _Room, limit: int) -> str:
+    """The largest rollout.memory that fits, in the unit that was given; what else, where none holds the weights."""
+    fitting, memory = limit - room.outside, config.rollout.memory
+    if memory is None or fitting < least_bytes(room.weights):
+        return f"give it more memory (card, memory.cap_gib), or take {smaller_base(config.model.format)}"
+    if memory > 1:
+        return f"lower rollout.memory to {math.floor(10 * fitting / GIB) / 10:g}"
+    return f"lower rollout.memory to {math.floor(100 * fitting / limit) / 100:g}"
+
+
+def _footprint(config: RunConfig, sizes: ModelSizes, trained: int) -> Footprint:
+    return Shapes(
+        hidden=sizes.hidden,
+        intermediate=sizes.projections["gate_proj"][0],
+        query=sizes.projections["q_proj"][0],
+        key_value=sizes.projections["k_proj"][0],
+        layers=sizes.layers,
+        vocabulary=sizes.vocabulary,
+        rank=config.adapter.rank,
+        trained=trained,
+        head_norms=sizes.head_norms,
+    ).footprint(config.loss.entropy_coef > 0)
+
+
+def _micro_batches(
+    config: RunConfig, footprint: Footprint, limit: int, common: float, problems: list[Problem]
+) -> MicroBatchPlan | None:
+    """`common`: bytes that are taken before training begins, of `limit`."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    rows = config.rollout.prompts_per_step * config.rollout.group_size
+    wishes = Wishes(config.run.micro_batch_tokens, config.run.gradient_checkpointing, longest, longest * rows)
+    try:
+        return plan_micro_batches(footprint, wishes, int(max(limit - common, 0)))
+    except EngineError as error:
+        recomputed = 0 if wishes.recompute is False else footprint.layers
+        least = footprint.needed(max(wishes.tokens or longest, longest), recomputed)
+        problems.append(Problem(str(error), common + least / (1 - MARGIN), limit))
+        return None
+
+
+def _largest(config: RunConfig, micro_batches: MicroBatchPlan | None) -> tuple[int, int]:
+    """(rows, tokens) of the largest micro-batch of a step whose completions are all as long as they may be."""
+    budget = 0 if micro_batches is None else micro_batches.micro_batch_tokens
+    rollout = config.rollout
+    groups = (rollout.prompts_per_step, rollout.group_size)
+    return largest_micro_batch(budget, *groups, config.data.max_prompt_tokens, rollout.max_new_tokens)
+
+
+def decode_seconds(sizes: ModelSizes, card: Card, format: str, sequences: int, cached: float) -> float:
+    """A decode step of `sequences`, which reads `cached` bytes of keys and values."""
+    read = (sizes.weights_bytes(format) + cached) / (card.gb_per_s * 1e9)
+    computed = 2 * (sizes.body + sizes.head) * sequences / (DECODE_RATE * card.tflops * 1e12)
+    return sizes.layers * LAUNCH + read + computed
+
+
+def _seconds(
+    config: RunConfig, sizes: ModelSizes, card: Card, micro_batches: MicroBatchPlan | None
+) -> dict[str, float]:
+    """A step whose completions are all as long as they may be."""
+    rollout = config.rollout
+    sequences = rollout.prompts_per_step * rollout.group_size
+    prompt, new = config.data.max_prompt_tokens, rollout.max_new_tokens
+    rate, at_once = card.tflops * 1e12, min(sequences, MAX_SEQUENCES)
+    cached = at_once * (prompt + new / 2) * sizes.kv_bytes(config.rollout.kv_cache_dtype)
+    step = decode_seconds(sizes, card, config.model.format, at_once, cached)
+    prefill = 2 * sizes.body * prompt * rollout.prompts_per_step / (TRAIN_RATE * rate)
+    rows_at_once, tokens_at_once = _largest(config, micro_batches)
+    recomputed = micro_batches.recomputed(tokens_at_once) / sizes.layers if micro_batches else 0.0
+    prompts = rollout.prompts_per_step * -(
+        -rollout.group_size // rows_at_once
+    )  # a micro-batch has each of its own once
+    tokens = prompts * prompt + sequences * new
+    flops = (4 + 2 * recomputed) * sizes.body * tokens + 4 * sizes.head * sequences * new
+    passes = config.loss.num_iterations
+    return {
+        "rollout": -(-sequences // MAX_SEQUENCES) * new * step + prefill,
+        "training": passes * flops / (TRAIN_RATE * rate),
+    }

@@ -1,0 +1,161 @@
+"""What a model's config.json says about its size: weights, adapter, keys and values. Pure numbers, no torch."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from qerl.errors import CheckpointError
+from qerl.files.nearby import is_path, no_folder
+from qerl.plan.engine_memory import kv_head_bytes
+
+NVFP4_BYTES = 9 / 16  # 4 bits a weight, 8 bits a scale of 16 weights
+RANK_STEP = 16  # the engine pads ranks to a multiple of this
+FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
+
+
+def _known(
+    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocabulary: int, **others: Any
+) -> dict[str, Any]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocabulary,
+        **others,
+    }
+
+
+QWEN2 = {"max_position_embeddings": 32768}
+QWEN3 = {"max_position_embeddings": 40960, "head_dim": 128, "model_type": "qwen3"}
+LLAMA3 = {"max_position_embeddings": 131072}
+TIED = {"tie_word_embeddings": True}
+
+
+KNOWN = {  # by the beginning of the name after the organisation: sizes of models that are not on this disk
+    "qwen2.5-0.5b": _known(896, 4864, 24, 14, 2, 151936, **QWEN2, **TIED),
+    "qwen2.5-1.5b": _known(1536, 8960, 28, 12, 2, 151936, **QWEN2, **TIED),
+    "qwen2.5-3b": _known(2048, 11008, 36, 16, 2, 151936, **QWEN2, **TIED),
+    "qwen2.5-7b": _known(3584, 18944, 28, 28, 4, 152064, **QWEN2),
+    "qwen2.5-14b": _known(5120, 13824, 48, 40, 8, 152064, **QWEN2),
+    "qwen2.5-32b": _known(5120, 27648, 64, 40, 8, 152064, **QWEN2),
+    "qwen2.5-72b": _known(8192, 29568, 80, 64, 8, 152064, **QWEN2),
+    "qwen3-4b": _known(2560, 9728, 36, 32, 8, 151936, **QWEN3, **TIED),
+    "qwen3-8b": _known(4096, 12288, 36, 32, 8, 151936, **QWEN3),
+    "qwen3-14b": _known(5120, 17408, 40, 40, 8, 151936, **QWEN3),
+    "qwen3-32b": _known(5120, 25600, 64, 64, 8, 151936, **QWEN3),
+    "llama-3.2-1b": _known(2048, 8192, 16, 32, 8, 128256, **LLAMA3, **TIED, head_dim=64),
+    "llama-3.2-3b": _known(3072, 8192, 28, 24, 8, 128256, **LLAMA3, **TIED, head_dim=128),
+    "llama-3.1-8b": _known(4096, 14336, 32, 32, 8, 128256, **LLAMA3),
+    "llama-3.1-70b": _known(8192, 28672, 80, 64, 8, 128256, **LLAMA3),
+    "llama-3.3-70b": _known(8192, 28672, 80, 64, 8, 128256, **LLAMA3),
+}
+
+
+@dataclass(frozen=True)
+class ModelSizes:
+    """Numbers of weights by place, and what follows from them."""
+
+    layers: int
+    hidden: int
+    projections: dict[str, tuple[int, int]]  # of one decoder layer: name -> (out, in)
+    vocabulary: int
+    tied: bool
+    kv_heads: int
+    head_dim: int
+    positions: int | None = None  # the longest context; None: config.json does not say
+    head_norms: bool = False  # norms on queries and keys (Qwen3)
+
+    @property
+    def body(self) -> int:
+        """Weights of the decoder layers' linears: what is quantized."""
+        return self.layers * sum(rows * columns for rows, columns in self.projections.values())
+
+    @property
+    def head(self) -> int:
+        return self.vocabulary * self.hidden
+
+    def weights_bytes(self, format: str) -> float:
+        """Of the checkpoint in memory: 16-bit embeddings and head beside the body."""
+        outer = self.head * (1 if self.tied else 2) + self.layers * 2 * self.hidden
+        return self.body * (NVFP4_BYTES if format == "nvfp4" else 2) + 2 * outer
+
+    def kv_bytes(self, kv_cache_dtype: str = "auto") -> int:
+        """Keys and values of one token."""
+        return 2 * self.layers * self.kv_heads * kv_head_bytes(kv_cache_dtype, self.head_dim)
+
+    def adapter(self, rank: int, targets: Sequence[str]) -> int:
+        """Parameters of a LoRA of `rank` on the projections `targets`."""
+        return self.layers * rank * sum(sum(self.projections[name]) for name in targets)
+
+    def engine_adapter_bytes(self, rank: int) -> int:
+        """Of the engine's static buffers: A of the fused parts, and their block-diagonal B stored whole."""
+        padded = -(-rank // RANK_STEP) * RANK_STEP
+        numbers = 0
+        for parts in FUSED:
+            rows = sum(self.projections[name][0] for name in parts)
+            numbers += padded * len(parts) * (rows + self.projections[parts[0]][1])
+        return 2 * self.layers * numbers
+
+
+REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
+
+
+def read_sizes(base: str) -> ModelSizes:
+    """Sizes of a model folder, or of a known model by its hub id; of a run or an adapter, those of its base.
+
+    Raises CheckpointError for what is none of them.
+    """
+    from qerl.checkpoint.load import local_folder
+    from qerl.checkpoint.resolve import model_under, read_json
+
+    base = model_under(base)
+    name = base.rpartition("/")[2].lower()
+    known = next((sizes for prefix, sizes in KNOWN.items() if name.startswith(prefix)), None)
+    if known is not None and not os.path.isdir(base):
+        return sizes_of(known, base)
+    if base != "tiny" and not os.path.isdir(base):
+        what = no_folder(base) if is_path(base) else f"the sizes of {base} are not known here"
+        raise CheckpointError(f"{what}: give a folder with its config.json, or one of {', '.join(KNOWN)}")
+    return sizes_of(read_json(Path(local_folder(base)) / "config.json"), base)
+
+
+def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:
+    """From the keys of config.json. Raises CheckpointError if one is missing, or no whole number above 0."""
+    optional = ("head_dim", "num_key_value_heads")
+    for key in (*REQUIRED, *(key for key in optional if config.get(key) is not None)):
+        if key not in config:
+            raise CheckpointError(f"{name}: config.json has no {key!r}: only dense decoder models are supported")
+        if type(config[key]) is not int or config[key] < 1:
+            raise CheckpointError(
+                f"{name}: config.json has {key} {config[key]!r}, which is no whole number above 0: copy the "
+                "file from the original model"
+            )
+    hidden, width, heads, layers, vocabulary = (config[key] for key in REQUIRED)
+    head_dim = config.get("head_dim") or hidden // heads
+    kv_heads = config.get("num_key_value_heads") or heads
+    queries, keys = heads * head_dim, kv_heads * head_dim
+    return ModelSizes(
+        layers=layers,
+        hidden=hidden,
+        projections={
+            "q_proj": (queries, hidden),
+            "k_proj": (keys, hidden),
+            "v_proj": (keys, hidden),
+            "o_proj": (hidden, queries),
+            "gate_proj": (width, hidden),
+            "up_proj": (width, hidden),
+            "down_proj": (hidden, width),
+        },
+        vocabulary=vocabulary,
+        tied=bool(config.get("tie_word_embeddings")),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        positions=config.get("max_position_embeddings"),
+        head_norms=str(config.get("model_type")).startswith("qwen3"),
+    )

@@ -1,0 +1,127 @@
+#!/usr/bin/env python3
+"""Attention of decode steps: our kernel against FlashAttention 3 as vLLM calls it, by sequences and tokens; JSON.
+
+    python3 scripts/bench/bench_attention.py --out attention-7b.json
+
+One call writes the new tokens to the cache and attends. Each is timed in a CUDA graph over more layers than the card's
+cache holds. The limit is the bytes of keys and values over the bandwidth of a copy. `mixed` draws lengths from 64 to
+1000 tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+LAYERS, PAGE, REPEATS = 8, 16, 20
+SEQUENCES, LENGTHS = (1, 8, 32, 128, 256), (140, 384, 640, 2048)
+
+
+def main() -> None:
+    from scripts.bench.limits import copy_gb_per_s
+    from scripts.bench.provenance import machine, require_card
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--heads", type=int, default=28)
+    parser.add_argument("--key-heads", type=int, default=4)
+    parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    require_card("vllm")
+    bandwidth = copy_gb_per_s()
+    rows = [row(arguments, sequences, length, bandwidth) for sequences in SEQUENCES for length in (*LENGTHS, "mixed")]
+    report = {"command": " ".join(sys.argv), **machine(), "gb_per_s": bandwidth, "us": rows}
+    if arguments.out:
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    for entry in rows:
+        print(
+            "{sequences:5} x {tokens!s:>5}  ours {ours:7.2f}  flash attention {flash:7.2f}  limit {limit:7.2f}".format(
+                **entry
+            )
+        )
+
+
+def row(arguments: argparse.Namespace, sequences: int, length: int | str, bandwidth: float) -> dict[str, Any]:
+    import torch
+
+    longest = 1000 if length == "mixed" else length
+    generator = torch.Generator("cuda").manual_seed(sequences)
+    low = 64 if length == "mixed" else longest
+    lengths = torch.randint(low, longest + 1, (sequences,), generator=generator, device="cuda", dtype=torch.int32)
+    ours, flash = calls(arguments, lengths, longest)
+    needed = 4 * int(lengths.sum()) * arguments.key_heads * arguments.head_dim
+    return {
+        "sequences": sequences,
+        "tokens": length,
+        "ours": round(microseconds(ours), 2),
+        "flash": round(microseconds(flash), 2),
+        "limit": round(needed / bandwidth / 1e3, 2),
+    }
+
+
+def calls(arguments: argparse.Namespace, lengths: Any, longest: int) -> tuple[Callable[[], None], Callable[[], None]]:
+    """The same work for all layers by our kernel, and by vLLM's."""
+    import torch
+    from vllm import _custom_ops as ops
+    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
+
+    from qerl.layers.decode_attention import Batch, Cache, Space, attend_
+
+    heads, key_heads, dim = arguments.heads, arguments.key_heads, arguments.head_dim
+    count, pages = len(lengths), -(-longest // PAGE)
+    numbers = {"device": "cuda", "dtype": torch.bfloat16}
+    layers = [Cache(*torch.randn(count * pages, 2, PAGE, key_heads, dim, **numbers).unbind(1)) for _ in range(LAYERS)]
+    table = torch.randperm(count * pages, device="cuda").int().view(count, pages)
+    last = (lengths - 1).long()
+    slots = table.gather(1, last[:, None] // PAGE)[:, 0].long() * PAGE + last % PAGE
+    query, key, value = (torch.randn(count, n, dim, **numbers) for n in (heads, key_heads, key_heads))
+    out, scale, batch = torch.empty_like(query), dim**-0.5, Batch(table, lengths, slots)
+    space = Space(count, key_heads, dim, query.device)
+    space.plan_(lengths)
+    starts, one = torch.arange(count + 1, dtype=torch.int32, device="cuda"), torch.ones((), device="cuda")
+    options = {"cu_seqlens_q": starts, "max_seqlen_q": 1, "max_seqlen_k": longest, "causal": True}
+    options |= {"window_size": [-1, -1], "num_splits": 32}  # vLLM's limit inside of CUDA graphs
+    shape = {"batch_size": count, "num_heads_q": heads, "num_heads_kv": key_heads, "headdim": dim, "page_size": PAGE}
+    schedule = get_scheduler_metadata(**shape, **options, cache_seqlens=lengths, qkv_dtype=torch.bfloat16)
+
+    def ours() -> None:
+        for cache in layers:
+            attend_(out, (query, key, value), cache, batch, scale, space)
+
+    def flash() -> None:
+        for cache in layers:
+            ops.reshape_and_cache_flash(key, value, cache.keys, cache.values, slots, "auto", one, one)
+            inputs = {"q": query, "k": cache.keys, "v": cache.values, "out": out, "block_table": table}
+            inputs |= {"seqused_k": lengths, "softmax_scale": scale, "scheduler_metadata": schedule, "fa_version": 3}
+            flash_attn_varlen_func(**inputs, **options)
+
+    return ours, flash
+
+
+def microseconds(call: Callable[[], None]) -> float:
+    """Of a layer, in a CUDA graph of LAYERS."""
+    import torch
+
+    call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    graph.replay()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(REPEATS):
+        graph.replay()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) * 1e3 / REPEATS / LAYERS
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,178 @@
+#!/usr/bin/env python3
+"""The four linears of a decoder layer: what each way to multiply costs by number of tokens, without and with LoRA.
+
+    python3 scripts/bench/bench_linear.py --shape qwen2.5-7b --rank 32 --out benchmarks/linear-7b-rank32.json
+
+- fused: base and adapter in one launch (Hopper; above 256 tokens, to 512, one for each 256)
+- humming: vLLM's Humming, then the adapter as the engine adds it; left out where vLLM is not installed
+- decoded: decoded to bfloat16 for cuBLAS, then the adapter as the engine adds it
+- adapter: our kernels for the adapter alone, in place on a product that another kernel has just written
+- bf16: cuBLAS with a dense bfloat16 weight, then two cuBLAS products: a BF16 LoRA engine at its best
+
+Times: microseconds in a CUDA graph over so many random layers that no cache holds what is read. Limit: the bytes that
+are needed over the bandwidth of a copy, or the flops over the rate of a large product where that is longer, both
+measured in this run; share: limit over time. Error: norm of the difference from the float64 twin, over its norm.
+Repeats: three calls are equal to the bit. Last come sums over the layer: by the ways that the engine takes where it has
+measured nothing ("default"), by the faster of the two that read our layout ("fastest"), and all by Humming, for whose
+layout an engine is opened with rollout.kernel=humming.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+
+from qerl.cuda.timing import cold_layers, graph_us
+from qerl.nvfp4 import lora, ways
+from qerl.nvfp4.lora import Adapter
+from qerl.plan.sizes import KNOWN
+from scripts.bench.linear_ways import WAYS, Linear, linears, random_adapter
+
+CALLS = 32  # at least so many in a graph: its start then counts for little
+OURS = ("fused", "decoded")  # of qerl/nvfp4/ways.py, over weights in our layout
+CHOICES = ("default", "fastest", "humming")
+
+Row = dict[str, Any]
+
+
+def main() -> None:
+    from scripts.bench.limits import limits
+    from scripts.bench.provenance import machine, require_card
+
+    arguments = options()
+    require_card()
+    torch.manual_seed(0)
+    report = {"command": " ".join(sys.argv), **machine(), "shape": arguments.shape, "rank": arguments.rank}
+    report |= {"limits": limits(), "results": []}
+    torch.cuda.empty_cache()
+    for linear in linears(arguments.shape, arguments.rank):
+        for row in measured(linear, arguments.tokens, report["limits"]):
+            report["results"].append(row)
+            print(result_line(row), flush=True)
+    report["layer"] = layer_sums(report["results"])
+    if arguments.out:
+        arguments.out.write_text(json.dumps(report, indent=0) + "\n", encoding="utf-8")
+    print("", *map(sum_line, report["layer"]), sep="\n")
+
+
+def options(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="qwen2.5-7b", choices=sorted(KNOWN))
+    parser.add_argument("--rank", type=_positive, default=32)
+    parser.add_argument("--tokens", type=_positive, nargs="+", default=[1, 8, 16, 32, 64, 96, 128, 192, 256])
+    parser.add_argument("--out", type=Path)
+    return parser.parse_args(words)
+
+
+def _positive(word: str) -> int:
+    if int(word) < 1:
+        raise argparse.ArgumentTypeError(f"{word} is less than 1")
+    return int(word)
+
+
+def measured(linear: Linear, token_counts: Sequence[int], limits: dict[str, float]) -> Iterator[Row]:
+    """A row for each way, number of tokens, and without and with adapter."""
+    for name, way in WAYS.items():
+        counts = [tokens for tokens in token_counts if way.runs(linear, tokens)]
+        if not counts:
+            continue
+        alone = name == "adapter"
+        number = cold_layers(int(linear.needs(name, 0, alone)[0]))
+        adapters = [random_adapter(linear, "cuda") for _ in range(number)]
+        weights = [way.make(linear, max(counts), "cuda") for _ in range(1 if alone else number)]
+        weights *= number // len(weights)  # `alone`: one product to add to, in the cache as in an engine
+        for tokens in counts:
+            x = torch.randn(tokens, linear.columns, device="cuda", dtype=torch.bfloat16)
+            for taken in [adapters] if alone else [[None] * number, adapters]:
+                row = {"linear": linear.name, "rows": linear.rows, "columns": linear.columns, "tokens": tokens}
+                row |= {"way": name, "adapter": taken is adapters, **compared(name, weights[0], x, taken[0])}
+                calls = [partial(way.multiply, w, x, a) for w, a in zip(weights, taken, strict=True)]
+                calls *= -(-CALLS // number)
+                limit, of = linear.limit(name, tokens, taken is adapters, limits)
+                us = graph_us(calls) / len(calls)
+                yield row | {"us": us, "limit_us": limit, "limited_by": of, "share": limit / us}
+
+
+def compared(name: str, weight: Any, x: torch.Tensor, adapter: Adapter | None) -> Row:
+    """Error of one product against its twin, and whether three are equal."""
+    way = WAYS[name]
+    expected = way.twin(weight, x)
+    if adapter is not None:
+        expected = lora.reference_add(expected, x, adapter)
+    outs = [way.multiply(weight.clone() if name == "adapter" else weight, x, adapter) for _ in range(3)]
+    error = ((outs[0].double() - expected).norm() / expected.norm()).item()
+    return {"error": error, "repeats": all(torch.equal(outs[0], out) for out in outs[1:])}
+
+
+def layer_sums(results: Sequence[Row]) -> list[Row]:
+    """The four linears together, for each number of tokens and each choice of ways that was measured whole."""
+    by: dict[tuple[int, bool], dict[str, dict[str, Row]]] = defaultdict(lambda: defaultdict(dict))
+    for row in results:
+        by[row["tokens"], row["adapter"]][row["linear"]][row["way"]] = row
+    counts = sorted({row["tokens"] for row in results})
+    sums = (layer_sum(by[tokens, False], by[tokens, True], choice) for tokens in counts for choice in CHOICES)
+    return [row for row in sums if row is not None]
+
+
+def layer_sum(without: dict[str, dict[str, Row]], with_lora: dict[str, dict[str, Row]], choice: str) -> Row | None:
+    """At one number of tokens: linear -> way -> row, without and with adapter."""
+    base = [choose(rows, choice) for rows in without.values()]
+    taken = [choose(rows, choice) for rows in with_lora.values()]
+    if None in base + taken:
+        return None
+    us, base_us, limit_us = _sum(taken, "us"), _sum(base, "us"), _sum(taken, "limit_us")
+    bf16_us, bf16_lora_us = (_sum((rows["bf16"] for rows in part.values()), "us") for part in (without, with_lora))
+    return {
+        "tokens": taken[0]["tokens"],
+        "choice": choice,
+        "ways": {row["linear"]: row["way"] for row in taken},
+        "us": us,
+        "without_lora_us": base_us,
+        "bf16_us": bf16_us,
+        "bf16_lora_us": bf16_lora_us,
+        "share": limit_us / us,
+        "over_bf16_lora": bf16_lora_us / us,
+        "lora_cost": us / base_us - 1,
+        "bf16_lora_cost": bf16_lora_us / bf16_us - 1,
+    }
+
+
+def _sum(rows: Iterable[Row], key: str) -> float:
+    return sum(row[key] for row in rows)
+
+
+def choose(rows: dict[str, Row], choice: str) -> Row | None:
+    """Of one linear at one number of tokens (way -> row) the one that the engine takes; None if it was not measured."""
+    if choice == "humming":
+        return rows.get("humming")
+    if choice == "fastest":
+        right = [row for way, row in rows.items() if way in OURS and row["error"] < ways.WRONG]
+        return min(right, key=lambda row: row["us"], default=None)
+    row, kernel = rows["bf16"], "qerl" if "fused" in rows else "marlin"
+    return rows.get(ways.Shape(row["rows"], row["columns"], 0, kernel, "fused" in rows).default_way(row["tokens"]))
+
+
+def result_line(row: Row) -> str:
+    lora_text, repeats = "+ lora" if row["adapter"] else "", "repeats" if row["repeats"] else "differs"
+    head = f"{row['linear']:8}{row['tokens']:4} {row['way']:8}{lora_text:7}{row['us']:8.1f} us"
+    return f"{head}{row['share']:6.2f} of {row['limited_by']}  error {row['error']:.4f}  {repeats}"
+
+
+def sum_line(row: Row) -> str:
+    head = f"layer {row['tokens']:4} {row['choice']:8}{row['us']:8.1f} us{row['share']:6.2f} of the limit"
+    stock = f"{row['over_bf16_lora']:.2f} times as fast as BF16 + LoRA ({row['bf16_lora_us']:.1f} us)"
+    return f"{head}, {stock}, LoRA costs {100 * row['lora_cost']:.0f}%; {', '.join(row['ways'].values())}"
+
+
+if __name__ == "__main__":
+    main()

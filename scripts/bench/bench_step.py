@@ -1,0 +1,189 @@
+#!/usr/bin/env python3
+"""Seconds and memory of a training step of `qerl train` on a random checkpoint of a real shape; writes JSON.
+
+    python3 scripts/bench/bench_step.py --model checkpoints/random-7b-NVFP4A16 --out benchmarks/step-7b-qerl.json
+
+The default is workload A: rank 32, 16 prompts x 8 completions, 128 prompt tokens, exactly 512 new ones (mixed lengths
+up to --new-tokens, if the checkpoint was made with --mean-tokens). The completions are of random weights and earn a
+reward drawn from their text, so that every row has an advantage. Seconds are those of metrics.jsonl; peak memory is
+what the driver saw of the whole card, read every 10 ms. After the run, in the same process, the card's matrix rate is
+measured, and each step is given the share of it that training reached by needed flops alone (scripts/bench/limits.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+if TYPE_CHECKING:
+    from qerl.config.schema import RunConfig
+
+GIB = 2**30
+STAGES = 3  # of the noise, the fewest that the recipe's indexing has; a run of fewer steps goes without noise
+REWARD = '''
+import zlib
+
+def drawn(completions, **columns):
+    """0 or 1 by the bits of a checksum: no two completions of a group need agree."""
+    return [float(zlib.crc32(text.encode("utf-8", "replace")) % 2) for text in completions]
+'''
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--no-shared-prompts", action="store_true", help="each packed row brings its own prompt")
+    arguments = parser.parse_args()
+    import logging
+
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    from qerl.config.recipe import load_recipe
+    from scripts.bench.provenance import machine
+    from training.policy import packing
+    from training.run import start
+
+    packing.SHARE_PROMPTS = not arguments.no_shared_prompts
+    with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak:
+        config = load_recipe("dapo_7b", overrides(arguments, Path(folder)))
+        started = time.monotonic()
+        result = start(config, "bench")
+        lines = (result.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        seconds = time.monotonic() - started
+    report = {
+        "command": " ".join(sys.argv),
+        **machine(),
+        "run_s": round(seconds, 1),
+        "peak_driver_gib": round(peak.gib, 2),
+        "steps": [json.loads(line) for line in lines],
+    }
+    write(report, arguments.out)  # what comes next may fail, and the run was long
+    add_shares(report, config, matrix_rate())
+    write(report, arguments.out)
+    print(json.dumps(report, indent=1))
+
+
+def write(report: dict[str, Any], path: Path | None) -> None:
+    if path:
+        path.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+def matrix_rate() -> float | None:
+    """TFLOP/s of this card, None without one. What the ended run still holds is given back first."""
+    import gc
+
+    import torch
+
+    from scripts.bench.limits import matrix_tflops
+
+    if not torch.cuda.is_available():
+        return None
+    gc.collect()
+    torch.cuda.empty_cache()
+    return round(matrix_tflops(), 1)
+
+
+def add_shares(report: dict[str, Any], config: RunConfig, tflops: float | None) -> None:
+    """`matrix_tflops`, and the share of it that each step's training reached."""
+    from qerl.plan.sizes import read_sizes
+    from scripts.bench.limits import Work, train_share
+
+    report["matrix_tflops"] = tflops
+    work = Work.of(config, read_sizes(config.model.base))
+    for step in report["steps"]:
+        share = None if tflops is None else train_share(work, step, tflops)
+        step["train_share_of_matrix_rate"] = None if share is None else round(share, 4)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """The workload; scripts/bench/profile_step.py has the same."""
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--micro-batch-tokens", type=int, help="default: what the plan chooses")
+    parser.add_argument("--cap-gib", type=float)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for `qerl train`")
+    parser.add_argument("--out", type=Path)
+
+
+def overrides(arguments: argparse.Namespace, folder: Path) -> list[str]:
+    """The workload as `--set` values over the recipe dapo_7b; prompts are bytes, one token each."""
+    rows = folder / "rows.jsonl"
+    length = arguments.prompt_tokens - 1  # the chat template of the random checkpoints adds a newline
+    questions = [f"{number:04d} ".ljust(length, "abcdefgh"[number % 8]) for number in range(64)]
+    lines = [json.dumps({"question": question, "answer": "#### 7"}) for question in questions]
+    rows.write_text("\n".join(lines), encoding="utf-8")
+    reward = folder / "reward.py"
+    reward.write_text(REWARD, encoding="utf-8")
+    values = {
+        "rewards": f"[{{name: '{reward}:drawn'}}]",
+        "model.base": arguments.model,
+        "adapter.rank": arguments.rank,
+        "adapter.alpha": 2 * arguments.rank,
+        "data.task": "gsm8k",
+        "data.source": rows,
+        "data.system_prompt": "null",
+        "data.prompt_template": "'{question}'",
+        "data.max_prompt_tokens": arguments.prompt_tokens,
+        "rollout.prompts_per_step": arguments.prompts,
+        "rollout.group_size": arguments.group,
+        "rollout.max_new_tokens": arguments.new_tokens,
+        "rollout.dynamic_sampling.enabled": "false",  # chance would add rollouts that what it is compared with has not
+        "loss.mask_truncated": "false",
+        "loss.mismatch_gate": "null",  # reported instead
+        "noise.num_stages": STAGES,
+        "noise.enabled": str(arguments.steps >= STAGES).lower(),
+        "run.steps": arguments.steps,
+        "run.micro_batch_tokens": arguments.micro_batch_tokens or "null",
+        "run.save_every": 1000,
+        "run.out": folder / "run",
+        "memory.cap_gib": "null" if arguments.cap_gib is None else arguments.cap_gib,
+    }
+    return [f"{key}={value}" for key, value in values.items()] + arguments.set
+
+
+class PeakMemory:
+    """The most that the driver reports as taken on the card while the block runs, in GiB."""
+
+    def __init__(self) -> None:
+        self.gib = 0.0
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> PeakMemory:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        import torch
+
+        while not self._done.wait(0.01):
+            if torch.cuda.is_available() and torch.cuda.is_initialized():
+                self.gib = max(self.gib, taken_gib())
+
+
+def taken_gib() -> float:
+    """What the driver reports as taken on the card."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / GIB
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,247 @@
+#!/usr/bin/env python3
+"""Draw the tables and pictures of benchmarks/ from its JSON files, as the benchmark scripts wrote them.
+
+    python3 scripts/bench/bench_table.py      # -> benchmarks/README.md, docs/images/rollout-7b.png
+
+Rollouts: `rollout-<shape>-<name>.json` of scripts/bench/bench_rollout.py. Steps: `step-<shape>-<name>.json` of
+scripts/bench/bench_step.py and scripts/bench/bench_trl.py; the first step of a file is left out where there are more,
+since it compiles. A ratio is against the first row of its table: stock vLLM BF16 + LoRA, or TRL as it comes. A decoder
+layer's linears: `linear-<shape>-<name>.json` of scripts/bench/bench_linear.py. All others:
+scripts/bench/bench_table_others.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from bench_table_others import commands, sections
+
+ROOT = Path(__file__).resolve().parents[2]
+NAMES = {  # file name's last part -> what the reader is told, in the order of the tables
+    "bf16": "stock vLLM 0.25.1, BF16 + LoRA",
+    "marlin": "stock vLLM 0.25.1, NVFP4 (Marlin) + LoRA",
+    "trl": "TRL 1.16 as it comes: BF16 LoRA, vLLM colocate with sleep",
+    "qerl": "qerl, NVFP4 + LoRA",
+    "qerl-beside": "qerl, NVFP4 + LoRA, in turns with Marlin and without",
+    "qerl-base": "qerl, NVFP4 without an adapter",
+    "qerl-tokens9216": "qerl, NVFP4, `run.micro_batch_tokens: 9216`",
+    "qerl-tokens18432": "qerl, NVFP4, `run.micro_batch_tokens: 18432`",
+    "qerl-tokens32768": "qerl, NVFP4, `run.micro_batch_tokens: 32768`",
+    "qerl-cap24": "qerl, NVFP4, `memory.cap_gib: 24`",
+    "qerl-cap80": "qerl, NVFP4, `memory.cap_gib: 80`",
+    "qerl-mixed": "qerl, NVFP4, geometric lengths of 1 to 1024, mean about 300",
+    "trl-mixed": "TRL 1.16, geometric lengths of 1 to 1024, mean about 300",
+}
+PHASES = (  # of a step's table, where a file has them: heading, metric, its unit in a second, digits
+    ("grading ms", "time/reward_s", 1000, 0),
+    ("forward s", "time/forward_s", 1, 2),
+    ("backward s", "time/backward_s", 1, 2),
+    ("optimizer ms", "time/optimizer_s", 1000, 0),
+    ("other s", "time/other_s", 1, 2),
+)
+SPLIT_NOTE = (
+    "Where a row has the phases, they add up to its step with rollout and sync. A row without them, TRL's too, is of a "
+    "step without its optimizer; qerl's rollout has waking and sleeping in it there."
+)
+NOTES = {  # kind and shape -> what the files do not say
+    ("rollout", "7b"): "One run, in turns, after each engine had compiled alone, with nothing else on the machine. The "
+    "host matters: with 8 to 256 sequences the CPU needs 1.5 to 7 ms a step, and rates scatter by a tenth between "
+    "machines; with 256 it is the limit, with an adapter or without. At commit 50038ec, where the four compiled at the "
+    "same time and beside three other cards' work, the adapter took 4, 16, 11, 15, 14 and 5%.",
+    ("rollout", "32b"): "Ours and BF16 in turns on one card; the others in turns on another of the same host, at the "
+    "same time, and what the adapter takes is of these.",
+    ("step", "7b"): "TRL and qerl in pairs of one run, one after the other on one card, beside three other cards' "
+    "work. qerl's two steps there took 7.0 and 7.5 s: in the second 0.3 s of training were neither forward nor "
+    "backward, in the first 0.04, and training reached 62.8 and 68.2% of the matrix rate. Rows with a number of tokens "
+    "are of another machine with nothing else on it, at commit 549ffe0, where rollouts still held 22 to 27 GiB of the "
+    "card from the second step on, and now 19. The plan takes 18432 tokens, so that a step has 4 micro-batches: 68.6 "
+    "and 68.0%. With 32768 one of the two steps trained 120 of its 128 rows, as the rewards of a group were equal; the "
+    "other trained for 3.53 s, where it took 3.56 with 18432 tokens. The matrix rate, of a burst of 13 products, is "
+    "each run's own: 782 to 789 TFLOP/s, with mixed lengths 812; for a second the card keeps up 660 (below). The step "
+    "under 24 GiB is of commit 926396c, with micro-batches of 3072 tokens; beside tests that compiled kernels steps of "
+    "3e6c7ee, a608638 and 85f748d took 8.2, 7.9 and 10.4 s, 4.7, 4.6 and 6.5 of it training.",
+    ("step", "32b"): "The first step: with compiling.",
+    ("step", "70b"): "The first step: with compiling.",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks")
+    parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
+    arguments = parser.parse_args()
+    rollouts, steps, layers = (read(arguments.folder, kind) for kind in ("rollout", "step", "linear"))
+    (arguments.folder / "README.md").write_text(
+        page(rollouts, steps, layers, sections(arguments.folder)), encoding="utf-8"
+    )
+    arguments.images.mkdir(parents=True, exist_ok=True)
+    for shape, results in rollouts.items():
+        draw_rollout(shape, results, arguments.images / f"rollout-{shape}.png")
+
+
+def read(folder: Path, kind: str) -> dict[str, dict[str, dict[str, Any]]]:
+    """Results of one kind: shape -> name -> the file's content, in the order of NAMES."""
+    found: dict[str, dict[str, dict[str, Any]]] = {}
+    for path in folder.glob(f"{kind}-*-*.json"):
+        _, shape, name = path.stem.split("-", 2)
+        found.setdefault(shape, {})[name] = json.loads(path.read_text(encoding="utf-8"))
+    rank = {name: index for index, name in enumerate(NAMES)}
+    shapes = sorted(found, key=lambda shape: float(shape.rstrip("b")))
+    return {s: dict(sorted(found[s].items(), key=lambda item: rank.get(item[0], len(rank)))) for s in shapes}
+
+
+def page(rollouts: dict[str, Any], steps: dict[str, Any], layers: dict[str, Any], others: list[str]) -> str:
+    lines = ["# Benchmarks", "", "Drawn by `python3 scripts/bench/bench_table.py` from the files beside this one.", ""]
+    for shape, results in rollouts.items():
+        lines += [f"## Decode tokens/s, {shape.upper()} shape, by number of sequences", "", *rollout_table(results), ""]
+        lines += [*noted("rollout", shape), *commands(results), ""]
+    for shape, results in steps.items():
+        lines += [f"## A training step, {shape.upper()} shape", "", *step_table(results), ""]
+        lines += [*noted("step", shape), *commands(results), ""]
+    for shape, results in layers.items():
+        lines += [f"## The linears of a decoder layer, {shape.upper()} shape", ""]
+        for result in results.values():
+            lines += [*layer_table(result), "", *linear_table(result), ""]
+        lines += [*commands(results), ""]
+    return "\n".join(lines + others).rstrip() + "\n"
+
+
+def noted(kind: str, shape: str) -> list[str]:
+    return [NOTES[kind, shape], ""] if (kind, shape) in NOTES else []
+
+
+def rollout_table(results: dict[str, dict[str, Any]]) -> list[str]:
+    """One row an engine; behind each rate its ratio to the first row's."""
+    first = next(iter(results.values()))["decode_tokens_per_s"]
+    counts = list(first)
+    rows = [f"| | {' | '.join(counts)} |", "|---" * (len(counts) + 1) + "|"]
+    for name, result in results.items():
+        rates = result["decode_tokens_per_s"]
+        cells = [f"{rates[c]:.0f} ({rates[c] / first[c]:.2f})" if c in rates else "" for c in counts]
+        rows.append(f"| {NAMES.get(name, name)} | {' | '.join(cells)} |")
+    adapted = "qerl-beside" if "qerl-beside" in results else "qerl"
+    if {adapted, "qerl-base"} <= results.keys():
+        with_one, without = (results[name]["decode_tokens_per_s"] for name in (adapted, "qerl-base"))
+        cells = [f"{1 - with_one[c] / without[c]:.1%}" if c in with_one and c in without else "" for c in counts]
+        rows.append(f"| what the adapter takes | {' | '.join(cells)} |")
+    return rows
+
+
+def step_table(results: dict[str, dict[str, Any]]) -> list[str]:
+    """Seconds by phase, memory by the driver, mismatch; means over the steps after the first.
+
+    "of the matrix rate": training's needed flops alone, by the rate measured after the run, where the file has it.
+    "extra": the rollouts by which dynamic sampling replaced groups without variance (the rewards are drawn by chance).
+    Phases that no file of the table has get no column.
+    """
+    counted = {name: result["steps"][1:] or result["steps"] for name, result in results.items()}
+    split = phases(counted.values())
+    heading = ["step s", "rollout s", "of it extra s", "train s", "of the matrix rate", "sync ms"]
+    heading += [*(name for name, *_ in split), "GPU memory GiB", "mismatch_kl"]
+    rows = [f"| | {' | '.join(heading)} |", "|---" * (len(heading) + 1) + "|"]
+    for name, steps in counted.items():
+        cells = [
+            _text(_mean(steps, "time/step_s", "step_time"), 1),
+            _text(_mean(steps, "time/rollout_s"), 1),
+            _text(_mean(steps, "time/extra_rollouts_s"), 1),
+            _text(_mean(steps, "time/train_s"), 1),
+            _percent(_mean(steps, "train_share_of_matrix_rate")),
+            _text(_mean(steps, "time/sync_s", scale=1000), 0),
+            *(_text(_mean(steps, key, scale=scale), digits) for _, key, scale, digits in split),
+            _text(results[name].get("peak_driver_gib"), 1),
+            _text(_mean(steps, "mismatch_kl"), 4),
+        ]
+        rows.append(f"| {NAMES.get(name, name)} | {' | '.join(cells)} |")
+    return [*rows, "", SPLIT_NOTE] if split else rows
+
+
+def phases(files: Iterable[list[dict[str, Any]]]) -> list[tuple[str, str, int, int]]:
+    """Those of PHASES that a step of any file has."""
+    logged = {key for steps in files for step in steps for key in step}
+    return [each for each in PHASES if each[1] in logged]
+
+
+def layer_table(result: dict[str, Any]) -> list[str]:
+    """Sums over the four linears, a row a number of tokens; ours by the engine's default ways and by the fastest."""
+    head = (
+        "default ways us",
+        "of the limit",
+        "LoRA adds",
+        "BF16 + LoRA us",
+        "LoRA adds",
+        "over ours",
+        "fastest ways us",
+    )
+    rows = [f"| tokens, rank {result['rank']} | {' | '.join(head)} |", "|---" * (len(head) + 1) + "|"]
+    sums: dict[int, dict[str, Any]] = {}
+    for row in result["layer"]:
+        sums.setdefault(row["tokens"], {})[row["choice"]] = row
+    for tokens, choices in sums.items():
+        default, fastest, stock = choices.get("default", {}), choices.get("fastest", {}), next(iter(choices.values()))
+        cells = [_text(default.get("us"), 1), _percent(default.get("share")), _percent(default.get("lora_cost"))]
+        cells += [_text(stock["bf16_lora_us"], 1), _percent(stock["bf16_lora_cost"])]
+        cells += [_text(default.get("over_bf16_lora"), 2), _text(fastest.get("us"), 1)]
+        rows.append(f"| {tokens} | {' | '.join(cells)} |")
+    return rows
+
+
+def linear_table(result: dict[str, Any]) -> list[str]:
+    """Each linear with its adapter: microseconds and share of the limit, a row a way."""
+    counts = list(dict.fromkeys(row["tokens"] for row in result["results"]))
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for row in result["results"]:
+        if row["adapter"]:
+            text = f"{row['us']:.1f} ({100 * row['share']:.0f}%)"
+            cells.setdefault((row["linear"], row["way"]), {})[row["tokens"]] = text
+    rows = [f"| with LoRA, us (of the limit) | {' | '.join(map(str, counts))} |", "|---" * (len(counts) + 1) + "|"]
+    for (linear, way), by_tokens in cells.items():
+        rows.append(f"| {linear}, {way} | {' | '.join(by_tokens.get(count, '') for count in counts)} |")
+    return rows
+
+
+def draw_rollout(shape: str, results: dict[str, dict[str, Any]], path: Path) -> None:
+    """Rates over the first engine's, a group of bars for each number of sequences."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    first = next(iter(results.values()))["decode_tokens_per_s"]
+    counts, width = list(first), 0.8 / len(results)
+    figure, axes = plt.subplots(figsize=(8.5, 4), layout="constrained")
+    for index, (name, result) in enumerate(results.items()):
+        rates = result["decode_tokens_per_s"]
+        places = [place + (index - (len(results) - 1) / 2) * width for place in range(len(counts))]
+        heights = [rates.get(count, 0) / first[count] for count in counts]
+        bars = axes.bar(places, heights, width * 0.94, label=NAMES.get(name, name).replace("`", ""))
+        axes.bar_label(bars, [f"{rates.get(count, 0):.0f}" for count in counts], fontsize=6, padding=1)
+    axes.set_xticks(range(len(counts)), counts)
+    axes.set_xlabel("sequences at once")
+    axes.set_ylabel("tokens/s over stock BF16")
+    axes.set_title(f"Decode, {shape.upper()} shape with a LoRA adapter (tokens/s on the bars)", fontsize=10)
+    figure.legend(fontsize=7, ncols=2, loc="outside lower center")
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+    plt.close(figure)
+
+
+def _mean(steps: list[dict[str, Any]], *keys: str, scale: float = 1.0) -> float | None:
+    values = [scale * step[key] for step in steps for key in keys if step.get(key) is not None]
+    return mean(values) if values else None
+
+
+def _percent(value: float | None) -> str:
+    return "" if value is None else f"{100 * value:.0f}%"
+
+
+def _text(value: float | None, digits: int) -> str:
+    return "" if value is None else f"{value:.{digits}f}"
+
+
+if __name__ == "__main__":
+    main()

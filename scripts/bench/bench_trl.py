@@ -1,0 +1,118 @@
+#!/usr/bin/env python3
+"""The same training step as bench_step.py, by TRL as it comes: BF16 base, LoRA, its own vLLM in colocate mode.
+
+    python3 scripts/bench/bench_trl.py --model checkpoints/random-7b --out benchmarks/step-7b-trl.json
+
+TRL's defaults but for what the workload says: vLLM with sleep mode (without it two copies of a 7B and its cache stay on
+the card), gradient checkpointing, LoRA on the seven projections. `--model` is a 16-bit checkpoint of
+scripts/models/make_random_checkpoint.py; prompts and lengths are those of bench_step.py. TRL does the same work
+whatever the rewards.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench.bench_step import PeakMemory
+from scripts.bench.provenance import machine
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--rank", type=int, default=32)
+    parser.add_argument("--prompts", type=int, default=16)
+    parser.add_argument("--group", type=int, default=8)
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=512)
+    parser.add_argument("--micro-batch", type=int, default=16)
+    parser.add_argument("--no-vllm", action="store_true", help="transformers' generate, to try this script on a CPU")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak:
+        trainer = build(arguments, folder)
+        trainer.train()
+        steps = [row for row in trainer.state.log_history if "step_time" in row]
+    report = {
+        "command": " ".join(sys.argv),
+        **machine(),
+        "run_s": round(time.monotonic() - started, 1),
+        "peak_driver_gib": round(peak.gib, 2),
+        "peak_torch_gib": torch_peak_gib(),
+        "steps": steps,
+    }
+    text = json.dumps(report, indent=1)
+    if arguments.out:
+        arguments.out.write_text(text + "\n", encoding="utf-8")
+    print(text)
+
+
+def build(arguments: argparse.Namespace, folder: str):
+    """TRL's trainer on this workload."""
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    on_gpu = torch.cuda.is_available()
+    vllm = {} if arguments.no_vllm else {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True}
+    args = GRPOConfig(
+        output_dir=folder,
+        max_steps=arguments.steps,
+        per_device_train_batch_size=arguments.micro_batch,
+        gradient_accumulation_steps=arguments.prompts * arguments.group // arguments.micro_batch,
+        num_generations=arguments.group,
+        max_completion_length=arguments.new_tokens,
+        model_init_kwargs={"dtype": "bfloat16"},
+        gradient_checkpointing=True,
+        bf16=on_gpu,
+        use_cpu=not on_gpu,
+        logging_steps=1,
+        report_to="none",
+        save_strategy="no",
+        **vllm,
+        **({"vllm_max_model_length": arguments.prompt_tokens + arguments.new_tokens + 1} if vllm else {}),
+    )
+    return GRPOTrainer(
+        model=arguments.model,
+        reward_funcs=zero,
+        args=args,
+        train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts(arguments.prompt_tokens)]),
+        processing_class=AutoTokenizer.from_pretrained(arguments.model, padding_side="left"),
+        peft_config=LoraConfig(
+            r=arguments.rank, lora_alpha=2 * arguments.rank, target_modules=TARGETS, task_type="CAUSAL_LM"
+        ),
+    )
+
+
+def zero(completions: list[str], **columns: object) -> list[float]:
+    """No reward: all the work of a step, advantages of zero."""
+    return [0.0] * len(completions)
+
+
+def prompts(length: int) -> list[str]:
+    """Texts of `length` bytes, one token each."""
+    return [f"{number:04d} ".ljust(length, "abcdefgh"[number % 8]) for number in range(64)]
+
+
+def torch_peak_gib() -> float | None:
+    """What torch's allocator held at most, in GiB."""
+    import torch
+
+    return round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else None
+
+
+if __name__ == "__main__":
+    main()

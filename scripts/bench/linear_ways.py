@@ -1,0 +1,170 @@
+"""The ways to multiply by a linear's weight that scripts/bench/bench_linear.py compares, on random layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from qerl.cuda.nvrtc import has_kernels
+from qerl.nvfp4 import gemm, lora, reference, slab_layout
+from qerl.nvfp4.kernel_layout import BLOCK, QERL, KernelWeight
+from qerl.nvfp4.lora import Adapter
+from qerl.nvfp4.ways import KERNEL_RIGHT, Shape
+from qerl.plan.sizes import FUSED, KNOWN, NVFP4_BYTES, RANK_STEP, sizes_of
+
+NAMES = ("qkv", "o", "gate_up", "down")
+
+
+@dataclass(frozen=True)
+class Linear:
+    """Sizes of one fused linear and its adapter."""
+
+    name: str
+    parts: tuple[int, ...]  # rows of each
+    columns: int
+    part_rank: int
+
+    @property
+    def rows(self) -> int:
+        return sum(self.parts)
+
+    @property
+    def adapter_numbers(self) -> int:
+        """Of A and of the blocks of B."""
+        return self.part_rank * (len(self.parts) * self.columns + self.rows)
+
+    def shape(self, fused: bool) -> Shape:
+        """For the choice of ways, in our own layout."""
+        return Shape(self.rows, self.columns, self.part_rank * len(self.parts), "qerl", fused)
+
+    def needs(self, way: str, tokens: int, adapter: bool) -> tuple[float, float]:
+        """(bytes, flops) of a product: each number is read or written once, a packed weight as it is."""
+        weight = 0 if way == "adapter" else self.rows * self.columns
+        outs = 2 if way == "adapter" else 1  # read and written
+        numbers = tokens * (self.columns + outs * self.rows) + adapter * self.adapter_numbers
+        flops = 2 * tokens * (weight + adapter * self.adapter_numbers)
+        return 2 * numbers + weight * WAYS[way].weight_bytes, flops
+
+    def limit(self, way: str, tokens: int, adapter: bool, limits: dict[str, float]) -> tuple[float, str]:
+        """Microseconds that the card needs at least, and for what."""
+        size, flops = self.needs(way, tokens, adapter)
+        return max((size / limits["gb_per_s"] / 1e3, "bytes"), (flops / limits["tflops"] / 1e6, "flops"))
+
+
+def linears(shape: str, rank: int) -> list[Linear]:
+    """Of a decoder layer of a known model; the engine pads ranks to a multiple of RANK_STEP."""
+    projections, padded = sizes_of(KNOWN[shape], shape).projections, -(-rank // RANK_STEP) * RANK_STEP
+    return [
+        Linear(name, tuple(projections[part][0] for part in parts), projections[parts[0]][1], padded)
+        for name, parts in zip(NAMES, FUSED, strict=True)
+    ]
+
+
+@dataclass(frozen=True)
+class Way:
+    """`make` a random weight for up to so many tokens, `multiply` by it; `twin`: that in float64, without adapter."""
+
+    weight_bytes: float
+    make: Callable[[Linear, int, str], Any]
+    multiply: Callable[[Any, torch.Tensor, Adapter | None], torch.Tensor]
+    twin: Callable[[Any, torch.Tensor], torch.Tensor]
+    runs: Callable[[Linear, int], bool] = lambda linear, tokens: True
+
+
+def random_adapter(linear: Linear, device: str) -> Adapter:
+    """One whose product is about as large as the base's."""
+    rank, ranks = linear.part_rank, linear.part_rank * len(linear.parts)
+    a = torch.randn(ranks, linear.columns, device=device).mul_(linear.columns**-0.5).bfloat16()
+    b, start = torch.zeros(linear.rows, ranks, device=device, dtype=torch.bfloat16), 0
+    for index, rows in enumerate(linear.parts):
+        b[start : start + rows, rank * index : rank * (index + 1)].normal_(0, 0.2)
+        start += rows
+    return Adapter(a, b, linear.parts)
+
+
+def add_as_engine_(out: torch.Tensor, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
+    """The adapter beside another kernel's product, as `qerl/vllm_plugin/products.py` adds it."""
+    return out if adapter is None else lora.add_adapter_(out, x, adapter)
+
+
+def _random_packed(linear: Linear, tokens: int, device: str) -> KernelWeight:
+    """Any words are a weight; scales from 32 to 448, as a normal weight has them, its deviation about 0.02."""
+    rows, unit = slab_layout.ROWS, slab_layout.UNIT
+    blocks = (-(-linear.rows // rows), -(-linear.columns // unit))
+    words = torch.randint(-(2**31), 2**31 - 1, (*blocks, rows * unit // 8), dtype=torch.int32, device=device)
+    scales = torch.randint(120, 151, (*blocks, rows * unit // BLOCK), dtype=torch.uint8, device=device)
+    return KernelWeight(QERL, words, scales, linear.rows, linear.columns, global_scale=3e4)
+
+
+def _random_humming(linear: Linear, tokens: int, device: str) -> tuple[torch.nn.Module, reference.NVFP4Tensor]:
+    from scripts.bench.bench_gemm import humming_layer
+
+    packed = torch.randint(0, 256, (linear.rows, linear.columns // 2), dtype=torch.uint8, device=device)
+    scales = torch.randint(0x60, 0x7F, (linear.rows, linear.columns // BLOCK), dtype=torch.uint8, device=device)
+    tensors = reference.NVFP4Tensor(packed, scales.view(torch.float8_e4m3fn), torch.full((1,), 3e4, device=device))
+    return humming_layer(tensors), tensors
+
+
+def _random_dense(linear: Linear, tokens: int, device: str) -> torch.Tensor:
+    return torch.randn(linear.rows, linear.columns, device=device, dtype=torch.bfloat16).mul_(0.02)
+
+
+def _random_product(linear: Linear, tokens: int, device: str) -> torch.Tensor:
+    return torch.randn(tokens, linear.rows, device=device, dtype=torch.bfloat16)
+
+
+def _humming(weight: tuple[torch.nn.Module, Any], x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
+    from scripts.bench.bench_gemm import call_humming
+
+    return add_as_engine_(call_humming(weight[0], x), x, adapter)
+
+
+def _humming_twin(weight: tuple[Any, reference.NVFP4Tensor], x: torch.Tensor) -> torch.Tensor:
+    return x.double() @ reference.dequantize_unchecked(*weight[1], torch.float32).double().t()
+
+
+def _decoded(weight: KernelWeight, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
+    from qerl.nvfp4.kernels import decode_
+
+    dense = decode_(x.new_empty(weight.out_features, weight.in_features), weight)
+    return add_as_engine_(torch.addmm(x.new_empty(1), x, dense.t(), beta=0, alpha=weight.alpha), x, adapter)
+
+
+def _dense(weight: torch.Tensor, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
+    out = x @ weight.t()
+    return out if adapter is None else out.addmm_(torch.mm(x, adapter.a.t()), adapter.b.t())
+
+
+def _add(out: torch.Tensor, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
+    return out[: x.shape[0]] if adapter is None else lora.add_(out[: x.shape[0]], x, adapter)
+
+
+def _has_kernels() -> bool:
+    return has_kernels(torch.device("cuda", torch.cuda.current_device()))
+
+
+WAYS = {
+    "fused": Way(
+        NVFP4_BYTES,
+        _random_packed,
+        lambda weight, x, adapter: gemm.split_product(x, weight, None, adapter),
+        lambda weight, x: gemm.reference_product(x, weight),
+        lambda linear, tokens: "fused" in linear.shape(_has_kernels()).right_ways(tokens),
+    ),
+    "humming": Way(
+        NVFP4_BYTES,
+        _random_humming,
+        _humming,
+        _humming_twin,
+        lambda linear, tokens: find_spec("vllm") is not None and tokens <= KERNEL_RIGHT["humming"],
+    ),
+    "decoded": Way(NVFP4_BYTES, _random_packed, _decoded, lambda weight, x: gemm.reference_product(x, weight)),
+    "adapter": Way(
+        0, _random_product, _add, lambda out, x: out[: x.shape[0]].double(), lambda linear, tokens: _has_kernels()
+    ),
+    "bf16": Way(2, _random_dense, _dense, lambda weight, x: x.double() @ weight.double().t()),
+}

@@ -1,0 +1,242 @@
+#!/usr/bin/env bash
+# What has to run on a card before a release, in batches of under ten minutes each on one H200 (`decode`: on four of one
+# machine); the seconds are estimates.
+#
+#     scripts/bench/on_card.sh OUT BATCH... [-- BATCH...]...
+#
+# Batches behind a -- run on the next card of the machine, at the same time; their OUT is a folder with the card's number.
+#
+#     engine   510 s  the vllm engine on small models, by each kernel: every check of check_engine; other attention
+#     told     130 s  completions told as they end, and an engine after an interrupted call
+#     kernels  100 s  kernels, packing with shared prompts, layers, sampling, quantization, doctor
+#     cache    350 s  fp8 KV cache, a KV cache that overflows, too small a cap, memory while weights load, base once
+#     closing  110 s  an engine closed, asleep too, and opened again; measures the card: nothing else may run on it
+#     merge    250 s  merged folders in stock vLLM
+#     cli      260 s  commands on the embedded model: a killed run, dynamic sampling, eval, memory, report, merge
+#     step     350 s  workload A: ours, TRL's, the profile of ours
+#     micro    250 s  workload A by tokens of a micro-batch: what OVERHEAD_TOKENS of qerl/plan/micro_batch_plan.py stands for
+#     cap24     80 s  workload A under 24 GiB; waits for the CPU in places: nothing else should run
+#     agree    110 s  engine and trainer at 7B: every check of check_engine
+#     startup  220 s  a first and a second start at 7B, with caches of their own
+#     linear   100 s  the linears of a 7B layer: each way against its limit and against BF16, without and with LoRA; its
+#                     attention in decode steps against FlashAttention; the small kernels of training against their limits
+#     decode   450 s  decode speed at 7B, four engines in turns: ours with an adapter and without, vLLM's in BF16 and Marlin;
+#                     each compiles alone before, on a card of its own where there are four; with one card 750 s
+#     decode32 480 s  the same at 32B, where a card holds two of them: ours and vLLM's in BF16
+#     marlin32 560 s  and three: ours, without an adapter, and vLLM's Marlin
+#     mixed    330 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
+#     shapes   320 s  3B, 8B and 14B: one step each under a cap
+#     large    480 s  workloads B and C: a step of 32B, and one of 70B, under 80 GiB
+#     peaks    200 s  memory while training, resuming and evaluating under 24 GiB
+#
+# Logs and JSON go to OUT, one line a command to OUT/summary.txt; a failure does not stop the rest. CHECKPOINTS holds the
+# random checkpoints (default: checkpoints/); calls at the same time may share it. QERL_COMMIT: the code's commit, for a copy
+# without history (default: git's). SECONDS_LEFT: no command runs longer than that from now on.
+set -uo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+if [[ " $* " == *" -- "* ]]; then
+    out=$1 card=0 batches=()
+    for word in "${@:2}" --; do
+        if [ "$word" != -- ]; then
+            batches+=("$word")
+            continue
+        fi
+        CUDA_VISIBLE_DEVICES=$card bash scripts/bench/on_card.sh "$out/$card" "${batches[@]}" | sed -u "s/^/card $card: /" &
+        card=$((card + 1)) batches=()
+    done
+    wait
+    exit
+fi
+
+mkdir -p "$1"
+out=$(cd "$1" && pwd)
+shift
+checkpoints=${CHECKPOINTS:-checkpoints}
+python=${PYTHON:-python3}
+export PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$PWD OMP_NUM_THREADS=8
+mkdir -p "$checkpoints"
+
+run() { # NAME LIMIT_S COMMAND...
+    local name=$1 limit=$2 started=$SECONDS code=0 left=$((${SECONDS_LEFT:-99999} - SECONDS))
+    shift 2
+    if [ "$left" -lt 5 ]; then
+        code="none, no time was left"
+    else
+        timeout -k 5 $((left < limit ? left : limit)) "$@" >"$out/$name.log" 2>&1 || code=$?
+    fi
+    echo "$name: exit $code, $((SECONDS - started)) s; $(tail -n 1 "$out/$name.log" 2>/dev/null | cut -c -160)" | tee -a "$out/summary.txt"
+    [ "$code" = 0 ]
+}
+
+tests() { # NAME LIMIT_S PYTEST_ARGUMENTS...
+    run "$1" "$2" "$python" -m pytest -n0 -q -m gpu -rf "${@:3}"
+}
+
+checkpoint() { # SHAPE NAME ARGUMENTS...
+    (
+        flock 9
+        [ -e "$checkpoints/$2.made" ] && exit
+        run "make-$2" 120 "$python" scripts/models/make_random_checkpoint.py --shape "$1" --out "$checkpoints/$2" "${@:3}" &&
+            touch "$checkpoints/$2.made"
+    ) 9>"$checkpoints/$2.lock"
+}
+
+script() { # NAME LIMIT_S SCRIPT MODEL ARGUMENTS...
+    run "$1" "$2" "$python" scripts/*/"$3.py" --model "$checkpoints/$4" --out "$out/$1.json" "${@:5}"
+}
+
+turns() { # PARTIES ARGUMENTS...: engines that then call `turn` measure decode speed in turns, on the first card
+    folder=$(mktemp -d) opened=0
+    local seen=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}
+    IFS=, read -ra cards <<<"${seen:-0}"
+    each=(--turns "$folder" --of "$1" "${@:2}")
+}
+
+turn() { # NAME MODEL SHARE ARGUMENTS...
+    CUDA_VISIBLE_DEVICES=${cards[0]} script "rollout-$1" 560 bench_rollout "$2" --memory-share "$3" "${each[@]}" "${@:4}" &
+}
+
+alone() { # NAME MODEL SHARE ARGUMENTS...: the same engine compiles by itself before, on a card that no other engine has
+    local card=${cards[$((opened % ${#cards[@]}))]}
+    CUDA_VISIBLE_DEVICES=$card script "open-$1" 200 bench_rollout "$2" --memory-share "$3" "${each[@]}" "${@:4}" --open-only &
+    opened=$((opened + 1))
+    [ $((opened % ${#cards[@]})) -ne 0 ] || wait
+}
+
+batch_engine() { tests engine 580 tests/qerl/engine/test_vllm_engine_gpu.py -k "TestOnGPU or our_kernel_does_not_take"; }
+
+batch_told() { tests told 200 tests/qerl/engine/test_vllm_engine_gpu.py -k told_of_while; }
+
+batch_kernels() {
+    tests kernels 200 -n 6 tests/qerl/nvfp4/test_gemm.py tests/qerl/layers/test_layers_gpu.py \
+        tests/qerl/layers/test_decode_attention.py tests/qerl/vllm_plugin/test_draw.py tests/scripts/test_bench_linear.py \
+        tests/training/policy/test_packing.py tests/training/policy/test_token_logprobs.py tests/training/policy/test_logprob_kernels.py \
+        tests/training/policy/test_copies.py tests/training/preflight/test_limits.py tests/training/run_dir/test_phase_times.py \
+        tests/qerl/doctor/test_kernels.py tests/qerl/cuda/test_ahead.py
+    tests others 150 tests/quantize/test_gpu.py tests/qerl/engine/test_own_memory.py
+}
+
+batch_cache() {
+    tests fp8 280 tests/qerl/engine/test_vllm_engine_gpu.py -k fp8
+    tests overflow 200 tests/qerl/engine/test_vllm_engine_gpu.py -k "larger_than or cannot_hold"
+    tests loading 150 tests/qerl/engine/test_vllm_engine_gpu.py -k "packing_takes or base_once"
+}
+
+batch_closing() { tests closing 400 tests/qerl/engine/test_vllm_engine_gpu.py -k closed_engine; }
+
+batch_merge() { tests merge 300 tests/quantize/merge/test_merge_gpu.py; }
+
+batch_cli() { tests cli 400 tests/qerl/commands/test_cli_gpu.py --junitxml="$out/cli.xml" -o junit_family=xunit1; }
+
+batch_step() {
+    checkpoint qwen2.5-7b 7b
+    checkpoint qwen2.5-7b 7b-16 --format bf16
+    script step-7b-qerl 280 bench_step 7b --steps 3
+    script step-7b-trl 280 bench_trl 7b-16 --steps 3
+    script profile-step-7b 280 profile_step 7b --steps 3
+}
+
+batch_micro() {
+    local tokens
+    checkpoint qwen2.5-7b 7b
+    for tokens in 9216 18432 32768; do
+        script "step-7b-qerl-tokens$tokens" 200 bench_step 7b --steps 3 --micro-batch-tokens "$tokens"
+    done
+}
+
+batch_cap24() {
+    checkpoint qwen2.5-7b 7b
+    script step-7b-qerl-cap24 280 bench_step 7b --steps 2 --cap-gib 24
+}
+
+batch_agree() {
+    checkpoint qwen2.5-7b 7b
+    script agree-7b 400 check_engine 7b
+}
+
+batch_startup() {
+    checkpoint qwen2.5-7b 7b
+    script startup-7b 400 bench_startup 7b
+}
+
+batch_linear() {
+    run linear-7b-rank32 240 "$python" scripts/bench/bench_linear.py --rank 32 --out "$out/linear-7b-rank32.json"
+    run attention-7b 60 "$python" scripts/bench/bench_attention.py --out "$out/attention-7b.json"
+    run elementwise-7b 60 "$python" scripts/bench/bench_elementwise.py --out "$out/elementwise-7b.json"
+}
+
+batch_decode() {
+    local way
+    checkpoint qwen2.5-7b 7b &
+    checkpoint qwen2.5-7b 7b-16 --format bf16 &
+    wait
+    turns 4 --sequences 1 8 32 128 192 256
+    for way in alone turn; do
+        $way 7b-qerl 7b 0.22
+        $way 7b-qerl-base 7b 0.22 --rank 0
+        $way 7b-marlin 7b 0.22 --engine stock --kernel marlin
+        $way 7b-bf16 7b-16 0.22 --engine stock
+        wait
+    done
+}
+
+batch_decode32() {
+    local way
+    checkpoint qwen2.5-32b 32b &
+    checkpoint qwen2.5-32b 32b-16 --format bf16 &
+    wait
+    turns 2 --sequences 1 8 64 128 --rank 16
+    for way in alone turn; do
+        $way 32b-qerl 32b 0.3
+        $way 32b-bf16 32b-16 0.6 --engine stock
+        wait
+    done
+}
+
+batch_marlin32() {
+    local way
+    checkpoint qwen2.5-32b 32b
+    turns 3 --sequences 1 8 64 128
+    for way in alone turn; do
+        $way 32b-qerl-beside 32b 0.3 --rank 16
+        $way 32b-qerl-base 32b 0.3 --rank 0
+        $way 32b-marlin 32b 0.3 --rank 16 --engine stock --kernel marlin
+        wait
+    done
+}
+
+batch_mixed() {
+    checkpoint qwen2.5-7b 7b-mixed --mean-tokens 300
+    checkpoint qwen2.5-7b 7b-mixed-16 --mean-tokens 300 --format bf16
+    script step-7b-qerl-mixed 280 bench_step 7b-mixed --steps 3 --new-tokens 1024
+    script step-7b-trl-mixed 280 bench_trl 7b-mixed-16 --new-tokens 1024 --steps 3
+}
+
+batch_shapes() {
+    checkpoint qwen2.5-3b 3b
+    checkpoint llama3-8b 8b
+    checkpoint qwen2.5-14b 14b
+    script step-3b 280 bench_step 3b --steps 1 --cap-gib 16
+    script step-8b 280 bench_step 8b --steps 1 --cap-gib 24
+    script step-14b 280 bench_step 14b --steps 1 --cap-gib 32
+}
+
+batch_large() {
+    local one=(--cap-gib 80 --steps 1 --rank 16 --group 8 --prompt-tokens 256 --set noise.enabled=false)
+    checkpoint qwen2.5-32b 32b
+    script step-32b-qerl-cap80 300 bench_step 32b "${one[@]}" --prompts 8 --new-tokens 2048
+    checkpoint llama3-70b 70b
+    script step-70b-qerl-cap80 300 bench_step 70b "${one[@]}" --prompts 4 --new-tokens 512
+}
+
+batch_peaks() {
+    checkpoint qwen2.5-7b 7b
+    script peaks-7b 420 bench_peaks 7b --cap-gib 24
+}
+
+for batch in "$@"; do
+    started=$SECONDS
+    "batch_$batch"
+    echo "== $batch: $((SECONDS - started)) s" | tee -a "$out/summary.txt"
+done

@@ -1,0 +1,247 @@
+#!/usr/bin/env python3
+"""Where the time of a training step goes, by phase and by kernel, and each phase's share of the card's limit; JSON.
+
+    python3 scripts/bench/profile_step.py --model checkpoints/random-7b-NVFP4A16 --out profile-7b.json
+    python3 scripts/bench/profile_step.py --model checkpoints/random-7b-NVFP4A16 --phase decode \
+        --sequences 1 8 32 128 256
+
+The step is scripts/bench/bench_step.py's (its options are taken too), profiled by torch.profiler in its second step.
+Limits are measured first: the rate of a large bfloat16 product, and the bandwidth of a copy. What is counted as needed:
+
+- training: 2 flops a weight and token forward and 2 for the gradient of the input, over completions and each
+  prompt once in the decoder layers and over completion tokens in the head (which computes its slope instead); a prompt
+  computed again and recomputing count as waste; decoding the weights for that reads 4.5 bits a weight and writes 16,
+  over the bandwidth;
+- rollout: the bytes that each decode step reads (packed body, 16-bit head, adapter, and the keys and values of every
+  sequence) over the bandwidth, and beside it 2 flops a weight and sampled token, and prompt token once, over the rate.
+
+scripts/bench/limits.py counts and measures. `--phase decode` opens the engine alone and profiles decode steps at
+several numbers of sequences, each with the same two shares.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qerl.plan.sizes import ModelSizes
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+PROMPT_TOKENS = 128
+LINEARS = 4  # of a layer, as they are decoded: q/k/v and gate/up are one each
+PROFILED_STEP = 1  # the second: the first one compiles
+CATEGORIES = {  # by a part of the kernel's name, first match
+    "adapter": ("lora_shrink", "_expand_kernel"),
+    "decode weights": ("nvfp4_decode", "_dequantize_kernel"),
+    "quantized product": ("nvfp4_gemm", "nvfp4_linear", "humming", "marlin"),
+    "attention": ("attend", "flash", "fmha", "attention"),  # attend.cu is ours
+    "product": ("nvjet", "gemm", "cublas", "cutlass", "splitK"),
+    "sampling": ("_block_kernel", "_row_kernel", "gumbel", "topk", "_ranks"),
+    "copy": ("Memcpy", "Memset", "memcpy", "copy_kernel", "CatArray"),
+    "reduction": ("reduce", "_red_", "softmax", "rms_norm"),
+}
+
+
+def main() -> None:
+    from scripts.bench.bench_step import add_options
+    from scripts.bench.limits import limits
+    from scripts.bench.provenance import machine
+
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.set_defaults(steps=3)
+    parser.add_argument("--phase", choices=("step", "decode"), default="step")
+    parser.add_argument("--kernel", default="auto", help="for --phase decode")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128, 256], help="for --phase decode")
+    parser.add_argument("--decode-steps", type=int, default=48, help="for --phase decode")
+    arguments = parser.parse_args()
+    if arguments.phase == "step" and arguments.steps <= PROFILED_STEP:
+        parser.error(f"--steps {arguments.steps} ends before the profiled step: write {PROFILED_STEP + 1} or more")
+    report = {"command": " ".join(sys.argv), **machine(), "limits": limits()}
+    report |= (
+        decode_phase(arguments, report["limits"])
+        if arguments.phase == "decode"
+        else whole_step(arguments, report["limits"])
+    )
+    if arguments.out:
+        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    show(report)
+
+
+def whole_step(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[str, Any]:
+    """Run bench_step's workload with the profiler around the rollout and around the training phase of one step."""
+    import tempfile
+
+    from qerl.config.recipe import load_recipe
+    from qerl.plan.sizes import read_sizes
+    from scripts.bench.bench_step import overrides
+    from scripts.bench.limits import Work, rollout_need, shares, training_flops
+    from training.rollout.rollout import Rollout
+    from training.run import start
+    from training.trainer import QerlTrainer
+
+    phases: dict[str, Any] = {}
+    lengths: list[int] = []
+
+    def keep_lengths(output: Any) -> None:
+        lengths[:] = [len(tokens) for tokens in output[1]]
+
+    Rollout.generate = profiled(Rollout.generate, phases, "rollout", lambda rollout: rollout._step, keep_lengths)
+    QerlTrainer.compute_loss = profiled(
+        QerlTrainer.compute_loss, phases, "training", lambda trainer: trainer.state.global_step
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        config = load_recipe("dapo_7b", overrides(arguments, Path(folder)))
+        result = start(config, "profile")
+        lines = (result.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    work, steps = Work.of(config, read_sizes(arguments.model)), [json.loads(line) for line in lines]
+    training, rollout = phases["training"], phases["rollout"]
+    flops = training_flops(work, steps[PROFILED_STEP])
+    training["needed_tflop"] = flops / 1e12
+    rate = flops / 1e12 / (training["wall_ms"] / 1e3)
+    training["share_of_matrix_rate"] = rate / limit["tflops"]
+    training["share_of_sustained_rate"] = rate / limit["sustained_tflops"]
+    training |= decoded(training["kernels"], work.sizes, limit["gb_per_s"])
+    rollout |= shares(rollout_need(work, lengths), rollout["wall_ms"] / 1e3, limit)
+    return {"phases": phases, "steps": steps}
+
+
+def decoded(kernels: list[dict[str, Any]], sizes: ModelSizes, gb_per_s: float) -> dict[str, float]:
+    """GB that decoding the weights read and wrote, by its calls, and their share of the bandwidth; empty without any.
+
+    A call counts as the mean of a layer's linears: only the first layer's q/k/v has none for its input's gradient.
+    """
+    from qerl.plan.sizes import NVFP4_BYTES
+
+    rows = [row for row in kernels if category(row["name"]) == "decode weights"]
+    if not rows:
+        return {}
+    calls, seconds = sum(row["calls"] for row in rows), sum(row["ms"] for row in rows) / 1e3
+    gb = calls / (LINEARS * sizes.layers) * sizes.body * (NVFP4_BYTES + 2) / 1e9
+    return {"decoded_gb": gb, "share_of_bandwidth_decoding": gb / seconds / gb_per_s}
+
+
+def profiled(
+    method: Callable,
+    phases: dict[str, Any],
+    name: str,
+    step_of: Callable[[Any], int],
+    seen: Callable[[Any], None] = lambda output: None,
+) -> Callable:
+    """`method` of a class, profiled when its object is at PROFILED_STEP; `seen` is given what it then returns."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if step_of(self) != PROFILED_STEP:
+            return method(self, *args, **kwargs)
+        torch.cuda.synchronize()
+        with profile(activities=[ProfilerActivity.CUDA]) as result:
+            started = time.perf_counter()  # the profiler takes a while to begin
+            output = method(self, *args, **kwargs)
+            torch.cuda.synchronize()
+            wall = time.perf_counter() - started
+        rows = [
+            {"name": event.key, "ms": event.device_time_total / 1e3, "calls": event.count}
+            for event in result.key_averages()
+            if event.device_time_total > 0
+        ]
+        device = [event for event in result.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+        spans = [(event.time_range.start / 1e3, event.time_range.end / 1e3, event.name) for event in device]
+        phases[name] = summary(rows, 1e3 * wall) | {"gaps": gaps(spans)}
+        seen(output)
+        return output
+
+    return wrapped
+
+
+def summary(kernels: list[dict[str, Any]], wall_ms: float) -> dict[str, Any]:
+    """Kernels by time and by category, and how long the GPU had nothing to do."""
+    by_category: dict[str, float] = defaultdict(float)
+    for row in kernels:
+        by_category[category(row["name"])] += row["ms"]
+    busy = sum(by_category.values())
+    kernels = sorted(kernels, key=lambda row: -row["ms"])[:40]
+    order = dict(sorted(by_category.items(), key=lambda item: -item[1]))
+    return {"wall_ms": wall_ms, "busy_ms": busy, "categories_ms": order, "kernels": kernels}
+
+
+def gaps(spans: list[tuple[float, float, str]], count: int = 20) -> list[dict[str, Any]]:
+    """The longest times in which nothing runs, of (start, end, name) in ms: when, how long, after and before what."""
+    found: list[dict[str, Any]] = []
+    spans = sorted(spans)
+    first, end, last = spans[0] if spans else (0.0, 0.0, "")
+    for start, its_end, name in spans:
+        if start > end:
+            found.append({"at_ms": end - first, "ms": start - end, "after": last[:60], "before": name[:60]})
+        if its_end > end:
+            end, last = its_end, name
+    return sorted(found, key=lambda gap: -gap["ms"])[:count]
+
+
+def category(name: str) -> str:
+    return next((label for label, parts in CATEGORIES.items() if any(p in name for p in parts)), "elementwise")
+
+
+def decode_phase(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[str, Any]:
+    """Decode steps of the engine alone: the profile of a long call less that of a call for one token."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile
+
+    from scripts.bench.bench_rollout import open_qerl
+    from scripts.bench.limits import decode_need, shares
+
+    arguments.prompt_tokens, arguments.new_tokens = PROMPT_TOKENS, arguments.decode_steps + 1
+    arguments.memory_share, arguments.tune = None, False
+    generate, opened = open_qerl(arguments)
+    report: dict[str, Any] = {}
+    for count in arguments.sequences:
+        rng = random.Random(count)
+
+        def run(new_tokens: int, count: int = count, rng: random.Random = rng) -> float:
+            prompts = [[rng.randint(1, 256) for _ in range(PROMPT_TOKENS)] for _ in range(count)]
+            started = time.perf_counter()
+            generate(prompts, new_tokens)
+            torch.cuda.synchronize()
+            return time.perf_counter() - started
+
+        run(arguments.new_tokens)
+        wall_ms = 1e3 * (run(arguments.new_tokens) - run(1)) / arguments.decode_steps
+        rows: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
+        for sign, tokens in ((1, arguments.new_tokens), (-1, 1)):
+            with profile(activities=[ProfilerActivity.CUDA]) as result:
+                run(tokens)
+            for event in result.key_averages():
+                rows[event.key][0] += sign * event.device_time_total / 1e3 / arguments.decode_steps
+                rows[event.key][1] += sign * event.count / arguments.decode_steps
+        kernels = [{"name": name, "ms": ms, "calls": calls} for name, (ms, calls) in rows.items() if ms > 0]
+        need = decode_need(arguments.model, arguments.rank, count, PROMPT_TOKENS + (arguments.decode_steps + 1) / 2)
+        report[str(count)] = summary(kernels, wall_ms) | shares(need, wall_ms / 1e3, limit)
+    return {**opened, "decode": report}
+
+
+def show(report: dict[str, Any]) -> None:
+    print(f"limits: {report['limits']['tflops']:.0f} TFLOP/s, {report['limits']['gb_per_s']:.0f} GB/s")
+    phases = report.get("phases") or {f"{count} sequences": entry for count, entry in report["decode"].items()}
+    for name, phase in phases.items():
+        shares = [f"{key} {phase[key]:.1%}" for key in phase if key.startswith("share")]
+        print(f"== {name}: {phase['wall_ms']:.2f} ms, GPU busy {phase['busy_ms']:.2f} ms {' '.join(shares)}")
+        for label, milliseconds in phase["categories_ms"].items():
+            print(f"   {milliseconds:10.2f} ms  {label}")
+        for row in phase["kernels"][:14]:
+            print(f"      {row['ms']:10.3f} ms {row['calls']:8.1f} x  {row['name'][:100]}")
+        for gap in phase.get("gaps", [])[:8]:
+            print(f"      {gap['ms']:10.3f} ms idle at {gap['at_ms']:.1f} ms, {gap['after']} -> {gap['before']}")
+
+
+if __name__ == "__main__":
+    main()

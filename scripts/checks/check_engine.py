@@ -1,0 +1,94 @@
+#!/usr/bin/env python3
+"""Check on this card that the vllm engine and the trainer's model over its tensors agree; prints one JSON object.
+
+    python3 scripts/checks/check_engine.py --model checkpoints/random-7b-NVFP4A16 [--kernel marlin] [--deterministic]
+
+Each check gives numbers; tests/qerl/engine/test_vllm_engine_gpu.py runs this on small models and holds the bars.
+A check that raises is reported and the rest still run; exit code 1 if any raised.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import sys
+import time
+import traceback
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from engine_checks.agreement import agreement, oracle, temperature
+from engine_checks.context import Context
+from engine_checks.memory import exhausted_cache, loading, reopened, shared_memory, sleep_and_wake
+from engine_checks.noise import noise
+from engine_checks.sampling import limits, repeat, sampler
+from engine_checks.sync import adapter, trained_norms
+from engine_checks.told import told, told_of_while
+from engine_checks.weights import dequantization, product
+
+from scripts.bench.provenance import require_card
+
+RANK = 8
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--format", default="nvfp4", choices=("nvfp4", "bf16"))
+    parser.add_argument("--kernel", default="auto")
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--tune", action="store_true", help="measure the ways to multiply first")
+    parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--cap-gib", type=float)
+    parser.add_argument("--memory", type=float, help="rollout.memory: GiB, or a share")
+    parser.add_argument("--rank", type=int, default=RANK)
+    parser.add_argument("--only", nargs="+", metavar="CHECK", choices=KNOWN, help=f"of {', '.join(KNOWN)}")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--patience", type=float, default=300, help="seconds after which a check counts as hung")
+    arguments = parser.parse_args()
+    require_card("vllm")
+    faulthandler.dump_traceback_later(arguments.patience, exit=True)
+    context = Context(arguments)
+    report = context.report
+    for check in CHECKS if not arguments.only else [*CHECKS, *ON_REQUEST]:
+        if arguments.only and check.__name__ not in arguments.only:
+            continue
+        faulthandler.dump_traceback_later(arguments.patience, exit=True)
+        started = time.monotonic()
+        try:
+            report[check.__name__] = check(context)
+        except Exception:
+            report["failed"].append(check.__name__)
+            report[check.__name__] = {"error": traceback.format_exc(limit=-6)}
+        report["seconds"][check.__name__] = round(time.monotonic() - started, 2)
+    text = json.dumps(report, indent=1)
+    if arguments.out:
+        arguments.out.write_text(text, encoding="utf-8")
+    print(text)
+    sys.exit(1 if report["failed"] else 0)
+
+
+CHECKS = [
+    shared_memory,
+    dequantization,
+    product,
+    limits,
+    agreement,
+    temperature,
+    oracle,
+    repeat,
+    noise,
+    sleep_and_wake,
+    adapter,
+    trained_norms,
+    sampler,
+]
+ON_REQUEST = [exhausted_cache, loading, told, told_of_while, reopened]  # with --only
+KNOWN = [check.__name__ for check in (*CHECKS, *ON_REQUEST)]
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,65 @@
+"""What every check gets: the engine, its policy model, prompts and sampling."""
+
+from __future__ import annotations
+
+import argparse
+import random
+import time
+
+import torch
+
+from qerl.engine.interface import SamplingParams
+from qerl.engine.vllm_engine import VLLMEngine
+
+
+class Context:
+    """The engine, its policy model, and the prompts that all checks share."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        started = time.monotonic()
+        self.arguments = arguments
+        self.engine = self.open()
+        worker = self.engine._llm.llm_engine.model_executor.driver_worker
+        self.report = {
+            "model": arguments.model,
+            "kernel": self.engine.kernel,
+            "attention": self.engine.attention,
+            "drawn_by": type(worker.model_runner.sampler).__name__,
+            "open_s": round(time.monotonic() - started, 1),
+            "startup_s": self.engine.startup_s,
+            "compiled_from_cache": self.engine.compiled_from_cache,
+            "ways": ways(),
+            "cache_tokens": self.engine.cache_tokens,
+            "gpu": torch.cuda.get_device_name(),
+            "failed": [],
+            "seconds": {},
+        }
+        self.policy = self.engine.policy_model()
+        rng = random.Random(1)
+        length = lambda: rng.randint(16, 128)  # noqa: E731 - one line
+        self.prompts = [[rng.randint(1, 256) for _ in range(length())] for _ in range(arguments.prompts)]
+        self.sampling = SamplingParams(max_new_tokens=arguments.new_tokens)
+        self.greedy = SamplingParams(max_new_tokens=arguments.new_tokens, temperature=0.0)
+
+    def open(self) -> VLLMEngine:
+        arguments = self.arguments
+        return VLLMEngine(
+            arguments.model,
+            arguments.format,
+            kernel=arguments.kernel,
+            deterministic=arguments.deterministic,
+            tune_kernels=arguments.tune,
+            kv_cache_dtype=arguments.kv_cache_dtype,
+            max_context=1024,
+            max_rank=arguments.rank,
+            cap_gib=arguments.cap_gib,
+            memory=arguments.memory,
+            max_sequences=128,
+        )
+
+
+def ways() -> dict[str, tuple[str, ...]]:
+    """How each quantized shape multiplies at each of `qerl.nvfp4.ways.TOKENS`."""
+    from qerl.vllm_plugin.products import BASES
+
+    return {base.shape.name: base.ways for base in BASES.values()}

@@ -1,0 +1,186 @@
+"""Memory: one copy of the weights, sleep, a KV cache that overflows, an engine that is closed."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from engine_checks.compare import mismatch, policy_logprobs, same
+from engine_checks.context import Context
+from qerl.engine.interface import SamplingParams
+from qerl.errors import EngineError
+
+
+def loading(context: Context) -> dict:
+    """What torch took from the card while the weights were loaded and packed."""
+    from qerl.vllm_plugin import worker
+
+    files = sum(path.stat().st_size for path in Path(context.arguments.model).glob("*.safetensors"))
+    return {"peak_gib": worker.latest().loading_peak_bytes / 2**30, "checkpoint_gib": files / 2**30}
+
+
+def shared_memory(context: Context) -> dict:
+    """Every parameter of the policy lies inside a tensor of the engine; the base is counted once."""
+    from qerl.vllm_plugin.policy import KernelLinear
+    from qerl.vllm_plugin.sleep import kv_cache_bytes
+
+    engine_storages = _storages(context.engine._model)
+    foreign, linears = [], 0
+    for name, parameter in context.policy.named_parameters():
+        if parameter.untyped_storage().data_ptr() not in engine_storages:
+            foreign.append(name)
+    for name, module in context.policy.named_modules():
+        if isinstance(module, KernelLinear):
+            linears += 1
+            pointers = {
+                tensor.untyped_storage().data_ptr()
+                for tensor in (module.kernel_weight.words, module.kernel_weight.scales)
+            }
+            if not pointers <= set(engine_storages):
+                foreign.append(name)
+    bias_bytes = sum(
+        module.bias.nbytes
+        for module in context.policy.modules()
+        if isinstance(module, KernelLinear) and module.bias is not None
+    )
+    files = sum(path.stat().st_size for path in Path(context.arguments.model).glob("*.safetensors"))
+    factors = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for slot in context.engine._slots.values()
+        for tensor in (slot.lora_a, slot.lora_b)
+    }
+    gc.collect()
+    return {
+        "allocated_gib": (torch.cuda.memory_allocated() - kv_cache_bytes()) / 2**30,
+        "adapter_gib": sum(factors.values()) / 2**30,
+        "foreign": [name for name in foreign if not name.endswith(".bias")],
+        "kernel_linears": linears,
+        "engine_gib": sum(engine_storages.values()) / 2**30,
+        "checkpoint_gib": files / 2**30,
+        "bias_mib_held_twice": bias_bytes / 2**20,
+    }
+
+
+def _storages(model: torch.nn.Module) -> dict[int, int]:
+    storages = {}
+    for tensor in [*model.parameters(), *model.buffers()]:
+        storage = tensor.untyped_storage()
+        if tensor.is_cuda:
+            storages[storage.data_ptr()] = storage.nbytes()
+    return storages
+
+
+def sleep_and_wake(context: Context) -> dict:
+    """Sleeping gives back the KV cache only; sampling goes on afterwards with the same result."""
+    from qerl.vllm_plugin.sleep import kv_cache_bytes
+
+    engine = context.engine
+    before = engine.generate(context.prompts[:8], context.greedy)
+    pointers = sorted(_storages(engine._model))
+    gc.collect()
+    torch.cuda.empty_cache()  # sleep() does that too, and what it gives back would count as the KV cache
+    used = _used_gib()
+    times = []
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    engine.sleep()
+    torch.cuda.synchronize()
+    times.append((time.perf_counter() - started) * 1e3)
+    asleep = _used_gib()
+    logprobs = policy_logprobs(context.policy, context.prompts[:1], [[5, 6, 7]])
+    gc.collect()
+    started = time.perf_counter()
+    engine.wake()
+    torch.cuda.synchronize()
+    times.append((time.perf_counter() - started) * 1e3)
+    after = engine.generate(context.prompts[:8], context.greedy)
+    return {
+        "used_gib": used,
+        "asleep_gib": asleep,
+        "awake_gib": _used_gib(),
+        "kv_gib": kv_cache_bytes() / 2**30,
+        "sleep_ms": times[0],
+        "wake_ms": times[1],
+        "same_pointers": pointers == sorted(_storages(engine._model)),
+        "policy_works_asleep": len(logprobs[0]) == 3,
+        "same": same(before, after),
+    }
+
+
+def _used_gib() -> float:
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / 2**30
+
+
+def exhausted_cache(context: Context) -> dict:
+    """More tokens at once than the KV cache holds: the rollout shrinks its concurrency, finishes, and says so."""
+    engine, sampling = context.engine, SamplingParams(max_new_tokens=960)
+    prompts = [[5 + index] * 32 for index in range(128)]
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    logging.getLogger("qerl.engine.vllm_engine").addHandler(handler)
+    completions = engine.generate(prompts, sampling, seed=3)
+    stopped = sum(completion.finish_reason == "stop" for completion in completions)
+    short = _compare_some(context, prompts[:16], completions[:16])
+    tokens = sum(len(prompt) + len(c.token_ids) for prompt, c in zip(prompts, completions, strict=True))
+    return {
+        "cache_tokens": engine.cache_tokens,
+        "tokens": tokens,
+        "completions": len(completions),
+        "stopped": stopped,
+        "full": sum(len(c.token_ids) == sampling.max_new_tokens for c in completions),
+        "warned": [message for message in messages if "KV cache" in message],
+        "policy": short,
+    }
+
+
+def _compare_some(context: Context, prompts: list, completions: list) -> dict:
+    trained = policy_logprobs(context.policy, prompts, [completion.token_ids for completion in completions])
+    return mismatch([completion.logprobs for completion in completions], trained)
+
+
+def reopened(context: Context) -> dict:
+    """Engines that were closed give their memory back, and the process opens others: evaluation of several bases.
+
+    The first is closed awake, the second asleep, an opening fails half way, and the third is closed twice.
+    """
+    from engine_checks import held
+
+    openings, closings = [], []
+    before = context.engine.generate(context.prompts[:8], context.greedy)
+    for asleep in (False, True):
+        openings.append(held.report())
+        context.policy = None
+        if asleep:
+            context.engine.sleep()
+        context.engine.close()
+        closings.append(held.report())
+        refusal = _fail_half_way(context) if asleep else ""
+        context.engine = context.open()
+        context.policy = context.engine.policy_model()
+        after = context.engine.generate(context.prompts[:8], context.greedy)
+    openings.append(held.report())
+    context.policy = None
+    context.engine.close()
+    context.engine.close()
+    closings.append(held.report())
+    return {"openings": openings, "closings": closings, "refusal": refusal, "same": same(before, after)}
+
+
+def _fail_half_way(context: Context) -> str:
+    """Open while the card is full: vLLM gives up once its process group and its worker are there."""
+    free = torch.cuda.mem_get_info()[0]
+    hog = torch.empty(free - 2 * 2**30, dtype=torch.uint8, device="cuda")
+    try:
+        context.open().close()
+    except EngineError as error:
+        return str(error)
+    finally:
+        del hog
+        torch.cuda.empty_cache()
+    return ""

@@ -1,0 +1,106 @@
+"""The sync: adapters and trained norm weights reach the engine, and what does not fit raises."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from engine_checks.compare import compare, same
+from engine_checks.context import Context
+
+ALPHA = 16.0
+
+
+def adapter(context: Context) -> dict:
+    """A trained-looking adapter reaches the engine: agreement, greedy agreement with the trainer, counts, time."""
+    from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors, attach_lora
+
+    before = context.engine.generate(context.prompts[:8], context.greedy)
+    model = attach_lora(context.policy, context.arguments.rank, ALPHA)
+    generator = torch.Generator("cuda").manual_seed(7)
+    tensors = adapter_tensors(model)
+    for name, tensor in tensors.items():
+        if ".lora_B." in name:
+            tensor.data.normal_(0, 0.02, generator=generator)
+    times = []
+    for _ in range(5):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        count = context.engine.sync_adapter(tensors, adapter_scaling(model))
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - started) * 1e3)
+    completions = context.engine.generate(context.prompts, context.sampling, seed=3)
+    greedy = context.engine.generate(context.prompts[:8], context.greedy)
+    result = compare(context, completions, 1.0)
+    changed = sum(a.token_ids != b.token_ids for a, b in zip(before, greedy, strict=True))
+    result |= {"count": count, "sync_ms": sorted(times)[2], "changed": changed, "greedy": _greedy_gap(context, greedy)}
+    result["errors"] = _adapter_errors(context, dict(tensors), adapter_scaling(model))
+    for tensor in tensors.values():
+        tensor.data.zero_()
+    context.engine.sync_adapter(tensors, 1.0)
+    after = context.engine.generate(context.prompts[:8], context.greedy)
+    result["zero_adapter_restores"] = same(before, after)
+    context.policy = model.unload()
+    return result
+
+
+@torch.no_grad()
+def _greedy_gap(context: Context, completions: list) -> dict:
+    """Engine's greedy tokens under the trainer's argmax of the same context: share equal, and the largest logit gap."""
+    equal, total, gap = 0, 0, 0.0
+    for prompt, completion in zip(context.prompts, completions, strict=False):
+        tokens = torch.tensor([[*prompt, *completion.token_ids]], device="cuda")
+        logits = context.policy(input_ids=tokens, use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        chosen = logits.gather(1, tokens[0, len(prompt) :, None])[:, 0]
+        gap = max(gap, (logits.max(-1).values - chosen).max().item())
+        equal += int((logits.argmax(-1) == tokens[0, len(prompt) :]).sum())
+        total += len(completion.token_ids)
+    return {"equal_tokens": equal / total, "largest_gap": gap}
+
+
+def _adapter_errors(context: Context, tensors: dict, scaling: float) -> dict:
+    from qerl.errors import EngineError
+
+    some = next(iter(tensors))
+    broken = {
+        "missing_one": {k: v for k, v in tensors.items() if k != some},
+        "unknown": {
+            **tensors,
+            "model.layers.99.mlp.up_proj.lora_A.weight": tensors[some],
+            "model.layers.99.mlp.up_proj.lora_B.weight": tensors[some],
+        },
+        "shape": {**tensors, some: tensors[some][:, :-16]},
+        "rank": {k: torch.cat([v] * 2, dim=0 if ".lora_A." in k else 1) for k, v in tensors.items()},
+        "layer": {k: v for k, v in tensors.items() if ".layers.1." not in k},
+    }
+    messages = {}
+    for name, case in broken.items():
+        try:
+            context.engine.sync_adapter(case, scaling)
+            messages[name] = None
+        except EngineError as error:
+            messages[name] = str(error)
+    return messages
+
+
+def trained_norms(context: Context) -> dict:
+    """Trained norm weights, below bfloat16's grid too, reach the engine's norms with the adapter and act there."""
+    from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors, attach_lora
+
+    engine, generator = context.engine, torch.Generator("cuda").manual_seed(11)
+    before = engine.generate(context.prompts, context.sampling, seed=3)
+    model = attach_lora(context.policy, context.arguments.rank, ALPHA, train_norms=True)
+    tensors = adapter_tensors(model)
+    norms = {name: tensor for name, tensor in tensors.items() if ".lora_" not in name}
+    for tensor in norms.values():
+        noise = torch.randn(tensor.shape, generator=generator, device=tensor.device)
+        tensor.data.add_((0.05 * noise).to(tensor.dtype))
+    count = engine.sync_adapter(tensors, adapter_scaling(model))
+    completions = engine.generate(context.prompts, context.sampling, seed=3)
+    gains = {name: module.gain for name, module in engine._gains.norms.items()}
+    exact = all(torch.equal(gains[n.removesuffix(".weight")], t.detach().float()) for n, t in norms.items())
+    result = compare(context, completions, 1.0) | {"norms": len(norms), "count": count, "expected": len(tensors)}
+    result |= {"bits": exact, "same_as_before": same(before, completions)}
+    context.policy = model.unload()
+    return result

@@ -1,0 +1,134 @@
+"""Who samples is told of each completion as soon as it has ended: when, in which order, and at what cost."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from engine_checks.compare import mismatch, same
+from engine_checks.context import Context
+from qerl.engine.interface import Completion, SamplingParams
+from qerl.tasks import get_task
+from qerl.vllm_plugin import requests
+from training.rollout.grading_ahead import GradingAhead
+
+GROUPS, GROUP_SIZE, LONGEST, ROUNDS = 16, 8, 512, 5
+LENGTHS = (40, 3, 24, 9)
+
+
+class _RefusedError(Exception):
+    pass
+
+
+def told_of_while(context: Context) -> dict:
+    """What is told while others decode; the same call without it; one whose caller raises, and what comes after."""
+    engine, prompts = context.engine, context.prompts[: len(LENGTHS)]
+    sampling = [SamplingParams(length, temperature=0.0) for length in LENGTHS]
+    plain = engine.generate(prompts, sampling, seed=1)
+    told: list[tuple[int, Completion, int]] = []
+    done = engine.generate(
+        prompts, sampling, seed=1, finished=lambda index, completion: told.append((index, completion, _left(engine)))
+    )
+    scored = engine.score(prompts, [completion.token_ids for completion in done])
+    raised = _raising(context, sampling)
+    return {
+        "lengths": [len(completion.token_ids) for completion in done],
+        "order": [index for index, *_ in told],
+        "left": [left for *_, left in told],
+        "told_is_returned": all(completion is done[index] for index, completion, _ in told),
+        "same": same(plain, done),
+        "score": mismatch([completion.logprobs for completion in done], scored),
+        "raising": raised,
+        "same_afterwards": same(plain, engine.generate(prompts, sampling, seed=1)),
+    }
+
+
+def told(context: Context) -> dict:
+    """Seconds of a rollout of 16 x 8 completions of 1 to 512 tokens, in turns: by `LLM.generate` itself, by the engine,
+    by the engine with a caller that is told, and with one that has a formula of each graded in a thread."""
+    engine, rng = context.engine, random.Random(5)
+    prompts = [prompt for prompt in context.prompts[:GROUPS] for _ in range(GROUP_SIZE)]
+    sampling = [SamplingParams(rng.randint(1, LONGEST)) for _ in prompts]
+    ended: list[float] = []
+    ahead = GradingAhead(get_task("math500"), _Formulas())
+
+    def graded() -> list[Completion]:
+        with ahead.rollout([r"\sqrt{3}"] * len(prompts)) as finished:
+            return engine.generate(prompts, sampling, seed=1, finished=finished)
+
+    ways: dict[str, Callable[[], list[Completion]]] = {
+        "vllm": lambda: _by_vllm(engine, prompts, sampling),
+        "plain": lambda: engine.generate(prompts, sampling, seed=1),
+        "told": lambda: engine.generate(prompts, sampling, seed=1, finished=lambda *_: ended.append(time.monotonic())),
+        "graded": graded,
+    }
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    tokens: dict[str, list[int]] = {way: [] for way in ways}
+    for turn in range(1 + ROUNDS):  # the first is a warm-up
+        ended.clear()
+        for way, generate in ways.items():
+            started = time.monotonic()
+            done = generate()
+            if turn:
+                seconds[way].append(time.monotonic() - started)
+                tokens[way].append(sum(len(completion.token_ids) for completion in done))
+    return {
+        "seconds": seconds,
+        "median_s": {way: statistics.median(values) for way, values in seconds.items()},
+        "tokens": tokens,
+        "told_s_before_the_last": [round(ended[-1] - moment, 3) for moment in ended[:: len(ended) // 8]],
+        "graded_share": ahead.graded / len(prompts),
+    }
+
+
+class _Formulas:
+    """Stands for a tokenizer: whatever it decodes is a long text with a formula that has not been compared yet."""
+
+    def __init__(self) -> None:
+        self._number = 1
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        self._number += 1
+        return "so it is twice as much, " * (len(ids) // 6) + rf"\boxed{{{self._number}\sqrt{{7}}}}"
+
+
+def _raising(context: Context, sampling: list[SamplingParams]) -> dict:
+    """A caller that raises when the first completion has ended, and what the next call and its scores are."""
+    engine, prompts = context.engine, context.prompts[: len(sampling)]
+
+    def refuse(index: int, completion: Completion) -> None:
+        raise _RefusedError
+
+    try:
+        engine.generate(prompts, sampling, seed=1, finished=refuse)
+        raised = False
+    except _RefusedError:
+        raised = True
+    left = _left(engine)
+    told: list[int] = []
+    after = engine.generate(prompts[1:3], sampling[1:3], seed=1, finished=lambda index, completion: told.append(index))
+    scored = engine.score(prompts[1:3], [completion.token_ids for completion in after])
+    return {
+        "raised": raised,
+        "left": left,
+        "lengths_after": [len(completion.token_ids) for completion in after],
+        "told_after": told,
+        "score": mismatch([completion.logprobs for completion in after], scored),
+    }
+
+
+def _by_vllm(engine: Any, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Completion]:
+    """What `LLM.generate` makes of the same requests, with as few collections."""
+    params = [requests.sampling_params(one, engine._stop, 1, index) for index, one in enumerate(sampling)]
+    if engine._deterministic:
+        requests.drop_prefix_cache(engine._llm)
+    with requests.rare_collections():
+        outputs = engine._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+    return [requests.completion(output.outputs[0]) for output in outputs]
+
+
+def _left(engine: Any) -> int:
+    return engine._llm.llm_engine.get_num_unfinished_requests()

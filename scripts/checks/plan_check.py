@@ -1,0 +1,168 @@
+"""What `qerl plan` says of the workloads that bench_step.py measured, beside what it measured (benchmarks/).
+
+Memory, seconds of a step, decode steps of scripts/bench/bench_rollout.py, and what a step costs as one thing doubles.
+
+python scripts/checks/plan_check.py
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+from qerl.config.recipe import load_recipe
+from qerl.plan.cards import card_of
+from qerl.plan.plan import Plan, decode_seconds, plan
+from qerl.plan.sizes import read_sizes
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
+GIB = 2**30
+PEAK = "driver's peak"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A step as bench_step.py ran it on an H200; `cap` in GiB, None: the whole card."""
+
+    recipe: str
+    base: str
+    prompts: int
+    group: int
+    prompt_tokens: int
+    new_tokens: int
+    rank: int
+    cap: int | None = None
+
+    @property
+    def told(self) -> str:
+        cap = "" if self.cap is None else f", cap {self.cap} GiB"
+        return (
+            f"{self.base.partition('/')[2]} shapes, rank {self.rank}, {self.prompts} x {self.group} completions, "
+            f"{self.prompt_tokens} + {self.new_tokens} tokens{cap}"
+        )
+
+    def plan(self, gpu: str = "h200") -> Plan:
+        values = {
+            "rollout.prompts_per_step": self.prompts,
+            "rollout.group_size": self.group,
+            "rollout.max_new_tokens": self.new_tokens,
+            "data.max_prompt_tokens": self.prompt_tokens,
+            "adapter.rank": self.rank,
+            "memory.cap_gib": "null" if self.cap is None else self.cap,
+        }
+        config = load_recipe(self.recipe, [f"{key}={value}" for key, value in values.items()])
+        return plan(config, read_sizes(self.base), card_of(gpu))
+
+
+WORKLOADS = {  # by benchmark
+    "step-7b-qerl": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32),
+    "step-7b-qerl-cap24": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32, 24),
+    "step-32b-qerl-cap80": Workload("dapo_32b", "Qwen/Qwen2.5-32B", 8, 8, 256, 2048, 16, 80),
+    "step-70b-qerl-cap80": Workload("dapo_32b", "meta-llama/Llama-3.1-70B", 4, 8, 256, 512, 16, 80),
+}
+
+
+@dataclass(frozen=True)
+class Compared:
+    """GiB or seconds that were planned and that a run measured, of one thing."""
+
+    what: str
+    planned: float
+    measured: float
+
+
+def read(name: str) -> dict[str, Any]:
+    return json.loads((BENCHMARKS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def compare(name: str, workload: Workload) -> list[Compared]:
+    """By phase where the run logged that: the card's use during rollouts, and what training allocates above all that is
+    there before it; and the driver's peak of the whole card against the larger phase, which is all of older files."""
+    result = read(name)
+    made, steps = workload.plan(), result["steps"]
+    peak = Compared(PEAK, max(made.peak(phase) for phase in made.memory) / GIB, result["peak_driver_gib"])
+    if "memory/rollout_card_gib" not in steps[0]:
+        return [peak]
+    rollout, training = (max(s[f"memory/{key}_gib"] for s in steps) for key in ("rollout_card", "train"))
+    return [
+        Compared("card in a rollout", made.peak("rollout") / GIB, rollout),
+        Compared("allocated by training", made.memory["training"]["micro-batch"] / GIB, training),
+        peak,
+    ]
+
+
+def table() -> str:
+    """A Markdown table, a line a workload and thing compared."""
+    lines = ["| workload | what | planned | measured | difference |", "|---|---|---|---|---|"]
+    for name, load in WORKLOADS.items():
+        lines += [row(f"`{name}.json`: {load.told}", one, "{:.1f} GiB") for one in compare(name, load)]
+    return "\n".join(lines)
+
+
+def row(told: str, one: Compared, form: str) -> str:
+    planned, measured = form.format(one.planned), form.format(one.measured)
+    return f"| {told} | {one.what} | {planned} | {measured} | {one.planned / one.measured - 1:+.1%} |"
+
+
+def compare_seconds(name: str, workload: Workload) -> list[Compared]:
+    """By phase, against the mean of the steps after the first, which compiles, or the first where there is no other."""
+    made, steps = workload.plan(), counted(read(name)["steps"])
+    keys = {"rollout": "time/rollout_s", "training": "time/train_s"}
+    return [Compared(phase, made.seconds[phase], mean(step[key] for step in steps)) for phase, key in keys.items()]
+
+
+def counted(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return steps[1:] or steps
+
+
+def seconds_table() -> str:
+    lines = ["| workload | phase | planned | measured | difference |", "|---|---|---|---|---|"]
+    for name, load in WORKLOADS.items():
+        steps = counted(read(name)["steps"])
+        which = "the first step" if steps[0]["step"] == 1 else f"mean of {len(steps)}" if len(steps) > 1 else "one step"
+        told = f"`{name}.json`: {load.told}, {which}"
+        lines += [row(told, one, "{:.1f} s") for one in compare_seconds(name, load)]
+    return "\n".join(lines)
+
+
+def decode_table() -> str:
+    """A decode step with an adapter by model and number of sequences: bench_rollout's 128 tokens behind as many."""
+    lines = ["| model | sequences | planned | measured | difference |", "|---|---|---|---|---|"]
+    for shape in ("7b", "32b"):
+        sizes = read_sizes(f"Qwen/Qwen2.5-{shape.upper()}")
+        for count, rate in read(f"rollout-{shape}-qerl")["decode_tokens_per_s"].items():
+            sequences = int(count)
+            planned = decode_seconds(sizes, card_of("h200"), "nvfp4", sequences, sequences * 192 * sizes.kv_bytes())
+            one = Compared(count, 1e3 * planned, 1e3 * sequences / rate)
+            lines.append(row(f"Qwen2.5-{shape.upper()}", one, "{:.2f} ms"))
+    return "\n".join(lines)
+
+
+def scaled_table() -> str:
+    """Planned seconds on an H200 of the 7B workload, and of the same with one thing changed."""
+    base = WORKLOADS["step-7b-qerl"]
+    changes: dict[str, dict[str, Any]] = {
+        base.told: {},
+        "32 prompts": {"prompts": 32},
+        "16 completions a prompt": {"group": 16},
+        "prompts of 256 tokens": {"prompt_tokens": 256},
+        "completions of 1024 tokens": {"new_tokens": 1024},
+        "rank 64": {"rank": 64},
+        "Qwen2.5-14B shapes": {"base": "Qwen/Qwen2.5-14B"},
+        "Qwen2.5-32B shapes": {"base": "Qwen/Qwen2.5-32B"},
+        "a cap of 24 GiB": {"cap": 24},
+    }
+    lines = ["| | rollout | training | most memory |", "|---|---|---|---|"]
+    for told, changed in changes.items():
+        made = replace(base, **changed).plan()
+        seconds = [f"{made.seconds[phase]:.1f} s" for phase in ("rollout", "training")]
+        peak = max(made.peak(phase) for phase in made.memory) / GIB
+        lines.append(f"| {told} | {' | '.join(seconds)} | {peak:.1f} GiB |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table(), seconds_table(), decode_table(), scaled_table(), sep="\n\n")

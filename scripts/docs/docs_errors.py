@@ -1,0 +1,101 @@
+"""The errors that qerl raises, read from its source: what the page errors.md lists, and a test holds headings to."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGES = ("qerl", "quantize", "training", "eval")
+RAISED = ("ConfigError", "CheckpointError", "DataError", "RewardError", "EngineError", "YamlError", "Conflict")
+SHOWN_AS = {"YamlError": "ConfigError", "Conflict": "ConfigError"}  # what reaches the user
+EXPLAINERS = ("unknown_key",)  # functions whose text becomes a ConfigError elsewhere
+NAME = re.compile(r"[\w.]{1,24}")  # a placeholder that says what stands there; any other expression is shown as ...
+HEADING = re.compile(r"^### `(.+?)` \{ *#([\w-]+) *\}$", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Message:
+    """One error: its class, its text with {placeholders}, and the file that raises it."""
+
+    kind: str
+    text: str
+    file: str
+
+    @property
+    def anchor(self) -> str:
+        """The id of its place on the page: its first words outside placeholders."""
+        words = re.findall(r"[a-z0-9]+", re.sub(r"\{[^}]*\}", " ", self.text.lower()))
+        return "-".join(words[:9])
+
+
+def messages() -> list[Message]:
+    """Every message once, in the order of classes, files and lines."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((ROOT / package).rglob("*.py")):
+            for message in _of_file(path):
+                found.setdefault(message.text, message)
+    kinds = list(dict.fromkeys(SHOWN_AS.get(kind, kind) for kind in RAISED))
+    return sorted(found.values(), key=lambda message: kinds.index(message.kind))
+
+
+def headings(text: str) -> list[tuple[str, str]]:
+    """(words of the error, anchor) of each section of docs/troubleshooting.md."""
+    return HEADING.findall(text)
+
+
+def _of_file(path: Path) -> Iterator[Message]:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    returned = {
+        node.name: [text for child in ast.walk(node) if isinstance(child, ast.Return) for text in _texts(child.value)]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+    }
+    for name in EXPLAINERS:
+        yield from (Message("ConfigError", text, str(path.relative_to(ROOT))) for text in returned.get(name, []))
+    for node in ast.walk(tree):
+        kind = node.func.id if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) else None
+        if kind not in RAISED or not node.args:
+            continue
+        texts = _conflict(node) if kind == "Conflict" else list(_texts(node.args[0]))
+        if not texts and isinstance(node.args[0], ast.Call):
+            texts = returned.get(ast.unparse(node.args[0].func), [])
+        for text in texts:
+            if not re.search(r"[a-z]", re.sub(r"\{[^}]*\}", "", text)):
+                continue  # placeholders alone: what stands there has a message of its own
+            yield Message(SHOWN_AS.get(kind, kind), " ".join(text.split()), str(path.relative_to(ROOT)))
+
+
+def _conflict(node: ast.Call) -> list[str]:
+    """A Conflict's keys, reason and remedy, in the order in which it prints them."""
+    values, why, write = node.args
+    keys = [part for key in getattr(values, "keys", []) for part in _texts(key)] or ["{keys}"]
+    named = " with ".join(f"{key} {{value}}" for key in keys)
+    reasons, remedies = list(_texts(why)) or ["{why}"], list(_texts(write)) or ["{remedy}"]
+    return [f"{named}: {reason}; write {remedies[0]}" for reason in reasons]
+
+
+def _texts(node: ast.AST | None) -> Iterator[str]:
+    """The texts that an expression can be: several for a conditional one, none for what is no text."""
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        yield node.value
+    elif isinstance(node, ast.JoinedStr):
+        yield "".join(_part(part) for part in node.values)
+    elif isinstance(node, ast.IfExp):
+        yield from _texts(node.body)
+        yield from _texts(node.orelse)
+    elif isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add):
+        for left in _texts(node.left):
+            for right in list(_texts(node.right)) or ["{...}"]:
+                yield left + right
+
+
+def _part(part: ast.AST) -> str:
+    if isinstance(part, ast.Constant):
+        return str(part.value)
+    shown = ast.unparse(part.value)
+    return f"{{{shown.rsplit('.', 1)[-1]}}}" if NAME.fullmatch(shown) else "{...}"

@@ -1,1 +1,0 @@
-"""The checks of scripts/check_engine.py, by what they check: `check(context)` returns numbers for the report."""

@@ -1,0 +1,238 @@
+#!/usr/bin/env python3
+"""Write a checkpoint of a real model's shape with random weights: for measurements where no weights can be downloaded.
+
+    python3 scripts/models/make_random_checkpoint.py --shape qwen2.5-7b --out checkpoints/random-7b-NVFP4A16
+    python3 scripts/models/make_random_checkpoint.py --shape qwen2.5-7b --mean-tokens 300 --out random-7b-mixed
+    python3 scripts/models/make_random_checkpoint.py --shape llama3-70b --format bf16 --layers 4 --out random-70b-4
+
+Weights are normal with standard deviation 0.02, norms 1 +- 0.1; NVFP4 tensors are what `qerl quantize` would write for
+them (shared global scales included). Generated and quantized on the GPU if there is one, a layer at a time. The
+tokenizer makes each byte of a text one token.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from qerl.nvfp4 import reference
+from qerl.plan.sizes import KNOWN
+
+QWEN = {
+    "model_type": "qwen2",
+    "vocab_size": 152064,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 32768,
+}
+QWEN3 = {**QWEN, "model_type": "qwen3", "vocab_size": 151936, "head_dim": 128}
+LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "rope_theta": 5e5,
+    "rms_norm_eps": 1e-5,
+    "max_position_embeddings": 8192,
+}
+
+
+def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int) -> dict[str, int]:
+    return {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+
+
+SHAPES = {
+    **{name: {**QWEN, **KNOWN[name]} for name in ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")},
+    **{f"llama3-{size}": {**KNOWN[f"llama-3.1-{size}"], **LLAMA} for size in ("8b", "70b")},  # Llama 3's own context
+    "qwen3-8b": {**QWEN3, **KNOWN["qwen3-8b"]},
+    # for tests: sizes that are no multiple of the kernels' tiles
+    "tiny-qwen2": {**QWEN, "vocab_size": 1000, **_sizes(192, 336, 2, 3, 1)},
+    "tiny-qwen3": {
+        **QWEN3,
+        "vocab_size": 1000,
+        "head_dim": 64,
+        "tie_word_embeddings": True,
+        **_sizes(256, 496, 2, 4, 2),
+    },
+    "tiny-llama": {**LLAMA, "vocab_size": 1000, **_sizes(256, 720, 2, 4, 2)},
+    # attention that our kernel does not take: a window, and more heads than 8 for one of keys
+    "tiny-mistral": {
+        **LLAMA,
+        "model_type": "mistral",
+        "vocab_size": 1000,
+        "sliding_window": 48,
+        **_sizes(256, 496, 2, 4, 2),
+    },
+    "tiny-llama-10-heads": {**LLAMA, "vocab_size": 1000, **_sizes(640, 720, 2, 10, 1)},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", required=True, choices=sorted(SHAPES))
+    parser.add_argument("--out", required=True, type=Path)
+    parser.add_argument("--format", default="nvfp4", choices=("nvfp4", "bf16"))
+    parser.add_argument("--layers", type=int, help="fewer layers than the real model")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--mean-tokens", type=int, help="completions end by chance, after about so many tokens")
+    arguments = parser.parse_args()
+    write(arguments.shape, arguments.out, arguments.format, arguments.layers, arguments.seed)
+    if arguments.mean_tokens:
+        end_by_chance(arguments.out, SHAPES[arguments.shape]["vocab_size"], arguments.mean_tokens)
+
+
+def write(shape: str, out: Path, format: str = "nvfp4", layers: int | None = None, seed: int = 0) -> None:
+    """Write the checkpoint folder `out`."""
+    started = time.monotonic()
+    sizes = {**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
+    out.mkdir(parents=True, exist_ok=True)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    generator = torch.Generator(device).manual_seed(seed)
+    index: dict[str, str] = {}
+    total = 0
+    for number, tensors in enumerate(_shards(sizes, format, generator)):
+        name = f"model-{number:05d}.safetensors"
+        save_file({key: tensor.contiguous().cpu() for key, tensor in tensors.items()}, out / name, {"format": "pt"})
+        index.update(dict.fromkeys(tensors, name))
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    weight_map = {"metadata": {"total_size": total}, "weight_map": index}
+    (out / "model.safetensors.index.json").write_text(json.dumps(weight_map), encoding="utf-8")
+    _write_config(sizes, format, out)
+    _write_tokenizer(sizes["vocab_size"], out)
+    print(f"{out}: {total / 2**30:.2f} GiB in {time.monotonic() - started:.0f} s")
+
+
+def end_by_chance(folder: Path, vocabulary: int, mean_tokens: int) -> None:
+    """Declare one token in `mean_tokens` an end: random weights draw nearly evenly, so that lengths are geometric."""
+    from transformers import GenerationConfig
+
+    GenerationConfig(eos_token_id=list(range(0, vocabulary, mean_tokens)), pad_token_id=0).save_pretrained(folder)
+
+
+def _shards(sizes: dict, format: str, generator: torch.Generator) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors of the checkpoint, a layer at a time."""
+    hidden, vocab = sizes["hidden_size"], sizes["vocab_size"]
+    outer = {
+        "model.embed_tokens.weight": _normal((vocab, hidden), generator),
+        "model.norm.weight": _norm(hidden, generator),
+    }
+    if not sizes.get("tie_word_embeddings"):
+        outer["lm_head.weight"] = _normal((vocab, hidden), generator)
+    yield outer
+    for layer in range(sizes["num_hidden_layers"]):
+        yield _layer(f"model.layers.{layer}", sizes, format, generator)
+
+
+def _layer(prefix: str, sizes: dict, format: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    hidden, intermediate = sizes["hidden_size"], sizes["intermediate_size"]
+    head_dim = sizes.get("head_dim") or hidden // sizes["num_attention_heads"]
+    query, key = head_dim * sizes["num_attention_heads"], head_dim * sizes["num_key_value_heads"]
+    groups = [
+        {"self_attn.q_proj": (query, hidden), "self_attn.k_proj": (key, hidden), "self_attn.v_proj": (key, hidden)},
+        {"self_attn.o_proj": (hidden, query)},
+        {"mlp.gate_proj": (intermediate, hidden), "mlp.up_proj": (intermediate, hidden)},
+        {"mlp.down_proj": (hidden, intermediate)},
+    ]
+    tensors = {
+        f"{prefix}.{name}.weight": _norm(hidden, generator) for name in ("input_layernorm", "post_attention_layernorm")
+    }
+    for group in groups:
+        weights = {name: _normal(shape, generator) for name, shape in group.items()}
+        if format == "bf16":
+            tensors |= {f"{prefix}.{name}.weight": weight for name, weight in weights.items()}
+            continue
+        scale = reference.shared_global_scale(list(weights.values()))
+        for name, weight in weights.items():
+            packed = reference.quantize(weight, scale).named()
+            tensors |= {f"{prefix}.{name}.{key}": tensor for key, tensor in packed.items()}
+    if sizes["model_type"] == "qwen2":
+        for name, (rows, _) in groups[0].items():
+            tensors[f"{prefix}.{name}.bias"] = _normal((rows,), generator, std=0.5)
+    if sizes["model_type"] == "qwen3":
+        for name in ("self_attn.q_norm", "self_attn.k_norm"):
+            tensors[f"{prefix}.{name}.weight"] = _norm(head_dim, generator)
+    return tensors
+
+
+def _normal(shape: tuple[int, ...], generator: torch.Generator, std: float = 0.02) -> torch.Tensor:
+    return torch.randn(shape, generator=generator, device=generator.device, dtype=torch.float32).mul_(std).bfloat16()
+
+
+def _norm(size: int, generator: torch.Generator) -> torch.Tensor:
+    return _normal((size,), generator, std=0.1) + 1
+
+
+def _write_config(sizes: dict, format: str, out: Path) -> None:
+    from transformers import AutoConfig
+
+    sizes = dict(sizes)
+    theta = sizes.pop("rope_theta")
+    config = AutoConfig.for_model(
+        **sizes,
+        rope_parameters={"rope_type": "default", "rope_theta": theta},
+        dtype="bfloat16",
+        eos_token_id=0,
+        bos_token_id=1,
+    )
+    config.architectures = [f"{sizes['model_type'].capitalize()}ForCausalLM"]
+    text = json.loads(config.to_json_string(use_diff=False))
+    if format == "nvfp4":
+        text["quantization_config"] = quantization_config()
+    (out / "config.json").write_text(json.dumps(text, indent=2), encoding="utf-8")
+
+
+def quantization_config() -> dict:
+    """What llm-compressor writes into config.json for NVFP4A16 with the head left alone."""
+    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
+
+    scheme = preset_name_to_scheme("NVFP4A16", ["Linear"])
+    scheme.format = "nvfp4-pack-quantized"
+    config = QuantizationConfig(
+        config_groups={"group_0": scheme},
+        ignore=["lm_head"],
+        format="nvfp4-pack-quantized",
+        quantization_status="compressed",
+    )
+    return json.loads(config.model_dump_json())
+
+
+def _write_tokenizer(vocab: int, out: Path) -> None:
+    """Bytes as tokens (ids 1 to 256), and fillers up to the vocabulary's size; id 0 ends a completion.
+
+    Byte-level BPE without merges, since transformers 5 gives a Qwen2 config its own BPE tokenizer in any case.
+    """
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+
+    words = ["<eos>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    words += [f"<{number}>" for number in range(len(words), vocab)]
+    tokenizer = Tokenizer(BPE({word: number for number, word in enumerate(words)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.save(str(out / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<eos>",
+        "pad_token": "<eos>",
+        "model_max_length": 131072,
+        "chat_template": "{% for m in messages %}{{ m['content'] }}\n{% endfor %}",
+    }
+    (out / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

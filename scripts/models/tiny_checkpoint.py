@@ -1,0 +1,342 @@
+"""Train the embedded model (qerl/tiny) from nothing on generated word problems: minutes on two CPU cores.
+
+    python scripts/models/tiny_checkpoint.py
+
+writes qerl/tiny: a Qwen3-layout model in bfloat16, a byte-level BPE tokenizer with its chat template, and the model
+card with the measured accuracy and the hash of the weights. Nothing is downloaded and all randomness comes from
+`--seed`; another processor, torch version or thread count rounds differently, which changes the weights a little.
+
+The corpus mixes two ways to answer the same problems: worked out step by step, and the answer at once. The first is
+nearly always right, the second nearly always wrong, because so small a network cannot do several steps in its head. How
+often a story is worked out in the corpus depends on its kind (WORKED_SHARE), and the model copies that. So it is able
+to solve the problems and mostly does not: what reinforcement learning can change, visibly, within a minute.
+
+1. The last MIXED_SHARE of the steps see the mixture, the others only worked answers: answers given at once teach
+   little arithmetic, and only their frequency has to be learned.
+2. Matrices are updated by Muon (https://kellerjordan.github.io/posts/muon), in float32 and batched over equal shapes:
+   here it needs several times fewer examples than AdamW, which keeps the embedding and the norms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import hashlib
+import itertools
+import logging
+import random
+import shutil
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from qerl.nvfp4.reference import dequantize, quantize, shared_global_scale
+from qerl.tasks import build_messages, grade
+from qerl.tasks.arith import Problem, problems
+from qerl.tasks.arith import rows as arith_rows
+from qerl.tasks.arith_kinds import KINDS
+
+log = logging.getLogger("tiny_checkpoint")
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+CARD = Path(__file__).with_name("tiny_card.md")
+
+VOCABULARY = 640  # covers every word of the stories; other text falls back to bytes
+SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# Qwen's pattern, except that a digit keeps the space before it: " 42" is two tokens, not three.
+PATTERN = r"'(?i:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+CHAT_TEMPLATE = """\
+{%- for message in messages %}
+{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}
+{{- '<|im_start|>assistant\\n' }}
+{%- endif %}
+"""
+
+CORPUS_SEED = 1  # the task's own rows are seed 0
+WORKED_SHARE = (0.2, 0.65, 0.3)  # of the kinds in turn: how often a problem of this kind is worked out
+MIXED_SHARE = 0.3
+PROMPT_WEIGHT = 0.1  # of a prompt token's loss, against 1 for a completion token
+MEAN_COMPLETION = 26  # tokens; the loss is a sum over tokens divided by rows times this, so that short rows weigh less
+POOL = 16  # batches drawn at once and sorted by length, to pad little
+
+LR_MATRICES = 0.01
+LR_REST = 0.006
+WEIGHT_DECAY = 0.05
+WARMUP_STEPS = 30
+DECAY_SHARE = 0.6  # of the steps, at the end, down to LR_FLOOR
+LR_FLOOR = 0.02
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """The embedded model's tokenizer, from the corpus's own text."""
+    texts = (
+        f"user\n{made.question}" if number % 2 else f"assistant\n{made.worked}"
+        for number, made in enumerate(problems("train", 0, 20_000))
+    )
+    return bpe_tokenizer(texts, VOCABULARY)
+
+
+def bpe_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
+    """A byte-level BPE trained on `texts`, with the chat template: any text encodes, and decodes to itself."""
+    bpe = Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=list(SPECIAL),
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.train_from_iterator(texts, trainer)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        additional_special_tokens=["<|im_start|>"],
+        model_max_length=2048,
+        clean_up_tokenization_spaces=False,
+        padding_side="left",
+    )
+    tokenizer.chat_template = CHAT_TEMPLATE
+    return tokenizer
+
+
+def build_model(seed: int) -> Qwen3ForCausalLM:
+    """The untrained model, float32. Every linear reads 128 or 256 features: whole NVFP4 blocks, whole GPU tiles."""
+    torch.manual_seed(seed)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        pad_token_id=SPECIAL.index("<|endoftext|>"),
+        eos_token_id=SPECIAL.index("<|im_end|>"),
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    )
+    return model
+
+
+def prompts_of(tokenizer: PreTrainedTokenizerFast, questions: list[str]) -> list[str]:
+    """The prompts as training and evaluation write them, from one rendering of the chat template."""
+    messages = build_messages("arith", "\0")
+    head, tail = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).split("\0")
+    return [head + question + tail for question in questions]
+
+
+def answer_of(made: Problem, mixed: bool, rng: random.Random) -> str:
+    """What the corpus answers: worked out, or (in the mixture, as often as the kind has it) the number at once."""
+    share = WORKED_SHARE[[kind.name for kind in KINDS].index(made.kind) % len(WORKED_SHARE)]
+    return made.direct if mixed and rng.random() >= share else made.worked
+
+
+def batches(
+    tokenizer: PreTrainedTokenizerFast, rows: int, steps: int, seed: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Endless (token ids, loss weights), each (rows, T), padded on the right; weights belong to the token itself."""
+    rng = random.Random(seed)
+    mixed_from = int((1 - MIXED_SHARE) * steps) * rows
+    start = 0
+    while True:
+        pool = list(problems("train", CORPUS_SEED + seed, POOL * rows, start))
+        answers = [answer_of(made, start + n >= mixed_from, rng) + SPECIAL[2] for n, made in enumerate(pool)]
+        prompt_ids = tokenizer(prompts_of(tokenizer, [made.question for made in pool]))["input_ids"]
+        pairs = list(zip(prompt_ids, tokenizer(answers)["input_ids"], strict=True))
+        pairs.sort(key=lambda pair: len(pair[0]) + len(pair[1]))
+        chunks = [pairs[n : n + rows] for n in range(0, len(pairs), rows)]
+        rng.shuffle(chunks)
+        yield from map(pad, chunks)
+        start += len(pool)
+
+
+def pad(pairs: list[tuple[list[int], list[int]]], multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+    """(token ids, loss weights), each (rows, T), of (prompt, answer) pairs; T is a whole number of times `multiple`."""
+    width = -(-max(len(prompt) + len(answer) for prompt, answer in pairs) // multiple) * multiple
+    ids, weights = torch.zeros(len(pairs), width, dtype=torch.long), torch.zeros(len(pairs), width)
+    for row, (prompt, answer) in enumerate(pairs):
+        ids[row, : len(prompt) + len(answer)] = torch.tensor(prompt + answer)
+        weights[row, : len(prompt)] = PROMPT_WEIGHT
+        weights[row, len(prompt) : len(prompt) + len(answer)] = 1.0
+    return ids, weights
+
+
+class Muon:
+    """Momentum made orthogonal by five Newton-Schulz steps, scaled like an AdamW update (arXiv 2502.16982)."""
+
+    def __init__(self, weights: list[torch.nn.Parameter]) -> None:
+        self.groups: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
+        for weight in weights:
+            self.groups.setdefault(tuple(weight.shape), []).append(weight)
+        self.momenta = {
+            shape: torch.zeros(len(group), *shape, device=group[0].device) for shape, group in self.groups.items()
+        }
+
+    @torch.no_grad()
+    def step_(self, learning_rate: float) -> None:
+        """Update every weight from its gradient, and drop the gradient."""
+        for shape, group in self.groups.items():
+            gradient = torch.stack([weight.grad for weight in group])
+            momentum = self.momenta[shape].lerp_(gradient, 0.05)
+            update = orthogonal(gradient.lerp(momentum, 0.95)) * (0.2 * max(shape) ** 0.5)
+            for weight, change in zip(group, update, strict=True):
+                weight.mul_(1 - learning_rate * WEIGHT_DECAY).sub_(change, alpha=learning_rate)
+                weight.grad = None
+
+
+def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
+    """Matrices (n, out, in) with their singular values pushed to about 1 (between 0.7 and 1.2)."""
+    tall = matrices.shape[1] > matrices.shape[2]
+    x = matrices.mT if tall else matrices
+    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * (gram @ gram)) @ x
+    return x.mT if tall else x
+
+
+def loss_of(model: Qwen3ForCausalLM, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Weighted next-token loss in nats per token of a mean completion. Padding is on the right: no mask is needed."""
+    logits = model(input_ids=ids).logits[:, :-1]
+    losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    return (losses * weights[:, 1:].flatten()).sum() / (MEAN_COMPLETION * len(ids))
+
+
+def train_(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, rows: int, seed: int) -> None:
+    """Pretrain in place; logs the loss every 50 steps."""
+    matrices = [weight for name, weight in model.model.layers.named_parameters() if weight.ndim == 2]
+    rest = [weight for weight in model.parameters() if not any(weight is matrix for matrix in matrices)]
+    muon, adam = Muon(matrices), torch.optim.AdamW(rest, lr=LR_REST, betas=(0.9, 0.98), weight_decay=0.0)
+    stream, started = batches(tokenizer, rows, steps, seed), time.monotonic()
+    for step in range(steps):
+        loss = loss_of(model, *next(stream))
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(rest, 1.0)
+        scale = min(1.0, (step + 1) / WARMUP_STEPS, max(LR_FLOOR, (steps - step) / (DECAY_SHARE * steps)))
+        adam.param_groups[0]["lr"] = LR_REST * scale
+        muon.step_(LR_MATRICES * scale)
+        adam.step()
+        adam.zero_grad()
+        if (step + 1) % 50 == 0:
+            log.info("step %d/%d loss %.4f, %.0f s", step + 1, steps, loss.item(), time.monotonic() - started)
+
+
+def nvfp4_twin(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
+    """A copy with every linear rounded to NVFP4 and back, global scales shared as a checkpoint has them."""
+    twin = copy.deepcopy(model)
+    for layer in twin.model.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for group in (
+            (attention.q_proj, attention.k_proj, attention.v_proj),
+            (attention.o_proj,),
+            (mlp.gate_proj, mlp.up_proj),
+            (mlp.down_proj,),
+        ):
+            scale = shared_global_scale([linear.weight.data for linear in group])
+            for linear in group:
+                linear.weight.data = dequantize(*quantize(linear.weight.data, scale), linear.weight.dtype)
+    return twin
+
+
+@torch.no_grad()
+def accuracy(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    count: int = 512,
+    style: Literal["own", "worked", "direct"] = "own",
+    sampled: bool = False,
+) -> float:
+    """Share of the first `count` rows of the test split answered correctly.
+
+    `style` "direct" makes the model begin with "####", "worked" forbids it to; greedy, or sampled at temperature 1.
+    """
+    torch.manual_seed(0)
+    rows = list(itertools.islice(arith_rows("test"), count))
+    prompts = prompts_of(tokenizer, [row["question"] for row in rows])
+    mark = tokenizer.convert_tokens_to_ids("####")
+    correct = 0
+    for start in range(0, count, 128):
+        texts = [prompt + ("####" if style == "direct" else "") for prompt in prompts[start : start + 128]]
+        inputs = tokenizer(texts, return_tensors="pt", padding=True)
+        output = model.generate(
+            **inputs,
+            max_new_tokens=48,
+            do_sample=sampled,
+            top_k=0 if sampled else None,
+            begin_suppress_tokens=[mark] if style == "worked" else None,
+        )
+        begin = inputs["input_ids"].shape[1] - (style == "direct")
+        completions = tokenizer.batch_decode(output[:, begin:], skip_special_tokens=True)
+        chunk = rows[start : start + 128]
+        correct += sum(
+            grade("arith", text, row["answer"]).correct for text, row in zip(completions, chunk, strict=True)
+        )
+    return correct / count
+
+
+def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, facts: dict[str, object]) -> str:
+    """Write the folder that is shipped; returns the sha256 of the weights, which the model card states."""
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    weights = folder / "model.safetensors"
+    weights.chmod(0o644)
+    digest = hashlib.sha256(weights.read_bytes()).hexdigest()
+    parameters = sum(weight.numel() for weight in model.parameters())
+    size_mb = f"{weights.stat().st_size / 1e6:.1f}"
+    card = CARD.read_text(encoding="utf-8")
+    (folder / "README.md").write_text(
+        card.format(sha256=digest, parameters=f"{parameters:,}", size_mb=size_mb, **facts), encoding="utf-8"
+    )
+    shutil.copyfile(REPOSITORY / "LICENSE", folder / "LICENSE")
+    return digest
+
+
+def main() -> None:
+    """Train, measure in both formats, save."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "qerl" / "tiny", help="folder to write")
+    parser.add_argument("--steps", type=int, default=1200)
+    parser.add_argument("--rows", type=int, default=64, help="problems a step")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(args.threads)
+    torch.use_deterministic_algorithms(True)
+
+    started = time.monotonic()
+    tokenizer, model = build_tokenizer(), build_model(args.seed)
+    train_(model, tokenizer, args.steps, args.rows, args.seed)
+    minutes = (time.monotonic() - started) / 60
+    model = model.to(torch.bfloat16).float().eval()  # the values that are saved
+    facts = {"minutes": f"{minutes:.0f}", "torch": torch.__version__, **vars(args)}
+    for name, measured in (("bf16", model), ("nvfp4", nvfp4_twin(model))):
+        facts[f"{name}_greedy"] = f"{accuracy(measured, tokenizer):.3f}"
+        facts[f"{name}_sampled"] = f"{accuracy(measured, tokenizer, sampled=True):.3f}"
+        facts[f"{name}_worked"] = f"{accuracy(measured, tokenizer, style='worked'):.3f}"
+        facts[f"{name}_direct"] = f"{accuracy(measured, tokenizer, style='direct'):.3f}"
+    digest = save(model.to(torch.bfloat16), tokenizer, args.out, facts)
+    log.info("%s", {name: value for name, value in facts.items() if name.startswith(("bf16", "nvfp4", "minutes"))})
+    log.info("%s holds the model, sha256 %s", args.out, digest)
+
+
+if __name__ == "__main__":
+    main()

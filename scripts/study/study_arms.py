@@ -1,0 +1,180 @@
+"""The arms of study_noise.py, and one run of an arm: train by the recipe, evaluate, return plain values."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+RECIPE = Path(__file__).with_name("study_noise.yaml")
+TASK = "arith_chain"
+EVALUATION_BATCH = 512
+TEST_ROWS, VALIDATION_ROWS = 1024, 1024  # the first rows of the test split are reported, the next choose the rate
+KEPT = (
+    "reward", "entropy", "sampling/entropy", "noise/sigma", "mismatch_kl", "grad_norm", "completions/mean_tokens",
+    "completions/truncated_share", "groups/zero_variance_share", "time/step_s", "time/rollout_s", "memory/peak_gib",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Arm:
+    """What is compared: the base (a folder in the study's work directory), its format for `qerl`, and the noise."""
+
+    title: str
+    base: str  # "bf16", "nvfp4" or "nf4"
+    overrides: tuple[str, ...] = ("noise.enabled=false",)
+
+    @property
+    def format(self) -> str:
+        """NF4 values are kept in 16 bits: see scripts/study/study_nf4.py."""
+        return "nvfp4" if self.base == "nvfp4" else "bf16"
+
+
+ARMS = {
+    "bf16": Arm("BF16 LoRA", "bf16"),
+    "nvfp4": Arm("NVFP4 LoRA", "nvfp4"),
+    "nvfp4_aqn": Arm("NVFP4 LoRA + AQN in the rollout", "nvfp4", ("noise.enabled=true", "noise.where=rollout")),
+    "nvfp4_aqn_both": Arm("NVFP4 LoRA + AQN in both", "nvfp4", ("noise.enabled=true", "noise.where=both")),
+    "nf4": Arm("NF4 LoRA (QLoRA's values)", "nf4"),
+    "nvfp4_aqn_x10": Arm(
+        "NVFP4 LoRA + AQN x 10 in the rollout",
+        "nvfp4",
+        ("noise.enabled=true", "noise.where=rollout", "noise.sigma_start=1e-1", "noise.sigma_end=5e-3"),
+    ),  # not the paper's: shows at what strength noise begins to act
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of an arm. Rate None: no training, the arm's base is evaluated."""
+
+    arm: str
+    rate: float | None
+    seed: int
+
+    @property
+    def key(self) -> str:
+        """Its name, of a folder too."""
+        return f"{self.arm}-base" if self.rate is None else f"{self.arm}-{self.rate:g}-{self.seed}"
+
+
+@dataclass(frozen=True)
+class JobSettings:
+    """What all jobs of a study share."""
+
+    base: str  # the 16-bit checkpoint's name
+    task: str
+    steps: int
+    engine: str
+    overrides: list[str]
+    test_rows: int
+    validation_rows: int
+
+
+def check_rows(settings: JobSettings) -> None:
+    """Raises DataError if the task has fewer test rows than the study asks for."""
+    from qerl.errors import DataError
+    from qerl.tasks import get_task, load_examples
+
+    asked = settings.test_rows + settings.validation_rows
+    found = len(load_examples(get_task(settings.task), None, "test", None, asked)[0])
+    if found < asked:
+        raise DataError(
+            f"task {settings.task} has {found} test rows, the study asks for {settings.test_rows} and "
+            f"{settings.validation_rows} more: write a smaller --test-rows or --validation-rows"
+        )
+
+
+def execute(job: Job, settings: JobSettings, work: Path) -> dict[str, Any]:
+    """Train (unless it has been trained) and evaluate; returns the job's row of the results, JSON values alone."""
+    arm, run_dir = ARMS[job.arm], work / "runs" / job.key
+    row: dict[str, Any] = asdict(job)
+    if job.rate is not None:
+        _train(job, settings, work, run_dir)
+        row["steps"] = _steps(run_dir)
+    model = work / arm.base if job.rate is None else run_dir
+    return row | _evaluate(model, arm.format, settings, work / "evals" / job.key)
+
+
+def overrides_of(job: Job, settings: JobSettings, work: Path) -> list[str]:
+    """What `qerl train --recipe scripts/study/study_noise.yaml` would be given by --set for this job."""
+    arm = ARMS[job.arm]
+    own = [
+        f"model.base={work / arm.base}",
+        f"model.format={arm.format}",
+        f"optim.learning_rate={job.rate}",
+        f"data.task={settings.task}",
+        f"rollout.engine={settings.engine}",
+    ]
+    if settings.engine == "vllm" and arm.format == "nvfp4":
+        own.append("rollout.kernel=marlin")  # with Humming the first run stopped at the gate: its blocks of 56 tokens
+    return [*own, *arm.overrides, *settings.overrides]
+
+
+def _train(job: Job, settings: JobSettings, work: Path, run_dir: Path) -> None:
+    from qerl.config.recipe import load_recipe
+
+    overrides = overrides_of(job, settings, work)
+    config = load_recipe(RECIPE, overrides, seed=job.seed, steps=settings.steps, out=str(run_dir))
+    from training.run import resume, start  # torch and more, which a wrong setting need not wait for
+
+    if (run_dir / "config.yaml").exists():
+        resume(run_dir)
+    else:
+        start(config, "study_noise")
+
+
+def _steps(run_dir: Path) -> dict[str, list[float | None]]:
+    """The run's metrics, a list over the steps each, rounded to what a curve needs."""
+    from training.run_dir.log import read_metrics
+
+    rows = read_metrics(run_dir)
+    return {
+        name: [None if row.get(name) is None else float(f"{row[name]:.4g}") for row in rows]
+        for name in KEPT
+        if any(row.get(name) is not None for row in rows)
+    }
+
+
+def _evaluate(model: Path, format: str, settings: JobSettings, out: Path) -> dict[str, Any]:
+    """Greedy answers to the first rows of the test split, on the transformers engine: it opens in a second.
+
+    `test` and `validation` are strings of 0 and 1, one a question.
+    """
+    from eval.run import run_eval
+    from eval.settings import EvalSettings
+
+    rows = settings.test_rows + settings.validation_rows
+    run_eval(
+        EvalSettings(
+            task=settings.task,
+            model=str(model),
+            load=format,
+            limit=rows,
+            max_new_tokens=96,
+            batch_size=EVALUATION_BATCH,
+            engine="transformers",
+            out=out,
+        )
+    )
+    graded = [json.loads(line) for line in (out / "completions.jsonl").read_text(encoding="utf-8").splitlines()]
+    graded.sort(key=lambda row: row["row"])
+    bits = "".join(str(int(row["correct"])) for row in graded)
+    return {
+        "test": bits[: settings.test_rows],
+        "validation": bits[settings.test_rows :],
+        "tokens": round(sum(row["tokens"] for row in graded) / len(graded), 1),
+        "truncated_share": round(sum(row["truncated"] for row in graded) / len(graded), 4),
+    }
+
+
+def main(spec: Path, out: Path) -> None:
+    """Run the job in `spec` (JSON) and write its row to `out`, whole or not at all."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    given = json.loads(spec.read_text(encoding="utf-8"))
+    row = execute(Job(**given["job"]), JobSettings(**given["settings"]), Path(given["work"]))
+    partial = out.with_suffix(".partial")
+    partial.write_text(json.dumps(row), encoding="utf-8")
+    partial.rename(out)

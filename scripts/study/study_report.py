@@ -1,0 +1,234 @@
+"""Tables and picture of scripts/study/study_noise.py from its results; needs no GPU.
+
+Accuracy is greedy, on rows that neither training nor the choice of the rate has seen. Intervals are 95%:
+
+1. Of an accuracy, or of a difference of two arms on the same questions and seeds: two parts, added in quadrature,
+   Student's t over the seeds' means and the normal distribution over the questions' means. Chance of a seed stands in
+   both, so the interval is rather too wide than too narrow.
+2. Of a reward, a slope or their difference: Student's t over the seeds, each seed one value. A single seed has none.
+
+A reward "rises" if the interval of its slopes lies above 0: of each seed's reward the slope of the least squares line
+over the steps. Each step has problems that training has not seen before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import mean, stdev
+from typing import Any
+
+import numpy as np
+from study_arms import ARMS
+
+T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}  # by degrees of freedom
+PAIRS = (  # reference, arm
+    ("bf16", "nvfp4"), ("bf16", "nf4"), ("bf16", "nvfp4_aqn"), ("bf16", "nvfp4_aqn_both"),
+    ("nvfp4", "nvfp4_aqn"), ("nvfp4", "nvfp4_aqn_both"), ("nvfp4", "nvfp4_aqn_x10"),
+)  # fmt: skip
+
+Runs = Sequence[dict[str, Any]]
+
+
+def write_report(results: Path, images: Path) -> None:
+    """Write `<results>.md` beside the results, and `<images>/<results>.png`."""
+    import study_figure
+
+    found = json.loads(results.read_text(encoding="utf-8"))
+    images.mkdir(parents=True, exist_ok=True)
+    study_figure.draw(found, images / f"{results.stem}.png")
+    results.with_suffix(".md").write_text(page(found, results.name), encoding="utf-8")
+
+
+def page(results: dict[str, Any], name: str) -> str:
+    """The whole text of the file beside the results."""
+    settings, machine = results["settings"], results["machine"]
+    versions = ", ".join(f"{key} {machine['versions'][key]}" for key in ("torch", "transformers", "trl", "peft"))
+    lines = [
+        f"Drawn by `python scripts/study/study_noise.py report benchmarks/{name}` from that file: {settings['base']}, "
+        f"task {settings['task']}, {settings['steps']} steps, {settings['test_rows']} test and "
+        f"{settings['validation_rows']} validation problems, engine {settings['engine']}; {machine['device']}, "
+        f"{versions}.",
+    ]
+    for title, table in (
+        ("What each arm reached", arms_table(results)),
+        ("Arms against each other", pairs_table(results)),
+        ("The sweep", sweep_table(results)),
+        ("What the noise did to the sampler", noise_table(results)),
+    ):
+        lines += ["", f"**{title}**", "", *table]
+    if results["failed"]:
+        lines += ["", f"Failed: {', '.join(results['failed'])}."]
+    return "\n".join(lines) + "\n"
+
+
+def trained(results: dict[str, Any], arm: str) -> dict[float, Runs]:
+    """The arm's runs by learning rate, each list by seed."""
+    runs: dict[float, list[dict[str, Any]]] = {}
+    for row in sorted((r for r in results["runs"].values() if r["rate"] is not None), key=lambda r: r["seed"]):
+        if row["arm"] == arm:
+            runs.setdefault(row["rate"], []).append(row)
+    return dict(sorted(runs.items()))
+
+
+def candidates(results: dict[str, Any], arm: str) -> dict[float, Runs]:
+    """The arm's runs of the rates that can be chosen: those with the most seeds."""
+    runs = trained(results, arm)
+    most = max(map(len, runs.values()), default=0)
+    return {rate: rows for rate, rows in runs.items() if len(rows) == most}
+
+
+def finals(results: dict[str, Any], arm: str) -> Runs:
+    """The arm's reported runs: of the rate with the most right validation answers, the smaller rate of equals."""
+    runs = candidates(results, arm).values()
+    return max(runs, key=lambda rows: sum(row["validation"].count("1") for row in rows), default=[])
+
+
+def present(results: dict[str, Any]) -> list[str]:
+    """The arms that have runs."""
+    return [arm for arm in ARMS if finals(results, arm)]
+
+
+def answers(runs: Runs, part: str = "test") -> np.ndarray:
+    """1 where right, (seeds, questions)."""
+    return np.array([[bit == "1" for bit in row[part]] for row in runs], dtype=float)
+
+
+def over_seeds(values: Sequence[float]) -> float:
+    """Half the width of the interval of a mean over seeds; not a number for a single one."""
+    if len(values) < 2:
+        return float("nan")
+    return T_95[len(values) - 1] * stdev(values) / len(values) ** 0.5
+
+
+def estimate(values: np.ndarray) -> tuple[float, float]:
+    """Mean of (seeds, questions) and half the width of its interval (see the top of the file, 1)."""
+    questions = values.mean(0)
+    by_question = 1.96 * questions.std(ddof=1) / questions.size**0.5
+    return float(values.mean()), float(np.hypot(over_seeds(list(values.mean(1))), by_question))
+
+
+def slope(run: dict[str, Any]) -> float:
+    """Of the least squares line through the run's reward, a step."""
+    rewards = run["steps"]["reward"]
+    return float(np.polyfit(np.arange(len(rewards)), rewards, 1)[0])
+
+
+def rises(runs: Runs) -> bool:
+    """Whether the interval of the seeds' slopes lies above 0."""
+    slopes = [slope(run) for run in runs]
+    return mean(slopes) - over_seeds(slopes) > 0
+
+
+def paired(results: dict[str, Any], reference: str, arm: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The reported runs of two arms, by the seeds that both have."""
+    first, second = ({run["seed"]: run for run in finals(results, name)} for name in (reference, arm))
+    return [(first[seed], second[seed]) for seed in first if seed in second]
+
+
+def arms_table(results: dict[str, Any]) -> list[str]:
+    gpu = results["machine"]["device"] != "CPU"
+    head = [
+        "accuracy, %",
+        "rate",
+        "before",
+        "after",
+        "each seed",
+        "reward, first and last fifth",
+        "slope a step",
+        "entropy",
+    ]
+    head += ["s a step", "GiB"] if gpu else []
+    rows = [_head(head)]
+    for arm in present(results):
+        runs = finals(results, arm)
+        base = [r for r in results["runs"].values() if r["rate"] is None and ARMS[r["arm"]].base == ARMS[arm].base]
+        slopes = [slope(run) for run in runs]
+        cells = [
+            ARMS[arm].title,
+            f"{runs[0]['rate']:g}",
+            f"{100 * answers(base).mean():.1f}" if base else "",
+            _plus_minus(*(100 * value for value in estimate(answers(runs))), ".1f"),
+            " / ".join(f"{100 * value:.1f}" for value in answers(runs).mean(1)),
+            " to ".join(f"{_fifth(runs, 'reward', last):.2f}" for last in (False, True)),
+            f"{_plus_minus(mean(slopes), over_seeds(slopes), '.4f')}, {'rises' if rises(runs) else 'cannot tell'}",
+            " to ".join(f"{_fifth(runs, 'sampling/entropy', last):.2f}" for last in (False, True)),
+        ]
+        if gpu:
+            memory = max(value for run in runs for value in run["steps"]["memory/peak_gib"] if value is not None)
+            cells += [f"{_fifth(runs, 'time/step_s', True):.1f}", f"{memory:.2f}"]
+        rows.append(_line(cells))
+    return rows
+
+
+def pairs_table(results: dict[str, Any]) -> list[str]:
+    rows = [_head(["", "accuracy, points", "mean reward of the run", "accuracy is"])]
+    for reference, arm in PAIRS:
+        pairs = paired(results, reference, arm)
+        if not pairs:
+            continue
+        first, second = zip(*pairs, strict=True)
+        difference, half = estimate(answers(second) - answers(first))
+        rewards = [mean(b["steps"]["reward"]) - mean(a["steps"]["reward"]) for a, b in pairs]
+        cells = [
+            f"{ARMS[arm].title} against {ARMS[reference].title}",
+            _plus_minus(100 * difference, 100 * half, "+.1f"),
+            _plus_minus(mean(rewards), over_seeds(rewards), "+.3f"),
+            "better" if difference > half else "worse" if difference < -half else "not told apart",
+        ]
+        rows.append(_line(cells))
+    return rows
+
+
+def sweep_table(results: dict[str, Any]) -> list[str]:
+    """Accuracy on validation problems by rate, mean of the seeds; the chosen rate in bold."""
+    rates = sorted({rate for arm in ARMS for rate in trained(results, arm)})
+    rows = [_head(["validation accuracy by rate, % (seeds)", *(f"{rate:g}" for rate in rates)])]
+    for arm in present(results):
+        runs, chosen = trained(results, arm), finals(results, arm)[0]["rate"]
+        cells = {rate: f"{100 * answers(runs[rate], 'validation').mean():.1f} ({len(runs[rate])})" for rate in runs}
+        cells[chosen] = f"**{cells[chosen]}**"
+        rows.append(_line([ARMS[arm].title, *(cells.get(rate, "") for rate in rates)]))
+    return rows
+
+
+def noise_table(results: dict[str, Any]) -> list[str]:
+    """At the first step with noise, beside NVFP4 without noise at the same rate and seed: till then both were one."""
+    columns = ["runs", "sigma", "entropy of the sampler", "without", "mismatch_kl", "points more than without"]
+    rows = [_head(["at the first step with noise", *columns])]
+    clean = {(rate, run["seed"]): run for rate, runs in trained(results, "nvfp4").items() for run in runs}
+    for arm in (arm for arm in present(results) if ARMS[arm].base == "nvfp4" and arm != "nvfp4"):
+        found = []
+        for rate, runs in trained(results, arm).items():
+            for run in (run for run in runs if (rate, run["seed"]) in clean):
+                steps, without = run["steps"], clean[rate, run["seed"]]["steps"]
+                at = next(index for index, sigma in enumerate(steps["noise/sigma"]) if sigma)
+                entropies = (steps["sampling/entropy"][at], without["sampling/entropy"][at])
+                gain = 100 * float((answers([run]) - answers([clean[rate, run["seed"]]])).mean())
+                found.append((steps["noise/sigma"][at], *entropies, steps["mismatch_kl"][at], gain))
+        if found:
+            sigma, noisy, quiet, mismatch, gain = np.array(found).mean(0)
+            gains = [row[-1] for row in found]
+            cells = [ARMS[arm].title, str(len(found)), f"{sigma:g}", f"{noisy:.4f}", f"{quiet:.4f}", f"{mismatch:.1e}"]
+            rows.append(_line([*cells, f"{gain:+.1f} ({min(gains):+.1f} to {max(gains):+.1f})"]))
+    return rows
+
+
+def _fifth(runs: Runs, name: str, last: bool) -> float:
+    """Mean of a metric over the first or last fifth of the runs' steps."""
+    count = max(1, len(runs[0]["steps"][name]) // 5)
+    return mean(mean(run["steps"][name][-count:] if last else run["steps"][name][:count]) for run in runs)
+
+
+def _plus_minus(value: float, half: float, form: str) -> str:
+    """The value and half its interval, if it has one."""
+    return f"{value:{form}}" + ("" if np.isnan(half) else f" ± {half:{form.removeprefix('+')}}")
+
+
+def _line(cells: Sequence[str]) -> str:
+    return f"| {' | '.join(cells)} |"
+
+
+def _head(cells: Sequence[str]) -> str:
+    return f"{_line(cells)}\n{'|---' * len(cells)}|"

@@ -1,0 +1,44 @@
+"""Small checkpoints of the real layout: config.json, tokenizer files, sharded safetensors, random weights."""
+
+import shutil
+from pathlib import Path
+
+import torch
+
+TINY = Path(__file__).parents[2] / "qerl" / "tiny"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
+FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
+
+
+def write_base(folder, family="qwen3", seed=0, hidden=64, layers=2, tie=True, dtype=torch.bfloat16):
+    """A random model of `family` with the embedded model's tokenizer, written as save_pretrained writes it."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in TOKENIZER_FILES:
+        shutil.copy(TINY / name, folder / name)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": hidden // 4,
+        "max_position_embeddings": 512,
+        "tie_word_embeddings": tie,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+        "initializer_range": 0.2,
+    }
+    config = AutoConfig.for_model(family, **sizes)
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("bias"):
+                parameter.normal_(std=0.1)
+    model.save_pretrained(folder, max_shard_size="100KB")
+    return folder

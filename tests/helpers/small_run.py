@@ -1,0 +1,54 @@
+"""A run of seconds on a random base: what the tests of the trainer share."""
+
+import json
+from itertools import islice
+
+import torch
+
+from qerl.checkpoint.adapter import read_adapter
+from qerl.config.recipe import load_recipe
+from qerl.tasks import get_task
+from training.run_dir.log import deterministic, read_metrics
+
+REWARD = '''
+def digits(completions, **columns):
+    """Share of characters that are digits: dense, so that groups differ even on a random model."""
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+'''
+ROWS = 48
+SETTINGS = (
+    "rollout.prompts_per_step=2",
+    "rollout.group_size=4",
+    "rollout.max_new_tokens=8",
+    "run.micro_batch_tokens=56",
+    "run.save_every=2",
+    "noise.num_stages=3",
+    "noise.sigma_start=0.05",
+    "noise.sigma_end=0.01",
+    "data.limit=12",
+    "loss.mask_truncated=false",
+    "optim.warmup_ratio=0",
+    "logging.completions_every=2",
+)
+
+
+def small_config(base, folder, *overrides, steps=6, out="run"):
+    """The tiny recipe, smaller, on `base`, with a dense reward; writes the reward's file into `folder`.
+
+    The rows are the task's own first ones, from a file: making all of its 8192 takes as long as six steps.
+    """
+    reward, rows = folder / "reward.py", folder / "rows.jsonl"
+    reward.write_text(REWARD)
+    rows.write_text("".join(json.dumps(row) + "\n" for row in islice(get_task("arith").generate("train"), ROWS)))
+    given = (f"rewards=[{{name: '{reward}:digits'}}]", f"data.source={rows}")
+    return load_recipe("tiny", [*SETTINGS, *given, *overrides], base=str(base), steps=steps, out=str(folder / out))
+
+
+def numbers(run_dir):
+    """The rows of its log without times and memory."""
+    return [deterministic(row) for row in read_metrics(run_dir)]
+
+
+def same_adapters(one, other):
+    first, second = read_adapter(one)[0], read_adapter(other)[0]
+    return set(first) == set(second) and all(torch.equal(first[name], second[name]) for name in first)

@@ -1,0 +1,88 @@
+"""Damaged model folders: one short error that names the file and the remedy."""
+
+import json
+import shutil
+
+import pytest
+from checkpoint_factory import make_checkpoint
+
+from qerl.checkpoint.load import load_model, load_tokenizer
+from qerl.engine.interface import open_engine
+from qerl.errors import CheckpointError
+from qerl.vllm_plugin.opening import Settings
+from quantize.run import quantize_checkpoint
+
+
+@pytest.fixture
+def damaged(nvfp4_base, tmp_path):
+    """A copy of the NVFP4 base whose config.json can be edited: damaged(key=value)."""
+
+    def edit(**changes):
+        folder = tmp_path / "model"
+        shutil.copytree(nvfp4_base, folder)
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, **changes}))
+        return folder
+
+    return edit
+
+
+def test_a_config_of_other_shapes_is_named_by_its_first_tensor(damaged):
+    with pytest.raises(CheckpointError, match=r"does not fit its config\.json \(size mismatch for") as caught:
+        load_model(damaged(vocab_size=8), "nvfp4", "float32", "cpu")
+    assert "\n" not in str(caught.value)
+
+
+def test_an_architecture_that_transformers_does_not_know(damaged):
+    with pytest.raises(
+        CheckpointError, match=r"cannot be loaded: .*`foo`.*take Qwen2, Qwen3, Llama or Mistral"
+    ) as caught:
+        load_model(damaged(model_type="foo"), "nvfp4", "float32", "cpu")
+    assert "\n" not in str(caught.value)
+
+
+MISFITS = {
+    "a layer too many": ({"num_hidden_layers": 3}, r"model\.layers\.2\..* is missing.* 9 in all"),
+    "a layer too few": ({"num_hidden_layers": 1}, r"no place for model\.layers\.1\..* 9 in all"),
+    "another architecture": ({"model_type": "qwen2"}, r"q_proj\.bias is missing"),
+    "another vocabulary": ({"vocab_size": 400}, r"embed_tokens\.weight is \[320, 64\], not \[400, 64\]"),
+}
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_weights_of_another_model_than_the_config_are_refused(tmp_path, name):
+    """transformers fills what is missing with random numbers, and drops what it has no place for."""
+    changes, message = MISFITS[name]
+    folder = make_checkpoint(tmp_path / "model", "llama")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    with pytest.raises(CheckpointError, match=message):
+        load_model(folder, "bf16", "float32")
+    with pytest.raises(CheckpointError, match=message if "layer" not in name else "lacks|model.layers.1"):
+        quantize_checkpoint(str(folder), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["{", '{"eos_token_id": "2"}', '{"eos_token_id": [2, null]}'])
+def test_a_damaged_generation_config_is_named(damaged, text):
+    folder = damaged()
+    (folder / "generation_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json.*copy"):
+        open_engine(str(folder), "nvfp4", engine="transformers")
+
+
+@pytest.mark.parametrize(
+    ("generation", "expected"),
+    [(None, (2, 7)), ({"eos_token_id": 5}, (5,)), ({"eos_token_id": [5, 2]}, (5, 2)), ({"top_k": 3}, (2, 7))],
+    ids=["no generation config", "one", "two", "one that names none"],
+)
+def test_both_engines_stop_at_the_same_tokens(damaged, generation, expected):
+    """The tokenizer's, and the generation config's or else the model config's."""
+    folder = damaged(eos_token_id=[2, 7])
+    (folder / "generation_config.json").unlink()
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    own = load_tokenizer(folder).eos_token_id
+    settings = Settings(str(folder), "nvfp4", False, None, None, None, 8)
+    assert settings.stop_token_ids() == tuple(dict.fromkeys((own, *expected)))
+    assert open_engine(str(folder), "nvfp4", engine="transformers")._end_token_ids == settings.stop_token_ids()

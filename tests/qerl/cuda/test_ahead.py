@@ -1,0 +1,181 @@
+"""Compiling in threads: once for all who ask, its errors where the kernel is loaded, and no crash of a process that
+ends early. Where the CUDA bindings are, NVRTC itself compiles; it needs no card."""
+
+import subprocess
+import sys
+import threading
+import time
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from qerl.cuda import nvrtc
+from qerl.cuda.ahead import Jobs
+from qerl.errors import EngineError
+
+HAS_NVRTC = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
+HOPPER = (9, 0)
+VARIANT = ("shrink.cu", ("TILES=1", "WARPS=8", "BATCH=5"))
+LONG_WAIT_S = 20.0  # for what is expected at once: a failure, not a hang
+
+
+@pytest.fixture
+def compiled(monkeypatch, tmp_path):
+    """An empty cache on a Hopper card; what is compiled for it, in turn, without the CUDA bindings by a stand-in."""
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
+    monkeypatch.setattr(nvrtc, "_compilations", Jobs())
+    seen = []
+    real = nvrtc._compile
+
+    def compile_slowly(text, source, options):
+        seen.append((source, tuple(options), threading.current_thread()))
+        if HAS_NVRTC:
+            return real(text, source, options)
+        time.sleep(0.2)
+        return repr((source, options)).encode()
+
+    if not HAS_NVRTC:
+        monkeypatch.setattr(nvrtc, "_version", lambda: (13, 0))
+    monkeypatch.setattr(nvrtc, "_compile", compile_slowly)
+    return seen
+
+
+def in_threads(count, ask):
+    """What `ask()` gives, or raises, in each of so many threads at the same time."""
+    start, results = threading.Barrier(count), []
+
+    def run():
+        start.wait()
+        try:
+            results.append(ask())
+        except Exception as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=run, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LONG_WAIT_S)
+    return results
+
+
+def test_what_several_ask_for_at_once_is_compiled_once(compiled, tmp_path):
+    results = in_threads(4, lambda: nvrtc._binary(*VARIANT, HOPPER))
+    assert len(compiled) == 1
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == results[:1]
+    assert results == results[:1] * 4
+
+
+def test_what_was_begun_is_waited_for_and_other_variants_are_other_files(compiled, tmp_path):
+    other = ("shrink.cu", ("TILES=2", "WARPS=8", "BATCH=5"))
+    nvrtc.compile_ahead([VARIANT, other, VARIANT])
+    first, second = (nvrtc._binary(*variant, HOPPER) for variant in (VARIANT, other))
+    assert first != second
+    assert {path.read_bytes() for path in tmp_path.iterdir()} == {first, second}
+    nvrtc.compile_ahead([VARIANT, other])  # both are in the cache
+    assert nvrtc._binary(*VARIANT, HOPPER) == first
+    assert sorted(options[1] for _, options, _ in compiled) == ["-DTILES=1", "-DTILES=2"]
+
+
+def test_begun_work_is_done_by_threads_at_the_same_time(monkeypatch):
+    """Each job waits for the other: one after another they would not end."""
+    monkeypatch.setattr("os.cpu_count", lambda: 2)
+    meeting, jobs = threading.Barrier(2), Jobs()
+    jobs.begin({name: lambda: meeting.wait(LONG_WAIT_S) for name in "ab"})
+    assert sorted(jobs.result(name, pytest.fail) for name in "ab") == [0, 1]
+
+
+def test_who_asks_does_not_wait_behind_other_jobs(monkeypatch):
+    """What no thread has come to is done by who asks for it, and not again by the thread."""
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    release, at_end, done, jobs = threading.Event(), threading.Event(), [], Jobs()
+
+    def asked():
+        done.append(threading.current_thread())
+
+    jobs.begin({"long": lambda: release.wait(LONG_WAIT_S), "asked": asked, "last": at_end.set})
+    jobs.result("asked", pytest.fail)
+    assert done == [threading.current_thread()]
+    release.set()
+    assert at_end.wait(LONG_WAIT_S)
+    assert len(done) == 1
+
+
+def test_an_error_of_a_thread_is_raised_where_the_kernel_is_loaded(compiled, monkeypatch):
+    def refuse(text, source, options):
+        raise EngineError(f"NVRTC cannot compile {source}")
+
+    works = nvrtc._compile
+    monkeypatch.setattr(nvrtc, "_compile", refuse)
+    nvrtc.compile_ahead([VARIANT])
+    with pytest.raises(EngineError, match="cannot compile shrink"):
+        nvrtc._binary(*VARIANT, HOPPER)
+    monkeypatch.setattr(nvrtc, "_compile", works)
+    assert nvrtc._binary(*VARIANT, HOPPER)  # it is tried anew, as without threads
+    assert len(compiled) == 1
+
+
+def test_an_error_reaches_all_who_wait_for_it():
+    jobs, asked = Jobs(), []
+
+    def fails():
+        asked.append(1)
+        time.sleep(0.2)
+        raise EngineError("no")
+
+    assert [str(error) for error in in_threads(3, lambda: jobs.result("a", fails))] == ["no"] * 3
+    assert len(asked) == 1
+
+
+@pytest.mark.gpu  # needs NVRTC alone; last run on 2026-11-21, on a CPU with NVRTC 13.0
+def test_nvrtcs_own_error_is_raised_where_the_kernel_is_loaded(compiled):
+    wrong = ("shrink.cu", ("TILES=none", "WARPS=8", "BATCH=5"))
+    nvrtc.compile_ahead([wrong])
+    with pytest.raises(EngineError, match=r"NVRTC cannot compile shrink\.cu .*TILES=none"):
+        nvrtc._binary(*wrong, HOPPER)
+
+
+END_EARLY = """
+import atexit, os, threading, time
+from qerl.cuda.ahead import Jobs
+
+os.cpu_count = lambda: 1
+begun, ending = threading.Event(), threading.Event()
+
+def work():
+    print("begun", flush=True)
+    begun.set()
+    ending.wait(20)
+    time.sleep(0.3)
+    print("ended", flush=True)
+
+Jobs().begin(dict.fromkeys("abcd", work))
+begun.wait(20)
+atexit.register(ending.set)
+raise SystemExit(3)
+"""
+
+
+def test_a_process_that_ends_waits_for_what_runs_and_begins_nothing_more():
+    done = subprocess.run([sys.executable, "-c", END_EARLY], capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.split("\n")[:-1]) == (3, ["begun", "ended"])
+
+
+END_WHILE_NVRTC_RUNS = """
+import torch
+from qerl.cuda import nvrtc
+from qerl.nvfp4 import gemm
+torch.cuda.get_device_capability = lambda: (9, 0)
+nvrtc.compile_ahead(gemm.variants(18944))
+"""
+
+
+@pytest.mark.gpu  # needs NVRTC alone; last run on 2026-11-21, on a CPU with NVRTC 13.0
+def test_a_process_may_end_while_nvrtc_compiles(tmp_path, monkeypatch):
+    """Threads that nobody waits for end it by a signal: 3 of 11 times with NVRTC 13.0."""
+    monkeypatch.setenv("QERL_CACHE", str(tmp_path))
+    command = [sys.executable, "-c", END_WHILE_NVRTC_RUNS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,40 @@
+"""What others hold is never counted as ours, nor ours as theirs. With `-m gpu`: another process takes 3 GiB."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from qerl.engine.own_memory import GIB, of_others, others_bytes, own_bytes
+
+
+@pytest.mark.parametrize(
+    ("used", "reserved", "others"),
+    [(0.5, 0, 0), (0.5 + 30, 0, 29.75), (0.5 + 30 + 4, 4, 29.75), (5.0, 4.9, 0), (0, 0, 0)],
+)
+def test_others_are_what_neither_torch_nor_a_context_takes(used, reserved, others):
+    assert of_others(int(used * GIB), int(reserved * GIB)) == int(others * GIB)
+
+
+HOLD = """
+import sys, torch
+held = torch.ones(3 * 2**30, dtype=torch.uint8, device="cuda")
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.gpu
+def test_another_process_on_the_card_is_not_ours():
+    """Last run on an H200 on 2026-11-22."""
+    torch.zeros(1, device="cuda")
+    others_bytes.cache_clear()
+    alone = own_bytes(0)
+    others_bytes.cache_clear()
+    with subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
+        other.stdout.readline()
+        beside = own_bytes(0)
+        other.stdin.close()
+    others_bytes.cache_clear()
+    assert beside == pytest.approx(alone, abs=0.8 * GIB)  # what a context takes is known no better

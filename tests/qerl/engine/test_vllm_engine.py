@@ -1,0 +1,128 @@
+"""The vllm engine before it opens: what it refuses, which kernel it takes, what it compiles ahead."""
+
+import importlib.util
+from collections import Counter
+from types import SimpleNamespace
+from typing import get_args
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from qerl.config.schema import RolloutConfig
+from qerl.cuda import nvrtc
+from qerl.engine.vllm_engine import VLLMEngine
+from qerl.errors import EngineError, MissingExtraError
+from qerl.vllm_plugin import opening
+
+HAS_VLLM = importlib.util.find_spec("vllm") is not None
+
+
+@pytest.mark.skipif(HAS_VLLM, reason="vllm is installed here")
+def test_without_vllm_the_extra_is_named():
+    with pytest.raises(MissingExtraError, match=r"qerl\[gpu\]"):
+        VLLMEngine("tiny", "nvfp4")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_without_a_gpu_the_other_engine_is_named():
+    with pytest.raises(EngineError, match=r"rollout.engine=transformers"):
+        opening.check_device("auto")
+
+
+def test_a_recipe_and_the_engine_know_the_same_kernels():
+    assert get_args(RolloutConfig.model_fields["kernel"].annotation) == opening.KERNELS
+
+
+def test_an_unknown_kernel_is_refused():
+    with pytest.raises(EngineError, match="auto, qerl, humming or marlin"):
+        opening.choose_kernel("cutlass", "nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("hopper", "asked", "chosen", "backend"),
+    [
+        (True, "auto", "qerl", "marlin"),
+        (True, "qerl", "qerl", "marlin"),
+        (True, "humming", "humming", "humming"),
+        (True, "marlin", "marlin", "marlin"),
+        (False, "auto", "marlin", "marlin"),
+        (False, "humming", "humming", "humming"),
+    ],
+)
+def test_our_kernel_is_the_default_where_it_runs(monkeypatch, hopper, asked, chosen, backend):
+    on_card(monkeypatch, hopper)
+    assert opening.choose_kernel(asked, "nvfp4") == chosen
+    assert opening.linear_backend(chosen) == backend
+    assert opening.linear_backend(opening.choose_kernel("auto", "bf16")) == "auto"
+
+
+def test_our_kernel_asked_for_elsewhere_is_refused(monkeypatch):
+    on_card(monkeypatch, hopper=False)
+    with pytest.raises(
+        EngineError, match=r"needs a Hopper card .* not NVIDIA A100: write rollout\.kernel=auto, humming"
+    ):
+        opening.choose_kernel("qerl", "nvfp4")
+
+
+def test_humming_that_is_not_there_names_the_extra(monkeypatch):
+    monkeypatch.setattr(opening, "_has_module", lambda name: False)
+    with pytest.raises(MissingExtraError, match="humming-kernels"):
+        opening.choose_kernel("humming", "nvfp4")
+
+
+SHAPES = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
+
+
+def begun(monkeypatch, kernel, max_rank, **shapes):
+    """What is compiled before vLLM is imported, for a model of these shapes."""
+    seen = []
+    monkeypatch.setattr(nvrtc, "compile_ahead", seen.extend)
+    config = AutoConfig.for_model("qwen2", vocab_size=64, num_hidden_layers=1, **shapes)
+    opening.compile_ahead(SimpleNamespace(config=config, base="model"), {"kernel": kernel, "max_rank": max_rank})
+    return seen
+
+
+def test_our_kernels_are_compiled_ahead_for_each_width_of_the_model(monkeypatch):
+    """3584 columns and 18944: of the second, a long one, the kernels for 64 tokens and more are others. Attention comes
+    for few heads and for many."""
+    seen = begun(monkeypatch, "qerl", 32, **SHAPES)
+    count = Counter(source for source, _ in set(seen))
+    assert count == {"gemm.cu": 8 + 5, "shrink.cu": 2 + 2, "decode_slabs.cu": 1, "attend.cu": 2}
+    assert set(begun(monkeypatch, "qerl", 0, **SHAPES)) == {each for each in seen if each[0] != "shrink.cu"}
+    short = begun(monkeypatch, "qerl", 32, **{**SHAPES, "intermediate_size": 4864})
+    expected = {"gemm.cu": 8, "shrink.cu": 2, "decode_slabs.cu": 1, "attend.cu": 2}
+    assert Counter(source for source, _ in set(short)) == expected
+    odd = begun(monkeypatch, "qerl", 32, **SHAPES, head_dim=80)  # of which FlashAttention does all
+    assert "attend.cu" not in {source for source, _ in odd}
+
+
+@pytest.mark.parametrize("kernel", ["", "marlin", "humming"])
+def test_nothing_is_compiled_ahead_for_another_kernel(monkeypatch, kernel):
+    assert begun(monkeypatch, kernel, 32, **SHAPES) == []
+
+
+def test_a_model_of_unknown_shapes_is_compiled_for_when_it_is_loaded(monkeypatch):
+    monkeypatch.setattr(nvrtc, "compile_ahead", pytest.fail)
+    config = SimpleNamespace(to_dict=lambda: {"hidden_size": 64})
+    opening.compile_ahead(SimpleNamespace(config=config, base="model"), {"kernel": "qerl", "max_rank": 0})
+
+
+def on_card(monkeypatch, hopper):
+    """What of a card the choice asks for, and Humming beside it."""
+    monkeypatch.setattr(nvrtc, "has_kernels", lambda device: hopper)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+    monkeypatch.setattr(opening, "_has_module", lambda name: True)
+
+
+def test_a_kv_cache_that_the_card_has_not_is_refused(monkeypatch):
+    with pytest.raises(EngineError, match="write auto, fp8, fp8_per_token_head"):
+        opening.check_kv_cache_dtype("fp4")
+    opening.check_kv_cache_dtype("auto")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "A100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    with pytest.raises(EngineError, match=r"A100 has \(8, 0\): write rollout\.kv_cache_dtype: auto"):
+        opening.check_kv_cache_dtype("fp8")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    opening.check_kv_cache_dtype("fp8_per_token_head")

@@ -1,0 +1,22 @@
+"""Files in a folder that several users share."""
+
+import os
+
+import pytest
+
+from qerl.files.disk import write_shared
+from qerl.nvfp4.ways import write_table
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_the_mode_of_a_cached_file_is_the_umasks(tmp_path, umask, mode):
+    before = os.umask(umask)
+    try:
+        write_shared(tmp_path / "a-0.cubin", b"first")
+        write_shared(tmp_path / "a-0.cubin", b"second")
+        write_table(tmp_path / "ways-0.json", {}, {"a": {"1": {"kernel": 2.0}}})
+    finally:
+        os.umask(before)
+    assert (tmp_path / "a-0.cubin").read_bytes() == b"second"
+    modes = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert modes == {"a-0.cubin": mode, "ways-0.json": mode}

@@ -1,0 +1,108 @@
+import pytest
+from transformers import Qwen2Config
+
+from qerl.errors import EngineError
+from qerl.plan.engine_memory import GIB, engine_bytes, kv_bytes_per_token, kv_cache_bytes, plan_memory, sampler_bytes
+
+CARD = 140 * GIB
+WEIGHTS_7B = int(5.5 * GIB)
+
+
+@pytest.mark.parametrize(
+    ("memory", "cap_gib", "limit_gib", "budget_gib"),
+    [
+        (None, None, 140, 119),  # 0.85 of the card
+        (None, 24, 24, 20.4),  # 0.85 of the cap
+        (0.5, 24, 24, 12),
+        (20, 24, 24, 20),
+        (1, 24, 24, 24),  # 1 is the whole share, not 1 GiB
+        (100, 200, 140, 100),  # a cap above the card is the card
+    ],
+)
+def test_budget_is_gib_above_one_and_a_share_below(memory, cap_gib, limit_gib, budget_gib):
+    plan = plan_memory(CARD, WEIGHTS_7B, memory, cap_gib)
+    assert plan.limit == limit_gib * GIB
+    assert plan.budget == pytest.approx(budget_gib * GIB, abs=2)
+    assert plan.utilization(CARD) == pytest.approx((budget_gib - 1) / 140)
+
+
+@pytest.mark.parametrize(
+    ("memory", "cap_gib", "message"),
+    [
+        (30, 24, "30.0 GiB and the limit is 24.0 GiB .memory.cap_gib"),
+        (200, None, "the limit is 140.0 GiB .the card"),
+        (0, None, "not a budget"),
+        (-1, None, "not a budget"),
+        (None, 8, "the weights take 5.5 GiB"),
+        (8, None, "the weights take 5.5 GiB"),
+    ],
+)
+def test_what_cannot_fit_is_refused_before_loading(memory, cap_gib, message):
+    with pytest.raises(EngineError, match=message):
+        plan_memory(CARD, WEIGHTS_7B, memory, cap_gib)
+
+
+@pytest.mark.parametrize(
+    ("memory", "cap_gib", "budget_gib"),
+    [
+        (None, 24, 20.4),  # 15% are more than 2 GiB
+        (None, 12, 10),
+        (None, 10, 8),
+        (0.85, 12, 10.2),  # what was asked for
+        (12, 12, 12),
+    ],
+)
+def test_without_a_wish_the_budget_leaves_what_lies_outside_it(memory, cap_gib, budget_gib):
+    plan = plan_memory(CARD, 2 * GIB, memory, cap_gib, outside=2 * GIB)
+    assert plan.budget == pytest.approx(budget_gib * GIB, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("memory", "cap_gib", "remedy"),
+    [
+        (8, 12, "raise rollout.memory, or take a smaller or quantized base"),  # 8.5 and 2 outside are no more than 12
+        (8, 10, "raise memory.cap_gib, or take a smaller or quantized base"),
+        (None, 10, "raise memory.cap_gib, or take a smaller or quantized base"),
+        (8, None, "raise rollout.memory, or take a smaller or quantized base"),
+    ],
+)
+def test_a_budget_too_small_is_raised_where_that_helps(memory, cap_gib, remedy):
+    with pytest.raises(EngineError, match=remedy):
+        plan_memory(CARD, WEIGHTS_7B, memory, cap_gib, outside=2 * GIB)
+
+
+@pytest.mark.parametrize(("format", "remedy"), [("bf16", "a smaller or quantized base"), ("nvfp4", "a smaller base")])
+def test_where_the_card_is_the_limit_only_a_smaller_base_helps(format, remedy):
+    with pytest.raises(EngineError, match=rf"may hold 6\.0 GiB: take {remedy}$"):
+        plan_memory(8 * GIB, WEIGHTS_7B, None, None, outside=2 * GIB, format=format)
+
+
+def test_kv_bytes_of_qwen_7b_and_of_an_explicit_head_size():
+    qwen = Qwen2Config(hidden_size=3584, num_hidden_layers=28, num_attention_heads=28, num_key_value_heads=4)
+    assert kv_bytes_per_token(qwen) == 2 * 28 * 4 * 128 * 2
+    qwen.head_dim = 64
+    assert kv_bytes_per_token(qwen) == 2 * 28 * 4 * 64 * 2
+    assert kv_bytes_per_token(qwen, "fp8") == 2 * 28 * 4 * 64
+    assert kv_bytes_per_token(qwen, "fp8_per_token_head") == 2 * 28 * 4 * (64 + 4)
+
+
+def test_kv_cache_is_no_larger_than_can_be_used_and_else_left_to_the_profile():
+    plan = plan_memory(CARD, WEIGHTS_7B, None, None)
+    assert kv_cache_bytes(plan, WEIGHTS_7B, tokens=128 * 640, per_token=57344) == int(81920 * 57344 * 1.02) + 64 * 2**20
+    assert kv_cache_bytes(plan, WEIGHTS_7B, tokens=256 * 32768, per_token=57344) is None
+
+
+def test_vllm_is_told_to_find_free_what_a_small_engine_takes_and_no_more():
+    """Another process on the card is no error while there is room."""
+    plan = plan_memory(CARD, 2 * GIB, None, None)
+    wanted = kv_cache_bytes(plan, 2 * GIB, 100_000, 2**15)
+    assert wanted < 4 * GIB
+    needed = engine_bytes(2 * GIB, wanted)
+    assert plan.utilization(CARD, needed) * CARD == pytest.approx(needed - GIB)
+    assert plan.utilization(CARD, needed) < 0.1 < plan.utilization(CARD)
+    assert plan.utilization(CARD, 2 * CARD) == plan.utilization(CARD)
+
+
+def test_the_samplers_counts_of_a_7b_by_hand():
+    assert sampler_bytes(256, 152064) == 256 * 152064 * 4 + 256 * 4752 * 4
+    assert sampler_bytes(1, 33) == 33 * 4 + 2 * 4  # 33 bits take two words

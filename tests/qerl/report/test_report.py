@@ -1,0 +1,121 @@
+"""The report of a run: means by noise stage against hand values, pictures that show them, what it refuses."""
+
+import pytest
+from matplotlib.figure import Figure
+from report_factory import DYNAMIC, ROWS, write_run
+
+from qerl.errors import ConfigError, DataError
+from qerl.report.curves import PANELS, draw_panel, panels
+from qerl.report.read import read_run
+from qerl.report.stages import held_note, sigma_text, stage_table, stages
+from qerl.report.write import write_report
+
+
+def entropy_panel(run):
+    """The axes that the entropy panel drew: the left one, and sigma's."""
+    figure = Figure()
+    draw_panel(figure.subplots(), next(panel for panel in PANELS if panel.noise), [run])
+    return figure.axes
+
+
+def test_means_by_stage():
+    found = stages(ROWS)
+    assert [(s.number, s.first, s.last, s.sigma_low) for s in found] == [
+        (0, 1, 2, 0),
+        (1, 3, 4, 0.01),
+        (2, 5, 5, 0.001),
+    ]
+    assert [s.means["entropy"] for s in found] == pytest.approx([0.6, 0.8, 0.4])
+    assert [s.means["sampling/entropy"] for s in found] == pytest.approx([0.6, 0.81, 0.401])
+    heading, cells = stage_table(found)
+    assert heading == ["stage", "steps", "sigma", "entropy", "sampling entropy", "reward", "mismatch_kl"]  # no ess
+    assert cells[1] == ["1", "3 to 4", "0.01", "0.800", "0.810", "0.250", "1.0e-04"]
+
+
+def test_a_value_that_is_missing_is_left_out_of_the_mean():
+    rows = [{**row, "entropy": None} if row["step"] == 3 else row for row in ROWS]
+    assert stages(rows)[1].means["entropy"] == pytest.approx(0.7)  # of step 4 alone
+
+
+def test_a_stage_in_which_sigma_moves_comes_in_parts():
+    rows = [{"step": i + 1, "noise/stage": int(i > 0), "noise/sigma": 0.001 * i, "entropy": 1.0} for i in range(21)]
+    found = stages(rows)
+    assert [(s.first, s.last) for s in found[:3]] == [(1, 1), (2, 4), (5, 7)]  # 20 steps in parts of 3
+    assert found[-1].last == 21
+    assert sigma_text(found[1]) == "0.001 to 0.003"
+
+
+def test_a_controller_at_its_bound_is_named():
+    rows = [{"step": i, "noise/at_bound": float(i > 2), "noise/sigma": 0.1} for i in range(1, 5)]
+    assert held_note(rows).startswith("Sigma was held at a bound in 2 of 4 steps (last at 0.1)")
+    assert held_note(rows[:2]) == held_note(ROWS) == ""
+
+
+def test_entropy_is_drawn_with_the_stages_and_sigma(tmp_path):
+    left, right = entropy_panel(read_run(write_run(tmp_path, ROWS)))
+    assert list(left.lines[0].get_ydata()) == [0.5, 0.7, 0.9, 0.7, 0.4]
+    boundaries = [line.get_xdata()[0] for line in left.lines[2:]]
+    assert boundaries == [2.5, 4.5]
+    assert list(right.lines[0].get_ydata()) == [0.01, 0.01, 0.001]  # a clean stage has none on a logarithmic axis
+
+
+def test_a_run_without_noise_has_no_second_axis(tmp_path):
+    rows = [{**row, "noise/sigma": 0.0, "noise/stage": 0} for row in ROWS]
+    assert len(entropy_panel(read_run(write_run(tmp_path, rows)))) == 1
+    write_report([tmp_path])
+    assert "by noise stage" not in (tmp_path / "report.md").read_text()
+
+
+def test_the_report_has_the_stages_and_a_picture(tmp_path):
+    run = write_run(tmp_path, [*ROWS, {"step": 6, "reward": None}])
+    write_report([run])
+    text = (run / "report.md").read_text()
+    assert "| 1 | 3 to 4 | 0.01 | 0.800 | 0.810 | 0.250 | 1.0e-04 |" in text
+    assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_dynamic_sampling_cost_is_told(tmp_path):
+    rows = [{"step": i + 1, "reward": 0.5, "time/step_s": 10.0} for i in range(3)]
+    for row, counts in zip(rows, DYNAMIC, strict=True):
+        row |= {f"dynamic_sampling/{name}": count for name, count in counts.items()}
+    rows[0] |= {"time/extra_rollouts_s": 6.0, "sampled/reward": 0.25}
+    told = (
+        "7 of the 8 groups trained on had a signal; 14 were sampled and 6 discarded (600 tokens), in 2 extra rollouts "
+        "of 6 s, 20% of the run's time"
+    )
+    run = write_run(tmp_path, rows)
+    page = write_report([run]).read_text()
+    assert told.replace("'", "&#39;") in page
+    text = (run / "report.md").read_text()
+    assert f"Dynamic sampling: {told}." in text
+    assert "| reward of all that was sampled | 0.25 |" not in text  # the last steps have none
+    assert "ynamic sampling" not in write_report([write_run(tmp_path / "plain", ROWS)]).read_text()
+
+
+def test_several_rewards_are_drawn_by_name(tmp_path):
+    rows = [{"step": 1, "reward": 1.5, "rewards/accuracy": 1.0, "rewards/format": 0.5}]
+    several = {panel.title: panel.lines for panel in panels([read_run(write_run(tmp_path, rows))])}
+    assert several["rewards by name"] == (("accuracy", "rewards/accuracy"), ("format", "rewards/format"))
+    one = panels([read_run(write_run(tmp_path, [{"step": 1, "reward": 1.0, "rewards/accuracy": 1.0}]))])
+    assert [panel.title for panel in one] == ["reward", "accuracy"]
+
+
+def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
+    run = write_run(tmp_path, ROWS)
+    with (run / "metrics.jsonl").open("a") as handle:
+        handle.write('{"step": 6, "rew')
+    assert len(read_run(run).rows) == 5
+
+
+def test_what_cannot_be_reported(tmp_path):
+    with pytest.raises(DataError, match=r"there is no folder .*nowhere"):
+        write_report([tmp_path / "nowhere"])
+    evaluation = tmp_path / "evaluation"
+    evaluation.mkdir()
+    (evaluation / "result.json").write_text("{}")
+    with pytest.raises(DataError, match=r"is an evaluation: .* with --before and --after"):
+        write_report([evaluation])
+    with pytest.raises(DataError, match=r"no steps in metrics\.jsonl: give"):
+        write_report([write_run(tmp_path / "new", [])])
+    with pytest.raises(ConfigError, match="--before FOLDER --after FOLDER"):
+        write_report([write_run(tmp_path / "run", ROWS)], before=tmp_path)

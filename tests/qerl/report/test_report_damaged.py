@@ -1,0 +1,133 @@
+"""`qerl report` and `qerl compare` on files that a hand has damaged: one line that says where, what and what to do."""
+
+import json
+
+import pytest
+from report_factory import DYNAMIC, ROWS, full_run, sample
+
+from qerl.cli import app
+from qerl.commands.terminal import run_command
+
+METRICS, SAMPLES, WARNINGS = "run/metrics.jsonl", "run/completions/step-000004.jsonl", "run/warnings.jsonl"
+GRADED, RESULT = "run/eval/after/completions.jsonl", "run/eval/after/result.json"
+IDENTITY = {"task": "arith", "questions": 4, "data": "d", "samples": 1, "temperature": 0, "top_p": 1, "seed": 0}
+SAMPLING = {f"dynamic_sampling/{name}": count for name, count in DYNAMIC[0].items()}
+
+
+def evaluate(folder, correct):
+    """As `qerl eval` leaves it, as far as the report and the comparison read it."""
+    folder.mkdir(parents=True)
+    share = sum(correct) / len(correct)
+    result = {"task": "arith", "model": "tiny", "samples": 1, "completions": len(correct), "questions": len(correct)}
+    result |= {"accuracy": {"value": share, "low": 0.0, "high": 1.0}, "truncated_share": 0.0, "no_answer_share": 0.0}
+    (folder / "result.json").write_text(json.dumps(result | {"identity": IDENTITY}))
+    row = {"sample": 0, "question": "What is 3 + 4?", "answer": "7", "completion": "#### 7", "truncated": False}
+    rows = [{**row, "row": number, "id": str(number), "correct": mark} for number, mark in enumerate(correct)]
+    (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = full_run(tmp_path / "run", [sample("good", 1.0), sample("bad", 0.0), sample("fair", 0.5)])
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row | SAMPLING) + "\n" for row in ROWS))
+    warning = {"step": 3, "kind": "no_variance", "text": "all alike"}
+    (run / "warnings.jsonl").write_text((json.dumps(warning) + "\n") * 3)
+    evaluate(run / "eval" / "before", [False, False, True, False])
+    evaluate(run / "eval" / "after", [True, True, True, False])
+    return tmp_path
+
+
+def change(path, line, key, value):
+    """`value` in a line (counted from 1) under a dotted key; ... takes the key out, and a key of None means all."""
+    lines = path.read_text().splitlines()
+    if key is None:
+        lines[line - 1] = value
+    else:
+        row = inner = json.loads(lines[line - 1])
+        *outer, last = key.split(" ")
+        for name in outer:
+            inner = inner[name]
+        inner.pop(last) if value is ... else inner.update({last: value})
+        lines[line - 1] = json.dumps(row)
+    path.write_text("".join(line + "\n" for line in lines))
+
+
+def ran(capsys, command):
+    """Exit code and stderr."""
+    with pytest.raises(SystemExit) as stopped:
+        run_command(app, command.split())
+    return stopped.value.code, capsys.readouterr().err
+
+
+REPORT, COMPARE = "report run", "compare run/eval/before run/eval/after"
+WITH = f"{REPORT} --before run/eval/before --after run/eval/after"
+
+
+@pytest.mark.parametrize("command", [REPORT, WITH, COMPARE])
+def test_what_is_whole_is_shown(folder, capsys, command):
+    code, said = ran(capsys, command)
+    assert code == 0
+    assert "error" not in said
+
+
+@pytest.mark.parametrize(
+    ("command", "file", "line", "key", "value", "said"),
+    [
+        (REPORT, METRICS, 2, None, '{"step": 2, "rew', "no JSON: Unterminated string"),
+        (REPORT, METRICS, 2, None, "[1]", "(a JSON list, not an object)"),
+        (REPORT, METRICS, 5, "step", None, "step is null: it should be a valid integer"),
+        (REPORT, METRICS, 5, "step", ..., "step is missing"),
+        (REPORT, METRICS, 1, "reward", "high", 'reward is "high": it should be a valid number'),
+        (REPORT, METRICS, 1, "reward", float("nan"), "reward is NaN: it should be a finite number"),
+        (REPORT, METRICS, 3, "noise/sigma", None, "noise/sigma is null, and noise/stage is a number"),
+        (
+            REPORT,
+            METRICS,
+            3,
+            "dynamic_sampling/filled_groups",
+            ...,
+            "filled_groups is missing, and dynamic_sampling/sam",
+        ),
+        (REPORT, SAMPLES, 2, None, '"prompt": "x"}', "no JSON: Extra data"),
+        (REPORT, SAMPLES, 2, "completion", None, "completion is null: it should be text"),
+        (REPORT, SAMPLES, 2, "rewards accuracy", "1", 'rewards.accuracy is "1": it should be a valid number'),
+        (REPORT, WARNINGS, 1, "text", ..., "text is missing"),
+        (REPORT, GRADED, 3, None, "{", "no JSON: Expecting property name"),
+        (REPORT, GRADED, 3, "correct", None, "correct is null: it should be a valid boolean"),
+        (REPORT, GRADED, 3, "question", None, "question is null: it should be text"),
+        (REPORT, RESULT, 1, "accuracy low", None, "accuracy.low is null: it should be a valid number"),
+        (WITH, GRADED, 3, "correct", "yes", 'correct is "yes": it should be a valid boolean'),
+        (WITH, RESULT, 1, "truncated_share", ..., "truncated_share is missing"),
+        (COMPARE, GRADED, 3, None, '{"row": 2, "corr', "no JSON: Unterminated string"),
+        (COMPARE, GRADED, 3, "correct", None, "correct is null: it should be a valid boolean"),
+        (COMPARE, GRADED, 3, "row", ..., "row is missing"),
+        (COMPARE, RESULT, 1, "samples", "1", 'samples is "1": it should be a valid integer'),
+        (COMPARE, RESULT, 1, "identity", ..., "identity is missing"),
+    ],
+)
+def test_what_is_damaged_is_named(folder, capsys, command, file, line, key, value, said):
+    change(folder / file, line, key, value)
+    code, error = ran(capsys, command)
+    assert code == 2
+    place = f"{file} is damaged" if file == RESULT else f"line {line} of {file} is damaged"
+    assert error.startswith(f"error: {place} (")
+    assert said in error
+    assert ": put back the file as the run wrote it, or delete" in error or ": give an evaluation whose files" in error
+    assert error.count("\n") == 1
+
+
+def test_answers_to_other_rows_are_not_compared(folder, capsys):
+    change(folder / GRADED, 4, "row", 2)
+    code, error = ran(capsys, COMPARE)
+    assert code == 2
+    assert "answers to other rows of the data ([3])" in error
+
+
+def test_a_run_whose_metrics_are_gone_says_so(folder, capsys):
+    (folder / METRICS).unlink()
+    assert ran(capsys, REPORT) == (
+        2,
+        "error: run has no metrics.jsonl: put it back, or give the directory of a run that has begun\n",
+    )

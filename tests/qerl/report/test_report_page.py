@@ -1,0 +1,235 @@
+"""The page: nothing that a run wrote can act in it, it asks nothing of any server, and it shows what it should."""
+
+import base64
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+import yaml
+from report_factory import CONFIG, ROWS, full_run, sample, write_run
+
+from qerl.errors import ConfigError, DataError
+from qerl.report.completions import LONGEST, extremes, shorten
+from qerl.report.figures import DRAWN, LINES, TEXT
+from qerl.report.page import render_page
+from qerl.report.read import read_evaluation, read_run, read_runs
+from qerl.report.summary import changes, differences, memory, phases
+from qerl.report.write import write_report
+
+HOSTILE = "</pre></details><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}<a href='//evil.example'>"
+
+
+class Page(HTMLParser):
+    """Every tag with its attributes, and the text between them."""
+
+    def __init__(self, html):
+        super().__init__()
+        self.tags, self.text = [], ""
+        self.feed(html)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data):
+        self.text += data
+
+    def links(self):
+        return [attrs[key] for _, attrs in self.tags for key in ("src", "href", "srcset", "action") if key in attrs]
+
+
+def evaluated(folder, correct, text="#### 7"):
+    """An evaluation of one question, as `qerl eval` leaves it."""
+    folder.mkdir(parents=True)
+    accuracy = {"value": float(correct), "low": 0.05, "high": 0.95}
+    result = {"task": "arith", "model": "tiny", "accuracy": accuracy, "truncated_share": 0.25, "no_answer_share": 0.0}
+    (folder / "result.json").write_text(json.dumps(result | {"questions": 1, "samples": 1}))
+    row = {"id": "a", "sample": 0, "question": "What is 3 + 4?", "answer": "7", "completion": text}
+    (folder / "completions.jsonl").write_text(json.dumps(row | {"correct": correct, "truncated": False}) + "\n")
+    return folder
+
+
+def test_what_a_completion_holds_is_text(tmp_path):
+    """Tags, template syntax, an end of the block it stands in, lone surrogates, direction marks, control characters."""
+    strange = HOSTILE + "\ud800 \u202e \x00 \x1b[31m"
+    run = full_run(tmp_path / "run", [sample(strange, 1.0, prompt=HOSTILE), sample("b" + strange, 0.0)])
+    (run / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "data": {"task": HOSTILE}}))
+    evaluated(run / "eval" / "one", False, HOSTILE)
+    html = render_page([read_run(run, HOSTILE)])
+    page = Page(html)
+    assert "script" not in {tag for tag, _ in page.tags}
+    assert not [key for _, attrs in page.tags for key in attrs if key.startswith("on")]
+    assert all(link.startswith(("data:image/svg+xml;base64,", "#")) for link in page.links())
+    assert page.text.count("<script>alert(1)</script>") >= 6  # title, heading, task, prompt, completions, evaluation
+    assert "{{ 7 * 7 }}" in page.text
+    assert not re.search("[\x00-\x08\x1b\u202e\ud800]", html)
+    html.encode("utf-8")
+
+
+def test_the_pictures_hold_no_scripts_and_no_requests(tmp_path):
+    html = render_page([read_run(full_run(tmp_path / "run"), "<b>$x$</b>"), read_run(full_run(tmp_path / "other"))])
+    pictures = [base64.b64decode(link.partition(",")[2]).decode() for link in Page(html).links() if link[0] != "#"]
+    assert len(pictures) >= 4
+    for picture in pictures:
+        assert "<script" not in picture
+        assert not re.search(r"(href|src)=[\"'](?!#)", picture)
+        assert not re.search(r"url\((?!#)", picture)
+        assert "<b>" not in picture
+    assert any("&lt;b&gt;$x$&lt;/b&gt;" in picture for picture in pictures)
+
+
+def test_the_page_forbids_what_it_does_not_need(tmp_path):
+    page = Page(render_page([read_run(full_run(tmp_path / "run"))]))
+    (policy,) = [attrs["content"] for tag, attrs in page.tags if attrs.get("http-equiv") == "Content-Security-Policy"]
+    assert "default-src 'none'" in policy
+    assert "script-src" not in policy
+    assert ("meta", {"name": "viewport", "content": "width=device-width, initial-scale=1"}) in page.tags
+    dark = [attrs for tag, attrs in page.tags if tag == "source"]
+    light = [attrs for tag, attrs in page.tags if tag == "img"]
+    assert len(dark) == len(light) > 0
+    assert all(attrs["media"] == "(prefers-color-scheme: dark)" for attrs in dark)
+    assert all(attrs["alt"] for attrs in light)
+    pictures = [base64.b64decode(attrs.get("srcset", attrs.get("src"))[26:]).decode() for attrs in (dark[0], light[0])]
+    for colours in (TEXT, LINES, DRAWN[0]):
+        for own, other, picture in zip(colours[::-1], colours, pictures, strict=True):
+            assert own in picture
+            assert other not in picture
+
+
+def test_the_sections_of_a_run(tmp_path):
+    run = full_run(tmp_path / "run", [sample("good", 1.0), sample("bad", 0.0)])
+    page = render_page([read_run(run)])
+    for cell in ("3 to 4", "0.810", "1.0e-04"):  # the noise stage of test_qerl_report, by hand
+        assert f"<td>{cell}</td>" in page
+    assert "<dt>steps</dt><dd>5 of 5</dd>" in page
+    assert "<dt>command</dt><dd>qerl train</dd>" in page
+    assert "<dt>trl</dt><dd>1.16.0</dd>" in page
+    assert "task: arith" in page
+    assert "Evaluation" not in page
+    assert page.index("good") < page.index("bad")
+
+
+def test_evaluations_of_the_run_and_others(tmp_path):
+    run = full_run(tmp_path / "run")
+    evaluated(run / "eval" / "last", True)
+    compared = (read_evaluation(evaluated(tmp_path / "base", False, "no")), read_evaluation(run / "eval" / "last"))
+    html = render_page([read_run(run)], compared, "cannot tell")
+    page = Page(html)
+    names = re.findall(r'<th scope="row">(base|last)<', html)
+    assert names == ["base", "last"]  # before stands first
+    assert "cannot tell" in page.text
+    assert page.text.count("5.0% to 95.0%") == 2  # each once, though one was named and found
+    assert "100.0%" in page.text
+    assert "Before (wrong)" in page.text
+    assert "After (right)" in page.text
+    assert "Graded wrong in base" in page.text
+    assert "Graded wrong in last" not in page.text
+    assert any("arith last 100.0%" in attrs.get("alt", "") for _, attrs in page.tags)
+
+
+def test_a_result_of_another_suite_is_shown_as_far_as_it_goes(tmp_path):
+    run = write_run(tmp_path / "run", [{"step": 1, "reward": 0.5}])
+    (run / "eval" / "other").mkdir(parents=True)
+    scores = {"ifeval:0": {"strict": 0.25, "strict_stderr": 0.125}}
+    result = {"suite": "lighteval", "task": "ifeval|0", "model": "tiny", "scores": scores}
+    (run / "eval" / "other" / "lighteval.json").write_text(json.dumps(result))
+    page = Page(render_page([read_run(run)]))
+    assert "ifeval|0" in page.text
+    assert "0.2500 ± 0.1250" in page.text
+    assert "Graded wrong" not in page.text
+
+
+def test_several_runs_side_by_side(tmp_path):
+    other = {**CONFIG, "run": {**CONFIG["run"], "seed": 1, "out": "runs/y"}, "noise": {"sigma_start": 0.1}}
+    runs = read_runs([full_run(tmp_path / "one"), full_run(tmp_path / "two", config=other), tmp_path / "one"])
+    assert [run.name for run in runs] == ["one", "two"]
+    assert differences(runs) == [["run.seed", "0", "1"], ["noise.sigma_start", "", "0.1"]]
+    page = Page(render_page(runs))
+    assert "first steps, two" in page.text
+    assert "run.seed" in page.text
+    alike = read_runs([tmp_path / "one", write_run(tmp_path / "deep" / "one", ROWS)])
+    assert [run.name for run in alike] == [str(tmp_path / "one"), str(tmp_path / "deep" / "one")]
+
+
+def test_best_and_worst_by_the_weighted_reward(tmp_path):
+    """Weights 1 and -2 (a function's metric has its short name); the same text counts once, early samples do not."""
+    config = {**CONFIG, "rewards": [{"name": "accuracy"}, {"name": "/x/mine.py:length", "weight": -2.0}]}
+    samples = [sample("a", 1.0, length=0.4), sample("b", 1.0, length=0.1), sample("b", 1.0, length=0.1)]
+    run = full_run(tmp_path / "run", [*samples, sample("c", 0.0, length=0.3), sample("d", None, length=0.2)], config)
+    early = run / "completions" / "step-000001.jsonl"
+    early.write_text(json.dumps(sample("early", 9.0)) + "\n")
+    found = extremes(read_run(run))
+    assert [(s.completion, s.reward) for s in found.best] == [("b", pytest.approx(0.8)), ("a", pytest.approx(0.2))]
+    assert [(s.completion, s.reward) for s in found.worst] == [("c", pytest.approx(-0.6)), ("d", pytest.approx(-0.4))]
+    assert (found.count, found.from_step) == (6, 4)
+
+
+def test_a_long_completion_says_how_much_is_left_out():
+    text = "a" * LONGEST + "b" * 100
+    assert shorten(text[:LONGEST]) == text[:LONGEST]
+    assert "[... 100 characters left out ...]" in shorten(text)
+    assert shorten(text).endswith("b" * 100)
+
+
+def test_time_by_phase_by_hand():
+    rows = [
+        {"time/step_s": 10.0, "time/rollout_s": 4.0, "time/sync_s": 1.0, "time/train_s": 3.0},
+        {"time/step_s": 6.0, "time/train_s": 6.0},  # a second update on one rollout
+    ]
+    found = {phase.name: phase[1:] for phase in phases(rows)}
+    assert found["rollout"] == (2.0, 4.0, 0.25)
+    assert found["training"] == (4.5, 9.0, 9 / 16)
+    assert found["grading and the rest"] == (1.0, 2.0, 0.125)
+    assert phases([{"step": 1}]) == []
+
+
+def test_time_of_training_by_its_parts_where_a_run_has_them():
+    """A run that an older version began and this one resumed has both; neither is counted twice."""
+    old = {"time/step_s": 10.0, "time/rollout_s": 4.0, "time/sync_s": 1.0, "time/train_s": 3.0}
+    training = {"time/forward_s": 1.0, "time/backward_s": 2.0, "time/optimizer_s": 0.5, "time/train_s": 4.0}
+    new = {"time/step_s": 10.0, "time/rollout_s": 3.0, "time/sync_s": 1.0, "time/reward_s": 1.5, **training}
+    assert {phase.name: phase.total_s for phase in phases([new])} == {
+        "rollout": 3.0, "adapter sync": 1.0, "grading": 1.5, "forward": 1.0, "backward": 2.0, "optimizer": 0.5,
+        "the rest": 1.0,
+    }  # fmt: skip
+    found = {phase.name: phase.total_s for phase in phases([old, new])}
+    assert (found["training"], found["forward"], found["the rest"]) == (3.0, 1.0, 3.0)
+
+
+def test_a_step_whose_rows_were_all_masked_has_no_training_of_an_older_version():
+    """It ran no forward pass, so it has no time/forward_s; its time/train_s is what packing and metrics took."""
+    row = {"time/step_s": 10.0, "time/rollout_s": 7.0, "time/reward_s": 1.0, "time/optimizer_s": 0.5}
+    found = {phase.name: phase.total_s for phase in phases([row | {"time/train_s": 1.25}])}
+    assert found == {"rollout": 7.0, "grading": 1.0, "optimizer": 0.5, "the rest": 1.5}
+
+
+def test_memory_and_changes_by_hand():
+    rows = [{"memory/peak_gib": value, "reward": value} for value in (1.0, 3.0, 5.0, 3.0, 2.0, 4.0, 4.0, 4.0, 4.0, 9.0)]
+    assert memory(rows) == [("peak", pytest.approx(3.9), 9.0)]
+    assert changes(rows) == [("reward", 2.0, 6.5)]  # means of two steps at each end
+
+
+def test_a_run_that_only_began_has_a_page(tmp_path):
+    run = write_run(tmp_path / "new", [{"step": 1, "reward": 0.5}])
+    page = Page(write_report([run]).read_text())
+    assert "This run has no config.yaml" in page.text
+    assert "This run sampled none" in page.text
+
+
+def test_where_the_page_is_written(tmp_path):
+    one, two = (write_run(tmp_path / name, [{"step": 1, "reward": 0.5}]) for name in ("one", "two"))
+    assert write_report([one]) == one / "report.html"
+    assert write_report([one, two]) == one / "comparison.html"
+    assert write_report([one], out=tmp_path / "deep" / "page.html").read_text().startswith("<!doctype html>")
+    with pytest.raises(ConfigError, match="is a folder: give the file"):
+        write_report([one], out=tmp_path)
+    (two / "config.yaml").write_text("run: [")
+    with pytest.raises(DataError, match=r"config\.yaml cannot be read"):
+        write_report([two])
+
+
+def test_line_separators_inside_a_completion_do_not_cut_it(tmp_path):
+    run = full_run(tmp_path / "run")
+    text = json.dumps(sample("one\u2028two\x85three", 1.0), ensure_ascii=False) + "\n"
+    (run / "completions" / "step-000005.jsonl").write_text(text, encoding="utf-8")
+    assert extremes(read_run(run)).best[0].completion == "one\u2028two\x85three"

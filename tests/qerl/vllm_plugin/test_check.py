@@ -1,0 +1,85 @@
+"""What the check at start says of the parts that vLLM did not take. Its classes are stand-ins: with vLLM's own the
+check is part of every engine that opens (tests/qerl/engine/test_vllm_engine.py)."""
+
+import logging
+import sys
+from types import SimpleNamespace
+
+import pytest
+from torch import nn
+
+from qerl import vllm_plugin
+from qerl.errors import EngineError
+
+
+class Linear(nn.Module):
+    quant_method = None
+
+
+class Norm(nn.Module):
+    pass
+
+
+class Method:
+    pass
+
+
+class OurNorm(Norm):
+    pass
+
+
+class OurSampler:
+    pass
+
+
+class OtherSampler:
+    pass
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """A model of one linear, one norm and one attention, all ours, and its runner."""
+    attention = SimpleNamespace(attends_by_ours=lambda model: model.attends)
+    stand_ins = {
+        "vllm.model_executor.layers.layernorm": SimpleNamespace(RMSNorm=Norm),
+        "vllm.model_executor.layers.linear": SimpleNamespace(LinearBase=Linear),
+        "qerl.vllm_plugin.attention": attention,
+        "qerl.vllm_plugin.linear": SimpleNamespace(AdapterLinearMethod=Method),
+        "qerl.vllm_plugin.norm": SimpleNamespace(NoisyRMSNorm=OurNorm),
+        "qerl.vllm_plugin.sampling": SimpleNamespace(FusedSampler=OurSampler),
+    }
+    for name, stand_in in stand_ins.items():
+        monkeypatch.setitem(sys.modules, name, stand_in)
+    model = nn.Sequential(Linear(), OurNorm())
+    model[0].quant_method, model.attends = Method(), True
+    return SimpleNamespace(model=model, runner=SimpleNamespace(sampler=OurSampler()))
+
+
+def warnings_of(parts, caplog, own_attention=True):
+    with caplog.at_level(logging.WARNING):
+        vllm_plugin.check(parts.model, parts.runner, own_attention)
+    return [record.getMessage() for record in caplog.records]
+
+
+def test_nothing_is_said_where_all_is_ours(parts, caplog):
+    assert warnings_of(parts, caplog) == []
+
+
+def test_a_sampler_that_was_not_placed_is_named_with_its_runner(parts, caplog):
+    parts.runner.sampler = OtherSampler()
+    (warning,) = warnings_of(parts, caplog)
+    assert "its own sampler" in warning
+    assert "OtherSampler; runner types.SimpleNamespace" in warning
+
+
+def test_a_backend_that_was_asked_for_and_not_taken_is_said(parts, caplog):
+    parts.model.attends = False
+    assert warnings_of(parts, caplog, own_attention=False) == []
+    (warning,) = warnings_of(parts, caplog)
+    assert "its own attention" in warning
+
+
+def test_a_linear_of_another_s_is_an_error(parts):
+    parts.model[0].quant_method = None
+    with pytest.raises(EngineError, match="not qerl's"):
+        vllm_plugin.check(parts.model, parts.runner, True)

@@ -1,0 +1,235 @@
+"""What close() does in plain Python: references that a shutdown leaves, collected in order. The rest is of the card
+(tests/qerl/engine/test_vllm_engine_gpu.py -k closed_engine)."""
+
+import gc
+import sys
+import weakref
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._dynamo.convert_frame import register_bytecode_hook
+
+from qerl.engine.vllm_engine import VLLMEngine
+from qerl.errors import EngineError
+from qerl.vllm_plugin import closing, opening
+
+
+class Thing:
+    """Something large that can be watched; in a cycle, as every module is."""
+
+    def __init__(self, **held):
+        self.__dict__.update(held, me=self)
+
+
+@pytest.fixture
+def by_hand():
+    """No collection but those of the test."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def finalized_engine():
+    """As vLLM's LLMEngine: the registry of finalizers refers to the model until the engine is collected."""
+    model = Thing()
+    engine = Thing(model=model)
+    engine._finalizer = weakref.finalize(engine, lambda model: None, model)
+    return engine, weakref.ref(model)
+
+
+def test_one_collection_leaves_the_model_to_the_finalizer_and_repeated_ones_do_not(by_hand):
+    engine, model = finalized_engine()
+    del engine
+    gc.collect()
+    assert model() is not None  # this is why close() collects more than once
+    closing.collect_()
+    assert model() is None
+
+
+def test_collecting_ends():
+    closing.collect_()
+    assert closing.collect_() < closing.MOST_COLLECTIONS
+
+
+def test_the_finalizer_runs_now_although_the_engine_is_still_referred_to(by_hand):
+    engine, model = finalized_engine()
+    engine.model = None
+    closing.run_finalizer_(engine)
+    closing.run_finalizer_(SimpleNamespace())  # an engine without one
+    closing.collect_()
+    assert model() is None
+
+
+def test_layers_lose_their_cache_and_the_scales_in_it():
+    attention = SimpleNamespace(_k_scale_cache=torch.ones(2), _v_scale_cache=torch.ones(2), scale=1.0)
+    layers = {
+        "attention": SimpleNamespace(kv_cache=torch.ones(4), impl=attention),
+        "mamba": SimpleNamespace(kv_cache=[torch.ones(4)]),
+        "none": SimpleNamespace(weight=1),
+    }
+    closing.drop_kv_cache_(layers)
+    assert layers["attention"].kv_cache.numel() == 0
+    assert (attention._k_scale_cache, attention._v_scale_cache, attention.scale) == (None, None, 1.0)
+    assert layers["mamba"].kv_cache == []
+    assert vars(layers["none"]) == {"weight": 1}
+
+
+class Compiled(Thing):
+    """As vLLM's compiled model, set up by two decorators: a hook each, and the handle of the second alone."""
+
+    def __init__(self):
+        super().__init__()
+        for _ in range(2):
+            self.handle = register_bytecode_hook(self.bytecode_hook)
+
+    def bytecode_hook(self, old_code, new_code):
+        pass
+
+
+def test_a_hook_whose_handle_was_lost_keeps_the_model_until_it_is_dropped(by_hand):
+    others = Thing(calls=[])
+    kept = register_bytecode_hook(others.calls.append)
+    model = Compiled()
+    there = weakref.ref(model)
+    model.handle.remove()
+    del model
+    torch._dynamo.reset()
+    gc.collect()
+    assert there() is not None  # this is why hooks are dropped
+    closing.drop_hooks_(Compiled)
+    gc.collect()
+    assert there() is None
+    assert kept.id in kept.hooks_dict_ref()  # another's stays
+    kept.remove()
+
+
+def fail_holding(refs):
+    held = Thing()
+    refs.append(weakref.ref(held))
+    raise ValueError("no memory")
+
+
+def fail_with_cause(refs):
+    held = Thing()
+    refs.append(weakref.ref(held))
+    try:
+        fail_holding(refs)
+    except ValueError as error:
+        raise EngineError("vLLM cannot open it") from error
+
+
+def test_an_error_that_is_kept_keeps_no_frames_variables():
+    refs, kept = [], None
+    try:
+        fail_with_cause(refs)
+    except EngineError as error:
+        kept = error
+    gc.collect()
+    assert all(ref() is not None for ref in refs)
+    assert len(refs) == 2
+    closing.clear_frames_(kept)
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
+
+
+def test_nothing_is_imported_to_abandon_what_never_began(monkeypatch):
+    monkeypatch.delitem(sys.modules, "qerl.vllm_plugin.worker", raising=False)
+    before = set(sys.modules)
+    closing.abandon_()
+    assert set(sys.modules) == before
+
+
+def opened_engine(llm, **attributes):
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.__dict__.update(_llm=llm, _model=llm.model, _asleep=False, _cap_bytes=None, **attributes)
+    return engine
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_close_refers_to_nothing_when_memory_is_given_back_and_twice_does_no_harm(monkeypatch, asleep):
+    llm, seen = Thing(name="llm", model=Thing()), []
+    there = weakref.ref(llm)
+    monkeypatch.setattr(closing, "shut_down_", lambda llm: seen.append(llm.name))
+    monkeypatch.setattr(closing, "give_back_", lambda: (gc.collect(), seen.append(there())))
+    engine = opened_engine(llm)
+    engine._asleep = asleep
+    del llm
+    engine.close()
+    engine.close()
+    assert seen == ["llm", None]
+    with pytest.raises(EngineError, match="closed"):
+        engine.generate([[1]], None)
+
+
+def test_an_engine_that_falls_asleep_empties_torchs_cache_after_its_kv_cache_is_gone(monkeypatch):
+    seen = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("emptied"))
+    engine = opened_engine(Thing(model=None, sleep=lambda level: seen.append("asleep")))
+    engine.sleep()
+    engine.sleep()
+    assert seen == ["asleep", "emptied"]
+
+
+def test_a_shutdown_that_fails_is_a_warning_and_memory_is_given_back(monkeypatch, caplog):
+    given = []
+
+    def fail(llm):
+        raise RuntimeError("process group")
+
+    monkeypatch.setattr(closing, "shut_down_", fail)
+    monkeypatch.setattr(closing, "give_back_", lambda: given.append(True))
+    engine = opened_engine(Thing(model=None))
+    engine.close()
+    assert "could not be shut down" in caplog.text
+    assert "process group" in caplog.text
+    engine.close()
+    assert given == [True]
+
+
+def test_an_engine_that_never_opened_closes():
+    VLLMEngine.__new__(VLLMEngine).close()
+
+
+@pytest.mark.parametrize("where", ["in vLLM", "after it"])
+def test_an_opening_that_fails_half_way_leaves_nothing(monkeypatch, tmp_path, where):
+    """The error is still held, and what vLLM had built is gone by the time memory is given back."""
+    refs, closed, abandoned = [], [], []
+
+    def open_llm(*_):
+        runner = SimpleNamespace(model=Thing())
+        worker = SimpleNamespace(model_runner=runner)
+        llm = Thing(name="llm", llm_engine=SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker)))
+        refs.append(weakref.ref(llm))
+        if where == "in vLLM":
+            raise EngineError("vLLM cannot open it")
+        return llm
+
+    def refuse(self):
+        raise EngineError("not qerl's linears")
+
+    settings = SimpleNamespace(format="bf16", stop_token_ids=tuple)
+    for name, stand_in in {
+        "check_vllm": lambda: None,
+        "check_device": lambda dtype: 0,
+        "check_kv_cache_dtype": lambda kind: None,
+        "Settings": lambda *_: settings,
+        "import_vllm": lambda: None,
+        "choose_kernel": lambda *_: "qerl",
+        "compile_ahead": lambda *_: None,
+        "open_llm": open_llm,
+    }.items():
+        monkeypatch.setattr(opening, name, stand_in)
+    monkeypatch.setattr(closing, "shut_down_", lambda llm: closed.append(llm.name))
+    monkeypatch.setattr(closing, "give_back_", lambda: None)
+    monkeypatch.setattr(closing, "abandon_", lambda: (gc.collect(), abandoned.append(refs[0]())))
+    monkeypatch.setattr(VLLMEngine, "_index_model", refuse)
+    kept = None
+    try:
+        VLLMEngine(str(tmp_path), "nvfp4")
+    except EngineError as error:
+        kept = error
+    assert str(kept) == ("vLLM cannot open it" if where == "in vLLM" else "not qerl's linears")
+    assert closed == ([] if where == "in vLLM" else ["llm"])
+    assert abandoned == [None]

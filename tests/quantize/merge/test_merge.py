@@ -1,0 +1,370 @@
+"""Merging a trained adapter of the embedded model: the tokens of base + adapter, what rounding leaves, refusals."""
+
+import json
+import math
+import shutil
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from checkpoint_factory import make_checkpoint
+from safetensors.torch import load_file, save_file
+
+import quantize.merge.run
+import quantize.merge.weights
+from qerl.checkpoint.adapter import adapter_tensors, attach_lora, read_adapter, save_adapter
+from qerl.checkpoint.kinds import kind_of
+from qerl.checkpoint.load import load_tokenizer
+from qerl.checkpoint.resolve import resolve_model
+from qerl.config.recipe import load_recipe, save_config
+from qerl.engine.interface import SamplingParams, open_model
+from qerl.errors import CheckpointError, ConfigError
+from qerl.nvfp4.layout import TENSORS
+from qerl.nvfp4.reference import dequantize
+from qerl.tasks import build_messages, get_task, load_examples, render_prompt
+from quantize.merge.effect import kl
+from quantize.merge.run import MergeOptions, merge
+from quantize.merge.weights import Sums, total
+from quantize.run import quantize_checkpoint
+from quantize.writer import write_weights
+
+DATA = Path(__file__).parents[2] / "data" / "tiny_run"
+GREEDY = SamplingParams(48, temperature=0.0)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """The trained run where a user has it: runs/tiny_run beside checkpoints/tiny-NVFP4A16."""
+    folder = tmp_path_factory.mktemp("work")
+    quantize_checkpoint("tiny", folder / "checkpoints" / "tiny-NVFP4A16")
+    shutil.copytree(DATA, folder / "runs" / "tiny_run")
+    settings = ["adapter.rank=4", "adapter.alpha=8", "run.steps=30"]
+    save_config(load_recipe("tiny", settings), folder / "runs" / "tiny_run" / "config.yaml")  # in today's keys
+    return folder / "runs" / "tiny_run"
+
+
+@pytest.fixture(scope="module")
+def base(run):
+    return run.parents[1] / "checkpoints" / "tiny-NVFP4A16"
+
+
+@pytest.fixture(scope="module")
+def prompts(base):
+    tokenizer = load_tokenizer(base)
+    examples, _ = load_examples("arith", split="test", limit=12)
+    return [render_prompt(tokenizer, build_messages(get_task("arith"), example.question)) for example in examples]
+
+
+def engine_tokens(ref, prompts):
+    engine = open_model(ref, engine="transformers")
+    return [completion.token_ids for completion in engine.generate(prompts, GREEDY)]
+
+
+@pytest.fixture(scope="module")
+def expected(run, prompts):
+    """Greedy tokens of the engine with the adapter; without it they are others, so that equality says something."""
+    tokens = engine_tokens(resolve_model(str(run)), prompts)
+    without = engine_tokens(resolve_model(str(run.parents[1] / "checkpoints" / "tiny-NVFP4A16")), prompts)
+    assert sum(a != b for a, b in zip(tokens, without, strict=True)) >= 8
+    return tokens
+
+
+def library_tokens(model, tokenizer, prompts):
+    """Greedy tokens of transformers' own generate, prompt by prompt."""
+    found = []
+    for prompt in prompts:
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False)
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+@pytest.fixture(scope="module")
+def bf16(run):
+    return merge(MergeOptions(str(run), "bf16", run.parent / "merged-bf16", max_new_tokens=48))
+
+
+@pytest.fixture(scope="module")
+def nvfp4(run):
+    return merge(MergeOptions(str(run), "nvfp4", run.parent / "merged-nvfp4", max_new_tokens=48))
+
+
+@pytest.fixture(scope="module")
+def exported(run):
+    return merge(MergeOptions(str(run), "adapter", run.parent / "exported"))
+
+
+@pytest.fixture(scope="module")
+def decoded(base):
+    """The NVFP4 base as transformers decodes it, without qerl."""
+    from transformers import AutoModelForCausalLM, CompressedTensorsConfig
+
+    config = CompressedTensorsConfig(dequantize=True)
+    return AutoModelForCausalLM.from_pretrained(base, quantization_config=config).float()  # decodes to bfloat16
+
+
+def test_transformers_alone_gives_the_engines_tokens_from_the_merged_model(bf16, prompts, expected):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(bf16.out, dtype=torch.float32)
+    assert library_tokens(model, AutoTokenizer.from_pretrained(bf16.out), prompts) == expected
+    assert engine_tokens(resolve_model(str(bf16.out)), prompts) == expected
+
+
+def test_peft_alone_gives_the_engines_tokens_from_the_adapter_folder(exported, decoded, base, prompts, expected):
+    import peft
+
+    config = json.loads((exported.out / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(base)
+    assert config["target_modules"] == sorted(config["target_modules"])
+    model = peft.PeftModel.from_pretrained(decoded, exported.out)
+    try:
+        assert library_tokens(model, load_tokenizer(base), prompts) == expected
+    finally:
+        model.unload()
+    assert kind_of(exported.out) == "adapter"
+    assert resolve_model(str(exported.out)).base == str(base)
+
+
+def test_merged_weights_are_base_plus_s_b_a_rounded_once(bf16, run, base):
+    written = load_file(bf16.out / "model.safetensors")
+    tensors, scaling = read_adapter(run / "adapter")
+    packed = load_file(base / "model.safetensors")
+    modules = [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith(".lora_A.weight")]
+    assert len(modules) == 28
+    for module in modules:
+        a, b = (tensors[f"{module}.lora_{x}.weight"].double() for x in "AB")
+        decoded = dequantize(*(packed[f"{module}.{part}"] for part in TENSORS), torch.float32)
+        exact = decoded.double() + scaling * (b @ a)
+        half_step = exact.abs().log2().floor().exp2() / 256  # of bfloat16: 8 significant bits
+        error = (written[f"{module}.weight"].double() - exact).abs()
+        assert (error <= half_step + 1e-6).all(), module  # 1e-6: float32 sums
+    assert "lm_head.weight" not in written  # tied in the base, tied here
+    for name in ("model.embed_tokens.weight", "model.norm.weight"):
+        assert torch.equal(written[name], packed[name])
+
+
+def test_the_merged_model_is_a_whole_checkpoint(bf16, base):
+    names = {path.name for path in bf16.out.iterdir()}
+    wanted = {"config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json", "chat_template.jinja"}
+    assert wanted | {"README.md", "merge_report.json", "LICENSE"} <= names
+    assert not any(name.startswith(".") for name in names)
+    config = json.loads((bf16.out / "config.json").read_text())
+    assert "quantization_config" not in config
+    assert config["dtype"] == "bfloat16"
+    assert (bf16.out / "chat_template.jinja").read_bytes() == (base / "chat_template.jinja").read_bytes()
+    assert kind_of(bf16.out) == "base16"
+
+
+def test_bf16_keeps_the_adapter_and_says_so(bf16):
+    assert bf16.warnings() == []
+    assert bf16.survival.kept == pytest.approx(1.0, abs=0.01)
+    assert bf16.survival.cosine > 0.98
+    assert bf16.effect.kept > 0.999
+    assert bf16.effect.prompts == bf16.effect.same_greedy == 32
+    saved = json.loads((bf16.out / "merge_report.json").read_text())
+    assert saved["effect"]["kl_base"] > 100 * saved["effect"]["kl_merged"]
+    assert len(saved["layers"]) == 28
+
+
+def test_nvfp4_onto_the_original_keeps_the_effect(nvfp4, prompts, expected):
+    assert nvfp4.onto.endswith("tiny")
+    assert kind_of(nvfp4.out) == "nvfp4"
+    assert nvfp4.effect.kept > 0.9  # 0.99 when it was written
+    assert nvfp4.survival.kept == pytest.approx(1.0, abs=0.1)
+    assert nvfp4.survival.cosine < 0.6  # beside the adapter there is rounding noise
+    assert nvfp4.warnings() == []
+    same = sum(a == b for a, b in zip(engine_tokens(resolve_model(str(nvfp4.out)), prompts), expected, strict=True))
+    assert same >= 10
+
+
+def test_nvfp4_onto_the_grid_loses_the_adapter_and_says_so(run, tmp_path, caplog):
+    report = merge(
+        MergeOptions(str(run), "nvfp4", tmp_path / "out", onto="trained", prompt_count=16, max_new_tokens=32)
+    )
+    assert report.survival.kept < 0.2
+    assert report.effect.kept < 0.3
+    assert "of the adapter's effect is left" in caplog.text
+    assert "of the adapter's effect is left" in (tmp_path / "out" / "README.md").read_text()
+
+
+def test_bf16_onto_the_original_is_another_policy_and_says_so(run, tmp_path):
+    report = merge(MergeOptions(str(run), "bf16", tmp_path / "out", onto="original", prompt_count=0))
+    assert report.onto.endswith("tiny")
+    assert "not the policy that was trained" in report.warnings()[0]
+    assert report.effect is None
+
+
+def test_a_16_bit_base_with_trained_norms_and_an_untied_head(tmp_path, monkeypatch):
+    from transformers import AutoModelForCausalLM
+
+    folder = make_checkpoint(tmp_path / "base", "qwen2")
+    adapter = random_adapter(tmp_path / "adapter", folder, train_norms=True)
+    monkeypatch.setattr(quantize.merge.weights, "write_weights", partial(write_weights, shard_bytes=100_000))
+    report = merge(MergeOptions(str(adapter), "bf16", tmp_path / "bf16", prompt_count=2, max_new_tokens=16))
+    assert report.trained_norms == 4
+    assert report.effect.kept > 0.99
+    shards = sorted(path.name for path in (tmp_path / "bf16").glob("*.safetensors"))
+    assert len(shards) > 2
+    assert set(
+        json.loads((tmp_path / "bf16" / "model.safetensors.index.json").read_text())["weight_map"].values()
+    ) == set(shards)
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "bf16", dtype=torch.float32).state_dict()
+    tensors, _ = read_adapter(adapter)
+    name = "model.layers.1.input_layernorm.weight"
+    assert torch.equal(merged[name], tensors[name].bfloat16().float())
+    head = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()["lm_head.weight"]
+    assert torch.equal(merged["lm_head.weight"], head)
+    quantized = merge(MergeOptions(str(adapter), "nvfp4", tmp_path / "nvfp4", prompt_count=2, max_new_tokens=8))
+    assert kind_of(quantized.out) == "nvfp4"
+    assert quantized.onto == str(folder)
+
+
+def test_trained_norms_stay_in_the_adapter_folder_with_a_warning(tmp_path):
+    folder = make_checkpoint(tmp_path / "base", "qwen3")
+    adapter = random_adapter(tmp_path / "adapter", folder, train_norms=True)
+    report = merge(MergeOptions(str(adapter), "adapter", tmp_path / "out", dtype="bfloat16"))
+    assert "vLLM refuses such a folder" in report.warnings()[0]
+    assert set(report.commands) == {"chat"}
+    ours, theirs = read_adapter(tmp_path / "out")[0], read_adapter(adapter)[0]
+    assert all(torch.equal(ours[name], tensor.bfloat16()) for name, tensor in theirs.items())
+    assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["modules_to_save"]
+
+
+def random_adapter(folder, base, train_norms=False, rank=4, seed=0):
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(seed)
+    model = attach_lora(AutoModelForCausalLM.from_pretrained(base), rank, 2 * rank, train_norms=train_norms)
+    with torch.no_grad():
+        for name, tensor in adapter_tensors(model).items():
+            if ".lora_A." not in name:
+                tensor.add_(0.1 * torch.randn(tensor.shape))
+    save_adapter(model, folder, str(base))
+    return folder
+
+
+def test_survival_by_hand():
+    """delta (1, 1), change (1, 0) on a base of norm 10: half of it is there, at 45 degrees."""
+    part = Sums("x", dot=1.0, change2=1.0, delta2=2.0, base2=100.0).survival()
+    assert (part.kept, part.cosine, part.norm_ratio) == pytest.approx((0.5, math.sqrt(0.5), math.sqrt(0.5)))
+    assert part.relative_size == pytest.approx(math.sqrt(2) / 10)
+    nothing = Sums("y", 0.0, 0.0, 0.0, 100.0)
+    assert nothing.survival().kept is None
+    both = total([Sums("x", 1.0, 1.0, 2.0, 100.0), nothing])
+    assert both.kept == pytest.approx(0.5)
+    assert both.relative_size == pytest.approx(0.1)
+
+
+def test_kl_by_hand():
+    """One token at half, one at twice the probability: (0.5 - 1 + ln 2 + 2 - 1 - ln 2) / 2."""
+    assert kl([[0.0, -1.0]], [[-math.log(2), -1.0 + math.log(2)]]) == pytest.approx(0.25)
+    assert kl([[-0.3], [-0.7]], [[-0.3], [-0.7]]) == 0.0
+
+
+@pytest.mark.parametrize("to", ["bf16", "nvfp4", "adapter"])
+def test_what_dies_half_way_leaves_what_was_there(run, tmp_path, monkeypatch, to):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / "merge_report.json").write_text("{}")
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            quantize.merge.run, "_write_texts", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
+        )
+        with pytest.raises(CheckpointError, match="free some space"):
+            merge(MergeOptions(str(run), to, out, overwrite=True))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in out.iterdir()] == ["merge_report.json"]
+
+
+def test_a_damaged_write_is_noticed(run, tmp_path, monkeypatch):
+    def flipped(folder, groups, **options):
+        size = write_weights(folder, groups, **options)
+        path = folder / "model.safetensors"
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 64
+        path.write_bytes(data)
+        return size
+
+    monkeypatch.setattr(quantize.merge.weights, "write_weights", flipped)
+    with pytest.raises(CheckpointError, match="does not pass its check"):
+        merge(MergeOptions(str(run), "bf16", tmp_path / "out"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_trained_embeddings_do_not_change_a_tied_head_silently(tmp_path):
+    base = make_checkpoint(tmp_path / "base", "qwen3")
+    folder = random_adapter(tmp_path / "adapter", base)
+    tensors = load_file(folder / "adapter_model.safetensors")
+    tensors["base_model.model.model.embed_tokens.weight"] = torch.zeros(320, 64)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match=r"trained embeddings.*untie the base's head"):
+        merge(MergeOptions(str(folder), "bf16", tmp_path / "out", prompt_count=0))
+    assert not (tmp_path / "out").exists()
+
+
+REFUSALS = {
+    "no such adapter": ({"adapter": "./nowhere"}, "there is no folder ./nowhere"),
+    "a model": ({"adapter": "tiny"}, "is a model, not an adapter"),
+    "format": ({"to": "gguf"}, "write adapter, bf16, nvfp4"),
+    "dtype of a model": ({"dtype": "float32"}, "go with --to adapter"),
+    "onto of an adapter": ({"to": "adapter", "onto": "original"}, "exact copy"),
+    "onto what": ({"onto": "base"}, "write auto, trained or original"),
+    "prompts": ({"prompts": Path("no.jsonl")}, "no.jsonl does not exist"),
+    "count": ({"prompt_count": -1}, "at least 0"),
+    "hub id": ({"push_to_hub": "my model"}, "write owner/name"),
+    "other base": ({"model": "OTHER"}, "give the base that it was trained on"),
+    "into the base": ({"out": "BASE"}, "model's own folder"),
+    "device": ({"device": "tpu0"}, "write auto or cpu"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_mistakes_are_refused_before_anything_is_written(run, base, tmp_path, name):
+    changes, expected_text = REFUSALS[name]
+    if changes.get("model") == "OTHER":
+        changes = {"model": str(make_checkpoint(tmp_path / "other", "qwen3"))}
+    if changes.get("out") == "BASE":
+        changes = {"out": base}
+    before = sorted(path.name for path in tmp_path.iterdir()), sorted(path.name for path in base.iterdir())
+    options = {"adapter": str(run), "to": "bf16", "out": tmp_path / "out", **changes}
+    with pytest.raises((ConfigError, CheckpointError), match=expected_text):
+        merge(MergeOptions(**options))
+    assert before == (sorted(path.name for path in tmp_path.iterdir()), sorted(path.name for path in base.iterdir()))
+
+
+def test_a_full_disk_is_known_before(run, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    with pytest.raises(CheckpointError, match="GiB free"):
+        merge(MergeOptions(str(run), "bf16", tmp_path / "out"))
+
+
+def test_another_model_under_the_originals_name_is_refused(run, base, tmp_path):
+    """The report names a model that these weights were not made from."""
+    other = make_checkpoint(tmp_path / "other", "qwen3")
+    for name in ("checkpoints", "runs"):
+        shutil.copytree(run.parents[1] / name, tmp_path / name, ignore=shutil.ignore_patterns("merged*", "exported"))
+    path = tmp_path / "checkpoints" / "tiny-NVFP4A16" / "quantize_report.json"
+    report = json.loads(path.read_text())
+    options = MergeOptions(
+        str(tmp_path / "runs" / "tiny_run" / "adapter"), "nvfp4", tmp_path / "out", model=str(path.parent)
+    )
+    path.write_text(json.dumps({**report, "source": str(other)}))
+    with pytest.raises(CheckpointError, match=r"is not the model that|give the base"):
+        merge(options)
+    path.write_text(json.dumps({**report, "method": "awq"}))
+    merged = merge(MergeOptions(**{**vars(options), "prompt_count": 0}))
+    assert "quantized by awq" in merged.warnings()[0]
+    assert merged.onto == str(path.parent)
+
+
+def test_a_run_with_keys_of_another_version_is_measured_on_what_it_saved(run, tmp_path, caplog):
+    for name in ("checkpoints", "runs"):
+        shutil.copytree(run.parents[1] / name, tmp_path / name, ignore=shutil.ignore_patterns("merged*", "exported"))
+    path = tmp_path / "runs" / "tiny_run" / "config.yaml"
+    path.write_text(path.read_text() + "\nformer_section:\n  key: 1\n")
+    report = merge(MergeOptions(str(path.parent), "bf16", tmp_path / "out", max_new_tokens=8))
+    assert 0 < report.effect.prompts < 32

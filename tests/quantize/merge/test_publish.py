@@ -1,0 +1,212 @@
+"""The model card, the lines that are printed, and the push: refused before any work, against a hub of our own."""
+
+import json
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import threading
+from base64 import b64decode
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+from checkpoint_factory import make_checkpoint
+
+from qerl.checkpoint.publish import check_push
+from qerl.errors import CheckpointError, ConfigError
+from quantize.merge.card import base_on_hub, licence_of, read_results
+from quantize.merge.run import MergeOptions, merge
+from quantize.merge.serve import chat_line, serve_adapter_line, serve_model_line
+
+ROOT = Path(__file__).parents[3]
+DATA = ROOT / "tests" / "data" / "tiny_run"
+RESULT = {
+    "task": "arith",
+    "questions": 300,
+    "samples": 1,
+    "accuracy": {"value": 0.967, "low": 0.94, "high": 0.982},
+    "truncated_share": 0.01,
+}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The trained run with an evaluation, without its base: an adapter folder needs none."""
+    folder = tmp_path / "runs" / "tiny_run"
+    shutil.copytree(DATA, folder)
+    for name, content in {"arith-1": json.dumps(RESULT), "cut": '{"task": "gs'}.items():
+        (folder / "eval" / name).mkdir(parents=True)
+        (folder / "eval" / name / "result.json").write_text(content)
+    return folder
+
+
+def test_the_card_states_base_recipe_metrics_and_evaluation_with_its_interval(run, tmp_path):
+    from huggingface_hub import ModelCard
+
+    report = merge(MergeOptions(str(run), "adapter", tmp_path / "out", base_name="Qwen/Qwen2.5-7B-Instruct"))
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.base_model == "Qwen/Qwen2.5-7B-Instruct"
+    assert card.data.library_name == "peft"
+    assert card.data.eval_results[0].metric_value == 0.967
+    assert "| arith | 96.7% | 94.0% to 98.2% | 300 | 1 | 1.0% |" in card.text
+    assert "Recipe `tiny`, 30 steps." in card.text
+    assert "| reward | 0.3177 -> 0.8021 |" in card.text
+    assert "rank: 4" in card.text
+    assert report.commands["vllm"] in card.text
+    assert len(read_results(run)) == 1  # the one that was cut short is none
+
+
+def test_a_damaged_log_costs_the_card_its_training_and_not_the_merge(run, tmp_path, caplog):
+    metrics = run / "metrics.jsonl"
+    metrics.write_text('{"step": 1, }\n' + metrics.read_text())
+    merge(MergeOptions(str(run), "adapter", tmp_path / "out"))
+    text = (tmp_path / "out" / "README.md").read_text()
+    assert "## Training" not in text
+    assert "## Evaluation" in text
+    assert "line 1 of" in caplog.text
+    assert "goes without the training" in caplog.text
+
+
+def test_the_licence_is_the_bases_or_is_not_stated(tmp_path):
+    folder = tmp_path / "base"
+    folder.mkdir()
+    assert licence_of(str(folder)) is None
+    (folder / "LICENSE").write_text("          Apache License\n     Version 2.0")
+    assert licence_of(str(folder)) == "apache-2.0"
+    (folder / "README.md").write_text("---\nlicense: other\n---\n# x")
+    assert licence_of(str(folder)) == "other"
+    assert licence_of("owner/name") is None
+
+
+def test_the_base_on_the_hub_comes_from_the_quantization_report(tmp_path):
+    assert base_on_hub("owner/name") == "owner/name"
+    assert base_on_hub("tiny") is None
+    assert base_on_hub(str(tmp_path)) is None
+    (tmp_path / "quantize_report.json").write_text('{"source": "Qwen/Qwen2.5-7B-Instruct"}')
+    assert base_on_hub(str(tmp_path)) == "Qwen/Qwen2.5-7B-Instruct"
+
+
+@pytest.mark.parametrize(("rank", "limit"), [(1, 1), (4, 8), (8, 8), (9, 16), (512, 512)])
+def test_vllm_is_told_a_rank_that_it_takes(tmp_path, rank, limit):
+    words = shlex.split(serve_adapter_line(tmp_path / "my adapter", "base folder", rank, has_norms=False))
+    assert words[:3] == ["vllm", "serve", "base folder"]
+    assert words[words.index("--max-lora-rank") + 1] == str(limit)
+    assert words[words.index("--lora-modules") + 1] == f"my adapter={tmp_path / 'my adapter'}"
+
+
+def test_no_line_is_printed_that_vllm_would_refuse(tmp_path):
+    assert serve_adapter_line(tmp_path, "base", 4, has_norms=True) is None
+    assert serve_adapter_line(tmp_path, "base", 513, has_norms=False) is None
+    assert shlex.split(serve_model_line(Path("a b/c"))) == ["vllm", "serve", "a b/c", "--served-model-name", "c"]
+    assert shlex.split(chat_line(Path("a b"))) == ["qerl", "chat", "--model", "a b"]
+
+
+def test_a_push_that_cannot_work_is_refused_first(run, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError, match="write owner/name"):
+        check_push("name")
+    with pytest.raises(CheckpointError, match="the hub cannot be reached"):
+        merge(MergeOptions(str(run), "adapter", tmp_path / "out", base_name="a/b", push_to_hub="me/model"))
+    assert not (tmp_path / "out").exists()
+
+
+def hub(tmp_path, base, *options, token="hf_test", endpoint=None):
+    """`qerl merge --push-to-hub me/model` in a process of its own, against `endpoint`."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": endpoint}
+    for name in ("HF_TOKEN", "HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy", "ALL_PROXY", "all_proxy"):
+        environment.pop(name, None)
+    if token:
+        environment["HF_TOKEN"] = token
+    arguments = ["merge", "--adapter", str(base), "--to", "adapter", "--out", str(tmp_path / "out"), *map(str, options)]
+    command = [sys.executable, "-m", "qerl.cli", *arguments, "--push-to-hub", "me/model"]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+
+
+class Hub(BaseHTTPRequestHandler):
+    """As much of the hub's HTTP interface as an upload of small files asks for."""
+
+    def do_GET(self):
+        self.answer(200 if self.server.accept else 401, {"name": "me", "type": "user", "orgs": []})
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.path.endswith("/repos/create"):
+            self.server.created = json.loads(body)
+            self.answer(200, {"url": f"{self.server.address}/me/model", "id": "me/model"})
+        elif "/preupload/" in self.path:
+            files = [
+                {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
+                for file in json.loads(body)["files"]
+            ]
+            self.answer(200, {"files": files})
+        elif "/commit/" in self.path and self.server.commits:
+            lines = [json.loads(line) for line in body.splitlines()]
+            files = {x["value"]["path"]: b64decode(x["value"]["content"]) for x in lines if x["key"] == "file"}
+            self.server.files |= files
+            self.answer(
+                200, {"commitUrl": f"{self.server.address}/me/model/commit/1", "commitOid": "1", "success": True}
+            )
+        elif "/validate-yaml" in self.path:
+            self.answer(200, {"errors": [], "warnings": []})
+        else:
+            self.answer(403, {"error": "read-only token"})
+
+    def answer(self, status, value):
+        raw = json.dumps(value).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(raw)))
+        self.end_headers()
+        self.wfile.write(raw)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def server():
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.address = f"http://127.0.0.1:{server.server_port}"
+    server.files, server.created, server.accept, server.commits = {}, None, True, True
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield server
+    server.shutdown()
+
+
+def test_a_push_uploads_the_folder_and_its_card(run, tmp_path, server):
+    done = hub(tmp_path, run, "--base-name", "Qwen/Qwen2.5-7B-Instruct", endpoint=server.address)
+    assert done.returncode == 0, done.stderr
+    assert server.created.get("visibility") == "private" or server.created["private"] is True
+    out = tmp_path / "out"
+    assert set(server.files) == {path.name for path in out.iterdir()}
+    assert all(server.files[path.name] == path.read_bytes() for path in out.iterdir())
+    assert "me/model" in done.stderr
+
+
+def test_a_push_that_fails_leaves_the_folder_and_says_how_to_go_on(run, tmp_path, server):
+    server.commits = False
+    done = hub(tmp_path, run, "--base-name", "a/b", endpoint=server.address)
+    assert done.returncode == 2
+    line = done.stderr.strip().splitlines()[-1]
+    assert "is complete, but could not be pushed to me/model" in line
+    assert f"hf upload me/model {tmp_path / 'out'}" in line
+    assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
+
+
+@pytest.mark.parametrize(("token", "expected"), [(None, "no hub token is set"), ("hf_bad", "does not take the token")])
+def test_without_a_good_token_nothing_is_begun(run, tmp_path, server, token, expected):
+    server.accept = False
+    done = hub(tmp_path, run, token=token, endpoint=server.address)
+    assert done.returncode == 2
+    assert expected in done.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_pushed_adapter_of_a_local_base_says_that_others_cannot_load_it(run, tmp_path, server):
+    base = make_checkpoint(tmp_path / "base")
+    done = hub(tmp_path, run, "--base-name", base, endpoint=server.address)
+    assert done.returncode == 0, done.stderr
+    assert f"names the folder {base} as its base" in done.stderr
+    assert "--base-name ID" in server.files["README.md"].decode()

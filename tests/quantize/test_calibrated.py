@@ -1,0 +1,212 @@
+"""AWQ and GPTQ through llm-compressor's sequential pipeline: our files hold what its own save writes."""
+
+import json
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from checkpoint_factory import make_checkpoint, make_tokenizer
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.utils.quantization_config import CompressedTensorsConfig
+
+from qerl.errors import CheckpointError, ConfigError
+from quantize import calibrated, run
+from quantize.calibrated import check_device
+from quantize.compressor import load_compressor
+from quantize.run import quantize_checkpoint
+
+
+def load_all(folder):
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def write_rows(path, count=120):
+    rows = [{"question": f"What is {n} plus {n % 7}?", "answer": f"The answer is {n + n % 7}."} for n in range(count)]
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def make_salient(folder, channels):
+    """Channels with large activations, as trained models have them: what AWQ is for."""
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name in tensors:
+            if name.endswith("layernorm.weight"):
+                tensors[name][channels] *= 12
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
+@pytest.fixture(scope="module", params=[("awq", "qwen2"), ("gptq", "qwen2"), ("awq", "qwen3"), ("gptq", "llama")])
+def quantized(request, tmp_path_factory):
+    """(method, source folder, output folder, report, the calibrated model, its tokens); one layer."""
+    method, layout = request.param
+    folder = tmp_path_factory.mktemp(f"{method}-{layout}")
+    source = make_checkpoint(folder / "model", layout, layers=1)
+    make_salient(source, channels=[5, 20, 41])
+    seen = []
+
+    def calibrate(source, tokenizer, calibration, *args):
+        model = calibrated.calibrate(source, tokenizer, calibration, *args)
+        seen.extend([model, torch.tensor(calibration.sequences)])
+        return model
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run, "calibrate", calibrate)
+        report = quantize_checkpoint(
+            str(source),
+            folder / "out",
+            method=method,
+            calibration=write_rows(folder / "rows.jsonl"),
+            calibration_size=4,
+            sequence_length=48,
+            batch_size=2,
+        )
+    return method, source, folder / "out", report, *seen
+
+
+def test_the_tensors_are_those_of_llm_compressors_own_save(quantized, tmp_path):
+    _, _, out, _, model, _ = quantized
+    model.save_pretrained(tmp_path / "theirs")
+    ours, theirs = load_all(out), load_all(tmp_path / "theirs")
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        expected = (
+            theirs[name] if ".weight_" in name else theirs[name].to(torch.bfloat16)
+        )  # a CPU calibrates in float32
+        assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape), name
+        assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8)), name
+
+
+def test_the_method_did_something_that_rounding_does_not(quantized, tmp_path):
+    method, source, out, report, _, _ = quantized
+    plain = quantize_checkpoint(str(source), tmp_path / "rtn")
+    ours, rounded = load_all(out), load_all(tmp_path / "rtn")
+    differing = {
+        name for name in ours if not torch.equal(ours[name].view(torch.uint8), rounded[name].view(torch.uint8))
+    }
+    assert any(name.endswith("weight_packed") for name in differing)
+    norms = {name for name in differing if name.endswith("layernorm.weight")}
+    assert bool(norms) == (method == "awq")  # AWQ moves scales into the norms, GPTQ leaves all else as it was
+    if method == "gptq":
+        assert all(".weight_" in name for name in differing)
+        assert report.mean_sqnr_db() < plain.mean_sqnr_db()  # it trades the weights' error for the outputs'
+
+
+def test_awq_computes_the_same_before_rounding(tmp_path):
+    """The rescaling cancels: scales go into norms, up_proj and v_proj, their inverses into what follows."""
+    from qerl.checkpoint.load import load_tokenizer
+    from quantize.calibration import load_calibration
+    from quantize.source import read_source
+
+    folder = make_checkpoint(tmp_path / "model", "qwen2", layers=1, dtype="float32")
+    source = read_source(str(folder))
+    rows = load_calibration(write_rows(tmp_path / "rows.jsonl"), load_tokenizer(folder), 2, 48)
+    scaled = calibrated.calibrate(source, make_tokenizer(), rows, "awq", 1)
+    twin = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    names = [name for name, _ in twin.named_parameters()]
+    weights = {name: calibrated.dense_tensor(source, scaled, name) for name in names}
+    changed = [name for name in names if not torch.equal(weights[name], twin.get_parameter(name))]
+    assert len(changed) >= 7
+    tokens = torch.arange(3, 43).view(2, 20)
+    with torch.no_grad():
+        before = twin(tokens).logits
+        twin.load_state_dict(weights)
+        torch.testing.assert_close(twin(tokens).logits, before, rtol=1e-4, atol=1e-4)
+
+
+def test_it_loads_and_errs_less_than_rounding_on_what_it_saw(quantized, tmp_path):
+    _, source, out, _, _, tokens = quantized
+    quantize_checkpoint(str(source), tmp_path / "rtn")
+
+    def logits(folder, **options):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16, **options)
+        with torch.no_grad():
+            return model(tokens).logits.float()
+
+    unpacked = {"quantization_config": CompressedTensorsConfig(dequantize=True)}
+    dense = logits(source)
+    error = [(logits(folder, **unpacked) - dense).square().mean() for folder in (out, tmp_path / "rtn")]
+    assert error[0] < error[1] < 0.2 * dense.var()
+
+
+def test_the_report_names_the_data_and_what_the_sqnr_compares(quantized):
+    method, _, out, report, _, _ = quantized
+    saved = json.loads((out / "quantize_report.json").read_text())
+    assert saved["calibration"]["sequences"] == 4
+    assert saved["calibration"]["tokens"] == 4 * 48
+    assert saved["sqnr_reference"] == ("the source after AWQ's rescaling" if method == "awq" else "the source")
+    assert len(report.layers) == 7
+    if method == "awq":
+        assert all(19 < layer.sqnr_db < 22 for layer in report.layers)
+
+
+def test_ignored_layers_are_not_touched_by_gptq(tmp_path):
+    source = make_checkpoint(tmp_path / "model", "llama", layers=1)
+    quantize_checkpoint(
+        str(source),
+        tmp_path / "out",
+        method="gptq",
+        ignore=["re:.*self_attn.*"],
+        calibration=write_rows(tmp_path / "rows.jsonl"),
+        calibration_size=2,
+        sequence_length=32,
+    )
+    before, after = load_all(source), load_all(tmp_path / "out")
+    assert {name for name in before if name in after} == {name for name in before if ".mlp." not in name}
+    assert all(torch.equal(after[name], before[name]) for name in before if name in after)
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="on a CPU only")
+def test_a_pipe_gets_a_few_lines(tmp_path):
+    """llm-compressor's progress bars are for a terminal."""
+    source, rows = make_checkpoint(tmp_path / "model", "qwen2", layers=1), write_rows(tmp_path / "rows.jsonl")
+    options = f"--model {source} --out {tmp_path / 'out'} --method awq --calibration {rows}"
+    sizes = "--calibration-size 2 --sequence-length 32"
+    command = [sys.executable, "-m", "qerl.cli", "quantize", *options.split(), *sizes.split()]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    bars = [line for line in re.split("[\r\n]+", done.stderr) if "it/s]" in line]
+    assert len(bars) <= 2, bars  # those of "Applying quantization config", which it shows in any case
+
+
+def test_another_device_than_llm_compressors_is_refused():
+    check_device(torch.device("cpu"))
+    with pytest.raises(ConfigError, match="--device meta cannot be used with awq and gptq"):
+        check_device(torch.device("meta"))
+
+
+def test_a_model_that_transformers_cannot_load_is_one_clear_error(tmp_path):
+    source = make_checkpoint(tmp_path / "model", "llama", layers=1)
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of"}))
+    with pytest.raises(CheckpointError, match=r"cannot be loaded: .*unheard_of"):
+        quantize_checkpoint(
+            str(source), tmp_path / "out", "gptq", calibration=write_rows(tmp_path / "r.jsonl"), sequence_length=32
+        )
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="llm-compressor fails only without an accelerator")
+def test_the_workaround_for_pinned_memory_is_still_needed(tmp_path):
+    """When this fails, `UnpinnedAWQModifier` in quantize/calibrated.py can go."""
+    load_compressor()
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.quantization import QuantizationModifier
+    from llmcompressor.modifiers.transform import AWQModifier
+
+    source = make_checkpoint(tmp_path / "model", "llama", layers=1)
+    rows = [{"input_ids": torch.arange(16), "attention_mask": torch.ones(16, dtype=torch.long)}]
+    rounding = QuantizationModifier(targets="Linear", scheme="NVFP4A16", ignore=["lm_head"])
+    with pytest.raises(RuntimeError, match=r"accelerator|NVIDIA driver"):
+        oneshot(
+            model=str(source),
+            tokenizer=str(source),
+            recipe=[AWQModifier(), rounding],
+            dataset=torch.utils.data.DataLoader(rows),
+            pipeline="sequential",
+        )

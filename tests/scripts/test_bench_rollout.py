@@ -1,0 +1,112 @@
+"""What scripts/bench/bench_rollout.py tells an engine before it measures; the rest of it runs on a card alone."""
+
+import argparse
+import json
+import multiprocessing
+import os
+import signal
+import time
+from itertools import pairwise
+from pathlib import Path
+
+import bench_rollout
+import pytest
+from transformers import AutoConfig
+
+
+@pytest.mark.parametrize("new_tokens", [129, 31, 15])
+def test_the_cache_holds_every_sequence_at_its_full_length_and_not_much_more(tmp_path, new_tokens):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    AutoConfig.for_model("qwen2", **sizes).save_pretrained(tmp_path)
+    asked = {"prompt_tokens": 128, "new_tokens": new_tokens, "sequences": [1, 256], "model": str(tmp_path)}
+    per_token = 2 * 3 * 2 * 16 * 2  # keys and values, layers, heads, width, bytes
+    tokens = bench_rollout.cache_bytes(argparse.Namespace(**asked)) / per_token
+    blocks_of_one = -(-(128 + new_tokens + 1) // 16)
+    assert tokens >= 256 * 16 * blocks_of_one
+    assert tokens < 256 * 16 * (blocks_of_one + 1)
+
+
+def engine(folder: Path, name: str) -> None:
+    """Samples ten tokens in 10 ms, and writes down when."""
+    times = []
+
+    def generate(prompts, new_tokens):
+        started = time.monotonic()
+        time.sleep(new_tokens / 1000)
+        times.append((started, time.monotonic()))
+        return len(prompts) * new_tokens
+
+    asked = {"turns": folder / "turns", "of": 2, "sequences": [1, 4], "prompt_tokens": 2, "new_tokens": 11}
+    seconds = bench_rollout.measure(generate, argparse.Namespace(**asked))
+    (folder / f"{name}.json").write_text(json.dumps({"times": times, "seconds": [seconds[count] for count in (1, 4)]}))
+
+
+def test_engines_in_turns_never_run_at_the_same_time_and_alternate(tmp_path):
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=engine, args=(tmp_path, name)) for name in "ab"]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    first, second = (json.loads((tmp_path / f"{name}.json").read_text()) for name in "ab")
+    runs = sorted([(*times, "a") for times in first["times"]] + [(*times, "b") for times in second["times"]])
+    assert all(ended <= started for (_, ended, _), (started, _, _) in pairwise(runs))
+    assert sum(one != other for (_, _, one), (_, _, other) in pairwise(runs)) >= 2 * bench_rollout.ROUNDS
+    runs = [run for rounds in first["seconds"] for run in rounds]
+    assert len(runs) == 2 * bench_rollout.ROUNDS
+    assert all(0.001 < one_token < whole for one_token, whole in runs)
+
+
+def failing(folder: Path, open_only: bool = False) -> None:
+    asked = argparse.Namespace(turns=folder / "turns", sequences=[1, 4], open_only=open_only)
+    with bench_rollout.turns_left_to_others(asked):
+        raise RuntimeError("no memory is left")
+
+
+def test_an_engine_that_fails_keeps_nobody_waiting(tmp_path):
+    context = multiprocessing.get_context("fork")
+    processes = [context.Process(target=job, args=a) for job, a in ((engine, (tmp_path, "a")), (failing, (tmp_path,)))]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 1]
+    assert (tmp_path / "a.json").exists()
+
+
+def killed(folder: Path, runs: int) -> None:
+    """Has no chance to say so: after that many runs, with 0 while it opens."""
+    asked = {"turns": folder / "turns", "of": 2, "sequences": [1, 4], "prompt_tokens": 2, "new_tokens": 11}
+    arguments, done = argparse.Namespace(**asked, open_only=False), []
+
+    def generate(prompts, new_tokens):
+        done.append(new_tokens)
+        if len(done) > runs:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return len(prompts) * new_tokens
+
+    with bench_rollout.turns_left_to_others(arguments):
+        if not runs:
+            os.kill(os.getpid(), signal.SIGKILL)
+        bench_rollout.measure(generate, arguments)
+
+
+@pytest.mark.parametrize("runs", [0, 1, 8])
+def test_an_engine_that_is_killed_keeps_nobody_waiting(tmp_path, runs):
+    context = multiprocessing.get_context("fork")
+    jobs = (killed, (tmp_path, runs)), (engine, (tmp_path, "a"))
+    gone, other = (context.Process(target=job, args=arguments, daemon=True) for job, arguments in jobs)
+    for process in (gone, other):
+        process.start()
+    for process in (gone, other):
+        process.join(20)
+    assert [gone.exitcode, other.exitcode] == [-signal.SIGKILL, 0]
+    rounds = json.loads((tmp_path / "a.json").read_text())["seconds"]
+    assert [len(runs) for runs in rounds] == [bench_rollout.ROUNDS] * 2
+
+
+def test_who_fails_to_compile_alone_does_not_count_as_one_of_those_that_measure(tmp_path):
+    """It is not one of them: they would begin while one of them still opens."""
+    with pytest.raises(RuntimeError, match="no memory"):
+        failing(tmp_path, open_only=True)
+    assert not (tmp_path / "turns").exists()

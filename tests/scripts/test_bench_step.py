@@ -1,0 +1,46 @@
+"""What scripts/bench/bench_step.py asks of a run is a recipe that loads, whatever the number of steps."""
+
+import argparse
+
+import bench_step
+import pytest
+
+from qerl.config.recipe import load_recipe
+
+
+@pytest.mark.parametrize(("steps", "noisy"), [(1, False), (2, False), (3, True), (4, True)])
+def test_any_number_of_steps_is_a_run_and_noise_has_the_steps_it_needs(tmp_path, steps, noisy):
+    parser = argparse.ArgumentParser()
+    bench_step.add_options(parser)
+    asked = parser.parse_args(["--model", "somewhere", "--steps", str(steps)])
+    config = load_recipe("dapo_7b", bench_step.overrides(asked, tmp_path))
+    assert (config.run.steps, config.noise.enabled) == (steps, noisy)
+
+
+def test_what_is_set_by_hand_wins(tmp_path):
+    parser = argparse.ArgumentParser()
+    bench_step.add_options(parser)
+    asked = parser.parse_args(["--model", "somewhere", "--steps", "3", "--set", "noise.enabled=false"])
+    assert not load_recipe("dapo_7b", bench_step.overrides(asked, tmp_path)).noise.enabled
+
+
+def test_each_step_is_given_its_share_of_the_rate_that_was_measured_after_it(tmp_path):
+    parser = argparse.ArgumentParser()
+    bench_step.add_options(parser)
+    asked = parser.parse_args(["--model", "Qwen/Qwen2.5-7B"])
+    config = load_recipe("dapo_7b", bench_step.overrides(asked, tmp_path))
+    full = {"completions/mean_tokens": 512.0, "completions/trained_share": 1.0, "time/train_s": 4.0}
+    report = {"steps": [dict(full), full | {"time/train_s": 8.0}]}
+    bench_step.add_shares(report, config, 800.0)
+    # 16 prompts of 128 tokens once and 128 completions of 512 in the body, these in the head: forward and backward
+    needed = 4 * (6525288448 * (16 * 128 + 128 * 512) + 152064 * 3584 * 128 * 512)
+    assert report["matrix_tflops"] == 800.0
+    found = [step["train_share_of_matrix_rate"] for step in report["steps"]]
+    assert found == [round(needed / 4 / 800e12, 4), round(needed / 8 / 800e12, 4)]
+
+
+def test_a_run_without_a_card_has_no_share(tmp_path):
+    config = load_recipe("dapo_7b", ["model.base=Qwen/Qwen2.5-7B"])
+    report = {"steps": [{"time/train_s": 1.0}]}
+    bench_step.add_shares(report, config, None)
+    assert report == {"matrix_tflops": None, "steps": [{"time/train_s": 1.0, "train_share_of_matrix_rate": None}]}

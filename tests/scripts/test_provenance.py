@@ -1,0 +1,101 @@
+"""Which code a measurement says it is of; all benchmarks that write JSON say it by the same function."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from scripts.bench.provenance import commit, machine, require_card
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout with one commit of a source and of a result."""
+    monkeypatch.delenv("QERL_COMMIT", raising=False)
+    root = tmp_path / "checkout"
+    (root / "benchmarks").mkdir(parents=True)
+    (root / "code.py").write_text("1")
+    (root / "benchmarks" / "result.json").write_text("1")
+    git(root, "init", "-q")
+    git(root, "add", ".")
+    git(root, "-c", "user.name=a", "-c", "user.email=a@b.c", "commit", "-qm", "one")
+    return root
+
+
+def git(root, *words):
+    return subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_the_head_of_the_checkout_and_whether_its_code_is_changed(checkout):
+    head = git(checkout, "rev-parse", "--short", "HEAD")
+    assert re.fullmatch("[0-9a-f]{7,}", head)
+    (checkout / "new.log").write_text("not of the code")
+    (checkout / "benchmarks" / "result.json").write_text("measured meanwhile")
+    assert commit(checkout) == head
+    (checkout / "code.py").write_text("2")
+    assert commit(checkout) == f"{head}-dirty"
+
+
+def test_what_is_told_wins_and_an_empty_value_tells_nothing(checkout, monkeypatch):
+    monkeypatch.setenv("QERL_COMMIT", "abc1234")
+    assert commit(checkout) == machine()["commit"] == "abc1234"
+    monkeypatch.setenv("QERL_COMMIT", "")
+    assert commit(checkout) == git(checkout, "rev-parse", "--short", "HEAD")
+
+
+def test_a_copy_without_history_is_not_what_lies_around_it(checkout, monkeypatch):
+    copy = checkout / "copy"
+    copy.mkdir()
+    assert commit(copy) == ""
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert commit(checkout) == ""  # no git
+
+
+def test_the_versions_are_those_that_run():
+    import torch
+
+    versions = machine()["versions"]
+    assert torch.__version__.startswith(versions["torch"])
+    assert versions["peft"]
+
+
+def test_every_benchmark_of_a_card_says_its_commit():
+    scripts = [path for path in (ROOT / "scripts").rglob("*.py") if writes_a_report(path)]
+    assert len(scripts) >= 12
+    assert [p.name for p in scripts if "**machine()" not in p.read_text(encoding="utf-8")] == []
+
+
+def writes_a_report(path):
+    text = path.read_text(encoding="utf-8")
+    return '"command": " ".join(sys.argv)' in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a card")
+@pytest.mark.parametrize(
+    "command",
+    [
+        "bench_gemm.py",
+        "bench_attention.py",
+        "bench_elementwise.py",
+        "bench_linear.py",
+        "check_engine.py --model tiny",
+    ],
+)
+def test_what_needs_a_card_says_so_in_a_line(command):
+    script, *options = command.split()
+    file = next((ROOT / "scripts").glob(f"*/{script}"))
+    done = subprocess.run([sys.executable, file, *options], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert re.fullmatch(rf"{script} measures on a CUDA card, and .* none: run it on a .*\n", done.stderr)
+
+
+def test_a_package_that_is_missing_is_named(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    require_card("torch")
+    with pytest.raises(SystemExit, match=r"needs no_such_package, which is not installed: run `pip install"):
+        require_card("no_such_package")

@@ -1,0 +1,58 @@
+"""A group of equal rewards has advantage 0, exactly: TRL leaves the rounding of its float32 mean."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_run import small_config
+
+from training.loss.advantages import rewards_differ
+from training.run import start
+from training.run_dir.log import read_metrics
+
+CONSTANT = "def constant(completions, **columns):\n    return [0.7] * len(completions)\n"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "expected"),
+    [
+        ([0.7] * 8, False),
+        ([0.3, 0.3 + 6e-8], False),  # as sums of weighted rewards may differ
+        ([1e4 + 1e-3, 1e4], False),
+        ([0.0, 0.0], False),
+        ([0.7, 0.70001], True),
+        ([0.0, 1e-5], True),
+        ([-1.0, 1.0], True),
+    ],
+)
+def test_what_is_rounding_and_what_a_difference(rewards, expected):
+    assert rewards_differ(torch.tensor([rewards])).tolist() == [expected]
+
+
+@pytest.mark.parametrize("scale", ["group", "batch"])
+def test_equal_rewards_do_not_train(nvfp4_base, tmp_path, scale):
+    """Eight rewards of 0.7 have a float32 mean beside 0.7, and Adam makes a whole step of any gradient."""
+    (tmp_path / "constant.py").write_text(CONSTANT)
+    config = small_config(
+        nvfp4_base, tmp_path, "rollout.group_size=8", f"loss.advantage_scale={scale}", "noise.enabled=false",
+        f"rewards=[{{name: '{tmp_path}/constant.py:constant'}}]", steps=1,
+    )  # fmt: skip
+    start(config, "tiny")
+    tensors = load_file(tmp_path / "run" / "adapter" / "adapter_model.safetensors")
+    assert max(tensor.abs().max() for name, tensor in tensors.items() if "lora_B" in name) == 0
+    for row in read_metrics(tmp_path / "run"):
+        assert row["groups/zero_variance_share"] == 1
+        assert row["grad_norm"] == 0
+
+
+def test_the_share_of_equal_groups_counts_groups_whatever_divides_the_advantages(nvfp4_base, tmp_path):
+    """TRL's own share is of the batch where the batch's deviation divides."""
+    (tmp_path / "by_row.py").write_text(
+        "def by_row(completions, row, **columns):\n"
+        "    return [0.7 if i < 4 else float(i) for i in range(len(completions))]\n"
+    )
+    rewards = f"rewards=[{{name: '{tmp_path}/by_row.py:by_row'}}]"
+    start(
+        small_config(nvfp4_base, tmp_path, "loss.advantage_scale=batch", "noise.enabled=false", rewards, steps=1),
+        "tiny",
+    )
+    assert [row["groups/zero_variance_share"] for row in read_metrics(tmp_path / "run")] == [0.5]

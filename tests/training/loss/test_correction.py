@@ -1,0 +1,204 @@
+"""Importance weights against TRL's own, hand values, and an exactly solvable policy gradient."""
+
+import math
+
+import pytest
+import torch
+
+from qerl.config.schema import CorrectionConfig
+from qerl.errors import EngineError
+from training.loss.correction import Mismatch, MismatchGate, importance_weights
+
+MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+
+
+def by_trl(old, sampling, mask, mode, cap, floor):
+    """What TRL 1.16's `_generate_and_score_completions` computes, written again by hand."""
+    difference = (old - sampling) * mask
+    if "sequence" in mode:
+        difference = difference.sum(-1, keepdim=True)
+    ratio = torch.exp(difference)
+    if "truncate" in mode:
+        return torch.clamp(ratio, min=floor, max=cap)
+    low = -math.inf if floor is None else floor
+    return torch.where((ratio < low) | (ratio > cap), torch.zeros(()), ratio)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("floor", [None, 0.5])
+def test_weights_are_trls(mode, floor):
+    torch.manual_seed(0)
+    old, sampling = torch.randn(5, 7), torch.randn(5, 7)
+    mask = (torch.arange(7) < torch.tensor([[7], [3], [1], [5], [0]])).long()
+    ours = importance_weights(old, sampling, mask, CorrectionConfig(mode=mode, cap=2.0, floor=floor))
+    torch.testing.assert_close(ours, by_trl(old, sampling, mask, mode, 2.0, floor))
+
+
+def test_weights_by_hand():
+    old = torch.log(torch.tensor([[0.6, 0.2, 0.5]]))
+    sampling = torch.log(torch.tensor([[0.2, 0.4, 0.5]]))
+    mask = torch.ones(1, 3)
+    weights = {mode: importance_weights(old, sampling, mask, CorrectionConfig(mode=mode, cap=2.0)) for mode in MODES}
+    torch.testing.assert_close(weights["token_truncate"], torch.tensor([[2.0, 0.5, 1.0]]))  # ratios 3, 1/2, 1
+    torch.testing.assert_close(weights["token_mask"], torch.tensor([[0.0, 0.5, 1.0]]))
+    torch.testing.assert_close(weights["sequence_truncate"], torch.tensor([[1.5]]))
+    torch.testing.assert_close(weights["sequence_mask"], torch.tensor([[1.5]]))
+
+
+def test_mismatch_by_hand():
+    old = torch.log(torch.tensor([[0.6, 0.2, 0.9]]))
+    sampling = torch.log(torch.tensor([[0.2, 0.4, 0.1]]))
+    mask = torch.tensor([[1, 1, 0]])
+    config = CorrectionConfig(cap=2.0)
+    mismatch = Mismatch()
+    mismatch.add(old, sampling, mask, config)
+    metrics = mismatch.metrics(config)
+    kl = ((3 - math.log(3) - 1) + (0.5 - math.log(0.5) - 1)) / 2
+    assert metrics["mismatch_kl"] == pytest.approx(kl, rel=1e-6)
+    assert metrics["mismatch/mean_abs"] == pytest.approx((math.log(3) + math.log(2)) / 2, rel=1e-6)
+    assert metrics["mismatch/max_abs"] == pytest.approx(math.log(3), rel=1e-6)
+    assert metrics["correction/mean_weight"] == pytest.approx((2 + 0.5) / 2)
+    assert metrics["correction/capped_share"] == pytest.approx(0.5)
+    assert metrics["correction/ess"] == pytest.approx(2.5**2 / (2 * (2**2 + 0.5**2)))  # weights 2 (capped) and 1/2
+    assert "correction/masked_share" not in metrics
+
+
+ESS = {  # ratios 3 and 1/2 in the first row, 1 in the second: a cap of 2, by hand
+    "token_truncate": (2 + 0.5 + 1) ** 2 / (3 * (4 + 0.25 + 1)),
+    "token_mask": (0 + 0.5 + 1) ** 2 / (3 * (0 + 0.25 + 1)),
+    "sequence_truncate": (1.5 + 1.5 + 1) ** 2 / (3 * (2.25 + 2.25 + 1)),  # the first row's ratio 3/2, for both tokens
+    "off": (3 + 0.5 + 1) ** 2 / (3 * (9 + 0.25 + 1)),
+}
+
+
+@pytest.mark.parametrize("mode", ESS)
+def test_effective_sample_size_by_hand(mode):
+    old = torch.log(torch.tensor([[0.6, 0.2], [0.3, 0.9]]))
+    sampling = torch.log(torch.tensor([[0.2, 0.4], [0.3, 0.1]]))
+    config = CorrectionConfig(mode=mode, cap=2.0)
+    mismatch = Mismatch()
+    mismatch.add(old, sampling, torch.tensor([[1, 1], [1, 0]]), config)
+    assert mismatch.metrics(config)["correction/ess"] == pytest.approx(ESS[mode], rel=1e-6)
+
+
+def test_weights_that_are_all_masked_have_no_effective_sample():
+    mismatch, config = Mismatch(), CorrectionConfig(mode="token_mask", cap=2.0)
+    mismatch.add(torch.zeros(1, 2), torch.full((1, 2), -3.0), torch.ones(1, 2), config)
+    assert mismatch.metrics(config)["correction/ess"] == 0
+
+
+def test_micro_batches_add_up_to_the_whole():
+    torch.manual_seed(1)
+    old, sampling, mask = torch.randn(6, 4), torch.randn(6, 4), torch.randint(0, 2, (6, 4))
+    config = CorrectionConfig(mode="token_mask", cap=1.5)
+    whole, parts = Mismatch(), Mismatch()
+    whole.add(old, sampling, mask, config)
+    for start in range(0, 6, 2):
+        parts.add(old[start : start + 2], sampling[start : start + 2], mask[start : start + 2], config)
+    assert parts.metrics(config) == pytest.approx(whole.metrics(config))
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_a_nan_is_not_hidden_by_the_largest_difference(first):
+    mismatch = Mismatch()
+    for value in (math.nan, 0.5) if first else (0.5, math.nan):
+        mismatch.add(torch.tensor([[value]]), torch.zeros(1, 1), torch.ones(1, 1), CorrectionConfig())
+    assert math.isnan(mismatch.metrics(CorrectionConfig())["mismatch/max_abs"])
+
+
+def apart(difference):
+    """A step whose tokens all differ by `difference` nats."""
+    mismatch = Mismatch()
+    mismatch.add(torch.zeros(1, 3), torch.full((1, 3), -difference), torch.ones(1, 3), CorrectionConfig())
+    return mismatch
+
+
+def test_the_gate_waits_for_a_step_with_tokens():
+    """A first step whose completions were all truncated and masked says nothing about the agreement."""
+    gate = MismatchGate(0.003, dropout=0.0)
+    gate.check(Mismatch(), sigma=0.0)
+    assert not gate.passed
+    with pytest.raises(EngineError, match=r"mismatch_kl 1\.49e-01 is above loss\.mismatch_gate 0\.003"):
+        gate.check(apart(0.5), sigma=0.0)
+    gate.check(apart(0.0), sigma=0.0)
+    gate.check(apart(0.5), sigma=0.0)  # it judges the first update alone
+    MismatchGate(None, dropout=0.0).check(apart(0.5), sigma=0.0)
+    with pytest.raises(EngineError, match="mismatch_kl nan"):
+        MismatchGate(0.003, dropout=0.0).check(apart(math.nan), sigma=0.0)
+
+
+@pytest.mark.parametrize(
+    ("sigma", "dropout", "reason"), [(0.01, 0.0, "its noise (sigma 0.01)"), (0, 0.2, "dropout (0.2)")]
+)
+def test_a_gate_that_cannot_judge_says_so_once(caplog, sigma, dropout, reason):
+    gate = MismatchGate(0.003, dropout)
+    for _ in range(3):
+        gate.check(apart(0.5), sigma)
+    (record,) = caplog.records
+    assert reason in record.message
+    assert "loss.mismatch_gate is not checked" in record.message
+
+
+HISTORY = [
+    {"noise/sigma": 0.0, "mismatch_kl": 1e-4},
+    {"noise/sigma": 0.02, "mismatch_kl": 4e-2},
+    {"noise/sigma": 0.01, "mismatch_kl": 8e-3},
+    {"noise/sigma": 0.01, "mismatch_kl": 1e-2},
+    {"noise/sigma": 0.01},  # nothing in the loss
+]
+
+
+def test_a_run_resumed_in_its_noise_is_judged_by_what_it_had():
+    """0.149 against 5 times 1e-2, the most with sigma 0.01; the row with 0.02 would let it pass."""
+    with pytest.raises(EngineError, match=r"mismatch_kl 1\.49e-01 is above 5 times what the run had"):
+        MismatchGate(0.003, dropout=0.0).check(apart(0.5), 0.01, HISTORY)
+    with pytest.raises(EngineError, match="5 times"):
+        MismatchGate(0.003, dropout=0.0).check(apart(0.5), 0.005, HISTORY)
+    gate = MismatchGate(0.003, dropout=0.0)
+    gate.check(apart(0.25), 0.01, HISTORY)  # 3.4e-2
+    assert gate.passed
+    with pytest.raises(EngineError, match=r"above loss\.mismatch_gate 0\.003"):  # noise in both: nearly none
+        MismatchGate(0.003, dropout=0.0).check(apart(0.5), 0.01, [{"noise/sigma": 0.01, "mismatch_kl": 1e-12}])
+
+
+@pytest.mark.parametrize(("sigma", "dropout"), [(0.03, 0.0), (0.01, 0.1)])
+def test_a_run_without_such_a_step_cannot_be_judged(caplog, sigma, dropout):
+    gate = MismatchGate(0.003, dropout)
+    gate.check(apart(0.5), sigma, HISTORY)
+    gate.check(apart(0.5), sigma, [*HISTORY, {"noise/sigma": sigma, "mismatch_kl": 1e-3}])
+    assert "loss.mismatch_gate is not checked" in caplog.text
+    assert not gate.passed
+
+
+def test_identical_policies_have_no_mismatch():
+    logprobs = torch.randn(3, 5)
+    mismatch = Mismatch()
+    mismatch.add(logprobs, logprobs, torch.ones(3, 5), CorrectionConfig())
+    assert mismatch.mean_kl == 0
+    assert mismatch.metrics(CorrectionConfig())["correction/mean_weight"] == 1
+
+
+def test_off_reports_the_mismatch_only():
+    mismatch = Mismatch()
+    mismatch.add(torch.zeros(1, 2), torch.full((1, 2), 0.1), torch.ones(1, 2), CorrectionConfig(mode="off"))
+    assert set(mismatch.metrics(CorrectionConfig(mode="off"))) == {
+        "mismatch_kl", "mismatch/mean_abs", "mismatch/max_abs", "correction/ess",
+    }  # fmt: skip
+
+
+def test_weighted_gradient_of_a_noisy_sampler_is_the_clean_policys():
+    """One token of 4: the expectation over the noisy policy of weight * advantage * grad log p is enumerable."""
+    torch.manual_seed(2)
+    logits = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    advantages = torch.tensor([1.0, -0.5, 0.25, 2.0], dtype=torch.float64)
+    clean = torch.log_softmax(logits, -1)
+    noisy = torch.log_softmax(logits.detach() + 0.3 * torch.randn(4, dtype=torch.float64), -1)
+    (exact,) = torch.autograd.grad((clean.exp() * advantages).sum(), logits, retain_graph=True)
+    weights = importance_weights(clean.detach()[:, None], noisy[:, None], torch.ones(4, 1), CorrectionConfig(cap=1e6))[
+        :, 0
+    ]
+    surrogate = (noisy.exp() * weights * advantages * clean).sum()
+    (estimated,) = torch.autograd.grad(surrogate, logits, retain_graph=True)
+    torch.testing.assert_close(estimated, exact)
+    (uncorrected,) = torch.autograd.grad((noisy.exp() * advantages * clean).sum(), logits)
+    assert (uncorrected - exact).norm() > 0.05 * exact.norm()

@@ -1,0 +1,392 @@
+"""Packed rows: what is in them, how they are split, and attention that keeps their sequences apart.
+
+What needs a card last ran on an H200 on 2026-11-22.
+"""
+
+from itertools import pairwise
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qerl.errors import EngineError
+from qerl.layers.place import fuse_
+from training.policy.copies import gather_rows
+from training.policy.packed_attention import (
+    attend_each,
+    attend_flash,
+    check_config,
+    deterministic_kernels,
+    hidden_states,
+    make_backward_deterministic,
+    packed_attention,
+    packed_attention_of,
+)
+from training.policy.packing import Lengths, Sequences, pack, row_lengths, split_by_tokens
+from training.policy.token_logprobs import dense_head, token_logprobs
+
+IDS = torch.tensor([[0, 1, 2, 3, 4, 0], [5, 6, 7, 8, 9, 10], [0, 0, 11, 12, 13, 14], [0, 1, 2, 17, 18, 19]])
+MASK = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0], [0, 1, 1, 1, 1, 1]])
+
+
+def test_pack_holds_each_prompt_once_and_each_completion():
+    row = pack(IDS, MASK, 3)  # the first and last row have one prompt, the third's completion is masked
+    assert row.input_ids.tolist() == [[1, 2, 3, 4, 17, 18, 19, 5, 6, 7, 8, 9, 10]]
+    assert row.position_ids.tolist() == [[0, 1, 2, 3, 2, 3, 4, 0, 1, 2, 3, 4, 5]]
+    sequences = row.sequences
+    assert sequences.query_starts.tolist() == [0, 2, 4, 7, 13]
+    assert sequences.key_starts.tolist() == [0, 2, 6, 11, 17]
+    assert sequences.keys.rows.tolist() == [0, 1, *(0, 1, 2, 3), *(0, 1, 4, 5, 6), *range(7, 13)]
+    assert (sequences.longest_query, sequences.longest_key) == (6, 6)
+    assert sequences.query_starts.dtype == sequences.key_starts.dtype == torch.int32
+    assert row.targets.tolist() == [3, 4, 17, 18, 19, 8, 9, 10]
+    assert row.input_ids[0, row.predicting.rows].tolist() == [2, 3, 2, 17, 18, 7, 8, 9]
+    block = row.scatter(torch.arange(1.0, 9.0), (4, 3))
+    assert block.tolist() == [[1, 2, 0], [6, 7, 8], [0, 0, 0], [3, 4, 5]]
+
+
+def test_different_prompts_share_nothing():
+    sequences = pack(IDS[:2], MASK[:2], 3).sequences
+    assert sequences.keys is None
+    assert sequences.query_starts.tolist() == sequences.key_starts.tolist() == [0, 4, 10]
+
+
+@pytest.mark.parametrize(
+    ("rows", "budget", "groups"),
+    [
+        ([(0, 1, 3), (1, 1, 3), (2, 1, 3), (3, 1, 3)], 8, [[0, 1], [2, 3]]),
+        ([(0, 4, 2), (0, 4, 2), (0, 4, 2)], 8, [[0, 1], [2]]),  # 4 + 2 + 2, and the prompt once more
+        ([(0, 4, 2), (1, 1, 1), (0, 4, 2)], 8, [[0, 2], [1]]),  # rows of a prompt stand together
+        ([(0, 12, 2), (0, 12, 2), (0, 12, 2)], 20, [[0, 1], [2]]),  # 12 + 2, 2 + 12 / 6, and that is 18
+        ([(0, 1, 8), (0, 1, 1), (1, 1, 6)], 8, [[0], [2], [1]]),  # longer than the budget: alone; the largest first
+        ([(0, 1, 2), (1, 1, 5), (2, 1, 4), (3, 1, 5)], 6, [[1], [3], [2], [0]]),
+        ([(0, 1, 0), (0, 1, 2), (1, 1, 0), (1, 1, 1)], 8, [[1, 3]]),
+        ([(0, 1, 2), (1, 1, 2), (2, 1, 2), (3, 1, 2)], 9, [[0, 1], [2, 3]]),  # as many as fit would be three and one
+        ([(0, 1, 7), (1, 1, 7), (1, 1, 2), (2, 1, 7)], 10, [[1, 2], [0], [3]]),
+        ([], 8, []),
+    ],
+)
+def test_rows_are_split_by_tokens(rows, budget, groups):
+    assert split_by_tokens([Lengths(*row) for row in rows], budget) == groups
+
+
+def test_row_lengths_number_the_prompts():
+    assert row_lengths(IDS[:, :3], MASK[:, :3], [2, 3, 0, 3]) == [(0, 2, 2), (1, 3, 3), (2, 1, 0), (0, 2, 3)]
+
+
+def test_repeated_keys_of_a_shared_prompt_have_their_cost():
+    ids = torch.arange(1, 15).repeat(5, 1)
+    ids[:, 12:] += torch.arange(5)[:, None]
+    row = pack(ids, torch.ones_like(ids), 2)
+    assert (row.input_ids.shape[1], len(row.sequences.keys.rows)) == (22, 12 + 5 * 14)
+    assert row.cost == 22 + 60 // 6
+    assert pack(IDS[:2], MASK[:2], 3).cost == 10
+
+
+def tiny_model(family, **changes):
+    sizes = {
+        "vocab_size": 32,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "initializer_range": 0.3,
+        "pad_token_id": 0,
+    }
+    torch.manual_seed(1)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **(sizes | changes)), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("qwen2", {}),
+        ("qwen3", {}),
+        ("llama", {}),
+        ("mistral", {"sliding_window": None}),
+        ("mistral", {"sliding_window": 3}),
+        ("qwen2", {"use_sliding_window": True, "sliding_window": 2, "max_window_layers": 1}),
+    ],
+    ids=["qwen2", "qwen3", "llama", "mistral", "mistral-window", "qwen2-window"],
+)
+def test_a_packed_row_computes_what_each_sequence_computes_alone(family, changes):
+    model = tiny_model(family, **changes)
+    row = pack(IDS, MASK, 3)
+    with torch.no_grad(), packed_attention_of(model):
+        packed = hidden_states(model, row)
+    alone = torch.zeros(4, 3, 32)
+    for ids, mask, place in zip(IDS, MASK, (alone[i] for i in range(4)), strict=True):
+        if count := int(mask[3:].sum()):
+            hidden = model.base_model(input_ids=ids[mask.bool()][None]).last_hidden_state
+            place[:count] = hidden[0, -count - 1 : -1].detach()
+    torch.testing.assert_close(packed, alone.view(12, 32)[row.places], rtol=1e-5, atol=1e-5)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_no_completion_reaches_another():
+    """Other tokens in one completion change no bit of the others, nor of the shared prompt."""
+    model = tiny_model("qwen3")
+    row = pack(IDS, MASK, 3)
+    with packed_attention_of(model):
+        before = hidden_states(model, row)
+        row.input_ids[0, 2:4] = 20  # the first row's completion, which predicts once inside itself
+        after = hidden_states(model, row)
+    assert (before != after).any(1).tolist() == [False, True, *[False] * 6]
+
+
+def grouped_rows(prompts, group, generator):
+    """(ids, mask, completion width): `group` rows of each prompt, all of other lengths, prompts padded left."""
+    width, longest = 90, 70
+    ids = torch.randint(1, 32, (len(prompts) * group, longest + width), generator=generator)
+    mask = torch.zeros_like(ids)
+    for row in range(len(ids)):
+        prompt = prompts[row // group]
+        ids[row, :longest] = ids[row // group * group, :longest]
+        mask[row, longest - prompt : longest + int(torch.randint(1, width, (1,), generator=generator))] = 1
+    return ids, mask, width
+
+
+def outputs_and_gradients(model, row, places):
+    """Hidden states in the order of `places`, and the gradient of a fixed function of them by every weight."""
+    model.zero_grad()
+    with packed_attention_of(model):
+        hidden = hidden_states(model, row)
+    hidden = hidden.float()[torch.argsort(row.places)] * torch.linspace(-1, 1, hidden.shape[1], device=hidden.device)
+    (hidden * torch.cos(torch.arange(places, device=hidden.device))[:, None]).sum().backward()
+    gradients = [p.grad.flatten().float() for p in model.base_model.parameters() if p.requires_grad]
+    return torch.cat([hidden.detach().flatten(), *gradients]).cpu()
+
+
+def shared_and_apart(monkeypatch, device, dtype):
+    """`outputs_and_gradients` of rows packed with one copy of each prompt, with one a row, and in float32."""
+    from training.policy import packing
+
+    ids, mask, width = grouped_rows([70, 33, 1, 64], 4, torch.Generator().manual_seed(5))
+    model = tiny_model("qwen2", num_attention_heads=4, head_dim=64, hidden_size=256, max_position_embeddings=256)
+    for weight in model.parameters():  # as it starts, its attention is so sharp that rounding decides the gradient
+        weight.data.mul_(0.3 if weight.dim() > 1 else 1.0)
+    results = []
+    for share, kind in ((True, dtype), (False, dtype), (False, torch.float32)):
+        monkeypatch.setattr(packing, "SHARE_PROMPTS", share)
+        row = packing.pack(ids.to(device), mask.to(device), width)
+        results.append(outputs_and_gradients(model.to(device, kind), row, len(row.places)))
+        assert (row.sequences.keys is not None) == share
+    return results
+
+
+def test_shared_prompts_give_the_gradients_of_rows_apart(monkeypatch):
+    shared, apart, _ = shared_and_apart(monkeypatch, "cpu", torch.float32)
+    assert (shared - apart).norm() / apart.norm() < 1e-5
+
+
+@pytest.mark.gpu
+def test_shared_prompts_on_a_card_are_as_exact_as_rows_apart(monkeypatch):
+    """Through flash attention, in bfloat16; float32 takes the twin."""
+    check_shared_prompts_in_bfloat16(monkeypatch, "cuda")
+
+
+def test_shared_prompts_in_bfloat16_are_as_exact_as_rows_apart(monkeypatch):
+    check_shared_prompts_in_bfloat16(monkeypatch, "cpu")
+
+
+def check_shared_prompts_in_bfloat16(monkeypatch, device):
+    shared, apart, exact = shared_and_apart(monkeypatch, device, torch.bfloat16)
+    errors = [((result - exact).norm() / exact.norm()).item() for result in (shared, apart)]
+    assert errors[0] < 1.2 * errors[1]
+    assert errors[1] < 4e-2
+
+
+def test_models_that_compute_something_else_are_refused():
+    config = tiny_model("qwen3").config
+    check_config(config)
+    config.final_logit_softcapping = 30.0
+    with pytest.raises(EngineError, match=r"final_logit_softcapping=30\.0"):
+        check_config(config)
+    config.final_logit_softcapping, config.attention_dropout = None, 0.1
+    with pytest.raises(EngineError, match="attention_dropout"):
+        check_config(config)
+    with pytest.raises(EngineError, match="does not hand packed sequences on"):  # as StableLM's attention
+        packed_attention(torch.nn.Module(), *[torch.zeros(1, 1, 2, 8)] * 3, None)
+
+
+def gpu_inputs(lengths, heads, kv_heads, head_dim):
+    """Random (q, k, v) and sequences: the second and third share a prompt of 40 tokens with a first of its own."""
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    prompt = torch.arange(int(starts[1]), int(starts[1]) + 40)
+    own = [torch.arange(int(a), int(b)) for a, b in pairwise(starts.tolist())]
+    own = [own[0], prompt, own[1][40:], *own[2:]]
+    keys = [own[0], prompt, torch.cat([prompt, own[2]]), torch.cat([prompt, own[3]]), *own[4:]]
+    bounds = [torch.tensor([0, *map(len, parts)]).cumsum(0).int().cuda() for parts in (own, keys)]
+    gathered = torch.cat(keys).cuda()
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(sum(lengths), n, head_dim, device="cuda").bfloat16() for n in (heads, kv_heads, kv_heads))
+    sequences = Sequences(*bounds, gathered, max(map(len, own)), max(map(len, keys)))
+    return (q, k[gathered], v[gathered]), sequences
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(28, 4, 128), (8, 8, 64), (16, 8, 256)])
+def test_flash_attention_is_its_twin(heads, kv_heads, head_dim, window):
+    """Outputs and gradients in bfloat16 against the twin in float32, within the rounding of bfloat16 inputs."""
+    qkv, sequences = gpu_inputs([640, 41, 77, 512, 300], heads, kv_heads, head_dim)
+    weight = torch.randn(*qkv[0].shape, device="cuda")
+    results = []
+    for attend, dtype in ((attend_flash, torch.bfloat16), (attend_each, torch.float32)):
+        inputs = tuple(tensor.detach().to(dtype).requires_grad_() for tensor in qkv)
+        out = attend(inputs, sequences, head_dim**-0.5, window)
+        (out.float() * weight).sum().backward()
+        results.append([out, *(tensor.grad for tensor in inputs)])
+    for fast, exact in zip(*results, strict=True):
+        error = (fast.float() - exact.float()).norm() / exact.float().norm()
+        assert error < 1e-2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(28, 4, 128), (8, 8, 64)])
+def test_beside_the_engine_flash_attention_3_gives_the_same(heads, kv_heads, head_dim, monkeypatch):
+    """On Hopper, from strided inputs as a fused projection leaves them; its gradient repeats where that is asked."""
+    import vllm  # noqa: F401 - its presence decides
+
+    from training.policy import flash_attention
+
+    qkv, sequences = gpu_inputs([640, 41, 77, 512, 300], heads, kv_heads, head_dim)
+    wide = torch.randn(len(qkv[0]), heads + 3, head_dim, device="cuda").bfloat16()
+    wide[:, :heads] = qkv[0]
+    weight = torch.randn(*qkv[0].shape, device="cuda")
+    results = {}
+    for name, attend, dtype in (
+        ("3", attend_flash, torch.bfloat16),
+        ("again", attend_flash, torch.bfloat16),
+        ("2", attend_flash, torch.bfloat16),
+        ("exact", attend_each, torch.float32),
+    ):
+        if name == "2":
+            monkeypatch.setattr(flash_attention, "_takes_3", lambda q: False)
+        leaves = tuple(tensor.detach().to(dtype).requires_grad_() for tensor in (wide, *qkv[1:]))
+        with deterministic_kernels(name != "2"):
+            out = attend((leaves[0][:, :heads], *leaves[1:]), sequences, head_dim**-0.5, None)
+            assert ("_Attend3" in out.grad_fn.name()) == (name in ("3", "again"))
+            (out.float() * weight).sum().backward()
+        results[name] = [out.detach().float(), *(leaf.grad.float() for leaf in leaves)]
+    errors = {
+        name: [((a - b).norm() / b.norm()).item() for a, b in zip(values, results["exact"], strict=True)]
+        for name, values in results.items()
+    }
+    assert all(torch.equal(a, b) for a, b in zip(results["3"], results["again"], strict=True))
+    assert all(ours < 1.1 * theirs for ours, theirs in zip(errors["3"], errors["2"], strict=True)), errors
+    assert max(errors["2"]) < 1e-2
+
+
+def test_the_strict_switch_is_on_during_one_nodes_backward_alone():
+    seen = []
+
+    class Watched(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            seen.append(
+                (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled())
+            )
+            return grad
+
+    inner = Watched.apply(torch.ones(2, requires_grad=True))
+    make_backward_deterministic(inner.grad_fn)
+    Watched.apply(inner).sum().backward()
+    assert seen == [(False, False), (True, False)]  # of the outer node, then of the one that was asked for
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert torch.utils.deterministic.fill_uninitialized_memory
+
+
+@pytest.mark.gpu
+def test_a_deterministic_gradient_repeats_to_the_bit():
+    qkv, sequences = gpu_inputs([1500, 700, 3000, 90], 28, 4, 128)
+    gradients = []
+    for _ in range(5):
+        inputs = tuple(tensor.clone().requires_grad_() for tensor in qkv)
+        with deterministic_kernels(True):
+            attend_flash(inputs, sequences, 128**-0.5, None).square().sum().backward()
+        gradients.append([tensor.grad for tensor in inputs])
+    for other in gradients[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(gradients[0], other, strict=True))
+    assert not torch.are_deterministic_algorithms_enabled()
+
+
+def test_without_sharing_every_row_brings_its_prompt(monkeypatch):
+    from training.policy import packing
+
+    ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]])
+    shared = packing.pack(ids, mask, 2)
+    lengths = packing.row_lengths(ids[:, :2], mask[:, :2], [2, 1])
+    assert shared.input_ids.tolist() == [[5, 6, 7, 8, 9]]
+    assert [row.prompt for row in lengths] == [0, 0]
+    monkeypatch.setattr(packing, "SHARE_PROMPTS", False)
+    apart = packing.pack(ids, mask, 2)
+    assert apart.input_ids.tolist() == [[5, 6, 7, 8, 5, 6, 9]]
+    assert apart.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2]]
+    assert apart.targets.tolist() == shared.targets.tolist() == [7, 8, 9]
+    assert [row.prompt for row in packing.row_lengths(ids[:, :2], mask[:, :2], [2, 1])] == [0, 1]
+
+
+class Transposes(TorchDispatchMode):
+    """The strides of tensors that are copied although their rows are not in order."""
+
+    def __init__(self):
+        super().__init__()
+        self.strides = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.overloadpacket in (torch.ops.aten.clone, torch.ops.aten.copy_):
+            stride = args[-1].stride()
+            if list(stride) != sorted(stride, reverse=True):
+                self.strides.append(stride)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_attention_hands_gradients_on_without_transposing_them(family):
+    """Each of q, k and v was copied twice a layer in the backward pass: into zeros, and back into the order of rows."""
+    model, row = tiny_model(family).requires_grad_(False), pack(IDS, MASK, 3)
+    fuse_(model)
+    embedded = model.get_input_embeddings()(row.input_ids).requires_grad_()
+    arguments = {"position_ids": row.position_ids, "use_cache": False, "sequences": row.sequences}
+    with packed_attention_of(model):
+        out = model.base_model(inputs_embeds=embedded, **arguments).last_hidden_state
+    with Transposes() as transposes:
+        out.sum().backward()
+    assert transposes.strides == []
+
+
+@pytest.mark.gpu
+def test_a_micro_batch_waits_nowhere_for_the_gpu():
+    """From packing to the gradients, so that the GPU never idles between micro-batches."""
+    ids, mask, width = grouped_rows([70, 33], 4, torch.Generator().manual_seed(5))
+    model = tiny_model("qwen2", num_attention_heads=4, head_dim=64, hidden_size=256, max_position_embeddings=256)
+    model.requires_grad_(False).to("cuda", torch.bfloat16)
+    fuse_(model)
+    scale = torch.ones(256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+    def step():
+        row = pack(ids, mask, width, torch.device("cuda"))
+        embedded = model.get_input_embeddings()(row.input_ids) * scale
+        arguments = {"position_ids": row.position_ids, "use_cache": False, "sequences": row.sequences}
+        with packed_attention_of(model):
+            hidden = model.base_model(inputs_embeds=embedded, **arguments).last_hidden_state.squeeze(0)
+        head = dense_head(model.get_output_embeddings(), 1.0)
+        logprobs, _ = token_logprobs(gather_rows(hidden, row.predicting), row.targets, head)
+        row.scatter(logprobs, (len(ids), width)).sum().backward()
+
+    step()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert scale.grad.isfinite().all()

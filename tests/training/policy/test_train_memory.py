@@ -1,0 +1,100 @@
+"""The recorded plan, and what is said when the card is full."""
+
+import json
+
+import pytest
+import torch
+from small_run import small_config
+
+from qerl.errors import EngineError
+from qerl.plan.micro_batch_plan import GIB, Footprint, MicroBatchPlan
+from training.policy.train_memory import as_record, card_memory, recorded_plan, training_memory
+from training.run import resume, start
+from training.trainer import QerlTrainer
+
+PLAN = MicroBatchPlan(4096, 0, 28, 40 * GIB, Footprint(28, 240_064, 7168, 237_568, 2_687_500_288))
+
+
+def test_a_plan_is_read_back_as_it_was_written(tmp_path, base):
+    config = small_config(base, tmp_path, "run.micro_batch_tokens=null")
+    assert recorded_plan(tmp_path, config) is None
+    for plan in (PLAN, MicroBatchPlan(50, 2, 2)):
+        (tmp_path / "run.json").write_text(json.dumps({"recipe": "x", "micro_batches": as_record(plan)}))
+        assert recorded_plan(tmp_path, config) == plan
+    assert recorded_plan(tmp_path, small_config(base, tmp_path, "run.micro_batch_tokens=50")) is not None
+    assert recorded_plan(tmp_path, small_config(base, tmp_path, "run.micro_batch_tokens=51")) is None
+
+
+def test_a_resumed_run_takes_the_plan_of_its_start(nvfp4_base, tmp_path, monkeypatch):
+    """Nothing is planned anew: the memory that is free then must not change the numbers."""
+    overrides = ("run.micro_batch_tokens=null", "noise.enabled=false")
+    run_dir = start(small_config(nvfp4_base, tmp_path, *overrides, steps=2), "tiny").run_dir
+    assert json.loads((run_dir / "run.json").read_text())["micro_batches"]["micro_batch_tokens"] == 8192
+    config = (run_dir / "config.yaml").read_text().replace("steps: 2", "steps: 3")
+    (run_dir / "config.yaml").write_text(config)
+    monkeypatch.setattr("training.run.plan_run", lambda *_: pytest.fail("planned anew"))
+    assert resume(run_dir).steps == 3
+
+
+def test_out_of_memory_says_which_key_to_lower():
+    said = r"run\.micro_batch_tokens: 2048, or run\.gradient_checkpointing: true"
+    with pytest.raises(EngineError, match=said), training_memory(PLAN):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
+
+
+def test_the_card_s_memory_is_the_most_of_a_step(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * GIB, 24 * GIB))
+    assert card_memory("memory/x_card_gib", {}) == {"memory/x_card_gib": 21.0}
+    assert card_memory("memory/x_card_gib", {"memory/x_card_gib": 22.5}) == {"memory/x_card_gib": 22.5}
+
+
+def test_what_torch_gave_back_at_its_limit_counts(monkeypatch):
+    """A KV cache that sleeps is in both of torch's numbers, and the card has its memory back."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (6 * GIB, 24 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 25 * GIB)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 28 * GIB)
+    assert card_memory("memory/x_card_gib", {}) == {"memory/x_card_gib": 21.0}
+
+
+def test_the_optimizer_s_state_does_not_lie_among_what_training_leaves(nvfp4_base, tmp_path, monkeypatch):
+    """On a card torch's cache is given back before the first update, where the state is made, and at no other."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(0))
+    config = small_config(nvfp4_base, tmp_path, "noise.enabled=false", steps=3)
+    run_dir = start(config, "tiny").run_dir
+    assert len(calls) == 1
+    (run_dir / "config.yaml").write_text((run_dir / "config.yaml").read_text().replace("steps: 3", "steps: 5"))
+    assert resume(run_dir).steps == 5
+    assert len(calls) == 1
+
+
+def test_gradients_are_made_before_what_a_micro_batch_has(nvfp4_base, tmp_path, monkeypatch):
+    """Among it they would be in the way of what torch gives back, and so would the optimizer's state beside them."""
+    train, seen = QerlTrainer._train_micro_batch, {0: [], 1: []}
+
+    def watched(trainer, model, *arguments):
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+        seen[trainer.state.global_step].append(sum(torch.count_nonzero(gradient).item() for gradient in gradients))
+        return train(trainer, model, *arguments)
+
+    monkeypatch.setattr(QerlTrainer, "_train_micro_batch", watched)
+    config = small_config(nvfp4_base, tmp_path, "noise.enabled=false", "run.micro_batch_tokens=1", steps=2)
+    start(config, "tiny")
+    assert [counts[0] for counts in seen.values()] == [0, 0]
+    assert seen[1][-1] > 0
+
+
+@pytest.mark.parametrize("times", [0, 3])
+def test_a_run_at_its_limit_is_told_so_in_words_once(nvfp4_base, tmp_path, monkeypatch, caplog, times):
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_alloc_retries": times})
+    start(small_config(nvfp4_base, tmp_path, "noise.enabled=false", steps=2), "tiny")
+    assert caplog.text.count("gave its cache back") == caplog.text.count(f"{times} times to stay") == min(times, 1)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what a CPU logs")
+def test_a_run_on_a_cpu_logs_no_memory(nvfp4_base, tmp_path):
+    run_dir = start(small_config(nvfp4_base, tmp_path, "noise.enabled=false", steps=1), "tiny").run_dir
+    row = json.loads((run_dir / "metrics.jsonl").read_text().splitlines()[0])
+    assert not [key for key in row if key.startswith("memory/")]

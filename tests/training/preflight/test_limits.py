@@ -1,0 +1,165 @@
+"""What a start refuses before an engine is opened: a card or a cap that cannot hold the run, by the plan.
+
+What needs a card last ran on an H200 on 2026-11-22.
+"""
+
+import json
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from small_run import small_config
+from transformers import AutoTokenizer
+
+from qerl.checkpoint.resolve import ModelRef
+from qerl.config.recipe import load_recipe
+from qerl.engine.interface import choose_engine
+from qerl.errors import CheckpointError, ConfigError, EngineError
+from qerl.plan.plan import plan
+from qerl.plan.sizes import KNOWN, read_sizes
+from training import run as training_run
+from training.preflight import limits
+from training.preflight.limits import check_memory
+from training.run import start
+
+GIB = 2**30
+CARD = 80 * GIB
+
+
+@pytest.fixture
+def seven(tmp_path):
+    """A folder with the config.json of a 7B, which is all that a plan reads of it."""
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN["qwen2.5-7b"]), encoding="utf-8")
+    return ModelRef("nvfp4", tmp_path, str(tmp_path), None, None, "nvfp4")
+
+
+def with_cap(gib, *overrides):
+    return load_recipe("dapo_7b", [f"memory.cap_gib={gib}", *overrides])
+
+
+@pytest.mark.parametrize("cap", [11, 12, 13])
+def test_a_cap_far_under_the_plan_is_refused_with_what_to_change(seven, cap):
+    with pytest.raises(EngineError, match=r"lower rollout\.max_new_tokens.*memory\.cap_gib") as refused:
+        check_memory(with_cap(cap), seven, CARD)
+    assert "qerl plan" in str(refused.value)
+
+
+def test_a_cap_within_the_plans_error_is_a_warning(seven, caplog):
+    """14 GiB where 14.8 are planned: the run's own measure decides, after the engine is open."""
+    with caplog.at_level(logging.WARNING):
+        check_memory(with_cap(14), seven, CARD)
+    (record,) = caplog.records
+    assert "training on 9216 tokens at once needs" in record.message
+    assert "give it more memory (card, memory.cap_gib)" in record.message
+
+
+@pytest.mark.parametrize("config", [with_cap(16), with_cap("null")])
+def test_what_fits_says_nothing(seven, caplog, config):
+    with caplog.at_level(logging.INFO):
+        check_memory(config, seven, CARD)
+    assert not caplog.records
+
+
+def test_the_card_itself_is_a_limit(seven):
+    with pytest.raises(EngineError, match="training on 9216 tokens at once"):
+        check_memory(with_cap("null"), seven, 12 * GIB)
+
+
+def test_the_format_is_that_of_the_weights_that_were_found(seven):
+    """A recipe's nvfp4 says how a base is looked for."""
+    check_memory(with_cap(16), seven, CARD)
+    with pytest.raises(EngineError, match=r"the weights take 14\.\d GiB"):
+        check_memory(with_cap(16), ModelRef("base16", seven.path, seven.base, None, None, "bf16"), CARD)
+
+
+def test_a_cache_without_room_for_one_sequence_is_refused(seven):
+    longer = KNOWN["qwen2.5-7b"] | {"max_position_embeddings": 131072}
+    (seven.path / "config.json").write_text(json.dumps(longer), encoding="utf-8")
+    config = with_cap(24, "rollout.memory=10", "rollout.max_new_tokens=64512")
+    # 57344 bytes a token
+    with pytest.raises(EngineError, match=r"one sequence of 65537 tokens needs 3\.5 GiB of KV cache"):
+        check_memory(config, seven, CARD)
+
+
+def test_a_model_whose_sizes_no_plan_can_read_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}), encoding="utf-8")
+    with pytest.raises(CheckpointError, match="only dense decoder models"):
+        check_memory(with_cap(1), ModelRef("nvfp4", tmp_path, str(tmp_path), None, None, "nvfp4"), CARD)
+
+
+def test_more_tokens_than_positions_is_left_to_the_longest_real_prompt(seven):
+    config = load_recipe("dapo_7b", ["rollout.max_new_tokens=32000"])
+    assert "positions" in plan(config, read_sizes(seven.base), limits.card_of_bytes(CARD)).problems[0]
+    check_memory(config, seven, CARD)
+
+
+def test_a_prompt_of_tokens_that_the_model_has_not_is_refused_before_anything_is_written(nvfp4_base, tmp_path):
+    base = shutil.copytree(nvfp4_base, tmp_path / "base")
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    size = json.loads((base / "config.json").read_text())["vocab_size"]
+    tokenizer.add_tokens([f"<added {number}>" for number in range(size)])
+    tokenizer.chat_template = f"<added {size - 1}>{tokenizer.chat_template}"
+    tokenizer.save_pretrained(base)
+    with pytest.raises(EngineError, match=f"a prompt has token .* and the model only those up to {size - 1}: "):
+        start(small_config(base, tmp_path), "tiny")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_start_on_the_vllm_path_asks_before_it_opens_the_engine(nvfp4_base, tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "choose_engine", lambda *_: "vllm")
+    monkeypatch.setattr(training_run, "free_bytes", lambda: 2 * GIB)
+    monkeypatch.setattr(training_run, "open_rollout_engine", lambda *_: pytest.fail("an engine was opened"))
+    with pytest.raises(EngineError, match="the rollout may hold"):
+        start(small_config(nvfp4_base, tmp_path), "x")
+    assert not Path(tmp_path / "run").exists()
+
+
+def test_the_engine_is_told_what_will_stand_beside_it(seven, monkeypatch):
+    told = {}
+    monkeypatch.setattr(training_run, "choose_engine", lambda *_: "vllm")
+    monkeypatch.setattr(training_run, "open_engine", lambda *_, **options: told.update(options))
+    training_run.open_rollout_engine(with_cap(12), seven)
+    # float32 factors and two 8-bit moments, rank 32 on every linear: q and o, k and v, gate and up, down
+    numbers = 28 * 32 * (2 * 7168 + 2 * 4096 + 2 * 22528 + 22528)
+    assert told["trainer_bytes"] == numbers * (4 + 2)
+
+
+@pytest.mark.skipif(choose_engine("auto") == "vllm", reason="auto means vllm here")
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        (["memory.cap_gib=24"], "does not read memory.cap_gib: leave it out"),
+        (["rollout.kernel=marlin"], "does not read rollout.kernel: leave it out"),
+        (
+            ["rollout.memory=8", "rollout.deterministic=true"],
+            "read rollout.memory, rollout.deterministic: leave them out",
+        ),
+        (["rollout.kv_cache_dtype=fp8"], "does not read rollout.kv_cache_dtype: leave it out"),
+        (["rollout.tune_kernels=true"], "does not read rollout.tune_kernels: leave it out"),
+    ],
+)
+def test_keys_of_vllm_are_refused_where_auto_is_transformers(nvfp4_base, tmp_path, given, named):
+    config = small_config(nvfp4_base, tmp_path, "rollout.engine=auto", *given)
+    with pytest.raises(ConfigError) as refused:
+        start(config, "x")
+    assert named in str(refused.value)
+    assert "`qerl doctor`" in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.skipif(choose_engine("auto") == "vllm", reason="auto means vllm here")
+def test_a_plain_recipe_may_leave_the_engine_open(nvfp4_base, tmp_path):
+    assert limits.check_engine(small_config(nvfp4_base, tmp_path, "rollout.engine=auto")) == "transformers"
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(120)
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="asks the card")
+def test_on_a_card_too_small_a_cap_is_refused_before_the_engine_opens(nvfp4_base, tmp_path, monkeypatch):
+    monkeypatch.setattr(training_run, "open_rollout_engine", lambda *_: pytest.fail("an engine was opened"))
+    config = small_config(nvfp4_base, tmp_path, "rollout.engine=vllm", "memory.cap_gib=2")
+    with pytest.raises(EngineError, match=r"memory\.cap_gib"):
+        start(config, "x")
+    assert 0 < limits.free_bytes() <= torch.cuda.get_device_properties(0).total_memory

@@ -1,0 +1,306 @@
+"""Rewards: values by hand, functions of one's own, and the guard around all of them."""
+
+import json
+import os
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from qerl.config.rules_rewards import REWARD_NAMES
+from qerl.errors import ConfigError, RewardError
+from qerl.tasks import Example, get_task, grade
+from training.rewards.functions import accuracy, format, length, soft_overlong
+from training.rewards.rewards import FAILED, REWARDS, build_rewards, check_rewards, find_reward
+from training.run_dir.log import is_own
+
+EXAMPLES = [Example("2+16?", "18", "a", {"level": 3}), Example("1+2?", "3", "b")]
+GSM8K = get_task("gsm8k")
+
+
+def make_config(*rewards, max_new_tokens=100):
+    """What build_rewards reads of a recipe."""
+    return SimpleNamespace(
+        rewards=[SimpleNamespace(**{"weight": 1.0, "args": {}, **reward}) for reward in rewards],
+        data=SimpleNamespace(task="gsm8k"),
+        rollout=SimpleNamespace(max_new_tokens=max_new_tokens),
+    )
+
+
+def call(function, completions, row=None, ids=None, **columns):
+    """Call a built reward as TRL does."""
+    return function(
+        prompts=["p"] * len(completions),
+        completions=completions,
+        completion_ids=ids or [[1]] * len(completions),
+        row=row or [0] * len(completions),
+        trainer_state=SimpleNamespace(global_step=7),
+        log_extra=None,
+        log_metric=lambda name, value: None,
+        **columns,
+    )
+
+
+def build(tmp_path, *rewards, **options):
+    return build_rewards(make_config(*rewards, **options), EXAMPLES, tmp_path)
+
+
+def write_reward(path, body):
+    path.write_text(body, encoding="utf-8")
+    return f"{path}:reward"
+
+
+def test_accuracy_is_the_grade_that_evaluation_uses():
+    texts = ["\\boxed{18}", "\\boxed{19}", "#### 18", "18", "\\boxed{18"]
+    logged = {}
+    rewards = accuracy(texts, ["18"] * 5, GSM8K, log_metric=logged.__setitem__)
+    assert rewards == [1.0, 0.0, 1.0, 0.0, 0.0] == [float(grade(GSM8K, text, "18").correct) for text in texts]
+    assert logged == {"grades/no_answer_share": 2 / 5, "grades/refused_share": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("style", "text", "expected"),
+    [
+        ("boxed", "so \\boxed{18}", 1),
+        ("boxed", "\\boxed{17} or \\boxed{18}", 0),
+        ("boxed", "\\boxed{}", 0),
+        ("boxed", "18", 0),
+        ("tags", "<think>9*2</think> <answer>18</answer>", 1),
+        ("tags", "9*2</think>\n<answer>18</answer>\n", 1),
+        ("tags", "<think>9*2</think> so <answer>18</answer>", 0),
+        ("tags", "<think></think><answer>18</answer>", 0),
+        ("tags", "<think>a</think><answer> </answer>", 0),
+        ("tags", "<think>a</think><answer>18</answer><answer>19</answer>", 0),
+        ("tags", "<answer>18</answer><think>a</think>", 0),
+        ("think", "<think>a</think>18", 1),
+        ("think", "a</think>18", 1),
+        ("think", "<think>a</think>", 0),
+        ("think", "<think>a</think>b</think>c", 0),
+        ("think", "<think>a", 0),
+    ],
+)
+def test_format(style, text, expected):
+    assert format([text], style=style) == [float(expected)]
+
+
+@pytest.mark.parametrize("style", ["boxed", "tags", "think"])
+@pytest.mark.parametrize("text", ["\n", "<think>", "</think> ", "<answer>", "\\boxed ", "\\boxed{ ", "١"])
+def test_format_reads_a_hostile_completion_within_a_second(style, text):
+    started = time.process_time()
+    assert format([text * (1_900_000 // len(text))], style=style) == [0.0]
+    assert time.process_time() - started < 1
+
+
+@pytest.mark.parametrize(
+    ("tokens", "expected"),
+    # arXiv 2503.14476, eq. 13 with L_max 100 and L_cache 20
+    [(0, 0.0), (79, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (101, -1.0), (500, -1.0)],
+)
+def test_soft_overlong_is_equation_13(tokens, expected):
+    assert soft_overlong([[0] * tokens], max_new_tokens=100) == pytest.approx([expected])
+    assert soft_overlong([[0] * tokens], max_new_tokens=400, max_length=100, cache=20) == pytest.approx([expected])
+
+
+def test_length_prefers_the_short_ones_of_a_group():
+    """Lengths 10, 20, 30 in the first group: lambda 0.5, 0, -0.5; the wrong one of 10 tokens gets min(0, 0.5)."""
+    texts = ["#### 18", "#### 18", "#### 18", "#### 3", "#### 4"]
+    ids = [[0] * 10, [0] * 20, [0] * 30, [0] * 5, [0] * 5]
+    rows, answers = [0, 0, 0, 1, 1], ["18", "18", "18", "3", "3"]
+    assert length(texts, ids, answers, rows, GSM8K) == [0.5, 0.0, -0.5, 0.0, 0.0]
+    texts[0] = texts[2] = "#### 17"
+    assert length(texts, ids, answers, rows, GSM8K) == [0.0, 0.0, -0.5, 0.0, 0.0]
+
+
+def test_a_recipe_with_several_rewards(tmp_path):
+    rewards = build(
+        tmp_path,
+        {"name": "accuracy"},
+        {"name": "format", "weight": 0.2, "args": {"style": "boxed"}},
+        {"name": "soft_overlong", "weight": 0, "args": {"cache": 50}},
+    )
+    assert [function.__name__ for function in rewards.functions] == ["accuracy", "format", "soft_overlong"]
+    assert rewards.weights == [1.0, 0.2, 0.0]
+    texts, ids = ["\\boxed{18}", "#### 3"], [[0] * 75, [0] * 10]
+    assert [call(function, texts, [0, 1], ids) for function in rewards.functions] == [
+        [1.0, 1.0],
+        [1.0, 0.0],
+        [-0.5, 0.0],
+    ]
+
+
+def test_every_registered_reward_can_be_built_and_called(tmp_path):
+    rewards = build(tmp_path, *({"name": name} for name in REWARDS))
+    for function in rewards.functions:
+        values = call(function, ["\\boxed{18}", "x"])
+        assert [type(value) for value in values] == [float, float]
+
+
+def test_a_function_of_ones_own_gets_the_columns_it_names(tmp_path):
+    name = write_reward(
+        tmp_path / "mine.py",
+        "def reward(completions, level, answer, question, row, step, bonus=0):\n"
+        "    assert question == ['2+16?', '1+2?'] and row == [0, 1]\n"
+        "    return [step + bonus + (n or 0) + float(a in c) for c, n, a in zip(completions, level, answer)]\n",
+    )
+    rewards = build(tmp_path, {"name": name, "args": {"bonus": 10}})
+    assert rewards.functions[0].__name__ == "reward"
+    assert call(rewards.functions[0], ["18", "x"], [0, 1]) == [7 + 10 + 3 + 1, 7 + 10 + 0 + 0]
+
+
+def test_a_function_with_keywords_gets_all_columns(tmp_path):
+    name = write_reward(
+        tmp_path / "mine.py",
+        "def reward(completions, **columns):\n"
+        "    assert columns['task'].name == 'gsm8k' and columns['max_new_tokens'] == 100 and columns['k'] == 2\n"
+        "    assert set(columns) >= {'prompts', 'completion_ids', 'question', 'answer', 'row', 'level', 'step'}\n"
+        "    import numpy\n"
+        "    return numpy.array([len(text) for text in completions])\n",
+    )
+    assert call(build(tmp_path, {"name": name, "args": {"k": 2}}).functions[0], ["ab", "c"]) == [2.0, 1.0]
+
+
+def test_a_function_may_ask_to_log_and_is_called_where_nothing_is_logged(tmp_path):
+    """A dry run has no log."""
+    body = "def reward(completions, log_metric):\n    log_metric('count', len(completions))\n    return [1.0, 0.0]\n"
+    (function,) = build(tmp_path, {"name": write_reward(tmp_path / "mine.py", body)}).functions
+    logged = {}
+    columns = {"prompts": ["p", "p"], "completion_ids": [[1], [1]], "row": [0, 1]}
+    assert function(["a", "b"], log_metric=logged.__setitem__, **columns) == [1.0, 0.0]
+    assert logged == {"count": 2}
+    assert function(["a", "b"], **columns) == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["reward", "step", "rewards/mine", "time/mine_s", "epoch"])
+def test_a_name_that_the_run_logs_itself_is_refused(name, tmp_path):
+    body = f"def reward(completions, log_metric):\n    log_metric({name!r}, 1)\n    return [1.0]\n"
+    function = build(tmp_path, {"name": write_reward(tmp_path / "mine.py", body)}).functions[0]
+    with pytest.raises(RewardError, match=rf"log_metric\('{name}'.* such as 'own/{name}'\. .* are step, .*time/"):
+        call(function, ["a"])
+
+
+@pytest.mark.parametrize("name", ["words", "own/reward", "times", "time", "grades/no_answer_share"])
+def test_other_names_are_not(name):
+    assert not is_own(name)
+
+
+def test_two_functions_of_one_name_stay_apart(tmp_path):
+    names = [write_reward(tmp_path / f"{n}.py", f"def reward(completions):\n    return [{n}.0]\n") for n in (1, 2)]
+    functions = build(tmp_path, *({"name": name} for name in names)).functions
+    assert [function.__name__ for function in functions] == ["reward", names[1]]
+    assert [call(function, ["x"]) for function in functions] == [[1.0], [2.0]]
+
+
+@pytest.mark.parametrize("name", ["training.rewards.functions:accuracy", "training.rewards.functions.accuracy"])
+def test_dotted_paths(name):
+    assert find_reward(name) is accuracy
+
+
+@pytest.mark.parametrize(
+    ("reward", "message"),
+    [
+        ({"name": "acuracy"}, "no reward 'acuracy'; did you mean 'accuracy'"),
+        ({"name": "code"}, "sandbox"),
+        ({"name": "no_such.module:f"}, "module 'no_such.module' cannot be imported"),
+        ({"name": "training.rewards.functions:nothing"}, "has no function 'nothing'"),
+        ({"name": "no/such/file.py:f"}, "does not exist here"),
+        ({"name": "training.rewards.functions:acuracy"}, r"has no function 'acuracy'; did you mean 'accuracy'\?"),
+        ({"name": "accuracy", "args": {"style": "boxed"}}, "takes no argument 'style'"),
+        (
+            {"name": "format", "args": {"styl": "boxed"}},
+            r"no argument 'styl'; did you mean 'style'\? \(its arguments: style\)",
+        ),
+        ({"name": "format", "args": {"style": "xml"}}, "no style 'xml': write boxed, tags, think"),
+        ({"name": "soft_overlong", "args": {"cache": 100}}, "cache 100, which has to lie between 0 and 100"),
+        ({"name": "soft_overlong", "args": {"cache": "many"}}, r"cannot be called with args \{'cache': 'many'\}"),
+        ({"name": "format", "args": {"completions": []}}, "takes no argument 'completions'"),
+    ],
+)
+def test_what_cannot_be_a_reward_is_refused_before_the_run(reward, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        build(tmp_path, reward)
+
+
+def test_the_names_that_a_recipe_may_have_are_those_of_the_rewards():
+    """The names stand in qerl, which imports no code of training."""
+    assert tuple(REWARDS) == REWARD_NAMES
+
+
+def test_a_file_is_executed_once_and_again_when_it_changes(tmp_path):
+    """A file may load a model; its dataclasses look their own module up."""
+    source = (
+        "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom pathlib import Path\n"
+        "@dataclass\nclass Seen:\n    count: int = 0\n"
+        "with Path(__file__).with_suffix('.log').open('a') as log:\n    log.write('x')\n"
+        "def reward(completions):\n    return [1.0] * len(completions)\n"
+    )
+    name = write_reward(tmp_path / "mine.py", source)
+    check_rewards(make_config({"name": name}))
+    build(tmp_path, {"name": name})
+    assert (tmp_path / "mine.log").read_text() == "x"
+    write_reward(tmp_path / "mine.py", source.replace("[1.0]", "[2.0]"))
+    os.utime(tmp_path / "mine.py", (1, 1))
+    assert call(build(tmp_path, {"name": name}).functions[0], ["a"]) == [2.0]
+
+
+def test_an_unusable_file_is_refused_before_the_run(tmp_path):
+    for body, message in {
+        "def reward(": "cannot be imported: SyntaxError",
+        "import sys; sys.exit(0)": "cannot be imported: SystemExit",
+        "import no_such_module": "cannot be imported: ModuleNotFoundError",
+        "reward = 1": r"has no function 'reward' \(an async one cannot be used\); give one that is there",
+        "def rewards(completions): ...": r"no function 'reward'; did you mean 'rewards'\?",
+        "async def reward(completions): ...": "async",
+        "def reward(completions, nonsense): ...": "asks for 'nonsense', which is neither .* a column",
+    }.items():
+        with pytest.raises(ConfigError, match=message):
+            build(tmp_path, {"name": write_reward(tmp_path / "mine.py", body)})
+
+
+def test_what_a_reward_does_to_its_lists_is_not_seen_by_others(tmp_path):
+    body = "def reward(completions, completion_ids, row):\n"
+    body += "    completions.sort(); row.clear(); completion_ids[0].append(9)\n    return [0.5] * 3\n"
+    (function,) = build(tmp_path, {"name": write_reward(tmp_path / "mine.py", body)}).functions
+    completions, row, ids = ["c", "b", "a"], [0, 0, 1], [[1], [2], [3]]
+    assert call(function, completions, row, ids) == [0.5] * 3
+    assert (completions, row, ids) == (["c", "b", "a"], [0, 0, 1], [[1], [2], [3]])
+
+
+def test_a_misspelt_file_is_told_its_neighbour(tmp_path):
+    write_reward(tmp_path / "mine.py", "def reward(completions): ...")
+    with pytest.raises(ConfigError, match=rf"does not exist here .*did you mean {tmp_path}/mine\.py\?"):
+        find_reward(f"{tmp_path}/mime.py:reward")
+
+
+@pytest.mark.parametrize(
+    ("body", "message", "saved"),
+    [
+        ("return [1 / len(c) for c in completions]", r"raised ZeroDivisionError: .* \(mine\.py, line 2\);", [""]),
+        ("return [float('nan') if not c else 1.0 for c in completions]", "returned nan", [""]),
+        ("return [None if not c else 1.0 for c in completions]", "returned None", [""]),
+        ("return ['1' for c in completions]", "returned '1'", ["good"]),
+        ("return [float('inf')] * len(completions)", "returned inf", ["good"]),
+        ("return [10**400 if not c else 1.0 for c in completions]", "returned 10+, which is no number of", [""]),
+        ("return [1e30 if not c else 1.0 for c in completions]", r"returned 1e\+30, which is no number of", [""]),
+        ("return [b'1'] * len(completions)", "returned b'1', which is no number", ["good"]),
+        ("return (1 / len(c) for c in completions)", "raised ZeroDivisionError", [""]),
+        ("raise SystemExit(0) if '' in completions else ValueError", "raised SystemExit: 0", ["good"]),
+        (r"raise ValueError('half \ud800')", "raised ValueError: half", ["good"]),
+        ("columns['log_metric']('length', 'long')", "raised ValueError: could not convert", ["good"]),
+        ("completions.clear(); columns['row'].clear()", "returned None for 3", ["good", "", "fine"]),
+        ("return [1.0]", "returned 1 values for 3 completions", ["good", "", "fine"]),
+        ("return None", "returned None for 3 completions", ["good", "", "fine"]),
+        ("return 1.0", "returned 1.0 for 3 completions", ["good", "", "fine"]),
+        ("return 'abc'", "returned", ["good", "", "fine"]),
+        ("assert len(completions) == 1; return [1.0]", "raised AssertionError", ["good", "", "fine"]),
+    ],
+)
+def test_a_reward_that_fails_stops_the_run_and_saves_the_completion(body, message, saved, tmp_path):
+    name = write_reward(tmp_path / "mine.py", f"def reward(completions, **columns):\n    {body}\n")
+    function = build_rewards(make_config({"name": name}), EXAMPLES, tmp_path / "run").functions[0]
+    with pytest.raises(RewardError, match=message):
+        call(function, ["good", "", "fine"], [0, 0, 1])
+    report = json.loads((tmp_path / "run" / FAILED).read_text(encoding="utf-8"))
+    assert [row["completions"] for row in report["completions"]] == saved
+    assert report["step"] == 7
+    assert report["reward"] == "reward"
+    assert {"question", "answer", "prompts"} <= set(report["completions"][0])

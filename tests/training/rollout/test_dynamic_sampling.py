@@ -1,0 +1,132 @@
+"""Dynamic sampling: which groups stay, which prompts come in; a batch fills up where one group in four has a signal."""
+
+import logging
+
+import pytest
+import torch
+
+from training.rollout.dynamic_sampling import (
+    Group,
+    extra_order,
+    extra_prompts,
+    fill_batch,
+    informative_groups,
+    keep,
+    next_rows,
+)
+
+MAX_EXTRA = 6  # the default of rollout.dynamic_sampling.max_extra_rollouts
+
+
+def group(row, informative, tokens=3):
+    return Group(row, [[1] * tokens], [[-0.5] * tokens], torch.tensor([[float(informative)]]), informative)
+
+
+REWARDS = (  # rewards of a group, which of its completions enter the loss, informative
+    ([1.0, 0.0, 0.0], [1, 1, 1], True),
+    ([0.0, 0.0, 0.0], [1, 1, 1], False),
+    ([1.0, 1.0, 1.0], [1, 1, 1], False),
+    ([-1e-9, 0.0, 0.0], [1, 1, 1], False),  # rounding
+    ([1000.0, 1000.00006, 1000.0], [1, 1, 1], False),  # the next float32: rounding at that size
+    ([0.0, 0.0, 0.01], [1, 1, 1], True),
+    ([1.0, 0.0, 0.0], [0, 0, 1], True),  # what is in the loss has an advantage, by comparison with what is not
+    ([1.0, 0.0, 0.0], [0, 0, 0], False),  # all truncated and masked: nothing of it is trained on
+)
+
+
+@pytest.mark.parametrize(("rewards", "in_loss", "expected"), REWARDS)
+def test_informative_is_what_has_a_gradient(rewards, in_loss, expected):
+    assert informative_groups(torch.tensor([rewards]), torch.tensor([in_loss]).bool()) == [expected]
+
+
+KEPT = (
+    ([True, True], 2, [0, 1]),
+    ([True, False, True], 2, [0, 2]),
+    ([False, True, True, True], 2, [1, 2]),  # a surplus goes in the order drawn
+    ([False, True, False, False], 3, [0, 1, 2]),  # filled with the first without a signal
+    ([False, False, False, True], 2, [0, 3]),
+)
+
+
+@pytest.mark.parametrize(("informative", "size", "expected"), KEPT)
+def test_which_groups_are_kept(informative, size, expected):
+    assert keep(informative, size) == expected
+
+
+COUNTS = (  # informative so far, batch, prompts: ceil(1.5 * missing * (sampled + 2) / (informative + 1)), bounded
+    ([True] * 8, 8, 0),
+    ([True] * 9, 8, 0),
+    ([True] * 7 + [False], 8, 2),  # 1.5 * 1 * 10 / 8 = 1.9
+    ([True] * 4 + [False] * 4, 8, 12),  # 1.5 * 4 * 10 / 5
+    ([False] * 8, 8, 16),  # at most twice the batch
+    ([False] * 32, 32, 64),
+    ([False], 1, 5),  # 1.5 * 1 * 3 / 1 = 4.5
+    ([False] * 20, 1, 16),  # 33, but at most 16 for a small batch
+)
+
+
+@pytest.mark.parametrize(("informative", "size", "expected"), COUNTS)
+def test_how_many_prompts_an_extra_rollout_has(informative, size, expected):
+    assert extra_prompts(informative, size) == expected
+
+
+def test_extra_prompts_are_those_drawn_least_often_that_are_not_kept():
+    assert next_rows([3, 1, 4, 0, 2], drawn=[1, 2], kept={2}, count=2) == [3, 4]
+    assert next_rows([3, 1, 4, 0, 2], drawn=[1, 2], kept={2}, count=9) == [3, 4, 0, 1]  # all but the kept one
+    assert next_rows([0, 1], drawn=[0, 1, 1], kept=set(), count=2) == [0, 1]
+
+
+def test_extra_prompts_follow_from_seed_and_step():
+    assert extra_order(50, 0, 3) == extra_order(50, 0, 3)
+    assert sorted(extra_order(50, 0, 3)) == list(range(50))
+    assert len({tuple(extra_order(50, seed, step)) for seed in (0, 1) for step in (0, 1)}) == 4
+
+
+@pytest.mark.parametrize("size", [1, 2, 8, 16, 32])
+def test_one_in_four_fills_every_batch(size):
+    """The bar: all groups of every step have a signal, at a cost near the 4 groups for one that it takes at least."""
+    torch.manual_seed(size)
+    steps, sampled = 400, 0
+    for step in range(steps):
+        batch = fill_batch(
+            lambda rows: [group(row, torch.rand(()).item() < 0.25) for row in rows],
+            list(range(size)),
+            extra_order(1000, 0, step),
+            MAX_EXTRA,
+        )
+        assert [member.informative for member in batch.kept] == [True] * size
+        assert len({member.row for member in batch.kept}) == size
+        sampled += len(batch.sampled)
+    assert sampled / (steps * size) < (5 if size >= 8 else 8)
+
+
+def test_what_is_missing_after_the_bound_is_filled_and_said(caplog):
+    signal = {0, 7}
+    drawn = []
+
+    def draw(rows):
+        drawn.append(rows)
+        return [group(row, row in signal, tokens=row + 1) for row in rows]
+
+    with caplog.at_level(logging.WARNING):
+        batch = fill_batch(draw, [0, 1, 2], [5, 6, 7, 8, 9, 1, 0, 2, 3, 4], 1)
+    # 1 of 3 had a signal: 1.5 * 2 * 5 / 2 = 7.5 prompts; none twice, so that row 1 is drawn again at last
+    assert drawn == [[0, 1, 2], [5, 6, 7, 8, 9, 3, 4, 1]]
+    assert [member.row for member in batch.kept] == [0, 1, 7]
+    metrics = batch.metrics()
+    assert metrics.pop("time/extra_rollouts_s") > 0
+    assert metrics == {
+        "dynamic_sampling/extra_rollouts": 1,
+        "dynamic_sampling/sampled_groups": 11,
+        "dynamic_sampling/informative_share": 2 / 11,
+        "dynamic_sampling/discarded_groups": 8,
+        "dynamic_sampling/discarded_tokens": 3 + (6 + 7 + 9 + 10 + 4 + 5 + 2),
+        "dynamic_sampling/filled_groups": 1,
+    }
+    assert "1 of 3 groups have no signal after 1 extra rollouts (2 of 11 sampled ones had one)" in caplog.text
+
+
+def test_a_batch_that_is_full_at_once_costs_nothing():
+    batch = fill_batch(lambda rows: [group(row, True) for row in rows], [4, 2], [0, 1, 2, 3, 4], MAX_EXTRA)
+    assert [member.row for member in batch.kept] == [4, 2]
+    assert (batch.extra_rollouts, len(batch.sampled)) == (0, 2)

@@ -1,0 +1,177 @@
+"""Whole runs with dynamic sampling: full batches, right numbers over several rollouts, and resuming inside a step."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from small_run import numbers, small_config
+
+import training.rollout.rollout
+import training.trainer
+from qerl.engine.transformers_engine import TransformersEngine
+from training.rollout.prompts import rollout_rows
+from training.run import resume, start
+from training.run_dir.log import read_metrics
+
+ROWS = 40
+OVERLAPPING = ("time/step_s", "time/train_s", "time/extra_rollouts_s")
+ONE_IN_FOUR = '''
+from pathlib import Path
+
+
+def digits(completions, row, log_metric=None, **columns):
+    """Differs within a group for every fourth row only. Writes down which rows it was asked for."""
+    with (Path(__file__).parent / "asked.txt").open("a") as handle:
+        handle.write(" ".join(map(str, row[::4])) + "\\n")
+    log_metric("asked/mean_row", sum(row) / len(row))
+    return [len(set(text)) if number % 4 == 0 else 1.0 for text, number in zip(completions, row)]
+'''
+SETTINGS = ("rollout.dynamic_sampling.enabled=true", f"data.limit={ROWS}", "logging.completions_count=8")
+
+
+def configured(base, folder, *overrides, **kwargs):
+    config = small_config(base, folder, *SETTINGS, *overrides, **kwargs)
+    (folder / "reward.py").write_text(ONE_IN_FOUR)
+    return config
+
+
+@pytest.fixture(scope="module")
+def finished(nvfp4_base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("finished")
+    return start(configured(nvfp4_base, folder, "logging.completions_every=1"), "tiny").run_dir
+
+
+def asked(run_dir):
+    """The rows of each rollout, in order."""
+    return [[int(word) for word in line.split()] for line in (run_dir.parent / "asked.txt").read_text().splitlines()]
+
+
+def test_every_batch_is_full_of_groups_with_a_signal(finished):
+    rows = numbers(finished)
+    assert [row["dynamic_sampling/filled_groups"] for row in rows] == [0] * 6
+    assert [row["groups/zero_variance_share"] for row in rows] == [0] * 6
+    assert sum(row["dynamic_sampling/extra_rollouts"] for row in rows) >= 4
+    for step in range(1, 7):
+        samples = [json.loads(line) for line in (finished / f"completions/step-{step:06d}.jsonl").open()]
+        assert len(samples) == 8
+        for group in (samples[:4], samples[4:]):  # what is trained on and logged: whole groups with a signal
+            assert len({sample["prompt"] for sample in group}) == 1
+            assert len({sample["rewards"]["digits"] for sample in group}) > 1
+            assert sum(sample["advantage"] for sample in group) == pytest.approx(0, abs=1e-5)
+
+
+def test_the_counts_are_those_of_what_was_sampled(finished):
+    rollouts = iter(asked(finished))
+    for number, row in enumerate(numbers(finished)):
+        step = [next(rollouts) for _ in range(1 + int(row["dynamic_sampling/extra_rollouts"]))]
+        assert step[0] == rollout_rows(ROWS, 2, 0, number)  # the data order, however many extra prompts came before
+        flat = [member for rollout in step for member in rollout]
+        assert row["dynamic_sampling/sampled_groups"] == len(flat) == len(set(flat))
+        assert row["dynamic_sampling/discarded_groups"] == len(flat) - 2
+        assert row["dynamic_sampling/informative_share"] <= sum(member % 4 == 0 for member in flat) / len(flat)
+        assert row["asked/mean_row"] == pytest.approx(sum(flat) / len(flat), rel=1e-6)
+        assert row["sampled/digits"] == row["sampled/reward"]
+        assert (row["sampled/reward"] < row["reward"]) == (len(flat) > 2)  # 1 where nothing differs
+    assert next(rollouts, None) is None
+
+
+def test_the_summary_of_the_run_has_the_totals(finished, caplog):
+    with caplog.at_level("INFO"):
+        resume(finished)  # nothing is left to do but to say how it ended
+    assert "dynamic sampling: 12 of the 12 groups trained on had a signal; " in caplog.text
+
+
+def test_time_and_speed_are_of_all_rollouts(finished):
+    for row in read_metrics(finished):
+        assert (row["time/extra_rollouts_s"] > 0) == (row["dynamic_sampling/extra_rollouts"] > 0)
+        assert row["time/rollout_s"] + row["time/train_s"] <= row["time/step_s"] * 1.01
+        parts = {key: row[key] for key in row if key.startswith("time/") and key not in OVERLAPPING}
+        assert len(parts) == 7
+        assert min(parts.values()) >= 0
+        assert sum(parts.values()) == pytest.approx(row["time/step_s"])
+        tokens = row["dynamic_sampling/discarded_tokens"] + row["completions/mean_tokens"] * 8
+        assert row["speed/rollout_tokens_per_s"] * row["time/rollout_s"] == pytest.approx(tokens)
+
+
+def test_each_time_that_is_logged_is_explained(finished):
+    page = (Path(__file__).parents[3] / "docs" / "reports.md").read_text()
+    logged = {key for row in read_metrics(finished) for key in row if key.startswith("time/")}
+    assert sorted(re.findall(r"^\| `(time/\w+)` \|", page, re.MULTILINE)) == sorted(logged)
+
+
+def test_extra_rollouts_have_the_noise_of_their_step_and_seeds_of_their_own(nvfp4_base, tmp_path, monkeypatch):
+    """The same prompt sampled again in a step must not give the same completions again."""
+    calls, noises = [], []
+    generate, set_noise = TransformersEngine.generate, TransformersEngine.set_noise
+
+    def noisy(self, noise):
+        noises.append(None if noise is None else sum(vector.sum().item() for vector in noise.values()))
+        return set_noise(self, noise)
+
+    def spied(self, prompts, sampling, seed, *more):
+        calls.append((seed, noises[-1]))
+        return generate(self, prompts, sampling, seed, *more)
+
+    monkeypatch.setattr(TransformersEngine, "generate", spied)
+    monkeypatch.setattr(TransformersEngine, "set_noise", noisy)
+    rows = numbers(start(configured(nvfp4_base, tmp_path), "tiny").run_dir)
+    assert len({seed for seed, _ in calls}) == len(calls) > len(rows)
+    rest = iter(noise for _, noise in calls)
+    for row in rows:
+        of_step = {next(rest) for _ in range(1 + int(row["dynamic_sampling/extra_rollouts"]))}
+        assert len(of_step) == 1
+        assert (of_step == {None}) == (row["noise/sigma"] == 0)
+
+
+class Killed(Exception):
+    """Stands for a kill at a chosen line, in process."""
+
+
+@pytest.mark.parametrize("when", ["sampling", "grading"])
+def test_killed_in_an_extra_rollout_it_resumes_to_the_same_numbers(nvfp4_base, tmp_path, finished, monkeypatch, when):
+    owner, name = {
+        "sampling": (training.rollout.rollout.Rollout, "generate"),
+        "grading": (training.trainer.QerlTrainer, "_calculate_rewards"),
+    }[when]
+    original, attempts = getattr(owner, name), []
+
+    def dying(self, *args, **kwargs):
+        trainer_step, attempt = rollout._step, rollout._attempt
+        if trainer_step == 4 and attempt == (1 if when == "sampling" else 2):
+            attempts.append(attempt)
+            raise Killed
+        return original(self, *args, **kwargs)
+
+    begin = training.rollout.rollout.Rollout.begin_step
+
+    def remembered(self, *args):
+        nonlocal rollout
+        rollout = self
+        begin(self, *args)
+
+    rollout = None
+    config = configured(nvfp4_base, tmp_path, "logging.completions_every=1")
+    with monkeypatch.context() as patch:
+        patch.setattr(training.rollout.rollout.Rollout, "begin_step", remembered)
+        patch.setattr(owner, name, dying)
+        with pytest.raises(Killed):
+            start(config, "tiny")
+    assert attempts
+    assert numbers(resume(tmp_path / "run").run_dir) == numbers(finished)
+
+
+def test_a_whole_truncated_group_has_no_signal_where_it_is_masked(nvfp4_base, tmp_path):
+    """The random base never ends a completion: all is masked, so nothing can fill the batch, and the run says so."""
+    settings = ("loss.mask_truncated=true", "rollout.max_new_tokens=2", "rollout.dynamic_sampling.max_extra_rollouts=1")
+    config = configured(nvfp4_base, tmp_path, *settings, steps=3)
+    rows = numbers(start(config, "tiny").run_dir)
+    assert rows[0]["dynamic_sampling/extra_rollouts"] == 1
+    assert rows[0]["dynamic_sampling/filled_groups"] == 2
+    assert rows[0]["loss"] == 0
+
+
+def test_several_updates_on_one_rollout_count_it_once(nvfp4_base, tmp_path):
+    rows = numbers(start(configured(nvfp4_base, tmp_path, "loss.num_iterations=2"), "tiny").run_dir)
+    assert ["dynamic_sampling/sampled_groups" in row for row in rows] == [True, False] * 3
+    assert [row["clip/share"] for row in rows[::2]] == [0, 0, 0]  # old logprobs are those of the kept completions

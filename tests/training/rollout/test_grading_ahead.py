@@ -1,0 +1,235 @@
+"""Grading while the engine decodes: runs of the embedded model are the same with and without, and nothing hangs."""
+
+import json
+import threading
+import time
+from collections import Counter
+from itertools import islice
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from small_run import numbers, same_adapters, small_config
+
+import training.run
+from qerl.engine.interface import Completion
+from qerl.engine.transformers_engine import TransformersEngine
+from qerl.tasks import get_task, grade, math_pool
+from training.rollout.grading_ahead import THREAD, GradingAhead, grading_ahead
+from training.run import start
+from training.run_dir.log import read_metrics
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEPS, BATCH = 3, 2
+TASK = get_task("math500")
+TEXTS = ("so \\boxed{\\sqrt{12}}", "so \\boxed{\\sqrt{13}}", "so \\boxed{\\sqrt{14}}")
+
+
+def formulas(folder, *overrides, out="run"):
+    """A recipe on sums whose answers are roots, which the embedded model's numbers are compared with as formulas."""
+    path = folder / "roots.jsonl"
+    rows = islice(get_task("arith").generate("train"), 12)
+    path.write_text(
+        "".join(
+            json.dumps({"question": row["question"], "answer": f"\\sqrt{{{int(row['answer']) ** 2}}}"}) + "\n"
+            for row in rows
+        )
+    )
+    settings = ("data.task=math500", "data.split=test", "data.prompt_template='{question}'", f"data.source={path}")
+    settings += (f"rollout.batch_size={BATCH}", "rollout.max_new_tokens=32", "rewards=[{name: accuracy}]")
+    settings += ("model.format=bf16", "run.micro_batch_tokens=1024")
+    settings += ("logging.completions_every=1", "logging.completions_count=8")
+    return small_config("tiny", folder, *settings, *overrides, steps=STEPS, out=out)
+
+
+@pytest.fixture
+def compared(monkeypatch):
+    """(thread, gold, answer) of each comparison by a worker, from here on. The engine is slow: what it tells of is
+    graded before it goes on, but for the last batch."""
+    math_pool.compare("x", "y")  # a worker is there
+    math_pool.compare.cache_clear()
+    seen, in_worker, generate = [], math_pool._Worker.compare, TransformersEngine.generate
+
+    def compare(worker, gold, answer):
+        seen.append((threading.current_thread().name, gold, answer))
+        return in_worker(worker, gold, answer)
+
+    def slowly(engine, prompts, sampling, seed, finished):
+        def wait(index, completion):
+            grading = finished(index, completion)
+            if index < len(prompts) - BATCH:
+                grading.result(30)
+
+        return generate(engine, prompts, sampling, seed, finished and wait)
+
+    monkeypatch.setattr(math_pool._Worker, "compare", compare)
+    monkeypatch.setattr(TransformersEngine, "generate", slowly)
+    return seen
+
+
+def pairs(compared):
+    """How often each (gold, answer) was compared; empties the list."""
+    counts = Counter(pair[1:] for pair in compared)
+    compared.clear()
+    return counts
+
+
+def written(run_dir):
+    return [path.read_text() for path in sorted((run_dir / "completions").iterdir())]
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_run_is_the_same_with_and_without(tmp_path, monkeypatch, compared, dynamic):
+    overrides = (f"rollout.dynamic_sampling.enabled={str(dynamic).lower()}",)
+    ahead = start(formulas(tmp_path, *overrides), "tiny")
+    in_thread = sum(name.startswith(THREAD) for name, *_ in compared)
+    asked = pairs(compared)
+    assert len(asked) > 3
+    assert set(asked.values()) == {1}  # never by the thread and by the reward
+    assert in_thread > len(asked) / 2
+    math_pool.compare.cache_clear()
+    monkeypatch.setattr(training.run, "grading_ahead", lambda *_: None)
+    plain = start(formulas(tmp_path, *overrides, out="plain"), "tiny")
+    assert pairs(compared) == asked  # the same texts, against the answers of the same prompts
+    assert numbers(ahead.run_dir) == numbers(plain.run_dir)
+    assert written(ahead.run_dir) == written(plain.run_dir)
+    assert same_adapters(ahead.adapter, plain.adapter)
+    assert any(row["rewards/accuracy"] > 0 for row in numbers(plain.run_dir))
+    shares = [row["speed/graded_ahead_share"] for row in read_metrics(ahead.run_dir)]
+    assert len(shares) == STEPS
+    assert any(row.get("dynamic_sampling/extra_rollouts") for row in numbers(ahead.run_dir)) == dynamic
+    assert all(0.75 <= share <= 1 for share in shares)  # of 8 completions in batches of 2
+    assert not any("speed/graded_ahead_share" in row for row in read_metrics(plain.run_dir))
+
+
+def test_ctrl_c_in_a_rollout_ends_the_run_and_the_thread(tmp_path, monkeypatch, compared):
+    sample, calls = TransformersEngine._generate_batch, []
+
+    def interrupted(*given):
+        calls.append(1)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return sample(*given)
+
+    monkeypatch.setattr(TransformersEngine, "_generate_batch", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        start(formulas(tmp_path), "tiny")
+    assert threads_end()
+
+
+def threads_end():
+    """Whether no thread grades any more, within ten seconds."""
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if not any(thread.name.startswith(THREAD) for thread in threading.enumerate()):
+            return True
+        time.sleep(0.01)
+    return False
+
+
+class Words:
+    """A tokenizer whose tokens are numbers of TEXTS; it waits where it is told to."""
+
+    def __init__(self):
+        self.decoded, self.begun, self.go_on = [], threading.Event(), threading.Event()
+        self.go_on.set()
+
+    def decode(self, ids, skip_special_tokens):
+        assert skip_special_tokens
+        self.begun.set()
+        assert self.go_on.wait(10)
+        self.decoded.append(ids[0])
+        return TEXTS[ids[0]]
+
+
+def completions():
+    return [Completion([index], [-1.0], "stop") for index in range(len(TEXTS))]
+
+
+def tell_all(finished):
+    for index, completion in enumerate(completions()):
+        finished(index, completion)
+
+
+def wait_for(ahead, graded):
+    deadline = time.monotonic() + 10
+    while ahead.graded < graded and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
+def test_the_reward_finds_the_verdicts_of_the_thread(compared):
+    ahead = GradingAhead(TASK, Words())
+    with ahead.rollout(["2\\sqrt{3}"] * 3) as finished:
+        tell_all(finished)
+        wait_for(ahead, 3)
+    assert (ahead.graded, len(compared)) == (3, 3)
+    assert [grade(TASK, text, "2\\sqrt{3}").correct for text in TEXTS] == [True, False, False]
+    assert len(compared) == 3
+
+
+def test_what_is_not_begun_is_left_to_the_reward_and_what_is_begun_is_waited_for():
+    words = Words()
+    words.go_on.clear()
+    threading.Timer(0.3, words.go_on.set).start()
+    ahead = GradingAhead(TASK, words)
+    with ahead.rollout(["1"] * 3) as finished:
+        tell_all(finished)
+        assert words.begun.wait(10)
+        assert ahead.graded == 0
+    assert (words.decoded, ahead.graded) == ([0], 1)
+    with ahead.rollout([]):
+        assert ahead.graded == 0  # of this rollout
+
+
+def interrupted_rollout(ahead):
+    with ahead.rollout(["1"] * 3) as finished:
+        tell_all(finished)
+        ahead._tokenizer.begun.wait(10)
+        raise KeyboardInterrupt
+
+
+def test_where_the_rollout_raises_nothing_is_waited_for():
+    words = Words()
+    words.go_on.clear()
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_rollout(GradingAhead(TASK, words))
+    assert words.begun.is_set()
+    assert time.monotonic() - began < 5
+    words.go_on.set()
+    assert threads_end()
+    assert words.decoded == [0]
+
+
+def test_an_error_in_the_thread_ends_nothing():
+    def decode(ids, skip_special_tokens):
+        if ids == [1]:
+            raise ValueError("no such token")
+        return "so \\boxed{1}"
+
+    ahead = GradingAhead(TASK, SimpleNamespace(decode=decode))
+    with ahead.rollout(["1"] * 3) as finished:
+        tell_all(finished)
+        wait_for(ahead, 2)
+    assert ahead.graded == 2
+
+
+@pytest.mark.parametrize(
+    ("task", "reward", "expected"),
+    [
+        ("math500", "accuracy", True),
+        ("math500", "length", True),
+        ("math500", "format", False),
+        ("gsm8k", "accuracy", False),  # its answers are numbers
+    ],
+)
+def test_it_is_done_where_rewards_compare_formulas(tmp_path, task, reward, expected):
+    rewards = f"rewards=[{{name: soft_overlong}}, {{name: {reward}}}]"
+    config = small_config("tiny", tmp_path, f"data.task={task}", rewards)
+    assert (grading_ahead(config, Words()) is not None) == expected
+
+
+def test_the_share_is_explained():
+    page = (Path(__file__).parents[3] / "docs" / "reports.md").read_text()
+    assert "`speed/graded_ahead_share`" in page

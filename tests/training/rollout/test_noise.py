@@ -1,0 +1,114 @@
+"""Sigma by stage against values worked out by hand, and noise as a function of (seed, step) alone."""
+
+import json
+import math
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from qerl.config.schema import NoiseConfig
+from training.rollout.noise import NoiseSchedule, draw_noise, stage_of, stage_sigmas
+
+SIZES = {"model.layers.0.input_layernorm": 4096, "model.layers.1.input_layernorm": 4096}
+
+TABLES = json.loads(
+    (Path(__file__).parents[2] / "golden" / "noise_sigma.json").read_text()
+)  # scripts/checks/golden_noise.py
+
+
+def named(row):
+    return "-".join(str(value) for key, value in row.items() if key not in ("sigmas", "first_steps"))
+
+
+@pytest.mark.parametrize("row", TABLES["sigmas"], ids=named)
+def test_sigma_of_each_stage(row):
+    config = NoiseConfig(**{key: value for key, value in row.items() if key != "sigmas"})
+    assert stage_sigmas(config) == pytest.approx(row["sigmas"], rel=1e-12)
+
+
+# From 1e-2 to 1e-4 over 4 stages, on paper. Code: x = 0, 1/2, 1; the paper's print: x = 0, 1/3, 2/3.
+BY_HAND = {
+    ("exponential", "code"): [0, 1e-2, 1e-3, 1e-4],  # 1e-2 * 0.01^(1/2)
+    ("exponential", "paper"): [0, 1e-2, 2.1544346900e-3, 4.6415888336e-4],
+    ("linear", "code"): [0, 1e-2, 5.05e-3, 1e-4],
+    ("linear", "paper"): [0, 1e-2, 6.7e-3, 3.4e-3],
+    ("cosine", "code"): [0, 1e-2, 5.05e-3, 1e-4],  # cos(pi/2) = 0
+    ("cosine", "paper"): [0, 1e-2, 7.525e-3, 2.575e-3],  # cos(pi/3) = 1/2: 1e-4 + 9.9e-3 * 3/4
+    ("logarithmic", "code"): [0, 1e-2, 1e-2 - 9.9e-3 * 0.6201145070, 1e-4],  # ln(1 + (e - 1) / 2)
+}
+
+
+@pytest.mark.parametrize(("schedule", "indexing"), BY_HAND)
+def test_the_golden_tables_are_what_one_works_out_by_hand(schedule, indexing):
+    wanted = {"sigma_start": 1e-2, "sigma_end": 1e-4, "num_stages": 4, "schedule": schedule, "indexing": indexing}
+    (row,) = [row for row in TABLES["sigmas"] if wanted.items() <= row.items()]
+    assert row["sigmas"] == pytest.approx(BY_HAND[schedule, indexing], rel=1e-9)
+
+
+@pytest.mark.parametrize("row", TABLES["first_steps"], ids=named)
+def test_stages_begin_where_they_should(row):
+    steps, stages = row["steps"], row["num_stages"]
+    found = [stage_of(step, steps, stages) for step in range(steps)]
+    assert [found.index(stage) if stage in found else None for stage in range(stages)] == row["first_steps"]
+    assert found == sorted(found)
+    assert found[0] == 0
+
+
+@pytest.mark.parametrize("indexing", ["code", "paper"])
+def test_first_and_last_step_of_a_run(indexing):
+    """The scripts' values: no noise first; last sigma_end in the code, 1e-2 * 0.01^(8/9) as the paper prints it."""
+    config = NoiseConfig(sigma_end=1e-4, indexing=indexing)
+    schedule = NoiseSchedule(config, SIZES, steps=997, seed=0)
+    assert schedule.at(0).sigma == 0
+    last = {"code": 1e-4, "paper": 1.6681005372e-4}[indexing]
+    assert schedule.at(996).sigma == schedule.at(2000).sigma == pytest.approx(last, rel=1e-9)
+
+
+def test_the_codes_division_in_floating_point_begins_a_stage_late():
+    """Departure 5: 26 of 52 steps is half of them, so stage 5 of 10; 26 // 5.2 is 4.0."""
+    assert int(26 // (52 / 10)) == 4
+    assert stage_of(26, 52, 10) == 5
+
+
+def test_paper_recipe_of_ten_stages_ends_where_it_says():
+    sigmas = stage_sigmas(NoiseConfig())
+    assert len(sigmas) == 10
+    assert sigmas[0] == 0
+    assert sigmas[1] == 1e-2
+    assert sigmas[-1] == pytest.approx(5e-4)
+    ratios = [b / a for a, b in pairwise(sigmas[1:])]
+    assert ratios == pytest.approx([20 ** (-1 / 8)] * 8)
+
+
+@pytest.mark.parametrize(("step", "stage"), [(0, 0), (9, 0), (10, 1), (19, 1), (20, 2), (99, 9), (100, 9), (250, 9)])
+def test_stages_are_equal_intervals(step, stage):
+    assert stage_of(step, 100, 10) == stage
+
+
+def test_noise_depends_on_seed_and_step_alone():
+    first = draw_noise(SIZES, 1e-2, seed=3, step=5)
+    torch.randn(100)  # the global generator plays no part
+    again = draw_noise(SIZES, 1e-2, seed=3, step=5)
+    assert all(torch.equal(first[name], again[name]) for name in SIZES)
+    for other in (draw_noise(SIZES, 1e-2, seed=4, step=5), draw_noise(SIZES, 1e-2, seed=3, step=6)):
+        assert not any(torch.equal(first[name], other[name]) for name in SIZES)
+    assert not torch.equal(*first.values())  # norms differ from one another
+
+
+def test_noise_has_the_standard_deviation_it_claims():
+    noise = NoiseSchedule(NoiseConfig(), SIZES, steps=10, seed=0).at(1)
+    assert (noise.stage, noise.sigma) == (1, 1e-2)
+    values = torch.cat(list(noise.vectors.values()))
+    assert values.dtype == torch.float32
+    # 8192 draws: the sample std is within 4 standard errors, sigma / sqrt(2 n)
+    assert abs(noise.std - 1e-2) < 4 * 1e-2 / math.sqrt(2 * values.numel())
+    assert abs(values.mean().item()) < 4 * 1e-2 / math.sqrt(values.numel())
+
+
+def test_stage_zero_and_disabled_noise_have_none():
+    for config in (NoiseConfig(), NoiseConfig(enabled=False)):
+        noise = NoiseSchedule(config, SIZES, steps=10, seed=0).at(0)
+        assert (noise.sigma, noise.vectors, noise.std) == (0.0, None, 0.0)
+    assert NoiseSchedule(NoiseConfig(enabled=False), SIZES, steps=10, seed=0).at(9).vectors is None

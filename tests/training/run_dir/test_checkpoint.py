@@ -1,0 +1,155 @@
+"""Checkpoints on a disk that is full or lost something: what is found again, and what a full disk costs."""
+
+import json
+import resource
+import shutil
+import subprocess
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+
+import pytest
+from small_run import numbers, small_config
+
+import training.run_dir.checkpoint
+from qerl.errors import CheckpointError
+from training.run import resume, start
+from training.run_dir.checkpoint import CHECKSUMS, FILES, checkpoint_step, checkpoints, newest_checkpoint
+from training.run_dir.log import RunLog, read_metrics
+
+
+@pytest.fixture(scope="module")
+def finished(nvfp4_base, tmp_path_factory):
+    """A run of 6 steps with the checkpoints 2, 4 and 6."""
+    folder = tmp_path_factory.mktemp("finished")
+    return start(small_config(nvfp4_base, folder, "run.keep_checkpoints=3"), "tiny").run_dir
+
+
+@pytest.fixture
+def copy(finished, tmp_path):
+    return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def unlist(path):
+    sums = json.loads(path.read_text())
+    del sums["optimizer.pt"]
+    path.write_text(json.dumps(sums))
+
+
+DAMAGE = {
+    **{f"{name} cut short": (name, cut, "does not match its checksum") for name in sorted(FILES)},
+    **{f"{name} with a flipped bit": (name, flip, "does not match its checksum") for name in sorted(FILES)},
+    "a file gone": ("scheduler.pt", Path.unlink, "scheduler.pt is missing"),
+    "no checksums": (CHECKSUMS, Path.unlink, "it has no readable checksums.json"),
+    "half the checksums": (CHECKSUMS, cut, "it has no readable checksums.json"),
+    "checksums that are no text": (CHECKSUMS, lambda path: path.write_bytes(b"\xff\xfe\x00"), "no readable checksums"),
+    "checksums of nothing": (CHECKSUMS, lambda path: path.write_text("{}"), "does not list adapter_config.json, "),
+    "checksums that are a list": (CHECKSUMS, lambda path: path.write_text("[]"), "does not list files"),
+    "checksums without the optimizer": (CHECKSUMS, unlist, "does not list optimizer.pt"),
+}
+
+
+@pytest.mark.parametrize("case", DAMAGE)
+def test_damage_is_found_and_named(copy, caplog, case):
+    name, damage, message = DAMAGE[case]
+    damage(copy / "checkpoints" / "step-000006" / name)
+    assert newest_checkpoint(copy).name == "step-000004"
+    assert "step-000006 is skipped: " in caplog.text
+    assert message in caplog.text
+
+
+def test_folders_beside_the_checkpoints_are_left_alone(copy):
+    for name in ("step-000006.bak", "step-best", ".step-000008.partial"):
+        shutil.copytree(copy / "checkpoints" / "step-000002", copy / "checkpoints" / name)
+    assert [checkpoint_step(path) for path in checkpoints(copy)] == [2, 4, 6]
+    assert newest_checkpoint(copy).name == "step-000006"
+
+
+def test_checkpoints_are_ordered_by_their_step(tmp_path):
+    for step in (999_999, 1_000_000):
+        (tmp_path / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    assert [checkpoint_step(path) for path in checkpoints(tmp_path)] == [999_999, 1_000_000]
+
+
+def test_with_no_good_checkpoint_it_begins_again(copy, finished):
+    for path in checkpoints(copy):
+        cut(path / "adapter_model.safetensors")
+    shutil.rmtree(copy / "adapter")
+    assert numbers(resume(copy).run_dir) == numbers(finished)
+
+
+@contextmanager
+def largest_file(size):
+    """No file may grow beyond `size` bytes: what a write then raises comes from the system, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+@pytest.mark.parametrize("share", [0.5, 1.0])
+def test_a_file_that_cannot_be_written_leaves_the_checkpoint_before(finished, nvfp4_base, tmp_path, monkeypatch, share):
+    """Half of the adapter fits, or all of it and half of the optimizer's state, which is twice as large."""
+    size = int(share * (finished / "checkpoints" / "step-000004" / "adapter_model.safetensors").stat().st_size)
+    original = training.run_dir.checkpoint._write
+
+    def limited(trainer, final):
+        with largest_file(size) if trainer.state.global_step == 4 else nullcontext():
+            return original(trainer, final)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.run_dir.checkpoint, "_write", limited)
+        with pytest.raises(CheckpointError, match=r"the checkpoint of step 4 could not be written \(.*--resume"):
+            start(small_config(nvfp4_base, tmp_path), "tiny")
+    run_dir = tmp_path / "run"
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-000002"]
+    assert numbers(resume(run_dir).run_dir) == numbers(finished)
+
+
+def test_metrics_that_cannot_be_written_are_one_line(tmp_path):
+    log = RunLog(tmp_path, 3)
+    log.write_step(1, {"reward": 0.5})
+    with largest_file(40), pytest.raises(CheckpointError, match=r"metrics of step 2 could not be written \(.*--resume"):
+        log.write_step(2, {"reward": 0.5})
+    log.start_at(1)
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1]
+
+
+def can_mount():
+    if shutil.which("unshare") is None:
+        return False
+    command = ["unshare", "-rm", "mount", "-t", "tmpfs", "-o", "size=100k", "tmpfs", "/tmp"]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+@contextmanager
+def small_disk(folder, size):
+    """A real disk of `size` bytes at `folder`, mounted for one waiting process alone; its path from here."""
+    script = f"mount -t tmpfs -o size={size} tmpfs '{folder}' && echo mounted && read -r"
+    command = ["unshare", "-rm", "bash", "-c", script]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout.readline() == "mounted\n"
+        yield Path(f"/proc/{holder.pid}/root{folder}")
+
+
+@pytest.mark.skipif(not can_mount(), reason="a small disk needs the right to mount one (unshare -rm)")
+def test_a_disk_that_fills_up_costs_no_step_while_an_older_checkpoint_can_go(finished, nvfp4_base, tmp_path, caplog):
+    """A real disk with room for two checkpoints and a half, of a run that would keep three."""
+    used = sum(file.stat().st_size for file in (finished / "checkpoints" / "step-000006").iterdir())
+    with small_disk(tmp_path, int(2.5 * used) + 100_000) as disk:
+        result = start(small_config(nvfp4_base, tmp_path, "run.keep_checkpoints=3", out=disk / "run"), "tiny")
+        assert "step-000002 deleted to make room" in caplog.text
+        assert [checkpoint_step(path) for path in checkpoints(result.run_dir)] == [4, 6]
+        assert numbers(result.run_dir) == numbers(finished)
+    assert not (tmp_path / "run").exists()  # nothing of it was on another disk

@@ -1,0 +1,100 @@
+"""metrics.jsonl under kills, and TRL's names in our words."""
+
+import json
+import math
+import os
+from pathlib import Path
+
+from rich.console import Console
+
+from training.run_dir.log import RunLog, deterministic, read_metrics, rename, spread
+
+
+def test_names_are_ours():
+    renamed = rename(
+        {
+            "reward": 0.5,
+            "rewards/accuracy/mean": 0.4,
+            "rewards/accuracy/std": 0.1,
+            "frac_reward_zero_std": 0.25,
+            "completions/clipped_ratio": 0.125,
+            "clip_ratio/low_min": 0.0,
+            "cispo_clip_ratio": 0.5,
+            "epoch": 0.1,
+            "entropy": math.nan,
+            "kl": None,
+        }
+    )
+    assert renamed == {
+        "reward": 0.5,
+        "rewards/accuracy": 0.4,
+        "groups/zero_variance_share": 0.25,
+        "completions/truncated_share": 0.125,
+        "clip/high_share": 0.5,
+        "entropy": None,
+        "kl": None,
+    }
+
+
+def test_what_depends_on_the_machine_is_told_apart():
+    metrics = {"reward": 1, "time/step_s": 2, "speed/rollout_tokens_per_s": 3, "memory/peak_gib": 4}
+    assert deterministic(metrics) == {"reward": 1}
+
+
+def test_half_a_line_is_dropped_and_later_steps_with_it(tmp_path):
+    log = RunLog(tmp_path, 5, Console(quiet=True))
+    for step in (1, 2, 3):
+        log.write_step(step, {"reward": step / 10})
+        log.write_completions(step, [{"completion": "é"}])
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(path.read_text()[:-9])  # as a kill leaves it
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+    log.start_at(1)
+    assert path.read_text() == '{"step": 1, "reward": 0.1}\n'
+    assert [file.name for file in (tmp_path / "completions").iterdir()] == ["step-000001.jsonl"]
+    log.write_step(2, {"reward": None})
+    assert read_metrics(tmp_path) == [{"step": 1, "reward": 0.1}, {"step": 2, "reward": None}]
+
+
+def test_a_bad_line_in_the_middle_costs_that_line_alone(tmp_path, caplog):
+    lines = [b'{"step": 1, "reward": 0.1}', b"\xff\x00broken", b'{"step": 2}', b"17", b'{"reward": 1}', b'{"step": 3}']
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b"\n".join(lines) + b"\n")
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+    assert [f"line {number}" in caplog.text for number in range(1, 7)] == [False, True, False, True, True, False]
+    RunLog(tmp_path, 5, Console(quiet=True)).start_at(2)
+    assert path.read_text() == '{"step": 1, "reward": 0.1}\n{"step": 2}\n'
+
+
+def test_what_start_at_rewrites_is_on_the_disk_before_it_replaces(tmp_path, monkeypatch):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    order = []
+    monkeypatch.setattr(os, "fsync", lambda descriptor: order.append(os.readlink(f"/proc/self/fd/{descriptor}")))
+    original = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda self, to: (order.append("replace"), original(self, to))[1])
+    RunLog(tmp_path, 5, Console(quiet=True)).start_at(1)
+    assert order == [str(tmp_path / "metrics.partial"), "replace", str(tmp_path)]
+
+
+def test_lines_are_plain_where_there_is_no_terminal(tmp_path):
+    console = Console(record=True, width=200, force_terminal=False)
+    with RunLog(tmp_path, 4, console) as log:
+        log.write_step(
+            2, {"reward": 0.25, "entropy": 1.5, "noise/sigma": 0.01, "time/step_s": 3.0, "mismatch_kl": None}
+        )
+    text = console.export_text()
+    assert text == "step 2/4  reward 0.250  entropy 1.500  sigma 1.0e-02  s/step 3.0\n"
+
+
+def test_metrics_are_json(tmp_path):
+    RunLog(tmp_path, 1, Console(quiet=True)).write_step(1, {"b": 1.0, "a": 2})
+    (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert list(json.loads(line)) == ["step", "a", "b"]
+
+
+def test_a_sample_of_completions_is_spread_over_the_prompts():
+    rows = [f"prompt {i // 4}, completion {i % 4}" for i in range(12)]
+    assert spread(rows, 3) == ["prompt 0, completion 0", "prompt 1, completion 0", "prompt 2, completion 0"]
+    assert spread(rows, 5) == [rows[i] for i in (0, 2, 4, 7, 9)]
+    assert spread(rows[:2], 4) == rows[:2]
+    assert spread(rows, 0) == spread([], 3) == []

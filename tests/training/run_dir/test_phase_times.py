@@ -1,0 +1,133 @@
+"""Seconds by phase: each second in the phase that spent it, all of them together the step.
+
+What needs a card last ran on an H200 on 2026-11-22.
+"""
+
+import itertools
+import time
+from collections import Counter
+
+import pytest
+import torch
+from small_run import small_config
+from trl import GRPOTrainer
+
+import training.policy.packed_attention
+from qerl.engine.transformers_engine import TransformersEngine
+from training.run import start
+from training.run_dir.log import read_metrics
+from training.run_dir.phase_times import PhaseTimes
+
+PARTS = {f"time/{name}_s" for name in ("rollout", "sync", "reward", "forward", "backward", "optimizer", "other")}
+TICK = 1e-6  # seconds that reading the clock takes
+SLOW = {  # what is made to take seconds: (owner, name, seconds)
+    "rollout": (TransformersEngine, "generate", 1),
+    "sync": (TransformersEngine, "sync_adapter", 2),
+    "reward": (GRPOTrainer, "_calculate_rewards", 4),
+    "attention": (training.policy.packed_attention, "attend_each", 8),
+    "optimizer": (torch.optim.AdamW, "step", 16),
+    "wake": (TransformersEngine, "wake", 32),
+    "sleep": (TransformersEngine, "sleep", 64),
+}
+
+
+class Clock:
+    """Stands still but for what is slow."""
+
+    def __init__(self, monkeypatch):
+        self.now, self.calls = 0.0, Counter()
+        for name, (owner, method, seconds) in SLOW.items():
+            monkeypatch.setattr(owner, method, self._slow(name, getattr(owner, method), seconds))
+        monkeypatch.setattr(time, "perf_counter", self._read)
+
+    def _read(self):
+        self.now += TICK
+        return self.now
+
+    def _slow(self, name, method, seconds):
+        def call(*args, **kwargs):
+            self.now += seconds
+            self.calls[name] += 1
+            return method(*args, **kwargs)
+
+        return call
+
+
+def check_sum(row):
+    parts = {key: row[key] for key in row if key in PARTS}
+    assert min(parts.values()) >= 0
+    assert sum(parts.values()) == pytest.approx(row["time/step_s"])
+    return parts
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_is_slow_is_in_its_phase_alone(nvfp4_base, tmp_path, monkeypatch, recompute):
+    clock = Clock(monkeypatch)
+    settings = (f"run.gradient_checkpointing={str(recompute).lower()}", "noise.enabled=false")
+    settings += ("loss.entropy_coef=0.01",)  # every row has a loss
+    (row,) = read_metrics(start(small_config(nvfp4_base, tmp_path, *settings, steps=1), "tiny").run_dir)
+    passes = clock.calls["attention"] // (2 if recompute else 1)
+    assert passes > 4  # several layers and micro-batches
+    expected = {"rollout": 1, "sync": 2, "reward": 4, "forward": 8 * passes, "backward": 8 * passes * recompute}
+    expected |= {"optimizer": 16, "other": 32 + 64}
+    assert check_sum(row) == {f"time/{name}_s": pytest.approx(s, abs=0.1) for name, s in expected.items()}
+    assert row["time/train_s"] == pytest.approx(8 * clock.calls["attention"], abs=0.1)
+
+
+def test_a_pass_without_a_gradient_is_a_forward_and_a_further_update_has_no_rollout(nvfp4_base, tmp_path, monkeypatch):
+    clock = Clock(monkeypatch)
+    config = small_config(nvfp4_base, tmp_path, "loss.num_iterations=2", "noise.enabled=false", steps=2)
+    first, second = read_metrics(start(config, "tiny").run_dir)
+    assert set(check_sum(first)) == PARTS
+    assert PARTS - set(check_sum(second)) == {"time/rollout_s", "time/sync_s", "time/reward_s"}
+    assert second["time/forward_s"] > 8
+    assert first["time/forward_s"] > 1.5 * second["time/forward_s"]  # and the old logprobs
+    total = first["time/forward_s"] + second["time/forward_s"]
+    assert total == pytest.approx(8 * clock.calls["attention"], abs=0.1)
+
+
+def test_phases_add_up_by_hand(monkeypatch):
+    clock = iter([10.0, 11.0, 13.0, 14.0, 14.5, 15.0, 19.0, 20.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    times = PhaseTimes(torch.device("cpu"))  # at 10
+    for name in ("forward", "backward", "forward"):
+        with times.phase(name):
+            pass
+    assert times.metrics(1.25) == {
+        "time/forward_s": 2.0 + 4.0,
+        "time/backward_s": 0.5,
+        "time/step_s": 10.0,
+        "time/other_s": 10.0 - 6.0 - 0.5 - 1.25,
+    }
+
+
+def test_a_new_step_starts_at_nothing(monkeypatch):
+    monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)
+    times = PhaseTimes(torch.device("cpu"))
+    times.begin("optimizer")
+    times.end()
+    times.begin_step()
+    assert times.metrics(0.0) == {"time/step_s": 1, "time/other_s": 1}
+
+
+@pytest.mark.gpu
+def test_a_gpu_s_phases_are_those_of_its_queue_and_wait_for_nothing():
+    """Queued in microseconds, the work is timed where it is done; only reading the times waits."""
+    torch.cuda._sleep(1)  # loads its kernel
+    torch.cuda.synchronize()
+    times, began = PhaseTimes(torch.device("cuda")), time.perf_counter()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for name, cycles in (("forward", 10**8), ("backward", 3 * 10**8), ("forward", 10**8)):
+            with times.phase(name):
+                torch.cuda._sleep(cycles)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    queued_s = time.perf_counter() - began
+    torch.cuda.synchronize()
+    metrics = times.metrics(0.0)
+    assert metrics["time/forward_s"] > 10 * queued_s
+    assert metrics["time/backward_s"] == pytest.approx(1.5 * metrics["time/forward_s"], rel=0.2)
+    assert metrics["time/other_s"] >= -1e-3  # two clocks
+    names = ("time/forward_s", "time/backward_s", "time/other_s")
+    assert sum(metrics[name] for name in names) == pytest.approx(metrics["time/step_s"])

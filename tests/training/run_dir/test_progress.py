@@ -1,0 +1,191 @@
+"""While it trains: the display of a terminal, the plain lines of anything else, and what Ctrl-C does."""
+
+import io
+import json
+import logging
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from rich.console import Console
+from small_run import small_config
+
+import training.rollout.rollout
+import training.run
+import training.trainer
+from qerl.cli import app
+from qerl.commands.terminal import run_command
+from qerl.config.recipe import save_config
+from training.run import resume, start
+from training.run_dir.checkpoint import checkpoints
+from training.run_dir.log import RunLog, read_metrics
+from training.run_dir.progress import LONGEST, completions_table, numbers, time_left
+
+ROW = {"step": 3, "reward": 0.25, "noise/sigma": 0.01, "time/step_s": 4.0, "entropy": None}
+
+
+def terminal(width=100):
+    return Console(file=io.StringIO(), force_terminal=True, width=width, _environ={"TERM": "xterm"})
+
+
+def shown(console):
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+
+
+def test_time_left_by_hand():
+    rows = [{"step": 1, "time/step_s": 100.0}] + [{"step": step, "time/step_s": 4.0} for step in range(2, 12)]
+    assert time_left(rows, 1011) == "1:06:40 left"  # 1000 steps of 4 s: the first is older than the last ten
+    assert time_left(rows, 11) == "0:00:00 left"
+    assert time_left([{"step": 1}], 5) == time_left([], 5) == ""
+
+
+def test_what_a_step_lacks_is_left_out():
+    assert numbers(ROW) == "reward 0.250  sigma 1.0e-02  s/step 4.0"
+
+
+def test_a_terminal_shows_the_phase_the_numbers_and_completions(tmp_path):
+    console = terminal()
+    with RunLog(tmp_path, 5, console) as log:
+        log.phase("grading")
+        log.write_step(3, ROW | {"speed/rollout_tokens_per_s": 1234.5, "memory/peak_gib": 7.25})
+        rewards = {"accuracy": 1.0, "format": None}
+        log.write_completions(
+            3, [{"prompt": "[red]1+1?", "completion": "\x1b[2J so\n2", "advantage": 0.5, "rewards": rewards}]
+        )
+    text = shown(console)
+    for part in ("3/5", "grading 0 s", "0:00:08 left", "reward 0.250", "tokens/s 1,234", "GiB 7.2"):
+        assert part in text
+    assert "[red]1+1?" in text  # not markup
+    assert "\x1b[2J" not in console.file.getvalue()  # nor a command to the terminal
+    assert re.search(r"accuracy 1 .* so 2", text)
+
+
+def test_a_resumed_run_begins_where_it_stopped(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(ROW | {"step": step}) + "\n" for step in (1, 2, 3)))
+    console = terminal()
+    with RunLog(tmp_path, 5, console) as log:
+        log.start_at(2)
+    assert "2/5" in shown(console)
+    assert "0:00:12 left" in shown(console)
+
+
+def test_no_display_where_the_terminal_cannot_redraw(tmp_path):
+    dumb = Console(file=io.StringIO(), force_terminal=True, width=100, _environ={"TERM": "dumb"})
+    with RunLog(tmp_path, 5, dumb) as log:
+        log.phase("grading")
+        log.write_step(3, ROW)
+    assert dumb.file.getvalue() == "step 3/5  reward 0.250  sigma 1.0e-02  s/step 4.0\n"
+
+
+def test_a_long_completion_keeps_its_end():
+    table = completions_table(1, [{"prompt": "p", "completion": "a" * 999 + "42", "rewards": {}}] * 9)
+    assert table.row_count == 3
+    (cell, *_) = table.columns[2].cells
+    assert cell.plain.endswith("a42")
+    assert len(cell.plain) < LONGEST + 10
+
+
+def test_log_lines_go_above_the_display_and_back_to_stderr(tmp_path, monkeypatch):
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    handler = logging.StreamHandler()
+    logging.getLogger().addHandler(handler)
+    try:
+        console = terminal()
+        with RunLog(tmp_path, 5, console):
+            logging.getLogger("x").error("between")
+        logging.getLogger("x").error("after")
+    finally:
+        logging.getLogger().removeHandler(handler)
+    assert "between" in shown(console)
+    assert stream.getvalue() == "after\n"
+
+
+def interrupting(monkeypatch, presses, step=2):
+    """Ctrl-C while the completions of `step` are sampled."""
+    original = training.rollout.rollout.Rollout.generate
+
+    def generate(self, *args, **kwargs):
+        for _ in range(presses if self._step == step else 0):
+            signal.raise_signal(signal.SIGINT)
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(training.rollout.rollout.Rollout, "generate", generate)
+
+
+def test_ctrl_c_saves_and_says_how_to_continue(nvfp4_base, tmp_path, monkeypatch, caplog):
+    config = small_config(nvfp4_base, tmp_path, steps=4)
+    with monkeypatch.context() as patch:
+        interrupting(patch, 1)
+        result = start(config, "tiny")
+    assert (result.adapter, result.steps) == (None, 3)  # the third step's rollout was interrupted and finished
+    assert checkpoints(result.run_dir)[-1].name == "step-000003"
+    assert f"stopped after step 3; continue with `qerl train --resume {result.run_dir}`" in caplog.text
+    assert resume(result.run_dir).steps == 4
+    assert [row["step"] for row in read_metrics(result.run_dir)] == [1, 2, 3, 4]
+
+
+def test_a_second_ctrl_c_stops_at_once_and_says_so_too(nvfp4_base, tmp_path, monkeypatch, caplog):
+    before = signal.getsignal(signal.SIGINT)
+    interrupting(monkeypatch, 2)
+    with pytest.raises(KeyboardInterrupt):
+        start(small_config(nvfp4_base, tmp_path, steps=4), "tiny")
+    assert signal.getsignal(signal.SIGINT) == before
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
+    assert f"stopped at once; continue with `qerl train --resume {tmp_path / 'run'}`" in caplog.text
+
+
+def test_the_exit_code_of_both(nvfp4_base, tmp_path, monkeypatch):
+    save_config(small_config(nvfp4_base, tmp_path), tmp_path / "recipe.yaml")
+    command = ["train", "--recipe", str(tmp_path / "recipe.yaml")]
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    for outcome in (interrupted, lambda *_: training.run.TrainResult(tmp_path, None, 3)):
+        monkeypatch.setattr(training.run, "start", outcome)
+        with pytest.raises(SystemExit) as ended:
+            run_command(app, command)
+        assert ended.value.code == 130
+
+
+def test_a_run_on_a_terminal_and_its_end_by_ctrl_c(nvfp4_base, tmp_path):
+    """The whole command on a real pseudo-terminal."""
+    save_config(small_config(nvfp4_base, tmp_path, steps=1000), tmp_path / "recipe.yaml")
+    command = [sys.executable, "-m", "qerl.cli", "train", "--recipe", str(tmp_path / "recipe.yaml")]
+    master, slave = pty.openpty()
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "110", "LINES": "40", "OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command, env=env, stdin=slave, stdout=slave, stderr=slave)
+    os.close(slave)
+    received = []
+    reader = threading.Thread(target=_read_all, args=(master, received), daemon=True)
+    reader.start()
+    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
+    while not (metrics.exists() and metrics.read_text().count("\n") >= 2) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=120) == 130
+    reader.join(timeout=10)
+    text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(received).decode(errors="replace"))
+    rows = [json.loads(line) for line in metrics.read_text().splitlines()]
+    assert checkpoints(tmp_path / "run")[-1].name == f"step-{rows[-1]['step']:06d}"
+    assert "/1000" in text
+    assert any(f"{phase} " in text for phase in ("rollout", "training", "saving"))
+    assert "completion" in text  # the table of step 1
+    assert "stopping after this step" in text
+    assert "continue with `qerl train --resume" in text.replace("\r\n", " ").replace("  ", " ")
+    assert "Traceback" not in text
+
+
+def _read_all(master, received):
+    try:
+        while data := os.read(master, 65536):
+            received.append(data)
+    except OSError:  # the other end was closed
+        os.close(master)

@@ -1,0 +1,216 @@
+"""`qerl train --resume RUN --steps N`: a run with another last step, by the schedules of that many steps."""
+
+import json
+import shutil
+
+import pytest
+from small_run import numbers, same_adapters, small_config
+
+import training.run_dir.prolong
+import training.trainer
+from qerl.config.recipe import load_config, save_config
+from qerl.errors import ConfigError
+from training.preflight.early import check_resumed
+from training.run import resume, start
+from training.run_dir.checkpoint import checkpoints
+from training.run_dir.prolong import prolong_
+
+PLAIN = ("optim.schedule=constant", "noise.enabled=false")  # where step and total have nothing to do with one another
+
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("prolonged")
+
+
+@pytest.fixture(scope="module")
+def short(nvfp4_base, folder):
+    """A run of 3 steps, finished: a cosine to 0, and three noise stages of a step each."""
+    return start(small_config(nvfp4_base, folder, steps=3, out="short"), "tiny").run_dir
+
+
+@pytest.fixture(scope="module")
+def long(nvfp4_base, folder):
+    """The same of 6 steps."""
+    return start(small_config(nvfp4_base, folder, steps=6, out="long"), "tiny").run_dir
+
+
+@pytest.fixture(scope="module")
+def prolonged(short, folder):
+    run_dir = shutil.copytree(short, folder / "prolonged")
+    resume(run_dir, steps=6)
+    return run_dir
+
+
+def test_without_schedules_it_is_the_run_that_was_longer_from_the_start(nvfp4_base, tmp_path):
+    whole = start(small_config(nvfp4_base, tmp_path, *PLAIN, steps=5, out="whole"), "tiny")
+    cut = start(small_config(nvfp4_base, tmp_path, *PLAIN, steps=3, out="cut"), "tiny")
+    result = resume(cut.run_dir, steps=5)
+    assert result.steps == 5
+    assert numbers(result.run_dir) == numbers(whole.run_dir)
+    assert same_adapters(result.adapter, whole.adapter)
+
+
+def test_learning_rate_and_noise_are_those_of_the_new_total_from_its_first_step_on(prolonged, short, long):
+    assert numbers(prolonged)[:3] == numbers(short)
+    keys = ("step", "learning_rate", "noise/sigma", "noise/stage")
+    after, oracle = ([[row[key] for key in keys] for row in numbers(run)[3:]] for run in (prolonged, long))
+    assert after == oracle
+    assert [row[0] for row in after] == [4, 5, 6]
+
+
+def test_the_first_result_is_kept_aside_and_the_run_says_what_happened(prolonged, short):
+    (aside,) = prolonged.glob("replaced-*")
+    assert same_adapters(aside / "adapter", short / "adapter")
+    assert same_adapters(prolonged / "adapter", checkpoints(prolonged)[-1])
+    assert not same_adapters(prolonged / "adapter", short / "adapter")
+    assert load_config(prolonged / "config.yaml") == load_config(short / "config.yaml", steps=6)
+    about, before = (json.loads((run / "run.json").read_text()) for run in (prolonged, short))
+    (change,) = about.pop("totals")
+    assert (change["after"], change["was"], change["is"]) == (3, 3, 6)
+    assert about == before
+
+
+def test_the_jump_of_the_schedules_is_told(short, tmp_path, caplog):
+    caplog.set_level("INFO")
+    resume(shutil.copytree(short, tmp_path / "run"), steps=6)
+    assert "6 steps instead of 3" in caplog.text
+    rate = load_config(short / "config.yaml").optim.learning_rate
+    assert f"learning rate of the next step: {rate / 2:.3g} (as it was: 0)" in caplog.text  # a cosine's middle and end
+    assert "sigma of the next step: 0.05 (as it was: 0.01)" in caplog.text
+    caplog.clear()
+    resume(tmp_path / "run", step=4)
+    assert "as it was" not in caplog.text  # the same to the bit
+    caplog.clear()
+    resume(tmp_path / "run", steps=7)
+    assert "learning rate of the next step" in caplog.text
+    assert "sigma of the next step" not in caplog.text  # stage 2 of 3, as before
+
+
+def totals(run_dir):
+    return [
+        (each["after"], each["was"], each["is"]) for each in json.loads((run_dir / "run.json").read_text())["totals"]
+    ]
+
+
+def test_what_a_run_says_of_its_totals_holds_of_the_steps_that_it_keeps(short, tmp_path):
+    run_dir = shutil.copytree(short, tmp_path / "run")
+    for steps, done, expected in [
+        (6, 3, [(3, 3, 6)]),
+        (6, 2, [(2, 3, 6)]),  # taken up earlier: from step 3 on by the schedules of 6
+        (5, 4, [(2, 3, 6), (4, 6, 5)]),
+        (5, 5, [(2, 3, 6), (4, 6, 5)]),
+        (7, 2, [(2, 3, 7)]),
+        (3, 2, []),  # as it was
+        (6, 2, [(2, 3, 6)]),
+        (6, 0, []),  # from the beginning
+    ]:
+        prolong_(run_dir, load_config(run_dir / "config.yaml", steps=steps), done)
+        assert totals(run_dir) == expected
+        assert load_config(run_dir / "config.yaml").run.steps == steps
+
+
+def test_killed_between_its_files_it_says_the_change_once(short, tmp_path, monkeypatch):
+    run_dir = shutil.copytree(short, tmp_path / "run")
+    prolong_until_killed(run_dir, monkeypatch, "save_config")
+    resume(run_dir, steps=4)
+    assert totals(run_dir) == [(3, 3, 4)]
+
+
+class Killed(Exception):
+    """Stands for a kill at a chosen line, in process."""
+
+
+def prolong_until_killed(run_dir, monkeypatch, name, owner=training.run_dir.prolong, call=1):
+    """To 6 steps, but for a kill at that call of `owner`'s function."""
+    original, calls = getattr(owner, name), []
+
+    def dying(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == call:
+            raise Killed
+        return original(*args, **kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, dying)
+        with pytest.raises(Killed):
+            resume(run_dir, steps=6)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "call"),
+    [
+        (training.run_dir.prolong, "replace_text", 1),  # the result is aside, and nothing else is done
+        (training.run_dir.prolong, "save_config", 1),
+        (training.trainer.QerlTrainer, "_compute_loss", 2),
+        (training.trainer.QerlTrainer, "_save_rng_state", 1),
+    ],
+)
+def test_killed_while_it_is_prolonged_it_goes_on(prolonged, short, tmp_path, monkeypatch, owner, name, call):
+    run_dir = shutil.copytree(short, tmp_path / "run")
+    prolong_until_killed(run_dir, monkeypatch, name, owner, call)
+    begun = load_config(run_dir / "config.yaml").run.steps == 6
+    result = resume(run_dir) if begun else resume(run_dir, steps=6)
+    assert numbers(result.run_dir) == numbers(prolonged)
+    assert same_adapters(result.adapter, prolonged / "adapter")
+
+
+def test_killed_before_the_new_total_stands_in_its_recipe_it_is_the_finished_run(short, tmp_path, monkeypatch):
+    run_dir = shutil.copytree(short, tmp_path / "run")
+    prolong_until_killed(run_dir, monkeypatch, "replace_text")
+    assert not (run_dir / "adapter").exists()
+    result = resume(run_dir)
+    assert result.steps == 3
+    assert same_adapters(result.adapter, short / "adapter")
+
+
+def test_a_run_can_be_made_shorter_and_taken_up_earlier(long, tmp_path):
+    run_dir = shutil.copytree(long, tmp_path / "run")
+    result = resume(run_dir, step=4, steps=5)
+    assert result.steps == 5
+    assert [row["step"] for row in numbers(run_dir)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        (3, r"has 3 steps behind it, and --steps 3 is the number in all: write --steps 4 or more"),
+        (2, r"write --steps 4 or more"),
+        (0, r"write --steps 4 or more"),
+    ],
+)
+def test_a_total_that_is_behind_it_is_refused_before_anything_changes(short, steps, words):
+    before = {path: path.stat().st_mtime_ns for path in short.rglob("*")}
+    for check in (check_resumed, resume):
+        with pytest.raises(ConfigError, match=words):
+            check(short, None, steps)
+    assert {path: path.stat().st_mtime_ns for path in short.rglob("*")} == before
+
+
+def test_a_run_that_ended_between_two_updates_of_a_rollout_is_not_prolonged_from_there(short, tmp_path):
+    """What the rollout was is not kept."""
+    run_dir = shutil.copytree(short, tmp_path / "run")
+    config = load_config(run_dir / "config.yaml")
+    loss = config.loss.model_copy(update={"num_iterations": 2})
+    save_config(config.model_copy(update={"loss": loss}), run_dir / "config.yaml")
+    with pytest.raises(ConfigError, match=r"ended between two updates .*--resume 2 --steps 6"):
+        check_resumed(run_dir, None, 6)
+
+
+def test_as_typed(short, tmp_path, here):
+    run_dir = shutil.copytree(short, tmp_path / "run")
+    code, _, err = here("train", "--resume", run_dir)
+    assert code == 0
+    assert "has already finished its 3 steps; --steps N with N above 3 prolongs it" in err
+    code, _, err = here("train", "--resume", run_dir, "--set", "run.steps=4")
+    assert code == 2
+    assert "--resume continues a run as it was configured; of the options that change it --steps alone" in err
+    code, _, err = here("train", "--resume", run_dir, "--steps", 4)
+    assert code == 0, err
+    assert [row["step"] for row in numbers(run_dir)] == [1, 2, 3, 4]
+    code, _, err = here("report", run_dir)
+    assert code == 0, err
+    assert "4 of 4 (until step 3 by the schedules of 3)" in (run_dir / "report.html").read_text()

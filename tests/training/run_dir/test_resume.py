@@ -1,0 +1,131 @@
+"""`qerl train --resume [RUN|STEP]`: which run, which checkpoint, and the same numbers from an earlier step."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from small_run import small_config
+
+from qerl.cli import with_resume_value
+from qerl.config.recipe import load_recipe, save_config
+from qerl.errors import ConfigError, DataError
+from training.preflight.early import check_resumed
+from training.run import resume, start
+from training.run_dir.checkpoint import checkpoints
+from training.run_dir.folder import make_aside
+from training.run_dir.log import deterministic, read_metrics
+from training.run_dir.resume import LAST, find_run, rewind_
+
+
+def fake_run(folder, recipe, age_s, steps=()):
+    folder.mkdir(parents=True)
+    (folder / "config.yaml").write_text("model: {}")
+    (folder / "run.json").write_text(json.dumps({"recipe": recipe}))
+    (folder / "metrics.jsonl").write_text("")
+    os.utime(folder / "metrics.jsonl", (1e9 - age_s, 1e9 - age_s))
+    for step in steps:
+        (folder / "checkpoints" / f"step-{step:06d}").mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def runs(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    fake_run(tmp_path / "runs" / "old", "dapo_7b", 30, steps=[20, 40])
+    fake_run(tmp_path / "runs" / "new", "tiny", 10, steps=[5])
+    return Path("runs")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ((LAST,), ("runs/new", None)),
+        ((LAST, "dapo_7b"), ("runs/old", None)),
+        ((LAST, "mine/dapo_7b.yaml"), ("runs/old", None)),
+        ((LAST, None, Path("runs/old")), ("runs/old", None)),
+        (("5",), ("runs/new", 5)),
+        (("40", "dapo_7b"), ("runs/old", 40)),
+        (("runs/old",), ("runs/old", None)),
+        (("runs/old/checkpoints/step-000020",), ("runs/old", 20)),
+    ],
+)
+def test_which_run_and_step(runs, arguments, expected):
+    run_dir, step = find_run(*arguments)
+    assert (str(run_dir), step) == expected
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"recipe": 3}'])
+def test_a_run_whose_run_json_is_damaged_is_of_no_recipe(runs, text):
+    (runs / "new" / "run.json").write_text(text)
+    assert find_run(LAST, "dapo_7b") == (runs / "old", None)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((LAST, "qwen3_8b"), "no run of recipe qwen3_8b"),
+        (("runs/old", "dapo_7b"), "leave --recipe and --out out"),
+        (("runs/old/checkpoints/step-000030",), "there are steps 20, 40"),
+    ],
+)
+def test_what_is_not_there_is_named(runs, arguments, message):
+    with pytest.raises(ConfigError, match=message):
+        find_run(*arguments)
+
+
+def test_a_step_without_checkpoint_names_those_that_there_are(runs):
+    with pytest.raises(ConfigError, match="no checkpoint of step 30: there are steps 20, 40"):
+        rewind_(runs / "old", 30)
+
+
+def test_what_a_run_was_started_with_has_to_be_there_until_it_is_finished(tmp_path):
+    run_dir = tmp_path / "run"
+    (run_dir / "checkpoints" / "step-000020").mkdir(parents=True)
+    for steps, rows in ((20, "gone.jsonl"), (40, None)):
+        config = load_recipe("tiny", ["model.format=bf16"], base="tiny", data=rows, steps=steps)
+        save_config(config, run_dir / "config.yaml")
+        check_resumed(run_dir)
+    save_config(load_recipe("tiny", ["model.format=bf16"], data="gone.jsonl", steps=40), run_dir / "config.yaml")
+    with pytest.raises(DataError, match=r"gone\.jsonl"):
+        check_resumed(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("typed", "given"),
+    [
+        (["train", "--resume"], ["train", "--resume=last"]),
+        (["train", "--resume", "--recipe", "tiny"], ["train", "--resume=last", "--recipe", "tiny"]),
+        (["train", "--resume", "runs/x"], ["train", "--resume", "runs/x"]),
+        (["train", "--resume=40"], ["train", "--resume=40"]),
+        ([], []),
+    ],
+)
+def test_resume_without_a_value_is_the_last_run(typed, given):
+    assert with_resume_value(typed) == given
+
+
+def test_what_is_replaced_in_one_second_goes_to_folders_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.setattr("training.run_dir.folder.time.strftime", lambda _: "20261122-120000")
+    names = [make_aside(tmp_path).name for _ in range(3)]
+    assert names == ["replaced-20261122-120000", "replaced-20261122-120000-2", "replaced-20261122-120000-3"]
+
+
+def test_an_earlier_step_gives_the_same_numbers_and_keeps_what_it_replaces(nvfp4_base, tmp_path):
+    torch.set_num_threads(1)
+    run_dir = start(small_config(nvfp4_base, tmp_path, "run.keep_checkpoints=3"), "tiny").run_dir
+    damaged = run_dir / "checkpoints" / "step-000004" / "scheduler.pt"
+    good = damaged.read_bytes()
+    damaged.write_bytes(good[:-1])
+    with pytest.raises(ConfigError, match=r"step 4 is damaged .scheduler\.pt"):
+        resume(run_dir, step=4)
+    damaged.write_bytes(good)
+    assert len(checkpoints(run_dir)) == 3  # nothing was moved
+    before = [deterministic(row) for row in read_metrics(run_dir)]
+    resume(run_dir, step=2)
+    assert [deterministic(row) for row in read_metrics(run_dir)] == before
+    (aside,) = run_dir.glob("replaced-*")
+    assert sorted(path.name for path in aside.iterdir()) == ["adapter", "step-000004", "step-000006"]
+    assert [path.name for path in checkpoints(run_dir)] == ["step-000002", "step-000004", "step-000006"]
+    assert (run_dir / "adapter" / "adapter_model.safetensors").is_file()

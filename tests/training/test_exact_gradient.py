@@ -1,0 +1,194 @@
+"""Mismatch handling on a case that is solved exactly: three tokens, completions of up to three, all 15 of them.
+
+A real small model is the policy; noise in its norms makes the sampler. The expectation of the estimator over the
+sampler is one batch: every completion as a row, its advantage times its probability. It goes through the trainer's own
+loss, and is compared with the gradient of the expected reward, differentiated through all probabilities.
+
+What it shows: weights of whole sequences give the clean policy's gradient exactly, up to truncation, whose bias is what
+the cap cuts off. Weights of tokens (the default, for their variance) remove most of the bias, not all of it: they
+leave prefixes and continuations distributed as the sampler has them.
+"""
+
+import itertools
+
+import pytest
+import torch
+from small_run import small_config
+from trainer_factory import build_trainer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qerl.checkpoint.adapter import adapter_tensors, attach_lora
+from qerl.layers.norms import block_norms, set_norm_noise_
+from training.policy.packed_policy import PackedPolicy
+from training.rollout.noise import draw_noise
+
+END, LONGEST, PROMPT = 0, 3, [1, 2, 1]
+
+
+def all_completions():
+    """Those that end with END, and those cut at LONGEST."""
+    found = []
+    for length in range(1, LONGEST + 1):
+        for ids in itertools.product(range(3), repeat=length):
+            if END not in ids[:-1] and (ids[-1] == END or length == LONGEST):
+                found.append(ids)
+    return found
+
+
+COMPLETIONS = all_completions()
+REWARDS = torch.tensor([(7 * index % 5) / 4 - 0.4 for index in range(len(COMPLETIONS))])
+MASK = torch.tensor([[1] * len(ids) + [0] * (LONGEST - len(ids)) for ids in COMPLETIONS])
+PADDED = torch.tensor([[*ids] + [END] * (LONGEST - len(ids)) for ids in COMPLETIONS])
+
+
+def small_policy():
+    sizes = {"vocab_size": 3, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "initializer_range": 0.3}
+    config = AutoConfig.for_model("qwen3", **sizes, **heads, max_position_embeddings=32)
+    torch.manual_seed(0)
+    policy = attach_lora(AutoModelForCausalLM.from_config(config, dtype=torch.float32), 4, 8)
+    with torch.no_grad():
+        for tensor in adapter_tensors(policy).values():
+            tensor.add_(0.1 * torch.randn_like(tensor))
+    return policy.train()
+
+
+class Case:
+    """A policy, its sampler's logprobs under noise of `sigma`, and the trainer whose loss it goes through."""
+
+    def __init__(self, base, folder, sigma, *overrides):
+        settings = ("loss.type=dr_grpo", "loss.clip_high=0.2", "noise.enabled=false", *overrides)
+        self.trainer = build_trainer(small_config(base, folder, *settings), folder)
+        self.policy = small_policy()
+        self.trainer._packed = PackedPolicy(self.policy, 1.0, self.trainer._plan)
+        norms = block_norms(self.policy)
+        set_norm_noise_(norms, draw_noise({name: norm.weight.numel() for name, norm in norms.items()}, sigma, 0, 0))
+        self.sampling = self.logprobs().detach()
+        set_norm_noise_(norms, None)
+        self.clean = self.logprobs().detach()
+
+    def logprobs(self):
+        """(15, 3) by plain forward passes over completions of one length, 0 where masked."""
+        rows = torch.zeros(len(COMPLETIONS), LONGEST)
+        for length in range(1, LONGEST + 1):
+            chosen = [row for row, ids in enumerate(COMPLETIONS) if len(ids) == length]
+            ids = torch.tensor([COMPLETIONS[row] for row in chosen])
+            whole = torch.cat([torch.tensor([PROMPT] * len(chosen)), ids], 1)
+            logits = self.policy(input_ids=whole).logits[:, len(PROMPT) - 1 : -1]
+            rows[chosen, :length] = torch.log_softmax(logits, -1).gather(-1, ids[..., None])[..., 0]
+        return rows
+
+    def gradient(self, value):
+        """Flat gradient of a scalar by the adapter; its graph can be asked again."""
+        tensors = adapter_tensors(self.policy)
+        found = torch.autograd.grad(value, [tensors[name] for name in sorted(tensors)], retain_graph=True)
+        return torch.cat([part.flatten() for part in found])
+
+    def true_gradient(self, weights=None):
+        """Of sum over c of pi(c) R(c); with `weights`, of sum over c and t of weights(c, t) R(c) log pi(c_t)."""
+        if weights is None:
+            return self.gradient((self.logprobs().sum(-1).exp() * REWARDS).sum())
+        return self.gradient((weights * REWARDS[:, None] * self.logprobs() * MASK).sum())
+
+    def estimated(self):
+        """The expectation over the sampler of the gradient that the trainer's loss gives."""
+        probabilities = self.sampling.sum(-1).exp()
+        prompts = torch.tensor([PROMPT] * len(COMPLETIONS))
+        inputs = {
+            "prompt_ids": prompts,
+            "prompt_mask": torch.ones_like(prompts),
+            "completion_ids": PADDED,
+            "completion_mask": MASK,
+            "advantages": REWARDS * probabilities,
+            "num_items_in_batch": MASK.sum(),
+            "sampling_per_token_logps": self.sampling,
+        }
+        self.policy.zero_grad()
+        self.trainer.compute_loss(self.policy, inputs)
+        tensors = adapter_tensors(self.policy)
+        flat = torch.cat([tensors[name].grad.flatten() for name in sorted(tensors)])
+        return -flat * len(COMPLETIONS) * self.trainer.max_completion_length  # dr_grpo's constant divisor
+
+
+def far(one, other):
+    """|one - other| / |other|"""
+    return ((one - other).norm() / other.norm()).item()
+
+
+def correction(mode, cap=1e6):
+    return (f"loss.correction.mode={mode}", f"loss.correction.cap={cap}")
+
+
+SIGMA = 0.4  # a large noise, so that the biases stand out
+
+
+def test_the_case_is_a_distribution(nvfp4_base, tmp_path):
+    case = Case(nvfp4_base, tmp_path, SIGMA)
+    assert len(COMPLETIONS) == 15
+    for logprobs in (case.clean, case.sampling):
+        assert logprobs.sum(-1).exp().sum().item() == pytest.approx(1, abs=1e-6)
+    assert (case.clean - case.sampling).abs().max() > 0.2
+
+
+def test_sequence_weights_give_the_clean_policys_gradient(nvfp4_base, tmp_path):
+    case = Case(nvfp4_base, tmp_path, SIGMA, *correction("sequence_truncate"))
+    assert far(case.estimated(), case.true_gradient()) < 1e-4
+
+
+def test_without_a_correction_the_gradient_is_the_samplers_surrogate(nvfp4_base, tmp_path):
+    case = Case(nvfp4_base, tmp_path, SIGMA, "loss.correction.mode=off")
+    sampler = case.sampling.sum(-1, keepdim=True).exp()
+    assert far(case.estimated(), case.true_gradient(sampler)) < 1e-4
+    assert far(case.estimated(), case.true_gradient()) > 0.05
+
+
+def test_token_weights_leave_a_smaller_bias_of_known_form(nvfp4_base, tmp_path):
+    """mu(c) pi(c_t) / mu(c_t) instead of pi(c): right where a completion has one token, close elsewhere."""
+    case = Case(nvfp4_base, tmp_path, SIGMA, *correction("token_truncate"))
+    by_token = case.sampling.sum(-1, keepdim=True).exp() * (case.clean - case.sampling).exp()
+    exact = case.true_gradient()
+    assert far(case.estimated(), case.true_gradient(by_token)) < 1e-4
+    uncorrected = case.true_gradient(case.sampling.sum(-1, keepdim=True).exp())
+    assert 0.005 < far(case.estimated(), exact) < far(uncorrected, exact)
+
+
+def weights_by_hand(case, mode, cap):
+    """(15, 1 or 3) weights, written again."""
+    log_ratio = (case.clean - case.sampling) * MASK
+    ratio = (log_ratio.sum(-1, keepdim=True) if mode.startswith("sequence") else log_ratio).exp()
+    return ratio.clamp(max=cap) if mode.endswith("truncate") else ratio * (ratio <= cap)
+
+
+@pytest.mark.parametrize("cap", [1.05, 1.3])
+@pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
+def test_the_bias_is_what_the_cap_cuts_off(nvfp4_base, tmp_path, mode, cap):
+    """bias = -sum over c of cut(c) R(c) grad log pi(c), with cut = pi - min(pi, cap mu), or pi where it is masked."""
+    case = Case(nvfp4_base, tmp_path, SIGMA, *correction(mode, cap))
+    sampler, policy = case.sampling.sum(-1, keepdim=True).exp(), case.clean.sum(-1, keepdim=True).exp()
+    over = policy > cap * sampler
+    assert over.any()
+    cut = torch.where(over, policy - cap * sampler if mode.endswith("truncate") else policy, 0.0)
+    bias = case.estimated() - case.true_gradient()
+    assert far(bias, -case.true_gradient(cut)) < 1e-2
+    slopes = torch.stack([case.gradient(logprobs.sum()).norm() for logprobs in case.logprobs()])
+    assert bias.norm() <= (cut[:, 0] * REWARDS.abs() * slopes).sum() * 1.001
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
+def test_statistics_of_the_weights_are_logged(nvfp4_base, tmp_path, mode):
+    """Here every completion is one row, so the logged means are over rows, not over the sampler."""
+    cap = 1.1
+    case = Case(nvfp4_base, tmp_path, SIGMA, *correction(mode, cap))
+    case.estimated()
+    metrics = case.trainer._mismatch.metrics(case.trainer._config.loss.correction)
+    inside = MASK.bool()
+    weights = weights_by_hand(case, mode, cap).expand_as(MASK)[inside]
+    raw = weights_by_hand(case, mode, 1e6).expand_as(MASK)[inside]
+    fate = "correction/capped_share" if mode.endswith("truncate") else "correction/masked_share"
+    assert metrics["correction/mean_weight"] == pytest.approx(weights.mean().item(), rel=1e-4)
+    assert 0 < metrics[fate] == pytest.approx((raw > cap).float().mean().item())
+    assert metrics["correction/ess"] == pytest.approx(
+        (weights.sum() ** 2 / (len(weights) * weights.square().sum())).item(), rel=1e-4
+    )
+    ratio = (case.clean - case.sampling)[inside]
+    assert metrics["mismatch_kl"] == pytest.approx((ratio.exp() - ratio - 1).mean().item(), rel=1e-3)

@@ -1,0 +1,254 @@
+"""Every loss by TRL's name, every advantage scale and the KL term: hand values, the papers' equations, gradients.
+
+Four completions of 4, 2, 3 and 1 tokens; their ratios are set by the old logprobs, so that each value can be checked
+with a pencil. The equations below are written from the papers, TRL's code stays out of them; what a paper leaves open
+(constants, what is divided by what over a batch) is TRL's, and is named.
+"""
+
+import math
+
+import pytest
+import torch
+from small_run import small_config
+from trainer_factory import ADVANTAGES, MASK, build_trainer, loss_inputs, scores
+from trl import GRPOTrainer
+
+import training.trainer
+from qerl.checkpoint.adapter import adapter_tensors
+from training.rollout.dynamic_sampling import Group
+from training.run import start
+
+RATIO = torch.tensor([[1.5, 0.5, 1.0, 1.25], [1.5, 0.5, 1, 1], [2.0, 1.0, 0.9, 1], [0.7, 1, 1, 1]])
+A = ADVANTAGES[:, None]  # 1, -1, 0.7, -0.7
+LENGTHS = MASK.sum(-1)
+
+
+def clipped(ratio, low, high):
+    """The clipped surrogate with DAPO's two bounds (arXiv 2503.14476, eq. 8; one bound: arXiv 2402.03300, eq. 3)."""
+    return torch.minimum(ratio * A, ratio.clamp(1 - low, 1 + high) * A)
+
+
+def sequence(ratio):
+    """(rows, 1) geometric means of the tokens' ratios (GSPO, arXiv 2507.18071, eq. 7)."""
+    return ((ratio.log() * MASK).sum(-1, keepdim=True) / LENGTHS[:, None]).exp()
+
+
+def token_mean(values):
+    return (values * MASK).sum() / MASK.sum()
+
+
+def dapo(logprobs, ratio):
+    """arXiv 2503.14476, eq. 8: every token of the batch weighs the same."""
+    return -token_mean(clipped(ratio, 0.2, 0.28))
+
+
+def grpo(logprobs, ratio):
+    """arXiv 2402.03300, eq. 3: a mean over each completion's tokens, then over completions."""
+    return -((clipped(ratio, 0.2, 0.2) * MASK).sum(-1) / LENGTHS).mean()
+
+
+def dr_grpo(logprobs, ratio):
+    """arXiv 2503.20783, section 3.1: divided by a constant, here rows times max_new_tokens (8), not by lengths."""
+    return -(clipped(ratio, 0.2, 0.2) * MASK).sum() / (4 * 8)
+
+
+def gspo(logprobs, ratio):
+    """arXiv 2507.18071, eq. 5."""
+    return -clipped(sequence(ratio), 0.2, 0.2).mean()
+
+
+def luspo(logprobs, ratio):
+    """arXiv 2602.05261: GSPO's term times the completion's length."""
+    return -(clipped(sequence(ratio), 0.2, 0.2)[:, 0] * LENGTHS).mean()
+
+
+def cispo(logprobs, ratio):
+    """arXiv 2506.13585, eq. 4 and 5: the ratio is clipped from above and only weighs; the gradient goes by log pi."""
+    return -token_mean(ratio.clamp(max=1.2).detach() * A * logprobs)
+
+
+def sapo(logprobs, ratio):
+    """arXiv 2511.20347: a soft gate 4 / tau * sigmoid(tau (r - 1)); tau is 1 for positive advantages, else 1.05."""
+    tau = torch.where(A > 0, 1.0, 1.05)
+    gate = 4 / tau / (1 + torch.exp(-tau * (ratio - 1)))
+    return -((gate * A * MASK).sum(-1) / LENGTHS).mean()
+
+
+def vespo(logprobs, ratio):
+    """arXiv 2602.10693: phi(w) = w^k exp(lambda (1 - w)) of the sequence's ratio w weighs log pi.
+
+    (k, lambda) is (2, 3) for positive advantages, else (3, 2).
+    """
+    w = (ratio.log() * MASK).sum(-1, keepdim=True).exp()
+    k, rate = torch.where(A > 0, 2.0, 3.0), torch.where(A > 0, 3.0, 2.0)
+    phi = (w**k * torch.exp(rate * (1 - w))).detach()
+    return -token_mean(phi * A * logprobs)
+
+
+ONE_CLIP = "loss.clip_high=0.2"
+# equation, recipe, value by hand (None where it depends on the model's logprobs)
+#   clipped at [0.8, 1.28]: 1.28 + 0.5 + 1 + 1.25, -1.5 - 0.8, 0.7 (1.28 + 1 + 0.9), -0.7 * 0.8, over 10 tokens
+#   clipped at [0.8, 1.2]: sums 3.9, -2.3, 2.17, -0.56 of 4, 2, 3, 1 tokens
+#   sequences: 0.9375^(1/4), 0.75^(1/2), 1.8^(1/3) cut to 1.2, 0.7 raised to 0.8
+S1, S2 = 0.9375**0.25, 0.75**0.5
+LOSSES = {
+    "dapo": (dapo, ["loss.type=dapo"], -(4.03 - 2.3 + 2.226 - 0.56) / 10),
+    "bnpo": (dapo, ["loss.type=bnpo"], -(4.03 - 2.3 + 2.226 - 0.56) / 10),  # as dapo: a mean over the step's tokens
+    "grpo": (grpo, ["loss.type=grpo", ONE_CLIP], -(3.9 / 4 - 2.3 / 2 + 2.17 / 3 - 0.56) / 4),
+    "dr_grpo": (dr_grpo, ["loss.type=dr_grpo", ONE_CLIP], -(3.9 - 2.3 + 2.17 - 0.56) / 32),
+    "gspo": (gspo, ["loss.type=grpo", "loss.level=sequence", ONE_CLIP], -(S1 - S2 + 0.84 - 0.56) / 4),
+    "luspo": (luspo, ["loss.type=luspo", "loss.level=sequence", ONE_CLIP], -(4 * S1 - 2 * S2 + 2.52 - 0.56) / 4),
+    "cispo": (cispo, ["loss.type=cispo", "loss.clip_high=1.2"], None),
+    "sapo": (sapo, ["loss.type=sapo"], None),
+    "vespo": (vespo, ["loss.type=vespo"], None),
+}
+
+
+def value_and_gradient(trainer, loss):
+    trainer.model.zero_grad()
+    value = loss()
+    value.backward()
+    tensors = adapter_tensors(trainer.model)
+    return value.item(), torch.cat([tensors[name].grad.flatten() for name in sorted(tensors)])
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_their_gradients_are_those_of_the_papers(nvfp4_base, tmp_path, name):
+    equation, overrides, by_hand = LOSSES[name]
+    trainer = build_trainer(small_config(nvfp4_base, tmp_path, *overrides), tmp_path)
+    old = (scores(trainer) - RATIO.log()).detach()
+    inputs = loss_inputs(old, old)
+    value, gradient = value_and_gradient(trainer, lambda: trainer._compute_loss(trainer.model, inputs))
+
+    def by_equation():
+        logprobs = scores(trainer)
+        return equation(logprobs, (logprobs - old).exp())
+
+    expected, expected_gradient = value_and_gradient(trainer, by_equation)
+    assert value == pytest.approx(expected, abs=1e-5)
+    assert by_hand is None or value == pytest.approx(by_hand, abs=1e-5)
+    assert expected_gradient.norm() > 0
+    assert (gradient - expected_gradient).norm() < 1e-3 * expected_gradient.norm()
+
+
+SLOPES = {  # d loss / d log pi of the first completion's tokens (ratios 1.5, 0.5, 1, 1.25; A = 1), times the divisor
+    "dapo": (10, [0, 0.5, 1, 1.25]),  # above 1.28 nothing is left to gain
+    "cispo": (10, [1.2, 0.5, 1, 1.2]),  # a clipped token keeps its gradient
+    "sapo": (16, [4 * p * (1 - p) * r for r in (1.5, 0.5, 1, 1.25) for p in [1 / (1 + math.exp(1 - r))]]),
+    "gspo": (16, [S1] * 4),
+    "vespo": (10, [0.9375**2 * math.exp(3 * 0.0625)] * 4),
+}
+
+
+@pytest.mark.parametrize("name", SLOPES)
+def test_slopes_by_hand(name):
+    """What the equations say of clipped tokens, so that they are checked by more than the code they check."""
+    divisor, slopes = SLOPES[name]
+    logprobs = torch.zeros(4, 4, requires_grad=True)
+    LOSSES[name][0](logprobs, (logprobs + RATIO.log()).exp()).backward()
+    torch.testing.assert_close(-divisor * logprobs.grad[0], torch.tensor(slopes), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("unbiased", [True, False])
+def test_the_kl_term_is_k3(nvfp4_base, tmp_path, unbiased):
+    """arXiv 2402.03300, eq. 4: pi_ref / pi - log(pi_ref / pi) - 1 at each token, weighed as the loss weighs tokens.
+
+    Its gradient is not that of KL(pi, pi_ref); that of the ratio times it is (arXiv 2512.02556, section 3.1).
+    """
+    settings = ("loss.kl_coef=0.5", f"loss.kl_unbiased={str(unbiased).lower()}")
+    trainer = build_trainer(small_config(nvfp4_base, tmp_path, *settings), tmp_path)
+    old = scores(trainer).detach()
+    inputs = loss_inputs(old, old)
+    odds = torch.tensor([[2.0], [0.5], [1.0], [4.0]]).expand(4, 4)  # pi_ref / pi, a row each
+    inputs["ref_per_token_logps"] = old + odds.log()
+    value, gradient = value_and_gradient(trainer, lambda: trainer._compute_loss(trainer.model, inputs))
+    k3 = [2 - math.log(2) - 1, 0.5 + math.log(2) - 1, 0, 4 - math.log(4) - 1]
+    by_hand = -(4 - 2 + 3 * 0.7 - 0.7) / 10 + 0.5 * (4 * k3[0] + 2 * k3[1] + k3[3]) / 10
+    assert value == pytest.approx(by_hand, abs=1e-5)
+    assert trainer._metrics["train"]["kl"] == [pytest.approx((4 * k3[0] + 2 * k3[1] + k3[3]) / 10, abs=1e-5)]
+
+    def by_equation():
+        logprobs = scores(trainer)
+        ratio, odds_now = (logprobs - old).exp(), (old + odds.log() - logprobs).exp()
+        kl = (odds_now - odds_now.log() - 1) * (ratio if unbiased else 1)
+        return dapo(logprobs, ratio) + 0.5 * token_mean(kl)
+
+    expected = value_and_gradient(trainer, by_equation)[1]
+    assert (gradient - expected).norm() < 1e-3 * expected.norm()
+
+
+def scored(trainer, completions, rewards):
+    """What TRL makes of the given completions of the first rows, four a row, with the given rewards."""
+    rows = [row for row in range(len(rewards) // 4) for _ in range(4)]
+    parts = [slice(first, first + 4) for first in range(0, len(rewards), 4)]
+    logprobs = [[-1.0] * len(ids) for ids in completions]
+    column = torch.tensor(rewards)[:, None]
+    trainer._kept = [Group(i, completions[part], logprobs[part], column[part], True) for i, part in enumerate(parts)]
+    return GRPOTrainer._generate_and_score_completions(trainer, [trainer.train_dataset[row] for row in rows])
+
+
+REWARDS = [1.0, 0.0, 0.0, 0.0, 3.0, 3.0, 1.0, 1.0]  # means 1/4 and 2; unbiased stds 1/2 and sqrt(4/3)
+WHOLE_STD = math.sqrt((0.125**2 + 3 * 1.125**2 + 2 * 1.875**2 + 2 * 0.125**2) / 7)  # around the mean 9/8
+SCALES = {
+    "group": ([0.5] * 4 + [math.sqrt(4 / 3)] * 4),  # arXiv 2402.03300, section 4.1.2
+    "batch": [WHOLE_STD] * 8,  # arXiv 2508.08221
+    "none": None,  # arXiv 2503.20783
+}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_advantages_by_hand(nvfp4_base, tmp_path, scale):
+    trainer = build_trainer(small_config(nvfp4_base, tmp_path, f"loss.advantage_scale={scale}"), tmp_path)
+    advantages = scored(trainer, [[10]] * 8, REWARDS)["advantages"]
+    expected = torch.tensor([0.75, -0.25, -0.25, -0.25, 1, 1, -1, -1])
+    if SCALES[scale] is not None:
+        expected = expected / (torch.tensor(SCALES[scale]) + 1e-4)
+    torch.testing.assert_close(advantages, expected)
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_overlong_filtering_takes_truncated_completions_out_of_the_loss_only(nvfp4_base, tmp_path, masked):
+    """arXiv 2503.14476, section 3.4: their loss is masked; in the group's mean and std they count."""
+    config = small_config(nvfp4_base, tmp_path, f"loss.mask_truncated={str(masked).lower()}")
+    trainer = build_trainer(config, tmp_path)
+    end = trainer.eos_token_ids[0]
+    completions = [[10, end], [11, 12], [13, 14, end], [15], [10, end], [10, end], [end], [10, 11, 12]]
+    output = scored(trainer, completions, REWARDS)
+    whole = [len(ids) for ids in completions]
+    kept = [2, 0, 3, 0, 2, 2, 1, 0] if masked else whole
+    assert output["completion_mask"].sum(1).tolist() == kept
+    assert output["num_items_in_batch"] == sum(kept)
+    assert output["advantages"][1] == pytest.approx(-0.25 / 0.5001, rel=1e-5)
+
+
+def test_a_further_update_keeps_the_logprobs_from_before_the_first(nvfp4_base, tmp_path, monkeypatch):
+    """With num_iterations the ratio is pi_now / pi_rollout: old logprobs are those that the first update began with."""
+    seen = {}
+    original = training.trainer.QerlTrainer._weigh
+
+    def spied(self, logprobs, inputs):
+        for ids, mask, now, old in zip(
+            inputs["completion_ids"], inputs["completion_mask"], logprobs, inputs["old_per_token_logps"], strict=True
+        ):
+            length = int(mask.sum())
+            rows = seen.setdefault(self.state.global_step, {})
+            rows[tuple(ids[:length].tolist())] = (now[:length].clone(), old[:length].clone())
+        original(self, logprobs, inputs)
+
+    monkeypatch.setattr(training.trainer.QerlTrainer, "_weigh", spied)
+    # the temperature makes the random base's completions differ, and so their rewards
+    settings = (
+        "loss.num_iterations=3",
+        "run.save_every=3",
+        "optim.learning_rate=1e-2",
+        "noise.enabled=false",
+        "rollout.temperature=3.0",
+    )
+    start(small_config(nvfp4_base, tmp_path, *settings, steps=6), "tiny")
+    for first in (0, 3):
+        for later in (first, first + 1, first + 2):
+            assert set(seen[later]) == set(seen[first])
+            for ids, (_, old) in seen[later].items():
+                torch.testing.assert_close(old, seen[first][ids][0], rtol=0, atol=1e-5)
+            moved = max((now - seen[first][ids][0]).abs().max() for ids, (now, _) in seen[later].items())
+            assert moved == 0 if later == first else moved > 1e-3

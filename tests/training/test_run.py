@@ -1,0 +1,346 @@
+"""Whole runs on a small random NVFP4 base: what they write, what stops them, and resuming to the same numbers."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from small_run import numbers, same_adapters, small_config
+
+import training.rollout.rollout
+import training.run
+import training.trainer
+from qerl.checkpoint.adapter import read_adapter
+from qerl.checkpoint.resolve import resolve_model
+from qerl.config.recipe import load_config, save_config
+from qerl.errors import ConfigError, DataError, EngineError, RewardError
+from training.run import resume, start
+from training.run_dir.checkpoint import CHECKSUMS, checkpoints, newest_checkpoint
+from training.run_dir.log import is_own, read_metrics
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def finished(nvfp4_base, tmp_path_factory):
+    """An uninterrupted run of 6 steps."""
+    return start(small_config(nvfp4_base, tmp_path_factory.mktemp("finished")), "tiny").run_dir
+
+
+def test_what_a_run_writes(finished, nvfp4_base):
+    rows = numbers(finished)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["noise/stage"] for row in rows] == [0, 0, 1, 1, 2, 2]
+    assert [row["noise/sigma"] for row in rows] == [0, 0, 0.05, 0.05, 0.01, 0.01]
+    assert [row["noise/norms"] for row in rows] == [0, 0, 4, 4, 4, 4]
+    assert rows[2]["noise/std"] == pytest.approx(0.05, rel=0.2)
+    assert all(row["entropy"] > 0 and row["mismatch_kl"] >= 0 for row in rows)
+    # Without noise sampler and trainer agree; with sigma 0.05 they measurably do not.
+    assert max(rows[0]["mismatch_kl"], rows[1]["mismatch_kl"]) < 1e-8 < 1e-5 < rows[2]["mismatch_kl"]
+    assert load_config(finished / "config.yaml").run.steps == 6
+    assert [path.name for path in checkpoints(finished)] == ["step-000004", "step-000006"]
+    assert same_adapters(finished / "adapter", finished / "checkpoints" / "step-000006")
+    about = json.loads((finished / "run.json").read_text())
+    assert about["base"] == str(nvfp4_base)
+    assert about["versions"]["trl"] == "1.16.0"
+    samples = [json.loads(line) for line in (finished / "completions" / "step-000002.jsonl").read_text().splitlines()]
+    assert set(samples[0]) == {"prompt", "completion", "advantage", "rewards"}
+    assert any(tensor.abs().sum() > 0 for name, tensor in read_adapter(finished / "adapter")[0].items() if "_B" in name)
+
+
+def test_the_names_that_rewards_may_not_log_are_all_that_a_run_logs(nvfp4_base, tmp_path):
+    settings = ("rollout.dynamic_sampling.enabled=true", "loss.kl_coef=0.1")
+    start(small_config(nvfp4_base, tmp_path, *settings, steps=3), "tiny")
+    assert [name for row in read_metrics(tmp_path / "run") for name in row if not is_own(name)] == []
+
+
+def test_the_same_seed_gives_the_same_run_and_another_does_not(finished, nvfp4_base, tmp_path):
+    again = start(small_config(nvfp4_base, tmp_path), "tiny").run_dir
+    assert numbers(again) == numbers(finished)
+    other = start(small_config(nvfp4_base, tmp_path, "run.seed=5", out="other", steps=3), "tiny").run_dir
+    assert numbers(other)[0] != numbers(finished)[0]
+
+
+class Killed(Exception):
+    """Stands for a kill at a chosen line, in process."""
+
+
+KILL_POINTS = {
+    "rollout": (training.rollout.rollout.Rollout, "generate", 4),
+    "backward": (training.trainer.QerlTrainer, "_compute_loss", 9),
+    "save": (training.trainer.QerlTrainer, "_save_rng_state", 2),
+}
+
+
+@pytest.mark.parametrize("point", KILL_POINTS)
+def test_a_run_that_died_resumes_to_the_same_numbers(finished, nvfp4_base, tmp_path, monkeypatch, point):
+    owner, name, call = KILL_POINTS[point]
+    original, calls = getattr(owner, name), []
+
+    def dying(self, *args, **kwargs):
+        calls.append(1)
+        if len(calls) == call:
+            raise Killed
+        return original(self, *args, **kwargs)
+
+    config = small_config(nvfp4_base, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, name, dying)
+        with pytest.raises(Killed):
+            start(config, "tiny")
+    result = resume(tmp_path / "run")
+    assert numbers(result.run_dir) == numbers(finished)
+    assert same_adapters(result.adapter, finished / "adapter")
+    assert sorted(path.name for path in (result.run_dir / "completions").iterdir()) == sorted(
+        path.name for path in (finished / "completions").iterdir()
+    )
+
+
+def test_sigkill_at_a_random_moment(finished, nvfp4_base, tmp_path):
+    config = small_config(nvfp4_base, tmp_path)
+    save_config(config, tmp_path / "recipe.yaml")
+    command = [sys.executable, "-m", "qerl.cli", "train", "--recipe", str(tmp_path / "recipe.yaml")]
+    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(random.uniform(0, 0.8))
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    result = resume(tmp_path / "run")
+    assert numbers(result.run_dir) == numbers(finished)
+    assert same_adapters(result.adapter, finished / "adapter")
+
+
+def test_the_engine_sleeps_until_the_first_rollout_of_a_resumed_run_too(finished, tmp_path, monkeypatch):
+    """What training loads must not stand beside the KV cache, and beside what the opening left in torch's."""
+    run_dir, events = tmp_path / "run", []
+    shutil.copytree(finished, run_dir)
+    engine, trainer = training.run.open_rollout_engine, training.trainer.QerlTrainer
+    monkeypatch.setattr(training.run, "open_rollout_engine", lambda *given: watched(engine(*given), events))
+    monkeypatch.setattr(trainer, "_load_optimizer_and_scheduler", lambda *_: events.append("load"))
+    resume(run_dir, step=4)
+    assert events[:3] == ["sleep", "load", "wake"]
+
+
+def watched(engine, events):
+    engine.sleep, engine.wake = (noted(method, events) for method in (engine.sleep, engine.wake))
+    return engine
+
+
+def noted(method, events):
+    def call():
+        events.append(method.__name__)
+        method()
+
+    return call
+
+
+def test_a_damaged_checkpoint_is_skipped_and_named(finished, nvfp4_base, tmp_path, caplog):
+    config = small_config(nvfp4_base, tmp_path, "run.keep_checkpoints=3")
+    run_dir = start(config, "tiny").run_dir
+    newest = newest_checkpoint(run_dir)
+    assert newest.name == "step-000006"
+    data = bytearray((newest / "optimizer.pt").read_bytes())
+    data[len(data) // 2] ^= 1
+    (newest / "optimizer.pt").write_bytes(data)
+    assert newest_checkpoint(run_dir).name == "step-000004"
+    assert "step-000006 is skipped: optimizer.pt does not match its checksum" in caplog.text
+    (run_dir / "checkpoints" / "step-000004" / CHECKSUMS).unlink()
+    assert newest_checkpoint(run_dir).name == "step-000002"
+    (run_dir / "adapter").rename(run_dir / "adapter.old")
+    assert numbers(resume(run_dir).run_dir) == numbers(finished)
+
+
+def test_an_existing_directory_is_not_overwritten(finished, nvfp4_base, tmp_path):
+    config = small_config(nvfp4_base, tmp_path, f"run.out={finished}", out="unused")
+    config = config.model_copy(update={"run": config.run.model_copy(update={"out": str(finished)})})
+    with pytest.raises(ConfigError, match="already exists: continue it with `qerl train --resume"):
+        start(config, "tiny")
+
+
+def test_resuming_a_finished_run_changes_nothing(finished):
+    before = (finished / "metrics.jsonl").read_bytes()
+    assert resume(finished).steps == 6
+    assert (finished / "metrics.jsonl").read_bytes() == before
+
+
+def test_a_run_killed_after_its_last_step_only_lacks_its_adapter(nvfp4_base, tmp_path):
+    """5 steps are two rollouts of two updates and half of a third, whose other half must not be trained."""
+    settings = ("loss.num_iterations=2", "noise.enabled=false")
+    run_dir = start(small_config(nvfp4_base, tmp_path, *settings, steps=5), "tiny").run_dir
+    before = (run_dir / "metrics.jsonl").read_bytes()
+    (run_dir / "adapter").rename(tmp_path / "adapter")
+    assert resume(run_dir).steps == 5
+    assert (run_dir / "metrics.jsonl").read_bytes() == before
+    assert same_adapters(run_dir / "adapter", tmp_path / "adapter")
+
+
+def test_dropout_is_no_disagreement_of_engine_and_trainer(nvfp4_base, tmp_path, caplog):
+    """The trainer's logprobs are those under dropout: a resumed run has no clean step to judge by."""
+    settings = ("adapter.dropout=0.2", "noise.enabled=false", "optim.learning_rate=3e-2")
+    run_dir = start(small_config(nvfp4_base, tmp_path, *settings, steps=4), "tiny").run_dir
+    before = numbers(run_dir)
+    assert before[2]["mismatch_kl"] > 0.003
+    assert caplog.text.count("loss.mismatch_gate is not checked at this run's first step: the adapter's dropout") == 1
+    (run_dir / "checkpoints" / "step-000004" / CHECKSUMS).unlink()
+    assert numbers(resume(run_dir).run_dir) == before
+
+
+def test_resuming_what_is_not_a_run(tmp_path):
+    with pytest.raises(ConfigError, match="is not a run"):
+        resume(tmp_path)
+
+
+def test_a_reward_that_raises_stops_the_run_with_the_completion_saved(nvfp4_base, tmp_path):
+    config = small_config(nvfp4_base, tmp_path)
+    (tmp_path / "reward.py").write_text(
+        "def digits(completions, **columns):\n    return [1 / 0 for _ in completions]\n"
+    )
+    with pytest.raises(RewardError, match="ZeroDivisionError"):
+        start(config, "tiny")
+    saved = json.loads((tmp_path / "run" / "failed_reward.json").read_text())
+    assert "completions" in saved["completions"][0]
+
+
+def test_engine_and_trainer_that_disagree_stop_before_the_first_update(nvfp4_base, tmp_path, monkeypatch):
+    from qerl.engine.transformers_engine import TransformersEngine
+
+    original = TransformersEngine.generate
+
+    def shifted(self, *args):
+        completions = original(self, *args)
+        for completion in completions:
+            completion.logprobs[:] = [value - 0.5 for value in completion.logprobs]
+        return completions
+
+    monkeypatch.setattr(TransformersEngine, "generate", shifted)
+    # r = e^0.5 everywhere: r - log r - 1 = 0.149
+    with pytest.raises(EngineError, match=r"mismatch_kl 1\.49e-01 is above loss\.mismatch_gate 0\.003"):
+        start(small_config(nvfp4_base, tmp_path), "tiny")
+    assert read_metrics(tmp_path / "run") == []
+
+
+def test_a_run_resumed_in_its_noise_has_a_gate_too(finished, nvfp4_base, tmp_path, monkeypatch):
+    """It continues at a step with sigma 0.01, and is held to what its steps with 0.05 had."""
+    from qerl.engine.transformers_engine import TransformersEngine
+
+    run_dir = tmp_path / "run"
+    shutil.copytree(finished, run_dir)
+    shutil.rmtree(run_dir / "adapter")
+    shutil.rmtree(newest_checkpoint(run_dir))
+    original = TransformersEngine.generate
+
+    def shifted(self, *args):
+        completions = original(self, *args)
+        for completion in completions:
+            completion.logprobs[:] = [value - 1.0 for value in completion.logprobs]
+        return completions
+
+    monkeypatch.setattr(TransformersEngine, "generate", shifted)
+    with pytest.raises(EngineError, match="times what the run had with that much noise"):
+        resume(run_dir)
+    monkeypatch.undo()
+    assert numbers(resume(run_dir).run_dir) == numbers(finished)
+
+
+def test_the_gate_judges_the_whole_step(nvfp4_base, tmp_path, monkeypatch):
+    """A micro-batch is a small sample: what is compared with the gate is what a run without it logs for the step."""
+    from qerl.engine.transformers_engine import TransformersEngine
+
+    original = TransformersEngine.generate
+
+    def shifted(self, *args):
+        completions = original(self, *args)
+        for index, completion in enumerate(completions):
+            completion.logprobs[:] = [value - 0.1 * index for value in completion.logprobs]
+        return completions
+
+    monkeypatch.setattr(TransformersEngine, "generate", shifted)
+    start(small_config(nvfp4_base, tmp_path, "loss.mismatch_gate=null", steps=3, out="open"), "tiny")
+    whole = read_metrics(tmp_path / "open")[0]["mismatch_kl"]
+    with pytest.raises(EngineError, match=f"mismatch_kl {whole:.2e} is above"):
+        start(small_config(nvfp4_base, tmp_path), "tiny")
+
+
+def test_gradients_that_are_not_finite_stop_the_run_before_they_are_saved(nvfp4_base, tmp_path, monkeypatch):
+    original = training.trainer.QerlTrainer._compute_loss
+
+    def broken(self, model, inputs):
+        parameter = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+        root = (parameter * 0).sum().sqrt()  # 0, with the gradient inf * 0
+        return original(self, model, inputs) + (root if self.state.global_step == 1 else 0)
+
+    monkeypatch.setattr(training.trainer.QerlTrainer, "_compute_loss", broken)
+    with pytest.raises(EngineError, match=r"gradient of step 2 is nan.*checkpoint"):
+        start(small_config(nvfp4_base, tmp_path), "tiny")
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]
+    assert checkpoints(tmp_path / "run") == []
+
+
+def test_a_reference_policy_stays_out_of_what_is_saved(nvfp4_base, tmp_path):
+    """With kl_coef TRL keeps a copy of the adapter, "ref", which PEFT would write into every folder."""
+    result = start(small_config(nvfp4_base, tmp_path, "loss.kl_coef=0.1", steps=3), "tiny")
+    assert [path.name for path in result.adapter.iterdir() if path.is_dir()] == []
+    assert all("kl" in row for row in numbers(result.run_dir))
+
+
+def test_a_run_killed_while_its_directory_was_made_can_be_resumed(nvfp4_base, tmp_path, monkeypatch):
+    def dying(*args):
+        raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(training.run, "versions", dying)
+        with pytest.raises(Killed):
+            start(small_config(nvfp4_base, tmp_path, steps=3), "tiny")
+    result = resume(tmp_path / "run")
+    assert result.steps == 3
+    assert json.loads((result.run_dir / "run.json").read_text())["base"] == str(nvfp4_base)
+
+
+def test_an_adapter_of_another_scaling_is_refused(finished, tmp_path):
+    """The tensors would fit, and act twice as strongly as they were trained."""
+    alpha = 2 * load_config(finished / "config.yaml").adapter.alpha
+    with pytest.raises(ConfigError, match=f"write adapter.alpha: {alpha / 2:g}"):
+        start(small_config(finished, tmp_path, f"adapter.alpha={alpha}", steps=3), "tiny")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_can_start_from_another_runs_adapter(finished, nvfp4_base, tmp_path):
+    result = start(small_config(finished, tmp_path, steps=3), "tiny")
+    fresh = start(small_config(nvfp4_base, tmp_path, steps=3, out="fresh"), "tiny")
+    assert numbers(result.run_dir)[0]["entropy"] != numbers(fresh.run_dir)[0]["entropy"]
+    for folder in (result.adapter, newest_checkpoint(result.run_dir)):
+        assert resolve_model(str(folder)).base == str(nvfp4_base)  # that of the weights, not the run it came from
+
+
+def test_too_long_prompts_are_named_and_too_few_are_an_error(nvfp4_base, tmp_path, caplog):
+    with pytest.raises(DataError, match="0 usable examples are fewer than the 2 prompts"):
+        start(small_config(nvfp4_base, tmp_path, "data.max_prompt_tokens=5"), "tiny")
+    assert "12 prompts are longer than data.max_prompt_tokens=5" in caplog.text
+    assert not (tmp_path / "run").exists()
+
+
+def test_noise_in_both_is_on_policy(nvfp4_base, tmp_path):
+    config = small_config(nvfp4_base, tmp_path, "noise.where=both", steps=3)
+    rows = numbers(start(config, "tiny").run_dir)
+    assert rows[1]["noise/sigma"] == 0.05
+    assert rows[1]["mismatch_kl"] < 1e-8  # the trainer's forward has the sampler's noise
+
+
+def test_several_updates_on_one_rollout(nvfp4_base, tmp_path):
+    config = small_config(nvfp4_base, tmp_path, "loss.num_iterations=2", "optim.learning_rate=1e-2", steps=6)
+    rows = numbers(start(config, "tiny").run_dir)
+    assert [index for index, row in enumerate(rows) if "reward" in row] == [0, 2, 4]  # a rollout every second step
+    assert [index for index, row in enumerate(read_metrics(tmp_path / "run")) if "time/rollout_s" in row] == [0, 2, 4]
+    assert rows[2]["noise/sigma"] == rows[3]["noise/sigma"] == 0.05
+    assert rows[2]["mismatch_kl"] == rows[3]["mismatch_kl"]  # old logprobs are those of before the first update
+    assert rows[2]["clip/share"] == 0  # the first update is on policy, the second is not
+    assert rows[3]["clip/share"] > 0
+    assert rows[2]["entropy"] != rows[3]["entropy"]

@@ -1,0 +1,1 @@
+"""What surrounds TRL's loss: advantages, importance weights, micro-batches and checks on the result."""

@@ -1,0 +1,178 @@
+"""Importance weights for completions that another policy sampled than the one that is trained, and the mismatch.
+
+The engine samples with its own kernels and, with noise, from a perturbed policy. Each token's loss is weighted by
+r = exp(old_logprobs - sampling_logprobs), truncated or masked (arXiv 2510.11696 has no correction; the modes are those
+of TRL 1.16's GRPOTrainer, whose values the tests compare with).
+
+What the weights give, shown on an enumerable case (tests/training/test_exact_gradient.py): with one ratio a sequence
+the expected gradient is exactly the clean policy's, up to what the cap cuts off. With one ratio a token (the default:
+its variance does not grow with the length) a bias remains, smaller than without weights, because prefixes and
+continuations stay distributed as the sampler has them.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from qerl.errors import EngineError
+
+if TYPE_CHECKING:
+    from qerl.config.schema import CorrectionConfig
+
+logger = logging.getLogger(__name__)
+
+GROWTH = 5.0  # of the mismatch that noise makes, from one draw of it to another
+
+
+def importance_weights(
+    old_logprobs: torch.Tensor, sampling_logprobs: torch.Tensor, mask: torch.Tensor, config: CorrectionConfig
+) -> torch.Tensor:
+    """Weights for the per-token loss: (B, T) in the token modes, (B, 1) in the sequence modes.
+
+    All three tensors are (B, T); `mask` is 1 on completion tokens. "truncate" clamps the ratio to [floor, cap], "mask"
+    sets a ratio outside it to 0.
+    """
+    difference = (old_logprobs - sampling_logprobs) * mask
+    if config.mode.startswith("sequence"):
+        difference = difference.sum(-1, keepdim=True)
+    ratio = difference.exp()
+    floor = 0.0 if config.floor is None else config.floor
+    if config.mode.endswith("truncate"):
+        return ratio.clamp(floor, config.cap)
+    return ratio.masked_fill((ratio < floor) | (ratio > config.cap), 0.0)
+
+
+@dataclass
+class Mismatch:
+    """Sums over the tokens of a step; `metrics` turns them into means."""
+
+    tokens: float = 0.0
+    abs_difference: float = 0.0
+    kl: float = 0.0
+    max_difference: float = 0.0
+    weights: float = 0.0
+    squared_weights: float = 0.0
+    outside: float = 0.0
+
+    def add(
+        self,
+        old_logprobs: torch.Tensor,
+        sampling_logprobs: torch.Tensor,
+        mask: torch.Tensor,
+        config: CorrectionConfig,
+    ) -> None:
+        """Count one micro-batch of (B, T) tensors."""
+        inside = mask.bool()
+        if not inside.any():
+            return
+        difference = (old_logprobs - sampling_logprobs).double()[inside]
+        ratio = difference.exp()
+        self.tokens += difference.numel()
+        self.abs_difference += difference.abs().sum().item()
+        self.kl += (ratio - difference - 1).sum().item()
+        largest = [self.max_difference, difference.abs().max().item()]
+        self.max_difference = torch.tensor(largest, dtype=torch.float64).max().item()  # max() would hide a NaN
+        if config.mode == "off":
+            weights = ratio
+        else:
+            weights = importance_weights(old_logprobs, sampling_logprobs, mask, config)
+            weights = weights.expand_as(mask).double()[inside]
+            self.outside += _outside(old_logprobs, sampling_logprobs, mask, config)
+        self.weights += weights.sum().item()
+        self.squared_weights += weights.square().sum().item()
+
+    @property
+    def mean_kl(self) -> float:
+        """mean(r - log r - 1) over the tokens, in nats."""
+        return self.kl / max(self.tokens, 1.0)
+
+    @property
+    def ess(self) -> float:
+        """Effective sample size, as a share of the tokens: (sum w)^2 / (n sum w^2), 1 where all weigh the same.
+
+        w are the weights that act, after truncation or masking; with the correction off, the tokens' plain ratios.
+        """
+        return self.weights**2 / (self.tokens * self.squared_weights) if self.squared_weights else 0.0
+
+    def metrics(self, config: CorrectionConfig) -> dict[str, float]:
+        """The step's metrics; the share outside the bounds is named after what happened to it."""
+        if not self.tokens:
+            return {}
+        means = {
+            "mismatch_kl": self.mean_kl,
+            "mismatch/mean_abs": self.abs_difference / self.tokens,
+            "mismatch/max_abs": self.max_difference,
+            "correction/ess": self.ess,
+        }
+        if config.mode == "off":
+            return means
+        fate = "correction/capped_share" if config.mode.endswith("truncate") else "correction/masked_share"
+        return means | {"correction/mean_weight": self.weights / self.tokens, fate: self.outside / self.tokens}
+
+
+class MismatchGate:
+    """Stops a run in which engine and trainer do not agree on their logprobs before its first update."""
+
+    def __init__(self, limit: float | None, dropout: float) -> None:
+        """`limit` is in nats, None for no gate; with `dropout` in the adapter no step can be judged."""
+        self._limit, self._dropout = limit, dropout
+        self.passed = limit is None
+        self._told = False
+
+    def check(self, mismatch: Mismatch, sigma: float, history: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Judge the step before its update. Noise and dropout make the policies differ, however well they agree.
+
+        A run that is resumed at a noisy step has no clean one to be judged by: it is held to GROWTH times the most that
+        its `history`, the metrics of its steps, has with that much noise. A step without tokens in the loss says
+        nothing. Raises EngineError.
+        """
+        if self.passed or not mismatch.tokens:
+            return
+        limit, name = self._limit, f"loss.mismatch_gate {self._limit:g}"
+        if sigma or self._dropout:
+            known = None if self._dropout or self._told else _largest_kl(history, sigma)
+            if known is None:
+                self._tell(f"its noise (sigma {sigma:g})" if sigma else f"the adapter's dropout ({self._dropout:g})")
+                return
+            if GROWTH * known > limit:
+                limit, name = GROWTH * known, f"{GROWTH:g} times what the run had with that much noise"
+        if not mismatch.mean_kl <= limit:
+            raise EngineError(
+                f"engine and trainer disagree before the first update: mismatch_kl {mismatch.mean_kl:.2e} is "
+                f"above {name}. Check that both loaded the same base, that the adapter was "
+                "synced and that top_p is 1; raise the gate only if the difference is known"
+            )
+        self.passed = True
+
+    def _tell(self, reason: str) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "loss.mismatch_gate is not checked at this run's first step: %s makes sampler and trainer differ; "
+                "watch mismatch_kl in metrics.jsonl",
+                reason,
+            )
+
+
+def _largest_kl(history: Sequence[Mapping[str, Any]], sigma: float) -> float | None:
+    """The largest mismatch_kl of the steps whose noise was as large, or larger by the least; None if there are none."""
+    rows = [row for row in history if row.get("mismatch_kl") is not None and row.get("noise/sigma", 0.0) >= sigma]
+    least = min((row["noise/sigma"] for row in rows), default=None)
+    return max((row["mismatch_kl"] for row in rows if row["noise/sigma"] == least), default=None)
+
+
+def _outside(
+    old_logprobs: torch.Tensor, sampling_logprobs: torch.Tensor, mask: torch.Tensor, config: CorrectionConfig
+) -> float:
+    """How many tokens have a ratio (their own or their sequence's) outside [floor, cap]."""
+    difference = (old_logprobs - sampling_logprobs) * mask
+    if config.mode.startswith("sequence"):
+        difference = difference.sum(-1, keepdim=True)
+    ratio = difference.exp()
+    outside = (ratio > config.cap) | (ratio < (0.0 if config.floor is None else config.floor))
+    return (outside.expand_as(mask) & mask.bool()).sum().item()

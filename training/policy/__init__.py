@@ -1,0 +1,1 @@
+"""The model that is trained, and its log probabilities over packed rows."""

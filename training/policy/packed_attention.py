@@ -1,0 +1,186 @@
+"""Causal attention within the sequences of a packed row, as an attention function of transformers.
+
+On a GPU in 16 bit it is flash attention (`training/policy/flash_attention.py`); elsewhere its twin, plain scaled
+dot-product attention over one sequence at a time. transformers builds no mask for a name that has no mask function, and
+none is needed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import pairwise
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface
+
+from qerl.errors import EngineError
+from training.policy import flash_attention
+from training.policy.copies import gather_rows
+from training.policy.flash_attention import QKV
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from training.policy.packing import PackedRow, Sequences
+
+NAME = "qerl_packed"
+MAX_HEAD_DIM = 256  # flash attention's
+UNKNOWN_KEYS = (
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "output_multiplier",
+    "attention_chunk_size",
+)
+
+
+def check_config(config: PretrainedConfig) -> None:
+    """Raises EngineError for a model whose attention or head computes something that the packed path does not."""
+    for key in UNKNOWN_KEYS:
+        if getattr(config, key, None) not in (None, 1.0):
+            raise EngineError(
+                f"the model's config sets {key}={getattr(config, key)}, which training does not support: take a "
+                "Qwen2, Qwen3, Llama or Mistral model"
+            )
+    if getattr(config, "attention_dropout", 0.0):
+        raise EngineError(
+            f"the model's config sets attention_dropout={config.attention_dropout}, which training does not support: "
+            "set it to 0 in its config.json"
+        )
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    *,
+    sequences: Sequences | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """transformers' interface: query (1, heads, T, d), key and value (1, kv heads, T, d) -> (1, T, heads, d).
+
+    `sliding_window` W: a token sees itself and the W - 1 before it. Raises EngineError for what it does not compute.
+    """
+    if attention_mask is not None or dropout or any(kwargs.get(name) is not None for name in ("softcap", "s_aux")):
+        raise EngineError("packed attention knows no mask, dropout, softcap or sink: this model cannot be trained")
+    if sequences is None:
+        raise EngineError(f"{type(module).__name__} does not hand packed sequences on: this model cannot be trained")
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
+    # squeezed, not indexed: the gradient of an index is zeros of the whole with a strided copy into them
+    q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
+    if sequences.keys is not None:
+        k, v = gather_rows(k, sequences.keys), gather_rows(v, sequences.keys)
+    window = sliding_window if sliding_window is not None and sliding_window < sequences.longest_key else None
+    fast = q.is_cuda and q.dtype in (torch.bfloat16, torch.float16) and q.shape[-1] <= MAX_HEAD_DIM
+    return (attend_flash if fast else attend_each)((q, k, v), sequences, scaling, window)[None], None
+
+
+def attend_flash(qkv: QKV, sequences: Sequences, scale: float | None, window: int | None) -> torch.Tensor:
+    """(T, heads, d) by flash attention; CUDA, 16 bit."""
+    out = flash_attention.attend(qkv, sequences, scale, window)
+    if _Switch.deterministic and out.grad_fn is not None:
+        make_backward_deterministic(out.grad_fn)
+    return out
+
+
+def attend_each(qkv: QKV, sequences: Sequences, scale: float | None, window: int | None) -> torch.Tensor:
+    """The twin of `attend_flash` for any device and dtype: one sequence after another."""
+    q, k, v = qkv
+    outputs = []
+    bounds = zip(pairwise(sequences.query_starts.tolist()), pairwise(sequences.key_starts.tolist()), strict=True)
+    for (start, end), (key_start, key_end) in bounds:
+        parts = q[start:end], k[key_start:key_end], v[key_start:key_end]
+        one = [part.transpose(0, 1)[None] for part in parts]
+        queries, keys = end - start, key_end - key_start
+        plain = queries == keys and (window is None or window >= keys)
+        out = F.scaled_dot_product_attention(
+            *one,
+            attn_mask=None if plain else _mask(queries, keys, window or keys, q.device),
+            is_causal=plain,
+            scale=scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        outputs.append(out[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+@contextmanager
+def packed_attention_of(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, `model` reads packed rows; may be nested."""
+    before = model.config._attn_implementation
+    model.config._attn_implementation = NAME
+    try:
+        yield
+    finally:
+        model.config._attn_implementation = before
+
+
+class _Switch:
+    """Shared by all threads: a layer that recomputes calls its attention from one of autograd's."""
+
+    deterministic = False
+
+
+@contextmanager
+def deterministic_kernels(enabled: bool) -> Iterator[None]:
+    """Flash attention's backward, of forward passes inside, adds in one order, not as a GPU's blocks end."""
+    before, _Switch.deterministic = _Switch.deterministic, enabled
+    try:
+        yield
+    finally:
+        _Switch.deterministic = before
+
+
+def make_backward_deterministic(node: torch.autograd.graph.Node) -> None:
+    """torch asks for its strict switch; that is set around this node alone, since other kernels then refuse to run."""
+    before: list[tuple[bool, bool, bool]] = []
+
+    def switch_on(*_: Any) -> None:
+        strict, warns = (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        )
+        before.append((strict, warns, torch.utils.deterministic.fill_uninitialized_memory))
+        torch.use_deterministic_algorithms(True)
+        torch.utils.deterministic.fill_uninitialized_memory = False
+
+    def switch_back(*_: Any) -> None:
+        strict, warns, fills = before.pop()
+        torch.use_deterministic_algorithms(strict, warn_only=warns)
+        torch.utils.deterministic.fill_uninitialized_memory = fills
+
+    node.register_prehook(switch_on)
+    node.register_hook(switch_back)
+
+
+def hidden_states(model: PreTrainedModel, row: PackedRow) -> torch.Tensor:
+    """(M, hidden): the last hidden states at the predicting positions; inside `packed_attention_of`."""
+    output = model.base_model(
+        input_ids=row.input_ids,
+        position_ids=row.position_ids,
+        use_cache=False,
+        sequences=row.sequences,
+    )
+    hidden = output.last_hidden_state.squeeze(0)
+    return gather_rows(hidden, row.predicting)  # a prompt's last token predicts for its group
+
+
+def _mask(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor:
+    """(queries, keys) bool for the last `queries` of `keys` tokens: token j is seen by i with i - window < j <= i."""
+    distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
+    return (distance >= 0) & (distance < window)
+
+
+AttentionInterface.register(NAME, packed_attention)

@@ -1,0 +1,100 @@
+"""Logprobs of the policy by packed forward passes: padded rows in, the same shape out, no pad token in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from qerl.layers.factors import kept_factors
+from qerl.layers.recompute import checkpointed
+from training.policy.packed_attention import check_config, deterministic_kernels, hidden_states, packed_attention_of
+from training.policy.packing import pack, row_lengths, split_by_tokens
+from training.policy.token_logprobs import dense_head, token_logprobs
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+    from qerl.plan.micro_batch_plan import MicroBatchPlan
+    from training.policy.packing import PackedRow
+
+
+class PackedPolicy:
+    """A policy, the temperature its logits are divided by, and the plan of its training phase."""
+
+    def __init__(
+        self,
+        policy: PeftModel,
+        temperature: float,
+        plan: MicroBatchPlan,
+        entropy_gradient: bool = False,
+        deterministic: bool = False,
+    ) -> None:
+        """`entropy_gradient`: the loss has an entropy term; `deterministic`: a repeated step gives the same bits.
+
+        Raises EngineError for a model that cannot be packed.
+        """
+        self._model = policy.get_base_model()
+        check_config(self._model.config)
+        self._temperature, self._plan = temperature, plan
+        self._entropy_gradient, self._deterministic = entropy_gradient, deterministic
+        self._training = False
+        self.planned = 0  # bytes at the peak of the largest micro-batch so far
+        self._layers = [module for module in self._model.modules() if isinstance(module, GradientCheckpointingLayer)]
+        # gradient_checkpointing_enable does this for each module of the model, in every step, and has the embeddings
+        # require a gradient, which only the reentrant kind needs.
+        dtype = self._model.get_input_embeddings().weight.dtype
+        for layer in self._layers:
+            layer._gradient_checkpointing_func = partial(checkpointed, dtype=dtype)
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Around forward and backward passes: a layer that recomputes calls its attention again. Without updates."""
+        with packed_attention_of(self._model), deterministic_kernels(self._deterministic), kept_factors():
+            self._training = True
+            try:
+                yield
+            finally:
+                self._training = False
+                for layer in self._layers:
+                    layer.gradient_checkpointing = False
+
+    def logprobs(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int, row: PackedRow | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logprobs, entropies), float32 (B, C), of the last C = `width` of (B, P + C) tokens; 0 where masked.
+
+        `row`: these tokens, packed before.
+        """
+        row = pack(input_ids, attention_mask, width) if row is None else row
+        if self._training:
+            self._recompute_in(row.cost)
+        with packed_attention_of(self._model):
+            hidden = hidden_states(self._model, row)
+        head = dense_head(self._model.get_output_embeddings(), self._temperature)
+        values = token_logprobs(hidden, row.targets, head, self._entropy_gradient)
+        shape = (len(input_ids), width)
+        return row.scatter(values[0], shape), row.scatter(values[1], shape)
+
+    @torch.no_grad()
+    def score(
+        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`logprobs` of any number of rows, a micro-batch's tokens at a time."""
+        results = torch.zeros(2, len(input_ids), width, device=input_ids.device)
+        completions = attention_mask[:, -width:].sum(1).tolist()
+        lengths = row_lengths(input_ids[:, :-width], attention_mask[:, :-width], completions)
+        for group in split_by_tokens(lengths, self._plan.micro_batch_tokens):
+            rows = torch.tensor(group, device=input_ids.device)
+            results[:, rows] = torch.stack(self.logprobs(input_ids[rows], attention_mask[rows], width))
+        return results[0], results[1]
+
+    def _recompute_in(self, tokens: int) -> None:
+        recomputed = self._plan.recomputed(tokens)
+        for index, layer in enumerate(self._layers):
+            layer.gradient_checkpointing = index < recomputed
+        self.planned = max(self.planned, self._plan.needed(tokens))

@@ -1,0 +1,127 @@
+"""Log probabilities and entropies of tokens from hidden states, without the (tokens x vocabulary) logits at once.
+
+With z = h W^T / temperature and p = softmax(z), for target y (the head W is frozen):
+
+    logprob = z_y - logsumexp(z)         d logprob / dh = (onehot(y) - p) W / temperature
+    entropy = -sum_j p_j log p_j         d entropy / dh = -(p * (log p + entropy)) W / temperature
+
+The loss weighs each token's logprob by one number, so those rows are computed while a chunk's logits are there and
+scaled in the backward pass: two products with the head a token, where recomputing the logits would take three. Of a
+step's time both are in time/forward_s, and of the head only the scaling in time/backward_s.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from qerl.nvfp4.linear import NVFP4Linear
+
+CHUNK = 1024  # tokens whose logits exist at once: 0.6 GiB in float32 at a vocabulary of 152,000
+
+
+class Head(NamedTuple):
+    """The output projection: dense weight (vocabulary, d), bias or None, and what divides the logits."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    temperature: float
+
+
+def dense_head(module: nn.Linear, temperature: float) -> Head:
+    """The head of a model, dequantized if it is packed."""
+    weight = module.dense(module.compute_dtype) if isinstance(module, NVFP4Linear) else module.weight.detach()
+    return Head(weight, None if module.bias is None else module.bias.detach(), temperature)
+
+
+def token_logprobs(
+    hidden: torch.Tensor, targets: torch.Tensor, head: Head, entropy_gradient: bool = False
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(logprobs, entropies), float32 (M,), of `targets` (M,) after `hidden` (M, d); gradients to `hidden` alone.
+
+    Without `entropy_gradient` the entropies are numbers for the log. `hidden` has the dtype of the head's weight.
+    """
+    logprobs, entropies = _TokenLogprobs.apply(hidden.to(head.weight.dtype), targets, head, entropy_gradient)
+    return logprobs, entropies if entropy_gradient else entropies.detach()
+
+
+class _TokenLogprobs(torch.autograd.Function):
+    """See the module docstring."""
+
+    @staticmethod
+    def forward(ctx, hidden: torch.Tensor, targets: torch.Tensor, head: Head, entropy_gradient: bool):
+        count = int(ctx.needs_input_grad[0]) * (2 if entropy_gradient else 1)
+        slopes = [torch.empty_like(hidden) for _ in range(count)]
+        outputs = hidden.new_empty(2, len(targets), dtype=torch.float32)
+        compute = _kernel_chunk if hidden.is_cuda else _chunk
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, len(targets), CHUNK):
+                part = slice(start, start + CHUNK)
+                compute(hidden[part], targets[part], head, outputs[:, part], [slope[part] for slope in slopes])
+        ctx.save_for_backward(*slopes)
+        return outputs[0].clone(), outputs[1].clone()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprobs: torch.Tensor, grad_entropies: torch.Tensor):
+        slope, *entropy_slope = ctx.saved_tensors
+        grad = grad_logprobs[:, None] * slope
+        if entropy_slope:
+            grad += grad_entropies[:, None] * entropy_slope[0]
+        return grad.to(slope.dtype), None, None, None
+
+
+def _kernel_chunk(
+    hidden: torch.Tensor, targets: torch.Tensor, head: Head, outputs: torch.Tensor, slopes: list[torch.Tensor]
+) -> None:
+    """Fill logprobs and entropies (2, m) and the slopes' rows (m, d) of one chunk, by kernels. Twin: `_chunk`."""
+    from training.policy import logprob_kernels
+
+    logits = _logits(hidden, head)
+    measured = logprob_kernels.measure(logits, targets, head.temperature)
+    outputs[0], outputs[1] = measured.logprobs, measured.entropies
+    if slopes:
+        wanted = head.weight.dtype, len(slopes) > 1
+        by_logits = logprob_kernels.slopes(logits, targets, measured, head.temperature, wanted)
+        del logits
+        for slope, out in zip(by_logits, slopes, strict=True):
+            torch.addmm(out, slope, head.weight, beta=0, alpha=1.0 / head.temperature, out=out)
+
+
+def _chunk(
+    hidden: torch.Tensor, targets: torch.Tensor, head: Head, outputs: torch.Tensor, slopes: list[torch.Tensor]
+) -> None:
+    """`_kernel_chunk` in plain torch, on any device."""
+    rows = torch.arange(len(targets), device=targets.device)
+    logits = _logits(hidden, head)
+    log_p = torch.log_softmax(logits if head.temperature == 1.0 else logits.div_(head.temperature), -1)
+    del logits
+    outputs[0] = log_p[rows, targets]
+    p = log_p.exp()
+    outputs[1] = -torch.linalg.vecdot(p, log_p)
+    if len(slopes) > 1:
+        log_p += outputs[1][:, None]
+        _descend(log_p.mul_(p), head, slopes[1])
+    if slopes:
+        p[rows, targets] -= 1.0
+        _descend(p, head, slopes[0])
+
+
+def _logits(hidden: torch.Tensor, head: Head) -> torch.Tensor:
+    """(m, vocabulary) float32, not divided, not rounded to 16 bits in between where the device can do that."""
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        logits = torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
+    else:
+        logits = (hidden @ head.weight.t()).float()
+    if head.bias is not None:
+        logits += head.bias
+    return logits
+
+
+def _descend(slope: torch.Tensor, head: Head, out: torch.Tensor) -> None:
+    """Negative derivatives by the scaled logits (m, vocabulary) -> derivatives by the hidden states, `out` (m, d)."""
+    torch.mm(slope.to(head.weight.dtype), head.weight, out=out)
+    out.mul_(-1.0 / head.temperature)

@@ -1,0 +1,198 @@
+"""What the training phase of a step may take of the GPU, what it took, and the error that says what to lower."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from qerl.engine.own_memory import own_bytes
+from qerl.errors import EngineError
+from qerl.plan.micro_batch_plan import GIB, Footprint, MicroBatchPlan, Shapes, Wishes, plan_micro_batches
+from training.policy.packed_attention import hidden_states, packed_attention_of
+from training.policy.packing import pack
+from training.run_dir.folder import read_about
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PretrainedConfig
+
+    from qerl.config.schema import RunConfig
+    from qerl.engine.interface import Engine
+
+logger = logging.getLogger(__name__)
+
+PROBE_TOKENS = (64, 192)  # two lengths, so that what does not grow with the tokens cancels
+
+
+def plan_run(config: RunConfig, policy: PeftModel, engine: Engine) -> MicroBatchPlan:
+    """Plan a new run's micro-batches from what is free on the card while the engine sleeps."""
+    rollout, run = config.rollout, config.run
+    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
+    wishes = Wishes(
+        tokens=run.micro_batch_tokens,
+        recompute=run.gradient_checkpointing,
+        longest=longest,
+        step_tokens=longest * rollout.prompts_per_step * rollout.group_size,
+    )
+    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    shapes = model_shapes(policy.get_base_model().config.get_text_config(), config.adapter.rank, trained)
+    footprint = shapes.footprint(config.loss.entropy_coef > 0)
+    available = _available(engine, config.memory.cap_gib)
+    if available is not None:
+        footprint = replace(footprint, layer=measure_layer(policy))
+    plan = plan_micro_batches(footprint, wishes, available)
+    logger.info(
+        "micro-batches of %d tokens (%.1f GiB beside the weights), %d of %d layers recompute; %d in one of %d tokens",
+        plan.micro_batch_tokens,
+        plan.needed(plan.micro_batch_tokens) / GIB,
+        plan.recomputed(plan.micro_batch_tokens),
+        footprint.layers,
+        plan.recomputed(longest),
+        longest,
+    )
+    return plan
+
+
+def recorded_plan(run_dir: Path, config: RunConfig) -> MicroBatchPlan | None:
+    """The plan that run.json holds; None if there is none, or the recipe now fixes other tokens."""
+    about = read_about(run_dir)
+    if "micro_batches" not in about:
+        return None
+    record = about["micro_batches"]
+    footprint = record["footprint"] and Footprint(**record["footprint"])
+    plan = MicroBatchPlan(**{**record, "footprint": footprint})
+    return plan if config.run.micro_batch_tokens in (None, plan.micro_batch_tokens) else None
+
+
+def as_record(plan: MicroBatchPlan) -> dict[str, object]:
+    """What `recorded_plan` reads."""
+    return asdict(plan)
+
+
+def model_shapes(config: PretrainedConfig, rank: int, trained: int) -> Shapes:
+    """The sizes of a Qwen2, Qwen3, Llama or Mistral model."""
+    heads = config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    return Shapes(
+        hidden=config.hidden_size,
+        intermediate=config.intermediate_size,
+        query=heads * head_dim,
+        key_value=(getattr(config, "num_key_value_heads", None) or heads) * head_dim,
+        layers=config.num_hidden_layers,
+        vocabulary=config.vocab_size,
+        rank=rank,
+        trained=trained,
+        head_norms=config.model_type.startswith("qwen3"),
+    )
+
+
+def measure_layer(policy: PeftModel) -> int:
+    """Bytes that a layer keeps for a token: what autograd saves in two short forward passes, by their difference."""
+    model = policy.get_base_model()
+    was_training = policy.training
+    policy.train()
+    with torch.random.fork_rng():
+        short, long = (_saved_bytes(policy, tokens) for tokens in PROBE_TOKENS)
+    policy.train(was_training)
+    return -(-(long - short) // ((PROBE_TOKENS[1] - PROBE_TOKENS[0]) * model.config.num_hidden_layers))
+
+
+def _saved_bytes(policy: PeftModel, tokens: int) -> int:
+    model = policy.get_base_model()
+    device = model.get_input_embeddings().weight.device
+    ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
+    known = {tensor.untyped_storage().data_ptr() for tensor in [*policy.parameters(), *policy.buffers()]}
+    saved: dict[int, torch.Tensor] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+        return tensor
+
+    bf16 = torch.autocast(device.type, torch.bfloat16, enabled=model.dtype == torch.bfloat16)
+    with packed_attention_of(model), bf16, torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        hidden_states(model, pack(ids, torch.ones_like(ids), tokens - 1))
+    return sum(tensor.untyped_storage().nbytes() for pointer, tensor in saved.items() if pointer not in known)
+
+
+@dataclass
+class TrainingMemory:
+    """`metrics` of one training phase, empty on a CPU."""
+
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@contextmanager
+def training_memory(plan: MicroBatchPlan) -> Iterator[TrainingMemory]:
+    """Measure the peak of a training phase above what is there before it; running out becomes an EngineError."""
+    memory, on_gpu = TrainingMemory(), torch.cuda.is_available()
+    before = torch.cuda.memory_allocated()
+    begin_phase()
+    try:
+        yield memory
+    except torch.OutOfMemoryError as error:
+        raise EngineError(
+            f"the GPU has no memory left for micro-batches of {plan.micro_batch_tokens} tokens "
+            f"({str(error).splitlines()[0]}): set run.micro_batch_tokens: {plan.micro_batch_tokens // 2}, or "
+            "run.gradient_checkpointing: true"
+        ) from error
+    if on_gpu:
+        above = (torch.cuda.max_memory_allocated() - before) / GIB
+        memory.metrics = {"memory/train_gib": above, **card_memory("memory/train_card_gib", {})}
+
+
+def make_gradients_(model: torch.nn.Module) -> None:
+    """Zeros for each parameter in training, which they stay if no row has a loss.
+
+    Made in the first backward pass they would lie among what the micro-batches have, and the optimizer's state, made
+    beside them, would keep torch from giving that back.
+    """
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+
+
+def begin_phase() -> None:
+    """Count torch's peaks from here on. Not before a wake, which gives torch's cache back and maps the KV cache."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def card_memory(name: str, so_far: Mapping[str, float]) -> dict[str, float]:
+    """{name: GiB, the most that the card had taken since `begin_phase`, or what it was `so_far` if that is more}.
+
+    That is what the driver reports now and what torch has given back: under a cap it frees its cache at the limit and
+    tries again. What lies outside torch is as it is now. By this process and by others: where the card is shared, it
+    is no measure of this run, whatever its cap. What torch alone counts would not do: a sleeping engine's KV cache
+    stays in its books while the card has it back. Empty on a CPU.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    given_back = torch.cuda.max_memory_reserved() - torch.cuda.memory_reserved()
+    return {name: max(so_far.get(name, 0.0), (total - free + given_back) / GIB)}
+
+
+def warn_of_retries() -> None:
+    """Say how often this process was at its limit and went on with what torch's allocator had kept."""
+    if times := torch.cuda.memory_stats().get("num_alloc_retries", 0):
+        logger.warning(
+            "torch gave its cache back %d times to stay within the card or memory.cap_gib, and waited for the card "
+            "each time: for speed lower run.micro_batch_tokens, or raise the cap",
+            times,
+        )
+
+
+def _available(engine: Engine, cap_gib: float | None) -> int | None:
+    """Bytes that the training phase may take; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    engine.sleep()
+    torch.cuda.empty_cache()
+    free = torch.cuda.mem_get_info()[0]
+    return free if cap_gib is None else min(free, int(cap_gib * GIB) - own_bytes(torch.cuda.current_device()))

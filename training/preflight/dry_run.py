@@ -1,0 +1,98 @@
+"""`qerl train --dry-run`: the plan, the data and the rewards of a run, looked at without training anything."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import TYPE_CHECKING
+
+from qerl.checkpoint.load import load_tokenizer, local_folder
+from qerl.checkpoint.resolve import resolve_model
+from qerl.commands.plan import plan_of, show
+from qerl.tasks import get_task, grade
+from training.preflight.limits import check_limits
+from training.preflight.warm_start import check_warm_start
+from training.rewards.rewards import Rewards, build_rewards
+from training.rollout.prompts import Prompts, load_prompts
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from qerl.config.schema import RunConfig
+    from qerl.tasks import Task
+
+logger = logging.getLogger(__name__)
+
+ROWS = 5
+
+
+def dry_run(config: RunConfig, console: Console) -> bool:
+    """Print plan, data and rewards; returns whether the run would fit. Raises what the run itself would raise of model,
+    adapter, data and rewards.
+
+    The rewards see, for the first rows, a completion that is the row's own answer and an empty one.
+    """
+    base = resolve_model(config.model.base, config.model.format)
+    if base.adapter is not None:
+        check_warm_start(base.adapter, base.base, config)
+    tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
+    prompts = load_prompts(config.data, tokenizer, config.rollout.prompts_per_step)
+    folder = local_folder(base.base)  # with its weights: the tokenizer fetched the whole of a hub id
+    check_limits(config, folder, prompts)
+    lengths = sorted(len(ids) for ids in prompts.ids_by_text.values())
+    console.print(
+        f"data: {len(prompts.examples)} prompts of {lengths[0]} to {lengths[-1]} tokens, half of them under "
+        f"{lengths[len(lengths) // 2]}; a run of {config.run.steps} steps samples "
+        f"{config.run.steps * config.rollout.prompts_per_step}",
+        highlight=False,
+        soft_wrap=True,
+    )
+    written = Path(mkdtemp(prefix="qerl-dry-run-"))
+    try:
+        console.print(reward_table(config, prompts, build_rewards(config, prompts.examples, written)))
+    finally:
+        if not any(written.iterdir()):  # else the message of the failure names what stands in it
+            shutil.rmtree(written)
+    made = plan_of(config, model=str(folder))
+    show(config, made, console)
+    return not made.problems
+
+
+def reward_table(config: RunConfig, prompts: Prompts, rewards: Rewards):
+    """What each reward gives the answer itself and an empty completion, for the first rows."""
+    from rich.table import Table
+
+    examples = prompts.examples[:ROWS]
+    task = get_task(config.data.task)
+    right = [_graded_right(task, example.answer) for example in examples]
+    table = Table("row", "answer", *(f"{f.__name__}: answer / empty" for f in rewards.functions), box=None)
+    columns = [_score(rewards, prompts, texts) for texts in (right, [""] * len(examples))]
+    for index, example in enumerate(examples):
+        cells = [f"{given[index]:g} / {empty[index]:g}" for given, empty in zip(*columns, strict=True)]
+        table.add_row(example.id, _shown(example.answer), *cells)
+    return table
+
+
+def _graded_right(task: Task, answer: str) -> str:
+    """A completion that states the answer; the bare answer if none is graded right, so that the table shows it."""
+    texts = (f"\\boxed{{{answer}}}", answer)
+    return next((text for text in texts if grade(task, text, answer).correct), answer)
+
+
+def _shown(answer: str) -> str:
+    """The end of an answer, where a worked solution has its result."""
+    text = " ".join(answer.split())
+    return text if len(text) <= 40 else f"...{text[-37:]}"
+
+
+def _score(rewards: Rewards, prompts: Prompts, completions: Sequence[str]) -> list[list[float]]:
+    rows = list(range(len(completions)))
+    texts = [prompts.dataset[row]["prompt"] for row in rows]
+    ids = [[0] * max(len(text.split()), 1) for text in completions]
+    return [
+        list(function(prompts=texts, completions=list(completions), completion_ids=ids, row=rows, trainer_state=None))
+        for function in rewards.functions
+    ]

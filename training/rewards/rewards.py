@@ -1,0 +1,292 @@
+"""Rewards of a recipe: found by name or path, given the columns they ask for, and checked in what they return.
+
+A reward is a function of columns that returns one finite number a completion, for example
+
+    def short(completions, **columns):  # named as rewards.py:short in the recipe
+        return [float(len(text) < 500) for text in completions]
+
+It is called with the columns that training/rewards/functions.py lists, as keyword arguments; one that does not end in
+`**columns` gets only the columns it names. One that raises, or returns None, NaN or the wrong number of values, stops
+the run; the completion it failed on is saved as failed_reward.json in the run directory. A URL is a reward server
+(training/rewards/server.py).
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from qerl.config.rules_rewards import OWN, is_url
+from qerl.errors import ConfigError, QerlError, RewardError
+from qerl.tasks import Example, get_task
+from training.rewards import functions as reward_functions
+from training.rewards.own import STOPS, line_that_raised, own_function
+from training.rewards.server import RewardServer
+from training.run_dir.log import RUN_FOLDERS, RUN_METRICS, is_own
+
+if TYPE_CHECKING:
+    from qerl.config.schema import RewardConfig, RunConfig
+
+Reward = Callable[..., Sequence[float]]
+
+REWARDS: dict[str, Reward] = {
+    "accuracy": reward_functions.accuracy,
+    "format": reward_functions.format,
+    "soft_overlong": reward_functions.soft_overlong,
+    "length": reward_functions.length,
+}
+
+COLUMNS = ("completions", "completion_ids", "prompts", "question", "answer", "row", "task", "max_new_tokens", "step")
+FAILED = "failed_reward.json"
+LARGEST = 1e15  # float32 holds the squares of a group's, summed
+TRIED = 2  # rows that a reward server is asked about before training
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """The rewards of a run, as TRL takes them; each function is named as its metric."""
+
+    functions: list[Reward]
+    weights: list[float]
+
+
+def build_rewards(config: RunConfig, examples: Sequence[Example], run_dir: Path) -> Rewards:
+    """The recipe's rewards. Raises ConfigError on an unknown one, or on arguments that it does not take."""
+    functions: list[Reward] = []
+    for reward, function in zip(config.rewards, check_rewards(config), strict=True):
+        _check_columns(reward, function, examples)
+        guarded = _GuardedReward(_metric_name(reward.name, functions), reward, function, config, examples, run_dir)
+        if is_url(reward.name):
+            _try_server(guarded, examples[:TRIED])
+        functions.append(guarded)
+    return Rewards(functions, [float(reward.weight) for reward in config.rewards])
+
+
+def check_rewards(config: RunConfig) -> list[Reward]:
+    """Find the recipe's rewards and check their arguments, before anything heavy is imported. Raises ConfigError."""
+    functions = []
+    for reward in config.rewards:
+        function = find_reward(reward.name)
+        _check_arguments(reward, function)
+        if reward.name in REWARDS:
+            _try_arguments(reward, function, config)
+        elif is_url(reward.name):
+            function.check_args(reward.args)
+        functions.append(function)
+    return functions
+
+
+def find_reward(name: str) -> Reward:
+    """The reward of a name, URL, `file.py:function`, `package.module:function` or `package.module.function`."""
+    if name in REWARDS:
+        return REWARDS[name]
+    if name == "code":
+        return reward_functions.code()
+    if is_url(name):
+        return RewardServer(name)
+    place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
+    if not place or not attribute:
+        near = difflib.get_close_matches(name, REWARDS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"there is no reward {name!r}{hint} (rewards: {', '.join(REWARDS)}; {OWN})")
+    return own_function(place, attribute, name, REWARDS)
+
+
+def _check_arguments(reward: RewardConfig, function: Reward) -> None:
+    """Raise ConfigError on an argument of the recipe that the function does not take."""
+    parameters = inspect.signature(function).parameters.values()
+    named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+    own = reward.name not in REWARDS and not is_url(reward.name)
+    takes_all = own and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    options = [name for name in named if name not in (*COLUMNS, "log_metric")]
+    for key in reward.args:
+        if key in COLUMNS or (key not in options and not takes_all):
+            near = difflib.get_close_matches(key, options, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(
+                f"reward {reward.name} takes no argument {key!r}{hint} (its arguments: {', '.join(options) or 'none'})"
+            )
+
+
+def _check_columns(reward: RewardConfig, function: Reward, examples: Sequence[Example]) -> None:
+    """Raise ConfigError if the function asks for what is neither an argument of the recipe nor a column."""
+    columns = (*COLUMNS, *sorted({key for example in examples for key in example.extra}), "log_metric")
+    for key, parameter in inspect.signature(function).parameters.items():
+        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+        if named and parameter.default is parameter.empty and key not in (*columns, *reward.args):
+            raise ConfigError(
+                f"reward {reward.name} asks for {key!r}, which is neither among its args nor a column (columns: "
+                f"{', '.join(columns)})"
+            )
+
+
+def _fixed_columns(config: RunConfig) -> dict[str, Any]:
+    """What is the same for each completion of a run."""
+    return {"task": get_task(config.data.task), "max_new_tokens": config.rollout.max_new_tokens}
+
+
+def _try_arguments(reward: RewardConfig, function: Reward, config: RunConfig) -> None:
+    """Call one of our rewards on no completions: what its arguments cannot be, shows before the first rollout."""
+    try:
+        function(**dict.fromkeys(COLUMNS, ()) | _fixed_columns(config) | dict(reward.args))
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"reward {reward.name} cannot be called with args {dict(reward.args)}: {error}") from error
+
+
+def _try_server(reward: _GuardedReward, examples: Sequence[Example]) -> None:
+    """Ask a server about the first rows, whose answers stand for completions: it is there, and answers as it has to."""
+    texts = [example.answer for example in examples]
+    rows = list(range(len(examples)))
+    reward(texts, rows, prompts=[example.question for example in examples], completion_ids=[[0] for _ in texts])
+
+
+def _metric_name(name: str, earlier: Sequence[Any]) -> str:
+    """The function's own name (of a URL: its path's end, else its host), unless an earlier reward has it."""
+    if is_url(name):
+        url = urlsplit(name)
+        short, name = (
+            url.path.strip("/").rpartition("/")[2] or url.hostname,
+            f"{url.netloc}{url.path}".replace("/", "_"),
+        )
+    else:
+        short = name if name in REWARDS else name.replace(":", ".").rsplit(".", 1)[-1]
+    return name if any(reward.__name__ == short for reward in earlier) else short
+
+
+def _own_metrics(log: Callable[[str, float], None], reward: str) -> Callable[[str, float], None]:
+    """`log`, which raises at once, and in the function that calls it, for what is no number; RewardError for a name
+    that the run logs itself, where the two would be mixed."""
+
+    def checked(name: str, value: float) -> None:
+        if is_own(str(name)):
+            raise RewardError(
+                f"reward {reward} calls log_metric({name!r}, ...), and the run logs a metric of that name itself: "
+                f"write another name, such as {f'own/{name}'!r}. The run's own are {', '.join(RUN_METRICS)}, and all "
+                f"under {', '.join(RUN_FOLDERS)}"
+            )
+        log(str(name), float(value))
+
+    return checked
+
+
+def _log_nothing(_name: str, _value: float) -> None:
+    """What `log_metric` is where no run is logged."""
+
+
+class _GuardedReward:
+    """A reward as TRL calls it: adds the example's columns, checks what comes back."""
+
+    def __init__(
+        self,
+        name: str,
+        reward: RewardConfig,
+        function: Reward,
+        config: RunConfig,
+        examples: Sequence[Example],
+        run_dir: Path,
+    ) -> None:
+        self.__name__ = name
+        self._function = function
+        self._examples = examples
+        self._run_dir = run_dir
+        self._fixed = {**_fixed_columns(config), **reward.args}
+        parameters = inspect.signature(function).parameters
+        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+        self._wanted = None if takes_all else set(parameters)
+
+    def __call__(self, completions: list[str], row: list[int], **given: Any) -> list[float]:
+        """One reward a completion; `row` indexes into the run's examples. Raises RewardError."""
+        columns = self._columns(completions, row, given)
+        step = getattr(given.get("trainer_state"), "global_step", 0)
+        log = _own_metrics(given.get("log_metric", _log_nothing), self.__name__)
+        fixed = {**self._fixed, "step": step, "log_metric": log}
+        try:
+            returned = self._run(columns, fixed)
+        except QerlError:
+            raise
+        except STOPS as error:
+            index = self._first_to_raise(columns, fixed)
+            what = f"raised {type(error).__name__}: {error}{line_that_raised(error, __file__)}"
+            self._fail(what, columns, index, fixed, error)
+        return self._check(returned, columns, fixed)
+
+    def _columns(self, completions: list[str], row: list[int], given: Mapping[str, Any]) -> dict[str, list[Any]]:
+        examples = [self._examples[index] for index in row]
+        names = dict.fromkeys(key for example in examples for key in example.extra)
+        return {
+            **{key: [example.extra.get(key) for example in examples] for key in names},
+            "completions": completions,
+            "completion_ids": given["completion_ids"],
+            "prompts": given["prompts"],
+            "question": [example.question for example in examples],
+            "answer": [example.answer for example in examples],
+            "row": row,
+        }
+
+    def _run(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> Any:
+        """What the function returns; it gets lists of its own, since others read the same columns."""
+        wanted = {**columns, **fixed}.keys() if self._wanted is None else self._wanted
+        own = {
+            key: [list(value) if isinstance(value, list) else value for value in values]
+            for key, values in columns.items()
+            if key in wanted
+        }
+        returned = self._function(**own, **{key: value for key, value in fixed.items() if key in wanted})
+        return list(returned) if isinstance(returned, Iterator) else returned
+
+    def _first_to_raise(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> int | None:
+        """The first completion on which the reward raises by itself; None if it raises on the whole batch only."""
+        for index in range(len(columns["completions"])):
+            try:
+                self._run({key: [values[index]] for key, values in columns.items()}, fixed)
+            except STOPS:
+                return index
+        return None
+
+    def _check(self, returned: Any, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> list[float]:
+        expected = len(columns["completions"])
+        try:
+            values = list(returned)
+        except TypeError:
+            values = None
+        if values is None or isinstance(returned, str | dict) or len(values) != expected:
+            got = f"{len(values)} values" if values is not None else repr(returned)
+            self._fail(f"returned {got} for {expected} completions", columns, None, fixed)
+        rewards = []
+        for index, value in enumerate(values):
+            try:
+                rewards.append(float(value))
+            except (TypeError, ValueError, OverflowError):
+                rewards.append(math.nan)
+            if isinstance(value, str | bytes) or not abs(rewards[-1]) <= LARGEST:
+                self._fail(f"returned {value!r}, which is no number of at most {LARGEST:g}", columns, index, fixed)
+        return rewards
+
+    def _fail(
+        self,
+        what: str,
+        columns: Mapping[str, list[Any]],
+        index: int | None,
+        fixed: Mapping[str, Any],
+        cause: Exception | None = None,
+    ) -> None:
+        """Save the completion (without an index: the batch) and raise RewardError."""
+        picked = range(len(columns["completions"])) if index is None else [index]
+        rows = [{key: values[i] for key, values in columns.items()} for i in picked]
+        report = {"reward": self.__name__, "error": what, "step": fixed["step"], "completions": rows}
+        path = self._run_dir / FAILED
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(
+            json.dumps(report, ensure_ascii=False, indent=2, default=repr) + "\n", "utf-8", "backslashreplace"
+        )
+        raise RewardError(
+            f"reward {self.__name__} {what}; the completion it failed on is in {path}. A reward has to return one "
+            "finite number for each completion, 0 for one that it cannot judge"
+        ) from cause

@@ -1,0 +1,139 @@
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2, eq. 11): groups without a signal are replaced by others.
+
+A group is informative if its rewards differ and a completion of it enters the loss; any other has a gradient of 0. As
+long as a step's batch lacks informative groups, an extra rollout samples further prompts, all with the same policy.
+Everything is a pure function of (seed, step, attempt) and of what was sampled before in the step: nothing is kept from
+step to step, so that a resumed run needs no state.
+
+Departures from the paper:
+
+1. What decides is the sum of weight * reward, which the advantages are made of, not the answer being right; the two
+   agree where accuracy is the only reward.
+2. The extra rollouts of a step are bounded. What is then missing is filled with uninformative groups, and counted.
+3. Extra prompts do not come out of the data order, which stays that of a run without them: they are rows that the step
+   has not kept, those that it has drawn least often first, in an order of their own for each (seed, step).
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from training.loss.advantages import rewards_differ
+from training.rollout.noise import derive_seed
+
+logger = logging.getLogger(__name__)
+
+MARGIN = 1.5  # groups drawn for each that is expected to be needed: one more rollout costs more than some groups
+LEAST_BOUND = 16  # prompts that an extra rollout may have, however small the step is
+
+
+@dataclass(frozen=True)
+class Group:
+    """The completions of one prompt (G of them), sampled and graded. `rewards` is (G, number of reward functions)."""
+
+    row: int
+    completion_ids: Sequence[Sequence[int]]
+    logprobs: Sequence[Sequence[float]]
+    rewards: torch.Tensor
+    informative: bool
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(ids) for ids in self.completion_ids)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """The groups that a step trains on, of all that it sampled."""
+
+    kept: list[Group]
+    sampled: list[Group]
+    extra_rollouts: int
+    extra_s: float  # seconds of the extra rollouts and their grading
+
+    def metrics(self) -> dict[str, float]:
+        """Counts of the step; a group is discarded if it was sampled and is not trained on."""
+        return {
+            "dynamic_sampling/extra_rollouts": self.extra_rollouts,
+            "dynamic_sampling/sampled_groups": len(self.sampled),
+            "dynamic_sampling/informative_share": sum(group.informative for group in self.sampled) / len(self.sampled),
+            "dynamic_sampling/discarded_groups": len(self.sampled) - len(self.kept),
+            "dynamic_sampling/discarded_tokens": sum(g.tokens for g in self.sampled) - sum(g.tokens for g in self.kept),
+            "dynamic_sampling/filled_groups": sum(not group.informative for group in self.kept),
+            "time/extra_rollouts_s": self.extra_s,
+        }
+
+
+def fill_batch(
+    draw: Callable[[list[int]], list[Group]], rows: list[int], order: Sequence[int], max_extra_rollouts: int
+) -> Batch:
+    """The step's groups: those of `rows`, and in place of uninformative ones those of further rows.
+
+    `draw` samples and grades one group for each row that it is given; `order` is that of `extra_order`.
+    """
+    sampled, extra_rollouts = draw(rows), 0
+    started = time.perf_counter()
+    while (count := extra_prompts([group.informative for group in sampled], len(rows))) and (
+        extra_rollouts < max_extra_rollouts
+    ):
+        kept = {group.row for group in sampled if group.informative}
+        sampled += draw(next_rows(order, [group.row for group in sampled], kept, count))
+        extra_rollouts += 1
+    chosen = keep([group.informative for group in sampled], len(rows))
+    extra_s = time.perf_counter() - started if extra_rollouts else 0.0
+    batch = Batch([sampled[i] for i in chosen], sampled, extra_rollouts, extra_s)
+    if filled := sum(not group.informative for group in batch.kept):
+        logger.warning(
+            "dynamic sampling: %d of %d groups have no signal after %d extra rollouts (%d of %d sampled ones had one)",
+            filled,
+            len(rows),
+            extra_rollouts,
+            sum(group.informative for group in sampled),
+            len(sampled),
+        )
+    return batch
+
+
+def informative_groups(rewards: torch.Tensor, in_loss: torch.Tensor) -> list[bool]:
+    """Which groups have a gradient: rewards that differ, and a completion in the loss. Both are (P, G)."""
+    return (rewards_differ(rewards) & in_loss.any(1)).tolist()
+
+
+def keep(informative: Sequence[bool], size: int) -> list[int]:
+    """Indices of the `size` groups to train on, ascending: the first informative ones, then the first others."""
+    first = [index for index, is_informative in enumerate(informative) if is_informative]
+    others = [index for index, is_informative in enumerate(informative) if not is_informative]
+    return sorted((first + others)[:size])
+
+
+def extra_prompts(informative: Sequence[bool], size: int) -> int:
+    """How many prompts the next extra rollout needs; 0 if `size` informative groups are there.
+
+    Those that are missing, divided by the share that was informative so far (one of each kind added, so that it is
+    never 0 or 1), with a margin; at most twice the batch, which bounds the cost where nearly nothing has a signal.
+    """
+    found = sum(informative)
+    if found >= size:
+        return 0
+    share = (found + 1) / (len(informative) + 2)
+    return min(math.ceil(MARGIN * (size - found) / share), max(2 * size, LEAST_BOUND))
+
+
+def extra_order(rows: int, seed: int, step: int) -> list[int]:
+    """The order in which the step at `step` takes extra prompts: a permutation of all rows."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, step, "extra prompts"))
+    return torch.randperm(rows, generator=generator).tolist()
+
+
+def next_rows(order: Sequence[int], drawn: Sequence[int], kept: set[int], count: int) -> list[int]:
+    """The next `count` rows (fewer, if there are not so many) that are not kept, least often drawn first."""
+    times = Counter(drawn)
+    candidates = [row for row in order if row not in kept]
+    return sorted(candidates, key=lambda row: times[row])[:count]  # stable: `order` decides among equals

@@ -1,0 +1,65 @@
+"""Formulas are graded while the engine still decodes other completions.
+
+Comparing two formulas takes up to 0.07 s in another process, and the verdict is kept (qerl/tasks/math_pool.py). Here a
+thread grades each completion as soon as it has ended, as the rewards will, and throws the grade away: when they grade
+the whole rollout they find its verdicts, so that they are the same with and without.
+
+Numbers are compared in microseconds, so nothing is done ahead for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from qerl.tasks import get_task
+from qerl.tasks.grading import grade
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from qerl.config.schema import RunConfig
+    from qerl.engine.interface import Completion, Finished
+    from qerl.tasks import Task
+
+THREAD = "grading-ahead"
+GRADING_REWARDS = ("accuracy", "length")
+
+
+class GradingAhead:
+    """One rollout after another, each with a thread of its own. `graded` counts what is graded of the latest one."""
+
+    def __init__(self, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._task = task
+        self._tokenizer = tokenizer
+        self.graded = 0
+
+    @contextmanager
+    def rollout(self, answers: Sequence[str]) -> Iterator[Finished]:
+        """What the engine is to call with each completion; `answers` has one for each prompt of the rollout.
+
+        What is not begun at the end of the block is left to the rewards, which have more threads. What is under way is
+        waited for, as they would else compare the same formulas beside it; not where the block raises.
+        """
+        self.graded = 0
+        thread, wait = ThreadPoolExecutor(1, THREAD), False
+        try:
+            yield lambda index, completion: thread.submit(self._grade, completion, answers[index])
+            wait = True
+        finally:
+            thread.shutdown(wait, cancel_futures=True)
+
+    def _grade(self, completion: Completion, answer: str) -> None:
+        """What this raises stays in the thread: the reward that meets it ends the run, and says where."""
+        grade(self._task, self._tokenizer.decode(completion.token_ids, skip_special_tokens=True), answer)  # as TRL does
+        self.graded += 1
+
+
+def grading_ahead(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> GradingAhead | None:
+    """None for a recipe whose rewards compare no formulas."""
+    task = get_task(config.data.task)
+    if task.answer_kind == "number" or not any(reward.name in GRADING_REWARDS for reward in config.rewards):
+        return None
+    return GradingAhead(task, tokenizer)

@@ -1,0 +1,187 @@
+"""Checkpoints of a run: written beside and renamed, each file with its checksum, the newest good one found again.
+
+A disk that is full costs no step as long as an older checkpoint can make room; the newest good one is never touched.
+
+runs/<name>/checkpoints/step-000040/
+    adapter_config.json, adapter_model.safetensors    the standard PEFT folder, usable as it is
+    optimizer.pt, scheduler.pt, rng_state.pth, trainer_state.json
+    checksums.json                                    written last: a folder without it is not a checkpoint
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import re
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from safetensors import SafetensorError
+
+from qerl.checkpoint.adapter import adapter_scaling, load_tensors_, read_adapter, save_adapter
+from qerl.errors import CheckpointError, ConfigError
+from qerl.files.disk import fsync
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+    from qerl.config.schema import RunConfig
+    from training.trainer import QerlTrainer
+
+logger = logging.getLogger(__name__)
+
+CHECKSUMS = "checksums.json"
+FILES = {
+    "adapter_config.json",
+    "adapter_model.safetensors",
+    "optimizer.pt",
+    "scheduler.pt",
+    "rng_state.pth",
+    "trainer_state.json",
+}
+REFUSALS = (OSError, RuntimeError, SafetensorError)  # what writing raises where the disk refuses
+
+
+def write_checkpoint(trainer: QerlTrainer, run_dir: Path, config: RunConfig) -> Path:
+    """Write the trainer's state at its current step; older checkpoints beyond `keep_checkpoints` go afterwards.
+
+    If the disk is full, those before the newest good one go first. Raises CheckpointError if the disk refuses; the
+    newest good checkpoint stays as it was.
+    """
+    step = trainer.state.global_step
+    final = checkpoint_path(run_dir, step)
+    try:
+        _write_or_make_room(trainer, run_dir, final)
+    except REFUSALS as error:
+        raise CheckpointError(
+            f"the checkpoint of step {step} could not be written ({error}); the one before is untouched: free some "
+            f"disk space and run `qerl train --resume {run_dir}`"
+        ) from error
+    for old in checkpoints(run_dir)[: -config.run.keep_checkpoints]:
+        shutil.rmtree(old)
+    return final
+
+
+def _write_or_make_room(trainer: QerlTrainer, run_dir: Path, final: Path) -> None:
+    try:
+        _write(trainer, final)
+        return
+    except REFUSALS as error:
+        if not _make_room(run_dir, checkpoint_step(final), str(error)):
+            raise
+    _write(trainer, final)  # only here: while the error lives, the half-written file is open and keeps its space
+
+
+def _write(trainer: QerlTrainer, final: Path) -> None:
+    """Write the folder beside, and rename it when all of it is on the disk; a failure leaves nothing behind."""
+    partial = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        partial.mkdir(parents=True)
+        save_adapter(trainer.model, partial)
+        trainer._save_optimizer_and_scheduler(str(partial))
+        trainer._save_rng_state(str(partial))
+        trainer.state.save_to_json(str(partial / "trainer_state.json"))
+        _seal(partial)
+        shutil.rmtree(final, ignore_errors=True)
+        partial.rename(final)
+        fsync(final.parent)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _make_room(run_dir: Path, step: int, reason: str) -> bool:
+    """Delete the checkpoints before the newest good one, if the disk has no room for another. Whether any went."""
+    newest = newest_checkpoint(run_dir)
+    older = [path for path in checkpoints(run_dir) if newest and checkpoint_step(path) < checkpoint_step(newest)]
+    if not older:
+        return False
+    size = sum(file.stat().st_size for file in newest.rglob("*"))
+    if shutil.disk_usage(run_dir).free > size:
+        return False
+    logger.warning(
+        "the checkpoint of step %d does not fit on the disk (%s): %s deleted to make room; free some space",
+        step,
+        reason,
+        ", ".join(path.name for path in older),
+    )
+    for path in older:
+        shutil.rmtree(path)
+    return True
+
+
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """Where the checkpoint of `step` stands."""
+    return run_dir / "checkpoints" / f"step-{step:06d}"
+
+
+def checkpoints(run_dir: Path) -> list[Path]:
+    """The checkpoint folders of a run, oldest first, good or not; other folders beside them are none of ours."""
+    folders = (run_dir / "checkpoints").glob("step-*")
+    return sorted(
+        (path for path in folders if path.is_dir() and re.fullmatch(r"step-\d+", path.name)), key=checkpoint_step
+    )
+
+
+def newest_checkpoint(run_dir: Path) -> Path | None:
+    """The newest checkpoint whose files all match their checksums; damaged ones are named in a warning."""
+    for path in reversed(checkpoints(run_dir)):
+        if damage := damage_of(path):
+            logger.warning("%s is skipped: %s", path, damage)
+        else:
+            return path
+    return None
+
+
+def checkpoint_step(path: Path) -> int:
+    """The number of optimizer steps that a checkpoint has behind it."""
+    return int(path.name.removeprefix("step-"))
+
+
+def load_adapter_(policy: PeftModel, path: Path) -> None:
+    """Copy a checkpoint's adapter into the policy. Raises ConfigError if it was trained with another alpha / rank."""
+    tensors, scaling = read_adapter(path)
+    load_tensors_(policy, tensors)
+    if not math.isclose(scaling, own := adapter_scaling(policy)):
+        raise ConfigError(
+            f"{path} was trained with alpha / rank {scaling:g} and would act with {own:g}: write the adapter.alpha "
+            "that was there in the run's config.yaml, or start a new run with this one as --model"
+        )
+
+
+def _seal(folder: Path) -> None:
+    """Flush every file and write the checksums, last."""
+    sums = {}
+    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
+        sums[file.relative_to(folder).as_posix()] = _sha256(file)
+        fsync(file)
+    target = folder / CHECKSUMS
+    target.write_text(json.dumps(sums, indent=1), encoding="utf-8")
+    fsync(target)
+    fsync(folder)
+
+
+def damage_of(folder: Path) -> str | None:
+    """What is wrong with a checkpoint folder, or None."""
+    try:
+        sums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return f"it has no readable {CHECKSUMS}"
+    if not isinstance(sums, dict) or (unlisted := sorted(FILES - set(sums))):
+        return f"{CHECKSUMS} does not list {', '.join(unlisted) if isinstance(sums, dict) else 'files'}"
+    for name, expected in sums.items():
+        file = folder / name
+        if not file.is_file():
+            return f"{name} is missing"
+        if _sha256(file) != expected:
+            return f"{name} does not match its checksum"
+    return None
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

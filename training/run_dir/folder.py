@@ -1,0 +1,55 @@
+"""Where a new run may be written, told before anything is loaded; where a run keeps what it replaces. No torch."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from qerl.errors import ConfigError
+from qerl.files.nearby import expanded
+from qerl.files.read_back import read_object
+from qerl.report.shapes import About
+
+LOCK = ".lock"  # all that is left where the disk had no room for a run's first file
+
+
+def new_run_dir(out: str | None, name: str) -> Path:
+    """The directory of a new run: `out`, else `runs/<name>-<time>`. Raises ConfigError if it cannot be made there."""
+    run_dir = expanded(out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    if not str(run_dir).isprintable():
+        raise ConfigError(f"--out {str(run_dir)!r} holds characters that cannot be printed: write another")
+    try:
+        taken = run_dir.exists() and (not run_dir.is_dir() or any(path.name != LOCK for path in run_dir.iterdir()))
+        above = next(parent for parent in run_dir.absolute().parents if parent.exists())
+    except OSError as error:
+        raise ConfigError(f"--out {run_dir} cannot be a run directory ({error.strerror}): give another") from error
+    if taken:
+        if not os.path.isfile(run_dir / "config.yaml"):
+            raise ConfigError(f"{run_dir} already exists and is no run: give another --out")
+        raise ConfigError(
+            f"{run_dir} already exists: continue it with `qerl train --resume {run_dir}`, or give another --out"
+        )
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        what = "may not be written" if above.is_dir() else "is a file"
+        raise ConfigError(f"--out {run_dir} cannot be made: {above} {what}; give another --out")
+    return run_dir
+
+
+def read_about(run_dir: Path) -> dict[str, Any]:
+    """What run.json says; {} without one. Raises DataError for a damaged one."""
+    path = run_dir / "run.json"
+    if not path.is_file():
+        return {}
+    return read_object(path, About, f"delete it, and `qerl train --resume {run_dir}` writes another")
+
+
+def make_aside(run_dir: Path) -> Path:
+    """A new folder `replaced-<time>` of the run, for what would be overwritten."""
+    name = f"replaced-{time.strftime('%Y%m%d-%H%M%S')}"
+    names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
+    aside = next(run_dir / each for each in names if not (run_dir / each).exists())
+    aside.mkdir()
+    return aside
