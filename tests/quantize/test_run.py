@@ -2,50 +2,20 @@
 
 import io
 import json
-import shutil
 import subprocess
 import sys
 
 import pytest
 import torch
 from checkpoint_factory import LAYOUTS, make_checkpoint
-from safetensors.torch import load_file, save_file
+from checkpoint_tensors import FUSED, assert_same_tensors, llm_compressor, load_all
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.quantization_config import CompressedTensorsConfig
 
-from qerl.checkpoint.resolve import resolve_model
-from qerl.checkpoint.shards import INDEX, read_tensors
-from qerl.errors import CheckpointError, ConfigError, MissingExtraError
 from qerl.nvfp4.layout import TENSORS
 from qerl.nvfp4.linear import NVFP4Linear
 from qerl.nvfp4.reference import dequantize, quantize, shared_global_scale
-from quantize import run, writer
-from quantize.compressor import load_compressor
 from quantize.run import quantize_checkpoint
-
-FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
-
-def load_all(folder):
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
-
-
-def assert_same_tensors(ours, theirs):
-    assert ours.keys() == theirs.keys()
-    for name, tensor in ours.items():
-        assert (tensor.dtype, tensor.shape) == (theirs[name].dtype, theirs[name].shape), name
-        assert torch.equal(tensor.view(torch.uint8), theirs[name].view(torch.uint8)), name
-
-
-def llm_compressor(source, out, ignore=("lm_head",)):
-    """The checkpoint as llm-compressor's own oneshot writes it."""
-    load_compressor()
-    from llmcompressor import oneshot
-    from llmcompressor.modifiers.quantization import QuantizationModifier
-
-    recipe = QuantizationModifier(targets="Linear", scheme="NVFP4A16", ignore=list(ignore))
-    oneshot(model=str(source), tokenizer=str(source), recipe=recipe, output_dir=str(out))
-    return load_all(out)
 
 
 @pytest.fixture(scope="module", params=LAYOUTS)
@@ -181,172 +151,6 @@ def test_files_can_be_read_by_others_as_far_as_the_folder(quantized):
     assert modes == {out.stat().st_mode & 0o666}
 
 
-# --- other inputs
-
-
-def test_partial_quantization_by_ignore(model, tmp_path):
-    report = quantize_checkpoint(str(model), tmp_path / "out", ignore=["re:.*self_attn.*"])
-    kept = [f"model.layers.0.self_attn.{part}_proj" for part in "qkvo"]
-    assert list(report.kept_linears) == kept
-    assert_same_tensors(
-        load_all(tmp_path / "out"), llm_compressor(model, tmp_path / "theirs", ["lm_head", "re:.*self_attn.*"])
-    )
-    config = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert config["quantization_config"]["ignore"] == ["lm_head", *kept]
-    loaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path / "out", quantization_config=CompressedTensorsConfig(dequantize=True)
-    )
-    source = load_file(next(model.glob("*.safetensors")))
-    name = next(name for name in source if "self_attn.q_proj.weight" in name)
-    assert torch.equal(loaded.get_parameter(name), source[name])
-
-
-def test_a_float32_model_keeps_its_dtype(tmp_path):
-    source = make_checkpoint(tmp_path / "model", "llama", layers=1, dtype="float32")
-    quantize_checkpoint(str(source), tmp_path / "out")
-    assert_same_tensors(load_all(tmp_path / "out"), llm_compressor(source, tmp_path / "theirs"))
-    assert load_all(tmp_path / "out")["model.norm.weight"].dtype == torch.float32
-
-
-def test_a_float16_model_with_small_weights_is_scaled_in_float32(tmp_path):
-    source = make_checkpoint(tmp_path / "model", "llama", layers=1, dtype="float16")
-    for path in source.glob("*.safetensors"):
-        small = {name: tensor * 0.01 if "_proj" in name else tensor for name, tensor in load_file(path).items()}
-        save_file(small, path, metadata={"format": "pt"})
-    report = quantize_checkpoint(str(source), tmp_path / "out")
-    assert report.worst().sqnr_db > 19  # 0 dB when the global scale overflows float16 and becomes 1
-    written, dense = load_all(tmp_path / "out"), load_all(source)
-    assert written["model.norm.weight"].dtype == torch.float16
-    expected = quantize(dense["model.layers.0.mlp.down_proj.weight"].float())
-    assert torch.equal(written["model.layers.0.mlp.down_proj.weight_packed"], expected.packed)
-
-
-def test_a_layer_of_zeros_has_no_sqnr_and_stays_zero(model, tmp_path):
-    source = shutil.copytree(model, tmp_path / "model")
-    path = next(
-        path for path in source.glob("*.safetensors") if "model.layers.0.self_attn.o_proj.weight" in load_file(path)
-    )
-    save_file({n: t * 0 if "o_proj" in n else t for n, t in load_file(path).items()}, path, metadata={"format": "pt"})
-    report = quantize_checkpoint(str(source), tmp_path / "out")
-    layer = next(layer for layer in report.layers if layer.name.endswith("o_proj"))
-    assert layer.sqnr_db is None
-    saved = json.loads((tmp_path / "out" / "quantize_report.json").read_text())
-    assert next(layer["sqnr_db"] for layer in saved["layers"] if layer["name"].endswith("o_proj")) is None
-    assert report.worst() is not None
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("model.layers.0.mlp.up_proj.weight", float("nan")),
-        ("model.layers.0.mlp.up_proj.weight", float("inf")),
-        ("model.layers.0.mlp.up_proj.weight", -float("inf")),
-        ("model.embed_tokens.weight", float("nan")),
-        ("model.embed_tokens.weight", -float("inf")),
-    ],
-)
-def test_weights_that_are_not_finite_are_named(model, tmp_path, name, value):
-    source = shutil.copytree(model, tmp_path / "model")
-    path = next(path for path in source.glob("*.safetensors") if name in load_file(path))
-    tensors = load_file(path)
-    tensors[name][5, 7] = value
-    save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=f"{name} holds NaN or infinity"):
-        quantize_checkpoint(str(source), tmp_path / "out")
-    assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
-def test_large_models_are_written_in_several_files(model, tmp_path, monkeypatch):
-    quantize_checkpoint(str(model), tmp_path / "one")
-    monkeypatch.setattr(run, "write_weights", lambda folder, groups: writer.write_weights(folder, groups, 30_000))
-    quantize_checkpoint(str(model), tmp_path / "many")
-    files = sorted(path.name for path in (tmp_path / "many").glob("*.safetensors"))
-    assert files == [f"model-{n:05d}-of-{len(files):05d}.safetensors" for n in range(1, len(files) + 1)]
-    assert len(files) > 1
-    assert_same_tensors(load_all(tmp_path / "many"), load_all(tmp_path / "one"))
-    index = json.loads((tmp_path / "many" / INDEX).read_text())
-    assert index["metadata"]["total_size"] == sum(info.nbytes for info in read_tensors(tmp_path / "many").values())
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "many").config.model_type == "qwen2"
-
-
-def test_without_out_it_goes_to_checkpoints_here(model, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    report = quantize_checkpoint(str(model))
-    assert str(report.out) == "checkpoints/Small-1B-NVFP4A16"
-    found = resolve_model(str(model), "nvfp4")
-    assert (found.kind, found.base) == ("nvfp4", "checkpoints/Small-1B-NVFP4A16")
-    assert resolve_model("checkpoints/Small-1B-NVFP4A16", "bf16").base == str(model)
-
-
-def test_an_existing_output_needs_overwrite_and_is_kept_when_the_new_one_fails(model, tmp_path):
-    out = tmp_path / "out"
-    quantize_checkpoint(str(model), out)
-    before = (out / "model.safetensors").read_bytes()
-    with pytest.raises(CheckpointError, match="--overwrite"):
-        quantize_checkpoint(str(model), out)
-    broken = shutil.copytree(model, tmp_path / "broken")
-    path = sorted(broken.glob("*.safetensors"))[-1]
-    save_file({n: t / 0 for n, t in load_file(path).items()}, path, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match="NaN or infinity"):
-        quantize_checkpoint(str(broken), out, overwrite=True)
-    assert (out / "model.safetensors").read_bytes() == before
-    quantize_checkpoint(str(model), out, ignore=["re:.*mlp.*"], overwrite=True)
-    assert (out / "model.safetensors").read_bytes() != before
-
-
-def test_an_already_quantized_model_is_refused(model, tmp_path):
-    quantize_checkpoint(str(model), tmp_path / "out")
-    with pytest.raises(CheckpointError, match="is already quantized"):
-        quantize_checkpoint(str(tmp_path / "out"), tmp_path / "again")
-
-
-def test_too_little_space_is_noticed_before_anything_is_written(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("quantize.output.SPARE_BYTES", 2**60)
-    with pytest.raises(CheckpointError, match="GiB free"):
-        quantize_checkpoint(str(model), tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_hub_id_is_quantized_from_the_cache(model, tmp_path, monkeypatch):
-    from huggingface_hub import constants
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.chdir(tmp_path)
-    repo = tmp_path / "cache" / "models--some--Model-1B"
-    (repo / "refs").mkdir(parents=True)
-    (repo / "refs" / "main").write_text("abc")
-    shutil.copytree(model, repo / "snapshots" / "abc")
-    report = quantize_checkpoint("some/Model-1B")
-    assert (report.source, str(report.out)) == ("some/Model-1B", "checkpoints/Model-1B-NVFP4A16")
-    assert resolve_model("some/Model-1B", "nvfp4").base == "checkpoints/Model-1B-NVFP4A16"
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"method": "rnt"}, "--method 'rnt' is not known: write rtn, awq, gptq"),
-        ({"calibration": "rows.jsonl"}, "--method rtn uses no data"),
-        ({"method": "awq"}, "--method awq needs data"),
-        ({"method": "awq", "calibration": "x", "calibration_size": 0}, "--calibration-size 0 must be at least 1"),
-        ({"method": "gptq", "calibration": "x", "batch_size": -1}, "--batch-size -1 must be at least 1"),
-        ({"method": "gptq", "calibration": "x", "sequence_length": 2048}, "is more than the model's 256 positions"),
-        ({"device": "cuda:77"}, "--device cuda:77 cannot be used here"),
-        ({"device": "gpu"}, "--device gpu cannot be used here"),
-    ],
-)
-def test_options_that_cannot_be_used(model, tmp_path, options, message):
-    with pytest.raises(ConfigError, match=message):
-        quantize_checkpoint(str(model), tmp_path / "out", **options)
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_without_llm_compressor_the_extra_is_named(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'qerl\[quantize\]'"):
-        quantize_checkpoint(str(model), tmp_path / "out")
-
-
 def test_importing_loads_neither_torch_nor_llm_compressor():
     heavy = {"torch", "transformers", "llmcompressor", "compressed_tensors", "datasets", "safetensors"}
     code = f"import sys, quantize.run; print(*{heavy} & set(sys.modules))"
@@ -362,13 +166,3 @@ def test_nothing_is_said_on_stdout_and_the_progress_on_stderr(tmp_path):
     assert "quantizing" in done.stderr
     assert "verifying" in done.stderr
     assert "No accelerator" not in done.stderr
-
-
-def test_a_full_device_is_one_clear_error(model, tmp_path, monkeypatch):
-    def full(*args):
-        raise torch.OutOfMemoryError("tried to allocate 20 GiB")
-
-    monkeypatch.setattr(run, "write_weights", full)
-    with pytest.raises(CheckpointError, match=r"ran out of memory while quantizing .*: write --device cpu"):
-        quantize_checkpoint(str(model), tmp_path / "out")
-    assert list(tmp_path.iterdir()) == []

@@ -4,50 +4,30 @@ import json
 import math
 import shutil
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint
+from merged import random_adapter
 from safetensors.torch import load_file, save_file
 
 import quantize.merge.run
 import quantize.merge.weights
-from qerl.checkpoint.adapter import adapter_tensors, attach_lora, read_adapter, save_adapter
+from qerl.checkpoint.adapter import read_adapter
 from qerl.checkpoint.kinds import kind_of
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
-from qerl.config.recipe import load_recipe, save_config
 from qerl.engine.interface import SamplingParams, open_model
-from qerl.errors import CheckpointError, ConfigError
+from qerl.errors import CheckpointError
 from qerl.nvfp4.layout import TENSORS
 from qerl.nvfp4.reference import dequantize
 from qerl.tasks import build_messages, get_task, load_examples, render_prompt
 from quantize.merge.effect import kl
 from quantize.merge.run import MergeOptions, merge
 from quantize.merge.weights import Sums, total
-from quantize.run import quantize_checkpoint
 from quantize.writer import write_weights
 
-DATA = Path(__file__).parents[2] / "data" / "tiny_run"
 GREEDY = SamplingParams(48, temperature=0.0)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The trained run where a user has it: runs/tiny_run beside checkpoints/tiny-NVFP4A16."""
-    folder = tmp_path_factory.mktemp("work")
-    quantize_checkpoint("tiny", folder / "checkpoints" / "tiny-NVFP4A16")
-    shutil.copytree(DATA, folder / "runs" / "tiny_run")
-    settings = ["adapter.rank=4", "adapter.alpha=8", "run.steps=30"]
-    save_config(load_recipe("tiny", settings), folder / "runs" / "tiny_run" / "config.yaml")  # in today's keys
-    return folder / "runs" / "tiny_run"
-
-
-@pytest.fixture(scope="module")
-def base(run):
-    return run.parents[1] / "checkpoints" / "tiny-NVFP4A16"
 
 
 @pytest.fixture(scope="module")
@@ -234,19 +214,6 @@ def test_trained_norms_stay_in_the_adapter_folder_with_a_warning(tmp_path):
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["modules_to_save"]
 
 
-def random_adapter(folder, base, train_norms=False, rank=4, seed=0):
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(seed)
-    model = attach_lora(AutoModelForCausalLM.from_pretrained(base), rank, 2 * rank, train_norms=train_norms)
-    with torch.no_grad():
-        for name, tensor in adapter_tensors(model).items():
-            if ".lora_A." not in name:
-                tensor.add_(0.1 * torch.randn(tensor.shape))
-    save_adapter(model, folder, str(base))
-    return folder
-
-
 def test_survival_by_hand():
     """delta (1, 1), change (1, 0) on a base of norm 10: half of it is there, at 45 degrees."""
     part = Sums("x", dot=1.0, change2=1.0, delta2=2.0, base2=100.0).survival()
@@ -265,36 +232,6 @@ def test_kl_by_hand():
     assert kl([[-0.3], [-0.7]], [[-0.3], [-0.7]]) == 0.0
 
 
-@pytest.mark.parametrize("to", ["bf16", "nvfp4", "adapter"])
-def test_what_dies_half_way_leaves_what_was_there(run, tmp_path, monkeypatch, to):
-    out = tmp_path / "out"
-    out.mkdir()
-    (out / "merge_report.json").write_text("{}")
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            quantize.merge.run, "_write_texts", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
-        )
-        with pytest.raises(CheckpointError, match="free some space"):
-            merge(MergeOptions(str(run), to, out, overwrite=True))
-    assert [path.name for path in tmp_path.iterdir()] == ["out"]
-    assert [path.name for path in out.iterdir()] == ["merge_report.json"]
-
-
-def test_a_damaged_write_is_noticed(run, tmp_path, monkeypatch):
-    def flipped(folder, groups, **options):
-        size = write_weights(folder, groups, **options)
-        path = folder / "model.safetensors"
-        data = bytearray(path.read_bytes())
-        data[len(data) // 2] ^= 64
-        path.write_bytes(data)
-        return size
-
-    monkeypatch.setattr(quantize.merge.weights, "write_weights", flipped)
-    with pytest.raises(CheckpointError, match="does not pass its check"):
-        merge(MergeOptions(str(run), "bf16", tmp_path / "out"))
-    assert not list(tmp_path.iterdir())
-
-
 def test_trained_embeddings_do_not_change_a_tied_head_silently(tmp_path):
     base = make_checkpoint(tmp_path / "base", "qwen3")
     folder = random_adapter(tmp_path / "adapter", base)
@@ -304,61 +241,6 @@ def test_trained_embeddings_do_not_change_a_tied_head_silently(tmp_path):
     with pytest.raises(CheckpointError, match=r"trained embeddings.*untie the base's head"):
         merge(MergeOptions(str(folder), "bf16", tmp_path / "out", prompt_count=0))
     assert not (tmp_path / "out").exists()
-
-
-REFUSALS = {
-    "no such adapter": ({"adapter": "./nowhere"}, "there is no folder ./nowhere"),
-    "a model": ({"adapter": "tiny"}, "is a model, not an adapter"),
-    "format": ({"to": "gguf"}, "write adapter, bf16, nvfp4"),
-    "dtype of a model": ({"dtype": "float32"}, "go with --to adapter"),
-    "onto of an adapter": ({"to": "adapter", "onto": "original"}, "exact copy"),
-    "onto what": ({"onto": "base"}, "write auto, trained or original"),
-    "prompts": ({"prompts": Path("no.jsonl")}, "no.jsonl does not exist"),
-    "count": ({"prompt_count": -1}, "at least 0"),
-    "hub id": ({"push_to_hub": "my model"}, "write owner/name"),
-    "other base": ({"model": "OTHER"}, "give the base that it was trained on"),
-    "into the base": ({"out": "BASE"}, "model's own folder"),
-    "device": ({"device": "tpu0"}, "write auto or cpu"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSALS)
-def test_mistakes_are_refused_before_anything_is_written(run, base, tmp_path, name):
-    changes, expected_text = REFUSALS[name]
-    if changes.get("model") == "OTHER":
-        changes = {"model": str(make_checkpoint(tmp_path / "other", "qwen3"))}
-    if changes.get("out") == "BASE":
-        changes = {"out": base}
-    before = sorted(path.name for path in tmp_path.iterdir()), sorted(path.name for path in base.iterdir())
-    options = {"adapter": str(run), "to": "bf16", "out": tmp_path / "out", **changes}
-    with pytest.raises((ConfigError, CheckpointError), match=expected_text):
-        merge(MergeOptions(**options))
-    assert before == (sorted(path.name for path in tmp_path.iterdir()), sorted(path.name for path in base.iterdir()))
-
-
-def test_a_full_disk_is_known_before(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-    with pytest.raises(CheckpointError, match="GiB free"):
-        merge(MergeOptions(str(run), "bf16", tmp_path / "out"))
-
-
-def test_another_model_under_the_originals_name_is_refused(run, base, tmp_path):
-    """The report names a model that these weights were not made from."""
-    other = make_checkpoint(tmp_path / "other", "qwen3")
-    for name in ("checkpoints", "runs"):
-        shutil.copytree(run.parents[1] / name, tmp_path / name, ignore=shutil.ignore_patterns("merged*", "exported"))
-    path = tmp_path / "checkpoints" / "tiny-NVFP4A16" / "quantize_report.json"
-    report = json.loads(path.read_text())
-    options = MergeOptions(
-        str(tmp_path / "runs" / "tiny_run" / "adapter"), "nvfp4", tmp_path / "out", model=str(path.parent)
-    )
-    path.write_text(json.dumps({**report, "source": str(other)}))
-    with pytest.raises(CheckpointError, match=r"is not the model that|give the base"):
-        merge(options)
-    path.write_text(json.dumps({**report, "method": "awq"}))
-    merged = merge(MergeOptions(**{**vars(options), "prompt_count": 0}))
-    assert "quantized by awq" in merged.warnings()[0]
-    assert merged.onto == str(path.parent)
 
 
 def test_a_run_with_keys_of_another_version_is_measured_on_what_it_saved(run, tmp_path, caplog):

@@ -1,0 +1,49 @@
+"""Folders that --model may name: a 16-bit model, an NVFP4 checkpoint, an adapter and a run."""
+
+import json
+
+from checkpoint_factory import fake_checkpoint
+
+NVFP4 = {
+    "quant_method": "compressed-tensors",
+    "format": "nvfp4-pack-quantized",
+    "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}, "input_activations": None}},
+}
+
+
+def make_base(folder="models/Small-1B"):
+    return fake_checkpoint(folder)
+
+
+def make_nvfp4(folder="checkpoints/Small-1B-NVFP4A16", source=None):
+    path = fake_checkpoint(folder, quantization_config=NVFP4)
+    if source is not None:
+        (path / "quantize_report.json").write_text(json.dumps({"source": str(source)}))
+    return path
+
+
+def make_adapter(folder, base):
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(base)}))
+    (folder / "adapter_model.safetensors").write_bytes(b"")
+    return folder
+
+
+def make_run(tmp_path, base, name="r1", model_format="nvfp4", steps=(5, 40)):
+    run = tmp_path / "runs" / name
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(f"model:\n  base: {base}\n  format: {model_format}\n")
+    (run / "metrics.jsonl").write_text("")
+    for step in steps:
+        make_adapter(run / "checkpoints" / f"step-{step:06d}", base)
+    return run
+
+
+def hub_snapshot(cache, repo, fill):
+    """A model in the hub's cache as its client leaves it there."""
+    folder = cache / f"models--{repo.replace('/', '--')}"
+    snapshot = folder / "snapshots" / "0123456789abcdef"
+    (folder / "refs").mkdir(parents=True)
+    (folder / "refs" / "main").write_text("0123456789abcdef")
+    fill(snapshot)
+    return snapshot

@@ -1,0 +1,187 @@
+"""What cannot be a --model: each mistake is one clear error."""
+
+import json
+
+import pytest
+from checkpoint_factory import fake_checkpoint
+from model_folders import NVFP4, hub_snapshot, make_adapter, make_base, make_nvfp4, make_run
+
+from qerl.checkpoint import hub
+from qerl.checkpoint.kinds import kind_of
+from qerl.checkpoint.resolve import (
+    model_under,
+    resolve_model,
+)
+from qerl.errors import CheckpointError
+
+
+@pytest.fixture(autouse=True)
+def in_empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+# --- what cannot be used
+
+
+@pytest.mark.parametrize(
+    ("ref", "message"),
+    [
+        ("no/such/folder", r"there is no folder no/such/folder \(no/ is not there either\): give an existing folder"),
+        ("typo", "neither a folder here nor a hub id"),
+        ("emty", r"neither a folder here nor a hub id \(did you mean empty\?\)"),
+        ("./missing", r"there is no folder ./missing \(beside it: empty\): give an existing folder"),
+        ("./emtpy", r"there is no folder ./emtpy \(did you mean empty\?\): give"),
+        ("./EMPTY", r"there is no folder ./EMPTY \(did you mean empty\?\): give"),
+        ("../nowhere/x", "there is no folder ../nowhere/x"),
+        ("~/no-such-model", "there is no folder ~/no-such-model"),
+        ("/no-such-model", "there is no folder /no-such-model"),
+        ("a file", "is a file: give the folder"),
+        ("empty", "has no config.json, adapter_config.json"),
+    ],
+)
+def test_paths_that_are_no_model(tmp_path, ref, message):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "a file").write_text("x")
+    with pytest.raises(CheckpointError, match=message):
+        resolve_model(ref)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "gptq", "bits": 4}, "already quantized as gptq"),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, "already quantized as modelopt"),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized"},
+            r"compressed-tensors \(pack-quantized\)",
+        ),
+        (
+            {**NVFP4, "config_groups": {"g": {"input_activations": {"num_bits": 4}}}},
+            "quantizes activations too .NVFP4 W4A4.",
+        ),
+        ({**NVFP4, "config_groups": {"g": {"weights": {"num_bits": 4, "group_size": 32}}}}, "with {'group_size': 32}"),
+        (
+            {**NVFP4, "config_groups": {"g": {"weights": {"num_bits": 8, "type": "int"}}}},
+            "'num_bits': 8, 'type': 'int'",
+        ),
+        ({**NVFP4, "config_groups": None}, "quantization_config that cannot be read"),
+        ({**NVFP4, "config_groups": [1]}, "quantization_config that cannot be read"),
+        ("nvfp4", "quantization_config that cannot be read"),
+    ],
+)
+def test_other_quantizations_are_named(quantization, message):
+    folder = fake_checkpoint("m", quantization_config=quantization)
+    with pytest.raises(CheckpointError, match=message):
+        kind_of(folder)
+
+
+def test_missing_weights_are_noticed_when_the_model_is_resolved():
+    folder = make_base()
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(b"x")
+    with pytest.raises(CheckpointError, match="only as pickled files"):
+        resolve_model(str(folder))
+
+
+def test_a_run_without_a_checkpoint_yet(tmp_path):
+    run = make_run(tmp_path, make_nvfp4(), steps=())
+    with pytest.raises(CheckpointError, match="has saved no adapter yet"):
+        resolve_model(str(run))
+
+
+@pytest.mark.parametrize("text", ["model: [", "model: 3", "{}", "model:\n  format: nvfp4\n"])
+def test_a_run_with_a_damaged_config(tmp_path, text):
+    run = make_run(tmp_path, make_nvfp4())
+    (run / "config.yaml").write_text(text)
+    with pytest.raises(CheckpointError, match=r"config\.yaml names no model\.base"):
+        resolve_model(str(run))
+
+
+def test_adapters_that_are_incomplete_or_stacked(tmp_path):
+    base = make_base()
+    first = make_adapter(tmp_path / "first", base)
+    with pytest.raises(CheckpointError, match="is itself an adapter"):
+        resolve_model(str(make_adapter(tmp_path / "second", first)))
+    (first / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"no adapter_model\.safetensors"):
+        resolve_model(str(first))
+    (first / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match=r"names no base: write `--model BASE --adapter"):
+        resolve_model(str(first))
+
+
+def test_an_adapter_that_names_itself_as_base_is_refused(tmp_path, monkeypatch):
+    adapter = make_adapter(tmp_path / "mine", tmp_path / "mine")
+    words = r"mine/adapter_config\.json names .*, which is the adapter itself, as its base: write .*--model BASE"
+    with pytest.raises(CheckpointError, match=words):
+        resolve_model(str(adapter))
+    with pytest.raises(CheckpointError, match=words):
+        model_under(str(adapter))
+    make_adapter(tmp_path / "here", ".")
+    monkeypatch.chdir(tmp_path / "here")
+    with pytest.raises(CheckpointError, match=r"names \., which is the adapter itself"):
+        resolve_model(".")
+
+
+def test_adapters_and_runs_that_name_one_another_are_refused(tmp_path):
+    first = make_adapter(tmp_path / "first", tmp_path / "second")
+    make_adapter(tmp_path / "second", tmp_path / "third")
+    make_adapter(tmp_path / "third", first)
+    words = "third/adapter_config.json names .*first, which rests on it, as its base: write"
+    with pytest.raises(CheckpointError, match=words):
+        resolve_model(str(first))
+    with pytest.raises(CheckpointError, match=words):
+        model_under(str(first))
+    run = make_run(tmp_path, tmp_path / "runs" / "r1")
+    with pytest.raises(CheckpointError, match=r"r1/config\.yaml names .*r1, which is the run itself, as its base"):
+        resolve_model(str(run))
+
+
+def test_an_adapter_of_the_hub_that_names_itself_is_refused(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+    snapshot = hub_snapshot(tmp_path / "cache", "some/adapter", lambda folder: make_adapter(folder, "some/adapter"))
+    (snapshot / "config.json").write_text("{}")  # by which it is found in the cache
+    with pytest.raises(CheckpointError, match=r"is itself an adapter .some/adapter."):
+        resolve_model("some/adapter")
+
+
+def test_an_unreachable_hub_is_one_clear_error(monkeypatch):
+    monkeypatch.setattr(hub, "reachable", lambda: False)
+    with pytest.raises(CheckpointError, match="some/model is no folder here, and the hub cannot be reached"):
+        resolve_model("some/model")
+
+
+def test_a_mistyped_folder_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
+    """runs/dnoe has the form of a hub id, and runs/ is a folder here."""
+    monkeypatch.setattr(hub, "reachable", lambda: False)
+    make_run(tmp_path, make_nvfp4(), name="done")
+    with pytest.raises(CheckpointError, match=r"there is no folder runs/dnoe \(did you mean runs/done\?\), and the"):
+        resolve_model("runs/dnoe")
+    with pytest.raises(CheckpointError, match=r"no folder checkpoints/x \(beside it: checkpoints/Small-1B-NVFP4A16\)"):
+        resolve_model("checkpoints/x")
+    with pytest.raises(CheckpointError, match=r"no folder runs/dnoe"):
+        resolve_model(str(make_base()), adapter="runs/dnoe")
+
+
+def test_many_neighbours_are_counted(tmp_path):
+    for name in "abcdef":
+        (tmp_path / "runs" / name).mkdir(parents=True)
+    (tmp_path / "runs" / ".hidden").mkdir()
+    with pytest.raises(CheckpointError, match=r"\(beside it: runs/a, runs/b, runs/c and 3 others\)"):
+        resolve_model("./runs/zzz")
+
+
+@pytest.mark.parametrize("named", [None, "", 7, ["a"]], ids=str)
+def test_an_adapter_that_names_no_base_says_so(named, tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": named}))
+    with pytest.raises(CheckpointError, match="names no base: write `--model BASE"):
+        resolve_model(str(tmp_path))
+
+
+def test_an_adapter_away_from_its_base_says_how_to_name_the_base(tmp_path):
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "checkpoints/gone"}))
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"an adapter of checkpoints/gone, which is not here: .*--model BASE"):
+        resolve_model(str(tmp_path))

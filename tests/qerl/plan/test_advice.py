@@ -1,0 +1,195 @@
+"""What `qerl plan` says where a run does not fit, and the cards that it knows."""
+
+import json
+import re
+
+import pytest
+from plan_check import (
+    Workload,
+)
+from typer.testing import CliRunner
+
+from qerl.cli import app
+from qerl.commands.plan import this_card
+from qerl.config.recipe import load_recipe, recipe_names
+from qerl.errors import ConfigError
+from qerl.plan.advice import advice, largest_completion, with_values
+from qerl.plan.cards import CARDS, card_of
+from qerl.plan.plan import MAX_SEQUENCES, plan, trainer_bytes
+from qerl.plan.sizes import KNOWN, read_sizes
+from qerl.vllm_plugin.opening import Settings
+
+GIB = 2**30
+LONG = Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 16, 512, 4096, 32)
+
+
+@pytest.mark.parametrize(
+    ("settings", "remedy"),
+    [
+        ([], "take a smaller base"),
+        (["rollout.memory=0.9"], "take a smaller base"),
+        (["model.format=bf16", "noise.enabled=false"], "take a smaller or quantized base"),
+    ],
+)
+def test_what_does_not_fit_is_named_with_the_remedy(settings, remedy):
+    """To take a quantized base is no remedy where it is NVFP4."""
+    made = plan(load_recipe("dapo_32b", settings), read_sizes("Qwen/Qwen2.5-32B"), card_of("16"))
+    assert any(remedy in problem for problem in made.problems), made.problems
+
+
+@pytest.mark.parametrize("gpu", ["8", "10", "12"])
+def test_the_default_budget_leaves_room_for_what_lies_outside_it(gpu):
+    made = plan(load_recipe("dapo_3b", []), read_sizes("Qwen/Qwen2.5-3B"), card_of(gpu))
+    assert made.problems == ()
+    assert made.peak("rollout") <= made.limit
+
+
+@pytest.mark.parametrize(("memory", "said"), [("1.0", "0.91"), ("23.5", "21.6")])
+def test_a_budget_that_leaves_no_room_is_a_problem_and_what_is_advised_is_none(memory, said):
+    """4090: 23.6 GiB. Outside the budget: 0.5 + 1.25 + 0.6 - 1 of the engine, 160 MB of counts, float32 LoRA of rank 32
+    and its 8-bit state."""
+    config, sizes = load_recipe("dapo_7b", [f"rollout.memory={memory}"]), read_sizes("Qwen/Qwen2.5-7B")
+    made = plan(config, sizes, card_of("4090"))
+    (problem,) = made.problems
+    assert problem.endswith(f"lower rollout.memory to {said}")
+    lower = load_recipe("dapo_7b", [f"rollout.memory={said}"])
+    assert plan(lower, sizes, card_of("4090")).problems == ()
+    above = load_recipe("dapo_7b", [f"rollout.memory={float(said) + (0.01 if memory == '1.0' else 0.1)}"])
+    assert plan(above, sizes, card_of("4090")).problems
+    assert "--set rollout.memory=null" in advice(config, sizes, card_of("4090"))
+    done = CliRunner().invoke(
+        app, ["plan", "--recipe", "dapo_7b", "--gpu", "4090", "--set", f"rollout.memory={memory}"]
+    )
+    assert done.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("values", "gib"),
+    [([], 80), ([], 12), (["memory.cap_gib=14"], 80), (["rollout.memory=0.8"], 24), (["rollout.memory=20"], 24)],
+)
+def test_the_engine_takes_the_budget_that_was_planned(tmp_path, values, gib):
+    """Both leave vLLM's profile to size the cache; a file of the right length stands for the weights."""
+    config = load_recipe("dapo_7b", values)
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen2", "quantization_config": {}, **KNOWN["qwen2.5-7b"]}), encoding="utf-8"
+    )
+    sizes = read_sizes(str(tmp_path))
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.truncate(int(sizes.weights_bytes("nvfp4")))
+    context = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    asked = (config.rollout.memory, config.memory.cap_gib, context, MAX_SEQUENCES, "auto", trainer_bytes(config, sizes))
+    arguments = Settings(str(tmp_path), "nvfp4", False, *asked).memory_arguments(gib * GIB)
+    assert arguments["kv_cache_memory_bytes"] is None
+    made = plan(config, sizes, card_of(str(gib)))
+    parts = made.memory["rollout"]
+    planned = parts["weights"] + parts["KV cache"] + parts["engine's work"]
+    assert arguments["gpu_memory_utilization"] * gib * GIB == pytest.approx(planned, abs=2)
+
+
+@pytest.mark.parametrize(
+    ("text", "gib"),
+    [
+        ("24", 24),
+        ("80", 80),
+        ("H100", 79.2),
+        ("4090", 23.6),
+        ("RTX 4090", 23.6),
+        ("rtx3090", 23.6),
+        ("24GB", 24),
+        ("8 GiB", 8),
+    ],
+)
+def test_cards(text, gib):
+    assert card_of(text).memory_gib == gib
+
+
+@pytest.mark.parametrize(
+    ("reported", "gib", "gb_per_s"),
+    [
+        ("NVIDIA GeForce RTX 4090, 24564", 23.6, 857),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU, 16376", 16.0, 857),
+        ("NVIDIA A100-SXM4-40GB, 40960", 39.4, 1322),
+        ("NVIDIA A100-SXM4-80GB, 81920", 79.2, 1733),
+        ("NVIDIA H100 NVL, 95830", 93.6, 2848),
+        ("NVIDIA H200, 143771", 139.8, 4200),
+        ("NVIDIA GeForce RTX 3060, 12288", 12.0, 796),
+    ],
+)
+def test_this_card_has_the_memory_that_it_reports(tmp_path, monkeypatch, reported, gib, gb_per_s):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho '{reported}'\n", encoding="utf-8")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    card = this_card()
+    assert (card.memory_gib, card.gb_per_s) == (gib, gb_per_s)
+
+
+RECIPES = [name for name in recipe_names() if name != "tiny"]
+
+
+@pytest.mark.parametrize("gpu", ["24", "4090", "80", "h100"])
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_every_recipe_fits_or_says_what_makes_it_fit(recipe, gpu):
+    """What is advised is written down, read back as options of `qerl train`, and planned again."""
+    config, card = load_recipe(recipe, []), card_of(gpu)
+    sizes = read_sizes(config.model.base)
+    found = advice(config, sizes, card)
+    if not plan(config, sizes, card).problems:
+        assert found == []
+        return
+    assert found
+    for options in (each.split() for each in found if each.startswith("--")):
+        values = dict(zip(options[::2], options[1::2], strict=True)) if options[0] == "--model" else {}
+        changed = load_recipe(recipe, [word for word in options if "=" in word], base=values.get("--model"))
+        assert plan(changed, read_sizes(changed.model.base), card).problems == (), options
+    needed = [each.partition(" GiB")[0] for each in found if "of GPU memory" in each]
+    assert needed
+    assert plan(config, sizes, card_of(needed[0])).problems == ()
+    assert plan(config, sizes, card_of(str(int(needed[0]) - 1))).problems
+
+
+def test_the_longest_completion_is_a_boundary():
+    config, card = load_recipe("dapo_7b", []), card_of("24")
+    sizes = read_sizes(config.model.base)
+    longest = largest_completion(config, sizes, card)
+    assert longest >= config.rollout.max_new_tokens
+    planned_with = {
+        n: plan(with_values(config, {"rollout.max_new_tokens": n}), sizes, card) for n in (longest, longest + 256)
+    }
+    assert [bool(planned_with[n].problems) for n in planned_with] == [False, True]
+    assert largest_completion(config, sizes, CARDS["h200"]) == 32768 - 1024  # there the model's positions end
+
+
+def test_a_cap_or_a_fixed_size_is_advised_away():
+    config = load_recipe("dapo_7b", ["memory.cap_gib=12", "run.micro_batch_tokens=40000"])
+    sizes = read_sizes(config.model.base)
+    assert "--set run.micro_batch_tokens=null --set memory.cap_gib=null" in advice(config, sizes, card_of("24"))
+
+
+def test_a_cap_on_a_card_that_is_large_enough_is_advised_higher_not_another_card():
+    config, card = load_recipe("dapo_7b", ["memory.cap_gib=10"]), card_of("24")
+    sizes = read_sizes(config.model.base)
+    found = advice(config, sizes, card)
+    assert not any("of GPU memory" in line for line in found)
+    (cap,) = [int(line.rpartition("=")[2]) for line in found if re.fullmatch(r"--set memory\.cap_gib=\d+", line)]
+    planned = [plan(with_values(config, {"memory.cap_gib": float(gib)}), sizes, card) for gib in (cap - 1, cap)]
+    assert [bool(each.problems) for each in planned] == [True, False]
+
+
+def test_more_tokens_than_the_model_has_positions_for():
+    config = load_recipe("dapo_7b", ["rollout.max_new_tokens=32768"])
+    (problem,) = plan(config, read_sizes(config.model.base), CARDS["h200"]).problems
+    assert "32768 positions" in problem
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [("h900", "is not known"), ("0", "not a size"), ("-3", "not a size"), ("4070", "or one of 3090")]
+)
+def test_wrong_cards(text, words):
+    with pytest.raises(ConfigError, match=words):
+        card_of(text)
+
+
+@pytest.mark.parametrize("name", CARDS)
+def test_every_card_trains_a_3b_model(name):
+    assert not Workload("dapo_3b", "Qwen/Qwen2.5-3B", 16, 8, 256, 1024, 32).plan(name).problems

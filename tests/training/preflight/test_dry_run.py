@@ -1,0 +1,88 @@
+"""`qerl train --dry-run`, and plans of runs and adapters: what is shown and what is refused."""
+
+import json
+import re
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from plan_check import (
+    Workload,
+)
+from rich.console import Console
+from small_run import small_config
+from typer.testing import CliRunner
+
+from qerl.cli import app
+from qerl.errors import ConfigError, RewardError
+from qerl.plan.sizes import read_sizes
+from training.preflight.dry_run import dry_run
+from training.run import start
+
+GIB = 2**30
+LONG = Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 16, 512, 4096, 32)
+
+
+def test_a_dry_run_shows_plan_data_and_rewards_and_writes_nothing(nvfp4_base, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    command = ["train", "--recipe", "tiny", "--model", str(nvfp4_base), "--dry-run"]
+    done = CliRunner().invoke(app, command)
+    assert done.exit_code == 0, done.output
+    assert "8192 prompts" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if line.strip().startswith("arith-train-0-")]
+    assert len(rows) == 5
+    assert all(row[-3:] == ["1", "/", "0"] for row in rows)  # the answer earns the reward, nothing does not
+    assert "KV cache" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_reward_failed_on_is_still_there_after_a_dry_run(nvfp4_base, tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    code = "def wrong(completions, **columns):\n    return [float('nan') for _ in completions]\n"
+    (tmp_path / "own.py").write_text(code, encoding="utf-8")
+    config = small_config(nvfp4_base, tmp_path, f"rewards=[{{name: '{tmp_path / 'own.py'}:wrong'}}]")
+    with pytest.raises(RewardError) as raised:
+        dry_run(config, Console(file=StringIO()))
+    saved = Path(re.search(r"\S+failed_reward\.json", str(raised.value))[0])
+    assert json.loads(saved.read_text(encoding="utf-8"))
+    (tmp_path / "own.py").write_text(code.replace("nan", "1"), encoding="utf-8")
+    left = set(tmp_path.iterdir())
+    dry_run(config, Console(file=StringIO()))
+    assert set(tmp_path.iterdir()) <= left  # nothing stays of rewards that work
+
+
+@pytest.fixture(scope="module")
+def run_of_three_steps(nvfp4_base, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run")
+    return start(small_config(nvfp4_base, folder, steps=3), "first").run_dir
+
+
+@pytest.mark.parametrize("part", ["", "adapter"])
+def test_a_run_and_its_adapter_are_planned_by_their_base(run_of_three_steps, nvfp4_base, part):
+    assert read_sizes(str(run_of_three_steps / part)) == read_sizes(str(nvfp4_base))
+    model = ["--model", str(run_of_three_steps / part)]
+    planned = CliRunner().invoke(app, ["plan", "--recipe", "tiny", *model])
+    assert planned.exit_code == 0, planned.output
+    dry = CliRunner().invoke(app, ["train", "--recipe", "tiny", *model, "--dry-run"])
+    assert dry.exit_code == 0, dry.output
+    assert planned.stdout[-200:] == dry.stdout[-200:]
+
+
+def test_an_adapter_of_a_known_model_is_planned_without_it(tmp_path):
+    about = {"base_model_name_or_path": "Qwen/Qwen2.5-7B-Instruct"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(about), encoding="utf-8")
+    assert read_sizes(str(tmp_path)) == read_sizes("Qwen/Qwen2.5-7B")
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "said"),
+    [
+        ("adapter.rank=4096", ConfigError, "write adapter.rank: "),
+        ("rollout.max_new_tokens=512", ConfigError, "exceed the model's 512 positions"),
+        ("adapter.rank=8", ConfigError, "write adapter.rank: 16"),  # of the run that it starts from
+    ],
+)
+def test_a_dry_run_refuses_what_the_run_would(run_of_three_steps, nvfp4_base, tmp_path, given, error, said):
+    base = run_of_three_steps if given == "adapter.rank=8" else nvfp4_base
+    with pytest.raises(error, match=said):
+        dry_run(small_config(base, tmp_path, given), Console(file=StringIO()))
