@@ -1,13 +1,13 @@
-"""Importance weights for completions that another policy sampled than the one that is trained, and the mismatch.
+"""Importance weights for completions that were not sampled by the trained policy itself, and the mismatch.
 
-The engine samples with its own kernels and, with noise, from a perturbed policy. Each token's loss is weighted by
-r = exp(old_logprobs - sampling_logprobs), truncated or masked (arXiv 2510.11696 has no correction; the modes are those
-of TRL 1.16's GRPOTrainer, whose values the tests compare with).
+The engine samples with its own kernels and, under noise, from a perturbed policy. So each token's loss is weighted by
+r = exp(old_logprobs - sampling_logprobs), truncated or masked. (arXiv 2510.11696 has no correction. The modes are those
+of TRL 1.16's GRPOTrainer, and the tests compare with its values.)
 
-What the weights give, shown on an enumerable case (tests/training/test_exact_gradient.py): with one ratio a sequence
-the expected gradient is exactly the clean policy's, up to what the cap cuts off. With one ratio a token (the default:
-its variance does not grow with the length) a bias remains, smaller than without weights, because prefixes and
-continuations stay distributed as the sampler has them.
+tests/training/test_exact_gradient.py shows on a case small enough to enumerate what the weights achieve. With one ratio
+per sequence the expected gradient is exactly that of the clean policy, up to what the cap cuts off. One ratio per token
+is the default, since its variance does not grow with the length. A bias remains then, smaller than without weights,
+because prefixes and continuations keep the distribution of the sampler.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-GROWTH = 5.0  # of the mismatch that noise makes, from one draw of it to another
+GROWTH = 5.0  # how much larger the mismatch of one noise draw may be than that of another
 
 
 def importance_weights(
     old_logprobs: torch.Tensor, sampling_logprobs: torch.Tensor, mask: torch.Tensor, config: CorrectionConfig
 ) -> torch.Tensor:
-    """Weights for the per-token loss: (B, T) in the token modes, (B, 1) in the sequence modes.
+    """Weights for the loss of each token: (B, T) in the token modes, (B, 1) in the sequence modes.
 
-    All three tensors are (B, T); `mask` is 1 on completion tokens. "truncate" clamps the ratio to [floor, cap], "mask"
-    sets a ratio outside it to 0.
+    All three tensors are (B, T); `mask` is 1 on completion tokens. "truncate" clamps the ratio to [floor, cap],
+    "mask" sets a ratio outside of it to 0.
     """
     difference = (old_logprobs - sampling_logprobs) * mask
     if config.mode.startswith("sequence"):
@@ -49,7 +49,7 @@ def importance_weights(
 
 @dataclass
 class Mismatch:
-    """Sums over the tokens of a step; `metrics` turns them into means."""
+    """Sums over the tokens of a step, which `metrics` turns into means."""
 
     tokens: float = 0.0
     abs_difference: float = 0.0
@@ -93,14 +93,14 @@ class Mismatch:
 
     @property
     def ess(self) -> float:
-        """Effective sample size, as a share of the tokens: (sum w)^2 / (n sum w^2), 1 where all weigh the same.
+        """Effective sample size as a share of the tokens: (sum w)^2 / (n sum w^2), which is 1 if all weights are equal.
 
-        w are the weights that act, after truncation or masking; with the correction off, the tokens' plain ratios.
+        w are the weights after truncation or masking; with the correction off, the plain ratios of the tokens.
         """
         return self.weights**2 / (self.tokens * self.squared_weights) if self.squared_weights else 0.0
 
     def metrics(self, config: CorrectionConfig) -> dict[str, float]:
-        """The step's metrics; the share outside the bounds is named after what happened to it."""
+        """The metrics of the step. The share of tokens outside the bounds is named after what happened to them."""
         if not self.tokens:
             return {}
         means = {
@@ -116,20 +116,20 @@ class Mismatch:
 
 
 class MismatchGate:
-    """Stops a run in which engine and trainer do not agree on their logprobs before its first update."""
+    """Stop a run before its first update if engine and trainer disagree on their logprobs."""
 
     def __init__(self, limit: float | None, dropout: float) -> None:
-        """`limit` is in nats, None for no gate; with `dropout` in the adapter no step can be judged."""
+        """`limit` is in nats, or None for no gate. If the adapter has `dropout`, no step can be judged."""
         self._limit, self._dropout = limit, dropout
         self.passed = limit is None
         self._told = False
 
     def check(self, mismatch: Mismatch, sigma: float, history: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Judge the step before its update. Noise and dropout make the policies differ, however well they agree.
+        """Judge a step before its update. Raises EngineError if the mismatch is above the limit.
 
-        A run that is resumed at a noisy step has no clean one to be judged by: it is held to GROWTH times the most that
-        its `history`, the metrics of its steps, has with that much noise. A step without tokens in the loss says
-        nothing. Raises EngineError.
+        Noise and dropout make the two policies differ even where their logprobs agree. A run that is resumed at a noisy
+        step has no clean step to be judged by, so its limit is GROWTH times the largest mismatch that its `history`
+        (the metrics of its steps) has with as much noise. A step without tokens in the loss is not judged.
         """
         if self.passed or not mismatch.tokens:
             return
@@ -160,7 +160,7 @@ class MismatchGate:
 
 
 def _largest_kl(history: Sequence[Mapping[str, Any]], sigma: float) -> float | None:
-    """The largest mismatch_kl of the steps whose noise was as large, or larger by the least; None if there are none."""
+    """The largest mismatch_kl among the steps with the smallest sigma that is not below `sigma`; None without such."""
     rows = [row for row in history if row.get("mismatch_kl") is not None and row.get("noise/sigma", 0.0) >= sigma]
     least = min((row["noise/sigma"] for row in rows), default=None)
     return max((row["mismatch_kl"] for row in rows if row["noise/sigma"] == least), default=None)
@@ -169,7 +169,7 @@ def _largest_kl(history: Sequence[Mapping[str, Any]], sigma: float) -> float | N
 def _outside(
     old_logprobs: torch.Tensor, sampling_logprobs: torch.Tensor, mask: torch.Tensor, config: CorrectionConfig
 ) -> float:
-    """How many tokens have a ratio (their own or their sequence's) outside [floor, cap]."""
+    """The number of tokens whose ratio (their own, or their sequence's) is outside [floor, cap]."""
     difference = (old_logprobs - sampling_logprobs) * mask
     if config.mode.startswith("sequence"):
         difference = difference.sum(-1, keepdim=True)

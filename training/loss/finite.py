@@ -1,4 +1,4 @@
-"""A loss or a gradient that is not finite stops a run, before anything of that step is on disk."""
+"""Stop a run whose loss or gradient is not finite, before anything of that step is written to disk."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qerl.errors import EngineError
 
 
 def check_loss(loss: torch.Tensor, step: int, run_dir: Path) -> None:
-    """Raise EngineError for a loss () that is NaN or infinite; its update has not been made."""
+    """Raise EngineError if the loss (a scalar) is NaN or infinite. Called before the update."""
     if not torch.isfinite(loss):
         raise EngineError(
             f"the loss of step {step} is {loss.item()}: lower optim.learning_rate or optim.max_grad_norm, and resume "
@@ -20,7 +20,7 @@ def check_loss(loss: torch.Tensor, step: int, run_dir: Path) -> None:
 
 
 def check_gradient(norm: float | None, step: int, run_dir: Path) -> None:
-    """Raise EngineError for a gradient whose norm is NaN or infinite; its update has been made."""
+    """Raise EngineError if the gradient's norm is NaN or infinite. Called after the update, which is lost."""
     if norm is not None and not math.isfinite(norm):
         raise EngineError(
             f"the gradient of step {step} is {norm}, and its update broke the adapter: lower optim.learning_rate, and "

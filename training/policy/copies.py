@@ -1,4 +1,4 @@
-"""Copies of rows, and the sum of their gradients: what completions that share a prompt take of it."""
+"""Copy rows, and sum the gradients of the copies: completions that share a prompt each read a copy of its rows."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from torch.autograd.function import once_differentiable
 
 
 class Copies(NamedTuple):
-    """K copies of T rows; the last two say it the other way round, for the sum over each row's copies."""
+    """K copies of T rows. `order` and `starts` invert `rows`: they list the copies of each row, for the sum."""
 
-    rows: torch.Tensor  # (K,) which row each is a copy of
-    order: torch.Tensor  # (K,) the copies by their row, each row's in the order in which they stand
-    starts: torch.Tensor  # (T + 1,) where each row's begin in `order`
+    rows: torch.Tensor  # (K,) the row that each copy is taken from
+    order: torch.Tensor  # (K,) the copies sorted by row, stably
+    starts: torch.Tensor  # (T + 1,) where the copies of each row begin in `order`
 
 
 def copies_of(rows: torch.Tensor, count: int) -> Copies:
-    """`rows` (K,) out of `count`."""
+    """The copies that take `rows` (K,) out of `count` rows."""
     ordered, order = torch.sort(rows, stable=True)
     return Copies(rows, order, torch.searchsorted(ordered, torch.arange(count + 1, device=rows.device)))
 
 
 def gather_rows(rows: torch.Tensor, copies: Copies) -> torch.Tensor:
-    """The copies (K, ...) of rows (T, ...); their gradients are summed in float32, in one order."""
+    """The copies (K, ...) of rows (T, ...). Their gradients are summed in float32, always in the same order."""
     return _Gather.apply(rows, *copies)
 
 
@@ -47,6 +47,6 @@ class _Gather(torch.autograd.Function):
 
 
 def sum_copies(grad: torch.Tensor, copies: Copies) -> torch.Tensor:
-    """(T, ...) sums of grad (K, ...) over each row's copies, rounded once; on a CPU in the order of the copies."""
+    """(T, ...): the sum of grad (K, ...) over each row's copies, rounded once; on a CPU in the order of the copies."""
     total = grad.new_zeros(len(copies.starts) - 1, *grad.shape[1:], dtype=torch.float32)
     return total.index_add_(0, copies.rows, grad.float()).to(grad.dtype)

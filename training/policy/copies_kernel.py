@@ -1,4 +1,4 @@
-"""Triton kernel that sums the gradients of copied rows, each in one order, without atomics. Twin: `copies.py`."""
+"""Triton kernel that sums the gradients of copied rows without atomics, so that sums repeat. Twin: `copies.py`."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 from training.policy.copies import Copies
 
-BLOCK = 1024  # columns of a program
+BLOCK = 1024  # columns per program
 
 
 @triton.jit(do_not_specialize_on_alignment=["order_ptr", "starts_ptr"])
@@ -25,7 +25,7 @@ def _sum_copies(grad_ptr, order_ptr, starts_ptr, out_ptr, columns, BLOCK: tl.con
 
 
 def sum_copies(grad: torch.Tensor, copies: Copies) -> torch.Tensor:
-    """See the twin."""
+    """The same as `copies.sum_copies`, its twin in plain torch."""
     grad, rows = grad.contiguous(), len(copies.starts) - 1
     out = grad.new_empty(rows, *grad.shape[1:])
     if not out.numel():

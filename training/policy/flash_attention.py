@@ -1,7 +1,7 @@
-"""Attention within the sequences of a packed row by flash attention: torch's, and on Hopper vLLM's forward pass.
+"""Flash attention within the sequences of a packed row: torch's, with vLLM's forward pass on Hopper.
 
-FlashAttention 3 leaves what FlashAttention 2's backward pass reads, so that pass is torch's in either case. The twin is
-`packed_attention.attend_each`.
+FlashAttention 3's forward pass returns all that FlashAttention 2's backward pass reads, so the backward pass is torch's
+in both cases. The twin is `packed_attention.attend_each`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from torch.autograd.function import once_differentiable
 
 from training.policy.packing import Sequences
 
-QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # (T, heads, d), and twice (keys, kv heads, d)
+QKV = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # (T, heads, d), (keys, kv heads, d) and (keys, kv heads, d)
 
 
 def attend(qkv: QKV, sequences: Sequences, scale: float | None, window: int | None) -> torch.Tensor:
-    """(T, heads, d); CUDA, 16 bit. Queries that are fewer than their keys are the last of them."""
+    """(T, heads, d), on CUDA in 16 bit. If a sequence has fewer queries than keys, its queries are the last tokens."""
     if window is None and _takes_3(qkv[0]):
         return _Attend3.apply(*qkv, sequences, scale)
     from torch.nn.attention.varlen import varlen_attn
@@ -31,7 +31,7 @@ def attend(qkv: QKV, sequences: Sequences, scale: float | None, window: int | No
 
 
 def _takes_3(q: torch.Tensor) -> bool:
-    """Only where the engine has loaded vLLM: importing it takes seconds."""
+    """Whether vLLM's FlashAttention 3 takes `q`; False if vLLM is not loaded, since importing it takes seconds."""
     if "vllm" not in sys.modules:
         return False
     from qerl.vllm_plugin import flash
@@ -40,7 +40,7 @@ def _takes_3(q: torch.Tensor) -> bool:
 
 
 class _Attend3(torch.autograd.Function):
-    """Keeps the same as torch's."""
+    """FlashAttention 3's forward pass, which saves for the backward pass what torch's own would."""
 
     @staticmethod
     def forward(ctx, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sequences: Sequences, scale: float | None):
@@ -65,7 +65,7 @@ class _Attend3(torch.autograd.Function):
 
 @cache
 def _no_dropout(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The state of a random generator that nothing reads."""
+    """A random generator's state, which the backward pass takes but does not read without dropout."""
     return torch.zeros(2, dtype=torch.uint64, device=device), torch.empty(0, dtype=torch.uint64, device=device)
 
 
@@ -75,7 +75,7 @@ def _gqa_option(q: torch.Tensor, k: torch.Tensor) -> dict[str, bool]:
 
 @cache
 def _asks_for_gqa() -> bool:
-    """torch 2.13 wants to be told of fewer kv heads; older ones take them as they are and know no such argument."""
+    """Whether varlen_attn has enable_gqa: torch 2.13 needs it for fewer kv heads, earlier versions do without."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters

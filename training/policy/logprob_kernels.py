@@ -1,11 +1,11 @@
-"""Triton kernels over a chunk of logits: two passes where torch takes six. Twin: `token_logprobs._chunk`.
+"""Triton kernels over a chunk of logits, in two passes where torch needs six. Twin: `token_logprobs._chunk`.
 
-One program sums a row, in an order of its own and without atomics, so results repeat to the bit. With z the logits by
-the temperature and p = softmax(z), the first pass keeps for each row
+One program sums a whole row in a fixed order and without atomics, so results repeat to the bit. With z the logits
+divided by the temperature and p = softmax(z), the first pass keeps for each row
 
     top = max z        log_mass = log sum exp(z - top)        so that log p = (z - top) - log_mass
 
-as log_softmax computes it; the second writes what the products with the head read, in their dtype.
+as log_softmax computes it. The second pass writes the derivatives that are multiplied by the head, in its dtype.
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ import torch
 import triton
 import triton.language as tl
 
-LANES = 1024  # running sums of a row
-TOGETHER = 4  # logits that a lane takes at once
-BLOCK = 4096  # logits of a slope's program
-LOWEST = tl.constexpr(-1e30)  # below every logit, and finite: 0 times it is 0
+LANES = 1024  # running sums per row
+TOGETHER = 4  # logits that a lane reads at once
+BLOCK = 4096  # logits per program of `_slopes`
+LOWEST = tl.constexpr(-1e30)  # below every logit, but finite, so that 0 times it is 0
 
-# One number a row: the number of rows says which begin at 16 bytes, and Triton would compile anew for each case.
+# These hold one number per row. Which of them start at a multiple of 16 bytes depends on the number of rows, and
+# without this Triton would compile another kernel for each case.
 OF_ROWS = ["targets_ptr", "logprobs_ptr", "entropies_ptr", "tops_ptr", "log_masses_ptr"]
 
 
 class Measured(NamedTuple):
-    """Of each row, float32 (m,)."""
+    """Results of the first pass, one number per row: float32 (m,)."""
 
     logprobs: torch.Tensor  # of the targets
     entropies: torch.Tensor
@@ -113,7 +114,7 @@ def _slopes(
 
 
 def measure(logits: torch.Tensor, targets: torch.Tensor, temperature: float) -> Measured:
-    """Of logits (m, vocabulary), float32 and not yet divided, and targets (m,)."""
+    """The first pass over logits (m, vocabulary), float32 and not yet divided by the temperature, and targets (m,)."""
     measured = Measured(*torch.empty(4, len(targets), dtype=torch.float32, device=logits.device))
     _measure[(len(targets),)](
         logits,
@@ -136,7 +137,10 @@ def slopes(
     temperature: float,
     wanted: tuple[torch.dtype, bool],
 ) -> list[torch.Tensor]:
-    """Derivatives by the divided logits (m, vocabulary) of the logprobs; `wanted`: dtype, and if the entropies' too."""
+    """Derivatives (m, vocabulary) of the logprobs with respect to the divided logits.
+
+    `wanted` is their dtype, and whether the derivatives of the entropies follow as a second tensor.
+    """
     dtype, entropy = wanted
     rows, columns = logits.shape
     out = [torch.empty(rows, columns, dtype=dtype, device=logits.device) for _ in range(1 + entropy)]

@@ -1,8 +1,8 @@
 """Causal attention within the sequences of a packed row, as an attention function of transformers.
 
-On a GPU in 16 bit it is flash attention (`training/policy/flash_attention.py`); elsewhere its twin, plain scaled
-dot-product attention over one sequence at a time. transformers builds no mask for a name that has no mask function, and
-none is needed.
+On a GPU in 16 bit this is flash attention (`training/policy/flash_attention.py`). Elsewhere it is the twin, plain
+scaled dot-product attention over one sequence at a time. No mask is needed, and transformers builds none for an
+attention function whose name has no mask function.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ UNKNOWN_KEYS = (
 
 
 def check_config(config: PretrainedConfig) -> None:
-    """Raises EngineError for a model whose attention or head computes something that the packed path does not."""
+    """Raise EngineError if the model's attention or head computes something that the packed path leaves out."""
     for key in UNKNOWN_KEYS:
         if getattr(config, key, None) not in (None, 1.0):
             raise EngineError(
@@ -69,7 +69,7 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' interface: query (1, heads, T, d), key and value (1, kv heads, T, d) -> (1, T, heads, d).
 
-    `sliding_window` W: a token sees itself and the W - 1 before it. Raises EngineError for what it does not compute.
+    With `sliding_window` W a token sees itself and the W - 1 before it. Raises EngineError for what is not supported.
     """
     if attention_mask is not None or dropout or any(kwargs.get(name) is not None for name in ("softcap", "s_aux")):
         raise EngineError("packed attention knows no mask, dropout, softcap or sink: this model cannot be trained")
@@ -78,7 +78,7 @@ def packed_attention(
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
-    # squeezed, not indexed: the gradient of an index is zeros of the whole with a strided copy into them
+    # Not indexed by [0]: the gradient of that allocates a tensor of zeros and copies into it with strides.
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     if sequences.keys is not None:
         k, v = gather_rows(k, sequences.keys), gather_rows(v, sequences.keys)
@@ -88,7 +88,7 @@ def packed_attention(
 
 
 def attend_flash(qkv: QKV, sequences: Sequences, scale: float | None, window: int | None) -> torch.Tensor:
-    """(T, heads, d) by flash attention; CUDA, 16 bit."""
+    """(T, heads, d) by flash attention, on CUDA in 16 bit."""
     out = flash_attention.attend(qkv, sequences, scale, window)
     if _Switch.deterministic and out.grad_fn is not None:
         make_backward_deterministic(out.grad_fn)
@@ -96,7 +96,7 @@ def attend_flash(qkv: QKV, sequences: Sequences, scale: float | None, window: in
 
 
 def attend_each(qkv: QKV, sequences: Sequences, scale: float | None, window: int | None) -> torch.Tensor:
-    """The twin of `attend_flash` for any device and dtype: one sequence after another."""
+    """The twin of `attend_flash` for any device and dtype; it takes one sequence after another."""
     q, k, v = qkv
     outputs = []
     bounds = zip(pairwise(sequences.query_starts.tolist()), pairwise(sequences.key_starts.tolist()), strict=True)
@@ -118,7 +118,7 @@ def attend_each(qkv: QKV, sequences: Sequences, scale: float | None, window: int
 
 @contextmanager
 def packed_attention_of(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, `model` reads packed rows; may be nested."""
+    """Inside the block `model` reads packed rows. Blocks may be nested."""
     before = model.config._attn_implementation
     model.config._attn_implementation = NAME
     try:
@@ -128,14 +128,17 @@ def packed_attention_of(model: PreTrainedModel) -> Iterator[None]:
 
 
 class _Switch:
-    """Shared by all threads: a layer that recomputes calls its attention from one of autograd's."""
+    """A switch that all threads share: recomputed layers call their attention from one of autograd's threads."""
 
     deterministic = False
 
 
 @contextmanager
 def deterministic_kernels(enabled: bool) -> Iterator[None]:
-    """Flash attention's backward, of forward passes inside, adds in one order, not as a GPU's blocks end."""
+    """For forward passes inside the block, flash attention's backward pass sums in a fixed order.
+
+    By default it sums in the order in which the GPU's blocks happen to end.
+    """
     before, _Switch.deterministic = _Switch.deterministic, enabled
     try:
         yield
@@ -144,7 +147,10 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
 
 
 def make_backward_deterministic(node: torch.autograd.graph.Node) -> None:
-    """torch asks for its strict switch; that is set around this node alone, since other kernels then refuse to run."""
+    """Switch torch to deterministic algorithms while `node` runs backward.
+
+    That is how flash attention is asked for it. It is set for this node alone because other kernels refuse to run then.
+    """
     before: list[tuple[bool, bool, bool]] = []
 
     def switch_on(*_: Any) -> None:
@@ -166,7 +172,7 @@ def make_backward_deterministic(node: torch.autograd.graph.Node) -> None:
 
 
 def hidden_states(model: PreTrainedModel, row: PackedRow) -> torch.Tensor:
-    """(M, hidden): the last hidden states at the predicting positions; inside `packed_attention_of`."""
+    """The last hidden states (M, hidden) at the predicting positions; to be called inside `packed_attention_of`."""
     output = model.base_model(
         input_ids=row.input_ids,
         position_ids=row.position_ids,
@@ -174,11 +180,12 @@ def hidden_states(model: PreTrainedModel, row: PackedRow) -> torch.Tensor:
         sequences=row.sequences,
     )
     hidden = output.last_hidden_state.squeeze(0)
-    return gather_rows(hidden, row.predicting)  # a prompt's last token predicts for its group
+    # A prompt's last token occurs once in the row and predicts the first token of every completion in its group.
+    return gather_rows(hidden, row.predicting)
 
 
 def _mask(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor:
-    """(queries, keys) bool for the last `queries` of `keys` tokens: token j is seen by i with i - window < j <= i."""
+    """(queries, keys) bool for the last `queries` of `keys` tokens; token i sees each j with i - window < j <= i."""
     distance = torch.arange(keys - queries, keys, device=device)[:, None] - torch.arange(keys, device=device)
     return (distance >= 0) & (distance < window)
 

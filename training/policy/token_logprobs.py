@@ -1,13 +1,13 @@
-"""Log probabilities and entropies of tokens from hidden states, without the (tokens x vocabulary) logits at once.
+"""Log probabilities and entropies of tokens from hidden states, without all (tokens x vocabulary) logits at once.
 
 With z = h W^T / temperature and p = softmax(z), for target y (the head W is frozen):
 
     logprob = z_y - logsumexp(z)         d logprob / dh = (onehot(y) - p) W / temperature
     entropy = -sum_j p_j log p_j         d entropy / dh = -(p * (log p + entropy)) W / temperature
 
-The loss weighs each token's logprob by one number, so those rows are computed while a chunk's logits are there and
-scaled in the backward pass: two products with the head a token, where recomputing the logits would take three. Of a
-step's time both are in time/forward_s, and of the head only the scaling in time/backward_s.
+The loss weighs each token's logprob by one number. So the rows on the right are computed in the forward pass, while the
+logits of a chunk are there, and the backward pass only scales them. That takes two products with the head per token;
+recomputing the logits would take three. Both products count for time/forward_s, the scaling for time/backward_s.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from torch.autograd.function import once_differentiable
 
 from qerl.nvfp4.linear import NVFP4Linear
 
-CHUNK = 1024  # tokens whose logits exist at once: 0.6 GiB in float32 at a vocabulary of 152,000
+CHUNK = 1024  # tokens whose logits exist at once: 0.6 GiB in float32 with a vocabulary of 152,000
 
 
 class Head(NamedTuple):
-    """The output projection: dense weight (vocabulary, d), bias or None, and what divides the logits."""
+    """The output projection: a dense weight (vocabulary, d), a bias or None, and the temperature of the logits."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -40,9 +40,9 @@ def dense_head(module: nn.Linear, temperature: float) -> Head:
 def token_logprobs(
     hidden: torch.Tensor, targets: torch.Tensor, head: Head, entropy_gradient: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(logprobs, entropies), float32 (M,), of `targets` (M,) after `hidden` (M, d); gradients to `hidden` alone.
+    """(logprobs, entropies), each float32 (M,), of `targets` (M,) after the hidden states `hidden` (M, d).
 
-    Without `entropy_gradient` the entropies are numbers for the log. `hidden` has the dtype of the head's weight.
+    Only `hidden` gets a gradient, and the entropies pass one on only with `entropy_gradient`.
     """
     logprobs, entropies = _TokenLogprobs.apply(hidden.to(head.weight.dtype), targets, head, entropy_gradient)
     return logprobs, entropies if entropy_gradient else entropies.detach()
@@ -77,7 +77,7 @@ class _TokenLogprobs(torch.autograd.Function):
 def _kernel_chunk(
     hidden: torch.Tensor, targets: torch.Tensor, head: Head, outputs: torch.Tensor, slopes: list[torch.Tensor]
 ) -> None:
-    """Fill logprobs and entropies (2, m) and the slopes' rows (m, d) of one chunk, by kernels. Twin: `_chunk`."""
+    """Fill `outputs` (2, m), logprobs and entropies, and each of `slopes` (m, d) for a chunk. Twin: `_chunk`."""
     from training.policy import logprob_kernels
 
     logits = _logits(hidden, head)
@@ -94,7 +94,7 @@ def _kernel_chunk(
 def _chunk(
     hidden: torch.Tensor, targets: torch.Tensor, head: Head, outputs: torch.Tensor, slopes: list[torch.Tensor]
 ) -> None:
-    """`_kernel_chunk` in plain torch, on any device."""
+    """The same as `_kernel_chunk` in plain torch, on any device."""
     rows = torch.arange(len(targets), device=targets.device)
     logits = _logits(hidden, head)
     log_p = torch.log_softmax(logits if head.temperature == 1.0 else logits.div_(head.temperature), -1)
@@ -111,7 +111,7 @@ def _chunk(
 
 
 def _logits(hidden: torch.Tensor, head: Head) -> torch.Tensor:
-    """(m, vocabulary) float32, not divided, not rounded to 16 bits in between where the device can do that."""
+    """Logits (m, vocabulary) in float32, not divided by the temperature; on a GPU never rounded to 16 bits."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         logits = torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
     else:
@@ -122,6 +122,6 @@ def _logits(hidden: torch.Tensor, head: Head) -> torch.Tensor:
 
 
 def _descend(slope: torch.Tensor, head: Head, out: torch.Tensor) -> None:
-    """Negative derivatives by the scaled logits (m, vocabulary) -> derivatives by the hidden states, `out` (m, d)."""
+    """Turn negative derivatives by the scaled logits (m, vocabulary) into those by the hidden states, `out` (m, d)."""
     torch.mm(slope.to(head.weight.dtype), head.weight, out=out)
     out.mul_(-1.0 / head.temperature)

@@ -1,4 +1,4 @@
-"""What the training phase of a step may take of the GPU, what it took, and the error that says what to lower."""
+"""GPU memory of a step's training phase: plan it, measure it, and say what to lower if it runs out."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-PROBE_TOKENS = (64, 192)  # two lengths, so that what does not grow with the tokens cancels
+PROBE_TOKENS = (64, 192)  # two lengths, so that what does not grow with the tokens cancels out
 
 
 def plan_run(config: RunConfig, policy: PeftModel, engine: Engine) -> MicroBatchPlan:
@@ -60,7 +60,7 @@ def plan_run(config: RunConfig, policy: PeftModel, engine: Engine) -> MicroBatch
 
 
 def recorded_plan(run_dir: Path, config: RunConfig) -> MicroBatchPlan | None:
-    """The plan that run.json holds; None if there is none, or the recipe now fixes other tokens."""
+    """The plan in run.json; None if there is none, or if the recipe now asks for another micro_batch_tokens."""
     about = read_about(run_dir)
     if "micro_batches" not in about:
         return None
@@ -71,7 +71,7 @@ def recorded_plan(run_dir: Path, config: RunConfig) -> MicroBatchPlan | None:
 
 
 def as_record(plan: MicroBatchPlan) -> dict[str, object]:
-    """What `recorded_plan` reads."""
+    """The plan in the form that `recorded_plan` reads."""
     return asdict(plan)
 
 
@@ -93,7 +93,7 @@ def model_shapes(config: PretrainedConfig, rank: int, trained: int) -> Shapes:
 
 
 def measure_layer(policy: PeftModel) -> int:
-    """Bytes that a layer keeps for a token: what autograd saves in two short forward passes, by their difference."""
+    """Bytes that a layer keeps per token: the difference of what autograd saves in two short forward passes."""
     model = policy.get_base_model()
     was_training = policy.training
     policy.train()
@@ -122,14 +122,14 @@ def _saved_bytes(policy: PeftModel, tokens: int) -> int:
 
 @dataclass
 class TrainingMemory:
-    """`metrics` of one training phase, empty on a CPU."""
+    """The metrics of one training phase; empty on a CPU."""
 
     metrics: dict[str, float] = field(default_factory=dict)
 
 
 @contextmanager
 def training_memory(plan: MicroBatchPlan) -> Iterator[TrainingMemory]:
-    """Measure the peak of a training phase above what is there before it; running out becomes an EngineError."""
+    """Measure how far the peak of a training phase is above the memory before it; running out raises EngineError."""
     memory, on_gpu = TrainingMemory(), torch.cuda.is_available()
     before = torch.cuda.memory_allocated()
     begin_phase()
@@ -147,10 +147,10 @@ def training_memory(plan: MicroBatchPlan) -> Iterator[TrainingMemory]:
 
 
 def make_gradients_(model: torch.nn.Module) -> None:
-    """Zeros for each parameter in training, which they stay if no row has a loss.
+    """Allocate a gradient of zeros for each trained parameter; it stays zero if no row has a loss.
 
-    Made in the first backward pass they would lie among what the micro-batches have, and the optimizer's state, made
-    beside them, would keep torch from giving that back.
+    Gradients made in the first backward pass would lie in the same memory blocks as the activations of micro-batches.
+    The optimizer's state would come to lie beside them, and torch could not give these blocks back.
     """
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.grad is None:
@@ -158,18 +158,18 @@ def make_gradients_(model: torch.nn.Module) -> None:
 
 
 def begin_phase() -> None:
-    """Count torch's peaks from here on. Not before a wake, which gives torch's cache back and maps the KV cache."""
+    """Reset torch's peaks. Call it after the engine has woken, which empties torch's cache and maps the KV cache."""
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
 
 
 def card_memory(name: str, so_far: Mapping[str, float]) -> dict[str, float]:
-    """{name: GiB, the most that the card had taken since `begin_phase`, or what it was `so_far` if that is more}.
+    """{name: the peak of the card's used memory since `begin_phase`, in GiB}, or `so_far` if that is more.
 
-    That is what the driver reports now and what torch has given back: under a cap it frees its cache at the limit and
-    tries again. What lies outside torch is as it is now. By this process and by others: where the card is shared, it
-    is no measure of this run, whatever its cap. What torch alone counts would not do: a sleeping engine's KV cache
-    stays in its books while the card has it back. Empty on a CPU.
+    It is what the driver reports now, plus what torch has given back since its own peak (under a cap torch frees its
+    cache at the limit and tries again); memory outside torch counts as it is now. The figure includes other processes,
+    so on a shared card it does not measure this run. torch's own peak would not do: it still counts a sleeping engine's
+    KV cache, which the card has back. Empty on a CPU.
     """
     if not torch.cuda.is_available():
         return {}
@@ -179,7 +179,7 @@ def card_memory(name: str, so_far: Mapping[str, float]) -> dict[str, float]:
 
 
 def warn_of_retries() -> None:
-    """Say how often this process was at its limit and went on with what torch's allocator had kept."""
+    """Warn how often torch ran into the memory limit in this process and had to empty its cache to go on."""
     if times := torch.cuda.memory_stats().get("num_alloc_retries", 0):
         logger.warning(
             "torch gave its cache back %d times to stay within the card or memory.cap_gib, and waited for the card "
@@ -189,7 +189,7 @@ def warn_of_retries() -> None:
 
 
 def _available(engine: Engine, cap_gib: float | None) -> int | None:
-    """Bytes that the training phase may take; None without a GPU."""
+    """Bytes that the training phase may use; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     engine.sleep()

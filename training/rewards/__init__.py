@@ -1,1 +1,1 @@
-"""Completions in, rewards out."""
+"""Rewards: they take completions and return one float for each."""

@@ -1,7 +1,7 @@
-"""The rewards that come with qerl: each takes columns of a batch by name and returns one float a completion.
+"""The rewards that come with qerl. Each takes columns of a batch by name and returns one float per completion.
 
-Columns: completions (text), completion_ids (token ids), prompts (rendered text), question, answer, row (the same number
-for completions of one prompt), task, max_new_tokens, step, and the data set's other columns by their names.
+The columns are completions (text), completion_ids (token ids), prompts (rendered text), question, answer, row (the same
+number for all completions of one prompt), task, max_new_tokens, step, and the data set's other columns by their names.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from qerl.errors import ConfigError
 from qerl.tasks import Task
 from qerl.tasks.grading import grade_many
 
-# Possessive (*+), so that the time is linear: with \s* a completion of nothing but line breaks takes its square.
+# The quantifiers are possessive (*+) so that matching takes linear time: with \s*, a completion that consists of line
+# breaks only takes quadratic time.
 _TAGS = re.compile(
     r"\s*+(?:<think>)?+((?:(?!</?think>).)*+)</think>\s*+<answer>((?:(?!</?answer>).)*+)</answer>\s*+", re.DOTALL
 )
@@ -30,7 +31,7 @@ def accuracy(
     log_metric: Callable[[str, float], None] | None = None,
     **_: Any,
 ) -> list[float]:
-    """1 for a correct completion, 0 for any other; the grade that evaluation uses. Logs why completions failed."""
+    """1 for a correct completion, 0 for any other, by the same grade as in evaluation. Logs why completions failed."""
     grades = grade_many(task, completions, answer)
     if log_metric is not None:
         reasons = Counter(grade.reason for grade in grades)
@@ -41,10 +42,11 @@ def accuracy(
 
 
 def format(completions: Sequence[str], style: Literal["boxed", "tags", "think"] = "boxed", **_: Any) -> list[float]:
-    """1 for a completion in the form that the prompt asks for, else 0.
+    """1 for a completion that has the form that the prompt asks for, else 0.
 
-    "boxed": one `\\boxed{...}` that is not empty. "tags": `<think>...</think> <answer>...</answer>` and nothing else.
-    "think": one thought, then something after `</think>`. The opening `<think>` may stand in the prompt.
+    "boxed": exactly one `\\boxed{...}`, which is not empty. "tags": `<think>...</think> <answer>...</answer>` and
+    nothing else. "think": one thought, then some text after `</think>`. The opening `<think>` may be part of the
+    prompt.
     """
     checks: dict[str, Callable[[str], bool]] = {
         "boxed": lambda text: len(_BOX.findall(text)) == 1,
@@ -70,8 +72,8 @@ def soft_overlong(
 ) -> list[float]:
     """DAPO's soft punishment of long completions (arXiv 2503.14476, eq. 13).
 
-    0 up to max_length - cache tokens, then falling linearly to -1 at max_length tokens and beyond. `max_length`
-    defaults to the recipe's max_new_tokens, `cache` to a fifth of it (the paper: 4096 of 20480).
+    The reward is 0 up to max_length - cache tokens, then falls linearly to -1 at max_length tokens, and stays there.
+    `max_length` defaults to the recipe's max_new_tokens, and `cache` to a fifth of it (4096 of 20480 in the paper).
     """
     longest = max_new_tokens if max_length is None else max_length
     cache = max(1, longest // 5) if cache is None else cache
@@ -88,10 +90,10 @@ def length(
     task: Task,
     **_: Any,
 ) -> list[float]:
-    """Reward for being shorter than the other completions of the prompt (Kimi k1.5, arXiv 2501.12599, section 2.3.3).
+    """Reward completions that are shorter than the others of their prompt (Kimi k1.5, arXiv 2501.12599, section 2.3.3).
 
-    With l the lengths of a group in tokens, lambda = 0.5 - (l - min l) / (max l - min l): a correct completion gets
-    lambda, any other min(0, lambda); a group of one length gets 0.
+    With l the lengths of a group in tokens, lambda = 0.5 - (l - min l) / (max l - min l). A correct completion gets
+    lambda, any other min(0, lambda). If all lengths of a group are equal, lambda is 0.
     """
     lengths_by_row: dict[int, list[int]] = defaultdict(list)
     for group, ids in zip(row, completion_ids, strict=True):
@@ -105,7 +107,7 @@ def length(
 
 
 def code(**_: Any) -> list[float]:
-    """Refuses: running what a model wrote needs a sandbox, which qerl does not bring."""
+    """Always raises ConfigError: running what a model wrote needs a sandbox, which qerl does not bring."""
     raise ConfigError(
         "there is no reward for code: running what a model wrote needs a sandbox, which qerl does not bring; write a "
         "function that calls yours, and name it as path/to/file.py:function"

@@ -1,4 +1,4 @@
-"""A reward of one's own: found in a file or an importable module, and where in it an error arose."""
+"""Load a user's own reward function from a file or an importable module, and find the line in it that raised."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from typing import Any
 from qerl.errors import ConfigError
 from qerl.files.nearby import close_to
 
-STOPS = (Exception, SystemExit)  # what a user's own code may raise; sys.exit() would end a run as if it had succeeded
+# What a user's code may raise. An uncaught sys.exit() would end a run as if it had succeeded.
+STOPS = (Exception, SystemExit)
 
 
 def own_function(place: str, attribute: str, name: str, registered: Iterable[str]) -> Callable[..., Any]:
-    """The function `attribute` of a file or module `place`; `name` is what the recipe says. Raises ConfigError."""
+    """The function `attribute` of the file or module `place`. Raises ConfigError, which names the recipe's `name`."""
     module = _load_file(place) if place.endswith(".py") else _load_module(place, name, registered)
     function = getattr(module, attribute, None)
     if not callable(function) or inspect.iscoroutinefunction(function):
@@ -31,7 +32,10 @@ def own_function(place: str, attribute: str, name: str, registered: Iterable[str
 
 
 def line_that_raised(error: BaseException, caller: str) -> str:
-    """` (rewards.py, line 9)`: the last line of the file that `caller`, a file too, called; "" if that is not known."""
+    """Where the user's file raised, as in ` (rewards.py, line 9)`; "" if that is not known.
+
+    The user's file is the first one in the traceback that is not `caller`, the path of qerl's own calling file.
+    """
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename != caller]
     own = [frame for frame in frames if frame.filename == frames[0].filename]
     return f" ({Path(own[-1].filename).name}, line {own[-1].lineno})" if own else ""
@@ -52,16 +56,16 @@ def _load_file(place: str) -> Any:
         )
     try:
         return _execute(path.resolve(), path.stat().st_mtime_ns)
-    except STOPS as error:  # it is the user's own code
+    except STOPS as error:
         raise ConfigError(f"reward file {place!r} cannot be imported: {type(error).__name__}: {error}") from error
 
 
 @cache
 def _execute(path: Path, _mtime_ns: int) -> Any:
-    """The module in a file, executed once as long as the file is the same."""
+    """The module in a file; it is executed again only after the file has changed."""
     spec = importlib.util.spec_from_file_location(f"qerl_reward_{path.stem}", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses and pickle look their module up
+    sys.modules[spec.name] = module  # dataclasses and pickle look up the module of a class here
     spec.loader.exec_module(module)
     return module
 

@@ -1,14 +1,14 @@
-"""Rewards of a recipe: found by name or path, given the columns they ask for, and checked in what they return.
+"""The rewards of a recipe: find them by name or path, call them with the columns they ask for, check what they return.
 
-A reward is a function of columns that returns one finite number a completion, for example
+A reward is a function that takes columns and returns one finite number per completion, for example
 
     def short(completions, **columns):  # named as rewards.py:short in the recipe
         return [float(len(text) < 500) for text in completions]
 
-It is called with the columns that training/rewards/functions.py lists, as keyword arguments; one that does not end in
-`**columns` gets only the columns it names. One that raises, or returns None, NaN or the wrong number of values, stops
-the run; the completion it failed on is saved as failed_reward.json in the run directory. A URL is a reward server
-(training/rewards/server.py).
+It is called with the columns that training/rewards/functions.py lists, as keyword arguments; a function that does not
+end in `**columns` gets only the columns it names. A reward that raises, or returns None, NaN or the wrong number of
+values, stops the run, and the completion it failed on is saved as failed_reward.json in the run directory. If the name
+is a URL, the reward is a reward server (training/rewards/server.py).
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ REWARDS: dict[str, Reward] = {
 
 COLUMNS = ("completions", "completion_ids", "prompts", "question", "answer", "row", "task", "max_new_tokens", "step")
 FAILED = "failed_reward.json"
-LARGEST = 1e15  # float32 holds the squares of a group's, summed
-TRIED = 2  # rows that a reward server is asked about before training
+LARGEST = 1e15  # the sum of the squares of a group's rewards still fits into float32
+TRIED = 2  # rows that a reward server has to grade before training starts
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """The rewards of a run, as TRL takes them; each function is named as its metric."""
+    """The rewards of a run, as TRL takes them. Each function has the name of its metric."""
 
     functions: list[Reward]
     weights: list[float]
 
 
 def build_rewards(config: RunConfig, examples: Sequence[Example], run_dir: Path) -> Rewards:
-    """The recipe's rewards. Raises ConfigError on an unknown one, or on arguments that it does not take."""
+    """The recipe's rewards. Raises ConfigError for an unknown reward, or for arguments that it does not take."""
     functions: list[Reward] = []
     for reward, function in zip(config.rewards, check_rewards(config), strict=True):
         _check_columns(reward, function, examples)
@@ -70,7 +70,7 @@ def build_rewards(config: RunConfig, examples: Sequence[Example], run_dir: Path)
 
 
 def check_rewards(config: RunConfig) -> list[Reward]:
-    """Find the recipe's rewards and check their arguments, before anything heavy is imported. Raises ConfigError."""
+    """Find the recipe's rewards and check their arguments; needs no heavy import. Raises ConfigError."""
     functions = []
     for reward in config.rewards:
         function = find_reward(reward.name)
@@ -84,7 +84,7 @@ def check_rewards(config: RunConfig) -> list[Reward]:
 
 
 def find_reward(name: str) -> Reward:
-    """The reward of a name, URL, `file.py:function`, `package.module:function` or `package.module.function`."""
+    """The reward that a name, URL, `file.py:function`, `package.module:function` or `package.module.function` means."""
     if name in REWARDS:
         return REWARDS[name]
     if name == "code":
@@ -100,7 +100,7 @@ def find_reward(name: str) -> Reward:
 
 
 def _check_arguments(reward: RewardConfig, function: Reward) -> None:
-    """Raise ConfigError on an argument of the recipe that the function does not take."""
+    """Raise ConfigError if the recipe gives an argument that the function does not take."""
     parameters = inspect.signature(function).parameters.values()
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     own = reward.name not in REWARDS and not is_url(reward.name)
@@ -116,7 +116,7 @@ def _check_arguments(reward: RewardConfig, function: Reward) -> None:
 
 
 def _check_columns(reward: RewardConfig, function: Reward, examples: Sequence[Example]) -> None:
-    """Raise ConfigError if the function asks for what is neither an argument of the recipe nor a column."""
+    """Raise ConfigError if the function needs a value that is neither an argument in the recipe nor a column."""
     columns = (*COLUMNS, *sorted({key for example in examples for key in example.extra}), "log_metric")
     for key, parameter in inspect.signature(function).parameters.items():
         named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
@@ -128,12 +128,12 @@ def _check_columns(reward: RewardConfig, function: Reward, examples: Sequence[Ex
 
 
 def _fixed_columns(config: RunConfig) -> dict[str, Any]:
-    """What is the same for each completion of a run."""
+    """The arguments that are the same for every completion of a run."""
     return {"task": get_task(config.data.task), "max_new_tokens": config.rollout.max_new_tokens}
 
 
 def _try_arguments(reward: RewardConfig, function: Reward, config: RunConfig) -> None:
-    """Call one of our rewards on no completions: what its arguments cannot be, shows before the first rollout."""
+    """Call one of our own rewards on an empty batch, so that wrong arguments show before the first rollout."""
     try:
         function(**dict.fromkeys(COLUMNS, ()) | _fixed_columns(config) | dict(reward.args))
     except (TypeError, ValueError) as error:
@@ -161,8 +161,11 @@ def _metric_name(name: str, earlier: Sequence[Any]) -> str:
 
 
 def _own_metrics(log: Callable[[str, float], None], reward: str) -> Callable[[str, float], None]:
-    """`log`, which raises at once, and in the function that calls it, for what is no number; RewardError for a name
-    that the run logs itself, where the two would be mixed."""
+    """`log` with its arguments checked at once, so that an error arises in the function that made the mistake.
+
+    Raises TypeError or ValueError for a value that is no number, and RewardError for a name that the run logs itself:
+    the two metrics would be mixed.
+    """
 
     def checked(name: str, value: float) -> None:
         if is_own(str(name)):
@@ -177,11 +180,11 @@ def _own_metrics(log: Callable[[str, float], None], reward: str) -> Callable[[st
 
 
 def _log_nothing(_name: str, _value: float) -> None:
-    """What `log_metric` is where no run is logged."""
+    """The `log_metric` that rewards get outside of a run."""
 
 
 class _GuardedReward:
-    """A reward as TRL calls it: adds the example's columns, checks what comes back."""
+    """A reward as TRL calls it: it adds the columns of the examples and checks what the function returns."""
 
     def __init__(
         self,
@@ -202,7 +205,7 @@ class _GuardedReward:
         self._wanted = None if takes_all else set(parameters)
 
     def __call__(self, completions: list[str], row: list[int], **given: Any) -> list[float]:
-        """One reward a completion; `row` indexes into the run's examples. Raises RewardError."""
+        """One reward per completion; `row` indexes into the run's examples. Raises RewardError."""
         columns = self._columns(completions, row, given)
         step = getattr(given.get("trainer_state"), "global_step", 0)
         log = _own_metrics(given.get("log_metric", _log_nothing), self.__name__)
@@ -231,7 +234,7 @@ class _GuardedReward:
         }
 
     def _run(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> Any:
-        """What the function returns; it gets lists of its own, since others read the same columns."""
+        """Call the function. It gets copies of the lists, since other rewards read the same columns."""
         wanted = {**columns, **fixed}.keys() if self._wanted is None else self._wanted
         own = {
             key: [list(value) if isinstance(value, list) else value for value in values]
@@ -242,7 +245,7 @@ class _GuardedReward:
         return list(returned) if isinstance(returned, Iterator) else returned
 
     def _first_to_raise(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> int | None:
-        """The first completion on which the reward raises by itself; None if it raises on the whole batch only."""
+        """The first completion on which the reward raises when called with it alone; None if there is no such one."""
         for index in range(len(columns["completions"])):
             try:
                 self._run({key: [values[index]] for key, values in columns.items()}, fixed)
@@ -277,7 +280,7 @@ class _GuardedReward:
         fixed: Mapping[str, Any],
         cause: Exception | None = None,
     ) -> None:
-        """Save the completion (without an index: the batch) and raise RewardError."""
+        """Save the completion (the whole batch if `index` is None) and raise RewardError."""
         picked = range(len(columns["completions"])) if index is None else [index]
         rows = [{key: values[i] for key, values in columns.items()} for i in picked]
         report = {"reward": self.__name__, "error": what, "step": fixed["step"], "completions": rows}

@@ -1,18 +1,20 @@
-"""A reward whose name is a URL: completions are graded by a server of one's own.
+"""A reward whose name is a URL: a server that the user runs grades the completions.
 
     rewards: [{name: "http://localhost:8000/grade", weight: 1.0, args: {timeout_s: 10, retries: 3}}]
 
-Each batch is one POST of JSON, every list one value a completion and in the same order:
+Each batch is one POST of JSON. Every list has one value per completion, in the same order:
 
     {"completions": [text], "prompts": [text], "questions": [text], "answers": [text], "rows": [number], "step": 12,
      "columns": {"level": [3]}}
 
-`columns` holds those that `args.columns: [level]` asks for: the data's, or completion_ids; `rows` is equal for the
-completions of one prompt. The answer is {"rewards": [0.0, 1.0, ...]} or the list alone, one finite number a completion.
+`columns` holds what `args.columns: [level]` asks for: columns of the data, or completion_ids. `rows` has the same
+number for all completions of one prompt. The answer is {"rewards": [0.0, 1.0, ...]} or the list alone, with one finite
+number per completion.
+
 A server that cannot be reached, is late or answers 408, 429 or 5xx is asked again after backoff_s, then after twice
-that, and so on; any other answer is final. Both end in a RewardError, which stops the run at its last checkpoint.
-Nothing is sent anywhere but to that URL: a redirect is an error, and the proxies that the environment names are used
-for other machines only.
+that time, and so on; any other error is final. If no rewards come in the end, a RewardError stops the run, which can be
+resumed from its last checkpoint. Nothing is sent anywhere but to that URL: a redirect is an error, and the proxies that
+the environment names are used for other machines only.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ import httpx
 from qerl.config.rules_rewards import url_mistake
 from qerl.errors import ConfigError, RewardError
 
-RETRIED = (408, 429)  # and every 5xx: request timeout, too many requests
+RETRIED = (408, 429)  # request timeout, too many requests; every 5xx is retried too
 LONGEST_PAUSE_S = 30.0
 SHOWN = 80  # characters of an answer that an error shows
 
@@ -38,11 +40,11 @@ logger = logging.getLogger(__name__)
 
 
 class _UnavailableError(Exception):
-    """The server did not answer this time, and may if it is asked again."""
+    """The server did not answer this time, but may if it is asked again."""
 
 
 class RewardServer:
-    """The reward that the server at `url` gives; its keyword arguments with a default are the recipe's `args`."""
+    """The reward that the server at `url` gives. The keyword arguments with a default are the recipe's `args`."""
 
     def __init__(self, url: str) -> None:
         mistake = url_mistake(url)
@@ -65,7 +67,7 @@ class RewardServer:
         columns: Sequence[str] = (),
         **extra: Any,
     ) -> list[float]:
-        """One reward a completion. Raises RewardError, and ConfigError if the data has no such `columns`."""
+        """One reward per completion. Raises RewardError, and ConfigError if the data lacks one of `columns`."""
         asked = {
             "completions": list(completions),
             "prompts": list(prompts),
@@ -79,7 +81,7 @@ class RewardServer:
         return self._read(self._post(body, timeout_s, retries, backoff_s), len(completions))
 
     def check_args(self, args: Mapping[str, Any]) -> None:
-        """Raise ConfigError on arguments of the recipe that cannot be."""
+        """Raise ConfigError for values that `args` of the recipe cannot have."""
         for key in ("timeout_s", "backoff_s"):
             value = args.get(key, 1)
             if type(value) not in (int, float) or not 0 < value < math.inf:
@@ -124,7 +126,7 @@ class RewardServer:
             raise _UnavailableError(f"did not answer within {timeout_s:g} s") from error
         except httpx.ConnectError as error:
             raise _UnavailableError(f"cannot be reached ({error})") from error
-        except httpx.RequestError as error:  # the connection breaks, or what comes is no HTTP
+        except httpx.RequestError as error:  # the connection broke, or the answer is not HTTP
             raise _UnavailableError(f"broke off ({error or type(error).__name__})") from error
         if response.is_success:
             return answer
@@ -160,7 +162,7 @@ class RewardServer:
 
 
 def _read_until(response: httpx.Response, deadline: float) -> bytes:
-    """The body; httpx's own limit holds for each read, so that a trickle could go on for ever."""
+    """The body of the response. httpx limits the time of each read only, so a slow trickle could go on for ever."""
     parts = []
     for part in response.iter_bytes():
         parts.append(part)
@@ -172,7 +174,7 @@ def _read_until(response: httpx.Response, deadline: float) -> bytes:
 def _is_finite(value: object) -> bool:
     try:
         return type(value) in (int, float, bool) and math.isfinite(value)
-    except OverflowError:  # JSON has whole numbers of any length
+    except OverflowError:  # JSON allows integers of any length
         return False
 
 

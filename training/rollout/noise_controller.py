@@ -1,17 +1,17 @@
-"""Sigma from what it did (`noise.controller`, off by default) instead of from the fixed schedule; not in the paper.
+"""Choose sigma by its measured effect instead of by a fixed schedule (`noise.controller`, off by default).
 
-One number is held near a target: the entropy of the sampling policy (noise raises it) or the effective sample size of
-the importance weights (noise lowers it). After each rollout
+This is not in the paper. The controller holds one number near a target: the entropy of the sampling policy, which noise
+raises, or the effective sample size of the importance weights, which noise lowers. After each rollout
 
     log sigma <- log sigma + clip(gain * error, +-log 2), then sigma is clipped to [sigma_min, sigma_max]
 
 - entropy: error = (target - entropy) / target.
-- ess: error = log((1 - target) / (1 - ess)) / 2. The share that is lost, 1 - ess, grows with sigma^2 while sigma is
-  small, so that a gain of 1 would be Newton's step.
+- ess: error = log((1 - target) / (1 - ess)) / 2. The lost share 1 - ess grows with sigma^2 while sigma is small, so a
+  gain of 1 would be Newton's step.
 
-The first rollout is clean, so that the mismatch gate can judge, and the second has sigma_start. The next sigma is a
-pure function of the log up to here, which every checkpoint holds (trainer_state.json): a resumed run goes on with the
-same numbers. A step without the number (no tokens in the loss) leaves sigma as it is.
+The first rollout is clean, so that the mismatch gate can judge it, and the second has sigma_start. The next sigma
+depends only on the log so far, which every checkpoint holds (trainer_state.json), so a resumed run continues with the
+same numbers. A step that lacks the number, because it had no tokens in the loss, leaves sigma unchanged.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
     from qerl.config.schema import NoiseConfig
 
 METRICS = {"entropy": "sampling/entropy", "ess": "correction/ess"}
-LARGEST_CHANGE = math.log(2)  # of log sigma in one rollout
-SMALLEST_LOSS = 1e-12  # of 1 - ess: rounding alone
+LARGEST_CHANGE = math.log(2)  # of log sigma per rollout
+SMALLEST_LOSS = 1e-12  # of 1 - ess; what is below is rounding
 
 
 @dataclass(frozen=True)
 class Control:
-    """What the controller decided. `error` is the last one seen (0 before the first), `at_bound` that sigma is held."""
+    """What the controller decided: sigma, the latest error (0 before the first), whether sigma is at a bound."""
 
     sigma: float
     error: float = 0.0
@@ -39,7 +39,7 @@ class Control:
 
 
 def control(config: NoiseConfig, history: Sequence[Mapping[str, Any]]) -> Control:
-    """The next rollout's sigma; `history` has the metrics of each step so far, oldest first."""
+    """The sigma of the next rollout. `history` has the metrics of each step so far, oldest first."""
     metric = METRICS[config.controller.metric]
     last = next((row for row in reversed(history) if metric in row and "noise/sigma" in row), None)
     if last is None:
@@ -54,7 +54,7 @@ def control(config: NoiseConfig, history: Sequence[Mapping[str, Any]]) -> Contro
 
 
 def _error(config: NoiseConfig, value: float) -> float:
-    """Above 0 where more noise is needed."""
+    """The controller's error; it is above 0 if more noise is needed."""
     target = config.controller.target
     if config.controller.metric == "entropy":
         return (target - value) / target
