@@ -60,6 +60,22 @@ def test_each_heavy_package_has_its_importers(package):
     assert importers or package == "llmcompressor"  # imported by name there, so that a missing one is explained
 
 
+def names_torch_distributed(node):
+    if isinstance(node, ast.Import):
+        return any(alias.name.startswith("torch.distributed") for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        module = node.module or ""
+        return module.startswith("torch.distributed") or (
+            module == "torch" and any(alias.name == "distributed" for alias in node.names)
+        )
+    return isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed"
+
+
+def test_only_parallel_talks_to_other_processes():
+    users = [path for path in sources() if any(map(names_torch_distributed, ast.walk(ast.parse(path.read_text()))))]
+    assert [path.relative_to(ROOT).as_posix() for path in users] == ["qerl/parallel.py"]
+
+
 def test_the_command_line_loads_nothing_heavy():
     heavy = ("torch", "transformers", "datasets", "numpy", "pydantic", "peft", "trl", "vllm")
     code = f"import sys, qerl.cli; print([name for name in {heavy!r} if name in sys.modules])"

@@ -1,0 +1,230 @@
+"""Which process of a run this is, and everything the processes say to each other.
+
+Nothing else in qerl imports torch.distributed: code asks the one `Parallel` value it is given. A run of one process has
+the same value with `size` 1, whose methods do nothing and import nothing.
+
+Started by torchrun, every rank runs the whole training loop as if it were alone. TRL, accelerate and vLLM must
+therefore not see the launcher's variables: `open_parallel` takes them out of the environment, which has to happen
+before those libraries are imported. The ranks talk through a process group of their own, beside torch's default group,
+because vLLM makes a default group for itself and destroys it when its engine closes.
+
+Every call is collective: all ranks make the same calls in the same order. Each call first exchanges a short message
+between the ranks, so that a rank that failed, or that is at another place in the program, ends the others with one
+clear error instead of a wait without end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+from collections.abc import Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from qerl.errors import ConfigError, QerlError
+
+if TYPE_CHECKING:
+    import torch
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+TIME_LIMIT_S = 1800.0  # of one call: the slowest rank's rollout and grading must fit
+NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+# What torchrun sets beside them. With TORCHELASTIC_USE_AGENT_STORE left in place vLLM's own group of one process would
+# join the launcher's store as a client and hang.
+OTHERS = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE")
+ELASTIC = "TORCHELASTIC_"
+FAILED = "failed"  # the call of a rank that raised
+
+
+class ParallelError(QerlError):
+    """Another rank failed, is gone, or did not answer within the time limit."""
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """The place of this process among the `size` processes of a run.
+
+    `rank` counts all of them and `local_rank` those of this host, where it picks the card.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+    group: Group | None = field(default=None, repr=False, compare=False)  # None for one process
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the process that writes files."""
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Wait until all ranks are here."""
+        if self.group is not None:
+            self.group.exchange("barrier", None)
+
+    def gather(self, value: T) -> list[T]:
+        """The values of all ranks, by rank, on every rank. Values are pickled."""
+        return [value] if self.group is None else self.group.exchange("gather", value)
+
+    def broadcast(self, value: T) -> T:
+        """The value of rank 0, on every rank; the others' values are ignored."""
+        if self.group is None:
+            return value
+        return self.group.exchange("broadcast", value if self.first else None)[0]
+
+    def sum_(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Replace `tensor` on every rank by the sum over all ranks, to the same bits everywhere; returns it.
+
+        Contiguous, of the same shape and dtype on all ranks, on the CPU or on this rank's card.
+        """
+        if self.group is not None:
+            self.group.sum_(tensor)
+        return tensor
+
+
+@contextmanager
+def open_parallel(
+    environ: MutableMapping[str, str] = os.environ, time_limit_s: float = TIME_LIMIT_S
+) -> Iterator[Parallel]:
+    """The place of this process, read from the launcher's variables, which are removed from `environ`.
+
+    At the end of the block the ranks wait for each other. What a rank raises inside it is told to the others, which
+    raise ParallelError at their next call. Raises ConfigError if variables are missing, and ParallelError if the
+    ranks do not find each other within `time_limit_s`.
+    """
+    launched = {name: environ.pop(name) for name in (*NEEDED, *OTHERS) if name in environ}
+    elastic = {name: environ.pop(name) for name in list(environ) if name.startswith(ELASTIC)}
+    if int(launched.get("WORLD_SIZE", 1)) == 1:
+        yield Parallel()
+        return
+    if missing := [name for name in NEEDED if name not in launched]:
+        raise ConfigError(
+            f"WORLD_SIZE is {launched['WORLD_SIZE']} and {missing[0]} is not set: start several processes with "
+            "torchrun, or unset WORLD_SIZE"
+        )
+    rank, size, local_rank = (int(launched[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+    group = _connect(launched, elastic, timedelta(seconds=time_limit_s))
+    try:
+        yield Parallel(rank, size, local_rank, group)
+        group.exchange("end", None)
+    except BaseException as error:  # Ctrl-C as well
+        group.tell(error)
+        raise
+    finally:
+        group.close()
+
+
+def _connect(launched: Mapping[str, str], elastic: Mapping[str, str], time_limit: timedelta) -> Group:
+    """The group of all ranks. Raises ParallelError if they do not all come."""
+    from torch.distributed import PrefixStore, TCPStore
+
+    rank, size = int(launched["RANK"]), int(launched["WORLD_SIZE"])
+    host, port = launched["MASTER_ADDR"], int(launched["MASTER_PORT"])
+    # The launcher's agent serves a store itself. Without one rank 0 does.
+    serves = rank == 0 and elastic.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = TCPStore(host, port, size, serves, time_limit)
+        restarts = elastic.get("TORCHELASTIC_RESTART_COUNT", "0")  # a restarted run must not read the old keys
+        return Group(PrefixStore(f"qerl/{restarts}", store), rank, size, time_limit)
+    except RuntimeError as error:
+        text = f"rank {rank} did not find all {size} processes at {host}:{port}: {_first_line(error)}"
+        raise ParallelError(text) from error
+
+
+class Group:
+    """The connections between the ranks: gloo for messages and for tensors on a CPU, NCCL for tensors on a card."""
+
+    def __init__(self, store: Any, rank: int, size: int, time_limit: timedelta) -> None:
+        from torch.distributed import PrefixStore, ProcessGroupGloo
+
+        self._store, self._rank, self._size, self._time_limit = store, rank, size, time_limit
+        self._gloo = ProcessGroupGloo(PrefixStore("gloo", store), rank, size, time_limit)
+        self._nccl: Any = None
+        self._over = False  # a rank has failed, and nobody answers any more
+
+    def exchange(self, call: str, value: T) -> list[T]:
+        """What each rank gave to this `call`, by rank. Raises ParallelError if one of them failed or is elsewhere."""
+        answers = self._all_gather((call, value))
+        for rank, (other, said) in enumerate(answers):
+            if other == FAILED:
+                self._over = True
+                raise ParallelError(f"rank {rank} failed: {said}")
+        if calls := {other for other, _ in answers} - {call}:
+            self._over = True
+            raise RuntimeError(f"rank {self._rank} is at {call!r} and another at {calls.pop()!r}")
+        return [said for _, said in answers]
+
+    def tell(self, error: BaseException) -> None:
+        """Make `error` the answer to what the other ranks call next, unless one of them has failed before."""
+        if self._over:
+            return
+        logger.error("rank %d failed and tells the other ranks: %s", self._rank, _described(error))
+        try:
+            self._all_gather((FAILED, _described(error)))
+        except ParallelError as gone:
+            logger.warning("%s", gone)
+        self._over = True
+
+    def close(self) -> None:
+        """End the connections. Left to the end of the interpreter, gloo's threads would abort the process."""
+        if self._nccl is not None:
+            (self._nccl.abort if self._over else self._nccl.shutdown)()
+        self._gloo = self._nccl = self._store = None
+
+    def sum_(self, tensor: torch.Tensor) -> None:
+        """See `Parallel.sum_`."""
+        kind = f"sum of {tensor.dtype} {tuple(tensor.shape)}"
+        self.exchange(kind, None)
+        with self._failing():
+            (self._on_cards() if tensor.is_cuda else self._gloo).allreduce([tensor]).wait()
+
+    def _all_gather(self, value: object) -> list[Any]:
+        """Values of any size: their lengths first, then their bytes, padded to the longest."""
+        import torch
+
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        with self._failing():
+            lengths = self._gathered(torch.tensor([data.numel()]))
+            padded = torch.zeros(int(max(lengths)), dtype=torch.uint8)
+            padded[: data.numel()] = data
+            rows = self._gathered(padded)
+        return [pickle.loads(row[:length].numpy().tobytes()) for row, length in zip(rows, lengths, strict=True)]
+
+    def _gathered(self, tensor: torch.Tensor) -> list[torch.Tensor]:
+        outs = [tensor.new_empty(tensor.shape) for _ in range(self._size)]
+        self._gloo.allgather([outs], [tensor]).wait()
+        return outs
+
+    def _on_cards(self) -> Any:
+        """NCCL's group, made when it is first needed: by then each rank has taken its card."""
+        if self._nccl is None:
+            from torch.distributed import PrefixStore, ProcessGroupNCCL
+
+            options = ProcessGroupNCCL.Options()
+            options._timeout = self._time_limit
+            self._nccl = ProcessGroupNCCL(PrefixStore("nccl", self._store), self._rank, self._size, options)
+        return self._nccl
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        """Turn what gloo and NCCL raise for a rank that is gone or silent into ParallelError."""
+        try:
+            yield
+        except RuntimeError as error:
+            self._over = True
+            limit = self._time_limit.total_seconds()
+            text = f"another rank is gone, or did not answer in {limit:.0f} s; its own output says why"
+            raise ParallelError(f"{text} ({_first_line(error)})") from error
+
+
+def _described(error: BaseException) -> str:
+    return str(error) if isinstance(error, QerlError) else f"{type(error).__name__}: {error}"
+
+
+def _first_line(error: object) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
