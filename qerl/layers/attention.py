@@ -1,7 +1,7 @@
-"""The attention block of Qwen2, Qwen3, Llama and Mistral with q/k/v as one product and rotated in place.
+"""The attention block of Qwen2, Qwen3, Llama and Mistral, with q, k and v from one product and rotated in place.
 
-Around whatever attention function the model is set to; only what that keeps, the projections' input and its output are
-held for the backward pass.
+It calls whatever attention function the model is configured with. For the backward pass it holds only what that
+function keeps, the input of the projections and the attention output.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def attention_forward(
     past_key_values: Any = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The forward of transformers 5.17's attention modules of these families."""
+    """Replaces the forward that transformers 5.17 gives the attention modules of these families."""
     parts, cos = parts_of(self.q_proj, self.k_proj, self.v_proj), position_embeddings[0]
     if parts is None or cos.shape[-1] != self.head_dim:
         return type(self).forward(
@@ -56,7 +56,7 @@ def attention_forward(
 
 
 def _rotated(self: nn.Module, qkv: torch.Tensor, angles: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
-    """q, k and v (T, heads, d) of qkv (T, all heads * d), q and k normed where the model does that, then rotated."""
+    """Split qkv (T, all heads * d) into q, k and v (T, heads, d); norm q and k if the model does, then rotate them."""
     sizes = [proj.out_features for proj in (self.q_proj, self.k_proj, self.v_proj)]
     counts = [size // self.head_dim for size in sizes]
     if not hasattr(self, "q_norm"):
@@ -70,13 +70,13 @@ def _rotated(self: nn.Module, qkv: torch.Tensor, angles: tuple[torch.Tensor, tor
 def _per_token(
     position_embeddings: tuple[torch.Tensor, torch.Tensor], batch: torch.Size
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin (T, d), of a batch's rows one after another."""
+    """Return cos and sin as (T, d), with the rows of the batch one after another."""
     cos, sin = (angle.expand(*batch, -1).reshape(-1, angle.shape[-1]) for angle in position_embeddings)
     return cos, sin
 
 
 def _window(self: nn.Module) -> dict[str, int | None]:
-    """The sliding window as each family's attention passes it: Llama none, Mistral its config's."""
+    """The sliding window as each family's attention passes it: Llama passes none, Mistral the one of its config."""
     if hasattr(self, "sliding_window"):
         return {"sliding_window": self.sliding_window}
     return {"sliding_window": self.config.sliding_window} if hasattr(self.config, "sliding_window") else {}

@@ -1,7 +1,7 @@
-"""Attention of one new token of each sequence over a paged KV cache, which takes the new keys and values: Hopper.
+"""Decode-step attention on Hopper: one new token per sequence, over a paged KV cache that its key and value go into.
 
-The fast twin of `reference_attend_`; how it works is said in `nvfp4/cuda/attend.cu`. Limit: the bytes of the keys and
-values, 4 * tokens * key heads * head_dim, over the memory's bandwidth.
+The fast twin of `reference_attend_`; `qerl/cuda/sources/attend.cu` explains how it works. Its limit is the size of the
+keys and values, 4 * tokens * key heads * head_dim bytes, divided by the memory bandwidth.
 """
 
 from __future__ import annotations
@@ -15,23 +15,24 @@ import torch
 from qerl.cuda.nvrtc import Kernel, Launch, Variant, kernel
 
 HEAD_DIMS = (32, 64, 128)
-GROUP = 8  # query heads that share a key head, at most
-TILE = 16  # tokens of a step of a warp; a page holds a multiple
+GROUP = 8  # the most query heads that may share a key head
+TILE = 16  # tokens that a warp handles at a time; a page holds a multiple of it
 MAX_SEQUENCES = 1024
-MAX_SHARERS = 64  # blocks that a head of one sequence is cut between
-SLACK = 6  # tiles of a range beyond an equal share, so that a block has no two items
+MAX_SHARERS = 64  # the most blocks that one head of one sequence is divided among
+SLACK = 6  # tiles by which a range may exceed an equal share, if that spares every block a second item
 NONE = -1
 
 
 class Split(NamedTuple):
-    """How a card's warps are blocks."""
+    """How the warps of a multiprocessor are grouped into blocks."""
 
-    warps: int  # of a block
-    blocks: int  # of a processor
+    warps: int  # per block
+    blocks: int  # per multiprocessor
 
 
-FEW, MANY = Split(4, 3), Split(2, 6)  # more warps share a head, or blocks wait less for their slowest warp
-MANY_HEADS = 512  # of all sequences, from which MANY is faster
+# With FEW, more warps share a head; with MANY, a block waits less for its slowest warp.
+FEW, MANY = Split(4, 3), Split(2, 6)
+MANY_HEADS = 512  # key heads, counted over all sequences, from which MANY is faster
 
 
 def split_for(sequences: int, key_heads: int) -> Split:
@@ -39,7 +40,7 @@ def split_for(sequences: int, key_heads: int) -> Split:
 
 
 class Space:
-    """Kernels and work space of `attend_` for all layers of a model: to be made before a capture."""
+    """Kernels and work space of `attend_`, shared by all layers of a model. Create it before a graph is captured."""
 
     def __init__(self, sequences: int, key_heads: int, head_dim: int, device: torch.device) -> None:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -56,9 +57,12 @@ class Space:
         self.done = torch.zeros(sequences * key_heads, dtype=torch.int32, device=device)
 
     def plan_(self, lengths: torch.Tensor) -> None:
-        """Cut the sequences' tiles between blocks, for either split, and clear the counters: once a step, before its
-        layers. A CUDA graph may have been captured with more sequences than a step has. Between steps nothing has to be
-        kept: vLLM makes this in the memory of its KV cache, and a sleep gives that back."""
+        """Divide the sequences' tiles among the blocks, for both splits, and clear the counters.
+
+        Call it once per step, before the layers run. `lengths` may have more sequences than the step, because a CUDA
+        graph is captured for a fixed number. Nothing has to survive from one step to the next: vLLM allocates this
+        space in the memory of its KV cache, which a sleep gives back.
+        """
         of_splits = (number for split in (FEW, MANY) for number in (self.blocks[split], split.warps))
         sizes = (len(lengths), self.key_heads, *of_splits, MAX_SHARERS, SLACK)
         self._write_plans(Launch((2, 1, 1), MAX_SEQUENCES), self._plans, self.done, lengths, *sizes)
@@ -70,17 +74,18 @@ def _load(entry: str, head_dim: int, split: Split) -> Kernel:
 
 
 class Plan(NamedTuple):
-    """What `Space.plan_` writes for a split: each block's (first item, the item's tile where its range begins, that
-    sequence's tokens, tiles of a range), an item being sequence * key_heads + head, or NONE; how many items there are;
-    whether items are filled up to whole ranges."""
+    """What `Space.plan_` writes for one split. An item is one key head of one sequence: sequence * key_heads + head."""
 
-    blocks: list[tuple[int, int, int, int]]
+    blocks: list[tuple[int, int, int, int]]  # (first item or NONE, its first tile, tokens of its sequence, range size)
     items: int
-    filled: bool
+    filled: bool  # whether every item is padded to whole ranges
 
 
 def reference_plan(lengths: list[int], key_heads: int, blocks: int, warps: int) -> Plan:
-    """Ranges are equal parts of all items' tiles in a row; a sequence of no tokens counts as one tile."""
+    """The same plan in plain Python: the tiles of all items in a row, cut into equal ranges.
+
+    A sequence without tokens counts as one tile.
+    """
     tiles = [max(1, -(-length // TILE)) for length in lengths]
     least = max(-(-sum(tiles) * key_heads // blocks), warps, -(-max(tiles) // MAX_SHARERS))
     sizes = range(least, least + SLACK + 1)
@@ -95,7 +100,7 @@ def reference_plan(lengths: list[int], key_heads: int, blocks: int, warps: int) 
 
 @dataclass(frozen=True)
 class Cache:
-    """What a layer has of the KV cache: keys and values (pages, tokens of a page, key heads, head_dim), bfloat16."""
+    """A layer's part of the KV cache: keys and values (pages, tokens per page, key heads, head_dim), bfloat16."""
 
     keys: torch.Tensor
     values: torch.Tensor
@@ -107,9 +112,12 @@ class Cache:
 
 @dataclass(frozen=True)
 class Batch:
-    """Where the sequences' tokens lie in the cache: `pages` (sequences, n) int32, the page of each TILE or more tokens;
-    `lengths` (sequences,) int32, the new token counted, 0 for none; `slots` (sequences,) int64, page * tokens of a page
-    + place of the new token, or -1: it is not written."""
+    """Where the sequences' tokens lie in the cache.
+
+    `pages` (sequences, n) int32: the pages of each sequence in order; a page holds a multiple of TILE tokens. `lengths`
+    (sequences,) int32: tokens including the new one, 0 for an unused row. `slots` (sequences,) int64: where the new
+    token goes, as page * tokens per page + its place in the page, or -1 if it is not to be written.
+    """
 
     pages: torch.Tensor
     lengths: torch.Tensor
@@ -137,9 +145,11 @@ def attend_(
     scale: float,
     space: Space,
 ) -> torch.Tensor:
-    """Fill `out` (sequences, heads, head_dim) and the slots of `cache` from `new`: (query, key, value), one token of
-    each sequence, (sequences, heads or key heads, head_dim), bfloat16, heads contiguous. `space` has been given these
-    lengths by `plan_`."""
+    """Fill `out` (sequences, heads, head_dim) and the slots of `cache` from the new tokens, one per sequence.
+
+    `new` is (query, key, value), each (sequences, heads or key heads, head_dim), bfloat16, with contiguous heads.
+    `space.plan_` must have been called with these lengths.
+    """
     query, key, value = new
     split = split_for(len(query), space.key_heads)
     space.kernels[split](
@@ -164,7 +174,7 @@ def reference_attend_(
     batch: Batch,
     scale: float,
 ) -> torch.Tensor:
-    """The same as `attend_` in plain torch and float64, a sequence at a time."""
+    """The same as `attend_` in plain torch and float64, one sequence at a time."""
     query, key, value = new
     for index, (length, slot) in enumerate(zip(batch.lengths.tolist(), batch.slots.tolist(), strict=True)):
         out[index] = 0

@@ -1,8 +1,8 @@
-"""The decoder layer of Qwen2, Qwen3, Llama and Mistral: sums of the residual stream are made where it is normed.
+"""The decoder layer of Qwen2, Qwen3, Llama and Mistral, in which a norm also adds to the residual stream.
 
-The stream is in float32, as in the engine (`qerl.vllm_plugin.norm`): rounded to 16 bits once a layer it makes up most
-of the difference between sampler and trainer, where only roundings tell them apart. Within a layer gradients are in 16
-bits, and so is what the backward pass reads.
+The stream is kept in float32, as in the engine (`qerl.vllm_plugin.norm`). Sampler and trainer differ only by rounding,
+and rounding the stream to 16 bits once per layer would cause most of that difference. Within a layer, gradients and
+everything that the backward pass reads are in 16 bits.
 """
 
 from __future__ import annotations
@@ -12,27 +12,29 @@ from typing import Any
 import torch
 from torch import nn
 
-from qerl.layers.elementwise import RMSNorm, joined, norm_beside
+from qerl.layers.elementwise import RMSNorm, add_and_norm, exact_sum
 
 
 def layer_forward(self: nn.Module, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """The forward of transformers 5.17's decoder layers of these families; returns float32 (B, T, hidden)."""
+    """Replaces the forward of transformers 5.17's decoder layers of these families; returns float32 (B, T, hidden)."""
     residual, normed = _normed(self.input_layernorm, hidden_states)
     attended, _ = self.self_attn(hidden_states=normed, **kwargs)
     total, normed = _normed(self.post_attention_layernorm, residual, attended, hidden_states)
-    return joined(total, (hidden_states, attended), self.mlp(normed))
+    return exact_sum(total, (hidden_states, attended), self.mlp(normed))
 
 
 def _normed(
     norm: nn.Module, residual: torch.Tensor, delta: torch.Tensor | None = None, exact: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(residual + delta, its norm), of `exact`, the residual before it was rounded. A norm that does anything more is
-    called: one with noise, which has another forward (`qerl.layers.norms`), or one with hooks."""
-    acts = (
-        norm.acting() if hasattr(norm, "acting") else norm
-    )  # a trained one's wrapper says which (`qerl.checkpoint.adapter`)
-    more = any("forward" in vars(one) or one._forward_hooks or one._forward_pre_hooks for one in (norm, acts))
-    if type(acts) is RMSNorm and not more:
-        return norm_beside(residual, acts, delta, exact)
-    residual = residual if delta is None else joined(residual, [exact], delta)
+    """Return residual + delta and its norm, computed from `exact`, the residual before it was rounded.
+
+    A norm that does more than that is called as a module: one with noise, whose forward was replaced
+    (`qerl.layers.norms`), or one with hooks.
+    """
+    # A trained norm is wrapped (`qerl.checkpoint.adapter`); `acting` names the norm that computes.
+    active = norm.acting() if hasattr(norm, "acting") else norm
+    more = any("forward" in vars(one) or one._forward_hooks or one._forward_pre_hooks for one in (norm, active))
+    if type(active) is RMSNorm and not more:
+        return add_and_norm(residual, active, delta, exact)
+    residual = residual if delta is None else exact_sum(residual, [exact], delta)
     return residual, norm(residual)

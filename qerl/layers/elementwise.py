@@ -1,4 +1,4 @@
-"""RMSNorm and rotary embedding with their gradients: by Triton kernels on a GPU, by their twins elsewhere."""
+"""RMSNorm and rotary embedding with their gradients: Triton kernels on a GPU, their plain torch twins elsewhere."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qerl.layers.twins import Normed
 
 
 def kernels_for(x: torch.Tensor) -> ModuleType:
-    """The module that computes on x's device: `qerl.layers.kernels` or `qerl.layers.twins`."""
+    """The module that computes on the device of x: `qerl.layers.kernels` or `qerl.layers.twins`."""
     if not x.is_cuda:
         return twins
     from qerl.layers import kernels
@@ -25,8 +25,9 @@ def kernels_for(x: torch.Tensor) -> ModuleType:
 class RMSNorm(nn.Module):
     """weight * x / sqrt(mean(x^2) + eps), computed in float32 and rounded once, as the engine's norm does.
 
-    transformers' norms round x_hat as well, before the product with the weight. Of x in float32, as the residual stream
-    is (`qerl.layers.decoder`), the result has the dtype that the weight had at first: a trained one may be wider.
+    The norms of transformers also round x_hat before they multiply by the weight. If x is float32, as the residual
+    stream is (`qerl.layers.decoder`), the result has the dtype that the weight had at construction: once it is trained,
+    the weight may be wider.
     """
 
     def __init__(self, weight: nn.Parameter, eps: float) -> None:
@@ -35,7 +36,7 @@ class RMSNorm(nn.Module):
         self._dtype = weight.dtype
 
     def dtype_of(self, x: torch.Tensor) -> torch.dtype:
-        """Of the norm of x."""
+        """The dtype of the norm of x."""
         return self._dtype if x.dtype == torch.float32 else x.dtype
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -46,39 +47,47 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Norm over the last dimension of x (..., d) in `dtype` (default: x's); `weight` (d,) may be float32."""
+    """Norm over the last dimension of x (..., d), in `dtype` (default: that of x); `weight` (d,) may be float32."""
     return _RMSNorm.apply(x, weight, eps, dtype or x.dtype)
 
 
 def rotary_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate x (T, heads, d) in place, by cos and sin (T, d); returns x."""
+    """Rotate x (T, heads, d) in place by the angles of cos and sin (T, d); returns x."""
     return _Rotary.apply(x, cos, sin)
 
 
 def rotary_parts_(
     qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, counts: Sequence[int]
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v, (T, heads, d) views of qkv (T, all heads * d) with `counts` heads; q and k are rotated in place."""
+    """Rotate q and k in place; returns q, k and v as (T, heads, d) views of qkv (T, all heads * d).
+
+    `counts` are their numbers of heads.
+    """
     return _RotaryParts.apply(qkv, cos, sin, list(counts))
 
 
-def norm_beside(
+def add_and_norm(
     x: torch.Tensor, norm: RMSNorm, delta: torch.Tensor | None = None, exact: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(x + delta, or x without one, and its norm), both in the norm's dtype: the gradients of both are joined as the
-    norm's is written. `exact`: x before it was rounded, of which both are computed; it gets no gradient."""
+    """Return x + delta (x itself without a delta) and its norm, both in the dtype of the norm.
+
+    Their gradients are added by the kernel that writes the norm's gradient. Both results are computed from `exact`, x
+    before it was rounded; it gets no gradient.
+    """
     x_exact = x if exact is None else exact.detach()
-    return _NormBeside.apply(x, delta, x_exact, norm.weight, norm.variance_epsilon, norm.dtype_of(x_exact))
+    return _AddAndNorm.apply(x, delta, x_exact, norm.weight, norm.variance_epsilon, norm.dtype_of(x_exact))
 
 
-def joined(total: torch.Tensor, parts: Sequence[torch.Tensor], delta: torch.Tensor) -> torch.Tensor:
-    """total + delta in float32, where `total` is the rounded sum of `parts` (one or two): computed of these. The
-    gradient goes to `total` and `delta`."""
-    return _Joined.apply(total, delta, *(part.detach() for part in parts))
+def exact_sum(total: torch.Tensor, parts: Sequence[torch.Tensor], delta: torch.Tensor) -> torch.Tensor:
+    """total + delta in float32, where `total` is the rounded sum of one or two `parts`.
+
+    The value is computed from the unrounded `parts`; the gradient goes to `total` and `delta`.
+    """
+    return _ExactSum.apply(total, delta, *(part.detach() for part in parts))
 
 
 class _RMSNorm(torch.autograd.Function):
-    """Keeps x, rounded to the result's dtype, and one number a row."""
+    """Keeps x, rounded to the result's dtype, and one number per row."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float, dtype: torch.dtype) -> torch.Tensor:
@@ -97,8 +106,8 @@ class _RMSNorm(torch.autograd.Function):
         return grads[0].view(x.shape), grads[1].to(weight.dtype) if trained else None, None, None
 
 
-class _NormBeside(torch.autograd.Function):
-    """Keeps the rounded sum and one number a row."""
+class _AddAndNorm(torch.autograd.Function):
+    """Keeps the rounded sum and one number per row."""
 
     @staticmethod
     def forward(
@@ -131,8 +140,8 @@ class _NormBeside(torch.autograd.Function):
         return by_x, by_delta, None, grads[1].to(weight.dtype) if trained else None, None, None
 
 
-class _Joined(torch.autograd.Function):
-    """Keeps nothing."""
+class _ExactSum(torch.autograd.Function):
+    """Keeps nothing for its backward pass."""
 
     @staticmethod
     def forward(ctx, total: torch.Tensor, delta: torch.Tensor, *parts: torch.Tensor) -> torch.Tensor:
@@ -146,7 +155,7 @@ class _Joined(torch.autograd.Function):
     def backward(ctx, grad: torch.Tensor):
         total, delta = ctx.dtypes
         by_delta = grad.to(delta)
-        by_total = by_delta if total == delta else grad.to(total)  # rounded once for both
+        by_total = by_delta if total == delta else grad.to(total)
         return by_total, by_delta, *(None for _ in ctx.needs_input_grad[2:])
 
 
@@ -167,13 +176,13 @@ class _Rotary(torch.autograd.Function):
 
 
 class _RotaryParts(torch.autograd.Function):
-    """Keeps cos and sin; the parts' gradients are rotated into their places in that of qkv."""
+    """Keeps cos and sin; the gradients of the parts are rotated straight into their places in the gradient of qkv."""
 
     @staticmethod
     def forward(ctx, qkv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, counts: list[int]):
         ctx.save_for_backward(cos, sin)
         ctx.counts = counts
-        heads = qkv.detach().unflatten(1, (sum(counts), -1))  # nothing has saved qkv: it may change unseen
+        heads = qkv.detach().unflatten(1, (sum(counts), -1))  # no node saved qkv, so autograd need not see it change
         rotated = heads[:, : counts[0] + counts[1]]
         kernels_for(qkv).rotate_(rotated, rotated, cos, sin, 1)
         return heads.split(counts, 1)
@@ -192,12 +201,12 @@ class _RotaryParts(torch.autograd.Function):
 
 
 def _adjacent_heads(x: torch.Tensor) -> torch.Tensor:
-    """x (T, heads, d) as the kernels read it: tokens any stride apart, heads beside one another."""
+    """x (T, heads, d) as the kernels read it: any stride between tokens, but adjacent heads."""
     return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
 
 
 def _three_dimensional(x: torch.Tensor) -> torch.Tensor:
-    """x (..., d) as (tokens, heads, d), as a view where the kernels' strides allow it."""
+    """x (..., d) as (tokens, heads, d), a view wherever the kernels' strides allow one."""
     if x.dim() == 3:
         return _adjacent_heads(x)
     return x.contiguous().view(-1, 1, x.shape[-1])

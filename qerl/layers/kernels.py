@@ -1,8 +1,8 @@
 """Triton kernels for RMSNorm, SwiGLU and rotary embedding: float32 inside, rounded once. Twins: `qerl.layers.twins`.
 
-Each reads its operands once; nothing is summed by atomics, so results repeat to the bit. Ours rather than a library's:
-liger-kernel 0.8 has the same three, but its SwiGLU overwrites the saved gate and up, its rotary embedding its input's
-gradient, and all want contiguous tensors, where a fused projection gives strided ones.
+Each reads its operands once, and nothing is summed by atomics, so results repeat to the bit. Why not a library's:
+liger-kernel 0.8 has the same three, but its SwiGLU overwrites the saved gate and up, its rotary embedding the gradient
+of its input, and all three require contiguous tensors, while a fused projection yields strided ones.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import triton.language as tl
 
 from qerl.layers.twins import Normed
 
-PROGRAMS = 264  # of a norm whose weight is trained: as many as an H200's 132 multiprocessors hold at once
-WIDTH = 1024  # columns of a SwiGLU program
-HEADS = 16  # of a rotary program: one token's, so that its angles are read once for them
+PROGRAMS = 264  # for a norm whose weight is trained: as many as the 132 multiprocessors of an H200 hold at once
+WIDTH = 1024  # columns per SwiGLU program
+HEADS = 16  # heads of one token per rotary program, which reads the token's angles once for all of them
 
 
 @triton.jit
 def _row(index, heads, stride, columns):
-    """Offset of row `index` of (tokens, heads, columns) whose tokens are `stride` apart."""
+    """Offset of row `index` in a (tokens, heads, columns) tensor whose tokens are `stride` apart."""
     index = index.to(tl.int64)
     return (index // heads) * stride + (index % heads) * columns
 
@@ -166,8 +166,11 @@ def _rotate(
 
 
 def _rows_of(x: torch.Tensor) -> tuple[int, int]:
-    """(heads, stride) for `_row`: x without gaps has one head, since Triton compiles anew for a number of heads with
-    another divisor, and that is the number of tokens where the batch is one row."""
+    """Return (heads, stride) for `_row`; a contiguous x counts as having one head.
+
+    Triton compiles a kernel again when an integer argument changes its divisibility by 16, and for a batch of one row
+    the number of heads would be the number of tokens.
+    """
     return (1, x.shape[2]) if x.is_contiguous() else (x.shape[1], x.stride(0))
 
 

@@ -1,4 +1,4 @@
-"""Frozen linears that read the same input, each with a LoRA, as one product and one autograd node.
+"""Frozen linears that read the same input, each with a LoRA, computed as one product and one autograd node.
 
 For parts i with weight W_i, bias b_i, adapter factors A_i (r, K), B_i (N_i, r) and scale s_i:
 
@@ -6,9 +6,9 @@ For parts i with weight W_i, bias b_i, adapter factors A_i (r, K), B_i (N_i, r) 
     g_i = s_i dy_i B_i       dx = sum_i dy_i W_i + g_i A_i
     dA_i = g_i^T x           dB_i = s_i dy_i^T h_i                       summed in float32, never rounded to 16 bits
 
-One product for all A_i, and one for all W_i where the engine keeps them in one tensor (q/k/v, gate/up), decoded once
-a direction into a work buffer. Kept for the backward pass: x and h. The small products come first and the base product
-is added to them in its float32 accumulator, so that y is rounded once.
+All A_i take one product, and so do all W_i if the engine keeps them in one tensor (q/k/v, gate/up), which is decoded
+into a work buffer once per direction. Only x and h are kept for the backward pass. The small products come first, and
+the base product is added to them in its float32 accumulator, so that y is rounded once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from qerl.nvfp4.linear import NVFP4Linear
 
 @dataclass(frozen=True)
 class Part:
-    """A frozen linear and its adapter; `a` and `b` None: it has none."""
+    """A frozen linear and its adapter; `a` and `b` are None if it has none."""
 
     base: nn.Linear
     a: torch.Tensor | None = None
@@ -36,7 +36,7 @@ class Part:
 
 
 def part_of(module: nn.Module) -> Part | None:
-    """What `module` multiplies by now; None if it does more than that, and has to be called."""
+    """What `module` multiplies by at present; None if it does more than multiply and therefore has to be called."""
     if module._forward_hooks or module._forward_pre_hooks:
         return None
     if hasattr(module, "lora_part"):
@@ -48,7 +48,7 @@ def part_of(module: nn.Module) -> Part | None:
 
 
 def parts_of(*modules: nn.Module) -> tuple[Part, ...] | None:
-    """`part_of` each, None if one of them is None."""
+    """`part_of` for each module; None if it is None for any of them."""
     parts = tuple(part_of(module) for module in modules)
     return None if None in parts else parts
 
@@ -61,12 +61,12 @@ def lora_linear(x: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
 
 
 def factors(parts: Sequence[Part]) -> list[torch.Tensor]:
-    """A and B of each part that has them: what gradients go to."""
+    """A and B of each part that has an adapter: the tensors that receive gradients."""
     return [factor for part in parts if part.a is not None for factor in (part.a, part.b)]
 
 
 def product_dtype(x: torch.Tensor, parts: Sequence[Part]) -> torch.dtype:
-    """autocast's inside autocast, else the base's."""
+    """The dtype of autocast where it is active, otherwise that of the base."""
     device = x.device.type
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -75,16 +75,16 @@ def product_dtype(x: torch.Tensor, parts: Sequence[Part]) -> torch.dtype:
 
 
 def forward(x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(y (T, N), h (T, ranks)) of x (T, K); h is None without an adapter."""
+    """Return y (T, N) and h (T, ranks) for x (T, K); h is None without an adapter."""
     h = None if (a := _stacked_a(parts, x.dtype)) is None else x @ a.t()
     y = x.new_empty(len(x), sum(part.base.out_features for part in parts))
     started = any(part.a is not None or part.base.bias is not None for part in parts)
-    if started and _alike(parts):
+    if started and _can_fuse_bias(parts):
         bias, b = stacked([p.base.bias for p in parts], y.dtype), diagonal([p.b for p in parts], y.dtype)
         torch.addmm(bias, h, b, alpha=parts[0].scale, out=y)
     elif started:
         for part, ranks, columns in _columns(parts):
-            _start_(y[:, columns], None if h is None else h[:, ranks], part)
+            _write_bias_and_lora_(y[:, columns], None if h is None else h[:, ranks], part)
     for columns, block in _blocks(parts):
         matrix, alpha = _matrix(block, x.dtype)
         out = y[:, columns]
@@ -93,7 +93,7 @@ def forward(x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, torch
 
 
 def backward_to_input(grad: torch.Tensor, g: torch.Tensor | None, parts: Sequence[Part]) -> torch.Tensor:
-    """dx (T, K) from dy and `g` of `backward_to_h`."""
+    """dx (T, K) from dy and the `g` that `backward_to_h` returned."""
     if g is None:
         dx, started = grad.new_empty(len(grad), parts[0].base.in_features), False
     else:
@@ -106,7 +106,7 @@ def backward_to_input(grad: torch.Tensor, g: torch.Tensor | None, parts: Sequenc
 
 
 def backward_to_h(grad: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor | None:
-    """g (T, ranks) of dy (T, N)."""
+    """g (T, ranks) from dy (T, N); None without an adapter."""
     if not (ranks := sum(part.a.shape[0] for part in parts if part.a is not None)):
         return None
     g = grad.new_empty(len(grad), ranks)
@@ -119,7 +119,7 @@ def backward_to_h(grad: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor | N
 def backward_to_factors(
     grad: torch.Tensor, x: torch.Tensor, h: torch.Tensor | None, g: torch.Tensor | None, parts: Sequence[Part]
 ) -> list[torch.Tensor]:
-    """dA and dB of each part that has an adapter, as `factors` orders them, in the dtypes of A and B."""
+    """dA and dB of each part that has an adapter, in the order of `factors` and the dtypes of A and B."""
     grads = []
     if g is not None:
         da = _product_32(g.t(), x)
@@ -131,7 +131,7 @@ def backward_to_factors(
 
 
 class _LoraLinear(torch.autograd.Function):
-    """See the module docstring; keeps x and h, and the factors, which exist anyway."""
+    """See the module docstring. Keeps x and h, and references to the factors."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, parts: tuple[Part, ...], dtype: torch.dtype, *adapter: torch.Tensor):
@@ -153,7 +153,7 @@ class _LoraLinear(torch.autograd.Function):
 
 
 def _columns(parts: Sequence[Part]) -> Iterator[tuple[Part, slice, slice]]:
-    """(part, its columns of h, its columns of y) of each part."""
+    """For each part: the part, its columns of h and its columns of y."""
     rank, row = 0, 0
     for part in parts:
         rank_end, row_end = rank + (0 if part.a is None else len(part.a)), row + part.base.out_features
@@ -166,7 +166,7 @@ def _adapted(parts: Sequence[Part]) -> Iterator[tuple[Part, slice, slice]]:
 
 
 def _blocks(parts: Sequence[Part]) -> Iterator[tuple[slice, Sequence[Part]]]:
-    """(columns of y, parts) of each base product: all at once where one tensor holds all weights."""
+    """For each base product: its columns of y and its parts. It is one product if one tensor holds all the weights."""
     row = 0
     for block in [parts] if adjacent([part.base for part in parts]) else [[part] for part in parts]:
         end = row + sum(part.base.out_features for part in block)
@@ -175,7 +175,7 @@ def _blocks(parts: Sequence[Part]) -> Iterator[tuple[slice, Sequence[Part]]]:
 
 
 def _matrix(block: Sequence[Part], dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-    """The block's weight (rows, K) up to a factor, and that factor; valid until the next call."""
+    """The weight (rows, K) of the block up to a scalar factor, and that factor; valid until the next call."""
     bases = [part.base for part in block]
     if adjacent(bases):
         return unscaled(bases, dtype), bases[0].kernel_weight.alpha
@@ -183,16 +183,18 @@ def _matrix(block: Sequence[Part], dtype: torch.dtype) -> tuple[torch.Tensor, fl
     return (base.dense(dtype) if isinstance(base, NVFP4Linear) else base.weight.to(dtype)), 1.0
 
 
-def _alike(parts: Sequence[Part]) -> bool:
-    """Whether all have adapters of one scale, and biases: cuBLAS adds one bias of all columns in its product, where a
-    bias of some columns is copied into them before."""
+def _can_fuse_bias(parts: Sequence[Part]) -> bool:
+    """Whether all parts have a bias and adapters of the same scale.
+
+    Then cuBLAS adds the bias of all columns within its product; a bias of only some columns has to be copied first.
+    """
     return len({part.scale for part in parts}) == 1 and all(
         part.a is not None and part.base.bias is not None for part in parts
     )
 
 
-def _start_(out: torch.Tensor, h: torch.Tensor | None, part: Part) -> None:
-    """Fill `out`, the part's columns of y, with bias and LoRA term."""
+def _write_bias_and_lora_(out: torch.Tensor, h: torch.Tensor | None, part: Part) -> None:
+    """Fill `out`, the part's columns of y, with its bias and LoRA term."""
     bias = part.base.bias
     if part.a is not None:
         addend = out if bias is None else bias.to(out.dtype)
@@ -209,7 +211,7 @@ def _stacked_a(parts: Sequence[Part], dtype: torch.dtype) -> torch.Tensor | None
 
 
 def _product_32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-    """left @ right in float32, not rounded to 16 bits in between where the device can do that."""
+    """left @ right in float32, without a rounding to 16 bits in between if the device supports that."""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).float()

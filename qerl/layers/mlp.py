@@ -1,7 +1,7 @@
-"""The gated MLP y = down(silu(gate(x)) * up(x)) as one autograd node that keeps x, gate, up and the small h alone.
+"""The gated MLP y = down(silu(gate(x)) * up(x)) as one autograd node that keeps only x, gate, up and the small h.
 
-The input of `down` is computed again in the backward pass, by the same kernel that reads gate and up for their
-gradients: a third less to keep for one more write.
+The kernel that computes the gradients of gate and up in the backward pass also computes the input of `down` again. That
+keeps a third less memory at the cost of one more write.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from qerl.layers.elementwise import kernels_for
 
 
 def mlp_forward(self: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """The forward of a transformers MLP with gate_proj, up_proj, down_proj and SiLU."""
+    """Replaces the forward of a transformers MLP with gate_proj, up_proj, down_proj and SiLU."""
     gate_up, down = lora.parts_of(self.gate_proj, self.up_proj), lora.parts_of(self.down_proj)
     if gate_up is None or down is None:
         return type(self).forward(self, x)
@@ -45,7 +45,8 @@ class _MLP(torch.autograd.Function):
         with torch.autocast(grad.device.type, enabled=False):
             g = lora.backward_to_h(grad, ctx.down)
             activation = lora.backward_to_input(grad, g, ctx.down)
-            grad_inner = kernels_for(x).swiglu_backward_(inner, activation)  # `activation` was its gradient until now
+            # `activation` held its own gradient until here; this call overwrites it with the activation itself.
+            grad_inner = kernels_for(x).swiglu_backward_(inner, activation)
             down_grads = lora.backward_to_factors(grad, activation, h_down, g, ctx.down)
             del activation
             g = lora.backward_to_h(grad_inner, ctx.gate_up)

@@ -1,12 +1,12 @@
-"""Find a model's block norms by structure, and let noise act in them in float32 without touching their weights.
+"""Find a model's block norms by their structure, and add noise to them in float32 without touching their weights.
 
-A block norm is an RMSNorm that is a direct child of a decoder layer (`model.layers.3.input_layernorm`): the norms whose
-output the next linears read. Norms inside attention (QK-norms) and the final norm are not among them. No class name is
-looked for; that the module computes weight * x / sqrt(mean(x^2) + eps) is checked by calling it.
+A block norm is an RMSNorm that is a direct child of a decoder layer (`model.layers.3.input_layernorm`); the next
+linears read its output. Norms inside attention (QK-norms) and the final norm are not block norms. Class names play no
+part: each candidate is called once to check that it computes weight * x / sqrt(mean(x^2) + eps).
 
-The noisy norm computes (weight + noise) * x_hat in float32 and rounds once: a sum stored in bfloat16 would swallow a
-noise under 1e-3. Nothing is written into the model but an instance attribute `forward`, so removing it restores the
-clean norm bit-exactly.
+The noisy norm computes (weight + noise) * x_hat in float32 and rounds once, because a sum stored in bfloat16 would
+swallow noise below 1e-3. The model gets nothing but an instance attribute `forward`, so deleting that attribute
+restores the clean norm exactly.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _WRAPPERS = re.compile(r"(^base_model\.model\.)|(\.modules_to_save\.default$)")
 def block_norms(model: nn.Module, checked: MutableSet[nn.Module] | None = None) -> dict[str, nn.Module]:
     """Block norms by base module name, in the model's order. Raises EngineError if there are none.
 
-    The formula of a norm in `checked` is not checked again; the others join it once they have passed.
+    Norms in `checked` are taken to compute the right formula; the others are added to it once they have passed.
     """
     checked = set() if checked is None else checked
     norms = {}
     for name, module in model.named_modules():
         base_name = _WRAPPERS.sub("", name)
         if _DIRECT_CHILD.search(base_name) and _looks_like_norm(module):
-            norms[base_name] = module  # of a trained norm the copy (modules_to_save), which is the one that runs
+            norms[base_name] = module  # for a trained norm the last one is PEFT's copy (modules_to_save), which runs
     if not norms:
         raise EngineError(
             "no RMSNorm was found among the decoder layers' children, so noise would change nothing: "
@@ -50,7 +50,10 @@ def block_norms(model: nn.Module, checked: MutableSet[nn.Module] | None = None) 
 
 
 def set_norm_noise_(norms: Mapping[str, nn.Module], noise: Mapping[str, torch.Tensor] | None) -> int:
-    """Add `noise` (float32, (d,)) to the named norms from now on, None: restore. Returns how many norms are noisy."""
+    """Add `noise`, one float32 (d,) per name, to the norms from now on; None removes it. Returns how many are noisy.
+
+    Raises EngineError if a name is not among `norms` or a shape differs from that of the norm's weight.
+    """
     for module in norms.values():
         module.__dict__.pop("forward", None)
     if noise is None:
@@ -104,7 +107,7 @@ def _check_formula(name: str, module: nn.Module) -> None:
         x = torch.linspace(-1.5, 2.0, weight.numel(), device=weight.device, dtype=weight.dtype)[None]
         out = type(module).forward(module, x)
         expected = _rms(x, weight.float(), _eps(module))
-    tolerance = 1e-5 if out.dtype == torch.float32 else 2e-2  # a trained weight may be wider than what the norm gives
+    tolerance = 1e-5 if out.dtype == torch.float32 else 2e-2  # by the output: a trained weight may be wider than it
     if not torch.allclose(out.float(), expected, rtol=tolerance, atol=tolerance):
         raise EngineError(
             f"{name} ({type(module).__name__}) is not weight * x / sqrt(mean(x^2) + eps): noise is defined for "

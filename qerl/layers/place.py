@@ -1,4 +1,4 @@
-"""Put the layers into a transformers model: norms replaced, layer, attention and MLP given another forward."""
+"""Put our layers into a transformers model: norms are replaced; layers, attention and MLPs get another forward."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from qerl.layers.elementwise import RMSNorm
 from qerl.layers.mlp import mlp_forward
 
 PARTS = ("RMSNorm", "DecoderLayer", "Attention", "MLP")
-FAMILIES = ("Qwen2", "Qwen3", "Llama", "Mistral")  # their forwards were read in transformers 5.17
+FAMILIES = ("Qwen2", "Qwen3", "Llama", "Mistral")  # our forwards follow those of transformers 5.17
 
 
 def fuse_(model: nn.Module) -> int:
-    """Replace what is known in `model`; weights are shared and names stay. Returns how many modules were changed.
+    """Change the modules of a known family in `model`; weights are shared and names stay. Returns how many changed.
 
-    Call it before an adapter is attached. A model of another family is left as it is.
+    Call it before an adapter is attached. A model of any other family is left as it is.
     """
     changed = 0
     for name, module in list(model.named_modules()):

@@ -1,7 +1,8 @@
-"""Recompute a layer's activations in the backward pass, and keep its input in 16 bits though the stream is in float32.
+"""Recompute a layer's activations in the backward pass, and keep its float32 input in 16 bits until then.
 
-The forward pass reads the stream as it is; recomputed, activations follow from the rounded stream, once for each layer.
-That is how exact they are in 16 bits anyway, and half of what a long row's layers keep.
+The forward pass reads the float32 stream; the recomputed activations follow from the rounded one, a rounding that does
+not accumulate over layers. Activations are no more exact than that in 16 bits anyway, and it halves what the layers
+keep for a long row.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from torch.utils.checkpoint import checkpoint
 def checkpointed(
     function: Callable[..., torch.Tensor], stream: torch.Tensor, *arguments: object, dtype: torch.dtype
 ) -> torch.Tensor:
-    """function(stream, *arguments), of which nothing is kept for the backward pass but the stream, in `dtype`."""
+    """Return function(stream, *arguments), keeping only the stream, in `dtype`, and the arguments for backward."""
     if stream.dtype == dtype:
         return checkpoint(function, stream, *arguments, use_reentrant=False)
-    exact = [stream.detach()]  # until the forward pass has read it
+    exact = [stream.detach()]  # the forward pass takes it out; the recomputation finds the list empty
 
     def of_kept(kept: torch.Tensor, *rest: object) -> torch.Tensor:
         value = exact.pop() if exact else kept.detach().to(stream_dtype)
-        return function(_Kept.apply(kept, value), *rest)
+        return function(_ExactValue.apply(kept, value), *rest)
 
     stream_dtype = stream.dtype
     return checkpoint(of_kept, stream.to(dtype), *arguments, use_reentrant=False)
 
 
-class _Kept(torch.autograd.Function):
-    """The second argument, whose gradient goes to the first, the same rounded."""
+class _ExactValue(torch.autograd.Function):
+    """Returns `value`, but sends the gradient to `kept`, the same tensor rounded."""
 
     @staticmethod
     def forward(ctx, kept: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

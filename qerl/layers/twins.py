@@ -1,4 +1,4 @@
-"""RMSNorm, SwiGLU and rotary embedding in plain torch: what `qerl.layers.kernels` computes, on any device."""
+"""RMSNorm, SwiGLU and rotary embedding in plain torch: the same as `qerl.layers.kernels`, on any device."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ import torch
 
 
 class Normed(NamedTuple):
-    """What a norm keeps for its backward pass: x (T, H, d), each d contiguous; weight (d,); 1 / rms, float32 (T * H,).
+    """What a norm keeps for its backward pass: x (T, H, d), weight (d,), and `scale`, 1 / rms as float32 (T * H,).
 
-    `x` may be rows of a wider tensor: its tokens any stride apart, its heads beside one another.
+    `x` may be part of a wider tensor: its tokens may be any stride apart, but its heads are adjacent.
     """
 
     x: torch.Tensor
@@ -25,8 +25,10 @@ def norm_forward(
     delta: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[Normed, torch.Tensor]:
-    """weight * x_hat in `dtype` (default: x's), rounded once, of x or of x + `delta` (T, H, d), which is kept in that
-    dtype too but normed as it was before."""
+    """Return weight * x_hat in `dtype` (default: that of x), rounded once, and what the backward pass needs.
+
+    With a `delta` (T, H, d), x + delta is normed in float32 and kept in `dtype`.
+    """
     wide, dtype = x.float() if delta is None else x.float() + delta.float(), dtype or x.dtype
     kept = x if delta is None and x.dtype == dtype else wide.to(dtype)
     scale = (wide.pow(2).mean(-1, keepdim=True) + eps).rsqrt()
@@ -40,10 +42,10 @@ def norm_backward(
     skip: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Gradients to x, in `dtype` (default: that of the kept x), and, if that is trained, to the weight (float32, (d,)).
+    """Return the gradients to x, in `dtype` (default: that of the kept x), and to a `trained` weight, float32 (d,).
 
-    With x_hat = x * scale and g = grad * weight: dx = scale * (g - x_hat * mean(g * x_hat)), and on top of that `skip`,
-    what x has as its gradient beside the norm.
+    With x_hat = x * scale and g = grad * weight: dx = scale * (g - x_hat * mean(g * x_hat)) + skip, where `skip` is the
+    gradient that x has from elsewhere.
     """
     x, weight = normed.x, normed.weight
     scale = normed.scale.view(*x.shape[:2], 1)
@@ -55,18 +57,18 @@ def norm_backward(
 
 
 def sum_three(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
-    """a + b + c of one shape, in float32."""
+    """a + b + c in float32, all of the same shape."""
     return a.float() + b.float() + c.float()
 
 
 def swiglu_forward(x: torch.Tensor) -> torch.Tensor:
-    """silu(gate) * up (T, n) of x = [gate, up] (T, 2 n), contiguous."""
+    """silu(gate) * up (T, n) for a contiguous x = [gate, up] (T, 2 n)."""
     gate, up = x.float().chunk(2, dim=-1)
     return (torch.nn.functional.silu(gate) * up).to(x.dtype)
 
 
 def swiglu_backward_(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Gradient to x = [gate, up] (T, 2 n); `grad` (T, n) is overwritten by the forward pass's result."""
+    """Gradient to x = [gate, up] (T, 2 n); overwrites `grad` (T, n) with the result of the forward pass."""
     gate, up = x.float().chunk(2, dim=-1)
     sigmoid, wide = gate.sigmoid(), grad.float()
     silu = gate * sigmoid
@@ -76,7 +78,7 @@ def swiglu_backward_(x: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def rotate_(out: torch.Tensor, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, sign: int) -> torch.Tensor:
-    """Write x (T, H, d), rotated by the angles of cos and sin (T, d) times `sign`, into `out`, which may be x."""
+    """Write x (T, H, d) into `out`, which may be x, rotated by `sign` times the angles of cos and sin (T, d)."""
     first, second = x.float().chunk(2, dim=-1)
     half = x.shape[-1] // 2
     cos, sin = cos[:, None, :half].float(), sin[:, None, :half].float() * sign

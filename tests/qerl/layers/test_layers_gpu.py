@@ -106,9 +106,9 @@ def test_another_number_of_rows_compiles_nothing(compiled):
     def layer(rows):
         stream = torch.randn(1, rows, 512, device="cuda", requires_grad=True)
         cos = torch.randn(rows, 32, device="cuda")
-        x, delta = elementwise.norm_beside(stream, norm)
-        total, out = elementwise.norm_beside(x, norm, delta, stream)
-        out = norm(elementwise.joined(total, (stream, delta), out))
+        x, delta = elementwise.add_and_norm(stream, norm)
+        total, out = elementwise.add_and_norm(x, norm, delta, stream)
+        out = norm(elementwise.exact_sum(total, (stream, delta), out))
         q, k, v = elementwise.rotary_parts_((out * 1.0)[0], cos, cos, [4, 2, 2])
         kernels.swiglu_backward_(out[0].detach(), kernels.swiglu_forward(out[0].detach()))
         (q.sum() + k.sum() + v.sum()).backward()

@@ -60,7 +60,7 @@ def test_a_sum_of_the_stream_has_the_gradients_of_one():
     x, y, delta = (torch.randn(2, 3, 4, requires_grad=True) for _ in range(3))
     grad = torch.randn(2, 3, 4)
     total = x + y
-    elementwise.joined(total, (x, y), delta).backward(grad)
+    elementwise.exact_sum(total, (x, y), delta).backward(grad)
     assert all(torch.equal(leaf.grad, grad) for leaf in (x, y, delta))
 
 
@@ -71,7 +71,7 @@ def test_a_norm_beside_the_residual_stream_has_both_gradients():
     upstream = torch.randn(2, 2, 3, 8)
     for leaves, total in (((x, delta, norm.weight), x + delta), ((x, norm.weight), x)):
         expected = total, norm.weight * total * (total.pow(2).mean(-1, keepdim=True) + 1e-3).rsqrt()
-        results = elementwise.norm_beside(x * 1.0, norm, delta * 1.0 if len(leaves) == 3 else None)
+        results = elementwise.add_and_norm(x * 1.0, norm, delta * 1.0 if len(leaves) == 3 else None)
         for ours, right in zip(results, expected, strict=True):
             torch.testing.assert_close(ours, right)
         grads = [
