@@ -146,16 +146,6 @@ def _known_tasks(tasks_file: Path | None) -> Iterator[None]:
 
 def _open(settings: EvalSettings, ref: ModelRef) -> Any:
     """The engine, with the adapter acting; its context is the model's own."""
-    from qerl.engine.interface import open_model
+    from qerl.engine.open import open_model
 
-    return open_model(
-        ref,
-        engine=settings.engine,
-        dtype=settings.dtype,
-        device=settings.device,
-        trust_remote_code=settings.trust_remote_code,
-        kernel=settings.kernel,
-        memory=settings.memory,
-        cap_gib=settings.cap_gib,
-        deterministic=settings.deterministic,
-    )
+    return open_model(ref, settings.engine_options())

@@ -24,7 +24,8 @@ from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_mo
 from qerl.checkpoint.shards import read_json
 from qerl.data.examples import check_source
 from qerl.data.rows import is_local
-from qerl.engine.interface import SamplingParams, check_vllm_options, choose_engine
+from qerl.engine.interface import SamplingParams
+from qerl.engine.open import with_chosen_engine
 from qerl.errors import CheckpointError, ConfigError
 from qerl.tasks import TASKS, Example, Task, build_messages, get_task, load_examples, render_prompt
 
@@ -142,11 +143,7 @@ def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
 
 def with_engine(settings: EvalSettings) -> EvalSettings:
     """With the engine that runs here. Raises ConfigError for options that it does not have."""
-    name = choose_engine(settings.engine, settings.device)
-    given = {"--memory": settings.memory, "--cap-gib": settings.cap_gib}
-    given["--kernel"] = None if settings.kernel == "auto" else settings.kernel
-    check_vllm_options(name, given)
-    return replace(settings, engine=name)
+    return replace(settings, engine=with_chosen_engine(settings.engine_options()).engine)
 
 
 def with_memory(settings: EvalSettings, run: Path | None) -> EvalSettings:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
 from eval.identity import versions
@@ -20,7 +20,9 @@ from eval.result import EvalResult, summarize
 from eval.settings import EvalSettings
 from eval.store import Key, Row, Store, open_store
 from qerl.checkpoint.resolve import ModelRef, describe
-from qerl.engine.interface import Completion, Engine, open_engine
+from qerl.engine.interface import Completion, Engine
+from qerl.engine.open import open_engine
+from qerl.engine.options import EngineOptions
 from qerl.tasks.grading import grade_many
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ class EngineHolder:
         key = (plan.ref.base, plan.ref.format, options, adapter is None)
         if self.engine is None or key != self._key:
             self.close()
-            self.engine, self._key = open_engine(plan.ref.base, plan.ref.format, **options), key
+            self.engine, self._key = open_engine(plan.ref.base, plan.ref.format, options), key
             logger.info("engine %s, %s", self.engine.name, self.engine.kernel)
         if adapter is not None:
             count = self.engine.sync_adapter(adapter.tensors, adapter.scaling)
@@ -89,21 +91,10 @@ def run_eval(settings: EvalSettings, on_batch: OnBatch | None = None, holder: En
     return result
 
 
-def engine_options(plan: Plan, rank: int) -> dict[str, object]:
-    """What `open_engine` is told beside the base; `rank` is that of the adapter to come, 0 for none."""
-    settings = plan.settings
-    return {
-        "engine": settings.engine,
-        "dtype": settings.dtype,
-        "device": settings.device,
-        "trust_remote_code": settings.trust_remote_code,
-        "kernel": settings.kernel,
-        "memory": settings.memory,
-        "cap_gib": settings.cap_gib,
-        "deterministic": settings.deterministic,
-        "max_context": max(map(len, plan.prompts)) + plan.sampling.max_new_tokens,
-        "max_rank": rank,
-    }
+def engine_options(plan: Plan, rank: int) -> EngineOptions:
+    """The engine of an evaluation; `rank` is that of the adapter to come, 0 for none."""
+    context = max(map(len, plan.prompts)) + plan.sampling.max_new_tokens
+    return replace(plan.settings.engine_options(), max_context=context, max_rank=rank)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from qerl.engine.interface import check_temperature
+from qerl.engine.options import EngineOptions
 from qerl.errors import ConfigError
 from qerl.vllm_plugin.opening import KERNELS
 
@@ -78,6 +79,19 @@ class EvalSettings:
             )
         self._check_sampling()
         self._check_prompt()
+
+    def engine_options(self) -> EngineOptions:
+        """The engine that is asked for; its context and its adapter's rank are the caller's to add."""
+        return EngineOptions(
+            engine=self.engine,
+            dtype=self.dtype,
+            device=self.device,
+            trust_remote_code=self.trust_remote_code,
+            kernel=self.kernel,
+            memory=self.memory,
+            cap_gib=self.cap_gib,
+            deterministic=self.deterministic,
+        )
 
     def _check_sampling(self) -> None:
         if not 0 <= self.temperature < math.inf:

@@ -29,7 +29,9 @@ from qerl.checkpoint.resolve import ModelRef, describe, resolve_base_of_run, res
 from qerl.checkpoint.weights_digest import weights_digest
 from qerl.config.recipe import save_config
 from qerl.config.schema import RunConfig
-from qerl.engine.interface import Engine, choose_engine, open_engine
+from qerl.engine.interface import Engine
+from qerl.engine.open import open_engine
+from qerl.engine.options import EngineOptions
 from qerl.files.disk import replace_text
 from qerl.plan.micro_batch_plan import MicroBatchPlan
 from qerl.plan.plan import trainer_bytes
@@ -133,32 +135,8 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
 
 def open_rollout_engine(config: RunConfig, base: ModelRef) -> Engine:
     """The engine that the recipe asks for, over the base that was resolved."""
-    rollout = config.rollout
-    options: dict[str, Any] = {}
-    if choose_engine(rollout.engine) == "vllm":
-        options = {
-            "kernel": rollout.kernel,
-            "tune_kernels": rollout.tune_kernels,
-            "kv_cache_dtype": rollout.kv_cache_dtype,
-            "memory": rollout.memory,
-            "cap_gib": config.memory.cap_gib,
-            "trainer_bytes": trainer_bytes(config, sizes_at(base)),
-            "deterministic": rollout.deterministic,
-            "max_context": config.data.max_prompt_tokens + rollout.max_new_tokens,
-            "max_rank": config.adapter.rank,
-            "train_norms": config.adapter.train_norms,
-            "seed": config.run.seed,
-        }
-    return open_engine(
-        base.base,
-        base.format,
-        engine=rollout.engine,
-        dtype=config.model.dtype,
-        trust_remote_code=config.model.trust_remote_code,
-        # an extra rollout of dynamic sampling can be larger than the step
-        batch_size=rollout.batch_size or rollout.prompts_per_step * rollout.group_size,
-        **options,
-    )
+    options = EngineOptions.of_recipe(config, trainer_bytes(config, sizes_at(base)))
+    return open_engine(base.base, base.format, options)
 
 
 def _open_run_dir(run_dir: Path, config: RunConfig, name: str, base: ModelRef, plan: MicroBatchPlan) -> None:

@@ -29,8 +29,9 @@ def chat_command(
     from qerl.commands.conversation import OPTIONS, chat
     from qerl.commands.option_names import options_named
     from qerl.engine.interface import SamplingParams
+    from qerl.engine.options import EngineOptions
 
     sampling = SamplingParams(max_new_tokens, temperature, top_p)
-    engine_options = {"engine": engine, "kernel": kernel, "memory": memory, "cap_gib": cap_gib}
+    options = EngineOptions(engine=engine, kernel=kernel, memory=memory, cap_gib=cap_gib)
     with options_named(OPTIONS):
-        chat(model, adapter, sampling, system_prompt, seed, **engine_options)
+        chat(model, adapter, sampling, options, system_prompt, seed)

@@ -10,14 +10,16 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TextIO
 
 from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.resolve import describe, resolve_model
 from qerl.checkpoint.shards import read_json
 from qerl.commands.option_names import ENGINE_OPTIONS, in_options
-from qerl.engine.interface import Engine, SamplingParams, check_vllm_options, choose_engine, open_model
+from qerl.engine.interface import Engine, SamplingParams
+from qerl.engine.open import open_model, with_chosen_engine
+from qerl.engine.options import EngineOptions
 from qerl.errors import ConfigError, EngineError
 from qerl.tasks import render_prompt
 
@@ -88,13 +90,13 @@ def chat(
     model: str,
     adapter: str | None,
     sampling: SamplingParams,
+    options: EngineOptions,
     system_prompt: str | None = None,
     seed: int = 0,
-    **engine_options: object,
 ) -> None:
     """Answer the lines of stdin until it ends or says /exit. Raises QerlError before anything heavy if it cannot."""
     ref = resolve_model(model, adapter=adapter)
-    _check_options(**engine_options)
+    options = with_chosen_engine(options)
     tokenizer = load_tokenizer(ref.base)
     longest = read_json(local_folder(ref.base) / "config.json").get("max_position_embeddings", 2**31)
     if sampling.max_new_tokens >= longest:
@@ -103,17 +105,11 @@ def chat(
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     render_prompt(tokenizer, [*system, {"role": "user", "content": ""}])  # a refusal comes before the weights load
     logger.info("%s", describe(ref))
-    engine = open_model(ref, max_context=context, **engine_options)
+    engine = open_model(ref, replace(options, max_context=context))
     try:
         talk(Conversation(engine, tokenizer, sampling, context, system_prompt, seed), sys.stdin, sys.stdout)
     finally:
         engine.close()
-
-
-def _check_options(engine: str = "auto", kernel: str = "auto", **limits: float | None) -> None:
-    given = {f"--{name.replace('_', '-')}": value for name, value in limits.items()}
-    given["--kernel"] = None if kernel == "auto" else kernel
-    check_vllm_options(choose_engine(engine), given)
 
 
 def talk(conversation: Conversation, questions: TextIO, answers: TextIO) -> None:

@@ -184,7 +184,7 @@ def _kernel_cache() -> Check:
 
 def _engine() -> Check:
     """What `rollout.engine: auto` takes here."""
-    from qerl.engine.interface import choose_engine
+    from qerl.engine.open import choose_engine
 
     return Check("ok", "engine", f"{choose_engine('auto')} (rollout.engine: auto)")
 

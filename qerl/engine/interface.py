@@ -17,9 +17,6 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-    from qerl.checkpoint.resolve import ModelRef
-
-
 MIN_TEMPERATURE = 0.01  # below it vLLM 0.25.1 samples at 0.01 and only warns (sampling_params.py line 449)
 
 
@@ -59,7 +56,7 @@ Finished = Callable[[int, Completion], None]  # is told the index of a prompt, a
 
 
 class Engine(Protocol):
-    """What `open_engine` returns. Calls come in any order; `sleep` and `wake` bracket the training phase."""
+    """What `qerl.engine.open` returns. Calls come in any order; `sleep` and `wake` bracket the training phase."""
 
     name: str  # "transformers" or "vllm"
     kernel: str  # what really multiplies the base weights, for the log
@@ -150,73 +147,3 @@ def check_tokens(prompts: Iterable[Sequence[int]], vocabulary: int) -> None:
             f"a prompt has token {largest} and the model only those up to {vocabulary - 1}: its tokenizer or chat "
             "template is of another model; copy them from the checkpoint that the weights are from"
         )
-
-
-EngineName = Literal["auto", "transformers", "vllm"]
-
-
-def open_engine(
-    base: str,
-    format: str,
-    *,
-    engine: EngineName = "auto",
-    dtype: str = "auto",
-    device: str = "auto",
-    trust_remote_code: bool = False,
-    batch_size: int | None = None,
-    **vllm_options: object,
-) -> Engine:
-    """Open the base weights (folder or hub id) for sampling and scoring; an adapter comes by `sync_adapter`.
-
-    "auto" takes vllm where there is a CUDA device and vllm is installed, else transformers. `batch_size` bounds the
-    completions that the transformers engine samples at once; `vllm_options` go to the vllm engine alone. Raises
-    EngineError or CheckpointError.
-    """
-    if choose_engine(engine, device) == "vllm":
-        from qerl.engine.vllm_engine import VLLMEngine
-
-        return VLLMEngine(base, format, dtype, trust_remote_code=trust_remote_code, **vllm_options)
-    from qerl.engine.transformers_engine import TransformersEngine
-
-    return TransformersEngine(base, format, dtype, device, trust_remote_code, batch_size)
-
-
-def choose_engine(engine: str, device: str = "auto") -> Literal["transformers", "vllm"]:
-    """Which engine "auto" stands for on this machine; a vllm that cannot run here raises EngineError."""
-    import importlib.util
-
-    import torch
-
-    has_gpu = torch.cuda.is_available() and device in ("auto", "cuda")
-    if engine == "auto":
-        return "vllm" if has_gpu and importlib.util.find_spec("vllm") else "transformers"
-    if engine == "vllm" and not has_gpu:
-        raise EngineError("rollout.engine is vllm, but there is no CUDA device here: write transformers or auto")
-    if engine not in ("transformers", "vllm"):
-        raise EngineError(f"engine {engine!r} is not known: write auto, transformers or vllm")
-    return engine
-
-
-def check_vllm_options(engine: str, given: Mapping[str, object]) -> None:
-    """Raise ConfigError for an option (name -> value, None: not given) of vllm alone, where another engine runs."""
-    if engine != "vllm" and (options := [option for option, value in given.items() if value is not None]):
-        raise ConfigError(
-            f"{options[0]} is vllm's, and the engine here is {engine}: leave it out, or write --engine vllm"
-        )
-
-
-def open_model(ref: ModelRef, *, max_context: int | None = None, **options: object) -> Engine:
-    """Open what `resolve_model` found, with its adapter acting; `options` are those of `open_engine`."""
-    from qerl.checkpoint.adapter_fit import read_fitting_adapter
-
-    if ref.adapter is None:
-        return open_engine(ref.base, ref.format, max_context=max_context, **options)
-    tensors, scaling = read_fitting_adapter(ref.adapter, ref.base)
-    rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".lora_A.weight"))
-    engine = open_engine(ref.base, ref.format, max_context=max_context, max_rank=rank, **options)
-    try:
-        engine.sync_adapter(tensors, scaling)
-    except BaseException:
-        engine.close()
-        raise
-    return engine

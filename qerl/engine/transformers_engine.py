@@ -34,6 +34,8 @@ from qerl.nvfp4.linear import NVFP4Linear, cached_weights
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from qerl.engine.options import EngineOptions
+
 
 SCORED_TOKENS = 4096  # in one pass of `score`: their logits, 2.3 GiB in float32 at a vocabulary of 152k, bound it
 
@@ -43,27 +45,21 @@ class TransformersEngine:
 
     name = "transformers"
 
-    def __init__(
-        self,
-        base: str,
-        format: str,
-        dtype: str = "auto",
-        device: str = "auto",
-        trust_remote_code: bool = False,
-        batch_size: int | None = None,
-    ) -> None:
-        """Open the weights at `base`; `batch_size` bounds the completions sampled at once (None: all)."""
+    def __init__(self, base: str, format: str, options: EngineOptions) -> None:
+        """Open the weights at `base`."""
+        device = options.device
         if device == "auto":
             device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model: PreTrainedModel | None = load_model(base, format, dtype, device, trust_remote_code)
-        self._tokenizer = load_tokenizer(base, trust_remote_code)
-        folder = local_folder(base, trust_remote_code)
+        trust = options.trust_remote_code
+        self._model: PreTrainedModel | None = load_model(base, format, options.dtype, device, trust)
+        self._tokenizer = load_tokenizer(base, trust)
+        folder = local_folder(base, trust)
         self._end_token_ids = end_token_ids(folder, self._model.config.get_text_config(), self._tokenizer)
         # What the checkpoint declares fills every field that a call leaves out, and would bias the policy (Qwen2.5
         # ships a repetition penalty of 1.05); only its end tokens are kept.
         pad_id = self._tokenizer.pad_token_id
         self._model.generation_config = GenerationConfig(eos_token_id=list(self._end_token_ids), pad_token_id=pad_id)
-        self._batch_size = batch_size
+        self._batch_size = options.batch_size
         self._checked_norms: WeakSet[torch.nn.Module] = WeakSet()
         self._noisy = False
         packed = any(isinstance(module, NVFP4Linear) for module in self._model.modules())

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
-logger = logging.getLogger(__name__)
+    from qerl.engine.options import EngineOptions
 
-MAX_SEQUENCES = 256  # sampled at once; a larger call is served in turn
+logger = logging.getLogger(__name__)
 
 
 class VLLMEngine:
@@ -46,53 +46,23 @@ class VLLMEngine:
     name = "vllm"
     _llm: Any = None
 
-    def __init__(
-        self,
-        base: str,
-        format: str,
-        dtype: str = "auto",
-        *,
-        kernel: str = "auto",
-        memory: float | None = None,
-        cap_gib: float | None = None,
-        trainer_bytes: int = 0,
-        deterministic: bool = False,
-        tune_kernels: bool = False,
-        kv_cache_dtype: str = "auto",
-        max_context: int | None = None,
-        max_rank: int = 0,
-        train_norms: bool = False,
-        trust_remote_code: bool = False,
-        seed: int = 0,
-        max_sequences: int = MAX_SEQUENCES,
-        enforce_eager: bool = False,
-    ) -> None:
-        """Open the weights in folder `base`.
-
-        `max_rank`: largest LoRA rank that `sync_adapter` will bring, 0 for none; `train_norms`: no matter here, norms
-        can always be synced; `max_context`: prompt + completion tokens, None: what the model declares; `memory`,
-        `cap_gib`: see `vllm_plugin.memory`; `trainer_bytes`: what will stand beside the engine in a rollout;
-        `tune_kernels`: see `vllm_plugin.tune`; `kv_cache_dtype`: as for vLLM; `enforce_eager`: no
-        CUDA graphs, for debugging. Raises EngineError for what cannot run, before anything is loaded where that is
-        known.
-        """
+    def __init__(self, base: str, format: str, options: EngineOptions) -> None:
+        """Open the weights in folder `base`. Raises EngineError for what cannot run, before anything is loaded where
+        that is known."""
         opening.check_vllm()
-        self._device = opening.check_device(dtype)
-        opening.check_kv_cache_dtype(kv_cache_dtype)
-        if cap_gib is not None:
-            opening.limit_process_(self._device, int(cap_gib * 2**30))
+        self._device = opening.check_device(options.dtype)
+        opening.check_kv_cache_dtype(options.kv_cache_dtype)
+        self._cap_bytes = None if options.cap_gib is None else int(options.cap_gib * 2**30)
+        if self._cap_bytes is not None:
+            opening.limit_process_(self._device, self._cap_bytes)
         self._began = time.monotonic()
         base = str(local_folder(base))
-        self._base, self._trust_remote_code = base, trust_remote_code
-        self._cap_bytes = None if cap_gib is None else int(cap_gib * 2**30)
+        self._base, self.options = base, options
         self._other_bytes = 0  # beside torch's, of this process; known once the engine is open
-        self._max_rank, self._deterministic, self._kv_cache_dtype = max_rank, deterministic, kv_cache_dtype
-        settings = opening.Settings(
-            base, format, trust_remote_code, memory, cap_gib, max_context, max_sequences, kv_cache_dtype, trainer_bytes
-        )
+        settings = opening.Settings(base, format, options)
         self._stop = settings.stop_token_ids()
         try:
-            self._start(settings, kernel, tune_kernels, seed, enforce_eager)
+            self._start(settings)
         except BaseException as error:
             from qerl.vllm_plugin import closing
 
@@ -101,20 +71,17 @@ class VLLMEngine:
             closing.abandon_()
             raise
 
-    def _start(
-        self, settings: opening.Settings, kernel: str, tune_kernels: bool, seed: int, enforce_eager: bool
-    ) -> None:
+    def _start(self, settings: opening.Settings) -> None:
         """Open vLLM on what was checked; whatever is raised, the caller gives back what this has taken."""
         parts = Parts()
-        os.environ[TUNE] = "1" if tune_kernels else ""
-        options = {"max_rank": self._max_rank, "deterministic": self._deterministic}
-        options["kernel"] = opening.choose_kernel(kernel, settings.format)
+        os.environ[TUNE] = "1" if self.options.tune_kernels else ""
+        kernel = opening.choose_kernel(self.options.kernel, settings.format)
         if settings.format == "nvfp4":
-            check_checkpoint(Path(settings.base), options["kernel"])
+            check_checkpoint(Path(settings.base), kernel)
         with parts.part("imports"):
-            opening.compile_ahead(settings, options)
+            opening.compile_ahead(settings, kernel)
             opening.import_vllm()
-        self._llm = opening.open_llm(settings, options, seed, enforce_eager)
+        self._llm = opening.open_llm(settings, kernel)
         self._model = self._llm.llm_engine.model_executor.driver_worker.model_runner.model
         self._asleep = self._cache_warned = False
         self._index_model()
@@ -122,7 +89,6 @@ class VLLMEngine:
         self._vocabulary = settings.config.vocab_size
         cache = self._llm.llm_engine.vllm_config.cache_config
         self.cache_tokens: int = cache.num_gpu_blocks * cache.block_size  # that the KV cache holds at once
-        self._max_sequences = settings.max_sequences
         self._policy: PreTrainedModel | None = None
         if self._cap_bytes is not None:
             self._other_bytes = opening.bytes_outside_torch(self._device)
@@ -148,7 +114,7 @@ class VLLMEngine:
         if not prompts:
             return []
         params = [requests.sampling_params(one, self._stop, seed, index) for index, one in enumerate(each)]
-        if self._deterministic:
+        if self.options.deterministic:
             requests.drop_prefix_cache(llm)
 
         def take(index: int, output: Any) -> Completion:
@@ -187,7 +153,7 @@ class VLLMEngine:
         from qerl.vllm_plugin.sync import copy_adapter_, split_adapter
 
         llm = self._open()
-        factors, norms = split_adapter(tensors, self._slots, self._gains.norms, self._max_rank)
+        factors, norms = split_adapter(tensors, self._slots, self._gains.norms, self.options.max_rank)
         copy_adapter_(factors, self._slots, scaling)
         self._gains.set_trained_(norms)
         requests.drop_prefix_cache(llm)
@@ -244,7 +210,7 @@ class VLLMEngine:
 
         self._open()
         if self._policy is None:
-            self._policy = build_policy(self._base, self._model, self._trust_remote_code)
+            self._policy = build_policy(self._base, self._model, self.options.trust_remote_code)
         return self._policy
 
     def close(self) -> None:
@@ -279,18 +245,18 @@ class VLLMEngine:
         from qerl.vllm_plugin.sync import adapter_slots
 
         runner = self._llm.llm_engine.model_executor.driver_worker.model_runner
-        vllm_plugin.check(self._model, runner, opening.asks_for_own_attention(self._kv_cache_dtype))
+        vllm_plugin.check(self._model, runner, opening.asks_for_own_attention(self.options.kv_cache_dtype))
         modules = dict(self._model.named_modules())
         linears = {name: module for name, module in modules.items() if isinstance(module, LinearBase)}
         self._gains = Gains({name: module for name, module in modules.items() if isinstance(module, NoisyRMSNorm)})
-        self._slots = adapter_slots(linears) if self._max_rank else {}
+        self._slots = adapter_slots(linears) if self.options.max_rank else {}
         self.kernel = " + ".join(sorted({kernel_name(layer) for layer in linears.values()}))
         self.attention = attention_name(self._model)
 
     def _check_cache(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
         """Say once when a rollout did not fit the KV cache: vLLM then sets sequences back and computes them again."""
         lengths = [len(prompt) + len(done.token_ids) for prompt, done in zip(prompts, completions, strict=True)]
-        needed = sum(sorted(lengths)[-self._max_sequences :])
+        needed = sum(sorted(lengths)[-self.options.max_sequences :])
         if needed > self.cache_tokens and not self._cache_warned:
             self._cache_warned = True
             logger.warning(
@@ -298,7 +264,7 @@ class VLLMEngine:
                 "each): fewer ran at once, and some may have been computed twice. For speed raise rollout.memory or "
                 "memory.cap_gib, or sample fewer completions at once",
                 self.cache_tokens,
-                min(len(lengths), self._max_sequences),
+                min(len(lengths), self.options.max_sequences),
                 needed,
             )
 

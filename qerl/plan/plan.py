@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qerl.engine.options import MAX_SEQUENCES
 from qerl.errors import EngineError
 from qerl.plan.cards import Card
 from qerl.plan.engine_memory import (
@@ -45,7 +46,6 @@ from qerl.plan.sizes import ModelSizes
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
 
-MAX_SEQUENCES = 256  # engine_vllm.MAX_SEQUENCES, which cannot be imported without its libraries
 ENGINE_WORK = int(1.2 * GIB)  # activations of a prefill of 8192 tokens and logits of a full batch
 LAUNCH = 33e-6  # seconds of a decoder layer whose weights take no time
 DECODE_RATE, TRAIN_RATE = 0.88, 0.74  # shares of the card's rate

@@ -26,7 +26,7 @@ def cannot_open(settings: Settings, error: Exception) -> EngineError:
     if "free memory on device" in text:
         return EngineError(
             "less of the card is free than a rollout may hold: end what else runs there (nvidia-smi), or lower "
-            f"{'rollout.memory' if settings.cap_gib is None else 'rollout.memory or memory.cap_gib'} ({facts})"
+            f"{'rollout.memory' if settings.options.cap_gib is None else 'rollout.memory or memory.cap_gib'} ({facts})"
         )
     return EngineError(f"vLLM cannot open {settings.base}: {error}")
 
@@ -38,4 +38,4 @@ def out_of_memory(what: str, error: BaseException) -> EngineError:
 
 
 def _more(settings: Settings) -> str:
-    return "raise rollout.memory" if settings.cap_gib is None else "raise rollout.memory or memory.cap_gib"
+    return "raise rollout.memory" if settings.options.cap_gib is None else "raise rollout.memory or memory.cap_gib"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qerl.engine.own_memory import others_bytes, own_bytes
 from qerl.errors import CheckpointError, EngineError, MissingExtraError
@@ -13,6 +13,9 @@ from qerl.plan.engine_memory import KV_CACHE_DTYPES
 from qerl.plan.sizes import sizes_of
 from qerl.vllm_plugin.exhausted import cannot_open
 from qerl.vllm_plugin.startup import capture_sizes
+
+if TYPE_CHECKING:
+    from qerl.engine.options import EngineOptions
 
 MIN_CAPABILITY = (8, 0)  # bfloat16
 FP8_CAPABILITY = (8, 9)  # e4m3
@@ -24,31 +27,18 @@ MAX_BATCHED_TOKENS = 8192  # of a prefill; vLLM's 16384 takes twice the activati
 class Settings:
     """What the checkpoint's files say, and the sizes that follow; read before vLLM is imported."""
 
-    def __init__(
-        self,
-        base: str,
-        format: str,
-        trust_remote_code: bool,
-        memory: float | None,
-        cap_gib: float | None,
-        max_context: int | None,
-        max_sequences: int,
-        kv_cache_dtype: str = "auto",
-        trainer_bytes: int = 0,
-    ) -> None:
+    def __init__(self, base: str, format: str, options: EngineOptions) -> None:
         from transformers import AutoConfig
 
-        self.base, self.format, self.trust_remote_code = base, format, trust_remote_code
-        self.memory, self.cap_gib, self.max_sequences = memory, cap_gib, max_sequences
-        self.kv_cache_dtype, self.trainer_bytes = kv_cache_dtype, trainer_bytes
-        self.config = AutoConfig.from_pretrained(base, trust_remote_code=trust_remote_code).get_text_config()
+        self.base, self.format, self.options = base, format, options
+        self.config = AutoConfig.from_pretrained(base, trust_remote_code=options.trust_remote_code).get_text_config()
         packed = getattr(self.config, "quantization_config", None) is not None
         if packed != (format == "nvfp4"):
             raise EngineError(
                 f"{base} holds {'quantized' if packed else '16-bit'} weights but format {format!r} was asked for: "
                 "set model.format to match, or run `qerl quantize` first"
             )
-        declared = self.config.max_position_embeddings
+        declared, max_context = self.config.max_position_embeddings, options.max_context
         if max_context is not None and max_context > declared:
             raise EngineError(f"a context of {max_context} tokens was asked for; {base} declares {declared}")
         self.context = max_context or declared
@@ -59,7 +49,7 @@ class Settings:
         """Every token that ends a completion, as for the transformers engine."""
         from qerl.checkpoint.load import end_token_ids, load_tokenizer
 
-        return end_token_ids(Path(self.base), self.config, load_tokenizer(self.base, self.trust_remote_code))
+        return end_token_ids(Path(self.base), self.config, load_tokenizer(self.base, self.options.trust_remote_code))
 
     def memory_arguments(self, total: int) -> dict[str, Any]:
         """vLLM's arguments for this budget: at most the KV cache that `max_sequences` full contexts can fill."""
@@ -71,10 +61,11 @@ class Settings:
             plan_memory,
         )
 
-        outside = outside_bytes(self.trainer_bytes, self.max_sequences, self.config.vocab_size)
-        plan = plan_memory(total, self.weights, self.memory, self.cap_gib, outside, self.format)
-        tokens = self.max_sequences * self.model_len
-        wanted = kv_cache_bytes(plan, self.weights, tokens, kv_bytes_per_token(self.config, self.kv_cache_dtype))
+        options = self.options
+        outside = outside_bytes(options.trainer_bytes, options.max_sequences, self.config.vocab_size)
+        plan = plan_memory(total, self.weights, options.memory, options.cap_gib, outside, self.format)
+        tokens = options.max_sequences * self.model_len
+        wanted = kv_cache_bytes(plan, self.weights, tokens, kv_bytes_per_token(self.config, options.kv_cache_dtype))
         needed = None if wanted is None else engine_bytes(self.weights, wanted)
         return {"gpu_memory_utilization": plan.utilization(total, needed), "kv_cache_memory_bytes": wanted}
 
@@ -89,22 +80,23 @@ def import_vllm() -> None:
     vllm_plugin.register()
 
 
-def open_llm(settings: Settings, options: dict[str, Any], seed: int, enforce_eager: bool) -> Any:
-    """vLLM's LLM in this process, with our plugin in it; `options` are the plugin's (`linear.Options`)."""
+def open_llm(settings: Settings, kernel: str) -> Any:
+    """vLLM's LLM in this process, with our plugin in it; `kernel`: see `choose_kernel`."""
     import torch
 
     from qerl import vllm_plugin
 
     import_vllm()
+    options = settings.options
     arguments = {
-        **_arguments(settings, options),
+        **_arguments(settings, kernel),
         **settings.memory_arguments(torch.cuda.get_device_properties(0).total_memory),
-        "linear_backend": linear_backend(options["kernel"]),
-        "seed": seed,
-        "enforce_eager": enforce_eager,
+        "linear_backend": linear_backend(kernel),
+        "seed": options.seed,
+        "enforce_eager": options.enforce_eager,
     }
-    if not enforce_eager:
-        arguments["cudagraph_capture_sizes"] = capture_sizes(settings.max_sequences)
+    if not options.enforce_eager:
+        arguments["cudagraph_capture_sizes"] = capture_sizes(options.max_sequences)
     from vllm import LLM
 
     try:
@@ -125,27 +117,29 @@ def _set_environment_() -> None:
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
-def _arguments(settings: Settings, options: dict[str, Any]) -> dict[str, Any]:
+def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
     """Of vLLM's LLM, but for memory and seed."""
     from qerl import vllm_plugin
 
+    options = settings.options
+    for_plugin = {"max_rank": options.max_rank, "deterministic": options.deterministic, "kernel": kernel}
     return {
         "model": settings.base,
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
         "quantization": vllm_plugin.NVFP4_METHOD if settings.format == "nvfp4" else vllm_plugin.BF16_METHOD,
-        "trust_remote_code": settings.trust_remote_code,
+        "trust_remote_code": options.trust_remote_code,
         "max_model_len": settings.model_len,
-        "max_num_seqs": settings.max_sequences,
+        "max_num_seqs": options.max_sequences,
         "max_num_batched_tokens": MAX_BATCHED_TOKENS,
         "logprobs_mode": "processed_logprobs",
         "generation_config": "vllm",  # the checkpoint's sampling defaults (a repetition penalty, say) bias the policy
-        "kv_cache_dtype": settings.kv_cache_dtype,
+        "kv_cache_dtype": options.kv_cache_dtype,
         "enable_prefix_caching": True,
         "enable_sleep_mode": True,
         "worker_cls": "qerl.vllm_plugin.worker.QerlWorker",
-        "additional_config": {vllm_plugin.CONFIG_KEY: options},
-        **_for_hopper(settings.kv_cache_dtype),
+        "additional_config": {vllm_plugin.CONFIG_KEY: for_plugin},
+        **_for_hopper(options.kv_cache_dtype),
     }
 
 
@@ -191,13 +185,13 @@ def choose_kernel(kernel: str, format: str) -> str:
     )
 
 
-def compile_ahead(settings: Settings, options: dict[str, Any]) -> None:
+def compile_ahead(settings: Settings, kernel: str) -> None:
     """Begin to compile what our kernel's products need, before vLLM is imported and reads the weights.
 
     `products.load_kernels` then finds it. Of a model whose config does not say its shapes nothing is begun, and each
     kernel is compiled when it is loaded.
     """
-    if options["kernel"] != "qerl":
+    if kernel != "qerl":
         return
     from qerl.cuda import nvrtc
     from qerl.layers import decode_attention
@@ -209,7 +203,7 @@ def compile_ahead(settings: Settings, options: dict[str, Any]) -> None:
         return
     projections, head_dim = sizes.projections, sizes.head_dim
     attention = decode_attention.variants(head_dim) if head_dim in decode_attention.HEAD_DIMS else []
-    needed = [gemm.variants, lora.variants] if options["max_rank"] else [gemm.variants]
+    needed = [gemm.variants, lora.variants] if settings.options.max_rank else [gemm.variants]
     widths = {columns for _, columns in projections.values()}
     nvrtc.compile_ahead(
         [*(each for variants in needed for columns in widths for each in variants(columns)), decode.OURS, *attention]

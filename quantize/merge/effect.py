@@ -21,7 +21,9 @@ from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import ModelRef, resolve_model
 from qerl.config.recipe import load_config
 from qerl.data.rows import local_rows
-from qerl.engine.interface import SamplingParams, open_model
+from qerl.engine.interface import SamplingParams
+from qerl.engine.open import open_model
+from qerl.engine.options import EngineOptions
 from qerl.errors import DataError, QerlError
 from qerl.tasks import build_messages, load_examples, render_prompt
 
@@ -66,7 +68,8 @@ def measure_effect(
     prompts, origin = load_prompts(tokenizer, exact, count, prompts_file)
     context = max(map(len, prompts)) + max_new_tokens
     sampled, greedy = SamplingParams(max_new_tokens), SamplingParams(max_new_tokens, temperature=0.0)
-    policy = open_model(exact, max_context=context, engine=engine)
+    options = EngineOptions(engine=engine, max_context=context)
+    policy = open_model(exact, options)
     try:
         completions = policy.generate(prompts, sampled, seed=0)
         greedy_exact = policy.generate(prompts, greedy)
@@ -76,7 +79,7 @@ def measure_effect(
         base_logprobs = policy.score(prompts, tokens)
     finally:
         policy.close()
-    model = open_model(resolve_model(str(merged)), max_context=context, engine=engine)
+    model = open_model(resolve_model(str(merged)), options)
     try:
         merged_logprobs = model.score(prompts, tokens)
         same = _same(greedy_exact, model.generate(prompts, greedy))

@@ -179,12 +179,11 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
     import torch
 
     from qerl.engine.interface import SamplingParams
+    from qerl.engine.options import EngineOptions
     from qerl.engine.vllm_engine import VLLMEngine
 
     config = json.loads((Path(arguments.model) / "config.json").read_text(encoding="utf-8"))
-    engine = VLLMEngine(
-        arguments.model,
-        "nvfp4" if "quantization_config" in config else "bf16",
+    options = EngineOptions(
         kernel=arguments.kernel,
         max_context=context(arguments),
         max_rank=arguments.rank,
@@ -192,6 +191,7 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
         memory=arguments.memory_share,
         tune_kernels=arguments.tune,
     )
+    engine = VLLMEngine(arguments.model, "nvfp4" if "quantization_config" in config else "bf16", options)
     if arguments.rank:
         tensors = {}
         for name, slot in engine._slots.items():

@@ -282,10 +282,10 @@ def capped_run(model, tmp_path):
 def test_a_run_is_evaluated_in_the_memory_that_it_had_unless_told_otherwise(
     settings, capped_run, monkeypatch, asked, expected
 ):
-    monkeypatch.setattr("eval.plan.choose_engine", lambda *_: "vllm")
+    monkeypatch.setattr("qerl.engine.open.choose_engine", lambda *_: "vllm")
     for given in ({"model": str(capped_run)}, {"adapter": str(capped_run / "adapter")}):
         options = engine_options(make_plan(settings(engine="vllm", **given, **asked)), 4)
-        assert (options["cap_gib"], options["memory"]) == expected
+        assert (options.cap_gib, options.memory) == expected
 
 
 def test_memory_is_for_vllm_and_makes_sense(settings, capped_run):

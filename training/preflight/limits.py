@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.shards import read_json
 from qerl.config.rules import vllm_only
-from qerl.engine.interface import check_tokens, choose_engine
+from qerl.engine.interface import check_tokens
+from qerl.engine.open import choose_engine
 from qerl.engine.own_memory import others_bytes
 from qerl.errors import ConfigError, EngineError
 from qerl.plan.advice import with_values

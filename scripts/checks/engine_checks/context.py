@@ -9,6 +9,7 @@ import time
 import torch
 
 from qerl.engine.interface import SamplingParams
+from qerl.engine.options import EngineOptions
 from qerl.engine.vllm_engine import VLLMEngine
 
 
@@ -43,9 +44,7 @@ class Context:
 
     def open(self) -> VLLMEngine:
         arguments = self.arguments
-        return VLLMEngine(
-            arguments.model,
-            arguments.format,
+        options = EngineOptions(
             kernel=arguments.kernel,
             deterministic=arguments.deterministic,
             tune_kernels=arguments.tune,
@@ -56,6 +55,7 @@ class Context:
             memory=arguments.memory,
             max_sequences=128,
         )
+        return VLLMEngine(arguments.model, arguments.format, options)
 
 
 def ways() -> dict[str, tuple[str, ...]]:

@@ -123,7 +123,7 @@ def _raising(context: Context, sampling: list[SamplingParams]) -> dict:
 def _by_vllm(engine: Any, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Completion]:
     """What `LLM.generate` makes of the same requests, with as few collections."""
     params = [requests.sampling_params(one, engine._stop, 1, index) for index, one in enumerate(sampling)]
-    if engine._deterministic:
+    if engine.options.deterministic:
         requests.drop_prefix_cache(engine._llm)
     with requests.rare_collections():
         outputs = engine._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)

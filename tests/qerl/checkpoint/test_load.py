@@ -7,7 +7,8 @@ import pytest
 from checkpoint_factory import make_checkpoint
 
 from qerl.checkpoint.load import load_model, load_tokenizer
-from qerl.engine.interface import open_engine
+from qerl.engine.open import open_engine
+from qerl.engine.options import EngineOptions
 from qerl.errors import CheckpointError
 from qerl.vllm_plugin.opening import Settings
 from quantize.run import quantize_checkpoint
@@ -68,7 +69,7 @@ def test_a_damaged_generation_config_is_named(damaged, text):
     folder = damaged()
     (folder / "generation_config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"generation_config\.json.*copy"):
-        open_engine(str(folder), "nvfp4", engine="transformers")
+        open_engine(str(folder), "nvfp4", EngineOptions(engine="transformers"))
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,7 @@ def test_both_engines_stop_at_the_same_tokens(damaged, generation, expected):
     if generation is not None:
         (folder / "generation_config.json").write_text(json.dumps(generation))
     own = load_tokenizer(folder).eos_token_id
-    settings = Settings(str(folder), "nvfp4", False, None, None, None, 8)
+    settings = Settings(str(folder), "nvfp4", EngineOptions())
     assert settings.stop_token_ids() == tuple(dict.fromkeys((own, *expected)))
-    assert open_engine(str(folder), "nvfp4", engine="transformers")._end_token_ids == settings.stop_token_ids()
+    engine = open_engine(str(folder), "nvfp4", EngineOptions(engine="transformers"))
+    assert engine._end_token_ids == settings.stop_token_ids()

@@ -9,7 +9,9 @@ import pytest
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
 from qerl.commands.conversation import Conversation, chat, talk
-from qerl.engine.interface import SamplingParams, open_model
+from qerl.engine.interface import SamplingParams
+from qerl.engine.open import open_model
+from qerl.engine.options import EngineOptions
 from qerl.errors import CheckpointError, ConfigError, EngineError
 
 QUESTION = "Anna has 4 apples and buys 3 more. How many apples does Anna have?"
@@ -29,7 +31,7 @@ class Recorded:
 
 @pytest.fixture(scope="module")
 def engine():
-    return open_model(resolve_model("tiny"), engine="transformers")
+    return open_model(resolve_model("tiny"), EngineOptions(engine="transformers"))
 
 
 @pytest.fixture
@@ -87,8 +89,8 @@ def test_a_pipe_as_typed(here, monkeypatch):
 def test_what_cannot_work_is_refused_before_the_weights_load():
     sampling = SamplingParams(24)
     with pytest.raises(ConfigError, match="leaves no room in the context of 2048"):
-        chat("tiny", None, replace(sampling, max_new_tokens=2048))
+        chat("tiny", None, replace(sampling, max_new_tokens=2048), EngineOptions())
     with pytest.raises(CheckpointError, match="nowhere"):
-        chat("./nowhere", None, sampling)
+        chat("./nowhere", None, sampling, EngineOptions())
     with pytest.raises(CheckpointError, match="is a model, not an adapter"):
-        chat("tiny", "tiny", sampling)
+        chat("tiny", "tiny", sampling, EngineOptions())

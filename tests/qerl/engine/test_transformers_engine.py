@@ -9,7 +9,9 @@ from bases import write_base
 
 import qerl.layers.norms
 from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors, attach_lora, read_adapter, save_adapter
-from qerl.engine.interface import SamplingParams, choose_engine, open_engine
+from qerl.engine.interface import SamplingParams
+from qerl.engine.open import choose_engine, open_engine
+from qerl.engine.options import EngineOptions
 from qerl.errors import ConfigError, EngineError
 from qerl.layers.norms import block_norms
 
@@ -20,12 +22,12 @@ SAMPLED = SamplingParams(max_new_tokens=12, temperature=0.8)
 
 @pytest.fixture(scope="module")
 def shared(nvfp4_base):
-    return open_engine(str(nvfp4_base), "nvfp4", engine="transformers")
+    return open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers"))
 
 
 @pytest.fixture
 def engine(nvfp4_base):
-    return open_engine(str(nvfp4_base), "nvfp4", engine="transformers")
+    return open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers"))
 
 
 def tokens(completions):
@@ -70,7 +72,7 @@ def test_the_seed_decides(shared):
 def test_greedy_does_not_depend_on_the_batch(shared, nvfp4_base):
     whole = tokens(shared.generate(PROMPTS, GREEDY))
     assert whole == [tokens(shared.generate([prompt], GREEDY))[0] for prompt in PROMPTS]
-    by_two = open_engine(str(nvfp4_base), "nvfp4", engine="transformers", batch_size=2)
+    by_two = open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers", batch_size=2))
     assert tokens(by_two.generate(PROMPTS, GREEDY)) == whole
 
 
@@ -91,7 +93,7 @@ def test_logits_that_are_not_finite_are_one_error(engine, sampling):
 
 def test_each_completion_is_told_of_once_its_batch_has_ended(nvfp4_base, monkeypatch):
     """In the order in which they end: 9, 3 and 5 tokens of one batch, then 4."""
-    engine = open_engine(str(nvfp4_base), "nvfp4", engine="transformers", batch_size=3)
+    engine = open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers", batch_size=3))
     each = [SamplingParams(length, 0.0) for length in (9, 3, 5, 4)]
     told, batches = [], []
     sample = engine._generate_batch
@@ -177,7 +179,7 @@ def test_the_checkpoints_own_generation_config_biases_nothing(tmp_path):
     settings = {"repetition_penalty": 5.0, "top_k": 1, "top_p": 0.1, "temperature": 0.1, "do_sample": True}
     settings |= {"no_repeat_ngram_size": 1, "suppress_tokens": list(range(40)), "epsilon_cutoff": 0.02}
     path.write_text(json.dumps(json.loads(path.read_text()) | settings))
-    engines = [open_engine(str(folder), "bf16", engine="transformers") for folder in (plain, biased)]
+    engines = [open_engine(str(folder), "bf16", EngineOptions(engine="transformers")) for folder in (plain, biased)]
     for sampling in (SAMPLED, GREEDY):
         assert engines[0].generate(PROMPTS, sampling, 5) == engines[1].generate(PROMPTS, sampling, 5)
 
@@ -196,7 +198,7 @@ def test_the_trainers_adapter_acts_without_a_copy(engine):
 
 def test_a_saved_adapter_acts_and_can_be_swapped(engine, nvfp4_base, tmp_path):
     clean = tokens(engine.generate(PROMPTS, GREEDY))
-    other = open_engine(str(nvfp4_base), "nvfp4", engine="transformers")
+    other = open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers"))
     policy = attach_lora(other.policy_model(), rank=4, alpha=8)
     for index in range(2):
         torch.manual_seed(index)
@@ -211,7 +213,7 @@ def test_a_saved_adapter_acts_and_can_be_swapped(engine, nvfp4_base, tmp_path):
 
 
 def test_a_swapped_adapter_brings_its_own_scaling(engine, nvfp4_base):
-    other = open_engine(str(nvfp4_base), "nvfp4", engine="transformers")
+    other = open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers"))
     policy = attach_lora(other.policy_model(), rank=4, alpha=8)
     torch.manual_seed(0)
     with torch.no_grad():
@@ -238,7 +240,7 @@ def test_noise_acts_and_is_taken_away(engine):
 def test_a_model_without_such_norms_runs_without_noise(tmp_path):
     """Gemma's norm multiplies by 1 + weight: noise is not defined for it, a run without noise is."""
     base = write_base(tmp_path / "gemma", "gemma")
-    engine = open_engine(str(base), "bf16", engine="transformers")
+    engine = open_engine(str(base), "bf16", EngineOptions(engine="transformers"))
     assert engine.set_noise(None) == 0
     with pytest.raises(EngineError, match=r"noise\.enabled=false"):
         engine.set_noise({"model.layers.0.input_layernorm": torch.zeros(64)})

@@ -11,6 +11,7 @@ from transformers import AutoConfig
 
 from qerl.config.schema import RolloutConfig
 from qerl.cuda import nvrtc
+from qerl.engine.options import EngineOptions
 from qerl.engine.vllm_engine import VLLMEngine
 from qerl.errors import EngineError, MissingExtraError
 from qerl.vllm_plugin import opening
@@ -21,7 +22,7 @@ HAS_VLLM = importlib.util.find_spec("vllm") is not None
 @pytest.mark.skipif(HAS_VLLM, reason="vllm is installed here")
 def test_without_vllm_the_extra_is_named():
     with pytest.raises(MissingExtraError, match=r"qerl\[gpu\]"):
-        VLLMEngine("tiny", "nvfp4")
+        VLLMEngine("tiny", "nvfp4", EngineOptions())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
@@ -79,7 +80,8 @@ def begun(monkeypatch, kernel, max_rank, **shapes):
     seen = []
     monkeypatch.setattr(nvrtc, "compile_ahead", seen.extend)
     config = AutoConfig.for_model("qwen2", vocab_size=64, num_hidden_layers=1, **shapes)
-    opening.compile_ahead(SimpleNamespace(config=config, base="model"), {"kernel": kernel, "max_rank": max_rank})
+    settings = SimpleNamespace(config=config, base="model", options=EngineOptions(max_rank=max_rank))
+    opening.compile_ahead(settings, kernel)
     return seen
 
 
@@ -105,7 +107,7 @@ def test_nothing_is_compiled_ahead_for_another_kernel(monkeypatch, kernel):
 def test_a_model_of_unknown_shapes_is_compiled_for_when_it_is_loaded(monkeypatch):
     monkeypatch.setattr(nvrtc, "compile_ahead", pytest.fail)
     config = SimpleNamespace(to_dict=lambda: {"hidden_size": 64})
-    opening.compile_ahead(SimpleNamespace(config=config, base="model"), {"kernel": "qerl", "max_rank": 0})
+    opening.compile_ahead(SimpleNamespace(config=config, base="model"), "qerl")
 
 
 def on_card(monkeypatch, hopper):

@@ -15,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
+from qerl.engine.options import EngineOptions
 from qerl.engine.vllm_engine import VLLMEngine
 from qerl.errors import EngineError
 from qerl.plan.engine_memory import kv_bytes_per_token
@@ -273,9 +274,9 @@ def test_a_cap_that_cannot_hold_the_weights_is_refused_before_loading(tmp_path):
     model = tmp_path / "model"
     run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
     with pytest.raises(EngineError, match=r"raise memory\.cap_gib"):
-        VLLMEngine(str(model), "nvfp4", cap_gib=2.0)
+        VLLMEngine(str(model), "nvfp4", EngineOptions(cap_gib=2.0))
     with pytest.raises(EngineError, match=r"set model\.format to match"):
-        VLLMEngine(str(model), "bf16")
+        VLLMEngine(str(model), "bf16", EngineOptions())
 
 
 @pytest.mark.timeout(300)

@@ -13,7 +13,8 @@ import torch
 from bases import FAMILIES, write_base
 
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora
-from qerl.engine.interface import open_engine
+from qerl.engine.open import open_engine
+from qerl.engine.options import EngineOptions
 from qerl.layers.norms import block_norms
 from qerl.nvfp4.linear import NVFP4Linear
 
@@ -27,7 +28,7 @@ COMPLETIONS = [[20, 21, 22, 23], [24, 25]]
 
 def open_noisy(base, format):
     """An engine whose norms are not all 1, and a noise of sigma 0.1."""
-    engine = open_engine(str(base), format, engine="transformers", dtype="float32")
+    engine = open_engine(str(base), format, EngineOptions(engine="transformers", dtype="float32"))
     torch.manual_seed(4)
     norms = block_norms(engine.policy_model())
     with torch.no_grad():

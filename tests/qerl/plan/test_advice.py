@@ -12,10 +12,11 @@ from typer.testing import CliRunner
 from qerl.cli import app
 from qerl.commands.plan import this_card
 from qerl.config.recipe import load_recipe, recipe_names
+from qerl.engine.options import EngineOptions
 from qerl.errors import ConfigError
 from qerl.plan.advice import advice, largest_completion, with_values
 from qerl.plan.cards import CARDS, card_of
-from qerl.plan.plan import MAX_SEQUENCES, plan, trainer_bytes
+from qerl.plan.plan import plan, trainer_bytes
 from qerl.plan.sizes import KNOWN, read_sizes
 from qerl.vllm_plugin.opening import Settings
 
@@ -76,9 +77,8 @@ def test_the_engine_takes_the_budget_that_was_planned(tmp_path, values, gib):
     sizes = read_sizes(str(tmp_path))
     with open(tmp_path / "model.safetensors", "wb") as file:
         file.truncate(int(sizes.weights_bytes("nvfp4")))
-    context = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    asked = (config.rollout.memory, config.memory.cap_gib, context, MAX_SEQUENCES, "auto", trainer_bytes(config, sizes))
-    arguments = Settings(str(tmp_path), "nvfp4", False, *asked).memory_arguments(gib * GIB)
+    options = EngineOptions.of_recipe(config, trainer_bytes(config, sizes))
+    arguments = Settings(str(tmp_path), "nvfp4", options).memory_arguments(gib * GIB)
     assert arguments["kv_cache_memory_bytes"] is None
     made = plan(config, sizes, card_of(str(gib)))
     parts = made.memory["rollout"]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch._dynamo.convert_frame import register_bytecode_hook
 
+from qerl.engine.options import EngineOptions
 from qerl.engine.vllm_engine import VLLMEngine
 from qerl.errors import EngineError
 from qerl.vllm_plugin import closing, opening
@@ -227,7 +228,7 @@ def test_an_opening_that_fails_half_way_leaves_nothing(monkeypatch, tmp_path, wh
     monkeypatch.setattr(VLLMEngine, "_index_model", refuse)
     kept = None
     try:
-        VLLMEngine(str(tmp_path), "nvfp4")
+        VLLMEngine(str(tmp_path), "nvfp4", EngineOptions())
     except EngineError as error:
         kept = error
     assert str(kept) == ("vLLM cannot open it" if where == "in vLLM" else "not qerl's linears")

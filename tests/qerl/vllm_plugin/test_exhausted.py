@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from qerl.engine.options import EngineOptions
 from qerl.errors import EngineError
 from qerl.vllm_plugin.exhausted import cannot_open
 
@@ -41,7 +42,7 @@ SPENT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB. GPU
     ],
 )
 def test_the_words_are_ours(error, cap_gib, words):
-    settings = SimpleNamespace(base="models/seven", cap_gib=cap_gib, model_len=9217)
+    settings = SimpleNamespace(base="models/seven", options=EngineOptions(cap_gib=cap_gib), model_len=9217)
     made = cannot_open(settings, error)
     assert isinstance(made, EngineError)
     assert words in str(made)

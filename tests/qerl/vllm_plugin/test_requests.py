@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from qerl.engine.interface import SamplingParams
+from qerl.engine.options import EngineOptions
 from qerl.engine.vllm_engine import VLLMEngine
 from qerl.errors import EngineError
 from qerl.vllm_plugin import requests
@@ -127,7 +128,7 @@ def test_the_engine_tells_of_what_it_returns_and_scores_as_before(monkeypatch):
     monkeypatch.setattr(requests, "scoring_params", lambda: None)
     engine = VLLMEngine.__new__(VLLMEngine)
     engine.__dict__.update(
-        _llm=llm, _asleep=False, _stop=(), _deterministic=False, _max_sequences=4, _cache_warned=False
+        _llm=llm, _asleep=False, _stop=(), options=EngineOptions(max_sequences=4), _cache_warned=False
     )
     engine.__dict__.update(max_context=100, _model_len=101, _vocabulary=1000, cache_tokens=1000)
     engine._model = SimpleNamespace(logits_processor=SimpleNamespace(scale=1.0))

@@ -17,7 +17,9 @@ from qerl.checkpoint.adapter import read_adapter
 from qerl.checkpoint.kinds import kind_of
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
-from qerl.engine.interface import SamplingParams, open_model
+from qerl.engine.interface import SamplingParams
+from qerl.engine.open import open_model
+from qerl.engine.options import EngineOptions
 from qerl.errors import CheckpointError
 from qerl.nvfp4.layout import TENSORS
 from qerl.nvfp4.reference import dequantize
@@ -38,7 +40,7 @@ def prompts(base):
 
 
 def engine_tokens(ref, prompts):
-    engine = open_model(ref, engine="transformers")
+    engine = open_model(ref, EngineOptions(engine="transformers"))
     return [completion.token_ids for completion in engine.generate(prompts, GREEDY)]
 
 

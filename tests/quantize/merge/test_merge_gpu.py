@@ -16,7 +16,9 @@ import torch
 
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
-from qerl.engine.interface import SamplingParams, open_model
+from qerl.engine.interface import SamplingParams
+from qerl.engine.open import open_model
+from qerl.engine.options import EngineOptions
 from qerl.tasks import build_messages, get_task, load_examples, render_prompt
 from quantize.merge.run import MergeOptions, merge
 from quantize.run import quantize_checkpoint
@@ -54,7 +56,8 @@ def work(tmp_path_factory):
     examples, _ = load_examples("arith", split="test", limit=32)
     prompts = [render_prompt(tokenizer, build_messages(task, example.question)) for example in examples]
     (folder / "prompts.json").write_text(json.dumps(prompts))
-    engine = open_model(resolve_model(str(folder / "runs" / "tiny_run")), engine="transformers", device="cpu")
+    options = EngineOptions(engine="transformers", device="cpu")
+    engine = open_model(resolve_model(str(folder / "runs" / "tiny_run")), options)
     greedy = engine.generate(prompts, SamplingParams(TOKENS, temperature=0.0))
     (folder / "expected.json").write_text(json.dumps([completion.token_ids for completion in greedy]))
     return folder

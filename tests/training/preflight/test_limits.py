@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from qerl.checkpoint.resolve import ModelRef
 from qerl.config.recipe import load_recipe
-from qerl.engine.interface import choose_engine
+from qerl.engine.open import choose_engine
 from qerl.errors import CheckpointError, ConfigError, EngineError
 from qerl.plan.plan import plan
 from qerl.plan.sizes import KNOWN, read_sizes
@@ -117,13 +117,12 @@ def test_a_start_on_the_vllm_path_asks_before_it_opens_the_engine(nvfp4_base, tm
 
 
 def test_the_engine_is_told_what_will_stand_beside_it(seven, monkeypatch):
-    told = {}
-    monkeypatch.setattr(training_run, "choose_engine", lambda *_: "vllm")
-    monkeypatch.setattr(training_run, "open_engine", lambda *_, **options: told.update(options))
+    told = []
+    monkeypatch.setattr(training_run, "open_engine", lambda base, format, options: told.append(options))
     training_run.open_rollout_engine(with_cap(12), seven)
     # float32 factors and two 8-bit moments, rank 32 on every linear: q and o, k and v, gate and up, down
     numbers = 28 * 32 * (2 * 7168 + 2 * 4096 + 2 * 22528 + 22528)
-    assert told["trainer_bytes"] == numbers * (4 + 2)
+    assert [options.trainer_bytes for options in told] == [numbers * (4 + 2)]
 
 
 @pytest.mark.skipif(choose_engine("auto") == "vllm", reason="auto means vllm here")

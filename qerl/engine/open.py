@@ -1,0 +1,70 @@
+"""Choose the engine that runs on this machine and open it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Literal
+
+from qerl.engine.options import EngineOptions
+from qerl.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from qerl.checkpoint.resolve import ModelRef
+    from qerl.engine.interface import Engine
+
+
+def open_engine(base: str, format: str, options: EngineOptions) -> Engine:
+    """Open the base weights (folder or hub id) for sampling and scoring; an adapter comes by `sync_adapter`.
+
+    Raises EngineError or CheckpointError.
+    """
+    if choose_engine(options.engine, options.device) == "vllm":
+        from qerl.engine.vllm_engine import VLLMEngine
+
+        return VLLMEngine(base, format, options)
+    from qerl.engine.transformers_engine import TransformersEngine
+
+    return TransformersEngine(base, format, options)
+
+
+def choose_engine(engine: str, device: str = "auto") -> Literal["transformers", "vllm"]:
+    """Which engine "auto" stands for on this machine: vllm where there is a CUDA device and vllm is installed, else
+    transformers. Raises EngineError for a vllm that cannot run here."""
+    import torch
+
+    has_gpu = torch.cuda.is_available() and device in ("auto", "cuda")
+    if engine == "auto":
+        return "vllm" if has_gpu and find_spec("vllm") else "transformers"
+    if engine == "vllm" and not has_gpu:
+        raise EngineError("rollout.engine is vllm, but there is no CUDA device here: write transformers or auto")
+    if engine not in ("transformers", "vllm"):
+        raise EngineError(f"engine {engine!r} is not known: write auto, transformers or vllm")
+    return engine
+
+
+def with_chosen_engine(options: EngineOptions) -> EngineOptions:
+    """The options with the engine that "auto" stands for here. Raises ConfigError for a command's option of vllm where
+    another engine runs, and EngineError as `choose_engine`."""
+    engine = choose_engine(options.engine, options.device)
+    if engine != "vllm" and (given := options.given_for_vllm()):
+        option = "--" + given[0].replace("_", "-")
+        raise ConfigError(f"{option} is vllm's, and the engine here is {engine}: leave it out, or write --engine vllm")
+    return replace(options, engine=engine)
+
+
+def open_model(ref: ModelRef, options: EngineOptions) -> Engine:
+    """Open what `resolve_model` found, with its adapter acting, whatever rank `options` name."""
+    from qerl.checkpoint.adapter_fit import read_fitting_adapter
+
+    if ref.adapter is None:
+        return open_engine(ref.base, ref.format, options)
+    tensors, scaling = read_fitting_adapter(ref.adapter, ref.base)
+    rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".lora_A.weight"))
+    engine = open_engine(ref.base, ref.format, replace(options, max_rank=rank))
+    try:
+        engine.sync_adapter(tensors, scaling)
+    except BaseException:
+        engine.close()
+        raise
+    return engine

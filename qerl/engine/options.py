@@ -1,0 +1,68 @@
+"""How a rollout engine is opened, as one value: made once, from a recipe or from a command's options.
+
+Importing this loads no torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from qerl.config.schema import RunConfig
+
+MAX_SEQUENCES = 256  # that vLLM samples at once; a larger call is served in turn
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What `open_engine` is told beside the base and its format.
+
+    `max_rank`: the largest LoRA rank that a sync will bring, 0 for none; `max_context`: prompt and completion tokens
+    together, None for what the model declares; `memory` and `cap_gib`: see `qerl.plan.engine_memory`; `trainer_bytes`:
+    what the trainer keeps on the card during a rollout; `enforce_eager`: no CUDA graphs, for debugging.
+    """
+
+    engine: str = "auto"  # "transformers" or "vllm"; auto: vllm where it can run
+    dtype: str = "auto"
+    trust_remote_code: bool = False
+    device: str = "auto"  # transformers only, as is the next
+    batch_size: int | None = None  # completions sampled at once; None: all
+    kernel: str = "auto"  # this and what follows: vllm only
+    memory: float | None = None
+    cap_gib: float | None = None
+    trainer_bytes: int = 0
+    deterministic: bool = False
+    tune_kernels: bool = False
+    kv_cache_dtype: str = "auto"
+    max_context: int | None = None
+    max_rank: int = 0
+    seed: int = 0
+    max_sequences: int = MAX_SEQUENCES
+    enforce_eager: bool = False
+
+    @classmethod
+    def of_recipe(cls, config: RunConfig, trainer_bytes: int) -> EngineOptions:
+        """The engine that a recipe asks for; `trainer_bytes`: see the class."""
+        rollout = config.rollout
+        return cls(
+            engine=rollout.engine,
+            dtype=config.model.dtype,
+            trust_remote_code=config.model.trust_remote_code,
+            # An extra rollout of dynamic sampling can be larger than the step.
+            batch_size=rollout.batch_size or rollout.prompts_per_step * rollout.group_size,
+            kernel=rollout.kernel,
+            memory=rollout.memory,
+            cap_gib=config.memory.cap_gib,
+            trainer_bytes=trainer_bytes,
+            deterministic=rollout.deterministic,
+            tune_kernels=rollout.tune_kernels,
+            kv_cache_dtype=rollout.kv_cache_dtype,
+            max_context=config.data.max_prompt_tokens + rollout.max_new_tokens,
+            max_rank=config.adapter.rank,
+            seed=config.run.seed,
+        )
+
+    def given_for_vllm(self) -> list[str]:
+        """The names of options that only vllm reads and that a command was given, in the order of its help."""
+        return [name for name in ("memory", "cap_gib", "kernel") if getattr(self, name) != getattr(EngineOptions, name)]
