@@ -67,14 +67,16 @@ class Engine(Protocol):
         sampling: SamplingParams | Sequence[SamplingParams],
         seed: int | None = None,
         finished: Finished | None = None,
+        first_index: int = 0,
     ) -> list[Completion]:
         """Sample one completion for each prompt (token ids), with the adapter and the noise that are set.
 
         `sampling` is for all prompts, or one for each. The same (prompts, sampling, seed) give the same completions
         where the engine is deterministic. `finished` is called once for each prompt, in the order in which their
         completions end, as soon as the engine knows, and in the caller's thread: the engine waits for it. What it
-        raises ends the call and is raised here; the engine can be used further. Raises EngineError if a prompt and its
-        completion cannot fit the context.
+        raises ends the call and is raised here; the engine can be used further. `first_index` is for several processes
+        that share a batch: the place of the first prompt in the whole batch, so that random streams do not depend on
+        which process samples a prompt. Raises EngineError if a prompt and its completion cannot fit the context.
         """
 
     def score(

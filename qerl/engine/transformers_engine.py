@@ -27,6 +27,7 @@ from transformers.generation import (
 from qerl.checkpoint.adapter import adapter_tensors, attach_saved_, load_tensors_, set_scaling_
 from qerl.checkpoint.load import end_token_ids, load_model, load_tokenizer, local_folder
 from qerl.engine.interface import Completion, Finished, SamplingParams, check_context, check_tokens, each_sampling
+from qerl.engine.seeds import request_seed
 from qerl.errors import EngineError
 from qerl.layers.norms import block_norms, set_norm_noise_
 from qerl.nvfp4.linear import NVFP4Linear, cached_weights
@@ -74,6 +75,7 @@ class TransformersEngine:
         sampling: SamplingParams | Sequence[SamplingParams],
         seed: int | None = None,
         finished: Finished | None = None,
+        first_index: int = 0,
     ) -> list[Completion]:
         model = self._open()
         each = each_sampling(sampling, len(prompts))
@@ -81,7 +83,9 @@ class TransformersEngine:
         check_context(prompts, [one.max_new_tokens for one in each], context)
         check_tokens(prompts, model.get_input_embeddings().weight.shape[0])
         completions: dict[int, Completion] = {}
-        with _sampling_mode(model), _forked_rng(model.device, seed):
+        # All prompts draw from one stream here, which must be another one in each of the calls that share a batch.
+        stream = request_seed(seed, first_index) if first_index else seed
+        with _sampling_mode(model), _forked_rng(model.device, stream):
             for rows in _batches(each, self._batch_size or max(1, len(prompts))):
                 limits = [each[row].max_new_tokens for row in rows]
                 done = self._generate_batch([prompts[row] for row in rows], each[rows[0]], limits)

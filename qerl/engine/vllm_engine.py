@@ -25,6 +25,7 @@ from qerl import vllm_plugin
 from qerl.checkpoint.load import local_folder
 from qerl.engine.interface import Completion, Finished, SamplingParams, check_context, check_tokens, each_sampling
 from qerl.engine.own_memory import own_bytes
+from qerl.engine.seeds import request_seed
 from qerl.errors import EngineError
 from qerl.vllm_plugin import TUNE, opening, requests
 from qerl.vllm_plugin.checkpoint import check_checkpoint
@@ -106,6 +107,7 @@ class VLLMEngine:
         sampling: SamplingParams | Sequence[SamplingParams],
         seed: int | None = None,
         finished: Finished | None = None,
+        first_index: int = 0,
     ) -> list[Completion]:
         llm = self._open_awake()
         each = each_sampling(sampling, len(prompts))
@@ -113,7 +115,10 @@ class VLLMEngine:
         check_tokens(prompts, self._vocabulary)
         if not prompts:
             return []
-        params = [requests.sampling_params(one, self._stop, seed, index) for index, one in enumerate(each)]
+        params = [
+            requests.sampling_params(one, self._stop, request_seed(seed, index))
+            for index, one in enumerate(each, first_index)
+        ]
         if self.options.deterministic:
             requests.drop_prefix_cache(llm)
 

@@ -22,7 +22,6 @@ from qerl.vllm_plugin.exhausted import out_of_memory
 T = TypeVar("T")
 
 NEW_OBJECTS = (100_000, 50, 100)  # of a generation, before it is searched
-SEED_STRIDE = 1_000_003  # seeds of neighbouring calls do not meet in calls of fewer prompts than this
 
 
 def run(llm: Any, prompts: Sequence[Sequence[int]], params: Any, take: Callable[[int, Any], T]) -> list[T]:
@@ -84,8 +83,8 @@ def drop_prefix_cache(llm: Any) -> None:
         )
 
 
-def sampling_params(sampling: SamplingParams, stop: tuple[int, ...], seed: int | None, index: int) -> Any:
-    """vLLM's parameters of request `index` of a call."""
+def sampling_params(sampling: SamplingParams, stop: tuple[int, ...], seed: int | None) -> Any:
+    """vLLM's parameters of a request that draws from `seed`."""
     from vllm import SamplingParams as VLLMParams
 
     return VLLMParams(
@@ -94,7 +93,7 @@ def sampling_params(sampling: SamplingParams, stop: tuple[int, ...], seed: int |
         top_p=sampling.top_p,
         top_k=sampling.top_k,
         min_p=sampling.min_p,
-        seed=None if seed is None else (seed * SEED_STRIDE + index) % 2**63,
+        seed=seed,
         stop_token_ids=list(dict.fromkeys([*stop, *sampling.stop_token_ids])),
         logprobs=0,
         flat_logprobs=True,

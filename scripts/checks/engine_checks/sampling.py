@@ -19,12 +19,15 @@ def repeat(context: Context) -> dict:
     engine._llm.reset_prefix_cache()
     cold2 = engine.generate(context.prompts, context.greedy)
     seeds = [engine.generate(context.prompts, context.sampling, seed=s) for s in (5, 5, 6)]
+    half = len(context.prompts) // 2
+    second_half = engine.generate(context.prompts[half:], context.sampling, seed=5, first_index=half)
     return {
         "warm_prefix_cache": same(first, warm),
         "cold": same(first, cold),
         "cold_again": same(cold, cold2),
         "same_seed": same(seeds[0], seeds[1]),
         "other_seed": same(seeds[0], seeds[2]),
+        "second_half_by_index": same(seeds[0][half:], second_half),
         "distinct_within_call": len(
             {tuple(c.token_ids) for c in engine.generate([context.prompts[0]] * 8, context.sampling, seed=1)}
         ),

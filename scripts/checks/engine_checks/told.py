@@ -11,6 +11,7 @@ from typing import Any
 from engine_checks.compare import mismatch, same
 from engine_checks.context import Context
 from qerl.engine.interface import Completion, SamplingParams
+from qerl.engine.seeds import request_seed
 from qerl.tasks import get_task
 from qerl.vllm_plugin import requests
 from training.rollout.grading_ahead import GradingAhead
@@ -122,7 +123,7 @@ def _raising(context: Context, sampling: list[SamplingParams]) -> dict:
 
 def _by_vllm(engine: Any, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Completion]:
     """What `LLM.generate` makes of the same requests, with as few collections."""
-    params = [requests.sampling_params(one, engine._stop, 1, index) for index, one in enumerate(sampling)]
+    params = [requests.sampling_params(one, engine._stop, request_seed(1, index)) for index, one in enumerate(sampling)]
     if engine.options.deterministic:
         requests.drop_prefix_cache(engine._llm)
     with requests.rare_collections():

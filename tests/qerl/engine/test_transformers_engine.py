@@ -69,6 +69,15 @@ def test_the_seed_decides(shared):
     assert tokens(first)[0] != tokens(first)[3]  # the same prompt twice is sampled twice
 
 
+def test_processes_that_share_a_batch_do_not_draw_the_same(shared):
+    """Both halves hold the same prompts and have the batch's seed; only their places in the batch differ."""
+    whole = shared.generate(PROMPTS, SAMPLED, seed=7)
+    first, second, again = (shared.generate(PROMPTS, SAMPLED, seed=7, first_index=index) for index in (0, 4, 4))
+    assert first == whole
+    assert tokens(second) != tokens(first)
+    assert second == again
+
+
 def test_greedy_does_not_depend_on_the_batch(shared, nvfp4_base):
     whole = tokens(shared.generate(PROMPTS, GREEDY))
     assert whole == [tokens(shared.generate([prompt], GREEDY))[0] for prompt in PROMPTS]

@@ -1,0 +1,9 @@
+"""Seeds of single prompts: fixed numbers, since a recorded run must be sampled again as it was."""
+
+from qerl.engine.seeds import request_seed
+
+
+def test_the_seed_of_a_prompt_follows_from_the_batchs_seed_and_the_place_in_it():
+    assert [request_seed(3, index) for index in (0, 1, 128)] == [3_000_009, 3_000_010, 3_000_137]
+    assert request_seed(2**63 - 1, 5) == (2**63 - 1_000_003) + 5
+    assert request_seed(None, 4) is None
