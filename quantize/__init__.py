@@ -1,1 +1,1 @@
-"""Step 1, offline: a 16-bit checkpoint becomes NVFP4 by llm-compressor, and is verified. Entry: quantize/run.py."""
+"""Step 1, offline: turn a 16-bit checkpoint into NVFP4 with llm-compressor, and verify it. Entry: quantize/run.py."""

@@ -1,9 +1,9 @@
-"""AWQ and GPTQ: llm-compressor's sequential pipeline, which holds one decoder layer on the GPU and the model in memory.
+"""AWQ and GPTQ by llm-compressor's sequential pipeline: the model is in main memory, one decoder layer on the GPU.
 
-`awq` rescales channels by activation statistics (arXiv 2306.00978) and then rounds to nearest; norms and the weights
-beside them change too, and the model computes the same before rounding. `gptq` rounds column by column and moves each
-error to the columns that are left (arXiv 2210.17323). The tensors that are written are those that llm-compressor's
-own save writes; the names, the other tensors and the config come from the source as with rtn.
+`awq` rescales channels by activation statistics (arXiv 2306.00978) and then rounds to nearest. It changes norms and the
+weights next to them too, in a way that before rounding the model still computes the same. `gptq` rounds column by
+column and moves the error of each to the remaining columns (arXiv 2210.17323). The tensors we write are those that
+llm-compressor would save; names, other tensors and the config come from the source, as with rtn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 def check_device(device: torch.device) -> None:
-    """Raise ConfigError unless `device` is the one that llm-compressor calibrates on: it takes no argument for it."""
+    """Raise ConfigError unless `device` is the one that llm-compressor calibrates on, which cannot be chosen."""
     load_compressor()
     from llmcompressor.utils.dev import get_main_device
 
@@ -38,7 +38,7 @@ def check_device(device: torch.device) -> None:
 def calibrate(
     source: Source, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, method: str, batch_size: int
 ) -> PreTrainedModel:
-    """The model with quantization parameters on its linears; their `weight` is what is encoded in the end."""
+    """The model with quantization parameters on its linears; their `weight` is what will be encoded."""
     load_compressor()
     from llmcompressor import oneshot
 
@@ -61,8 +61,8 @@ def _load(source: Source) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForCausalLM
 
-    # float32 on a CPU, where bfloat16 products take up to 20 times as long, and for float16 files for the reason that
-    # quantize.rtn.weight_for_scales gives.
+    # float32 on a CPU, where bfloat16 products take up to 20 times as long, and for float16 files: see
+    # quantize.rtn.weight_for_scales.
     half = source.tensors[f"{source.quantized[0]}.weight"].dtype == "BF16" and torch.accelerator.is_available()
     dtype = torch.bfloat16 if half else torch.float32
     try:
@@ -82,11 +82,11 @@ def _recipe(method: str, rounding: dict) -> list:
         return [GPTQModifier(**rounding)]
 
     class UnpinnedAWQModifier(AWQModifier):
-        """AWQ that runs without an accelerator too.
+        """AWQ that also runs without an accelerator.
 
-        llmcompressor 0.14.0.1 pins its cached activations in memory whatever the machine
-        (modifiers/transform/awq/base.py, _apply_smoothing), and torch refuses that where there is no accelerator.
-        Remove when it asks for one first; tests/quantize/test_calibrated.py fails then.
+        llmcompressor 0.14.0.1 always pins its cached activations in memory (modifiers/transform/awq/base.py,
+        _apply_smoothing), which torch refuses without an accelerator. Remove this class when llmcompressor checks for
+        one first; tests/quantize/test_calibrated.py fails then.
         """
 
         def on_sequential_epoch_end(self, state: object, event: object, **kwargs: object) -> None:
@@ -96,7 +96,7 @@ def _recipe(method: str, rounding: dict) -> list:
 
     if not torch.accelerator.is_available():
         return [UnpinnedAWQModifier(), QuantizationModifier(**rounding)]
-    # The cached inputs of a 32B layer are tens of GB at 256 x 2048 tokens, so they wait in the machine's memory.
+    # At 256 x 2048 tokens the cached inputs of a 32B layer are tens of GB, so they wait in main memory.
     return [AWQModifier(offload_device=torch.device("cpu")), QuantizationModifier(**rounding)]
 
 
@@ -113,7 +113,7 @@ def _batches(calibration: Calibration, batch_size: int) -> torch.utils.data.Data
 def calibrated_groups(
     source: Source, config: QuantizationConfig, model: PreTrainedModel
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors to write, on the CPU, one group of `source.groups()` at a time; the model keeps its own."""
+    """The tensors to write, on the CPU, one group of `source.groups()` at a time; the model stays unchanged."""
     from compressed_tensors.compressors import BaseCompressor
 
     compressor = BaseCompressor.get_value_from_registry(config.format)
@@ -138,7 +138,7 @@ def _quantization_state(model: PreTrainedModel, module: str) -> dict[str, torch.
 
 
 def dense_tensor(source: Source, model: PreTrainedModel, name: str) -> torch.Tensor:
-    """A tensor of the calibrated model as the source's dtype, on the CPU; of linears, the weight before encoding."""
+    """A tensor of the calibrated model on the CPU, in the source's dtype; for a quantized linear before encoding."""
     module, _, tensor = name.rpartition(".")
     value = getattr(model.get_submodule(module), tensor).detach().cpu()
     if f"{module}.weight" == name and module in source.quantized:

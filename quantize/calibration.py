@@ -1,7 +1,7 @@
-"""Calibration data for awq and gptq: rows of a file, task or hub data set, as sequences of exactly one length.
+"""Calibration data for awq and gptq: rows of a file, task or hub data set, cut into sequences of equal length.
 
-Rows are shuffled with a fixed seed, written in the model's chat template, joined, and cut every `sequence_length`
-tokens. So `256 x 2048` is that many tokens whatever the rows' lengths, and no padding enters the statistics.
+Rows are shuffled with a fixed seed, rendered with the model's chat template, joined, and cut every `sequence_length`
+tokens. So `256 x 2048` is that many tokens however long the rows are, and no padding enters the statistics.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SEED = 0
-MAX_ROWS = 100_000  # more than any recipe needs; what follows in a larger data set is not read
+MAX_ROWS = 100_000  # more than any recipe needs; the rest of a larger data set is not read
 TEXT = ("text", "content")
 CHAT = ("messages", "conversation", "conversations", "prompt")
 ASK = ("prompt", "question", "problem", "instruction", "input")
@@ -36,11 +36,11 @@ class Calibration:
 
     data: str
     sequences: list[list[int]]
-    rows: int  # that went in
+    rows: int  # that were used
     unusable_rows: int
 
     def summary(self) -> dict:
-        """For the report."""
+        """The entry of quantize_report.json."""
         length = len(self.sequences[0])
         return {
             "data": self.data,
@@ -91,7 +91,7 @@ def load_calibration(data: str, tokenizer: PreTrainedTokenizerBase, size: int, s
 def _shuffled_rows(data: str) -> list[Any]:
     rows = [row for _, row in islice(_rows(data), MAX_ROWS)]
     if not rows:
-        raise DataError(f"--calibration {data} is empty: give a file with one JSON object a line")
+        raise DataError(f"--calibration {data} is empty: give a file with one JSON object per line")
     random.Random(SEED).shuffle(rows)
     return rows
 
@@ -111,7 +111,7 @@ def _rows(data: str) -> Iterator[Row]:
 
 
 def _tokens(row: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """A row's tokens with the special tokens of its form; empty if there is no usable text in it."""
+    """The tokens of a row, with special tokens; empty if the row has no usable text."""
     if not isinstance(row, dict):
         return []
     messages = _messages(row)

@@ -1,7 +1,7 @@
-"""The door to llm-compressor: its only importer, with its log led into ours, and the scheme NVFP4A16 as it defines it.
+"""The entry to llm-compressor: import it, forward its log to ours, and take the scheme NVFP4A16 from it.
 
 Importing llm-compressor takes seconds (it imports datasets, transformers' model code and torch.distributed), sets up
-loguru and writes to stdout; so it is imported on the first use, with its log switched off meanwhile.
+loguru and writes to stdout. So it is imported on first use, with its log switched off during the import.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 
 SCHEME = "NVFP4A16"
 LOG_SWITCH = "LLM_COMPRESSOR_LOG_DISABLED"
-NOISE = ("No accelerator available", "Disabling tokenizer parallelism")  # said again and again, and said by us once
+NOISE = ("No accelerator available", "Disabling tokenizer parallelism")  # repeated many times; we say it once
 
 logger = logging.getLogger(__name__)
 
 
 def check_installed() -> None:
-    """Raise MissingExtraError unless llm-compressor can be found; imports nothing."""
+    """Raise MissingExtraError unless llm-compressor is installed. Does not import it."""
     if importlib.util.find_spec("llmcompressor") is None:
         raise MissingExtraError("llmcompressor", "quantize")
 
 
 @cache
 def load_compressor() -> None:
-    """Import llm-compressor and lead its log, from WARNING up, into the logger `quantize.compressor`."""
+    """Import llm-compressor and forward its log, from WARNING up, to the logger `quantize.compressor`."""
     check_installed()
     with _environment(LOG_SWITCH, "true"):
         from llmcompressor.logger import LoggerConfig, configure_logger
@@ -46,7 +46,7 @@ def load_compressor() -> None:
 
 
 def _worth_saying(record: dict) -> bool:
-    """Not its METRIC lines, two for each linear, which rank above WARNING."""
+    """False for repeated lines and for METRIC lines, of which each linear has two, at a level above WARNING."""
     return record["level"].name != "METRIC" and not record["message"].startswith(NOISE)
 
 
@@ -55,7 +55,7 @@ def _to_logging(message: str) -> None:
 
 
 def make_config(unquantized: Iterable[str]) -> QuantizationConfig:
-    """NVFP4A16 over all linears but `unquantized` (module names)."""
+    """NVFP4A16 for all linears except `unquantized` (module names)."""
     load_compressor()
     from compressed_tensors.config import CompressionFormat
     from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
@@ -71,7 +71,7 @@ def make_config(unquantized: Iterable[str]) -> QuantizationConfig:
 
 
 def config_entry(config: QuantizationConfig) -> dict:
-    """The `quantization_config` of config.json, with the fields that llm-compressor writes."""
+    """The `quantization_config` for config.json, with the same fields as llm-compressor writes."""
     import compressed_tensors
 
     return {"version": compressed_tensors.__version__, "transform_config": {}, **config.model_dump(mode="json")}

@@ -1,7 +1,7 @@
-"""The output folder: checked before long work, written beside its place, and moved there whole or not at all.
+"""The output folder: check it before long work, write it next to its final place, and move it there as a whole.
 
-While it is being written it is the hidden sibling `.<name>.partial`, locked by its writer (flock: the kernel lets go of
-the lock of a killed process). The next run to the same place clears what a killed one left there.
+While it is being written it is the hidden sibling folder `.<name>.partial`. Its writer holds a flock on it, which the
+kernel releases if the process is killed. The next run with the same output clears what a killed one left behind.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from qerl.errors import CheckpointError
 from qerl.files.disk import fsync
 
 MERGE_REPORT = "merge_report.json"
-SPARE_BYTES = 64 * 2**20  # tokenizer, config, report, and the file system's own
+SPARE_BYTES = 64 * 2**20  # for tokenizer, config, report, and the file system's own needs
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # renameat2(2)
 
 
 def check_target(out: Path, source: Path, overwrite: bool) -> None:
-    """Raise CheckpointError if `out` must not be written: it exists, is no checkpoint, or touches the source."""
+    """Raise CheckpointError if `out` must not be written: it exists, is not a model of ours, or overlaps the source."""
     try:
         out.is_file()
-    except OSError as error:  # a folder above it that may not be entered
+    except OSError as error:  # we may not enter a folder above it
         raise CheckpointError(f"{out} cannot be written ({error.strerror}): give another folder as --out") from error
     inside = out.resolve(), source.resolve()
     if inside[0] == inside[1] or inside[0] in inside[1].parents or inside[1] in inside[0].parents:
@@ -51,7 +51,7 @@ def check_target(out: Path, source: Path, overwrite: bool) -> None:
 
 
 def check_space(out: Path, needed_bytes: int) -> None:
-    """Raise CheckpointError if the disk of `out` has less than `needed_bytes` and a little more."""
+    """Raise CheckpointError if the disk of `out` has less than `needed_bytes` plus SPARE_BYTES free."""
     folder = next(parent for parent in out.absolute().parents if parent.is_dir())
     free = shutil.disk_usage(folder).free
     if free < needed_bytes + SPARE_BYTES:
@@ -63,9 +63,9 @@ def check_space(out: Path, needed_bytes: int) -> None:
 
 @contextmanager
 def staged_folder(out: Path) -> Iterator[Path]:
-    """An empty folder to write into; it becomes `out` when the block ends, and disappears if the block raises.
+    """Give an empty folder to write into. It becomes `out` when the block ends, and is deleted if the block raises.
 
-    Raises CheckpointError if another process is writing to the same place, and if the disk refuses or is full.
+    Raises CheckpointError if another process is writing to the same place, or if writing fails.
     """
     try:
         out = out.resolve() if out.is_symlink() else out.absolute()
@@ -86,13 +86,13 @@ def staged_folder(out: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(staging, ignore_errors=True)
         os.close(lock)
-        with suppress(OSError):  # not empty: `out` is there
+        with suppress(OSError):  # raised if `out` is in it, which then has to stay
             for folder in new_folders:
                 folder.rmdir()
 
 
 def _claim(staging: Path) -> int:
-    """Make the staging folder and lock it; the file descriptor that holds the lock."""
+    """Make the staging folder and lock it. Returns the file descriptor that holds the lock."""
     staging.parent.mkdir(parents=True, exist_ok=True)
     while True:
         staging.mkdir(exist_ok=True)
@@ -106,7 +106,7 @@ def _claim(staging: Path) -> int:
             ) from error
         if staging.exists() and os.path.samestat(os.fstat(lock), staging.stat()):
             return lock
-        os.close(lock)  # its writer finished and moved it away between our mkdir and flock
+        os.close(lock)  # another writer finished and moved it away between our mkdir and flock
 
 
 def _empty(folder: Path) -> None:
@@ -118,7 +118,7 @@ def _empty(folder: Path) -> None:
 
 
 def _publish(staging: Path, out: Path) -> None:
-    """Flush every file to the disk, then move the folder to its place; an old one there is exchanged in one step."""
+    """Flush every file to disk, then move the folder to its place, swapping it with an old one in one step."""
     for path in sorted(staging.rglob("*"), reverse=True):
         fsync(path)
     fsync(staging)
@@ -130,7 +130,7 @@ def _publish(staging: Path, out: Path) -> None:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Swap two folders atomically (Linux); elsewhere the old one is removed first, and a kill between loses it."""
+    """Swap two folders atomically on Linux. Elsewhere the old one is removed first, and a kill in between loses it."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 and not renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE):
         return

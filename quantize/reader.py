@@ -1,4 +1,4 @@
-"""Reads single tensors of a checkpoint, whichever of its safetensors files holds them."""
+"""Read single tensors of a checkpoint from whichever of its safetensors files holds them."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ if TYPE_CHECKING:
 
 
 class TensorReader:
-    """A checkpoint's tensors by name, each read when asked for; a context manager that closes the files.
+    """Reads a checkpoint's tensors by name, each on demand; a context manager that closes the files.
 
-    One file is open at a time, because the memory map of a file that was read through stays resident.
+    Only one file is open at a time, because the memory map of a file that has been read stays resident.
     """
 
     def __init__(self, tensors: Mapping[str, TensorInfo]) -> None:

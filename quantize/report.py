@@ -1,4 +1,4 @@
-"""What a quantization did: `quantize_report.json` beside the weights, and a short table for the terminal."""
+"""The result of a quantization: `quantize_report.json` beside the weights, and a short table for the terminal."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class QuantizeReport:
-    """Result of `quantize_checkpoint`; `layers` holds one entry for each quantized linear, in the model's order."""
+    """The result of `quantize_checkpoint`. `layers` has one entry per quantized linear, in the model's order."""
 
     out: Path
     source: str  # hub id, `tiny`, or absolute folder
     method: str
     scheme: str
     ignore: tuple[str, ...]  # patterns as given
-    kept_linears: tuple[str, ...]  # left in 16 bits by them; lm_head always is
+    kept_linears: tuple[str, ...]  # kept in 16 bits by these patterns, apart from lm_head, which always is
     sqnr_reference: str  # what the weights are compared with
     layers: list[LayerCheck]
     created: str  # ISO 8601, UTC
@@ -35,11 +35,11 @@ class QuantizeReport:
     seconds: float = 0.0
 
     def finite_sqnr_db(self) -> list[float]:
-        """The SQNR of each linear that has noise."""
+        """The SQNR of each linear that is neither exact nor zero, in dB."""
         return [layer.sqnr_db for layer in self.layers if layer.sqnr_db is not None and math.isfinite(layer.sqnr_db)]
 
     def mean_sqnr_db(self) -> float | None:
-        """Mean over the linears, in dB."""
+        """The mean SQNR of the linears, in dB."""
         values = self.finite_sqnr_db()
         return sum(values) / len(values) if values else None
 
@@ -66,7 +66,7 @@ class QuantizeReport:
         }
 
     def table(self) -> Table:
-        """A short table: where it is, how large, how good."""
+        """A short table: where the model is, how large, and how good."""
         from rich.table import Table
 
         worst, mean = self.worst(), self.mean_sqnr_db()
@@ -90,7 +90,7 @@ def _rounded(value: float | None) -> float | None:
 
 
 def format_size(nbytes: int) -> str:
-    """A number of bytes as people read it."""
+    """A number of bytes in GiB, MiB, KiB or B, for people."""
     for unit, step in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         if nbytes >= step:
             return f"{nbytes / step:.2f} {unit}"

@@ -1,7 +1,7 @@
-"""Round to nearest: data-free quantization, one decoder layer in memory at a time.
+"""Round to nearest: quantization without data, with one decoder layer in memory at a time.
 
-The bits are llm-compressor's own: its converter behind `model_free_ptq` is fed layer by layer, where that function
-reads whole files (a file may hold 50 GB) and would quantize the embeddings unless told not to.
+llm-compressor itself computes the bits: we feed the converter behind its `model_free_ptq` layer by layer. That function
+reads whole files, of which one may hold 50 GB, and quantizes the embeddings unless told not to.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def rtn_groups(
 ) -> Iterator[Tensors]:
     """The tensors to write, on the CPU, one group of `source.groups()` at a time.
 
-    A group is a whole layer, so that q/k/v and gate/up reach the converter together and share their global scales.
+    A group holds a whole layer, so q/k/v and gate/up reach the converter together and share their global scales.
     Raises CheckpointError for a tensor with NaN or infinity.
     """
     from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
@@ -40,10 +40,10 @@ def rtn_groups(
 
 
 def weight_for_scales(name: str, weight: torch.Tensor) -> torch.Tensor:
-    """The weight in the dtype that its scales are computed in: its own, but float32 for float16.
+    """The weight in the dtype in which its scales are computed: float32 for float16, else its own.
 
-    A float16 global scale overflows where amax is under 0.041, and llm-compressor then writes 1.0. Raises
-    CheckpointError for NaN and infinity, which llm-compressor would turn into scales of NaN and 0.
+    A float16 global scale overflows if amax is under 0.041, and llm-compressor then writes 1.0. Raises CheckpointError
+    for NaN and infinity, which llm-compressor would turn into scales of NaN and 0.
     """
     import torch
 
@@ -52,7 +52,7 @@ def weight_for_scales(name: str, weight: torch.Tensor) -> torch.Tensor:
 
 
 def finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor. Raises CheckpointError if it holds NaN or infinity."""
-    if not all(bound.isfinite() for bound in tensor.aminmax()):  # without a copy: embeddings are large
+    """Return the tensor unchanged. Raises CheckpointError if it holds NaN or infinity."""
+    if not all(bound.isfinite() for bound in tensor.aminmax()):  # aminmax makes no copy: embeddings are large
         raise CheckpointError(f"{name} holds NaN or infinity: the checkpoint is damaged, take another copy")
     return tensor

@@ -1,14 +1,14 @@
-"""`qerl quantize`: a 16-bit checkpoint in, an NVFP4 (NVFP4A16) checkpoint of compressed-tensors' format out.
+"""`qerl quantize`: turn a 16-bit checkpoint into an NVFP4 one (NVFP4A16) in the format of compressed-tensors.
 
     qerl quantize --model Qwen/Qwen2.5-7B-Instruct                          # checkpoints/Qwen2.5-7B-Instruct-NVFP4A16
     qerl quantize --model M --method awq --calibration rows.jsonl           # 256 x 2048 tokens, as the paper does
     qerl quantize --model M --ignore 're:.*self_attn.*' --out ffn-only      # feed-forward layers only
 
-Order: everything that can be refused is refused from headers; then the tensors stream through llm-compressor into a
-hidden folder; that folder is opened again and verified; then it takes its place in one step.
+First everything is refused that the files' headers show to be impossible. Then the tensors stream through
+llm-compressor into a hidden folder, which is opened again, verified, and moved to its place in one step.
 
-Departures from the paper (arXiv 2510.11696), which quantizes with AWQ: the default is rounding to nearest, which needs
-no data (its published code rounds to nearest too); `--method awq` is the paper's recipe.
+Departure from the paper (arXiv 2510.11696), which quantizes with AWQ: the default is rounding to nearest, which needs
+no data, and which the paper's published code does too. `--method awq` is the paper's recipe.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Options:
-    """How to quantize; the calibration fields serve awq and gptq."""
+    """How to quantize. The calibration fields are for awq and gptq."""
 
     method: str = "rtn"
     ignore: tuple[str, ...] = ()
@@ -92,8 +92,8 @@ def quantize_checkpoint(
 ) -> QuantizeReport:
     """Quantize `model` (folder, hub id or `tiny`) into `out`, default `checkpoints/<name>-NVFP4A16`, and verify it.
 
-    Raises ConfigError for options, CheckpointError for the model or the folder, DataError for calibration rows, and
-    MissingExtraError without llm-compressor; whatever is raised, `out` is as it was.
+    Raises ConfigError for wrong options, CheckpointError for the model or the folder, DataError for calibration rows,
+    and MissingExtraError without llm-compressor. After any error `out` is as it was before.
     """
     started = time.perf_counter()
     options = Options(
@@ -125,7 +125,7 @@ def _check_length(source: Source, options: Options) -> None:
 
 
 def _quantize(source: Source, options: Options, staging: Path, out: Path) -> QuantizeReport:
-    """Fill the staging folder and check it; all but the report is in it afterwards."""
+    """Fill the staging folder with everything but the report, and verify it."""
     logger.info("loading llm-compressor")
     load_compressor()
     import torch
@@ -199,7 +199,7 @@ def _calibrated(source: Source, options: Options, device: torch.device) -> tuple
 
 
 def resolve_device(name: str) -> torch.device:
-    """The device that `--device NAME` means here. Raises ConfigError if it cannot be used."""
+    """The device that `--device NAME` means on this machine. Raises ConfigError if it cannot be used."""
     import torch
 
     if name == "auto":
@@ -216,7 +216,7 @@ def resolve_device(name: str) -> torch.device:
 
 
 def progress_bar() -> Progress:
-    """A bar on stderr."""
+    """A progress bar on stderr."""
     from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress
 
@@ -224,7 +224,7 @@ def progress_bar() -> Progress:
 
 
 def package_version(package: str) -> str:
-    """The version that is installed."""
+    """The installed version, or "not installed"."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

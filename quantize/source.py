@@ -1,8 +1,8 @@
-"""The 16-bit checkpoint that goes in: everything that can be refused is refused here, from headers, before long work.
+"""The 16-bit checkpoint to quantize. All that cannot work is refused here, from file headers, before long work.
 
-What is supported is decided by the names and shapes of the tensors, not by a list of model classes: a dense decoder
+The names and shapes of the tensors decide what is supported, not a list of model classes. It has to be a dense decoder
 whose layers `model.layers.N` have the seven projections self_attn.{q,k,v,o}_proj and mlp.{gate,up,down}_proj, with or
-without biases, QK-norms and tied embeddings (Qwen2, Qwen2.5, Qwen3, Llama 3, Mistral). No torch is imported.
+without biases, QK-norms and tied embeddings (Qwen2, Qwen2.5, Qwen3, Llama 3, Mistral). This module imports no torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SUPPORTED = "qerl quantizes dense decoders in the layout of Qwen2, Qwen2.5, Qwen
 class Source:
     """A 16-bit checkpoint that can be quantized, and which of its linears will be."""
 
-    name: str  # as the report records it: hub id, `tiny`, or the folder's absolute path
+    name: str  # as in the report: hub id, `tiny`, or the folder's absolute path
     folder: Path
     config: dict
     tensors: dict[str, TensorInfo]
@@ -46,7 +46,7 @@ class Source:
     trust_remote_code: bool = False
 
     def groups(self) -> list[list[str]]:
-        """Tensor names in the order they are written: embeddings, each layer, the final norm and head."""
+        """Tensor names in groups and in the order of writing: embeddings, each layer, final norm and head."""
         layers: dict[int, list[str]] = {}
         for name in self.tensors:
             if not name.endswith(COMPUTED):
@@ -54,15 +54,15 @@ class Source:
         return [sorted(layers[position]) for position in sorted(layers)]
 
     def shared_scale_sets(self) -> list[tuple[str, ...]]:
-        """Quantized modules that have one global scale: q/k/v and gate/up of each layer."""
+        """Sets of quantized modules that share a global scale: q/k/v and gate/up of each layer."""
         return _fused_sets(self.quantized)
 
     def size_bytes(self) -> int:
-        """Bytes of the tensors that are read."""
+        """Bytes of the tensors to read."""
         return sum(info.nbytes for info in self.tensors.values())
 
     def output_bytes(self) -> int:
-        """Bytes of the tensors that will be written."""
+        """Bytes of the tensors to write."""
         total = 0
         chosen = {f"{module}.weight" for module in self.quantized}
         for name, info in self.tensors.items():
@@ -91,7 +91,7 @@ def read_source(model: str, ignore: Sequence[str] = (), trust_remote_code: bool 
 
 def _locate(model: str, trust_remote_code: bool) -> tuple[str, Path]:
     kind = kind_of(Path(model)) if Path(model).is_dir() else "base16"
-    if kind in ("adapter", "run"):  # before its base is looked for
+    if kind in ("adapter", "run"):  # checked first, since `resolve_model` would look for its base
         raise CheckpointError(
             f"{model} is {'an adapter' if kind == 'adapter' else 'a run'}, not a model: write "
             f"`qerl merge --adapter {model} --to nvfp4`, or give the model that it was trained on"
@@ -120,7 +120,7 @@ def _check_config(folder: Path, config: dict) -> None:
 
 
 def check_layout(folder: Path, config: dict, tensors: dict[str, TensorInfo]) -> list[str]:
-    """All linears of the decoder, in order. Raises CheckpointError for another layout, naming what shows it."""
+    """All linears of the decoder, in order. Raises CheckpointError, which names a tensor, for another layout."""
     linears = [f"model.layers.{n}.{part}" for n in range(config["num_hidden_layers"]) for part in PROJECTIONS]
     expected = {f"{module}.weight" for module in linears}
     for name, info in tensors.items():
@@ -132,7 +132,7 @@ def check_layout(folder: Path, config: dict, tensors: dict[str, TensorInfo]) -> 
                 f"{', a mixture of experts' if 'expert' in name else ''}: {SUPPORTED}; give one of these"
             )
     required = expected | {"model.embed_tokens.weight", "model.norm.weight"}
-    if config.get("tie_word_embeddings") is False:  # without the key the architecture decides
+    if config.get("tie_word_embeddings") is False:  # without this key the architecture decides
         required.add("lm_head.weight")
     missing = sorted(required - tensors.keys())
     if missing:
@@ -144,9 +144,9 @@ def check_layout(folder: Path, config: dict, tensors: dict[str, TensorInfo]) -> 
 
 
 def ignored(linears: Sequence[str], patterns: Iterable[str]) -> list[str]:
-    """The linears that stay in 16 bits, by llm-compressor's rule: `re:` and a regex matched from the start, or a name.
+    """The linears that stay in 16 bits. As in llm-compressor a pattern is a name, or `re:` and a regex for its start.
 
-    Raises ConfigError for a pattern that is no regex or matches nothing. `lm_head` may be named; it always stays.
+    Raises ConfigError for a pattern that is no regex or matches nothing. It may name `lm_head`, which always stays.
     """
     kept: set[str] = set()
     for pattern in patterns:
@@ -170,7 +170,7 @@ def _matches(module: str, pattern: str) -> bool:
 
 
 def _check_fused(linears: Sequence[str], kept: Sequence[str]) -> None:
-    """Engines fuse q/k/v and gate/up into one matrix, so each set is quantized whole or not at all."""
+    """Refuse patterns that split q/k/v or gate/up: engines fuse each of these sets into one matrix."""
     for modules in _fused_sets(linears):
         outside = [module for module in modules if module in kept]
         if outside and len(outside) < len(modules):

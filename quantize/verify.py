@@ -1,7 +1,7 @@
-"""Opens the written checkpoint again and checks it against what went in; nothing of the writing run is trusted.
+"""Open the written checkpoint again and check it against its source, trusting nothing of the run that wrote it.
 
-Checked: the names, dtypes and shapes of all tensors and the quantization_config; that scales are finite and global
-scales shared over q/k/v and gate/up; that every other tensor arrived bit by bit; and the SQNR of each linear.
+The checks are: names, dtypes and shapes of all tensors, and the quantization_config; that scales are finite, and global
+scales shared within q/k/v and gate/up; that every other tensor is equal bit by bit; and the SQNR of each linear.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from quantize.source import Source
 if TYPE_CHECKING:
     import torch
 
-# Rounding to e2m1 with a scale for each block of 16 leaves about 20 dB on any weights; a wrong scale leaves 0 or less.
+# Rounding to e2m1 with a scale per block of 16 leaves about 20 dB on any weights; a wrong scale leaves 0 dB or less.
 MIN_SQNR_DB = 10.0
 
 ReadTensor = Callable[[str], "torch.Tensor"]
@@ -31,7 +31,7 @@ ReadTensor = Callable[[str], "torch.Tensor"]
 
 @dataclass(frozen=True)
 class LayerCheck:
-    """One quantized linear. `sqnr_db` is None for a weight of zeros only, and infinite (null in JSON) if exact."""
+    """One quantized linear. `sqnr_db` is None if the weight is all zeros, infinite (null in JSON) if it is exact."""
 
     name: str
     shape: tuple[int, int]
@@ -48,8 +48,7 @@ def verify(
 ) -> list[LayerCheck]:
     """Check the checkpoint in `folder`; `dense(name)` gives each tensor as it was before encoding, on the CPU.
 
-    `advance` is called after each tensor of the source. Raises CheckpointError for the first thing that is not as it
-    should be.
+    `advance` is called after each tensor of the source. Raises CheckpointError for the first mismatch.
     """
     tensors = read_tensors(folder)
     _check_headers(source, tensors)
@@ -110,7 +109,7 @@ def _check_linear(module: str, read: TensorReader, dense: torch.Tensor, device: 
 
 
 def sqnr_db(weight: torch.Tensor, decoded: torch.Tensor) -> float | None:
-    """20 log10(|w| / |w - w_hat|) in dB, of float32 tensors; None if both are zero."""
+    """20 log10(|w| / |w - w_hat|) in dB for float32 tensors; None if both are zero."""
     import torch
 
     signal = float(torch.linalg.vector_norm(weight, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""Writes a checkpoint as it comes, in safetensors files of bounded size, with the index and the small files beside."""
+"""Write a checkpoint as its tensors arrive: safetensors files of bounded size, the index, and the small files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qerl.checkpoint.shards import INDEX, SINGLE
 if TYPE_CHECKING:
     import torch
 
-SHARD_BYTES = 5_000_000_000  # what the hub's own tools write
+SHARD_BYTES = 5_000_000_000  # the same as the hub's own tools
 SMALL_FILES = (
     "generation_config.json", "tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "chat_template*", "*.tiktoken", "LICENSE*", "NOTICE*",
@@ -23,9 +23,9 @@ TEMPLATES = "additional_chat_templates"
 
 
 def write_weights(folder: Path, groups: Iterable[dict[str, torch.Tensor]], shard_bytes: int = SHARD_BYTES) -> int:
-    """Write all tensors of `groups`, in that order; returns their bytes.
+    """Write all tensors of `groups` in their order. Returns their bytes.
 
-    A file is closed when the next group would make it larger than `shard_bytes`, so one file's tensors are in memory.
+    A file is closed when the next group would make it larger than `shard_bytes`; its tensors stay in memory until then.
     """
     placed: list[list[str]] = []
     pending: dict[str, torch.Tensor] = {}
@@ -49,7 +49,7 @@ def _write_part(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> 
     path = _part(folder, number)
     try:
         save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # its wrapping of an OSError, which it keeps only as text
+    except SafetensorError as error:  # it wraps an OSError, of which it keeps only the text
         full = "No space left" in str(error) or "quota" in str(error)
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
     path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
@@ -77,7 +77,7 @@ def _nbytes(tensors: dict[str, torch.Tensor]) -> int:
 
 
 def copy_small_files(source: Path, folder: Path, code: bool = False) -> list[str]:
-    """Copy tokenizer, chat templates, generation config and licence (and the model's code); returns their names."""
+    """Copy tokenizer, chat templates, generation config, licence and, with `code`, *.py files. Returns their names."""
     patterns = (*SMALL_FILES, "*.py") if code else SMALL_FILES
     names = sorted({path.name for pattern in patterns for path in source.glob(pattern) if path.is_file()})
     for name in names:

@@ -1,6 +1,6 @@
-"""The adapter as a standard PEFT folder: adapter_config.json and adapter_model.safetensors, and nothing of qerl's.
+"""Write the adapter as a standard PEFT folder: adapter_config.json and adapter_model.safetensors, nothing of our own.
 
-PEFT, transformers and qerl load it as it is. vLLM does too, unless norms were trained with it: PEFT keeps those as
+PEFT, transformers and qerl load it as it is. So does vLLM, unless norms were trained with it: PEFT keeps those as
 `modules_to_save`, which vLLM 0.25 refuses.
 """
 
@@ -27,7 +27,7 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 
 
 def write_adapter(adapter: Adapter, folder: Path, base_name: str, dtype: torch.dtype | None = None) -> int:
-    """Write the PEFT folder that names `base_name`; `dtype` None keeps the tensors' own. Returns their bytes."""
+    """Write the PEFT folder, with `base_name` as its base; `dtype` None keeps each tensor's own. Returns the bytes."""
     from safetensors.torch import save_file
 
     tensors = {
@@ -41,16 +41,16 @@ def write_adapter(adapter: Adapter, folder: Path, base_name: str, dtype: torch.d
 
 
 def peft_config(adapter: Adapter, base_name: str) -> dict:
-    """The adapter's own adapter_config.json, ready for inference on `base_name`."""
+    """The adapter's adapter_config.json, set to inference on `base_name`."""
     config = read_json(adapter.folder / CONFIG)
     targets = config.get("target_modules")
-    if isinstance(targets, list):  # PEFT writes a set, in another order each time
+    if isinstance(targets, list):  # PEFT writes a set, whose order changes from run to run
         config["target_modules"] = sorted(targets)
     return {**config, "base_model_name_or_path": base_name, "inference_mode": True}
 
 
 def find_base_name(adapter: Adapter, asked: str | None) -> str:
-    """What the folder names as its base: what was asked, else the adapter's own, as a full path if it is a folder."""
+    """The base to name: `asked`, else the one that the adapter names; a local folder as its full path."""
     own = read_json(adapter.folder / CONFIG).get("base_model_name_or_path")
     name = asked or (own and beside(adapter.folder, own))
     if not name:

@@ -1,10 +1,10 @@
-"""The base and the adapter as one checkpoint of dense tensors that is computed when it is read.
+"""Base and adapter as one checkpoint of dense tensors, which are computed when they are read.
 
-    merged = W_hat + s B A        float32, rounded once when it is written
+    merged = W_hat + s B A        in float32, rounded once when it is written
 
-W_hat is the decoded NVFP4 weight (what the adapter was trained on), or the weight of a 16-bit base; s = alpha / rank.
-Trained norms replace the base's. `Source` is quantize's own view of a checkpoint, so that quantize's writer, rounding
-and verification take this one as they take a folder. At most one layer is computed at a time.
+W_hat is the decoded NVFP4 weight on which the adapter was trained, or the weight of a 16-bit base; s = alpha / rank.
+Trained norms replace those of the base. The result is a `Source`, quantize's view of a checkpoint, so that quantize's
+writer, rounding and verification take it like a folder. At most one layer is computed at a time.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter as `qerl.checkpoint.adapter.read_adapter` reads it, by base module name."""
+    """A LoRA adapter as `qerl.checkpoint.adapter.read_adapter` reads it; tensors have the base's module names."""
 
     folder: Path
     tensors: Mapping[str, torch.Tensor]
-    scaling: float  # s: multiplies B A
+    scaling: float  # s, which multiplies B A
 
     @property
     def modules(self) -> tuple[str, ...]:
-        """Names of the linears that it changes."""
+        """Names of the linears that the adapter changes."""
         return tuple(name.removesuffix(FACTOR_A) for name in self.tensors if name.endswith(FACTOR_A))
 
     @property
@@ -51,7 +51,7 @@ class Adapter:
         return max(self.tensors[module + FACTOR_A].shape[0] for module in self.modules)
 
     def delta(self, module: str, device: torch.device) -> torch.Tensor:
-        """s B A of one linear: float32 (out, in)."""
+        """s B A of one linear, float32 (out, in)."""
         a, b = (self.tensors[module + factor].to(device).float() for factor in (FACTOR_A, FACTOR_B))
         return (b @ a).mul_(self.scaling)
 
@@ -68,13 +68,13 @@ class Base:
 
 
 def read_base(name: str, folder: Path) -> Base:
-    """Open a checkpoint as far as its headers. Raises CheckpointError."""
+    """Read a checkpoint's headers. Raises CheckpointError."""
     tensors = read_tensors(folder)
     return Base(name, folder, read_json(folder / "config.json"), tensors, frozenset(quantized_linears(tensors)))
 
 
 def merged_source(base: Base, adapter: Adapter, to: str) -> Source:
-    """The merged checkpoint's names, shapes and dtypes; with `to` "nvfp4" also the linears that will be quantized.
+    """Names, shapes and dtypes of the merged checkpoint; if `to` is "nvfp4", also the linears that will be quantized.
 
     Raises CheckpointError if the adapter does not fit the base.
     """
@@ -99,7 +99,7 @@ def _info(info: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:
 
 
 def _with_quantized(source: Source, base: Base) -> Source:
-    """The linears that will be packed: those of the base, or all of a 16-bit base; read in float32 for their scales."""
+    """Add the linears to pack: those of the base, or all of a 16-bit base. Their scales need them in float32."""
     linears = check_layout(base.folder, base.config, source.tensors)
     quantized = tuple(module for module in linears if module in base.packed or not base.packed)
     tensors = dict(source.tensors)
@@ -138,7 +138,7 @@ def _check_fit(tensors: Mapping[str, TensorInfo], base: Base, adapter: Adapter) 
 
 
 class BaseReader:
-    """Reads a checkpoint's tensors by name, and its linears decoded; a context manager."""
+    """Reads a checkpoint's tensors by name, and decodes its linears; a context manager."""
 
     def __init__(self, base: Base, device: torch.device) -> None:
         self.base, self._device = base, device
@@ -156,7 +156,7 @@ class BaseReader:
         return self._read(name)
 
     def weight(self, module: str) -> torch.Tensor:
-        """The weight of one linear, decoded if it is packed: float32 (out, in), a copy, on the device."""
+        """The weight of one linear, decoded if it is packed: a float32 copy (out, in) on the device."""
         import torch
 
         from qerl.nvfp4.reference import dequantize
@@ -168,14 +168,14 @@ class BaseReader:
 
 
 class MergedReader:
-    """Reads the tensors of `merged_source` by name, each computed when it is asked for."""
+    """Reads the tensors of `merged_source` by name and computes each on demand."""
 
     def __init__(self, base: BaseReader, source: Source, adapter: Adapter, device: torch.device) -> None:
         self._base, self._source, self._adapter, self._device = base, source, adapter, device
         self._changed, self._norms = frozenset(adapter.modules), adapter.norms
 
     def __call__(self, name: str) -> torch.Tensor:
-        """The merged tensor on the CPU, in the dtype of `merged_source`."""
+        """The merged tensor on the CPU, in the dtype that `merged_source` gives it."""
         import torch
 
         module = name.removesuffix(".weight")

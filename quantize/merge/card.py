@@ -1,6 +1,6 @@
-"""README.md of what was merged: a model card in the hub's format, from the run and from what the merge measured.
+"""The README.md of a merged model: a model card in the hub's format, from the run and the merge's measurements.
 
-Only what is in the files is said: the base, the recipe, the last metrics, each finished evaluation of the run with its
+It states only what the files hold: the base, the recipe, the last metrics, each finished evaluation of the run with its
 interval, the versions, the licence that the base declares, and how to load the result.
 """
 
@@ -23,7 +23,7 @@ from quantize.merge.report import KINDS, MergeReport
 
 logger = logging.getLogger(__name__)
 
-LICENCES = {  # a line at the head of a licence's text -> its name on the hub
+LICENCES = {  # words near the top of a licence's text -> its name on the hub
     "Apache License": "apache-2.0",
     "MIT License": "mit",
     "LLAMA 3.1 COMMUNITY": "llama3.1",
@@ -33,12 +33,12 @@ LICENCES = {  # a line at the head of a licence's text -> its name on the hub
     "GEMMA": "gemma",
 }
 METRICS = ("reward", "entropy", "mismatch_kl", "completions/mean_tokens", "completions/truncated_share")
-GOES_WITHOUT = "the model card goes without the training; put the file back and merge again for it"
+GOES_WITHOUT = "the model card goes without the training; put the file back and merge again to have it"
 RECIPE_SECTIONS = ("adapter", "data", "rollout", "loss", "noise", "optim")
 
 
 def write_card(report: MergeReport, adapter: Path, path: Path) -> None:
-    """Write the card, whole or not at all."""
+    """Write the card in one step, whole or not at all."""
     replace_text(path, card_text(report, adapter))
 
 
@@ -56,7 +56,7 @@ def card_text(report: MergeReport, adapter: Path) -> str:
 
 
 def base_on_hub(base: str) -> str | None:
-    """The hub id of a base, or of the model that it was quantized from; None if its folder does not tell."""
+    """The hub id of a base, or of the model that it was quantized from; None if neither is known."""
     if base == TINY or Path(base) == TINY_FOLDER:
         return None
     if Path(base).is_dir():
@@ -66,7 +66,7 @@ def base_on_hub(base: str) -> str | None:
 
 
 def licence_of(base: str) -> str | None:
-    """The licence that a base's folder declares: in its card's metadata, else by the head of its LICENSE file."""
+    """The licence that a base's folder declares, in its card's metadata or at the top of its LICENSE file."""
     folder = Path(base)
     if not folder.is_dir():
         return None
@@ -88,14 +88,14 @@ def _metadata_of(card: Path) -> str:
 
 
 def read_results(run: Path) -> list[dict]:
-    """The run's finished evaluations (`eval/*/result.json`), by task."""
+    """The run's finished evaluations (`eval/*/result.json`), sorted by task."""
     found = []
     for file in sorted(run.glob("eval/*/result.json")):
         try:
             result = json.loads(file.read_text(encoding="utf-8"))
             result["accuracy"]["value"], result["task"], result["questions"]
         except (OSError, ValueError, KeyError, TypeError):
-            continue  # of another version, or cut short: no result that could be stated
+            continue  # of another version, or cut short: there is no result to state
         found.append(result)
     return sorted(found, key=lambda result: result["task"])
 
@@ -148,7 +148,7 @@ def _loading(report: MergeReport) -> str:
             "from transformers import AutoModelForCausalLM, CompressedTensorsConfig",
             "",
             f'base = "{report.onto}"',
-            "# of an NVFP4 base, PEFT needs the weights decoded; leave quantization_config out for a 16-bit one",
+            "# PEFT needs the decoded weights of an NVFP4 base; leave quantization_config out for a 16-bit base",
             "model = AutoModelForCausalLM.from_pretrained(",
             '    base, dtype="bfloat16", quantization_config=CompressedTensorsConfig(dequantize=True)',
             ")",
@@ -171,7 +171,7 @@ def _training(run: Path) -> str:
     try:
         rows = read_rows(run / "metrics.jsonl", Metrics, GOES_WITHOUT)
         about = read_object(run / "run.json", About, GOES_WITHOUT) if (run / "run.json").is_file() else {}
-    except DataError as error:  # the merge has taken its time, and is right
+    except DataError as error:  # not a reason to lose a merge that took long and is complete
         logger.warning("%s", error)
         return ""
     text = f"## Training\n\nRecipe `{about.get('recipe', 'unknown')}`, {len(rows)} steps."
@@ -203,7 +203,7 @@ def _evaluation(results: list[dict]) -> str:
             f"| {result['task']} | {accuracy['value']:.1%} | {interval} | {result['questions']} | "
             f"{result.get('samples', 1)} | {truncated} |"
         )
-    return "\n".join([*lines, "", "Of base + adapter, by `qerl eval`, on the engine that trained."])
+    return "\n".join([*lines, "", "Measured by `qerl eval` for base + adapter, on the engine of the training."])
 
 
 def _table(rows: dict[str, str]) -> str:

@@ -1,10 +1,12 @@
-"""What a merged model does, against the adapter on its base: logprobs and greedy tokens on some prompts.
+"""Compare a merged model with the adapter on its base: logprobs and greedy tokens on some prompts.
 
-Completions are sampled from the exact policy (base + adapter, temperature 1). The KL divergence from it, in nats a
+Completions are sampled from the exact policy (base + adapter, temperature 1). The KL divergence from it, in nats per
 token, is estimated on their tokens as mean(r - log r - 1), r = exp(logprob of the model - logprob of the exact policy)
 (http://joschu.net/blog/kl-approx.html, k3), once for the base alone and once for the merged model:
 
-    kept = 1 - KL(exact || merged) / KL(exact || base)      1: the merged model is the policy; 0: as far off as the base
+    kept = 1 - KL(exact || merged) / KL(exact || base)
+
+1 means that the merged model is the policy, 0 that it is as far off as the base.
 """
 
 from __future__ import annotations
@@ -48,21 +50,21 @@ QUESTIONS = (
 
 @dataclass(frozen=True)
 class Effect:
-    """The divergence of base and merged model from the exact policy."""
+    """How far the base and the merged model are from the exact policy."""
 
     prompts: int
     tokens: int
-    kl_base: float  # nats a token
+    kl_base: float  # nats per token
     kl_merged: float
-    kept: float | None  # None: the adapter changes nothing on these prompts
-    same_greedy: int  # prompts whose greedy completion is the exact policy's, token by token
+    kept: float | None  # None if the adapter changes nothing on these prompts
+    same_greedy: int  # prompts whose greedy completion equals the exact policy's, token by token
     prompts_from: str
 
 
 def measure_effect(
     exact: ModelRef, merged: Path, limits: tuple[int, int], prompts_file: Path | None, engine: str = "auto"
 ) -> Effect:
-    """Compare the model in `merged` with `exact` (base and adapter); `limits`: prompts, and new tokens of each."""
+    """Compare the model in `merged` with `exact` (base and adapter). `limits`: prompts, and new tokens of each."""
     count, max_new_tokens = limits
     tokenizer = load_tokenizer(exact.base)
     prompts, origin = load_prompts(tokenizer, exact, count, prompts_file)
@@ -91,7 +93,7 @@ def measure_effect(
 
 
 def kl(exact: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> float:
-    """KL(exact || other) in nats a token from the logprobs of tokens that `exact` sampled."""
+    """KL(exact || other) in nats per token, from the logprobs of tokens that `exact` sampled."""
     gaps = [q - p for row, others in zip(exact, other, strict=True) for p, q in zip(row, others, strict=True)]
     return math.fsum(math.expm1(gap) - gap for gap in gaps) / len(gaps)
 
@@ -99,9 +101,9 @@ def kl(exact: Sequence[Sequence[float]], other: Sequence[Sequence[float]]) -> fl
 def load_prompts(
     tokenizer: PreTrainedTokenizerBase, ref: ModelRef, count: int, file: Path | None
 ) -> tuple[list[list[int]], str]:
-    """Prompts (token ids) and where they are from: `file` (rows with `question`), else the run's, else QUESTIONS.
+    """Prompts (token ids) and their origin: `file` (rows with `question`), else the adapter's run, else QUESTIONS.
 
-    A run's are in the completions that it saved (in the chat template already), and in its data.
+    A run's prompts are those of its saved completions, which already have the chat template, then those of its data.
     """
     if file is not None:
         questions = _column(file, "question")
@@ -124,17 +126,17 @@ def run_of(adapter: Path) -> Path | None:
 
 
 def _saved_prompts(run: Path) -> list[str]:
-    """The prompts that the run saved, newest first, once each."""
+    """The distinct prompts that the run saved, newest first."""
     files = sorted(run.glob("completions/step-*.jsonl"), reverse=True)
     return list(dict.fromkeys(prompt for file in files for prompt in _column(file, "prompt")))
 
 
 def _task_prompts(tokenizer: PreTrainedTokenizerBase, run: Path, count: int) -> list[list[int]]:
-    """The first prompts of the run's training data; none if the data are not here."""
+    """The first prompts of the run's training data; none if the data cannot be read here."""
     if count <= 0:
         return []
     try:
-        data = load_config(run / "config.yaml").data  # of another version of qerl it may have other keys
+        data = load_config(run / "config.yaml").data  # raises if another version of qerl wrote other keys
         examples, _ = load_examples(data.task, data.source, data.split, data.columns, count)
     except QerlError as error:
         logger.info("the run's data cannot be read here, fewer prompts are compared: %s", error)
@@ -152,7 +154,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str]) -> l
 
 
 def _neutralize(engine: Engine, exact: ModelRef) -> None:
-    """Leave the base alone acting: B is zero, and trained norms are the base's again."""
+    """Turn the adapter off: set B to zero, and trained norms back to those of the base."""
     from qerl.checkpoint.load import local_folder
     from qerl.checkpoint.shards import read_tensors
     from quantize.reader import TensorReader

@@ -1,11 +1,11 @@
-"""What to merge onto: the 4-bit weights that were trained on, or the 16-bit model that they were quantized from.
+"""Choose what to merge onto: the 4-bit weights that were trained on, or the 16-bit model they were quantized from.
 
-    trained     W_hat + s B A: the policy that was trained. For bf16 the right thing.
-    original    W + s B A. For nvfp4 the only thing that works: W_hat lies on the grid, so that rounding W_hat + s B A
-                gives W_hat back wherever s B A is under half a step. W lies anywhere between the grid's points, so that
-                s B A moves the right share of the weights over a rounding boundary, and on average nothing is lost.
+    trained     W_hat + s B A, the policy that was trained. It is right for bf16.
+    original    W + s B A. It is the only choice that works for nvfp4. W_hat lies on the grid, so rounding W_hat + s B A
+                gives W_hat back wherever s B A is under half a step. W lies anywhere between grid points, so s B A
+                moves the right share of the weights over a rounding boundary, and on average nothing is lost.
 
-Departure from the policy that was trained: Q(W + s B A) is not W_hat + s B A; how far it is, `effect.py` measures.
+Q(W + s B A) is not exactly W_hat + s B A, the policy that was trained; `effect.py` measures the difference.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from qerl.checkpoint.shards import read_json
 from qerl.errors import CheckpointError, ConfigError
 from quantize.merge.base import Base, BaseReader
 
-MIN_SQNR_DB = 10.0  # what NVFP4 leaves of any weights is about 20 dB; another model's share nothing
+MIN_SQNR_DB = 10.0  # NVFP4 leaves about 20 dB on any weights; those of another model have about 0 dB
 
 
 def choose_base(onto: str, to: str, exact: ModelRef) -> tuple[ModelRef, tuple[str, ...]]:
-    """The weights to merge onto, and what has to be said about them. Raises ConfigError or CheckpointError."""
+    """The weights to merge onto, and notes for the user about them. Raises ConfigError or CheckpointError."""
     if onto not in ("auto", "trained", "original"):
         raise ConfigError(f"--onto {onto!r} is not known: write auto, trained or original")
     if onto == "trained" or exact.format != "nvfp4" or (onto == "auto" and to == "bf16"):
@@ -56,7 +56,7 @@ def _original(base: str) -> ModelRef:
 
 
 def check_original(original: Base, trained: Base) -> None:
-    """Raise CheckpointError unless `trained` looks like what quantizing `original` gives; one layer is compared."""
+    """Raise CheckpointError unless `trained` looks like `original` after quantization; compares one layer."""
     import torch
 
     from quantize.verify import sqnr_db

@@ -1,4 +1,4 @@
-"""What a merge did: `merge_report.json` beside the weights, warnings in words, and a table for the terminal."""
+"""The result of a merge: `merge_report.json` beside the weights, warnings in words, and a table for the terminal."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from quantize.report import format_size
 if TYPE_CHECKING:
     from rich.table import Table
 
-MOST = 0.5  # a share kept under this is "most of it is lost"
+MOST = 0.5  # if less than this share is kept, most of the adapter is lost
 KINDS = {"adapter": "PEFT adapter", "bf16": "BF16 model", "nvfp4": "NVFP4 model"}
 
 
 @dataclass(frozen=True)
 class MergeReport:
-    """Result of `merge`. `survival` is over all linears, `layers` holds each; both are empty for an adapter folder."""
+    """The result of `merge`. `survival` covers all linears, `layers` each one; both are empty for an adapter folder."""
 
     out: Path
     to: str
     adapter: str
-    base: str  # what the adapter was trained on
-    onto: str  # what it was merged onto; for an adapter folder the base that it names
+    base: str  # the model that the adapter was trained on
+    onto: str  # the model that it was merged onto; for an adapter folder the base that it names
     rank: int
     scaling: float
     trained_norms: int
@@ -39,13 +39,13 @@ class MergeReport:
     commands: dict[str, str] = field(default_factory=dict)
 
     def warnings(self) -> list[str]:
-        """What has to be known before the result is used, one sentence each."""
+        """What a user has to know before using the result, one sentence each."""
         found = list(self.notes)
         if self.effect is not None and self.effect.kept is not None and self.effect.kept < MOST:
             found.append(
                 f"only {max(0.0, self.effect.kept):.0%} of the adapter's effect is left in the merged model (KL to the "
-                f"exact policy {self.effect.kl_merged:.2g} nats a token, of the base alone {self.effect.kl_base:.2g}): "
-                "serve the adapter on its base, or merge to bf16"
+                f"exact policy {self.effect.kl_merged:.2g} nats per token, of the base alone "
+                f"{self.effect.kl_base:.2g}): serve the adapter on its base, or merge to bf16"
             )
         elif self.survival is not None and self.survival.kept is not None and self.survival.kept < MOST:
             found.append(
@@ -61,7 +61,7 @@ class MergeReport:
         return {**values, "warnings": self.warnings()}
 
     def table(self) -> Table:
-        """A short table: what it is, how much of the adapter is in it."""
+        """A short table: what the result is, and how much of the adapter is in it."""
         from rich.table import Table
 
         table = Table(title=KINDS[self.to], show_header=False, title_justify="left")
@@ -75,7 +75,7 @@ class MergeReport:
         return table
 
     def measured(self) -> dict[str, str]:
-        """What was measured, by the name that people read."""
+        """The measurements, by the names that people read."""
         found = {}
         if self.survival is not None and self.survival.kept is not None:
             part = self.survival
@@ -88,7 +88,7 @@ class MergeReport:
             effect = self.effect
             share = "" if effect.kept is None else f"{effect.kept:.1%}: "
             found["effect kept"] = (
-                f"{share}KL to base + adapter {effect.kl_merged:.2e} nats a token, of the base alone "
+                f"{share}KL to base + adapter {effect.kl_merged:.2e} nats per token, of the base alone "
                 f"{effect.kl_base:.2e} ({effect.tokens} tokens, {effect.prompts} prompts of {effect.prompts_from})"
             )
             found["same greedy completion"] = f"{effect.same_greedy} of {effect.prompts}"

@@ -1,12 +1,12 @@
-"""`qerl merge`: an adapter and its base in, a PEFT folder, a BF16 model or an NVFP4 model out.
+"""`qerl merge`: turn an adapter and its base into a PEFT folder, a BF16 model or an NVFP4 model.
 
     qerl merge --adapter runs/dapo_7b-20260101 --to bf16      # -> merged/dapo_7b-20260101-bf16
     qerl merge --adapter A --to nvfp4 --out DIR               # rounded again; says what rounding left of the adapter
     qerl merge --adapter A --to adapter --push-to-hub me/name # the adapter alone, with a model card
 
-Order: what can be refused is refused from headers (and from the hub, before a push); then one layer at a time is
-merged in float32, rounded once and written into a hidden folder; that is opened again, compared, and takes its place
-in one step; then the effect is measured on prompts, and the report and card are completed.
+First everything is refused that the files' headers (and the hub, before a push) show to be impossible. Then one layer
+at a time is merged in float32, rounded once and written into a hidden folder, which is opened again, compared, and
+moved to its place in one step. Last the effect is measured on prompts, and the report and the model card are completed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class MergeOptions:
-    """What to merge and how. `adapter` is an adapter folder or a run; `model` replaces the base that it names."""
+    """What to merge, and how. `adapter` is an adapter folder or a run; `model` replaces the base that it names."""
 
     adapter: str
     to: str
@@ -69,8 +69,10 @@ class MergeOptions:
 
 
 def merge(options: MergeOptions) -> MergeReport:
-    """Do what `options` say. Raises ConfigError or CheckpointError; whatever is raised before a push, `out` is as it
-    was or complete."""
+    """Merge as `options` say. Raises ConfigError or CheckpointError.
+
+    After an error that comes before the push, `out` is either as it was before or complete.
+    """
     from qerl.checkpoint.adapter import read_adapter
 
     options.check()
@@ -88,7 +90,7 @@ def merge(options: MergeOptions) -> MergeReport:
 
 
 def _label(adapter: str) -> str:
-    """A name for the result: the run's or the adapter folder's; `adapter` in a run means the run."""
+    """A name for the result: that of the run, for its folder `adapter/` too, or of the adapter folder."""
     folder = Path(adapter).expanduser().resolve()
     named = folder.parent if folder.name == "adapter" else folder
     return named.name if folder.exists() else adapter.rsplit("/", 1)[-1]
@@ -175,7 +177,7 @@ def _load_compressor() -> None:
 
 
 def _with_effect(options: MergeOptions, exact: ModelRef, adapter: Adapter, report: MergeReport) -> MergeReport:
-    """Measure on prompts, and complete the texts; the model stays as it is if that cannot be done here."""
+    """Measure the effect on prompts and complete report and card. If it cannot be measured here, nothing is lost."""
     if not options.prompt_count:
         return report
     from quantize.merge.effect import measure_effect
@@ -209,7 +211,7 @@ def _report(options: MergeOptions, adapter: Adapter, out: Path, base: str, onto:
 
 
 def _write_texts(report: MergeReport, adapter: Adapter, folder: Path) -> None:
-    """merge_report.json and the model card, each whole or not at all."""
+    """Write merge_report.json and the model card, each whole or not at all."""
     from quantize.merge.card import write_card
 
     replace_text(folder / MERGE_REPORT, json.dumps(report.to_json(), indent=2, ensure_ascii=False) + "\n")

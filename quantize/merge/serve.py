@@ -1,25 +1,25 @@
-"""The command lines that try what a merge wrote: `vllm serve` and `qerl chat`, as they have to be typed."""
+"""The command lines to try the result of a merge: `vllm serve` and `qerl chat`, ready to be typed."""
 
 from __future__ import annotations
 
 import shlex
 from pathlib import Path
 
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # what vLLM 0.25 takes as --max-lora-rank
+LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # the values of --max-lora-rank that vLLM 0.25 takes
 
 
 def chat_line(out: Path) -> str:
-    """`qerl chat` on the folder; an adapter folder names its base itself."""
+    """`qerl chat` with the folder; an adapter folder names its base itself."""
     return f"qerl chat --model {shlex.quote(str(out))}"
 
 
 def serve_model_line(out: Path) -> str:
-    """`vllm serve` of a whole model, BF16 or NVFP4 (vLLM reads which from config.json)."""
+    """`vllm serve` with a whole model; vLLM reads from config.json whether it is BF16 or NVFP4."""
     return f"vllm serve {shlex.quote(str(out))} --served-model-name {shlex.quote(out.name)}"
 
 
 def serve_adapter_line(out: Path, base: str, rank: int, has_norms: bool) -> str | None:
-    """`vllm serve` of a base with the adapter folder; None if vLLM cannot load it (trained norms, rank over 512)."""
+    """`vllm serve` with a base and an adapter folder; None if vLLM cannot load it (trained norms, rank over 512)."""
     allowed = [limit for limit in LORA_RANKS if limit >= rank]
     if has_norms or not allowed:
         return None

@@ -1,10 +1,10 @@
-"""Writes the merged weights, opens them again, and measures how much of s B A is in them.
+"""Write the merged weights, open them again, and measure how much of s B A is in them.
 
     change = written - reference        reference: the base's weight that the output replaces in the same format
     kept   = <change, s B A> / |s B A|^2    1: all of the adapter is there; 0: rounding took it away
-    cosine = <change, s B A> / (|change| |s B A|)    below 1: rounding noise beside it
+    cosine = <change, s B A> / (|change| |s B A|)    below 1: there is rounding noise beside it
 
-NVFP4 has about 16 values a block: where s B A is smaller than half a step, rounding W_hat + s B A gives W_hat back.
+NVFP4 has about 16 values per block: where s B A is smaller than half a step, rounding W_hat + s B A gives W_hat back.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Survival:
-    """What of the adapter is in written weights: of one linear, or over all (`name` "total")."""
+    """How much of the adapter is in the written weights of one linear, or of all (`name` is "total")."""
 
     name: str
-    kept: float | None  # None: the adapter changes nothing here
+    kept: float | None  # None if the adapter changes nothing here
     cosine: float | None
     norm_ratio: float | None  # |change| / |s B A|
     relative_size: float  # |s B A| / |W_hat|
@@ -39,7 +39,7 @@ class Survival:
 
 @dataclass(frozen=True)
 class Sums:
-    """Inner products of float32 weights, summed in float64."""
+    """Inner products of float32 weights, accumulated in float64."""
 
     name: str
     dot: float
@@ -57,7 +57,7 @@ class Sums:
 
 
 def total(parts: Iterable[Sums]) -> Survival:
-    """The survival over all linears together."""
+    """The survival over all linears."""
     parts = list(parts)
     fields = (math.fsum(getattr(part, name) for part in parts) for name in ("dot", "change2", "delta2", "base2"))
     return Sums("total", *fields).survival()
@@ -65,22 +65,22 @@ def total(parts: Iterable[Sums]) -> Survival:
 
 @dataclass(frozen=True)
 class Merge:
-    """What is merged onto what, and as what it is written."""
+    """The adapter, the base it is merged onto, and what is written."""
 
     base: Base
-    reference: Base  # whose weights the written ones are compared with
+    reference: Base  # the model whose weights the written ones are compared with
     adapter: Adapter
     to: str  # "bf16" or "nvfp4"
     source: Source
 
 
 def plan_merge(base: Base, reference: Base, adapter: Adapter, to: str) -> Merge:
-    """Raises CheckpointError if the adapter does not fit the base."""
+    """The merge to do. Raises CheckpointError if the adapter does not fit the base."""
     return Merge(base, reference, adapter, to, merged_source(base, adapter, to))
 
 
 def write_merged(merge: Merge, folder: Path, device: torch.device, track: Callable) -> int:
-    """Fill `folder` with a whole model: weights, config.json, tokenizer and the like; returns the bytes of weights."""
+    """Fill `folder` with a whole model: weights, config.json, tokenizer and so on. Returns the bytes of the weights."""
     source = merge.source
     config = {key: value for key, value in source.config.items() if key != "quantization_config"}
     for key in ("dtype", "torch_dtype"):
@@ -104,9 +104,9 @@ def write_merged(merge: Merge, folder: Path, device: torch.device, track: Callab
 
 
 def check_merged(merge: Merge, folder: Path, device: torch.device, track: Callable) -> list[Sums]:
-    """Open the written model again: every tensor must be what was computed; returns the sums of each changed linear.
+    """Open the written model again and check every tensor. Returns the sums of each changed linear.
 
-    Raises CheckpointError for the first thing that is not as it should be.
+    Raises CheckpointError for the first tensor that is not what was computed.
     """
     with BaseReader(merge.base, device) as base:
         read = MergedReader(base, merge.source, merge.adapter, device)
