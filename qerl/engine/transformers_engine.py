@@ -55,11 +55,11 @@ class TransformersEngine:
         self._model: PreTrainedModel | None = load_model(base, format, options.dtype, device, trust)
         self._tokenizer = load_tokenizer(base, trust)
         folder = local_folder(base, trust)
-        self._end_token_ids = end_token_ids(folder, self._model.config.get_text_config(), self._tokenizer)
+        self.end_token_ids = end_token_ids(folder, self._model.config.get_text_config(), self._tokenizer)
         # What the checkpoint declares fills every field that a call leaves out, and would bias the policy (Qwen2.5
         # ships a repetition penalty of 1.05); only its end tokens are kept.
         pad_id = self._tokenizer.pad_token_id
-        self._model.generation_config = GenerationConfig(eos_token_id=list(self._end_token_ids), pad_token_id=pad_id)
+        self._model.generation_config = GenerationConfig(eos_token_id=list(self.end_token_ids), pad_token_id=pad_id)
         self._batch_size = options.batch_size
         self._checked_norms: WeakSet[torch.nn.Module] = WeakSet()
         self._noisy = False
@@ -147,7 +147,7 @@ class TransformersEngine:
     ) -> list[Completion]:
         """`limits` are the new tokens of each; in all else `sampling` holds for all."""
         model = self._open()
-        stop = tuple(dict.fromkeys([*self._end_token_ids, *sampling.stop_token_ids]))
+        stop = tuple(dict.fromkeys([*self.end_token_ids, *sampling.stop_token_ids]))
         input_ids, attention_mask = _pad_left(prompts, self._tokenizer.pad_token_id, model.device)
         recorder = _LogprobRecorder(input_ids.shape[1])
         sequences = model.generate(

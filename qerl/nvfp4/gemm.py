@@ -51,7 +51,7 @@ def product(
     rows, ranks = weight.out_features, 0 if adapter is None else adapter.a.shape[0]
     _check(x, weight, adapter)
     tiling = choose_tiling(columns, tokens)
-    space = _work_space(x.device)
+    space = work_space(x.device)
     parts, hidden = space.hidden(tiling.hidden_numbers(tokens, columns, ranks), (tokens, ranks))
     out = x.new_empty(tokens, rows) if out is None else out
     adapter_numbers = (0, 1, 0, 0) if adapter is None else (ranks, adapter.part_rank, *adapter.part_ends)
@@ -159,7 +159,7 @@ def _defines(tokens: int, tiling: Tiling) -> tuple[str, ...]:
     )
 
 
-class _WorkSpace:
+class WorkSpace:
     """What the blocks of a launch exchange, on one device. It only grows: CUDA graphs hold the addresses."""
 
     def __init__(self, device: torch.device) -> None:
@@ -182,14 +182,15 @@ class _WorkSpace:
 
 def forget_work_space() -> None:
     """Give the memory back, once no CUDA graph holds its address any more."""
-    _work_space.cache_clear()
+    work_space.cache_clear()
 
 
 @cache
-def _work_space(device: torch.device) -> _WorkSpace:
+def work_space(device: torch.device) -> WorkSpace:
+    """The work space that all products on a device share, made by the first. Raises EngineError inside a capture."""
     if torch.cuda.is_current_stream_capturing():  # the counters would be zeros from that graph's first replay on
         raise EngineError(
             f"the first product on {device} is captured in a CUDA graph, before its work space is made: call "
             "`gemm.product` once before the capture"
         )
-    return _WorkSpace(device)
+    return WorkSpace(device)

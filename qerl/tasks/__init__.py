@@ -5,7 +5,7 @@ so the prompt that trains is the prompt that is evaluated. `grade` is the one pl
 accuracy reward and the evaluation both call it. Reading rows is qerl/data/examples.py, comparing answers
 qerl/tasks/grading.py.
 
-A new task is a file here that defines `TASK`, and its name in `_MODULES`. Importing this module loads neither torch
+A new task is a file here that defines `TASK`, and its name in `MODULES`. Importing this module loads neither torch
 nor datasets nor sympy, and no task's file before it is asked for.
 """
 
@@ -84,8 +84,8 @@ class Example:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-# name -> module that defines TASK
-_MODULES = {
+# name -> module that defines TASK; a new task is one row more
+MODULES = {
     "gsm8k": "qerl.tasks.gsm8k",
     "dapo_math": "qerl.tasks.dapo_math",
     "bigmath": "qerl.tasks.bigmath",
@@ -103,7 +103,7 @@ class _Tasks(Mapping[str, Task]):
     """The registry: a read-only mapping of name to Task that imports a task's file when it is asked for."""
 
     def __getitem__(self, name: str) -> Task:
-        module = _MODULES[name]
+        module = MODULES[name]
         try:
             return importlib.import_module(module).TASK
         except TypeError as error:
@@ -117,10 +117,10 @@ class _Tasks(Mapping[str, Task]):
             ) from error
 
     def __iter__(self) -> Iterator[str]:
-        return iter(_MODULES)
+        return iter(MODULES)
 
     def __len__(self) -> int:
-        return len(_MODULES)
+        return len(MODULES)
 
 
 TASKS: Mapping[str, Task] = _Tasks()
@@ -128,11 +128,11 @@ TASKS: Mapping[str, Task] = _Tasks()
 
 def get_task(name: str) -> Task:
     """The task of that name. Raises ConfigError naming the nearest one."""
-    if name in _MODULES:
+    if name in MODULES:
         return TASKS[name]
-    near = difflib.get_close_matches(name.lower().replace("-", "_"), _MODULES, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(name.lower().replace("-", "_"), MODULES, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
-    raise ConfigError(f"there is no task {name!r}{hint} (tasks: {', '.join(_MODULES)})")
+    raise ConfigError(f"there is no task {name!r}{hint} (tasks: {', '.join(MODULES)})")
 
 
 def build_messages(

@@ -113,7 +113,7 @@ def _set_environment_() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the trainer needs the model in this process
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
-    if not _has_module("flashinfer"):
+    if not has_module("flashinfer"):
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
 
 
@@ -171,7 +171,7 @@ def choose_kernel(kernel: str, format: str) -> str:
         raise EngineError(f"rollout.kernel={kernel!r} is not known: write {', '.join(KERNELS[:-1])} or {KERNELS[-1]}")
     if format != "nvfp4":
         return ""
-    if kernel == "humming" and not _has_module("humming"):
+    if kernel == "humming" and not has_module("humming"):
         raise MissingExtraError("humming-kernels", "gpu")
     if kernel in ("humming", "marlin"):
         return kernel
@@ -216,7 +216,7 @@ def linear_backend(chosen: str) -> str:
 
 
 def check_vllm() -> None:
-    if not _has_module("vllm"):
+    if not has_module("vllm"):
         raise MissingExtraError("vllm", "gpu")
 
 
@@ -249,7 +249,8 @@ def check_kv_cache_dtype(kv_cache_dtype: str) -> None:
         )
 
 
-def _has_module(name: str) -> bool:
+def has_module(name: str) -> bool:
+    """Whether a package is installed, without importing it."""
     return find_spec(name) is not None
 
 

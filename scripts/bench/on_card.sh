@@ -109,7 +109,7 @@ batch_engine() { tests engine 580 tests/qerl/engine/test_vllm_engine_gpu.py -k "
 batch_told() { tests told 200 tests/qerl/engine/test_vllm_engine_gpu.py -k told_of_while; }
 
 batch_kernels() {
-    tests kernels 200 -n 6 tests/qerl/nvfp4/test_gemm.py tests/qerl/layers/test_layers_gpu.py \
+    tests kernels 200 -n 6 tests/qerl/nvfp4/test_gemm_gpu.py tests/qerl/layers/test_layers_gpu.py \
         tests/qerl/layers/test_decode_attention.py tests/qerl/vllm_plugin/test_draw.py tests/scripts/test_bench_linear.py \
         tests/training/policy/test_packing.py tests/training/policy/test_token_logprobs.py tests/training/policy/test_logprob_kernels.py \
         tests/training/policy/test_copies.py tests/training/preflight/test_limits.py tests/training/run_dir/test_phase_times.py \

@@ -81,7 +81,7 @@ class Recorded:
         for _ in prompts:
             ids = [self._random.randrange(5, 60) for _ in range(self._random.choice([1, 1, 2, 3, 5, 8]))]
             if self._random.random() < 0.6:
-                ids[-1] = engine._end_token_ids[0]
+                ids[-1] = engine.end_token_ids[0]
             completions.append(ids)
         logprobs = engine.score(prompts, completions, sampling.temperature)
         return [Completion(ids, values, "stop") for ids, values in zip(completions, logprobs, strict=True)]

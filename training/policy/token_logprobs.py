@@ -56,7 +56,7 @@ class _TokenLogprobs(torch.autograd.Function):
         count = int(ctx.needs_input_grad[0]) * (2 if entropy_gradient else 1)
         slopes = [torch.empty_like(hidden) for _ in range(count)]
         outputs = hidden.new_empty(2, len(targets), dtype=torch.float32)
-        compute = _kernel_chunk if hidden.is_cuda else _chunk
+        compute = kernel_chunk if hidden.is_cuda else reference_chunk
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(targets), CHUNK):
                 part = slice(start, start + CHUNK)
@@ -74,10 +74,13 @@ class _TokenLogprobs(torch.autograd.Function):
         return grad.to(slope.dtype), None, None, None
 
 
-def _kernel_chunk(
+def kernel_chunk(
     hidden: torch.Tensor, targets: torch.Tensor, head: Head, outputs: torch.Tensor, slopes: list[torch.Tensor]
 ) -> None:
-    """Fill `outputs` (2, m), logprobs and entropies, and each of `slopes` (m, d) for a chunk. Twin: `_chunk`."""
+    """Fill `outputs` (2, m), logprobs and entropies, and each of `slopes` (m, d) for a chunk.
+
+    `reference_chunk` is the same without kernels.
+    """
     from training.policy import logprob_kernels
 
     logits = _logits(hidden, head)
@@ -91,10 +94,10 @@ def _kernel_chunk(
             torch.addmm(out, slope, head.weight, beta=0, alpha=1.0 / head.temperature, out=out)
 
 
-def _chunk(
+def reference_chunk(
     hidden: torch.Tensor, targets: torch.Tensor, head: Head, outputs: torch.Tensor, slopes: list[torch.Tensor]
 ) -> None:
-    """The same as `_kernel_chunk` in plain torch, on any device."""
+    """The same as `kernel_chunk` in plain torch, on any device."""
     rows = torch.arange(len(targets), device=targets.device)
     logits = _logits(hidden, head)
     log_p = torch.log_softmax(logits if head.temperature == 1.0 else logits.div_(head.temperature), -1)

@@ -87,4 +87,4 @@ def test_both_engines_stop_at_the_same_tokens(damaged, generation, expected):
     settings = Settings(str(folder), "nvfp4", EngineOptions())
     assert settings.stop_token_ids() == tuple(dict.fromkeys((own, *expected)))
     engine = open_engine(str(folder), "nvfp4", EngineOptions(engine="transformers"))
-    assert engine._end_token_ids == settings.stop_token_ids()
+    assert engine.end_token_ids == settings.stop_token_ids()

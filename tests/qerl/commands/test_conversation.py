@@ -59,8 +59,8 @@ def test_the_second_prompt_holds_the_first_exchange(conversation):
 
 def test_a_full_context_forgets_the_oldest_and_says_so(conversation, caplog):
     caplog.set_level("INFO")
-    conversation.context = len(conversation._fitting_prompt(QUESTION)) + 24 + 5
     conversation.ask(QUESTION)
+    conversation.context = len(conversation.engine.prompts[0]) + 24 + 5
     conversation.ask("What is 5 plus 6?")
     assert QUESTION not in text_of(conversation, 1)
     assert "oldest exchange is forgotten" in caplog.text

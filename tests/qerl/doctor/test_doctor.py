@@ -102,7 +102,7 @@ def test_the_hub_answers_in_time_or_there_is_a_warning(monkeypatch, status, dela
     server = HTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    check = qerl.doctor.doctor._hub()
+    check = found("hub")
     server.shutdown()
     server.server_close()
     assert check.level == level
@@ -138,9 +138,9 @@ def test_vllm_has_to_find_the_plugin(monkeypatch, tmp_path, allowed, level):
     monkeypatch.delenv("VLLM_PLUGINS", raising=False)
     if allowed is not None:
         monkeypatch.setenv("VLLM_PLUGINS", allowed)
-    assert qerl.doctor.doctor._plugin().level == level
+    assert found("vllm plugin").level == level
     monkeypatch.setattr(qerl.doctor.doctor, "entry_points", lambda group: [])
-    assert "no entry point" in qerl.doctor.doctor._plugin().found
+    assert "no entry point" in found("vllm plugin").found
 
 
 def test_a_package_of_another_project_in_the_place_of_ours_is_named_in_one_line(tmp_path):

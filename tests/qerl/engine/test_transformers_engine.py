@@ -7,7 +7,6 @@ import pytest
 import torch
 from bases import write_base
 
-import qerl.layers.norms
 from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors, attach_lora, read_adapter, save_adapter
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import choose_engine, open_engine
@@ -105,8 +104,9 @@ def test_each_completion_is_told_of_once_its_batch_has_ended(nvfp4_base, monkeyp
     engine = open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers", batch_size=3))
     each = [SamplingParams(length, 0.0) for length in (9, 3, 5, 4)]
     told, batches = [], []
-    sample = engine._generate_batch
-    monkeypatch.setattr(engine, "_generate_batch", lambda *given: batches.append(1) or sample(*given))
+    model = engine.policy_model()
+    sample = model.generate
+    monkeypatch.setattr(model, "generate", lambda **given: batches.append(1) or sample(**given))
     done = engine.generate(PROMPTS, each, seed=1, finished=lambda *one: told.append((len(batches), *one)))
     assert [len(completion.token_ids) for completion in done] == [9, 3, 5, 4]
     assert told == [(1, 1, done[1]), (1, 2, done[2]), (1, 0, done[0]), (2, 3, done[3])]
@@ -258,8 +258,9 @@ def test_a_model_without_such_norms_runs_without_noise(tmp_path):
 def test_norms_are_checked_once_a_module(engine, monkeypatch):
     """The formula check runs each norm; a trained copy (modules_to_save) is another module and is checked too."""
     checked = []
-    original = qerl.layers.norms._check_formula
-    monkeypatch.setattr(qerl.layers.norms, "_check_formula", lambda *args: checked.append(args[0]) or original(*args))
+    kind = type(next(iter(block_norms(engine.policy_model()).values())))
+    original = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *given: checked.append(1) or original(*given))
     engine.set_noise({})
     assert len(checked) == 4
     for _ in range(3):

@@ -67,7 +67,7 @@ def test_our_kernel_asked_for_elsewhere_is_refused(monkeypatch):
 
 
 def test_humming_that_is_not_there_names_the_extra(monkeypatch):
-    monkeypatch.setattr(opening, "_has_module", lambda name: False)
+    monkeypatch.setattr(opening, "has_module", lambda name: False)
     with pytest.raises(MissingExtraError, match="humming-kernels"):
         opening.choose_kernel("humming", "nvfp4")
 
@@ -115,7 +115,7 @@ def on_card(monkeypatch, hopper):
     monkeypatch.setattr(nvrtc, "has_kernels", lambda device: hopper)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
-    monkeypatch.setattr(opening, "_has_module", lambda name: True)
+    monkeypatch.setattr(opening, "has_module", lambda name: True)
 
 
 def test_a_kv_cache_that_the_card_has_not_is_refused(monkeypatch):

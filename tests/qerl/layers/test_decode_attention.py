@@ -191,7 +191,7 @@ def test_a_call_repeats_to_the_bit_in_a_graph_too(lengths):
 def test_a_step_asks_nothing_of_the_work_space_of_the_one_before():
     """vLLM's sleep gives its memory back; what is there afterwards may be anything."""
     out, _, cache, _, ((new, _, batch), space, scale) = kernel_and_twin([1500, 20], 28, 4, 128)
-    for left in (space.done, space._plans, space.parts, space.scales):
+    for left in (space.done, *space.plans.values(), space.parts, space.scales):
         left.view(torch.int32).fill_(7)
     space.plan_(batch.lengths)
     assert torch.equal(attend_(torch.empty_like(out), new, cache, batch, scale, space), out)

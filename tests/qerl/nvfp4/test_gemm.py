@@ -162,13 +162,14 @@ def test_more_tokens_than_a_launch_takes_are_split(monkeypatch, tokens, launches
     ("ranks", "tokens", "taken"),
     [(384, 128, True), (496, 256, True), (512, 256, False), (4080, 8, True), (4096, 8, False), (2048, 32, False)],
 )
-def test_an_adapter_needs_fewer_pieces_than_there_are_counters(ranks, tokens, taken):
+def test_an_adapter_needs_fewer_pieces_than_there_are_counters(loaded, ranks, tokens, taken):
     """256; a piece is 16 ranks and 8, 16 or 32 tokens."""
-    adapter = Adapter(torch.empty(ranks, 64, device="meta"), torch.empty(64, ranks, device="meta"), (64,))
+    adapter = Adapter(torch.empty(ranks, 64), torch.empty(64, ranks), (64,))
     x, weight = torch.empty(tokens, 64, dtype=torch.bfloat16), random_weight(64, 64)
     assert tiling.fits(64, 64, tokens, ranks) is taken
     with nullcontext() if taken else pytest.raises(ValueError, match="no adapter of parts"):
-        gemm._check(x, weight, adapter)
+        gemm.product(x, weight, None, adapter)
+    assert bool(loaded) is taken
 
 
 @pytest.fixture
@@ -185,7 +186,7 @@ def loaded(monkeypatch):
     monkeypatch.setattr(gemm, "tensor_map", lambda *arguments, **options: None)
     nothing = dict.fromkeys(("flagged_hidden", "sums", "counters"))
     space = SimpleNamespace(blocks=2, hidden=lambda numbers, shape: (None, torch.empty(shape)), **nothing)
-    monkeypatch.setattr(gemm, "_work_space", lambda device: space)
+    monkeypatch.setattr(gemm, "work_space", lambda device: space)
     return seen
 
 
@@ -213,7 +214,7 @@ def test_a_work_space_is_not_made_in_a_capture(monkeypatch):
     """Its zeros would be a node of the graph, and another graph's first replay would find what lay there before."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(EngineError, match="once before the capture"):
-        gemm._work_space(torch.device("cpu"))
+        gemm.work_space(torch.device("cpu"))
 
 
 def test_a_cpu_has_no_kernels():

@@ -199,7 +199,7 @@ def test_launch_numbers_skip_zero():
     weight = random_weight(896, 512, device="cuda")
     adapter = random_adapter(896, 512, 16, (896,), "cuda")
     gemm.forget_work_space()
-    space = gemm._work_space(weight.words.device)
+    space = gemm.work_space(weight.words.device)
     space.counters[-1] = space.blocks * (2**32 - 2)
     for tokens in (8, 16, 64, 256):
         x = torch.randn(tokens, 512, device="cuda").bfloat16()

@@ -21,7 +21,6 @@ from qerl.plan.sizes import KNOWN, read_sizes
 from qerl.vllm_plugin.opening import Settings
 
 GIB = 2**30
-LONG = Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 16, 512, 4096, 32)
 
 
 @pytest.mark.parametrize(

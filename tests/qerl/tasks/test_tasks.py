@@ -51,7 +51,7 @@ def test_each_task_is_complete(name):
 def test_a_task_file_that_lacks_a_field_is_named_with_it(arguments, message, tmp_path, monkeypatch):
     (tmp_path / "x_task.py").write_text(f"from qerl.tasks import Task\nTASK = Task({arguments})\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(tasks._MODULES, "x", "x_task")
+    monkeypatch.setitem(tasks.MODULES, "x", "x_task")
     with pytest.raises(ConfigError, match=message):
         get_task("x")
 
@@ -59,7 +59,7 @@ def test_a_task_file_that_lacks_a_field_is_named_with_it(arguments, message, tmp
 def test_another_error_of_a_task_file_keeps_its_traceback(tmp_path, monkeypatch):
     (tmp_path / "y_task.py").write_text("len(1)\n")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setitem(tasks._MODULES, "y", "y_task")
+    monkeypatch.setitem(tasks.MODULES, "y", "y_task")
     with pytest.raises(TypeError, match="has no len"):
         get_task("y")
 

@@ -8,11 +8,15 @@ from types import SimpleNamespace
 import pytest
 from checkpoint_factory import make_checkpoint
 
-import quantize.merge.run
+import quantize.merge.card
 import quantize.merge.weights
 from qerl.errors import CheckpointError, ConfigError
 from quantize.merge.run import MergeOptions, merge
 from quantize.writer import write_weights
+
+
+def refuse(*_):
+    raise OSError(28, "No space left")
 
 
 @pytest.mark.parametrize("to", ["bf16", "nvfp4", "adapter"])
@@ -21,9 +25,7 @@ def test_what_dies_half_way_leaves_what_was_there(run, tmp_path, monkeypatch, to
     out.mkdir()
     (out / "merge_report.json").write_text("{}")
     with monkeypatch.context() as patch:
-        patch.setattr(
-            quantize.merge.run, "_write_texts", lambda *_: (_ for _ in ()).throw(OSError(28, "No space left"))
-        )
+        patch.setattr(quantize.merge.card, "write_card", refuse)
         with pytest.raises(CheckpointError, match="free some space"):
             merge(MergeOptions(str(run), to, out, overwrite=True))
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -9,7 +9,7 @@ import os
 import pytest
 import torch
 
-from training.policy.token_logprobs import Head, _chunk, _kernel_chunk
+from training.policy.token_logprobs import Head, kernel_chunk, reference_chunk
 
 pytestmark = pytest.mark.gpu
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -68,7 +68,7 @@ def test_a_chunk_is_the_twins_and_repeats_to_the_bit(temperature):
     targets = torch.randint(5003, (40,), generator=generator).to(DEVICE)
     head = Head(weight, torch.randn(5003, generator=generator).to(DEVICE), temperature)
     results = []
-    for compute in (_kernel_chunk, _chunk, _kernel_chunk):
+    for compute in (kernel_chunk, reference_chunk, kernel_chunk):
         outputs, slopes = torch.empty(2, 40, device=DEVICE), [torch.empty_like(hidden) for _ in range(2)]
         compute(hidden, targets, head, outputs, slopes)
         results.append((outputs, *slopes))

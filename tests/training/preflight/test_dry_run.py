@@ -6,9 +6,6 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from plan_check import (
-    Workload,
-)
 from rich.console import Console
 from small_run import small_config
 from typer.testing import CliRunner
@@ -18,9 +15,6 @@ from qerl.errors import ConfigError, RewardError
 from qerl.plan.sizes import read_sizes
 from training.preflight.dry_run import dry_run
 from training.run import start
-
-GIB = 2**30
-LONG = Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 16, 512, 4096, 32)
 
 
 def test_a_dry_run_shows_plan_data_and_rewards_and_writes_nothing(nvfp4_base, tmp_path, monkeypatch):
