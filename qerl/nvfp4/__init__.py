@@ -1,4 +1,4 @@
-"""The NVFP4 number format, once: names and shapes (layout), the plain-torch oracle (reference), the linear (linear).
+"""The NVFP4 number format: tensor names and shapes (layout), the plain torch oracle (reference), the linear (linear).
 
-Importing this package loads no torch; import what you need from its modules.
+Importing this package does not load torch; import what you need from its modules.
 """

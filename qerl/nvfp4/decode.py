@@ -10,14 +10,17 @@ from qerl.cuda.nvrtc import Launch, Variant, kernel
 from qerl.nvfp4 import slab_layout
 from qerl.nvfp4.kernel_layout import BLOCK, QERL, TILE_ROWS, KernelWeight, block_scales, codes, dequantize
 
-WARPS = 4  # of a block in both sources
-WARP_ROWS, WARP_COLUMNS = 32, 256  # of a warp in decode_slabs.cu
-WARP_BLOCKS = 8  # and in decode.cu, of TILE_ROWS rows
-OURS: Variant = ("decode_slabs.cu", ())  # compiled for our own layout
+WARPS = 4  # per block, in both sources
+WARP_ROWS, WARP_COLUMNS = 32, 256  # that a warp decodes in decode_slabs.cu
+WARP_BLOCKS = 8  # blocks of 16 columns, by TILE_ROWS rows, that a warp decodes in decode.cu
+OURS: Variant = ("decode_slabs.cu", ())  # the source for our own layout
 
 
 def decode_(out: torch.Tensor, weight: KernelWeight, row_start: int = 0) -> torch.Tensor:
-    """Write rows row_start... of `weight`, without the factor `weight.alpha`, into `out` (rows, in): exact."""
+    """Write the rows of `weight` from row_start on, without the factor `weight.alpha`, into `out` (rows, in).
+
+    The values are exact in bfloat16. Raises ValueError if `out` does not fit the weight or has another dtype.
+    """
     rows, columns = out.shape
     if columns != weight.in_features or not out.is_contiguous() or row_start + rows > weight.out_features:
         raise ValueError(f"work buffer {tuple(out.shape)} at row {row_start} does not fit {weight}")
@@ -37,14 +40,14 @@ def decode_(out: torch.Tensor, weight: KernelWeight, row_start: int = 0) -> torc
 
 
 def reference_decoded(weight: KernelWeight) -> torch.Tensor:
-    """Codes times stored block scales, float32: what `decode_` writes."""
+    """Codes times stored block scales in float32: the values that `decode_` writes."""
     from qerl.nvfp4.reference import decode_e2m1
 
     return decode_e2m1(codes(weight)).float() * block_scales(weight).repeat_interleave(BLOCK, dim=1)
 
 
 def dequantize_by_twin_(out: torch.Tensor, weight: KernelWeight, row_start: int, scaled: bool) -> torch.Tensor:
-    """`kernels.dequantize_` of our own layout in plain torch, a few rows at a time: for checks, not for speed."""
+    """`kernels.dequantize_` for our own layout in plain torch, a few rows at a time: for checks, not for speed."""
     step, end = slab_layout.ROWS, row_start + len(out)
     for block in range(row_start // step, _parts(end, step)):
         piece = replace(weight, words=weight.words[block, None], scales=weight.scales[block, None], out_features=step)

@@ -1,4 +1,4 @@
-"""The second half of an adapter's product in Triton: out += hidden B^T, of which only B's blocks are read."""
+"""The second half of an adapter's product in Triton: out += hidden B^T, reading only the nonzero blocks of B."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import triton.language as tl
 from qerl.nvfp4.lora import RANK_STEP, Adapter
 
 
-@triton.jit(do_not_specialize=["tokens"])  # any number of them comes in the middle of a rollout
+@triton.jit(do_not_specialize=["tokens"])  # their number changes during a rollout, which must not recompile
 def _expand_kernel(
     out_ptr,
     hidden_ptr,

@@ -1,7 +1,7 @@
-"""Products with up to 256 tokens, base and adapter in one launch: codes decoded in registers for Hopper's tensor cores.
+"""Products with up to 256 tokens on Hopper, base and adapter in one launch, with the codes decoded in registers.
 
-The fast twin of `reference_product`; how it works is said in `cuda/gemm.cu`. Limits: a weight's bytes, rows * columns *
-9/16, over the memory's bandwidth, and 2 * tokens * rows * columns operations.
+The fast twin of `reference_product`; `qerl/cuda/sources/gemm.cu` explains how it works. Its limits are the size of the
+weight, rows * columns * 9/16 bytes, divided by the memory bandwidth, and its 2 * tokens * rows * columns operations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from qerl.nvfp4.tiling import (
     token_tile,
 )
 
-CODE_FACTOR = 2.0**19  # what the kernel's products of code and block scale lack, see slabs.cuh
+CODE_FACTOR = 2.0**19  # by which the kernel's products of code and block scale are too small, see slabs.cuh
 
 
 def product(
@@ -40,12 +40,12 @@ def product(
     adapter: Adapter | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x W^T + bias + (x A^T) B^T: (tokens, in) -> (tokens, out), bfloat16, for as many tokens as `tiling.fits` says.
+    """x W^T + bias + (x A^T) B^T: (tokens, in) -> (tokens, out), bfloat16, for as many tokens as `tiling.fits` allows.
 
-    `out`: where to write, contiguous. Two products on a device must not overlap: they share work space. The weight and
-    `adapter.a` are read while the launch before may still run, so another kernel has to stand between what writes them
-    and this. Raises ValueError for an input, a weight or an adapter that the kernel does not take, EngineError if the
-    first call on a device is captured.
+    `out` is a contiguous tensor to write into. Two products on a device must not overlap, because they share work
+    space. The kernel reads the weight and `adapter.a` while the preceding launch may still be running, so a kernel that
+    writes them must not come directly before this one. Raises ValueError for an input, a weight or an adapter that the
+    kernel does not take, EngineError if the first call on a device is being captured.
     """
     tokens, columns = x.shape
     rows, ranks = weight.out_features, 0 if adapter is None else adapter.a.shape[0]
@@ -83,7 +83,7 @@ def product(
 def split_product(
     x: torch.Tensor, weight: KernelWeight, bias: torch.Tensor | None = None, adapter: Adapter | None = None
 ) -> torch.Tensor:
-    """`product` for any number of tokens: launches of MAX_TOKENS and one of the rest."""
+    """`product` for any number of tokens: launches of MAX_TOKENS tokens, and one for the rest."""
     if len(x) <= MAX_TOKENS:
         return product(x, weight, bias, adapter)
     out = x.new_empty(len(x), weight.out_features)
@@ -93,17 +93,17 @@ def split_product(
 
 
 def takes(rows: int, columns: int, ranks: int = 0) -> bool:
-    """Whether `split_product` takes a weight of this shape, at any number of tokens."""
+    """Whether `split_product` takes a weight of this shape for any number of tokens."""
     return all(fits(rows, columns, tokens, ranks) for tokens in TOKEN_TILES)
 
 
 def variants(columns: int) -> list[Variant]:
-    """What a weight of so many columns needs compiled, for any number of tokens; what takes longest comes first."""
+    """What has to be compiled for a weight of this many columns, for all numbers of tokens; the slowest come first."""
     return [("gemm.cu", _defines(tokens, choose_tiling(columns, tokens))) for tokens in reversed(TOKEN_TILES)]
 
 
 def _maps(x: torch.Tensor, tiling: Tiling, hidden: torch.Tensor, adapter: Adapter | None) -> tuple[TensorMap, ...]:
-    """What the copy engine reads in tiles: x, hidden values, the adapter's B."""
+    """The matrices that the copy engine reads in tiles: x, the hidden values and the adapter's B."""
     tokens, columns = x.shape
     tile = token_tile(tokens)
     x_map = tensor_map(x.data_ptr(), (tokens, columns), (tile, UNIT), swizzled=True)
@@ -119,7 +119,7 @@ def reference_product(
     bias: torch.Tensor | None = None,
     adapter: Adapter | None = None,
 ) -> torch.Tensor:
-    """The same in plain torch and float64, but for the adapter's hidden values, which are rounded to bfloat16."""
+    """The same as `product` in plain torch and float64; only the adapter's hidden values are rounded to bfloat16."""
     dense = reference_decoded(weight).double() * weight.alpha
     out = x.double() @ dense.t()
     if bias is not None:
@@ -148,7 +148,7 @@ def _check(x: torch.Tensor, weight: KernelWeight, adapter: Adapter | None) -> No
 
 
 def _defines(tokens: int, tiling: Tiling) -> tuple[str, ...]:
-    """What the kernel is compiled for."""
+    """The macros that the kernel is compiled with."""
     return (
         f"TOKENS={token_tile(tokens)}",
         f"STAGES={tiling.stages}",
@@ -160,7 +160,10 @@ def _defines(tokens: int, tiling: Tiling) -> tuple[str, ...]:
 
 
 class WorkSpace:
-    """What the blocks of a launch exchange, on one device. It only grows: CUDA graphs hold the addresses."""
+    """Memory through which the blocks of a launch exchange values, on one device.
+
+    It only grows and never moves, because CUDA graphs hold its addresses.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.blocks = torch.cuda.get_device_properties(device).multi_processor_count
@@ -169,10 +172,10 @@ class WorkSpace:
         counters = self.blocks * (self.blocks + 1) + MAX_PARTS * MAX_HEAPS + 4 * MAX_HEAPS + 1
         self.counters = torch.zeros(counters, dtype=torch.int64, device=device)
         self._hidden = [torch.empty(2**20, dtype=torch.float32, device=device)]
-        torch.cuda.current_stream(device).synchronize()  # a launch counts before it waits for what was before it
+        torch.cuda.current_stream(device).synchronize()  # a launch raises counters before it waits for earlier work
 
     def hidden(self, numbers: int, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Room for so many float32, and for hidden values (tokens, ranks)."""
+        """Space for that many float32 numbers, and for bfloat16 hidden values of `shape` (tokens, ranks)."""
         size = numbers + -(-shape[0] * shape[1] // 2)
         if self._hidden[-1].numel() < size:
             self._hidden.append(self._hidden[-1].new_empty(size))
@@ -181,14 +184,14 @@ class WorkSpace:
 
 
 def forget_work_space() -> None:
-    """Give the memory back, once no CUDA graph holds its address any more."""
+    """Free the memory. Call it only when no CUDA graph holds its address any more."""
     work_space.cache_clear()
 
 
 @cache
 def work_space(device: torch.device) -> WorkSpace:
     """The work space that all products on a device share, made by the first. Raises EngineError inside a capture."""
-    if torch.cuda.is_current_stream_capturing():  # the counters would be zeros from that graph's first replay on
+    if torch.cuda.is_current_stream_capturing():  # a capture would only record that the counters are set to zero
         raise EngineError(
             f"the first product on {device} is captured in a CUDA graph, before its work space is made: call "
             "`gemm.product` once before the capture"

@@ -1,18 +1,18 @@
 """Where a GEMM kernel keeps each NVFP4 code and block scale, in plain torch. Our own layout is in `slab_layout.py`.
 
-vLLM's Humming and Marlin cut the weight (out, in) into tiles of 64 rows x 16 columns and store a tile as 32 lanes x 4
-words of eight codes, the order in which a tensor-core fragment takes them. With, for row n and column k,
+vLLM's Humming and Marlin kernels divide the weight (out, in) into tiles of 64 rows x 16 columns and store a tile as 32
+lanes x 4 words of eight codes, in the order of a tensor-core fragment. Write row n and column k as
 
     n = 64 * tile + 16 * word + 8 * half + lane_hi        k = 16 * block + 8 * upper + 2 * lane_lo + odd
 
-code (n, k) stands in `words[block, 128 * tile + 4 * (4 * lane_hi + lane_lo) + word]` at nibble
+Then code (n, k) is in `words[block, 128 * tile + 4 * (4 * lane_hi + lane_lo) + word]`, at nibble
 `4 * odd + 2 * upper + half` (Humming on wgmma, which transposes the 8 x 8 fragments) or `4 * odd + 2 * half + upper`.
-Block scale (n, block) stands in `scales[block, 64 * tile + 8 * lane_hi + n // 8 % 8]`; Marlin also swaps the two middle
-ones of each four, and stores e4m3 as an unsigned 5-bit exponent and 3-bit mantissa.
+Block scale (n, block) is in `scales[block, 64 * tile + 8 * lane_hi + n // 8 % 8]`. Marlin also swaps the middle two of
+every four scales, and stores e4m3 as an unsigned number of 5 exponent and 3 mantissa bits.
 
-Read in humming-kernels 0.1.10 (`kernel/process.cuh`, `utils/weight.py`) and vllm 0.25.1 (`gptq_marlin_repack`,
+Sources: humming-kernels 0.1.10 (`kernel/process.cuh`, `utils/weight.py`) and vllm 0.25.1 (`gptq_marlin_repack`,
 `marlin_utils_fp4.py`). The GPU tests recover the same permutation by packing known codes with the kernels' own
-packers, and `qerl/nvfp4/decode.py` and `kernels.py` are the fast twins of this file.
+packers. `qerl/nvfp4/decode.py` and `kernels.py` are the fast twins of this file.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ WORDS_PER_TILE = 128
 
 @dataclass(frozen=True)
 class KernelLayout:
-    """How one kernel orders what it reads."""
+    """In which order one kernel reads codes and block scales."""
 
     name: str  # "qerl", "humming" or "marlin"
     transposed: bool = False  # nibble order: upper before half
-    marlin_scales: bool = False  # scales reordered and re-encoded as Marlin's unsigned e5m3
+    marlin_scales: bool = False  # scales are reordered, and re-encoded as Marlin's unsigned e5m3
 
 
 QERL = KernelLayout("qerl")
@@ -47,9 +47,9 @@ MARLIN = KernelLayout("marlin", transposed=False, marlin_scales=True)
 class KernelWeight:
     """One (possibly fused) linear as its kernel keeps it; the tensors are the kernel's own, never copies.
 
-    `words` int32 (in_padded / 16, 2 * out_padded), `scales` one byte each (in_padded / 16, out_padded); of QERL as
-    `slab_layout.pack` makes them. A code times its block scale times `alpha` is the checkpoint's weight, where `alpha`
-    is 1 / global scale but for a power of two that Marlin moves out of the block scales.
+    `words` is int32 (in_padded / 16, 2 * out_padded), `scales` has one byte per block scale (in_padded / 16,
+    out_padded); in the QERL layout both are as `slab_layout.pack` returns them. The checkpoint's weight is code * block
+    scale * `alpha`, where `alpha` is 1 / global scale, divided by the power of two that Marlin moves into its scales.
     """
 
     layout: KernelLayout
@@ -58,11 +58,11 @@ class KernelWeight:
     out_features: int
     in_features: int
     global_scale: float  # 448 * 6 / amax, as in the checkpoint
-    scale_factor: float = 1.0  # what the stored block scales were multiplied by, a power of two
+    scale_factor: float = 1.0  # the power of two that the stored block scales were multiplied by
 
     @property
     def alpha(self) -> float:
-        """What the product of input and (code * stored block scale) has to be multiplied by."""
+        """The factor that the product of the input and (code * stored block scale) still needs."""
         return 1.0 / (self.global_scale * self.scale_factor)
 
 
@@ -95,19 +95,21 @@ def block_scales(weight: KernelWeight) -> torch.Tensor:
 
 
 def dequantize(weight: KernelWeight, dtype: torch.dtype) -> torch.Tensor:
-    """The weight (out_features, in_features) as compressed-tensors decodes the checkpoint: bit-exact, slow."""
+    """The weight (out_features, in_features), bit-exact with compressed-tensors' decoding of the checkpoint; slow."""
     from qerl.nvfp4.reference import decode_e2m1
 
     scales = block_scales(weight) / weight.scale_factor
-    scales = scales / torch.full_like(scales, weight.global_scale)  # CUDA divides by a number through its reciprocal
+    # Dividing by a Python number would multiply by its reciprocal on CUDA, which rounds differently.
+    scales = scales / torch.full_like(scales, weight.global_scale)
     values = decode_e2m1(codes(weight)).float() * scales.repeat_interleave(BLOCK, dim=1)
     return values.to(dtype)
 
 
 def scales_marlin_drops(scales: torch.Tensor) -> int:
-    """How many block scales (e4m3, of one fused linear) Marlin's encoding turns into zeros, and 16 weights with each.
+    """How many block scales (e4m3, of one fused linear) Marlin's encoding turns into 0, together with 16 weights each.
 
-    It moves the largest power of two that keeps all under 448, and drops what is then under 2^-6, e4m3's subnormals.
+    Marlin multiplies by the largest power of two that keeps all scales at or below 448, then sets those below 2^-6, the
+    subnormals of e4m3, to zero.
     """
     values = scales.float()
     largest = values.max()

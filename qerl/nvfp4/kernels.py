@@ -1,7 +1,8 @@
-"""Decode a linear from its GEMM kernel's layout into a dense work buffer: by Triton where CUDA sources do not run.
+"""Decode a linear from its GEMM kernel's layout into a dense work buffer, in Triton where our CUDA sources do not run.
 
-The twin of `qerl.nvfp4.kernel_layout` (same words, same bits). Needs triton, so it is imported only where an engine's
-tensors are read. Our own layout is `decode.py`'s; what that does not write goes through torch, a few rows at a time.
+The fast twin of `qerl.nvfp4.kernel_layout`: the same words give the same bits. It needs triton, so it is imported only
+where an engine's tensors are read. Our own layout is decoded by `decode.py`; what its kernel cannot write (scaled
+values, other dtypes, other cards) goes through plain torch, a few rows at a time.
 """
 
 from __future__ import annotations
@@ -13,12 +14,12 @@ import triton.language as tl
 from qerl.nvfp4.decode import dequantize_by_twin_
 from qerl.nvfp4.kernel_layout import BLOCK, QERL, TILE_ROWS, KernelWeight
 
-BLOCKS_PER_PROGRAM = 8  # a program writes 64 rows of 8 * 16 columns: 256 contiguous bytes a row
+BLOCKS_PER_PROGRAM = 8  # a program writes 64 rows of 8 * 16 columns: 256 contiguous bytes per row
 
 
 @triton.jit
 def _decode_block_scale(stored, MARLIN: tl.constexpr):
-    """float32 of a stored scale byte: e4m3, or Marlin's unsigned e5m3 (bias 22)."""
+    """The float32 value of a stored scale byte: e4m3, or Marlin's unsigned e5m3 (bias 22)."""
     stored = stored.to(tl.int32)
     mantissa = stored & 7
     if MARLIN:
@@ -31,12 +32,12 @@ def _decode_block_scale(stored, MARLIN: tl.constexpr):
 
 @triton.jit
 def _decode_e2m1(code):
-    """float32 of a 4-bit code."""
+    """The float32 value of a 4-bit code."""
     exponent = (code >> 1) & 3
     mantissa = code & 1
     normal = (((exponent + 126) << 23) | (mantissa << 22)).to(tl.float32, bitcast=True)
     magnitude = tl.where(exponent == 0, mantissa.to(tl.float32) * 0.5, normal)
-    # the sign as a bit: Triton's -x is 0 - x, which makes +0.0 of code 8
+    # The sign is set as a bit, because Triton's -x is 0 - x, which would turn code 8 into +0.0.
     return (magnitude.to(tl.int32, bitcast=True) | ((code & 8) << 28)).to(tl.float32, bitcast=True)
 
 
@@ -105,7 +106,7 @@ def _dequantize_kernel(
 
 
 def decode_(out: torch.Tensor, weight: KernelWeight, row_start: int = 0) -> torch.Tensor:
-    """`dequantize_` unscaled into bfloat16, by the faster kernel where the card has it."""
+    """`dequantize_` with scaled=False, by the faster CUDA kernel for bfloat16 on cards that run it."""
     from qerl.cuda.nvrtc import has_kernels
     from qerl.nvfp4 import decode
 
@@ -115,10 +116,10 @@ def decode_(out: torch.Tensor, weight: KernelWeight, row_start: int = 0) -> torc
 
 
 def dequantize_(out: torch.Tensor, weight: KernelWeight, row_start: int = 0, scaled: bool = True) -> torch.Tensor:
-    """Write rows row_start... of `weight` into `out` (rows, in_features), contiguous, 16- or 32-bit float.
+    """Write the rows of `weight` from row_start on into a contiguous `out` (rows, in_features), 16- or 32-bit float.
 
-    `scaled`: bit-exact with `kernel_layout.dequantize`. Otherwise the values lack the factor `weight.alpha` and are
-    exact in bfloat16 (a code has 2 significant bits, a block scale 4).
+    With `scaled`, they are bit-exact with `kernel_layout.dequantize`. Otherwise they lack the factor `weight.alpha` and
+    are exact in bfloat16, since a code has 2 significant bits and a block scale 4.
     """
     rows, columns = out.shape
     if columns != weight.in_features or not out.is_contiguous() or row_start + rows > weight.out_features:

@@ -3,13 +3,14 @@
 The format is compressed-tensors `nvfp4-pack-quantized` with 4-bit weights and 16-bit activations (NVFP4A16), as
 llm-compressor writes it and vLLM reads it. A linear `weight` (out, in) becomes three tensors:
 
-    weight_packed        U8       (out, in / 2)    two e2m1 codes a byte, even column in the low nibble
+    weight_packed        U8       (out, in / 2)    two e2m1 codes per byte, even column in the low nibble
     weight_scale         F8_E4M3  (out, in / 16)   one scale for 16 neighbours along in_features
     weight_global_scale  F32      (1,)             448 * 6 / amax; multiplies when encoding, divides when decoding
 
 and `weight[o, i] = e2m1(code) * (weight_scale[o, i // 16] / weight_global_scale)`, in float32, then rounded.
 
-This module imports no torch, so that a checkpoint's headers can be checked without it; dtypes are safetensors' names.
+This module does not import torch, so that a checkpoint's headers can be checked without it; dtypes have the names of
+safetensors.
 """
 
 from __future__ import annotations
@@ -31,22 +32,22 @@ BLOCK_SCALE = "weight_scale"
 GLOBAL_SCALE = "weight_global_scale"
 TENSORS = (PACKED, BLOCK_SCALE, GLOBAL_SCALE)
 
-# Linears that llm-compressor gives one global scale, because vLLM fuses them (llmcompressor 0.14,
-# observers/helpers.py FUSED_LAYER_NAMES; the MLA and MoE groups there are left out).
+# Linears to which llm-compressor gives the same global scale, because vLLM fuses them (llmcompressor 0.14,
+# observers/helpers.py, FUSED_LAYER_NAMES; its MLA and MoE groups are left out here).
 SHARED_GLOBAL_SCALE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 _SAFETENSORS_DTYPE = {"torch.uint8": "U8", "torch.float8_e4m3fn": "F8_E4M3", "torch.float32": "F32"}
 
 
 class TensorSpec(NamedTuple):
-    """What one tensor must be: `dtype` as safetensors writes it in a header."""
+    """The dtype, as safetensors writes it in a header, and the shape that a tensor must have."""
 
     dtype: str
     shape: tuple[int, ...]
 
 
 def tensor_specs(out_features: int, in_features: int) -> dict[str, TensorSpec]:
-    """The three tensors of a linear of this size, by name. Raises CheckpointError for a size that has no packing."""
+    """The three tensors of a linear of this size, by name. Raises CheckpointError for a size that cannot be packed."""
     check_features(out_features, in_features)
     return {
         PACKED: TensorSpec("U8", (out_features, in_features // 2)),
@@ -84,9 +85,9 @@ def quantized_linears(tensor_names: Iterable[str]) -> list[str]:
 
 
 def check_tensors(tensors: Mapping[str, torch.Tensor], name: str = "linear") -> tuple[int, int]:
-    """(out_features, in_features) of three tensors that fit together; reads shapes and dtypes only.
+    """Return (out_features, in_features) if the three tensors fit together; reads only shapes and dtypes.
 
-    Raises CheckpointError naming the tensor that does not fit.
+    Raises CheckpointError, naming the tensor, if one does not fit.
     """
     packed = tensors[PACKED]
     if packed.ndim != 2:
@@ -99,7 +100,7 @@ def check_tensors(tensors: Mapping[str, torch.Tensor], name: str = "linear") -> 
 
 
 def check_tensor(tensor: torch.Tensor, spec: TensorSpec, full_name: str) -> None:
-    """Raise CheckpointError unless dtype and shape are those of `spec`."""
+    """Raise CheckpointError unless the tensor has the dtype and shape of `spec`."""
     dtype = _SAFETENSORS_DTYPE.get(str(tensor.dtype), str(tensor.dtype))
     if (dtype, tuple(tensor.shape)) != spec:
         raise CheckpointError(
@@ -111,7 +112,7 @@ def check_tensor(tensor: torch.Tensor, spec: TensorSpec, full_name: str) -> None
 def check_values(tensors: Mapping[str, torch.Tensor], name: str = "linear") -> None:
     """Raise CheckpointError for a NaN block scale or a global scale that is not finite and positive.
 
-    Looks at those of the two that are given; every packed byte is valid. Waits for the device.
+    Either may be missing from `tensors`. Codes are not checked, as every packed byte is valid. Waits for the device.
     """
     block_scale, global_scale = tensors.get(BLOCK_SCALE), tensors.get(GLOBAL_SCALE)
     nans = 0 if block_scale is None else int(block_scale.float().isnan().sum())

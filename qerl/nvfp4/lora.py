@@ -1,7 +1,7 @@
-"""The one adapter of a linear as the kernels take it, and its product beside a base product that another kernel made.
+"""The adapter of a linear in the form the kernels take, and its product beside a base product of another kernel.
 
-hidden = x A^T rounded to bfloat16 (`shrink`), out += hidden B^T (`expand.py`): two launches, on Hopper. Twin:
-`reference_add`. Where our own kernel multiplies, `gemm.product` does both and the base product in one.
+On Hopper it takes two launches: hidden = x A^T, rounded to bfloat16 (`shrink`), then out += hidden B^T (`expand.py`).
+The twin is `reference_add`. Our own kernel, `gemm.product`, does base and adapter in a single launch instead.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import torch
 
 from qerl.cuda.nvrtc import Launch, Variant, has_kernels, kernel
 
-RANK_STEP = 16  # ranks of a part are padded to a multiple of this
-COLUMN_STEP = 8  # columns that a lane loads at once, 16 bytes
-LONG = 8192  # columns from which more blocks share the sum
+RANK_STEP = 16  # the ranks of a part are padded to a multiple of this
+COLUMN_STEP = 8  # columns that a lane loads at once: 16 bytes
+LONG = 8192  # from this many columns on, more blocks share a sum
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """Of a linear of fused parts, which have equal ranks.
+    """The adapter of a linear whose fused parts all have the same rank.
 
-    `a` (ranks, in) has the parts' A under one another, `b` (out, ranks) their B as blocks of a diagonal; both bfloat16,
+    `a` (ranks, in) stacks the A of the parts, `b` (out, ranks) is block-diagonal with their B. Both are bfloat16 and
     contiguous.
     """
 
@@ -35,32 +35,34 @@ class Adapter:
 
     @property
     def part_ends(self) -> tuple[int, int]:
-        """Where the first and the second part end."""
+        """The rows at which the first and the second part end."""
         first, second = (*self.part_rows, 0)[:2]
         return first, first + second
 
     @property
     def fits_kernels(self) -> bool:
-        """Whether the CUDA kernels take it: few parts, ranks in steps, and rows of A that begin at 16 bytes."""
+        """Whether the CUDA kernels take it: at most 3 parts, padded ranks, and rows of A aligned to 16 bytes."""
         (ranks, columns), parts = self.a.shape, len(self.part_rows)
         return parts <= 3 and ranks % (RANK_STEP * parts) == 0 and columns % COLUMN_STEP == 0
 
 
 def add_adapter_(out: torch.Tensor, x: torch.Tensor, adapter: Adapter) -> torch.Tensor:
-    """out (tokens, rows) += (x A^T) B^T in place, x (tokens, in), by our kernels where they pay, else cuBLAS."""
+    """out (tokens, rows) += (x A^T) B^T in place, for x (tokens, in), by our kernels if they pay off, else cuBLAS."""
     if kernels_pay(*x.shape) and adapter.fits_kernels and has_kernels(x.device):
         return add_(out, x, adapter)
     return out.addmm_(torch.mm(x, adapter.a.t()), adapter.b.t())
 
 
 def kernels_pay(tokens: int, columns: int) -> bool:
-    """Whether `add_` is faster than two cuBLAS products; of an H200, 7B shapes, rank 32 (18944 columns: 11.8 against
-    9.2 us at 128 tokens, 7.4 against 9.2 at 64)."""
+    """Whether `add_` is faster than two cuBLAS products, as measured on an H200 with 7B shapes and rank 32.
+
+    For example, with 18944 columns `add_` takes 11.8 us against 9.2 at 128 tokens, and 7.4 against 9.2 at 64.
+    """
     return tokens <= (96 if columns >= LONG else 512)
 
 
 def add_(out: torch.Tensor, x: torch.Tensor, adapter: Adapter) -> torch.Tensor:
-    """out (tokens, rows) += (x A^T) B^T in place, x (tokens, in); all bfloat16 and contiguous."""
+    """out (tokens, rows) += (x A^T) B^T in place, for x (tokens, in); all bfloat16 and contiguous."""
     from qerl.nvfp4.expand import expand_
 
     return expand_(out, shrink(x, adapter.a), adapter)
@@ -78,12 +80,12 @@ def shrink(x: torch.Tensor, lora_a: torch.Tensor) -> torch.Tensor:
 
 
 def variants(columns: int) -> list[Variant]:
-    """What `shrink` needs compiled for so many columns, at any number of tokens."""
+    """What has to be compiled for `shrink` with this many columns, for any number of tokens."""
     return [("shrink.cu", _defines(tiles, _warps(columns))) for tiles in (1, 2)]
 
 
 def _tiles(tokens: int) -> int:
-    """Of 8 tokens, that a block works on."""
+    """Tiles of 8 tokens that a block works on."""
     return 1 if tokens <= 8 else 2
 
 
@@ -96,6 +98,6 @@ def _defines(tiles: int, warps: int) -> tuple[str, ...]:
 
 
 def reference_add(out: torch.Tensor, x: torch.Tensor, adapter: Adapter) -> torch.Tensor:
-    """The same as `add_` in plain torch and float64, not in place."""
+    """The same as `add_` in plain torch and float64, but not in place."""
     hidden = (x.double() @ adapter.a.double().t()).to(torch.bfloat16)
     return out.double() + hidden.double() @ adapter.b.double().t()

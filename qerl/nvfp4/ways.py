@@ -1,13 +1,13 @@
-"""Which way a product with an NVFP4 weight and its adapter takes, by shape and number of tokens. No torch.
+"""How a product with an NVFP4 weight and its adapter is computed, by shape and number of tokens. No torch.
 
-    fused    base and adapter in one launch of our kernel (`gemm.py`), above 256 tokens in launches of 256
-    kernel   the GEMM kernel in whose layout the weight lies (ours, Humming, Marlin), then the adapter
+    fused    base and adapter in one launch of our kernel (`gemm.py`), or in launches of 256 tokens if there are more
+    kernel   the GEMM kernel in whose layout the weight is stored (ours, Humming, Marlin), then the adapter
     decoded  the weight decoded into a buffer for cuBLAS, then the adapter
 
-Where nothing was measured, `default_way` decides, from an H200 (Humming, Marlin: benchmarks/gemm-7b.json). `measure`
-times each way that is right for a shape; the times are kept in a file of the kernels' cache folder, named by what they
-depend on. Humming 0.1.10 is right up to 512 tokens only: see `vllm_plugin/products.py`. What an engine found wrong when
-it opened is left out too: `vllm_plugin/tune.py`.
+Without a measurement `default_way` decides, from times on an H200 (Humming, Marlin: benchmarks/gemm-7b.json). `measure`
+times every way that gives right results for a shape. The times are kept in the kernels' cache folder, in a file whose
+name depends on the card, the driver and the versions. Humming 0.1.10 is right only up to 512 tokens: see
+`vllm_plugin/products.py`. A way that an engine found wrong when it opened is not used either: `vllm_plugin/tune.py`.
 """
 
 from __future__ import annotations
@@ -25,26 +25,27 @@ from qerl.nvfp4.tiling import MAX_TOKENS, fits
 
 logger = logging.getLogger(__name__)
 
-TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # measured; a number between takes the next one's way
-KERNEL_RIGHT = {"qerl": 512, "humming": 512, "marlin": 2048}  # the most at which the kernel may be used
-KERNEL_FAST = {"qerl": 512, "humming": 512, "marlin": 256}  # and to which it was the fastest on an H200
-DECODED_FROM = 32  # not worth a measurement below
-GRAPH_TOKENS, GRAPH_DENSE = 512, 2**29  # a weight decoded in a CUDA graph stays in the graphs' memory: bytes at most
-WRONG = 0.015  # relative error from which a product is wrong; rounding gives 0.002 to 0.005
-MARGIN = 1.03  # another way than the default has to be so much faster: times scatter
+TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048)  # measured; others go the way of the next larger one
+KERNEL_RIGHT = {"qerl": 512, "humming": 512, "marlin": 2048}  # the most tokens for which the kernel may be used
+KERNEL_FAST = {"qerl": 512, "humming": 512, "marlin": 256}  # the most for which it was the fastest on an H200
+DECODED_FROM = 32  # with fewer tokens, decoding is not worth a measurement
+# Up to GRAPH_TOKENS tokens run in CUDA graphs, whose memory would keep the decoded weight: GRAPH_DENSE bytes at most.
+GRAPH_TOKENS, GRAPH_DENSE = 512, 2**29
+WRONG = 0.015  # relative error from which a product counts as wrong; rounding gives 0.002 to 0.005
+MARGIN = 1.03  # how much faster than the default another way has to be, because times scatter
 
 Times = dict[str, dict[str, dict[str, float]]]  # shape -> tokens -> way -> microseconds
 
 
 @dataclass(frozen=True)
 class Shape:
-    """A (fused) linear: weight (rows, columns), its adapter's rank over all parts (0: none), its kernel."""
+    """A (fused) linear: its weight (rows, columns), its adapter's rank over all parts (0: none), and its kernel."""
 
     rows: int
     columns: int
     ranks: int
     kernel: str  # "qerl", "humming" or "marlin"
-    fused: bool  # whether the weight lies as our kernel reads it, and that takes the adapter's parts
+    fused: bool  # whether the weight is in our kernel's layout, and our kernel takes the adapter's parts
 
     @property
     def name(self) -> str:
@@ -58,7 +59,7 @@ class Shape:
         return (*ways, *["fused"] * self._fits_fused(tokens))
 
     def _fits_fused(self, tokens: int) -> bool:
-        launched = min(tokens, MAX_TOKENS)  # at once; what fits at this number fits at fewer
+        launched = min(tokens, MAX_TOKENS)  # tokens of the largest launch; if it fits, smaller ones do
         return self.fused and tokens <= KERNEL_RIGHT["qerl"] and fits(self.rows, self.columns, launched, self.ranks)
 
     def default_way(self, tokens: int) -> str:
@@ -69,7 +70,10 @@ class Shape:
     def ways(
         self, times: Times, wrong_kernel: Container[int] = (), wrong_fused: Container[int] = ()
     ) -> tuple[str, ...]:
-        """The way for each of TOKENS: the fastest measured, or the default; none at sizes where it is wrong."""
+        """The way for each of TOKENS: the fastest measured or the default, avoiding those found wrong at that size.
+
+        `wrong_kernel` and `wrong_fused` are the sizes at which those ways gave wrong results.
+        """
         measured = times.get(self.name, {})
         ways = []
         for tokens in TOKENS:
@@ -89,23 +93,23 @@ class Shape:
 
 
 def bucket(tokens: int) -> int:
-    """The one of TOKENS that stands for this number."""
+    """The member of TOKENS that stands for this number."""
     return TOKENS[bisect_left(TOKENS, tokens)]
 
 
 def unchecked(sizes: Sequence[int]) -> set[int]:
-    """Those of TOKENS above all checked sizes: prompts of so many tokens run without a graph, at any number."""
+    """The members of TOKENS above all checked sizes: prompts that long run outside graphs, at any length."""
     return {tokens for tokens in TOKENS if tokens > max(sizes, default=0)}
 
 
 def way_of(ways: Sequence[str], tokens: int) -> str:
-    """The way of a call: `ways` as from `Shape.ways`."""
+    """The way for a call with this many tokens, given the `ways` that `Shape.ways` returned."""
     place = bisect_left(TOKENS, tokens)
     return ways[place] if place < len(TOKENS) else "decoded"
 
 
 def wrong_sizes(name: str, errors: Mapping[int, float], what: str = "the kernel") -> list[int]:
-    """The sizes whose relative error is no rounding, with a warning."""
+    """The sizes whose relative error is more than rounding can explain; logs a warning about them."""
     wrong = [size for size, error in errors.items() if not error < WRONG]
     if wrong:
         worst = max(errors.values())
@@ -115,18 +119,18 @@ def wrong_sizes(name: str, errors: Mapping[int, float], what: str = "the kernel"
 
 
 def measure(shape: Shape, time_us: Callable[[str, int], float]) -> dict[str, dict[str, float]]:
-    """Microseconds of each right way for each of TOKENS; `time_us(way, tokens)` measures one."""
+    """Microseconds of every right way for each of TOKENS; `time_us(way, tokens)` measures one."""
     return {str(tokens): {way: round(time_us(way, tokens), 2) for way in shape.right_ways(tokens)} for tokens in TOKENS}
 
 
 def table_path(folder: Path, facts: Mapping[str, str]) -> Path:
-    """The file for times that depend on `facts`: the card, the driver, versions."""
+    """The file for times measured under these `facts`: the card, the driver, versions."""
     key = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:16]
     return folder / f"ways-{key}.json"
 
 
 def read_table(path: Path) -> Times:
-    """The times of a file; none if it is missing or damaged, which is logged."""
+    """The times in a file; none if it is missing, or damaged (which is logged)."""
     try:
         times = json.loads(path.read_text(encoding="utf-8"))["times_us"]
         return {
@@ -141,14 +145,14 @@ def read_table(path: Path) -> Times:
 
 
 def write_table(path: Path, facts: Mapping[str, str], times: Times) -> None:
-    """Add `times` to the file's, by renaming: another process may read or write it."""
+    """Add `times` to those in the file. It is replaced by a rename, as another process may be reading or writing it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({**facts, "times_us": {**read_table(path), **times}}, indent=1)
     write_shared(path, f"{text}\n".encode())
 
 
 def summary(shapes: Mapping[Shape, Sequence[str]]) -> str:
-    """One line a shape: the tokens up to which each way is taken."""
+    """One line per shape: up to how many tokens each way is taken."""
     return "\n".join(f"{shape.name}: " + ", ".join(_ends(ways)) for shape, ways in shapes.items())
 
 
