@@ -23,6 +23,7 @@ from qerl.checkpoint.resolve import ModelRef, describe
 from qerl.engine.interface import Completion, Engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
+from qerl.engine.update import AdapterUpdate, deliver
 from qerl.tasks.grading import grade_many
 
 if TYPE_CHECKING:
@@ -52,7 +53,7 @@ class EngineHolder:
             self.engine, self._key = open_engine(plan.ref.base, plan.ref.format, options), key
             logger.info("engine %s, %s", self.engine.name, self.engine.kernel)
         if adapter is not None:
-            count = self.engine.sync_adapter(adapter.tensors, adapter.scaling)
+            count = deliver(AdapterUpdate(adapter.tensors, adapter.scaling), self.engine)
             logger.info("adapter %s: %d tensors act", plan.ref.adapter, count)
         return self.engine
 

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from qerl.engine.update import Update
+
 MIN_TEMPERATURE = 0.01  # below it vLLM 0.25.1 samples at 0.01 and only warns (sampling_params.py line 449)
 
 
@@ -84,12 +86,11 @@ class Engine(Protocol):
     ) -> list[list[float]]:
         """Log probabilities of given completion tokens at `temperature`, with the adapter and noise that are set."""
 
-    def sync_adapter(self, tensors: Mapping[str, torch.Tensor], scaling: float) -> int:
-        """Take over the trainer's adapter; returns the number of tensors that now act.
+    def sync(self, update: Update) -> int:
+        """Take over the trainer's adapter or weights, in place; returns the number of tensors that now act.
 
-        `tensors` maps the names of `qerl.checkpoint.adapter.adapter_tensors` (base module names, ending in
-        `.lora_A.weight` (r, in), `.lora_B.weight` (out, r), or `.weight` (d,) for a trained norm) to tensors; `scaling`
-        multiplies B. Raises EngineError if a tensor finds no place or a place gets no tensor.
+        Called through `qerl.engine.update.deliver`, which checks that number. Raises EngineError if a tensor finds no
+        place or a place gets no tensor, and for weights that the linear's format or the engine's kernel cannot take.
         """
 
     def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
 from qerl.engine.options import EngineOptions
+from qerl.engine.update import AdapterUpdate, deliver
 from qerl.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def open_engine(base: str, format: str, options: EngineOptions) -> Engine:
-    """Open the base weights (folder or hub id) for sampling and scoring; an adapter comes by `sync_adapter`.
+    """Open the base weights (folder or hub id) for sampling and scoring; an adapter comes by `sync`.
 
     Raises EngineError or CheckpointError.
     """
@@ -63,7 +64,7 @@ def open_model(ref: ModelRef, options: EngineOptions) -> Engine:
     rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".lora_A.weight"))
     engine = open_engine(ref.base, ref.format, replace(options, max_rank=rank))
     try:
-        engine.sync_adapter(tensors, scaling)
+        deliver(AdapterUpdate(tensors, scaling), engine)
     except BaseException:
         engine.close()
         raise

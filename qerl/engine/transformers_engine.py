@@ -1,8 +1,8 @@
 """The rollout engine on transformers' `generate`: any device, and the trainer's own modules.
 
-The adapter and the noise act on the very modules that are trained, so there is nothing to copy: `sync_adapter` checks
-that the tensors it is given are the model's own (or, in evaluation, attaches them). Logprobs are recorded while
-sampling, from the scores that the token was drawn from.
+The adapter and the noise act on the very modules that are trained, so there is nothing to copy: `sync` checks that the
+factors it is given are the model's own (or, in evaluation, attaches them). Whole weights are packed into those modules.
+Logprobs are recorded while sampling, from the scores that the token was drawn from.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from qerl.checkpoint.adapter import adapter_tensors, attach_saved_, load_tensors
 from qerl.checkpoint.load import end_token_ids, load_model, load_tokenizer, local_folder
 from qerl.engine.interface import Completion, Finished, SamplingParams, check_context, check_tokens, each_sampling
 from qerl.engine.seeds import request_seed
+from qerl.engine.update import AdapterUpdate, Update, check_fit, pack_weights_
 from qerl.errors import EngineError
 from qerl.layers.norms import block_norms, set_norm_noise_
 from qerl.nvfp4.linear import NVFP4Linear, cached_weights
@@ -107,17 +108,20 @@ class TransformersEngine:
                 scores += self._score_batch(rows, temperature)
         return scores
 
-    def sync_adapter(self, tensors: Mapping[str, torch.Tensor], scaling: float) -> int:
+    def sync(self, update: Update) -> int:
         model = self._open()
-        own = adapter_tensors(model)
-        if not own:
-            attach_saved_(model, tensors, scaling)
-            return len(tensors)
-        if set(own) == set(tensors) and all(own[name] is tensors[name] for name in own):
-            return len(own)
-        count = load_tensors_(model, tensors)
-        set_scaling_(model, scaling)
-        return count
+        if isinstance(update, AdapterUpdate):
+            return _take_adapter_(model, update)
+        linears, norms = _linears(model), _norm_weights(model)
+        check_fit(update, linears, norms)
+        with torch.no_grad():
+            for name, tensor in update.norms.items():
+                norms[name].copy_(tensor)
+        return pack_weights_(update.weights, linears) + len(update.norms)
+
+    def sync_adapter(self, tensors: Mapping[str, torch.Tensor], scaling: float) -> int:
+        """The rollout's call, until it delivers an update itself."""
+        return self.sync(AdapterUpdate(tensors, scaling))
 
     def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
         model = self._open()
@@ -193,6 +197,32 @@ class TransformersEngine:
         logits = logits.float() / (temperature or 1.0)
         picked = (logits.gather(-1, input_ids[:, -keep:, None])[..., 0] - logits.logsumexp(-1)).tolist()
         return [values[keep - len(completion) :] for values, (_, completion) in zip(picked, rows, strict=True)]
+
+
+def _take_adapter_(model: PreTrainedModel, update: AdapterUpdate) -> int:
+    """Attach the adapter, or copy it into the one that is attached, unless it is that one; returns the tensors."""
+    own, tensors = adapter_tensors(model), update.tensors
+    if not own:
+        attach_saved_(model, tensors, update.scaling)
+        return len(tensors)
+    if set(own) == set(tensors) and all(own[name] is tensors[name] for name in own):
+        return len(own)
+    count = load_tensors_(model, tensors)
+    set_scaling_(model, update.scaling)
+    return count
+
+
+def _linears(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
+    """Those whose weights an update may bring: all but the head, which may be tied to the embeddings."""
+    head = model.get_output_embeddings()
+    modules = model.named_modules()
+    return {name: module for name, module in modules if isinstance(module, torch.nn.Linear) and module is not head}
+
+
+def _norm_weights(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
+    """The vectors among the parameters that are named `weight`, by module name."""
+    parameters = model.named_parameters()
+    return {name.removesuffix(".weight"): p for name, p in parameters if name.endswith(".weight") and p.dim() == 1}
 
 
 class _OwnLimits(StoppingCriteria):

@@ -26,6 +26,7 @@ from qerl.checkpoint.load import local_folder
 from qerl.engine.interface import Completion, Finished, SamplingParams, check_context, check_tokens, each_sampling
 from qerl.engine.own_memory import own_bytes
 from qerl.engine.seeds import request_seed
+from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate, check_fit, pack_weights_
 from qerl.errors import EngineError
 from qerl.vllm_plugin import TUNE, opening, requests
 from qerl.vllm_plugin.checkpoint import check_checkpoint
@@ -154,15 +155,18 @@ class VLLMEngine:
         finally:
             processor.scale = before
 
-    def sync_adapter(self, tensors: Mapping[str, torch.Tensor], scaling: float) -> int:
-        from qerl.vllm_plugin.sync import copy_adapter_, split_adapter
-
+    def sync(self, update: Update) -> int:
         llm = self._open()
-        factors, norms = split_adapter(tensors, self._slots, self._gains.norms, self.options.max_rank)
-        copy_adapter_(factors, self._slots, scaling)
-        self._gains.set_trained_(norms)
+        if isinstance(update, AdapterUpdate):
+            self._take_adapter_(update)
+        else:
+            self._take_weights_(update)
         requests.drop_prefix_cache(llm)
-        return len(tensors)
+        return len(update)
+
+    def sync_adapter(self, tensors: Mapping[str, torch.Tensor], scaling: float) -> int:
+        """The rollout's call, until it delivers an update itself."""
+        return self.sync(AdapterUpdate(tensors, scaling))
 
     def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
         llm = self._open()
@@ -257,6 +261,25 @@ class VLLMEngine:
         self._slots = adapter_slots(linears) if self.options.max_rank else {}
         self.kernel = " + ".join(sorted({kernel_name(layer) for layer in linears.values()}))
         self.attention = attention_name(self._model)
+
+    def _take_adapter_(self, update: AdapterUpdate) -> None:
+        from qerl.vllm_plugin.sync import copy_adapter_, split_adapter
+
+        factors, norms = split_adapter(update.tensors, self._slots, self._gains.norms, self.options.max_rank)
+        copy_adapter_(factors, self._slots, update.scaling)
+        self._gains.set_trained_(norms)
+
+    def _take_weights_(self, update: WeightsUpdate) -> None:
+        """Pack the matrices into the tensors that the captured graphs read, which are the policy model's too."""
+        import torch
+
+        from qerl.vllm_plugin.policy import linear_views
+
+        views = linear_views(self._model)
+        check_fit(update, views, {name: norm.gain for name, norm in self._gains.norms.items()})
+        pack_weights_(update.weights, views)
+        self._gains.set_trained_(update.norms)
+        torch.cuda.synchronize(self._device)  # a product may read its weight before the launch ahead of it has ended
 
     def _check_cache(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
         """Say once when a rollout did not fit the KV cache: vLLM then sets sequences back and computes them again."""

@@ -13,9 +13,10 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from qerl.nvfp4 import kernel_layout
-from qerl.nvfp4.kernel_layout import KernelWeight
-from qerl.nvfp4.linear import NVFP4Linear
+from qerl.errors import EngineError
+from qerl.nvfp4 import kernel_layout, slab_layout
+from qerl.nvfp4.kernel_layout import QERL, KernelWeight
+from qerl.nvfp4.linear import NVFP4Linear, requantized
 
 _BUFFERS: dict[tuple[torch.device, int], torch.Tensor] = {}  # by device and stream: bytes, as many as were asked for
 
@@ -35,6 +36,22 @@ class KernelLinear(NVFP4Linear):
     def weight_packed(self) -> torch.Tensor:
         """The kernel's words, of the whole fused linear (NVFP4Linear asks them for the device)."""
         return self.kernel_weight.words
+
+    def pack_(self, matrix: torch.Tensor, name: str = "linear") -> None:
+        """See `NVFP4Linear.pack_`: it writes these rows of the words and block scales that the kernel reads.
+
+        Raises EngineError for a layout other than our own, too.
+        """
+        weight = self.kernel_weight
+        if weight.layout is not QERL:
+            raise EngineError(
+                f"the {weight.layout.name} kernel multiplies by factors that it took from the weights when they were "
+                "loaded, so they cannot change: write rollout.kernel=qerl (Hopper), or rollout.engine=transformers"
+            )
+        device = weight.words.device
+        tensors = requantized(matrix.to(device), torch.tensor([weight.global_scale], device=device), name)
+        slab_layout.pack_(weight.words, weight.scales, self.row_start, tensors.packed, tensors.block_scale)
+        self._drop_cached()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return _KernelProduct.apply(input.to(self.compute_dtype), self)

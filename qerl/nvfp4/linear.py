@@ -19,7 +19,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_map_only
 
-from qerl.errors import CheckpointError, QerlError
+from qerl.errors import CheckpointError, EngineError, QerlError
 from qerl.nvfp4 import layout, reference
 
 Dequantizer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
@@ -102,6 +102,17 @@ class NVFP4Linear(nn.Linear):
             return self._cache.get(self, dtype)
         return self._dequantize(dtype)
 
+    def pack_(self, matrix: torch.Tensor, name: str = "linear") -> None:
+        """Overwrite the weight, in place, by what `reference.quantize` makes of `matrix` (out_features, in_features).
+
+        The global scale stays, since captured CUDA graphs hold it as a number. Raises EngineError, with the weight as
+        it was, for a matrix that has grown beyond that scale or is not finite; `name` is for the message.
+        """
+        tensors = requantized(matrix.to(self.weight_packed.device), self.weight_global_scale, name)
+        self.weight_packed.copy_(tensors.packed)
+        self.weight_scale.copy_(tensors.block_scale)
+        self._drop_cached()
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         device, dtype = input.device.type, self.compute_dtype
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -158,6 +169,22 @@ class NVFP4Linear(nn.Linear):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__({**state, "_buffers": _viewed(state["_buffers"], torch.float8_e4m3fn)})
+
+
+def requantized(matrix: torch.Tensor, global_scale: torch.Tensor, name: str) -> reference.NVFP4Tensor:
+    """`reference.quantize` with a global scale that must not change.
+
+    Raises EngineError for block scales that saturate under it, and for inf or NaN.
+    """
+    if not matrix.isfinite().all():
+        raise EngineError(f"the update of {name} holds inf or NaN: lower optim.learning_rate")
+    if count := reference.saturated_blocks(matrix, global_scale):
+        raise EngineError(
+            f"{count} of {matrix.numel() // layout.BLOCK} block scales of {name} saturate: its weights have grown "
+            f"beyond the global scale {float(global_scale):g}, which is fixed for a run; quantize the base with more "
+            "head room, or lower optim.learning_rate"
+        )
+    return reference.quantize(matrix, global_scale)
 
 
 def _viewed(buffers: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:

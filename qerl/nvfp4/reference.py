@@ -14,9 +14,10 @@ Bit-exact with compressed-tensors 0.19.0 (dequantize) and with what llm-compress
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -27,8 +28,11 @@ from qerl.nvfp4.layout import BLOCK, CODE_MAX, SCALE_MAX
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0..7; bit 3 is the sign
 # Midpoints of neighbouring values; the second says which way a tie goes: up to the even code, or (False) stay below.
 _E2M1_STEPS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
+_SATURATED = 464.0  # e4m3 would go on with 480: up to the midpoint, 448 is the nearest value
 _ZERO_SCALE = 0.125  # what llm-compressor writes for a block scale that rounds to zero
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+GlobalScaleKind = Literal["amax", "pow2"]
 
 
 class NVFP4Tensor(NamedTuple):
@@ -84,11 +88,39 @@ def global_scale(amax: torch.Tensor | float) -> torch.Tensor:
     return scale.nan_to_num(nan=1.0, posinf=1.0).to(torch.float32).reshape(1)
 
 
-def shared_global_scale(weights: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The one global scale of linears that are fused later (q/k/v, gate/up): that of the largest amax. float32 (1,)."""
+def power_of_two_scale(amax: torch.Tensor | float, headroom_bits: int = 0) -> torch.Tensor:
+    """float32 (1,): the largest power of two that is at most 448 * 6 / amax, divided by 2^headroom_bits.
+
+    A power of two only shifts the exponents of the block scales, and the dequantized weights (6 significant bits) are
+    exact in bfloat16. Head room lets weights grow by 2^headroom_bits before block scales saturate, under a scale that
+    stays as it is; it costs what sinks into e4m3's subnormals. 1 where 448 * 6 / amax is no float32.
+    """
+    amax = float(torch.as_tensor(amax).to(torch.float64))
+    if amax == 0.0 or SCALE_MAX * CODE_MAX / amax > torch.finfo(torch.float32).max:
+        return torch.ones(1)
+    _, exponent = math.frexp(SCALE_MAX * CODE_MAX / amax)  # the quotient is m * 2^exponent with 0.5 <= m < 1
+    return torch.tensor([2.0 ** (exponent - 1 - headroom_bits)])
+
+
+def shared_global_scale(
+    weights: Sequence[torch.Tensor], kind: GlobalScaleKind = "amax", headroom_bits: int = 0
+) -> torch.Tensor:
+    """The one global scale of linears that are fused later (q/k/v, gate/up): that of the largest amax. float32 (1,).
+
+    `kind` "pow2": the power of two below it, see `power_of_two_scale`; only there is head room.
+    """
     for weight in weights:
         _check_weight(weight)
-    return global_scale(torch.stack([weight.abs().amax() for weight in weights]).amax())
+    amax = torch.stack([weight.abs().amax() for weight in weights]).amax()
+    if kind == "amax":
+        return global_scale(amax)
+    return power_of_two_scale(amax, headroom_bits).to(amax.device)
+
+
+def saturated_blocks(weight: torch.Tensor, global_scale: torch.Tensor) -> int:
+    """How many block scales of `weight` (out, in) under `global_scale` are too large for e4m3, and become 448."""
+    blocks = weight.unflatten(1, (-1, BLOCK))
+    return int((_exact_block_scales(blocks, global_scale) > _SATURATED).sum())
 
 
 def quantize(weight: torch.Tensor, global_scale: torch.Tensor | None = None) -> NVFP4Tensor:
@@ -102,14 +134,18 @@ def quantize(weight: torch.Tensor, global_scale: torch.Tensor | None = None) -> 
         global_scale = shared_global_scale([weight])
     _check_global_scale(global_scale)
     blocks = weight.unflatten(1, (-1, BLOCK))
-    amax = blocks.abs().amax(dim=-1)
-    # A tensor 6, not a Python 6: CUDA divides by a Python scalar through its reciprocal, which rounds differently.
-    block_scale = (amax / torch.full_like(amax, CODE_MAX)) * global_scale
-    block_scale = block_scale.clamp(max=SCALE_MAX).to(torch.float8_e4m3fn)
+    block_scale = _exact_block_scales(blocks, global_scale).clamp(max=SCALE_MAX).to(torch.float8_e4m3fn)
     step = block_scale.to(torch.float32)
     step = step.where(step != 0, _ZERO_SCALE)
     codes = encode_e2m1(blocks / (step / global_scale).unsqueeze(-1))
     return NVFP4Tensor(pack_codes(codes.flatten(1)), step.to(torch.float8_e4m3fn), global_scale.clone())
+
+
+def _exact_block_scales(blocks: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+    """Before they are rounded to e4m3: (out, in / 16) of blocks (out, in / 16, 16)."""
+    amax = blocks.abs().amax(dim=-1)
+    # A tensor 6, not a Python 6: CUDA divides by a Python scalar through its reciprocal, which rounds differently.
+    return (amax / torch.full_like(amax, CODE_MAX)) * global_scale
 
 
 def dequantize(

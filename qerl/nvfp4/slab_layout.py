@@ -16,6 +16,8 @@ lose their magnitude, so that the kernel need not know of it. Rows and columns a
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from qerl.errors import CheckpointError
@@ -45,14 +47,46 @@ def pack(packed: torch.Tensor, scales: torch.Tensor, name: str = "weight") -> tu
         )
     rows, columns = packed.shape[0], 2 * packed.shape[1]
     blocks, units = -(-rows // ROWS), -(-columns // UNIT)
-    words = torch.empty(blocks, units, ROWS * UNIT // 8, dtype=torch.int32, device=packed.device)
-    laid_scales = torch.empty(blocks, units, ROWS * UNIT // BLOCK, dtype=torch.uint8, device=packed.device)
-    step = max(1, PIECE // (ROWS * columns))
-    for first in range(0, blocks, step):
-        of_rows, of_blocks = slice(first * ROWS, (first + step) * ROWS), slice(first, first + step)
-        words[of_blocks] = _words(unpack_codes(packed[of_rows]), stored[of_rows])
-        laid_scales[of_blocks] = _laid_scales(scales[of_rows])
+    words = torch.zeros(blocks, units, ROWS * UNIT // 8, dtype=torch.int32, device=packed.device)
+    laid_scales = torch.zeros(blocks, units, ROWS * UNIT // BLOCK, dtype=torch.uint8, device=packed.device)
+    pack_(words, laid_scales, 0, packed, scales)
     return words, laid_scales
+
+
+def pack_(
+    words: torch.Tensor, laid_scales: torch.Tensor, row_start: int, packed: torch.Tensor, scales: torch.Tensor
+) -> None:
+    """Overwrite rows row_start... of what `pack` returned, in place; other rows keep their bits.
+
+    `packed` and `scales` as for `pack`, with as many columns, and no block scale negative or NaN.
+    """
+    columns = 2 * packed.shape[1]
+    for start, end in _pieces(row_start, row_start + len(packed), columns):
+        part, blocks = slice(start - row_start, end - row_start), slice(start // ROWS, -(-end // ROWS))
+        new_codes, stored = unpack_codes(packed[part]), scales[part].view(torch.uint8)
+        if (end - start) % ROWS:  # within one block, whose other rows stay
+            inside = slice(start % ROWS, start % ROWS + end - start)
+            old_scales = block_scales(laid_scales[blocks], ROWS, columns).to(torch.float8_e4m3fn).view(torch.uint8)
+            new_codes = _with_rows(codes(words[blocks], ROWS, columns), inside, new_codes)
+            stored = _with_rows(old_scales, inside, stored)
+        words[blocks] = _words(new_codes, stored)
+        laid_scales[blocks] = _laid_scales(stored.view(torch.float8_e4m3fn))
+
+
+def _pieces(start: int, end: int, columns: int) -> Iterator[tuple[int, int]]:
+    """Ranges of rows that are whole blocks, about PIECE codes at once, or lie within one block."""
+    step = max(1, PIECE // (ROWS * columns))
+    while start < end:
+        whole = 0 if start % ROWS else min((end - start) // ROWS, step)
+        stop = start + whole * ROWS if whole else min(end, (start // ROWS + 1) * ROWS)
+        yield start, stop
+        start = stop
+
+
+def _with_rows(tensor: torch.Tensor, rows: slice, new: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.clone()
+    tensor[rows] = new
+    return tensor
 
 
 def codes(words: torch.Tensor, rows: int, columns: int) -> torch.Tensor:

@@ -35,8 +35,6 @@ from qerl.vllm_plugin.products import BASES, Base, adapter_of, load_kernels
 
 logger = logging.getLogger(__name__)
 
-PARTS = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
-
 
 @dataclass(frozen=True)
 class Options:
@@ -155,18 +153,6 @@ class QerlBF16Config(QuantizationConfig):
 
 def register() -> None:
     """The decorators above registered on import."""
-
-
-def parts(name: str, layer: LinearBase) -> list[tuple[str, int, int]]:
-    """(base module name, first row, rows) of each linear that `layer` fuses; `name` is vLLM's module name."""
-    parent, _, leaf = name.rpartition(".")
-    leaves = PARTS.get(leaf, (leaf,))
-    sizes = getattr(layer, "output_partition_sizes", None) or [layer.output_size]
-    rows, start = [], 0
-    for part, size in zip(leaves, sizes, strict=True):
-        rows.append((f"{parent}.{part}" if parent else part, start, size))
-        start += size
-    return rows
 
 
 def kernel_name(layer: LinearBase) -> str:

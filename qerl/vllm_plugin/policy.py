@@ -17,7 +17,8 @@ from vllm.model_executor.layers.linear import LinearBase
 from qerl.errors import EngineError
 from qerl.layers.place import fuse_
 from qerl.nvfp4.kernel_linear import KernelLinear
-from qerl.vllm_plugin.linear import kernel_name, kernel_weight, parts
+from qerl.vllm_plugin.linear import kernel_name, kernel_weight
+from qerl.vllm_plugin.sync import parts
 
 
 def build_policy(folder: str, engine_model: nn.Module, trust_remote_code: bool = False) -> PreTrainedModel:
@@ -42,24 +43,32 @@ def build_policy(folder: str, engine_model: nn.Module, trust_remote_code: bool =
     return model.requires_grad_(False).eval()
 
 
-def _place_linears_(model: PreTrainedModel, engine_model: nn.Module) -> set[str]:
-    """Put a module over the engine's rows in place of each linear; returns their names."""
-    modules = dict(model.named_modules())
-    placed = set()
+def linear_views(engine_model: nn.Module) -> dict[str, nn.Linear]:
+    """A frozen linear over the engine's rows for each linear of the checkpoint, by its base module name."""
+    views: dict[str, nn.Linear] = {}
     for name, layer in engine_model.named_modules():
         if not isinstance(layer, LinearBase):
             continue
         weight = None if kernel_name(layer) == "cublas" else kernel_weight(layer)
         for part, start, rows in parts(name, layer):
-            old = modules.get(part)
-            if not isinstance(old, nn.Linear) or old.out_features != rows:
-                raise EngineError(f"vLLM's {name} has rows for {part} ({rows}), the transformers model {old}")
             bias = None if layer.qerl_bias is None else layer.qerl_bias[start : start + rows]
-            new = _dense_linear(layer, start, rows, bias) if weight is None else KernelLinear(weight, start, rows, bias)
-            parent, _, leaf = part.rpartition(".")
-            setattr(modules[parent], leaf, new)
-            placed.add(part)
-    return placed
+            if weight is None:
+                views[part] = _dense_linear(layer, start, rows, bias)
+            else:
+                views[part] = KernelLinear(weight, start, rows, bias)
+    return views
+
+
+def _place_linears_(model: PreTrainedModel, engine_model: nn.Module) -> set[str]:
+    """Put a module over the engine's rows in place of each linear; returns their names."""
+    modules, views = dict(model.named_modules()), linear_views(engine_model)
+    for name, view in views.items():
+        old = modules.get(name)
+        if not isinstance(old, nn.Linear) or old.out_features != view.out_features:
+            raise EngineError(f"vLLM has {view.out_features} rows for {name}, the transformers model {old}")
+        parent, _, leaf = name.rpartition(".")
+        setattr(modules[parent], leaf, view)
+    return set(views)
 
 
 def _dense_linear(layer: LinearBase, start: int, rows: int, bias: torch.Tensor | None) -> nn.Linear:

@@ -10,13 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qerl.engine.update import check_names
 from qerl.errors import EngineError
+from qerl.nvfp4.layout import SHARED_GLOBAL_SCALE
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
+FUSED = dict(zip(("qkv_proj", "gate_up_proj"), SHARED_GLOBAL_SCALE, strict=True))  # vLLM's name -> the checkpoint's
 
 
 @dataclass(frozen=True)
@@ -36,8 +39,6 @@ class AdapterSlot:
 
 def adapter_slots(linears: Mapping[str, nn.Module]) -> dict[str, AdapterSlot]:
     """Slots by base module name, for vLLM's linears by their names."""
-    from qerl.vllm_plugin.linear import parts
-
     slots = {}
     for name, layer in linears.items():
         fused = parts(name, layer)
@@ -45,6 +46,18 @@ def adapter_slots(linears: Mapping[str, nn.Module]) -> dict[str, AdapterSlot]:
         for index, (part, start, rows) in enumerate(fused):
             slots[part] = AdapterSlot(layer.lora_a, layer.lora_b, index * max_rank, start, rows)
     return slots
+
+
+def parts(name: str, layer: nn.Module) -> list[tuple[str, int, int]]:
+    """(base module name, first row, rows) of each linear that `layer` fuses; `name` is vLLM's module name."""
+    parent, _, leaf = name.rpartition(".")
+    leaves = FUSED.get(leaf, (leaf,))
+    sizes = getattr(layer, "output_partition_sizes", None) or [layer.output_size]
+    rows, start = [], 0
+    for part, size in zip(leaves, sizes, strict=True):
+        rows.append((f"{parent}.{part}" if parent else part, start, size))
+        start += size
+    return rows
 
 
 def split_adapter(
@@ -59,8 +72,10 @@ def split_adapter(
     trained = {n.removesuffix(".weight"): t for n, t in tensors.items() if not n.endswith((A_SUFFIX, B_SUFFIX))}
     if unpaired := sorted(set(a) ^ set(b)):
         raise EngineError(f"the adapter has only one of A and B for {unpaired[:4]}: its file is incomplete")
-    _check_places("linear", set(a), set(slots))
-    _check_places("norm", set(trained), set(norms))
+    if a and not slots:
+        raise EngineError("the engine was opened without an adapter (max_rank 0): open it for the adapter's rank")
+    check_names("linear", a, slots, "adapter")
+    check_names("norm", trained, norms, "adapter")
     for name in a:
         _check_shapes(name, a[name], b[name], slots[name], max_rank)
     for name, tensor in trained.items():
@@ -95,19 +110,6 @@ def _end(slot: AdapterSlot, slots: Mapping[str, AdapterSlot]) -> int:
     """One past the slot's columns of B."""
     starts = [other.first for other in slots.values() if other.lora_b is slot.lora_b and other.first > slot.first]
     return min(starts, default=slot.lora_b.shape[1])
-
-
-def _check_places(kind: str, given: set[str], places: set[str]) -> None:
-    if unknown := sorted(given - places):
-        why = "it was opened without an adapter (max_rank 0)" if not places else "the adapter is of another base"
-        raise EngineError(f"the engine has no {kind} for {unknown[:4]} ({len(unknown)} of {len(given)}): {why}")
-    leaves = {name.rpartition(".")[2] for name in given}
-    if kind == "norm":  # a final norm or QK-norm beside the trained block norms is no lack
-        depth = {name.rpartition(".")[2]: name.count(".") for name in given}
-        places = {name for name in places if depth.get(name.rpartition(".")[2]) == name.count(".")}
-    lacking = sorted(name for name in places - given if name.rpartition(".")[2] in leaves)
-    if lacking:
-        raise EngineError(f"the adapter has nothing for {lacking[:4]} ({len(lacking)} places): it is of another base")
 
 
 def _check_shapes(name: str, a: torch.Tensor, b: torch.Tensor, slot: AdapterSlot, max_rank: int) -> None:

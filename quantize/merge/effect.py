@@ -26,6 +26,7 @@ from qerl.data.rows import local_rows
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_model
 from qerl.engine.options import EngineOptions
+from qerl.engine.update import AdapterUpdate, deliver
 from qerl.errors import DataError, QerlError
 from qerl.tasks import build_messages, load_examples, render_prompt
 
@@ -165,7 +166,7 @@ def _neutralize(engine: Engine, exact: ModelRef) -> None:
             name: tensor.new_zeros(tensor.shape) if ".lora_" in name else read(name).to(tensor.dtype)
             for name, tensor in tensors.items()
         }
-    engine.sync_adapter(neutral, scaling)
+    deliver(AdapterUpdate(neutral, scaling), engine)
 
 
 def _same(one: Sequence[Completion], other: Sequence[Completion]) -> int:

@@ -180,6 +180,7 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
 
     from qerl.engine.interface import SamplingParams
     from qerl.engine.options import EngineOptions
+    from qerl.engine.update import AdapterUpdate, deliver
     from qerl.engine.vllm_engine import VLLMEngine
 
     config = json.loads((Path(arguments.model) / "config.json").read_text(encoding="utf-8"))
@@ -197,7 +198,7 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
         for name, slot in engine._slots.items():
             tensors[f"{name}.lora_A.weight"] = torch.randn(arguments.rank, slot.in_features, device="cuda") * 0.01
             tensors[f"{name}.lora_B.weight"] = torch.randn(slot.rows, arguments.rank, device="cuda") * 0.01
-        engine.sync_adapter(tensors, 2.0)
+        deliver(AdapterUpdate(tensors, 2.0), engine)
 
     def generate(prompts: list[list[int]], new_tokens: int) -> int:
         completions = engine.generate(prompts, SamplingParams(max_new_tokens=new_tokens), seed=1)

@@ -8,6 +8,7 @@ import torch
 
 from engine_checks.compare import compare, same
 from engine_checks.context import Context
+from qerl.engine.update import AdapterUpdate, deliver
 
 ALPHA = 16.0
 
@@ -27,7 +28,7 @@ def adapter(context: Context) -> dict:
     for _ in range(5):
         torch.cuda.synchronize()
         started = time.perf_counter()
-        count = context.engine.sync_adapter(tensors, adapter_scaling(model))
+        count = deliver(AdapterUpdate(tensors, adapter_scaling(model)), context.engine)
         torch.cuda.synchronize()
         times.append((time.perf_counter() - started) * 1e3)
     completions = context.engine.generate(context.prompts, context.sampling, seed=3)
@@ -38,7 +39,7 @@ def adapter(context: Context) -> dict:
     result["errors"] = _adapter_errors(context, dict(tensors), adapter_scaling(model))
     for tensor in tensors.values():
         tensor.data.zero_()
-    context.engine.sync_adapter(tensors, 1.0)
+    deliver(AdapterUpdate(tensors, 1.0), context.engine)
     after = context.engine.generate(context.prompts[:8], context.greedy)
     result["zero_adapter_restores"] = same(before, after)
     context.policy = model.unload()
@@ -77,7 +78,7 @@ def _adapter_errors(context: Context, tensors: dict, scaling: float) -> dict:
     messages = {}
     for name, case in broken.items():
         try:
-            context.engine.sync_adapter(case, scaling)
+            deliver(AdapterUpdate(case, scaling), context.engine)
             messages[name] = None
         except EngineError as error:
             messages[name] = str(error)
@@ -96,7 +97,7 @@ def trained_norms(context: Context) -> dict:
     for tensor in norms.values():
         noise = torch.randn(tensor.shape, generator=generator, device=tensor.device)
         tensor.data.add_((0.05 * noise).to(tensor.dtype))
-    count = engine.sync_adapter(tensors, adapter_scaling(model))
+    count = deliver(AdapterUpdate(tensors, adapter_scaling(model)), engine)
     completions = engine.generate(context.prompts, context.sampling, seed=3)
     gains = {name: module.gain for name, module in engine._gains.norms.items()}
     exact = all(torch.equal(gains[n.removesuffix(".weight")], t.detach().float()) for n, t in norms.items())

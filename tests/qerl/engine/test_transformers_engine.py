@@ -11,6 +11,7 @@ from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors, attach_lor
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import choose_engine, open_engine
 from qerl.engine.options import EngineOptions
+from qerl.engine.update import AdapterUpdate, deliver
 from qerl.errors import ConfigError, EngineError
 from qerl.layers.norms import block_norms
 
@@ -197,7 +198,7 @@ def test_the_trainers_adapter_acts_without_a_copy(engine):
     clean = tokens(engine.generate(PROMPTS, GREEDY))
     policy = attach_lora(engine.policy_model(), rank=4, alpha=8)
     tensors = adapter_tensors(policy)
-    assert engine.sync_adapter(tensors, adapter_scaling(policy)) == len(tensors)
+    assert deliver(AdapterUpdate(tensors, adapter_scaling(policy)), engine) == len(tensors)
     assert tokens(engine.generate(PROMPTS, GREEDY)) == clean
     with torch.no_grad():
         for tensor in tensors.values():
@@ -215,7 +216,7 @@ def test_a_saved_adapter_acts_and_can_be_swapped(engine, nvfp4_base, tmp_path):
             for tensor in adapter_tensors(policy).values():
                 tensor.copy_(torch.randn_like(tensor))
         save_adapter(policy, tmp_path / str(index), str(nvfp4_base))
-        engine.sync_adapter(*read_adapter(tmp_path / str(index)))
+        deliver(AdapterUpdate(*read_adapter(tmp_path / str(index))), engine)
         synced = tokens(engine.generate(PROMPTS, GREEDY))
         assert synced == tokens(other.generate(PROMPTS, GREEDY))
         assert synced != clean
@@ -229,8 +230,8 @@ def test_a_swapped_adapter_brings_its_own_scaling(engine, nvfp4_base):
         for tensor in adapter_tensors(policy).values():
             tensor.copy_(0.1 * torch.randn_like(tensor))
     tensors = {name: tensor.detach().clone() for name, tensor in adapter_tensors(policy).items()}
-    engine.sync_adapter(tensors, 20.0)
-    engine.sync_adapter(tensors, 2.0)
+    deliver(AdapterUpdate(tensors, 20.0), engine)
+    deliver(AdapterUpdate(tensors, 2.0), engine)
     completion = [9, 10, 11, 12]
     assert engine.score([PROMPTS[0]], [completion]) == other.score([PROMPTS[0]], [completion])
 

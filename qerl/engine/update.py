@@ -1,0 +1,115 @@
+"""What a sync brings to an engine: an adapter's tensors, or whole weights that the engine packs into its own.
+
+Both kinds are written in place, into the tensors that the trainer and captured CUDA graphs read. `deliver` is how an
+update is sent: it checks that the engine took all of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from qerl.errors import EngineError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from qerl.engine.interface import Engine
+
+
+@dataclass(frozen=True)
+class AdapterUpdate:
+    """The factors of a LoRA adapter, and trained norms.
+
+    `tensors` has the names of `qerl.checkpoint.adapter.adapter_tensors`: base module names, ending in `.lora_A.weight`
+    (r, in), `.lora_B.weight` (out, r), or `.weight` (d,) for a trained norm. `scaling` multiplies B.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    scaling: float
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+
+@dataclass(frozen=True)
+class WeightsUpdate:
+    """Whole weights: dense matrices (out, in) by the linear's module name, trained norms (d,) by the norm's.
+
+    A quantized linear gets the matrix rounded to its format, with the scales that depend on the matrix's dtype. Each
+    matrix is read once, so `weights` may compute it on access and hold none of them.
+    """
+
+    weights: Mapping[str, torch.Tensor]
+    norms: Mapping[str, torch.Tensor] = field(default_factory=dict)
+
+    def __len__(self) -> int:
+        return len(self.weights) + len(self.norms)
+
+
+Update = AdapterUpdate | WeightsUpdate
+
+
+def deliver(update: Update, engine: Engine) -> int:
+    """Sync `engine` with `update`; returns the number of tensors that act. Raises EngineError unless that is all."""
+    taken = engine.sync(update)
+    if taken != len(update):
+        raise EngineError(f"the engine took {taken} of the update's {len(update)} tensors: they do not fit it")
+    return taken
+
+
+def check_fit(update: WeightsUpdate, linears: Mapping[str, nn.Linear], norms: Mapping[str, torch.Tensor]) -> None:
+    """Raise EngineError for names that have no place, or no update, and for norms of another size.
+
+    `norms` has the weights (d,) of the norms that can be trained.
+    """
+    check_names("linear", update.weights, linears)
+    check_names("norm", update.norms, norms)
+    for name, tensor in update.norms.items():
+        if tensor.shape != norms[name].shape:
+            raise EngineError(f"trained norm {name} has shape {tuple(tensor.shape)}: the update is of another base")
+
+
+def pack_weights_(weights: Mapping[str, torch.Tensor], linears: Mapping[str, nn.Linear]) -> int:
+    """Write each matrix over the weight of the linear of that name, in place; returns how many were written.
+
+    Raises EngineError for a matrix that its linear cannot hold; those before it have been written then, so the run has
+    to end.
+    """
+    import torch
+
+    from qerl.nvfp4.linear import NVFP4Linear
+
+    with torch.no_grad():
+        for name in weights:
+            matrix, linear = weights[name].detach(), linears[name]
+            if tuple(matrix.shape) != (linear.out_features, linear.in_features):
+                raise EngineError(
+                    f"the update's {name} is {tuple(matrix.shape)}, and the linear ({linear.out_features}, "
+                    f"{linear.in_features}): the update is of another base"
+                )
+            if isinstance(linear, NVFP4Linear):
+                linear.pack_(matrix, name)
+            else:
+                linear.weight.copy_(matrix)
+    return len(weights)
+
+
+def check_names(kind: str, given: Collection[str], places: Collection[str], what: str = "update") -> None:
+    """Raise EngineError unless each name has a place, and what is given for one layer is given for every layer.
+
+    Layers are alike by a module's last name and depth: where block norms are given, a final norm is not missed.
+    """
+    if unknown := sorted(set(given) - set(places)):
+        raise EngineError(
+            f"the engine has no {kind} for {unknown[:4]} ({len(unknown)} of {len(given)}): the {what} is of another "
+            "base"
+        )
+    alike = {(name.rpartition(".")[2], name.count(".")) for name in given}
+    lacking = [name for name in set(places) - set(given) if (name.rpartition(".")[2], name.count(".")) in alike]
+    if lacking:
+        raise EngineError(
+            f"the {what} has nothing for {sorted(lacking)[:4]} ({len(lacking)} places): it is of another base"
+        )

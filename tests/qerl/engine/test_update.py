@@ -1,0 +1,220 @@
+"""Whole weights reach an engine: the reference's bytes in place, the next tokens follow, what does not fit raises."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qerl.engine.interface import SamplingParams
+from qerl.engine.open import open_engine
+from qerl.engine.options import EngineOptions
+from qerl.engine.update import AdapterUpdate, WeightsUpdate, deliver, pack_weights_
+from qerl.errors import EngineError
+from qerl.nvfp4 import reference, slab_layout
+from qerl.nvfp4.kernel_layout import HUMMING_MMA, MARLIN, QERL, KernelWeight
+from qerl.nvfp4.kernel_linear import KernelLinear
+from qerl.nvfp4.linear import NVFP4Linear
+from qerl.vllm_plugin.sync import parts
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12]]
+ON_CPU = EngineOptions(engine="transformers", device="cpu")
+GREEDY = SamplingParams(max_new_tokens=8, temperature=0.0)
+NORM = "model.layers.0.input_layernorm"
+
+
+@pytest.fixture
+def engine(nvfp4_base):
+    return open_engine(str(nvfp4_base), "nvfp4", ON_CPU)
+
+
+def linears(engine):
+    modules = engine.policy_model().named_modules()
+    return {name: module for name, module in modules if isinstance(module, torch.nn.Linear) and name != "lm_head"}
+
+
+def changed(engine, size=0.3, seed=1):
+    """The weights of each linear, some of them another value by up to `size` of the largest."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for name, linear in linears(engine).items():
+        dense = linear.dense(torch.float32) if isinstance(linear, NVFP4Linear) else linear.weight.detach().float()
+        step = torch.randn(dense.shape, generator=generator).clamp(-1, 1) * dense.abs().max()
+        weights[name] = (dense + size * step).clamp(-dense.abs().max(), dense.abs().max())
+    return weights
+
+
+def norms_of(engine):
+    named = engine.policy_model().named_parameters()
+    return {name.removesuffix(".weight"): p for name, p in named if name.endswith("_layernorm.weight")}
+
+
+def completions(engine):
+    return [completion.token_ids for completion in engine.generate(PROMPTS, GREEDY)]
+
+
+def test_each_linear_holds_the_reference_s_bytes_where_they_were(engine):
+    before = completions(engine)
+    scores = engine.score(PROMPTS, before)
+    places = {name: linear.weight_packed.data_ptr() for name, linear in linears(engine).items()}
+    weights = changed(engine)
+    assert deliver(WeightsUpdate(weights), engine) == len(weights) == 14
+    for name, linear in linears(engine).items():
+        expected = reference.quantize(weights[name], linear.weight_global_scale)
+        assert torch.equal(linear.weight_packed, expected.packed)
+        assert torch.equal(linear.weight_scale.view(torch.uint8), expected.block_scale.view(torch.uint8))
+        assert linear.weight_packed.data_ptr() == places[name]
+    assert engine.score(PROMPTS, before) != scores
+    assert completions(engine) != before
+
+
+def test_the_same_weights_change_nothing(engine):
+    before = engine.generate(PROMPTS, GREEDY)
+    deliver(WeightsUpdate(changed(engine, size=0.0)), engine)
+    assert engine.generate(PROMPTS, GREEDY) == before
+
+
+def test_weights_act_as_a_model_that_was_loaded_with_them(base):
+    """A 16-bit base takes the matrices as they are; norms come with them."""
+    engine, other = (open_engine(str(base), "bf16", ON_CPU) for _ in range(2))
+    weights = changed(engine)
+    norms = {name: 1.5 * norm.detach() for name, norm in norms_of(engine).items()}
+    assert deliver(WeightsUpdate(weights, norms), engine) == 18
+    own = linears(other)
+    with torch.no_grad():
+        for name, matrix in weights.items():
+            own[name].weight.copy_(matrix)
+        for name, norm in norms_of(other).items():
+            norm.copy_(norms[name])
+    assert engine.generate(PROMPTS, GREEDY) == other.generate(PROMPTS, GREEDY)
+
+
+def test_a_part_of_the_linears_may_be_trained_in_every_layer(engine):
+    weights = {name: matrix for name, matrix in changed(engine).items() if ".mlp." in name}
+    others = {name: module.weight_packed.clone() for name, module in linears(engine).items() if name not in weights}
+    assert deliver(WeightsUpdate(weights), engine) == 6
+    assert all(torch.equal(linears(engine)[name].weight_packed, packed) for name, packed in others.items())
+
+
+def renamed(weights):
+    return {name.replace("layers.1", "layers.7"): matrix for name, matrix in weights.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "norms", "message"),
+    [
+        (renamed, {}, r"no linear for .'model\.layers\.7.*7 of 14"),
+        (lambda w: w | {"lm_head": torch.zeros(8, 64)}, {}, "no linear for .'lm_head'"),
+        (lambda w: {k: v for k, v in w.items() if ".1.mlp." not in k}, {}, r"nothing for .'model\.layers\.1\.mlp"),
+        (lambda w: w, {"model.layers.9.input_layernorm": torch.ones(64)}, "no norm for"),
+        (lambda w: w, {NORM: torch.ones(64)}, r"nothing for .'model\.layers\.1\.input_layernorm"),
+        (lambda w: w, {NORM: torch.ones(32), NORM.replace("0", "1"): torch.ones(64)}, r"has shape \(32,\)"),
+    ],
+    ids=["unknown", "head", "missing", "unknown norm", "missing norm", "norm of another size"],
+)
+def test_names_that_do_not_fit_raise_before_anything_is_written(engine, change, norms, message):
+    before = engine.generate(PROMPTS, GREEDY)
+    with pytest.raises(EngineError, match=message):
+        deliver(WeightsUpdate(change(changed(engine)), norms), engine)
+    assert engine.generate(PROMPTS, GREEDY) == before
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda matrix: matrix[:-8], r"and the linear \(64, 64\): the update is of another base"),
+        (lambda matrix: 3 * matrix, "block scales of .*q_proj saturate: .* fixed for a run"),
+        (lambda matrix: matrix.index_fill(0, torch.tensor(3), float("nan")), "inf or NaN"),
+    ],
+    ids=["shape", "grown", "not finite"],
+)
+def test_a_matrix_that_the_linear_cannot_hold_is_refused(engine, change, message):
+    weights, name = changed(engine, size=0.0), "model.layers.0.self_attn.q_proj"
+    with pytest.raises(EngineError, match=message) as raised:
+        deliver(WeightsUpdate({**weights, name: change(weights[name])}), engine)
+    assert "\n" not in str(raised.value)
+    assert name in str(raised.value)
+
+
+def test_weights_may_be_computed_when_they_are_read(engine):
+    """Each matrix once, so that no two of them need to exist."""
+    weights, reads = changed(engine), []
+
+    class Lazy(dict):
+        def __getitem__(self, name):
+            reads.append(name)
+            return super().__getitem__(name)
+
+    deliver(WeightsUpdate(Lazy(weights)), engine)
+    assert reads == list(weights)
+
+
+@pytest.mark.parametrize(
+    "update", [AdapterUpdate({"a": None, "b": None}, 2.0), WeightsUpdate({"a": None}, {"n": None})]
+)
+def test_an_engine_that_takes_less_is_found_out(update):
+    assert len(update) == 2
+    assert deliver(update, SimpleNamespace(sync=len)) == 2
+    with pytest.raises(EngineError, match="the engine took 1 of the update's 2 tensors"):
+        deliver(update, SimpleNamespace(sync=lambda update: 1))
+
+
+# --- the vLLM engine's tensors, without vLLM
+
+SIZES = {"q_proj": 328, "k_proj": 40, "v_proj": 40}  # parts begin and end within a block of 256 rows, or of 16
+COLUMNS = 176
+
+
+def fused_weight(layout=QERL, seed=0):
+    """(dense, kernel's weight) of a fused q/k/v as vLLM's layer keeps it."""
+    dense = torch.randn(sum(SIZES.values()), COLUMNS, generator=torch.Generator().manual_seed(seed))
+    packed, scales, global_scale = reference.quantize(dense)
+    words, laid = slab_layout.pack(packed, scales)
+    return dense, KernelWeight(layout, words, laid, len(dense), COLUMNS, float(global_scale))
+
+
+def views(weight):
+    layer = SimpleNamespace(output_partition_sizes=list(SIZES.values()))
+    return {name: KernelLinear(weight, start, rows, None) for name, start, rows in parts("model.a.qkv_proj", layer)}
+
+
+def test_the_parts_of_a_fused_linear_are_packed_as_the_whole():
+    _, weight = fused_weight()
+    new = fused_weight(seed=1)[0].clamp(-2, 2)
+    addresses = weight.words.data_ptr(), weight.scales.data_ptr()
+    matrices = dict(zip((f"model.a.{leaf}" for leaf in SIZES), new.split(list(SIZES.values())), strict=True))
+    assert pack_weights_(matrices, views(weight)) == 3
+    whole = reference.quantize(new, torch.tensor([weight.global_scale]))
+    words, laid = slab_layout.pack(whole.packed, whole.block_scale)
+    assert torch.equal(weight.words, words)
+    assert torch.equal(weight.scales, laid)
+    assert (weight.words.data_ptr(), weight.scales.data_ptr()) == addresses
+    for name, view in views(weight).items():
+        expected = reference.quantize(matrices[name], torch.tensor([weight.global_scale]))
+        assert torch.equal(view.dense(torch.float32), reference.dequantize(*expected, torch.float32))
+
+
+@pytest.mark.parametrize("part", SIZES)
+def test_the_rows_of_other_parts_stay(part):
+    dense, weight = fused_weight()
+    view = views(weight)[f"model.a.{part}"]
+    words, laid = weight.words.clone(), weight.scales.clone()
+    view.pack_(torch.full((view.out_features, COLUMNS), 0.5))
+    rows = torch.ones(len(dense), dtype=torch.bool)
+    rows[view.row_start : view.row_start + view.out_features] = False
+    for read, now, before in [
+        (slab_layout.codes, weight.words, words),
+        (slab_layout.block_scales, weight.scales, laid),
+    ]:
+        whole = slab_layout.ROWS * len(words), COLUMNS
+        assert torch.equal(read(now, *whole)[: len(dense)][rows], read(before, *whole)[: len(dense)][rows])
+        assert not read(now, *whole)[len(dense) :].any()
+        assert not torch.equal(now, before)
+
+
+@pytest.mark.parametrize("layout", [MARLIN, HUMMING_MMA], ids=lambda layout: layout.name)
+def test_a_kernel_with_factors_of_its_own_is_refused(layout):
+    dense, weight = fused_weight(layout)
+    before = weight.words.clone()
+    with pytest.raises(EngineError, match=rf"the {layout.name} kernel .* write rollout\.kernel=qerl"):
+        pack_weights_({"model.a.q_proj": dense[:328], "model.a.k_proj": dense[328:368]}, views(weight))
+    assert torch.equal(weight.words, before)
