@@ -1,1 +1,1 @@
-"""CUDA sources, and how they are compiled, described to the copy engine, timed and launched."""
+"""Our CUDA sources, and what compiles, launches and times them and describes matrices to the copy engine."""

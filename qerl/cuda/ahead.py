@@ -1,4 +1,4 @@
-"""Jobs that are begun in threads before their results are asked for, and done once though several ask. No torch."""
+"""Jobs that start in threads before their results are needed, and run once even if several callers ask. No torch."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Name, Result = TypeVar("Name"), TypeVar("Result")
 
 
 class Jobs(Generic[Name, Result]):
-    """By name. Who comes first does a job, a thread or who asks for it; whoever asks meanwhile waits for its end.
+    """Jobs by name. A job runs once, in whichever thread or caller gets to it first; other callers wait for it to end.
 
-    A result, or an error, is kept until it was asked for; a job that is asked for again is done again.
+    Its result, or its error, is kept until somebody asks for it. Asking for it again runs the job again.
     """
 
     def __init__(self) -> None:
@@ -25,7 +25,7 @@ class Jobs(Generic[Name, Result]):
         self._jobs: dict[Name, _Job[Result]] = {}
 
     def begin(self, works: Mapping[Name, Callable[[], Result]]) -> None:
-        """Do these in threads, a core each, in this order; none that is under way already."""
+        """Start these in threads, one per core, in this order; those that are already under way are left alone."""
         with self._lock:
             new = {name: _Job(work) for name, work in works.items() if name not in self._jobs}
             self._jobs |= new
@@ -38,7 +38,10 @@ class Jobs(Generic[Name, Result]):
             atexit.register(_end, waiting, threads)
 
     def result(self, name: Name, work: Callable[[], Result]) -> Result:
-        """Of the job of this name, done here by `work` unless another thread has begun it. Raises what it raised."""
+        """The result of the job `name`, run here as `work` unless another thread has begun it.
+
+        Raises whatever the job raised.
+        """
         with self._lock:
             job = self._jobs.setdefault(name, _Job(work))
         try:
@@ -55,25 +58,28 @@ class _Job(Generic[Result]):
         self._done: Future[Result] = Future()
 
     def run(self) -> Future[Result]:
-        """Do it, or wait for who does it."""
+        """Run the job, or wait until the thread that is running it is done."""
         with self._lock:
             if not self._done.done():
                 try:
                     self._done.set_result(self._work())
-                except BaseException as error:  # goes to who asks
+                except BaseException as error:  # handed to whoever asks for the result
                     self._done.set_exception(error)
         return self._done
 
 
 def _run_all(waiting: deque[_Job]) -> None:
-    with suppress(IndexError):  # none is left
+    with suppress(IndexError):  # raised when none is left
         while True:
             waiting.popleft().run()
 
 
 def _end(waiting: deque[_Job], threads: list[threading.Thread]) -> None:
-    """Begin nothing more, and wait for what is under way: NVRTC aborts the process if its compiler runs while the
-    libraries are taken down (seen with 13.0: "LLVM ERROR", or a segmentation fault)."""
+    """Start nothing more, and wait for what is under way.
+
+    NVRTC aborts the process if its compiler still runs while the libraries are unloaded (seen with 13.0: "LLVM ERROR",
+    or a segmentation fault).
+    """
     waiting.clear()
     for thread in threads:
         thread.join()

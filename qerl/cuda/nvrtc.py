@@ -1,8 +1,8 @@
-"""Compile a CUDA source of this package for the card it runs on, keep the result, and launch its kernels.
+"""Compile a CUDA source of this package for the card at hand, cache the result, and launch its kernels.
 
-NVRTC and the driver come with torch's CUDA builds (`cuda-bindings` is a dependency of torch 2.11): no compiler has to
-be installed. A compiled source is cached in a folder of the user, under the hash of all that it depends on. NVRTC
-releases the GIL and compiles several programs at once: `compile_ahead`.
+torch's CUDA builds bring NVRTC and the bindings of the driver (`cuda-bindings` is a dependency of torch 2.11), so no
+compiler has to be installed. Compiled sources are cached in the user's cache folder, under a hash of everything that
+they depend on. NVRTC releases the GIL, so `compile_ahead` can compile several sources at once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from qerl.files.disk import write_shared
 
 FOLDER = Path(__file__).parent / "sources"
 
-Variant = tuple[str, tuple[str, ...]]  # a source of `FOLDER`, and what it is compiled with ("TILES=2")
+Variant = tuple[str, tuple[str, ...]]  # a source in `FOLDER`, and the macros it is compiled with ("TILES=2")
 
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Whether the CUDA kernels run there: a Hopper card, and the CUDA bindings that torch brings."""
+    """Whether our CUDA kernels run on `device`: it must be a Hopper card, with the CUDA bindings that torch brings."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device)[0] != 9:
         return False
     return find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
@@ -39,14 +39,13 @@ def has_kernels(device: torch.device) -> bool:
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is started. `cluster`: blocks of a cluster along y. `early`: its blocks may come onto the card when
-    those of the launch before have left it; it waits by itself for what that one wrote."""
+    """How a kernel is started."""
 
     grid: tuple[int, int, int]
     threads: int
     shared_bytes: int = 0
-    cluster: int = 1
-    early: bool = False
+    cluster: int = 1  # blocks of a cluster, along y
+    early: bool = False  # may start while the launch before it is finishing; the kernel waits for its results itself
 
 
 class Kernel:
@@ -58,8 +57,10 @@ class Kernel:
         self._shared_limit = 48 * 1024
 
     def __call__(self, launch: Launch, *arguments: torch.Tensor | int | float | ctypes.Structure | None) -> None:
-        """Start it on torch's current stream. Tensors go as pointers (None: null), int as int32, float as float32, a
-        structure by value."""
+        """Start the kernel on torch's current stream.
+
+        A tensor is passed as a pointer, None as a null pointer, int as int32, float as float32, a structure by value.
+        """
         from cuda.bindings import driver
 
         _bind_context_()
@@ -80,7 +81,10 @@ class Kernel:
 
 @cache
 def kernel(source: str, name: str, defines: tuple[str, ...] = ()) -> Kernel:
-    """The kernel `name` of `cuda/<source>`, compiled with `defines` ("TILES=2"). Raises EngineError."""
+    """The kernel `name` of `sources/<source>`, compiled with the macros `defines` ("TILES=2").
+
+    Raises EngineError if it cannot be compiled or loaded.
+    """
     from cuda.bindings import driver
 
     binary = _binary(source, defines, torch.cuda.get_device_capability())
@@ -90,11 +94,11 @@ def kernel(source: str, name: str, defines: tuple[str, ...] = ()) -> Kernel:
     return Kernel(function, name)
 
 
-_compilations: Jobs[Path, bytes] = Jobs()  # by file of the cache
+_compilations: Jobs[Path, bytes] = Jobs()  # by cache file
 
 
 def compile_ahead(variants: Iterable[Variant]) -> None:
-    """Begin with what the cache lacks, in threads: `kernel` takes it from there. An error is raised there, too."""
+    """Start compiling, in threads, what the cache lacks. `kernel` takes the results, and raises the errors."""
     capability = torch.cuda.get_device_capability()
     works = dict(_compilation(source, defines, capability) for source, defines in variants)
     _compilations.begin({path: work for path, work in works.items() if not path.exists()})
@@ -107,7 +111,7 @@ def _binary(source: str, defines: tuple[str, ...], capability: tuple[int, int]) 
 def _compilation(
     source: str, defines: tuple[str, ...], capability: tuple[int, int]
 ) -> tuple[Path, Callable[[], bytes]]:
-    """The file of the cache, and what reads it, or compiles and writes it."""
+    """The cache file of a variant, and a function that reads it, or compiles the source and writes it."""
     text = (FOLDER / source).read_text(encoding="utf-8")
     headers = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.cuh"))]
     architecture = f"sm_{capability[0]}{capability[1]}{'a' if capability >= (9, 0) else ''}"
@@ -127,14 +131,14 @@ def _read_or_compile(path: Path, text: str, source: str, options: list[str]) -> 
 
 
 def cache_folder() -> Path:
-    """$QERL_CACHE, or the user's cache folder: compiled kernels and measured choices."""
+    """Where compiled kernels and measured times are kept: $QERL_CACHE, or `qerl` in the user's cache folder."""
     default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "qerl"
     return Path(os.environ.get("QERL_CACHE") or default)
 
 
 @cache
 def _version() -> tuple[int, int]:
-    """Of NVRTC, whose library this loads: before threads compile."""
+    """The version of NVRTC. The first call loads its library, so that this happens before any thread compiles."""
     from cuda.bindings import nvrtc
 
     result = nvrtc.nvrtcVersion()
@@ -161,8 +165,10 @@ _thread = threading.local()
 
 
 def _bind_context_() -> None:
-    """Make torch's CUDA context the current one of this thread: the driver's calls ask for that, torch's bind lazily
-    (autograd's threads have none before their first own kernel)."""
+    """Make torch's CUDA context current in this thread, which the driver's calls require.
+
+    torch binds its context lazily: a thread of autograd has none until it launches its first kernel through torch.
+    """
     from cuda.bindings import driver
 
     if getattr(_thread, "bound", False):
@@ -201,7 +207,7 @@ def _argument(value: torch.Tensor | int | float | ctypes.Structure | None) -> tu
 
 
 def _check(result: tuple[Any, ...], what: str) -> Any:
-    """The value of a call of the CUDA bindings. Raises EngineError with the driver's word for what went wrong."""
+    """Return the value of a call of the CUDA bindings. Raises EngineError with the driver's name for a failure."""
     if int(result[0]) != 0:
         raise EngineError(f"CUDA refused {what}: {result[0]!r}")
     return result[1] if len(result) > 1 else None

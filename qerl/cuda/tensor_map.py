@@ -1,4 +1,4 @@
-"""Descriptions of matrices from which Hopper's copy engine takes tiles (CUtensorMap)."""
+"""Descriptions of matrices for Hopper's copy engine, which copies them tile by tile (CUtensorMap)."""
 
 from __future__ import annotations
 
@@ -7,29 +7,28 @@ from functools import cache, lru_cache
 
 from qerl.errors import EngineError
 
-BFLOAT16, SIZE = 9, 2  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, and its bytes
+BFLOAT16, SIZE = 9, 2  # CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, and bytes per value
 ALIGNMENT = 64
 
 
 class TensorMap(ctypes.Structure):
-    """128 bytes that a kernel takes by value."""
+    """The 128 bytes of a map, passed to a kernel by value."""
 
     _fields_ = [("opaque", ctypes.c_uint64 * 16)]
 
 
 @lru_cache(maxsize=8192)
 def tensor_map(address: int, shape: tuple[int, int], tile: tuple[int, int], swizzled: bool = False) -> TensorMap:
-    """Of a contiguous bfloat16 matrix `shape` (rows, columns) at `address`, of which `tile` (rows, columns) is copied
-    at a time; beyond its edges are zeros. Its rows begin at 16 bytes. `swizzled`: 16-byte chunks exchanged within 128
-    bytes by row % 8.
+    """The map of a contiguous bfloat16 matrix of `shape` (rows, columns) at `address`, copied in tiles (rows, columns).
 
-    Raises EngineError if the driver refuses it.
+    Rows must be aligned to 16 bytes. A tile that reaches beyond the matrix is filled with zeros. `swizzled` permutes
+    the 16-byte chunks within each 128 bytes by row % 8. Raises EngineError if the driver refuses the map.
     """
     buffer = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + ALIGNMENT)
     aligned = -(-ctypes.addressof(buffer) // ALIGNMENT) * ALIGNMENT
     sizes, steps = (ctypes.c_uint64 * 2)(shape[1], shape[0]), (ctypes.c_uint64 * 1)(shape[1] * SIZE)
     box, ones = (ctypes.c_uint32 * 2)(tile[1], tile[0]), (ctypes.c_uint32 * 2)(1, 1)
-    no_interleave, promotion, zeros = 0, 2, 0  # of what is fetched to L2: 128 bytes
+    no_interleave, promotion, zeros = 0, 2, 0  # promotion 2: 128 bytes are fetched into L2 at a time
     code = _driver().cuTensorMapEncodeTiled(
         ctypes.c_void_p(aligned),
         BFLOAT16,

@@ -1,27 +1,28 @@
-// attend:  out[s, h] = softmax(scale * q[s, h] . K[s])  V[s],  one new token of each sequence, over its pages of the KV
-// cache and the new token's key and value, which are written to their slot of the cache.
+// attend:  out[s, h] = softmax(scale * q[s, h] . K[s])  V[s],  for one new token per sequence, over its pages of the KV
+// cache and the new token's key and value, which are also written to their slot in the cache.
 //
-// The tiles of TILE tokens of all sequences and key heads, in that order, are cut into equal ranges, one for each block
-// (`attend_plan`, once for all layers of a step). A block works on the heads of its range in turn, at most GROUP query
-// heads that share a key head: its warps take tiles straight from memory to the registers in which the tensor cores take
-// them. Both products have tokens or values as rows and heads as columns: S = K Q^T, then O = V^T P^T. Where a head is
-// cut between blocks, each leaves its sums in `parts`, and the block that is done last adds them up. All sums have a
-// fixed order, so a call repeats to the bit.
+// The tiles of TILE tokens of all sequences and key heads, in that order, are divided into equal ranges, one per block
+// (by `attend_plan`, once for all layers of a step). A block works through the key heads of its range one at a time,
+// each with the at most GROUP query heads that share it. Its warps load tiles from memory straight into the registers
+// from which the tensor cores read them. Both products have tokens or values as rows and heads as columns: S = K Q^T,
+// then O = V^T P^T. If several blocks share a head, each leaves its sums in `parts`, and the block that finishes last
+// adds them up. All sums have a fixed order, so a call repeats to the bit.
 //
-// What the launch before wrote (q, the new key and value) is waited for; tokens of earlier steps are read ahead of that.
-// A token that another sequence writes in this launch is none of them: vLLM shares a block when its step has ended.
+// The kernel waits for the results of the launch before it (q, the new key and value), but reads tokens of earlier
+// steps before that. None of those can be a token that another sequence writes in this launch, because vLLM lets
+// sequences share a block only after the step that filled it has ended.
 //
-// Defines: HEAD_DIM (32, 64, 128), WARPS, BLOCKS (on a processor), MAX_SEQUENCES.
+// Macros: HEAD_DIM (32, 64, 128), WARPS, BLOCKS (per multiprocessor), MAX_SEQUENCES.
 
 #include "exchange.cuh"
 
-#define GROUP 8                                     // query heads of a key head, at most: the columns of a product
-#define TILE 16                                     // tokens of a step of a warp
-#define CHUNKS (HEAD_DIM / 32)                      // of 16 bytes, that a lane has of a key or query
-#define WORDS (HEAD_DIM / 16)                       // of 2 values, that a lane has of each of its 4 values' tokens
-#define WIDE (HEAD_DIM / 8 < 8 ? HEAD_DIM / 8 : 8)  // values that lie together of these
-#define NONE -1e30f                                 // a score below all scores
-#define AT_ONCE 8                                   // parts that are asked for together
+#define GROUP 8                                     // most query heads per key head: the columns of a product
+#define TILE 16                                     // tokens that a warp handles at a time
+#define CHUNKS (HEAD_DIM / 32)                      // 16-byte chunks of a key or query that a lane holds
+#define WORDS (HEAD_DIM / 16)                       // words of 2 values that a lane holds for each of its 4 tokens
+#define WIDE (HEAD_DIM / 8 < 8 ? HEAD_DIM / 8 : 8)  // how many of those values are contiguous in memory
+#define NONE -1e30f                                 // lower than any score
+#define AT_ONCE 8                                   // parts that are loaded together
 
 static __device__ __forceinline__ float exp2_fast(float x) {
     float y;
@@ -29,7 +30,7 @@ static __device__ __forceinline__ float exp2_fast(float x) {
     return y;
 }
 
-static __device__ __forceinline__ float max_of_rows(float x) {  // over lanes that differ in lane / 4
+static __device__ __forceinline__ float max_of_rows(float x) {  // over the lanes with the same lane % 4
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 4));
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 8));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 16));
@@ -43,7 +44,7 @@ static __device__ __forceinline__ float sum_of_rows(float x) {
 
 static __device__ __forceinline__ uint4 load_16(const u16* place) { return *reinterpret_cast<const uint4*>(place); }
 
-// Words of the values at `place`, of a token: those of this lane's rows of V^T.
+// Load the words that belong to this lane's rows of V^T, from the values of one token at `place`.
 static __device__ __forceinline__ void load_words(const u16* place, int hi, u32 (&words)[WORDS]) {
     if constexpr (WIDE == 8) {
 #pragma unroll
@@ -57,25 +58,26 @@ static __device__ __forceinline__ void load_words(const u16* place, int hi, u32 
     }
 }
 
-// Where word i of a lane's values lies in a head.
+// The index in the head of word i of a lane's values.
 static __device__ __forceinline__ int dim_of(int i, int hi) {
     return i / (WIDE / 2) * (8 * WIDE) + hi * WIDE + 2 * (i % (WIDE / 2));
 }
 
-// For each block its range's first item (sequence * key heads + head; -1: none), tile, and that sequence's tokens; and
-// how many tiles a range has. Behind that, how many items there are, and whether each item is filled up to whole ranges:
-// so that no block works on two, where ranges of up to `slack` tiles more than needed allow that. A sequence of no tokens
-// counts as one tile, whose result is 0. Two blocks write two plans, one behind the other: for as many blocks and ranges
-// of so many tiles at least. A thread for each sequence.
+// Write, for each block of `attend`: the first item of its range (sequence * key heads + head, or -1 for none), the
+// tile at which it starts, the tokens of that sequence, and the tiles of a range. One more entry follows: the number of
+// items, and whether every item is padded to whole ranges. They are padded if ranges at most `slack` tiles longer than
+// needed suffice for that, since then no block works on two items. A sequence without tokens counts as one tile, whose
+// result is 0. The two blocks of this launch write one plan each, the second behind the first: for first_blocks or
+// second_blocks blocks, and ranges of at least first_least or second_least tiles. One thread per sequence.
 extern "C" __global__ void __launch_bounds__(MAX_SEQUENCES)
 attend_plan(int4* plan, u32* done, const int* __restrict__ lengths, int sequences, int key_heads, int first_blocks,
             int first_least, int second_blocks, int second_least, int max_sharers, int slack) {
-    // Each launch of `attend` leaves the counters at 0; but the memory may be another than in the step before.
+    // Each launch of `attend` leaves the counters at 0, but the memory may not be that of the step before.
     for (int i = blockIdx.x * MAX_SEQUENCES + threadIdx.x; i < sequences * key_heads; i += 2 * MAX_SEQUENCES)
         done[i] = 0;
     const int blocks = blockIdx.x ? second_blocks : first_blocks, fewest = blockIdx.x ? second_least : first_least;
     if (blockIdx.x) plan += first_blocks + 1;
-    __shared__ int ends[MAX_SEQUENCES];  // tiles of the sequences up to each
+    __shared__ int ends[MAX_SEQUENCES];  // running sum of the sequences' tiles
     __shared__ int of_warps[MAX_SEQUENCES / 32], all, longest, filled;
     const int sequence = threadIdx.x, lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
     const int length = sequence < sequences ? lengths[sequence] : 0;
@@ -115,7 +117,7 @@ attend_plan(int4* plan, u32* done, const int* __restrict__ lengths, int sequence
         const long long first = (long long)block * range;
         int4 mine = make_int4(-1, 0, 0, range);
         if (first < (long long)ends[sequences - 1] * key_heads) {
-            int low = 0, high = sequences - 1;  // the first sequence that ends behind `first`
+            int low = 0, high = sequences - 1;  // search the first sequence that ends after `first`
             while (low < high) {
                 const int middle = (low + high) / 2;
                 if ((long long)ends[middle] * key_heads > first) high = middle;
@@ -136,7 +138,7 @@ attend(const u16* query, const u16* new_key, const u16* new_value, u16* key_cach
        int value_stride, int pages_stride, int page_tokens, int page_stride, int token_stride, int head_stride,
        int key_heads, int group, float scale) {
     __shared__ float sums[WARPS][GROUP][HEAD_DIM];
-    __shared__ float2 scales[WARPS][GROUP];  // maximum and sum of a warp
+    __shared__ float2 scales[WARPS][GROUP];  // maximum and sum of each warp
     __shared__ u32 before;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, hi = lane >> 2, lo = lane & 3;
     const int4 mine = plan[blockIdx.x];
@@ -151,7 +153,7 @@ attend(const u16* query, const u16* new_key, const u16* new_value, u16* key_cach
         return (long long)page * page_stride + token % page_tokens * token_stride + (long long)head * head_stride;
     };
     auto now = [&](const u16* fresh, int stride) { return fresh + (long long)sequence * stride + head * HEAD_DIM; };
-    uint4 key[2][CHUNKS];  // of tokens hi and hi + 8
+    uint4 key[2][CHUNKS];  // keys of tokens hi and hi + 8
     auto load_keys = [&](int tile) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
@@ -161,7 +163,7 @@ attend(const u16* query, const u16* new_key, const u16* new_value, u16* key_cach
             for (int j = 0; j < CHUNKS; ++j) key[i][j] = token < length ? load_16(place + 32 * j + 8 * lo) : zero;
         }
     };
-    u32 q[CHUNKS][4];  // of head hi, as columns of Q^T
+    u32 q[CHUNKS][4];  // the query of head hi, as columns of Q^T
     auto load_query = [&] {
 #pragma unroll
         for (int j = 0; j < CHUNKS; ++j) {
@@ -176,12 +178,12 @@ attend(const u16* query, const u16* new_key, const u16* new_value, u16* key_cach
     const bool has_new = tile == tiles - 1;
     if (tile < end && !has_new) load_keys(tile);
     wait_for_launch_before();
-    keep_order();  // and the next launch may start
+    keep_order();  // which also lets the next launch start
     if (tile < end && has_new) load_keys(tile);
     load_query();
 
     while (true) {
-        // Who shares this item: of whose ranges it has a part.
+        // Which blocks share this item: those whose ranges overlap it.
         const int start = blockIdx.x * range + range - left - begin;
         const int size = fill ? (tiles + range - 1) / range * range : tiles, of_item = item;
         const int first_sharer = start / range, sharers = (start + size - 1) / range - first_sharer + 1;
@@ -191,12 +193,12 @@ attend(const u16* query, const u16* new_key, const u16* new_value, u16* key_cach
         const int next_length = more ? lengths[next_sequence] : 0;
         const int next_first_page = more && warp < tiles_of(next_length) ? page_of(next_sequence, warp) : 0;
 
-        float acc[WORDS][4], top[2] = {NONE, NONE}, sum[2] = {0.0f, 0.0f};  // of heads 2 lo and 2 lo + 1
+        float acc[WORDS][4], top[2] = {NONE, NONE}, sum[2] = {0.0f, 0.0f};  // for heads 2 lo and 2 lo + 1
 #pragma unroll
         for (int i = 0; i < WORDS * 4; ++i) acc[i / 4][i % 4] = 0.0f;
 
         for (; tile < end; tile += WARPS) {
-            u32 value[4][WORDS];  // of tokens 2 lo, 2 lo + 1, and 8 more
+            u32 value[4][WORDS];  // values of tokens 2 lo, 2 lo + 1, 2 lo + 8 and 2 lo + 9
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int token = tile * TILE + 8 * (i / 2) + 2 * lo + i % 2;
@@ -212,7 +214,7 @@ attend(const u16* query, const u16* new_key, const u16* new_value, u16* key_cach
                 mma(s, key[0][j].x, key[1][j].x, key[0][j].y, key[1][j].y, q[j][0], q[j][1]);
                 mma(s, key[0][j].z, key[1][j].z, key[0][j].w, key[1][j].w, q[j][2], q[j][3]);
             }
-            if (tile == tiles - 1 && length) {  // the new token's key and value go to the cache
+            if (tile == tiles - 1 && length) {  // write the new token's key and value to the cache
                 const long long slot = slots[sequence];
                 const int row = (length - 1) % TILE;
                 u16* to = key_cache + slot / page_tokens * page_stride + slot % page_tokens * token_stride;
@@ -258,7 +260,7 @@ attend(const u16* query, const u16* new_key, const u16* new_value, u16* key_cach
                     __byte_perm(value[2][w], value[3][w], 0x7632), low, high);
         }
 
-        if (more) {  // the next item's first loads, while this one's sums are added up
+        if (more) {  // start the first loads of the next item while the sums of this one are added up
             ++item;
             if (++head == key_heads) head = 0;
             sequence = next_sequence, length = next_length, page = next_first_page;
@@ -267,7 +269,7 @@ attend(const u16* query, const u16* new_key, const u16* new_value, u16* key_cach
             load_query();
         }
 
-        // The block's warps together: each value's sum over them, in their order.
+        // Add up each value over the warps of the block, in the order of the warps.
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const float whole = sum_of_rows(sum[i]);
@@ -285,7 +287,7 @@ attend(const u16* query, const u16* new_key, const u16* new_value, u16* key_cach
             u16* to = out + (long long)of_item * group * HEAD_DIM + 4 * index;
             if (index / (HEAD_DIM / 4) < group) *reinterpret_cast<uint2*>(to) = four;
         };
-        // A range begins inside of one item at most, and ends inside of one.
+        // A block shares at most two items with others, where its range begins and where it ends: two places suffice.
         auto place_of = [&](int sharer) { return 2 * sharer + (sharer == first_sharer ? 1 : 0); };
         float4* const own = parts + (long long)place_of(blockIdx.x) * (GROUP * HEAD_DIM / 4);
         for (int index = threadIdx.x; index < GROUP * HEAD_DIM / 4; index += 32 * WARPS) {
@@ -311,7 +313,7 @@ attend(const u16* query, const u16* new_key, const u16* new_value, u16* key_cach
         }
         __syncthreads();
 
-        // Who is last adds up what all sharers have left, in their order.
+        // The block that finishes last adds up the sums of all sharers, in their order.
         if (sharers > 1) {
             if (threadIdx.x == 0) {
             fence();

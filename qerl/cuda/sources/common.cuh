@@ -1,5 +1,5 @@
-// What the kernels of this folder share: bfloat16, tensor-core products, clusters. Compiled by NVRTC, without the CUDA
-// headers.
+// What the kernels of this folder share: bfloat16 arithmetic, tensor-core products, clusters. NVRTC compiles them
+// without the CUDA headers.
 #pragma once
 
 typedef unsigned int u32;
@@ -24,7 +24,7 @@ static __device__ __forceinline__ void mma(float* c, const u32 (&a)[4], u32 b0, 
     mma(c, a[0], a[1], a[2], a[3], b0, b1);
 }
 
-// The low (0) or high half, twice.
+// A word with the low (0) or high (1) half of `two` in both halves.
 template <int HALF>
 static __device__ __forceinline__ u32 twice(u32 two) {
     u32 d;
@@ -33,20 +33,21 @@ static __device__ __forceinline__ u32 twice(u32 two) {
     return d;
 }
 
-// The compiler leaves loads above this where they are, so that all are under way before the first is used. To the card
-// it says that the next launch may start if that asked to start early; such a launch (gemm.cu) waits by itself.
+// The compiler does not move loads past this, so all those above it are in flight before the first result is used. For
+// the card it also means that the next launch may start, if it asked to start early; such a launch (gemm.cu) waits for
+// the results of this one by itself.
 static __device__ __forceinline__ void keep_order() { asm volatile("griddepcontrol.launch_dependents;"); }
 
-// All launches before this one have ended, and what they wrote is there: for a launch that may start early.
+// For a launch that may start early: wait until all launches before this one have ended and their results are visible.
 static __device__ __forceinline__ void wait_for_launch_before() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// The value, which the compiler then keeps in a register instead of computing it again.
+// Return the value, and make the compiler keep it in a register instead of computing it again.
 static __device__ __forceinline__ u32 keep(u32 value) {
     asm volatile("" : "+r"(value));
     return value;
 }
 
-// Of what is read once.
+// For data that is read only once.
 static __device__ __forceinline__ uint4 load_stream(const uint4* p) {
     uint4 v;
     asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
@@ -70,7 +71,7 @@ static __device__ __forceinline__ u32 two_bf16(float low, float high) {
     return two;
 }
 
-// Of an 8 x 8 of a warp, a lane having two neighbours of row lane / 4.
+// Transpose an 8 x 8 matrix held by a warp, in which a lane holds two neighbours of row lane / 4.
 static __device__ __forceinline__ u32 transposed(u32 two) {
     u32 result;
     asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(result) : "r"(two));

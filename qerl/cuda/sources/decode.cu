@@ -1,12 +1,12 @@
-// nvfp4_decode:  dense[n, k] = code[n, k] scale[n, k / 16], exact in bfloat16, of Humming's and Marlin's layouts.
+// nvfp4_decode:  dense[n, k] = code[n, k] scale[n, k / 16], exact in bfloat16, from the layouts of Humming and Marlin.
 #include "codes.cuh"
 
 #define DECODE_BLOCKS 8
 #define DECODE_WARPS 4
 #define DECODE_STRIDE (DECODE_BLOCKS * 32 + 16)
 
-// grid (ceil(blocks / (DECODE_BLOCKS * DECODE_WARPS)), tiles), 32 * DECODE_WARPS threads. Rows row_start ... of the
-// weight, `rows` of them, dense bfloat16 without the factor alpha.
+// grid (ceil(blocks / (DECODE_BLOCKS * DECODE_WARPS)), tiles), 32 * DECODE_WARPS threads. Writes `rows` rows of the
+// weight, from row_start on, as dense bfloat16 without the factor alpha.
 extern "C" __global__ void __launch_bounds__(32 * DECODE_WARPS)
 nvfp4_decode(const uint4* __restrict__ words, const u8* __restrict__ scales, u16* __restrict__ out, int row_start,
              int rows, int columns, int padded_rows) {

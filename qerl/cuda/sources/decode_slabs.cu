@@ -1,15 +1,15 @@
-// nvfp4_decode_slabs:  dense[n, k] = code[n, k] scale[n, k / 16], exact in bfloat16, of qerl's own layout.
+// nvfp4_decode_slabs:  dense[n, k] = code[n, k] scale[n, k / 16], exact in bfloat16, from qerl's own layout.
 #include "slabs.cuh"
 
-#define LAID_SLABS 16  // slabs of 16 rows that lie together in memory, see slab_layout.py
+#define LAID_SLABS 16  // slabs of 16 rows that are stored together, see slab_layout.py
 #define WARPS 4
-#define SLABS 2  // of a warp
-#define UNITS 4  // of 64 columns, of a warp
-#define STRIDE (UNITS * 128 + 16)  // bytes between rows in shared memory: no two lanes meet in a bank
+#define SLABS 2  // slabs that a warp decodes
+#define UNITS 4  // units of 64 columns that a warp decodes
+#define STRIDE (UNITS * 128 + 16)  // bytes between rows in shared memory, chosen to avoid bank conflicts
 
-// grid (ceil(units / (UNITS * WARPS)), slabs / SLABS), 32 * WARPS threads. Rows row_start ... of the weight, `rows` of
-// them, dense bfloat16 without the factor alpha. `columns` is a multiple of 16; those up to a whole unit are not
-// written.
+// grid (ceil(units / (UNITS * WARPS)), slabs / SLABS), 32 * WARPS threads. Writes `rows` rows of the weight, from
+// row_start on, as dense bfloat16 without the factor alpha. `columns` is a multiple of 16; the padding up to a whole
+// unit is not written.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
 nvfp4_decode_slabs(const uint4* __restrict__ words, const u8* __restrict__ scales, u16* __restrict__ out, int row_start,
                    int rows, int columns) {
@@ -52,7 +52,7 @@ nvfp4_decode_slabs(const uint4* __restrict__ words, const u8* __restrict__ scale
                 }
             }
         __syncwarp();
-        const int column = 64 * first + 8 * lane;  // 8 columns a lane: a row of the warp's units at a time
+        const int column = 64 * first + 8 * lane;  // 8 columns per lane: one row of the warp's units at a time
 #pragma unroll 4
         for (int local = 0; local < 16; ++local) {
             const int row = 16 * (first_slab + s) + local - row_start;

@@ -1,4 +1,4 @@
-// How the blocks of a launch exchange values through memory: counters, or values beside the number of the launch.
+// How the blocks of a launch exchange values through memory: by counters, or by values tagged with the launch's number.
 #pragma once
 #include "common.cuh"
 
@@ -10,7 +10,7 @@ static __device__ __forceinline__ u64 raise_relaxed(u64* counter) {
     return before;
 }
 
-// What this block wrote before a barrier that this thread has passed is there for whoever finds the counter raised.
+// Whoever sees the counter raised also sees all that this block wrote before a barrier that this thread has passed.
 static __device__ __forceinline__ u64 raise(u64* counter) {
     fence();
     return raise_relaxed(counter);
@@ -22,7 +22,7 @@ static __device__ __forceinline__ u64 load_acquire(const u64* counter) {
     return value;
 }
 
-// Past this processor's own cache, which may hold what was there before.
+// Bypasses the multiprocessor's own cache, which may still hold old values.
 static __device__ __forceinline__ float4 load_fresh(const float4* place) {
     float4 v;
     asm volatile("ld.relaxed.gpu.global.v4.f32 {%0,%1,%2,%3}, [%4];"
@@ -37,8 +37,8 @@ static __device__ __forceinline__ uint4 load_fresh(const u16* eight) {
     return v;
 }
 
-// A value beside the number of the launch that wrote it, eight bytes together: who reads it sees in one load whether it
-// is there yet. What an earlier launch left has another number.
+// A value together with the number of the launch that wrote it, in eight bytes: a reader sees in one load whether it
+// has been written yet. What an earlier launch left has another number.
 static __device__ __forceinline__ u64 flagged(u32 value, u32 launch) { return (u64)launch << 32 | value; }
 
 static __device__ __forceinline__ void store_flagged(u64* place, u32 first, u32 second, u32 launch) {

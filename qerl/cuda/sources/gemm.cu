@@ -1,46 +1,48 @@
 // nvfp4_gemm:  out[m, n] = alpha * sum_k x[m, k] code[n, k] scale[n, k / 16] + bias[n] + sum_r h[m, r] b[n, r],
 // with h[m, r] = sum_k x[m, k] a[r, k] rounded to bfloat16.
 //
-// A block has GROUPS warpgroups, which multiply ROWS rows by all tokens, and one more, of which one warp fills a ring
-// of STAGES units in shared memory with the weight and another with x. A unit is 64 columns: codes and block scales as
-// they lie in memory (slabs.cuh), and x. The warps decode codes in registers, where the tensor cores take them: wgmma,
-// or mma for few tokens, with the tokens as columns.
+// A block has GROUPS warpgroups, which multiply ROWS rows by all tokens, and one more warpgroup, in which one warp
+// fills a ring of STAGES units in shared memory with the weight and another fills it with x. A unit is 64 columns:
+// codes and block scales as they are stored (slabs.cuh), and x. The warps decode codes in registers, from which the
+// tensor cores read them, by wgmma, or by mma for few tokens, with the tokens as columns.
 //
-// As many blocks of rows as there are blocks in the launch are done whole, by one block each. The rest is cut along K
-// into equal ranges: who has a part of such a block of rows leaves its sums in `sums`, and all that have parts of it
-// add up a share of the results each. All sums have a fixed order, so a call repeats to the bit.
+// A "block of rows" is ROWS rows of the weight. Each block of the launch does an equal number of them completely. Those
+// left over are divided along K into equal ranges: every block that has a range of such a block of rows leaves its sums
+// in `sums`, and then each of them adds up a share of the results. All sums have a fixed order, so a call repeats to
+// the bit.
 //
-// h is made while the ring fills: each block has a task or none, 16 ranks and SHRINK_TOKENS tokens over a range of K.
-// Who ends the last task of the same ranks and tokens adds up the ranges.
-// h b^T is added in whole blocks of rows by more units, 16 ranks each: b in place of the codes, h in place of x. In cut
-// ones it is too (IN_LOOP), by who has the last part, which is shorter by as much; or it is added where results are
-// added up, of an h that is left beside the launch's number.
+// h is computed while the ring fills: each block has at most one task at a time, of 16 ranks and SHRINK_TOKENS tokens
+// over a range of K. The block that finishes the last task for the same ranks and tokens adds up the ranges.
+// Where a block of rows is not divided, h b^T is added by further units of 16 ranks each, with b in place of the codes
+// and h in place of x. Where it is divided, it is either added in the same way by the block with the last range, which
+// is shorter to make up for it (IN_LOOP), or while the results are added up, from values of h that are stored together
+// with the launch's number.
 //
-// All blocks have to be on the card at once. Counters are never cleared: each launch raises a counter by the same
-// number, so what a block finds there says which launch it is of. The launch may start early: what the one before wrote
-// is waited for, and until then the ring fills with the weight.
+// All blocks have to be on the card at the same time. Counters are never cleared: each launch raises a counter by the
+// same amount, so its value tells a block which launch it belongs to. The launch may start early: it waits for what the
+// launch before it wrote, and fills the ring with the weight until then.
 //
-// Defines: TOKENS (8, 16, 32, 64, 96, 128, 192, 256), STAGES, BATCH (loads a warp has under way for h), IN_LOOP (0, 1),
-// MAX_PARTS, MAX_HEAPS (of the tasks for h).
+// Macros: TOKENS (8, 16, 32, 64, 96, 128, 192, 256), STAGES, BATCH (loads that a warp has in flight for h), IN_LOOP
+// (0, 1), MAX_PARTS, MAX_HEAPS (limits of the tasks for h).
 
 #define GROUPS 2
-#define SLABS (TOKENS <= 128 ? 2 : 1)  // of 16 rows, that a warp works on
+#define SLABS (TOKENS <= 128 ? 2 : 1)  // slabs of 16 rows that a warp works on
 #define ROWS (64 * GROUPS * SLABS)
 #define WARPS (4 * GROUPS)
 #define UNIT 64
-#define LAID_ROWS 256  // that lie together in memory, see slab_layout.py
+#define LAID_ROWS 256  // rows that are stored together, see slab_layout.py
 #define X_BYTES (TOKENS * 2 * UNIT)
 #define CODE_BYTES (ROWS * UNIT / 2)
 #define WEIGHT_BYTES (CODE_BYTES + ROWS * UNIT / 16)
-#define FRAGMENTS (SLABS * TOKENS / 8)  // of 16 rows x 8 tokens, of a warp
+#define FRAGMENTS (SLABS * TOKENS / 8)  // fragments of 16 rows x 8 tokens per warp
 #define SMALL (TOKENS <= 16)            // each warp multiplies by itself: mma, not wgmma
-#define GATED (TOKENS >= 32)            // the ring waits for h: what it has under way would delay the loads for h
+#define GATED (TOKENS >= 32)            // the ring waits for h, because its copies would delay the loads for h
 #define SHRINK_TILES (TOKENS <= 8 ? 1 : TOKENS <= 64 ? 2 : 4)
 #define SHRINK_TOKENS (8 * SHRINK_TILES)
 #define SHRINK_COLUMNS (32 * WARPS * BATCH)
 #define ITEMS (TOKENS <= 32 ? 1 : 4)   // fragments that a warp adds up together
-#define AT_ONCE (ITEMS == 1 ? 10 : 4)  // sharers' sums that are asked for together
-#define PARTS_AT_ONCE 8                // of h
+#define AT_ONCE (ITEMS == 1 ? 10 : 4)  // sums of sharers that are loaded together
+#define PARTS_AT_ONCE 8                // parts of h that are loaded together
 
 #include "exchange.cuh"
 #include "plan.cuh"
@@ -48,8 +50,9 @@
 #include "slabs.cuh"
 #include "wgmma.cuh"
 
-// Barriers between the warpgroups and one more warp: the sums are out (1), all are there (2), a task is done (4), its
-// sums have been read (5), the launch's number is there (7; for the warp that adds up h: 6).
+// Barriers between the multiplying warpgroups and one more warp. They say that this block's sums are written (1), those
+// of all sharers are (2), a task is done (4), its sums have been read (5), and the launch's number is known (7; for the
+// warp that adds up h: 6).
 static __device__ __forceinline__ void meet(int barrier) {
     asm volatile("bar.sync %0, %1;" ::"r"(barrier), "n"(32 * WARPS + 32) : "memory");
 }
@@ -70,7 +73,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
            int columns, float alpha, int ranks, int part_rank, int part_end_0, int part_end_1) {
     extern __shared__ u8 dynamic[];
     __shared__ u64 barriers[2 * STAGES + 1];
-    __shared__ u32 launch_number;  // for what is flagged
+    __shared__ u32 launch_number;  // the tag of flagged values
     const Parts parts{ranks, part_rank, part_end_0, part_end_1};
     const Plan plan(columns, (rows + ROWS - 1) / ROWS, IN_LOOP && ranks ? (part_rank / 16 + 1) / 2 : 0);
     const Shrink shrink(tokens, columns, ranks);
@@ -110,7 +113,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     if (warp >= WARPS) {
         if (TOKENS > 64) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         __syncthreads();
-        if (warp == WARPS && lane == 0) {  // fills the ring with the weight, which is there before this launch starts
+        if (warp == WARPS && lane == 0) {  // fills the ring with the weight, which was written long before this launch
             plan.for_each_segment([&](const Segment& segment) {
                 const int row = segment.rows_block * ROWS;
                 const long long lines = (long long)(row / LAID_ROWS) * plan.units + segment.first;
@@ -130,14 +133,14 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                 }
                 adapter_units(segment, [&](int rank) {
                     const u32 barrier = full + 8 * stage;
-                    wait_for_launch_before();  // which may have written b
+                    wait_for_launch_before();  // it may have written b
                     barrier_wait(empty + 8 * stage, phase ^ 1);
                     barrier_expect(barrier, ROWS * 32 + X_BYTES);
                     copy_tile(weight_ring + stage * WEIGHT_BYTES, b_map, rank, row, barrier);
                     advance();
                 });
             });
-        } else if (warp == WARPS + 3 && lane == 0) {  // and with x, then h
+        } else if (warp == WARPS + 3 && lane == 0) {  // fills the ring with x, then with h
             const u64 ticket = ranks ? raise_relaxed(launches) : 0;
             wait_for_launch_before();
             plan.for_each_segment([&](const Segment& segment) {
@@ -156,8 +159,8 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
                     advance();
                 });
             });
-        } else if (warp == WARPS + 1) {  // speaks with those that share rows
-            if (lane == 0)  // never 0, which lies where nothing was written yet
+        } else if (warp == WARPS + 1) {  // synchronizes with the blocks that share rows
+            if (lane == 0)  // never 0, which memory holds where nothing has been written yet
                 launch_number = (u32)(raise_relaxed(launch_count) / gridDim.x % 0xFFFFFFFFu) + 1;
             __syncwarp();
             asm volatile("bar.arrive 6, 64;" ::: "memory");
@@ -175,7 +178,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             }
             __syncwarp();
             signal(2);
-        } else if (warp == WARPS + 2) {  // adds up the hidden values that a task of this block was the last to make
+        } else if (warp == WARPS + 2) {  // adds up the hidden values whose last task this block has done
             asm volatile("bar.sync 6, 64;" ::: "memory");
             for (int task = blockIdx.x; task < shrink.tasks(); task += gridDim.x) {
                 const int heap = task % shrink.heaps;
@@ -224,7 +227,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
 
     if (TOKENS > 64) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 
-    // The tasks of this block for h. What the first one loads is asked for before the weight is.
+    // The tasks of this block for h. The loads of the first one are issued before those of the weight.
     const uint4 zero = make_uint4(0, 0, 0, 0);
     uint4 low[BATCH], high[BATCH], v[BATCH][SHRINK_TILES];
     auto load_task = [&](int task, auto between) {
@@ -248,12 +251,12 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             }
     };
     load_task(blockIdx.x, [] {
-        __syncthreads();  // the ring's barriers are there
+        __syncthreads();  // the ring's barriers are initialized
         wait_for_launch_before();
     });
     for (int task = blockIdx.x; task < shrink.tasks(); task += gridDim.x) {
         if (task != blockIdx.x) {
-            meet(5);  // the sums of the task before have been read
+            meet(5);  // the sums of the previous task have been read
             load_task(task, [] {});
         }
         float acc[SHRINK_TILES][4];
@@ -273,13 +276,13 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
     __syncwarp();
     if (lane == 0) barrier_arrive(made);
 
-    const int local_row = 16 * SLABS * warp + hi;  // and 8, 16, 24 rows on
+    const int local_row = 16 * SLABS * warp + hi;  // and the rows 8, 16 and 24 below
     const u32 code_place = keep(512 * SLABS * warp + 16 * lane);
     const u32 scale_place = keep(CODE_BYTES + 64 * SLABS * warp + 8 * hi);
     const u32 scale_mask = keep(SCALE_BITS);
     float acc[SLABS][TOKENS / 2];
     const u32 x_place = keep((lane & 7) * 128 + (((lane >> 3) ^ (lane & 7)) << 4));
-    // The compiler may move what reads the sums, but not past this.
+    // Keep the compiler from moving reads of the sums past this point.
     auto settle = [&] {
 #pragma unroll
         for (int i = 0; i < SLABS * TOKENS / 2; ++i)
@@ -289,7 +292,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         __syncwarp();
         if (lane == 0) barrier_arrive(empty + 8 * used);
     };
-    // Sums of 16 rows x 8 tokens, a fragment of the warp, to `out`.
+    // Write the sums of 16 rows x 8 tokens, a fragment of the warp, to `out`.
     auto store = [&](int row, int token, float4 sum) {
         const float low = bias && row < rows ? from_bf16(bias[row]) : 0.0f;
         const float high = bias && row + 8 < rows ? from_bf16(bias[row + 8]) : 0.0f;
@@ -307,7 +310,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
 #pragma unroll
         for (int i = 0; i < SLABS * TOKENS / 2; ++i) acc[i / (TOKENS / 2)][i % (TOKENS / 2)] = 0.0f;
         settle();
-        int before = -1;  // the stage whose products may still run
+        int before = -1;  // the stage whose products may still be running
         for (int unit = segment.first; unit < segment.last; ++unit) {
             barrier_wait(full + 8 * stage, phase);
             const u32 weight = weight_ring + stage * WEIGHT_BYTES;
@@ -378,7 +381,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
             if constexpr (SMALL) {
 #pragma unroll
                 for (int t = 0; t < TOKENS / 8; ++t) {
-                    u32 v[4];  // of 32 ranks, of which the second 16 are another unit's
+                    u32 v[4];  // for 32 ranks, of which the second 16 belong to another unit
                     load_matrices(x_ring + stage * X_BYTES + 1024 * t + x_place, v);
 #pragma unroll
                     for (int i = 0; i < SLABS; ++i) mma(acc[i] + 4 * t, factors[i], v[0], v[1]);
@@ -421,7 +424,7 @@ nvfp4_gemm(const __grid_constant__ TensorMap x_map, const __grid_constant__ Tens
         return first_row + 16 * SLABS * (item % WARPS) + 16 * (item / WARPS / (FRAGMENTS / SLABS)) + hi;
     };
     auto token_of = [&](int item) { return item / WARPS % (FRAGMENTS / SLABS) * 8; };
-    // total += h b^T of the items, 32 ranks at a time; what is loaded is asked for together.
+    // total += h b^T for the items, 32 ranks at a time; all their loads are issued together.
     auto add_adapter = [&](int item, float (&total)[ITEMS][4]) {
         const int more = min(ITEMS - 1, (last - 1 - item) / WARPS);
         const int past = min(row_of(item + more * WARPS) - hi + 15, rows - 1);

@@ -1,10 +1,10 @@
-// What the blocks of a launch of gemm.cu do, in which order.
+// What the blocks of a launch of gemm.cu do, and in which order.
 //
-// Defines: UNIT, SHRINK_COLUMNS, SHRINK_TOKENS.
+// Macros: UNIT, SHRINK_COLUMNS, SHRINK_TOKENS.
 #pragma once
 #include "common.cuh"
 
-// Of a fused linear, whose adapter's B is a block diagonal: the ranks begin ... end concern the rows first ... last.
+// The parts of a fused linear, whose adapter has a block-diagonal B: rows first ... last need the ranks begin ... end.
 struct Parts {
     int ranks, part_rank, part_end_0, part_end_1;
 
@@ -13,24 +13,25 @@ struct Parts {
     __device__ __forceinline__ int end(int last) const { return ranks ? (part(last) + 1) * part_rank : 0; }
 };
 
-// The units first ... last of one block of rows, which `sharers` blocks share; whether it is the last part.
+// Units `first` up to `last` of a block of rows that `sharers` blocks share; `ends`: these are its last ones.
 struct Segment {
     int rows_block, first, last, sharers;
     bool ends;
 };
 
-// What a launch does in which order.
+// What each block of a launch works on. `units`: units of one block of rows. `whole`: how many blocks of rows each
+// block does completely. `rest`: how many are left, each divided among `sharers` blocks.
 struct Plan {
-    int units, whole, rest, sharers;  // of a block of rows; such blocks done whole by each; cut ones, and by how many
-    int more;                         // units that the last part of a cut one is shorter by, for what else it does
+    int units, whole, rest, sharers;
+    int more;  // units by which the last range of a divided one is shorter, as its block also adds the adapter's term
 
     __device__ __forceinline__ Plan(int columns, int row_blocks, int extra)
         : units((columns + UNIT - 1) / UNIT), whole(row_blocks / (int)gridDim.x), rest(row_blocks % (int)gridDim.x),
           sharers(rest ? min((int)gridDim.x / rest, units) : 0), more(sharers && units / sharers > extra ? extra : 0) {}
     __device__ __forceinline__ bool cuts() const { return (int)blockIdx.x < rest * sharers; }
-    __device__ __forceinline__ int cut_row() const { return blockIdx.x / sharers; }  // among the cut ones
+    __device__ __forceinline__ int cut_row() const { return blockIdx.x / sharers; }  // index among the divided ones
 
-    // What is shared comes first, so that the others' sums are there when this block has done the rest.
+    // The shared segment comes first, so that the other sharers' sums are ready when this block has done the rest.
     template <class Do>
     __device__ __forceinline__ void for_each_segment(Do each) const {
         const bool shared = cuts() && sharers > 1, own = cuts() && sharers == 1;
@@ -43,7 +44,7 @@ struct Plan {
     }
 };
 
-// The tasks that make h: heaps of 16 ranks and SHRINK_TOKENS tokens, in parts of SHRINK_COLUMNS columns.
+// The tasks that compute h: heaps of 16 ranks by SHRINK_TOKENS tokens, each in parts of SHRINK_COLUMNS columns.
 struct Shrink {
     int slabs, heaps, parts;
 

@@ -1,6 +1,6 @@
 // lora_shrink:   h[m, r] = sum_k x[m, k] a[r, k], rounded to bfloat16.
 //
-// Defines: TILES (8 tokens each), WARPS, BATCH (loads of 32 columns that a warp has under way).
+// Macros: TILES (8 tokens each), WARPS, BATCH (loads of 32 columns that a warp has in flight).
 #include "shrink.cuh"
 
 #define TOKENS (8 * TILES)
@@ -57,5 +57,5 @@ lora_shrink(const u16* __restrict__ x, const u16* __restrict__ a, u16* __restric
                 h[(long long)token * ranks + column] = to_bf16(value);
             }
         }
-    if (cluster > 1) cluster_sync();  // no block may leave while others read its sums
+    if (cluster > 1) cluster_sync();  // no block may exit while others read its sums
 }

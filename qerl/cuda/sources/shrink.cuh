@@ -1,11 +1,11 @@
-// What a block does to make hidden values, x a^T of 16 ranks: products of its warps' ranges of K, and their sum.
+// How a block computes hidden values, x a^T for 16 ranks: each warp multiplies a range of K, then the sums are added.
 #pragma once
 #include "common.cuh"
 
-#define SUM_STRIDE 20  // floats between a token's 16 sums and the next one's: no bank conflict
+#define SUM_STRIDE 20  // floats between the 16 sums of one token and the next, chosen to avoid bank conflicts
 
-// acc += 16 ranks x 8 * COUNT tokens; a lane has 8 columns each of ranks lane / 4 (low) and 8 more (high), and of the
-// tokens (v), LOADS times. Both sides permute k alike.
+// acc (16 ranks x 8 * COUNT tokens) += (low, high) times v. A lane holds, LOADS times, 8 columns of rank lane / 4
+// (low), of rank lane / 4 + 8 (high) and of its tokens (v). Both operands permute k in the same way, so the sum is the same.
 template <int COUNT, int LOADS>
 static __device__ __forceinline__ void add_products(const uint4 (&low)[LOADS], const uint4 (&high)[LOADS],
                                                     const uint4 (&v)[LOADS][COUNT], float (&acc)[COUNT][4]) {
@@ -18,7 +18,7 @@ static __device__ __forceinline__ void add_products(const uint4 (&low)[LOADS], c
         }
 }
 
-// A warp's sums to shared memory, (warps, 8 * COUNT tokens, SUM_STRIDE).
+// Write a warp's sums to shared memory (warps, 8 * COUNT tokens, SUM_STRIDE).
 template <int COUNT>
 static __device__ __forceinline__ void leave_sums(const float (&acc)[COUNT][4], float* shared, int warp, int hi,
                                                   int lo) {
@@ -32,7 +32,7 @@ static __device__ __forceinline__ void leave_sums(const float (&acc)[COUNT][4], 
     }
 }
 
-// Of one token and rank, over the warps in their order; `index` counts ranks, then tokens.
+// The sum for one token and rank over the warps, in their order; `index` is 16 * token + rank.
 template <int TASK_TOKENS, int WARP_COUNT>
 static __device__ __forceinline__ float sum_of_warps(const float* shared, int index) {
     float value = 0.0f;

@@ -1,9 +1,10 @@
-// Codes and block scales of an NVFP4 weight in qerl's own layout as bfloat16 operands of the tensor cores.
+// Codes and block scales of an NVFP4 weight in qerl's own layout, as bfloat16 operands of the tensor cores.
 //
-// 16 rows x 64 columns, a slab's unit, are 16 bytes a lane: for each 16 columns a word, the A operand of a product with
-// the tokens as columns. Its bits lie where few instructions take them to their places (SLAB_BITS in kernel_layout.py):
-// a code's value times 2^-126, subnormals included. A block scale has 5 bits of exponent and 3 of mantissa, its value
-// times 2^107 with three more bits set above. The product of both is exact: 2 and 4 significant bits.
+// 16 rows x 64 columns, one unit of a slab, are 16 bytes per lane: one word per 16 columns, which is the A operand of a
+// product with the tokens as columns. The bits of a word are arranged so that few instructions move them into place
+// (BITS in slab_layout.py), which gives a code's value times 2^-126, subnormals included. A block scale has 5 bits of
+// exponent and 3 of mantissa; with three more bits set above them it is its value times 2^107. The product of code and
+// scale is exact, since they have 2 and 4 significant bits.
 #pragma once
 #include "common.cuh"
 
@@ -11,8 +12,8 @@
 
 #define SCALE_BITS 0x0FF00FF0u
 
-// The scales of a lane's rows hi (low half) and hi + 8 (high half) in the first or second (odd) of two neighbouring
-// blocks of 16 columns. `mask` is SCALE_BITS, from a register if it can: an instruction has room for one constant.
+// The scales of a lane's rows hi (low half) and hi + 8 (high half), in the first or second (odd) of two neighbouring
+// blocks of 16 columns. `mask` is SCALE_BITS, preferably in a register: an instruction has room for one constant only.
 static __device__ __forceinline__ u32 two_scales(u32 bytes, int odd, u32 mask) {
     return ((odd ? bytes >> 4 : bytes << 4) & mask) | 0x70007000u;
 }

@@ -1,4 +1,4 @@
-// Hopper's asynchronous parts: barriers in shared memory, bulk copies, and tensor-core products of a warpgroup.
+// Hopper's asynchronous instructions: barriers in shared memory, bulk copies, and tensor-core products of a warpgroup.
 #pragma once
 #include "common.cuh"
 
@@ -19,7 +19,7 @@ static __device__ __forceinline__ void load_shared_4(u32 address, u32 (&v)[4]) {
         : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address));
 }
 
-// Four matrices of 8 rows x 16 bytes, lane i giving the address of row i % 8 of matrix i / 8.
+// Load four matrices of 8 rows x 16 bytes; lane i gives the address of row i % 8 of matrix i / 8.
 static __device__ __forceinline__ void load_matrices(u32 address, u32 (&v)[4]) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
         : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address));
@@ -39,12 +39,12 @@ static __device__ __forceinline__ void barrier_arrive(u32 barrier) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrive, and let the barrier wait for so many bytes of bulk copies.
+// Arrive at the barrier, and make it wait for `bytes` bytes of bulk copies.
 static __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Of a matrix in memory, made by cuTensorMapEncodeTiled.
+// The description of a matrix in memory, made by cuTensorMapEncodeTiled.
 struct __align__(64) TensorMap {
     u64 opaque[16];
 };
@@ -53,19 +53,19 @@ static __device__ __forceinline__ void prefetch_map(const TensorMap& map) {
     asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// A tile of the matrix from `column`, `row` on to shared memory; the barrier counts its bytes.
+// Copy the tile of the matrix that starts at (row, column) to shared memory; the barrier counts its bytes.
 static __device__ __forceinline__ void copy_tile(u32 target, const TensorMap& map, int column, int row, u32 barrier) {
     asm volatile("cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], "
                  "[%1, {%2, %3}], [%4];" ::"r"(target), "l"(&map), "r"(column), "r"(row), "r"(barrier) : "memory");
 }
 
-// So many bytes, a multiple of 16, to shared memory; the barrier counts them.
+// Copy `bytes` bytes, a multiple of 16, to shared memory; the barrier counts them.
 static __device__ __forceinline__ void copy_bytes(u32 target, const u8* source, u32 bytes, u32 barrier) {
     asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
         ::"r"(target), "l"(source), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// What ordinary stores wrote, this thread's or those it knows of, becomes visible to bulk copies.
+// Make the ordinary stores of this thread, and those it has observed, visible to bulk copies.
 static __device__ __forceinline__ void fence_for_copies() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
 static __device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -77,8 +77,8 @@ static __device__ __forceinline__ void wgmma_wait() {
     asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
 }
 
-// The operand in shared memory: rows of 128 bytes (64 columns), whose 16-byte chunks are exchanged by row % 8; 1024
-// bytes for 8 rows ("128B swizzle", K-major).
+// The descriptor of an operand in shared memory: rows of 128 bytes (64 columns), whose 16-byte chunks are permuted by
+// row % 8; 1024 bytes per 8 rows ("128B swizzle", K-major).
 static __device__ __forceinline__ u64 swizzled_operand(u32 address) {
     return (u64)(address >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
 }
