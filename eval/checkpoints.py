@@ -9,7 +9,6 @@ import contextlib
 import logging
 import os
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -54,19 +53,18 @@ def choose(found: dict[int, Path], asked: str) -> dict[int, Path]:
     return {step: found[step] for step in sorted(map(int, parts))}
 
 
-def run_checkpoints(
-    settings: EvalSettings, run: Path, asked: str, on_batch: Callable[[int], OnBatch | None] | None = None
-) -> list[EvalResult]:
-    """Evaluate the run's checkpoints in the order of their steps; finished ones are read, not run again.
+def run_checkpoints(settings: EvalSettings, on_batch: OnBatch | None = None) -> list[EvalResult]:
+    """Evaluate checkpoints of a run (--run, --checkpoints) in the order of their steps; finished ones are only read.
 
-    With `settings.out`, each has its own folder in it. Raises QerlError as `run_eval` does.
+    With --out, each has its own folder in it. Raises QerlError as `run_eval` does.
     """
-    chosen = choose(checkpoints_of(run), asked)
+    chosen = choose(checkpoints_of(settings.run), settings.checkpoints or "all")
+    whole = replace(settings, run=None, checkpoints=None, model=str(settings.run))
     results = []
     with contextlib.closing(EngineHolder()) as holder:
         for step, folder in chosen.items():
             logger.info("checkpoint of step %d", step)
             out = None if settings.out is None else settings.out / folder.name
-            one = replace(settings, model=str(run), adapter=str(folder), out=out, step=step)
-            results.append(run_eval(one, on_batch(step) if on_batch else None, holder))
+            one = replace(whole, adapter=str(folder), out=out, step=step)
+            results.append(run_eval(one, on_batch, holder))
     return results

@@ -32,12 +32,12 @@ logger = logging.getLogger(__name__)
 SUITE_RESULT = "lighteval.json"
 
 
-def run_suite(settings: EvalSettings, tasks_file: Path | None = None) -> tuple[dict[str, Any], Path]:
+def run_suite(settings: EvalSettings) -> tuple[dict[str, Any], Path]:
     """Run lighteval's task; returns what lighteval.json holds, and its folder. Raises a fitting QerlError."""
     if importlib.util.find_spec("lighteval") is None:
         raise MissingExtraError("lighteval", "eval")
-    if tasks_file is not None and not tasks_file.is_file():
-        raise ConfigError(f"--suite-tasks {tasks_file} is no file: write a Python file with TASKS_TABLE")
+    if settings.suite_tasks is not None and not settings.suite_tasks.is_file():
+        raise ConfigError(f"--suite-tasks {settings.suite_tasks} is no file: write a Python file with TASKS_TABLE")
     import torch
 
     ref = find_model(settings)
@@ -48,7 +48,7 @@ def run_suite(settings: EvalSettings, tasks_file: Path | None = None) -> tuple[d
     started = time.monotonic()
     # lighteval 0.13 switches gradients off for the whole process when it is imported (transformers_model.py, line 70).
     with torch.set_grad_enabled(torch.is_grad_enabled()):
-        scores = _scores(settings, ref, tasks_file)
+        scores = _scores(settings, ref)
     result = {
         "suite": "lighteval",
         "task": settings.task,
@@ -88,14 +88,14 @@ def _default_out(ref: ModelRef, settings: EvalSettings) -> Path:
     return default_out(ref, run_of(ref), f"lighteval-{task}", asked)
 
 
-def _scores(settings: EvalSettings, ref: ModelRef, tasks_file: Path | None) -> dict[str, dict[str, float]]:
+def _scores(settings: EvalSettings, ref: ModelRef) -> dict[str, dict[str, float]]:
     from lighteval.logging.evaluation_tracker import EvaluationTracker
     from lighteval.pipeline import ParallelismManager, Pipeline, PipelineParameters
 
     from eval.lighteval_model import EngineModel
     from qerl.checkpoint.load import load_tokenizer, local_folder
 
-    with tempfile.TemporaryDirectory() as scratch, _known_tasks(tasks_file):
+    with tempfile.TemporaryDirectory() as scratch, _known_tasks(settings.suite_tasks):
         folder = local_folder(ref.base)
         tokenizer = load_tokenizer(folder, settings.trust_remote_code)
         context = context_length(folder) or MAX_NEW_TOKENS

@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 LOG_EVERY_S = 20.0
+# Settings that say which evaluations to run, or that are recorded in what they decide.
+UNRECORDED = ("overwrite", "sampled", "run", "checkpoints", "suite", "suite_tasks")
 
 OnBatch = Callable[[int, int, int], None]  # (completions done, completions in all, correct so far)
 
@@ -161,7 +163,7 @@ def grade_batch(plan: Plan, number: int, batch: Sequence[Key], completions: Sequ
 
 def _result(plan: Plan, store: Store, rows: Sequence[Row]) -> EvalResult:
     ref = plan.ref
-    settings = {name: value for name, value in asdict(plan.settings).items() if name != "overwrite"}
+    settings = {name: value for name, value in asdict(plan.settings).items() if name not in UNRECORDED}
     details = {
         "step": plan.settings.step,
         "base": ref.base,

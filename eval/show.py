@@ -5,15 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from eval.settings import EvalSettings, flag
 from qerl.commands.option_names import ENGINE_OPTIONS
 from qerl.errors import ConfigError
 
 if TYPE_CHECKING:
     from eval.run import OnBatch
-    from eval.settings import EvalSettings
 
 OPTIONS = {  # recipe key in an error of the engine -> what sets it here
     **ENGINE_OPTIONS,
@@ -25,10 +24,10 @@ OPTIONS = {  # recipe key in an error of the engine -> what sets it here
 logger = logging.getLogger(__name__)
 
 
-def show(settings: EvalSettings, run: Path | None = None, checkpoints: str = "all") -> None:
+def show(settings: EvalSettings) -> None:
     """Evaluate with a progress bar on a terminal, and print the table and where the files are.
 
-    With `run`, its `checkpoints` are evaluated, one column each.
+    With --run, its checkpoints are evaluated, one column each.
     """
     from rich.console import Console
 
@@ -38,33 +37,27 @@ def show(settings: EvalSettings, run: Path | None = None, checkpoints: str = "al
 
     try:
         with _progress() as on_batch:
-            if run is None:
-                results = [run_eval(settings, on_batch)]
-            else:
-                results = run_checkpoints(settings, run, checkpoints, on_batch and (lambda _: on_batch))
+            results = run_checkpoints(settings, on_batch) if settings.run else [run_eval(settings, on_batch)]
     except KeyboardInterrupt:
         logger.warning("stopped: the same command continues from the last whole batch")
         raise SystemExit(130) from None
     console = Console()
-    console.print(
-        render_table(results, None if run is None else [f"step {result.details['step']}" for result in results])
-    )
+    labels = None if settings.run is None else [f"step {result.details['step']}" for result in results]
+    console.print(render_table(results, labels))
     for result in results:
         console.print(f"completions and result: {result.out}", soft_wrap=True)
 
 
-def show_suite(settings: EvalSettings, tasks_file: Path | None, run: Path | None) -> None:
+def show_suite(settings: EvalSettings) -> None:
     """Run lighteval's task and print its table. Raises ConfigError for options that lighteval decides itself."""
     from rich.console import Console
 
     from eval.lighteval_suite import run_suite, suite_table
 
-    given = {"--run": run, "--data": settings.data, "--columns": settings.columns, "--pass-k": settings.pass_k or None}
-    given |= {"--samples": settings.samples if settings.samples > 1 else None}
-    given |= {"--prompt-template": settings.prompt_template}
-    if wrong := [name for name, value in given.items() if value is not None]:
-        raise ConfigError(f"{wrong[0]} does not go with --suite lighteval, whose task decides it: leave it out")
-    result, out = run_suite(settings, tasks_file)
+    for name in ("run", "data", "columns", "pass_k", "samples", "prompt_template"):
+        if getattr(settings, name) != getattr(EvalSettings, name):
+            raise ConfigError(f"{flag(name)} does not go with --suite lighteval, whose task decides it: leave it out")
+    result, out = run_suite(settings)
     console = Console()
     console.print(suite_table(result))
     console.print(f"result: {out}", soft_wrap=True)

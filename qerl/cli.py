@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qerl.commands.chat import chat_command
+from qerl.commands.columns import parse_columns
+from qerl.commands.from_dataclass import command_of
 from qerl.commands.plan import plan_command
 from qerl.commands.recipes import app as recipes_app
 from qerl.commands.shell_values import key_values, recipe_values, task_values
@@ -22,7 +24,7 @@ from qerl.doctor.doctor import refuse_clashes
 from qerl.errors import ConfigError
 
 try:
-    from eval.command import compare_results, evaluate, parse_columns
+    from eval.command import compare_results, evaluate
     from quantize.merge.command import merge_command
 except ImportError:  # names that other projects use too
     refuse_clashes()
@@ -253,8 +255,9 @@ def _refuse_with_resume(*options: object) -> None:
 
 
 def _column_overrides(columns: str | None) -> list[str]:
-    parsed = parse_columns(columns)
-    return [] if parsed is None else [f"data.columns={{{', '.join(f'{k}: {v!r}' for k, v in parsed.items())}}}"]
+    if columns is None:
+        return []
+    return [f"data.columns={{{', '.join(f'{name}: {column!r}' for name, column in parse_columns(columns).items())}}}"]
 
 
 def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
@@ -284,7 +287,7 @@ COMMANDS = {  # name -> command and its line of `qerl --help`, in the order in w
     "plan": (plan_command, "Memory and seconds of a run, before anything is loaded."),
     "quantize": (quantize, "Turn a 16-bit checkpoint into NVFP4, and verify it."),
     "train": (train, "Train a LoRA adapter by RL, as a recipe says; or resume."),
-    "eval": (evaluate, "Accuracy of a model on a task, every completion saved."),
+    "eval": (command_of(evaluate), "Accuracy of a model on a task, every completion saved."),
     "compare": (compare_results, "Of two evaluations: better, worse, or cannot tell."),
     "report": (report, "A page of what a run did; several runs side by side."),
     "grade": (grade, "Grade saved completions again."),

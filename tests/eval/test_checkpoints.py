@@ -70,7 +70,7 @@ def opened(monkeypatch):
 
 
 def test_one_engine_serves_all_and_gives_what_each_alone_gives(rows, run, opened, tmp_path):
-    results = run_checkpoints(settings_of(rows), run, "all")
+    results = run_checkpoints(settings_of(rows, run=run))
     assert len(opened) == 1
     assert [result.details["step"] for result in results] == list(STEPS)
     assert all(result.out.parent == run / "eval" for result in results)
@@ -80,7 +80,7 @@ def test_one_engine_serves_all_and_gives_what_each_alone_gives(rows, run, opened
         alone = run_eval(settings_of(rows, model=str(run), adapter=str(folder), out=tmp_path / str(step)))
         assert texts(alone.out) == texts(result.out)
     opened.clear()
-    assert [r.summary for r in run_checkpoints(settings_of(rows), run, "all")] == [r.summary for r in results]
+    assert [r.summary for r in run_checkpoints(settings_of(rows, run=run))] == [r.summary for r in results]
     assert opened == []
 
 
@@ -92,7 +92,7 @@ def test_the_checkpoints_of_a_4_bit_run_act_on_its_16_bit_base(rows, model, tmp_
     (run / "config.yaml").write_text(config.replace(str(model), str(packed)).replace("format: bf16", "format: nvfp4"))
     assert kind_of(packed) == "nvfp4"
     assert make_plan(settings_of(rows, model=str(run))).ref.base == str(packed)
-    (result,) = run_checkpoints(settings_of(rows, load="bf16", out=tmp_path / "out"), run, "last")
+    (result,) = run_checkpoints(settings_of(rows, run=run, checkpoints="last", load="bf16", out=tmp_path / "out"))
     assert (result.details["format"], result.details["base"]) == ("bf16", str(model))
     assert result.out == tmp_path / "out" / "step-000010"
     adapter = run / "checkpoints" / "step-000010"

@@ -1,16 +1,17 @@
 """The options: the same for both commands, light to import, and each mistake in one line with exit code 2."""
 
-import inspect
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
-from eval.command import evaluate, main, parse_columns, parse_pass_k, sampling_of, task_app
-from eval.settings import EvalSettings
+from eval.command import evaluate, main, task_app
+from eval.settings import EvalSettings, parse_pass_k
+from qerl.commands.from_dataclass import command_of
 from qerl.errors import ConfigError
 
 TASKS = ("gsm8k", "math500", "amc23", "aime24", "aime25", "arith")
@@ -48,10 +49,10 @@ def test_each_task_has_its_module(task):
 
 def test_both_commands_have_the_same_options():
     whole = typer.Typer(rich_markup_mode=None, add_completion=False)
-    whole.command()(evaluate)
+    whole.command()(command_of(evaluate))
     options = [set(re.findall(r"--[a-z-]+", help_of(app))) for app in (whole, task_app("gsm8k"))]
     assert options[0] == options[1]
-    assert len(options[0]) == len(inspect.signature(evaluate).parameters) - 1 + len({"--help"})
+    assert {"--model", "--samples", "--trust-remote-code"} < options[0]
     usage = [help_of(app).splitlines()[0].lower() for app in (whole, task_app("gsm8k"))]
     assert ["task" in line for line in usage] == [True, False]
 
@@ -104,17 +105,14 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, ar
     ],
 )
 def test_sampled_gives_the_values_that_are_not_given(given, temperature, top_p):
-    assert sampling_of(*given) == {"temperature": temperature, "top_p": top_p}
+    sampled, *asked = given
+    settings = EvalSettings(task="gsm8k", sampled=sampled, temperature=asked[0], top_p=asked[1])
+    assert (settings.temperature, settings.top_p) == (temperature, top_p)
+    assert replace(settings, limit=None) == settings
 
 
-def test_lists_are_read():
+def test_the_numbers_of_pass_k_are_read():
     assert parse_pass_k("8,1, 4,1") == (1, 4, 8)
-    assert parse_pass_k(None) == ()
-    assert parse_columns("question=problem, answer=sol") == {"question": "problem", "answer": "sol"}
-    with pytest.raises(ConfigError, match="form name=column"):
-        parse_columns("question=")
-    with pytest.raises(ConfigError, match="one name to two columns"):
-        parse_columns("question=problem,question=solution")
 
 
 def test_settings_refuse_what_the_command_line_cannot_say():

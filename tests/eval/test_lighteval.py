@@ -44,10 +44,13 @@ def tasks_file(tmp_path):
     return path
 
 
+def suite(tasks_file, **given):
+    return EvalSettings(**{"task": "mine|0", "model": "tiny", "suite": "lighteval", "suite_tasks": tasks_file, **given})
+
+
 def test_local_tasks_run_and_the_choices_are_ranked_by_our_engine(tasks_file, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    settings = EvalSettings(task="mine|0,choose|0", model="tiny", engine="transformers", out=tmp_path / "out")
-    result, out = run_suite(settings, tasks_file)
+    result, out = run_suite(suite(tasks_file, task="mine|0,choose|0", engine="transformers", out=tmp_path / "out"))
     assert torch.is_grad_enabled(), "lighteval's import switches gradients off; a run after it could not train"
     assert set(result["scores"]) == {"mine:0", "choose:0"} or set(result["scores"]) == {"mine|0", "choose|0"}
     chosen = next(v for k, v in result["scores"].items() if k.startswith("choose"))
@@ -81,13 +84,13 @@ def test_options_that_do_not_fit_are_one_line(capsys, arguments, message):
 
 @pytest.mark.parametrize("option", [{"memory": 4}, {"cap_gib": 24}, {"kernel": "marlin"}], ids=str)
 def test_options_of_vllm_are_refused_where_transformers_runs(tasks_file, tmp_path, option):
-    settings = EvalSettings(task="mine|0", model="tiny", engine="transformers", out=tmp_path / "out", **option)
+    settings = suite(tasks_file, engine="transformers", out=tmp_path / "out", **option)
     with pytest.raises(ConfigError, match=f"--{next(iter(option)).replace('_', '-')} is vllm's"):
-        run_suite(settings, tasks_file)
+        run_suite(settings)
     assert not (tmp_path / "out").exists()
 
 
 def test_a_tasks_file_without_tasks_is_refused(tmp_path):
     (tmp_path / "tasks.py").write_text("")
     with pytest.raises(ConfigError, match="no TASKS_TABLE"):
-        run_suite(EvalSettings(task="a|0", model="tiny", out=tmp_path / "out"), tmp_path / "tasks.py")
+        run_suite(suite(tmp_path / "tasks.py", out=tmp_path / "out"))
