@@ -32,7 +32,7 @@ CACHE_SIZE = 20_000  # the completions of one prompt mostly state the same few a
 _ATTEMPTS = 2
 
 
-class _Worker:
+class Worker:
     """One worker process. Not thread-safe: `_Pool` lends it to one thread at a time."""
 
     def __init__(self) -> None:
@@ -83,15 +83,15 @@ class _Pool:
         self._pid = os.getpid()
         self._slots = threading.BoundedSemaphore(MAX_WORKERS)
         self._lock = threading.Lock()
-        self._idle: list[_Worker] = []
+        self._idle: list[Worker] = []
 
     @contextlib.contextmanager
-    def worker(self) -> Iterator[_Worker]:
+    def worker(self) -> Iterator[Worker]:
         """An idle worker or a new one; it goes back to the pool unless the block raises."""
         with self._slots:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None
-            worker = worker or _Worker()
+            worker = worker or Worker()
             try:
                 yield worker
             except BaseException:

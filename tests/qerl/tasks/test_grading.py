@@ -1,9 +1,9 @@
 """Grading: near misses labelled by hand, worked solutions, hostile completions, the workers that compare formulas."""
 
 import json
-import os
 import random
 import signal
+import subprocess
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -181,23 +181,26 @@ def test_formulas_are_compared_from_any_thread():
 
 
 def test_a_worker_that_hangs_is_replaced(monkeypatch):
-    assert math_pool.compare("x+y", "y+x") == "equal"
-    idle = math_pool._pool(os.getpid())._idle
-    hanging = idle[-1]
-    hanging._process.send_signal(signal.SIGSTOP)
-    limits = iter([0.2])
-    compare_in = math_pool._Worker.compare
+    processes, begin, limit_s = [], subprocess.Popen, math_pool.REPLY_LIMIT_S
 
-    def impatient_once(worker, gold, answer):
-        monkeypatch.setattr(math_pool, "REPLY_LIMIT_S", next(limits, 10.0))
-        return compare_in(worker, gold, answer)
+    def begin_and_note(*args, **options):
+        monkeypatch.setattr(math_pool, "REPLY_LIMIT_S", limit_s)  # for the one that replaces it
+        processes.append(begin(*args, **options))
+        return processes[-1]
 
-    monkeypatch.setattr(math_pool._Worker, "compare", impatient_once)
-    assert math_pool.compare("x+y+1", "1+y+x") == "equal"
-    assert hanging._process.poll() == -signal.SIGKILL
-    assert hanging not in idle
     math_pool.close()
-    assert not idle
+    math_pool.compare.cache_clear()
+    monkeypatch.setattr(math_pool.subprocess, "Popen", begin_and_note)
+    assert math_pool.compare("x+y", "y+x") == "equal"
+    processes[0].send_signal(signal.SIGSTOP)
+    monkeypatch.setattr(math_pool, "REPLY_LIMIT_S", 0.2)
+    assert math_pool.compare("x+y+1", "1+y+x") == "equal"
+    assert processes[0].poll() == -signal.SIGKILL
+    assert math_pool.compare("x+y+2", "2+y+x") == "equal"
+    assert len(processes) == 2
+    assert processes[1].poll() is None
+    math_pool.close()
+    assert processes[1].poll() == -signal.SIGKILL
 
 
 @pytest.mark.parametrize("before", ["", "İ", "İ" * 9, "ß", "\u200b"])

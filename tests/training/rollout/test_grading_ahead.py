@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from small_run import numbers, same_adapters, small_config
+from transformers import GenerationMixin
 
 import training.run
 from qerl.engine.interface import Completion
@@ -49,7 +50,7 @@ def compared(monkeypatch):
     graded before it goes on, but for the last batch."""
     math_pool.compare("x", "y")  # a worker is there
     math_pool.compare.cache_clear()
-    seen, in_worker, generate = [], math_pool._Worker.compare, TransformersEngine.generate
+    seen, in_worker, generate = [], math_pool.Worker.compare, TransformersEngine.generate
 
     def compare(worker, gold, answer):
         seen.append((threading.current_thread().name, gold, answer))
@@ -63,7 +64,7 @@ def compared(monkeypatch):
 
         return generate(engine, prompts, sampling, seed, finished and wait)
 
-    monkeypatch.setattr(math_pool._Worker, "compare", compare)
+    monkeypatch.setattr(math_pool.Worker, "compare", compare)
     monkeypatch.setattr(TransformersEngine, "generate", slowly)
     return seen
 
@@ -104,15 +105,15 @@ def test_a_run_is_the_same_with_and_without(tmp_path, monkeypatch, compared, dyn
 
 
 def test_ctrl_c_in_a_rollout_ends_the_run_and_the_thread(tmp_path, monkeypatch, compared):
-    sample, calls = TransformersEngine._generate_batch, []
+    sample, calls = GenerationMixin.generate, []
 
-    def interrupted(*given):
+    def interrupted(*given, **options):
         calls.append(1)
         if len(calls) == 2:
             raise KeyboardInterrupt
-        return sample(*given)
+        return sample(*given, **options)
 
-    monkeypatch.setattr(TransformersEngine, "_generate_batch", interrupted)
+    monkeypatch.setattr(GenerationMixin, "generate", interrupted)
     with pytest.raises(KeyboardInterrupt):
         start(formulas(tmp_path), "tiny")
     assert threads_end()
@@ -182,10 +183,10 @@ def test_what_is_not_begun_is_left_to_the_reward_and_what_is_begun_is_waited_for
         assert ahead.graded == 0  # of this rollout
 
 
-def interrupted_rollout(ahead):
+def interrupted_rollout(ahead, begun):
     with ahead.rollout(["1"] * 3) as finished:
         tell_all(finished)
-        ahead._tokenizer.begun.wait(10)
+        begun.wait(10)
         raise KeyboardInterrupt
 
 
@@ -194,7 +195,7 @@ def test_where_the_rollout_raises_nothing_is_waited_for():
     words.go_on.clear()
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
-        interrupted_rollout(GradingAhead(TASK, words))
+        interrupted_rollout(GradingAhead(TASK, words), words.begun)
     assert words.begun.is_set()
     assert time.monotonic() - began < 5
     words.go_on.set()

@@ -4,13 +4,14 @@ import json
 import resource
 import shutil
 import subprocess
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 from small_run import numbers, small_config
 
 import training.run_dir.checkpoint
+from qerl.checkpoint.adapter import save_adapter
 from qerl.errors import CheckpointError
 from training.run import resume, start
 from training.run_dir.checkpoint import CHECKSUMS, FILES, checkpoint_step, checkpoints, newest_checkpoint
@@ -102,14 +103,15 @@ def largest_file(size):
 def test_a_file_that_cannot_be_written_leaves_the_checkpoint_before(finished, nvfp4_base, tmp_path, monkeypatch, share):
     """Half of the adapter fits, or all of it and half of the optimizer's state, which is twice as large."""
     size = int(share * (finished / "checkpoints" / "step-000004" / "adapter_model.safetensors").stat().st_size)
-    original = training.run_dir.checkpoint._write
+    until_it_failed = ExitStack()
 
-    def limited(trainer, final):
-        with largest_file(size) if trainer.state.global_step == 4 else nullcontext():
-            return original(trainer, final)
+    def limited(model, folder):
+        if "step-000004" in folder.name:
+            until_it_failed.enter_context(largest_file(size))
+        return save_adapter(model, folder)
 
-    with monkeypatch.context() as patch:
-        patch.setattr(training.run_dir.checkpoint, "_write", limited)
+    with until_it_failed, monkeypatch.context() as patch:
+        patch.setattr(training.run_dir.checkpoint, "save_adapter", limited)
         with pytest.raises(CheckpointError, match=r"the checkpoint of step 4 could not be written \(.*--resume"):
             start(small_config(nvfp4_base, tmp_path), "tiny")
     run_dir = tmp_path / "run"
