@@ -87,47 +87,11 @@ def kernel(source: str, name: str, defines: tuple[str, ...] = ()) -> Kernel:
     """
     from cuda.bindings import driver
 
-    binary = _binary(source, defines, torch.cuda.get_device_capability())
+    binary = BINARIES.get(source, defines)
     _bind_context_()
     library = _check(driver.cuLibraryLoadData(binary, [], [], 0, [], [], 0), source)
     function = _check(driver.cuKernelGetFunction(_check(driver.cuLibraryGetKernel(library, name.encode()), name)), name)
     return Kernel(function, name)
-
-
-_compilations: Jobs[Path, bytes] = Jobs()  # by cache file
-
-
-def compile_ahead(variants: Iterable[Variant]) -> None:
-    """Start compiling, in threads, what the cache lacks. `kernel` takes the results, and raises the errors."""
-    capability = torch.cuda.get_device_capability()
-    works = dict(_compilation(source, defines, capability) for source, defines in variants)
-    _compilations.begin({path: work for path, work in works.items() if not path.exists()})
-
-
-def _binary(source: str, defines: tuple[str, ...], capability: tuple[int, int]) -> bytes:
-    return _compilations.result(*_compilation(source, defines, capability))
-
-
-def _compilation(
-    source: str, defines: tuple[str, ...], capability: tuple[int, int]
-) -> tuple[Path, Callable[[], bytes]]:
-    """The cache file of a variant, and a function that reads it, or compiles the source and writes it."""
-    text = (FOLDER / source).read_text(encoding="utf-8")
-    headers = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.cuh"))]
-    architecture = f"sm_{capability[0]}{capability[1]}{'a' if capability >= (9, 0) else ''}"
-    key = hashlib.sha256(repr((text, headers, defines, architecture, _version())).encode()).hexdigest()[:24]
-    options = [f"--gpu-architecture={architecture}", *(f"-D{define}" for define in defines)]
-    path = cache_folder() / f"{Path(source).stem}-{key}.cubin"
-    return path, partial(_read_or_compile, path, text, source, options)
-
-
-def _read_or_compile(path: Path, text: str, source: str, options: list[str]) -> bytes:
-    if path.exists():
-        return path.read_bytes()
-    binary = _compile(text, source, options)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_shared(path, binary)  # another process may write the same
-    return binary
 
 
 def cache_folder() -> Path:
@@ -137,7 +101,7 @@ def cache_folder() -> Path:
 
 
 @cache
-def _version() -> tuple[int, int]:
+def version() -> tuple[int, int]:
     """The version of NVRTC. The first call loads its library, so that this happens before any thread compiles."""
     from cuda.bindings import nvrtc
 
@@ -146,7 +110,8 @@ def _version() -> tuple[int, int]:
     return result[1:]
 
 
-def _compile(text: str, source: str, options: list[str]) -> bytes:
+def compile_source(text: str, source: str, options: list[str]) -> bytes:
+    """The binary of `text`, which is the content of the file `source`. Raises EngineError with the compiler's log."""
     from cuda.bindings import nvrtc
 
     program = _check(nvrtc.nvrtcCreateProgram(text.encode(), source.encode(), 0, [], []), source)
@@ -159,6 +124,57 @@ def _compile(text: str, source: str, options: list[str]) -> bytes:
     _check(nvrtc.nvrtcGetCUBIN(program, binary), source)
     nvrtc.nvrtcDestroyProgram(program)
     return binary
+
+
+class Binaries:
+    """The compiled sources of `FOLDER` for the current card, each kept in a file of `cache_folder()`.
+
+    `compile_` makes the binary of (text, name of the source, options), and the files' names depend on `version_`.
+    """
+
+    def __init__(
+        self,
+        compile_: Callable[[str, str, list[str]], bytes] = compile_source,
+        version_: Callable[[], tuple[int, int]] = version,
+    ) -> None:
+        self._compile, self._version = compile_, version_
+        self._jobs: Jobs[Path, bytes] = Jobs()  # by cache file
+
+    def begin(self, variants: Iterable[Variant]) -> None:
+        """Start compiling, in threads, what has no file yet. `get` takes the results, and raises the errors."""
+        works = dict(self._work(source, defines) for source, defines in variants)
+        self._jobs.begin({path: work for path, work in works.items() if not path.exists()})
+
+    def get(self, source: str, defines: tuple[str, ...]) -> bytes:
+        """The binary, from its file or compiled now. Raises EngineError."""
+        return self._jobs.result(*self._work(source, defines))
+
+    def _work(self, source: str, defines: tuple[str, ...]) -> tuple[Path, Callable[[], bytes]]:
+        """The cache file of a variant, and a function that reads it, or compiles the source and writes it."""
+        capability = torch.cuda.get_device_capability()
+        text = (FOLDER / source).read_text(encoding="utf-8")
+        headers = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.cuh"))]
+        architecture = f"sm_{capability[0]}{capability[1]}{'a' if capability >= (9, 0) else ''}"
+        key = hashlib.sha256(repr((text, headers, defines, architecture, self._version())).encode()).hexdigest()[:24]
+        options = [f"--gpu-architecture={architecture}", *(f"-D{define}" for define in defines)]
+        path = cache_folder() / f"{Path(source).stem}-{key}.cubin"
+        return path, partial(self._read_or_compile, path, text, source, options)
+
+    def _read_or_compile(self, path: Path, text: str, source: str, options: list[str]) -> bytes:
+        if path.exists():
+            return path.read_bytes()
+        binary = self._compile(text, source, options)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_shared(path, binary)  # another process may write the same
+        return binary
+
+
+BINARIES = Binaries()
+
+
+def compile_ahead(variants: Iterable[Variant]) -> None:
+    """Start compiling, in threads, what the cache lacks. `kernel` takes the results, and raises the errors."""
+    BINARIES.begin(variants)
 
 
 _thread = threading.local()

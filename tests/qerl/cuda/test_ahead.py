@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,31 +16,29 @@ from qerl.cuda.ahead import Jobs
 from qerl.errors import EngineError
 
 HAS_NVRTC = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
-HOPPER = (9, 0)
 VARIANT = ("shrink.cu", ("TILES=1", "WARPS=8", "BATCH=5"))
 LONG_WAIT_S = 20.0  # for what is expected at once: a failure, not a hang
 
 
 @pytest.fixture
-def compiled(monkeypatch, tmp_path):
-    """An empty cache on a Hopper card; what is compiled for it, in turn, without the CUDA bindings by a stand-in."""
+def cached(monkeypatch, tmp_path):
+    """Compiled sources in an empty folder, on a Hopper card; without the CUDA bindings a stand-in compiles. What was
+    compiled stands in `seen`, and `refuses` holds the errors of the next times."""
     monkeypatch.setenv("QERL_CACHE", str(tmp_path))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: HOPPER)
-    monkeypatch.setattr(nvrtc, "_compilations", Jobs())
-    seen = []
-    real = nvrtc._compile
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    seen, refuses = [], []
 
     def compile_slowly(text, source, options):
+        if refuses:
+            raise refuses.pop()
         seen.append((source, tuple(options), threading.current_thread()))
         if HAS_NVRTC:
-            return real(text, source, options)
+            return nvrtc.compile_source(text, source, options)
         time.sleep(0.2)
         return repr((source, options)).encode()
 
-    if not HAS_NVRTC:
-        monkeypatch.setattr(nvrtc, "_version", lambda: (13, 0))
-    monkeypatch.setattr(nvrtc, "_compile", compile_slowly)
-    return seen
+    binaries = nvrtc.Binaries(compile_slowly, nvrtc.version if HAS_NVRTC else lambda: (13, 0))
+    return SimpleNamespace(binaries=binaries, seen=seen, refuses=refuses)
 
 
 def in_threads(count, ask):
@@ -61,22 +60,22 @@ def in_threads(count, ask):
     return results
 
 
-def test_what_several_ask_for_at_once_is_compiled_once(compiled, tmp_path):
-    results = in_threads(4, lambda: nvrtc._binary(*VARIANT, HOPPER))
-    assert len(compiled) == 1
+def test_what_several_ask_for_at_once_is_compiled_once(cached, tmp_path):
+    results = in_threads(4, lambda: cached.binaries.get(*VARIANT))
+    assert len(cached.seen) == 1
     assert [path.read_bytes() for path in tmp_path.iterdir()] == results[:1]
     assert results == results[:1] * 4
 
 
-def test_what_was_begun_is_waited_for_and_other_variants_are_other_files(compiled, tmp_path):
+def test_what_was_begun_is_waited_for_and_other_variants_are_other_files(cached, tmp_path):
     other = ("shrink.cu", ("TILES=2", "WARPS=8", "BATCH=5"))
-    nvrtc.compile_ahead([VARIANT, other, VARIANT])
-    first, second = (nvrtc._binary(*variant, HOPPER) for variant in (VARIANT, other))
+    cached.binaries.begin([VARIANT, other, VARIANT])
+    first, second = (cached.binaries.get(*variant) for variant in (VARIANT, other))
     assert first != second
     assert {path.read_bytes() for path in tmp_path.iterdir()} == {first, second}
-    nvrtc.compile_ahead([VARIANT, other])  # both are in the cache
-    assert nvrtc._binary(*VARIANT, HOPPER) == first
-    assert sorted(options[1] for _, options, _ in compiled) == ["-DTILES=1", "-DTILES=2"]
+    cached.binaries.begin([VARIANT, other])  # both are in the cache
+    assert cached.binaries.get(*VARIANT) == first
+    assert sorted(options[1] for _, options, _ in cached.seen) == ["-DTILES=1", "-DTILES=2"]
 
 
 def test_begun_work_is_done_by_threads_at_the_same_time(monkeypatch):
@@ -103,18 +102,13 @@ def test_who_asks_does_not_wait_behind_other_jobs(monkeypatch):
     assert len(done) == 1
 
 
-def test_an_error_of_a_thread_is_raised_where_the_kernel_is_loaded(compiled, monkeypatch):
-    def refuse(text, source, options):
-        raise EngineError(f"NVRTC cannot compile {source}")
-
-    works = nvrtc._compile
-    monkeypatch.setattr(nvrtc, "_compile", refuse)
-    nvrtc.compile_ahead([VARIANT])
+def test_an_error_of_a_thread_is_raised_where_the_kernel_is_loaded(cached):
+    cached.refuses.append(EngineError("NVRTC cannot compile shrink.cu"))
+    cached.binaries.begin([VARIANT])
     with pytest.raises(EngineError, match="cannot compile shrink"):
-        nvrtc._binary(*VARIANT, HOPPER)
-    monkeypatch.setattr(nvrtc, "_compile", works)
-    assert nvrtc._binary(*VARIANT, HOPPER)  # it is tried anew, as without threads
-    assert len(compiled) == 1
+        cached.binaries.get(*VARIANT)
+    assert cached.binaries.get(*VARIANT)  # it is tried anew, as without threads
+    assert len(cached.seen) == 1
 
 
 def test_an_error_reaches_all_who_wait_for_it():
@@ -130,11 +124,11 @@ def test_an_error_reaches_all_who_wait_for_it():
 
 
 @pytest.mark.gpu  # needs NVRTC alone; last run on 2026-11-21, on a CPU with NVRTC 13.0
-def test_nvrtcs_own_error_is_raised_where_the_kernel_is_loaded(compiled):
+def test_nvrtcs_own_error_is_raised_where_the_kernel_is_loaded(cached):
     wrong = ("shrink.cu", ("TILES=none", "WARPS=8", "BATCH=5"))
-    nvrtc.compile_ahead([wrong])
+    cached.binaries.begin([wrong])
     with pytest.raises(EngineError, match=r"NVRTC cannot compile shrink\.cu .*TILES=none"):
-        nvrtc._binary(*wrong, HOPPER)
+        cached.binaries.get(*wrong)
 
 
 END_EARLY = """
