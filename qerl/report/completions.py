@@ -1,4 +1,4 @@
-"""The best and the worst of the completions that a run sampled into its log."""
+"""The best and the worst of the completions that a run logged."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ LONGEST = 6000  # characters of a completion that the page shows
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion. `reward` is the weighted sum that training saw."""
+    """One completion. `reward` is the weighted sum that it was trained on."""
 
     step: int
     reward: float
@@ -25,7 +25,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Extremes:
-    """The best and the worst of the later half of the samples, of which there are `count` in all."""
+    """The best and the worst samples from the later half of the sampled steps; `count` is the number of all samples."""
 
     count: int
     from_step: int
@@ -34,7 +34,10 @@ class Extremes:
 
 
 def extremes(run: Run) -> Extremes | None:
-    """None if nothing was sampled. Equal texts count once; of equal rewards the later sample is shown."""
+    """The extremes of a run; None if it logged no completions.
+
+    A text that occurs several times counts once, and of samples with equal rewards the later one is shown.
+    """
     found = [_sample(row, _weights(run)) for row in run.samples]
     if not found:
         return None
@@ -48,7 +51,7 @@ def extremes(run: Run) -> Extremes | None:
 
 
 def shorten(text: str) -> str:
-    """At most LONGEST characters; what is left out of the middle is counted."""
+    """The text in about LONGEST characters, with a note on how many were left out of the middle."""
     if len(text) <= LONGEST:
         return text
     half = LONGEST // 2
@@ -56,7 +59,10 @@ def shorten(text: str) -> str:
 
 
 def _weights(run: Run) -> dict[str, float]:
-    """Of each reward, by its name in the log: a function's own, or all of it where an earlier one has that."""
+    """The weight of each reward by its name in the log.
+
+    That is the name of the function alone, or the full dotted path if an earlier reward has the same function name.
+    """
     rewards: Sequence[dict[str, Any]] = run.config.get("rewards") or []
     whole = {reward["name"]: reward.get("weight", 1.0) for reward in rewards}
     short = {name.replace(":", ".").rpartition(".")[2]: weight for name, weight in reversed(whole.items())}
@@ -70,7 +76,7 @@ def _sample(row: Row, weights: dict[str, float]) -> Sample:
 
 
 def _text(value: Any) -> str:
-    """A conversation as its messages' contents."""
+    """The text itself, or the contents of a conversation's messages."""
     if isinstance(value, str):
         return value
     return "\n".join(str(message.get("content", message)) for message in value)

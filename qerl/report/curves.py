@@ -1,4 +1,4 @@
-"""A run's metrics over its steps, drawn: curves.png, and each panel alone for the page."""
+"""Draws a run's metrics over its steps: all panels in curves.png, and each panel alone for the page."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Panel:
-    """One drawing. `lines` are (label, metric); `noise` adds the stages and, on an axis of its own, sigma."""
+    """One drawing."""
 
     title: str
-    lines: tuple[tuple[str, str], ...]
+    lines: tuple[tuple[str, str], ...]  # (label, metric)
     log: bool = False
-    noise: bool = False
-    smooth: bool = False  # a mean over a tenth of the run beside the first line
+    noise: bool = False  # also draw the noise stages and, on an axis of its own, sigma
+    smooth: bool = False  # also draw the first line averaged over a tenth of the run
 
 
 PANELS = (
     Panel("reward", (("trained on", "reward"), ("all sampled", "sampled/reward")), smooth=True),
     Panel("accuracy", (("trained on", "rewards/accuracy"), ("all sampled", "sampled/accuracy")), smooth=True),
     Panel(
-        "entropy (nats a token) and sigma, by stage",
+        "entropy (nats per token) and sigma, by stage",
         (("policy", "entropy"), ("as sampled", "sampling/entropy")),
         noise=True,
     ),
@@ -42,9 +42,9 @@ PANELS = (
             ("masked", "correction/masked_share"),
         ),
     ),
-    Panel("tokens a completion", (("mean", "completions/mean_tokens"), ("longest", "completions/max_tokens"))),
+    Panel("tokens per completion", (("mean", "completions/mean_tokens"), ("longest", "completions/max_tokens"))),
     Panel(
-        "truncated, no answer, groups alike (shares)",
+        "truncated, no answer, equal rewards (shares)",
         (
             ("truncated", "completions/truncated_share"),
             ("no answer", "grades/no_answer_share"),
@@ -60,7 +60,7 @@ PANELS = (
         ),
     ),
     Panel(
-        "seconds a step",
+        "seconds per step",
         (
             ("rollout", "time/rollout_s"),
             ("training", "time/train_s"),
@@ -69,7 +69,7 @@ PANELS = (
         ),
     ),
     Panel(
-        "seconds of training a step",
+        "seconds of training per step",
         (("forward", "time/forward_s"), ("backward", "time/backward_s"), ("optimizer", "time/optimizer_s")),
     ),
     Panel(
@@ -85,7 +85,7 @@ PANELS = (
 
 
 def panels(runs: Sequence[Run]) -> list[Panel]:
-    """Those that any run has something to draw in; several rewards get a panel of their own, each by its name."""
+    """The panels for which any run has data. If there are several rewards, one more panel shows each by its name."""
     names = sorted({key for run in runs for row in run.rows for key in row if key.startswith("rewards/")})
     found = list(PANELS)
     if len(names) > 1:
@@ -94,7 +94,7 @@ def panels(runs: Sequence[Run]) -> list[Panel]:
 
 
 def draw_curves(run: Run, path: Path) -> None:
-    """Every panel that has something to draw, in one picture."""
+    """Draw every panel for which the run has data into one picture."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -113,7 +113,7 @@ def draw_curves(run: Run, path: Path) -> None:
 
 
 def draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run]) -> None:
-    """One panel. Several runs differ in colour, the lines of one in style."""
+    """Draw one panel. With several runs, each has its own colour, and their lines differ in style."""
     for index, run in enumerate(runs):
         for line, (label, key) in enumerate(panel.lines):
             points = _points(run.rows, key)
@@ -139,11 +139,11 @@ def draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run]) -> None:
     axis.grid(alpha=0.3)
     if len(axis.get_legend_handles_labels()[1]) > (0 if len(runs) > 1 else 1):
         for text in axis.legend(fontsize=8).get_texts():
-            text.set_parse_math(False)  # a run's name may hold dollars
+            text.set_parse_math(False)  # the name of a run may contain dollar signs
 
 
 def _draw_noise(axis: Axes, runs: Sequence[Run]) -> None:
-    """Sigma over the steps on a second axis (logarithmic: a clean stage is a gap), the first run's stages as lines."""
+    """Draw sigma on a second, logarithmic axis (a stage without noise is a gap); mark the stages of the first run."""
     import matplotlib.ticker
 
     noisy = [(run, [point for point in _points(run.rows, "noise/sigma") if point[1] > 0]) for run in runs]
@@ -171,7 +171,7 @@ def _positive(panel: Panel, runs: Sequence[Run]) -> bool:
 
 
 def _smooth(points: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
-    """Means over the last tenth of the run at each point."""
+    """For each point, the mean over the tenth of the run that ends there."""
     width = max(1, len(points) // 10)
     windows = [points[max(0, i + 1 - width) : i + 1] for i in range(len(points))]
     return [(window[-1][0], sum(value for _, value in window) / len(window)) for window in windows]

@@ -1,4 +1,4 @@
-"""Drawings for the page: SVG as data URIs, one for light and one for dark screens."""
+"""Drawings for the page: SVG in data URIs, one for light and one for dark screens."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from qerl.report.read import Evaluation, Run
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-# For light and for dark screens: text, lines of axes and grid, and what is drawn.
+# Colours for light and for dark screens: of text, of axes and grid, and of the curves.
 TEXT, LINES = ("#1f2328", "#e6e8eb"), ("#c8ccd1", "#4a5058")
 DRAWN = (
     ("#1a6fb5", "#6db8f2"),
@@ -29,7 +29,7 @@ DRAWN = (
 
 @dataclass(frozen=True)
 class Picture:
-    """One drawing in both themes; `alt` says in words what it shows."""
+    """One drawing for both kinds of screen; `alt` describes it in words."""
 
     light: str
     dark: str
@@ -37,12 +37,12 @@ class Picture:
 
 
 def curve_pictures(runs: Sequence[Run]) -> list[Picture]:
-    """Each panel that has something to draw."""
+    """A picture of each panel that has something to draw."""
     return [_panel_picture(panel, runs) for panel in panels(runs)]
 
 
 def evaluation_picture(results: Sequence[Evaluation]) -> Picture | None:
-    """Accuracies with their intervals; None if no result has one."""
+    """A picture of the accuracies with their intervals; None if no result has one."""
     evaluations = [evaluation for evaluation in results if evaluation.result.get("accuracy")]
     if not evaluations:
         return None
@@ -57,7 +57,7 @@ def _panel_picture(panel: Panel, runs: Sequence[Run]) -> Picture:
 
 
 def _picture(light: str, alt: str) -> Picture:
-    """The dark drawing is the light one in other colours."""
+    """A picture from its light drawing: the dark one is the same with other colours."""
     dark = light
     for bright, dim in (TEXT, LINES, *DRAWN):
         dark = dark.replace(bright, dim)
@@ -65,7 +65,7 @@ def _picture(light: str, alt: str) -> Picture:
 
 
 def _ends(panel: Panel, runs: Sequence[Run]) -> list[str]:
-    """Each line's first and last value in words."""
+    """The first and the last value of each line, in words."""
     found = []
     for run in runs:
         for label, key in panel.lines:
@@ -77,7 +77,7 @@ def _ends(panel: Panel, runs: Sequence[Run]) -> list[str]:
 
 
 def _draw(draw: Callable[[Axes], None], height: float) -> str:
-    """One drawing as SVG, in the colours for light screens."""
+    """A drawing as SVG, in the colours for light screens."""
     import matplotlib
     from matplotlib.figure import Figure
 
@@ -99,9 +99,9 @@ def _style() -> dict[str, Any]:
         "legend.facecolor": "none",
         "legend.edgecolor": LINES[0],
         "axes.prop_cycle": cycler(color=[light for light, _ in DRAWN]),
-        "svg.fonttype": "none",  # text stays text: half the bytes, and the reader's own font
+        "svg.fonttype": "none",  # keeps text as text, which takes half the bytes and uses the reader's font
         "font.family": "sans-serif",
-        "svg.hashsalt": "qerl",  # the same run gives the same bytes
+        "svg.hashsalt": "qerl",  # makes the same run give the same bytes
     }
 
 

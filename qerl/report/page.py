@@ -1,7 +1,7 @@
-"""report.html: one file that a browser shows without asking anything of any server.
+"""report.html: a single file that a browser shows without contacting any server.
 
-Whatever a run wrote (completions above all) is text to the page: the template escapes every value, and the page's own
-policy forbids scripts and requests altogether.
+Whatever a run wrote, above all its completions, is shown as plain text: the template escapes every value, and the
+page's content security policy forbids all scripts and requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def render_page(
 ) -> str:
     """The page of one run, or of several side by side.
 
-    `compared` are evaluations before and after training, `verdict` says what their difference is worth.
+    `compared` are the evaluations before and after training; `verdict` says whether their difference is significant.
     """
     import jinja2
 
@@ -55,7 +55,10 @@ def render_page(
 
 
 def _all_evaluations(runs: Sequence[Run], compared: tuple[Evaluation, Evaluation] | None) -> list[Evaluation]:
-    """Before and after, if they were named, then those in the runs' directories (of several with the run's name)."""
+    """The evaluations before and after, if given, then those in the directories of the runs.
+
+    With several runs, the name of an evaluation begins with that of its run.
+    """
     found = [
         replace(evaluation, name=f"{run.name}: {evaluation.name}") if len(runs) > 1 else evaluation
         for run in runs
@@ -81,7 +84,7 @@ def _run(run: Run) -> dict[str, Any]:
 
 
 def _facts(run: Run) -> list[tuple[str, str]]:
-    """What one wants to know first, as far as the run says."""
+    """The facts that a reader wants to know first, as far as the run recorded them."""
     config, last = run.config, run.rows[-1]
     planned = (config.get("run") or {}).get("steps")
     seconds = sum(row.get("time/step_s") or 0.0 for row in run.rows)
@@ -115,7 +118,7 @@ def _evaluations(evaluations: Sequence[Evaluation]) -> dict[str, Any] | None:
 
 
 def _command(arguments: Sequence[str]) -> str:
-    """As it was typed; the first argument is the path of the script."""
+    """The command as it was typed; the first argument is the path of the script."""
     return shlex.join(["qerl", *arguments[1:]]) if arguments else ""
 
 

@@ -1,4 +1,4 @@
-"""A run directory as the report reads it. Only metrics.jsonl has to be there; the rest is shown where it is."""
+"""Reads a run directory for the report. Only metrics.jsonl is required; everything else is shown if it exists."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from qerl.report.shapes import About, Graded, Metrics, Result, Sampled, Warned
 
 OF_RUN = "put back the file as the run wrote it, or delete that line"
 
-# What no encoding or page can hold, and what would turn the direction of the text around it.
+# Characters that cannot be encoded or shown, and those that would reverse the direction of the text around them.
 _UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
@@ -26,17 +26,17 @@ class Evaluation:
     """A finished `qerl eval`: its result.json or lighteval.json, and its graded completions."""
 
     folder: Path
-    name: str  # what tells it apart from the others that are shown
+    name: str  # distinguishes it from the other evaluations shown
     result: dict[str, Any]
     rows: list[Row] = field(repr=False)
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a run wrote. `rows` has the metrics of each step, `samples` logged completions with their step, in order."""
+    """What a run wrote: in `rows` the metrics of each step, in `samples` the logged completions with their steps."""
 
     folder: Path
-    name: str  # what tells it apart from the others that are shown
+    name: str  # distinguishes it from the other runs shown
     rows: list[Row] = field(repr=False)
     config: dict[str, Any] = field(default_factory=dict, repr=False)
     config_text: str = field(default="", repr=False)
@@ -47,7 +47,10 @@ class Run:
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
-    """Each run once; where folders of one name are among them, all go by their paths. Raises as `read_run` does."""
+    """Read each run once. If two folders have the same name, all runs are named by their paths.
+
+    Raises what `read_run` raises.
+    """
     different = list({folder.resolve(): folder for folder in folders}.values())
     names = [folder.resolve().name for folder in different]
     if len(set(names)) < len(names):
@@ -56,7 +59,7 @@ def read_runs(folders: Sequence[Path]) -> list[Run]:
 
 
 def read_run(folder: Path, name: str | None = None) -> Run:
-    """Raises DataError for a folder without metrics, or with a file that is not what a run writes."""
+    """Read one run. Raises DataError if it has no metrics, or has a file that is not what a run writes."""
     if not (folder / "metrics.jsonl").is_file():
         raise DataError(_no_run(folder))
     rows = read_rows(folder / "metrics.jsonl", Metrics, OF_RUN)
@@ -78,7 +81,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
 
 
 def read_evaluation(folder: Path, shape: type[Result] = Result) -> Evaluation:
-    """Raises DataError for a folder that is not a finished evaluation's; lighteval's keeps no completions."""
+    """Read one evaluation. One by lighteval has no completions. Raises DataError if it is not a finished evaluation."""
     completions = folder / "completions.jsonl"
     rows = read_rows(completions, Graded, OF_EVALUATION) if completions.exists() else []
     result = read_object(_result_file(folder), shape, OF_EVALUATION)
@@ -95,18 +98,18 @@ def _no_run(folder: Path) -> str:
 
 
 def printable(text: str) -> str:
-    """`text` with a replacement character for what a page or terminal could not show as it stands."""
+    """`text` with a replacement character for each that a page or terminal could not show as it is."""
     return _UNPRINTABLE.sub("\ufffd", text)
 
 
 def _result_file(folder: Path) -> Path:
-    """Where an evaluation's numbers stand: its own, or what `--suite lighteval` wrote."""
+    """The file with an evaluation's numbers: our own result.json, or what `--suite lighteval` wrote."""
     suite = folder / "lighteval.json"
     return suite if suite.exists() else folder / "result.json"
 
 
 def _config(path: Path) -> tuple[dict[str, Any], str]:
-    """The configuration, and the text that it was read from."""
+    """The configuration, and the text of its file."""
     if not path.exists():
         return {}, ""
     try:

@@ -1,4 +1,4 @@
-"""What dynamic sampling did in a run, and what it cost: counted over all steps."""
+"""What dynamic sampling did in a run and what it cost, summed over all steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SUMMED = ("extra_rollouts", "sampled_groups", "discarded_groups", "discarded_tok
 
 
 def sampling_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | None:
-    """Sums over the steps that sampled dynamically, by the names of their metrics without the prefix; None: no step."""
+    """Sums over the steps that sampled dynamically, by metric name without the prefix; None if there were none."""
     steps = [row for row in rows if row.get(PREFIX + "sampled_groups") is not None]
     if not steps:
         return None
@@ -21,7 +21,7 @@ def sampling_totals(rows: Sequence[Mapping[str, Any]]) -> dict[str, float] | Non
 
 
 def sampling_text(rows: Sequence[Mapping[str, Any]]) -> str | None:
-    """The totals as a sentence; None for a run without dynamic sampling."""
+    """The totals in a sentence; None for a run without dynamic sampling."""
     totals = sampling_totals(rows)
     if totals is None:
         return None

@@ -1,4 +1,4 @@
-"""What the report needs of each file that it reads."""
+"""The fields that the report needs of each file that it reads."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ def _conversation(value: Any) -> Any:
     return value
 
 
-Text = Annotated[Any, PlainValidator(_text)]  # pydantic's own str takes no lone surrogates, and a model may write them
-Conversation = Annotated[Any, PlainValidator(_conversation)]  # text, or messages
+Text = Annotated[
+    Any, PlainValidator(_text)
+]  # unlike str in pydantic, it allows lone surrogates, which models can write
+Conversation = Annotated[Any, PlainValidator(_conversation)]  # text, or a list of messages
 
-# Where the first of a row's metrics is a number, the others are too.
+# If a row has the first metric as a number, it must have the others too.
 TOGETHER = {
     "noise/stage": ("noise/sigma",),
     "noise/at_bound": ("noise/sigma",),
@@ -34,7 +36,7 @@ TOGETHER = {
 
 
 class Metrics(Shape):
-    """A line of metrics.jsonl: numbers; null is what was not finite."""
+    """A line of metrics.jsonl: numbers, or null for a number that was not finite."""
 
     __pydantic_extra__: dict[str, FiniteFloat | None]
     step: int
@@ -50,7 +52,7 @@ class Metrics(Shape):
 
 
 class Change(Shape):
-    """A run that was prolonged: until step `after` by the schedules of `was` steps."""
+    """A prolonged run: up to step `after`, it followed schedules for a total of `was` steps."""
 
     after: int
     was: int
@@ -93,7 +95,7 @@ class Graded(Shape):
 
 
 class Interval(Shape):
-    """A number with the ends of its 95% interval."""
+    """A number with the bounds of its 95% interval."""
 
     value: float
     low: float
@@ -101,7 +103,7 @@ class Interval(Shape):
 
 
 class Result(Shape):
-    """result.json, or another suite's lighteval.json."""
+    """result.json, or the lighteval.json of the other suite."""
 
     task: Text
     accuracy: Interval | None = None
@@ -114,7 +116,7 @@ class Result(Shape):
 
 
 class ComparedResult(Result):
-    """result.json of an evaluation before or after training."""
+    """The result.json of an evaluation before or after training."""
 
     accuracy: Interval
     truncated_share: float

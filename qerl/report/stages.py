@@ -1,4 +1,4 @@
-"""The noise stages of a run, and the means of its metrics in each: what each sigma did to entropy."""
+"""The noise stages of a run with the mean of its metrics in each, which shows what each sigma did to the entropy."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-PARTS = 8  # of a stage in which a controller moves sigma
+PARTS = 8  # a stage in which a controller moves sigma is shown in at most this many parts
 
-# (heading, metric, format) of the table
+# The table's columns: (heading, metric, format).
 COLUMNS = (
     ("entropy", "entropy", ".3f"),
     ("sampling entropy", "sampling/entropy", ".3f"),
@@ -21,7 +21,7 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class Stage:
-    """Steps `first` to `last` (counted from 1), their sigmas, and the mean of each metric that they have."""
+    """Steps `first` to `last` (counted from 1), the range of their sigmas, and the mean of each metric they logged."""
 
     number: int
     first: int
@@ -32,7 +32,7 @@ class Stage:
 
 
 def stages(rows: Sequence[Mapping[str, Any]]) -> list[Stage]:
-    """The stages in order; one whose sigma moves (a controller's) comes in up to PARTS equal parts."""
+    """The stages in order. A stage whose sigma changes, under a controller, is divided into up to PARTS equal parts."""
     noisy = [row for row in rows if row.get("noise/stage") is not None]
     found = []
     for number, members in groupby(noisy, key=lambda row: int(row["noise/stage"])):
@@ -44,7 +44,7 @@ def stages(rows: Sequence[Mapping[str, Any]]) -> list[Stage]:
 
 
 def stage_table(found: Sequence[Stage]) -> tuple[list[str], list[list[str]]]:
-    """Heading and cells; metrics that no stage has are left out."""
+    """Heading and cells; metrics that no stage logged are left out."""
     columns = [column for column in COLUMNS if any(column[1] in stage.means for stage in found)]
     heading = ["stage", "steps", "sigma", *(name for name, _, _ in columns)]
     cells = [
@@ -60,7 +60,7 @@ def stage_table(found: Sequence[Stage]) -> tuple[list[str], list[list[str]]]:
 
 
 def held_note(rows: Sequence[Mapping[str, Any]]) -> str:
-    """How often a controller was held at a bound; empty if it never was."""
+    """A sentence on how often the controller's sigma was held at a bound; empty if it never was."""
     controlled = [row for row in rows if row.get("noise/at_bound") is not None]
     held = [row for row in controlled if row["noise/at_bound"]]
     if not held:
@@ -72,7 +72,7 @@ def held_note(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def sigma_text(stage: Stage) -> str:
-    """One sigma, or the range a controller went through."""
+    """The stage's sigma, or its range under a controller."""
     ends = dict.fromkeys(f"{sigma:.2g}" for sigma in (stage.sigma_low, stage.sigma_high))
     return " to ".join(ends)
 

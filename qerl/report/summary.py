@@ -1,4 +1,4 @@
-"""Numbers of a run for tables: first steps against last, time and memory by phase, configurations side by side."""
+"""The numbers in the tables: first steps against last, time and memory by phase, configurations side by side."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ CHANGES = (
     ("reward of all that was sampled", "sampled/reward"),
     ("accuracy", "rewards/accuracy"),
     ("entropy", "entropy"),
-    ("tokens a completion", "completions/mean_tokens"),
+    ("tokens per completion", "completions/mean_tokens"),
     ("truncated share", "completions/truncated_share"),
     ("mismatch_kl", "mismatch_kl"),
     ("effective sample size", "correction/ess"),
-    ("seconds a step", "time/step_s"),
+    ("seconds per step", "time/step_s"),
 )
 PHASES = (
     ("rollout", "time/rollout_s"),
@@ -26,13 +26,13 @@ PHASES = (
     ("backward", "time/backward_s"),
     ("optimizer", "time/optimizer_s"),
 )
-TRAINING = "time/train_s"  # with what it packs; of a step that an older version timed there is no more
+TRAINING = "time/train_s"  # includes packing; older versions logged this instead of the training phases
 
 Table = tuple[list[str], list[list[str]]]  # heading, cells
 
 
 class Change(NamedTuple):
-    """Means over the first and the last fifth of the steps."""
+    """The means of a metric over the first and over the last fifth of the steps."""
 
     label: str
     first: float
@@ -40,7 +40,7 @@ class Change(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """Seconds of one phase: a step's mean, all steps', and the share of the whole."""
+    """Seconds of one phase: the mean per step, the total, and the share of all time."""
 
     name: str
     mean_s: float
@@ -49,12 +49,12 @@ class Phase(NamedTuple):
 
 
 def fifth(rows: Sequence[Row]) -> int:
-    """How many steps a fifth of a run is."""
+    """How many steps a fifth of the run has."""
     return max(1, len(rows) // 5)
 
 
 def changes(rows: Sequence[Row]) -> list[Change]:
-    """What the run changed; metrics that either end lacks are left out."""
+    """How the metrics changed; those that are missing at the start or at the end are left out."""
     width = fifth(rows)
     found = []
     for label, key in CHANGES:
@@ -65,7 +65,10 @@ def changes(rows: Sequence[Row]) -> list[Change]:
 
 
 def phases(rows: Sequence[Row]) -> list[Phase]:
-    """Where a run's time went; what no phase counts is the last line. Steps without a rollout count none for it."""
+    """Where the time of a run went; the last entry is what no phase accounts for.
+
+    Means are over all steps, including steps that had no rollout of their own.
+    """
     timed = [row for row in rows if row.get("time/step_s") is not None]
     whole = sum(row["time/step_s"] for row in timed)
     if not whole:
@@ -80,7 +83,7 @@ def phases(rows: Sequence[Row]) -> list[Phase]:
 
 
 def memory(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
-    """(what, mean, largest) in GiB of each metric under memory/."""
+    """The name, the mean and the maximum in GiB of each metric under memory/."""
     keys = sorted({key for row in rows for key in row if key.startswith("memory/") and key.endswith("_gib")})
     found = []
     for key in keys:
@@ -91,7 +94,7 @@ def memory(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
 
 
 def change_table(runs: Sequence[Run]) -> Table:
-    """What each run changed, side by side."""
+    """The changes of each run, side by side."""
     columns = [{change.label: change for change in changes(run.rows)} for run in runs]
     heading = [f"{end} steps{_of(run, runs)}" for run in runs for end in ("first", "last")]
     cells = []
@@ -105,7 +108,7 @@ def phase_table(runs: Sequence[Run]) -> Table | None:
     """Time by phase, side by side; None if no run logged times."""
     columns = [{phase.name: phase for phase in phases(run.rows)} for run in runs]
     names = list(dict.fromkeys(name for column in columns for name in column))
-    heading = [f"{what}{_of(run, runs)}" for run in runs for what in ("seconds a step", "in all", "share")]
+    heading = [f"{what}{_of(run, runs)}" for run in runs for what in ("seconds per step", "in all", "share")]
     cells = []
     for name in names:
         found = [column.get(name) for column in columns]
@@ -115,7 +118,7 @@ def phase_table(runs: Sequence[Run]) -> Table | None:
 
 
 def memory_table(runs: Sequence[Run]) -> Table | None:
-    """Mean and largest GPU memory, side by side; None if no run logged any."""
+    """Mean and maximum GPU memory, side by side; None if no run logged any."""
     columns = [{name: (mean, largest) for name, mean, largest in memory(run.rows)} for run in runs]
     names = list(dict.fromkeys(name for column in columns for name in column))
     heading = [f"{what}{_of(run, runs)}" for run in runs for what in ("mean", "largest")]
@@ -127,7 +130,7 @@ def memory_table(runs: Sequence[Run]) -> Table | None:
 
 
 def differences(runs: Sequence[Run]) -> list[list[str]]:
-    """[key, its value in each run] for every key of the configuration that the runs do not share."""
+    """One row per configuration key in which the runs differ: the key, then its value in each run."""
     flat = [dict(_flatten(run.config)) for run in runs]
     keys = dict.fromkeys(key for config in flat for key in config)
     rows = [(key, [config.get(key, "") for config in flat]) for key in keys if key != "run.out"]

@@ -1,4 +1,4 @@
-"""What a run did in words and tables: report.md, and the same on the terminal."""
+"""The report in words and tables: report.md, which is also shown on the terminal."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qerl.report.warnings import latest_warnings
 
 
 def render_text(run: Run, compared: tuple[Evaluation, Evaluation] | None = None, verdict: str | None = None) -> str:
-    """The report in Markdown; `compared` and `verdict` as for the page."""
+    """The report in Markdown; `compared` and `verdict` are those of `page.render_page`."""
     sections = [f"# {run.name}", *_warnings(run), _training(run.rows), *_stages(run.rows)]
     if compared:
         sections += [
@@ -38,7 +38,7 @@ def _training(rows: Sequence[Row]) -> str:
 
 
 def _stages(rows: Sequence[Row]) -> list[str]:
-    """What each stage of the noise did; nothing for a run without noise."""
+    """A table of the noise stages; nothing for a run without noise."""
     found = stages(rows)
     if not any(stage.sigma_high for stage in found):
         return []

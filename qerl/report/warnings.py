@@ -1,4 +1,4 @@
-"""What a run warned of while it trained: each kind once, with its steps and the latest figures."""
+"""The warnings that a run logged: each kind once, with all of its steps and its latest figures."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from qerl.report.read import Run
 
 
 def latest_warnings(run: Run) -> list[tuple[str, str]]:
-    """(steps, text) of each kind of warning, in the order in which the kinds first came."""
+    """For each kind of warning its steps and its latest text, in the order in which the kinds first occurred."""
     by_kind: dict[str, list[dict]] = {}
     for row in run.warnings:
         by_kind.setdefault(row["kind"], []).append(row)

@@ -1,4 +1,4 @@
-"""`qerl report`: read the runs, write what people look at."""
+"""`qerl report`: read the runs, and write the page, the text and the curves."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def write_report(
     out: Path | None = None,
     verdict: str | None = None,
 ) -> Path:
-    """Write the page, and for one run curves.png and report.md; show the report and return the page's path.
+    """Write the page, and for a single run also curves.png and report.md; print the report and return the page's path.
 
-    `verdict` says in words what the difference between `before` and `after` is worth. The page is `out`; else
-    report.html in the run, or comparison.html in the first of several. Raises DataError for a run without metrics,
-    ConfigError for options that do not fit.
+    `verdict` says in words whether `before` and `after` differ significantly. The page is written to `out`, by default
+    report.html in the run's folder, or comparison.html in that of the first of several runs. Raises DataError for a run
+    without metrics, ConfigError for options that do not go together.
     """
     if (before is None) != (after is None):
         raise ConfigError("a comparison needs both: write `--before FOLDER --after FOLDER`, or neither")

@@ -213,7 +213,7 @@ def test_a_run_that_only_began_has_a_page(tmp_path):
     run = write_run(tmp_path / "new", [{"step": 1, "reward": 0.5}])
     page = Page(write_report([run]).read_text())
     assert "This run has no config.yaml" in page.text
-    assert "This run sampled none" in page.text
+    assert "This run logged no completions" in page.text
 
 
 def test_where_the_page_is_written(tmp_path):
