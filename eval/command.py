@@ -16,6 +16,7 @@ from eval.show import OPTIONS, show, show_suite
 from qerl.commands.from_dataclass import command_of
 from qerl.commands.option_names import options_named
 from qerl.commands.terminal import run_command
+from qerl.devices import choose_card
 from qerl.errors import ConfigError
 
 
@@ -24,6 +25,7 @@ def evaluate(settings: EvalSettings) -> None:
 
     A killed evaluation continues with the same command, to the same numbers.
     """
+    choose_card()
     with options_named(OPTIONS):
         if settings.suite is None:
             show(settings)

@@ -87,8 +87,11 @@ def quantize(
     """Turn a 16-bit checkpoint into NVFP4 (4-bit weights, 16-bit activations), and verify it."""
     from rich.console import Console
 
+    from qerl.devices import choose_card
     from quantize.run import quantize_checkpoint
 
+    if device in ("auto", "cuda"):
+        choose_card()
     report = quantize_checkpoint(
         model,
         out,
@@ -152,6 +155,7 @@ def train(
 
         run_dir, step = find_run(resume, recipe, out)
         check_resumed(run_dir, step, steps)
+        _take_one_card()
         with interrupts_counted():
             logger.info("loading torch, transformers and trl")
             from training.run import resume as resume_run
@@ -170,6 +174,7 @@ def train(
 
     new_run_dir(config.run.out, recipe_label(recipe))
     check_config(config)
+    _take_one_card()
     _check_base(config, recipe, quantize_first)
     if dry:
         from rich.console import Console
@@ -238,6 +243,19 @@ def _verdict(before: Path, after: Path) -> str | None:
         return f"No test of the difference: {error}."
     except CheckpointError:
         return None
+
+
+def _take_one_card() -> None:
+    """Before torch and the libraries on it are imported, which would find other cards and other processes."""
+    from qerl.devices import choose_card
+    from qerl.parallel import open_parallel
+
+    with open_parallel() as parallel:
+        if parallel.size > 1:
+            raise ConfigError(
+                f"qerl trains on one GPU and was started as {parallel.size} processes: leave torchrun out"
+            )
+    choose_card()
 
 
 def _exit_if_stopped(result: TrainResult) -> None:

@@ -28,6 +28,10 @@ class EngineError(QerlError):
     """A rollout engine that cannot be opened, ran out of memory, or disagrees with the trainer."""
 
 
+class ParallelError(QerlError):
+    """Another process of the run failed, is gone, or did not answer within the time limit."""
+
+
 class MissingExtraError(QerlError):
     """An optional package that is not installed; the message names the extra that brings it."""
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from qerl.errors import ConfigError, QerlError
+from qerl.errors import ConfigError, ParallelError, QerlError
 
 if TYPE_CHECKING:
     import torch
@@ -39,10 +39,6 @@ NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 OTHERS = ("LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE")
 ELASTIC = "TORCHELASTIC_"
 FAILED = "failed"  # the call of a rank that raised
-
-
-class ParallelError(QerlError):
-    """Another rank failed, is gone, or did not answer within the time limit."""
 
 
 @dataclass(frozen=True)

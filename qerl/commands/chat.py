@@ -28,10 +28,12 @@ def chat_command(
     """Talk to a model on the engine that trains and evaluates; lines of a pipe are messages too."""
     from qerl.commands.conversation import OPTIONS, chat
     from qerl.commands.option_names import options_named
+    from qerl.devices import choose_card
     from qerl.engine.interface import SamplingParams
     from qerl.engine.options import EngineOptions
 
     sampling = SamplingParams(max_new_tokens, temperature, top_p)
     options = EngineOptions(engine=engine, kernel=kernel, memory=memory, cap_gib=cap_gib)
+    choose_card()
     with options_named(OPTIONS):
         chat(model, adapter, sampling, options, system_prompt, seed)

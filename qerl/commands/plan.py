@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -71,19 +70,17 @@ def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None)
 
 
 def this_card() -> Card:
-    """What nvidia-smi reports: the known card of its name and size; of its name alone, the speed with the size reported
-    (a laptop's 4090 has 16 GiB); else by its size.
+    """The card that a run would take here: the known card of its name and size; of its name alone, that card's speed
+    with the size reported (a laptop's 4090 has 16 GiB); else by its size.
     """
+    from qerl.devices import best_card, visible_cards
     from qerl.plan.cards import CARDS, card_of
 
-    query = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, check=True, timeout=10)
-        name, mebibytes = done.stdout.splitlines()[0].rsplit(",", 1)
-        gib = round(float(mebibytes) / 1024, 1)
-    except (OSError, subprocess.SubprocessError, IndexError, ValueError):
+    seen = [card for card in visible_cards() if card.total_gib]
+    if not seen:
         return replace(card_of("24"), name="a card of 24 GiB, as fast as a 3090 (no GPU was found here)")
-    words = name.lower().replace("-", " ").split()
+    found = best_card(seen)
+    gib, words = round(found.total_gib, 1), found.name.lower().replace("-", " ").split()
     named = [card for key, card in CARDS.items() if key.split("-")[0] in words]
     if not named:
         return card_of(str(gib))

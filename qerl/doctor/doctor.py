@@ -7,7 +7,6 @@ import json
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
 import threading
@@ -17,6 +16,8 @@ from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
+
+from qerl.devices import best_card, choose_card, driver_version, visible_cards
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -40,7 +41,7 @@ class Check:
 
 def checks() -> list[Check]:
     """Everything that can be said about this machine without loading a model."""
-    found = [_python(), *_names(), _torch(), *_pins()]
+    found = [_python(), *_names(), _torch(), *_pins(), *_cards()]  # the card is chosen before torch looks for one
     if found_torch := _import_torch():
         found.append(found_torch)  # nothing of the card can be said
     else:
@@ -132,6 +133,15 @@ def _import_torch() -> Check | None:
     return None
 
 
+def _cards() -> list[Check]:
+    """Which of several visible cards a run would take; from here on this process takes it too."""
+    seen = visible_cards()
+    choose_card()
+    if len(seen) < 2:
+        return []
+    return [Check("ok", "card", f"of {len(seen)} visible ones {best_card(seen)}; CUDA_VISIBLE_DEVICES picks another")]
+
+
 def _gpu() -> Check:
     import torch
 
@@ -152,18 +162,6 @@ def _gpu() -> Check:
         remedy = "another process holds the rest (nvidia-smi): end it, or write memory.cap_gib"
         return Check("warning", "gpu", f"{name}, {free / 2**30:.0f} GiB free", remedy)
     return Check("ok", "gpu", name)
-
-
-def driver_version() -> str | None:
-    """Version of the NVIDIA driver; None if there is none."""
-    if shutil.which("nvidia-smi") is None:
-        return None
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        result = subprocess.run(command, capture_output=True, text=True, timeout=10)
-    except (OSError, subprocess.TimeoutExpired):
-        return None
-    return result.stdout.split("\n")[0].strip() or None if result.returncode == 0 else None
 
 
 def _kernel_cache() -> Check:

@@ -18,7 +18,7 @@ import torch
 
 from qerl.cuda import nvrtc
 from qerl.cuda.timing import cold_layers, graph_us
-from qerl.doctor.doctor import driver_version
+from qerl.devices import driver_version
 from qerl.nvfp4 import decode, expand, gemm, lora, tiling, ways
 from qerl.vllm_plugin.products import BASES, WAYS, Base
 

@@ -54,8 +54,11 @@ def merge_command(
     """
     from rich.console import Console
 
+    from qerl.devices import choose_card
     from quantize.merge.run import MergeOptions, merge
 
+    if ":" not in device:
+        choose_card()
     report = merge(
         MergeOptions(
             adapter=adapter,

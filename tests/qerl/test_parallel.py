@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from qerl.errors import ConfigError, DataError
-from qerl.parallel import Parallel, ParallelError, open_parallel
+from qerl.errors import ConfigError, DataError, ParallelError
+from qerl.parallel import Parallel, open_parallel
 
 
 def launched():
@@ -136,7 +136,8 @@ def test_two_ranks_that_fail_at_once_raise_their_own_errors():
 def test_a_killed_rank_ends_the_other(tmp_path):
     program = """
 import os
-from qerl.parallel import ParallelError, open_parallel
+from qerl.errors import ParallelError
+from qerl.parallel import open_parallel
 try:
     with open_parallel(time_limit_s=20) as parallel:
         parallel.barrier()

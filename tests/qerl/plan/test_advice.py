@@ -116,7 +116,8 @@ def test_cards(text, gib):
 )
 def test_this_card_has_the_memory_that_it_reports(tmp_path, monkeypatch, reported, gib, gb_per_s):
     tool = tmp_path / "nvidia-smi"
-    tool.write_text(f"#!/bin/sh\necho '{reported}'\n", encoding="utf-8")
+    name, total = reported.split(", ")
+    tool.write_text(f"#!/bin/sh\necho '0, GPU-1, {name}, 100, {total}, [N/A]'\n", encoding="utf-8")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
     card = this_card()
