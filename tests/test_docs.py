@@ -26,7 +26,9 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 PAGES = sorted(DOCS.glob("*.md"))
-TEXTS = [README, *PAGES]
+BENCHMARKS = ROOT / "benchmarks" / "README.md"
+TEXTS = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *PAGES]
+WORDS = 900  # that the README may have
 RECORDINGS = sorted((DOCS / "recordings").glob("*.txt"))
 
 
@@ -167,8 +169,8 @@ def rows(text, width):
     return [row for row in cells if len(row) == width and row[0] != "---"]
 
 
-def test_what_the_readme_says_fits_is_what_the_plan_says():
-    table = [row for row in rows(README.read_text(encoding="utf-8"), 5) if row[0] in recipe_names()]
+def test_what_a_page_says_fits_is_what_the_plan_says():
+    table = [row for row in rows((DOCS / "memory.md").read_text(encoding="utf-8"), 5) if row[0] in recipe_names()]
     assert len(table) == 6
     for name, own, *fitting in table:
         config = load_recipe(name)
@@ -178,12 +180,60 @@ def test_what_the_readme_says_fits_is_what_the_plan_says():
         assert fitting == [str(tokens) if tokens >= 512 else "does not fit" for tokens in found], name
 
 
-def test_the_readme_s_decode_speeds_are_those_of_the_benchmarks():
-    measured = {row[0]: row[1:] for row in rows((ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8"), 7)}
-    shown = {row[0]: row[1:] for row in rows(README.read_text(encoding="utf-8"), 7) if row[0] in measured}
-    assert len(shown) == 4
-    for engine, speeds in shown.items():
-        assert [cell.split()[0] for cell in speeds] == [cell.split()[0] for cell in measured[engine]], engine
+def test_the_readme_is_short():
+    """Code, tables and their marks counted."""
+    assert len(README.read_text(encoding="utf-8").split()) <= WORDS
+
+
+def test_the_readme_has_its_two_commands_and_one_table():
+    text = README.read_text(encoding="utf-8")
+    assert [line.split()[0] for line in re.findall(r"^    (\./scripts/.*)$", text, re.MULTILINE)] == [
+        "./scripts/quickstart.sh",
+        "./scripts/test.sh",
+    ]
+    assert len(re.findall(r"^\|---", text, re.MULTILINE)) == 1
+
+
+def test_the_readme_s_figures_are_those_of_the_benchmarks():
+    """Seconds and memory of each row stand in a row of the benchmarks; a span covers several measurements."""
+    measured = BENCHMARKS.read_text(encoding="utf-8")
+    peers = {row[0].partition(":")[0].partition(", micro")[0]: row for row in reversed(rows(measured, 5))}
+    steps = {row[0]: row for row in rows(measured, 14)}
+    table = {name: (seconds, memory.removesuffix(" GiB")) for name, seconds, memory in rows(README.read_text(), 3)[1:]}
+    assert len(table) == 5
+    for name in ("Unsloth 2026.10.9, 16-bit", "TRL 1.16, tuned", "TRL 1.16 as it comes"):
+        assert table.pop(name) == (peers[name][1], peers[name][4])
+    ours, held = steps["qerl, NVFP4 + LoRA"], next(row for name, row in steps.items() if "cap_gib: 24" in name)
+    least = peers["qerl, NVFP4"][1].partition("-")[0]
+    assert table == {"qerl": (f"{least}-{ours[1]}", ours[12]), "qerl, held under 24 GiB": (held[1], held[12])}
+
+
+LINKED = [*TEXTS, BENCHMARKS]
+
+
+@pytest.mark.parametrize("page", LINKED, ids=lambda path: path.stem)
+def test_each_relative_link_leads_to_a_file_and_an_anchor_that_exist(page):
+    docs_links = script("docs_links")
+    name = page.relative_to(ROOT).as_posix()
+    missing = []
+    for path, anchor in docs_links.links(page.read_text(encoding="utf-8")):
+        found = ROOT / docs_links.target(name, path)
+        if not found.exists():
+            missing.append(path)
+        elif anchor and anchor not in docs_links.anchors(found.read_text(encoding="utf-8")):
+            missing.append(f"{path}#{anchor}")
+    assert missing == []
+
+
+def test_links_and_anchors_are_read_as_github_reads_them():
+    docs_links = script("docs_links")
+    text = (
+        "# The `a.b` key, and more\n[a](b.md#c) `[no](x.md)` [b](#d) [c](http://e.org) ![](i.png)\n## Twice\n## Twice"
+    )
+    assert list(docs_links.links(text)) == [("b.md", "c"), ("", "d"), ("i.png", "")]
+    assert docs_links.anchors(f"{text}\n```\n# code\n```") == {"the-ab-key-and-more", "twice", "twice-1"}
+    assert docs_links.target("docs/a.md", "../b/c.md") == "b/c.md"
+    assert docs_links.replace_links("`[x](y)` [`a`](b.md#c)", lambda link: link[3]) == "`[x](y)` b.md"
 
 
 def test_the_pages_build_and_load_nothing_from_elsewhere(tmp_path):
@@ -197,5 +247,6 @@ def test_the_pages_build_and_load_nothing_from_elsewhere(tmp_path):
     for page in pages:
         html = page.read_text(encoding="utf-8")
         assert loaded.findall(html) == [], page.name
-        assert "{{" not in html, page.name
+        assert "<!-- made" not in html, page.name
+        assert "recordings/" not in html, page.name  # each is shown where its link stood
     assert "noise.sigma_start" in (tmp_path / "recipe-keys.html").read_text(encoding="utf-8")

@@ -3,10 +3,11 @@
 
     python3 scripts/bench/bench_table.py      # -> benchmarks/README.md, docs/images/rollout-7b.png
 
-Rollouts: `rollout-<shape>-<name>.json` of scripts/bench/bench_rollout.py. Steps: `step-<shape>-<name>.json` of
+What people read first, `notes.md` beside the files, is written by hand and stands at the top of the page. Rollouts:
+`rollout-<shape>-<name>.json` of scripts/bench/bench_rollout.py. Steps: `step-<shape>-<name>.json` of
 scripts/bench/bench_step.py and scripts/bench/bench_trl.py; the first step of a file is left out where there are more,
-since it compiles. A ratio is against the first row of its table: stock vLLM BF16 + LoRA, or TRL as it comes. A decoder
-layer's linears: `linear-<shape>-<name>.json` of scripts/bench/bench_linear.py. All others:
+since it compiles. A ratio is against the first row of its table: stock vLLM BF16 + LoRA, or TRL as it comes. A
+decoder layer's linears: `linear-<shape>-<name>.json` of scripts/bench/bench_linear.py. All others:
 scripts/bench/bench_table_others.py.
 """
 
@@ -45,28 +46,30 @@ PHASES = (  # of a step's table, where a file has them: heading, metric, its uni
     ("other s", "time/other_s", 1, 2),
 )
 SPLIT_NOTE = (
-    "Where a row has the phases, they add up to its step with rollout and sync. A row without them, TRL's too, is of a "
-    "step without its optimizer; qerl's rollout has waking and sleeping in it there."
+    "In a row that has the phases, they add up to its step together with rollout and sync. A row without them, TRL's "
+    "too, gives the step without its optimizer; qerl's rollout then includes waking and sleeping."
 )
 NOTES = {  # kind and shape -> what the files do not say
-    ("rollout", "7b"): "One run, in turns, after each engine had compiled alone, with nothing else on the machine. The "
-    "host matters: with 8 to 256 sequences the CPU needs 1.5 to 7 ms a step, and rates scatter by a tenth between "
-    "machines; with 256 it is the limit, with an adapter or without. At commit 50038ec, where the four compiled at the "
-    "same time and beside three other cards' work, the adapter took 4, 16, 11, 15, 14 and 5%.",
-    ("rollout", "32b"): "Ours and BF16 in turns on one card; the others in turns on another of the same host, at the "
-    "same time, and what the adapter takes is of these.",
-    ("step", "7b"): "TRL and qerl in pairs of one run, one after the other on one card, beside three other cards' "
-    "work. qerl's two steps there took 7.0 and 7.5 s: in the second 0.3 s of training were neither forward nor "
-    "backward, in the first 0.04, and training reached 62.8 and 68.2% of the matrix rate. Rows with a number of tokens "
-    "are of another machine with nothing else on it, at commit 549ffe0, where rollouts still held 22 to 27 GiB of the "
-    "card from the second step on, and now 19. The plan takes 18432 tokens, so that a step has 4 micro-batches: 68.6 "
-    "and 68.0%. With 32768 one of the two steps trained 120 of its 128 rows, as the rewards of a group were equal; the "
-    "other trained for 3.53 s, where it took 3.56 with 18432 tokens. The matrix rate, of a burst of 13 products, is "
-    "each run's own: 782 to 789 TFLOP/s, with mixed lengths 812; for a second the card keeps up 660 (below). The step "
-    "under 24 GiB is of commit 926396c, with micro-batches of 3072 tokens; beside tests that compiled kernels steps of "
-    "3e6c7ee, a608638 and 85f748d took 8.2, 7.9 and 10.4 s, 4.7, 4.6 and 6.5 of it training.",
-    ("step", "32b"): "The first step: with compiling.",
-    ("step", "70b"): "The first step: with compiling.",
+    ("rollout", "7b"): "All four come from one run: they measured in turns, after each engine had compiled alone, "
+    "with nothing else on the machine. The host matters: with 8 to 256 sequences the CPU needs 1.5 to 7 ms per step, "
+    "and rates scatter by a tenth between machines; with 256 the CPU is the limit, with an adapter or without. At "
+    "commit 50038ec the four compiled at the same time and beside three other cards' work, and the adapter took 4, "
+    "16, 11, 15, 14 and 5%: let a benchmark's engines open alone first (`--open-only`).",
+    ("rollout", "32b"): "qerl and BF16 measured in turns on one card, the other three in turns on another card of "
+    "the same host, at the same time. What the adapter takes is computed from those three.",
+    ("step", "7b"): "TRL and qerl ran in pairs, one after the other on one card, beside three other cards' work. "
+    "qerl's two steps there took 7.0 and 7.5 s. In the second, 0.3 s of training were neither forward nor backward, "
+    "in the first 0.04 s, and training reached 62.8 and 68.2% of the matrix rate. The rows with a number of tokens "
+    "come from another machine with nothing else on it, at commit 549ffe0. Rollouts then still held 22 to 27 GiB of "
+    "the card from the second step on; now they hold 19. The plan takes 18432 tokens, which cuts a step into 4 "
+    "micro-batches (68.6 and 68.0%). With 32768 tokens one of the two steps trained only 120 of its 128 rows, "
+    "because the rewards of a group were equal; the other trained for 3.53 s, against 3.56 s with 18432 tokens. The "
+    "matrix rate, of a burst of 13 products, is each run's own: 782 to 789 TFLOP/s, and 812 with mixed lengths; for "
+    "a whole second the card sustains 660 (below). The step under 24 GiB comes from commit 926396c, with "
+    "micro-batches of 3072 tokens. Beside tests that compiled kernels, steps of 3e6c7ee, a608638 and 85f748d took "
+    "8.2, 7.9 and 10.4 s, of which 4.7, 4.6 and 6.5 s were training.",
+    ("step", "32b"): "This is the first step, which includes compiling.",
+    ("step", "70b"): "This is the first step, which includes compiling.",
 }
 
 
@@ -75,12 +78,9 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks")
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images")
     arguments = parser.parse_args()
-    rollouts, steps, layers = (read(arguments.folder, kind) for kind in ("rollout", "step", "linear"))
-    (arguments.folder / "README.md").write_text(
-        page(rollouts, steps, layers, sections(arguments.folder)), encoding="utf-8"
-    )
+    (arguments.folder / "README.md").write_text(page(arguments.folder), encoding="utf-8")
     arguments.images.mkdir(parents=True, exist_ok=True)
-    for shape, results in rollouts.items():
+    for shape, results in read(arguments.folder, "rollout").items():
         draw_rollout(shape, results, arguments.images / f"rollout-{shape}.png")
 
 
@@ -95,8 +95,12 @@ def read(folder: Path, kind: str) -> dict[str, dict[str, dict[str, Any]]]:
     return {s: dict(sorted(found[s].items(), key=lambda item: rank.get(item[0], len(rank)))) for s in shapes}
 
 
-def page(rollouts: dict[str, Any], steps: dict[str, Any], layers: dict[str, Any], others: list[str]) -> str:
-    lines = ["# Benchmarks", "", "Drawn by `python3 scripts/bench/bench_table.py` from the files beside this one.", ""]
+def page(folder: Path) -> str:
+    """The whole of `folder`/README.md: the notes, then a section for each kind of file that lies there."""
+    rollouts, steps, layers = (read(folder, kind) for kind in ("rollout", "step", "linear"))
+    lines = ["# Benchmarks", "", "<!-- `python3 scripts/bench/bench_table.py` writes this page: edit notes.md. -->", ""]
+    if (folder / "notes.md").exists():
+        lines += [(folder / "notes.md").read_text(encoding="utf-8")]
     for shape, results in rollouts.items():
         lines += [f"## Decode tokens/s, {shape.upper()} shape, by number of sequences", "", *rollout_table(results), ""]
         lines += [*noted("rollout", shape), *commands(results), ""]
@@ -108,7 +112,7 @@ def page(rollouts: dict[str, Any], steps: dict[str, Any], layers: dict[str, Any]
         for result in results.values():
             lines += [*layer_table(result), "", *linear_table(result), ""]
         lines += [*commands(results), ""]
-    return "\n".join(lines + others).rstrip() + "\n"
+    return "\n".join(lines + sections(folder)).rstrip() + "\n"
 
 
 def noted(kind: str, shape: str) -> list[str]:

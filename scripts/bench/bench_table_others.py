@@ -81,7 +81,7 @@ def profile(result: Result) -> list[str]:
             moved = f"{phase['decoded_gb']:.0f} GB in {milliseconds:.1f} ms"
             lines += ["", f"The weights were decoded at {share:.0%} of the bandwidth ({moved})."]
     if any("share_of_bandwidth" in phase and "needed_gb" not in phase for phase in phases.values()):
-        lines += ["", "Of before the bytes of adapter, keys and values were counted, and `attend` as attention."]
+        lines += ["", "Measured before adapter, keys and values counted as needed bytes and `attend` as attention."]
     return lines
 
 

@@ -8,13 +8,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from docs_links import slugify
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("qerl", "quantize", "training", "eval")
 RAISED = ("ConfigError", "CheckpointError", "DataError", "RewardError", "EngineError", "YamlError", "Conflict")
 SHOWN_AS = {"YamlError": "ConfigError", "Conflict": "ConfigError"}  # what reaches the user
 EXPLAINERS = ("unknown_key",)  # functions whose text becomes a ConfigError elsewhere
 NAME = re.compile(r"[\w.]{1,24}")  # a placeholder that says what stands there; any other expression is shown as ...
-HEADING = re.compile(r"^### `(.+?)` \{ *#([\w-]+) *\}$", re.MULTILINE)
+HEADING = re.compile(r"^### `(.+?)`$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def messages() -> list[Message]:
 
 def headings(text: str) -> list[tuple[str, str]]:
     """(words of the error, anchor) of each section of docs/troubleshooting.md."""
-    return HEADING.findall(text)
+    return [(words, slugify(words)) for words in HEADING.findall(text)]
 
 
 def _of_file(path: Path) -> Iterator[Message]:

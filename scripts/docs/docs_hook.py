@@ -1,7 +1,9 @@
-"""What mkdocs calls while it builds docs/: the pages that are made from the source, so that they cannot drift from it.
+"""What mkdocs calls while it builds docs/, so that one set of pages serves a reader of the repository and of the site.
 
-recipe-keys.md comes from the descriptions in qerl/config/schema.py, errors.md from the messages in the source;
-`{{recipes}}` and the like in a page (PLACEHOLDERS) stand for what is read from the source.
+1. `<!-- made: NAME -->` in a page becomes what MADE reads from the source, so that it cannot drift.
+2. A link that stands alone on its line to a recording, a study's table or a source file becomes that file's content.
+3. Pages outside docs/ (PAGES) are part of the site.
+4. A link to a source file leads to a page with that file; one to a folder or to data stays as its words.
 """
 
 from __future__ import annotations
@@ -11,11 +13,13 @@ import os
 import re
 import sys
 import textwrap
+from collections.abc import Iterator
 from itertools import groupby
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).resolve().parents[2]
 # mkdocs imports this file by its path
@@ -23,42 +27,90 @@ sys.path[:0] = [str(folder) for folder in (ROOT, ROOT / "scripts" / "docs", ROOT
 
 import plan_check  # noqa: E402
 from docs_errors import headings, messages  # noqa: E402
+from docs_links import links, replace_links, target  # noqa: E402
 
 from qerl.config.keys import describe_config  # noqa: E402
-from qerl.config.recipe import recipe_names, recipe_path  # noqa: E402
 from qerl.plan import plan  # noqa: E402
 from qerl.tasks import TASKS  # noqa: E402
 
-
-def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Included files are named from the repository's root, wherever mkdocs was started."""
-    config.mdx_configs["pymdownx.snippets"]["base_path"] = [str(ROOT)]
-    return config
+# Pages of the site that lie elsewhere in the repository.
+PAGES = {
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changelog.md",
+    "benchmarks/README.md": "benchmarks.md",
+}
+LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "bash", ".cu": "cpp", ".cuh": "cpp", ".toml": "toml"}
+EMBEDDED = re.compile(r"^( *)\[[^\]\n]*\]\(([^)#\n]+\.(?:txt|py)|\.\./benchmarks/study-[^)#\n]+\.md)\)$", re.MULTILINE)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that no file holds."""
-    for name, content in (("recipe-keys.md", keys_page()), ("errors.md", errors_page())):
-        files.append(File.generated(config, name, content=content))
+    """Add the pages that lie outside docs/, and the source files that pages link to."""
+    for path, uri in PAGES.items():
+        files.append(File.generated(config, uri, content=(ROOT / path).read_text(encoding="utf-8")))
+    origins = [
+        *PAGES,
+        *(f"docs/{file.src_uri}" for file in files.documentation_pages() if file.src_uri not in PAGES.values()),
+    ]
+    for path in sorted({path for origin in origins for path in _sources(origin)}):
+        files.append(File.generated(config, _uri(path), content=_source_page(path)))
     return files
 
 
-def on_page_markdown(markdown: str, **_: object) -> str:
-    """Fill in the lists."""
-    for name, made in PLACEHOLDERS.items():
-        if name in markdown:
-            markdown = markdown.replace(name, made())
-    return markdown
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Fill in what is made and what is embedded, and let each link find its page."""
+    uri = page.file.src_uri
+    origin = next((path for path, name in PAGES.items() if name == uri), f"docs/{uri}")
+    if uri.startswith("source/"):
+        return markdown
+    for name, made in MADE.items():
+        if (mark := f"<!-- made: {name} -->") in markdown:
+            markdown = markdown.replace(mark, made())
+    markdown = EMBEDDED.sub(lambda found: _embedded(target(origin, found[2]), found[1]), markdown)
+    return replace_links(markdown, lambda found: _for_the_site(found, origin))
 
 
-def keys_page() -> str:
+def _embedded(path: str, indent: str) -> str:
+    """A file's content where its link stood: a table as it is, anything else as code."""
+    text = (ROOT / path).read_text(encoding="utf-8").rstrip("\n")
+    if not path.endswith(".md"):
+        text = f"```{LANGUAGES.get(Path(path).suffix, 'text')}\n{text}\n```"
+    return textwrap.indent(text, indent)
+
+
+def _for_the_site(link: re.Match[str], origin: str) -> str:
+    if not link[3]:
+        return link[0]
+    uri = _uri(target(origin, link[3]))
+    return link[2] if uri is None else f"{link[1]}[{link[2]}]({uri}{link[4] or ''})"
+
+
+def _uri(path: str) -> str | None:
+    """Where the site has a file of the repository; None if it has not. All pages that link lie in the site's root."""
+    if path in PAGES:
+        return PAGES[path]
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    if path == "README.md":
+        return "index.md"
+    return f"source/{path}.md" if Path(path).suffix in LANGUAGES else None
+
+
+def _sources(origin: str) -> Iterator[str]:
+    """The source files that a page links to."""
+    for path, _ in links((ROOT / origin).read_text(encoding="utf-8")):
+        found = target(origin, path)
+        if (_uri(found) or "").startswith("source/"):
+            yield found
+
+
+def _source_page(path: str) -> str:
+    code = _embedded(path, "")
+    return f"---\nsearch:\n  exclude: true\n---\n\n# {path}\n\n{code}\n"
+
+
+def keys_table() -> str:
     """Every key of a recipe, a table a section."""
-    lines = [
-        "# Every key of a recipe",
-        "",
-        "Made from the descriptions in `qerl/config/schema.py`; `qerl recipes keys` prints the same. A recipe states "
-        "only what differs from the defaults.",
-    ]
+    lines = []
     for section, keys in groupby(describe_config(), key=lambda key: key.key.split(".")[0]):
         lines += ["", f"## {section}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
         lines += [
@@ -68,16 +120,10 @@ def keys_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def errors_page() -> str:
+def errors_list() -> str:
     """Every message with an anchor of its own, and a link to the section that explains it, where there is one."""
     explained = headings((ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"))
-    lines = [
-        "# Every error",
-        "",
-        "Made from the source. An error is one line that says what was given, why it cannot work, and what to write "
-        "instead; the exit code is 2. `{name}` stands for what was given. "
-        "[Troubleshooting](troubleshooting.md) explains those that need more than a line.",
-    ]
+    lines = []
     taken: set[str] = set()
     for kind, group in groupby(messages(), key=lambda message: message.kind):
         lines += ["", f"## {kind}", ""]
@@ -90,15 +136,6 @@ def errors_page() -> str:
             more = f" [More](troubleshooting.md#{section})" if section else ""
             lines.append(f'- <a id="{anchor}"></a><code>{_code(message.text)}</code> ({message.file}){more}')
     return "\n".join(lines) + "\n"
-
-
-def recipes_table() -> str:
-    """Name and first line of each shipped recipe."""
-    rows = []
-    for name in recipe_names():
-        first = recipe_path(name).read_text(encoding="utf-8").splitlines()[0]
-        rows.append(f"| `{name}` | {_cell(first.removeprefix('#').strip())} |")
-    return "\n".join(["| recipe | what it is |", "|---|---|", *rows])
 
 
 def tasks_table() -> str:
@@ -115,23 +152,25 @@ def constants() -> str:
     for name in ("qerl/plan/plan.py", "qerl/plan/micro_batch_plan.py"):
         lines = re.findall(r"^[A-Z][A-Z_, ]+ = [^{\n]*$", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
         blocks.append("\n".join([f"# {name}", *lines]))
-    return "\n\n".join(blocks)
+    return "\n".join(["```python", "\n\n".join(blocks), "```"])
 
 
 def seconds_model() -> str:
     """The formula of the seconds, from the docstring of qerl/plan/plan.py."""
-    return textwrap.dedent("\n".join(line for line in plan.__doc__.splitlines() if line.startswith("    ")))
+    formula = textwrap.dedent("\n".join(line for line in plan.__doc__.splitlines() if line.startswith("    ")))
+    return f"```text\n{formula}\n```"
 
 
-PLACEHOLDERS = {
-    "{{recipes}}": recipes_table,
-    "{{tasks}}": tasks_table,
-    "{{constants}}": constants,
-    "{{seconds}}": seconds_model,
-    "{{planned}}": plan_check.table,
-    "{{planned seconds}}": plan_check.seconds_table,
-    "{{planned decode}}": plan_check.decode_table,
-    "{{scaled}}": plan_check.scaled_table,
+MADE = {
+    "keys": keys_table,
+    "errors": errors_list,
+    "tasks": tasks_table,
+    "constants": constants,
+    "seconds": seconds_model,
+    "planned memory": plan_check.table,
+    "planned seconds": plan_check.seconds_table,
+    "planned decode": plan_check.decode_table,
+    "scaled": plan_check.scaled_table,
 }
 
 

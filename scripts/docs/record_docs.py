@@ -2,7 +2,7 @@
 
 Everything runs on a CPU in a fresh folder, without a network, in about four minutes:
 
-    python scripts/docs/record_docs.py             # all, and docs/images/quickstart.png
+    python scripts/docs/record_docs.py             # all, and two pictures in docs/images
     python scripts/docs/record_docs.py plan doctor # those that need no other one before them
 
 What differs from run to run is replaced: the folder, seconds, sizes of disks, dates. Everything else is as printed.
@@ -24,6 +24,8 @@ import tempfile
 import termios
 from itertools import islice
 from pathlib import Path
+
+from before_after import draw
 
 from qerl.tasks import get_task
 
@@ -96,7 +98,13 @@ LIVE = (
     "qerl train --recipe tiny --steps 12 --set run.save_every=6 --set logging.completions_every=100 --out runs/stopped"
 )
 STOP_AT = re.compile(r"step +7/12 .*training")
-QUICKSTART = ["qerl train --recipe tiny --quantize --seed 0 --out runs/quickstart", "qerl report runs/quickstart"]
+QUICKSTART_EVAL = "--limit 300 --max-new-tokens 48 --batch-size 300"  # as scripts/quickstart.sh has it
+QUICKSTART = [
+    "qerl train --recipe tiny --quantize --seed 0 --out runs/quickstart",
+    "qerl report runs/quickstart",
+    f"qerl eval arith --model checkpoints/tiny-NVFP4A16 {QUICKSTART_EVAL} --out evals/quickstart-before",
+    f"qerl eval arith --model runs/quickstart {QUICKSTART_EVAL} --out evals/quickstart-after",
+]
 
 NUMBER = re.compile(  # what a machine's speed, its disk and the day decide
     r"(?<=s/step )\d+\.\d+|\b\d+(?:\.\d+)?(?= (?:s|seconds|min|tokens/s|GiB free)\b)|\b20\d{6}-\d{6}\b"
@@ -185,11 +193,14 @@ def record_live(folder: Path) -> None:
 
 
 def record_quickstart(folder: Path) -> None:
-    """The picture of the quickstart: the curves of its run."""
+    """The pictures of the quickstart: the curves of its run, and its accuracy before and after."""
     for command in QUICKSTART:
         run(command, folder)
-    shutil.copy(folder / "runs" / "quickstart" / "curves.png", ROOT / "docs" / "images" / "quickstart.png")
-    print("quickstart.png")
+    run_dir, images = folder / "runs" / "quickstart", ROOT / "docs" / "images"
+    shutil.copy(run_dir / "curves.png", images / "quickstart.png")
+    evals = folder / "evals"
+    draw(run_dir, evals / "quickstart-before", evals / "quickstart-after", images / "before-after.png")
+    print("quickstart.png, before-after.png")
 
 
 def write(name: str, text: str) -> None:

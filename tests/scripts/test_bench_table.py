@@ -42,9 +42,9 @@ def test_the_phases_of_a_step_have_columns_where_a_file_has_them(tmp_path):
 
 def test_the_page_in_the_repository_is_drawn_from_its_files():
     folder = ROOT / "benchmarks"
-    kinds = (bench_table.read(folder, kind) for kind in ("rollout", "step", "linear"))
-    page = bench_table.page(*kinds, bench_table_others.sections(folder))
-    assert (folder / "README.md").read_text(encoding="utf-8") == page, "run python3 scripts/bench/bench_table.py"
+    assert (folder / "README.md").read_text(encoding="utf-8") == bench_table.page(folder), (
+        "run python3 scripts/bench/bench_table.py"
+    )
 
 
 def linear_report():
@@ -79,9 +79,12 @@ def test_a_layers_linears_by_tokens_and_what_was_not_measured_is_empty(tmp_path)
     ]
     rows = bench_table.linear_table(layers["7b"]["rank32"])
     assert rows[2:] == ["| qkv, fused | 12.0 (35%) |  |", "| qkv, bf16 |  | 30.0 (100%) |"]
-    page = bench_table.page({}, {}, layers, [])
-    assert "## The linears of a decoder layer, 7B shape" in page
-    assert "linears" not in bench_table.page({}, {}, {}, [])
+    assert "## The linears of a decoder layer, 7B shape" in bench_table.page(tmp_path)
+
+
+def test_the_page_begins_with_the_notes_and_has_no_section_without_a_file(tmp_path):
+    (tmp_path / "notes.md").write_text("## What was found\n\nMuch.\n")
+    assert bench_table.page(tmp_path).splitlines()[4:] == ["## What was found", "", "Much."]
 
 
 def test_the_command_draws_what_lies_in_a_folder(tmp_path, monkeypatch):
@@ -117,7 +120,7 @@ OTHERS = {  # file -> its content, lines that a reader finds
             "| product | 9.0 | 0.0 |",
             "| attention | 0.0 | 1.0 |",
             "The weights were decoded at 86% of the bandwidth (267 GB in 73.2 ms).",
-            "Of before the bytes of adapter, keys and values were counted, and `attend` as attention.",
+            "Measured before adapter, keys and values counted as needed bytes and `attend` as attention.",
         ],
     ),
     "profile-decode-7b": (
@@ -173,7 +176,7 @@ def test_a_file_of_each_other_kind_has_its_table(tmp_path, name):
     write(tmp_path, name, **content)
     lines = bench_table_others.sections(tmp_path)
     assert [line for line in expected if line not in lines] == []
-    assert ("Of before" in "\n".join(lines)) == (name == "profile-step-7b")
+    assert ("Measured before" in "\n".join(lines)) == (name == "profile-step-7b")
     assert lines[-4:] == ["On H200:", "", "    x", ""]
 
 

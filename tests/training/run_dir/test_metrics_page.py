@@ -1,0 +1,58 @@
+"""docs/metrics.md has every key that runs write, and no other."""
+
+import re
+from pathlib import Path
+
+import pytest
+from small_run import small_config
+
+from training.run import start
+from training.run_dir.log import read_metrics
+
+ROOT = Path(__file__).resolve().parents[3]
+PAGE = ROOT / "docs" / "metrics.md"
+# Settings that together make a CPU run write every key that it can.
+RUNS = {
+    "defaults": (),
+    "terms": ("loss.kl_coef=0.1", "loss.entropy_coef=0.01", "rollout.dynamic_sampling.enabled=true"),
+    "masked": ("loss.correction.mode=token_mask", "noise.controller.metric=ess", "noise.controller.target=0.9"),
+    "vespo": ("loss.type=vespo",),
+    "formulas": ("data.task=math500", "data.columns={question: question}", "rewards=[{name: accuracy}]"),
+}
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def written(nvfp4_base, tmp_path_factory):
+    """The keys of all runs."""
+    keys = set()
+    for name, settings in RUNS.items():
+        folder = tmp_path_factory.mktemp(name)
+        start(small_config(nvfp4_base, folder, *settings, steps=3), "tiny")
+        keys.update(key for row in read_metrics(folder / "run") for key in row)
+    return keys
+
+
+def explained():
+    """Keys in the first column of the page's tables; NAME in one stands for a reward's name."""
+    rows = re.findall(r"^\| (`[^|]*`) \|", PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return [key for row in rows for key in re.findall(r"`([^`]+)`", row)]
+
+
+def test_no_key_is_explained_twice():
+    assert len(explained()) == len(set(explained()))
+
+
+def test_every_key_that_a_run_writes_is_explained(written):
+    patterns = [re.compile(re.escape(key).replace("NAME", "[a-z_]+")) for key in explained()]
+    assert [key for key in sorted(written) if not any(pattern.fullmatch(key) for pattern in patterns)] == []
+
+
+def test_every_key_that_is_explained_is_written(written):
+    """By a run here; on a GPU, those of memory, which nothing measures on a CPU."""
+    patterns = {key: re.compile(re.escape(key).replace("NAME", "[a-z_]+")) for key in explained()}
+    missing = [key for key, pattern in patterns.items() if not any(map(pattern.fullmatch, written))]
+    source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "training").rglob("*.py"))
+    assert {key.partition("/")[0] for key in missing} == {"memory"}
+    assert [key for key in missing if f'"{key}"' not in source] == []
