@@ -1,12 +1,11 @@
-"""Tasks: a data set, the prompt that is made of one row of it, and how an answer to it is compared.
+"""Tasks: a dataset, the prompt that is made from a row of it, and how an answer is graded.
 
-`build_messages` and `render_prompt` are the one place where a prompt is made: training and evaluation both call them,
-so the prompt that trains is the prompt that is evaluated. `grade` is the one place where a completion is judged: the
-accuracy reward and the evaluation both call it. Reading rows is qerl/data/examples.py, comparing answers
-qerl/tasks/grading.py.
+Training and evaluation both make prompts with `build_messages` and `render_prompt`, so a model is evaluated on the
+prompts it was trained on. The accuracy reward and the evaluation both judge completions with `grade`. Rows are read by
+qerl/data/examples.py, answers are compared by qerl/tasks/grading.py.
 
-A new task is a file here that defines `TASK`, and its name in `MODULES`. Importing this module loads neither torch
-nor datasets nor sympy, and no task's file before it is asked for.
+To add a task, write a file here that defines `TASK` and enter its name in `MODULES`. Importing this module loads
+neither torch nor datasets nor sympy, and a task's file is imported only when that task is asked for.
 """
 
 from __future__ import annotations
@@ -28,12 +27,13 @@ if TYPE_CHECKING:
 
 Message = dict[str, str]  # {"role": "system" | "user", "content": text}
 
-# The user-side instruction that DeepSeek-R1 and Qwen2.5-Math were tuned and are evaluated with. No system prompt: some
-# chat templates have no system role, and those that bring a default one keep it.
+# The instruction in the user's message with which DeepSeek-R1 and Qwen2.5-Math were tuned and are evaluated. There is
+# no system prompt, since some chat templates have no system role; those with a default one keep it.
 BOXED_TEMPLATE = "{question}\n\nPlease reason step by step, and put your final answer within \\boxed{}."
 
-# What the QeRL paper trains with (arXiv 2510.11696, appendix on training; eval/gsm8k.py of its code at 582bd69):
-# `data.system_prompt` and `data.prompt_template: "{question}"` of a recipe select it. `<answer>` is read by `grade`.
+# The system prompt that the QeRL paper trains with (arXiv 2510.11696, appendix on training; eval/gsm8k.py of its code
+# at 582bd69). A recipe selects it by `data.system_prompt` and `data.prompt_template: "{question}"`; `grade` reads
+# `<answer>`.
 TAGS_SYSTEM_PROMPT = (
     "Solve the following math problem step by step. The reasoning process and direct answer are enclosed within "
     "<think> </think> and <answer> </answer> tags, respectively, i.e., <think> reasoning process here </think> "
@@ -43,15 +43,16 @@ TAGS_SYSTEM_PROMPT = (
 
 @dataclass(frozen=True)
 class Task:
-    """A data set with its prompt and the kind of its answers.
+    """A dataset with its prompt and the kind of its answers.
 
-    `hub` is the data set's id, `hub_config` its subset there; a task without one makes its rows itself:
-    `generate(split)` yields them all, as mappings with "question", "answer" and perhaps "id". `splits` maps our "train"
-    and "test" to the hub's split names (or to themselves); one that is missing does not exist. `columns` names the
-    hub's question and answer columns, several where copies of the data differ in them (the first that is there counts);
-    dots and numbers reach into nested ones ("prompt.0.content"). `clean_question` takes off a question what the hub
-    adds to it, and leaves a bare one alone. `answer_kind` "number": a completion has to state a number; "math": any
-    mathematical form that equals the answer. `last_number`: where a completion marks no answer, its last number counts.
+    `hub` is the id of the dataset on the hub and `hub_config` its subset. A task without `hub` makes its rows itself:
+    `generate(split)` yields all of them, as mappings with "question", "answer" and possibly "id". `splits` maps our
+    "train" and "test" to the split names of the hub (or to themselves); a split that is not listed does not exist.
+    `columns` names the columns of question and answer. It may name several if copies of the data differ, of which the
+    first that exists is used; dots and numbers reach into nested columns ("prompt.0.content"). `clean_question` removes
+    what the hub adds to a question, and leaves a bare question as it is. With `answer_kind` "number" a completion has
+    to state a number, with "math" any mathematical form that equals the answer. With `last_number`, the last number
+    of a completion counts as its answer if none is marked.
     """
 
     name: str
@@ -70,13 +71,13 @@ class Task:
 
     @property
     def place(self) -> str | None:
-        """The hub's id with the subset, as `data.source` takes it; None for a task that makes its rows."""
+        """The id on the hub with the subset, as `data.source` takes it; None for a task that makes its rows itself."""
         return f"{self.hub}:{self.hub_config}" if self.hub_config else self.hub
 
 
 @dataclass(frozen=True)
 class Example:
-    """One usable row. `id` is the row's own id if it has one, else its 1-based number; `extra` holds other columns."""
+    """One usable row. `id` is the row's own id, or its number counted from 1; `extra` holds the other columns."""
 
     question: str
     answer: str
@@ -84,7 +85,7 @@ class Example:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-# name -> module that defines TASK; a new task is one row more
+# The module of each task, which defines TASK. A new task needs one more row.
 MODULES = {
     "gsm8k": "qerl.tasks.gsm8k",
     "dapo_math": "qerl.tasks.dapo_math",
@@ -100,7 +101,7 @@ MODULES = {
 
 
 class _Tasks(Mapping[str, Task]):
-    """The registry: a read-only mapping of name to Task that imports a task's file when it is asked for."""
+    """The registry: a read-only mapping of name to Task, which imports the file of a task when it is asked for."""
 
     def __getitem__(self, name: str) -> Task:
         module = MODULES[name]
@@ -127,7 +128,7 @@ TASKS: Mapping[str, Task] = _Tasks()
 
 
 def get_task(name: str) -> Task:
-    """The task of that name. Raises ConfigError naming the nearest one."""
+    """The task of this name. If there is none, raises a ConfigError that suggests the nearest name."""
     if name in MODULES:
         return TASKS[name]
     near = difflib.get_close_matches(name.lower().replace("-", "_"), MODULES, n=1, cutoff=0.4)
@@ -140,9 +141,9 @@ def build_messages(
 ) -> list[Message]:
     """The chat messages that ask `question`.
 
-    "default" means the task's own; a system prompt of None or "" means no system message. Only `{question}` is
-    replaced in the template: other braces (`\\boxed{}`) stand for themselves. Raises ConfigError if the template has
-    no `{question}`.
+    "default" stands for the task's own prompt and template; a system prompt of None or "" means no system message. Only
+    `{question}` is replaced in the template, and other braces (`\\boxed{}`) are left as they are. Raises ConfigError if
+    the template has no `{question}`.
     """
     task = get_task(task) if isinstance(task, str) else task
     system = task.system_prompt if system_prompt == "default" else system_prompt
@@ -157,9 +158,9 @@ def build_messages(
 
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
-    """Token ids of the messages in the checkpoint's own chat template, ending where the completion begins.
+    """Token ids of the messages in the checkpoint's own chat template, up to where the completion begins.
 
-    Raises CheckpointError if the tokenizer has no chat template, or one that refuses these messages.
+    Raises CheckpointError if the tokenizer has no chat template, or if its template refuses these messages.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise CheckpointError(
@@ -171,7 +172,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
         ids = tokenizer.apply_chat_template(
             list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
         )
-    except Exception as error:  # templates raise jinja2's own errors
+    except Exception as error:  # templates raise various errors of jinja2
         roles = [message["role"] for message in messages]
         raise CheckpointError(
             f"the chat template of {tokenizer.name_or_path!r} refuses messages with the roles {roles}: {error}; if it "
@@ -187,7 +188,7 @@ def load_examples(
     columns: Mapping[str, str] | None = None,
     limit: int | None = None,
 ) -> tuple[list[Example], DropReport]:
-    """The usable rows of the task's own data set, or of `source`: a hub id (`owner/name:subset`), file or folder.
+    """The usable rows of the task's own dataset, or of `source`: a hub id (`owner/name:subset`), a file or a folder.
 
     See qerl.data.examples.load_examples, which this calls.
     """

@@ -1,4 +1,4 @@
-"""AIME 2024, I and II: 30 problems with an integer from 0 to 999 as the answer; the hub calls its split "train"."""
+"""AIME 2024, I and II: 30 problems whose answers are integers from 0 to 999; its only split on the hub is "train"."""
 
 from qerl.tasks import Task
 

@@ -1,4 +1,4 @@
-"""AIME 2025, I and II: 30 problems with an integer from 0 to 999 as the answer."""
+"""AIME 2025, I and II: 30 problems whose answers are integers from 0 to 999."""
 
 from qerl.tasks import Task
 

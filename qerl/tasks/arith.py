@@ -1,12 +1,13 @@
-"""Arithmetic word problems with worked answers: a pure function of (split, seed, index), no file, no download.
+"""Arithmetic word problems with worked answers, computed from (split, seed, index) without any file or download.
 
-A problem is a row of KINDS (a story and its steps), one of its phrasings, and names, things and numbers drawn for it:
-two to four steps of + - * on small numbers, every result between 1 and MAX_RESULT. The splits share the stories but no
-question: the hash of the normalized question text says which split a problem belongs to, whatever its seed and index.
+A problem is a row of KINDS (a story and its steps) in one of its phrasings, with names, things and numbers drawn at
+random: two to four steps of + - * on small numbers, with every result between 1 and MAX_RESULT. The splits share the
+stories but no question, because a hash of the normalized question decides to which split a problem belongs, whatever
+its seed and index.
 
-    >>> problem("train", seed=0, index=0).worked  # the steps, one a line, then "#### " and the answer
+    >>> problem("train", seed=0, index=0).worked  # one step per line, then "#### " and the answer
 
-The task's rows are seed 0; the embedded model was pretrained on another seed of the train split
+The rows of the task have seed 0. The embedded model was pretrained on another seed of the train split
 (scripts/models/tiny_checkpoint.py), and no training ever sees the test split.
 """
 
@@ -25,14 +26,14 @@ from qerl.tasks.arith_kinds import HOLDERS, KINDS, NAMES, THINGS, Kind
 Split = Literal["train", "test"]
 
 MAX_RESULT = 99
-TEST_SHARE = 0.1  # of all possible questions
+TEST_SHARE = 0.1  # share of all possible questions that belong to the test split
 TASK_SEED = 0
 TASK_ROWS = {"train": 8192, "test": 1024}
 
 
 @dataclass(frozen=True)
 class Problem:
-    """One problem. `steps` read "4 * 6 = 24"; `answer` is the result of the last one."""
+    """One problem. A step reads "4 * 6 = 24"; `answer` is the result of the last one."""
 
     id: str
     kind: str
@@ -42,7 +43,7 @@ class Problem:
 
     @property
     def worked(self) -> str:
-        """The solution step by step, one step a line, ending in the answer as GSM8K marks it."""
+        """The solution with one step per line, ending in the answer as GSM8K marks it."""
         return "\n".join((*self.steps, self.direct))
 
     @property
@@ -71,19 +72,19 @@ def problem(split: Split, seed: int, index: int) -> Problem:
 
 
 def problems(split: Split, seed: int, count: int, start: int = 0) -> Iterator[Problem]:
-    """`count` problems from number `start` on. Questions may repeat within a split, never across splits."""
+    """`count` problems from number `start` on. A question may occur twice within a split, but not in both splits."""
     for index in range(start, start + count):
         yield problem(split, seed, index)
 
 
 def split_of(question: str) -> Split:
-    """The split that owns this question: decided by the hash of its words, lower-cased, with single spaces."""
+    """The split that this question belongs to, decided by the hash of its words in lower case with single spaces."""
     digest = hashlib.sha256(" ".join(question.lower().split()).encode()).digest()
     return "test" if int.from_bytes(digest[:4], "big") < TEST_SHARE * 2**32 else "train"
 
 
 def _draw_numbers(kind: Kind, rng: random.Random) -> tuple[dict[str, int], tuple[str, ...], int] | None:
-    """Numbers for a kind, its steps with these numbers, and the answer; None if a result is out of range."""
+    """Numbers drawn for a kind, its steps with these numbers, and the answer; None if a result is out of range."""
     numbers = {letter: rng.randint(low, high) for letter, (low, high) in kind.numbers.items()}
     values: dict[str, int] = dict(numbers)
     written = []
@@ -99,7 +100,7 @@ def _draw_numbers(kind: Kind, rng: random.Random) -> tuple[dict[str, int], tuple
 
 
 def draw_words(rng: random.Random) -> dict[str, str]:
-    """Three different people, the pronoun of the first, a thing and what holds it."""
+    """Three different people, the pronoun of the first, a kind of thing and a kind of container."""
     pronoun = rng.choice(tuple(NAMES))
     first = rng.choice(NAMES[pronoun])
     others = [name for names in NAMES.values() for name in names if name != first]
@@ -116,7 +117,7 @@ def draw_words(rng: random.Random) -> dict[str, str]:
 
 
 def rows(split: str) -> Iterator[dict[str, Any]]:
-    """The rows of the task, each question once, made one by one as they are asked for."""
+    """The rows of the task, each question once, generated lazily."""
     count = TASK_ROWS[_known(split)]
     seen: set[str] = set()
     for made in problems(split, TASK_SEED, 2 * count):
@@ -140,5 +141,5 @@ TASK = Task(
     splits={"train": "train", "test": "test"},
     answer_kind="number",
     generate=rows,
-    prompt_template="{question}",  # the embedded model knows no instruction: it ends in "#### N" by itself
+    prompt_template="{question}",  # the embedded model needs no instruction: it ends in "#### N" by itself
 )

@@ -1,11 +1,11 @@
 """Longer arithmetic word problems: an opening, two to four events, MIN_STEPS to MAX_STEPS steps of + - * / up to 999.
 
-Like task arith, a pure function of (split, seed, index) without a file or a download, and with the same rule that tells
-the splits apart; but stories are composed of the parts in qerl/tasks/arith_chain_parts.py, some sentences change
-nothing, and results have three digits. A model of 20 M parameters that reads and calculates well solves it; the
-embedded one does not. scripts/models/pretrain_arith.py makes a model for it.
+Like those of task arith, they are computed from (split, seed, index) without any file or download, and the same rule
+separates the splits. But the stories are composed of the parts in qerl/tasks/arith_chain_parts.py, some sentences
+change nothing, and results have up to three digits. A model of 20 M parameters that reads and calculates well solves
+them; the embedded one does not. scripts/models/pretrain_arith.py makes a model for this task.
 
-    >>> problem("train", seed=0, index=0).worked  # the steps, one a line, then "#### " and the answer
+    >>> problem("train", seed=0, index=0).worked  # one step per line, then "#### " and the answer
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TASK_ROWS = {"train": 16384, "test": 2048}
 def problem(split: Split, seed: int, index: int) -> Problem:
     """The problem with this number: the first draw from (seed, index) whose question belongs to `split`.
 
-    Its kind is the opening's name. Raises DataError for a split that does not exist.
+    Its kind is the name of its opening. Raises DataError for a split that does not exist.
     """
     _known(split)
     rng = random.Random(f"arith_chain/{seed}/{index}")
@@ -45,13 +45,13 @@ def problem(split: Split, seed: int, index: int) -> Problem:
 
 
 def problems(split: Split, seed: int, count: int, start: int = 0) -> Iterator[Problem]:
-    """`count` problems from number `start` on. Questions may repeat within a split, never across splits."""
+    """`count` problems from number `start` on. A question may occur twice within a split, but not in both splits."""
     for index in range(start, start + count):
         yield problem(split, seed, index)
 
 
 def _draw(rng: random.Random) -> tuple[str, str, tuple[str, ...], int] | None:
-    """(opening's name, question, steps, answer) of a story, or None where an opening's numbers are out of range."""
+    """The opening's name, question, steps and answer of a story; None if no numbers were found for its opening."""
     opening = rng.choice(OPENINGS)
     began = _play(opening, 0, rng)
     if began is None:
@@ -74,7 +74,7 @@ def _draw(rng: random.Random) -> tuple[str, str, tuple[str, ...], int] | None:
 
 
 def _play(part: Part, value: int, rng: random.Random) -> tuple[dict[str, int], list[str], int] | None:
-    """Numbers for a part, its steps with these numbers, and the value after it; None if no numbers were found."""
+    """Numbers drawn for a part, its steps with these numbers, and the value after it; None if no numbers were found."""
     for _ in range(DRAWS_OF_NUMBERS):
         numbers = {letter: rng.randint(low, high) for letter, (low, high) in part.numbers.items()}
         solved = _solve(part, value, numbers)
@@ -84,7 +84,7 @@ def _play(part: Part, value: int, rng: random.Random) -> tuple[dict[str, int], l
 
 
 def _solve(part: Part, value: int, numbers: dict[str, int]) -> tuple[list[str], int] | None:
-    """The written steps and the value after the part; None if a result is no whole number from 1 to MAX_RESULT."""
+    """The written steps and the value after the part; None if a result is not an integer from 1 to MAX_RESULT."""
     values = {"v": value, **numbers}
     written = []
     result = value or numbers["a"]
@@ -102,7 +102,7 @@ def _solve(part: Part, value: int, numbers: dict[str, int]) -> tuple[list[str], 
 
 
 def rows(split: str) -> Iterator[dict[str, Any]]:
-    """The rows of the task, each question once, made one by one as they are asked for."""
+    """The rows of the task, each question once, generated lazily."""
     count = TASK_ROWS[_known(split)]
     seen: set[str] = set()
     for made in problems(split, TASK_SEED, 2 * count):
@@ -126,5 +126,5 @@ TASK = Task(
     splits={"train": "train", "test": "test"},
     answer_kind="number",
     generate=rows,
-    prompt_template="{question}",  # the model that is made for it knows no instruction
+    prompt_template="{question}",  # the model made for this task needs no instruction
 )

@@ -1,14 +1,16 @@
-"""The stories of task arith_chain: a table of openings and events, and how often the corpus works each opening out."""
+"""The stories of task arith_chain: tables of openings, events and questions."""
 
 from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
 class Part:
-    """A sentence or two of a story. `numbers` maps each letter to its inclusive range; `steps` are "left op right",
-    where a side is a letter, "v" (the value before this part) or the number of an earlier step of this part from 1. The
-    last step's result is the value after it; without steps, an opening's value is its letter a, and an event changes
-    nothing. Every phrasing names each letter once.
+    """A sentence or two of a story.
+
+    `numbers` maps each letter to its inclusive range. A step is "left op right", where each side is a letter, "v" (the
+    value before this part), or the number of an earlier step of this part, counted from 1. The value after the part is
+    the result of its last step; without steps, the value of an opening is its letter a, and an event changes nothing.
+    Every phrasing names each letter once.
     """
 
     name: str

@@ -15,8 +15,10 @@ HOLDERS = ("boxes", "bags", "baskets", "jars", "packs")
 
 @dataclass(frozen=True)
 class Kind:
-    """A story. `numbers` maps each letter to its inclusive range; `steps` are "left op right", where a side is a
-    letter or the number of an earlier step counted from 1; every phrasing names each letter once.
+    """A story.
+
+    `numbers` maps each letter to its inclusive range. A step is "left op right", where each side is a letter or the
+    number of an earlier step, counted from 1. Every phrasing names each letter once.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Big-Math at open-r1's levels 4 and 5, on which QeRL trains 32B models; see qerl/tasks/bigmath.py."""
+"""Big-Math at levels 4 and 5 of open-r1, on which QeRL trains 32B models; see qerl/tasks/bigmath.py."""
 
 from dataclasses import replace
 

@@ -1,11 +1,10 @@
 """DAPO-Math-17k: competition problems, reworded by DAPO's authors so that each answer is an integer (arXiv 2503.14476).
 
-The hub's file is in verl's layout: `prompt` is a list with one user message that wraps the problem in a fixed
+The file on the hub has verl's layout: `prompt` is a list with one user message, which wraps the problem in a fixed
 instruction ("The last line of your response should be of the form Answer: ..."), `reward_model.ground_truth` is the
-answer, and the 17 thousand problems stand there about 100 times each. The instruction is taken off, so that the task's
-own prompt is the only one; repeated rows are dropped and counted by qerl/data/examples.py. In open-r1's copy without
-repetitions (`data.source: open-r1/DAPO-Math-17k-Processed:en`), which QeRL's code reads, `prompt` is the message
-itself.
+answer, and each of the 17 thousand problems occurs about 100 times. The instruction is removed, so that the task's own
+prompt is the only one; qerl/data/examples.py drops and counts repeated rows. In open-r1's copy without repetitions
+(`data.source: open-r1/DAPO-Math-17k-Processed:en`), which QeRL's code reads, `prompt` is the message itself.
 """
 
 from qerl.tasks import Task

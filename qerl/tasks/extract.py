@@ -1,16 +1,18 @@
 """Finding the answer that a completion states.
 
-In this order; within a form the last one counts, so a model that tries several answers is graded by its last:
+These forms are tried in order. Within a form the last occurrence counts, so a model that tries several answers is
+graded by its last one:
 
-1. `\\boxed{...}` (also \\fbox and \\framebox) with balanced braces; empty boxes are passed over. If the last box is
-   never closed, the completion was cut off inside its answer: there is none, whatever stands before.
+1. `\\boxed{...}` (also \\fbox and \\framebox) with balanced braces; empty boxes are skipped. If the last box is never
+   closed, the completion was cut off inside its answer, and there is no answer, whatever comes before.
 2. `<answer>...</answer>`.
-3. `#### N`, to the end of the line, if the line reads as an answer (a markdown heading does not).
-4. "the answer is ...", "answer: ...", "答案是", to the end of the sentence.
-5. Only if the task says so, the last number of the completion.
+3. `#### N`, up to the end of the line, if the line looks like an answer (a Markdown heading does not).
+4. "the answer is ...", "answer: ...", "答案是", up to the end of the sentence.
+5. The last number of the completion, but only if the task allows it.
 
-A completion that thinks first (`...</think>`) is searched after the last `</think>`; only if nothing is found there,
-in the whole. All searches are linear in the completion, and look at no more than MAX_ANSWER_CHARS of an answer.
+A completion that thinks first (`...</think>`) is searched after the last `</think>`, and as a whole only if nothing is
+found there. All searches take linear time in the length of the completion, and look at no more than MAX_ANSWER_CHARS
+characters of an answer.
 """
 
 from __future__ import annotations
@@ -44,13 +46,13 @@ _SENTENCE_END = re.compile(
     r"\n|[.。](?=\s|$|\*|\")|[;；]|[,，]\s*(?!and\b|or\b)(?=[A-Za-z]{2})|\s(?:because|since|which|so)\b"
 )
 _NUMBER = re.compile(r"(?:(?<=^)|(?<=[\s(=$:*]))[-−]?\s?[$€£]?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
-# "I checked that the answer is correct" states none.
+# After "the answer is", these words state no answer ("I checked that the answer is correct").
 _VERDICTS = {"correct", "incorrect", "right", "wrong", "valid", "unique", "reasonable", "consistent", "found", "given"}
 
 
 @dataclass(frozen=True)
 class Extracted:
-    """The text that a completion states as its answer; `too_long` if it is longer than any answer is."""
+    """The text that a completion states as its answer; `too_long` if it is longer than any real answer."""
 
     text: str | None
     too_long: bool = False
@@ -61,7 +63,7 @@ TOO_LONG = Extracted(None, too_long=True)
 
 
 def extract(completion: str, kind: Literal["number", "math"], last_number: bool = False) -> Extracted:
-    """The answer of a completion, by the rules on top of this file."""
+    """The answer of a completion, by the rules at the top of this file."""
     if len(completion) > MAX_COMPLETION_CHARS:
         return TOO_LONG
     _, thought, after = completion.rpartition("</think>")
@@ -77,7 +79,7 @@ def extract(completion: str, kind: Literal["number", "math"], last_number: bool 
 
 
 def _marked(text: str, kind: str) -> Extracted:
-    """The answer that a text marks, by the first form of it that there is."""
+    """The answer that a text marks in any form but the last number."""
     box = _last_box(text)
     if box is not None:
         return box
@@ -97,7 +99,7 @@ def _last_box(text: str) -> Extracted | None:
 
 
 def _box_at(text: str, start: int) -> Extracted | None:
-    """What the box holds whose content begins at `start`; NOTHING if it is not closed; None if it has no content."""
+    """The content, beginning at `start`, of a box; NOTHING if the box is not closed, None if it has no content."""
     limit = start + MAX_ANSWER_CHARS + 2
     if text[start : start + 1] != "{":
         token = _BARE_TOKEN.match(text, start, limit)
@@ -111,14 +113,14 @@ def _box_at(text: str, start: int) -> Extracted | None:
 
 
 def _last_tag(text: str) -> str | None:
-    """The content of the last `<answer>` that is closed."""
+    """The content of the last `<answer>` that has a closing tag."""
     end = deque(_TAG_END.finditer(text), maxlen=1)
     opening = deque(_TAG.finditer(text, 0, end[0].start()), maxlen=1) if end else ()
     return text[opening[0].end() : end[0].start()].strip() if opening else None
 
 
 def _last_hashes(text: str, kind: str) -> str | None:
-    """What follows the last `####` that an answer follows on its line."""
+    """The rest of the line after the last `####` that is followed by an answer."""
     end = len(text)
     for _ in range(_MAX_MENTIONS):
         start = text.rfind("####", 0, end)
@@ -132,7 +134,7 @@ def _last_hashes(text: str, kind: str) -> str | None:
 
 
 def _last_mention(text: str, kind: str) -> str | None:
-    """What the last "the answer is" states, if a value follows it."""
+    """What the last "the answer is" with a value after it states."""
     for mention in reversed(deque(_MENTION.finditer(text), maxlen=_MAX_MENTIONS)):
         lead = _LEAD.match(text, mention.end(), mention.end() + _MAX_LINE_CHARS)
         if lead is None:
@@ -145,7 +147,7 @@ def _last_mention(text: str, kind: str) -> str | None:
 
 
 def _statement(rest: str) -> str:
-    """The formula that the text begins with, else its first sentence or clause."""
+    """The formula that the text begins with, or its first sentence or clause if it begins with none."""
     formula = _DELIMITED.match(rest)
     if formula:
         return next(group for group in formula.groups() if group is not None).strip()
@@ -153,7 +155,7 @@ def _statement(rest: str) -> str:
 
 
 def _reads_as_math(text: str) -> bool:
-    """Whether a text that is not set as a formula looks like one, or like a single word, rather than like prose."""
+    """Whether a text that is not marked as a formula looks like one, or is a single word, rather than prose."""
     if not text or text.lower() in _VERDICTS:
         return False
     words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{3,}", text)

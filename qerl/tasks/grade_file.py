@@ -1,7 +1,7 @@
-"""Grading a file of saved completions again: what `qerl grade --task T FILE` does.
+"""Grades a file of saved completions again, for `qerl grade --task T FILE`.
 
-A line holds `answer`, and `completion` (one text) or `completions` (several); the completions.jsonl of an evaluation is
-such a file. Where it stores a grade (`correct`), the new one is compared with it.
+Each line has an `answer`, and a `completion` (one text) or `completions` (several); the completions.jsonl of an
+evaluation is such a file. If a line also stores a grade (`correct`), the new grade is compared with it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Disagreement:
 
 @dataclass(frozen=True)
 class FileGrades:
-    """The grades of a file, in its order. `graded_before` counts the completions with a stored grade."""
+    """The grades of a file, in order. `graded_before` counts the completions that had a stored grade."""
 
     task: str
     path: Path
@@ -47,18 +47,18 @@ class FileGrades:
 
     @property
     def accuracy(self) -> float:
-        """Share of correct completions; each of several completions of one line counts by itself."""
+        """Share of correct completions; if a line has several completions, each counts by itself."""
         return sum(grade.correct for grade in self.grades) / len(self.grades)
 
     @property
     def counts(self) -> dict[str, int]:
-        """Number of completions by reason, "correct" among them, the most frequent first."""
+        """Number of completions by reason (one of which is "correct"), the most frequent first."""
         return dict(Counter(grade.reason for grade in self.grades).most_common())
 
     def table(self) -> Table:
-        """The counts, the accuracy, and the first disagreements with the stored grades, for people."""
+        """A table of the counts, the accuracy and the first disagreements with stored grades."""
         from rich.table import Table
-        from rich.text import Text  # answers hold brackets, which are markup in a plain string
+        from rich.text import Text  # answers contain brackets, which rich reads as markup in a plain string
 
         table = Table("grade", "completions", "share", "detail", title=Text(f"{self.path} as {self.task}"))
         for reason, count in self.counts.items():
@@ -84,7 +84,7 @@ class _Item:
 
 
 def grade_file(task: Task | str, path: str | Path) -> FileGrades:
-    """Grade all completions of a file (jsonl, json, csv or parquet). Raises DataError naming the first unusable row."""
+    """Grade all completions of a file (jsonl, json, csv or parquet). Raises DataError for the first unusable row."""
     task = get_task(task) if isinstance(task, str) else task
     items = [item for place, row in local_rows(str(path), "test") for item in _items(task, path, place, row)]
     if not items:
@@ -100,7 +100,7 @@ def grade_file(task: Task | str, path: str | Path) -> FileGrades:
 
 
 def _items(task: Task, path: str | Path, place: str, row: Mapping[str, Any] | None) -> Iterator[_Item]:
-    """The completions of one row. `correct` may be a truth value, or a list of them beside `completions`."""
+    """The completions of one row. `correct` may be a single truth value, or a list of them to match `completions`."""
     if row is None:
         raise DataError(f"{path}, {place}: this is no JSON object; each line has to hold one")
     several = row.get("completions")
@@ -122,5 +122,5 @@ def _items(task: Task, path: str | Path, place: str, row: Mapping[str, Any] | No
 
 
 def _truth(value: Any) -> bool | None:
-    """A stored grade: true or false, 1 or 0, or the same as a CSV file writes them; anything else is none."""
+    """A stored grade: true or false, 1 or 0, or what a CSV file writes for them; None for anything else."""
     return {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}.get(str(value).lower())

@@ -1,8 +1,8 @@
-"""One grade for reward and evaluation: extract the answer of a completion, compare it with the task's.
+"""The grade that reward and evaluation share: extract the answer of a completion and compare it with the task's.
 
-Numbers are compared as exact fractions, in this process and without any library. Where a task's answers are
-mathematics, an answer that is not a number goes to math-verify in a worker process with a time limit. Text is compared
-as text only where neither side has any mathematics in it ("Evelyn", "(C)").
+Numbers are compared as exact fractions, in this process and without any library. If the answers of a task are
+mathematics, an answer that is not a number goes to math-verify, in a worker process with a time limit. Answers are
+compared as text only if neither has any mathematics in it ("Evelyn", "(C)").
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from qerl.tasks.number import Number, parse_number
 
 Reason = Literal["correct", "wrong", "no_answer", "unparsable", "too_long", "timeout", "bad_answer"]
 
-_PER_WORKER = 32  # starting a worker takes two seconds, a comparison up to 0.07
-_MAX_NESTING = 30  # parsing time grows steeply with it, and no answer has as much
+_PER_WORKER = 32  # pairs that justify one more worker: it takes two seconds to start, a comparison up to 0.07
+_MAX_NESTING = 30  # parsing time grows steeply with the nesting, and no real answer is nested so deeply
 
 
 @dataclass(frozen=True)
 class Grade:
     """The judgement on one completion.
 
-    `extracted` is the answer that the completion states. `reason` says why it is not correct: "wrong"; "no_answer": it
-    states none; "unparsable": what it states is no number (or no formula); "too_long": the answer or the completion is
-    beyond any real one's length; "timeout": no verdict in time; "bad_answer": the task's own answer cannot be read.
+    `extracted` is the answer that the completion states. `reason` is "correct", or why it is not: "wrong"; "no_answer"
+    (it states none); "unparsable" (what it states is not a number or formula); "too_long" (the answer or the completion
+    is longer than any real one); "timeout" (no verdict in time); "bad_answer" (the task's own answer cannot be read).
     """
 
     correct: bool
@@ -40,7 +40,7 @@ class Grade:
 
 
 def grade(task: Task, completion: str, answer: str) -> Grade:
-    """Judge one completion. Never raises on what a model wrote, and takes less than a second of processor time."""
+    """Judge one completion. Never raises, whatever a model wrote, and takes less than a second of processor time."""
     found = extract(completion, task.answer_kind, task.last_number)
     if found.text is None:
         return Grade(False, None, "too_long" if found.too_long else "no_answer")
@@ -49,7 +49,7 @@ def grade(task: Task, completion: str, answer: str) -> Grade:
 
 
 def grade_many(task: Task, completions: Sequence[str], answers: Sequence[str]) -> list[Grade]:
-    """Judge many completions; the formulas of a large batch are compared in several worker processes at once."""
+    """Judge many completions; several worker processes share the formulas of a large batch."""
     pairs = list(zip(completions, answers, strict=True))
     workers = min(math_pool.MAX_WORKERS, 1 + len(pairs) // _PER_WORKER)
     if task.answer_kind == "number" or workers == 1:
@@ -59,7 +59,7 @@ def grade_many(task: Task, completions: Sequence[str], answers: Sequence[str]) -
 
 
 def compare(stated: str, answer: str, kind: Literal["number", "math"]) -> Reason:
-    """Whether the stated answer is the task's answer."""
+    """Compare a stated answer with the task's answer."""
     if not stated.strip():
         return "no_answer"
     if max(len(stated), len(answer)) > MAX_ANSWER_CHARS:
@@ -76,7 +76,7 @@ def compare(stated: str, answer: str, kind: Literal["number", "math"]) -> Reason
 
 
 def _written(text: str, number: Number | None) -> str:
-    """A number as math-verify reads it best; a decimal stays one, since that says that it may be rounded."""
+    """A number as math-verify reads it best; a decimal stays a decimal, which shows that it may be rounded."""
     if number is None or number.percent:
         return text
     value = number.value
@@ -86,7 +86,7 @@ def _written(text: str, number: Number | None) -> str:
 
 
 def _both_exact(mine: Number, theirs: Number) -> bool:
-    """Whether comparing the fractions settles it: 0.333333 may stand for 1/3, but 18.5 for nothing else."""
+    """Whether comparing the fractions is conclusive: 0.333333 may stand for 1/3, but 18.5 only for itself."""
     return mine.terminates() and theirs.terminates()
 
 
@@ -113,7 +113,7 @@ def _verdict(correct: bool) -> Reason:
 
 
 def _nesting(text: str) -> int:
-    """How many brackets are open at once."""
+    """The largest number of brackets that are open at once."""
     depths = itertools.accumulate((char in "({[") - (char in ")}]") for char in text)
     return max(depths, default=0)
 
@@ -125,7 +125,7 @@ _PLUS_MINUS = re.compile(r"^([^,]*?)\\pm(?![A-Za-z])([^,]*)$")
 
 
 def _formula(text: str) -> str:
-    """LaTeX that math-verify reads well: no delimiters, on one line, with "a ± b" written as both values."""
+    """LaTeX that math-verify reads well: without delimiters, on one line, with "a ± b" written as both values."""
     text = re.sub(r"\s+", " ", text.replace("±", "\\pm").replace("\\varnothing", "\\emptyset"))
     text = re.sub(r"(?<!\\)\$", "", text).strip().rstrip(".")
     text = re.sub(r"^\\[(\[]|\\[)\]]$", "", text).strip()
@@ -135,7 +135,7 @@ def _formula(text: str) -> str:
 
 
 def _text(text: str) -> str | None:
-    """The letters of an answer in words or of a choice ("(C)", "\\text{Evelyn}"), else None."""
+    """The letters of an answer that is in words or a choice ("(C)", "\\text{Evelyn}"); None for other answers."""
     boxed = bool(TEXT_BOX.search(text))
     words = re.sub(r"[\s\-.'’]+", " ", strip_math(text)).strip()
     letters = words.replace(" ", "")
@@ -146,7 +146,7 @@ def _text(text: str) -> str | None:
 
 
 def _based(text: str) -> tuple[str, str] | None:
-    """Digits and base of "1011_2"; None for anything else."""
+    """The digits and the base of a number such as "1011_2"; None for anything else."""
     match = re.fullmatch(
         r"(?:\\text\{)?([0-9A-Fa-f]+)\}?_\{?(?:\\text\{)?(\d+|[a-z]+)\}*", strip_math(text).replace(" ", "")
     )

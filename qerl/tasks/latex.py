@@ -1,6 +1,6 @@
-"""Taking off an answer what only sets it: typography, LaTeX spacing, math delimiters, boxes, outer brackets.
+"""Removing from an answer whatever is only typesetting: typography, LaTeX spacing, math delimiters, boxes, brackets.
 
-What these functions return is for reading values from, not for showing: it may be no valid LaTeX any more.
+The results are for reading values from, not for showing; they may not be valid LaTeX any more.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ import unicodedata
 
 
 def plain(text: str) -> str:
-    """The text with one spelling for each character: ASCII digits, minus, slash and spaces; no invisible characters.
+    """The text with ASCII digits, minus signs, slashes and spaces, and without invisible characters.
 
-    Superscripts and the like are left alone: "18²" is not 182.
+    Superscripts and the like are left alone, as "18²" is not 182.
     """
     return "".join(_plain_char(char) if ord(char) > 127 or char.isspace() else char for char in text)
 
@@ -52,14 +52,14 @@ _MARKS += (("$", "$"), ("`", "`"), ('"', '"'), ("*", "*"))
 
 
 def strip_math(text: str) -> str:
-    """`plain` text without what only sets it: math delimiters, spacing commands, \\left, \\dfrac, bold, text boxes."""
+    """`plain` text without typesetting: math delimiters, spacing commands, \\left, \\dfrac, bold, text boxes."""
     text = plain(text).replace("{,}", ",").replace("\\$", "$").replace("\\%", "%").replace("\\!", "")
     text = re.sub(r"\\[dtc]frac", r"\\frac", text)
     text = _SPACES.sub(" ", text)
     text = _SMALL_FRAC.sub(
         lambda m: f"\\frac{{{(m[1] or m[2] or '').strip()}}}{{{(m[3] or m[4] or '').strip()}}}", text
     )
-    for _ in range(4):  # boxes within boxes; deeper ones are nobody's number
+    for _ in range(4):  # boxes may be nested; no number is nested deeper than this
         before, text = text, TEXT_BOX.sub(r" \1 ", text)
         if before == text:
             break
@@ -67,7 +67,7 @@ def strip_math(text: str) -> str:
 
 
 def strip_outer(text: str) -> str:
-    """Without the delimiters and brackets that enclose the whole text, and without white space and a final period."""
+    """The text without delimiters and brackets that enclose all of it, without outer white space and final period."""
     while True:
         before = text
         text = text.strip(" \n\t").rstrip(" .,;:")
@@ -82,7 +82,7 @@ def strip_outer(text: str) -> str:
 
 
 def _closes_at(text: str) -> int:
-    """Where the bracket that opens the text closes; -1 if it does not."""
+    """The index at which the bracket that opens the text is closed; -1 if it is not."""
     depth = 0
     for index, char in enumerate(text):
         depth += (char == text[0]) - (char == {"(": ")", "{": "}"}[text[0]])

@@ -1,7 +1,7 @@
 """Comparing answers as mathematics in worker processes, within a time limit, from any thread.
 
-Workers (qerl/tasks/math_worker.py) start when the first formula is to be compared, at most MAX_WORKERS of them; each
-serves one comparison at a time. A worker that does not answer is ended and replaced: no formula hangs or ends a run.
+Workers (qerl/tasks/math_worker.py) start when they are first needed, at most MAX_WORKERS of them, and do one comparison
+at a time. A worker that does not answer is ended and replaced, so no formula can hang or end a run.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from qerl.errors import EngineError
 log = logging.getLogger(__name__)
 
 MAX_WORKERS = min(8, os.cpu_count() or 1)
-# The worker limits processor time; this one is for a worker that hangs without using any, and for a machine so busy
-# that CPU_LIMIT_S of it take this long.
+# The worker limits processor time itself. This limit is for a worker that hangs without using any, and for a machine so
+# busy that it takes this long to use CPU_LIMIT_S of processor time.
 REPLY_LIMIT_S = 10.0
 START_LIMIT_S = 120.0
-CACHE_SIZE = 20_000  # the completions of one prompt mostly state the same few answers
+CACHE_SIZE = 20_000  # pays off because the completions of one prompt mostly state the same few answers
 _ATTEMPTS = 2
 
 
@@ -53,7 +53,7 @@ class Worker:
             )
 
     def compare(self, gold: str, answer: str) -> str | None:
-        """The worker's verdict; None if it died or did not answer."""
+        """The verdict of the worker; None if it died or did not answer."""
         request = json.dumps({"gold": gold, "answer": answer}) + "\n"
         try:
             self._process.stdin.write(request.encode())
@@ -62,7 +62,7 @@ class Worker:
         return self._read_line(REPLY_LIMIT_S)
 
     def _read_line(self, limit_s: float) -> str | None:
-        poll = select.poll()  # not select(), which refuses the file numbers of a process with many files open
+        poll = select.poll()  # select() fails for the high file descriptors of a process with many open files
         poll.register(self._process.stdout, select.POLLIN)
         line = self._process.stdout.readline().decode() if poll.poll(limit_s * 1000) else ""
         return line.strip() or None
@@ -87,7 +87,7 @@ class _Pool:
 
     @contextlib.contextmanager
     def worker(self) -> Iterator[Worker]:
-        """An idle worker or a new one; it goes back to the pool unless the block raises."""
+        """Lend an idle worker or a new one. It goes back to the pool unless the block raises."""
         with self._slots:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None
@@ -101,7 +101,7 @@ class _Pool:
                 self._idle.append(worker)
 
     def close(self) -> None:
-        """End the idle workers; does nothing in a child that was forked with this pool in its memory."""
+        """End the idle workers. Does nothing in a forked child, whose copy of this pool belongs to the parent."""
         if os.getpid() != self._pid:
             return
         with self._lock:
@@ -115,7 +115,7 @@ class _NoReplyError(Exception):
 
 @functools.cache
 def _pool(pid: int) -> _Pool:
-    """The pool of this process: a forked child must not talk through its parent's pipes."""
+    """The pool of the process `pid`, which keeps a forked child from using the pipes of its parent."""
     pool = _Pool()
     atexit.register(pool.close)
     return pool

@@ -1,14 +1,14 @@
-"""The process that compares answers as mathematics: started by qerl/tasks/math_pool.py, one request a line.
+"""The process that compares answers as mathematics. qerl/tasks/math_pool.py starts it and writes one request per line.
 
-It runs as a file of its own, not through multiprocessing: nothing of the parent (its main module, CUDA, threads) is
-imported or inherited. It imports math-verify once and forks a child for each request, so that
+It runs as a script of its own instead of through multiprocessing, so that it neither imports nor inherits anything of
+its parent (main module, CUDA, threads). It imports math-verify once and forks a child for each request, so that
 
-1. a hostile answer costs its child at most CPU_LIMIT_S of processor time and MEMORY_LIMIT_BYTES, and the kernel's timer
-   ends it wherever it is (math-verify's own limit is SIGALRM: it acts in a main thread only, and not within one long
-   multiplication);
-2. the verdict on a pair does not depend on what was compared before, nor on how busy the machine is.
+1. a hostile answer costs at most CPU_LIMIT_S of processor time and MEMORY_LIMIT_BYTES: the kernel's timer ends the
+   child wherever it is (math-verify's own limit uses SIGALRM, which works only in a main thread, and not within one
+   long multiplication);
+2. the verdict on a pair depends neither on what was compared before nor on how busy the machine is.
 
-Request: {"gold": str, "answer": str}. Reply: one of VERDICTS, on the standard output.
+A request is {"gold": str, "answer": str}; the reply on the standard output is one of VERDICTS.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ CPU_LIMIT_S = 0.6  # the slowest honest comparison in the tests takes 0.2
 MEMORY_LIMIT_BYTES = 2 * 2**30
 VERDICTS = ("equal", "different", "unparsable", "bad_answer", "timeout")
 
-# Compared before the first fork: the LaTeX parser builds its tables, and sympy imports its parts, as they are needed.
+# Compared before the first fork, because the LaTeX parser builds its tables and sympy imports its modules only when
+# they are needed, and each child would have to do so again.
 _WARM_UP = (
     (r"\frac{1}{2}+\pi", r"2\sqrt{3}"),
     (r"\sqrt{2}", "1.414"),
@@ -42,7 +43,7 @@ _WARM_UP = (
 
 
 def parse_latex(text: str) -> list:
-    """What math-verify reads in a formula: expressions, and the text itself last; without expressions, nothing."""
+    """What math-verify reads in a formula: its expressions, then the text itself; nothing if it has no expressions."""
     from math_verify import LatexExtractionConfig, parse
 
     parsed = parse(f"${text}$", extraction_config=[LatexExtractionConfig()])
@@ -70,16 +71,16 @@ def compare(gold: str, answer: str) -> str:
 
 
 def _answer_in_child(request: dict[str, str]) -> str:
-    """The verdict, from a child that the kernel ends when its time is up."""
+    """The verdict of a child process, which the kernel ends when its time is up."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             os.close(reader)
-            signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)  # SIGPROF is not handled, so it ends the process
+            signal.setitimer(signal.ITIMER_PROF, CPU_LIMIT_S)  # nobody handles SIGPROF, so it ends the process
             resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, MEMORY_LIMIT_BYTES))
             verdict = compare(request["gold"], request["answer"])
-        except BaseException:  # whatever a hostile formula raises, also RecursionError and MemoryError
+        except BaseException:  # a hostile formula may raise anything, RecursionError and MemoryError included
             verdict = "unparsable"
         os.write(writer, verdict.encode())
         os._exit(0)
@@ -92,10 +93,10 @@ def _answer_in_child(request: dict[str, str]) -> str:
 
 def main() -> None:
     """Serve requests until the standard input ends."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle; it closes our input
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and then closes our input
     replies = os.fdopen(os.dup(1), "w", buffering=1)
     with open(os.devnull, "w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)  # math-verify prints its errors
+        os.dup2(nowhere.fileno(), 1)  # math-verify prints errors, which must not mix with our replies
     for gold, answer in _WARM_UP:
         compare(gold, answer)
     gc.collect()

@@ -1,9 +1,9 @@
 """Reading the number that a short text states: "$1,800.00", "18 dollars", "−3", "\\frac{1}{2}", "1.8 \\times 10^3".
 
 A text states a number if it is one literal (integer, decimal, fraction, mixed number, power, scientific notation) with
-at most a sign, a currency, a percent or degree sign, a scale word ("million"), a unit and an assignment before it
-("x = 18"). Anything else is not a number: two numbers, a sum left undone, a ratio, an interval, a factorial. Values
-are exact fractions, so 18.0 is 18 and 18.5 is not. Units are not converted: "1800 cents" states 1800.
+at most a sign, a currency, a percent or degree sign, a scale word ("million"), a unit, and an assignment before it
+("x = 18"). Anything else is not a number: two numbers, an unevaluated sum, a ratio, an interval, a factorial. Values
+are exact fractions, so 18.0 equals 18 and 18.5 does not. Units are not converted: "1800 cents" states 1800.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from qerl.tasks.latex import TEXT_BOX, strip_math, strip_outer
 from qerl.tasks.units import SCALES, is_boxed_unit, is_unit
 
 MAX_CHARS = 1000
-_MAX_EXPONENT = 400  # larger numbers are nobody's answer, and cost memory
+_MAX_EXPONENT = 400  # no answer is a larger number, and computing one would cost memory
 
 _INT = r"\d{1,3}(?:,\d{3})+(?!\d)|\d{1,3}(?:[ _]\d{3})+(?!\d)|\d+"
 _LITERAL = rf"(?:(?:{_INT})(?:\.\d+|\.(?!\s*[A-Za-z]))?|\.\d+)"
@@ -30,7 +30,7 @@ _BODY = re.compile(
     rf"|(?P<plain>{_LITERAL})(?:[eE](?P<exp>[+-]?\d{{1,3}})(?!\d)"
     r"|\s*(?:\\times|\\cdot|[*×·x])\s*10\s*\^\s*\{?(?P<times10>[+-]?\d{1,3})\}?(?!\d))?"
 )
-_INTEGER = re.compile(r"-?[0-9]+")  # most answers; the rest is slower
+_INTEGER = re.compile(r"-?[0-9]+")  # a shortcut for most answers
 _CURRENCY = r"(?:US\$|USD\s|Rs\.?\s?|[$€£¥₹])"
 _PREFIX = re.compile(rf"(?:\\approx|≈)?\s*(?P<sign>[+-]?)\s*(?:{_CURRENCY})?\s*(?P<sign2>[+-]?)\s*", re.IGNORECASE)
 _MINUS_WORD = re.compile(r"^(?:minus|negative)\s+(?=[\d.$\\])", re.IGNORECASE)
@@ -42,13 +42,13 @@ _SCALE = re.compile(r"\s*\b(hundred|thousand|million|billion|trillion|dozen)s?\b
 
 @dataclass(frozen=True)
 class Number:
-    """An exact value; `percent` says that a percent sign followed it (18% has the value 18)."""
+    """An exact value; `percent` says that it had a percent sign (18% has the value 18)."""
 
     value: Fraction
     percent: bool = False
 
     def equals(self, other: Number) -> bool:
-        """Equal values. A percent sign on one side only may stand for the unit (18% = 18) or count (18% = 0.18)."""
+        """Whether the values are equal; if only one has a percent sign, it may count (18% = 0.18) or not (18% = 18)."""
         if self.value == other.value:
             return True
         if self.percent == other.percent:
@@ -57,7 +57,7 @@ class Number:
         return part.value / 100 == whole.value
 
     def terminates(self) -> bool:
-        """Whether a decimal can state it exactly."""
+        """Whether a finite decimal equals it exactly."""
         rest = self.value.denominator
         for prime in (2, 5):
             while rest % prime == 0:
@@ -68,8 +68,8 @@ class Number:
 def parse_number(text: str, algebra: bool = False) -> Number | None:
     """The number that `text` states, or None.
 
-    With `algebra`, bare letters after it are variables ("3m" is 3 times m) unless they spell a unit of at least four
-    letters or a common one (cm); in a text box they are a unit always.
+    With `algebra`, letters after the literal are variables ("3m" is 3 times m) unless they spell a unit of at least
+    four letters or a common one (cm); within a LaTeX text box they are always a unit.
     """
     if not text or len(text) > MAX_CHARS:
         return None
@@ -91,7 +91,7 @@ def parse_number(text: str, algebra: bool = False) -> Number | None:
 
 
 def _after_equals(text: str) -> str:
-    """What follows the last equals sign, if what precedes it cannot be another answer."""
+    """The text after the last equals sign, unless the text before it could be another answer."""
     if re.search(r"[<>≤≥≠]|!=|\\n?eq|\\[lg]e|\\ne", text):
         return text
     left, equals, right = text.rpartition("=")
@@ -102,7 +102,7 @@ def _after_equals(text: str) -> str:
 
 
 def _value(part: dict[str, str | None]) -> Fraction | None:
-    """The magnitude that a match of _BODY states; None if it divides by zero or is absurdly large."""
+    """The magnitude that a match of _BODY states; None if it divides by zero or is far too large."""
     try:
         if part["mixed"]:
             top, bottom = (part["mixed_a"] or part["mixed_c"]), (part["mixed_b"] or part["mixed_d"])
@@ -129,7 +129,7 @@ def _literal(text: str) -> Fraction:
 
 
 def _with_tail(value: Fraction, tail: str, algebra: bool) -> Number | None:
-    """The number, if what follows its literal is a percent sign, a degree sign, a scale word, a unit or nothing."""
+    """The number, if its literal is followed by a percent sign, a degree sign, a scale word, a unit or nothing."""
     if percent := _PERCENT.match(tail):
         return Number(value, percent=True) if is_unit(tail[percent.end() :], algebra) else None
     if degree := _DEGREE.match(tail):

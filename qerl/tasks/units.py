@@ -1,4 +1,4 @@
-"""Which words may follow a number without changing what is stated: "18 dollars a day" is 18, "18 or 19" is not."""
+"""Which words may follow a number without changing it: "18 dollars a day" states 18, "18 or 19" does not."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ _MAX_WORDS = 8
 _POWER = re.compile(r"(?<=[A-Za-z)])\s*(?:\^\s*\{?\s*-?[1-4]\s*\}?|[²³])")
 _CHARS = re.compile(r"[A-Za-zµμΩÅ°'’\-./() $€£¥₹]*")
 
-# Symbols of one letter that are a unit unless letters are variables.
+# One-character symbols that are units, unless letters are variables.
 _LETTER_UNITS = _words("m g s h L l W V J N K C F A $ € £ ¥ ₹ ° '")
 _SHORT_UNITS = _words("cm mm km kg mg ml ft in mi hr hrs min sec ms lb lbs oz mph sq cu usd yd am pm")
-# Letters that are a word within a unit ("18 dollars a day") but none at its start ("18a").
+# Words that may occur within a unit ("18 dollars a day") but not at its start ("18a").
 _INNER = _words("a t by than")
-# Words after which the number before them is not what the text states, and words that are mathematics.
+# Words that change the number before them, and words that are mathematics.
 _ALTERS = _words(
     "and or to not no but if mod base factorial squared cubed half halves third thirds quarter quarters tenths "
     "hundredths thousandths plus minus times over divided less root pi ln log lg exp sin cos tan cot sec csc sqrt "
@@ -40,9 +40,9 @@ _OF_VALUE = frozenset([*SCALES, *(f"{word}s" for word in SCALES), "percent"])
 
 
 def is_unit(tail: str, algebra: bool) -> bool:
-    """Whether what follows a literal is empty or a unit: words, slashes and small powers, no mathematics.
+    """Whether the text after a literal is empty or a unit: words, slashes and small powers, but no mathematics.
 
-    With `algebra`, a word of less than four letters is a product of variables unless it is a common unit.
+    With `algebra`, a word of fewer than four letters is a product of variables unless it is a common unit.
     """
     tail = _POWER.sub("", tail)
     if not _CHARS.fullmatch(tail):
