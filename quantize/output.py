@@ -130,7 +130,11 @@ def _publish(staging: Path, out: Path) -> None:
 
 
 def _exchange(new: Path, old: Path) -> None:
-    """Swap two folders atomically on Linux. Elsewhere the old one is removed first, and a kill in between loses it."""
+    """Swap two folders atomically on Linux. Elsewhere the old one is removed first, and a kill in between loses it.
+
+    Python has no call for this: os.rename and os.replace refuse a folder that is not empty, and moving the old one
+    away first would leave a moment without a model for those who load it.
+    """
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 and not renameat2(AT_FDCWD, os.fsencode(new), AT_FDCWD, os.fsencode(old), RENAME_EXCHANGE):
         return

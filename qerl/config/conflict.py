@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 
 class Conflict(ValueError):
-    """An impossible combination. `values` maps dotted keys to what they hold; the error points at the first's line."""
+    """An impossible combination. `values` maps dotted keys to their values; the error names the first one's line."""
 
     def __init__(self, values: dict[str, object], why: str, write: str) -> None:
         self.keys = tuple(values)

@@ -17,14 +17,15 @@ from qerl.errors import ConfigError
 
 @dataclass
 class Draft:
-    """`source` names the file, for what is missing from it; `origins` maps a key to `file:line` or `--set ...`."""
+    """`origins` maps a key to where it was written, `file:line` or `--set ...`. `source` is the file, which errors name
+    for a missing key."""
 
     source: str
     data: dict = field(default_factory=dict)
     origins: dict[Path, str] = field(default_factory=dict)
 
     def merge(self, data: dict, origins: dict[Path, str]) -> None:
-        """Lay a recipe over this one; keys that do not exist are kept, for the validation to report."""
+        """Merge a recipe over this one. Unknown keys are kept: the validation reports them."""
         for key, value in data.items():
             self._assign((key,), value, origins.get)
 
@@ -54,7 +55,7 @@ class Draft:
         self._assign(path, value, lambda _: origin)
 
     def _step(self, parent: Path, part: str, origin: str) -> str | int:
-        """One part of a key as it is held: a key of a section or free mapping, the number of an item of a list."""
+        """One part of a dotted key as the data holds it: a key of a mapping, or the number of a list item."""
         holder = field_at(parent)
         of_items = holder is not None and is_list(holder) and not isinstance(parent[-1], int)
         if not of_items and field_at((*parent, part)) is None and not self._is_free(parent):
@@ -96,7 +97,7 @@ class Draft:
             self._note((*path, key), inner, origin)
 
     def _container(self, path: Path) -> dict | list:
-        """What holds the last part of the path, made (from the defaults) where it was not written."""
+        """The mapping or list that holds the last part of the path; made from the defaults if it was not written."""
         container: dict | list = self.data
         for length in range(1, len(path)):
             here, part = path[:length], path[length - 1]
@@ -111,7 +112,7 @@ class Draft:
 
 
 def _default(path: Path) -> dict | list:
-    """A default list as YAML data; for all else an empty mapping, whose keys have defaults of their own."""
+    """A list's default as YAML data; anything else is an empty mapping, whose keys have defaults of their own."""
     holder = field_at(path)
     if holder is None or not is_list(holder):
         return {}

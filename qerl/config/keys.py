@@ -12,7 +12,7 @@ from pydantic.fields import FieldInfo
 from qerl.config.schema import RunConfig, Section
 from qerl.config.yaml_text import Path
 
-# What other trainers (TRL, verl, open-r1, PEFT) call our keys, where difflib could not know.
+# What other trainers (TRL, verl, open-r1, PEFT) call our keys. Their names are too different for difflib.
 OTHER_NAMES = {
     "num_generations": "rollout.group_size",
     "max_completion_length": "rollout.max_new_tokens",
@@ -54,7 +54,7 @@ OTHER_NAMES = {
 
 
 class Key(NamedTuple):
-    """A row of the table of keys; `default` is as YAML writes it, and "required" where there is none."""
+    """A row of the table of keys; `default` is as YAML writes it, or "required"."""
 
     key: str
     type: str
@@ -63,7 +63,7 @@ class Key(NamedTuple):
 
 
 def describe_config() -> list[Key]:
-    """Every key in order, sections left out; the keys of a reward stand as rewards.N.name."""
+    """Every key in order, without the sections; the keys of a reward are listed as rewards.N.name."""
     return [Key(".".join(path), type_text(field), default_text(field), field.description) for path, field in _leaves()]
 
 
@@ -77,7 +77,7 @@ def type_text(field: FieldInfo) -> str:
 
 
 def default_text(field: FieldInfo) -> str:
-    """The default in YAML's words, "required" where there is none."""
+    """The default as YAML writes it; "required" where there is none."""
     if field.is_required():
         return "required"
     return _yaml_word(field.get_default(call_default_factory=True))
@@ -89,7 +89,7 @@ def field_at(path: Path) -> FieldInfo | None:
     field = None
     for part in path:
         if isinstance(part, int):
-            continue  # an item of a list: its field is the list's, its section was taken from it
+            continue  # a list item has the list's field, and its section was taken from that
         if section is None or part not in section.model_fields:
             return None
         field = section.model_fields[part]

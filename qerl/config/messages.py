@@ -19,7 +19,7 @@ SHOWN = 60  # characters of a value that are shown
 def to_config_error(error: ValidationError, origins: Mapping[Path, str], source: str) -> ConfigError:
     """The first mistake of a configuration; unknown keys first, since a misspelt key also makes one missing.
 
-    `origins` gives the place (`file:line`, `--set ...`) of the keys that were written; `source` stands for the rest.
+    `origins` gives the place (`file:line`, `--set ...`) of each key that was written; the others are in `source`.
     """
     details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
     line = _line(details[0], origins, source)
@@ -28,7 +28,7 @@ def to_config_error(error: ValidationError, origins: Mapping[Path, str], source:
 
 
 def unknown_key(path: Path) -> str:
-    """What is wrong with a key that does not exist, and the nearest that does."""
+    """What an error says of a key that does not exist; it names the nearest one that does."""
     dotted = ".".join(map(str, path))
     close = nearest_key(path)
     if close is not None:
@@ -40,7 +40,7 @@ def unknown_key(path: Path) -> str:
 
 
 def shown(value: object) -> str:
-    """A value in an error: as YAML has it, with its kind where that matters, cut to SHOWN characters."""
+    """A value as an error shows it: in YAML's words, with its kind where that matters, cut to SHOWN characters."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -55,7 +55,7 @@ def shown(value: object) -> str:
 
 
 def origin_of(path: Path, origins: Mapping[Path, str]) -> str | None:
-    """Where a key, or else the innermost thing around it, was written."""
+    """Where a key was written, or else the innermost section or item around it."""
     for length in range(len(path), 0, -1):
         if path[:length] in origins:
             return origins[path[:length]]
@@ -82,7 +82,7 @@ def _line(detail: Mapping, origins: Mapping[Path, str], source: str) -> str:
 
 
 def _conflict_place(conflict: Conflict, origins: Mapping[Path, str]) -> str | None:
-    """The first of the keys that was written, those on the command line before those in a file."""
+    """Where the first of the keys was written; those on the command line come before those in a file."""
     places = [origins.get(tuple(int(p) if p.isdecimal() else p for p in key.split("."))) for key in conflict.keys]
     written = [place for place in places if place is not None]
     return next((place for place in written if place.startswith("--")), next(iter(written), None))
@@ -125,12 +125,12 @@ def _remedy(detail: Mapping, field: FieldInfo | None) -> str:
 
 
 def _named(value: str) -> str:
-    """An item of a list of sections, as YAML, of which only the name was written."""
+    """The YAML for an item of a list of sections of which only the name was written."""
     return f'{{name: "{value}"}}' if ":" in value else f"{{name: {value}}}"
 
 
 def _section_remedy(path: Path, value: object) -> str:
-    """What a single value for a whole section was meant to be: most often its switch."""
+    """What to write instead of a single value for a whole section: usually its switch."""
     dotted = ".".join(map(str, path))
     keys = section_at(path).model_fields
     switch = next((key for key in ("enabled", "mode") if key in keys), None)
@@ -142,7 +142,7 @@ def _section_remedy(path: Path, value: object) -> str:
 
 
 def _as_number(value: object, kind: str) -> str | None:
-    """The number that a text or a whole float was meant to be."""
+    """The number that was probably meant by a text, or by a float where a whole number belongs."""
     if isinstance(value, bool) or not isinstance(value, str | float):
         return None
     try:

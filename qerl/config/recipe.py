@@ -23,7 +23,7 @@ from qerl.config.schema import RunConfig
 from qerl.errors import ConfigError
 from qerl.files.disk import replace_text
 
-FLAGS = {  # argument of load_recipe -> the key that it sets, above the recipe and above --set, and the option's name
+FLAGS = {  # argument of load_recipe -> the key that it sets, over the recipe and --set, and the name of the option
     "base": ("model.base", "--model"),
     "task": ("data.task", "--task"),
     "data": ("data.source", "--data"),
@@ -46,7 +46,7 @@ def load_recipe(recipe: str | os.PathLike, overrides: Sequence[str] = (), **flag
 
 
 def load_config(path: str | os.PathLike, **flags: object) -> RunConfig:
-    """The configuration in a file, such as the one that `save_config` wrote, with `flags` as for `load_recipe`."""
+    """The configuration in a file, such as one that `save_config` wrote, with `flags` as for `load_recipe`."""
     return _validate(_with_flags(_read(Path(path)), flags))
 
 
@@ -80,7 +80,7 @@ def recipe_path(name: str) -> Path:
 
 
 def copy_recipe(name: str, out: Path | None = None) -> Path:
-    """Write a shipped recipe to `out` (default ./NAME.yaml), what it extends by name stays so; never overwrites."""
+    """Write a shipped recipe to `out` (default ./NAME.yaml) as it is, with its `extends`. Never overwrites a file."""
     source = recipe_path(name)
     path = Path(f"{name}.yaml") if out is None else out
     path = path / f"{name}.yaml" if path.is_dir() else path
@@ -118,12 +118,12 @@ def _find(recipe: str | os.PathLike) -> Path:
 
 
 def _place(path: Path) -> str:
-    """How errors name a recipe file: shipped ones by their place in the project."""
+    """How errors name a recipe file: a shipped one by its place in the project."""
     return f"training/recipes/{path.name}" if path.parent == _shipped() else str(path)
 
 
 def _read(path: Path, extended: bool = False) -> Draft:
-    """A recipe file, over the one that it extends. `extended`: this one is extended, and may not extend another."""
+    """A recipe file, merged over the one that it extends; one that is itself `extended` may extend none."""
     place = _place(path)
     try:
         parsed = yaml_text.parse(_read_text(path, place))

@@ -1,4 +1,4 @@
-"""Values of a RunConfig that are fine alone and impossible together, one rule each.
+"""Rules against values of a RunConfig that are fine alone and impossible together.
 
 A rule takes the configuration and yields a Conflict for what it refuses: the keys, why they cannot stand together, and
 what to write instead. Rules run in the order of RULES; the first conflict is the one that is shown.
@@ -17,9 +17,9 @@ from qerl.engine.interface import MIN_TEMPERATURE
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
 
-SUMMED_LOSSES = ("dapo", "bnpo", "dr_grpo", "cispo")  # sum tokens, so a sequence's ratio would count once for each
-COLUMNS = ("question", "answer", "id")  # what a task reads of a row
-UNCLIPPED_LOSSES = ("cispo", "sapo", "vespo")  # read no `delta`
+SUMMED_LOSSES = ("dapo", "bnpo", "dr_grpo", "cispo")  # sum over tokens: a sequence's ratio would count for each
+COLUMNS = ("question", "answer", "id")  # the columns that a task reads
+UNCLIPPED_LOSSES = ("cispo", "sapo", "vespo")  # they ignore `delta`
 
 
 def batch(config: RunConfig) -> Conflicts:
@@ -60,7 +60,7 @@ def task(config: RunConfig) -> Conflicts:
 
 
 def vllm_only(config: RunConfig) -> dict[str, object]:
-    """What was asked for of the keys that the vllm engine alone reads."""
+    """The values that were set of keys that only the vllm engine reads."""
     rollout = config.rollout
     asked = {
         "rollout.kernel": rollout.kernel if rollout.kernel != "auto" else None,
@@ -74,8 +74,8 @@ def vllm_only(config: RunConfig) -> dict[str, object]:
 
 
 def engine(config: RunConfig) -> Conflicts:
-    """Keys that only one of the engines reads are not given to the other; where `auto` leads shows when a run starts
-    (training/preflight/limits.py)."""
+    """A key that only one engine reads is not given to the other. What `auto` becomes is known, and checked, when a
+    run starts (training/preflight/limits.py)."""
     rollout = config.rollout
     for key, value in vllm_only(config).items() if rollout.engine == "transformers" else ():
         yield Conflict(
@@ -127,7 +127,7 @@ def number_format(config: RunConfig) -> Conflicts:
 
 
 def loss(config: RunConfig) -> Conflicts:
-    """The ratio's level and bounds fit the loss (what TRL warns of is refused)."""
+    """The ratio's level and bounds fit the loss. Where TRL only warns, this refuses."""
     this = config.loss
     if this.level == "sequence" and (this.type in SUMMED_LOSSES or this.type == "vespo"):
         why = "it takes the sequence's ratio by itself" if this.type == "vespo" else "it sums over tokens"
@@ -160,7 +160,7 @@ def loss(config: RunConfig) -> Conflicts:
 
 
 def correction(config: RunConfig) -> Conflicts:
-    """What is sampled from another policy is corrected for, with bounds that leave something."""
+    """Sampling from another policy is corrected for, and there are ratios within the bounds."""
     this, noise = config.loss.correction, config.noise
     if this.mode == "off" and noise.enabled and noise.where == "rollout":
         yield Conflict(
@@ -188,7 +188,7 @@ def correction(config: RunConfig) -> Conflicts:
 
 
 def sampling_filters(config: RunConfig) -> Conflicts:
-    """Filters change what is sampled from, and the gate would take that for a disagreement."""
+    """Filters change the distribution that is sampled from, which the mismatch gate would take for a disagreement."""
     rollout = config.rollout
     filters = {
         "rollout.top_p": (rollout.top_p, 1.0),
@@ -205,7 +205,7 @@ def sampling_filters(config: RunConfig) -> Conflicts:
 
 
 def temperature(config: RunConfig) -> Conflicts:
-    """What is sampled at is what is trained at."""
+    """The engine samples at the temperature that the trainer assumes."""
     value = config.rollout.temperature
     if value < MIN_TEMPERATURE:
         yield Conflict(
@@ -216,7 +216,7 @@ def temperature(config: RunConfig) -> Conflicts:
 
 
 def checkpoints(config: RunConfig) -> Conflicts:
-    """With several updates on a rollout, a checkpoint between them could not be resumed to the same numbers."""
+    """No checkpoint falls between two updates on one rollout: it could not be resumed to the same numbers."""
     every, updates = config.run.save_every, config.loss.num_iterations
     if every % updates:
         yield Conflict(

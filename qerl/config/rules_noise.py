@@ -1,4 +1,4 @@
-"""The rules of `qerl/config/rules.py` about the noise: its schedule, and the controller in its place."""
+"""The rules of `qerl/config/rules.py` about the noise: its schedule, and the controller that may replace it."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _schedule(config: RunConfig) -> Conflicts:
 
 
 def noise_controller(config: RunConfig) -> Conflicts:
-    """The controller has a number to hold, noise to hold it with, and room to move."""
+    """The controller has a target, noise to reach it with, and room to move."""
     this, noise = config.noise.controller, config.noise
     if this.metric == "off":
         if this.target is not None:
@@ -92,7 +92,7 @@ def _target(config: RunConfig) -> Conflicts:
     this = config.noise.controller
     values: dict[str, object] = {"noise.controller.metric": this.metric}
     if this.target is None:
-        example = "0.5 (nats a token)" if this.metric == "entropy" else "0.98 (share of the tokens)"
+        example = "0.5 (nats per token)" if this.metric == "entropy" else "0.98 (share of the tokens)"
         yield Conflict(
             values | {"noise.controller.target": None},
             "it has no target",

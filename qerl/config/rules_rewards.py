@@ -1,7 +1,7 @@
 """The rules of `qerl/config/rules.py` about rewards: their names, weights and arguments.
 
-REWARD_NAMES are the names that training/rewards/rewards.py registers; they stand here so that a misspelt one shows
-before anything heavy is imported.
+REWARD_NAMES are the names that training/rewards/rewards.py registers. They are repeated here so that a misspelt one is
+noticed before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ OWN = "your own: path/to/file.py:function, package.module:function or the http:/
 
 
 def is_url(name: str) -> bool:
-    """Whether the reward is meant to be a server's."""
+    """Whether the name means a reward server."""
     return "://" in name
 
 
 def url_mistake(url: str) -> str | None:
-    """Why nothing can be posted to `url`, in words; None if it is one to post to."""
+    """Why `url` cannot be that of a reward server, in words; None if it can."""
     try:
         parts = urlsplit(url)
         _ = parts.port
@@ -42,7 +42,7 @@ def url_mistake(url: str) -> str | None:
 
 
 def rewards(config: RunConfig) -> Conflicts:
-    """Something is rewarded, no reward counts twice, and the soft punishment leaves room to answer."""
+    """Some reward has a weight, none is listed twice, and the soft punishment leaves room to answer."""
     names = [reward.name for reward in config.rewards]
     for i, name in enumerate(names):
         yield from _name(i, name)
@@ -65,7 +65,7 @@ def rewards(config: RunConfig) -> Conflicts:
 
 
 def _name(i: int, name: str) -> Conflicts:
-    """The name is registered, or has the form of a function's path or of a URL (nothing is imported or asked)."""
+    """The name is registered, or has the form of a function's path or of a URL (which are not tried)."""
     if name in REWARD_NAMES or name in UNAVAILABLE:
         return
     key = {f"rewards.{i}.name": name}

@@ -4,7 +4,7 @@ A recipe (YAML, `training/recipes/`) overrides them, and `--set a.b=c` overrides
 reads both and turns every mistake into one line. Values that are fine alone but impossible together are refused by the
 rules in `qerl/config/rules.py`. Importing this loads pydantic and nothing heavier.
 
-Where the QeRL paper (arXiv 2510.11696) states a number, it is the default; what it leaves open is as in its scripts.
+Where the QeRL paper (arXiv 2510.11696) states a number, it is the default; what it leaves open is from its scripts.
 Departures: alpha is twice the rank (scripts: equal), trained norms are off (scripts: on), the batch is 16 x 8.
 """
 
@@ -178,14 +178,15 @@ class LossConfig(Section):
 
 
 class NoiseControllerConfig(Section):
-    """Sigma from a number that it moves, instead of from the schedule (then sigma_end and the stages play no part)."""
+    """Choose sigma so that a measured number reaches a target, instead of by the schedule (sigma_end and the stages are
+    then ignored)."""
 
     metric: Literal["off", "entropy", "ess"] = Field(
         "off",
         description="off: the schedule; entropy of the sampling policy; ess: effective sample size of the weights",
     )
     target: float | None = Field(
-        None, gt=0, description="value to hold: nats a token for entropy, share of the tokens (below 1) for ess"
+        None, gt=0, description="value to hold: nats per token for entropy, share of the tokens (below 1) for ess"
     )
     gain: float = Field(0.5, gt=0, le=4, description="how fast: sigma is multiplied by exp(gain * relative error)")
     sigma_min: float = Field(1e-4, gt=0, description="sigma never falls below this")
@@ -240,7 +241,7 @@ class LoopConfig(Section):
     micro_batch_tokens: int | None = Field(
         None,
         ge=1,
-        description="tokens (prompts and completions) a backward pass: memory and speed, not the result; null: what "
+        description="tokens (prompts and completions) per backward pass: memory and speed, not the result; null: what "
         "the GPU's memory holds",
     )
     gradient_checkpointing: Literal["auto"] | bool = Field(

@@ -2,8 +2,8 @@
 
 A row is left out, with its reason, if
 
-1. it is no row (a broken line), or its question or answer is missing, empty or no text;
-2. the task's answers are numbers and this one is none;
+1. it is not a row (a broken line), or its question or answer is missing, empty or not text;
+2. the task's answers are numbers and this one is not;
 3. an earlier row has the same question and answer, or the row's `dup` column says so;
 4. another row has the same question and another answer (both are left out), or the row's `conflict` column says so;
 5. it is to be trained on and its `eval_exact` or `eval_near` column names an evaluation set that holds its question.
@@ -38,7 +38,7 @@ _MISSING = object()
 
 @dataclass(frozen=True)
 class DropReport:
-    """What became of a source's rows: `total` read, `kept` usable, `beyond_limit` of them not asked for.
+    """What became of a source's rows: `total` were read, `kept` are usable, `beyond_limit` of these were not asked for.
 
     `counts` maps a reason to its number of rows; `named` holds the first few of each, "row 17: the answer is empty".
     """
@@ -96,9 +96,9 @@ def load_examples(
 def check_source(
     task: Task, source: str | None = None, split: str = "train", columns: Mapping[str, str] | None = None
 ) -> None:
-    """Raise what `load_examples` would of the first rows: no such file, no rows, a column that is missing.
+    """Raise what `load_examples` would raise on the first rows: no such file, no rows, a missing column.
 
-    Of a hub id only the form is looked at: to fetch takes long. Rows that a task makes itself are right.
+    Of a hub id only the form is checked, as fetching takes long. Rows that a task makes itself are not checked.
     """
     if source is None or source == task.hub:
         _check_own(task, split)
@@ -169,7 +169,7 @@ def _look_up(row: Mapping[str, Any], path: str) -> Any:
 
 
 class _UnusableError(Exception):
-    """Why a row is left out: a reason to count by, and what to say of this row."""
+    """Why a row is left out: the reason it is counted under, and what is said of this row."""
 
     def __init__(self, reason: str, detail: str = "") -> None:
         super().__init__(reason)
@@ -177,7 +177,7 @@ class _UnusableError(Exception):
 
 
 class _Collector:
-    """Takes rows one by one; keeps the usable ones in order and notes the others."""
+    """Takes rows one by one, keeps the usable ones in order, and notes why the others are left out."""
 
     def __init__(self, task: Task, split: str, paths: Mapping[str, str]) -> None:
         self._task, self._split, self._paths = task, split, paths
@@ -233,7 +233,7 @@ class _Collector:
         self._examples[key] = place, Example(question, answer, name, extra)
 
     def _identify(self, place: str, own: Any) -> str:
-        """The row's own id if it has a fresh one, else its number."""
+        """The row's own id, or else its number; made unique by the number if an earlier row has it."""
         name = str(own) if own not in (_MISSING, None, "") else place.removeprefix("row ")
         while name in self._ids:
             name = f"{name}@{place.removeprefix('row ')}"
@@ -253,7 +253,7 @@ class _Collector:
 
 
 def _text(row: Mapping[str, Any], path: str, what: str) -> str:
-    """The cell as text. Numbers are written out; lists, objects and truth values are no question and no answer."""
+    """The cell as text. Numbers are written out; lists, objects and booleans are neither questions nor answers."""
     value = _look_up(row, path)
     if value is _MISSING or value is None:
         raise _UnusableError(f"no {what}")

@@ -23,11 +23,11 @@ from qerl.errors import DataError
 from qerl.files.nearby import close_to, expanded, is_path, no_folder
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
-Row = tuple[str, Mapping[str, Any] | None]  # where it stands ("row 17"), and its columns; None: not readable as a row
+Row = tuple[str, Mapping[str, Any] | None]  # its place ("row 17"), and its columns, None if it cannot be read as a row
 
 
 def is_local(source: str) -> bool:
-    """Whether a source means a file or folder here: it exists, or it can be no hub id."""
+    """Whether a source means a file or folder: it exists, or it cannot be a hub id."""
     return os.path.exists(source) or source.endswith(".gz") or Path(source).suffix in FORMATS or source[:1] in "./~"
 
 
@@ -51,7 +51,7 @@ def local_rows(source: str, split: str) -> Iterator[Row]:
 
 
 def check_hub_id(name: str) -> None:
-    """Raise DataError for what cannot be the name of a hub data set."""
+    """Raise DataError for a name that cannot be that of a data set on the hub."""
     if not HUB_ID.fullmatch(name):
         close = close_to(name, files=True)
         raise DataError(
@@ -61,15 +61,15 @@ def check_hub_id(name: str) -> None:
 
 
 def hub_rows(name: str, config: str | None, split: str) -> Iterator[Row]:
-    """The rows of a hub data set. Raises DataError if it cannot be had, saying how to do without the hub."""
+    """The rows of a data set on the hub. Raises DataError, saying how to do without the hub, if they cannot be read."""
     check_hub_id(name)
     import datasets
 
-    if not reachable():  # what is in the cache is still taken; without this the hub's client retries for half a minute
+    if not reachable():  # the cache is still read; without this the hub's client retries for half a minute
         datasets.config.HF_HUB_OFFLINE = True
     try:
         data = datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # the hub's client, its HTTP library and the format readers each have their own
+    except Exception as error:  # the hub's client, its HTTP library and the format readers raise their own
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         meant = f"{no_folder(name)}, and " if is_path(name) else ""
         raise DataError(
@@ -121,7 +121,7 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
 
 
 def _read_file(file: Path) -> Iterator[Any]:
-    """The rows of one file; what is no row (a broken line) comes as None."""
+    """The rows of one file, None for a broken line."""
     kind = _format(file)
     if kind == ".parquet":
         yield from _read_parquet(file)
@@ -135,7 +135,7 @@ def _read_file(file: Path) -> Iterator[Any]:
                 rows = csv.DictReader(text, delimiter="\t" if kind == ".tsv" else ",")
                 if twice := [name for name, count in Counter(rows.fieldnames or ()).items() if count > 1]:
                     raise DataError(f"{file} has two columns {twice[0]!r}, of which one would be lost: rename one")
-                yield from (None if None in row else row for row in rows)  # more cells than columns: a comma unquoted
+                yield from (None if None in row else row for row in rows)  # more cells than columns: an unquoted comma
             else:
                 yield from (_parse_line(line) for line in text if line.strip())
     else:

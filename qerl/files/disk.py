@@ -1,4 +1,4 @@
-"""Writing what has to survive a kill and a power cut."""
+"""Writing files that survive a kill and a power cut."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def fsync(path: Path) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file by `text`: whoever reads it, at any time, finds the old content or the new one, whole."""
+    """Replace a file by `text`. A reader finds the old content or the new, whole, at any time."""
     temporary = path.with_suffix(".partial")
     try:
         temporary.write_text(text, encoding="utf-8")
@@ -34,7 +34,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def refusal_of(error: Exception) -> str | None:
-    """What the disk said, if `error` says that it takes no more; safetensors has that in its text alone."""
+    """The system's message if `error` says that the disk takes no more data. Of safetensors only the text says so."""
     if isinstance(error, OSError) and error.errno in NO_ROOM:
         return os.strerror(error.errno)
     said = re.search(r"\(os error (\d+)\)", str(error))
@@ -42,9 +42,9 @@ def refusal_of(error: Exception) -> str | None:
 
 
 def write_shared(path: Path, data: bytes) -> None:
-    """Write a file of a folder that processes and users share: a reader finds one writer's content, whole.
+    """Write a file in a folder that processes and users share. A reader finds the content of one writer, whole.
 
-    Its mode is what the umask says. `tempfile` would make it readable by this user only.
+    The umask decides the file's mode; `tempfile` would make it readable by this user only.
     """
     temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
     temporary.write_bytes(data)

@@ -1,6 +1,6 @@
-"""What to say of a path that does not exist: what stands beside it, and which of that may have been meant.
+"""What errors say of a path that does not exist: what is beside it, and what may have been meant.
 
-os.path answers where pathlib raises: a name that is too long, or a folder that may not be read, is not there.
+os.path is asked because it says no where pathlib raises: for a name that is too long, or a folder that may not be read.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ import difflib
 import os
 from pathlib import Path
 
-NAMED = 3  # neighbours that are named
+NAMED = 3  # neighbours that an error names
 
 
 def expanded(ref: str) -> Path:
-    """`ref` with a home for its `~`; as it stands where nobody here has that name."""
+    """`ref` with the home folder for its `~`; unchanged if no user here has that name."""
     return Path(os.path.expanduser(ref))
 
 
 def is_path(ref: str) -> bool:
-    """Whether a `ref` that is not there was meant as a path: by its form, or its first part is a folder here."""
+    """Whether a `ref` that does not exist was meant as a path: by its form, or as its parent is a folder here."""
     return ref[:1] in ("/", ".", "~") or ref.count("/") > 1 or ("/" in ref and os.path.isdir(Path(ref).parent))
 
 
@@ -31,7 +31,7 @@ def no_folder(ref: str) -> str:
 
 
 def close_to(ref: str, files: bool = False) -> str:
-    """`did you mean runs/done?`: folders (and files) beside it of a like name; "" if there are none."""
+    """`did you mean runs/done?`: folders (and files) of a similar name beside it; "" if there are none."""
     path = expanded(ref)
     names = {name.lower(): name for name in _names(path.parent, files)}
     found = [names[each] for each in difflib.get_close_matches(path.name.lower(), names, n=2)]

@@ -1,4 +1,4 @@
-"""What qerl wrote as JSON, read back and checked: a file that a hand or a full disk damaged is one clear error."""
+"""Read back the JSON that qerl wrote, and check it: a file that was edited or cut short is one clear error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SHOWN = 40  # characters of a value that an error shows
 
 
 class Shape(BaseModel):
-    """What a JSON object has to hold for those who read it; it may hold more."""
+    """The fields that a JSON object must have; it may have more."""
 
     model_config = ConfigDict(extra="allow", strict=True)
 
@@ -30,8 +30,8 @@ def read_object(path: Path, shape: type[Shape], remedy: str) -> Row:
 
 
 def read_rows(path: Path, shape: type[Shape], remedy: str) -> list[Row]:
-    """The objects in a file of one a line; a last line that a kill cut short is left out. Raises DataError with the
-    number of the first other line that is none of `shape`; it ends in `remedy`."""
+    """The objects in a file that has one per line. A last line that a kill cut short is left out. Raises DataError with
+    the number of the first other line that does not have the shape; it ends in `remedy`."""
     lines = _text(path, remedy).split("\n")  # a completion may hold other line separators
     rows = []
     for number, line in enumerate(lines, start=1):
@@ -51,7 +51,7 @@ def _text(path: Path, remedy: str) -> str:
 
 
 def _checked(text: str, shape: type[Shape]) -> Row:
-    """Raises ValueError, of which JSONDecodeError and ValidationError are kinds."""
+    """The object in `text`. Raises ValueError, of which JSONDecodeError and ValidationError are subclasses."""
     value = json.loads(text)
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__}, not an object")

@@ -103,7 +103,7 @@ class RewardServer:
 
     def _post(self, body: bytes, timeout_s: float, retries: int, backoff_s: float) -> bytes:
         for attempt in range(retries + 1):
-            try:
+            try:  # by hand: httpx retries connections only, not late answers nor 429 and 5xx
                 return self._post_once(body, timeout_s)
             except _UnavailableError as error:
                 reason = str(error)

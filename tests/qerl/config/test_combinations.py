@@ -74,7 +74,7 @@ COMBINATIONS = [
         "  where: rollout",
         "  controller: {metric: entropy}",
         "noise.controller.metric entropy with noise.controller.target null: it has no target; write "
-        "noise.controller.target, such as 0.5 (nats a token)",
+        "noise.controller.target, such as 0.5 (nats per token)",
     ),
     (
         "  where: rollout",
