@@ -16,8 +16,8 @@ SOLE_IMPORTERS = {
     "trl": ("training/trainer.py", "training/trl_config.py"),
     "llmcompressor": ("quantize/",),
 }
-# The command line starts all stages, and shares the options of evaluation.
-ENTRY_POINTS = {"qerl/cli.py": {"quantize", "training", "eval"}}
+# The command line starts all stages, and `qerl train --quantize` two of them.
+ENTRY_POINTS = {"qerl/cli.py": {"quantize", "training", "eval"}, "qerl/commands/train.py": {"quantize", "training"}}
 
 
 def sources():

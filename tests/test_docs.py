@@ -13,8 +13,9 @@ import pytest
 import typer
 from rich.console import Console
 
-from qerl.cli import app, with_resume_value
+from qerl.cli import app
 from qerl.commands.plan import plan_of, show
+from qerl.commands.train import with_resume_value
 from qerl.config.keys import describe_config
 from qerl.config.recipe import load_recipe, recipe_names
 from qerl.config.schema import RunConfig

@@ -1,39 +1,41 @@
-"""The options of `qerl chat`; qerl/cli.py registers it. Nothing here imports torch."""
+"""`qerl chat`; qerl/cli.py registers it. Nothing here imports torch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 
-def chat_command(
-    model: Annotated[str, typer.Option(help="Base, merged model, NVFP4 folder, adapter, run, hub id, or `tiny`.")],
-    adapter: Annotated[str | None, typer.Option(help="Adapter folder or run to apply to the model.")] = None,
-    system_prompt: Annotated[str | None, typer.Option(help="System message; default: none.")] = None,
-    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.7,
-    top_p: Annotated[float, typer.Option(min=0, max=1, help="1 is off.")] = 0.95,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 512,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0,
-    engine: Annotated[str, typer.Option(help="auto (vllm on a GPU), transformers or vllm.")] = "auto",
-    kernel: Annotated[str, typer.Option(help="NVFP4 kernel of vllm: auto, qerl, humming or marlin.")] = "auto",
+@dataclass(frozen=True)
+class ChatOptions:
+    """What is asked of `qerl chat`, whose options these are."""
+
+    model: Annotated[str, typer.Option(help="Base, merged model, NVFP4 folder, adapter, run, hub id, or `tiny`.")]
+    adapter: Annotated[str | None, typer.Option(help="Adapter folder or run to apply to the model.")] = None
+    system_prompt: Annotated[str | None, typer.Option(help="System message; default: none.")] = None
+    temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.7
+    top_p: Annotated[float, typer.Option(min=0, max=1, help="1 is off.")] = 0.95
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 512
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the sampling.")] = 0
+    engine: Annotated[str, typer.Option(help="auto (vllm on a GPU), transformers or vllm.")] = "auto"
+    kernel: Annotated[str, typer.Option(help="NVFP4 kernel of vllm: auto, qerl, humming or marlin.")] = "auto"
     memory: Annotated[
         float | None,
         typer.Option(min=0, help="GPU budget of vllm: GiB, or up to 1 a share of the card. Default: what is left."),
-    ] = None,
+    ] = None
     cap_gib: Annotated[
         float | None, typer.Option(min=0, help="The process takes no more GPU memory than this (vllm). Default: all.")
-    ] = None,
-) -> None:
+    ] = None
+
+
+def chat_command(options: ChatOptions) -> None:
     """Talk to a model on the engine that trains and evaluates; lines of a pipe are messages too."""
     from qerl.commands.conversation import OPTIONS, chat
     from qerl.commands.option_names import options_named
     from qerl.devices import choose_card
-    from qerl.engine.interface import SamplingParams
-    from qerl.engine.options import EngineOptions
 
-    sampling = SamplingParams(max_new_tokens, temperature, top_p)
-    options = EngineOptions(engine=engine, kernel=kernel, memory=memory, cap_gib=cap_gib)
     choose_card()
     with options_named(OPTIONS):
-        chat(model, adapter, sampling, options, system_prompt, seed)
+        chat(options)

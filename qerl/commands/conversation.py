@@ -26,6 +26,8 @@ from qerl.tasks import render_prompt
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from qerl.commands.chat import ChatOptions
+
 RESET, EXIT = "/reset", "/exit"
 OPTIONS = {  # recipe key in an error of the engine -> what sets it here
     **ENGINE_OPTIONS,
@@ -86,28 +88,24 @@ class Conversation:
         return [*messages, {"role": "user", "content": question}]
 
 
-def chat(
-    model: str,
-    adapter: str | None,
-    sampling: SamplingParams,
-    options: EngineOptions,
-    system_prompt: str | None = None,
-    seed: int = 0,
-) -> None:
+def chat(options: ChatOptions) -> None:
     """Answer the lines of stdin until it ends or says /exit. Raises QerlError before anything heavy if it cannot."""
-    ref = resolve_model(model, adapter=adapter)
-    options = with_chosen_engine(options)
+    sampling = SamplingParams(options.max_new_tokens, options.temperature, options.top_p)
+    ref = resolve_model(options.model, adapter=options.adapter)
+    asked = EngineOptions(engine=options.engine, kernel=options.kernel, memory=options.memory, cap_gib=options.cap_gib)
+    engine_options = with_chosen_engine(asked)
     tokenizer = load_tokenizer(ref.base)
     longest = read_json(local_folder(ref.base) / "config.json").get("max_position_embeddings", 2**31)
     if sampling.max_new_tokens >= longest:
         raise ConfigError(f"--max-new-tokens {sampling.max_new_tokens} leaves no room in the context of {longest}")
     context = min(longest, max(4096, 2 * sampling.max_new_tokens))
-    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    system = [{"role": "system", "content": options.system_prompt}] if options.system_prompt else []
     render_prompt(tokenizer, [*system, {"role": "user", "content": ""}])  # a refusal comes before the weights load
     logger.info("%s", describe(ref))
-    engine = open_model(ref, replace(options, max_context=context))
+    engine = open_model(ref, replace(engine_options, max_context=context))
     try:
-        talk(Conversation(engine, tokenizer, sampling, context, system_prompt, seed), sys.stdin, sys.stdout)
+        conversation = Conversation(engine, tokenizer, sampling, context, options.system_prompt, options.seed)
+        talk(conversation, sys.stdin, sys.stdout)
     finally:
         engine.close()
 

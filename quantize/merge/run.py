@@ -13,59 +13,26 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 from qerl.checkpoint.publish import check_push, push
 from qerl.checkpoint.resolve import ModelRef, adapter_folder, describe, resolve_model
-from qerl.errors import ConfigError, QerlError
+from qerl.errors import QerlError
 from qerl.files.disk import replace_text
 from quantize.merge.base import Adapter, read_base
+from quantize.merge.options import MergeOptions
 from quantize.merge.original import check_original, choose_base
 from quantize.merge.report import MergeReport
 from quantize.merge.serve import chat_line, serve_adapter_line, serve_model_line
 from quantize.output import MERGE_REPORT, check_space, check_target, staged_folder
 from quantize.run import package_version, progress_bar, resolve_device
 
-FORMATS = ("adapter", "bf16", "nvfp4")
 PACKAGES = ("qerl", "torch", "transformers", "peft", "compressed-tensors", "llmcompressor", "vllm")
 CARD = "README.md"
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class MergeOptions:
-    """What to merge, and how. `adapter` is an adapter folder or a run; `model` replaces the base that it names."""
-
-    adapter: str
-    to: str
-    out: Path | None = None
-    model: str | None = None
-    onto: str = "auto"
-    dtype: str = "keep"
-    base_name: str | None = None
-    prompts: Path | None = None
-    prompt_count: int = 32
-    max_new_tokens: int = 128
-    push_to_hub: str | None = None
-    private: bool = True
-    overwrite: bool = False
-    device: str = "auto"
-
-    def check(self) -> None:
-        """Raise ConfigError for values that cannot be used together."""
-        if self.to not in FORMATS:
-            raise ConfigError(f"--to {self.to!r} is not known: write {', '.join(FORMATS)}")
-        if self.to != "adapter" and (self.dtype != "keep" or self.base_name):
-            raise ConfigError("--dtype and --base-name go with --to adapter: a merged model is bf16 and has no base")
-        if self.to == "adapter" and (self.onto != "auto" or self.prompts):
-            raise ConfigError("--onto and --prompts go with --to bf16 and nvfp4: an adapter folder is an exact copy")
-        if self.prompt_count < 0 or self.max_new_tokens < 1:
-            raise ConfigError("--prompt-count must be at least 0 and --max-new-tokens at least 1")
-        if self.prompts is not None and not self.prompts.is_file():
-            raise ConfigError(f"--prompts {self.prompts} does not exist: give a file with a column `question`")
 
 
 def merge(options: MergeOptions) -> MergeReport:
@@ -85,7 +52,7 @@ def merge(options: MergeOptions) -> MergeReport:
     for warning in report.warnings():
         logger.warning("warning: %s", warning)
     if options.push_to_hub:
-        logger.info("pushed to %s", push(out, options.push_to_hub, options.private))
+        logger.info("pushed to %s", push(out, options.push_to_hub, private=not options.public))
     return report
 
 

@@ -2,12 +2,12 @@
 
 import io
 import sys
-from dataclasses import replace
 
 import pytest
 
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
+from qerl.commands.chat import ChatOptions
 from qerl.commands.conversation import Conversation, chat, talk
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_model
@@ -87,10 +87,9 @@ def test_a_pipe_as_typed(here, monkeypatch):
 
 
 def test_what_cannot_work_is_refused_before_the_weights_load():
-    sampling = SamplingParams(24)
     with pytest.raises(ConfigError, match="leaves no room in the context of 2048"):
-        chat("tiny", None, replace(sampling, max_new_tokens=2048), EngineOptions())
+        chat(ChatOptions("tiny", max_new_tokens=2048))
     with pytest.raises(CheckpointError, match="nowhere"):
-        chat("./nowhere", None, sampling, EngineOptions())
+        chat(ChatOptions("./nowhere"))
     with pytest.raises(CheckpointError, match="is a model, not an adapter"):
-        chat("tiny", "tiny", sampling, EngineOptions())
+        chat(ChatOptions("tiny", "tiny"))

@@ -25,7 +25,8 @@ from qerl.nvfp4.layout import TENSORS
 from qerl.nvfp4.reference import dequantize
 from qerl.tasks import build_messages, get_task, load_examples, render_prompt
 from quantize.merge.effect import kl
-from quantize.merge.run import MergeOptions, merge
+from quantize.merge.options import MergeOptions
+from quantize.merge.run import merge
 from quantize.merge.weights import Sums, total
 from quantize.writer import write_weights
 

@@ -20,7 +20,8 @@ from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_model
 from qerl.engine.options import EngineOptions
 from qerl.tasks import build_messages, get_task, load_examples, render_prompt
-from quantize.merge.run import MergeOptions, merge
+from quantize.merge.options import MergeOptions
+from quantize.merge.run import merge
 from quantize.run import quantize_checkpoint
 
 pytestmark = [

@@ -11,7 +11,8 @@ from checkpoint_factory import make_checkpoint
 import quantize.merge.card
 import quantize.merge.weights
 from qerl.errors import CheckpointError, ConfigError
-from quantize.merge.run import MergeOptions, merge
+from quantize.merge.options import MergeOptions
+from quantize.merge.run import merge
 from quantize.writer import write_weights
 
 

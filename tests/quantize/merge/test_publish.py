@@ -17,7 +17,8 @@ from checkpoint_factory import make_checkpoint
 from qerl.checkpoint.publish import check_push
 from qerl.errors import CheckpointError, ConfigError
 from quantize.merge.card import base_on_hub, licence_of, read_results
-from quantize.merge.run import MergeOptions, merge
+from quantize.merge.options import MergeOptions
+from quantize.merge.run import merge
 from quantize.merge.serve import chat_line, serve_adapter_line, serve_model_line
 
 ROOT = Path(__file__).parents[3]

@@ -8,7 +8,7 @@ import pytest
 import torch
 from small_run import small_config
 
-from qerl.cli import with_resume_value
+from qerl.commands.train import with_resume_value
 from qerl.config.recipe import load_recipe, save_config
 from qerl.errors import ConfigError, DataError
 from training.preflight.early import check_resumed

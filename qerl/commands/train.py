@@ -1,0 +1,200 @@
+"""`qerl train`: begin a run from a recipe, or continue one. Nothing here imports torch before a run can begin."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from qerl.commands.columns import parse_columns
+from qerl.commands.from_dataclass import Text
+from qerl.commands.shell_values import key_values, recipe_values, task_values
+from qerl.commands.terminal import interrupts_counted
+from qerl.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    from qerl.config.schema import RunConfig
+    from training.run import TrainResult
+
+logger = logging.getLogger(__name__)
+
+NOT_WITH_RESUME = (
+    "model",
+    "task",
+    "data",
+    "columns",
+    "overrides",
+    "seed",
+    "quantize_first",
+    "dry",
+)  # what --resume refuses
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """What is asked of `qerl train`, whose options these are."""
+
+    recipe: Annotated[
+        str | None, typer.Option(help="Name (`qerl recipes`) or YAML file.", autocompletion=recipe_values)
+    ] = None
+    model: Annotated[str | None, typer.Option(help="Base, NVFP4 folder, run or adapter; default: the recipe's.")] = None
+    task: Annotated[
+        str | None, typer.Option(help="Task: prompt and grading; default: the recipe's.", autocompletion=task_values)
+    ] = None
+    data: Annotated[str | None, typer.Option(help="jsonl, parquet or csv file, folder, or hub name.")] = None
+    columns: Annotated[
+        Mapping[str, str] | None,
+        Text(parse_columns),
+        typer.Option(help="Columns of --data: question=problem,answer=solution"),
+    ] = None
+    overrides: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set", help="key=value over the recipe: --set run.steps=100. Repeatable.", autocompletion=key_values
+        ),
+    ] = None
+    steps: Annotated[
+        int | None,
+        typer.Option(help="Optimizer steps; default: the recipe's. With --resume: the run's new number in all."),
+    ] = None
+    seed: Annotated[int | None, typer.Option(help="Default: the recipe's.")] = None
+    out: Annotated[Path | None, typer.Option(help="Run directory; default: runs/<recipe>-<time>.")] = None
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            metavar="[RUN|STEP]",
+            help="Continue a run: this one; this step of the last one; without a value the last one "
+            "(of --recipe, or that at --out). Of the other options only --steps goes with it.",
+        ),
+    ] = None
+    quantize_first: Annotated[
+        bool, typer.Option("--quantize", help="Quantize the base first if that has not been done.")
+    ] = False
+    dry: Annotated[bool, typer.Option("--dry-run", help="Only the plan, the data and the rewards on five rows.")] = (
+        False
+    )
+
+
+def train(options: TrainOptions) -> None:
+    """Train a LoRA adapter by reinforcement learning, as a recipe says."""
+    if options.resume is not None:
+        _resume(options, options.resume)
+        return
+    if options.recipe is None:
+        raise ConfigError("no recipe was given: write `qerl train --recipe NAME`; `qerl recipes` lists the names")
+    from qerl.config.recipe import recipe_label
+    from training.preflight.early import check_config
+    from training.run_dir.folder import new_run_dir
+
+    config = _config(options, options.recipe)
+    name = recipe_label(options.recipe)
+    new_run_dir(config.run.out, name)
+    check_config(config)
+    _take_one_card()
+    _check_base(config, options.recipe, options.quantize_first)
+    if options.dry:
+        _dry_run(config)
+    with interrupts_counted():
+        logger.info("loading torch, transformers and trl")
+        from training.run import start
+
+    _exit_if_stopped(start(config, name))
+
+
+def with_resume_value(arguments: list[str]) -> list[str]:
+    """The arguments, with `--resume=last` for a `--resume` that has no value: typer options always take one."""
+    following = [*arguments[1:], "--"]
+    return (
+        [
+            f"{word}=last" if word == "--resume" and after.startswith("--") else word
+            for word, after in zip(arguments, following, strict=True)
+        ]
+        if arguments
+        else []
+    )
+
+
+def _config(options: TrainOptions, recipe: str) -> RunConfig:
+    """The recipe, with what the options change of it."""
+    from qerl.config.recipe import load_recipe
+
+    overrides = list(options.overrides or ())
+    if options.columns is not None:
+        overrides.append(f"data.columns={{{', '.join(f'{name}: {of!r}' for name, of in options.columns.items())}}}")
+    out = options.out and str(options.out)
+    same = {name: getattr(options, name) for name in ("task", "data", "steps", "seed")}
+    return load_recipe(recipe, overrides, base=options.model, out=out, **same)
+
+
+def _dry_run(config: RunConfig) -> None:
+    from rich.console import Console
+
+    with interrupts_counted():
+        logger.info("loading torch and transformers")
+        from training.preflight.dry_run import dry_run
+
+    sys.exit(0 if dry_run(config, Console()) else 1)
+
+
+def _resume(options: TrainOptions, resume: str) -> None:
+    if any(getattr(options, name) != getattr(TrainOptions, name) for name in NOT_WITH_RESUME):
+        raise ConfigError(
+            "--resume continues a run as it was configured; of the options that change it --steps alone goes with it: "
+            "leave the others out"
+        )
+    from training.preflight.early import check_resumed
+    from training.run_dir.resume import find_run
+
+    run_dir, step = find_run(resume, options.recipe, options.out)
+    check_resumed(run_dir, step, options.steps)
+    _take_one_card()
+    with interrupts_counted():
+        logger.info("loading torch, transformers and trl")
+        from training.run import resume as resume_run
+
+    _exit_if_stopped(resume_run(run_dir, step, options.steps))
+
+
+def _take_one_card() -> None:
+    """Before torch and the libraries on it are imported, which would find other cards and other processes."""
+    from qerl.devices import choose_card
+    from qerl.parallel import open_parallel
+
+    with open_parallel() as parallel:
+        if parallel.size > 1:
+            raise ConfigError(
+                f"qerl trains on one GPU and was started as {parallel.size} processes: leave torchrun out"
+            )
+    choose_card()
+
+
+def _exit_if_stopped(result: TrainResult) -> None:
+    """Exit with 130 after an interrupted run, which has saved and said how to continue."""
+    if result.adapter is None:
+        sys.exit(130)
+
+
+def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
+    """See that the NVFP4 base is there before anything heavy is loaded; with --quantize it is made."""
+    from qerl.checkpoint.resolve import default_quantized_dir, resolve_model
+
+    base = config.model.base
+    try:
+        resolve_model(base, config.model.format)
+    except CheckpointError as error:
+        missing = config.model.format == "nvfp4" and not default_quantized_dir(base).exists()
+        if not missing or resolve_model(base).kind != "base16":
+            raise
+        if not quantize_first:
+            raise CheckpointError(
+                f"recipe {recipe} trains on {default_quantized_dir(base)}, which does not exist: run `qerl quantize "
+                f"--model {base}` first, or add --quantize"
+            ) from error
+        from quantize.run import quantize_checkpoint
+
+        quantize_checkpoint(base, trust_remote_code=config.model.trust_remote_code)

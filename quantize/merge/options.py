@@ -1,0 +1,60 @@
+"""What is asked of `qerl merge`, as one value whose fields are its options. Importing this loads no torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from qerl.errors import ConfigError
+
+FORMATS = ("adapter", "bf16", "nvfp4")
+
+
+@dataclass(frozen=True)
+class MergeOptions:
+    """What to merge and how."""
+
+    adapter: Annotated[str, typer.Option(help="Adapter folder, run directory, or hub id of an adapter.")]
+    to: Annotated[
+        Literal[FORMATS], typer.Option(help="adapter: PEFT folder; bf16: whole model; nvfp4: whole model in 4 bits.")
+    ]
+    out: Annotated[Path | None, typer.Option(help="Default: merged/<name>-<to>.")] = None
+    model: Annotated[str | None, typer.Option(help="Base, if it is not the one that the adapter names.")] = None
+    onto: Annotated[
+        Literal["auto", "trained", "original"],
+        typer.Option(
+            help="trained: the weights that were trained on; original: the 16-bit model behind them. "
+            "auto: original for nvfp4 where it is here, else trained."
+        ),
+    ] = "auto"
+    dtype: Annotated[Literal["keep", "bfloat16", "float32"], typer.Option(help="Of an adapter folder's tensors.")] = (
+        "keep"
+    )
+    base_name: Annotated[str | None, typer.Option(help="The base that an adapter folder names: hub id or folder.")] = (
+        None
+    )
+    prompts: Annotated[
+        Path | None, typer.Option(help="File with a column `question`. Default: the run's own prompts.")
+    ] = None
+    prompt_count: Annotated[int, typer.Option(help="Prompts to compare on; 0 leaves it out.")] = 32
+    max_new_tokens: Annotated[int, typer.Option(help="Tokens of each completion.")] = 128
+    push_to_hub: Annotated[str | None, typer.Option(help="Upload to this hub id (owner/name).")] = None
+    public: Annotated[bool, typer.Option("--public", help="A new hub repository is public; default private.")] = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output folder.")] = False
+    device: Annotated[str, typer.Option(help="What merges: auto, cpu or cuda.")] = "auto"
+
+    def check(self) -> None:
+        """Raise ConfigError for values that cannot be used together."""
+        if self.to not in FORMATS:
+            raise ConfigError(f"--to {self.to!r} is not known: write {', '.join(FORMATS)}")
+        if self.to != "adapter" and (self.dtype != "keep" or self.base_name):
+            raise ConfigError("--dtype and --base-name go with --to adapter: a merged model is bf16 and has no base")
+        if self.to == "adapter" and (self.onto != "auto" or self.prompts):
+            raise ConfigError("--onto and --prompts go with --to bf16 and nvfp4: an adapter folder is an exact copy")
+        if self.prompt_count < 0 or self.max_new_tokens < 1:
+            raise ConfigError("--prompt-count must be at least 0 and --max-new-tokens at least 1")
+        if self.prompts is not None and not self.prompts.is_file():
+            raise ConfigError(f"--prompts {self.prompts} does not exist: give a file with a column `question`")
