@@ -18,12 +18,10 @@ from qerl.commands.columns import parse_columns
 from qerl.commands.from_dataclass import Text
 from qerl.commands.shell_values import task_values
 from qerl.engine.interface import check_temperature
-from qerl.engine.options import EngineOptions
+from qerl.engine.options import ENGINES, KERNELS, EngineOptions
 from qerl.errors import ConfigError
-from qerl.vllm_plugin.opening import KERNELS
 
 LOADS = ("auto", "nvfp4", "bf16")
-ENGINES = ("auto", "transformers", "vllm")
 SAMPLED_TEMPERATURE, SAMPLED_TOP_P = 0.6, 0.95  # the reference's evaluation (NVlabs/QeRL)
 MAX_NEW_TOKENS = 4096  # the reference's, where the model's context has room for it
 SAMPLED_HELP = f"Sample at temperature {SAMPLED_TEMPERATURE}, top-p {SAMPLED_TOP_P} (the reference's); default greedy."

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qerl.commands.shell_values import card_values, key_values, recipe_values
+from qerl.engine.options import MAX_SEQUENCES
 from qerl.plan.sizes import KNOWN
 
 if TYPE_CHECKING:
@@ -126,7 +127,7 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
         lines = [f"Does not fit: {problem}." for problem in made.problems]
         return lines + [f"Fits with {change}." for change in fitting]
     rollout = config.rollout
-    at_once = min(made.cache_tokens // made.context, rollout.prompts_per_step * rollout.group_size, 256)
+    at_once = min(made.cache_tokens // made.context, rollout.prompts_per_step * rollout.group_size, MAX_SEQUENCES)
     lines = [
         f"The KV cache holds {made.cache_tokens} tokens: {at_once} completions of full length at once.",
         f"The longest completions that would fit have {largest_completion(config, made.sizes, made.card)} tokens "

@@ -15,6 +15,8 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from qerl.config.rules import RULES
+from qerl.engine.options import ENGINES, KERNELS
+from qerl.plan.engine_memory import KV_CACHE_DTYPES
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -99,9 +101,7 @@ class DynamicSamplingConfig(Section):
 class RolloutConfig(Section):
     """How completions are sampled. A step trains on prompts_per_step * group_size completions."""
 
-    engine: Literal["auto", "transformers", "vllm"] = Field(
-        "auto", description="what samples; auto: vllm on a GPU, transformers on a CPU"
-    )
+    engine: Literal[ENGINES] = Field("auto", description="what samples; auto: vllm on a GPU, transformers on a CPU")
     prompts_per_step: int = Field(16, ge=1, description="prompts in a step")
     group_size: int = Field(8, ge=2, description="completions of one prompt, compared with one another")
     max_new_tokens: int = Field(4096, ge=1, description="a completion is truncated here")
@@ -115,14 +115,14 @@ class RolloutConfig(Section):
     batch_size: int | None = Field(
         None, ge=1, description="completions sampled at once (transformers engine only); null: as many as a step has"
     )
-    kernel: Literal["auto", "qerl", "humming", "marlin"] = Field(
+    kernel: Literal[KERNELS] = Field(
         "auto", description="NVFP4 kernel (vllm engine only); auto: our own, qerl, on Hopper, elsewhere marlin"
     )
     tune_kernels: bool = Field(
         False,
         description="time the ways to multiply on this card, once, and keep the times (vllm, NVFP4)",
     )
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_per_token_head"] = Field(
+    kv_cache_dtype: Literal[KV_CACHE_DTYPES] = Field(
         "auto", description="keys and values of the vllm engine; auto: 16 bit; fp8: half the memory, a larger mismatch"
     )
     memory: float | None = Field(

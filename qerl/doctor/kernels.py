@@ -10,7 +10,8 @@ from qerl.cuda.nvrtc import has_kernels
 from qerl.doctor.doctor import Check
 from qerl.layers.decode_attention import Batch, Cache, Space, attend_, reference_attend_
 from qerl.nvfp4 import decode, gemm, lora, slab_layout
-from qerl.nvfp4.kernel_layout import BLOCK, HUMMING_WGMMA, MARLIN, QERL, KernelLayout, KernelWeight, dequantize
+from qerl.nvfp4.kernel_layout import HUMMING_WGMMA, MARLIN, QERL, KernelLayout, KernelWeight, dequantize
+from qerl.nvfp4.layout import BLOCK
 
 ROWS, COLUMNS, TOKENS, RANK = 256, 512, 8, 16
 ROUNDING = 1e-2  # relative error of a product whose values are stored in bfloat16

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
 
+ENGINES = ("auto", "transformers", "vllm")
+KERNELS = ("auto", "qerl", "humming", "marlin")  # that vllm can multiply NVFP4 weights with
 MAX_SEQUENCES = 256  # that vLLM samples at once; a larger call is served in turn
 
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 from functools import cache
 
-GIB = 2**30
+from qerl.plan.engine_memory import GIB
+
 CONTEXT_BYTES = 3 * GIB // 4  # a CUDA context with torch's kernels takes less: 0.4 to 0.6 GiB
 
 logger = logging.getLogger(__name__)

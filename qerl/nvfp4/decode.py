@@ -8,7 +8,8 @@ import torch
 
 from qerl.cuda.nvrtc import Launch, Variant, kernel
 from qerl.nvfp4 import slab_layout
-from qerl.nvfp4.kernel_layout import BLOCK, QERL, TILE_ROWS, KernelWeight, block_scales, codes, dequantize
+from qerl.nvfp4.kernel_layout import QERL, TILE_ROWS, KernelWeight, block_scales, codes, dequantize
+from qerl.nvfp4.layout import BLOCK
 
 WARPS = 4  # per block, in both sources
 WARP_ROWS, WARP_COLUMNS = 32, 256  # that a warp decodes in decode_slabs.cu

@@ -6,7 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from qerl.nvfp4.lora import RANK_STEP, Adapter
+from qerl.nvfp4.lora import Adapter
+from qerl.nvfp4.ranks import RANK_STEP
 
 
 @triton.jit(do_not_specialize=["tokens"])  # their number changes during a rollout, which must not recompile

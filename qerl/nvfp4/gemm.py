@@ -15,7 +15,8 @@ from qerl.cuda.tensor_map import TensorMap, tensor_map
 from qerl.errors import EngineError
 from qerl.nvfp4.decode import reference_decoded
 from qerl.nvfp4.kernel_layout import QERL, KernelWeight
-from qerl.nvfp4.lora import RANK_STEP, Adapter, reference_add
+from qerl.nvfp4.lora import Adapter, reference_add
+from qerl.nvfp4.ranks import RANK_STEP
 from qerl.nvfp4.tiling import (
     MAX_HEAPS,
     MAX_PARTS,

@@ -22,9 +22,9 @@ from dataclasses import dataclass
 import torch
 
 from qerl.nvfp4 import slab_layout
+from qerl.nvfp4.layout import BLOCK, SCALE_MAX
 
 TILE_ROWS = 64
-BLOCK = 16
 WORDS_PER_TILE = 128
 
 
@@ -113,7 +113,7 @@ def scales_marlin_drops(scales: torch.Tensor) -> int:
     """
     values = scales.float()
     largest = values.max()
-    factor = (448 / largest).log2().floor().exp2() if largest > 0 else 1.0
+    factor = (SCALE_MAX / largest).log2().floor().exp2() if largest > 0 else 1.0
     return int(((values > 0) & (values * factor < 2**-6)).sum())
 
 

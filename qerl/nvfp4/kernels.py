@@ -12,7 +12,8 @@ import triton
 import triton.language as tl
 
 from qerl.nvfp4.decode import dequantize_by_twin_
-from qerl.nvfp4.kernel_layout import BLOCK, QERL, TILE_ROWS, KernelWeight
+from qerl.nvfp4.kernel_layout import QERL, TILE_ROWS, KernelWeight
+from qerl.nvfp4.layout import BLOCK
 
 BLOCKS_PER_PROGRAM = 8  # a program writes 64 rows of 8 * 16 columns: 256 contiguous bytes per row
 

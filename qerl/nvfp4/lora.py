@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 
 from qerl.cuda.nvrtc import Launch, Variant, has_kernels, kernel
+from qerl.nvfp4.ranks import RANK_STEP
 
-RANK_STEP = 16  # the ranks of a part are padded to a multiple of this
 COLUMN_STEP = 8  # columns that a lane loads at once: 16 bytes
 LONG = 8192  # from this many columns on, more blocks share a sum
 

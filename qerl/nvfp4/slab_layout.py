@@ -21,9 +21,10 @@ from collections.abc import Iterator
 import torch
 
 from qerl.errors import CheckpointError
+from qerl.nvfp4.layout import BLOCK
 from qerl.nvfp4.reference import unpack_codes
 
-BLOCK, SLAB, ROWS, UNIT = 16, 16, 256, 64
+SLAB, ROWS, UNIT = 16, 256, 64
 EXPONENT_BIAS = 10
 BITS = (  # of a 32-bit word: where the bits of a code stand, low to high; by odd, then 2 * upper + half
     ((6, 7, 8, 15), (28, 29, 30, 5), (0, 1, 2, 9), (10, 3, 4, 11)),

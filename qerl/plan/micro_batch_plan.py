@@ -16,13 +16,13 @@ from typing import Literal
 
 from qerl.errors import EngineError
 from qerl.layers.saved import kept_bytes
+from qerl.plan.engine_memory import GIB
 
-GIB = 2**30
 CPU_TOKENS = 8192  # a micro-batch where no GPU bounds it
 MAX_TOKENS = 32768  # more than this at once makes nothing faster
 TOKEN_STEP = 1024
 OVERHEAD_TOKENS = 400.0
-LOGIT_TOKENS = 1024  # training.policy.token_logprobs.CHUNK
+LOGIT_TOKENS = 1024  # whose logits exist at once: 0.6 GiB in float32 with a vocabulary of 152,000
 MARGIN = 0.08  # of the available memory: fragments, workspaces of cuBLAS
 NEAR_RECOMPUTE = 1.02  # times the least cost: no layer recomputes for less; what it costs is sure, what it saves is not
 NEAR = 1.01  # times the least cost: no memory is taken for less

@@ -10,10 +10,10 @@ from typing import Any
 
 from qerl.errors import CheckpointError
 from qerl.files.nearby import is_path, no_folder
+from qerl.nvfp4.ranks import padded_rank
 from qerl.plan.engine_memory import kv_head_bytes
 
 NVFP4_BYTES = 9 / 16  # 4 bits a weight, 8 bits a scale of 16 weights
-RANK_STEP = 16  # the engine pads ranks to a multiple of this
 FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 
 
@@ -95,7 +95,7 @@ class ModelSizes:
 
     def engine_adapter_bytes(self, rank: int) -> int:
         """Of the engine's static buffers: A of the fused parts, and their block-diagonal B stored whole."""
-        padded = -(-rank // RANK_STEP) * RANK_STEP
+        padded = padded_rank(rank)
         numbers = 0
         for parts in FUSED:
             rows = sum(self.projections[name][0] for name in parts)

@@ -28,7 +28,7 @@ from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tenso
 
 from qerl.errors import EngineError
 from qerl.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, QERL, KernelWeight, scales_marlin_drops
-from qerl.nvfp4.lora import RANK_STEP
+from qerl.nvfp4.ranks import padded_rank
 from qerl.vllm_plugin import BF16_METHOD, CONFIG_KEY, NVFP4_METHOD
 from qerl.vllm_plugin.kernel import QerlNvFp4LinearKernel
 from qerl.vllm_plugin.products import BASES, Base, adapter_of, load_kernels
@@ -201,7 +201,7 @@ def _add_adapter_buffers(layer: LinearBase, max_rank: int) -> None:
     sizes = getattr(layer, "output_partition_sizes", None) or [layer.output_size]
     in_features = getattr(layer, "input_size_per_partition", layer.input_size)
     device = next(layer.parameters()).device
-    rank = -(-max_rank // RANK_STEP) * RANK_STEP * len(sizes)  # the kernels take 16 ranks at a time
+    rank = padded_rank(max_rank) * len(sizes)
     zeros = {"dtype": layer.params_dtype, "device": device}
     layer.register_buffer("lora_a", torch.zeros(rank, in_features, **zeros), persistent=False)
     layer.register_buffer("lora_b", torch.zeros(sum(sizes), rank, **zeros), persistent=False)

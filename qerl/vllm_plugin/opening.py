@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl.engine.options import KERNELS
 from qerl.engine.own_memory import others_bytes, own_bytes
 from qerl.errors import CheckpointError, EngineError, MissingExtraError
 from qerl.plan.engine_memory import KV_CACHE_DTYPES
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
 
 MIN_CAPABILITY = (8, 0)  # bfloat16
 FP8_CAPABILITY = (8, 9)  # e4m3
-KERNELS = ("auto", "qerl", "humming", "marlin")  # as rollout.kernel has them, which needs pydantic
 ATTENTION = "attention_config"
 MAX_BATCHED_TOKENS = 8192  # of a prefill; vLLM's 16384 takes twice the activations and is no faster for rollouts
 

@@ -19,7 +19,7 @@ import torch
 from qerl.cuda import nvrtc
 from qerl.cuda.timing import cold_layers, graph_us
 from qerl.devices import driver_version
-from qerl.nvfp4 import decode, expand, gemm, lora, tiling, ways
+from qerl.nvfp4 import decode, expand, gemm, lora, ranks, tiling, ways
 from qerl.vllm_plugin.products import BASES, WAYS, Base
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ def card_facts() -> dict[str, str]:
     """What times depend on."""
     sources = (
         *sorted(nvrtc.FOLDER.glob("*.cu*")),
-        *(Path(module.__file__) for module in (decode, expand, gemm, lora, tiling)),
+        *(Path(module.__file__) for module in (decode, expand, gemm, lora, ranks, tiling)),
     )
     return {
         "card": torch.cuda.get_device_name(),

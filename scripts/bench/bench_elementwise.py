@@ -18,11 +18,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 import torch
 
+from qerl.plan.micro_batch_plan import LOGIT_TOKENS
 from scripts.bench.limits import copy_gb_per_s, seconds_of
 from scripts.bench.provenance import machine, require_card
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3584, 18944, 28, 4, 128, 152064
-CHUNK = 1024
 Call = Callable[[], object]
 
 
@@ -83,10 +83,10 @@ def head() -> Iterator[tuple[str, int, Call, Call]]:
     """The same, of a chunk of logits."""
     from training.policy import logprob_kernels
 
-    logits = 3 * random(CHUNK, VOCABULARY, dtype=torch.float32)
-    targets = torch.randint(VOCABULARY, (CHUNK,), device="cuda")
+    logits = 3 * random(LOGIT_TOKENS, VOCABULARY, dtype=torch.float32)
+    targets = torch.randint(VOCABULARY, (LOGIT_TOKENS,), device="cuda")
     measured = logprob_kernels.measure(logits, targets, 1.0)
-    rows = torch.arange(CHUNK, device="cuda")
+    rows = torch.arange(LOGIT_TOKENS, device="cuda")
 
     def plain_values() -> object:
         log_p = torch.log_softmax(logits, -1)

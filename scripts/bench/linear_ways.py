@@ -11,10 +11,12 @@ import torch
 
 from qerl.cuda.nvrtc import has_kernels
 from qerl.nvfp4 import gemm, lora, reference, slab_layout
-from qerl.nvfp4.kernel_layout import BLOCK, QERL, KernelWeight
+from qerl.nvfp4.kernel_layout import QERL, KernelWeight
+from qerl.nvfp4.layout import BLOCK
 from qerl.nvfp4.lora import Adapter
+from qerl.nvfp4.ranks import padded_rank
 from qerl.nvfp4.ways import KERNEL_RIGHT, Shape
-from qerl.plan.sizes import FUSED, KNOWN, NVFP4_BYTES, RANK_STEP, sizes_of
+from qerl.plan.sizes import FUSED, KNOWN, NVFP4_BYTES, sizes_of
 
 NAMES = ("qkv", "o", "gate_up", "down")
 
@@ -56,8 +58,8 @@ class Linear:
 
 
 def linears(shape: str, rank: int) -> list[Linear]:
-    """Of a decoder layer of a known model; the engine pads ranks to a multiple of RANK_STEP."""
-    projections, padded = sizes_of(KNOWN[shape], shape).projections, -(-rank // RANK_STEP) * RANK_STEP
+    """Of a decoder layer of a known model."""
+    projections, padded = sizes_of(KNOWN[shape], shape).projections, padded_rank(rank)
     return [
         Linear(name, tuple(projections[part][0] for part in parts), projections[parts[0]][1], padded)
         for name, parts in zip(NAMES, FUSED, strict=True)

@@ -19,8 +19,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from qerl.nvfp4.linear import NVFP4Linear
-
-CHUNK = 1024  # tokens whose logits exist at once: 0.6 GiB in float32 with a vocabulary of 152,000
+from qerl.plan.micro_batch_plan import LOGIT_TOKENS
 
 
 class Head(NamedTuple):
@@ -58,8 +57,8 @@ class _TokenLogprobs(torch.autograd.Function):
         outputs = hidden.new_empty(2, len(targets), dtype=torch.float32)
         compute = kernel_chunk if hidden.is_cuda else reference_chunk
         with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, len(targets), CHUNK):
-                part = slice(start, start + CHUNK)
+            for start in range(0, len(targets), LOGIT_TOKENS):
+                part = slice(start, start + LOGIT_TOKENS)
                 compute(hidden[part], targets[part], head, outputs[:, part], [slope[part] for slope in slopes])
         ctx.save_for_backward(*slopes)
         return outputs[0].clone(), outputs[1].clone()

@@ -3,13 +3,11 @@
 import importlib.util
 from collections import Counter
 from types import SimpleNamespace
-from typing import get_args
 
 import pytest
 import torch
 from transformers import AutoConfig
 
-from qerl.config.schema import RolloutConfig
 from qerl.cuda import nvrtc
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm_engine import VLLMEngine
@@ -29,10 +27,6 @@ def test_without_vllm_the_extra_is_named():
 def test_without_a_gpu_the_other_engine_is_named():
     with pytest.raises(EngineError, match=r"rollout.engine=transformers"):
         opening.check_device("auto")
-
-
-def test_a_recipe_and_the_engine_know_the_same_kernels():
-    assert get_args(RolloutConfig.model_fields["kernel"].annotation) == opening.KERNELS
 
 
 def test_an_unknown_kernel_is_refused():

@@ -22,7 +22,7 @@ def plain(hidden, targets, head):
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("bias", [False, True])
 def test_values_and_gradients_are_those_of_the_plain_path(monkeypatch, tokens, temperature, bias):
-    monkeypatch.setattr(module, "CHUNK", 4)
+    monkeypatch.setattr(module, "LOGIT_TOKENS", 4)
     torch.manual_seed(tokens)
     hidden, targets = torch.randn(tokens, 8), torch.randint(20, (tokens,))
     head = Head(torch.randn(20, 8), torch.randn(20) if bias else None, temperature)
@@ -38,7 +38,7 @@ def test_values_and_gradients_are_those_of_the_plain_path(monkeypatch, tokens, t
 
 
 def test_entropy_is_a_number_unless_the_loss_has_it(monkeypatch):
-    monkeypatch.setattr(module, "CHUNK", 4)
+    monkeypatch.setattr(module, "LOGIT_TOKENS", 4)
     torch.manual_seed(0)
     hidden, targets, head = torch.randn(6, 8), torch.randint(20, (6,)), Head(torch.randn(20, 8), None, 1.0)
     gradients = []
