@@ -11,14 +11,14 @@ from bases import write_base
 
 
 def pytest_collection_finish() -> None:
-    """Leave what the imports made out of every garbage collection: each run of the trainer makes a full one."""
+    """Exclude the objects that imports made from garbage collection: each run of the trainer does a full one."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """The matrices are so small that threads waiting for each other take most of the time."""
+    """Use one thread: with matrices this small, threads mostly wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -27,7 +27,7 @@ def one_thread():
 
 @pytest.fixture(scope="session")
 def base(tmp_path_factory):
-    """A random Qwen3 base, 16-bit."""
+    """A random 16-bit Qwen3 base."""
     return write_base(tmp_path_factory.mktemp("base") / "qwen3")
 
 
@@ -43,7 +43,7 @@ def nvfp4_base(base, tmp_path_factory):
 
 @pytest.fixture
 def fresh_seed(request):
-    """torch seeded as in no run before; pytest shows the seed with a failure, and QERL_TEST_SEED gives it again."""
+    """Seed torch anew in each run. pytest shows the seed with a failure, and QERL_TEST_SEED sets it."""
     seed = int(os.environ.get("QERL_TEST_SEED", int.from_bytes(os.urandom(4))))
     request.node.add_report_section("setup", "seed", f"QERL_TEST_SEED={seed} repeats it")
     torch.manual_seed(seed)
@@ -52,7 +52,7 @@ def fresh_seed(request):
 
 @pytest.fixture
 def compiled(monkeypatch):
-    """Names of the Triton kernels compiled so far; a test clears it once each kernel has run."""
+    """The names of Triton kernels in the order of compilation; tests clear the list once every kernel has run."""
     from triton import knobs
 
     names = []
@@ -62,12 +62,12 @@ def compiled(monkeypatch):
 
 @pytest.fixture
 def here(monkeypatch, capfd):
-    """`qerl ...` in this process, which has imported torch already: (exit code, stdout, stderr)."""
+    """Run `qerl ...` in this process, which has already imported torch. Returns (exit code, stdout, stderr)."""
     import qerl.cli
 
     def run(*arguments):
         monkeypatch.setattr(sys, "argv", ["qerl", *map(str, arguments)])
-        monkeypatch.setattr(logging.root, "handlers", [])  # pytest's: with them qerl sets up none of its own
+        monkeypatch.setattr(logging.root, "handlers", [])  # with pytest's handlers qerl would add none
         with pytest.raises(SystemExit) as ended:
             qerl.cli.main()
         return ended.value.code, *capfd.readouterr()

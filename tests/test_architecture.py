@@ -1,4 +1,4 @@
-"""The layering of DESIGN: who imports whom, read from the syntax trees."""
+"""The layers of the design: the syntax trees show which module imports which."""
 
 import ast
 import subprocess
@@ -29,7 +29,7 @@ def is_type_checking(node):
 
 
 def walk(node):
-    """All nodes but those that only type checkers see."""
+    """All nodes except those that only type checkers see."""
     yield node
     for child in ast.iter_child_nodes(node):
         if not is_type_checking(child):
@@ -57,7 +57,7 @@ def test_each_heavy_package_has_its_importers(package):
     importers = {path.relative_to(ROOT).as_posix() for path in sources() if package in imported_packages(path)}
     strangers = {name for name in importers if not name.startswith(SOLE_IMPORTERS[package])}
     assert not strangers
-    assert importers or package == "llmcompressor"  # imported by name there, so that a missing one is explained
+    assert importers or package == "llmcompressor"  # imported by name, to explain it if it is missing
 
 
 def names_torch_distributed(node):
@@ -84,5 +84,5 @@ def test_the_command_line_loads_nothing_heavy():
 
 
 def test_no_test_folder_is_a_package():
-    """The folders of tests/ have the packages' names: with an __init__.py they would be imported in their place."""
+    """The folders of tests/ are named like the packages: an __init__.py would make Python import them instead."""
     assert not list((ROOT / "tests").rglob("__init__.py"))

@@ -1,4 +1,4 @@
-"""Wrong inputs, as users make them: each is one line naming mistake and remedy, exit code 2, and no file."""
+"""Mistakes that users make: each gives one line that names mistake and remedy, exit code 2, and no file."""
 
 import json
 import re
@@ -16,10 +16,10 @@ from qerl.config.recipe import load_recipe, save_config
 
 DATA = Path(__file__).parent / "data" / "tiny_run"
 TRAIN = "train --recipe tiny --model tiny --set model.format=bf16"
-SUMS = "--data data/sums.jsonl"  # for what is found after the data were read: the task's own are many
+SUMS = "--data data/sums.jsonl"  # few rows, for mistakes that show only after the data were read
 PLAIN = "eval arith --model tiny --engine transformers --limit 2"
 
-# name: (arguments of `qerl`, the mistake and the remedy as the line has to say them: regular expressions)
+# name: (arguments of `qerl`, two regular expressions: how the line has to state the mistake, and the remedy)
 CASES = {
     # the command line itself
     "unknown command": ("trian --recipe tiny", "'trian'", "'train'"),
@@ -204,7 +204,7 @@ CASES = {
 
 
 def write_workspace(folder):
-    """What a user's folder may hold: models whole and broken, a finished run, data, recipes."""
+    """Files that a user's folder may hold: complete and broken models, a finished run, data, recipes."""
     write_base(folder / "base")
     fake_checkpoint(folder / "nvfp4", quantization_config={
         "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {},
@@ -233,7 +233,8 @@ def write_workspace(folder):
     (folder / "loop" / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": str(folder / "loop")}))
     shutil.copytree(DATA, folder / "runs" / "done")
     settings = ["adapter.rank=4", "adapter.alpha=8", "run.steps=30"]
-    save_config(load_recipe("tiny", settings), folder / "runs" / "done" / "config.yaml")  # in today's keys
+    # The recipe is saved anew, so that its keys are those of this version.
+    save_config(load_recipe("tiny", settings), folder / "runs" / "done" / "config.yaml")
     write_data(folder)
     write_recipes(folder)
     (folder / "mine").mkdir()
@@ -275,17 +276,17 @@ def workspace(tmp_path_factory):
 
 
 def listing(folder):
-    """Every path; of files, size and time of change."""
+    """Every path, and for files their size and time of change."""
     return {path: path.is_file() and (path.stat().st_size, path.stat().st_mtime_ns) for path in folder.rglob("*")}
 
 
 def arguments_of(line):
-    """Split at spaces, but for `name: value` of YAML."""
+    """Split at spaces, except inside `name: value` of YAML."""
     return [word.replace("\0", " ") for word in line.replace(": ", ":\0").split()]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_a_wrong_input_is_one_line_and_no_file(name, workspace, monkeypatch, capfd):
+def test_a_mistake_gives_one_line_and_writes_no_file(name, workspace, monkeypatch, capfd):
     line, mistake, remedy = CASES[name]
     monkeypatch.chdir(workspace)
     monkeypatch.setattr(sys, "argv", ["qerl", *arguments_of(line)])
@@ -301,7 +302,7 @@ def test_a_wrong_input_is_one_line_and_no_file(name, workspace, monkeypatch, cap
     assert listing(workspace) == before
 
 
-def test_the_table_is_as_long_as_it_says():
+def test_the_table_has_the_stated_length():
     assert len(CASES) >= 60
     assert len({line for line, _, _ in CASES.values()}) == len(CASES)
 

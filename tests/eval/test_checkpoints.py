@@ -1,4 +1,4 @@
-"""Checkpoints of a run in one call, a file as the task, and what a failed evaluation leaves."""
+"""Several checkpoints of a run in one call, a file as the task, and what a failed evaluation leaves behind."""
 
 import json
 import shutil
@@ -57,7 +57,7 @@ def texts(folder):
 
 @pytest.fixture
 def opened(monkeypatch):
-    """The bases that were opened, with the real engine behind."""
+    """The list of bases that were opened; the real engine opens them."""
     bases = []
 
     def count(base, *arguments, **options):
@@ -69,7 +69,7 @@ def opened(monkeypatch):
     return bases
 
 
-def test_one_engine_serves_all_and_gives_what_each_alone_gives(rows, run, opened, tmp_path):
+def test_one_engine_for_all_checkpoints_gives_the_same_as_one_for_each(rows, run, opened, tmp_path):
     results = run_checkpoints(settings_of(rows, run=run))
     assert len(opened) == 1
     assert [result.details["step"] for result in results] == list(STEPS)
@@ -84,7 +84,7 @@ def test_one_engine_serves_all_and_gives_what_each_alone_gives(rows, run, opened
     assert opened == []
 
 
-def test_the_checkpoints_of_a_4_bit_run_act_on_its_16_bit_base(rows, model, tmp_path):
+def test_the_checkpoints_of_a_4_bit_run_can_be_evaluated_on_its_16_bit_base(rows, model, tmp_path):
     packed = pack_model(tmp_path / "packed", model)
     (packed / "quantize_report.json").write_text(json.dumps({"source": str(model)}))
     run = add_checkpoints(make_run(tmp_path / "run", model), model)
@@ -113,7 +113,7 @@ def test_steps_are_chosen_by_number(run):
             choose(found, asked)
 
 
-def test_what_is_no_run_or_has_no_checkpoint_is_refused(model, tmp_path):
+def test_a_folder_that_is_no_run_or_has_no_checkpoint_is_refused(model, tmp_path):
     with pytest.raises(CheckpointError, match="no run directory"):
         checkpoints_of(model)
     with pytest.raises(CheckpointError, match="has no checkpoint yet"):
@@ -128,7 +128,7 @@ def test_what_is_no_run_or_has_no_checkpoint_is_refused(model, tmp_path):
         (["--run", "r"], "--run r: there is no folder r"),
     ],
 )
-def test_options_that_do_not_go_together_are_one_line(tmp_path, monkeypatch, capsys, arguments, message):
+def test_options_that_do_not_go_together_give_one_line(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
         main("gsm8k", arguments)
@@ -137,7 +137,7 @@ def test_options_that_do_not_go_together_are_one_line(tmp_path, monkeypatch, cap
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_command_shows_a_column_a_step(rows, run, capsys):
+def test_the_command_shows_one_column_per_step(rows, run, capsys):
     columns = "question=problem,answer=result"
     with pytest.raises(SystemExit) as stopped:
         main("gsm8k", ["--data", str(rows), "--columns", columns, "--run", str(run), "--max-new-tokens", "8",
@@ -149,7 +149,7 @@ def test_the_command_shows_a_column_a_step(rows, run, capsys):
     assert shown.count("completions and result:") == 2
 
 
-def test_a_file_of_rows_is_a_task(rows, model, tmp_path):
+def test_a_file_of_rows_can_be_the_task(rows, model, tmp_path):
     result = run_eval(settings_of(rows, model=str(model), out=tmp_path / "out"))
     assert (result.task, result.summary.questions) == ("mine", 6)
     assert json.loads((result.out / RESULT).read_text())["unparsed_share"] == 0

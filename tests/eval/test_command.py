@@ -1,4 +1,4 @@
-"""The options: the same for both commands, light to import, and each mistake in one line with exit code 2."""
+"""The options of evaluation: equal for both commands, quick to import, and with one line for each mistake."""
 
 import re
 import subprocess
@@ -83,7 +83,7 @@ def test_both_commands_have_the_same_options():
         (["--modle", "x"], "--model"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, message):
+def test_a_mistake_gives_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, arguments, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(SystemExit) as stopped:
         main("gsm8k", arguments)
@@ -97,24 +97,24 @@ def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, monkeypatch, capsys, ar
     ("given", "temperature", "top_p"),
     [
         ((False, None, None), 0.0, 1.0),
-        ((True, None, None), 0.6, 0.95),  # the reference's evaluation
+        ((True, None, None), 0.6, 0.95),  # as in the reference's evaluation
         ((True, 1.0, None), 1.0, 0.95),
         ((True, None, 1.0), 0.6, 1.0),
         ((False, 0.7, None), 0.7, 1.0),
         ((False, 0.7, 0.9), 0.7, 0.9),
     ],
 )
-def test_sampled_gives_the_values_that_are_not_given(given, temperature, top_p):
+def test_sampled_sets_the_values_that_are_not_given(given, temperature, top_p):
     sampled, *asked = given
     settings = EvalSettings(task="gsm8k", sampled=sampled, temperature=asked[0], top_p=asked[1])
     assert (settings.temperature, settings.top_p) == (temperature, top_p)
     assert replace(settings, limit=None) == settings
 
 
-def test_the_numbers_of_pass_k_are_read():
+def test_the_numbers_of_pass_k_are_parsed():
     assert parse_pass_k("8,1, 4,1") == (1, 4, 8)
 
 
-def test_settings_refuse_what_the_command_line_cannot_say():
+def test_settings_refuse_values_that_the_command_line_cannot_express():
     with pytest.raises(ConfigError, match="--load 'int4' is not known: write one of auto, nvfp4, bf16"):
         EvalSettings(task="gsm8k", load="int4")

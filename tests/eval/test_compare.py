@@ -1,4 +1,4 @@
-"""The paired tests against published and counted values, and what a comparison refuses."""
+"""The paired tests give published and counted values, and a comparison refuses what it cannot compare."""
 
 import itertools
 import json
@@ -18,7 +18,7 @@ IDENTITY = {
 
 
 def write(folder, marks, **changes):
-    """An evaluation folder; each word of `marks` is one question, 'x' a correct completion."""
+    """Write an evaluation folder. Each word of `marks` is one question, each 'x' a correct completion."""
     identity = {**IDENTITY, "questions": len(marks), "samples": len(marks[0]), **changes}
     rows = [
         {"row": row, "sample": sample, "correct": mark == "x"}
@@ -34,19 +34,19 @@ def write(folder, marks, **changes):
 
 @pytest.mark.parametrize("wins", range(7))
 def test_the_sign_test_counts_outcomes(wins):
-    """Oracle: all 2^6 sequences at least as lopsided."""
+    """The oracle counts all of the 2^6 sequences that are at least as lopsided."""
     far = abs(wins - 3)
     outcomes = [abs(sum(flips) - 3) >= far for flips in itertools.product((0, 1), repeat=6)]
     assert sign_test(wins, 6 - wins) == pytest.approx(sum(outcomes) / 64)
 
 
-def test_no_discordant_pair_says_nothing():
+def test_without_a_discordant_pair_there_is_no_verdict():
     assert sign_test(0, 0) == 1
     assert mcnemar([1, 0], [1, 0]).verdict == "cannot tell"
 
 
 def test_newcombe_gives_the_published_interval():
-    """Newcombe 1998, table II: 36, 12, 2, 0 by method 10."""
+    """Newcombe 1998, table II: 36, 12, 2, 0 with method 10."""
     assert newcombe(36, 12, 2, 0) == (pytest.approx(0.0569, abs=5e-5), pytest.approx(0.3404, abs=5e-5))
 
 
@@ -58,7 +58,7 @@ def test_the_direction_is_second_minus_first():
     assert (better.low, better.high) == (pytest.approx(-worse.high), pytest.approx(-worse.low))
 
 
-def test_bootstrap_interval_is_the_normal_one_where_that_holds():
+def test_the_bootstrap_interval_equals_the_normal_one_where_that_is_valid():
     rng = random.Random(0)
     first = [rng.randint(0, 8) / 8 for _ in range(400)]
     second = [rng.randint(0, 8) / 8 for _ in range(400)]
@@ -74,12 +74,12 @@ def test_bootstrap_interval_is_the_normal_one_where_that_holds():
 
 
 def test_sign_flips_on_few_questions_are_counted():
-    """Six questions, all ahead by the same: 2 of the 2^6 sign patterns are as far out, p = 1/32."""
+    """Six questions all have the same lead: 2 of the 2^6 sign patterns are as extreme, p = 1/32."""
     assert bootstrap([0.0] * 6, [0.5] * 6).p_value == pytest.approx(2 / 64, abs=0.006)
     assert bootstrap([0.0] * 5, [0.5] * 5).verdict == "cannot tell"  # 2/32 is above 0.05
 
 
-def test_equal_models_are_told_apart_in_one_of_twenty_at_most():
+def test_equal_models_are_told_apart_in_at_most_one_of_twenty_cases():
     rng = random.Random(1)
     told = 0
     for _ in range(400):
@@ -89,7 +89,7 @@ def test_equal_models_are_told_apart_in_one_of_twenty_at_most():
     assert told / 400 < 0.06
 
 
-def test_folders_are_compared_and_the_command_says_so(tmp_path):
+def test_folders_are_compared_and_the_command_prints_the_result(tmp_path):
     first = write(tmp_path / "a", ["."] * 10 + ["x"] * 30)
     second = write(tmp_path / "b", ["x"] * 40, seed=1)
     found = compare(first, second / "result.json")
@@ -102,7 +102,7 @@ def test_folders_are_compared_and_the_command_says_so(tmp_path):
     assert json.loads(out.read_text())["verdict"] == "better"
 
 
-def test_several_samples_are_resampled_by_question(tmp_path):
+def test_several_samples_per_question_are_resampled_by_question(tmp_path):
     found = compare(write(tmp_path / "a", ["x..."] * 20), write(tmp_path / "b", ["xx..", "xxx."] * 10))
     assert found.paired.test == "sign flips"
     assert found.paired.difference == pytest.approx(0.375)
@@ -136,7 +136,7 @@ def test_an_unfinished_evaluation_is_refused(tmp_path):
 
 
 def test_a_path_that_holds_no_evaluation_is_named_with_what_is_there(tmp_path):
-    """A run is given where one of its evaluations is meant, or a name is mistyped."""
+    """The path is a run instead of one of its evaluations, or has a typing error."""
     first = write(tmp_path / "gsm8k-1a2b", ["x"] * 4)
     assert compare(first, first).questions == compare(first / "result.json", first).questions == 4
     (tmp_path / "run" / "eval").mkdir(parents=True)

@@ -1,4 +1,4 @@
-"""lighteval's own pipeline on a local task and the shipped tiny model."""
+"""lighteval's own pipeline on a local task and the embedded model."""
 
 import json
 
@@ -54,11 +54,11 @@ def test_local_tasks_run_and_the_choices_are_ranked_by_our_engine(tasks_file, tm
     assert torch.is_grad_enabled(), "lighteval's import switches gradients off; a run after it could not train"
     assert set(result["scores"]) == {"mine:0", "choose:0"} or set(result["scores"]) == {"mine|0", "choose|0"}
     chosen = next(v for k, v in result["scores"].items() if k.startswith("choose"))
-    assert next(v for k, v in chosen.items() if not k.endswith("_stderr")) == 1.0  # a number, not a banana
+    assert next(v for k, v in chosen.items() if not k.endswith("_stderr")) == 1.0  # a number, not "banana"
     assert json.loads((out / "lighteval.json").read_text())["scores"] == result["scores"]
 
 
-def test_a_task_that_is_not_there_is_one_line_and_leaves_nothing(tasks_file, tmp_path, capsys):
+def test_a_missing_task_gives_one_line_and_leaves_nothing(tasks_file, tmp_path, capsys):
     out = tmp_path / "out"
     with pytest.raises(SystemExit) as stopped:
         main("none", ["--suite", "lighteval", "--suite-tasks", str(tasks_file), "--model", "tiny", "--out", str(out)])
@@ -75,7 +75,7 @@ def test_a_task_that_is_not_there_is_one_line_and_leaves_nothing(tasks_file, tmp
         (["--suite", "helm"], "'helm' is not"),
     ],
 )
-def test_options_that_do_not_fit_are_one_line(capsys, arguments, message):
+def test_options_that_do_not_fit_give_one_line(capsys, arguments, message):
     with pytest.raises(SystemExit) as stopped:
         main("gsm8k", arguments)
     assert stopped.value.code == 2

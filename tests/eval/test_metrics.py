@@ -1,4 +1,4 @@
-"""Intervals and pass@k against hand values, brute force and simulation."""
+"""Intervals and pass@k agree with hand-computed values, brute force and simulation."""
 
 import itertools
 import math
@@ -12,7 +12,7 @@ from eval.metrics import effective_count, estimate, pass_at_k, wilson
 @pytest.mark.parametrize(
     ("proportion", "count", "low", "high"),
     [
-        # 0 and n of n have closed forms: 0 .. z^2/(n+z^2) and its mirror image; z^2 = 3.8414588.
+        # For 0 and n of n the interval is 0 .. z^2/(n+z^2) and its mirror image, with z^2 = 3.8414588.
         (0.0, 10, 0.0, 3.8414588 / 13.8414588),
         (1.0, 10, 10 / 13.8414588, 1.0),
         # Newcombe 1998 (doi 10.1002/(SICI)1097-0258(19980430)17:8<857), table I, method 3.
@@ -27,12 +27,12 @@ def test_wilson_gives_the_published_values(proportion, count, low, high):
 
 
 @pytest.mark.parametrize(("proportion", "count"), [(0.5, 0), (1.1, 10), (-0.1, 10)])
-def test_wilson_refuses_what_is_no_proportion(proportion, count):
+def test_wilson_refuses_values_that_are_no_proportion(proportion, count):
     with pytest.raises(ValueError, match="no interval"):
         wilson(proportion, count)
 
 
-def test_one_sample_is_plain_wilson():
+def test_one_sample_per_question_gives_the_plain_wilson_interval():
     values = [1.0] * 30 + [0.0] * 70
     result = estimate(values, samples=1)
     assert (result.value, (result.low, result.high)) == (0.3, wilson(0.3, 100))
@@ -42,25 +42,25 @@ def test_equal_completions_of_a_question_count_once():
     assert effective_count([1.0, 0.0, 1.0, 0.0], samples=8) == 4
 
 
-def test_independent_completions_count_each():
-    # Every question at 0.5: no spread between questions, so 4 questions x 8 samples are 32 trials.
+def test_independent_completions_all_count():
+    # Every question is at 0.5: without a spread between questions, 4 questions x 8 samples are 32 trials.
     assert effective_count([0.5] * 4, samples=8) == 32
 
 
-def test_effective_count_in_between_is_the_design_effect():
+def test_the_effective_count_in_between_follows_the_design_effect():
     values = [0.25, 0.75, 0.25, 0.75]  # variance of the mean = (4 * 0.0625 / 3) / 4, p(1-p) = 0.25
     assert effective_count(values, samples=8) == pytest.approx(0.25 / (0.25 / 3 / 4))
 
 
 @pytest.mark.parametrize("mean", [0.0, 1.0])
-def test_all_right_or_all_wrong_keeps_a_width(mean):
+def test_the_interval_keeps_a_width_if_all_are_right_or_wrong(mean):
     result = estimate([mean] * 30, samples=16)
     assert (result.low, result.high) == wilson(mean, 30)
     assert result.high - result.low > 0.1
 
 
 def test_interval_covers_the_truth_when_questions_differ_in_difficulty():
-    """30 questions of difficulty uniform in [0, 1], 8 samples each: the true mean is 0.5; nominal coverage is 95%."""
+    """30 questions, difficulties uniform in [0, 1], 8 samples each: the true mean is 0.5, the nominal coverage 95%."""
     rng = random.Random(0)
     trials, covered = 2000, 0
     for _ in range(trials):

@@ -1,4 +1,4 @@
-"""Completions -> numbers, on rows whose every number is known by hand."""
+"""From completions to numbers, on rows whose numbers are all known by hand."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ ROW = {"truncated": False, "prompt_tokens": 10, "tokens": 5, "batch": 0, "batch_
 
 
 def rows(*graded, **changes):
-    """One row a character of each word: 'x' right, '.' wrong; word i is question i."""
+    """One row per character of each word, 'x' for right and '.' for wrong; word i is question i."""
     return [
         {**ROW, "row": question, "sample": sample, "correct": mark == "x", "reason": REASONS[mark], **changes}
         for question, word in enumerate(graded)
@@ -20,7 +20,7 @@ def rows(*graded, **changes):
     ]
 
 
-def test_one_sample_a_question():
+def test_one_sample_per_question():
     summary = summarize(rows("x", ".", "x", "."))
     assert (summary.questions, summary.samples, summary.correct, summary.completions) == (4, 1, 2, 4)
     assert summary.accuracy.value == 0.5
@@ -32,7 +32,7 @@ def test_one_sample_a_question():
 def test_mean_and_pass_at_k_are_over_questions():
     summary = summarize(rows("xx..", "....", "xxxx", "x..."), pass_k=(1, 2, 4))
     assert summary.accuracy.value == pytest.approx(7 / 16)
-    # pass@2 of 2, 0, 4, 1 right among 4: 1 - 1/6, 0, 1, 1 - 3/6
+    # pass@2 with 2, 0, 4 and 1 right of 4: 1 - 1/6, 0, 1, 1 - 3/6
     assert {k: e.value for k, e in summary.pass_at_k.items()} == pytest.approx(
         {1: 7 / 16, 2: (5 / 6 + 0 + 1 + 1 / 2) / 4, 4: 3 / 4}
     )
@@ -68,7 +68,7 @@ def test_the_table_names_rare_reasons_only_where_they_occur():
     assert list(render_table([plain, rare]).columns[1].cells)[labels(plain, rare).index("timeout")] == ""
 
 
-def test_tokens_add_up_and_a_batch_takes_its_seconds_once():
+def test_tokens_add_up_and_the_seconds_of_a_batch_count_once():
     crafted = [*rows("xx"), *[{**row, "row": 1, "batch": 1, "batch_seconds": 0.5, "tokens": 7} for row in rows("xx")]]
     summary = summarize(crafted)
     assert (summary.prompt_tokens, summary.completion_tokens, summary.seconds) == (40, 24, 2.5)

@@ -1,6 +1,6 @@
-"""Whole evaluations on a small random model (eval_factory), through the real engine, tokenizer, grading and files.
+"""Whole evaluations of a small random model (eval_factory) with the real engine, tokenizer, grading and files.
 
-The model always answers; what it answers is read off once to craft data whose accuracy is known.
+The model always answers. Its answers are read once, to craft data whose accuracy is known.
 """
 
 import json
@@ -23,7 +23,7 @@ from qerl.errors import CheckpointError, ConfigError, DataError
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """The base; one thread, because for products of this size waiting for a second one takes longer."""
+    """The base. One thread is faster: products are so small that waiting for a second thread takes longer."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield build_model(tmp_path_factory.mktemp("base"))
@@ -48,7 +48,7 @@ def settings(model, questions, tmp_path):
 
 
 def rows_of(folder):
-    """The saved rows, without the time they took."""
+    """The saved rows without their times."""
     rows = [json.loads(line) for line in (folder / COMPLETIONS).read_text(encoding="utf-8").splitlines()]
     return [{key: value for key, value in row.items() if key != "batch_seconds"} for row in rows]
 
@@ -75,7 +75,7 @@ def test_accuracy_is_that_of_crafted_answers(settings, questions, tmp_path):
     assert saved["sampling"]["max_new_tokens"] == 8
 
 
-def test_a_row_says_what_was_asked_answered_and_judged(settings):
+def test_a_row_holds_question_completion_and_grade(settings):
     result = run_eval(settings(limit=3))
     rows = sorted(rows_of(result.out), key=lambda row: row["row"])
     assert [row["question"] for row in rows] == [f"What is {n} times {n * n + 1}?" for n in (1, 2, 3)]
@@ -84,21 +84,21 @@ def test_a_row_says_what_was_asked_answered_and_judged(settings):
         assert row["completion"].endswith(row["extracted"])
         assert row["tokens"] == len(row["completion"].split("\n#### ")) - 1 + (
             not row["truncated"]
-        )  # and the stop token
+        )  # plus the stop token
         assert row["truncated"] == (row["tokens"] == 8 and len(row["completion"]) == 8 * len(ANSWERS[0]))
     assert result.summary.completion_tokens == sum(row["tokens"] for row in rows)
 
 
-def test_greedy_twice_is_equal(settings, tmp_path):
+def test_two_greedy_evaluations_are_equal(settings, tmp_path):
     a, b = (run_eval(settings(out=tmp_path / name)) for name in "ab")
     assert rows_of(a.out) == rows_of(b.out)
-    assert len(set(texts(a.out).values())) > 1  # the model does look at its prompt
+    assert len(set(texts(a.out).values())) > 1  # completions depend on the prompt
 
 
 SAMPLED = {"samples": 3, "temperature": 1.0, "top_p": 0.95, "pass_k": (1, 2, 3)}
 
 
-def test_a_seed_decides_the_samples(settings, tmp_path):
+def test_the_seed_determines_the_samples(settings, tmp_path):
     a, b, c = (
         run_eval(settings(out=tmp_path / name, seed=seed, **SAMPLED)) for name, seed in (("a", 0), ("b", 0), ("c", 1))
     )
@@ -122,7 +122,7 @@ def test_killed_and_continued_equals_uninterrupted(settings, tmp_path):
         assert (out / RESULT).is_file()
 
 
-def test_a_stop_between_batches_keeps_what_is_there(settings, tmp_path):
+def test_a_stop_between_batches_keeps_the_finished_ones(settings, tmp_path):
     def stop_after_two(done, total, correct):
         if done >= 8:
             raise KeyboardInterrupt
@@ -137,7 +137,7 @@ def test_a_stop_between_batches_keeps_what_is_there(settings, tmp_path):
     assert rows_of(tmp_path / "out") == rows_of(whole.out)
 
 
-def test_a_finished_evaluation_is_read_not_run(settings, monkeypatch):
+def test_a_finished_evaluation_is_read_and_not_repeated(settings, monkeypatch):
     first = run_eval(settings())
 
     def refuse(*_, **__):
@@ -169,13 +169,13 @@ def test_a_random_adapter_changes_completions_and_a_zero_one_does_not(settings, 
     assert sum(texts(with_random.out)[key] != text for key, text in texts(plain.out).items()) >= 8
 
 
-def test_an_adapter_folder_is_its_base_with_it(settings, model, tmp_path):
+def test_an_adapter_folder_means_its_base_with_the_adapter(settings, model, tmp_path):
     adapter = make_adapter(tmp_path / "adapter", model, random_b=True)
     both = run_eval(settings(out=tmp_path / "both", adapter=str(adapter)))
     assert texts(run_eval(settings(out=tmp_path / "alone", model=str(adapter))).out) == texts(both.out)
 
 
-def test_a_run_is_evaluated_with_the_prompt_that_trained(settings, model, tmp_path, caplog):
+def test_a_run_is_evaluated_with_the_prompt_of_its_training(settings, model, tmp_path, caplog):
     caplog.set_level(logging.INFO)
     run = make_run(tmp_path / "r", model, system_prompt="Count.", prompt_template="Q {question}")
     plan = make_plan(settings(model=str(run), out=None))
@@ -195,7 +195,7 @@ def test_a_run_without_its_own_prompt_uses_the_one_of_its_task(settings, model, 
     assert make_plan(settings(model=str(run))).prompts == make_plan(settings()).prompts
 
 
-def test_weights_that_changed_are_another_evaluation(settings, model, tmp_path, monkeypatch):
+def test_changed_weights_need_another_evaluation(settings, model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     adapter = make_adapter(tmp_path / "adapter", model, random_b=True)
     before = make_plan(settings(model=str(adapter), out=None))
@@ -216,7 +216,7 @@ def test_without_a_model_the_newest_is_taken_and_named(settings, model, tmp_path
     assert "taking the newest run or checkpoint made here, checkpoints/mine" in caplog.text
 
 
-def test_room_in_the_context_is_counted(settings):
+def test_prompts_and_completions_have_to_fit_into_the_context(settings):
     plan = make_plan(settings(max_new_tokens=None))
     room = CONTEXT - max(map(len, plan.prompts))
     assert plan.sampling.max_new_tokens == room
@@ -237,8 +237,8 @@ def test_batches_are_longest_first_and_hold_everything_once():
     assert batches == [[(1, 0), (1, 1), (3, 0)], [(3, 1), (0, 0), (0, 1)], [(2, 0), (2, 1)]]
 
 
-def test_batch_seeds_are_fixed_for_ever_and_differ():
-    """Seeds stand behind saved numbers; oracle: sha256 of "eval/0/0" begins with 6a3325c6 (sha256sum)."""
+def test_batch_seeds_never_change_and_differ_from_each_other():
+    """Saved numbers depend on the seeds. The oracle: sha256 of "eval/0/0" begins with 6a3325c6 (sha256sum)."""
     assert batch_seed(0, 0) == 0x6A3325C6 >> 1
     assert len({batch_seed(seed, batch) for seed in range(20) for batch in range(50)}) == 1000
 
@@ -259,7 +259,7 @@ def test_the_command_shows_the_table_and_where_the_files_are(settings, model, qu
 
 @pytest.fixture
 def capped_run(model, tmp_path):
-    """A run that had 24 GiB, 12 of them for its rollouts."""
+    """A run with 24 GiB of memory, 12 of them for its rollouts."""
     run = make_run(tmp_path / "capped", model)
     values = [f"model.base={model}", "model.format=bf16", "rollout.engine=auto"]
     save_config(load_recipe("tiny", [*values, "rollout.memory=12", "memory.cap_gib=24"]), run / "config.yaml")
@@ -279,7 +279,7 @@ def capped_run(model, tmp_path):
     ],
     ids=["none", "memory", "share", "cap", "both", "more than the run's cap", "less than the run's memory"],
 )
-def test_a_run_is_evaluated_in_the_memory_that_it_had_unless_told_otherwise(
+def test_a_run_is_evaluated_in_the_memory_of_its_training_by_default(
     settings, capped_run, monkeypatch, asked, expected
 ):
     monkeypatch.setattr("qerl.engine.open.choose_engine", lambda *_: "vllm")
@@ -288,8 +288,9 @@ def test_a_run_is_evaluated_in_the_memory_that_it_had_unless_told_otherwise(
         assert (options.cap_gib, options.memory) == expected
 
 
-def test_memory_is_for_vllm_and_makes_sense(settings, capped_run):
-    assert make_plan(settings(model=str(capped_run))).settings.cap_gib is None  # on transformers, which has no budget
+def test_memory_options_need_vllm_and_sensible_values(settings, capped_run):
+    # The transformers engine has no memory budget.
+    assert make_plan(settings(model=str(capped_run))).settings.cap_gib is None
     with pytest.raises(ConfigError, match="--cap-gib is vllm's"):
         make_plan(settings(cap_gib=24))
     with pytest.raises(ConfigError, match="--cap-gib 0 is no limit"):

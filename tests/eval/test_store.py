@@ -1,4 +1,4 @@
-"""An evaluation's folder: whole batches survive a kill at any byte, and nothing of another evaluation is taken."""
+"""An evaluation's folder: whole batches survive a kill at any byte, and no rows of another evaluation are used."""
 
 import json
 import multiprocessing
@@ -25,13 +25,13 @@ def resume(folder, batches=BATCHES):
         return store.resume(batches)
 
 
-def test_what_was_appended_comes_back(tmp_path):
+def test_appended_rows_can_be_read_back(tmp_path):
     fill(tmp_path)
     assert resume(tmp_path) == [row for batch in ROWS for row in batch]
 
 
 def test_a_kill_at_any_byte_leaves_the_whole_batches(tmp_path):
-    """Oracle: the byte offsets at which a batch ends, taken from the encoded rows."""
+    """The oracle is the list of byte offsets at which batches end, computed from the encoded rows."""
     path = fill(tmp_path)
     content = path.read_bytes()
     ends, end = [0], 0
@@ -73,7 +73,7 @@ def test_other_settings_are_refused_by_name(tmp_path):
         pass
 
 
-def test_overwrite_begins_anew_and_leaves_other_files(tmp_path):
+def test_overwrite_starts_again_and_leaves_other_files(tmp_path):
     fill(tmp_path)
     (tmp_path / "notes.txt").write_text("mine")
     write_json(tmp_path / RESULT, {"accuracy": 1})
@@ -137,5 +137,5 @@ def test_write_json_replaces_the_whole_file(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
 
 
-def test_differences_names_what_is_new_and_what_is_gone():
+def test_differences_names_new_and_missing_settings():
     assert differences({"a": 1, "b": "x"}, {"a": 1, "c": [2]}) == "b x, now null; c null, now [2]"

@@ -1,4 +1,4 @@
-"""Small checkpoints of the real layout: config.json, tokenizer files, sharded safetensors, random weights."""
+"""Small checkpoints in the layout of real ones: config.json, tokenizer files, sharded safetensors, random weights."""
 
 import shutil
 from pathlib import Path

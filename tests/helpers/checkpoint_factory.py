@@ -1,4 +1,4 @@
-"""Small checkpoints of the real layouts, as transformers writes them, and folders that only look like checkpoints."""
+"""Small checkpoints in the layouts that transformers writes, and folders that only look like checkpoints."""
 
 import json
 import math
@@ -24,7 +24,7 @@ CHAT_TEMPLATE = (
 
 
 def make_checkpoint(folder, layout="qwen2", layers=2, dtype="bfloat16", max_shard_size="100KB", seed=0, **config):
-    """A model with random weights (biases and norms too) and a tokenizer, saved by transformers; returns the folder."""
+    """Let transformers save a model with random weights (biases and norms too) and a tokenizer. Returns the folder."""
     import torch
     import transformers
 
@@ -75,7 +75,7 @@ def make_tokenizer():
 
 
 def write_safetensors(path, tensors):
-    """A safetensors file of zero bytes: `tensors` maps names to (dtype, shape). Needs no torch."""
+    """Write a safetensors file whose data are zeros; `tensors` maps names to (dtype, shape). Needs no torch."""
     header, end = {}, 0
     for name, (dtype, shape) in tensors.items():
         begin, end = end, end + DTYPE_BYTES[dtype] * math.prod(shape)
@@ -98,7 +98,7 @@ def layout_tensors(layers=2, dtype="BF16", tied=False):
 
 
 def fake_checkpoint(folder, tensors=None, tokenizer=True, **config):
-    """A folder with config.json, model.safetensors (zeros) and a tokenizer.json that nothing opens."""
+    """A folder with config.json, a model.safetensors of zeros, and a tokenizer.json that no test opens."""
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     settings = {"model_type": "llama", "num_hidden_layers": 2, "tie_word_embeddings": False, **config}

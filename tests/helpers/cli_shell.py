@@ -1,4 +1,4 @@
-"""`qerl` as a person runs it: processes in one folder, each with its log."""
+"""Run `qerl` as a person does: processes in one folder, each with its own log."""
 
 import os
 import subprocess
@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[2]
 
 @dataclass(frozen=True)
 class Shell:
-    """Runs `qerl` in one folder, with a log file for each process."""
+    """Runs `qerl` in one folder, with a log file per process."""
 
     folder: Path
 
@@ -27,7 +27,7 @@ class Shell:
             )
 
     def run(self, name, *arguments):
-        """The output of a command that has to succeed."""
+        """The output of a command, which has to succeed."""
         process = self.begin(name, *arguments)
         try:
             code = process.wait(timeout=240)

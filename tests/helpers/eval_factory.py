@@ -1,6 +1,6 @@
 """A small model that always answers, its NVFP4 twin, adapters and run directories, for the tests of evaluation.
 
-The head is drawn so that greedy completions are made of the tokens "#### 0" to "#### 9" and the end of the sequence.
+The head is drawn such that greedy completions consist of the tokens "#### 0" to "#### 9" and the end of sequence.
 """
 
 import json
@@ -60,7 +60,7 @@ def make_adapter(folder, base, random_b, seed=1):
 
 
 def pack_model(folder, base):
-    """The NVFP4 twin of `base`, in the layout that llm-compressor writes."""
+    """Write the NVFP4 twin of `base` in the layout of llm-compressor."""
     from safetensors.torch import load_file, save_file
 
     shutil.copytree(base, folder)
@@ -80,7 +80,7 @@ def pack_model(folder, base):
 
 
 def make_run(folder, base, **data):
-    """A run directory as training leaves it."""
+    """A run directory in the form in which training leaves it."""
     folder.mkdir()
     overrides = [f"model.base={base}", "model.format=bf16", *(f"data.{key}={json.dumps(v)}" for key, v in data.items())]
     save_config(load_recipe("tiny", overrides), folder / "config.yaml")

@@ -12,8 +12,11 @@ IN_ALL_LAYOUTS = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS
 
 
 def random_weight(rows, columns, layout=QERL, device="cpu", seed=0):
-    """Any codes; block scales over all of e4m3, a tenth of them zero. Of vLLM's kernels any words and scales, with rows
-    padded as Humming pads them. In one test the same for the same `seed`."""
+    """A weight of random codes, with block scales from all of e4m3, of which a tenth are zero.
+
+    For vLLM's kernels it has random words and scales, with rows padded as Humming pads them. The same `seed` gives the
+    same weight within a test.
+    """
     generator = torch.Generator().manual_seed(torch.initial_seed() + seed)
     if layout is QERL:
         packed = torch.randint(0, 256, (rows, columns // 2), generator=generator, dtype=torch.uint8)
@@ -34,12 +37,12 @@ def error(value, expected):
 
 
 def assert_rounded(value, expected):
-    """To bfloat16: 2.5e-3 bounds many outputs; a few, of which one outweighs the rest, can be rounded worse."""
+    """Hold `out` to bfloat16 rounding: 2.5e-3 bounds many outputs, but a few, of which one dominates, can be worse."""
     assert error(value, expected) < max(2.5e-3, 1.5 * error(expected.bfloat16(), expected))
 
 
 def random_adapter(rows, columns, ranks, parts, device="cpu", size=1.0):
-    """B as blocks on a diagonal; `ranks` of each part."""
+    """Factors whose B consists of blocks on the diagonal; `ranks` are those of the parts."""
     a = torch.randn(ranks * len(parts), columns, device=device).mul_(0.05).bfloat16()
     b = torch.zeros(rows, ranks * len(parts), device=device, dtype=torch.bfloat16)
     for index, part in enumerate(parts):

@@ -1,4 +1,4 @@
-"""Small models of each family with our layers, and the same with transformers' and PEFT's own."""
+"""Small models of each family with our layers, and the same models with the layers of transformers and PEFT."""
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -34,7 +34,7 @@ def tiny_model(family, dtype=torch.float32, **changes):
 
 
 def stock_(policy):
-    """Take our layers out of a policy: PEFT's forward, transformers' norms, attention and MLP."""
+    """Replace our layers in a policy by PEFT's forward and transformers' norms, attention and MLP."""
     from peft.tuners.lora.layer import Linear
 
     for module in policy.modules():
@@ -47,7 +47,7 @@ def stock_(policy):
 
 
 def twice_rounded(x, weight, eps):
-    """transformers' RMSNorm."""
+    """RMSNorm as transformers computes it, rounding twice."""
     wide = x.float()
     return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)
 
@@ -74,7 +74,7 @@ def difference(value, expected):
 
 
 def run(policy, tokens=TOKENS, **arguments):
-    """Logits, gradients by name and the gradient to the embedded input."""
+    """The logits, the gradients by name, and the gradient with respect to the embedded input."""
     policy.zero_grad()
     embedded = policy.get_input_embeddings()(tokens).detach().requires_grad_()
     logits = policy(inputs_embeds=embedded, **arguments).logits

@@ -11,7 +11,7 @@ IN, OUT = 80, 48
 
 
 def packed_and_twin(dtype=torch.float32, bias=True, sizes=(IN, OUT), seed=0) -> tuple[NVFP4Linear, nn.Linear]:
-    """A packed linear and a dense one with the weight that compressed-tensors' own formula gives."""
+    """A packed linear, and a dense one with the weight that compressed-tensors' formula gives."""
     torch.manual_seed(seed)
     twin = nn.Linear(*sizes, bias=bias).requires_grad_(False).to(dtype)
     packed = NVFP4Linear.from_linear(twin)

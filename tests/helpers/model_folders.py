@@ -40,7 +40,7 @@ def make_run(tmp_path, base, name="r1", model_format="nvfp4", steps=(5, 40)):
 
 
 def hub_snapshot(cache, repo, fill):
-    """A model in the hub's cache as its client leaves it there."""
+    """A model in the hub's cache, as the hub's client stores it."""
     folder = cache / f"models--{repo.replace('/', '--')}"
     snapshot = folder / "snapshots" / "0123456789abcdef"
     (folder / "refs").mkdir(parents=True)

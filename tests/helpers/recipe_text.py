@@ -1,4 +1,4 @@
-"""A right recipe as text, to be edited wrongly."""
+"""A valid recipe as text, which tests edit to make it wrong."""
 
 import pytest
 
@@ -69,7 +69,7 @@ def edited(tmp_path, old, new):
 
 
 def check_wrong_edit(tmp_path, old, new, says):
-    """Hold that the edited line is refused in one line of text that says this and begins with the line's number."""
+    """Assert that the edited line is refused by a one-line error that starts with its number and says this."""
     path = edited(tmp_path, old, new)
     with pytest.raises(ConfigError) as error:
         load_recipe(path)

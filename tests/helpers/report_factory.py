@@ -1,4 +1,4 @@
-"""Folders of runs as training writes them, made by hand for the report."""
+"""Run directories for the tests of the report, in the form in which training writes them."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""A run of seconds on a random base: what the tests of the trainer share."""
+"""A run of a few seconds on a random base, which the tests of the trainer share."""
 
 import json
 from itertools import islice
@@ -33,9 +33,9 @@ SETTINGS = (
 
 
 def small_config(base, folder, *overrides, steps=6, out="run"):
-    """The tiny recipe, smaller, on `base`, with a dense reward; writes the reward's file into `folder`.
+    """A smaller version of the tiny recipe on `base` with a dense reward, whose file it writes into `folder`.
 
-    The rows are the task's own first ones, from a file: making all of its 8192 takes as long as six steps.
+    The task's first rows come from a file, since generating all 8192 takes as long as six steps.
     """
     reward, rows = folder / "reward.py", folder / "rows.jsonl"
     reward.write_text(REWARD)
@@ -45,7 +45,7 @@ def small_config(base, folder, *overrides, steps=6, out="run"):
 
 
 def numbers(run_dir):
-    """The rows of its log without times and memory."""
+    """The rows of a run's log without times and memory."""
     return [deterministic(row) for row in read_metrics(run_dir)]
 
 

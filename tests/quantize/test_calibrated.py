@@ -1,4 +1,4 @@
-"""AWQ and GPTQ through llm-compressor's sequential pipeline: our files hold what its own save writes."""
+"""AWQ and GPTQ through llm-compressor's sequential pipeline: our files hold the same as its own save writes."""
 
 import json
 import re
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def make_salient(folder, channels):
-    """Channels with large activations, as trained models have them: what AWQ is for."""
+    """Give some channels large activations, as trained models have them; AWQ is made for these."""
     for path in folder.glob("*.safetensors"):
         tensors = load_file(path)
         for name in tensors:
@@ -70,7 +70,7 @@ def quantized(request, tmp_path_factory):
     return method, source, folder / "out", report, *seen
 
 
-def test_the_tensors_are_those_of_llm_compressors_own_save(quantized, tmp_path):
+def test_the_tensors_equal_those_that_llm_compressor_saves(quantized, tmp_path):
     _, _, out, _, model, _ = quantized
     model.save_pretrained(tmp_path / "theirs")
     ours, theirs = load_all(out), load_all(tmp_path / "theirs")
@@ -78,12 +78,12 @@ def test_the_tensors_are_those_of_llm_compressors_own_save(quantized, tmp_path):
     for name, tensor in ours.items():
         expected = (
             theirs[name] if ".weight_" in name else theirs[name].to(torch.bfloat16)
-        )  # a CPU calibrates in float32
+        )  # calibration on a CPU is in float32
         assert (tensor.dtype, tensor.shape) == (expected.dtype, expected.shape), name
         assert torch.equal(tensor.view(torch.uint8), expected.view(torch.uint8)), name
 
 
-def test_the_method_did_something_that_rounding_does_not(quantized, tmp_path):
+def test_each_method_differs_from_plain_rounding(quantized, tmp_path):
     method, source, out, report, _, _ = quantized
     plain = quantize_checkpoint(str(source), tmp_path / "rtn")
     ours, rounded = load_all(out), load_all(tmp_path / "rtn")
@@ -92,14 +92,15 @@ def test_the_method_did_something_that_rounding_does_not(quantized, tmp_path):
     }
     assert any(name.endswith("weight_packed") for name in differing)
     norms = {name for name in differing if name.endswith("layernorm.weight")}
-    assert bool(norms) == (method == "awq")  # AWQ moves scales into the norms, GPTQ leaves all else as it was
+    assert bool(norms) == (method == "awq")  # AWQ moves scales into the norms, GPTQ changes nothing else
     if method == "gptq":
         assert all(".weight_" in name for name in differing)
-        assert report.mean_sqnr_db() < plain.mean_sqnr_db()  # it trades the weights' error for the outputs'
+        # It accepts a larger error of the weights for a smaller one of the outputs.
+        assert report.mean_sqnr_db() < plain.mean_sqnr_db()
 
 
-def test_awq_computes_the_same_before_rounding(tmp_path):
-    """The rescaling cancels: scales go into norms, up_proj and v_proj, their inverses into what follows."""
+def test_awq_leaves_the_outputs_unchanged_before_rounding(tmp_path):
+    """The rescaling cancels: scales go into norms, up_proj and v_proj, their inverses into the layers after them."""
     from qerl.checkpoint.load import load_tokenizer
     from quantize.calibration import load_calibration
     from quantize.source import read_source
@@ -120,7 +121,7 @@ def test_awq_computes_the_same_before_rounding(tmp_path):
         torch.testing.assert_close(twin(tokens).logits, before, rtol=1e-4, atol=1e-4)
 
 
-def test_it_loads_and_errs_less_than_rounding_on_what_it_saw(quantized, tmp_path):
+def test_it_loads_and_has_a_smaller_error_than_rounding_on_the_calibration_data(quantized, tmp_path):
     _, source, out, _, _, tokens = quantized
     quantize_checkpoint(str(source), tmp_path / "rtn")
 
@@ -135,7 +136,7 @@ def test_it_loads_and_errs_less_than_rounding_on_what_it_saw(quantized, tmp_path
     assert error[0] < error[1] < 0.2 * dense.var()
 
 
-def test_the_report_names_the_data_and_what_the_sqnr_compares(quantized):
+def test_the_report_names_the_data_and_the_reference_of_the_sqnr(quantized):
     method, _, out, report, _, _ = quantized
     saved = json.loads((out / "quantize_report.json").read_text())
     assert saved["calibration"]["sequences"] == 4
@@ -163,8 +164,8 @@ def test_ignored_layers_are_not_touched_by_gptq(tmp_path):
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="on a CPU only")
-def test_a_pipe_gets_a_few_lines(tmp_path):
-    """llm-compressor's progress bars are for a terminal."""
+def test_a_pipe_gets_only_a_few_lines(tmp_path):
+    """Progress bars of llm-compressor are shown on terminals only."""
     source, rows = make_checkpoint(tmp_path / "model", "qwen2", layers=1), write_rows(tmp_path / "rows.jsonl")
     options = f"--model {source} --out {tmp_path / 'out'} --method awq --calibration {rows}"
     sizes = "--calibration-size 2 --sequence-length 32"
@@ -172,16 +173,16 @@ def test_a_pipe_gets_a_few_lines(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     bars = [line for line in re.split("[\r\n]+", done.stderr) if "it/s]" in line]
-    assert len(bars) <= 2, bars  # those of "Applying quantization config", which it shows in any case
+    assert len(bars) <= 2, bars  # from "Applying quantization config", which it always shows
 
 
-def test_another_device_than_llm_compressors_is_refused():
+def test_a_device_that_llm_compressor_does_not_use_is_refused():
     check_device(torch.device("cpu"))
     with pytest.raises(ConfigError, match="--device meta cannot be used with awq and gptq"):
         check_device(torch.device("meta"))
 
 
-def test_a_model_that_transformers_cannot_load_is_one_clear_error(tmp_path):
+def test_a_model_that_transformers_cannot_load_gives_one_clear_error(tmp_path):
     source = make_checkpoint(tmp_path / "model", "llama", layers=1)
     config = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of"}))

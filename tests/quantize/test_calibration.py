@@ -1,4 +1,4 @@
-"""Calibration rows become sequences of exactly the length that was asked for, and no row is lost silently."""
+"""Calibration rows become sequences of exactly the requested length, and no row is dropped silently."""
 
 import gzip
 import json
@@ -35,7 +35,7 @@ def test_rows_are_joined_and_cut_without_a_gap(tokenizer, tmp_path):
     assert [len(sequence) for sequence in found.sequences] == [len(one) + 3] * 4
     joined = [token for sequence in found.sequences for token in sequence]
     assert joined == (one * 5)[: len(joined)]
-    assert found.rows == 5  # no more rows than are needed
+    assert found.rows == 5  # no more rows than needed are read
     assert found.summary() == {
         "data": data,
         "sequences": 4,
@@ -57,7 +57,7 @@ def test_rows_are_joined_and_cut_without_a_gap(tokenizer, tmp_path):
         {"instruction": "What is 3 plus 4?", "output": "The answer is 7."},
     ],
 )
-def test_usual_rows_are_written_in_the_models_chat_template(tokenizer, tmp_path, row):
+def test_common_kinds_of_rows_are_rendered_with_the_models_chat_template(tokenizer, tmp_path, row):
     length = len(rendered(tokenizer))
     found = load_calibration(write(tmp_path / "rows.jsonl", [row]), tokenizer, 1, length)
     assert found.sequences == [rendered(tokenizer)]
@@ -69,7 +69,7 @@ def test_plain_text_ends_with_the_end_token(tokenizer, tmp_path):
     assert found.sequences == [ids]
 
 
-def test_without_a_chat_template_the_text_is_taken(tmp_path):
+def test_without_a_chat_template_the_plain_text_is_used(tmp_path):
     tokenizer = make_tokenizer()
     tokenizer.chat_template = None
     ids = [*tokenizer("What is 3 plus 4?\n\nThe answer is 7.")["input_ids"], tokenizer.eos_token_id]
@@ -86,7 +86,7 @@ def test_rows_are_shuffled_the_same_way_every_time(tokenizer, tmp_path):
     assert numbers != sorted(numbers)
 
 
-def test_a_compressed_file_is_the_same(tokenizer, tmp_path):
+def test_a_compressed_file_gives_the_same_rows(tokenizer, tmp_path):
     data = write(tmp_path / "rows.jsonl", [QUESTION] * 20)
     with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:
         file.write((tmp_path / "rows.jsonl").read_text())
@@ -99,7 +99,7 @@ def test_our_own_tasks_can_calibrate_without_a_network(tokenizer):
     assert [len(sequence) for sequence in found.sequences] == [64, 64]
 
 
-def test_unusable_rows_are_counted_and_too_few_are_said(tokenizer, tmp_path, caplog):
+def test_unusable_rows_and_missing_sequences_are_reported(tokenizer, tmp_path, caplog):
     rows = [QUESTION, {"image": "x.png"}, {"question": " "}, [1, 2], QUESTION]
     (tmp_path / "rows.jsonl").write_text("\n".join(json.dumps(row) for row in rows) + "\nbroken {\n")
     length = len(rendered(tokenizer))
@@ -117,7 +117,7 @@ def test_unusable_rows_are_counted_and_too_few_are_said(tokenizer, tmp_path, cap
         (json.dumps(QUESTION), r"gives \d+ tokens from 1 rows, less than one sequence of 64: .*--sequence-length \d+"),
     ],
 )
-def test_data_that_is_not_enough(tokenizer, tmp_path, content, message):
+def test_too_little_data_is_refused(tokenizer, tmp_path, content, message):
     (tmp_path / "rows.jsonl").write_text(content)
     with pytest.raises(DataError, match=message):
         load_calibration(str(tmp_path / "rows.jsonl"), tokenizer, 1, 64)
@@ -131,7 +131,7 @@ def test_data_that_is_not_enough(tokenizer, tmp_path, content, message):
         ("aime24", "is for evaluation and has no training rows"),
     ],
 )
-def test_data_that_is_not_there(tokenizer, tmp_path, monkeypatch, data, message):
+def test_missing_data_is_refused(tokenizer, tmp_path, monkeypatch, data, message):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=message):
         load_calibration(data, tokenizer, 1, 64)

@@ -1,4 +1,4 @@
-"""Quantization on a CUDA device: near to the CPU's bits, and with a small part of the model on the device.
+"""Quantization on a CUDA device gives almost the CPU's bits, and holds only a small part of the model there.
 
 Last run on an H200, 2026-11-22.
 """
@@ -24,26 +24,26 @@ def load_all(folder):
 
 
 @pytest.mark.parametrize("layout", ["qwen2", "qwen3"])
-def test_rounding_on_the_device_differs_from_the_cpus_in_almost_no_code(tmp_path, layout):
+def test_rounding_on_the_device_gives_almost_the_same_codes_as_on_the_cpu(tmp_path, layout):
     source = make_checkpoint(tmp_path / "model", layout, **LARGER)
     reports = [quantize_checkpoint(str(source), tmp_path / device, device=device) for device in ("cpu", "cuda")]
     ours, theirs = load_all(tmp_path / "cuda"), load_all(tmp_path / "cpu")
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
         same = (tensor.view(torch.uint8) == theirs[name].view(torch.uint8)).float().mean()
-        assert same > (0.999 if ".weight_" in name else 0.9999999), name  # CUDA divides by 6 through its reciprocal
+        assert same > (0.999 if ".weight_" in name else 0.9999999), name  # CUDA divides by 6 by multiplying with 1/6
     for cpu, cuda in zip(reports[0].layers, reports[1].layers, strict=True):
         assert cuda.sqnr_db == pytest.approx(cpu.sqnr_db, abs=0.05)
 
 
-def test_only_a_layer_at_a_time_is_on_the_device(tmp_path):
+def test_only_one_layer_at_a_time_is_on_the_device(tmp_path):
     source = make_checkpoint(tmp_path / "model", "llama", layers=16, **LARGER)
     quantize_checkpoint(str(source), tmp_path / "warm")
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     report = quantize_checkpoint(str(source), tmp_path / "out")
     peak = torch.cuda.max_memory_allocated() - before
-    assert peak < report.bytes_before  # all 16 layers; one layer with its float copies is about half of that
+    assert peak < report.bytes_before  # of all 16 layers; one layer with its float copies is about half of that
 
 
 @pytest.mark.parametrize(("method", "layout"), [("awq", "qwen2"), ("gptq", "qwen3"), ("awq", "llama")])

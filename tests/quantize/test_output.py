@@ -1,4 +1,4 @@
-"""The output folder appears whole or not at all, and nothing of the user's is deleted."""
+"""The output folder appears whole or not at all, and no files of the user are deleted."""
 
 import collections
 import errno
@@ -70,7 +70,7 @@ def test_the_exchange_has_no_moment_without_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(output.shutil, "rmtree", lambda path, **_: removed.append((path.name, contents(path))))
     with staged_folder(out) as staging:
         (staging / "new").write_text("new")
-    assert removed == [(".out.partial", {"old": "old"})]  # what is removed is the old one, after the exchange
+    assert removed == [(".out.partial", {"old": "old"})]  # after the exchange this is the old folder
 
 
 def test_without_renameat2_the_old_folder_is_still_replaced(tmp_path, monkeypatch):
@@ -87,7 +87,7 @@ def test_an_old_folder_stays_when_the_block_raises(tmp_path):
     assert contents(out) == {"old": "old"}
 
 
-def test_a_link_is_followed(tmp_path):
+def test_a_symbolic_link_is_followed(tmp_path):
     (tmp_path / "disk2").mkdir()
     (tmp_path / "out").symlink_to(tmp_path / "disk2" / "real")
     with staged_folder(tmp_path / "out") as staging:
@@ -109,7 +109,7 @@ WRITER = """
 
 @pytest.fixture
 def writer(tmp_path):
-    """A process in the middle of writing tmp_path/out."""
+    """A process that is in the middle of writing tmp_path/out."""
     command = [sys.executable, "-c", textwrap.dedent(WRITER), str(tmp_path / "out")]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
@@ -140,9 +140,9 @@ def test_two_writers_do_not_disturb_each_other(tmp_path, writer):
 
 @contextmanager
 def folder_of_mode(mode):
-    """A folder with these rights; root has all rights, so within the block it is nobody."""
+    """A folder with the mode `mode`. Root may do everything, so inside the block we run as nobody."""
     root = os.geteuid() == 0
-    with tempfile.TemporaryDirectory() as folder:  # pytest's own may be entered by one user alone
+    with tempfile.TemporaryDirectory() as folder:  # only one user may enter pytest's own folders
         Path(folder).chmod(mode)
         if root:
             os.seteuid(65534)
@@ -155,7 +155,7 @@ def folder_of_mode(mode):
 
 
 @pytest.mark.parametrize("mode", [0o555, 0o000], ids=["read only", "may not be entered"])
-def test_a_folder_that_may_not_be_written(mode):
+def test_a_folder_that_may_not_be_written_is_refused(mode):
     with (
         folder_of_mode(mode) as folder,
         pytest.raises(CheckpointError, match="cannot be written"),
@@ -164,24 +164,24 @@ def test_a_folder_that_may_not_be_written(mode):
         pytest.fail("it was written")
 
 
-def test_a_folder_that_may_not_be_entered_is_known_before():
+def test_a_folder_that_may_not_be_entered_is_refused_before_work():
     with folder_of_mode(0o000) as folder, pytest.raises(CheckpointError, match=r"cannot be written .Permission denied"):
         check_target(folder / "out", Path("source"), overwrite=False)
 
 
-def test_folders_made_for_nothing_go_again(tmp_path):
+def test_parent_folders_are_removed_again_after_a_failure(tmp_path):
     with pytest.raises(RuntimeError), staged_folder(tmp_path / "a" / "b" / "out"):
         raise RuntimeError
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_path_through_a_file(tmp_path):
+def test_a_path_through_a_file_is_refused(tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(CheckpointError, match="cannot be written"), staged_folder(tmp_path / "file" / "out"):
         pytest.fail("it was written")
 
 
-def test_a_full_disk_while_writing_is_the_users_to_fix(tmp_path):
+def test_a_full_disk_while_writing_says_how_to_fix_it(tmp_path):
     with pytest.raises(CheckpointError, match=r"could not be written .No space left.*free some space"):
         write_and_raise(tmp_path / "out", OSError(errno.ENOSPC, "No space left on device"))
     assert list(tmp_path.iterdir()) == []
@@ -190,7 +190,7 @@ def test_a_full_disk_while_writing_is_the_users_to_fix(tmp_path):
 # --- checks before long work
 
 
-def test_too_little_space_says_how_much(tmp_path, monkeypatch):
+def test_too_little_space_says_how_much_is_needed(tmp_path, monkeypatch):
     usage = collections.namedtuple("usage", "total used free")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage(0, 0, 3 * 2**30))
     check_space(tmp_path / "not" / "yet" / "out", 2 * 2**30)
@@ -198,7 +198,7 @@ def test_too_little_space_says_how_much(tmp_path, monkeypatch):
         check_space(tmp_path / "not" / "yet" / "out", 4 * 2**30)
 
 
-def test_targets_that_may_be_written(tmp_path):
+def test_targets_that_are_accepted(tmp_path):
     source = fake_checkpoint(tmp_path / "source")
     (tmp_path / "empty").mkdir()
     fake_checkpoint(tmp_path / "done", quantization_config=QUANTIZED)
@@ -221,7 +221,7 @@ def test_targets_that_may_be_written(tmp_path):
         (".", True, "is, holds or lies in the model's own folder"),
     ],
 )
-def test_targets_that_may_not_be_written(tmp_path, out, overwrite, message):
+def test_targets_that_are_refused(tmp_path, out, overwrite, message):
     source = fake_checkpoint(tmp_path / "source")
     fake_checkpoint(tmp_path / "base")
     fake_checkpoint(tmp_path / "done", quantization_config=QUANTIZED)

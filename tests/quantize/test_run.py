@@ -1,4 +1,4 @@
-"""`qerl quantize` by rounding to nearest, end to end: the bits are llm-compressor's, and the result loads."""
+"""`qerl quantize` by rounding to nearest, end to end: it gives llm-compressor's bits, and the result loads."""
 
 import io
 import json
@@ -60,12 +60,12 @@ def test_the_config_is_that_of_llm_compressor(quantized, tmp_path):
     for key in ("format", "quant_method", "quantization_status", "ignore", "version", "kv_cache_scheme"):
         assert entry[key] == expected[key]
     group, expected_group = entry["config_groups"]["group_0"], expected["config_groups"]["group_0"]
-    del expected_group["weights"]["observer"], group["weights"]["observer"]  # who looked, not what is stored
+    del expected_group["weights"]["observer"], group["weights"]["observer"]  # how scales were found, not what is stored
     assert group == expected_group
 
 
 def dense_twin(source, out, dtype):
-    """The 16-bit model with the reference's dequantized weights in the place of the quantized ones."""
+    """The 16-bit model, with weights that the reference quantized and dequantized."""
     twin = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
     before = twin.get_parameter("model.layers.0.mlp.up_proj.weight").clone()
     written = load_all(out)
@@ -98,11 +98,11 @@ def test_it_loads_packed_in_qerl_and_computes_the_same(quantized):
     assert len(linears) == 14
     for name, linear in linears.items():
         assert torch.equal(linear.dense(torch.float32), twin.get_submodule(name).weight)
-    # Not to the bit: some CPUs' products of the same numbers round by where these lie in memory.
+    # Not to the bit: on some CPUs the rounding of a product depends on where its operands lie in memory.
     torch.testing.assert_close(logits(packed), logits(twin), rtol=1e-5, atol=1e-5)
 
 
-def test_the_tokenizer_and_the_small_files_come_along(quantized):
+def test_the_tokenizer_and_the_small_files_are_copied(quantized):
     _, source, out, report = quantized
     text = [{"role": "user", "content": "What is 3 plus 4?"}]
     ids = [AutoTokenizer.from_pretrained(folder).apply_chat_template(text)["input_ids"] for folder in (source, out)]
@@ -132,7 +132,7 @@ def test_the_report_says_what_was_written(quantized):
     assert 19 < min(rates) <= max(rates) < 22  # about 20.3 dB for normal weights
 
 
-def test_the_table_fits_the_report(quantized):
+def test_the_table_shows_the_report(quantized):
     from rich.console import Console
 
     _, source, out, report = quantized
@@ -145,7 +145,7 @@ def test_the_table_fits_the_report(quantized):
     assert f"lowest {report.worst().sqnr_db:.1f} dB ({report.worst().name})" in text
 
 
-def test_files_can_be_read_by_others_as_far_as_the_folder(quantized):
+def test_files_have_the_read_permissions_of_their_folder(quantized):
     _, _, out, _ = quantized
     modes = {path.stat().st_mode & 0o777 for path in out.iterdir()}
     assert modes == {out.stat().st_mode & 0o666}
@@ -158,7 +158,7 @@ def test_importing_loads_neither_torch_nor_llm_compressor():
     assert done.stdout.strip() == ""
 
 
-def test_nothing_is_said_on_stdout_and_the_progress_on_stderr(tmp_path):
+def test_stdout_stays_empty_and_progress_goes_to_stderr(tmp_path):
     code = "import sys; from quantize.run import *; quantize_checkpoint('tiny', sys.argv[1], device='cpu')"
     command = [sys.executable, "-c", code, str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)

@@ -1,4 +1,4 @@
-"""`qerl quantize` of unusual models and options, and what it refuses."""
+"""`qerl quantize` with unusual models and options, and what it refuses."""
 
 import json
 import shutil
@@ -57,7 +57,7 @@ def test_a_float16_model_with_small_weights_is_scaled_in_float32(tmp_path):
         small = {name: tensor * 0.01 if "_proj" in name else tensor for name, tensor in load_file(path).items()}
         save_file(small, path, metadata={"format": "pt"})
     report = quantize_checkpoint(str(source), tmp_path / "out")
-    assert report.worst().sqnr_db > 19  # 0 dB when the global scale overflows float16 and becomes 1
+    assert report.worst().sqnr_db > 19  # it is 0 dB if the global scale overflows float16 and becomes 1
     written, dense = load_all(tmp_path / "out"), load_all(source)
     assert written["model.norm.weight"].dtype == torch.float16
     expected = quantize(dense["model.layers.0.mlp.down_proj.weight"].float())
@@ -112,7 +112,7 @@ def test_large_models_are_written_in_several_files(model, tmp_path, monkeypatch)
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "many").config.model_type == "qwen2"
 
 
-def test_without_out_it_goes_to_checkpoints_here(model, tmp_path, monkeypatch):
+def test_without_out_it_writes_to_checkpoints_in_this_folder(model, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     report = quantize_checkpoint(str(model))
     assert str(report.out) == "checkpoints/Small-1B-NVFP4A16"
@@ -178,7 +178,7 @@ def test_a_hub_id_is_quantized_from_the_cache(model, tmp_path, monkeypatch):
         ({"device": "gpu"}, "--device gpu cannot be used here"),
     ],
 )
-def test_options_that_cannot_be_used(model, tmp_path, options, message):
+def test_impossible_options_are_refused(model, tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
         quantize_checkpoint(str(model), tmp_path / "out", **options)
     assert list(tmp_path.iterdir()) == []
@@ -190,7 +190,7 @@ def test_without_llm_compressor_the_extra_is_named(model, tmp_path, monkeypatch)
         quantize_checkpoint(str(model), tmp_path / "out")
 
 
-def test_a_full_device_is_one_clear_error(model, tmp_path, monkeypatch):
+def test_a_full_device_gives_one_clear_error(model, tmp_path, monkeypatch):
     def full(*args):
         raise torch.OutOfMemoryError("tried to allocate 20 GiB")
 

@@ -1,4 +1,4 @@
-"""What goes into quantization: everything that cannot be quantized is refused from headers, each with its own line."""
+"""The source of a quantization: all that cannot be quantized is refused from headers, each with a line of its own."""
 
 import json
 
@@ -32,7 +32,7 @@ def test_groups_hold_every_tensor_once_in_the_models_order(tmp_path):
     assert groups[-1] == ["lm_head.weight", "model.norm.weight"]
 
 
-def test_sizes_are_counted_by_hand(folder):
+def test_sizes_equal_those_counted_by_hand(folder):
     source = read_source(str(folder))
     weights = 2 * (64 * 64 * 2 + 32 * 64 * 2 + 3 * 112 * 64)  # elements of the linears of two layers
     others = 2 * 320 * 64 + 64 + 2 * 2 * 64
@@ -56,7 +56,7 @@ def test_the_embedded_model_can_be_quantized():
 
 
 @pytest.mark.parametrize("layout", ["qwen2", "qwen3", "llama", "mistral"])
-def test_real_layouts_are_taken(tmp_path, layout):
+def test_layouts_of_real_models_are_accepted(tmp_path, layout):
     source = read_source(str(make_checkpoint(tmp_path, layout)))
     assert len(source.quantized) == 14
     assert any(name.endswith("q_proj.bias") for name in source.tensors) == (layout == "qwen2")
@@ -78,7 +78,7 @@ def test_inverse_frequencies_of_old_checkpoints_are_left_out(tmp_path):
         (["lm_head"], []),
         (["re:.*self_attn.*"], ["0.q", "0.k", "0.v", "0.o", "1.q", "1.k", "1.v", "1.o"]),
         (["re:.*o_proj$"], ["0.o", "1.o"]),
-        (["re:model.layers.1.mlp"], ["1.gate", "1.up", "1.down"]),  # from the start, not to the end
+        (["re:model.layers.1.mlp"], ["1.gate", "1.up", "1.down"]),  # matches from the start, not up to the end
         (["model.layers.0.mlp.down_proj"], ["0.down"]),
         (["re:.*[qkv]_proj", "model.layers.1.self_attn.o_proj"], ["0.q", "0.k", "0.v", "1.q", "1.k", "1.v", "1.o"]),
     ],
@@ -115,7 +115,7 @@ def test_ignore_patterns_match_as_in_compressed_tensors(folder):
         (["model.layers.1.mlp.up_proj"], "ignore all of them or none"),
     ],
 )
-def test_ignore_patterns_that_cannot_be_used(folder, patterns, message):
+def test_wrong_ignore_patterns_are_refused(folder, patterns, message):
     with pytest.raises(ConfigError, match=message):
         read_source(str(folder), patterns)
 
@@ -153,13 +153,13 @@ def change(drop=(), **add):
         (change(drop=["model.embed_tokens.weight"]), {}, r"lacks 1 .*model\.embed_tokens\.weight"),
     ],
 )
-def test_layouts_that_are_not_supported(tmp_path, tensors, config, message):
+def test_layouts_that_are_not_supported_are_refused(tmp_path, tensors, config, message):
     folder = fake_checkpoint(tmp_path / "m", tensors, **config)
     with pytest.raises(CheckpointError, match=message):
         read_source(str(folder))
 
 
-def test_in_features_have_to_be_whole_blocks_unless_they_are_ignored(tmp_path):
+def test_in_features_have_to_be_whole_blocks_unless_the_linear_is_ignored(tmp_path):
     tensors = layout_tensors()
     for n in range(2):
         for part, shape in [("gate", (120, 64)), ("up", (120, 64)), ("down", (64, 120))]:
@@ -171,19 +171,19 @@ def test_in_features_have_to_be_whole_blocks_unless_they_are_ignored(tmp_path):
 
 
 @pytest.mark.parametrize("dtype", ["F8_E4M3", "U8", "I8", "F64"])
-def test_weights_that_are_not_16_bit_floats(tmp_path, dtype):
+def test_weights_that_are_not_16_bit_floats_are_refused(tmp_path, dtype):
     tensors = layout_tensors() | {"model.layers.0.mlp.up_proj.weight": (dtype, (112, 64))}
     with pytest.raises(CheckpointError, match=rf"up_proj\.weight is {dtype}, which is no 16-bit"):
         read_source(str(fake_checkpoint(tmp_path / "m", tensors)))
 
 
-def test_a_weight_with_one_axis(tmp_path):
+def test_a_weight_with_one_axis_is_refused(tmp_path):
     tensors = layout_tensors() | {"model.layers.0.mlp.up_proj.weight": ("BF16", (112,))}
     with pytest.raises(CheckpointError, match=r"has shape \[112\], a linear has two axes"):
         read_source(str(fake_checkpoint(tmp_path / "m", tensors)))
 
 
-def test_a_missing_tokenizer(tmp_path):
+def test_a_missing_tokenizer_is_refused(tmp_path):
     folder = fake_checkpoint(tmp_path / "m", tokenizer=False)
     with pytest.raises(CheckpointError, match=r"has no tokenizer .*copy the tokenizer files"):
         read_source(str(folder))
@@ -194,7 +194,7 @@ def test_a_missing_tokenizer(tmp_path):
     assert read_source(str(folder)).quantized
 
 
-def test_models_that_are_no_base(tmp_path):
+def test_a_quantized_model_and_an_adapter_are_refused(tmp_path):
     quantization = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}
     nvfp4 = fake_checkpoint(tmp_path / "done", quantization_config=quantization)
     with pytest.raises(CheckpointError, match=r"is already quantized .NVFP4.: use it as it is"):
@@ -207,30 +207,30 @@ def test_models_that_are_no_base(tmp_path):
         read_source(str(adapter))
 
 
-def test_a_pickled_model(folder):
+def test_a_pickled_model_is_refused(folder):
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     with pytest.raises(CheckpointError, match="only as pickled files"):
         read_source(str(folder))
 
 
-def test_a_truncated_file(folder):
+def test_a_truncated_file_is_refused(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-10])
     with pytest.raises(CheckpointError, match=r"model\.safetensors is truncated"):
         read_source(str(folder))
 
 
-def test_a_missing_config(folder):
+def test_a_missing_config_is_refused(folder):
     (folder / "config.json").unlink()
     with pytest.raises(CheckpointError, match=r"has no config\.json"):
         read_source(str(folder))
 
 
-def test_tied_models_need_no_head_and_may_not_say_so(tmp_path):
+def test_tied_models_need_no_head_even_if_the_config_does_not_mention_tying(tmp_path):
     tensors = layout_tensors(tied=True)
     assert read_source(str(fake_checkpoint(tmp_path / "a", tensors, tie_word_embeddings=True))).quantized
     silent = fake_checkpoint(tmp_path / "b", tensors)
     config = json.loads((silent / "config.json").read_text())
-    del config["tie_word_embeddings"]  # as transformers 4 writes it where it is the class's default
+    del config["tie_word_embeddings"]  # transformers 4 leaves it out where it is the default of the class
     (silent / "config.json").write_text(json.dumps(config))
     assert read_source(str(silent)).quantized

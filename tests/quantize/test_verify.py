@@ -1,4 +1,4 @@
-"""The check of a written checkpoint finds each kind of damage; a check that cannot fail would prove nothing."""
+"""The check of a written checkpoint finds each kind of damage: a check that cannot fail would prove nothing."""
 
 import json
 import math
@@ -41,7 +41,7 @@ def run(source, folder, change=lambda tensors: None, advance=lambda: None):
         return verify(folder, source, dense, torch.device("cpu"), advance)
 
 
-def test_what_was_written_passes_and_every_linear_is_rated(made, copy):
+def test_a_good_checkpoint_passes_and_every_linear_has_an_sqnr(made, copy):
     source, steps = made[0], []
     checks = run(source, copy, advance=lambda: steps.append(1))
     assert [layer.name for layer in checks] == list(source.quantized)
@@ -90,7 +90,7 @@ def set_to(name, value):
             r"weight_packed is U8 \(64, 48\), not U8 \(64, 56\)",
         ),
         (set_to("lm_head.weight", lambda w: w.float()), r"lm_head\.weight is F32"),
-        (set_to(f"{DOWN}.weight_global_scale", lambda g: 1 / g), rf"{DOWN} has an SQNR of -"),  # the inverse: a trap
+        (set_to(f"{DOWN}.weight_global_scale", lambda g: 1 / g), rf"{DOWN} has an SQNR of -"),  # the inverse scale
         (swap_nibbles, rf"{DOWN} has an SQNR of"),
         (scale_by(f"{DOWN}.weight_global_scale", 2), rf"{DOWN} has an SQNR of 5\.9 dB, less than 10"),
         (scale_by(f"{Q}.weight_global_scale", 1.01), "q_proj.weight_global_scale is not that of"),
@@ -148,6 +148,6 @@ def test_a_failed_check_publishes_nothing(made, tmp_path, monkeypatch):
         ([0.0, 0.0], [0.0, 1.0], -math.inf),
     ],
 )
-def test_sqnr_by_hand(weight, decoded, expected):
+def test_sqnr_equals_values_computed_by_hand(weight, decoded, expected):
     value = sqnr_db(torch.tensor(weight), torch.tensor(decoded))
     assert value == (expected if expected is None else pytest.approx(expected, abs=1e-6))

@@ -1,5 +1,7 @@
-"""bench_linear.py: what it takes for needed, which way it takes for the engine's, and how it adds up. With
-`-m gpu`: the measurement itself on a small layer."""
+"""bench_linear.py: the bytes it counts as needed, the way it takes for the engine's, and its sums.
+
+With `-m gpu` a test measures a small layer.
+"""
 
 import sys
 from pathlib import Path
@@ -19,7 +21,7 @@ SMALL = Linear("qkv", (256, 64, 64), 512, 16)
 LIMITS = {"gb_per_s": 4000.0, "tflops": 700.0}
 
 
-def test_the_linears_of_qwen2_7b_with_rank_24_which_the_engine_pads():
+def test_the_linears_of_qwen2_7b_with_rank_24_that_the_engine_pads():
     qkv, o, gate_up, down = linears("qwen2.5-7b", 24)
     assert (qkv.parts, qkv.columns, qkv.part_rank) == ((3584, 512, 512), 3584, 32)
     assert (o.rows, o.columns, gate_up.rows, gate_up.columns) == (3584, 3584, 2 * 18944, 3584)
@@ -30,8 +32,8 @@ def test_the_linears_of_qwen2_7b_with_rank_24_which_the_engine_pads():
     ("way", "adapter", "weight_bytes", "outs"),
     [("fused", False, 9 / 16, 1), ("decoded", True, 9 / 16, 1), ("bf16", True, 2, 1), ("adapter", True, 0, 2)],
 )
-def test_needed_bytes_and_flops_by_hand(way, adapter, weight_bytes, outs):
-    """x, out, the weight, A of three parts, and B's blocks: 384 rows, 512 columns, rank 16, 5 tokens."""
+def test_needed_bytes_and_flops_equal_those_counted_by_hand(way, adapter, weight_bytes, outs):
+    """Counted are x, out, the weight, A of three parts, and B's blocks: 384 rows, 512 columns, rank 16, 5 tokens."""
     numbers = 16 * (3 * 512 + 384) if adapter else 0
     weight = 384 * 512
     size, flops = SMALL.needs(way, 5, adapter)
@@ -40,13 +42,13 @@ def test_needed_bytes_and_flops_by_hand(way, adapter, weight_bytes, outs):
 
 
 @pytest.mark.parametrize(("tokens", "us", "of"), [(1, 67.92, "bytes"), (256, 99.32, "flops")])
-def test_memory_limits_few_tokens_and_arithmetic_many(tokens, us, of):
-    """37888 x 3584 in bfloat16: 271.6 MB at 4 TB/s, 69.5 GFLOP at 700 TFLOP/s."""
+def test_memory_is_the_limit_for_few_tokens_and_arithmetic_for_many(tokens, us, of):
+    """37888 x 3584 in bfloat16 are 271.6 MB at 4 TB/s, and 69.5 GFLOP at 700 TFLOP/s."""
     gate_up = linears("qwen2.5-7b", 32)[2]
     assert gate_up.limit("bf16", tokens, False, LIMITS) == (pytest.approx(us, rel=2e-3), of)
 
 
-def test_random_layers_have_bases_and_adapters_of_like_size_and_b_has_blocks():
+def test_random_layers_have_bases_and_adapters_of_similar_size_and_b_has_blocks():
     torch.manual_seed(0)
     adapter = random_adapter(SMALL, "cpu")
     assert adapter.fits_kernels
@@ -73,7 +75,7 @@ def test_the_bf16_way_is_compared_with_its_twin(adapted):
     assert row["repeats"] is True
 
 
-def test_an_adapter_that_the_kernels_do_not_take_here_is_added_by_two_products():
+def test_an_adapter_that_the_kernels_do_not_support_is_added_by_two_products():
     torch.manual_seed(0)
     x, out, adapter = torch.randn(4, 512).bfloat16(), torch.randn(4, 384).bfloat16(), random_adapter(SMALL, "cpu")
     expected = lora.reference_add(out, x, adapter)
@@ -90,13 +92,13 @@ def test_an_adapter_that_the_kernels_do_not_take_here_is_added_by_two_products()
         (["--rank", "x"], "invalid"),
     ],
 )
-def test_arguments_that_make_no_sense_are_refused(words, said, capsys):
+def test_impossible_arguments_are_refused(words, said, capsys):
     with pytest.raises(SystemExit):
         bench_linear.options(words)
     assert said in capsys.readouterr().err
 
 
-def test_the_defaults_are_a_7b_of_rank_32():
+def test_the_defaults_are_a_7b_model_with_rank_32():
     arguments = bench_linear.options([])
     assert (arguments.shape, arguments.rank) == ("qwen2.5-7b", 32)
     assert arguments.tokens == [1, 8, 16, 32, 64, 96, 128, 192, 256]
@@ -116,8 +118,7 @@ def row(linear, tokens, way, adapter, us, **changes):
 
 
 def results():
-    """Two linears at 8 and 256 tokens; our product is the engine's default, and wrong in one place where it is the
-    fastest."""
+    """Two linears at 8 and 256 tokens. Our product is the engine's default, once the fastest there but wrong."""
     times = {
         ("qkv", 8): {"fused": (10, 12), "humming": (9, 20), "bf16": (20, 30)},
         ("down", 8): {"fused": (20, 24), "humming": (30, 40), "bf16": (50, 60)},
@@ -134,7 +135,7 @@ def results():
     return [*made, row("qkv", 8, "adapter", True, 6.0)]
 
 
-def test_a_layer_is_summed_by_the_engines_ways_and_by_the_fastest_right_ones():
+def test_a_layer_is_summed_over_the_engines_ways_and_over_the_fastest_correct_ones():
     sums = {(s["tokens"], s["choice"]): s for s in bench_linear.layer_sums(results())}
     assert list(sums) == [(8, "default"), (8, "fastest"), (8, "humming"), (256, "default"), (256, "fastest")]
     few = sums[8, "default"]
@@ -151,7 +152,7 @@ def test_a_layer_is_summed_by_the_engines_ways_and_by_the_fastest_right_ones():
 
 
 def test_on_a_card_without_our_kernels_only_what_is_measured_is_summed():
-    """Its default is Marlin, which is not measured here."""
+    """The default there is Marlin, which this does not measure."""
     rows = [r for r in results() if r["way"] != "fused"]
     sums = bench_linear.layer_sums(rows)
     assert [(s["tokens"], s["choice"]) for s in sums] == [(8, "humming"), (256, "fastest")]
@@ -167,7 +168,7 @@ def test_what_is_printed():
 
 
 @pytest.mark.parametrize("layer_bytes", [1000, 10**7, 2**28, 10**9])
-def test_layers_that_take_turns_do_not_fit_the_cache_together(layer_bytes):
+def test_layers_that_take_turns_do_not_fit_into_the_cache_together(layer_bytes):
     number = timing.cold_layers(layer_bytes)
     assert number * layer_bytes > timing.CACHE_BYTES
     assert (number - 1) * layer_bytes <= timing.CACHE_BYTES

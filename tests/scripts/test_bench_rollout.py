@@ -1,4 +1,4 @@
-"""What scripts/bench/bench_rollout.py tells an engine before it measures; the rest of it runs on a card alone."""
+"""How scripts/bench/bench_rollout.py sets up an engine before it measures; the rest needs a card."""
 
 import argparse
 import json
@@ -15,7 +15,7 @@ from transformers import AutoConfig
 
 
 @pytest.mark.parametrize("new_tokens", [129, 31, 15])
-def test_the_cache_holds_every_sequence_at_its_full_length_and_not_much_more(tmp_path, new_tokens):
+def test_the_cache_fits_every_sequence_at_full_length_and_little_more(tmp_path, new_tokens):
     sizes = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
     AutoConfig.for_model("qwen2", **sizes).save_pretrained(tmp_path)
     asked = {"prompt_tokens": 128, "new_tokens": new_tokens, "sequences": [1, 256], "model": str(tmp_path)}
@@ -27,7 +27,7 @@ def test_the_cache_holds_every_sequence_at_its_full_length_and_not_much_more(tmp
 
 
 def engine(folder: Path, name: str) -> None:
-    """Samples ten tokens in 10 ms, and writes down when."""
+    """Sample ten tokens in 10 ms, and record when."""
     times = []
 
     def generate(prompts, new_tokens):
@@ -41,7 +41,7 @@ def engine(folder: Path, name: str) -> None:
     (folder / f"{name}.json").write_text(json.dumps({"times": times, "seconds": [seconds[count] for count in (1, 4)]}))
 
 
-def test_engines_in_turns_never_run_at_the_same_time_and_alternate(tmp_path):
+def test_engines_in_turns_alternate_and_never_run_at_the_same_time(tmp_path):
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=engine, args=(tmp_path, name)) for name in "ab"]
     for process in processes:
@@ -63,7 +63,7 @@ def failing(folder: Path, open_only: bool = False) -> None:
         raise RuntimeError("no memory is left")
 
 
-def test_an_engine_that_fails_keeps_nobody_waiting(tmp_path):
+def test_the_others_do_not_wait_for_an_engine_that_fails(tmp_path):
     context = multiprocessing.get_context("fork")
     processes = [context.Process(target=job, args=a) for job, a in ((engine, (tmp_path, "a")), (failing, (tmp_path,)))]
     for process in processes:
@@ -75,7 +75,7 @@ def test_an_engine_that_fails_keeps_nobody_waiting(tmp_path):
 
 
 def killed(folder: Path, runs: int) -> None:
-    """Has no chance to say so: after that many runs, with 0 while it opens."""
+    """An engine that is killed after `runs` runs, or while it opens if that is 0, and so cannot say that it failed."""
     asked = {"turns": folder / "turns", "of": 2, "sequences": [1, 4], "prompt_tokens": 2, "new_tokens": 11}
     arguments, done = argparse.Namespace(**asked, open_only=False), []
 
@@ -92,7 +92,7 @@ def killed(folder: Path, runs: int) -> None:
 
 
 @pytest.mark.parametrize("runs", [0, 1, 8])
-def test_an_engine_that_is_killed_keeps_nobody_waiting(tmp_path, runs):
+def test_the_others_do_not_wait_for_an_engine_that_is_killed(tmp_path, runs):
     context = multiprocessing.get_context("fork")
     jobs = (killed, (tmp_path, runs)), (engine, (tmp_path, "a"))
     gone, other = (context.Process(target=job, args=arguments, daemon=True) for job, arguments in jobs)
@@ -105,8 +105,8 @@ def test_an_engine_that_is_killed_keeps_nobody_waiting(tmp_path, runs):
     assert [len(runs) for runs in rounds] == [bench_rollout.ROUNDS] * 2
 
 
-def test_who_fails_to_compile_alone_does_not_count_as_one_of_those_that_measure(tmp_path):
-    """It is not one of them: they would begin while one of them still opens."""
+def test_an_engine_that_fails_to_compile_alone_is_not_counted_among_those_that_measure(tmp_path):
+    """If it were counted, the others would begin while one of them is still opening."""
     with pytest.raises(RuntimeError, match="no memory"):
         failing(tmp_path, open_only=True)
     assert not (tmp_path / "turns").exists()

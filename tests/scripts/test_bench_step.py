@@ -1,4 +1,4 @@
-"""What scripts/bench/bench_step.py asks of a run is a recipe that loads, whatever the number of steps."""
+"""scripts/bench/bench_step.py makes a recipe that loads, for any number of steps."""
 
 import argparse
 
@@ -9,7 +9,7 @@ from qerl.config.recipe import load_recipe
 
 
 @pytest.mark.parametrize(("steps", "noisy"), [(1, False), (2, False), (3, True), (4, True)])
-def test_any_number_of_steps_is_a_run_and_noise_has_the_steps_it_needs(tmp_path, steps, noisy):
+def test_any_number_of_steps_is_valid_and_gives_noise_enough_steps(tmp_path, steps, noisy):
     parser = argparse.ArgumentParser()
     bench_step.add_options(parser)
     asked = parser.parse_args(["--model", "somewhere", "--steps", str(steps)])
@@ -17,14 +17,14 @@ def test_any_number_of_steps_is_a_run_and_noise_has_the_steps_it_needs(tmp_path,
     assert (config.run.steps, config.noise.enabled) == (steps, noisy)
 
 
-def test_what_is_set_by_hand_wins(tmp_path):
+def test_values_set_by_hand_win(tmp_path):
     parser = argparse.ArgumentParser()
     bench_step.add_options(parser)
     asked = parser.parse_args(["--model", "somewhere", "--steps", "3", "--set", "noise.enabled=false"])
     assert not load_recipe("dapo_7b", bench_step.overrides(asked, tmp_path)).noise.enabled
 
 
-def test_each_step_is_given_its_share_of_the_rate_that_was_measured_after_it(tmp_path):
+def test_each_step_gets_its_share_of_the_rate_measured_after_it(tmp_path):
     parser = argparse.ArgumentParser()
     bench_step.add_options(parser)
     asked = parser.parse_args(["--model", "Qwen/Qwen2.5-7B"])
@@ -32,7 +32,8 @@ def test_each_step_is_given_its_share_of_the_rate_that_was_measured_after_it(tmp
     full = {"completions/mean_tokens": 512.0, "completions/trained_share": 1.0, "time/train_s": 4.0}
     report = {"steps": [dict(full), full | {"time/train_s": 8.0}]}
     bench_step.add_shares(report, config, 800.0)
-    # 16 prompts of 128 tokens once and 128 completions of 512 in the body, these in the head: forward and backward
+    # In the body 16 prompts of 128 tokens, once each, and 128 completions of 512; in the head these completions only.
+    # All count for forward and backward.
     needed = 4 * (6525288448 * (16 * 128 + 128 * 512) + 152064 * 3584 * 128 * 512)
     assert report["matrix_tflops"] == 800.0
     found = [step["train_share_of_matrix_rate"] for step in report["steps"]]

@@ -1,4 +1,4 @@
-"""The tables of benchmarks/: what a reader is told against the files; the page in the repository is current."""
+"""The tables of benchmarks/ agree with the files, and the page in the repository is current."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_a_ratio_is_against_the_first_row_and_a_size_that_was_not_run_is_empty(tmp_path):
+def test_ratios_refer_to_the_first_row_and_sizes_that_were_not_run_are_empty(tmp_path):
     write(tmp_path, "rollout-7b-qerl", decode_tokens_per_s={"1": 300.0})
     write(tmp_path, "rollout-7b-bf16", decode_tokens_per_s={"1": 150.0, "8": 1000.0})
     rows = bench_table.rollout_table(bench_table.read(tmp_path, "rollout")["7b"])
@@ -20,20 +20,20 @@ def test_a_ratio_is_against_the_first_row_and_a_size_that_was_not_run_is_empty(t
 
 
 @pytest.mark.parametrize(("seconds", "expected"), [([9.0, 2.0, 4.0], "3.0"), ([9.0], "9.0")])
-def test_the_first_step_counts_only_where_it_is_the_only_one(tmp_path, seconds, expected):
+def test_the_first_step_counts_only_if_it_is_the_only_one(tmp_path, seconds, expected):
     write(tmp_path, "step-7b-trl", steps=[{"step_time": s} for s in seconds], peak_driver_gib=58.58)
     rows = bench_table.step_table(bench_table.read(tmp_path, "step")["7b"])
     assert rows[2].split(" | ")[1:] == [expected, "", "", "", "", "", "58.6", " |"]
 
 
-def test_the_phases_of_a_step_have_columns_where_a_file_has_them(tmp_path):
+def test_phases_of_a_step_have_columns_if_a_file_has_them(tmp_path):
     parts = {"time/reward_s": 0.0124, "time/forward_s": 1.234, "time/backward_s": 2.0, "time/optimizer_s": 0.031}
     slow = dict.fromkeys(parts, 9.0)  # the first step
     write(tmp_path, "step-7b-trl", steps=[{"step_time": 3.0}])
     write(tmp_path, "step-7b-qerl", steps=[{"time/step_s": 9.0, **slow}, {"time/step_s": 3.5, **parts}])
     rows = bench_table.step_table(bench_table.read(tmp_path, "step")["7b"])
     heading = "| sync ms | grading ms | forward s | backward s | optimizer ms | GPU memory GiB | mismatch_kl |"
-    assert rows[0].endswith(heading)  # "other s" is in no file
+    assert rows[0].endswith(heading)  # no file has "other s"
     assert {row.count("|") for row in rows[:4]} == {14}
     assert rows[4:] == ["", bench_table.SPLIT_NOTE]
     assert rows[2].split(" | ")[1:] == ["3.0", *[""] * 10, " |"]
@@ -68,7 +68,7 @@ def linear_report():
     }
 
 
-def test_a_layers_linears_by_tokens_and_what_was_not_measured_is_empty(tmp_path):
+def test_the_linears_of_a_layer_by_tokens_with_empty_cells_for_what_was_not_measured(tmp_path):
     write(tmp_path, "linear-7b-rank32", **linear_report())
     layers = bench_table.read(tmp_path, "linear")
     rows = bench_table.layer_table(layers["7b"]["rank32"])
@@ -87,7 +87,7 @@ def test_the_page_begins_with_the_notes_and_has_no_section_without_a_file(tmp_pa
     assert bench_table.page(tmp_path).splitlines()[4:] == ["## What was found", "", "Much."]
 
 
-def test_the_command_draws_what_lies_in_a_folder(tmp_path, monkeypatch):
+def test_the_command_draws_the_files_of_a_folder(tmp_path, monkeypatch):
     write(tmp_path, "linear-7b-rank32", **linear_report())
     monkeypatch.setattr(
         sys, "argv", ["bench_table.py", "--folder", str(tmp_path), "--images", str(tmp_path / "images")]
@@ -98,7 +98,7 @@ def test_the_command_draws_what_lies_in_a_folder(tmp_path, monkeypatch):
 
 PHASE = {"wall_ms": 20.0, "busy_ms": 10.0, "categories_ms": {"product": 9.0}, "share_of_bandwidth": 0.254}
 RUN = {"seed": 0, "mismatch_kl": [1e-5, 2e-5], "reward": [0.0, 0.0, 0.2, 0.4, 0.6, 0.8]}
-OTHERS = {  # file -> its content, lines that a reader finds
+OTHERS = {  # file -> its content, and the lines that the page has for it
     "profile-step-7b": (
         {
             "limits": {"tflops": 800.4, "gb_per_s": 4200.0},
@@ -162,7 +162,7 @@ OTHERS = {  # file -> its content, lines that a reader finds
         },
         [
             "| train and save | 20.0 |  |  | 12.0 |  |",
-            "| resume | 18.0 |  |  | 11.0 |  |",  # the first step is of before
+            "| resume | 18.0 |  |  | 11.0 |  |",  # without the first step, which belongs to the interrupted run
             "| evaluate | 14.0 |  |  |  |  |",
         ],
     ),
@@ -180,7 +180,7 @@ def test_a_file_of_each_other_kind_has_its_table(tmp_path, name):
     assert lines[-4:] == ["On H200:", "", "    x", ""]
 
 
-def test_what_an_adapter_takes_is_of_sizes_that_both_have():
+def test_the_cost_of_an_adapter_is_given_for_sizes_that_both_files_have():
     rates = {"bf16": {"1": 200, "8": 90}, "qerl": {"1": 300}, "qerl-base": {"1": 400, "8": 100}}
     lines = bench_table.rollout_table({name: {"decode_tokens_per_s": rate} for name, rate in rates.items()})
     assert lines[-1] == "| what the adapter takes | 25.0% |  |"
@@ -193,7 +193,7 @@ def test_every_file_of_the_benchmarks_is_on_the_page():
     assert [name for name, options in asked.items() if options not in page] == []
 
 
-def test_a_file_that_names_no_card_claims_none():
+def test_a_file_without_a_card_is_shown_without_one():
     assert bench_table_others.commands({"a": {"command": "x"}})[0] == "By:"
     assert bench_table_others.commands({"a": {"command": "x", "gpu": None}})[0] == "On CPU:"
 

@@ -1,4 +1,4 @@
-"""scripts/checks/check_engine.py: its options; what it checks runs on a card (test_qerl_engine_vllm_gpu.py)."""
+"""The options of scripts/checks/check_engine.py; its checks run on a card, in test_vllm_engine_gpu.py."""
 
 import importlib
 import sys
@@ -8,7 +8,7 @@ import pytest
 
 
 @pytest.mark.parametrize("only", [["no_such_check"], ["repeat", "no_such_check"], []])
-def test_an_unknown_check_is_refused_with_the_known_ones(monkeypatch, capsys, only):
+def test_an_unknown_check_is_refused_with_a_list_of_the_known_ones(monkeypatch, capsys, only):
     monkeypatch.syspath_prepend(Path(__file__).resolve().parents[2] / "scripts" / "checks")
     check_engine = importlib.import_module("check_engine")
     monkeypatch.setattr(sys, "argv", ["check_engine.py", "--model", "tiny", "--only", *only])

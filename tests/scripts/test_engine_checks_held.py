@@ -1,4 +1,4 @@
-"""The report of what still holds memory, on tensors of the CPU with holders of our own."""
+"""The report of what still holds memory, tested on CPU tensors with known holders."""
 
 from types import SimpleNamespace
 
@@ -17,12 +17,12 @@ class Shelf:
         self.tensors = tensors
 
 
-SIZE = 1 << 26  # larger than what else lives in this process
+SIZE = 1 << 26  # larger than anything else in this process
 
 
 def test_the_largest_storage_comes_first_with_shape_dtype_and_holder():
     keeper = Keeper(torch.empty(SIZE // 64, 64, dtype=torch.uint8))
-    view = keeper.weight[:2]  # the same storage: counted once
+    view = keeper.weight[:2]  # it has the same storage, which is counted once
     rows = held.largest("cpu")
     assert (rows[0]["mib"], rows[0]["dtype"]) == (64.0, "torch.uint8")
     assert rows[0]["shape"] in ([SIZE // 64, 64], list(view.shape))
@@ -31,7 +31,7 @@ def test_the_largest_storage_comes_first_with_shape_dtype_and_holder():
     assert [row["mib"] for row in rows] == sorted((row["mib"] for row in rows), reverse=True)
 
 
-def test_what_the_compiler_traced_has_no_memory():
+def test_tensors_that_the_compiler_traced_have_no_memory():
     with FakeTensorMode():
         traced = torch.empty(SIZE * 2, dtype=torch.uint8)
     sizes = [row["mib"] for row in held.largest("cpu")]
@@ -48,7 +48,7 @@ def test_holders_are_named_by_owner_attribute_and_container():
     assert shelf.tensors[0] is keeper.weight
 
 
-def test_objects_are_counted_by_type_with_who_holds_them():
+def test_objects_are_counted_by_type_and_holder():
     kept = SimpleNamespace(engine=Keeper(None), other=Keeper(None))
     found = held.alive(("Keeper", "NoSuchType"))
     assert list(found) == ["Keeper"]

@@ -1,4 +1,4 @@
-"""What a step needs, counted by hand, and the shares of the limits that follow."""
+"""The work of a step equals what we count by hand, as do the shares of the limits."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from scripts.bench.limits import Work, decode_need, rollout_need, shares, train_
 
 BODY = 28 * (2 * 3584**2 + 2 * 512 * 3584 + 3 * 3584 * 18944)  # q and o, k and v, gate, up and down of Qwen2.5-7B
 HEAD = 152064 * 3584
-ADAPTER = 28 * 32 * (2 * 7168 + 2 * 4096 + 3 * (3584 + 18944))  # rank 32: in and out of the same seven
+ADAPTER = 28 * 32 * (2 * 7168 + 2 * 4096 + 3 * (3584 + 18944))  # rank 32: inputs and outputs of the same seven linears
 KV = 28 * 2 * 4 * 128 * 2  # layers, keys and values, heads, width, bytes
 
 
@@ -20,7 +20,7 @@ def workload(*values):
     return Work.of(config, read_sizes("Qwen/Qwen2.5-7B"))
 
 
-def test_training_counts_a_prompt_once_a_completion_in_the_head_and_rows_that_train():
+def test_training_counts_prompts_once_completions_in_the_head_and_only_trained_rows():
     work = workload("data.max_prompt_tokens=100")
     step = {"completions/mean_tokens": 50.0, "time/train_s": 2.0}
     flops = 4 * (BODY * (16 * 100 + 128 * 50) + HEAD * 128 * 50)
@@ -35,8 +35,8 @@ def test_the_profile_of_the_benchmarks_is_counted_as_before():
     assert counted / 1e12 == pytest.approx(report["phases"]["training"]["needed_tflop"])
 
 
-def test_a_rollout_reads_weights_a_step_and_what_each_token_attends_to():
-    """Two completions: 3 tokens take two steps, which attend to 10 + 1 and 10 + 2, and 1 token takes none."""
+def test_a_rollout_reads_the_weights_each_step_and_the_cache_that_each_token_attends_to():
+    """A completion of 3 tokens takes two steps, which attend to 10 + 1 and 10 + 2 tokens; one of 1 token takes none."""
     work = workload("data.max_prompt_tokens=10")
     need = rollout_need(work, [3, 1])
     assert need["bytes"] == {
@@ -53,7 +53,7 @@ def test_more_sequences_than_fit_at_once_take_more_steps(count, steps):
     assert need["bytes"]["weights"] == steps * (BODY * 9 / 16 + 2 * HEAD)
 
 
-def test_a_16_bit_base_and_an_8_bit_cache_are_counted_as_such():
+def test_a_16_bit_base_and_an_8_bit_cache_count_with_their_own_bytes():
     need = rollout_need(workload("model.format=bf16", "rollout.kv_cache_dtype=fp8", "data.max_prompt_tokens=10"), [2])
     assert need["bytes"]["weights"] == 2 * 2 * (BODY + HEAD)
     assert need["bytes"]["keys and values"] == 11 * KV / 2
@@ -72,7 +72,7 @@ def test_a_decode_step_of_a_model_folder(tmp_path, packed, width):
     assert need["flops"] == 8 * 2 * (BODY + HEAD + ADAPTER)
 
 
-def test_shares_add_up_what_is_read():
+def test_shares_add_up_the_bytes_that_are_read():
     need = {"bytes": {"weights": 3e9, "keys and values": 1e9}, "flops": 6e12}
     found = shares(need, 2.0, {"gb_per_s": 4.0, "tflops": 10.0})
     assert found["needed_gb"] == {"weights": 3.0, "keys and values": 1.0}

@@ -1,4 +1,4 @@
-"""What scripts/bench/on_card.sh does around its commands, with `true` and `false` in place of Python."""
+"""How scripts/bench/on_card.sh runs its commands, tested with `true` and `false` in place of Python."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "on_card.sh
 
 
 def summary(folder, python, **environment):
-    """What a call of one batch says of its commands."""
+    """The summary that a call with one batch writes about its commands."""
     out = folder / "out"
     given = {**os.environ, "PYTHON": python, "CHECKPOINTS": str(folder / "checkpoints"), **environment}
     subprocess.run(["bash", SCRIPT, out, "cap24"], env=given, check=True, capture_output=True, timeout=60)
@@ -19,14 +19,14 @@ def summary(folder, python, **environment):
     return [line.split(",")[0] for line in text.splitlines()]
 
 
-def test_a_checkpoint_that_was_not_made_is_made_by_the_next_call(tmp_path):
+def test_a_checkpoint_that_could_not_be_made_is_made_by_the_next_call(tmp_path):
     assert summary(tmp_path, "true", SECONDS_LEFT="1")[0] == "make-7b: exit none"
     assert summary(tmp_path, "false")[:2] == ["make-7b: exit 1", "step-7b-qerl-cap24: exit 1"]
     assert summary(tmp_path, "true")[:2] == ["make-7b: exit 0", "step-7b-qerl-cap24: exit 0"]
     assert summary(tmp_path, "true")[0] == "step-7b-qerl-cap24: exit 0"
 
 
-def test_batches_of_several_cards_run_each_on_its_own(tmp_path):
+def test_batches_for_several_cards_each_run_on_their_own_card(tmp_path):
     python = tmp_path / "python"
     python.write_text('#!/bin/sh\necho "card $CUDA_VISIBLE_DEVICES"\n')
     python.chmod(0o755)
@@ -57,7 +57,7 @@ def test_engines_open_alone_on_all_cards_and_then_take_turns_on_the_first(tmp_pa
 
 
 @pytest.mark.parametrize(("driver", "opened"), [("exit 9", "000"), ("echo 0; echo 1", "010")])
-def test_the_cards_are_what_the_driver_has_and_without_one_engines_fail_by_themselves(tmp_path, driver, opened):
+def test_cards_are_counted_by_the_driver_and_without_one_the_engines_fail(tmp_path, driver, opened):
     for name, text in {"python": 'echo "card $CUDA_VISIBLE_DEVICES"', "nvidia-smi": driver}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)

@@ -1,4 +1,4 @@
-"""scripts/models/pretrain_arith.py: a checkpoint made in seconds, whole and as every stage reads it."""
+"""scripts/models/pretrain_arith.py makes a complete checkpoint in seconds, which every stage can read."""
 
 import importlib
 import json
@@ -42,7 +42,7 @@ def folder(script, tmp_path_factory):
     return out
 
 
-def test_the_folder_loads_as_a_base_model_of_16_bits(folder) -> None:
+def test_the_folder_loads_as_a_16_bit_base_model(folder) -> None:
     reference = resolve_model(str(folder), "bf16")
     assert (reference.base, reference.format, reference.adapter) == (str(folder), "bf16", None)
     model = AutoModelForCausalLM.from_pretrained(folder)
@@ -61,7 +61,7 @@ def test_the_folder_says_how_it_was_made(folder) -> None:
 
 
 @pytest.mark.parametrize("text", ["Mia has 264 pens.", "264 / 6 = 44\n#### 44<|im_end|>", "naïve 数学 $1,800.50", ""])
-def test_any_text_comes_back_from_the_tokenizer_exactly(folder, text) -> None:
+def test_the_tokenizer_reproduces_any_text_exactly(folder, text) -> None:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     assert len(tokenizer) <= json.loads((folder / "config.json").read_text())["vocab_size"]
@@ -89,7 +89,7 @@ def test_the_default_model_has_20_to_50_million_parameters(script) -> None:
     assert all(size % 128 == 0 for weight in model.parameters() if weight.ndim == 2 for size in weight.shape)
 
 
-def test_the_corpus_has_each_openings_share_of_careful_answers(script) -> None:
+def test_the_corpus_has_the_right_share_of_careful_answers_for_each_opening(script) -> None:
     rng, made = random.Random(0), list(problems("train", 9, 2500))
     for kind, share in script.CAREFUL.items():
         own = [one for one in made if one.kind == kind]

@@ -1,4 +1,4 @@
-"""What scripts/bench/profile_step.py counts: categories of kernels and idle time."""
+"""scripts/bench/profile_step.py: how it counts categories of kernels and idle time."""
 
 import profile_step
 import pytest
@@ -22,7 +22,7 @@ from qerl.plan.sizes import read_sizes
         ("Memcpy DtoH (Device -> Pinned)", "copy"),
     ],
 )
-def test_a_kernel_is_counted_where_a_reader_looks_for_it(name, expected):
+def test_a_kernel_is_counted_in_the_expected_category(name, expected):
     assert profile_step.category(name) == expected
 
 
@@ -34,8 +34,8 @@ def test_a_summary_adds_up():
     assert [row["name"] for row in summary["kernels"]] == ["lora_shrink", "nvfp4_linear"]
 
 
-def test_what_decoding_moves_is_counted_by_its_calls():
-    """Two micro-batches forward and backward through a 7B, in the time that their bytes take at half the rate."""
+def test_the_bytes_of_decoding_are_counted_from_its_calls():
+    """Two micro-batches through a 7B model, forward and backward, in the time their bytes take at half the rate."""
     sizes = read_sizes("Qwen/Qwen2.5-7B")
     moved = sizes.body * 2.5625 / 1e9
     rows = [
@@ -48,7 +48,7 @@ def test_what_decoding_moves_is_counted_by_its_calls():
     assert profile_step.decoded(rows[1:], sizes, gb_per_s=4000) == {}
 
 
-def test_gaps_are_the_times_in_which_nothing_runs():
+def test_gaps_are_the_times_when_nothing_runs():
     spans = [
         (10.0, 14.0, "a"),
         (17.0, 18.0, "d"),

@@ -1,4 +1,4 @@
-"""Which code a measurement says it is of; all benchmarks that write JSON say it by the same function."""
+"""A measurement records the code it was made with; all benchmarks that write JSON use the same function for it."""
 
 import re
 import subprocess
@@ -15,7 +15,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @pytest.fixture
 def checkout(tmp_path, monkeypatch):
-    """A checkout with one commit of a source and of a result."""
+    """A checkout with one commit that holds a source file and a result."""
     monkeypatch.delenv("QERL_COMMIT", raising=False)
     root = tmp_path / "checkout"
     (root / "benchmarks").mkdir(parents=True)
@@ -31,7 +31,7 @@ def git(root, *words):
     return subprocess.run(["git", "-C", root, *words], capture_output=True, text=True, check=True).stdout.strip()
 
 
-def test_the_head_of_the_checkout_and_whether_its_code_is_changed(checkout):
+def test_it_gives_the_commit_of_the_checkout_and_marks_changed_code(checkout):
     head = git(checkout, "rev-parse", "--short", "HEAD")
     assert re.fullmatch("[0-9a-f]{7,}", head)
     (checkout / "new.log").write_text("not of the code")
@@ -41,22 +41,22 @@ def test_the_head_of_the_checkout_and_whether_its_code_is_changed(checkout):
     assert commit(checkout) == f"{head}-dirty"
 
 
-def test_what_is_told_wins_and_an_empty_value_tells_nothing(checkout, monkeypatch):
+def test_the_environment_wins_unless_it_is_empty(checkout, monkeypatch):
     monkeypatch.setenv("QERL_COMMIT", "abc1234")
     assert commit(checkout) == machine()["commit"] == "abc1234"
     monkeypatch.setenv("QERL_COMMIT", "")
     assert commit(checkout) == git(checkout, "rev-parse", "--short", "HEAD")
 
 
-def test_a_copy_without_history_is_not_what_lies_around_it(checkout, monkeypatch):
+def test_a_copy_without_history_does_not_take_the_commit_of_a_folder_above(checkout, monkeypatch):
     copy = checkout / "copy"
     copy.mkdir()
     assert commit(copy) == ""
     monkeypatch.setenv("PATH", "/nowhere")
-    assert commit(checkout) == ""  # no git
+    assert commit(checkout) == ""  # without git
 
 
-def test_the_versions_are_those_that_run():
+def test_the_versions_are_the_installed_ones():
     import torch
 
     versions = machine()["versions"]
@@ -64,7 +64,7 @@ def test_the_versions_are_those_that_run():
     assert versions["peft"]
 
 
-def test_every_benchmark_of_a_card_says_its_commit():
+def test_every_benchmark_that_needs_a_card_records_its_commit():
     scripts = [path for path in (ROOT / "scripts").rglob("*.py") if writes_a_report(path)]
     assert len(scripts) >= 12
     assert [p.name for p in scripts if "**machine()" not in p.read_text(encoding="utf-8")] == []
@@ -86,7 +86,7 @@ def writes_a_report(path):
         "check_engine.py --model tiny",
     ],
 )
-def test_what_needs_a_card_says_so_in_a_line(command):
+def test_scripts_that_need_a_card_say_so_in_one_line(command):
     script, *options = command.split()
     file = next((ROOT / "scripts").glob(f"*/{script}"))
     done = subprocess.run([sys.executable, file, *options], capture_output=True, text=True)

@@ -1,4 +1,4 @@
-"""scripts/study/study_noise.py: real runs of arms on the shipped model, and the order of the queue."""
+"""scripts/study/study_noise.py: real runs of the arms on the embedded model, and the order of the queue."""
 
 import argparse
 import hashlib
@@ -22,7 +22,7 @@ SMALL = ("rollout.prompts_per_step=2", "rollout.group_size=2", "run.micro_batch_
 
 @pytest.fixture(scope="module")
 def load():
-    """Import a script by name; the scripts import one another."""
+    """Import a script by name, since the scripts import one another."""
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(REPOSITORY / "scripts" / "study"))
         yield importlib.import_module
@@ -82,7 +82,7 @@ def test_a_study_that_asks_for_more_rows_than_the_task_has_is_refused_before_it_
         study.run()
 
 
-def test_seeds_come_in_turn_each_with_every_rate_and_arm(load, tmp_path) -> None:
+def test_the_queue_goes_by_seed_with_every_rate_and_arm_for_each(load, tmp_path) -> None:
     study = load("study_queue").Study(arguments(tmp_path))
     assert [job.key for job in study.waiting()] == [
         "bf16-base", "nf4-base",
@@ -93,7 +93,7 @@ def test_seeds_come_in_turn_each_with_every_rate_and_arm(load, tmp_path) -> None
     assert "nf4-0.002-0" not in [job.key for job in study.waiting()]
 
 
-def test_runs_of_an_earlier_call_are_taken_over_unless_they_were_of_other_settings(load, tmp_path) -> None:
+def test_runs_of_an_earlier_call_are_reused_unless_their_settings_differ(load, tmp_path) -> None:
     queue = load("study_queue")
     first = queue.Study(arguments(tmp_path))
     first.results["runs"] = {"bf16-base": run_of("bf16", None, 0), "bf16-0.001-0": run_of("bf16", 1e-3, 0)}
@@ -104,13 +104,13 @@ def test_runs_of_an_earlier_call_are_taken_over_unless_they_were_of_other_settin
         queue.Study(arguments(tmp_path, steps=3))
 
 
-def test_one_run_of_a_format_goes_ahead_and_time_bounds_the_others(load, arms, tmp_path) -> None:
+def test_one_run_of_each_format_goes_first_and_the_others_keep_to_the_time_limit(load, arms, tmp_path) -> None:
     queue = load("study_queue")
     study = queue.Study(arguments(tmp_path, engine="vllm"))
     first, second = arms.Job("bf16", 1e-3, 0), arms.Job("nf4", 1e-3, 0)
     assert study.may_start(first)
     study.running[first.key] = (first, None, 0.0)
-    assert not study.may_start(second)  # both open vllm on 16-bit weights
+    assert not study.may_start(second)  # both would open vllm on 16-bit weights
     assert study.may_start(arms.Job("nvfp4", 1e-3, 0))
     metrics = study.work / "runs" / first.key / "metrics.jsonl"
     metrics.parent.mkdir()
@@ -121,8 +121,8 @@ def test_one_run_of_a_format_goes_ahead_and_time_bounds_the_others(load, arms, t
     assert not study.may_start(second)
 
 
-def test_the_queue_runs_a_job_as_a_process_and_writes_what_it_gave(load, tmp_path) -> None:
-    """Also a job that fails: an impossible setting, which stops before anything is loaded."""
+def test_the_queue_runs_a_job_as_a_process_and_writes_its_result(load, tmp_path) -> None:
+    """That includes a job that fails: an impossible setting, which is refused before anything is loaded."""
     queue = load("study_queue")
     given = {"arms": ["bf16"], "rates": [1e-3], "seeds": [0], "set": ["rollout.group_size=1"]}
     study = queue.Study(arguments(tmp_path, **given))
@@ -133,7 +133,7 @@ def test_the_queue_runs_a_job_as_a_process_and_writes_what_it_gave(load, tmp_pat
     assert "group_size" in results["failed"]["bf16-0.001-0"]["log"]
 
 
-def test_nf4_rounding_keeps_the_largest_of_a_block_and_takes_the_nearest_value(load) -> None:
+def test_nf4_rounding_keeps_the_largest_value_of_a_block_and_takes_the_nearest_for_others(load) -> None:
     nf4 = load("study_nf4")
     weight = torch.randn(4, 128, generator=torch.Generator().manual_seed(0)) * 0.02
     rounded = nf4.round_to_nf4(weight)
@@ -145,8 +145,8 @@ def test_nf4_rounding_keeps_the_largest_of_a_block_and_takes_the_nearest_value(l
     assert torch.equal(nf4.round_to_nf4(torch.zeros(1, 64)), torch.zeros(1, 64))
 
 
-def test_nf4_rounding_is_that_of_bitsandbytes_to_the_bit(load) -> None:
-    """The digest: `dequantize_4bit(*quantize_4bit(weight, blocksize=64, quant_type="nf4"))` of bitsandbytes 0.50.2."""
+def test_nf4_rounding_equals_that_of_bitsandbytes_to_the_bit(load) -> None:
+    """A digest of `dequantize_4bit(*quantize_4bit(weight, blocksize=64, quant_type="nf4"))`, bitsandbytes 0.50.2."""
     tensors = load_file(TINY / "model.safetensors")
     digest = hashlib.sha256()
     for name in sorted(name for name in tensors if name.endswith("_proj.weight")):
@@ -165,7 +165,7 @@ def test_the_nf4_twin_changes_the_linears_and_nothing_else(load, tmp_path) -> No
 
 
 def run_of(arm: str, rate: float | None, seed: int, test: str = "01", validation: str = "01", **steps) -> dict:
-    """A row of the results; the reward rises by 0.01 a step."""
+    """A row of the results, in which the reward rises by 0.01 per step."""
     usual = {"reward": [0.1 + 0.01 * step for step in range(20)], "sampling/entropy": [1.0] * 10 + [0.5] * 10}
     usual |= {"noise/sigma": [0.0] * 20, "mismatch_kl": [0.0] * 20}
     row = {"arm": arm, "rate": rate, "seed": seed, "test": test, "validation": validation}
@@ -180,13 +180,13 @@ def right(count: int, of: int = 100) -> str:
     return "1" * count + "0" * (of - count)
 
 
-def test_an_interval_has_the_chance_of_the_seeds_and_of_the_questions(load) -> None:
+def test_an_interval_covers_the_variance_of_seeds_and_of_questions(load) -> None:
     report = load("study_report")
     same = report.answers([run_of("bf16", 1e-3, seed, right(50)) for seed in range(3)])
-    # the seeds agree: of 100 questions, half right, 1.96 * sqrt(0.25 * 100/99 / 100)
+    # The seeds agree, and half of 100 questions are right: 1.96 * sqrt(0.25 * 100/99 / 100)
     assert report.estimate(same) == pytest.approx((0.5, 0.09849), abs=1e-5)
     apart = report.answers([run_of("bf16", 1e-3, seed, right(100 * seed)) for seed in range(2)])
-    # the questions agree: seeds 0 and 1, 12.706 * sqrt(0.5) / sqrt(2)
+    # The questions agree, and the seeds give 0 and 1: 12.706 * sqrt(0.5) / sqrt(2)
     assert report.estimate(apart) == pytest.approx((0.5, 6.353), abs=1e-3)
 
 
@@ -198,13 +198,13 @@ def test_arms_are_compared_by_question_and_seed(load) -> None:
     rows = report.pairs_table(results_of(*runs))
     assert rows[1:] == [
         "| NVFP4 LoRA against BF16 LoRA | +0.3 ± 1.6 | +0.000 ± 0.000 | not told apart |",
-        # 45 of 100 questions by the same two seeds: 1.96 * sqrt(0.45 * 0.55 * 100/99 / 100)
+        # 45 of 100 questions with the same two seeds: 1.96 * sqrt(0.45 * 0.55 * 100/99 / 100)
         "| NVFP4 LoRA + AQN in the rollout against BF16 LoRA | +45.0 ± 9.8 | +0.305 ± 0.000 | better |",
         "| NVFP4 LoRA + AQN in the rollout against NVFP4 LoRA | +44.5 ± 11.6 | +0.305 ± 0.000 | better |",
     ]
 
 
-def test_a_single_seed_has_no_interval_and_tells_nothing(load) -> None:
+def test_a_single_seed_gives_no_interval_and_no_verdict(load) -> None:
     report = load("study_report")
     results = results_of(run_of("bf16", 1e-3, 0, right(50)), run_of("nvfp4", 1e-3, 0, right(95)))
     assert report.pairs_table(results)[1] == "| NVFP4 LoRA against BF16 LoRA | +45.0 | +0.000 | not told apart |"
@@ -217,12 +217,12 @@ def test_a_reward_rises_if_the_slopes_of_all_seeds_say_so(load) -> None:
     rising = [run_of("bf16", 1e-3, seed) for seed in range(3)]
     assert report.slope(rising[0]) == pytest.approx(0.01)
     assert report.rises(rising)
-    # slopes 0.01, 0.01 and 0: mean 0.0067, less than 4.303 * 0.00577 / sqrt(3) = 0.0143
+    # The slopes 0.01, 0.01 and 0 have the mean 0.0067, which is less than 4.303 * 0.00577 / sqrt(3) = 0.0143.
     assert not report.rises([*rising[:2], run_of("bf16", 1e-3, 2, reward=[0.5] * 20)])
     assert not report.rises(rising[:1])
 
 
-def test_the_rate_is_the_best_on_validation_among_those_with_every_seed(load) -> None:
+def test_the_chosen_rate_is_the_best_on_validation_among_those_with_all_seeds(load) -> None:
     report = load("study_report")
     runs = [
         run_of("bf16", rate, seed, "01", validation)
@@ -268,7 +268,7 @@ def test_in_the_shipped_results_the_reward_of_every_seed_and_rate_rose(load, shi
     assert report.rises(finals)
 
 
-def test_in_the_shipped_results_runs_that_differ_in_noise_alone_are_equal_before_it(load, shipped) -> None:
+def test_in_the_shipped_results_runs_that_differ_only_in_noise_are_equal_until_it_begins(load, shipped) -> None:
     runs = shipped["runs"]
     for key, run in runs.items():
         if "aqn" in run["arm"] and run["rate"]:

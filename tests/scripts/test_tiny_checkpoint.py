@@ -1,4 +1,4 @@
-"""scripts/models/tiny_checkpoint.py and the folder qerl/tiny that it made."""
+"""scripts/models/tiny_checkpoint.py, and the folder qerl/tiny that was made with it."""
 
 import hashlib
 import importlib.util
@@ -19,7 +19,7 @@ TINY = REPOSITORY / "qerl" / "tiny"
 
 @pytest.fixture(scope="module", autouse=True)
 def _one_thread():
-    """The model is so small that a second thread costs more than it brings, above all on a busy machine."""
+    """The model is so small that a second thread costs more than it gains, above all on a busy machine."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -57,11 +57,11 @@ TEXTS = [
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_any_text_comes_back_from_the_shipped_tokenizer_exactly(tokenizer, text) -> None:
+def test_the_shipped_tokenizer_reproduces_any_text_exactly(tokenizer, text) -> None:
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_special_tokens_are_one_id_and_what_the_configs_say(tokenizer) -> None:
+def test_special_tokens_have_one_id_each_as_the_configs_say(tokenizer) -> None:
     config = json.loads((TINY / "config.json").read_text())
     generation = json.loads((TINY / "generation_config.json").read_text())
     assert tokenizer("<|endoftext|><|im_start|><|im_end|>")["input_ids"] == [0, 1, 2]
@@ -101,8 +101,8 @@ def test_card_states_the_hash_of_the_shipped_weights_and_the_folder_is_small() -
     assert sum(file.stat().st_size for file in TINY.iterdir()) < 4_000_000
 
 
-def test_shipped_model_solves_by_working_out_and_rarely_at_once(script, tokenizer, model) -> None:
-    """The ranges hold the card's accuracies with three standard deviations of 64 problems."""
+def test_the_shipped_model_solves_by_working_out_and_rarely_at_once(script, tokenizer, model) -> None:
+    """The ranges are the accuracies of the model card, plus or minus three standard deviations for 64 problems."""
     assert script.accuracy(model, tokenizer, 64, style="worked") >= 0.9
     assert script.accuracy(model, tokenizer, 64, style="direct") <= 0.2
     assert 0.15 <= script.accuracy(model, tokenizer, 64) <= 0.55
@@ -134,8 +134,8 @@ def test_training_is_reproducible_and_depends_on_the_seed(script, tokenizer) -> 
     assert not torch.equal(first, weights(1))
 
 
-def test_corpus_is_worked_first_and_mixed_by_kind_at_the_end(script, tokenizer) -> None:
-    """Direct answers appear only in the mixture, as often as the kind's share says."""
+def test_the_corpus_begins_with_worked_answers_and_ends_with_a_mixture_by_kind(script, tokenizer) -> None:
+    """Direct answers appear only in the mixture, with the share that their kind has."""
     rng = script.random.Random(0)
     made = list(problems("train", 9, 3000))
     assert all(script.answer_of(one, mixed=False, rng=rng) == one.worked for one in made)
@@ -144,7 +144,7 @@ def test_corpus_is_worked_first_and_mixed_by_kind_at_the_end(script, tokenizer) 
         assert sum(answers) / len(answers) == pytest.approx(script.WORKED_SHARE[position], abs=0.12)
 
 
-def test_batch_weights_prompt_lightly_completion_fully_padding_not_at_all(script, tokenizer) -> None:
+def test_a_batch_weighs_prompts_lightly_completions_fully_and_padding_not_at_all(script, tokenizer) -> None:
     ids, weights = next(script.batches(tokenizer, rows=4, steps=10, seed=0))
     for row, weight in zip(ids.tolist(), weights.tolist(), strict=True):
         end = len(row) - row[::-1].index(2)  # after the last <|im_end|>
@@ -156,7 +156,7 @@ def test_batch_weights_prompt_lightly_completion_fully_padding_not_at_all(script
 
 
 @pytest.mark.parametrize("shape", [(3, 64, 128), (2, 128, 64), (1, 128, 128)])
-def test_orthogonal_brings_singular_values_to_about_one(script, shape) -> None:
+def test_orthogonal_makes_all_singular_values_about_one(script, shape) -> None:
     matrices = torch.randn(shape, generator=torch.Generator().manual_seed(0)) * torch.tensor([1e-4])
     values = torch.linalg.svdvals(script.orthogonal(matrices))
     if shape[1] != shape[2]:  # a square random matrix has singular values near zero, which five steps do not lift
@@ -165,7 +165,7 @@ def test_orthogonal_brings_singular_values_to_about_one(script, shape) -> None:
     assert values.median() > 0.7
 
 
-def test_loss_is_the_weighted_mean_of_minus_log_probability(script, model) -> None:
+def test_the_loss_is_the_weighted_mean_of_the_negative_log_probability(script, model) -> None:
     ids = torch.tensor([[1, 5, 9, 2], [1, 7, 2, 0]])
     weights = torch.tensor([[0.1, 0.1, 1.0, 1.0], [0.1, 1.0, 1.0, 0.0]])
     logprobs = model(input_ids=ids).logits.log_softmax(-1)

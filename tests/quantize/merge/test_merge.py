@@ -47,7 +47,7 @@ def engine_tokens(ref, prompts):
 
 @pytest.fixture(scope="module")
 def expected(run, prompts):
-    """Greedy tokens of the engine with the adapter; without it they are others, so that equality says something."""
+    """Greedy tokens of the engine with the adapter. Those without it differ, so equality has a meaning."""
     tokens = engine_tokens(resolve_model(str(run)), prompts)
     without = engine_tokens(resolve_model(str(run.parents[1] / "checkpoints" / "tiny-NVFP4A16")), prompts)
     assert sum(a != b for a, b in zip(tokens, without, strict=True)) >= 8
@@ -55,7 +55,7 @@ def expected(run, prompts):
 
 
 def library_tokens(model, tokenizer, prompts):
-    """Greedy tokens of transformers' own generate, prompt by prompt."""
+    """Greedy tokens of transformers' own generate, one prompt at a time."""
     found = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
@@ -82,7 +82,7 @@ def exported(run):
 
 @pytest.fixture(scope="module")
 def decoded(base):
-    """The NVFP4 base as transformers decodes it, without qerl."""
+    """The NVFP4 base as transformers itself decodes it, without qerl."""
     from transformers import AutoModelForCausalLM, CompressedTensorsConfig
 
     config = CompressedTensorsConfig(dequantize=True)
@@ -122,10 +122,10 @@ def test_merged_weights_are_base_plus_s_b_a_rounded_once(bf16, run, base):
         a, b = (tensors[f"{module}.lora_{x}.weight"].double() for x in "AB")
         decoded = dequantize(*(packed[f"{module}.{part}"] for part in TENSORS), torch.float32)
         exact = decoded.double() + scaling * (b @ a)
-        half_step = exact.abs().log2().floor().exp2() / 256  # of bfloat16: 8 significant bits
+        half_step = exact.abs().log2().floor().exp2() / 256  # bfloat16 has 8 significant bits
         error = (written[f"{module}.weight"].double() - exact).abs()
-        assert (error <= half_step + 1e-6).all(), module  # 1e-6: float32 sums
-    assert "lm_head.weight" not in written  # tied in the base, tied here
+        assert (error <= half_step + 1e-6).all(), module  # 1e-6 is for float32 sums
+    assert "lm_head.weight" not in written  # tied in the base and so here
     for name in ("model.embed_tokens.weight", "model.norm.weight"):
         assert torch.equal(written[name], packed[name])
 
@@ -156,15 +156,15 @@ def test_bf16_keeps_the_adapter_and_says_so(bf16):
 def test_nvfp4_onto_the_original_keeps_the_effect(nvfp4, prompts, expected):
     assert nvfp4.onto.endswith("tiny")
     assert kind_of(nvfp4.out) == "nvfp4"
-    assert nvfp4.effect.kept > 0.9  # 0.99 when it was written
+    assert nvfp4.effect.kept > 0.9  # it was 0.99 when this test was written
     assert nvfp4.survival.kept == pytest.approx(1.0, abs=0.1)
-    assert nvfp4.survival.cosine < 0.6  # beside the adapter there is rounding noise
+    assert nvfp4.survival.cosine < 0.6  # there is rounding noise beside the adapter
     assert nvfp4.warnings() == []
     same = sum(a == b for a, b in zip(engine_tokens(resolve_model(str(nvfp4.out)), prompts), expected, strict=True))
     assert same >= 10
 
 
-def test_nvfp4_onto_the_grid_loses_the_adapter_and_says_so(run, tmp_path, caplog):
+def test_nvfp4_onto_the_4_bit_weights_loses_the_adapter_and_says_so(run, tmp_path, caplog):
     report = merge(
         MergeOptions(str(run), "nvfp4", tmp_path / "out", onto="trained", prompt_count=16, max_new_tokens=32)
     )
@@ -174,7 +174,7 @@ def test_nvfp4_onto_the_grid_loses_the_adapter_and_says_so(run, tmp_path, caplog
     assert "of the adapter's effect is left" in (tmp_path / "out" / "README.md").read_text()
 
 
-def test_bf16_onto_the_original_is_another_policy_and_says_so(run, tmp_path):
+def test_bf16_onto_the_original_is_not_the_trained_policy_and_says_so(run, tmp_path):
     report = merge(MergeOptions(str(run), "bf16", tmp_path / "out", onto="original", prompt_count=0))
     assert report.onto.endswith("tiny")
     assert "not the policy that was trained" in report.warnings()[0]
@@ -217,8 +217,8 @@ def test_trained_norms_stay_in_the_adapter_folder_with_a_warning(tmp_path):
     assert json.loads((tmp_path / "out" / "adapter_config.json").read_text())["modules_to_save"]
 
 
-def test_survival_by_hand():
-    """delta (1, 1), change (1, 0) on a base of norm 10: half of it is there, at 45 degrees."""
+def test_survival_equals_values_computed_by_hand():
+    """With delta (1, 1) and change (1, 0) on a base of norm 10, half of delta is there, at 45 degrees."""
     part = Sums("x", dot=1.0, change2=1.0, delta2=2.0, base2=100.0).survival()
     assert (part.kept, part.cosine, part.norm_ratio) == pytest.approx((0.5, math.sqrt(0.5), math.sqrt(0.5)))
     assert part.relative_size == pytest.approx(math.sqrt(2) / 10)
@@ -229,8 +229,8 @@ def test_survival_by_hand():
     assert both.relative_size == pytest.approx(0.1)
 
 
-def test_kl_by_hand():
-    """One token at half, one at twice the probability: (0.5 - 1 + ln 2 + 2 - 1 - ln 2) / 2."""
+def test_kl_equals_a_value_computed_by_hand():
+    """One token has half the probability, one twice: (0.5 - 1 + ln 2 + 2 - 1 - ln 2) / 2."""
     assert kl([[0.0, -1.0]], [[-math.log(2), -1.0 + math.log(2)]]) == pytest.approx(0.25)
     assert kl([[-0.3], [-0.7]], [[-0.3], [-0.7]]) == 0.0
 
@@ -246,7 +246,7 @@ def test_trained_embeddings_do_not_change_a_tied_head_silently(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_a_run_with_keys_of_another_version_is_measured_on_what_it_saved(run, tmp_path, caplog):
+def test_a_run_with_keys_of_another_version_is_measured_on_its_saved_prompts(run, tmp_path, caplog):
     for name in ("checkpoints", "runs"):
         shutil.copytree(run.parents[1] / name, tmp_path / name, ignore=shutil.ignore_patterns("merged*", "exported"))
     path = tmp_path / "runs" / "tiny_run" / "config.yaml"

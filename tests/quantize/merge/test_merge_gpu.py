@@ -1,6 +1,6 @@
-"""Stock vLLM, without qerl's plugin, on what `qerl merge` writes: the greedy tokens of base + adapter.
+"""Stock vLLM, without qerl's plugin, gives the greedy tokens of base + adapter from what `qerl merge` writes.
 
-Each last passed on an H200 on 2026-11-22, vLLM 0.25.1.
+All last passed on an H200 on 2026-11-22, vLLM 0.25.1.
 """
 
 import importlib.util
@@ -48,7 +48,7 @@ open(sys.argv[4], "w").write(json.dumps([list(output.outputs[0].token_ids) for o
 
 @pytest.fixture(scope="module")
 def work(tmp_path_factory):
-    """The trained run, and prompts with the greedy tokens of the transformers engine with its adapter, on the CPU."""
+    """The trained run, prompts, and the greedy tokens of the transformers engine on the CPU with the run's adapter."""
     folder = tmp_path_factory.mktemp("work")
     base = folder / "checkpoints" / "tiny-NVFP4A16"
     quantize_checkpoint("tiny", base, device="cpu")
@@ -65,7 +65,7 @@ def work(tmp_path_factory):
 
 
 def vllm_tokens(work, model, adapter=""):
-    """Greedy tokens of stock vLLM in a process of its own, where qerl's plugin does not act."""
+    """Greedy tokens of stock vLLM, in a separate process where qerl's plugin is off."""
     environment = {name: value for name, value in os.environ.items() if name != "QERL_VLLM_PLUGIN"}
     environment |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     out = work / "tokens.json"
@@ -89,7 +89,7 @@ def export(work, to):
 def test_stock_vllm_loads_the_adapter_folder(work):
     report = export(work, "adapter")
     base = report.commands["vllm"].split()[2]
-    assert same(work, vllm_tokens(work, base, report.out)) >= 30  # bfloat16 products may turn a near tie
+    assert same(work, vllm_tokens(work, base, report.out)) >= 30  # bfloat16 rounding may decide a near tie otherwise
     assert same(work, vllm_tokens(work, base)) <= 16  # without the adapter it is another policy
 
 

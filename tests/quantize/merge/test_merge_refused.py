@@ -1,4 +1,4 @@
-"""What cannot be merged is refused before anything is written, and what dies half way leaves what was there."""
+"""What cannot be merged is refused before anything is written, and a merge that fails leaves old files alone."""
 
 import json
 import shutil
@@ -21,7 +21,7 @@ def refuse(*_):
 
 
 @pytest.mark.parametrize("to", ["bf16", "nvfp4", "adapter"])
-def test_what_dies_half_way_leaves_what_was_there(run, tmp_path, monkeypatch, to):
+def test_a_merge_that_fails_half_way_leaves_the_old_folder(run, tmp_path, monkeypatch, to):
     out = tmp_path / "out"
     out.mkdir()
     (out / "merge_report.json").write_text("{}")
@@ -78,14 +78,14 @@ def test_mistakes_are_refused_before_anything_is_written(run, base, tmp_path, na
     assert before == (sorted(path.name for path in tmp_path.iterdir()), sorted(path.name for path in base.iterdir()))
 
 
-def test_a_full_disk_is_known_before(run, tmp_path, monkeypatch):
+def test_a_full_disk_is_noticed_before_work(run, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     with pytest.raises(CheckpointError, match="GiB free"):
         merge(MergeOptions(str(run), "bf16", tmp_path / "out"))
 
 
 def test_another_model_under_the_originals_name_is_refused(run, base, tmp_path):
-    """The report names a model that these weights were not made from."""
+    """The quantization report names a model that these weights do not come from."""
     other = make_checkpoint(tmp_path / "other", "qwen3")
     for name in ("checkpoints", "runs"):
         shutil.copytree(run.parents[1] / name, tmp_path / name, ignore=shutil.ignore_patterns("merged*", "exported"))

@@ -1,4 +1,4 @@
-"""The model card, the lines that are printed, and the push: refused before any work, against a hub of our own."""
+"""The model card, the printed commands, and the push, tested against a small hub of our own."""
 
 import json
 import os
@@ -34,7 +34,7 @@ RESULT = {
 
 @pytest.fixture
 def run(tmp_path):
-    """The trained run with an evaluation, without its base: an adapter folder needs none."""
+    """The trained run with an evaluation, but without its base, which an adapter folder does not need."""
     folder = tmp_path / "runs" / "tiny_run"
     shutil.copytree(DATA, folder)
     for name, content in {"arith-1": json.dumps(RESULT), "cut": '{"task": "gs'}.items():
@@ -56,10 +56,10 @@ def test_the_card_states_base_recipe_metrics_and_evaluation_with_its_interval(ru
     assert "| reward | 0.3177 -> 0.8021 |" in card.text
     assert "rank: 4" in card.text
     assert report.commands["vllm"] in card.text
-    assert len(read_results(run)) == 1  # the one that was cut short is none
+    assert len(read_results(run)) == 1  # the truncated one does not count
 
 
-def test_a_damaged_log_costs_the_card_its_training_and_not_the_merge(run, tmp_path, caplog):
+def test_with_a_damaged_log_the_card_lacks_the_training_but_the_merge_succeeds(run, tmp_path, caplog):
     metrics = run / "metrics.jsonl"
     metrics.write_text('{"step": 1, }\n' + metrics.read_text())
     merge(MergeOptions(str(run), "adapter", tmp_path / "out"))
@@ -70,7 +70,7 @@ def test_a_damaged_log_costs_the_card_its_training_and_not_the_merge(run, tmp_pa
     assert "goes without the training" in caplog.text
 
 
-def test_the_licence_is_the_bases_or_is_not_stated(tmp_path):
+def test_the_licence_is_that_of_the_base_or_is_left_out(tmp_path):
     folder = tmp_path / "base"
     folder.mkdir()
     assert licence_of(str(folder)) is None
@@ -90,14 +90,14 @@ def test_the_base_on_the_hub_comes_from_the_quantization_report(tmp_path):
 
 
 @pytest.mark.parametrize(("rank", "limit"), [(1, 1), (4, 8), (8, 8), (9, 16), (512, 512)])
-def test_vllm_is_told_a_rank_that_it_takes(tmp_path, rank, limit):
+def test_the_vllm_command_has_a_rank_that_vllm_accepts(tmp_path, rank, limit):
     words = shlex.split(serve_adapter_line(tmp_path / "my adapter", "base folder", rank, has_norms=False))
     assert words[:3] == ["vllm", "serve", "base folder"]
     assert words[words.index("--max-lora-rank") + 1] == str(limit)
     assert words[words.index("--lora-modules") + 1] == f"my adapter={tmp_path / 'my adapter'}"
 
 
-def test_no_line_is_printed_that_vllm_would_refuse(tmp_path):
+def test_no_command_is_printed_that_vllm_would_refuse(tmp_path):
     assert serve_adapter_line(tmp_path, "base", 4, has_norms=True) is None
     assert serve_adapter_line(tmp_path, "base", 513, has_norms=False) is None
     assert shlex.split(serve_model_line(Path("a b/c"))) == ["vllm", "serve", "a b/c", "--served-model-name", "c"]
@@ -114,7 +114,7 @@ def test_a_push_that_cannot_work_is_refused_first(run, tmp_path, monkeypatch):
 
 
 def hub(tmp_path, base, *options, token="hf_test", endpoint=None):
-    """`qerl merge --push-to-hub me/model` in a process of its own, against `endpoint`."""
+    """Run `qerl merge --push-to-hub me/model` in a separate process, against `endpoint`."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": endpoint}
     for name in ("HF_TOKEN", "HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy", "ALL_PROXY", "all_proxy"):
         environment.pop(name, None)
@@ -126,7 +126,7 @@ def hub(tmp_path, base, *options, token="hf_test", endpoint=None):
 
 
 class Hub(BaseHTTPRequestHandler):
-    """As much of the hub's HTTP interface as an upload of small files asks for."""
+    """The part of the hub's HTTP interface that an upload of small files needs."""
 
     def do_GET(self):
         self.answer(200 if self.server.accept else 401, {"name": "me", "type": "user", "orgs": []})
@@ -186,7 +186,7 @@ def test_a_push_uploads_the_folder_and_its_card(run, tmp_path, server):
     assert "me/model" in done.stderr
 
 
-def test_a_push_that_fails_leaves_the_folder_and_says_how_to_go_on(run, tmp_path, server):
+def test_a_failed_push_leaves_the_folder_and_says_how_to_go_on(run, tmp_path, server):
     server.commits = False
     done = hub(tmp_path, run, "--base-name", "a/b", endpoint=server.address)
     assert done.returncode == 2
@@ -197,7 +197,7 @@ def test_a_push_that_fails_leaves_the_folder_and_says_how_to_go_on(run, tmp_path
 
 
 @pytest.mark.parametrize(("token", "expected"), [(None, "no hub token is set"), ("hf_bad", "does not take the token")])
-def test_without_a_good_token_nothing_is_begun(run, tmp_path, server, token, expected):
+def test_without_a_valid_token_nothing_is_written(run, tmp_path, server, token, expected):
     server.accept = False
     done = hub(tmp_path, run, token=token, endpoint=server.address)
     assert done.returncode == 2
