@@ -1,8 +1,9 @@
-"""vLLM's FlashAttention backend with our kernel for steps in which each sequence has one new token.
+"""vLLM's FlashAttention backend, with our kernel for the steps in which each sequence has one new token.
 
-FlashAttention 3 takes these in tiles of 128 tokens and three launches (the cache's new tokens, attention, its sum over
-splits): 7B, one sequence, 14.6 us a layer, and 62 us for 256 sequences of 140 tokens whose keys and values are 73 MB
-(H200). Ours is one launch. All other steps are FlashAttention's. Remove when vLLM's own decode attention is no slower.
+FlashAttention 3 handles those in tiles of 128 tokens and three launches (writing new tokens to the cache, attention,
+the sum over splits): for a 7B model on an H200, 14.6 us per layer for one sequence, and 62 us for 256 sequences of 140
+tokens, whose keys and values are 73 MB. Ours is one launch. All other steps are left to FlashAttention. Remove when
+vLLM's own decode attention is no slower.
 """
 
 from __future__ import annotations
@@ -24,16 +25,16 @@ from qerl.layers.decode_attention import MAX_SEQUENCES, Batch, Cache, Space, att
 
 
 class DecodeBuilder(FlashAttentionMetadataBuilder):
-    """Plans our kernel's work instead of FlashAttention's where that runs."""
+    """Plans the work of our kernel instead of FlashAttention's in the steps that it handles."""
 
-    # a graph captured for one new token a sequence holds our kernel, so a batch with others must not replay it
+    # A graph captured for one new token per sequence contains our kernel, so no other batch may replay it.
     _cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         sequences = self.vllm_config.scheduler_config.max_num_seqs
         self._space = None
-        # Of layers with a window, which FlashAttention does alone, its builder has to see the first step as it is.
+        # Layers with a window are left to FlashAttention, whose builder must then see the first step unchanged.
         whole = getattr(self.kv_cache_spec, "sliding_window", None) is None and sequences <= MAX_SEQUENCES
         if whole and takes(self.num_heads_q, self.num_heads_kv, self.headdim):
             self._space = Space(sequences, self.num_heads_kv, self.headdim, self.device)
@@ -67,7 +68,7 @@ class DecodeImpl(FlashAttentionImpl):
         *args: Any,
         **options: Any,
     ) -> torch.Tensor:
-        if attn_metadata is None:  # of vLLM's profile run
+        if attn_metadata is None:  # in vLLM's profile run
             return output.fill_(0)
         space = attn_metadata.decode_space if self.decodes else None
         if space is None or (space.key_heads, space.head_dim) != (self.num_kv_heads, self.head_size):
@@ -98,7 +99,7 @@ class DecodeBackend(FlashAttentionBackend):
 
 
 def attention_name(model: torch.nn.Module) -> str:
-    """What attends in a model's decode steps: "qerl" where our kernel runs, else vLLM's name for it."""
+    """The attention in a model's decode steps: "qerl" if our kernel runs, otherwise vLLM's name for it."""
     impls = [module.impl for module in model.modules() if isinstance(module, Attention)]
     ours = {isinstance(impl, DecodeImpl) and impl.decodes for impl in impls}
     names = {"qerl"} if True in ours else set()
@@ -108,7 +109,7 @@ def attention_name(model: torch.nn.Module) -> str:
 
 
 def attends_by_ours(model: torch.nn.Module) -> bool:
-    """Whether vLLM took our backend; layers that our kernel does not take are FlashAttention's there too."""
+    """Whether vLLM uses our backend; it leaves layers that our kernel does not take to FlashAttention."""
     return any(isinstance(module.impl, DecodeImpl) for module in model.modules() if isinstance(module, Attention))
 
 

@@ -1,6 +1,6 @@
-"""What vLLM's fused linears and our kernel ask of an NVFP4 checkpoint, told from headers and global scales.
+"""Checks what vLLM's fused linears and our kernel require of an NVFP4 checkpoint, from its headers and global scales.
 
-Loading meets the same conditions in `linear.py` and `kernel.py`, but after all weights are there. No vllm.
+Loading would check the same in `linear.py` and `kernel.py`, but only after all weights have been read. No vllm.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from qerl.nvfp4.layout import GLOBAL_SCALE, PACKED, SHARED_GLOBAL_SCALE, quantiz
 
 
 def check_checkpoint(folder: Path, kernel: str) -> None:
-    """Raise EngineError for a shape that `kernel` does not take, or fused linears with different global scales."""
+    """Raise EngineError if `kernel` does not take a shape, or if fused linears have different global scales."""
     from qerl.nvfp4 import gemm
 
     tensors = read_tensors(folder)
@@ -40,7 +40,7 @@ def check_checkpoint(folder: Path, kernel: str) -> None:
 
 
 def fused(linears: Iterable[str]) -> list[list[str]]:
-    """The linears, those that vLLM multiplies by at once in one list."""
+    """The linears in groups: each list has those that vLLM fuses into one product."""
     leaders = {leaf: group[0] for group in SHARED_GLOBAL_SCALE for leaf in group}
     groups: dict[tuple[str, str], list[str]] = {}
     for module in linears:
@@ -50,7 +50,7 @@ def fused(linears: Iterable[str]) -> list[list[str]]:
 
 
 def _numbers(files: Mapping[str, Path]) -> dict[str, float]:
-    """The values of tensors of one number, each in its file."""
+    """The values of tensors that hold one number each, given the file of each."""
     from safetensors import safe_open
 
     found = {}

@@ -1,19 +1,20 @@
-"""Close vLLM 0.25.1 in a process that goes on: what its own shutdown leaves referred to is let go of, in order.
+"""Close vLLM 0.25.1 in a process that goes on, by dropping, in order, the references that its own shutdown leaves.
 
-vLLM ends its engine with the process and frees little before. After `EngineCore.shutdown` these still hold memory of
-the card; each function below says which it lets go of:
+vLLM expects the process to end with its engine, and frees little before that. After `EngineCore.shutdown` the following
+still keep memory of the card alive; the function after each drops it:
 
 1. CUDA graphs, in the runner's manager and in each `CUDAGraphWrapper`: `drop_graphs_`.
-2. The KV cache, through the attention layers, while vLLM takes its pool down: `drop_kv_cache_`.
-3. The model, by the arguments of a finalizer that runs when the LLMEngine is collected: `run_finalizer_`. A collection
-   that finds the engine still sees the model, so one alone gives no weights back: `collect_`.
+2. The KV cache, through the attention layers, while vLLM destroys its pool: `drop_kv_cache_`.
+3. The model, through the arguments of a finalizer that runs when the LLMEngine is collected: `run_finalizer_`. The
+   garbage collection that finds the engine still finds the model referenced, so it takes more than one: `collect_`.
 4. The runner, whose buffers live as long as anything refers to the worker: `drop_runner_`.
-5. The model again, by a hook on compiled bytecode that vLLM registers twice and removes once: `drop_hooks_`.
-6. Buffers of modules, ours and vLLM's, compiled code and cuBLAS's work space: `drop_caches_`.
+5. The model again, through a hook on compiled bytecode that vLLM registers twice and removes once: `drop_hooks_`.
+6. Buffers of modules, ours and vLLM's, compiled code and the work space of cuBLAS: `drop_caches_`.
 
-What of the KV cache is referred to even then is unmapped (`sleep.give_back_closed`). Loaded kernels and the CUDA
-context stay until the process ends, and so do the weights of a policy model that the caller still holds. Remove what
-vLLM comes to do in its shutdown (vllm-project/vllm, `EngineCore.shutdown` and `GPUModelRunner.shutdown`).
+If references keep parts of the KV cache alive even then, it is unmapped (`sleep.give_back_closed`). Loaded kernels and
+the CUDA context stay until the process ends, and so do the weights of a policy model that the caller still holds.
+Remove each step once vLLM does it in its shutdown (vllm-project/vllm, `EngineCore.shutdown` and
+`GPUModelRunner.shutdown`).
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-MOST_COLLECTIONS = 8  # each may free what holds the next
+MOST_COLLECTIONS = 8  # each may free objects that keep others alive
 
 
 def shut_down_(llm: Any) -> None:
-    """vLLM's own shutdown, and before and after it what needs its objects."""
+    """Run vLLM's own shutdown, and before and after it the steps that need its objects."""
     import torch
 
     engine = llm.llm_engine
@@ -46,9 +47,9 @@ def shut_down_(llm: Any) -> None:
 
 
 def drop_graphs_(runner: Any) -> None:
-    """All of this process, which has one engine at a time; their pool is then free, and the next engine takes another.
+    """Drop all graphs of this process, which has one engine at a time, and make the next engine take another pool.
 
-    A pool with anything left in it may not be captured into again: torch's allocator asserts that a graph uses it.
+    A pool with anything left in it must not be captured into again: torch's allocator asserts that a graph uses it.
     """
     from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper
     from vllm.compilation.cuda_graph import CUDAGraphWrapper
@@ -62,36 +63,37 @@ def drop_graphs_(runner: Any) -> None:
 
 
 def drop_kv_cache_(layers: dict[str, Any]) -> None:
-    """Take its KV cache from each layer of `static_forward_context`, and views of it from the layer's attention."""
+    """Drop the KV cache of each layer in `static_forward_context`, and the views of it that its attention keeps."""
     import torch
 
     for layer in layers.values():
         if hasattr(layer, "kv_cache"):
             layer.kv_cache = torch.tensor([]) if isinstance(layer.kv_cache, torch.Tensor) else []
-        for name in ("_k_scale_cache", "_v_scale_cache"):  # of an 8-bit cache with scales in it
+        for name in ("_k_scale_cache", "_v_scale_cache"):  # exist with an 8-bit cache that contains its scales
             if hasattr(getattr(layer, "impl", None), name):
                 setattr(layer.impl, name, None)
 
 
 def run_finalizer_(engine: Any) -> None:
-    """The LLMEngine's, now: the registry of finalizers refers to the model until it has run."""
+    """Run the finalizer of the LLMEngine now, since the registry of finalizers refers to the model until it has run."""
     if (finalizer := getattr(engine, "_finalizer", None)) is not None:
         finalizer()
 
 
 def drop_runner_(worker: Any) -> None:
-    """The runner with its input, sampling and block-table buffers; the worker is no use without it."""
+    """Drop the runner with its input, sampling and block-table buffers; the worker is of no use without it."""
     worker.model_runner = None
 
 
 def drop_hooks_(owner: type) -> None:
-    """Dynamo's hooks on bytecode that are methods of an `owner`, of this whole process.
+    """Drop all of Dynamo's bytecode hooks in this process that are methods of an `owner`.
 
-    vLLM 0.25.1 decorates both Qwen3Model and the Qwen2Model that it is made of, so `TorchCompileWithNoGuardsWrapper`
-    is set up twice, and the handle of its first hook is lost before `cleanup` removes the second. The hook is needed
-    while the model compiles and leaves its bytecode as it is. VLLM_USE_BYTECODE_HOOK=0 would do without, but belongs
-    to the key of the compile cache and takes a check of vLLM's with it. Remove with vllm-project/vllm pull request
-    45195; that it took effect is tested by what is alive after a close (tests/qerl/engine/test_vllm_engine_gpu.py).
+    vLLM 0.25.1 decorates both Qwen3Model and the Qwen2Model that it is derived from. So it sets up
+    `TorchCompileWithNoGuardsWrapper` twice, and loses the handle of the first hook before `cleanup` removes the second.
+    The hook is needed only while the model compiles, and does not change the bytecode. VLLM_USE_BYTECODE_HOOK=0 would
+    avoid it, but is part of the compile cache's key and also disables a check of vLLM. Remove with vllm-project/vllm
+    pull request 45195. The test of what is alive after a close (tests/qerl/engine/test_vllm_engine_gpu.py) shows
+    whether this takes effect.
     """
     from torch._dynamo.convert_frame import _bytecode_hooks
 
@@ -100,8 +102,11 @@ def drop_hooks_(owner: type) -> None:
 
 
 def drop_caches_() -> None:
-    """What modules keep: decoded weights, linears by address, what a reload of weights needs (a table by layer, whose
-    entries stay if a tensor of theirs refers to the layer), top-k buffers, compiled code, cuBLAS's work space."""
+    """Drop what modules cache.
+
+    These are decoded weights, linears by address, vLLM's table of what each layer needs for reloading weights (whose
+    entries stay if one of their tensors refers to the layer), top-k buffers, compiled code, and cuBLAS's work space.
+    """
     import torch
     from vllm.compilation.wrapper import TorchCompileWithNoGuardsWrapper
     from vllm.model_executor.model_loader.reload.layerwise import LAYERWISE_INFO
@@ -115,12 +120,12 @@ def drop_caches_() -> None:
     release_work_buffers()
     LAYERWISE_INFO.clear()
     reset_buffer_cache()
-    torch._dynamo.reset()  # compiled code keeps the model it was made of
-    torch._C._cuda_clearCublasWorkspaces()  # one for each handle and stream, vLLM's side streams included
+    torch._dynamo.reset()  # compiled code refers to the model that it was compiled from
+    torch._C._cuda_clearCublasWorkspaces()  # there is one per handle and stream, including vLLM's side streams
 
 
 def collect_() -> int:
-    """Collect until nothing more is found: how often."""
+    """Collect garbage until nothing more is found; returns how many collections that took."""
     for times in range(1, MOST_COLLECTIONS + 1):
         if not gc.collect():
             return times
@@ -128,7 +133,7 @@ def collect_() -> int:
 
 
 def give_back_() -> None:
-    """Once nothing of ours refers to vLLM's objects any more: the memory goes back to the driver."""
+    """Return the memory to the driver. Call it when nothing of ours refers to vLLM's objects any more."""
     import torch
 
     from qerl.vllm_plugin import sleep
@@ -143,9 +148,9 @@ def give_back_() -> None:
 
 
 def abandon_() -> None:
-    """Give back what an opening has taken that raised, whose frames were cleared (`clear_frames_`)."""
+    """Free what an engine had taken when its opening failed. Clear the error's frames first (`clear_frames_`)."""
     plugin = sys.modules.get("qerl.vllm_plugin.worker")
-    if plugin is None:  # it ended before vLLM was imported
+    if plugin is None:  # it failed before vLLM was imported
         return
     worker = plugin.latest()
     if worker is not None and getattr(worker, "model_runner", None) is not None:
@@ -164,7 +169,7 @@ def abandon_() -> None:
 
 
 def clear_frames_(error: BaseException) -> None:
-    """Empty the frames that `error`, and what it came of, keep: their variables are the half-open engine."""
+    """Clear the frames that `error` and its causes keep, because their variables refer to the half-open engine."""
     seen: set[int] = set()
     rest: list[BaseException | None] = [error]
     while rest:

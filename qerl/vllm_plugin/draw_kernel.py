@@ -1,7 +1,7 @@
-"""Triton kernels that draw a token a row and give its logprob, from logits read once. Twin: `draw.reference_draw`.
+"""Triton kernels that draw one token per row with its logprob, reading the logits once. Twin: `draw.reference_draw`.
 
-Each program of the first launch keeps its block's maximum, sum of exponentials and best noisy logit; one program a row
-joins them. `rows` is not specialized, or the first odd number of sequences would compile anew.
+Each program of the first launch keeps the maximum, the sum of exponentials and the best noisy logit of its block; then
+one program per row combines them. `rows` is not specialized, because an odd number of sequences would recompile.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def draw(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See the twin. `logits` in any floating dtype, its rows any stride apart."""
+    """See the twin. `logits` may have any floating dtype, and any stride between its rows."""
     rows, vocabulary = logits.shape
     blocks = triton.cdiv(vocabulary, BLOCK)
     partial = torch.empty(3, rows, blocks, dtype=torch.float32, device=logits.device)  # maximum, sum of exp, best
@@ -39,7 +39,7 @@ def draw(
 
 @triton.jit
 def _gumbel(bits):
-    """Standard Gumbel noise from 32 random bits; the large values come from u near 0, where float32 is fine."""
+    """Standard Gumbel noise from 32 random bits. Large values come from u near 0, where float32 has a fine grid."""
     bits = bits.to(tl.int32, bitcast=True)
     uniform = tl.where(bits < 0, -bits - 1, bits).to(tl.float32) * 4.6566127342e-10
     return -tl.log(-libdevice.log1p(-tl.maximum(uniform, 4.6566127342e-10)))

@@ -1,7 +1,7 @@
-"""The forward pass of FlashAttention 3 that vLLM ships for Hopper, for training: torch has FlashAttention 2 alone.
+"""The forward pass of FlashAttention 3 for training, from vLLM, which ships it for Hopper; torch has only version 2.
 
-7B, 18 sequences in a row of 8448 tokens: 142 instead of 264 us a layer (development run, H200). Remove when
-torch's is as fast.
+For a 7B model and 18 sequences in a row of 8448 tokens it takes 142 instead of 264 us per layer (development run,
+H200). Remove when torch's attention is as fast.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ def takes(q: torch.Tensor) -> bool:
 def forward(
     qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor], sequences: Any, scale: float | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output (T, heads, d) and the logarithm of the softmax's sums, float32 (heads, T), of q (T, heads, d) and k, v
-    (keys, kv heads, d). `sequences`: `training.policy.packing.Sequences`; queries fewer than their keys are the last of
-    them.
+    """Return the output (T, heads, d) and the logarithm of the softmax's sums, float32 (heads, T).
+
+    `qkv` is q (T, heads, d), then k and v (keys, kv heads, d). `sequences` is a `training.policy.packing.Sequences`. If
+    a sequence has fewer queries than keys, the queries are its last tokens.
     """
     return flash_attn_varlen_func(
         *qkv,

@@ -1,14 +1,15 @@
-"""vLLM's RMSNorm with its weight in a float32 buffer, so that noise and trained weights below bfloat16's grid act.
+"""vLLM's RMSNorm with its weight in a float32 buffer, so that noise and updates finer than bfloat16 take effect.
 
-The checkpoint's bfloat16 `weight` stays as it is (the trainer shares it). `gain`, float32, is what multiplies: at first
-the same values, later trained weights and noise. It is read by the captured CUDA graphs and written in place. All is
-computed in float32 and rounded once: rounding x_hat before the product as well, as transformers' clean norms do, would
-leave 128 different mantissas, too few for noise of sigma 1e-4 to come out unbiased in each channel.
+The checkpoint's bfloat16 `weight`, which the trainer shares, is left as it is. The norm multiplies by `gain` instead, a
+float32 buffer that starts with the same values and later holds trained weights and noise. The captured CUDA graphs read
+it, and it is written in place. Everything is computed in float32 and rounded once. If x_hat were rounded before the
+product as well, as in transformers' clean norms, it would have only 128 different mantissas, too few for noise of sigma
+1e-4 to come out unbiased in each channel.
 
-The residual stream, which vLLM's layers hand from norm to norm, is in float32 from the first sum on, as in the trainer
-(`qerl.layers.decoder`): rounded to 16 bits in each layer it makes up most of the difference between the two.
+The residual stream, which vLLM's layers pass from norm to norm, is float32 from the first sum on, as in the trainer
+(`qerl.layers.decoder`). Rounding it to 16 bits in each layer would cause most of the difference between the two.
 
-Remove when vLLM's RMSNorm takes a float32 weight in a bfloat16 model, multiplies by it before it rounds, lets it be
+Remove when vLLM's RMSNorm takes a float32 weight in a bfloat16 model, multiplies by it before rounding, allows it to be
 overwritten, and keeps the residual stream in float32.
 """
 
@@ -20,10 +21,10 @@ from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBa
 
 
 class _FillGain(QuantizeMethodBase):
-    """vLLM calls this once the weights are loaded."""
+    """Fills `gain`; vLLM calls it once the weights are loaded, as it does for quantization methods."""
 
     def create_weights(self, layer: torch.nn.Module, *weight_args, **extra_weight_attrs) -> None:
-        """The norm has its weight already."""
+        """Does nothing, as the norm already has its weight."""
 
     def apply(self, layer: torch.nn.Module, *args, **kwargs) -> torch.Tensor:
         raise NotImplementedError("a norm is no linear")
@@ -34,7 +35,7 @@ class _FillGain(QuantizeMethodBase):
 
 @RMSNorm.register_oot
 class NoisyRMSNorm(RMSNorm):
-    """Stands in for every RMSNorm of the process (see the module docstring)."""
+    """Replaces every RMSNorm of vLLM in this process (see the module docstring)."""
 
     def __init__(self, hidden_size: int, eps: float = 1e-6, *args, **kwargs) -> None:
         super().__init__(hidden_size, eps, *args, **kwargs)
@@ -55,4 +56,4 @@ class NoisyRMSNorm(RMSNorm):
 
 
 def register() -> None:
-    """The decorator above registered on import."""
+    """Does nothing: importing this module has registered the norm, by the decorator above."""

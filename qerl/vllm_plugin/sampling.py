@@ -1,13 +1,14 @@
-"""vLLM's sampler with its last steps in one pass: a token and its logprob from the logits, read once.
+"""vLLM's sampler with its last steps fused: it reads the logits once to get a token and its logprob.
 
-vLLM 0.25.1 (v1/worker/gpu/sample) copies the logits to float32, then draws (Gumbel-max), sums the exponentials in one
-program a sequence and counts the token's rank, which a rollout does not read: 0.16 ms of a step at one sequence and
-0.68 ms at 256 (7B, H200). `FusedSampler` takes two launches. The noise is vLLM's (Philox by the request's seed and
-position, -log(-log1p(-u))), but all four numbers of a Philox call are used, so a seed gives other tokens than in vLLM.
+vLLM 0.25.1 (v1/worker/gpu/sample) copies the logits to float32, draws (Gumbel-max), sums the exponentials in one
+program per sequence, and counts the token's rank, which a rollout does not need. That takes 0.16 ms per step with one
+sequence and 0.68 ms with 256 (7B, H200). `FusedSampler` takes two launches. Its noise is that of vLLM (Philox by the
+request's seed and position, -log(-log1p(-u))), but it uses all four numbers of a Philox call, so a seed gives other
+tokens than in vLLM.
 
 A batch with a request that asks for more (top-k, top-p, min-p, penalties, biases, bad words, more logprobs) goes to
-vLLM's own sampler. Ranks are not computed: they are 0. Remove when vLLM's own reads the logits once and counts no rank
-that nobody asked for.
+vLLM's own sampler. Ranks are not computed and always 0. Remove when vLLM's sampler reads the logits once and counts no
+rank unless asked.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ class FusedSampler(Sampler):
     """See the module docstring."""
 
     def __init__(self, replaced: Sampler) -> None:
-        """Take over the state of vLLM's sampler, whose requests are added to the same arrays."""
+        """Take over the state of vLLM's sampler, so that its requests go to the same arrays."""
         self.__dict__.update(replaced.__dict__)
 
     def __call__(self, logits: torch.Tensor, input_batch) -> SamplerOutput:

@@ -1,7 +1,7 @@
-"""A sleep mode that gives back the KV cache and nothing else.
+"""A sleep mode that frees the KV cache and nothing else.
 
-vLLM's own level 1 moves the weights to the host and back, its level 2 drops them; ours are the trainer's as well and
-stay. Addresses do not change, so the CUDA graphs stay valid. Remove when vLLM's sleep takes tags.
+vLLM's own level 1 moves the weights to the host and back, and its level 2 drops them; ours have to stay, because the
+trainer uses them as well. Addresses do not change, so the CUDA graphs stay valid. Remove when vLLM's sleep takes tags.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from vllm.device_allocator import HandleType
 from vllm.device_allocator.cumem import CuMemAllocator, create_and_map, unmap_and_release
 from vllm.device_allocator.sleep_mode_backend import SleepModeBackend
 
-KV_CACHE = "kv_cache"  # the tag under which vLLM allocates it
-CLOSED = "closed"  # and that of a closed engine's
+KV_CACHE = "kv_cache"  # the tag under which vLLM allocates the KV cache
+CLOSED = "closed"  # our tag for the KV cache of a closed engine
 
 
 class KVCacheAllocator(CuMemAllocator):
-    """vLLM's, which also frees what sleeps.
+    """vLLM's allocator, which here can also free memory that sleeps.
 
-    vLLM's C code unmaps what it frees. If it sleeps and so is unmapped, that fails, and the error stays set in a
-    variable that makes the next allocation fail: that of the next engine (csrc/cumem_allocator.cpp, `error_code`; for
-    ROCm vLLM guards against it). So it is mapped again just before. Remove when vLLM's CUDA path has its own guard.
+    vLLM's C code unmaps the memory that it frees. For sleeping memory, which is already unmapped, that fails, and the
+    error stays set in a variable that makes the next allocation fail, which is the next engine's
+    (csrc/cumem_allocator.cpp, `error_code`; for ROCm vLLM guards against it). So such memory is mapped again just
+    before. Remove when vLLM's CUDA path has a guard of its own.
     """
 
     def _python_free_callback(self, ptr: int) -> HandleType:
@@ -33,7 +34,7 @@ class KVCacheAllocator(CuMemAllocator):
 
 
 def allocator() -> CuMemAllocator:
-    """The process's, ours unless something else has used vLLM's before."""
+    """The allocator of this process: ours, unless something has already used vLLM's."""
     if CuMemAllocator.instance is None:
         CuMemAllocator.instance = KVCacheAllocator()
         atexit.register(CuMemAllocator._shutdown_singleton)
@@ -41,7 +42,7 @@ def allocator() -> CuMemAllocator:
 
 
 class KVCacheBackend(SleepModeBackend):
-    """Registered as `qerl_kv`."""
+    """Our sleep mode, registered with vLLM as `qerl_kv`."""
 
     def suspend(self, level: int = 1) -> None:
         self._state = "SUSPENDED"
@@ -61,12 +62,15 @@ class KVCacheBackend(SleepModeBackend):
 
 
 def kv_cache_bytes() -> int:
-    """What `suspend` gives back."""
+    """The number of bytes that `suspend` frees."""
     return sum(d.handle[1] for d in allocator().pointer_to_data.values() if d.tag == KV_CACHE)
 
 
 def give_back_closed() -> int:
-    """Give back, for good, what of a closed engine's KV cache something still refers to: bytes."""
+    """Free the KV cache of a closed engine although references keep it alive; returns the number of bytes.
+
+    It cannot be used again.
+    """
     rest = [data for data in allocator().pointer_to_data.values() if data.tag == KV_CACHE]
     for data in rest:
         if not data.is_asleep:
