@@ -111,7 +111,7 @@ NUMBER = re.compile(  # what a machine's speed, its disk and the day decide
     r"|(?<=tokens/s )[\d,]+|\b\d:\d\d:\d\d(?= left)|(?<=eval/arith-)[0-9a-f]{8}|(?<=eval/rows-)[0-9a-f]{8}"
     r"|(?<=eval/lighteval-mine-0-)[0-9a-f]{8}\b|\b20\d\d-\d\d-\d\d[ T]\d\d:\d\d:\d\d\S*"
 )
-TIMED_ROW = re.compile(r"^ +(?:seconds|tokens a second|seconds a step) ")
+TIMED_ROW = re.compile(r"^ +(?:seconds|tokens (?:a|per) second|seconds (?:a|per) step) ")
 VALUE = re.compile(r"\d+(?:\.\d+)?(?=\s|$)")
 
 
