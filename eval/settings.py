@@ -14,6 +14,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from qerl import formats
 from qerl.commands.columns import parse_columns
 from qerl.commands.from_dataclass import Text
 from qerl.commands.shell_values import task_values
@@ -21,7 +22,7 @@ from qerl.engine.interface import check_temperature
 from qerl.engine.options import ENGINES, KERNELS, EngineOptions
 from qerl.errors import ConfigError
 
-LOADS = ("auto", "nvfp4", "bf16")
+LOADS = ("auto", *formats.names())
 SAMPLED_TEMPERATURE, SAMPLED_TOP_P = 0.6, 0.95  # the reference's evaluation (NVlabs/QeRL)
 MAX_NEW_TOKENS = 4096  # the reference's, where the model's context has room for it
 SAMPLED_HELP = f"Sample at temperature {SAMPLED_TEMPERATURE}, top-p {SAMPLED_TOP_P} (the reference's); default greedy."
@@ -130,7 +131,7 @@ class EvalSettings:
     step: int | None = None  # of the run's checkpoint that `adapter` is: a label of the result
 
     def __post_init__(self) -> None:
-        _choice("load", self.load, LOADS)
+        _choice("load", self.load, ("auto", *formats.names()))
         _choice("engine", self.engine, ENGINES)
         _choice("kernel", self.kernel, KERNELS)
         for name in ("limit", "samples", "max_new_tokens", "batch_size"):

@@ -9,17 +9,14 @@ from __future__ import annotations
 import importlib.util
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING
 
+from qerl import formats
 from qerl.errors import MissingExtraError
 
-if TYPE_CHECKING:
-    from compressed_tensors.quantization import QuantizationConfig
-
-SCHEME = "NVFP4A16"
+SCHEME = formats.DEFAULT.scheme
 LOG_SWITCH = "LLM_COMPRESSOR_LOG_DISABLED"
 NOISE = ("No accelerator available", "Disabling tokenizer parallelism")  # repeated many times; we say it once
 
@@ -52,29 +49,6 @@ def _worth_saying(record: dict) -> bool:
 
 def _to_logging(message: str) -> None:
     logger.warning("llm-compressor: %s", str(message).strip())
-
-
-def make_config(unquantized: Iterable[str]) -> QuantizationConfig:
-    """NVFP4A16 for all linears except `unquantized` (module names)."""
-    load_compressor()
-    from compressed_tensors.config import CompressionFormat
-    from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
-
-    scheme = preset_name_to_scheme(SCHEME, ["Linear"])
-    scheme.format = CompressionFormat.nvfp4_pack_quantized
-    return QuantizationConfig(
-        config_groups={"group_0": scheme},
-        format=CompressionFormat.nvfp4_pack_quantized.value,
-        quantization_status=QuantizationStatus.COMPRESSED,
-        ignore=list(unquantized),
-    )
-
-
-def config_entry(config: QuantizationConfig) -> dict:
-    """The `quantization_config` for config.json, with the same fields as llm-compressor writes."""
-    import compressed_tensors
-
-    return {"version": compressed_tensors.__version__, "transform_config": {}, **config.model_dump(mode="json")}
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.checkpoint.kinds import NVFP4_FORMAT
+from qerl import formats
 from quantize.verify import LayerCheck
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class QuantizeReport:
         del values["out"]
         layers = [{**layer, "sqnr_db": _rounded(layer["sqnr_db"])} for layer in values.pop("layers")]
         return {
-            "format": NVFP4_FORMAT,
+            "format": formats.DEFAULT.layout,
             **values,
             "sqnr_db": {
                 "mean": _rounded(self.mean_sqnr_db()),

@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING
 
 from qerl.checkpoint.resolve import REPORT, default_quantized_dir
 from qerl.errors import CheckpointError, ConfigError
+from qerl.formats.scheme import config_entry, make_config
 from quantize.calibrated import calibrate, calibrated_groups, check_device, dense_tensor
 from quantize.calibration import Calibration, load_calibration
-from quantize.compressor import SCHEME, check_installed, config_entry, load_compressor, make_config
+from quantize.compressor import SCHEME, check_installed, load_compressor
 from quantize.output import check_space, check_target, staged_folder
 from quantize.reader import TensorReader
 from quantize.report import QuantizeReport
@@ -146,7 +147,7 @@ def _write_and_verify(source: Source, options: Options, staging: Path, out: Path
 
     check_config_fits(source.folder, source.tensors, options.trust_remote_code)
     device = resolve_device(options.device)
-    config = make_config(["lm_head", *source.kept])
+    config = make_config(source.format, ["lm_head", *source.kept])
     with ExitStack() as stack:
         read = stack.enter_context(TensorReader(source.tensors))
         dense: ReadTensor = read

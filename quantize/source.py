@@ -13,13 +13,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from qerl import formats
 from qerl.checkpoint.hub import download_model, is_hub_id
 from qerl.checkpoint.kinds import kind_of
+from qerl.checkpoint.linears import fused
 from qerl.checkpoint.load import COMPUTED
 from qerl.checkpoint.resolve import TINY, TINY_FOLDER, resolve_model
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
 from qerl.errors import CheckpointError, ConfigError
-from qerl.nvfp4.layout import SHARED_GLOBAL_SCALE, check_features, tensor_specs
+from qerl.formats.base import Format
 
 PROJECTIONS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -44,6 +46,7 @@ class Source:
     quantized: tuple[str, ...]  # module names, in the model's order
     kept: tuple[str, ...]  # linears that stay in 16 bits by an ignore pattern; lm_head is not listed
     trust_remote_code: bool = False
+    format: Format = formats.DEFAULT  # what `quantized` will be
 
     def groups(self) -> list[list[str]]:
         """Tensor names in groups and in the order of writing: embeddings, each layer, final norm and head."""
@@ -53,9 +56,9 @@ class Source:
                 layers.setdefault(_position(name), []).append(name)
         return [sorted(layers[position]) for position in sorted(layers)]
 
-    def shared_scale_sets(self) -> list[tuple[str, ...]]:
-        """Sets of quantized modules that share a global scale: q/k/v and gate/up of each layer."""
-        return _fused_sets(self.quantized)
+    def fused_sets(self) -> list[tuple[str, ...]]:
+        """The quantized modules in sets that engines fuse: q/k/v, gate/up, and the others alone, of each layer."""
+        return fused(self.quantized)
 
     def size_bytes(self) -> int:
         """Bytes of the tensors to read."""
@@ -66,7 +69,7 @@ class Source:
         total = 0
         chosen = {f"{module}.weight" for module in self.quantized}
         for name, info in self.tensors.items():
-            specs = tensor_specs(*info.shape).values() if name in chosen else [info]
+            specs = self.format.tensor_specs(*info.shape).values() if name in chosen else [info]
             total += sum(DTYPE_BYTES[spec.dtype] * math.prod(spec.shape) for spec in specs)
         return total
 
@@ -94,11 +97,12 @@ def _locate(model: str, trust_remote_code: bool) -> tuple[str, Path]:
     if kind in ("adapter", "run"):  # checked first, since `resolve_model` would look for its base
         raise CheckpointError(
             f"{model} is {'an adapter' if kind == 'adapter' else 'a run'}, not a model: write "
-            f"`qerl merge --adapter {model} --to nvfp4`, or give the model that it was trained on"
+            f"`qerl merge --adapter {model} --to {formats.DEFAULT.name}`, or give the model that it was trained on"
         )
     ref = resolve_model(model)
-    if ref.kind == "nvfp4":
-        raise CheckpointError(f"{model} is already quantized (NVFP4): use it as it is, or give its 16-bit model")
+    if ref.kind == "quantized":
+        label = formats.get(ref.format).label
+        raise CheckpointError(f"{model} is already quantized ({label}): use it as it is, or give its 16-bit model")
     if is_hub_id(ref.base):
         return ref.base, download_model(ref.base, trust_remote_code)
     folder = Path(ref.base)
@@ -171,7 +175,7 @@ def _matches(module: str, pattern: str) -> bool:
 
 def _check_fused(linears: Sequence[str], kept: Sequence[str]) -> None:
     """Refuse patterns that split q/k/v or gate/up: engines fuse each of these sets into one matrix."""
-    for modules in _fused_sets(linears):
+    for modules in fused(linears):
         outside = [module for module in modules if module in kept]
         if outside and len(outside) < len(modules):
             rest = " and ".join(module for module in modules if module not in kept)
@@ -179,16 +183,6 @@ def _check_fused(linears: Sequence[str], kept: Sequence[str]) -> None:
                 f"--ignore keeps {outside[0]} in 16 bits but not {rest}, and vLLM runs them as one matrix: ignore all "
                 "of them or none"
             )
-
-
-def _fused_sets(linears: Iterable[str]) -> list[tuple[str, ...]]:
-    sets: dict[tuple[str, tuple[str, ...]], list[str]] = {}
-    for module in linears:
-        parent, _, part = module.rpartition(".")
-        for names in SHARED_GLOBAL_SCALE:
-            if part in names:
-                sets.setdefault((parent, names), []).append(module)
-    return [tuple(modules) for modules in sets.values()]
 
 
 def _check_weight(module: str, info: TensorInfo) -> None:
@@ -199,7 +193,7 @@ def _check_weight(module: str, info: TensorInfo) -> None:
         )
     if len(info.shape) != 2:
         raise CheckpointError(f"{module}.weight has shape {list(info.shape)}, a linear has two axes: {SUPPORTED}")
-    check_features(*info.shape, name=module)
+    formats.DEFAULT.check_features(*info.shape, name=module)
 
 
 def _check_tokenizer(folder: Path) -> None:

@@ -12,19 +12,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.checkpoint.kinds import kind_of
+from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.load import COMPUTED
-from qerl.checkpoint.shards import TensorInfo, read_json, read_tensors
+from qerl.checkpoint.shards import TensorInfo, TensorSpec, read_json, read_tensors
 from qerl.errors import CheckpointError
-from qerl.nvfp4.layout import GLOBAL_SCALE, TENSORS, TensorSpec, tensor_specs
+from qerl.formats.base import Format
 from quantize.reader import TensorReader
 from quantize.source import Source
 
 if TYPE_CHECKING:
     import torch
-
-# Rounding to e2m1 with a scale per block of 16 leaves about 20 dB on any weights; a wrong scale leaves 0 dB or less.
-MIN_SQNR_DB = 10.0
 
 ReadTensor = Callable[[str], "torch.Tensor"]
 
@@ -35,7 +32,7 @@ class LayerCheck:
 
     name: str
     shape: tuple[int, int]
-    global_scale: float
+    global_scale: float | None  # None: the format has none
     sqnr_db: float | None
 
 
@@ -59,7 +56,7 @@ def verify(
         for names in source.groups():
             for name in names:
                 if name in chosen:
-                    checks[chosen[name]] = _check_linear(chosen[name], read, dense(name), device)
+                    checks[chosen[name]] = _check_linear(chosen[name], source.format, read, dense(name).to(device))
                 else:
                     _check_same(name, read(name), dense(name))
                 advance()
@@ -72,7 +69,7 @@ def _check_headers(source: Source, tensors: Mapping[str, TensorInfo]) -> None:
     for name, info in source.tensors.items():
         module = name.removesuffix(".weight")
         if module in source.quantized and name != module:
-            expected |= {f"{module}.{part}": spec for part, spec in tensor_specs(*info.shape).items()}
+            expected |= {f"{module}.{part}": spec for part, spec in source.format.tensor_specs(*info.shape).items()}
         elif not name.endswith(COMPUTED):
             expected[name] = TensorSpec(info.dtype, info.shape)
     wrong = sorted(expected.keys() ^ tensors.keys())
@@ -85,27 +82,26 @@ def _check_headers(source: Source, tensors: Mapping[str, TensorInfo]) -> None:
 
 
 def _check_config(folder: Path, source: Source) -> None:
-    if kind_of(folder) != "nvfp4":
-        raise _failed("config.json does not say that it is NVFP4")
+    if format_of(folder).name != source.format.name:
+        raise _failed(f"config.json does not say that it is {source.format.label}")
     found = read_json(folder / "config.json")["quantization_config"].get("ignore")
     if found != ["lm_head", *source.kept]:
         raise _failed(f"config.json ignores {found}, not {['lm_head', *source.kept]}")
 
 
-def _check_linear(module: str, read: TensorReader, dense: torch.Tensor, device: torch.device) -> LayerCheck:
+def _check_linear(module: str, format: Format, read: TensorReader, dense: torch.Tensor) -> LayerCheck:
     import torch
 
-    from qerl.nvfp4.reference import dequantize
-
-    packed, block_scale, global_scale = (read(f"{module}.{part}").to(device) for part in TENSORS)
+    tensors = {part: read(f"{module}.{part}").to(dense.device) for part in format.tensors}
     try:
-        decoded = dequantize(packed, block_scale, global_scale, torch.float32)
+        decoded = format.dequantize(tensors, torch.float32)
     except CheckpointError as error:
         raise _failed(f"{module}: {error}") from error
-    value = sqnr_db(dense.to(device=device, dtype=torch.float32), decoded)
-    if value is not None and value < MIN_SQNR_DB:
-        raise _failed(f"{module} has an SQNR of {value:.1f} dB, less than {MIN_SQNR_DB:.0f}")
-    return LayerCheck(module, tuple(dense.shape), float(global_scale), value)
+    value = sqnr_db(dense.to(torch.float32), decoded)
+    if value is not None and value < format.min_sqnr_db:
+        raise _failed(f"{module} has an SQNR of {value:.1f} dB, less than {format.min_sqnr_db:.0f}")
+    shared = float(tensors[format.shared_tensor]) if format.shared_tensor else None
+    return LayerCheck(module, tuple(dense.shape), shared, value)
 
 
 def sqnr_db(weight: torch.Tensor, decoded: torch.Tensor) -> float | None:
@@ -127,10 +123,12 @@ def _check_same(name: str, written: torch.Tensor, dense: torch.Tensor) -> None:
 
 
 def _check_shared(source: Source, checks: Mapping[str, LayerCheck]) -> None:
-    for modules in source.shared_scale_sets():
+    for modules in source.fused_sets():
         scales = {checks[module].global_scale for module in modules}
         if len(scales) != 1:
-            raise _failed(f"{modules[0]}.{GLOBAL_SCALE} is not that of {', '.join(modules[1:])}: {sorted(scales)}")
+            raise _failed(
+                f"{modules[0]}.{source.format.shared_tensor} is not that of {', '.join(modules[1:])}: {sorted(scales)}"
+            )
 
 
 def _failed(detail: str) -> CheckpointError:

@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.linears import PROJECTIONS
 from qerl.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
     from peft import PeftModel
     from torch import nn
 
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 PEFT_PREFIX = "base_model.model."
 ADAPTER_NAME = "default"
 OTHER_ADAPTERS = (
@@ -239,8 +239,8 @@ def _fused_lora() -> dict[type, type]:
     import torch
     from peft.tuners.lora.layer import Linear
 
+    from qerl.formats.linear import PackedLinear
     from qerl.layers.lora import Part, lora_linear, part_of
-    from qerl.nvfp4.linear import NVFP4Linear
 
     class FusedLoraLinear(Linear):
         """LoRA on a linear."""
@@ -269,8 +269,8 @@ def _fused_lora() -> dict[type, type]:
 
         def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
             raise CheckpointError(
-                "a LoRA cannot be merged into packed NVFP4 weights: 4-bit rounding would swallow it; "
-                "merge it into the 16-bit model, or serve the adapter as it is"
+                "a LoRA cannot be merged into packed weights: rounding would swallow it; merge it into the 16-bit "
+                "model, or serve the adapter as it is"
             )
 
-    return {NVFP4Linear: PackedLoraLinear, torch.nn.Linear: FusedLoraLinear}
+    return {PackedLinear: PackedLoraLinear, torch.nn.Linear: FusedLoraLinear}

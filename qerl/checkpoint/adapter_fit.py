@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl import formats
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.resolve import QUANTIZED_SUFFIX, TINY, beside, quantized_from
+from qerl.checkpoint.resolve import TINY, beside, quantized_from
 from qerl.checkpoint.shards import read_json
 from qerl.errors import CheckpointError
 from qerl.plan.sizes import sizes_of
@@ -100,7 +101,13 @@ def _names(model: str) -> set[str]:
     if model == TINY or Path(model).is_dir():
         folder = local_folder(model)
         names += [str(folder.resolve()), quantized_from(folder) or model]
-    return {_last_part(name.lower()).removesuffix(QUANTIZED_SUFFIX.lower()) for name in names}
+    return {_without_suffix(_last_part(name.lower())) for name in names}
+
+
+def _without_suffix(name: str) -> str:
+    for format in formats.all_formats():
+        name = name.removesuffix(format.folder_suffix.lower())
+    return name
 
 
 def _last_part(name: str) -> str:

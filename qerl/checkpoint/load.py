@@ -1,10 +1,10 @@
-"""Open a checkpoint as a transformers model: 16-bit as it is, NVFP4 with its linears left packed.
+"""Open a checkpoint as a transformers model: 16-bit as it is, a quantized one with its linears left packed.
 
     load_model("checkpoints/Qwen2.5-7B-Instruct-NVFP4A16", "nvfp4", dtype="bfloat16", device="cuda")
 
 transformers itself would unpack a whole NVFP4 checkpoint at the first forward (transformers 5.17 with
-compressed-tensors 0.19, `ct_decompress_hook`), so the modules are built from the config alone, the quantized linears
-are replaced by `NVFP4Linear`, and each tensor goes from the file to its place: no dense copy of a linear ever exists.
+compressed-tensors 0.19, `ct_decompress_hook`). So qerl builds the modules from the config alone, replaces the quantized
+linears by those of the format, and puts each tensor from its file into its place: no dense copy of a linear exists.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub.errors import StrictDataclassError
 
+from qerl import formats
 from qerl.checkpoint.hub import download_model
+from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.resolve import TINY, TINY_FOLDER
-from qerl.checkpoint.shards import TensorInfo, read_json, read_tensors
+from qerl.checkpoint.shards import TensorInfo, read_tensors
 from qerl.errors import CheckpointError
-from qerl.nvfp4.layout import TENSORS, quantized_linears
+from qerl.formats.base import Format
 
 if TYPE_CHECKING:
     import torch
@@ -42,17 +44,21 @@ def load_model(
 ) -> PreTrainedModel:
     """Open the weights at `path` (folder or hub id), frozen and in eval mode.
 
-    `format` is "nvfp4" or "bf16"; `dtype` is what the 16-bit tensors and the products are in: "auto" is bfloat16 on a
-    GPU and float32 on a CPU, where bfloat16 products are slow. Raises CheckpointError for a folder of another format.
+    `format` is the name of a `qerl.formats` value. `dtype` is that of the 16-bit tensors and of the products: "auto" is
+    bfloat16 on a GPU and float32 on a CPU, where bfloat16 products are slow. Raises CheckpointError for a folder of
+    another format.
     """
     from qerl.layers.place import fuse_
 
     folder = local_folder(path, trust_remote_code)
-    if format not in ("nvfp4", "bf16"):
-        raise CheckpointError(f"format {format!r} is not known: write 'nvfp4' or 'bf16'")
+    wanted, found = formats.get(format), format_of(folder)
     torch_dtype = resolve_dtype(dtype, device)
-    load = _load_nvfp4 if format == "nvfp4" else _load_16bit
-    model = load(folder, torch_dtype, trust_remote_code).to(device)
+    _check_format(folder, wanted, found)
+    if wanted.quantized:
+        model = _load_packed(folder, wanted, torch_dtype, trust_remote_code)
+    else:
+        model = _load_16bit(folder, torch_dtype, trust_remote_code)
+    model.to(device)
     fuse_(model)
     return model.requires_grad_(False).eval()
 
@@ -128,11 +134,18 @@ def _generation_config(folder: Path) -> GenerationConfig:
         ) from error
 
 
+def _check_format(folder: Path, wanted: Format, found: Format) -> None:
+    if found.quantized and found is not wanted:
+        raise CheckpointError(
+            f"{folder} holds {found.label} weights: load it with format {found.name}, or give the 16-bit model"
+        )
+    if wanted.quantized and found is not wanted:
+        raise CheckpointError(f"{folder} holds 16-bit weights: run `qerl quantize --model {folder}` first")
+
+
 def _load_16bit(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    if _quantization_format(folder):
-        raise CheckpointError(f"{folder} holds NVFP4 weights: load it with format nvfp4, or give the 16-bit model")
     read_tensors(folder)  # torn files, before transformers meets them
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
@@ -193,34 +206,35 @@ def _empty_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: boo
         return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
-def _load_nvfp4(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+def _load_packed(folder: Path, format: Format, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     import torch
 
-    from qerl.nvfp4.linear import swap_linears
+    from qerl.formats.linear import swap_linears
 
-    if _quantization_format(folder) is None:
-        raise CheckpointError(f"{folder} holds 16-bit weights: run `qerl quantize --model {folder}` first")
     model = _empty_model(folder, dtype, trust_remote_code)
     tensors = read_tensors(folder)
-    names = quantized_linears(tensors)
+    names = format.quantized_linears(tensors)
     with torch.device("meta"):
-        swap_linears(model, names)
-    _fill_(model, tensors, dtype)
+        swap_linears(model, names, format)
+    _fill_(model, tensors, {f"{name}.{part}" for name in names for part in format.tensors}, dtype)
     if (folder / "generation_config.json").exists():
         model.generation_config = _generation_config(folder)
     logger.info("opened %s: %d packed linears, dtype %s", folder, len(names), dtype)
     return model
 
 
-def _fill_(model: PreTrainedModel, tensors: Mapping[str, TensorInfo], dtype: torch.dtype) -> None:
-    """Put each file's tensors in place; anything left over or left empty is an error."""
+def _fill_(
+    model: PreTrainedModel, tensors: Mapping[str, TensorInfo], packed: Collection[str], dtype: torch.dtype
+) -> None:
+    """Put each file's tensors in place, all but those of `packed` linears as `dtype`; a tensor too many or too few is
+    an error."""
     from safetensors.torch import load_file
 
     folder = next(iter(tensors.values())).file.parent
     if unexpected := sorted(set(tensors) - set(model.state_dict())):
         raise CheckpointError(f"{folder} holds tensors that the model has no place for: {unexpected[:5]}")
     for file in dict.fromkeys(info.file for info in tensors.values()):
-        values = {name: value if name.endswith(TENSORS) else value.to(dtype) for name, value in load_file(file).items()}
+        values = {name: value if name in packed else value.to(dtype) for name, value in load_file(file).items()}
         try:
             model.load_state_dict(values, strict=False, assign=True)
         except RuntimeError as error:
@@ -237,8 +251,3 @@ def _fill_(model: PreTrainedModel, tensors: Mapping[str, TensorInfo], dtype: tor
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
-
-
-def _quantization_format(folder: Path) -> str | None:
-    """The `quantization_config.format` of config.json; None for 16-bit weights."""
-    return (read_json(folder / "config.json").get("quantization_config") or {}).get("format")

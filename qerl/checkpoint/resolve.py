@@ -1,11 +1,11 @@
-"""What a `--model` is, read from its files: base, NVFP4 checkpoint, adapter or run directory; folder or hub id.
+"""What a `--model` is, read from its files: base, quantized checkpoint, adapter or run directory; folder or hub id.
 
-    config.json                          -> "base16", or "nvfp4" by its quantization_config
+    config.json                          -> "base16", or "quantized" if it has a quantization_config (`qerl.formats`)
     adapter_config.json                  -> "adapter"; its base_model_name_or_path is the base
     config.yaml and metrics.jsonl        -> "run"; its model.base is the base, its newest saved adapter the adapter
 
-Nothing is taken from a folder's name. The word `tiny` is the model that ships with the package (a folder of that name
-is `./tiny`). Importing this module loads neither torch nor transformers.
+Nothing is concluded from a folder's name. The word `tiny` is the model that ships with the package (a folder of that
+name is `./tiny`). Importing this module loads neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -15,20 +15,18 @@ import os
 import re
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
+from qerl import formats
 from qerl.checkpoint.hub import config_folder, is_hub_id
-from qerl.checkpoint.kinds import ModelKind, kind_of, resting_kind
+from qerl.checkpoint.kinds import ModelKind, format_of, kind_of, resting_kind
 from qerl.checkpoint.shards import read_json, weight_files
 from qerl.errors import CheckpointError
 from qerl.files.nearby import close_to, expanded, is_path, no_folder
-
-Load = Literal["auto", "nvfp4", "bf16"]
+from qerl.formats.base import Format
 
 TINY = "tiny"
 TINY_FOLDER = Path(__file__).parents[1] / "tiny"
 CHECKPOINTS, RUNS = Path("checkpoints"), Path("runs")
-QUANTIZED_SUFFIX = "-NVFP4A16"
 REPORT = "quantize_report.json"
 
 logger = logging.getLogger(__name__)
@@ -43,19 +41,22 @@ class ModelRef:
     base: str  # hub id or folder of the base weights to load
     adapter: Path | None  # folder with adapter_config.json
     run: Path | None
-    format: Literal["nvfp4", "bf16"]  # of the base weights
+    format: str  # of the base weights: the name of a `qerl.formats` value
 
 
-def resolve_model(ref: str, load: Load = "auto", adapter: str | None = None) -> ModelRef:
+def resolve_model(ref: str, load: str = "auto", adapter: str | None = None) -> ModelRef:
     """Find out what `ref` is and which base (and adapter) to load for it.
 
-    `load` "nvfp4" takes, for a 16-bit base, the quantized folder that `qerl quantize` makes of it; "bf16" takes, for
-    an NVFP4 folder, the 16-bit model that its report names; "auto" takes what is there (for a run: its recipe's
-    format). `adapter` (adapter folder or run) replaces whatever adapter `ref` brings. Raises CheckpointError if
-    something is missing or of another kind, with what to type.
+    `load` is the name of a format, or "auto" for whatever is there (for a run: the format of its recipe). A quantized
+    format takes, for a 16-bit base, the folder that `qerl quantize` makes of it; a 16-bit one takes, for a quantized
+    folder, the model that its report names. `adapter` (adapter folder or run) replaces whatever adapter `ref` brings.
+    Raises CheckpointError if something is missing or of another kind, with what to type.
     """
-    if load not in ("auto", "nvfp4", "bf16"):
-        raise CheckpointError(f"load={load!r} is not a way to load a model: write auto, nvfp4 or bf16")
+    known = ("auto", *formats.names())
+    if load not in known:
+        raise CheckpointError(
+            f"load={load!r} is not a way to load a model: write {', '.join(known[:-1])} or {known[-1]}"
+        )
     folder, local = _locate(str(ref))
     kind = kind_of(folder)
     if kind == "run":
@@ -63,7 +64,7 @@ def resolve_model(ref: str, load: Load = "auto", adapter: str | None = None) -> 
     elif kind == "adapter":
         found = _resolve_adapter(folder, load)
     else:
-        found = _resolve_base(str(folder) if local else str(ref), folder, kind, load)
+        found = _resolve_base(str(folder) if local else str(ref), folder, load)
     return found if adapter is None else replace(found, adapter=adapter_folder(adapter))
 
 
@@ -93,30 +94,34 @@ def _locate(ref: str) -> tuple[Path, bool]:
     )
 
 
-def _resolve_base(name: str, folder: Path, kind: ModelKind, load: Load) -> ModelRef:
-    if kind == "nvfp4" and load == "bf16":
+def _resolve_base(name: str, folder: Path, load: str) -> ModelRef:
+    own = format_of(folder)
+    wanted = own if load == "auto" else formats.get(load)
+    if own.quantized and not wanted.quantized:
         source = quantized_from(folder)
         if source is None:
             raise CheckpointError(
-                f"{folder} holds NVFP4 weights only, and its {REPORT} names no 16-bit model: write `--load nvfp4`, "
-                "or give the 16-bit model as --model"
+                f"{folder} holds {own.label} weights only, and its {REPORT} names no 16-bit model: write "
+                f"`--load {own.name}`, or give the 16-bit model as --model"
             )
-        return replace(resolve_model(source), path=folder, kind=kind)
-    if kind == "base16" and load == "nvfp4":
-        return _quantized_of(name)
+        return replace(resolve_model(source), path=folder, kind="quantized")
+    if wanted.quantized and not own.quantized:
+        return _quantized_of(name, wanted, own)
+    if wanted is not own:
+        raise CheckpointError(f"{folder} holds {own.label} weights, not {wanted.label}: write `--load {own.name}`")
     if folder == Path(name):
         weight_files(folder)
-    return ModelRef(kind, folder, name, None, None, "nvfp4" if kind == "nvfp4" else "bf16")
+    return ModelRef("quantized" if own.quantized else "base16", folder, name, None, None, own.name)
 
 
-def _quantized_of(name: str) -> ModelRef:
-    """The NVFP4 folder that `qerl quantize --model name` makes. Raises CheckpointError if it is not there."""
+def _quantized_of(name: str, wanted: Format, own: Format) -> ModelRef:
+    """The folder that `qerl quantize --model name` makes in the format `wanted`; CheckpointError if it is not there."""
     model = TINY if Path(name) == TINY_FOLDER else name
-    out = default_quantized_dir(name)
+    out = default_quantized_dir(name, wanted)
     if not (out / "config.json").is_file():
         raise CheckpointError(
             f"{model} is a 16-bit model and {out} does not exist: run `qerl quantize --model {model}` first, "
-            "or write `--load bf16`"
+            f"or write `--load {own.name}`"
         )
     source = quantized_from(out)
     if source is not None and not _same_model(source, name):
@@ -135,7 +140,7 @@ def _same_model(source: str, name: str) -> bool:
     return folders[0].is_absolute() and not folders[0].exists() and folders[0].name == folders[1].resolve().name
 
 
-def _resolve_run(run: Path, load: Load) -> ModelRef:
+def _resolve_run(run: Path, load: str) -> ModelRef:
     """Of a run that began from an adapter, the base is that adapter's: its own adapter holds what it began from."""
     model_under(str(run))  # runs that name one another are refused
     base, recipe_format = _model_of_run(run)
@@ -143,7 +148,7 @@ def _resolve_run(run: Path, load: Load) -> ModelRef:
     return replace(found, kind="run", path=run, run=run, adapter=_run_adapter(run))
 
 
-def _model_of_run(run: Path) -> tuple[str, Load]:
+def _model_of_run(run: Path) -> tuple[str, str]:
     """What its recipe calls model.base and model.format."""
     import yaml
 
@@ -156,18 +161,18 @@ def _model_of_run(run: Path) -> tuple[str, Load]:
         ) from error
 
 
-def resolve_base_of_run(base: str, load: Load, run: Path) -> ModelRef:
+def resolve_base_of_run(base: str, load: str, run: Path) -> ModelRef:
     """A run's base, also when the current folder is not the one in which the run was started."""
     base = beside(run, base)
-    if load == "nvfp4":
-        quantized = beside(run, str(default_quantized_dir(base)))
+    if load in formats.names() and formats.get(load).quantized:
+        quantized = beside(run, str(default_quantized_dir(base, formats.get(load))))
         source = quantized_from(Path(quantized))
         if source is not None and _same_model(source, base):
             base = quantized
     return resolve_model(base, load)
 
 
-def _resolve_adapter(folder: Path, load: Load) -> ModelRef:
+def _resolve_adapter(folder: Path, load: str) -> ModelRef:
     model_under(str(folder))  # adapters that name one another are refused
     base = _model_of_adapter(folder)
     try:
@@ -267,17 +272,17 @@ def _checked_adapter(folder: Path) -> Path:
 
 
 def quantized_from(folder: Path) -> str | None:
-    """The model that an NVFP4 folder was made from, as its report says; None if it has no report."""
+    """The model that a quantized folder was made from, as its report says; None if it has no report."""
     return read_json(folder / REPORT).get("source") if (folder / REPORT).is_file() else None
 
 
-def default_quantized_dir(model: str) -> Path:
+def default_quantized_dir(model: str, format: Format = formats.DEFAULT) -> Path:
     """Where `qerl quantize --model M` writes without --out: `checkpoints/<name>-NVFP4A16` under the current folder."""
     name = TINY if model == TINY else Path(model).expanduser().resolve().name if Path(model).exists() else model
-    return CHECKPOINTS / f"{name.rstrip('/').rsplit('/', 1)[-1]}{QUANTIZED_SUFFIX}"
+    return CHECKPOINTS / f"{name.rstrip('/').rsplit('/', 1)[-1]}{format.folder_suffix}"
 
 
-def newest_model(load: Load = "auto") -> ModelRef | None:
+def newest_model(load: str = "auto") -> ModelRef | None:
     """The newest usable run (runs/*) or checkpoint (checkpoints/*) under the current folder; None if there is none."""
     made = [(file.stat().st_mtime, file.parent) for file in RUNS.glob("*/metrics.jsonl")]
     made += [(file.stat().st_mtime, file.parent) for file in CHECKPOINTS.glob("*/config.json")]
@@ -293,10 +298,10 @@ def newest_model(load: Load = "auto") -> ModelRef | None:
 
 def describe(ref: ModelRef) -> str:
     """One line for logs: what was given, which base, which adapter."""
-    what = {"base16": "16-bit model", "nvfp4": "NVFP4 checkpoint", "adapter": "adapter", "run": "run"}[ref.kind]
-    parts = [f"{what} {ref.path}" if ref.kind in ("adapter", "run") else f"{what} {ref.base}"]
     if ref.kind in ("adapter", "run"):
-        parts.append(f"{ref.format} base {ref.base}")
+        parts = [f"{ref.kind} {ref.path}", f"{ref.format} base {ref.base}"]
+    else:
+        parts = [f"{formats.get(ref.format).folder_label} {ref.base}"]
     if ref.adapter is not None:
         parts.append(f"adapter {ref.adapter}")
     return ", ".join(parts)

@@ -12,6 +12,7 @@ import math
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from qerl.errors import CheckpointError
 
@@ -22,6 +23,13 @@ DTYPE_BYTES = {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+
+
+class TensorSpec(NamedTuple):
+    """What one tensor must be: `dtype` as safetensors writes it in a header."""
+
+    dtype: str
+    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)

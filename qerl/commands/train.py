@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qerl import formats
 from qerl.commands.columns import parse_columns
 from qerl.commands.from_dataclass import Text
 from qerl.commands.shell_values import key_values, recipe_values, task_values
@@ -180,14 +181,14 @@ def _exit_if_stopped(result: TrainResult) -> None:
 
 
 def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
-    """See that the NVFP4 base is there before anything heavy is loaded; with --quantize it is made."""
+    """See that a quantized base is there before anything heavy is loaded; with --quantize it is made."""
     from qerl.checkpoint.resolve import default_quantized_dir, resolve_model
 
     base = config.model.base
     try:
         resolve_model(base, config.model.format)
     except CheckpointError as error:
-        missing = config.model.format == "nvfp4" and not default_quantized_dir(base).exists()
+        missing = config.model.format == formats.DEFAULT.name and not default_quantized_dir(base).exists()
         if not missing or resolve_model(base).kind != "base16":
             raise
         if not quantize_first:

@@ -9,6 +9,7 @@ from typing import Annotated, Literal, NamedTuple, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
+from qerl.config.choice import OneOf
 from qerl.config.schema import RunConfig, Section
 from qerl.config.yaml_text import Path
 
@@ -69,6 +70,8 @@ def describe_config() -> list[Key]:
 
 def type_text(field: FieldInfo) -> str:
     """The type as a person writes it: `number > 0 or null`, `one of nvfp4, bf16`, `list of text`."""
+    if choice := next((each for each in field.metadata if isinstance(each, OneOf)), None):
+        return f"one of {', '.join(choice.names())}"
     shown = [_type_name(kind) for kind in _alternatives(field.annotation)]
     bounds = " and ".join(_bounds(field))
     if bounds:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from typing import TYPE_CHECKING
 
+from qerl import formats
 from qerl.config.conflict import Conflict, Conflicts
 from qerl.config.rules_noise import noise, noise_controller
 from qerl.config.rules_rewards import rewards
@@ -104,19 +105,22 @@ def engine(config: RunConfig) -> Conflicts:
 
 
 def number_format(config: RunConfig) -> Conflicts:
-    """A kernel is for NVFP4 weights and 16-bit activations."""
+    """A kernel is for weights of its format, and 16-bit activations."""
     model, rollout = config.model, config.rollout
-    if model.format == "bf16" and rollout.kernel != "auto":
+    own = formats.get(model.format)
+    others = [other for other in formats.all_formats() if other.kernels]
+    names = " or ".join(other.name for other in others)
+    if rollout.kernel != "auto" and rollout.kernel not in own.kernels:
         yield Conflict(
-            {"rollout.kernel": rollout.kernel, "model.format": "bf16"},
-            "that kernel multiplies NVFP4 weights",
-            "rollout.kernel: auto, or model.format: nvfp4",
+            {"rollout.kernel": rollout.kernel, "model.format": model.format},
+            f"that kernel multiplies {' or '.join(other.label for other in others)} weights",
+            f"rollout.kernel: auto, or model.format: {names}",
         )
-    if model.format == "bf16" and rollout.tune_kernels:
+    if rollout.tune_kernels and not own.kernels:
         yield Conflict(
-            {"rollout.tune_kernels": True, "model.format": "bf16"},
-            "16-bit weights are multiplied in one way",
-            "rollout.tune_kernels: false, or model.format: nvfp4",
+            {"rollout.tune_kernels": True, "model.format": model.format},
+            f"{own.label} weights are multiplied in one way",
+            f"rollout.tune_kernels: false, or model.format: {names}",
         )
     if model.dtype == "float32" and rollout.engine == "vllm":
         yield Conflict(

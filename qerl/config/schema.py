@@ -14,11 +14,12 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from qerl import formats
+from qerl.checkpoint.linears import PROJECTIONS
+from qerl.config.choice import OneOf
 from qerl.config.rules import RULES
 from qerl.engine.options import ENGINES, KERNELS
 from qerl.plan.engine_memory import KV_CACHE_DTYPES
-
-PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 # Sequences arrive as YAML lists and are kept as tuples: strict mode would refuse the list.
 Projections = Annotated[tuple[Literal[PROJECTIONS], ...], Field(strict=False, min_length=1)]
@@ -36,8 +37,8 @@ class ModelConfig(Section):
     base: str = Field(
         min_length=1, description="base model: hub id, folder (16-bit or NVFP4), run directory, or `tiny` (shipped)"
     )
-    format: Literal["nvfp4", "bf16"] = Field(
-        "nvfp4", description="format of the frozen base weights; bf16 is vanilla LoRA on 16-bit weights"
+    format: Annotated[str, OneOf(formats.names)] = Field(
+        formats.DEFAULT.name, description="format of the frozen base weights; bf16 is vanilla LoRA on 16-bit weights"
     )
     dtype: Literal["auto", "bfloat16", "float32"] = Field(
         "auto", description="dtype of the activations; auto: bfloat16 on a GPU, float32 on a CPU"

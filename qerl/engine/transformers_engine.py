@@ -30,8 +30,8 @@ from qerl.engine.interface import Completion, Finished, SamplingParams, check_co
 from qerl.engine.seeds import request_seed
 from qerl.engine.update import AdapterUpdate, Update, check_fit, pack_weights_
 from qerl.errors import EngineError
+from qerl.formats.linear import PackedLinear, cached_weights
 from qerl.layers.norms import block_norms, set_norm_noise_
-from qerl.nvfp4.linear import NVFP4Linear, cached_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,7 +64,7 @@ class TransformersEngine:
         self._batch_size = options.batch_size
         self._checked_norms: WeakSet[torch.nn.Module] = WeakSet()
         self._noisy = False
-        packed = any(isinstance(module, NVFP4Linear) for module in self._model.modules())
+        packed = any(isinstance(module, PackedLinear) for module in self._model.modules())
         self.kernel = f"{'unpack + ' if packed else ''}torch {self._model.dtype} on {self._model.device}"
 
     def policy_model(self) -> PreTrainedModel:

@@ -80,7 +80,7 @@ def pack_weights_(weights: Mapping[str, torch.Tensor], linears: Mapping[str, nn.
     """
     import torch
 
-    from qerl.nvfp4.linear import NVFP4Linear
+    from qerl.formats.linear import PackedLinear
 
     with torch.no_grad():
         for name in weights:
@@ -90,7 +90,7 @@ def pack_weights_(weights: Mapping[str, torch.Tensor], linears: Mapping[str, nn.
                     f"the update's {name} is {tuple(matrix.shape)}, and the linear ({linear.out_features}, "
                     f"{linear.in_features}): the update is of another base"
                 )
-            if isinstance(linear, NVFP4Linear):
+            if isinstance(linear, PackedLinear):
                 linear.pack_(matrix, name)
             else:
                 linear.weight.copy_(matrix)

@@ -21,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl import vllm_plugin
+from qerl import formats, vllm_plugin
 from qerl.checkpoint.load import local_folder
 from qerl.engine.interface import Completion, Finished, SamplingParams, check_context, check_tokens, each_sampling
 from qerl.engine.own_memory import own_bytes
@@ -29,7 +29,6 @@ from qerl.engine.seeds import request_seed
 from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate, check_fit, pack_weights_
 from qerl.errors import EngineError
 from qerl.vllm_plugin import TUNE, opening, requests
-from qerl.vllm_plugin.checkpoint import check_checkpoint
 from qerl.vllm_plugin.gains import Gains
 from qerl.vllm_plugin.startup import Parts, line, whole
 
@@ -78,8 +77,7 @@ class VLLMEngine:
         parts = Parts()
         os.environ[TUNE] = "1" if self.options.tune_kernels else ""
         kernel = opening.choose_kernel(self.options.kernel, settings.format)
-        if settings.format == "nvfp4":
-            check_checkpoint(Path(settings.base), kernel)
+        formats.get(settings.format).check_for_vllm(Path(settings.base), kernel)
         with parts.part("imports"):
             opening.compile_ahead(settings, kernel)
             opening.import_vllm()

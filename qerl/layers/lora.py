@@ -20,9 +20,9 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
+from qerl.formats.linear import PackedLinear
 from qerl.layers.factors import cast, diagonal, stacked
 from qerl.nvfp4.kernel_linear import adjacent, unscaled
-from qerl.nvfp4.linear import NVFP4Linear
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ def part_of(module: nn.Module) -> Part | None:
         return None
     if hasattr(module, "lora_part"):
         return module.lora_part()
-    if type(module) is not nn.Linear and not isinstance(module, NVFP4Linear):
+    if type(module) is not nn.Linear and not isinstance(module, PackedLinear):
         return None
     frozen = not any(parameter.requires_grad for parameter in module.parameters(recurse=False))
     return Part(module) if frozen else None
@@ -71,7 +71,7 @@ def product_dtype(x: torch.Tensor, parts: Sequence[Part]) -> torch.dtype:
     if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     base = parts[0].base
-    return base.compute_dtype if isinstance(base, NVFP4Linear) else base.weight.dtype
+    return base.compute_dtype if isinstance(base, PackedLinear) else base.weight.dtype
 
 
 def forward(x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -180,7 +180,7 @@ def _matrix(block: Sequence[Part], dtype: torch.dtype) -> tuple[torch.Tensor, fl
     if adjacent(bases):
         return unscaled(bases, dtype), bases[0].kernel_weight.alpha
     base = bases[0]
-    return (base.dense(dtype) if isinstance(base, NVFP4Linear) else base.weight.to(dtype)), 1.0
+    return (base.dense(dtype) if isinstance(base, PackedLinear) else base.weight.to(dtype)), 1.0
 
 
 def _can_fuse_bias(parts: Sequence[Part]) -> bool:

@@ -30,12 +30,10 @@ class KernelLinear(NVFP4Linear):
         self.compute_dtype = torch.bfloat16
         self.kernel_weight, self.row_start = weight, row_start
         self.register_parameter("bias", None if bias is None else nn.Parameter(bias, requires_grad=False))
-        self._cache = None
 
     @property
-    def weight_packed(self) -> torch.Tensor:
-        """The kernel's words, of the whole fused linear (NVFP4Linear asks them for the device)."""
-        return self.kernel_weight.words
+    def weight_device(self) -> torch.device:
+        return self.kernel_weight.words.device
 
     def pack_(self, matrix: torch.Tensor, name: str = "linear") -> None:
         """See `NVFP4Linear.pack_`: it writes these rows of the words and block scales that the kernel reads.
@@ -51,7 +49,7 @@ class KernelLinear(NVFP4Linear):
         device = weight.words.device
         tensors = requantized(matrix.to(device), torch.tensor([weight.global_scale], device=device), name)
         slab_layout.pack_(weight.words, weight.scales, self.row_start, tensors.packed, tensors.block_scale)
-        self._drop_cached()
+        self.drop_cached()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return _KernelProduct.apply(input.to(self.compute_dtype), self)
@@ -60,8 +58,8 @@ class KernelLinear(NVFP4Linear):
         """(out_features, in_features) bfloat16, exact: the weight without `kernel_weight.alpha`, in the work buffer."""
         return unscaled([self], torch.bfloat16)
 
-    def _dequantize(self, dtype: torch.dtype) -> torch.Tensor:
-        out = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.weight_packed.device)
+    def unpack(self, dtype: torch.dtype) -> torch.Tensor:
+        out = torch.empty(self.out_features, self.in_features, dtype=dtype, device=self.weight_device)
         return _decode_(out, self.kernel_weight, self.row_start, scaled=True)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> KernelLinear:

@@ -15,9 +15,10 @@ safetensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
+from qerl.checkpoint.shards import TensorSpec
 from qerl.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -32,18 +33,7 @@ BLOCK_SCALE = "weight_scale"
 GLOBAL_SCALE = "weight_global_scale"
 TENSORS = (PACKED, BLOCK_SCALE, GLOBAL_SCALE)
 
-# Linears to which llm-compressor gives the same global scale, because vLLM fuses them (llmcompressor 0.14,
-# observers/helpers.py, FUSED_LAYER_NAMES; its MLA and MoE groups are left out here).
-SHARED_GLOBAL_SCALE = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-
 _SAFETENSORS_DTYPE = {"torch.uint8": "U8", "torch.float8_e4m3fn": "F8_E4M3", "torch.float32": "F32"}
-
-
-class TensorSpec(NamedTuple):
-    """The dtype, as safetensors writes it in a header, and the shape that a tensor must have."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 def tensor_specs(out_features: int, in_features: int) -> dict[str, TensorSpec]:
@@ -63,25 +53,6 @@ def check_features(out_features: int, in_features: int, name: str = "linear") ->
             f"{name}: a weight of shape ({out_features}, {in_features}) cannot be NVFP4: in_features must be a "
             f"multiple of {BLOCK}, the block that shares a scale; leave this layer in 16 bits (ignore it)"
         )
-
-
-def quantized_linears(tensor_names: Iterable[str]) -> list[str]:
-    """Module names of the quantized linears among a checkpoint's tensor names, in order of appearance.
-
-    Raises CheckpointError for a module that has only some of the three tensors, or a dense weight beside them.
-    """
-    parts: dict[str, set[str]] = {}
-    for full_name in tensor_names:
-        module, _, tensor = full_name.rpartition(".")
-        if tensor == "weight" or tensor in TENSORS:
-            parts.setdefault(module, set()).add(tensor)
-    for module, found in parts.items():
-        if found != {"weight"} and found != set(TENSORS):
-            raise CheckpointError(
-                f"{module}: has {', '.join(sorted(found))}, but an NVFP4 linear has exactly {', '.join(TENSORS)}; "
-                "the checkpoint is incomplete or of another format: quantize the 16-bit model with `qerl quantize`"
-            )
-    return [module for module, found in parts.items() if found == set(TENSORS)]
 
 
 def check_tensors(tensors: Mapping[str, torch.Tensor], name: str = "linear") -> tuple[int, int]:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from qerl import formats
 from qerl.plan.cards import CARDS, Card
 from qerl.plan.plan import plan
 from qerl.plan.sizes import KNOWN, ModelSizes, sizes_of
@@ -71,8 +72,10 @@ def _changes(config: RunConfig) -> Iterator[dict[str, object]]:
         yield free
     if config.memory.cap_gib is not None:
         yield {**free, "memory.cap_gib": None}
-    if config.model.format != "nvfp4":
-        yield {**free, "model.format": "nvfp4"}
+    own = formats.get(config.model.format)
+    for other in formats.all_formats():
+        if other.scheme is not None and other.bytes_per_weight < own.bytes_per_weight:
+            yield {**free, "model.format": other.name}
 
 
 def _smaller_base(config: RunConfig, card: Card) -> list[str]:

@@ -30,12 +30,13 @@ class MemoryPlan:
 
 
 def plan_memory(
-    total: int, weights: int, memory: float | None, cap_gib: float | None, outside: int = 0, format: str = "bf16"
+    total: int, weights: int, memory: float | None, cap_gib: float | None, outside: int = 0, quantized: bool = False
 ) -> MemoryPlan:
-    """Plan for a card of `total` bytes and a checkpoint of `weights` bytes in `format`; `outside`: see `outside_bytes`.
+    """Plan for a card of `total` bytes and a checkpoint of `weights` bytes; `outside`: see `outside_bytes`.
 
     `memory`: GiB if above 1, else a share of the limit, None: 0.85, or what `outside` leaves if that is less.
-    `cap_gib`: limit of the whole process. Raises EngineError if the weights do not fit with room to work.
+    `cap_gib`: limit of the whole process. `quantized`: whether the base is, for the advice. Raises EngineError if the
+    weights do not fit with room to work.
     """
     if memory is not None and memory <= 0:
         raise EngineError(f"rollout.memory={memory} is not a budget: write GiB (12.5) or a share (0.8)")
@@ -51,14 +52,14 @@ def plan_memory(
         raise EngineError(
             f"the weights take {weights / GIB:.1f} GiB and sampling at least {(needed - weights) / GIB:.1f} GiB more, "
             f"but the rollout may hold {budget / GIB:.1f} GiB: "
-            f"{', or '.join([*fixes, f'take {smaller_base(format)}'])}"
+            f"{', or '.join([*fixes, f'take {smaller_base(quantized)}'])}"
         )
     return MemoryPlan(limit, budget)
 
 
-def smaller_base(format: str) -> str:
-    """What there is to take instead of a base in `format` that does not fit."""
-    return "a smaller base" if format == "nvfp4" else "a smaller or quantized base"
+def smaller_base(quantized: bool) -> str:
+    """What there is to take instead of a base that does not fit."""
+    return "a smaller base" if quantized else "a smaller or quantized base"
 
 
 def budget_bytes(total: int, memory: float | None, cap_gib: float | None, outside: int = 0) -> tuple[int, int]:

@@ -15,6 +15,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qerl import formats
 from qerl.engine.options import MAX_SEQUENCES
 from qerl.errors import EngineError
 from qerl.plan.cards import Card
@@ -159,7 +160,7 @@ def _cache_bytes(config: RunConfig, sizes: ModelSizes, room: _Room, context: int
     limit, budget = room.limit_and_budget(config)
     wishes = config.rollout.memory, config.memory.cap_gib
     try:
-        allowed = plan_memory(room.total, room.weights, *wishes, room.outside, config.model.format)
+        allowed = plan_memory(room.total, room.weights, *wishes, room.outside, _quantized(config))
     except EngineError as error:
         problems.append(Problem(str(error), max(least_bytes(room.weights), budget), min(limit, budget)))
         return 0
@@ -184,11 +185,15 @@ def _cache_bytes(config: RunConfig, sizes: ModelSizes, room: _Room, context: int
     return max(cache, 0)
 
 
+def _quantized(config: RunConfig) -> bool:
+    return formats.get(config.model.format).quantized
+
+
 def _lower_budget(config: RunConfig, room: _Room, limit: int) -> str:
     """The largest rollout.memory that fits, in the unit that was given; what else, where none holds the weights."""
     fitting, memory = limit - room.outside, config.rollout.memory
     if memory is None or fitting < least_bytes(room.weights):
-        return f"give it more memory (card, memory.cap_gib), or take {smaller_base(config.model.format)}"
+        return f"give it more memory (card, memory.cap_gib), or take {smaller_base(_quantized(config))}"
     if memory > 1:
         return f"lower rollout.memory to {math.floor(10 * fitting / GIB) / 10:g}"
     return f"lower rollout.memory to {math.floor(100 * fitting / limit) / 100:g}"

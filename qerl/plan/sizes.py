@@ -8,13 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from qerl import formats
+from qerl.checkpoint.linears import FUSED
 from qerl.errors import CheckpointError
 from qerl.files.nearby import is_path, no_folder
 from qerl.nvfp4.ranks import padded_rank
 from qerl.plan.engine_memory import kv_head_bytes
-
-NVFP4_BYTES = 9 / 16  # 4 bits a weight, 8 bits a scale of 16 weights
-FUSED = (("q_proj", "k_proj", "v_proj"), ("o_proj",), ("gate_proj", "up_proj"), ("down_proj",))
 
 
 def _known(
@@ -83,7 +82,7 @@ class ModelSizes:
     def weights_bytes(self, format: str) -> float:
         """Of the checkpoint in memory: 16-bit embeddings and head beside the body."""
         outer = self.head * (1 if self.tied else 2) + self.layers * 2 * self.hidden
-        return self.body * (NVFP4_BYTES if format == "nvfp4" else 2) + 2 * outer
+        return self.body * formats.get(format).bytes_per_weight + 2 * outer
 
     def kv_bytes(self, kv_cache_dtype: str = "auto") -> int:
         """Keys and values of one token."""

@@ -25,8 +25,6 @@ from qerl.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-NVFP4_METHOD = "qerl_nvfp4"
-BF16_METHOD = "qerl_bf16"
 SLEEP_BACKEND = "qerl_kv"
 CONFIG_KEY = "qerl"  # our part of vLLM's `additional_config`
 

@@ -5,12 +5,14 @@ Loading would check the same in `linear.py` and `kernel.py`, but only after all 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
+from qerl.checkpoint.linears import fused
 from qerl.checkpoint.shards import read_tensors
 from qerl.errors import EngineError
-from qerl.nvfp4.layout import GLOBAL_SCALE, PACKED, SHARED_GLOBAL_SCALE, quantized_linears
+from qerl.formats import NVFP4
+from qerl.nvfp4.layout import GLOBAL_SCALE, PACKED
 
 
 def check_checkpoint(folder: Path, kernel: str) -> None:
@@ -18,7 +20,7 @@ def check_checkpoint(folder: Path, kernel: str) -> None:
     from qerl.nvfp4 import gemm
 
     tensors = read_tensors(folder)
-    groups = fused(quantized_linears(tensors))
+    groups = fused(NVFP4.quantized_linears(tensors))
     for modules in groups if kernel == "qerl" else []:
         shapes = [tensors[f"{module}.{PACKED}"].shape for module in modules]
         rows, columns = sum(shape[0] for shape in shapes), 2 * shapes[0][1]
@@ -37,16 +39,6 @@ def check_checkpoint(folder: Path, kernel: str) -> None:
                 f"vLLM fuses {', '.join(modules)}, to which this checkpoint gives different global scales "
                 f"{sorted(found)}; quantize it again with `qerl quantize`, which shares them"
             )
-
-
-def fused(linears: Iterable[str]) -> list[list[str]]:
-    """The linears in groups: each list has those that vLLM fuses into one product."""
-    leaders = {leaf: group[0] for group in SHARED_GLOBAL_SCALE for leaf in group}
-    groups: dict[tuple[str, str], list[str]] = {}
-    for module in linears:
-        parent, _, leaf = module.rpartition(".")
-        groups.setdefault((parent, leaders.get(leaf, leaf)), []).append(module)
-    return list(groups.values())
 
 
 def _numbers(files: Mapping[str, Path]) -> dict[str, float]:

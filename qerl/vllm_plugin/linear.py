@@ -27,9 +27,10 @@ from vllm.model_executor.layers.quantization.base_config import QuantizationConf
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
 from qerl.errors import EngineError
+from qerl.formats import BF16, NVFP4
 from qerl.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, QERL, KernelWeight, scales_marlin_drops
 from qerl.nvfp4.ranks import padded_rank
-from qerl.vllm_plugin import BF16_METHOD, CONFIG_KEY, NVFP4_METHOD
+from qerl.vllm_plugin import CONFIG_KEY
 from qerl.vllm_plugin.kernel import QerlNvFp4LinearKernel
 from qerl.vllm_plugin.products import BASES, Base, adapter_of, load_kernels
 
@@ -101,16 +102,16 @@ class AdapterLinearMethod(LinearMethodBase):
         return torch.ops.qerl.add_lora(out, x, layer.lora_a, layer.lora_b, list(layer.output_partition_sizes))
 
 
-@register_quantization_config(NVFP4_METHOD)
+@register_quantization_config(NVFP4.vllm_method)
 class QerlNVFP4Config(CompressedTensorsConfig):
     """compressed-tensors `nvfp4-pack-quantized` (and its unquantized linears), each linear with its adapter."""
 
     def get_name(self) -> str:
-        return NVFP4_METHOD
+        return NVFP4.vllm_method
 
     @classmethod
     def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None):
-        return NVFP4_METHOD if user_quant == NVFP4_METHOD else None
+        return NVFP4.vllm_method if user_quant == NVFP4.vllm_method else None
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         method = super().get_quant_method(layer, prefix)
@@ -123,12 +124,12 @@ class QerlNVFP4Config(CompressedTensorsConfig):
         return AdapterLinearMethod(method, options)
 
 
-@register_quantization_config(BF16_METHOD)
+@register_quantization_config(BF16.vllm_method)
 class QerlBF16Config(QuantizationConfig):
     """16-bit linears, each with its adapter."""
 
     def get_name(self) -> str:
-        return BF16_METHOD
+        return BF16.vllm_method
 
     def get_supported_act_dtypes(self) -> list[torch.dtype]:
         return [torch.bfloat16]

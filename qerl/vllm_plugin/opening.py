@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qerl import formats
 from qerl.engine.options import KERNELS
 from qerl.engine.own_memory import others_bytes, own_bytes
 from qerl.errors import CheckpointError, EngineError, MissingExtraError
@@ -33,7 +34,7 @@ class Settings:
         self.base, self.format, self.options = base, format, options
         self.config = AutoConfig.from_pretrained(base, trust_remote_code=options.trust_remote_code).get_text_config()
         packed = getattr(self.config, "quantization_config", None) is not None
-        if packed != (format == "nvfp4"):
+        if packed != formats.get(format).quantized:
             raise EngineError(
                 f"{base} holds {'quantized' if packed else '16-bit'} weights but format {format!r} was asked for: "
                 "set model.format to match, or run `qerl quantize` first"
@@ -63,7 +64,9 @@ class Settings:
 
         options = self.options
         outside = outside_bytes(options.trainer_bytes, options.max_sequences, self.config.vocab_size)
-        plan = plan_memory(total, self.weights, options.memory, options.cap_gib, outside, self.format)
+        plan = plan_memory(
+            total, self.weights, options.memory, options.cap_gib, outside, formats.get(self.format).quantized
+        )
         tokens = options.max_sequences * self.model_len
         wanted = kv_cache_bytes(plan, self.weights, tokens, kv_bytes_per_token(self.config, options.kv_cache_dtype))
         needed = None if wanted is None else engine_bytes(self.weights, wanted)
@@ -127,7 +130,7 @@ def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
         "model": settings.base,
         "skip_tokenizer_init": True,
         "dtype": "bfloat16",
-        "quantization": vllm_plugin.NVFP4_METHOD if settings.format == "nvfp4" else vllm_plugin.BF16_METHOD,
+        "quantization": vllm_method(settings.format),
         "trust_remote_code": options.trust_remote_code,
         "max_model_len": settings.model_len,
         "max_num_seqs": options.max_sequences,
@@ -141,6 +144,13 @@ def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
         "additional_config": {vllm_plugin.CONFIG_KEY: for_plugin},
         **_for_hopper(options.kv_cache_dtype),
     }
+
+
+def vllm_method(format: str) -> str:
+    """The quantization method of our plugin that serves a format. Raises EngineError if there is none."""
+    if (method := formats.get(format).vllm_method) is None:
+        raise EngineError(f"the vllm engine does not serve {format}: write rollout.engine: transformers")
+    return method
 
 
 def _for_hopper(kv_cache_dtype: str) -> dict[str, Any]:
@@ -169,7 +179,7 @@ def choose_kernel(kernel: str, format: str) -> str:
 
     if kernel not in KERNELS:
         raise EngineError(f"rollout.kernel={kernel!r} is not known: write {', '.join(KERNELS[:-1])} or {KERNELS[-1]}")
-    if format != "nvfp4":
+    if not formats.get(format).kernels:
         return ""
     if kernel == "humming" and not has_module("humming"):
         raise MissingExtraError("humming-kernels", "gpu")

@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.linears import GATE_UP, QKV
 from qerl.engine.update import check_names
 from qerl.errors import EngineError
-from qerl.nvfp4.layout import SHARED_GLOBAL_SCALE
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
 
 A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
-FUSED = dict(zip(("qkv_proj", "gate_up_proj"), SHARED_GLOBAL_SCALE, strict=True))  # vLLM's name -> the checkpoint's
+FUSED = {"qkv_proj": QKV, "gate_up_proj": GATE_UP}  # vLLM's name -> the checkpoint's
 
 
 @dataclass(frozen=True)

@@ -8,5 +8,5 @@
     serve.py     the lines that try the result
 
 The package is part of `quantize` because it reads, rounds, writes and verifies checkpoints with quantize's own modules,
-and no stage may import another. Only `--to nvfp4` needs llm-compressor.
+and no stage may import another.
 """

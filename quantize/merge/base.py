@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
 from qerl.errors import CheckpointError
-from qerl.nvfp4.layout import PACKED, TENSORS, quantized_linears
+from qerl.formats.base import Format
 from quantize.reader import TensorReader
 from quantize.source import WEIGHT_DTYPES, Source, check_layout
 
@@ -58,44 +59,46 @@ class Adapter:
 
 @dataclass(frozen=True)
 class Base:
-    """A checkpoint to merge onto: 16-bit, or NVFP4 (then `packed` names its quantized linears)."""
+    """A checkpoint to merge onto; `packed` names its quantized linears."""
 
     name: str
     folder: Path
     config: dict
     tensors: dict[str, TensorInfo]
+    format: Format
     packed: frozenset[str]
+
+    def dense_shape(self, module: str) -> tuple[int, int]:
+        """(out_features, in_features) of a packed linear."""
+        return self.format.dense_shape({part: self.tensors[f"{module}.{part}"].shape for part in self.format.tensors})
 
 
 def read_base(name: str, folder: Path) -> Base:
     """Read a checkpoint's headers. Raises CheckpointError."""
-    tensors = read_tensors(folder)
-    return Base(name, folder, read_json(folder / "config.json"), tensors, frozenset(quantized_linears(tensors)))
+    tensors, format = read_tensors(folder), format_of(folder)
+    packed = frozenset(format.quantized_linears(tensors))
+    return Base(name, folder, read_json(folder / "config.json"), tensors, format, packed)
 
 
-def merged_source(base: Base, adapter: Adapter, to: str) -> Source:
-    """Names, shapes and dtypes of the merged checkpoint; if `to` is "nvfp4", also the linears that will be quantized.
+def merged_source(base: Base, adapter: Adapter, to: Format) -> Source:
+    """Names, shapes and dtypes of the merged checkpoint; if `to` is quantized, also the linears that will be.
 
     Raises CheckpointError if the adapter does not fit the base.
     """
     tensors = {}
     for name, info in base.tensors.items():
         module, _, part = name.rpartition(".")
-        if module in base.packed and part in TENSORS:
-            if part == PACKED:
-                shape = (info.shape[0], 2 * info.shape[1])
-                tensors[f"{module}.weight"] = _info(info, shape)
+        if module in base.packed and part in base.format.tensors:
+            tensors[f"{module}.weight"] = _in_bf16(info, base.dense_shape(module))
         else:
-            tensors[name] = _info(info, info.shape)
+            tensors[name] = _in_bf16(info, info.shape) if info.dtype in WEIGHT_DTYPES else info
     _check_fit(tensors, base, adapter)
-    source = Source(base.name, base.folder, base.config, tensors, (), ())
-    return _with_quantized(source, base) if to == "nvfp4" else source
+    source = Source(base.name, base.folder, base.config, tensors, (), (), format=to)
+    return _with_quantized(source, base) if to.quantized else source
 
 
-def _info(info: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:
-    dense = shape != info.shape or info.dtype in WEIGHT_DTYPES
-    dtype = "BF16" if dense else info.dtype
-    return TensorInfo(dtype, shape, info.file, math.prod(shape) * DTYPE_BYTES[dtype])
+def _in_bf16(info: TensorInfo, shape: tuple[int, ...]) -> TensorInfo:
+    return TensorInfo("BF16", shape, info.file, math.prod(shape) * DTYPE_BYTES["BF16"])
 
 
 def _with_quantized(source: Source, base: Base) -> Source:
@@ -159,11 +162,10 @@ class BaseReader:
         """The weight of one linear, decoded if it is packed: a float32 copy (out, in) on the device."""
         import torch
 
-        from qerl.nvfp4.reference import dequantize
-
         if module in self.base.packed:
-            packed = (self._read(f"{module}.{part}").to(self._device) for part in TENSORS)
-            return dequantize(*packed, torch.float32)
+            format = self.base.format
+            packed = {part: self._read(f"{module}.{part}").to(self._device) for part in format.tensors}
+            return format.dequantize(packed, torch.float32)
         return self._read(f"{module}.weight").to(self._device, torch.float32, copy=True)
 
 

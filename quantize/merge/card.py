@@ -19,7 +19,7 @@ from qerl.files.disk import replace_text
 from qerl.files.read_back import read_object, read_rows
 from qerl.report.shapes import About, Metrics
 from quantize.merge.effect import run_of
-from quantize.merge.report import KINDS, MergeReport
+from quantize.merge.report import MergeReport
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ def _metadata(report: MergeReport, results: Iterable[dict]) -> str:
         license=licence_of(report.base),
         library_name="peft" if report.to == "adapter" else "transformers",
         pipeline_tag="text-generation",
-        tags=["qerl", "grpo", "lora", *(["nvfp4", "compressed-tensors"] if report.to == "nvfp4" else [])],
+        tags=["qerl", "grpo", "lora", *report.tags],
         model_name=report.out.name if evaluations else None,
         eval_results=evaluations or None,
     )
@@ -122,7 +122,7 @@ def _metadata(report: MergeReport, results: Iterable[dict]) -> str:
 def _title(report: MergeReport) -> str:
     licence = licence_of(report.base)
     rows = {
-        "what": KINDS[report.to],
+        "what": report.kind,
         "trained on": f"`{base_on_hub(report.base) or Path(report.base).name}`",
         "adapter": f"LoRA, rank {report.rank}, alpha / rank {report.scaling:g}"
         + (f", and {report.trained_norms} trained norms" if report.trained_norms else ""),

@@ -8,9 +8,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from qerl import formats
 from qerl.errors import ConfigError
 
-FORMATS = ("adapter", "bf16", "nvfp4")
+TARGETS = ("adapter", *(each.name for each in formats.writable()))
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class MergeOptions:
 
     adapter: Annotated[str, typer.Option(help="Adapter folder, run directory, or hub id of an adapter.")]
     to: Annotated[
-        Literal[FORMATS], typer.Option(help="adapter: PEFT folder; bf16: whole model; nvfp4: whole model in 4 bits.")
+        Literal[TARGETS], typer.Option(help="adapter: PEFT folder; bf16: whole model; nvfp4: whole model in 4 bits.")
     ]
     out: Annotated[Path | None, typer.Option(help="Default: merged/<name>-<to>.")] = None
     model: Annotated[str | None, typer.Option(help="Base, if it is not the one that the adapter names.")] = None
@@ -48,12 +49,17 @@ class MergeOptions:
 
     def check(self) -> None:
         """Raise ConfigError for values that cannot be used together."""
-        if self.to not in FORMATS:
-            raise ConfigError(f"--to {self.to!r} is not known: write {', '.join(FORMATS)}")
+        names = [each.name for each in formats.writable()]
+        if self.to not in ("adapter", *names):
+            raise ConfigError(f"--to {self.to!r} is not known: write adapter, {', '.join(names)}")
         if self.to != "adapter" and (self.dtype != "keep" or self.base_name):
-            raise ConfigError("--dtype and --base-name go with --to adapter: a merged model is bf16 and has no base")
+            raise ConfigError(
+                f"--dtype and --base-name go with --to adapter: a merged model is {formats.BF16.name} and has no base"
+            )
         if self.to == "adapter" and (self.onto != "auto" or self.prompts):
-            raise ConfigError("--onto and --prompts go with --to bf16 and nvfp4: an adapter folder is an exact copy")
+            raise ConfigError(
+                f"--onto and --prompts go with --to {' and '.join(names)}: an adapter folder is an exact copy"
+            )
         if self.prompt_count < 0 or self.max_new_tokens < 1:
             raise ConfigError("--prompt-count must be at least 0 and --max-new-tokens at least 1")
         if self.prompts is not None and not self.prompts.is_file():

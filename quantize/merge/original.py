@@ -1,9 +1,9 @@
-"""Choose what to merge onto: the 4-bit weights that were trained on, or the 16-bit model they were quantized from.
+"""Choose what to merge onto: the quantized weights that were trained on, or the 16-bit model they were quantized from.
 
-    trained     W_hat + s B A, the policy that was trained. It is right for bf16.
-    original    W + s B A. It is the only choice that works for nvfp4. W_hat lies on the grid, so rounding W_hat + s B A
-                gives W_hat back wherever s B A is under half a step. W lies anywhere between grid points, so s B A
-                moves the right share of the weights over a rounding boundary, and on average nothing is lost.
+    trained     W_hat + s B A, the policy that was trained. It is right for a 16-bit model.
+    original    W + s B A. It is the only choice that works for a quantized model. W_hat lies on the grid, so rounding
+                W_hat + s B A gives W_hat back wherever s B A is under half a step. W lies anywhere between grid points,
+                so s B A moves the right share of the weights over a rounding boundary, and on average nothing is lost.
 
 Q(W + s B A) is not exactly W_hat + s B A, the policy that was trained; `effect.py` measures the difference.
 """
@@ -12,19 +12,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from qerl import formats
 from qerl.checkpoint.resolve import REPORT, ModelRef, quantized_from, resolve_model
 from qerl.checkpoint.shards import read_json
 from qerl.errors import CheckpointError, ConfigError
+from qerl.formats.base import Format
 from quantize.merge.base import Base, BaseReader
 
-MIN_SQNR_DB = 10.0  # NVFP4 leaves about 20 dB on any weights; those of another model have about 0 dB
 
-
-def choose_base(onto: str, to: str, exact: ModelRef) -> tuple[ModelRef, tuple[str, ...]]:
+def choose_base(onto: str, to: Format, exact: ModelRef) -> tuple[ModelRef, tuple[str, ...]]:
     """The weights to merge onto, and notes for the user about them. Raises ConfigError or CheckpointError."""
     if onto not in ("auto", "trained", "original"):
         raise ConfigError(f"--onto {onto!r} is not known: write auto, trained or original")
-    if onto == "trained" or exact.format != "nvfp4" or (onto == "auto" and to == "bf16"):
+    if onto == "trained" or not formats.get(exact.format).quantized or (onto == "auto" and not to.quantized):
         if onto == "original":
             raise ConfigError(f"{exact.base} is a 16-bit model, which is the original: leave --onto out")
         return exact, ()
@@ -33,12 +33,12 @@ def choose_base(onto: str, to: str, exact: ModelRef) -> tuple[ModelRef, tuple[st
     except CheckpointError as error:
         if onto == "original":
             raise
-        return exact, (f"merged onto the 4-bit weights, where rounding takes most adapters away: {error}",)
-    if to == "nvfp4":
+        return exact, (f"merged onto the quantized weights, where rounding takes most adapters away: {error}",)
+    if to.quantized:
         return original, ()
     note = (
-        f"merged onto the original {original.base}, not onto the 4-bit weights that the adapter was trained on: the "
-        "result is not the policy that was trained, and only an evaluation says whether it is better or worse"
+        f"merged onto the original {original.base}, not onto the quantized weights that the adapter was trained on: "
+        "the result is not the policy that was trained, and only an evaluation says whether it is better or worse"
     )
     return original, (note,)
 
@@ -52,7 +52,7 @@ def _original(base: str) -> ModelRef:
             f"{base} was quantized by awq, which rescales {source}'s weights, so that the adapter does not fit those: "
             "write `--onto trained`"
         )
-    return resolve_model(source, "bf16")
+    return resolve_model(source, formats.BF16.name)
 
 
 def check_original(original: Base, trained: Base) -> None:
@@ -68,7 +68,7 @@ def check_original(original: Base, trained: Base) -> None:
             info = original.tensors.get(f"{module}.weight")
             decoded = other.weight(module)
             value = sqnr_db(one.weight(module), decoded) if info and info.shape == tuple(decoded.shape) else 0.0
-            if value is not None and value < MIN_SQNR_DB:
+            if value is not None and value < trained.format.min_sqnr_db:
                 raise CheckpointError(
                     f"{original.name} is not the model that {trained.name} was quantized from ({module} differs): "
                     "write `--onto trained`"

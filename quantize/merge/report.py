@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl import formats
 from quantize.merge.effect import Effect
 from quantize.merge.weights import Survival
 from quantize.report import format_size
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 MOST = 0.5  # if less than this share is kept, most of the adapter is lost
-KINDS = {"adapter": "PEFT adapter", "bf16": "BF16 model", "nvfp4": "NVFP4 model"}
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,16 @@ class MergeReport:
     effect: Effect | None = None
     commands: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def kind(self) -> str:
+        """What was written, in words."""
+        return "PEFT adapter" if self.to == "adapter" else formats.get(self.to).model_label
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """Tags of the format for the model card."""
+        return () if self.to == "adapter" else formats.get(self.to).card_tags
+
     def warnings(self) -> list[str]:
         """What a user has to know before using the result, one sentence each."""
         found = list(self.notes)
@@ -45,12 +55,12 @@ class MergeReport:
             found.append(
                 f"only {max(0.0, self.effect.kept):.0%} of the adapter's effect is left in the merged model (KL to the "
                 f"exact policy {self.effect.kl_merged:.2g} nats per token, of the base alone "
-                f"{self.effect.kl_base:.2g}): serve the adapter on its base, or merge to bf16"
+                f"{self.effect.kl_base:.2g}): serve the adapter on its base, or merge to {formats.BF16.name}"
             )
         elif self.survival is not None and self.survival.kept is not None and self.survival.kept < MOST:
             found.append(
                 f"rounding kept only {max(0.0, self.survival.kept):.0%} of the adapter's change of the weights: serve "
-                "the adapter on its base, or merge to bf16"
+                f"the adapter on its base, or merge to {formats.BF16.name}"
             )
         return found
 
@@ -64,7 +74,7 @@ class MergeReport:
         """A short table: what the result is, and how much of the adapter is in it."""
         from rich.table import Table
 
-        table = Table(title=KINDS[self.to], show_header=False, title_justify="left")
+        table = Table(title=self.kind, show_header=False, title_justify="left")
         table.add_row("adapter", f"{self.adapter}, rank {self.rank}, alpha / rank {self.scaling:g}")
         table.add_row("base" if self.to == "adapter" else "merged onto", self.onto)
         table.add_row("written to", f"{self.out} ({format_size(self.bytes)})")

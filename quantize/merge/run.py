@@ -17,6 +17,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+from qerl import formats
 from qerl.checkpoint.publish import check_push, push
 from qerl.checkpoint.resolve import ModelRef, adapter_folder, describe, resolve_model
 from qerl.errors import QerlError
@@ -88,7 +89,8 @@ def _adapter_notes(options: MergeOptions, adapter: Adapter, base: str) -> tuple[
     if adapter.norms:
         notes.append(
             f"{len(adapter.norms)} norms were trained with the LoRA: PEFT and qerl load them (modules_to_save), vLLM "
-            "refuses such a folder; for vLLM merge to bf16 or nvfp4, where norms become part of the model"
+            f"refuses such a folder; for vLLM merge to {' or '.join(each.name for each in formats.writable())}, where "
+            "norms become part of the model"
         )
     if options.push_to_hub and Path(base).is_dir():
         notes.append(
@@ -102,17 +104,15 @@ def _write_model(options: MergeOptions, adapter: Adapter, out: Path) -> MergeRep
     from qerl.checkpoint.load import local_folder
     from quantize.merge.weights import check_merged, plan_merge, total, write_merged
 
-    exact = _exact(options)
-    onto, notes = choose_base(options.onto, options.to, exact)
+    exact, to = _exact(options), formats.get(options.to)
+    onto, notes = choose_base(options.onto, to, exact)
     logger.info("merging %s", describe(exact))
     trained = read_base(exact.base, local_folder(exact.base))
     base = trained if onto.base == exact.base else read_base(onto.base, local_folder(onto.base))
     if base is not trained:
         check_original(base, trained)
-    # NVFP4 replaces the NVFP4 base; bf16 replaces what it was merged onto.
-    plan = plan_merge(base, trained if options.to == "nvfp4" else base, adapter, options.to)
-    if options.to == "nvfp4":
-        _load_compressor()
+    # A quantized model replaces the base that was trained on; a 16-bit one replaces what it was merged onto.
+    plan = plan_merge(base, trained if to.quantized else base, adapter, to)
     check_target(out, base.folder, options.overwrite)
     check_space(out, plan.source.output_bytes())
     device = resolve_device(options.device)
@@ -134,13 +134,6 @@ def _exact(options: MergeOptions) -> ModelRef:
     if options.model is None:
         return resolve_model(options.adapter)
     return resolve_model(options.model, adapter=options.adapter)
-
-
-def _load_compressor() -> None:
-    from quantize.compressor import load_compressor
-
-    logger.info("loading llm-compressor")
-    load_compressor()
 
 
 def _with_effect(options: MergeOptions, exact: ModelRef, adapter: Adapter, report: MergeReport) -> MergeReport:

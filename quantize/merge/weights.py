@@ -10,13 +10,14 @@ NVFP4 has about 16 values per block: where s B A is smaller than half a step, ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.shards import read_tensors
 from qerl.errors import CheckpointError
+from qerl.formats.base import Format
 from quantize.merge.base import Adapter, Base, BaseReader, MergedReader, merged_source, read_base
 from quantize.reader import TensorReader
 from quantize.source import Source
@@ -70,13 +71,12 @@ class Merge:
     base: Base
     reference: Base  # the model whose weights the written ones are compared with
     adapter: Adapter
-    to: str  # "bf16" or "nvfp4"
     source: Source
 
 
-def plan_merge(base: Base, reference: Base, adapter: Adapter, to: str) -> Merge:
+def plan_merge(base: Base, reference: Base, adapter: Adapter, to: Format) -> Merge:
     """The merge to do. Raises CheckpointError if the adapter does not fit the base."""
-    return Merge(base, reference, adapter, to, merged_source(base, adapter, to))
+    return Merge(base, reference, adapter, merged_source(base, adapter, to))
 
 
 def write_merged(merge: Merge, folder: Path, device: torch.device, track: Callable) -> int:
@@ -88,19 +88,33 @@ def write_merged(merge: Merge, folder: Path, device: torch.device, track: Callab
             config[key] = "bfloat16"
     with BaseReader(merge.base, device) as base:
         read = MergedReader(base, source, merge.adapter, device)
-        if merge.to == "nvfp4":
-            from quantize.compressor import config_entry, make_config
-            from quantize.rtn import rtn_groups
-
-            scheme = make_config(["lm_head", *source.kept])
-            config["quantization_config"] = config_entry(scheme)
-            groups = rtn_groups(source, scheme, read, device)
+        if source.format.quantized:
+            config["quantization_config"] = source.format.quantization_config(["lm_head", *source.kept])
+            groups = packed_groups(source, read, device)
         else:
             groups = ({name: read(name) for name in names} for names in source.groups())
         written = write_weights(folder, track(groups, total=len(source.groups()), description="merging"))
     copy_small_files(source.folder, folder, code="auto_map" in source.config)
     write_json(folder / "config.json", config)
     return written
+
+
+def packed_groups(source: Source, read: MergedReader, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors to write, on the CPU, one group of `source.groups()` at a time, with the linears packed.
+
+    Raises CheckpointError for a tensor with NaN or infinity.
+    """
+    from quantize.rtn import finite
+
+    chosen = {f"{module}.weight" for module in source.quantized}
+    sets = {f"{modules[0]}.weight": modules for modules in source.fused_sets()}
+    for names in source.groups():
+        written = {name: finite(name, read(name)) for name in names if name not in chosen}
+        for modules in (sets[name] for name in names if name in sets):
+            weights = [finite(f"{module}.weight", read(f"{module}.weight")).to(device) for module in modules]
+            for module, tensors in zip(modules, source.format.quantize(weights), strict=True):
+                written |= {f"{module}.{part}": tensor.cpu().contiguous() for part, tensor in tensors.items()}
+        yield written
 
 
 def check_merged(merge: Merge, folder: Path, device: torch.device, track: Callable) -> list[Sums]:
@@ -110,7 +124,7 @@ def check_merged(merge: Merge, folder: Path, device: torch.device, track: Callab
     """
     with BaseReader(merge.base, device) as base:
         read = MergedReader(base, merge.source, merge.adapter, device)
-        if merge.to == "nvfp4":
+        if merge.source.format.quantized:
             from quantize.verify import verify
 
             verify(folder, merge.source, read, device)

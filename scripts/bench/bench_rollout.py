@@ -178,12 +178,12 @@ def cache_bytes(arguments: argparse.Namespace) -> int:
 def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
     import torch
 
+    from qerl.checkpoint.kinds import format_of
     from qerl.engine.interface import SamplingParams
     from qerl.engine.options import EngineOptions
     from qerl.engine.update import AdapterUpdate, deliver
     from qerl.engine.vllm_engine import VLLMEngine
 
-    config = json.loads((Path(arguments.model) / "config.json").read_text(encoding="utf-8"))
     options = EngineOptions(
         kernel=arguments.kernel,
         max_context=context(arguments),
@@ -192,7 +192,7 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
         memory=arguments.memory_share,
         tune_kernels=arguments.tune,
     )
-    engine = VLLMEngine(arguments.model, "nvfp4" if "quantization_config" in config else "bf16", options)
+    engine = VLLMEngine(arguments.model, format_of(Path(arguments.model)).name, options)
     if arguments.rank:
         tensors = {}
         for name, slot in engine._slots.items():

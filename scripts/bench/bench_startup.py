@@ -59,17 +59,17 @@ def main() -> None:
 
 def start(arguments: argparse.Namespace) -> dict:
     """Open the engine as training does."""
+    from qerl.checkpoint.kinds import format_of
     from qerl.engine.options import EngineOptions
     from qerl.engine.vllm_engine import VLLMEngine
 
-    config = json.loads((Path(arguments.model) / "config.json").read_text(encoding="utf-8"))
     options = EngineOptions(
         max_context=arguments.context,
         max_rank=arguments.rank,
         max_sequences=arguments.sequences,
         tune_kernels=arguments.tune,
     )
-    engine = VLLMEngine(arguments.model, "nvfp4" if "quantization_config" in config else "bf16", options)
+    engine = VLLMEngine(arguments.model, format_of(Path(arguments.model)).name, options)
     return {"startup_s": engine.startup_s, "compiled_from_cache": engine.compiled_from_cache, "kernel": engine.kernel}
 
 

@@ -69,22 +69,17 @@ class Work:
     @classmethod
     def of(cls, config: RunConfig, sizes: ModelSizes) -> Work:
         """Of prompts that are all as long as they may be, as bench_step's are."""
+        from qerl import formats
+
         return cls(
             sizes,
             sizes.adapter(config.adapter.rank, config.adapter.targets),
-            body_bytes(config.model.format),
+            formats.get(config.model.format).bytes_per_weight,
             sizes.kv_bytes(config.rollout.kv_cache_dtype),
             config.rollout.prompts_per_step,
             config.rollout.group_size,
             config.data.max_prompt_tokens,
         )
-
-
-def body_bytes(format: str) -> float:
-    """Of a weight of the decoder's linears."""
-    from qerl.plan.sizes import NVFP4_BYTES
-
-    return NVFP4_BYTES if format == "nvfp4" else 2
 
 
 def training_flops(work: Work, step: dict[str, Any]) -> float:
@@ -132,13 +127,12 @@ def rollout_need(work: Work, lengths: Sequence[int]) -> dict[str, Any]:
 
 def decode_need(model: str, rank: int, sequences: int, context: float) -> dict[str, Any]:
     """Bytes and flops of one decode step of a model folder with an adapter on all linears, at `context` tokens each."""
-    from qerl.checkpoint.resolve import read_json
+    from qerl.checkpoint.kinds import format_of
     from qerl.plan.sizes import read_sizes
 
     sizes = read_sizes(model)
-    quantized = "quantization_config" in read_json(Path(model) / "config.json")
-    adapter, weight_bytes = sizes.adapter(rank, tuple(sizes.projections)), body_bytes("nvfp4" if quantized else "bf16")
-    work = Work(sizes, adapter, weight_bytes, sizes.kv_bytes(), sequences, 1, round(context))
+    adapter = sizes.adapter(rank, tuple(sizes.projections))
+    work = Work(sizes, adapter, format_of(Path(model)).bytes_per_weight, sizes.kv_bytes(), sequences, 1, round(context))
     return {"bytes": decode_bytes(work, 1, sequences * context), "flops": decode_flops(work, sequences)}
 
 

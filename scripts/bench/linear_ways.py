@@ -9,14 +9,16 @@ from typing import Any
 
 import torch
 
+from qerl.checkpoint.linears import FUSED
 from qerl.cuda.nvrtc import has_kernels
+from qerl.formats import NVFP4
 from qerl.nvfp4 import gemm, lora, reference, slab_layout
 from qerl.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.nvfp4.layout import BLOCK
 from qerl.nvfp4.lora import Adapter
 from qerl.nvfp4.ranks import padded_rank
 from qerl.nvfp4.ways import KERNEL_RIGHT, Shape
-from qerl.plan.sizes import FUSED, KNOWN, NVFP4_BYTES, sizes_of
+from qerl.plan.sizes import KNOWN, sizes_of
 
 NAMES = ("qkv", "o", "gate_up", "down")
 
@@ -151,20 +153,22 @@ def _has_kernels() -> bool:
 
 WAYS = {
     "fused": Way(
-        NVFP4_BYTES,
+        NVFP4.bytes_per_weight,
         _random_packed,
         lambda weight, x, adapter: gemm.split_product(x, weight, None, adapter),
         lambda weight, x: gemm.reference_product(x, weight),
         lambda linear, tokens: "fused" in linear.shape(_has_kernels()).right_ways(tokens),
     ),
     "humming": Way(
-        NVFP4_BYTES,
+        NVFP4.bytes_per_weight,
         _random_humming,
         _humming,
         _humming_twin,
         lambda linear, tokens: find_spec("vllm") is not None and tokens <= KERNEL_RIGHT["humming"],
     ),
-    "decoded": Way(NVFP4_BYTES, _random_packed, _decoded, lambda weight, x: gemm.reference_product(x, weight)),
+    "decoded": Way(
+        NVFP4.bytes_per_weight, _random_packed, _decoded, lambda weight, x: gemm.reference_product(x, weight)
+    ),
     "adapter": Way(
         0, _random_product, _add, lambda out, x: out[: x.shape[0]].double(), lambda linear, tokens: _has_kernels()
     ),

@@ -120,13 +120,13 @@ def decoded(kernels: list[dict[str, Any]], sizes: ModelSizes, gb_per_s: float) -
 
     A call counts as the mean of a layer's linears: only the first layer's q/k/v has none for its input's gradient.
     """
-    from qerl.plan.sizes import NVFP4_BYTES
+    from qerl.formats import NVFP4
 
     rows = [row for row in kernels if category(row["name"]) == "decode weights"]
     if not rows:
         return {}
     calls, seconds = sum(row["calls"] for row in rows), sum(row["ms"] for row in rows) / 1e3
-    gb = calls / (LINEARS * sizes.layers) * sizes.body * (NVFP4_BYTES + 2) / 1e9
+    gb = calls / (LINEARS * sizes.layers) * sizes.body * (NVFP4.bytes_per_weight + 2) / 1e9
     return {"decoded_gb": gb, "share_of_bandwidth_decoding": gb / seconds / gb_per_s}
 
 

@@ -28,6 +28,7 @@ from engine_checks.sync import adapter, trained_norms
 from engine_checks.told import told, told_of_while
 from engine_checks.weights import dequantization, product
 
+from qerl import formats
 from scripts.bench.provenance import require_card
 
 RANK = 8
@@ -36,7 +37,7 @@ RANK = 8
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
-    parser.add_argument("--format", default="nvfp4", choices=("nvfp4", "bf16"))
+    parser.add_argument("--format", default=formats.DEFAULT.name, choices=formats.names())
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--tune", action="store_true", help="measure the ways to multiply first")

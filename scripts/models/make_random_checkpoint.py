@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from qerl.formats import BF16, NVFP4
 from qerl.nvfp4 import reference
 from qerl.plan.sizes import KNOWN
 
@@ -84,7 +85,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", required=True, choices=sorted(SHAPES))
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--format", default="nvfp4", choices=("nvfp4", "bf16"))
+    parser.add_argument("--format", default=NVFP4.name, choices=(NVFP4.name, BF16.name))
     parser.add_argument("--layers", type=int, help="fewer layers than the real model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--mean-tokens", type=int, help="completions end by chance, after about so many tokens")
@@ -94,7 +95,7 @@ def main() -> None:
         end_by_chance(arguments.out, SHAPES[arguments.shape]["vocab_size"], arguments.mean_tokens)
 
 
-def write(shape: str, out: Path, format: str = "nvfp4", layers: int | None = None, seed: int = 0) -> None:
+def write(shape: str, out: Path, format: str = NVFP4.name, layers: int | None = None, seed: int = 0) -> None:
     """Write the checkpoint folder `out`."""
     started = time.monotonic()
     sizes = {**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
@@ -151,7 +152,7 @@ def _layer(prefix: str, sizes: dict, format: str, generator: torch.Generator) ->
     }
     for group in groups:
         weights = {name: _normal(shape, generator) for name, shape in group.items()}
-        if format == "bf16":
+        if format == BF16.name:
             tensors |= {f"{prefix}.{name}.weight": weight for name, weight in weights.items()}
             continue
         scale = reference.shared_global_scale(list(weights.values()))
@@ -189,24 +190,9 @@ def _write_config(sizes: dict, format: str, out: Path) -> None:
     )
     config.architectures = [f"{sizes['model_type'].capitalize()}ForCausalLM"]
     text = json.loads(config.to_json_string(use_diff=False))
-    if format == "nvfp4":
-        text["quantization_config"] = quantization_config()
+    if format == NVFP4.name:
+        text["quantization_config"] = NVFP4.quantization_config(["lm_head"])
     (out / "config.json").write_text(json.dumps(text, indent=2), encoding="utf-8")
-
-
-def quantization_config() -> dict:
-    """What llm-compressor writes into config.json for NVFP4A16 with the head left alone."""
-    from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
-
-    scheme = preset_name_to_scheme("NVFP4A16", ["Linear"])
-    scheme.format = "nvfp4-pack-quantized"
-    config = QuantizationConfig(
-        config_groups={"group_0": scheme},
-        ignore=["lm_head"],
-        format="nvfp4-pack-quantized",
-        quantization_status="compressed",
-    )
-    return json.loads(config.model_dump_json())
 
 
 def _write_tokenizer(vocab: int, out: Path) -> None:

@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from qerl.formats import BF16, NVFP4
+
 RECIPE = Path(__file__).with_name("study_noise.yaml")
 TASK = "arith_chain"
 EVALUATION_BATCH = 512
@@ -29,7 +31,7 @@ class Arm:
     @property
     def format(self) -> str:
         """NF4 values are kept in 16 bits: see scripts/study/study_nf4.py."""
-        return "nvfp4" if self.base == "nvfp4" else "bf16"
+        return NVFP4.name if self.base == NVFP4.name else BF16.name
 
 
 ARMS = {
@@ -108,7 +110,7 @@ def overrides_of(job: Job, settings: JobSettings, work: Path) -> list[str]:
         f"data.task={settings.task}",
         f"rollout.engine={settings.engine}",
     ]
-    if settings.engine == "vllm" and arm.format == "nvfp4":
+    if settings.engine == "vllm" and arm.format == NVFP4.name:
         own.append("rollout.kernel=marlin")  # with Humming the first run stopped at the gate: its blocks of 56 tokens
     return [*own, *arm.overrides, *settings.overrides]
 

@@ -90,7 +90,7 @@ def test_the_checkpoints_of_a_4_bit_run_can_be_evaluated_on_its_16_bit_base(rows
     run = add_checkpoints(make_run(tmp_path / "run", model), model)
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.replace(str(model), str(packed)).replace("format: bf16", "format: nvfp4"))
-    assert kind_of(packed) == "nvfp4"
+    assert kind_of(packed) == "quantized"
     assert make_plan(settings_of(rows, model=str(run))).ref.base == str(packed)
     (result,) = run_checkpoints(settings_of(rows, run=run, checkpoints="last", load="bf16", out=tmp_path / "out"))
     assert (result.details["format"], result.details["base"]) == ("bf16", str(model))

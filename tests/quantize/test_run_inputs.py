@@ -117,7 +117,7 @@ def test_without_out_it_writes_to_checkpoints_in_this_folder(model, tmp_path, mo
     report = quantize_checkpoint(str(model))
     assert str(report.out) == "checkpoints/Small-1B-NVFP4A16"
     found = resolve_model(str(model), "nvfp4")
-    assert (found.kind, found.base) == ("nvfp4", "checkpoints/Small-1B-NVFP4A16")
+    assert (found.kind, found.base) == ("quantized", "checkpoints/Small-1B-NVFP4A16")
     assert resolve_model("checkpoints/Small-1B-NVFP4A16", "bf16").base == str(model)
 
 

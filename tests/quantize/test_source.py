@@ -40,10 +40,11 @@ def test_sizes_equal_those_counted_by_hand(folder):
     assert source.output_bytes() == weights // 2 + weights // 16 + 14 * 4 + 2 * others
 
 
-def test_shared_scale_sets_are_those_that_engines_fuse(folder):
+def test_fused_sets_are_those_that_engines_fuse(folder):
     q, k, v = (f"model.layers.1.self_attn.{part}_proj" for part in "qkv")
-    sets = read_source(str(folder)).shared_scale_sets()
-    assert len(sets) == 4
+    sets = read_source(str(folder)).fused_sets()
+    assert len(sets) == 2 * 4
+    assert ("model.layers.1.mlp.down_proj",) in sets
     assert (q, k, v) in sets
     assert ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.up_proj") in sets
 

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from checkpoint_factory import make_checkpoint
 from safetensors.torch import load_file, save_file
 
 from qerl.errors import CheckpointError
+from qerl.formats import NVFP4
 from quantize.reader import TensorReader
 from quantize.run import quantize_checkpoint
 from quantize.source import read_source
@@ -130,7 +132,8 @@ def test_a_config_without_quantization_is_found(made, copy):
 
 
 def test_a_failed_check_publishes_nothing(made, tmp_path, monkeypatch):
-    monkeypatch.setattr("quantize.verify.MIN_SQNR_DB", 60.0)
+    strict = replace(made[0], format=replace(NVFP4, min_sqnr_db=60.0))
+    monkeypatch.setattr("quantize.run.read_source", lambda *arguments: strict)
     with pytest.raises(CheckpointError, match=r"does not pass its check and was removed: .*less than 60"):
         quantize_checkpoint(str(made[0].folder), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

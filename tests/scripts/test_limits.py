@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from qerl.config.recipe import load_recipe
+from qerl.formats import NVFP4
 from qerl.plan.sizes import KNOWN, read_sizes
 from scripts.bench.limits import Work, decode_need, rollout_need, shares, train_share, training_flops
 
@@ -61,7 +62,8 @@ def test_a_16_bit_base_and_an_8_bit_cache_count_with_their_own_bytes():
 
 @pytest.mark.parametrize(("packed", "width"), [(True, 9 / 16), (False, 2)])
 def test_a_decode_step_of_a_model_folder(tmp_path, packed, width):
-    config = {**KNOWN["qwen2.5-7b"], **({"quantization_config": {}} if packed else {})}
+    quantization = {"quantization_config": NVFP4.quantization_config(["lm_head"])} if packed else {}
+    config = {**KNOWN["qwen2.5-7b"], **quantization}
     (tmp_path / "config.json").write_text(json.dumps(config), encoding="utf-8")
     need = decode_need(str(tmp_path), 32, 8, 152.5)
     assert need["bytes"] == {

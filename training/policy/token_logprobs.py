@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from qerl.nvfp4.linear import NVFP4Linear
+from qerl.formats.linear import PackedLinear
 from qerl.plan.micro_batch_plan import LOGIT_TOKENS
 
 
@@ -32,7 +32,7 @@ class Head(NamedTuple):
 
 def dense_head(module: nn.Linear, temperature: float) -> Head:
     """The head of a model, dequantized if it is packed."""
-    weight = module.dense(module.compute_dtype) if isinstance(module, NVFP4Linear) else module.weight.detach()
+    weight = module.dense(module.compute_dtype) if isinstance(module, PackedLinear) else module.weight.detach()
     return Head(weight, None if module.bias is None else module.bias.detach(), temperature)
 
 

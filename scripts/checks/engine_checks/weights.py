@@ -32,7 +32,7 @@ def dequantization(context: Context) -> dict:
                 ]
                 expected = reference.dequantize_unchecked(*tensors, torch.bfloat16)
                 linear = linears.pop(name)
-                wrong = _different_bits(linear._dequantize(torch.bfloat16), expected)
+                wrong = _different_bits(linear.unpack(torch.bfloat16), expected)
                 if wrong:
                     different[name] = wrong
                 exact = linear.unscaled().float() / linear.kernel_weight.scale_factor / tensors[2]
@@ -73,7 +73,7 @@ def product(context: Context) -> dict:
         y = module(x)
         grad = torch.randn_like(y)
         y.backward(grad)
-        weight = module._dequantize(torch.float32).double()
+        weight = module.unpack(torch.float32).double()
         bias = 0 if module.bias is None else module.bias.double()
         expected = x.detach().double() @ weight.t() + bias
         worst["forward"] = max(worst["forward"], _relative(y, expected))

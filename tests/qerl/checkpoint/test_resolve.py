@@ -38,7 +38,7 @@ def test_an_nvfp4_folder():
     folder = make_nvfp4()
     for load in ("auto", "nvfp4"):
         found = resolve_model(str(folder), load)
-        assert found == ModelRef("nvfp4", folder, str(folder), None, None, "nvfp4")
+        assert found == ModelRef("quantized", folder, str(folder), None, None, "nvfp4")
 
 
 def test_an_adapter_folder_brings_its_base(tmp_path):
@@ -71,7 +71,7 @@ def test_the_embedded_model_is_a_word_and_not_a_folder(tmp_path):
     make_nvfp4("tiny")
     found = resolve_model("tiny")
     assert (found.kind, found.format, found.base) == ("base16", "bf16", str(checkpoint.TINY_FOLDER))
-    assert resolve_model("./tiny").kind == "nvfp4"
+    assert resolve_model("./tiny").kind == "quantized"
 
 
 def test_an_adapter_can_be_given_beside_the_model(tmp_path):
@@ -109,7 +109,7 @@ def test_load_nvfp4_does_not_take_another_model_of_the_same_name(tmp_path):
     with pytest.raises(CheckpointError, match=r"was made from .*elsewhere/Small-1B, not from models/Small-1B"):
         resolve_model(str(base), "nvfp4")
     shutil.rmtree(other)  # moved to models/, so the report's folder is gone and the name has to do
-    assert resolve_model(str(base), "nvfp4").kind == "nvfp4"
+    assert resolve_model(str(base), "nvfp4").kind == "quantized"
 
 
 def test_load_bf16_takes_the_model_that_the_report_names():
@@ -268,7 +268,7 @@ def test_newest_is_by_time_and_passes_over_what_cannot_be_used(tmp_path, caplog)
     assert newest_model().run.name == "r1"
     assert "passing over runs/r2" in caplog.text
     touch(folder / "config.json", 250)
-    assert newest_model().kind == "nvfp4"
+    assert newest_model().kind == "quantized"
 
 
 def test_descriptions_name_the_base_and_the_adapter(tmp_path):

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from qerl.errors import CheckpointError
+from qerl.formats import NVFP4
 from qerl.nvfp4 import layout
 
 
@@ -47,7 +48,7 @@ def test_quantized_linears_are_found_by_their_three_tensors():
         "model.layers.0.mlp.up_proj.weight_scale",
         "model.norm.weight",
     ]
-    assert layout.quantized_linears(names) == ["model.layers.0.mlp.up_proj"]
+    assert NVFP4.quantized_linears(names) == ["model.layers.0.mlp.up_proj"]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +61,7 @@ def test_quantized_linears_are_found_by_their_three_tensors():
 )
 def test_a_module_with_some_of_the_tensors_is_an_error_that_names_it(names):
     with pytest.raises(CheckpointError, match=r"^a: has"):
-        layout.quantized_linears(names)
+        NVFP4.quantized_linears(names)
 
 
 def test_tensors_that_fit_give_the_size():

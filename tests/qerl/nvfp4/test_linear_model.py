@@ -8,8 +8,10 @@ from linear_twins import assert_same_bits
 from torch import nn
 
 from qerl.errors import CheckpointError, QerlError
+from qerl.formats import NVFP4
+from qerl.formats.linear import cached_weights, swap_linears
 from qerl.nvfp4 import reference
-from qerl.nvfp4.linear import NVFP4Linear, cached_weights, swap_linears
+from qerl.nvfp4.linear import NVFP4Linear
 
 DTYPES = [torch.float32, torch.bfloat16]
 
@@ -39,7 +41,7 @@ def packed_model_and_twin(dtype=torch.float32):
         state.update({f"{name}.{key}": tensor for key, tensor in tensors.named().items()})
         twin.get_submodule(name).weight.copy_(reference.dequantize(*tensors, dtype))
     model = tiny_model(dtype)
-    assert swap_linears(model, names) == len(names) == 14
+    assert swap_linears(model, names, NVFP4) == len(names) == 14
     model.load_state_dict(state)
     return model, twin
 
@@ -68,14 +70,14 @@ def test_swapped_model_generates_what_its_twin_does():
 def test_swapping_what_is_not_there_raises_and_changes_nothing(names, message):
     model = tiny_model()
     with pytest.raises(CheckpointError, match=message):
-        swap_linears(model, names)
+        swap_linears(model, names, NVFP4)
     assert not any(isinstance(module, NVFP4Linear) for module in model.modules())
 
 
 def test_swapping_a_size_that_cannot_be_packed_names_the_layer():
     model = nn.Sequential(nn.Linear(24, 8))
     with pytest.raises(CheckpointError, match=r"^0: a weight of shape \(8, 24\)"):
-        swap_linears(model, ["0"])
+        swap_linears(model, ["0"], NVFP4)
 
 
 def with_lora(model):

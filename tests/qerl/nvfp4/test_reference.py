@@ -8,9 +8,10 @@ from compressed_tensors.quantization.lifecycle.forward import dequantize as ct_d
 from compressed_tensors.quantization.quant_scheme import preset_name_to_scheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 
+from qerl.checkpoint.linears import GATE_UP, QKV
 from qerl.errors import CheckpointError
 from qerl.nvfp4 import reference
-from qerl.nvfp4.layout import SHARED_GLOBAL_SCALE, TENSORS
+from qerl.nvfp4.layout import TENSORS
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
@@ -337,7 +338,7 @@ def written(request, tmp_path_factory):
 def test_quantize_equals_what_llm_compressor_writes(written):
     dense, packed = written
     compared = 0
-    for group in SHARED_GLOBAL_SCALE:
+    for group in (QKV, GATE_UP):
         for parent in {name.rsplit(".", 2)[0] for name in dense if name.endswith(f"{group[0]}.weight")}:
             weights = {name: dense[f"{parent}.{name}.weight"] for name in group}
             scale = reference.shared_global_scale(list(weights.values()))

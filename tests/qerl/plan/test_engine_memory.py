@@ -71,10 +71,10 @@ def test_a_budget_too_small_is_raised_where_that_helps(memory, cap_gib, remedy):
         plan_memory(CARD, WEIGHTS_7B, memory, cap_gib, outside=2 * GIB)
 
 
-@pytest.mark.parametrize(("format", "remedy"), [("bf16", "a smaller or quantized base"), ("nvfp4", "a smaller base")])
-def test_where_the_card_is_the_limit_only_a_smaller_base_helps(format, remedy):
+@pytest.mark.parametrize(("quantized", "remedy"), [(False, "a smaller or quantized base"), (True, "a smaller base")])
+def test_where_the_card_is_the_limit_only_a_smaller_base_helps(quantized, remedy):
     with pytest.raises(EngineError, match=rf"may hold 6\.0 GiB: take {remedy}$"):
-        plan_memory(8 * GIB, WEIGHTS_7B, None, None, outside=2 * GIB, format=format)
+        plan_memory(8 * GIB, WEIGHTS_7B, None, None, outside=2 * GIB, quantized=quantized)
 
 
 def test_kv_bytes_of_qwen_7b_and_of_an_explicit_head_size():

@@ -210,7 +210,7 @@ def test_an_opening_that_fails_half_way_leaves_nothing(monkeypatch, tmp_path, wh
     def refuse(self):
         raise EngineError("not qerl's linears")
 
-    settings = SimpleNamespace(format="bf16", stop_token_ids=tuple)
+    settings = SimpleNamespace(base=str(tmp_path), format="bf16", stop_token_ids=tuple)
     for name, stand_in in {
         "check_vllm": lambda: None,
         "check_device": lambda dtype: 0,

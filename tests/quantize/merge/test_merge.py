@@ -13,8 +13,9 @@ from safetensors.torch import load_file, save_file
 
 import quantize.merge.run
 import quantize.merge.weights
+from qerl import formats
 from qerl.checkpoint.adapter import read_adapter
-from qerl.checkpoint.kinds import kind_of
+from qerl.checkpoint.kinds import format_of, kind_of
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
 from qerl.engine.interface import SamplingParams
@@ -155,7 +156,7 @@ def test_bf16_keeps_the_adapter_and_says_so(bf16):
 
 def test_nvfp4_onto_the_original_keeps_the_effect(nvfp4, prompts, expected):
     assert nvfp4.onto.endswith("tiny")
-    assert kind_of(nvfp4.out) == "nvfp4"
+    assert format_of(nvfp4.out) is formats.NVFP4
     assert nvfp4.effect.kept > 0.9  # it was 0.99 when this test was written
     assert nvfp4.survival.kept == pytest.approx(1.0, abs=0.1)
     assert nvfp4.survival.cosine < 0.6  # there is rounding noise beside the adapter
@@ -202,7 +203,7 @@ def test_a_16_bit_base_with_trained_norms_and_an_untied_head(tmp_path, monkeypat
     head = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()["lm_head.weight"]
     assert torch.equal(merged["lm_head.weight"], head)
     quantized = merge(MergeOptions(str(adapter), "nvfp4", tmp_path / "nvfp4", prompt_count=2, max_new_tokens=8))
-    assert kind_of(quantized.out) == "nvfp4"
+    assert format_of(quantized.out) is formats.NVFP4
     assert quantized.onto == str(folder)
 
 

@@ -32,7 +32,7 @@ CARD = 80 * GIB
 def seven(tmp_path):
     """A folder with the config.json of a 7B, which is all that a plan reads of it."""
     (tmp_path / "config.json").write_text(json.dumps(KNOWN["qwen2.5-7b"]), encoding="utf-8")
-    return ModelRef("nvfp4", tmp_path, str(tmp_path), None, None, "nvfp4")
+    return ModelRef("quantized", tmp_path, str(tmp_path), None, None, "nvfp4")
 
 
 def with_cap(gib, *overrides):
@@ -86,7 +86,7 @@ def test_a_cache_without_room_for_one_sequence_is_refused(seven):
 def test_a_model_whose_sizes_no_plan_can_read_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"hidden_size": 8}), encoding="utf-8")
     with pytest.raises(CheckpointError, match="only dense decoder models"):
-        check_memory(with_cap(1), ModelRef("nvfp4", tmp_path, str(tmp_path), None, None, "nvfp4"), CARD)
+        check_memory(with_cap(1), ModelRef("quantized", tmp_path, str(tmp_path), None, None, "nvfp4"), CARD)
 
 
 def test_more_tokens_than_positions_is_left_to_the_longest_real_prompt(seven):

@@ -1,0 +1,109 @@
+"""What qerl asks of a number format. This class is a format whose weights are not quantized; others override it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qerl.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+
+    from qerl.checkpoint.shards import TensorSpec
+    from qerl.formats.linear import PackedLinear
+
+
+@dataclass(frozen=True)
+class Format:
+    """How the linears of a base model keep their weights, in files, in memory and in the engines.
+
+    The fields are what there is to know without looking at a model. The methods import torch and other libraries when
+    they are called. Those for linears with packed weights are only called where `quantized` is true.
+    """
+
+    name: str  # in recipes, on the command line, in results
+    label: str  # in sentences: "NVFP4", "16-bit"
+    folder_label: str  # of a folder in this format: "NVFP4 checkpoint"
+    model_label: str  # of a merged model in this format: "NVFP4 model"
+    bytes_per_weight: float  # of a linear, with its scales
+    tensors: tuple[str, ...] = ()  # that a packed linear has in a file in place of `weight`; () if not quantized
+    shared_tensor: str | None = None  # the one of these that must be equal in linears that an engine fuses
+    layout: str | None = None  # `quantization_config.format` of config.json
+    scheme: str | None = None  # llm-compressor's name for what `qerl quantize` does; None: it does not make this format
+    min_sqnr_db: float = 0.0  # quantized weights with less than this are not those of the model
+    kernels: tuple[str, ...] = ()  # values of rollout.kernel, beside auto; () if there is nothing to choose
+    vllm_method: str | None = None  # what the plugin registers with vLLM; None: only the transformers engine serves it
+    writable: bool = True  # whether `qerl merge` can write a model in this format
+    card_tags: tuple[str, ...] = ()  # of the model card of a merged model
+
+    @property
+    def quantized(self) -> bool:
+        """Whether linears are packed in tensors of their own."""
+        return bool(self.tensors)
+
+    @property
+    def folder_suffix(self) -> str:
+        """What `qerl quantize` adds to a model's name for the default name of its folder."""
+        return f"-{self.scheme}" if self.scheme else f"-{self.name}"
+
+    def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
+        """Whether a folder whose config.json has this quantization_config (None: it has none) is in this format."""
+        return quantization is None
+
+    def check_config(self, folder: Path, quantization: Mapping[str, Any] | None) -> None:
+        """Raise CheckpointError for a variant of this format that qerl cannot use."""
+
+    def quantized_linears(self, tensor_names: Iterable[str]) -> list[str]:
+        """Module names of the packed linears among a checkpoint's tensor names, in order of appearance.
+
+        Raises CheckpointError for a module that has only some of `tensors`, or a dense weight beside them.
+        """
+        parts: dict[str, set[str]] = {}
+        for full_name in tensor_names:
+            module, _, tensor = full_name.rpartition(".")
+            if tensor == "weight" or tensor in self.tensors:
+                parts.setdefault(module, set()).add(tensor)
+        for module, found in parts.items():
+            if found != {"weight"} and found != set(self.tensors):
+                raise CheckpointError(
+                    f"{module}: has {', '.join(sorted(found))}, but an {self.label} linear has exactly "
+                    f"{', '.join(self.tensors)}; the checkpoint is incomplete or of another format: quantize the "
+                    "16-bit model with `qerl quantize`"
+                )
+        return [module for module, found in parts.items() if found == set(self.tensors)]
+
+    def check_features(self, out_features: int, in_features: int, name: str = "linear") -> None:
+        """Raise CheckpointError unless a weight (out_features, in_features) can be packed."""
+
+    def tensor_specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
+        """Dtype and shape of each of `tensors`, for a linear of this size."""
+        raise NotImplementedError
+
+    def dense_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+        """(out_features, in_features) of a linear whose `tensors` have these shapes."""
+        raise NotImplementedError
+
+    def linear(self) -> type[PackedLinear]:
+        """The transformers-side module for a packed linear, which unpacks its weight and packs another in place."""
+        raise NotImplementedError
+
+    def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """The weight (out_features, in_features) in `dtype`. Raises CheckpointError for damaged tensors."""
+        raise NotImplementedError
+
+    def quantize(self, weights: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        """The `tensors` of float weights (out_features, in_features), which engines fuse: they share what fusing needs.
+
+        Raises CheckpointError for weights that cannot be packed.
+        """
+        raise NotImplementedError
+
+    def quantization_config(self, unquantized: Sequence[str]) -> dict[str, Any] | None:
+        """The quantization_config of a folder in which all linears but `unquantized` (module names) are packed."""
+        return None
+
+    def check_for_vllm(self, folder: Path, kernel: str) -> None:
+        """Raise EngineError for what vLLM or `kernel` would refuse after it has loaded all weights."""

@@ -1,0 +1,264 @@
+"""A frozen linear whose weight stays packed: what the linear of every quantized format shares, and what swaps it in.
+
+A `PackedLinear` computes what `torch.nn.Linear` would on the dequantized weight: the same output and the same gradient
+to the input (and to the bias, if that is trained), with no dense weight kept between calls. It is a `torch.nn.Linear`
+by type, so that PEFT wraps it; its `.weight` is a `PackedWeight`, which has a shape, a dtype and a device but no
+storage. A format's own linear adds its buffers and `unpack`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_map_only
+
+from qerl.errors import CheckpointError, QerlError
+
+if TYPE_CHECKING:
+    from qerl.formats.base import Format
+
+
+class PackedLinear(nn.Linear):
+    """y = x W^T + b with W (out_features, in_features) packed in buffers, which are named as in a checkpoint.
+
+    Casting the module (`.to(dtype)`, `.half()`) changes `compute_dtype` and the bias, never the bits of the buffers.
+    """
+
+    _cache: WeightCache | None = None  # set while inside `cached_weights`
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """An all-zero weight, to load tensors into. `dtype` is the compute dtype, as for `torch.nn.Linear`."""
+        nn.Module.__init__(self)  # nn.Linear's own would allocate a dense weight
+        self.in_features, self.out_features = in_features, out_features
+        self.compute_dtype = dtype or torch.get_default_dtype()
+        for name, tensor in self.empty_tensors(device).items():
+            self.register_buffer(name, tensor)
+        zeros = torch.zeros(out_features, dtype=self.compute_dtype, device=device) if bias else None
+        self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros, requires_grad=False))
+
+    def empty_tensors(self, device: torch.device | str | None) -> dict[str, torch.Tensor]:
+        """The buffers of a linear of this size, of a weight that is zero."""
+        raise NotImplementedError
+
+    def unpack(self, dtype: torch.dtype) -> torch.Tensor:
+        """The dequantized weight (out_features, in_features), computed anew."""
+        raise NotImplementedError
+
+    def pack_(self, matrix: torch.Tensor, name: str = "linear") -> None:
+        """Overwrite the weight by `matrix` (out_features, in_features), rounded; the tensors keep their addresses.
+
+        Raises EngineError, with the weight as it was, for a matrix that cannot be held; `name` is for the message.
+        """
+        raise NotImplementedError
+
+    @property
+    def weight_device(self) -> torch.device:
+        """Where the packed weight is."""
+        return next(iter(self._buffers.values())).device
+
+    @property
+    def weight(self) -> PackedWeight:
+        """A stand-in for the dense weight: dequantized when it is computed with, an error when it is written to."""
+        return PackedWeight(self)
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """The dequantized weight (out_features, in_features); fresh unless inside `cached_weights`."""
+        if self._cache is not None:
+            return self._cache.get(self, dtype)
+        return self.unpack(dtype)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        device, dtype = input.device.type, self.compute_dtype
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+            dtype = torch.get_autocast_dtype(device)  # F.linear casts input and bias itself, also inside a Function
+        if torch.is_grad_enabled() and (input.requires_grad or (self.bias is not None and self.bias.requires_grad)):
+            return _FrozenLinear.apply(input, self.bias, self, dtype)
+        return F.linear(input, self.dense(dtype), self.bias)
+
+    def reset_parameters(self) -> None:
+        raise QerlError("a packed linear has no random initialization: load packed tensors, or quantize a dense linear")
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, compute_dtype={self.compute_dtype}"
+
+    def drop_cached(self) -> None:
+        """Forget the dense weight of `cached_weights`: call it after the buffers were written to."""
+        if self._cache is not None:
+            self._cache.drop(self)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedLinear:
+        """`.to`, `.half`, `.cuda`, ...: devices apply to all, dtypes to the bias and the compute dtype only."""
+        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=self.weight_device)).dtype
+        packed = {id(buffer) for buffer in self._buffers.values()}
+
+        def keep_bits(tensor: torch.Tensor) -> torch.Tensor:
+            moved = fn(tensor)
+            return tensor.to(moved.device) if id(tensor) in packed and moved.dtype != tensor.dtype else moved
+
+        self.drop_cached()
+        return super()._apply(keep_bits, recurse)
+
+    def _load_from_state_dict(self, *args) -> None:
+        self.drop_cached()
+        super()._load_from_state_dict(*args)
+
+    def __getstate__(self) -> dict:
+        return {name: value for name, value in super().__getstate__().items() if name != "_cache"}
+
+
+class _FrozenLinear(torch.autograd.Function):
+    """F.linear with a weight that gets no gradient: dequantized in forward, and again in backward.
+
+    The module is kept on the context instead of its tensors in `save_for_backward`, so that hooks on saved tensors
+    (activation offloading) do not move the base weights about.
+    """
+
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, bias: torch.Tensor | None, linear: PackedLinear, dtype: torch.dtype):
+        ctx.linear, ctx.dtype = linear, dtype
+        return F.linear(x, linear.dense(dtype), bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_output: torch.Tensor):
+        grad_input = grad_output @ ctx.linear.dense(ctx.dtype) if ctx.needs_input_grad[0] else None
+        grad_bias = grad_output.flatten(0, -2).sum(0) if ctx.needs_input_grad[1] else None
+        return grad_input, grad_bias, None, None
+
+
+class PackedWeight(torch.Tensor):
+    """What `PackedLinear.weight` returns: no storage, dequantized for each operation that reads it.
+
+    PEFT, transformers and others ask `.weight` for a device, a dtype or a shape, which costs nothing here. Writing to
+    it (merging a LoRA, initializing) raises QerlError: the bits cannot hold the result, which would be lost silently.
+    """
+
+    @staticmethod
+    def __new__(cls, linear: PackedLinear) -> PackedWeight:
+        shape = (linear.out_features, linear.in_features)
+        weight = torch.Tensor._make_wrapper_subclass(
+            cls, shape, dtype=linear.compute_dtype, device=linear.weight_device
+        )
+        weight.linear = linear
+        return weight
+
+    @classmethod
+    def __torch_function__(cls, func, types, args=(), kwargs=None):
+        if func == torch.Tensor.data.__set__ and isinstance(args[0], cls):
+            raise _write_error(args[0])
+        with torch._C.DisableTorchFunctionSubclass():  # results are plain tensors
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.detach.default:
+            return PackedWeight(args[0].linear)
+        for index, argument in enumerate(func._schema.arguments):
+            value = args[index] if index < len(args) else kwargs.get(argument.name)
+            if isinstance(value, cls) and argument.alias_info is not None and argument.alias_info.is_write:
+                raise _write_error(value)
+        args, kwargs = tree_map_only(cls, lambda weight: weight.linear.dense(weight.dtype), (args, kwargs))
+        return func(*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"PackedWeight(shape={tuple(self.shape)}, dtype={self.dtype}, device={self.device})"
+
+
+def _write_error(weight: PackedWeight) -> QerlError:
+    return QerlError(
+        f"the weight of {type(weight.linear).__name__} cannot be written to: its few bits do not hold a merged LoRA or "
+        "an update, so it would be lost; keep the adapter beside the base, or merge into the 16-bit model with "
+        "`qerl merge`"
+    )
+
+
+class WeightCache:
+    """Dense weights kept by `cached_weights`, at most `max_bytes` of them; `bytes` is what they take now."""
+
+    def __init__(self, max_bytes: int | None) -> None:
+        self.max_bytes = max_bytes
+        self.bytes = 0
+        self._weights: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+
+    def get(self, linear: PackedLinear, dtype: torch.dtype) -> torch.Tensor:
+        """The dense weight, from the cache, or dequantized and kept if it still fits."""
+        key = (id(linear), dtype)
+        if key in self._weights:
+            return self._weights[key]
+        weight = linear.unpack(dtype)
+        if self.max_bytes is None or self.bytes + weight.nbytes <= self.max_bytes:
+            self._weights[key] = weight
+            self.bytes += weight.nbytes
+        return weight
+
+    def drop(self, linear: PackedLinear) -> None:
+        """Forget one linear, whose tensors change."""
+        for key in [key for key in self._weights if key[0] == id(linear)]:
+            self.bytes -= self._weights.pop(key).nbytes
+
+
+@contextmanager
+def cached_weights(model: nn.Module, max_bytes: int | None = None) -> Iterator[WeightCache]:
+    """Keep the dense weights of the model's packed linears from their first use until the block ends, then free them.
+
+    For token-by-token generation on a CPU, where dequantizing takes longer than multiplying. It costs the dense model
+    in memory: `max_bytes` bounds that, and layers beyond it are dequantized at each call. Casting and loading inside
+    the block are seen; who writes to the packed buffers in place calls `drop_cached`.
+    """
+    cache = WeightCache(max_bytes)
+    linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    before = [linear._cache for linear in linears]
+    for linear in linears:
+        linear._cache = cache
+    try:
+        yield cache
+    finally:
+        for linear, outer in zip(linears, before, strict=True):
+            linear._cache = outer
+
+
+def swap_linears(model: nn.Module, quantized: Iterable[str], format: Format) -> int:
+    """Replace the named `torch.nn.Linear` modules by empty linears of `format` (load tensors next); returns how many.
+
+    Device, compute dtype, bias and training flag stay. Raises CheckpointError for a name that is missing or not a
+    dense linear, for a shape that has no packing, and if no name was given.
+    """
+    names = list(dict.fromkeys(quantized))
+    if not names:
+        raise CheckpointError(
+            f"no quantized linear to swap in: is this an {format.label} checkpoint? `qerl quantize` makes one"
+        )
+    modules = dict(model.named_modules())
+    for name in names:
+        if type(modules.get(name)) is not nn.Linear:
+            raise CheckpointError(
+                f"{name}: quantized in the checkpoint, but the model has {type(modules.get(name)).__name__} there "
+                "where a torch.nn.Linear must be; the checkpoint is of another architecture"
+            )
+    for name in names:
+        format.check_features(modules[name].out_features, modules[name].in_features, name)
+        parent, _, child = name.rpartition(".")
+        setattr(modules[parent], child, _empty_like(modules[name], format.linear()))
+    return len(names)
+
+
+def _empty_like(linear: nn.Linear, kind: type[PackedLinear]) -> PackedLinear:
+    device, dtype = linear.weight.device, linear.weight.dtype
+    packed = kind(linear.in_features, linear.out_features, bias=False, device=device, dtype=dtype)
+    if linear.bias is not None:
+        packed.bias = nn.Parameter(linear.bias.detach(), requires_grad=False)
+    return packed.train(linear.training)

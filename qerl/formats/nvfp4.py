@@ -1,0 +1,109 @@
+"""NVFP4: 4-bit e2m1 weights with a scale for each block of 16 and one for each linear; activations stay in 16 bits.
+
+In files this is compressed-tensors' `nvfp4-pack-quantized` under llm-compressor's scheme NVFP4A16. The tensors are
+described in `qerl/nvfp4/layout.py`, the arithmetic in `qerl/nvfp4/reference.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qerl.errors import CheckpointError
+from qerl.formats.base import Format
+from qerl.nvfp4 import layout
+
+if TYPE_CHECKING:
+    import torch
+
+    from qerl.checkpoint.shards import TensorSpec
+    from qerl.formats.linear import PackedLinear
+
+METHOD = "compressed-tensors"
+WEIGHTS = {"num_bits": 4, "type": "float", "group_size": layout.BLOCK}
+
+
+@dataclass(frozen=True)
+class _NVFP4(Format):
+    def recognises(self, quantization: Mapping[str, Any] | None) -> bool:
+        return (
+            quantization is not None
+            and quantization.get("quant_method") == METHOD
+            and quantization.get("format") == self.layout
+        )
+
+    def check_config(self, folder: Path, quantization: Mapping[str, Any] | None) -> None:
+        groups = quantization.get("config_groups", {})
+        if not isinstance(groups, dict) or not all(isinstance(group, dict) for group in groups.values()):
+            raise CheckpointError(
+                f"{folder / 'config.json'} has a quantization_config that cannot be read: copy or download the file "
+                "again"
+            )
+        if any(group.get("input_activations") for group in groups.values()):
+            raise CheckpointError(
+                f"{folder} quantizes activations too (NVFP4 W4A4), and qerl trains on 16-bit activations: run "
+                "`qerl quantize` on the model that it was made from"
+            )
+        for group in groups.values():
+            weights = group.get("weights") or {}
+            other = {key: weights[key] for key, own in WEIGHTS.items() if weights.get(key, own) != own}
+            if other:
+                raise CheckpointError(
+                    f"{folder / 'config.json'} calls its weights {self.layout} with {other}, and NVFP4 is {WEIGHTS}: "
+                    "copy or download it again, or run `qerl quantize` on the model that it was made from"
+                )
+
+    def check_features(self, out_features: int, in_features: int, name: str = "linear") -> None:
+        layout.check_features(out_features, in_features, name)
+
+    def tensor_specs(self, out_features: int, in_features: int) -> dict[str, TensorSpec]:
+        return layout.tensor_specs(out_features, in_features)
+
+    def dense_shape(self, shapes: Mapping[str, tuple[int, ...]]) -> tuple[int, int]:
+        rows, half = shapes[layout.PACKED]
+        return rows, 2 * half
+
+    def linear(self) -> type[PackedLinear]:
+        from qerl.nvfp4.linear import NVFP4Linear
+
+        return NVFP4Linear
+
+    def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        from qerl.nvfp4.reference import dequantize
+
+        return dequantize(*(tensors[name] for name in self.tensors), dtype)
+
+    def quantize(self, weights: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+        from qerl.nvfp4.reference import quantize, shared_global_scale
+
+        scale = shared_global_scale(weights)
+        return [quantize(weight, scale).named() for weight in weights]
+
+    def quantization_config(self, unquantized: Sequence[str]) -> dict[str, Any]:
+        from qerl.formats.scheme import config_entry, make_config
+
+        return config_entry(make_config(self, unquantized))
+
+    def check_for_vllm(self, folder: Path, kernel: str) -> None:
+        from qerl.vllm_plugin.checkpoint import check_checkpoint
+
+        check_checkpoint(folder, kernel)
+
+
+NVFP4 = _NVFP4(
+    name="nvfp4",
+    label="NVFP4",
+    folder_label="NVFP4 checkpoint",
+    model_label="NVFP4 model",
+    bytes_per_weight=9 / 16,  # 4 bits, and 8 bits for the scale of 16 weights
+    tensors=layout.TENSORS,
+    shared_tensor=layout.GLOBAL_SCALE,
+    layout="nvfp4-pack-quantized",
+    scheme="NVFP4A16",
+    min_sqnr_db=10.0,  # rounding leaves about 20 dB on any weights; a wrong scale or another model's leaves 0 or less
+    kernels=("qerl", "humming", "marlin"),
+    vllm_method="qerl_nvfp4",
+    card_tags=("nvfp4", "compressed-tensors"),
+)
