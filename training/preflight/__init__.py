@@ -1,1 +1,1 @@
-"""What is refused before anything heavy is loaded."""
+"""Checks of a run before anything heavy is loaded."""

@@ -1,4 +1,4 @@
-"""What is refused of a run from its files and its configuration, before anything heavy is imported. No torch."""
+"""Check a run by its configuration and files, before anything heavy is imported. No torch."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 def check_config(config: RunConfig) -> None:
-    """Raise ConfigError for a reward, DataError or ConfigError for a source of rows, that cannot be used."""
+    """Raise ConfigError for a reward that cannot be used, or DataError or ConfigError for such a source of rows."""
     check_rewards(config)
     data = config.data
     check_source(get_task(data.task), data.source, data.split, data.columns)
 
 
 def check_resumed(run_dir: Path, step: int | None = None, steps: int | None = None) -> None:
-    """Raise QerlError if a run cannot go on from `step` (None: its last) to `steps` in all (None: as it is).
+    """Raise QerlError if a run cannot continue from `step` (None: its last one) to `steps` (None: its present total).
 
-    What it was started with has to be there, unless it is finished.
+    Unless the run is finished, the base and data it was started with have to be there.
     """
     done = newest_step(run_dir) if step is None else step
     config = with_steps(run_dir, steps, done)

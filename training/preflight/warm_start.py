@@ -1,4 +1,4 @@
-"""Starting from a saved adapter: whether it fits the recipe and the base is said before an engine is opened."""
+"""Start from a saved adapter, after checking that it fits the recipe and the base, before an engine is opened."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_warm_start(adapter: Path, base: str, config: RunConfig) -> None:
-    """Raise ConfigError for what the recipe's `adapter` section has otherwise, CheckpointError for another base."""
+    """Raise ConfigError if the adapter contradicts the recipe, CheckpointError if it was trained on another base."""
     tensors, scaling = read_adapter(adapter)
     check_fit(adapter, tensors, base)
     _check_places(adapter, tensors, config)
@@ -42,7 +42,7 @@ def check_warm_start(adapter: Path, base: str, config: RunConfig) -> None:
 
 
 def _check_places(adapter: Path, tensors: Mapping[str, torch.Tensor], config: RunConfig) -> None:
-    """The linears and norms of the adapter are those that the recipe trains."""
+    """Raise ConfigError unless the adapter changes the linears and norms that the recipe trains."""
     leaves = {name.removesuffix(A_SUFFIX).rpartition(".")[2] for name in tensors if name.endswith(A_SUFFIX)}
     if leaves != set(config.adapter.targets):
         found = ", ".join([name for name in PROJECTIONS if name in leaves] + sorted(leaves - set(PROJECTIONS)))
@@ -59,6 +59,6 @@ def _check_places(adapter: Path, tensors: Mapping[str, torch.Tensor], config: Ru
 
 
 def warm_start(policy: PeftModel, adapter: Path) -> None:
-    """Put the saved tensors in place of the fresh ones."""
+    """Replace the policy's fresh adapter tensors by the saved ones."""
     tensors, _ = read_adapter(adapter)
     logger.info("starting from the adapter %s (%d tensors)", adapter, load_tensors_(policy, tensors))

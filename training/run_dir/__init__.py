@@ -1,1 +1,1 @@
-"""What a run keeps on disk, and how it continues from there."""
+"""The files of a run: what it writes, and how it continues from there."""

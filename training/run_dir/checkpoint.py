@@ -1,11 +1,12 @@
-"""Checkpoints of a run: written beside and renamed, each file with its checksum, the newest good one found again.
+"""Checkpoints of a run. Each is written into a temporary folder and renamed, with a checksum for every file.
 
-A disk that is full costs no step as long as an older checkpoint can make room; the newest good one is never touched.
+If the disk is full, older checkpoints are deleted to make room, so that no step is lost. The newest good checkpoint is
+never touched.
 
 runs/<name>/checkpoints/step-000040/
-    adapter_config.json, adapter_model.safetensors    the standard PEFT folder, usable as it is
+    adapter_config.json, adapter_model.safetensors    a standard PEFT folder, usable as it is
     optimizer.pt, scheduler.pt, rng_state.pth, trainer_state.json
-    checksums.json                                    written last: a folder without it is not a checkpoint
+    checksums.json                                    written last; a folder without it is no checkpoint
 """
 
 from __future__ import annotations
@@ -42,14 +43,14 @@ FILES = {
     "rng_state.pth",
     "trainer_state.json",
 }
-REFUSALS = (OSError, RuntimeError, SafetensorError)  # what writing raises where the disk refuses
+REFUSALS = (OSError, RuntimeError, SafetensorError)  # raised if a file cannot be written
 
 
 def write_checkpoint(trainer: QerlTrainer, run_dir: Path, config: RunConfig) -> Path:
-    """Write the trainer's state at its current step; older checkpoints beyond `keep_checkpoints` go afterwards.
+    """Write the trainer's state at its current step, then delete all but the last `keep_checkpoints` checkpoints.
 
-    If the disk is full, those before the newest good one go first. Raises CheckpointError if the disk refuses; the
-    newest good checkpoint stays as it was.
+    If the disk is full, the checkpoints before the newest good one are deleted first. Raises CheckpointError if the
+    files cannot be written; the newest good checkpoint stays as it was.
     """
     step = trainer.state.global_step
     final = checkpoint_path(run_dir, step)
@@ -72,11 +73,11 @@ def _write_or_make_room(trainer: QerlTrainer, run_dir: Path, final: Path) -> Non
     except REFUSALS as error:
         if not _make_room(run_dir, checkpoint_step(final), str(error)):
             raise
-    _write(trainer, final)  # only here: while the error lives, the half-written file is open and keeps its space
+    _write(trainer, final)  # outside of `except`: the error keeps the half-written file open, and so its space in use
 
 
 def _write(trainer: QerlTrainer, final: Path) -> None:
-    """Write the folder beside, and rename it when all of it is on the disk; a failure leaves nothing behind."""
+    """Write a temporary folder and rename it once all of it is on the disk. A failure leaves nothing behind."""
     partial = final.with_name(f".{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -95,7 +96,7 @@ def _write(trainer: QerlTrainer, final: Path) -> None:
 
 
 def _make_room(run_dir: Path, step: int, reason: str) -> bool:
-    """Delete the checkpoints before the newest good one, if the disk has no room for another. Whether any went."""
+    """If the disk has no room for a checkpoint, delete those before the newest good one. True if any was deleted."""
     newest = newest_checkpoint(run_dir)
     older = [path for path in checkpoints(run_dir) if newest and checkpoint_step(path) < checkpoint_step(newest)]
     if not older:
@@ -115,12 +116,12 @@ def _make_room(run_dir: Path, step: int, reason: str) -> bool:
 
 
 def checkpoint_path(run_dir: Path, step: int) -> Path:
-    """Where the checkpoint of `step` stands."""
+    """The folder of the checkpoint of `step`."""
     return run_dir / "checkpoints" / f"step-{step:06d}"
 
 
 def checkpoints(run_dir: Path) -> list[Path]:
-    """The checkpoint folders of a run, oldest first, good or not; other folders beside them are none of ours."""
+    """The checkpoint folders of a run, oldest first, damaged ones included. Folders with other names are ignored."""
     folders = (run_dir / "checkpoints").glob("step-*")
     return sorted(
         (path for path in folders if path.is_dir() and re.fullmatch(r"step-\d+", path.name)), key=checkpoint_step
@@ -128,7 +129,7 @@ def checkpoints(run_dir: Path) -> list[Path]:
 
 
 def newest_checkpoint(run_dir: Path) -> Path | None:
-    """The newest checkpoint whose files all match their checksums; damaged ones are named in a warning."""
+    """The newest checkpoint whose files all match their checksums. Damaged ones are named in a warning."""
     for path in reversed(checkpoints(run_dir)):
         if damage := damage_of(path):
             logger.warning("%s is skipped: %s", path, damage)
@@ -138,7 +139,7 @@ def newest_checkpoint(run_dir: Path) -> Path | None:
 
 
 def checkpoint_step(path: Path) -> int:
-    """The number of optimizer steps that a checkpoint has behind it."""
+    """The number of optimizer steps before a checkpoint."""
     return int(path.name.removeprefix("step-"))
 
 
@@ -154,7 +155,7 @@ def load_adapter_(policy: PeftModel, path: Path) -> None:
 
 
 def _seal(folder: Path) -> None:
-    """Flush every file and write the checksums, last."""
+    """Flush every file to disk, then write the checksums."""
     sums = {}
     for file in sorted(path for path in folder.rglob("*") if path.is_file()):
         sums[file.relative_to(folder).as_posix()] = _sha256(file)
@@ -166,7 +167,7 @@ def _seal(folder: Path) -> None:
 
 
 def damage_of(folder: Path) -> str | None:
-    """What is wrong with a checkpoint folder, or None."""
+    """What is wrong with a checkpoint folder; None if it is good."""
     try:
         sums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -1,4 +1,4 @@
-"""Where a new run may be written, told before anything is loaded; where a run keeps what it replaces. No torch."""
+"""The folder of a run: check it before anything is loaded, and set aside what would be overwritten. No torch."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from qerl.files.nearby import expanded
 from qerl.files.read_back import read_object
 from qerl.report.shapes import About
 
-LOCK = ".lock"  # all that is left where the disk had no room for a run's first file
+LOCK = ".lock"  # the only file in the folder if the disk was full when the run began
 
 
 def new_run_dir(out: str | None, name: str) -> Path:
-    """The directory of a new run: `out`, else `runs/<name>-<time>`. Raises ConfigError if it cannot be made there."""
+    """The folder of a new run: `out`, else `runs/<name>-<time>`. Raises ConfigError if it cannot be made."""
     run_dir = expanded(out or f"runs/{name}-{time.strftime('%Y%m%d-%H%M%S')}")
     if not str(run_dir).isprintable():
         raise ConfigError(f"--out {str(run_dir)!r} holds characters that cannot be printed: write another")
@@ -39,7 +39,7 @@ def new_run_dir(out: str | None, name: str) -> Path:
 
 
 def read_about(run_dir: Path) -> dict[str, Any]:
-    """What run.json says; {} without one. Raises DataError for a damaged one."""
+    """The content of run.json; {} if there is none. Raises DataError if it is damaged."""
     path = run_dir / "run.json"
     if not path.is_file():
         return {}
@@ -47,7 +47,7 @@ def read_about(run_dir: Path) -> dict[str, Any]:
 
 
 def make_aside(run_dir: Path) -> Path:
-    """A new folder `replaced-<time>` of the run, for what would be overwritten."""
+    """Make a folder `replaced-<time>` in the run, for what would be overwritten."""
     name = f"replaced-{time.strftime('%Y%m%d-%H%M%S')}"
     names = itertools.chain([name], (f"{name}-{number}" for number in itertools.count(2)))
     aside = next(run_dir / each for each in names if not (run_dir / each).exists())

@@ -1,4 +1,4 @@
-"""One process writes to a run directory at a time."""
+"""A lock, so that only one process at a time writes to a run directory."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from training.run_dir.folder import LOCK
 
 
 def written(run_dir: Path) -> list[str]:
-    """What a process that was here leaves behind: the configuration, and the checkpoints so far."""
+    """The names of the config and the checkpoints of a run. They change when another process writes to it."""
     return [path.name for path in (run_dir / "config.yaml", *checkpoints(run_dir)) if path.exists()]
 
 
 @contextmanager
 def only_writer(run_dir: Path, found: list[str]) -> Iterator[None]:
-    """Make the run directory and hold it; the system lets go of it however the process ends.
+    """Make the run directory and lock it. The system releases the lock however the process ends.
 
-    Raises ConfigError if it cannot be made, if another process holds it, or if what is `written` is no longer what was
-    `found` before the model was loaded. The lock is a record lock, which forked children do not inherit: a grading
-    worker that outlives a kill holds nothing.
+    Raises ConfigError if the folder cannot be made, if another process holds it, or if `written` no longer gives what
+    it gave before the model was loaded (`found`). The lock is a record lock, which forked children do not inherit, so
+    that a grading worker that outlives a killed run does not hold it.
     """
     try:
         run_dir.mkdir(parents=True, exist_ok=True)

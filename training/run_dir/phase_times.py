@@ -1,8 +1,8 @@
-"""Seconds of a step by phase, on one timeline: that of the GPU by CUDA events, that of the clock where there is no GPU.
+"""Time the phases of a step: with CUDA events on a GPU, with the clock without one.
 
-Work for a GPU is queued, and a clock beside it would time the queueing. An event stands in the queue between the work
-of two phases and is read once, at the end of the step, when the GPU has done all of it: nothing waits for a time. What
-the host does while the GPU is still busy counts for what it takes longer, so that no second belongs to two phases.
+Work for a GPU is queued, so a clock would measure how long the queueing takes. Instead an event is put into the queue
+between two phases. All events are read at the end of the step, when the GPU has done the work, so nothing has to wait.
+Work of the host counts only as far as the GPU waits for it, so that no second is counted for two phases.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    Mark = torch.cuda.Event | float  # a place in the GPU's queue, or seconds of the clock
+    Mark = torch.cuda.Event | float  # a place in the GPU's queue, or a time of the clock in seconds
 
 
 class PhaseTimes:
-    """The phases of one step after another; a phase may come many times in a step, and never within another."""
+    """Times the phases of step after step. A phase may occur many times in a step, but never inside another."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self.begin_step()
 
     def begin_step(self) -> None:
-        """What comes from here on is of a new step."""
+        """Begin a new step: forget the phases so far."""
         self._began = time.perf_counter()
         self._spans: list[tuple[str, Mark, Mark]] = []
 
@@ -40,19 +40,20 @@ class PhaseTimes:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """`begin` and `end` around a block; one that raises ends the run, and has no time."""
+        """`begin` and `end` around a block. An error in the block ends the run, so it gets no time."""
         self.begin(name)
         yield
         self.end()
 
     def metrics(self, counted_s: float) -> dict[str, float]:
-        """time/NAME_s of each phase so far, time/step_s since `begin_step` by the clock, and time/other_s, the rest.
+        """time/NAME_s for each phase so far, time/step_s by the clock since `begin_step`, and the rest as time/other_s.
 
-        `counted_s`: what of the step others have timed. To be called where the GPU has nothing left to do.
+        `counted_s` are the seconds of the step that were timed elsewhere. Call it when the GPU has nothing left to do.
         """
         seconds: dict[str, float] = defaultdict(float)
         if self._on_gpu and self._spans:
-            self._spans[-1][2].synchronize()  # the event itself: what is before it has been done
+            # The work before the last event is done, but the event itself may not be recorded yet.
+            self._spans[-1][2].synchronize()
         for name, start, end in self._spans:
             seconds[f"time/{name}_s"] += start.elapsed_time(end) / 1e3 if self._on_gpu else end - start
         step_s = time.perf_counter() - self._began

@@ -1,4 +1,4 @@
-"""What a terminal shows while a run trains: where it is, the latest numbers, and now and then some completions."""
+"""What a terminal shows during a run: its progress, the latest numbers, and from time to time some completions."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from rich.text import Text
 
 from qerl.report.read import printable
 
-REFRESH_PER_S = 2  # the trainer's thread shares its interpreter with this one
-TIMED_STEPS = 10  # the latest steps, whose mean gives the time that is left
+REFRESH_PER_S = 2  # not more often, since drawing takes time from the training thread
+TIMED_STEPS = 10  # the time left is estimated from the mean of the latest steps
 SHOWN_ROWS = 3
 LONGEST = 240  # characters of a prompt or completion
 
-# metric -> (name, format), in the order in which they are shown
+# metric -> (name, format), in the order of the display
 NUMBERS = {
     "reward": ("reward", ".3f"),
     "entropy": ("entropy", ".3f"),
@@ -36,12 +36,12 @@ MACHINE_NUMBERS = {
 
 
 def numbers(row: Mapping[str, Any], shown: Mapping[str, tuple[str, str]] = NUMBERS) -> str:
-    """A step's metrics in one line; those that it does not have are left out."""
+    """The metrics of a step in one line, without those that the step does not have."""
     return "  ".join(f"{name} {row[key]:{form}}" for key, (name, form) in shown.items() if row.get(key) is not None)
 
 
 def time_left(rows: Sequence[Mapping[str, Any]], steps: int) -> str:
-    """Until step `steps`, at the pace of the latest steps; empty before the first."""
+    """The time until step `steps` at the pace of the latest steps, as text; empty before the first step."""
     times = [row["time/step_s"] for row in rows[-TIMED_STEPS:] if row.get("time/step_s") is not None]
     if not times:
         return ""
@@ -50,7 +50,7 @@ def time_left(rows: Sequence[Mapping[str, Any]], steps: int) -> str:
 
 
 def completions_table(step: int, rows: Iterable[Mapping[str, Any]]) -> Table:
-    """The first of a step's sampled completions, each cut to a few lines: its end too, where the answer stands."""
+    """Some of a step's sampled completions as a table. Of long texts it shows start and end, where the answer is."""
     table = Table("rewards", "prompt", "completion", title=f"step {step}", title_justify="left", show_lines=True)
     for row in list(rows)[:SHOWN_ROWS]:
         rewards = "\n".join(f"{name} {value:.3g}" for name, value in row["rewards"].items() if value is not None)
@@ -59,18 +59,18 @@ def completions_table(step: int, rows: Iterable[Mapping[str, Any]]) -> Table:
 
 
 class Display(Progress):
-    """Two lines that stay at the end of the terminal; what is logged meanwhile goes above them."""
+    """Two lines that stay at the bottom of the terminal; log messages are printed above them."""
 
     def __init__(self, steps: int, console: Console) -> None:
         columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(20), _Phase(), TextColumn("{task.fields[left]}")]
-        self._numbers = ""  # before super(): it renders
+        self._numbers = ""  # set first, since super() already renders
         super().__init__(*columns, console=console, refresh_per_second=REFRESH_PER_S)
         self._task = self.add_task("", total=steps, phase="starting", since=time.monotonic(), left="")
         self._handlers: list[logging.StreamHandler] = []
 
     def start(self) -> None:
         stream = sys.stderr
-        super().start()  # puts another stderr in its place, which prints above the lines
+        super().start()  # replaces sys.stderr by a stream that prints above the lines
         self._handlers = [
             handler
             for handler in logging.getLogger().handlers
@@ -86,11 +86,11 @@ class Display(Progress):
         self._handlers = []
 
     def phase(self, name: str) -> None:
-        """What the run is doing from now on."""
+        """Show what the run is doing from now on."""
         self.update(self._task, phase=name, since=time.monotonic())
 
     def step(self, rows: Sequence[Mapping[str, Any]], steps: int) -> None:
-        """Show the last of `rows`, the metrics of the steps so far, of `steps` in all."""
+        """Show the last of `rows`, the metrics of the steps so far, and the progress towards `steps`."""
         self._numbers = numbers(rows[-1], NUMBERS | MACHINE_NUMBERS)
         self.update(self._task, completed=rows[-1]["step"], left=time_left(rows, steps))
 

@@ -1,11 +1,11 @@
-"""`qerl train --resume RUN --steps N`: another last step for a run, finished or not.
+"""`qerl train --resume RUN --steps N`: change the number of steps of a run, finished or not.
 
-The recipe has N steps from where the run stands. Learning rate and noise are functions of (step, N): from the next step
-on they are what they would be in a run that was started with N, and so may jump: after a cosine's end the rate rises
-again, and so does sigma. What was trained until then stays as it is.
+Learning rate and noise depend on the step and on N. From the next step on they have the values of a run that was
+started with N steps, so they may jump: after the end of a cosine schedule the learning rate rises again, and so does
+sigma. What was trained before stays as it is.
 
-Nothing is deleted: a result that was there goes to `replaced-<time>/`. The recipe changes last, so that a kill before
-it leaves the finished run, and after it one that continues.
+Nothing is deleted: an earlier result is moved to `replaced-<time>/`. The recipe is changed last, so that a kill before
+leaves the finished run, and a kill afterwards leaves one that continues.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ logger = logging.getLogger(__name__)
 
 
 def with_steps(run_dir: Path, steps: int | None, done: int) -> RunConfig:
-    """The recipe of a run of which `done` steps are kept, with `steps` in all if that is given.
+    """The recipe of a run that has done `done` steps, with the new total `steps` if one is given.
 
-    Raises ConfigError if it cannot go on so far.
+    Raises ConfigError if the run cannot be prolonged to that total.
     """
     config = load_config(run_dir / "config.yaml")
     if steps is None:
@@ -55,12 +55,12 @@ def with_steps(run_dir: Path, steps: int | None, done: int) -> RunConfig:
 
 
 def newest_step(run_dir: Path) -> int:
-    """Of its last checkpoint, good or not; 0 without one."""
+    """The step of the last checkpoint, damaged or not; 0 without a checkpoint."""
     return max(map(checkpoint_step, checkpoints(run_dir)), default=0)
 
 
 def prolong_(run_dir: Path, config: RunConfig, done: int) -> None:
-    """Make `config.run.steps` the run's last step. Whoever calls holds the run directory."""
+    """Make `config.run.steps` the run's number of steps. The caller has to hold the lock of the run directory."""
     before, about = load_config(run_dir / "config.yaml").run.steps, read_about(run_dir)
     changes = about.get("totals", [])
     changed = before != config.run.steps
@@ -78,8 +78,10 @@ def prolong_(run_dir: Path, config: RunConfig, done: int) -> None:
 
 
 def _changes(changes: list[dict], done: int, before: int, steps: int) -> list[dict]:
-    """The changes of a run's total that hold of the `done` steps that are kept: what was changed since is one change,
-    to `steps`."""
+    """The list of changes to a run's number of steps, for run.json.
+
+    Changes made before step `done` are kept; all later ones become one change, to `steps`.
+    """
     kept = [change for change in changes if change["after"] < done]
     later = [*(change for change in changes if change["after"] >= done), {"was": before, "command": sys.argv}]
     if not done or later[0]["was"] == steps:
@@ -97,16 +99,16 @@ def _say_change(config: RunConfig, done: int, before: int) -> None:
 
 
 def _sigma(noise: NoiseConfig, step: int, steps: int) -> float:
-    from training.rollout.noise import stage_of, stage_sigmas  # with torch, which a refusal does without
+    from training.rollout.noise import stage_of, stage_sigmas  # it imports torch, which errors before must not wait for
 
     return stage_sigmas(noise)[stage_of(step, steps, noise.num_stages)]
 
 
 def set_rates_(scheduler: LambdaLR) -> None:
-    """Set the optimizer's rates to those of the step that was loaded, by this run's schedule.
+    """Set the optimizer's learning rates to those that this run's schedule has at the loaded step.
 
-    What a checkpoint brings are the rates of the total with which it was written; where that is this run's, they are
-    the same to the bit.
+    A checkpoint brings the rates of the number of steps that the run had then. If that has not changed, the rates are
+    equal to the bit.
     """
     rules = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
     rates = [base * rule(scheduler.last_epoch) for base, rule in rules]

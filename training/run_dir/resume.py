@@ -1,8 +1,8 @@
-"""Which run `qerl train --resume [RUN|STEP]` continues, and from which of its checkpoints.
+"""Find the run that `qerl train --resume [RUN|STEP]` continues, and the checkpoint it continues from.
 
---resume                          the newest run under runs/ (with --recipe R: of that recipe; with --out DIR: that one)
---resume runs/x                   that run, from its newest good checkpoint
---resume 40                       the run as in the first line, from its checkpoint of step 40
+--resume                     the newest run under runs/ (with --recipe R the newest of R, with --out DIR the one in DIR)
+--resume runs/x              this run, from its newest good checkpoint
+--resume 40                  the run as in the first line, from its checkpoint of step 40
 --resume runs/x/checkpoints/step-000040
 """
 
@@ -21,13 +21,13 @@ from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, checkp
 from training.run_dir.folder import make_aside, read_about
 from training.run_dir.lock import only_writer, written
 
-LAST = "last"  # what `--resume` without a value stands for
+LAST = "last"  # the value of `--resume` if none is given
 
 logger = logging.getLogger(__name__)
 
 
 def find_run(ref: str, recipe: str | None = None, out: Path | None = None) -> tuple[Path, int | None]:
-    """(run directory, step to continue from; None: the newest). Raises ConfigError saying what there is."""
+    """(run directory, step to continue from or None for the newest). Raises ConfigError, which lists what there is."""
     run_dir, step = _find(ref, recipe, out)
     check_run(run_dir)
     if step is not None:
@@ -36,7 +36,7 @@ def find_run(ref: str, recipe: str | None = None, out: Path | None = None) -> tu
 
 
 def check_run(run_dir: Path) -> None:
-    """Raise ConfigError for what is no run directory."""
+    """Raise ConfigError if the folder is not a run directory."""
     if os.path.isfile(run_dir / "config.yaml"):
         return
     what = f"{run_dir} is not a run: it has no config.yaml" if os.path.exists(run_dir) else no_folder(str(run_dir))
@@ -44,7 +44,7 @@ def check_run(run_dir: Path) -> None:
 
 
 def check_same_base(run_dir: Path, base: str) -> None:
-    """Raise ConfigError if the base's weights and configs are not those the run began on, as far as run.json says."""
+    """Raise ConfigError if weights or configs of the base changed since the run began, according to run.json."""
     began_on = read_about(run_dir).get("weights")
     if began_on is not None and began_on != weights_digest(local_folder(base)):
         raise ConfigError(
@@ -69,7 +69,7 @@ def _find(ref: str, recipe: str | None, out: Path | None) -> tuple[Path, int | N
 
 
 def newest_run(recipe: str | None = None) -> Path:
-    """The newest run under runs/, of that recipe if one is given. Raises ConfigError if there is none."""
+    """The newest run under runs/, of `recipe` if that is given. Raises ConfigError if there is none."""
     found = {file.parent: file.stat().st_mtime for file in RUNS.glob("*/metrics.jsonl") if _is_of(file.parent, recipe)}
     if not found:
         of = f" of recipe {recipe}" if recipe else ""
@@ -80,9 +80,10 @@ def newest_run(recipe: str | None = None) -> Path:
 
 
 def rewind_(run_dir: Path, step: int) -> None:
-    """Have the checkpoint of `step` be the newest: later ones and the result are moved to `replaced-<time>/`.
+    """Make the checkpoint of `step` the newest one by moving later ones and the result to `replaced-<time>/`.
 
-    Nothing is deleted. Raises ConfigError if there is no good checkpoint of that step, and while the run is written.
+    Nothing is deleted. Raises ConfigError if there is no good checkpoint of that step, or if another process writes to
+    the run.
     """
     _check_step(run_dir, step)
     if damage := damage_of(checkpoint_path(run_dir, step)):
@@ -93,7 +94,7 @@ def rewind_(run_dir: Path, step: int) -> None:
         return
     with only_writer(run_dir, written(run_dir)):
         aside = make_aside(run_dir)
-        for path in reversed(later):  # the result first: a kill between leaves a run that continues
+        for path in reversed(later):  # the result first, so that a kill in between leaves a run that continues
             path.rename(aside / path.name)
     logger.warning("continuing from step %d: %s moved to %s", step, ", ".join(p.name for p in later), aside)
 

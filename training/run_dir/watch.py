@@ -1,7 +1,8 @@
-"""What a person should know while a run trains, in words: a pure function from the metrics of its steps to findings.
+"""Warnings about a run that goes wrong, in words and derived from the metrics of its steps alone.
 
-Each finding looks at the last WINDOW values of a metric, so that one odd step says nothing, and is told again at the
-earliest COOL_DOWN steps later. The bounds are where a run of ours is no longer worth its time, not where it is best.
+Each check looks at the last WINDOW values of a metric, so that a single odd step raises no warning. A warning is
+repeated after COOL_DOWN steps at the earliest. The bounds mark where a run is no longer worth its time; a good run is
+far from them.
 """
 
 from __future__ import annotations
@@ -16,27 +17,28 @@ WINDOW = 5  # steps
 COOL_DOWN = 50  # steps
 TRUNCATED = 0.5  # share of the completions
 UNANSWERED = 0.5  # share of the completions
-COLLAPSED = 0.1  # of the entropy of the first steps
-SOLVED = 0.8  # accuracy from which completions may be alike: there is little left to explore
-MISMATCH_GROWTH = 5.0  # times that of the first steps with as much noise
-MISMATCH_LEAST = 1e-3  # nats; what kernels alone make is below it
+COLLAPSED = 0.1  # share of the entropy of the first steps
+SOLVED = 0.8  # from this accuracy on completions may be alike, since there is little left to explore
+MISMATCH_GROWTH = 5.0  # times the mismatch of the first steps with as much noise
+MISMATCH_LEAST = 1e-3  # nats; the mismatch that comes from kernels alone is smaller
 OUTSIDE = 0.1  # share of the tokens
 INFORMATIVE = 0.1  # share of the sampled groups
 
-# Whether completions are right, where a reward says so; of all that was sampled, if that is more than the batch.
+# The metrics that say whether completions are right, best first: the accuracy if there is such a reward, and of all
+# sampled completions if those are more than the batch.
 GRADES = ("sampled/accuracy", "rewards/accuracy", "sampled/reward", "reward")
 
 
 @dataclass(frozen=True)
 class Finding:
-    """`kind` tells findings apart for the cool-down; `text` names the figures and what to change."""
+    """A warning. Its `kind` is for the cool-down; its `text` gives the figures and says what to change."""
 
     kind: str
     text: str
 
 
 def findings(rows: Rows) -> list[Finding]:
-    """What holds at the last of `rows`, the metrics of all steps so far, oldest first."""
+    """The warnings for the last of `rows`, the metrics of all steps so far, oldest first."""
     zero = _reward_zero(rows)
     found = [] if zero is None else [Finding("reward_zero", zero)]
     for kind, check in CHECKS.items():
@@ -47,7 +49,7 @@ def findings(rows: Rows) -> list[Finding]:
 
 
 def due(found: Iterable[Finding], told: Mapping[str, int], step: int) -> list[Finding]:
-    """Those that were not told in the last COOL_DOWN steps; `told` has the step at which each kind was told last."""
+    """The findings to tell now; `told` maps each kind to the step at which it was told last."""
     return [finding for finding in found if finding.kind not in told or step - told[finding.kind] >= COOL_DOWN]
 
 
@@ -60,7 +62,7 @@ def _reward_zero(rows: Rows) -> str | None:
 
 
 def _why_zero(rows: Rows) -> str:
-    """The most likely cause of rewards that are all 0; a truncated completion has no answer either, so it is first."""
+    """The most likely cause if all rewards are 0. Truncation comes first, since it causes missing answers too."""
     truncated = _mean(rows, "completions/truncated_share") or 0.0
     if truncated >= TRUNCATED:
         return f"{truncated:.0%} of the completions hit the length limit; raise rollout.max_new_tokens"
@@ -111,7 +113,7 @@ def _entropy(rows: Rows) -> str | None:
     if any((_mean(rows, key) or 0.0) >= SOLVED for key in ("sampled/accuracy", "rewards/accuracy")):
         return None
     return (
-        f"the entropy fell from {first:.3g} to {now:.3g} nats a token, so that completions hardly differ any more: "
+        f"the entropy fell from {first:.3g} to {now:.3g} nats per token, so that completions hardly differ any more: "
         "lower optim.learning_rate, raise loss.entropy_coef or noise.sigma_end, or stop at the best checkpoint"
     )
 
@@ -175,9 +177,9 @@ EXPLAINED_BY_ZERO = ("no_variance", "truncated", "few_informative")
 
 
 def _recent(rows: Rows, key: str) -> list[float] | None:
-    """The last WINDOW values of a metric; None if there are fewer, or if the last is older than the window is long.
+    """The last WINDOW values of a metric; None if there are fewer, or if the last one is older than the window is long.
 
-    Not every step has every metric: further updates on one rollout have none of the rollout's.
+    A step may lack a metric: further updates on the same rollout have none of the rollout's metrics.
     """
     places = [place for place, row in enumerate(rows) if row.get(key) is not None][-WINDOW:]
     if len(places) < WINDOW or len(rows) - 1 - places[-1] >= places[-1] - places[0]:
