@@ -1,33 +1,78 @@
-"""The parts of a trainer, as `training.run` makes them."""
+"""The parts of a run as one value, which the functions of `training/step.py` take."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from training.policy.packed_policy import PackedPolicy
+from training.rewards.grading import Grader
+from training.rollout.grading_ahead import grading_ahead
+from training.rollout.sampler import Sampler
+from training.run_dir.phase_times import PhaseTimes
 
 if TYPE_CHECKING:
     from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
     from qerl.config.schema import RunConfig
+    from qerl.engine.interface import Engine
     from qerl.plan.micro_batch_plan import MicroBatchPlan
     from training.rewards.rewards import Rewards
-    from training.rollout.prompts import Prompts
-    from training.rollout.rollout import Rollout
+    from training.rollout.groups import Prompt
     from training.run_dir.log import RunLog
 
 
 @dataclass(frozen=True)
-class TrainerParts:
-    """What a trainer is built from."""
+class Given:
+    """What is known before an engine is opened."""
+
+    tokenizer: PreTrainedTokenizerBase
+    prompts: Sequence[Prompt]
+    rewards: Rewards
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What a run is made of."""
 
     config: RunConfig
-    policy: PeftModel
     tokenizer: PreTrainedTokenizerBase
-    prompts: Prompts
+    prompts: Sequence[Prompt]
     rewards: Rewards
-    rollout: Rollout
+    policy: PeftModel
+    packed: PackedPolicy  # the policy's log probabilities over packed rows
+    sampler: Sampler
+    grader: Grader
     plan: MicroBatchPlan
-    run_dir: Path
-    run_log: RunLog
+    log: RunLog
+    times: PhaseTimes
+
+    @property
+    def run_dir(self) -> Path:
+        return self.log.run_dir
+
+
+def make_parts(
+    config: RunConfig, given: Given, engine: Engine, policy: PeftModel, plan: MicroBatchPlan, log: RunLog
+) -> Parts:
+    """The parts over an open engine and the policy on its weights."""
+    tokenizer, rollout = given.tokenizer, config.rollout
+    packed = PackedPolicy(policy, rollout.temperature, plan, config.loss.entropy_coef > 0, rollout.deterministic)
+    decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
+    return Parts(
+        config=config,
+        tokenizer=tokenizer,
+        prompts=given.prompts,
+        rewards=given.rewards,
+        policy=policy,
+        packed=packed,
+        sampler=Sampler(engine, policy, config, grading_ahead(config, tokenizer)),
+        grader=Grader(given.rewards, decode, config.loss.mask_truncated),
+        plan=plan,
+        log=log,
+        times=PhaseTimes(packed.device),
+    )

@@ -36,15 +36,13 @@ from qerl.files.disk import replace_text
 from qerl.plan.micro_batch_plan import MicroBatchPlan
 from qerl.plan.plan import trainer_bytes
 from qerl.report.sampling import sampling_text
-from training.parts import TrainerParts
+from training.parts import Given, make_parts
 from training.policy.build import build_policy
 from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
 from training.preflight.limits import check_engine, check_limits, check_memory, free_bytes, sizes_at
 from training.preflight.warm_start import check_warm_start, warm_start
 from training.rewards.rewards import build_rewards
-from training.rollout.grading_ahead import grading_ahead
 from training.rollout.prompts import load_prompts
-from training.rollout.rollout import Rollout
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
 from training.run_dir.folder import make_aside, new_run_dir
 from training.run_dir.lock import only_writer, written
@@ -93,7 +91,40 @@ def resume(run_dir: Path, step: int | None = None, steps: int | None = None) -> 
 
 
 def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoint: Path | None) -> TrainResult:
-    found, engine_name = written(run_dir), check_engine(config)
+    """Check, open, plan, train, finish. What can be refused is refused before anything heavy is loaded or written."""
+    found = written(run_dir)
+    given = _check(config, base, run_dir)
+    engine = open_rollout_engine(config, base)
+    logger.info("%s; engine %s (%s)", describe(base), engine.name, engine.kernel)
+    policy = build_policy(engine, config)
+    name_base_(policy, base.base)  # model.base may be a run or an adapter
+    if base.adapter is not None:
+        warm_start(policy, base.adapter)
+    trl_config(config, run_dir, given.rewards.weights)  # what it refuses is refused before anything is written
+    plan = recorded_plan(run_dir, config) or plan_run(config, policy, engine)
+    engine.sleep()  # a resumed run loads its optimizer before its first rollout
+    start_step = checkpoint_step(checkpoint) if checkpoint else 0
+    with (
+        only_writer(run_dir, found),
+        RunLog(run_dir, config.run.steps) as log,
+        _interrupt(config.loss.num_iterations, run_dir) as stop,
+    ):
+        _open_run_dir(run_dir, config, name, base, plan)
+        prolong_(run_dir, config, start_step)
+        log.start_at(start_step)
+        parts = make_parts(config, given, engine, policy, plan, log)
+        trainer = QerlTrainer(parts, [stop], start_step)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        warn_of_retries()
+        parts.sampler.clear_noise()
+        engine.close()
+        return _finish(run_dir, trainer.state.global_step, config.run.steps)
+
+
+def _check(config: RunConfig, base: ModelRef, run_dir: Path) -> Given:
+    """Read the data, find the rewards, and raise QerlError for whatever this base, card or run directory refuses."""
+    engine_name = check_engine(config)
     check_installed(config)
     if base.adapter is not None:
         check_warm_start(base.adapter, base.base, config)
@@ -103,34 +134,7 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
     check_same_base(run_dir, base.base)
     if engine_name == "vllm":
         check_memory(config, base, free_bytes())
-    rewards = build_rewards(config, prompts.examples, run_dir)
-    engine = open_rollout_engine(config, base)
-    logger.info("%s; engine %s (%s)", describe(base), engine.name, engine.kernel)
-    policy = build_policy(engine, config)
-    name_base_(policy, base.base)  # model.base may be a run or an adapter
-    if base.adapter is not None:
-        warm_start(policy, base.adapter)
-    start_step = checkpoint_step(checkpoint) if checkpoint else 0
-    trl_config(config, run_dir, rewards.weights)  # what it refuses is refused before anything is written
-    plan = recorded_plan(run_dir, config) or plan_run(config, policy, engine)
-    engine.sleep()  # a resumed run loads its optimizer before its first rollout
-    rollout = Rollout(engine, policy, config, grading_ahead(config, tokenizer))
-    with (
-        only_writer(run_dir, found),
-        RunLog(run_dir, config.run.steps) as run_log,
-        _interrupt(config.loss.num_iterations, run_dir) as stop,
-    ):
-        _open_run_dir(run_dir, config, name, base, plan)
-        prolong_(run_dir, config, start_step)
-        run_log.start_at(start_step)
-        parts = TrainerParts(config, policy, tokenizer, prompts, rewards, rollout, plan, run_dir, run_log)
-        trainer = QerlTrainer(parts, [stop], start_step)
-        trainer.remove_callback(PrinterCallback)
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        warn_of_retries()
-        rollout.clear_noise()
-        engine.close()
-        return _finish(run_dir, trainer.state.global_step, config.run.steps)
+    return Given(tokenizer, prompts, build_rewards(config, [prompt.example for prompt in prompts], run_dir))
 
 
 def open_rollout_engine(config: RunConfig, base: ModelRef) -> Engine:

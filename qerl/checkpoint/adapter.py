@@ -13,7 +13,8 @@ from __future__ import annotations
 import json
 import math
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,6 +127,24 @@ def _check_factors(weights: Path, tensors: Mapping[str, torch.Tensor], rank: int
                 f"{weights} has {name} as {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}, and "
                 f"adapter_config.json rank {rank}: only plain LoRA, of one rank, is supported; save the adapter again"
             )
+
+
+@contextmanager
+def reference_adapter(model: PeftModel) -> Iterator[None]:
+    """The policy that a KL term holds on to: the adapter as it was when the trainer took it, or none if it was new.
+
+    TRL 1.16 keeps that copy under the name "ref" (GRPOTrainer.__init__).
+    """
+    if "ref" not in model.peft_config:
+        with model.disable_adapter():
+            yield
+        return
+    previous = model.active_adapter
+    model.set_adapter("ref")
+    try:
+        yield
+    finally:
+        model.set_adapter(previous)
 
 
 def name_base_(model: PeftModel, base: str) -> None:

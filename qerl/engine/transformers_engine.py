@@ -119,10 +119,6 @@ class TransformersEngine:
                 norms[name].copy_(tensor)
         return pack_weights_(update.weights, linears) + len(update.norms)
 
-    def sync_adapter(self, tensors: Mapping[str, torch.Tensor], scaling: float) -> int:
-        """The rollout's call, until it delivers an update itself."""
-        return self.sync(AdapterUpdate(tensors, scaling))
-
     def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
         model = self._open()
         if noise is None and not self._noisy:  # a model without block norms, whose run has no noise

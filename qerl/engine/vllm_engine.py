@@ -162,10 +162,6 @@ class VLLMEngine:
         requests.drop_prefix_cache(llm)
         return len(update)
 
-    def sync_adapter(self, tensors: Mapping[str, torch.Tensor], scaling: float) -> int:
-        """The rollout's call, until it delivers an update itself."""
-        return self.sync(AdapterUpdate(tensors, scaling))
-
     def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
         llm = self._open()
         noise = noise or {}

@@ -85,7 +85,7 @@ def whole_step(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[s
     from qerl.plan.sizes import read_sizes
     from scripts.bench.bench_step import overrides
     from scripts.bench.limits import Work, rollout_need, shares, training_flops
-    from training.rollout.rollout import Rollout
+    from training.rollout.sampler import Sampler
     from training.run import start
     from training.trainer import QerlTrainer
 
@@ -93,12 +93,14 @@ def whole_step(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[s
     lengths: list[int] = []
 
     def keep_lengths(output: Any) -> None:
-        lengths[:] = [len(tokens) for tokens in output[1]]
+        lengths[:] = [len(sample.token_ids) for group in output.groups for sample in group.samples]
 
-    Rollout.generate = profiled(Rollout.generate, phases, "rollout", lambda rollout: rollout._step, keep_lengths)
-    QerlTrainer.compute_loss = profiled(
-        QerlTrainer.compute_loss, phases, "training", lambda trainer: trainer.state.global_step
+    step_of_rollout, step_of_loss = (
+        lambda _, prompts, moment, *rest: moment.step,
+        lambda self, *_: self.state.global_step,
     )
+    Sampler.sample = profiled(Sampler.sample, phases, "rollout", step_of_rollout, keep_lengths)
+    QerlTrainer.compute_loss = profiled(QerlTrainer.compute_loss, phases, "training", step_of_loss)
     with tempfile.TemporaryDirectory() as folder:
         config = load_recipe("dapo_7b", overrides(arguments, Path(folder)))
         result = start(config, "profile")
@@ -142,7 +144,7 @@ def profiled(
     from torch.profiler import ProfilerActivity, profile
 
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if step_of(self) != PROFILED_STEP:
+        if step_of(self, *args) != PROFILED_STEP:
             return method(self, *args, **kwargs)
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as result:

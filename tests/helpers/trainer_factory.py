@@ -1,19 +1,29 @@
-"""A trainer as a run builds it, before its first step, and the inputs of one loss."""
+"""A trainer as a run builds it, before its first step, and a batch of four completions for one loss."""
+
+from dataclasses import replace
 
 import torch
 
 from qerl.checkpoint.adapter import adapter_tensors
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
-from training.parts import TrainerParts
+from training.loss.batch import Batch
+from training.loss.micro_batches import MicroBatch
+from training.parts import Given, make_parts
 from training.policy.build import build_policy
+from training.policy.packed_policy import PackedPolicy
 from training.policy.train_memory import plan_run
 from training.rewards.rewards import build_rewards
 from training.rollout.prompts import load_prompts
-from training.rollout.rollout import Rollout
 from training.run import open_rollout_engine
 from training.run_dir.log import RunLog
+from training.step import backward, loss_inputs
 from training.trainer import QerlTrainer
+
+PROMPT = torch.tensor([[3, 4, 5], [3, 4, 5], [6, 7, 8], [6, 7, 8]])
+COMPLETION = torch.tensor([[10, 11, 12, 13], [14, 15, 0, 0], [16, 17, 18, 0], [19, 0, 0, 0]])
+MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]])
+ADVANTAGES = torch.tensor([1.0, -1.0, 0.7, -0.7])
 
 
 def build_trainer(config, folder):
@@ -21,30 +31,26 @@ def build_trainer(config, folder):
     base = resolve_model(config.model.base, config.model.format)
     tokenizer = load_tokenizer(base.base)
     prompts = load_prompts(config.data, tokenizer, 1)
-    rewards = build_rewards(config, prompts.examples, folder)
+    rewards = build_rewards(config, [prompt.example for prompt in prompts], folder)
     engine = open_rollout_engine(config, base)
     policy = build_policy(engine, config)
     torch.manual_seed(0)
     with torch.no_grad():
         for tensor in adapter_tensors(policy).values():
             tensor.add_(0.05 * torch.randn_like(tensor))
-    rollout = Rollout(engine, policy, config)
-    plan = plan_run(config, policy, engine)
-    parts = TrainerParts(config, policy, tokenizer, prompts, rewards, rollout, plan, folder, RunLog(folder, 1))
-    trainer = QerlTrainer(parts, [])
-    trainer.current_gradient_accumulation_steps = trainer.args.steps_per_generation
+    given, log = Given(tokenizer, prompts, rewards), RunLog(folder, 1)
+    trainer = QerlTrainer(make_parts(config, given, engine, policy, plan_run(config, policy, engine), log), [])
+    trainer.current_gradient_accumulation_steps = 1  # transformers sets it when it begins to train
     trainer.model.train()
-    trainer._gate.passed = True  # the gate is not what is tested here
+    trainer.gate.passed = True  # the gate is not what is tested here
     return trainer
 
 
-PROMPT = torch.tensor([[3, 4, 5], [3, 4, 5], [6, 7, 8], [6, 7, 8]])
-
-COMPLETION = torch.tensor([[10, 11, 12, 13], [14, 15, 0, 0], [16, 17, 18, 0], [19, 0, 0, 0]])
-
-MASK = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0], [1, 0, 0, 0]])
-
-ADVANTAGES = torch.tensor([1.0, -1.0, 0.7, -0.7])
+def with_plan(parts, plan, model=None):
+    """The parts with another plan, and the policy (or another model) packed by it."""
+    config = parts.config
+    packed = PackedPolicy(model or parts.policy, config.rollout.temperature, plan, config.loss.entropy_coef > 0)
+    return replace(parts, plan=plan, packed=packed)
 
 
 def scores(trainer):
@@ -58,14 +64,20 @@ def scores(trainer):
     return rows
 
 
-def loss_inputs(old, sampling):
-    return {
-        "prompt_ids": PROMPT,
-        "prompt_mask": torch.ones_like(PROMPT),
-        "completion_ids": COMPLETION,
-        "completion_mask": MASK,
-        "advantages": ADVANTAGES,
-        "num_items_in_batch": MASK.sum(),
-        "old_per_token_logps": old,
-        "sampling_per_token_logps": sampling,
-    }
+def batch_of(old, sampling, reference=None):
+    """The four completions with the given logprobs (4, 4)."""
+    prompt_mask = torch.ones_like(PROMPT)
+    return Batch(PROMPT, prompt_mask, COMPLETION, MASK, MASK, ADVANTAGES, sampling, old, reference)
+
+
+def inputs_of(trainer, batch):
+    """What the loss of a whole batch, as one micro-batch, is computed from."""
+    ids, mask = batch.tokens()
+    whole = MicroBatch(batch, int(batch.loss_mask_B_T.sum()), 1.0, 1.0, ids, mask, batch.loss_mask_B_T)
+    parts = trainer.parts
+    return loss_inputs(parts, whole, whole.packed(parts.packed.device), batch.loss_mask_B_T.sum())
+
+
+def run_backward(trainer, batch, parts=None):
+    """`training.step.backward` as the trainer calls it."""
+    return backward(parts or trainer.parts, batch, trainer.loss_of, trainer.accelerator.backward)

@@ -3,74 +3,69 @@
 import inspect
 
 import pytest
+import torch
+from small_run import small_config
+from trainer_factory import batch_of, build_trainer, inputs_of, scores
 from transformers import Trainer
 from trl import GRPOTrainer
 
+import training.trainer
+from training.run import start
+from training.trainer import QerlTrainer
 
-@pytest.mark.parametrize(
-    ("method", "lines"),
-    [
-        # the seam: what our Rollout has to answer, and when it is asked
-        (
-            GRPOTrainer._generate_single_turn,
-            (
-                "if self.state.global_step != self._last_loaded_step:",
-                "self.vllm_generation.sync_weights()",
-                "_, completion_ids, logprobs, _ = self.vllm_generation.generate(",
-                "prompts=prompt_ids,",
-                "num_generations=num_generations,",
-                "logprobs = [[lp[0] for lp in seq] for seq in logprobs]",
-            ),
-        ),
-        # sampling logprobs reach the loss whether or not TRL's own correction is on
-        (
-            GRPOTrainer._generate_and_score_completions,
-            (
-                'output["sampling_per_token_logps"] = sampling_per_token_logps',
-                "self.use_vllm and self.vllm_importance_sampling_correction",
-            ),
-        ),
-        # the weights are read after the logprobs were computed, from the same dict
-        (
-            GRPOTrainer._compute_loss,
-            (
-                "self._get_per_token_logps_and_entropies(",
-                "if self.use_vllm and self.vllm_importance_sampling_correction and self.loss_type",
-                'per_token_loss = per_token_loss * inputs["importance_sampling_ratio"]',
-            ),
-        ),
-        # a rollout serves `steps_per_generation * num_iterations` calls
-        (GRPOTrainer._prepare_inputs, ("generate_every = self.args.steps_per_generation * self.num_iterations",)),
-        # what it asks of its logprobs, and that outside the loss it asks without a gradient
-        (
-            GRPOTrainer._generate_and_score_completions,
-            ("with torch.no_grad(), disable_gradient_checkpointing(", "self._get_per_token_logps_and_entropies("),
-        ),
-        # a step's loss is what compute_loss returns, differentiated once
-        (
-            Trainer.training_step,
-            ("loss = self.compute_loss(model, inputs", "self.accelerator.backward(loss, **kwargs)"),
-        ),
-        (Trainer._init_training_state, ("if not self.args.ignore_data_skip:",)),
-    ],
-    ids=lambda value: value.__qualname__ if callable(value) else "",
-)
-def test_upstream_still_reads_as_we_lean_on_it(method, lines):
-    source = inspect.getsource(method)
-    position = 0
-    for line in lines:
-        assert line in source[position:], f"{method.__qualname__} no longer has: {line}"
-        position = source.index(line, position) if method is GRPOTrainer._compute_loss else 0
+
+@pytest.fixture
+def trainer(nvfp4_base, tmp_path):
+    return build_trainer(small_config(nvfp4_base, tmp_path, "noise.enabled=false"), tmp_path)
+
+
+def test_trls_loss_asks_its_model_for_logprobs_once(trainer, monkeypatch):
+    """So the logprobs can be given in the model's place, with a gradient to them and to nothing else."""
+    asked, given = [], QerlTrainer._get_per_token_logps_and_entropies
+
+    def counted(self, model, *args, **kwargs):
+        asked.append(model)
+        return given(self, model, *args, **kwargs)
+
+    monkeypatch.setattr(QerlTrainer, "_get_per_token_logps_and_entropies", counted)
+    old = scores(trainer).detach()
+    inputs = inputs_of(trainer, batch_of(old, old))
+    loss, _ = trainer.loss_of(inputs)
+    assert [model.logprobs is inputs.logprobs_B_T for model in asked] == [True]
+    (slope,) = torch.autograd.grad(loss, inputs.logprobs_B_T)
+    assert slope.abs().sum() > 0
+
+
+def test_trls_loss_is_multiplied_by_the_weights_it_is_given(trainer):
+    old = scores(trainer).detach()
+    whole = inputs_of(trainer, batch_of(old, old))
+    halved = inputs_of(trainer, batch_of(old, old + torch.tensor(2.0).log()))  # each token twice as likely there
+    losses = [trainer.loss_of(inputs)[0].item() for inputs in (whole, halved)]
+    assert losses[1] == pytest.approx(losses[0] / 2, rel=1e-5)
+
+
+def test_transformers_asks_for_inputs_and_loss_once_per_step_and_updates_once(nvfp4_base, tmp_path, monkeypatch):
+    calls = []
+    for name in ("collect", "backward"):
+        original = getattr(training.trainer, name)
+
+        def noted(*args, name=name, original=original):
+            calls.append(name)
+            return original(*args)
+
+        monkeypatch.setattr(training.trainer, name, noted)
+    start(small_config(nvfp4_base, tmp_path, "loss.num_iterations=2", "run.save_every=2", steps=4), "tiny")
+    assert calls == ["collect", "backward", "backward"] * 2
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "parameters"),
     [
-        (GRPOTrainer, "_tokenize_prompts", ["self", "prompts"]),
+        (Trainer, "get_train_dataloader", ["self"]),
+        (Trainer, "_prepare_inputs", ["self", "inputs"]),
         (GRPOTrainer, "_compute_loss", ["self", "model", "inputs"]),
         (GRPOTrainer, "compute_loss", ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]),
-        (GRPOTrainer, "_get_train_sampler", ["self", "dataset"]),
-        (GRPOTrainer, "_generate_and_score_completions", ["self", "inputs"]),
+        (GRPOTrainer, "training_step", ["self", "model", "inputs", "num_items_in_batch"]),
         (GRPOTrainer, "log", ["self", "logs", "start_time"]),
         (Trainer, "_save_checkpoint", ["self", "model", "trial"]),
         (Trainer, "_load_from_checkpoint", ["self", "resume_from_checkpoint", "model"]),

@@ -10,16 +10,17 @@ leave prefixes and continuations distributed as the sampler has them.
 """
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
 from small_run import small_config
-from trainer_factory import build_trainer
+from trainer_factory import build_trainer, run_backward, with_plan
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora
 from qerl.layers.norms import block_norms, set_norm_noise_
-from training.policy.packed_policy import PackedPolicy
+from training.loss.batch import Batch
 from training.rollout.noise import draw_noise
 
 END, LONGEST, PROMPT = 0, 3, [1, 2, 1]
@@ -60,7 +61,8 @@ class Case:
         settings = ("loss.type=dr_grpo", "loss.clip_high=0.2", "noise.enabled=false", *overrides)
         self.trainer = build_trainer(small_config(base, folder, *settings), folder)
         self.policy = small_policy()
-        self.trainer._packed = PackedPolicy(self.policy, 1.0, self.trainer._plan)
+        parts = self.trainer.parts
+        self.parts = with_plan(replace(parts, policy=self.policy), parts.plan)
         norms = block_norms(self.policy)
         set_norm_noise_(norms, draw_noise({name: norm.weight.numel() for name, norm in norms.items()}, sigma, 0, 0))
         self.sampling = self.logprobs().detach()
@@ -94,17 +96,9 @@ class Case:
         """The expectation over the sampler of the gradient that the trainer's loss gives."""
         probabilities = self.sampling.sum(-1).exp()
         prompts = torch.tensor([PROMPT] * len(COMPLETIONS))
-        inputs = {
-            "prompt_ids": prompts,
-            "prompt_mask": torch.ones_like(prompts),
-            "completion_ids": PADDED,
-            "completion_mask": MASK,
-            "advantages": REWARDS * probabilities,
-            "num_items_in_batch": MASK.sum(),
-            "sampling_per_token_logps": self.sampling,
-        }
+        rows = (prompts, torch.ones_like(prompts), PADDED, MASK, MASK)
         self.policy.zero_grad()
-        self.trainer.compute_loss(self.policy, inputs)
+        self.update = run_backward(self.trainer, Batch(*rows, REWARDS * probabilities, self.sampling), self.parts)
         tensors = adapter_tensors(self.policy)
         flat = torch.cat([tensors[name].grad.flatten() for name in sorted(tensors)])
         return -flat * len(COMPLETIONS) * self.trainer.max_completion_length  # dr_grpo's constant divisor
@@ -180,7 +174,7 @@ def test_statistics_of_the_weights_are_logged(nvfp4_base, tmp_path, mode):
     cap = 1.1
     case = Case(nvfp4_base, tmp_path, SIGMA, *correction(mode, cap))
     case.estimated()
-    metrics = case.trainer._mismatch.metrics(case.trainer._config.loss.correction)
+    metrics = case.update.mismatch.metrics(case.parts.config.loss.correction)
     inside = MASK.bool()
     weights = weights_by_hand(case, mode, cap).expand_as(MASK)[inside]
     raw = weights_by_hand(case, mode, 1e6).expand_as(MASK)[inside]

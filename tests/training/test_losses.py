@@ -10,12 +10,14 @@ import math
 import pytest
 import torch
 from small_run import small_config
-from trainer_factory import ADVANTAGES, MASK, build_trainer, loss_inputs, scores
-from trl import GRPOTrainer
+from trainer_factory import ADVANTAGES, MASK, batch_of, build_trainer, inputs_of, scores
 
+import training.step
 import training.trainer
 from qerl.checkpoint.adapter import adapter_tensors
-from training.rollout.dynamic_sampling import Group
+from training.loss.advantages import group_advantages
+from training.loss.batch import padded_batch
+from training.rollout.groups import GradedGroup, Group, Prompt, Sample
 from training.run import start
 
 RATIO = torch.tensor([[1.5, 0.5, 1.0, 1.25], [1.5, 0.5, 1, 1], [2.0, 1.0, 0.9, 1], [0.7, 1, 1, 1]])
@@ -117,8 +119,8 @@ def test_losses_and_their_gradients_are_those_of_the_papers(nvfp4_base, tmp_path
     equation, overrides, by_hand = LOSSES[name]
     trainer = build_trainer(small_config(nvfp4_base, tmp_path, *overrides), tmp_path)
     old = (scores(trainer) - RATIO.log()).detach()
-    inputs = loss_inputs(old, old)
-    value, gradient = value_and_gradient(trainer, lambda: trainer._compute_loss(trainer.model, inputs))
+    batch = batch_of(old, old)
+    value, gradient = value_and_gradient(trainer, lambda: trainer.loss_of(inputs_of(trainer, batch))[0])
 
     def by_equation():
         logprobs = scores(trainer)
@@ -158,14 +160,19 @@ def test_the_kl_term_is_k3(nvfp4_base, tmp_path, unbiased):
     settings = ("loss.kl_coef=0.5", f"loss.kl_unbiased={str(unbiased).lower()}")
     trainer = build_trainer(small_config(nvfp4_base, tmp_path, *settings), tmp_path)
     old = scores(trainer).detach()
-    inputs = loss_inputs(old, old)
     odds = torch.tensor([[2.0], [0.5], [1.0], [4.0]]).expand(4, 4)  # pi_ref / pi, a row each
-    inputs["ref_per_token_logps"] = old + odds.log()
-    value, gradient = value_and_gradient(trainer, lambda: trainer._compute_loss(trainer.model, inputs))
+    batch, found = batch_of(old, old, reference=old + odds.log()), {}
+
+    def loss():
+        value, metrics = trainer.loss_of(inputs_of(trainer, batch))
+        found.update(metrics)
+        return value
+
+    value, gradient = value_and_gradient(trainer, loss)
     k3 = [2 - math.log(2) - 1, 0.5 + math.log(2) - 1, 0, 4 - math.log(4) - 1]
     by_hand = -(4 - 2 + 3 * 0.7 - 0.7) / 10 + 0.5 * (4 * k3[0] + 2 * k3[1] + k3[3]) / 10
     assert value == pytest.approx(by_hand, abs=1e-5)
-    assert trainer._metrics["train"]["kl"] == [pytest.approx((4 * k3[0] + 2 * k3[1] + k3[3]) / 10, abs=1e-5)]
+    assert found["kl"] == [pytest.approx((4 * k3[0] + 2 * k3[1] + k3[3]) / 10, abs=1e-5)]
 
     def by_equation():
         logprobs = scores(trainer)
@@ -177,14 +184,10 @@ def test_the_kl_term_is_k3(nvfp4_base, tmp_path, unbiased):
     assert (gradient - expected).norm() < 1e-3 * expected.norm()
 
 
-def scored(trainer, completions, rewards):
-    """What TRL makes of the given completions of the first rows, four a row, with the given rewards."""
-    rows = [row for row in range(len(rewards) // 4) for _ in range(4)]
-    parts = [slice(first, first + 4) for first in range(0, len(rewards), 4)]
-    logprobs = [[-1.0] * len(ids) for ids in completions]
-    column = torch.tensor(rewards)[:, None]
-    trainer._kept = [Group(i, completions[part], logprobs[part], column[part], True) for i, part in enumerate(parts)]
-    return GRPOTrainer._generate_and_score_completions(trainer, [trainer.train_dataset[row] for row in rows])
+def group_of(row, completions, end):
+    """A group of the given completions; those that do not end with `end` are truncated."""
+    samples = [Sample(ids, [-1.0] * len(ids), [True] * len(ids), ids[-1] != end) for ids in completions]
+    return Group(Prompt(row, [3, 4], "ab", None), tuple(samples))
 
 
 REWARDS = [1.0, 0.0, 0.0, 0.0, 3.0, 3.0, 1.0, 1.0]  # means 1/4 and 2; unbiased stds 1/2 and sqrt(4/3)
@@ -197,45 +200,51 @@ SCALES = {
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_advantages_by_hand(nvfp4_base, tmp_path, scale):
-    trainer = build_trainer(small_config(nvfp4_base, tmp_path, f"loss.advantage_scale={scale}"), tmp_path)
-    advantages = scored(trainer, [[10]] * 8, REWARDS)["advantages"]
-    expected = torch.tensor([0.75, -0.25, -0.25, -0.25, 1, 1, -1, -1])
+def test_advantages_by_hand(scale):
+    advantages = group_advantages(torch.tensor(REWARDS).view(2, 4), scale).advantages_P_G
+    expected = torch.tensor([[0.75, -0.25, -0.25, -0.25], [1, 1, -1, -1]])
     if SCALES[scale] is not None:
-        expected = expected / (torch.tensor(SCALES[scale]) + 1e-4)
+        expected = expected / (torch.tensor(SCALES[scale]).view(2, 4) + 1e-4)
     torch.testing.assert_close(advantages, expected)
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_overlong_filtering_takes_truncated_completions_out_of_the_loss_only(nvfp4_base, tmp_path, masked):
+def test_overlong_filtering_takes_truncated_completions_out_of_the_loss_only(masked):
     """arXiv 2503.14476, section 3.4: their loss is masked; in the group's mean and std they count."""
-    config = small_config(nvfp4_base, tmp_path, f"loss.mask_truncated={str(masked).lower()}")
-    trainer = build_trainer(config, tmp_path)
-    end = trainer.eos_token_ids[0]
+    end = 1
     completions = [[10, end], [11, 12], [13, 14, end], [15], [10, end], [10, end], [end], [10, 11, 12]]
-    output = scored(trainer, completions, REWARDS)
-    whole = [len(ids) for ids in completions]
-    kept = [2, 0, 3, 0, 2, 2, 1, 0] if masked else whole
-    assert output["completion_mask"].sum(1).tolist() == kept
-    assert output["num_items_in_batch"] == sum(kept)
-    assert output["advantages"][1] == pytest.approx(-0.25 / 0.5001, rel=1e-5)
+    total_P_G = torch.tensor(REWARDS).view(2, 4)
+    graded = [
+        GradedGroup(group_of(row, completions[4 * row :][:4], end), ("",) * 4, total[:, None], total, True)
+        for row, total in enumerate(total_P_G)
+    ]
+    batch = padded_batch(graded, group_advantages(total_P_G, "group").advantages_P_G, 0, masked)
+    kept = [2, 0, 3, 0, 2, 2, 1, 0] if masked else [len(ids) for ids in completions]
+    assert batch.completion_mask_B_T.sum(1).tolist() == batch.loss_mask_B_T.sum(1).tolist() == kept
+    assert batch.advantages_B[1] == pytest.approx(-0.25 / 0.5001, rel=1e-5)
 
 
 def test_a_further_update_keeps_the_logprobs_from_before_the_first(nvfp4_base, tmp_path, monkeypatch):
     """With num_iterations the ratio is pi_now / pi_rollout: old logprobs are those that the first update began with."""
-    seen = {}
-    original = training.trainer.QerlTrainer._weigh
+    seen, calls, original = {}, [], training.step.backward
 
-    def spied(self, logprobs, inputs):
-        for ids, mask, now, old in zip(
-            inputs["completion_ids"], inputs["completion_mask"], logprobs, inputs["old_per_token_logps"], strict=True
-        ):
-            length = int(mask.sum())
-            rows = seen.setdefault(self.state.global_step, {})
-            rows[tuple(ids[:length].tolist())] = (now[:length].clone(), old[:length].clone())
-        original(self, logprobs, inputs)
+    def spied(parts, batch, loss, differentiate):
+        def noted(inputs):
+            columns = zip(
+                inputs.rows.completion_ids_B_T, inputs.rows.completion_mask_B_T, inputs.logprobs_B_T.detach(),
+                inputs.rows.old_logprobs_B_T, strict=True,
+            )  # fmt: skip
+            for ids, mask, now, old in columns:
+                length = int(mask.sum())
+                rows = seen.setdefault(len(calls), {})
+                rows[tuple(ids[:length].tolist())] = (now[:length].clone(), old[:length].clone())
+            return loss(inputs)
 
-    monkeypatch.setattr(training.trainer.QerlTrainer, "_weigh", spied)
+        update = original(parts, batch, noted, differentiate)
+        calls.append(1)
+        return update
+
+    monkeypatch.setattr(training.trainer, "backward", spied)
     # the temperature makes the random base's completions differ, and so their rewards
     settings = (
         "loss.num_iterations=3",

@@ -12,7 +12,7 @@ import time
 import pytest
 from small_run import numbers, same_adapters, small_config
 
-import training.rollout.rollout
+import training.rollout.sampler
 import training.run
 import training.trainer
 from qerl.checkpoint.adapter import read_adapter
@@ -71,8 +71,8 @@ class Killed(Exception):
 
 
 KILL_POINTS = {
-    "rollout": (training.rollout.rollout.Rollout, "generate", 4),
-    "backward": (training.trainer.QerlTrainer, "_compute_loss", 9),
+    "rollout": (training.rollout.sampler.Sampler, "sample", 4),
+    "backward": (training.trainer.QerlTrainer, "loss_of", 9),
     "save": (training.trainer.QerlTrainer, "_save_rng_state", 2),
 }
 
@@ -270,14 +270,15 @@ def test_the_gate_judges_the_whole_step(nvfp4_base, tmp_path, monkeypatch):
 
 
 def test_gradients_that_are_not_finite_stop_the_run_before_they_are_saved(nvfp4_base, tmp_path, monkeypatch):
-    original = training.trainer.QerlTrainer._compute_loss
+    original = training.trainer.QerlTrainer.loss_of
 
-    def broken(self, model, inputs):
-        parameter = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+    def broken(self, inputs):
+        parameter = next(parameter for parameter in self.model.parameters() if parameter.requires_grad)
         root = (parameter * 0).sum().sqrt()  # 0, with the gradient inf * 0
-        return original(self, model, inputs) + (root if self.state.global_step == 1 else 0)
+        loss, metrics = original(self, inputs)
+        return loss + (root if self.state.global_step == 1 else 0), metrics
 
-    monkeypatch.setattr(training.trainer.QerlTrainer, "_compute_loss", broken)
+    monkeypatch.setattr(training.trainer.QerlTrainer, "loss_of", broken)
     with pytest.raises(EngineError, match=r"gradient of step 2 is nan.*checkpoint"):
         start(small_config(nvfp4_base, tmp_path), "tiny")
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1]

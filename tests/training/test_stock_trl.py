@@ -18,7 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 import training.run
 from qerl.checkpoint.adapter import adapter_tensors
 from qerl.engine.interface import Completion
-from training.rollout.rollout import Rollout
+from training.rollout.sampler import Sampler
 from training.run import start
 from training.run_dir.log import read_metrics
 
@@ -53,7 +53,7 @@ class Recorded:
 
     def __init__(self, config, monkeypatch):
         self.rollouts, self._random = [], random.Random(7)
-        build, generate = training.run.build_policy, Rollout.generate
+        build, sample = training.run.build_policy, Sampler.sample
 
         def built(engine, config):
             self._policy = build(engine, config)
@@ -66,25 +66,29 @@ class Recorded:
             return self._policy
 
         def recorded(*args, **kwargs):
-            self.rollouts.append(generate(*args, **kwargs))
-            return self.rollouts[-1]
+            rollout = sample(*args, **kwargs)
+            samples = [(group.prompt.ids, one) for group in rollout.groups for one in group.samples]
+            logprobs = [[[logprob] for logprob in one.logprobs] for _, one in samples]
+            self.rollouts.append(([ids for ids, _ in samples], [one.token_ids for _, one in samples], logprobs, None))
+            return rollout
 
         monkeypatch.setattr(training.run, "build_policy", built)
-        monkeypatch.setattr(Rollout, "generate", recorded)
+        monkeypatch.setattr(Sampler, "sample", recorded)
         self.run_dir = start(config, "tiny").run_dir
 
     def adapter(self):
         return {name: tensor.detach().clone() for name, tensor in adapter_tensors(self._policy).items()}
 
     def _complete(self, engine, prompts, sampling):
-        completions = []
+        completions, ended = [], engine.end_token_ids
         for _ in prompts:
             ids = [self._random.randrange(5, 60) for _ in range(self._random.choice([1, 1, 2, 3, 5, 8]))]
             if self._random.random() < 0.6:
-                ids[-1] = engine.end_token_ids[0]
+                ids[-1] = ended[0]
             completions.append(ids)
         logprobs = engine.score(prompts, completions, sampling.temperature)
-        return [Completion(ids, values, "stop") for ids, values in zip(completions, logprobs, strict=True)]
+        reasons = ["stop" if ids[-1] in ended else "length" for ids in completions]
+        return [Completion(*row) for row in zip(completions, logprobs, reasons, strict=True)]
 
 
 class Replay(GRPOTrainer):

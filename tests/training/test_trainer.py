@@ -1,13 +1,18 @@
-"""The trainer's numbers: the correction against TRL's own, batch invariance, what of the recipe reaches TRL."""
+"""The trainer's numbers: the correction against TRL's own, advantages, what of the recipe reaches TRL."""
+
+from dataclasses import replace
 
 import pytest
 import torch
 from small_run import small_config
-from trainer_factory import MASK, build_trainer, loss_inputs, scores
+from trainer_factory import MASK, batch_of, build_trainer, inputs_of, scores
+from trl.trainer.utils import nanstd
 
+from training.loss.advantages import group_advantages
+from training.policy.packed_policy import PackedPolicy
+from training.rollout.sampler import Moment
 from training.run import start
-from training.run_dir.log import completion_rows
-from training.trainer import QerlTrainer
+from training.step import collect
 from training.trl_config import trl_config
 
 
@@ -24,40 +29,47 @@ def test_correction_is_trls_without_its_second_forward(nvfp4_base, tmp_path, mod
         difference = difference.sum(-1, keepdim=True)
     ratio = difference.exp()
     weights = ratio.clamp(max=2.0) if mode.endswith("truncate") else ratio * (ratio <= 2.0)
-    inputs = loss_inputs(logprobs, sampling)
-    del inputs["old_per_token_logps"]  # one update a rollout: TRL's correction would compute them
-    ours = trainer._compute_loss(trainer.model, inputs)
-    reference = loss_inputs(logprobs, sampling) | {"importance_sampling_ratio": weights}
-    trainer.vllm_importance_sampling_correction = True
-    theirs = super(QerlTrainer, trainer)._compute_loss(trainer.model, reference)
+    inputs = inputs_of(trainer, batch_of(None, sampling))  # one update per rollout: no old logprobs
+    ours, _ = trainer.loss_of(inputs)
+    theirs, _ = trainer.loss_of(replace(inputs, rows=batch_of(logprobs, sampling), weights=weights))
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
 
 
-def test_one_update_a_rollout_costs_one_scoring_forward(nvfp4_base, tmp_path, monkeypatch):
-    calls = []
-    original = QerlTrainer._get_per_token_logps_and_entropies
+def test_one_update_per_rollout_costs_one_forward_pass(nvfp4_base, tmp_path, monkeypatch):
+    calls, logprobs = [], PackedPolicy.logprobs
 
-    def counted(self, *args, **kwargs):
-        calls.append(self._loss_inputs is not None)
-        return original(self, *args, **kwargs)
+    def counted(self, *args):
+        calls.append(torch.is_grad_enabled())
+        return logprobs(self, *args)
 
-    monkeypatch.setattr(QerlTrainer, "_get_per_token_logps_and_entropies", counted)
+    monkeypatch.setattr(PackedPolicy, "logprobs", counted)
     one_micro_batch = ("run.micro_batch_tokens=100000", "noise.enabled=false")
     start(small_config(nvfp4_base, tmp_path, *one_micro_batch, steps=2), "tiny")
-    assert calls == [True] * 2  # one a step, inside the loss
+    assert calls == [True] * 2  # one per step, for the loss
 
 
 def test_groups_are_normalized_alone(nvfp4_base, tmp_path):
     """Advantage = (reward - mean of its group) / (std of its group + 1e-4), with the unbiased std."""
-    trainer = build_trainer(small_config(nvfp4_base, tmp_path, "logging.completions_count=8"), tmp_path)
-    rows = [trainer.train_dataset[i] for i in (0, 1) for _ in range(4)]
-    trainer._generate_and_score_completions(rows)
-    sampled = completion_rows(trainer._logs)
-    rewards = torch.tensor([row["rewards"]["digits"] for row in sampled]).view(2, 4)
+    trainer = build_trainer(small_config(nvfp4_base, tmp_path), tmp_path)
+    collected = collect(trainer.parts, trainer.parts.prompts[:2], Moment(0))
+    rewards = torch.stack([graded.total_G for graded in collected.groups])
     expected = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-4)
-    got = torch.tensor([row["advantage"] for row in sampled]).view(2, 4)
-    torch.testing.assert_close(got, expected)
-    assert {row["prompt"] for row in sampled[:4]} != {row["prompt"] for row in sampled[4:]}
+    torch.testing.assert_close(collected.advantages_P_G, expected)
+    assert [graded.group.prompt.row for graded in collected.groups] == [0, 1]
+    shuffled = collected.batch.advantages_B.sort().values
+    assert torch.equal(shuffled, collected.advantages_P_G.flatten().sort().values)
+
+
+@pytest.mark.parametrize("scale", ["group", "batch", "none"])
+def test_advantages_are_trls_to_the_bit(scale):
+    """TRL 1.16's lines (GRPOTrainer, sum_then_normalize), for groups whose rewards differ."""
+    torch.manual_seed(1)
+    for size in (2, 4, 7, 8, 16):
+        rewards = torch.rand(6 * size)
+        mean = torch.nanmean(rewards.view(-1, size), dim=1).repeat_interleave(size)
+        std = nanstd(rewards.view(-1, size), dim=1).repeat_interleave(size) if scale == "group" else nanstd(rewards)
+        expected = rewards - mean if scale == "none" else (rewards - mean) / (std + 1e-4)
+        assert torch.equal(group_advantages(rewards.view(-1, size), scale).advantages_P_G.flatten(), expected)
 
 
 def test_the_recipe_reaches_trl(nvfp4_base, tmp_path):

@@ -1,13 +1,37 @@
-"""Give groups whose rewards are all equal the advantage 0, and count them.
+"""Rewards -> advantages, relative to the other completions of the same prompt (GRPO, arXiv 2402.03300, section 4.1.2).
 
-TRL 1.16 subtracts a float32 mean: eight rewards of 0.7 leave advantages of 6e-4, all of the same sign, and Adam turns
-even such a small gradient into a full step. TRL's own count of groups without variance misses these groups, and with
-`advantage_scale: batch` it looks at the batch instead of the groups.
+The values are those of TRL 1.16 (GRPOTrainer, `sum_then_normalize`), which the tests compare with, but for groups whose
+rewards are equal. TRL subtracts a float32 mean: eight rewards of 0.7 leave advantages of 6e-4, all of one sign, and
+Adam makes a whole step of however small a gradient. Here such groups have advantage 0. TRL's own count of groups
+without variance misses them as well, and counts the whole batch as one group where `advantage_scale` is batch.
 """
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
+
+
+class Advantages(NamedTuple):
+    """`advantages_P_G` is 0 in groups whose rewards are equal; `equal_share` is the share of such groups."""
+
+    advantages_P_G: torch.Tensor
+    equal_share: float
+
+
+def group_advantages(total_P_G: torch.Tensor, scale: str) -> Advantages:
+    """(reward - mean of its group) / (standard deviation + 1e-4), of float32 rewards (P, G).
+
+    `scale` says of what the unbiased deviation is taken: "group", "batch", or "none" to not divide at all.
+    """
+    advantages_P_G = total_P_G - total_P_G.mean(1, keepdim=True)
+    if scale == "group":
+        advantages_P_G = advantages_P_G / (deviation(total_P_G) + 1e-4)
+    elif scale == "batch":
+        advantages_P_G = advantages_P_G / (deviation(total_P_G.reshape(1, -1)) + 1e-4)
+    equal_P = ~rewards_differ(total_P_G)
+    return Advantages(advantages_P_G.masked_fill(equal_P[:, None], 0.0), equal_P.float().mean().item())
 
 
 def rewards_differ(rewards: torch.Tensor) -> torch.Tensor:
@@ -16,8 +40,8 @@ def rewards_differ(rewards: torch.Tensor) -> torch.Tensor:
     return spread > 1e-6 * rewards.abs().amax(1).clamp(min=1.0)
 
 
-def clear_equal_groups_(advantages: torch.Tensor, rewards: torch.Tensor) -> float:
-    """Set the advantages (P * G,) of groups with equal `rewards` (P, G) to 0. Returns the share of such groups."""
-    equal = ~rewards_differ(rewards)
-    advantages.view(rewards.shape)[equal] = 0.0
-    return equal.float().mean().item()
+def deviation(rewards: torch.Tensor) -> torch.Tensor:
+    """(R, 1) unbiased standard deviations of the rows (R, N), in the order of operations that TRL has."""
+    count = torch.tensor(rewards.shape[1])
+    variance = ((rewards - rewards.mean(1, keepdim=True)) ** 2).mean(1, keepdim=True)
+    return torch.sqrt(variance * (count / (count - 1)))

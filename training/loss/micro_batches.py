@@ -1,7 +1,7 @@
 """A step's loss from micro-batches of any size: which rows go where, what each one's share is, the step's metrics.
 
 TRL computes the loss of one micro-batch and divides it in its own ways (GRPOTrainer._compute_loss, TRL 1.16.0, with one
-micro-batch a step). `shares` are the factors that make the sum over micro-batches the loss of the whole step:
+micro-batch per step). The shares are the factors that make the sum over micro-batches the loss of the whole step:
 
     dapo, cispo, vespo              divided by the step's tokens already: 1
     bnpo                            a mean over the micro-batch's tokens: its share of the step's tokens
@@ -15,60 +15,64 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
-from training.policy.packing import row_lengths, split_by_tokens
+from training.policy.packing import pack, row_lengths, split_by_tokens
+
+if TYPE_CHECKING:
+    from training.loss.batch import Batch
+    from training.policy.packing import PackedRow
 
 BY_STEP_TOKENS = ("dapo", "cispo", "vespo")
 BY_TOKENS = ("bnpo",)
 SUMMED_METRICS = ("policy_loss",)  # parts of a sum; all others are means
 
+Metrics = Mapping[str, Sequence[float]]
+
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Some rows of a step; `inputs` are TRL's, a row a completion."""
+    """Some rows of a step."""
 
-    inputs: dict[str, Any]
-    rows: int
+    rows: Batch
     tokens: int  # completion tokens with a loss
     loss_share: float  # factor of the policy loss
     token_share: float  # its tokens by the step's; the entropy bonus is a mean over tokens with every loss
-    ids: torch.Tensor  # (rows, P + C) on the CPU, where rows are packed
+    ids: torch.Tensor  # (rows, P + T) on the CPU, where rows are packed
     mask: torch.Tensor
+    loss_mask: torch.Tensor  # (rows, T)
 
-    @property
-    def width(self) -> int:
-        """C, the columns of the completions."""
-        return self.inputs["completion_ids"].shape[1]
+    def packed(self, device: torch.device) -> PackedRow:
+        """Its rows laid end to end, on `device`; packing on the CPU overlaps with the GPU's work."""
+        return pack(self.ids, self.mask, self.rows.width, device, self.loss_mask)
 
 
-def split(inputs: Mapping[str, Any], budget: int, loss_type: str, advantage_only: bool) -> list[MicroBatch]:
+def split(batch: Batch, budget: int, loss_type: str, advantage_only: bool) -> list[MicroBatch]:
     """Cut a step into micro-batches of at most `budget` tokens, a prompt counted once for its rows.
 
     Rows without a loss are left out, since their gradient is exactly 0: those masked entirely and, where the loss has
     no term but the advantage's (`advantage_only`), those with advantage 0. If that leaves none, one micro-batch with
     advantage 0 stays, so that the step has its entropy and mismatch.
     """
-    mask = inputs["completion_mask"]
-    ids, masks = (
-        torch.cat([inputs[f"prompt_{name}"], inputs[f"completion_{name}"]], 1).cpu() for name in ("ids", "mask")
-    )
-    rows, step_tokens = len(mask), max(1, int(mask.sum()))
-    groups = _groups(inputs, mask.sum(1), budget)
+    ids, mask = (tensor.cpu() for tensor in batch.tokens())
+    loss_mask = batch.loss_mask_B_T.cpu()
+    step_tokens = max(1, int(loss_mask.sum()))
+    completion_tokens = batch.completion_mask_B_T.sum(1) * batch.loss_mask_B_T.any(1)
+    groups = _groups(batch, completion_tokens, budget)
     if advantage_only:
-        has_loss = (inputs["advantages"].view(rows, -1) != 0).any(1)
-        groups = _groups(inputs, mask.sum(1) * has_loss, budget) or groups[:1]
-    batches = []
+        groups = _groups(batch, completion_tokens * (batch.advantages_B != 0), budget) or groups[:1]
+    micro_batches = []
     for group in groups:
-        part = _rows(inputs, group, rows)
-        tokens = int(part["completion_mask"].sum())
+        index = torch.tensor(group)
+        tokens = int(loss_mask[index].sum())
         token_share = tokens / step_tokens
-        by_rows = 1.0 if loss_type in BY_STEP_TOKENS else len(group) / rows
+        by_rows = 1.0 if loss_type in BY_STEP_TOKENS else len(group) / len(batch)
         loss_share = token_share if loss_type in BY_TOKENS else by_rows
-        batches.append(MicroBatch(part, len(group), tokens, loss_share, token_share, ids[group], masks[group]))
-    return batches
+        packed = ids[index], mask[index], loss_mask[index]
+        micro_batches.append(MicroBatch(batch.rows(index), tokens, loss_share, token_share, *packed))
+    return micro_batches
 
 
 def row_metrics(loss_type: str, level: str) -> tuple[str, ...]:
@@ -77,9 +81,7 @@ def row_metrics(loss_type: str, level: str) -> tuple[str, ...]:
     return by_sequence + (("vespo/phi_seq_mean",) if loss_type == "vespo" else ())
 
 
-def merge_metrics(
-    parts: Iterable[tuple[MicroBatch, Mapping[str, Sequence[float]]]], by_row: tuple[str, ...]
-) -> dict[str, float]:
+def merge_metrics(parts: Iterable[tuple[MicroBatch, Metrics]], by_row: tuple[str, ...]) -> dict[str, float]:
     """The step's metrics from those of its micro-batches: means over the tokens, or rows, that were trained on."""
     sums: dict[str, float] = defaultdict(float)
     weights: dict[str, float] = defaultdict(float)
@@ -89,23 +91,12 @@ def merge_metrics(
                 sums[name] += sum(values) * batch.loss_share
                 weights[name] = 1.0
             else:
-                weight = batch.rows if name.startswith(by_row) else batch.tokens
+                weight = len(batch.rows) if name.startswith(by_row) else batch.tokens
                 sums[name] += sum(values) * weight
                 weights[name] += len(values) * weight
     return {name: sums[name] / weights[name] for name in sums}
 
 
-def _groups(inputs: Mapping[str, Any], completion_tokens: torch.Tensor, budget: int) -> list[list[int]]:
-    lengths = row_lengths(inputs["prompt_ids"], inputs["prompt_mask"], completion_tokens.tolist())
+def _groups(batch: Batch, completion_tokens: torch.Tensor, budget: int) -> list[list[int]]:
+    lengths = row_lengths(batch.prompt_ids_B_P, batch.prompt_mask_B_P, completion_tokens.tolist())
     return split_by_tokens(lengths, budget)
-
-
-def _rows(inputs: Mapping[str, Any], rows: Sequence[int], count: int) -> dict[str, Any]:
-    """The given rows of every tensor that has a row for each of `count` completions; the rest as it is."""
-    index = torch.tensor(rows)
-    return {
-        name: value.index_select(0, index.to(value.device))
-        if isinstance(value, torch.Tensor) and value.dim() and len(value) == count
-        else value
-        for name, value in inputs.items()
-    }

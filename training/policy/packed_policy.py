@@ -43,6 +43,7 @@ class PackedPolicy:
         self._temperature, self._plan = temperature, plan
         self._entropy_gradient, self._deterministic = entropy_gradient, deterministic
         self._training = False
+        self.device = self._model.get_input_embeddings().weight.device
         self.planned = 0  # bytes at the peak of the largest micro-batch so far
         self._layers = [module for module in self._model.modules() if isinstance(module, GradientCheckpointingLayer)]
         # gradient_checkpointing_enable does this for each module of the model, in every step, and has the embeddings
@@ -63,38 +64,37 @@ class PackedPolicy:
                 for layer in self._layers:
                     layer.gradient_checkpointing = False
 
-    def logprobs(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int, row: PackedRow | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(logprobs, entropies), float32 (B, C), of the last C = `width` of (B, P + C) tokens; 0 where masked.
-
-        `row`: these tokens, packed before.
-        """
-        row = pack(input_ids, attention_mask, width) if row is None else row
+    def logprobs(self, row: PackedRow, shape: tuple[int, int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """(logprobs, entropies), float32: those of a packed row's scored tokens, in a (B, C) block of zeros."""
         if self._training:
             self._recompute_in(row.cost)
-        with packed_attention_of(self._model):
+        with packed_attention_of(self._model), self._autocast():
             hidden = hidden_states(self._model, row)
-        head = dense_head(self._model.get_output_embeddings(), self._temperature)
-        values = token_logprobs(hidden, row.targets, head, self._entropy_gradient)
-        shape = (len(input_ids), width)
+            head = dense_head(self._model.get_output_embeddings(), self._temperature)
+            values = token_logprobs(hidden, row.targets, head, self._entropy_gradient)
         return row.scatter(values[0], shape), row.scatter(values[1], shape)
 
     @torch.no_grad()
-    def score(
-        self, input_ids: torch.Tensor, attention_mask: torch.Tensor, width: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`logprobs` of any number of rows, a micro-batch's tokens at a time."""
-        results = torch.zeros(2, len(input_ids), width, device=input_ids.device)
-        completions = attention_mask[:, -width:].sum(1).tolist()
+    def score(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+        """Logprobs, float32 (B, C), of any number of rows (B, P + C), a micro-batch's tokens at a time; 0 where
+        `loss_mask` (B, C) is."""
+        width = loss_mask.shape[1]
+        results = torch.zeros(len(input_ids), width, device=self.device)
+        completions = (attention_mask[:, -width:].sum(1) * loss_mask.any(1)).tolist()
         lengths = row_lengths(input_ids[:, :-width], attention_mask[:, :-width], completions)
         for group in split_by_tokens(lengths, self._plan.micro_batch_tokens):
-            rows = torch.tensor(group, device=input_ids.device)
-            results[:, rows] = torch.stack(self.logprobs(input_ids[rows], attention_mask[rows], width))
-        return results[0], results[1]
+            rows = torch.tensor(group)
+            packed = pack(input_ids[rows], attention_mask[rows], width, self.device, loss_mask[rows])
+            results[rows.to(self.device)] = self.logprobs(packed, (len(group), width))[0]
+        return results
 
     def _recompute_in(self, tokens: int) -> None:
         recomputed = self._plan.recomputed(tokens)
         for index, layer in enumerate(self._layers):
             layer.gradient_checkpointing = index < recomputed
         self.planned = max(self.planned, self._plan.needed(tokens))
+
+    def _autocast(self) -> torch.autocast:
+        """The adapter's factors are float32; on a GPU their products run in bfloat16."""
+        on_gpu = self.device.type == "cuda"
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu and self._model.dtype == torch.bfloat16)

@@ -111,23 +111,39 @@ def _filled(rows: Sequence[Lengths], order: Sequence[int], budget: int) -> list[
 
 
 def pack(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_width: int, device: torch.device | None = None
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    completion_width: int,
+    device: torch.device | None = None,
+    loss_mask: torch.Tensor | None = None,
 ) -> PackedRow:
     """Pack (B, P + C) rows, prompts padded left and completions right; C is `completion_width`.
 
-    The packed row is on `device` (None: that of the ids); from ids and mask on the CPU nothing waits for the GPU. Rows
-    whose completion is masked entirely are left out. Every row needs at least one prompt token.
+    `loss_mask` (B, C) says which completion tokens are scored; None: all that `attention_mask` has. The others are read
+    by the model as context. The packed row is on `device` (None: that of the ids); packing happens on the CPU, so it
+    waits for nothing on the GPU if the tensors are there. Rows without a token to score are left out. Every row needs
+    at least one prompt token.
     """
     ids, mask = input_ids.cpu(), attention_mask.bool().cpu()
+    scored = mask[:, -completion_width:] if loss_mask is None else loss_mask.bool().cpu()
     groups: dict[tuple[int | None, ...], list[int]] = {}
     share = SHARE_PROMPTS
-    for row in mask[:, -completion_width:].any(1).nonzero()[:, 0].tolist():
+    for row in scored.any(1).nonzero()[:, 0].tolist():
         prompt = ids[row, :-completion_width][mask[row, :-completion_width]]
         groups.setdefault((None if share else row, *prompt.tolist()), []).append(row)
     builder = _Builder(completion_width)
     for (_, *prompt), rows in groups.items():
-        builder.add_group(torch.tensor(prompt), [(row, ids[row], mask[row]) for row in rows])
+        builder.add_group(torch.tensor(prompt), [_Row(row, ids[row], mask[row], scored[row]) for row in rows])
     return builder.build(device or input_ids.device)
+
+
+class _Row(NamedTuple):
+    """A row to pack: its number in the block, ids and mask (P + C,), and which completion tokens are scored (C,)."""
+
+    number: int
+    ids: torch.Tensor
+    mask: torch.Tensor
+    scored: torch.Tensor
 
 
 @dataclass
@@ -145,22 +161,22 @@ class _Builder:
     places: list[torch.Tensor] = field(default_factory=list)
     size: int = 0
 
-    def add_group(self, prompt: torch.Tensor, rows: list[tuple[int, torch.Tensor, torch.Tensor]]) -> None:
-        """One prompt and (number, ids, mask) of each row that has it."""
+    def add_group(self, prompt: torch.Tensor, rows: list[_Row]) -> None:
+        """One prompt and the rows that have it."""
         start = torch.arange(self.size, self.size + len(prompt))
         alone = len(rows) == 1
         self._add_tokens(prompt, 0)
         if not alone:
             self._add_sequence(len(prompt), start)
-        for number, ids, mask in rows:
-            columns = mask[-self.width :].nonzero()[:, 0]
-            completion = ids[-self.width :][columns]
+        for row in rows:
+            columns = row.mask[-self.width :].nonzero()[:, 0]
+            completion, scored = row.ids[-self.width :][columns], row.scored[columns]
             place = torch.arange(self.size, self.size + len(completion))
             self._add_tokens(completion, len(prompt))
             self._add_sequence(len(completion) + alone * len(prompt), torch.cat([start, place]))
-            self.predicting.append(torch.cat([start[-1:], place[:-1]]))
-            self.targets.append(completion)
-            self.places.append(number * self.width + columns)
+            self.predicting.append(torch.cat([start[-1:], place[:-1]])[scored])
+            self.targets.append(completion[scored])
+            self.places.append(row.number * self.width + columns[scored])
 
     def build(self, device: torch.device) -> PackedRow:
         shared = self.query_lengths != self.key_lengths

@@ -16,13 +16,14 @@ from qerl.tasks import get_task, grade
 from training.preflight.limits import check_limits
 from training.preflight.warm_start import check_warm_start
 from training.rewards.rewards import Rewards, build_rewards
-from training.rollout.prompts import Prompts, load_prompts
+from training.rollout.prompts import load_prompts
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from qerl.config.schema import RunConfig
     from qerl.tasks import Task
+    from training.rollout.groups import Prompt
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +43,9 @@ def dry_run(config: RunConfig, console: Console) -> bool:
     prompts = load_prompts(config.data, tokenizer, config.rollout.prompts_per_step)
     folder = local_folder(base.base)  # with its weights: the tokenizer fetched the whole of a hub id
     check_limits(config, folder, prompts)
-    lengths = sorted(len(ids) for ids in prompts.ids_by_text.values())
+    lengths = sorted(len(prompt.ids) for prompt in prompts)
     console.print(
-        f"data: {len(prompts.examples)} prompts of {lengths[0]} to {lengths[-1]} tokens, half of them under "
+        f"data: {len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens, half of them under "
         f"{lengths[len(lengths) // 2]}; a run of {config.run.steps} steps samples "
         f"{config.run.steps * config.rollout.prompts_per_step}",
         highlight=False,
@@ -52,7 +53,8 @@ def dry_run(config: RunConfig, console: Console) -> bool:
     )
     written = Path(mkdtemp(prefix="qerl-dry-run-"))
     try:
-        console.print(reward_table(config, prompts, build_rewards(config, prompts.examples, written)))
+        rewards = build_rewards(config, [prompt.example for prompt in prompts], written)
+        console.print(reward_table(config, prompts, rewards))
     finally:
         if not any(written.iterdir()):  # else the message of the failure names what stands in it
             shutil.rmtree(written)
@@ -61,11 +63,11 @@ def dry_run(config: RunConfig, console: Console) -> bool:
     return not made.problems
 
 
-def reward_table(config: RunConfig, prompts: Prompts, rewards: Rewards):
+def reward_table(config: RunConfig, prompts: Sequence[Prompt], rewards: Rewards):
     """What each reward gives the answer itself and an empty completion, for the first rows."""
     from rich.table import Table
 
-    examples = prompts.examples[:ROWS]
+    examples = [prompt.example for prompt in prompts[:ROWS]]
     task = get_task(config.data.task)
     right = [_graded_right(task, example.answer) for example in examples]
     table = Table("row", "answer", *(f"{f.__name__}: answer / empty" for f in rewards.functions), box=None)
@@ -88,11 +90,11 @@ def _shown(answer: str) -> str:
     return text if len(text) <= 40 else f"...{text[-37:]}"
 
 
-def _score(rewards: Rewards, prompts: Prompts, completions: Sequence[str]) -> list[list[float]]:
+def _score(rewards: Rewards, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[list[float]]:
     rows = list(range(len(completions)))
-    texts = [prompts.dataset[row]["prompt"] for row in rows]
+    texts = [prompts[row].text for row in rows]
     ids = [[0] * max(len(text.split()), 1) for text in completions]
     return [
-        list(function(prompts=texts, completions=list(completions), completion_ids=ids, row=rows, trainer_state=None))
+        list(function(prompts=texts, completions=list(completions), completion_ids=ids, row=rows))
         for function in rewards.functions
     ]

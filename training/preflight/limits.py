@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,19 +22,19 @@ from qerl.plan.sizes import ModelSizes, sizes_of
 if TYPE_CHECKING:
     from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import RunConfig
-    from training.rollout.prompts import Prompts
+    from training.rollout.groups import Prompt
 
 PLAN_ERROR = 0.10  # of the limit: as near to what runs measured is the plan held
 
 logger = logging.getLogger(__name__)
 
 
-def check_limits(config: RunConfig, folder: Path, prompts: Prompts) -> None:
+def check_limits(config: RunConfig, folder: Path, prompts: Sequence[Prompt]) -> None:
     """Raise ConfigError if a completion can outgrow the model's positions, or the rank every linear; EngineError if a
     prompt has tokens that the model has not."""
     sizes = sizes_of(read_json(folder / "config.json"), str(folder))
-    check_tokens(prompts.ids_by_text.values(), sizes.vocabulary)
-    longest, new_tokens = max(map(len, prompts.ids_by_text.values())), config.rollout.max_new_tokens
+    check_tokens((prompt.ids for prompt in prompts), sizes.vocabulary)
+    longest, new_tokens = max(len(prompt.ids) for prompt in prompts), config.rollout.max_new_tokens
     if sizes.positions is not None and longest + new_tokens > sizes.positions:
         raise ConfigError(
             f"a prompt of {longest} tokens and rollout.max_new_tokens {new_tokens} exceed the model's "

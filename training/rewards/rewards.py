@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from qerl.config.schema import RewardConfig, RunConfig
 
 Reward = Callable[..., Sequence[float]]
+LogMetric = Callable[[str, float], None]
 
 REWARDS: dict[str, Reward] = {
     "accuracy": reward_functions.accuracy,
@@ -51,10 +52,14 @@ TRIED = 2  # rows that a reward server has to grade before training starts
 
 @dataclass(frozen=True)
 class Rewards:
-    """The rewards of a run, as TRL takes them. Each function has the name of its metric."""
+    """The rewards of a run. Each function has the name of its metric."""
 
     functions: list[Reward]
     weights: list[float]
+
+    @property
+    def names(self) -> list[str]:
+        return [function.__name__ for function in self.functions]
 
 
 def build_rewards(config: RunConfig, examples: Sequence[Example], run_dir: Path) -> Rewards:
@@ -160,7 +165,7 @@ def _metric_name(name: str, earlier: Sequence[Any]) -> str:
     return name if any(reward.__name__ == short for reward in earlier) else short
 
 
-def _own_metrics(log: Callable[[str, float], None], reward: str) -> Callable[[str, float], None]:
+def _own_metrics(log: LogMetric, reward: str) -> LogMetric:
     """`log` with its arguments checked at once, so that an error arises in the function that made the mistake.
 
     Raises TypeError or ValueError for a value that is no number, and RewardError for a name that the run logs itself:
@@ -184,7 +189,7 @@ def _log_nothing(_name: str, _value: float) -> None:
 
 
 class _GuardedReward:
-    """A reward as TRL calls it: it adds the columns of the examples and checks what the function returns."""
+    """A reward as grading calls it: it adds the columns of the examples and checks what the function returns."""
 
     def __init__(
         self,
@@ -204,12 +209,12 @@ class _GuardedReward:
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         self._wanted = None if takes_all else set(parameters)
 
-    def __call__(self, completions: list[str], row: list[int], **given: Any) -> list[float]:
+    def __call__(
+        self, completions: list[str], row: list[int], step: int = 0, log_metric: LogMetric = _log_nothing, **given: Any
+    ) -> list[float]:
         """One reward per completion; `row` indexes into the run's examples. Raises RewardError."""
         columns = self._columns(completions, row, given)
-        step = getattr(given.get("trainer_state"), "global_step", 0)
-        log = _own_metrics(given.get("log_metric", _log_nothing), self.__name__)
-        fixed = {**self._fixed, "step": step, "log_metric": log}
+        fixed = {**self._fixed, "step": step, "log_metric": _own_metrics(log_metric, self.__name__)}
         try:
             returned = self._run(columns, fixed)
         except QerlError:

@@ -26,7 +26,8 @@ from dataclasses import dataclass
 import torch
 
 from training.loss.advantages import rewards_differ
-from training.rollout.noise import derive_seed
+from training.rollout.groups import GradedGroup
+from training.rollout.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
 
@@ -35,26 +36,11 @@ LEAST_BOUND = 16  # prompts that an extra rollout may have, however small the st
 
 
 @dataclass(frozen=True)
-class Group:
-    """The completions of one prompt (G of them), sampled and graded. `rewards` is (G, number of reward functions)."""
+class Chosen:
+    """The groups that a step trains on, out of all that it sampled."""
 
-    row: int
-    completion_ids: Sequence[Sequence[int]]
-    logprobs: Sequence[Sequence[float]]
-    rewards: torch.Tensor
-    informative: bool
-
-    @property
-    def tokens(self) -> int:
-        return sum(len(ids) for ids in self.completion_ids)
-
-
-@dataclass(frozen=True)
-class Batch:
-    """The groups that a step trains on, of all that it sampled."""
-
-    kept: list[Group]
-    sampled: list[Group]
+    kept: list[GradedGroup]
+    sampled: list[GradedGroup]
     extra_rollouts: int
     extra_s: float  # seconds of the extra rollouts and their grading
 
@@ -65,15 +51,15 @@ class Batch:
             "dynamic_sampling/sampled_groups": len(self.sampled),
             "dynamic_sampling/informative_share": sum(group.informative for group in self.sampled) / len(self.sampled),
             "dynamic_sampling/discarded_groups": len(self.sampled) - len(self.kept),
-            "dynamic_sampling/discarded_tokens": sum(g.tokens for g in self.sampled) - sum(g.tokens for g in self.kept),
+            "dynamic_sampling/discarded_tokens": _tokens(self.sampled) - _tokens(self.kept),
             "dynamic_sampling/filled_groups": sum(not group.informative for group in self.kept),
             "time/extra_rollouts_s": self.extra_s,
         }
 
 
 def fill_batch(
-    draw: Callable[[list[int]], list[Group]], rows: list[int], order: Sequence[int], max_extra_rollouts: int
-) -> Batch:
+    draw: Callable[[list[int]], list[GradedGroup]], rows: list[int], order: Sequence[int], max_extra_rollouts: int
+) -> Chosen:
     """The step's groups: those of `rows`, and in place of uninformative ones those of further rows.
 
     `draw` samples and grades one group for each row that it is given; `order` is that of `extra_order`.
@@ -83,13 +69,13 @@ def fill_batch(
     while (count := extra_prompts([group.informative for group in sampled], len(rows))) and (
         extra_rollouts < max_extra_rollouts
     ):
-        kept = {group.row for group in sampled if group.informative}
-        sampled += draw(next_rows(order, [group.row for group in sampled], kept, count))
+        kept = {graded.group.prompt.row for graded in sampled if graded.informative}
+        sampled += draw(next_rows(order, [graded.group.prompt.row for graded in sampled], kept, count))
         extra_rollouts += 1
     chosen = keep([group.informative for group in sampled], len(rows))
     extra_s = time.perf_counter() - started if extra_rollouts else 0.0
-    batch = Batch([sampled[i] for i in chosen], sampled, extra_rollouts, extra_s)
-    if filled := sum(not group.informative for group in batch.kept):
+    chosen_groups = Chosen([sampled[i] for i in chosen], sampled, extra_rollouts, extra_s)
+    if filled := sum(not group.informative for group in chosen_groups.kept):
         logger.warning(
             "dynamic sampling: %d of %d groups have no signal after %d extra rollouts (%d of %d sampled ones had one)",
             filled,
@@ -98,7 +84,11 @@ def fill_batch(
             sum(group.informative for group in sampled),
             len(sampled),
         )
-    return batch
+    return chosen_groups
+
+
+def _tokens(groups: Sequence[GradedGroup]) -> int:
+    return sum(graded.group.tokens for graded in groups)
 
 
 def informative_groups(rewards: torch.Tensor, in_loss: torch.Tensor) -> list[bool]:

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from training.rollout.noise_controller import control
+from training.rollout.seeds import derive_seed
 
 if TYPE_CHECKING:
     from qerl.config.schema import NoiseConfig
@@ -94,14 +95,6 @@ def draw_noise(sizes: Mapping[str, int], sigma: float, seed: int, step: int) -> 
     """A float32 vector (d,) of N(0, sigma^2) for each norm, drawn on the CPU from seed and step alone."""
     generator = torch.Generator().manual_seed(derive_seed(seed, step, "noise"))
     return {name: torch.randn(size, generator=generator) * sigma for name, size in sizes.items()}
-
-
-def derive_seed(seed: int, step: int, purpose: str) -> int:
-    """A 63-bit seed for one purpose at one step, so that no two purposes share a random stream."""
-    import hashlib
-
-    digest = hashlib.sha256(f"{seed}/{step}/{purpose}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
 
 
 def _sigma(config: NoiseConfig, share: float) -> float:

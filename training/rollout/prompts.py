@@ -1,4 +1,4 @@
-"""Examples -> prompts: what each step trains on, as a pure function of (seed, step).
+"""Examples -> prompts, and which of them each step trains on; that depends on the seed and the step alone.
 
 The prompt is built by `qerl.tasks`, the same code that evaluation uses, and kept as token ids, so that no second
 template can slip in between.
@@ -7,19 +7,18 @@ template can slip in between.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-from torch.utils.data import Sampler
 
 from qerl.errors import DataError
 from qerl.tasks import build_messages, get_task, load_examples, render_prompt
-from training.rollout.noise import derive_seed
+from training.rollout.groups import Prompt
+from training.rollout.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
     from qerl.config.schema import DataConfig
@@ -28,16 +27,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class Prompts:
-    """The prompts of a run. `dataset` has the columns "prompt" (rendered text) and "row" (index into `examples`)."""
-
-    examples: list[Example]
-    dataset: Dataset
-    ids_by_text: dict[str, list[int]]
-
-
-def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, at_least: int) -> Prompts:
+def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, at_least: int) -> list[Prompt]:
     """Read the examples, render their prompts, and drop the over-long ones (counted and named).
 
     Raises DataError if fewer than `at_least` (the prompts of one step) are left.
@@ -46,50 +36,44 @@ def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, at_leas
     examples, _ = load_examples(
         task, source=config.source, split=config.split, columns=config.columns, limit=config.limit
     )
-    rendered = [(example, *_render(config, example, tokenizer)) for example in examples]
-    kept = [row for row in rendered if len(row[2]) <= config.max_prompt_tokens]
-    _report_long(config, [example for example, _, ids in rendered if len(ids) > config.max_prompt_tokens])
+    rendered = [(example, _render(config, example, tokenizer)) for example in examples]
+    kept = [(example, ids) for example, ids in rendered if len(ids) <= config.max_prompt_tokens]
+    _report_long(config, [example for example, ids in rendered if len(ids) > config.max_prompt_tokens])
     if len(kept) < at_least:
         raise DataError(
             f"{len(kept)} usable examples are fewer than the {at_least} prompts of one step: give more rows, raise "
             "data.max_prompt_tokens, or lower rollout.prompts_per_step"
         )
-    from datasets import Dataset
+    return [
+        Prompt(row, ids, tokenizer.decode(ids, skip_special_tokens=False), example)
+        for row, (example, ids) in enumerate(kept)
+    ]
 
-    dataset = Dataset.from_dict({"prompt": [text for _, text, _ in kept], "row": list(range(len(kept)))})
-    return Prompts([example for example, _, _ in kept], dataset, {text: ids for _, text, ids in kept})
 
+@dataclass(frozen=True)
+class StepPrompts:
+    """What the training loop iterates over: the prompts of each optimizer step, from the one that comes next.
 
-class PromptSampler(Sampler[int]):
-    """Rows in training order: rollout r takes the next `prompts_per_step` of an endless sequence of permutations.
-
-    Each row stands `group_size` times in a row, and the whole rollout `repeats` times, since TRL's loader fetches the
-    rollout's rows anew for each micro-batch. Starting at rollout r gives what a run from 0 would see there.
+    Rollout r takes the next `per_rollout` prompts of an endless sequence of permutations, and serves `updates`
+    optimizer steps. Starting at rollout r gives what a run from the beginning would see there.
     """
 
-    def __init__(
-        self, rows: int, prompts_per_step: int, group_size: int, repeats: int, rollouts: int, seed: int, start: int = 0
-    ) -> None:
-        self._rows = rows
-        self._prompts_per_step = prompts_per_step
-        self._group_size = group_size
-        self._repeats = repeats
-        self._rollouts = rollouts
-        self._seed = seed
-        self._start = start
+    prompts: Sequence[Prompt]
+    per_rollout: int
+    updates: int
+    rollouts: int  # of the whole run
+    seed: int
+    first: int = 0  # the rollout that a resumed run continues with
 
     def __len__(self) -> int:
-        """Indices of the whole run, so that the run is one epoch wherever it starts."""
-        return self._rollouts * self._prompts_per_step * self._group_size * self._repeats
+        """Steps of the whole run, so that the run is one epoch wherever it starts."""
+        return self.rollouts * self.updates
 
-    def __iter__(self) -> Iterator[int]:
-        rollout = self._start
-        while True:  # the trainer stops by its step count; its loader reads one batch ahead
-            rows = rollout_rows(self._rows, self._prompts_per_step, self._seed, rollout)
-            for _ in range(self._repeats):
-                for row in rows:
-                    yield from [row] * self._group_size
-            rollout += 1
+    def __iter__(self) -> Iterator[list[Prompt]]:
+        for rollout in range(self.first, self.rollouts):
+            rows = rollout_rows(len(self.prompts), self.per_rollout, self.seed, rollout)
+            for _ in range(self.updates):
+                yield [self.prompts[row] for row in rows]
 
 
 def rollout_rows(rows: int, prompts_per_step: int, seed: int, rollout: int) -> list[int]:
@@ -104,10 +88,9 @@ def rollout_rows(rows: int, prompts_per_step: int, seed: int, rollout: int) -> l
     return picked
 
 
-def _render(config: DataConfig, example: Example, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[int]]:
+def _render(config: DataConfig, example: Example, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     messages = build_messages(get_task(config.task), example.question, config.system_prompt, config.prompt_template)
-    ids = render_prompt(tokenizer, messages)
-    return tokenizer.decode(ids, skip_special_tokens=False), ids
+    return render_prompt(tokenizer, messages)
 
 
 def _report_long(config: DataConfig, examples: list[Example]) -> None:

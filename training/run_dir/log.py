@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
@@ -21,26 +21,21 @@ from qerl.files.disk import replace_text
 from training.run_dir.progress import Display, completions_table, numbers
 from training.run_dir.watch import due, findings
 
+if TYPE_CHECKING:
+    import torch
+
+    from training.rollout.groups import GradedGroup
+
 logger = logging.getLogger(__name__)
 
 # TRL's name -> ours; what is missing here keeps its name.
 NAMES = {
-    "frac_reward_zero_std": "groups/zero_variance_share",
-    "completions/mean_length": "completions/mean_tokens",
-    "completions/min_length": "completions/min_tokens",
-    "completions/max_length": "completions/max_tokens",
-    "completions/clipped_ratio": "completions/truncated_share",
-    "completions/mean_terminated_length": None,
-    "completions/min_terminated_length": None,
-    "completions/max_terminated_length": None,
-    "num_tokens": "tokens_total",
     "clip_ratio/low_mean": "clip/low_share",
     "clip_ratio/high_mean": "clip/high_share",
     "clip_ratio/region_mean": "clip/share",
     "cispo_clip_ratio": "clip/high_share",  # it has one bound
     "clip_ratio/low_min": None,
     "clip_ratio/high_max": None,
-    "step_time": None,  # without the optimizer; ours is time/step_s
     "epoch": None,
 }
 # All that a run logs: these names, and what stands under these folders; a test holds them to a run. Not grades/, which
@@ -61,13 +56,7 @@ def rename(logs: Mapping[str, float | None]) -> dict[str, float | None]:
     """TRL's metrics in our words; those that repeat others are dropped, what is not finite becomes None (JSON null)."""
     renamed = {}
     for key, value in logs.items():
-        if key.startswith("rewards/") and key.endswith("/mean"):
-            name: str | None = key.removesuffix("/mean")
-        elif key.startswith("rewards/") and key.endswith("/std"):
-            name = None
-        else:
-            name = NAMES.get(key, key)
-        if name is not None:
+        if (name := NAMES.get(key, key)) is not None:
             renamed[name] = value if value is None or math.isfinite(value) else None
     return renamed
 
@@ -77,24 +66,19 @@ def is_own(name: str) -> bool:
     return name in (*RUN_METRICS, *NAMES) or name.startswith(RUN_FOLDERS)
 
 
-def means(metrics: Mapping[str, Sequence[float]]) -> dict[str, float | None]:
-    """The mean of each metric's values that are not NaN; None if nothing is left."""
-    valid = {key: [value for value in values if not math.isnan(value)] for key, values in metrics.items()}
-    return {key: sum(values) / len(values) if values else None for key, values in valid.items()}
-
-
-def completion_rows(logs: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The latest rollout from TRL's `_logs`: prompt, completion, rewards by name, advantage."""
-    names = list(logs["rewards"])
-    columns = [logs["prompt"], logs["completion"], logs["advantages"], *(logs["rewards"][name] for name in names)]
+def completion_rows(
+    groups: Sequence[GradedGroup], advantages_P_G: torch.Tensor, names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """A rollout as rows to read: prompt, completion, advantage, rewards by name."""
     return [
         {
-            "prompt": row[0],
-            "completion": row[1],
-            "advantage": row[2],
-            "rewards": dict(zip(names, row[3:], strict=True)),
+            "prompt": graded.group.prompt.text,
+            "completion": text,
+            "advantage": advantage,
+            "rewards": dict(zip(names, rewards, strict=True)),
         }
-        for row in zip(*columns, strict=True)
+        for graded, advantages in zip(groups, advantages_P_G.tolist(), strict=True)
+        for text, advantage, rewards in zip(graded.texts, advantages, graded.rewards_G_F.tolist(), strict=True)
     ]
 
 
@@ -113,7 +97,7 @@ class RunLog:
     """Writes into one run directory; a context manager around the training loop."""
 
     def __init__(self, run_dir: Path, steps: int, console: Console | None = None) -> None:
-        self._run_dir = run_dir
+        self.run_dir = run_dir
         self._steps = steps
         self._console = console or Console(stderr=True)
         self._display: Display | None = None
@@ -138,13 +122,13 @@ class RunLog:
 
     def start_at(self, step: int) -> None:
         """Drop what a killed run wrote after `step`, so that the files continue as one run."""
-        kept = [row for row in read_metrics(self._run_dir) if row["step"] <= step]
-        replace_text(self._run_dir / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
+        kept = [row for row in read_metrics(self.run_dir) if row["step"] <= step]
+        replace_text(self.run_dir / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
         self._rows = kept
         if self._display is not None and kept:
             self._display.step(kept, self._steps)
         self._keep_warnings(step)
-        for file in (self._run_dir / "completions").glob("step-*.jsonl"):
+        for file in (self.run_dir / "completions").glob("step-*.jsonl"):
             if int(file.stem.removeprefix("step-")) > step:
                 file.unlink()
 
@@ -152,14 +136,14 @@ class RunLog:
         """Append one line, on disk before this returns, and show it. Raises CheckpointError if the disk refuses."""
         row = {"step": step, **dict(sorted(metrics.items()))}
         try:
-            with (self._run_dir / "metrics.jsonl").open("a", encoding="utf-8") as handle:
+            with (self.run_dir / "metrics.jsonl").open("a", encoding="utf-8") as handle:
                 handle.write(json.dumps(row, allow_nan=False) + "\n")
                 handle.flush()
                 os.fsync(handle.fileno())
         except OSError as error:
             raise CheckpointError(
                 f"the metrics of step {step} could not be written ({error}): free some disk space and run `qerl train "
-                f"--resume {self._run_dir}`, which continues after the last checkpoint"
+                f"--resume {self.run_dir}`, which continues after the last checkpoint"
             ) from error
         self._rows.append(row)
         self._show(step)
@@ -168,7 +152,7 @@ class RunLog:
     def write_completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """A sample of the step's completions, one JSON object a line; on a terminal some of them are shown."""
         rows = list(rows)
-        folder = self._run_dir / "completions"
+        folder = self.run_dir / "completions"
         folder.mkdir(exist_ok=True)
         text = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
         (folder / f"step-{step:06d}.jsonl").write_text(text, encoding="utf-8")
@@ -180,7 +164,7 @@ class RunLog:
         for finding in due(findings(self._rows), self._told, step):
             self._told[finding.kind] = step
             row = {"step": step, "kind": finding.kind, "text": finding.text}
-            with (self._run_dir / WARNINGS).open("a", encoding="utf-8") as handle:
+            with (self.run_dir / WARNINGS).open("a", encoding="utf-8") as handle:
                 handle.write(json.dumps(row) + "\n")
             style = "yellow" if self._console.is_terminal else None
             self._console.print(
@@ -189,7 +173,7 @@ class RunLog:
 
     def _keep_warnings(self, step: int) -> None:
         """Drop those after `step`; what was told before keeps its cool-down."""
-        path = self._run_dir / WARNINGS
+        path = self.run_dir / WARNINGS
         if path.exists():
             kept = [row for row in _read_rows(path) if row["step"] <= step]
             replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))

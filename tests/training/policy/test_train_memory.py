@@ -72,14 +72,14 @@ def test_the_optimizer_s_state_does_not_lie_among_what_training_leaves(nvfp4_bas
 
 def test_gradients_are_made_before_what_a_micro_batch_has(nvfp4_base, tmp_path, monkeypatch):
     """Among it they would be in the way of what torch gives back, and so would the optimizer's state beside them."""
-    train, seen = QerlTrainer._train_micro_batch, {0: [], 1: []}
+    loss_of, seen = QerlTrainer.loss_of, {0: [], 1: []}
 
-    def watched(trainer, model, *arguments):
-        gradients = [parameter.grad for parameter in model.parameters() if parameter.requires_grad]
+    def watched(trainer, inputs):
+        gradients = [parameter.grad for parameter in trainer.model.parameters() if parameter.requires_grad]
         seen[trainer.state.global_step].append(sum(torch.count_nonzero(gradient).item() for gradient in gradients))
-        return train(trainer, model, *arguments)
+        return loss_of(trainer, inputs)
 
-    monkeypatch.setattr(QerlTrainer, "_train_micro_batch", watched)
+    monkeypatch.setattr(QerlTrainer, "loss_of", watched)
     config = small_config(nvfp4_base, tmp_path, "noise.enabled=false", "run.micro_batch_tokens=1", steps=2)
     start(config, "tiny")
     assert [counts[0] for counts in seen.values()] == [0, 0]

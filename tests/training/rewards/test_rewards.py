@@ -28,14 +28,13 @@ def make_config(*rewards, max_new_tokens=100):
 
 
 def call(function, completions, row=None, ids=None, **columns):
-    """Call a built reward as TRL does."""
+    """Call a built reward as grading does."""
     return function(
         prompts=["p"] * len(completions),
         completions=completions,
         completion_ids=ids or [[1]] * len(completions),
         row=row or [0] * len(completions),
-        trainer_state=SimpleNamespace(global_step=7),
-        log_extra=None,
+        step=7,
         log_metric=lambda name, value: None,
         **columns,
     )

@@ -88,7 +88,7 @@ def call(function, completions=("a", "b"), row=(0, 1)):
         completions=list(completions),
         completion_ids=[[1]] * len(completions),
         row=list(row),
-        trainer_state=SimpleNamespace(global_step=7),
+        step=7,
         log_metric=lambda name, value: None,
     )
 

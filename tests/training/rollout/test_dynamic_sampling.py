@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from training.rollout.dynamic_sampling import (
-    Group,
     extra_order,
     extra_prompts,
     fill_batch,
@@ -14,12 +13,15 @@ from training.rollout.dynamic_sampling import (
     keep,
     next_rows,
 )
+from training.rollout.groups import GradedGroup, Group, Prompt, Sample
 
 MAX_EXTRA = 6  # the default of rollout.dynamic_sampling.max_extra_rollouts
 
 
 def group(row, informative, tokens=3):
-    return Group(row, [[1] * tokens], [[-0.5] * tokens], torch.tensor([[float(informative)]]), informative)
+    sample = Sample([1] * tokens, [-0.5] * tokens, [True] * tokens, False)
+    reward = torch.tensor([float(informative)])
+    return GradedGroup(Group(Prompt(row, [1], "", None), (sample,)), ("",), reward[None], reward, informative)
 
 
 REWARDS = (  # rewards of a group, which of its completions enter the loss, informative
@@ -95,7 +97,7 @@ def test_one_in_four_fills_every_batch(size):
             MAX_EXTRA,
         )
         assert [member.informative for member in batch.kept] == [True] * size
-        assert len({member.row for member in batch.kept}) == size
+        assert len({member.group.prompt.row for member in batch.kept}) == size
         sampled += len(batch.sampled)
     assert sampled / (steps * size) < (5 if size >= 8 else 8)
 
@@ -112,7 +114,7 @@ def test_what_is_missing_after_the_bound_is_filled_and_said(caplog):
         batch = fill_batch(draw, [0, 1, 2], [5, 6, 7, 8, 9, 1, 0, 2, 3, 4], 1)
     # 1 of 3 had a signal: 1.5 * 2 * 5 / 2 = 7.5 prompts; none twice, so that row 1 is drawn again at last
     assert drawn == [[0, 1, 2], [5, 6, 7, 8, 9, 3, 4, 1]]
-    assert [member.row for member in batch.kept] == [0, 1, 7]
+    assert [member.group.prompt.row for member in batch.kept] == [0, 1, 7]
     metrics = batch.metrics()
     assert metrics.pop("time/extra_rollouts_s") > 0
     assert metrics == {
@@ -128,5 +130,5 @@ def test_what_is_missing_after_the_bound_is_filled_and_said(caplog):
 
 def test_a_batch_that_is_full_at_once_costs_nothing():
     batch = fill_batch(lambda rows: [group(row, True) for row in rows], [4, 2], [0, 1, 2, 3, 4], MAX_EXTRA)
-    assert [member.row for member in batch.kept] == [4, 2]
+    assert [member.group.prompt.row for member in batch.kept] == [4, 2]
     assert (batch.extra_rollouts, len(batch.sampled)) == (0, 2)

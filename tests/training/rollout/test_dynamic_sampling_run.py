@@ -2,13 +2,13 @@
 
 import json
 import re
+from collections import Counter
 from pathlib import Path
 
 import pytest
 from small_run import numbers, small_config
 
-import training.rollout.rollout
-import training.trainer
+import training.step
 from qerl.engine.transformers_engine import TransformersEngine
 from training.rollout.prompts import rollout_rows
 from training.run import resume, start
@@ -95,7 +95,7 @@ def test_time_and_speed_are_of_all_rollouts(finished):
 
 
 def test_each_time_that_is_logged_is_explained(finished):
-    page = (Path(__file__).parents[3] / "docs" / "reports.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     logged = {key for row in read_metrics(finished) for key in row if key.startswith("time/")}
     assert sorted(re.findall(r"^\| `(time/\w+)` \|", page, re.MULTILINE)) == sorted(logged)
 
@@ -130,34 +130,23 @@ class Killed(Exception):
 
 @pytest.mark.parametrize("when", ["sampling", "grading"])
 def test_killed_in_an_extra_rollout_it_resumes_to_the_same_numbers(nvfp4_base, tmp_path, finished, monkeypatch, when):
-    owner, name = {
-        "sampling": (training.rollout.rollout.Rollout, "generate"),
-        "grading": (training.trainer.QerlTrainer, "_calculate_rewards"),
-    }[when]
-    original, attempts = getattr(owner, name), []
+    function, at = {"sampling": ("sample", (4, 1)), "grading": ("grade", (4, 1))}[when]
+    original = getattr(training.step, function)
+    rollouts, died = Counter(), []
 
-    def dying(self, *args, **kwargs):
-        trainer_step, attempt = rollout._step, rollout._attempt
-        if trainer_step == 4 and attempt == (1 if when == "sampling" else 2):
-            attempts.append(attempt)
+    def dying(parts, given, moment, *rest, **attempt):
+        rollouts[moment.step] += 1
+        if (moment.step, rollouts[moment.step] - 1) == at:
+            died.append(1)
             raise Killed
-        return original(self, *args, **kwargs)
+        return original(parts, given, moment, *rest, **attempt)
 
-    begin = training.rollout.rollout.Rollout.begin_step
-
-    def remembered(self, *args):
-        nonlocal rollout
-        rollout = self
-        begin(self, *args)
-
-    rollout = None
     config = configured(nvfp4_base, tmp_path, "logging.completions_every=1")
     with monkeypatch.context() as patch:
-        patch.setattr(training.rollout.rollout.Rollout, "begin_step", remembered)
-        patch.setattr(owner, name, dying)
+        patch.setattr(training.step, function, dying)
         with pytest.raises(Killed):
             start(config, "tiny")
-    assert attempts
+    assert died
     assert numbers(resume(tmp_path / "run").run_dir) == numbers(finished)
 
 

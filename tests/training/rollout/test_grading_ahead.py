@@ -12,7 +12,7 @@ import pytest
 from small_run import numbers, same_adapters, small_config
 from transformers import GenerationMixin
 
-import training.run
+import training.parts
 from qerl.engine.interface import Completion
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.tasks import get_task, grade, math_pool
@@ -90,7 +90,7 @@ def test_a_run_is_the_same_with_and_without(tmp_path, monkeypatch, compared, dyn
     assert set(asked.values()) == {1}  # never by the thread and by the reward
     assert in_thread > len(asked) / 2
     math_pool.compare.cache_clear()
-    monkeypatch.setattr(training.run, "grading_ahead", lambda *_: None)
+    monkeypatch.setattr(training.parts, "grading_ahead", lambda *_: None)
     plain = start(formulas(tmp_path, *overrides, out="plain"), "tiny")
     assert pairs(compared) == asked  # the same texts, against the answers of the same prompts
     assert numbers(ahead.run_dir) == numbers(plain.run_dir)
@@ -232,5 +232,5 @@ def test_it_is_done_where_rewards_compare_formulas(tmp_path, task, reward, expec
 
 
 def test_the_share_is_explained():
-    page = (Path(__file__).parents[3] / "docs" / "reports.md").read_text()
+    page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     assert "`speed/graded_ahead_share`" in page

@@ -9,7 +9,7 @@ from small_run import small_config
 from qerl.config.schema import NoiseConfig
 from training.rollout.noise import NoiseSchedule
 from training.rollout.noise_controller import control
-from training.rollout.rollout import Rollout
+from training.rollout.sampler import Sampler
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.log import deterministic, read_metrics
@@ -127,7 +127,7 @@ class Killed(Exception):
     """Stands for a kill at a chosen line, in process."""
 
 
-@pytest.mark.parametrize(("owner", "name", "call"), [(Rollout, "generate", 6), (QerlTrainer, "_compute_loss", 27)])
+@pytest.mark.parametrize(("owner", "name", "call"), [(Sampler, "sample", 6), (QerlTrainer, "loss_of", 27)])
 def test_a_controlled_run_that_died_resumes_to_the_same_numbers(
     finished, nvfp4_base, tmp_path, monkeypatch, owner, name, call
 ):

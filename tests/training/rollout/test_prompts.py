@@ -1,6 +1,4 @@
-"""Which prompts a step trains on: a pure function of (seed, rollout), the same wherever a run starts."""
-
-from itertools import islice
+"""Which prompts a step trains on: that depends on seed and rollout alone, wherever a run starts."""
 
 import pytest
 from bases import TINY
@@ -8,13 +6,17 @@ from bases import TINY
 from qerl.checkpoint.load import load_tokenizer
 from qerl.config.schema import DataConfig
 from qerl.tasks import build_messages, render_prompt
-from training.rollout.prompts import PromptSampler, load_prompts, rollout_rows
+from training.rollout.groups import Prompt
+from training.rollout.prompts import StepPrompts, load_prompts, rollout_rows
 
 
-def sampler(**changes):
-    return PromptSampler(
-        **({"rows": 7, "prompts_per_step": 3, "group_size": 2, "repeats": 2, "rollouts": 10, "seed": 1} | changes)
-    )
+def step_prompts(rows=7, **changes):
+    prompts = [Prompt(row, [row], str(row), None) for row in range(rows)]
+    return StepPrompts(**({"prompts": prompts, "per_rollout": 3, "updates": 2, "rollouts": 10, "seed": 1} | changes))
+
+
+def rows_of(steps):
+    return [[prompt.row for prompt in step] for step in steps]
 
 
 def test_every_row_comes_once_an_epoch():
@@ -28,31 +30,29 @@ def test_more_prompts_than_rows_wrap_around():
     assert len(rollout_rows(2, 5, 0, 3)) == 5
 
 
-@pytest.mark.parametrize("start", [1, 4, 9])
-def test_starting_later_sees_what_the_whole_run_sees_there(start):
-    per_rollout = 3 * 2 * 2
-    whole = list(islice(sampler(), 10 * per_rollout))
-    assert list(islice(sampler(start=start), (10 - start) * per_rollout)) == whole[start * per_rollout :]
+@pytest.mark.parametrize("first", [1, 4, 9])
+def test_starting_later_sees_what_the_whole_run_sees_there(first):
+    assert rows_of(step_prompts(first=first)) == rows_of(step_prompts())[2 * first :]
 
 
-def test_groups_stand_together_and_rollouts_repeat():
-    first = list(islice(sampler(), 12))
-    assert first[:6] == first[6:]  # one rollout, fetched once for each micro-batch
-    assert first[0:6:2] == first[1:6:2] == rollout_rows(7, 3, 1, 0)
-    assert len(sampler()) == 10 * 3 * 2 * 2
+def test_a_rollout_serves_each_of_its_updates():
+    steps = rows_of(step_prompts())
+    assert steps[0] == steps[1] == rollout_rows(7, 3, 1, 0)
+    assert steps[2] == steps[3] == rollout_rows(7, 3, 1, 1)
+    assert len(steps) == len(step_prompts()) == 20
 
 
 def test_seeds_order_the_rows_differently():
-    orders = {tuple(islice(sampler(seed=seed, rows=100), 6)) for seed in range(5)}
-    assert len(orders) == 5
+    assert len({tuple(rows_of(step_prompts(100, seed=seed))[0]) for seed in range(5)}) == 5
 
 
 def test_the_prompt_that_trains_is_the_prompt_that_is_evaluated():
     tokenizer = load_tokenizer(TINY)
     config = DataConfig(task="arith", limit=5, prompt_template="Solve: {question}", system_prompt="Be brief.")
     prompts = load_prompts(config, tokenizer, 1)
-    for example, row in zip(prompts.examples, prompts.dataset, strict=True):
-        messages = build_messages("arith", example.question, "Be brief.", "Solve: {question}")
+    for row, prompt in enumerate(prompts):
+        messages = build_messages("arith", prompt.example.question, "Be brief.", "Solve: {question}")
         assert messages[0] == {"role": "system", "content": "Be brief."}
-        assert prompts.ids_by_text[row["prompt"]] == render_prompt(tokenizer, messages)
-        assert prompts.examples[row["row"]] is example
+        assert prompt.ids == render_prompt(tokenizer, messages)
+        assert prompt.text == tokenizer.decode(prompt.ids)
+        assert prompt.row == row

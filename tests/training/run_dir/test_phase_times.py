@@ -10,10 +10,10 @@ from collections import Counter
 import pytest
 import torch
 from small_run import small_config
-from trl import GRPOTrainer
 
 import training.policy.packed_attention
 from qerl.engine.transformers_engine import TransformersEngine
+from training.rewards.grading import Grader
 from training.run import start
 from training.run_dir.log import read_metrics
 from training.run_dir.phase_times import PhaseTimes
@@ -22,8 +22,8 @@ PARTS = {f"time/{name}_s" for name in ("rollout", "sync", "reward", "forward", "
 TICK = 1e-6  # seconds that reading the clock takes
 SLOW = {  # what is made to take seconds: (owner, name, seconds)
     "rollout": (TransformersEngine, "generate", 1),
-    "sync": (TransformersEngine, "sync_adapter", 2),
-    "reward": (GRPOTrainer, "_calculate_rewards", 4),
+    "sync": (TransformersEngine, "sync", 2),
+    "reward": (Grader, "grade", 4),
     "attention": (training.policy.packed_attention, "attend_each", 8),
     "optimizer": (torch.optim.AdamW, "step", 16),
     "wake": (TransformersEngine, "wake", 32),

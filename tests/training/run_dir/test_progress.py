@@ -16,12 +16,12 @@ import pytest
 from rich.console import Console
 from small_run import small_config
 
-import training.rollout.rollout
 import training.run
 import training.trainer
 from qerl.cli import app
 from qerl.commands.terminal import run_command
 from qerl.config.recipe import save_config
+from training.rollout.sampler import Sampler
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.log import RunLog, read_metrics
@@ -109,14 +109,14 @@ def test_log_lines_go_above_the_display_and_back_to_stderr(tmp_path, monkeypatch
 
 def interrupting(monkeypatch, presses, step=2):
     """Ctrl-C while the completions of `step` are sampled."""
-    original = training.rollout.rollout.Rollout.generate
+    original = Sampler.sample
 
-    def generate(self, *args, **kwargs):
-        for _ in range(presses if self._step == step else 0):
+    def sample(self, prompts, moment, *rest):
+        for _ in range(presses if moment.step == step else 0):
             signal.raise_signal(signal.SIGINT)
-        return original(self, *args, **kwargs)
+        return original(self, prompts, moment, *rest)
 
-    monkeypatch.setattr(training.rollout.rollout.Rollout, "generate", generate)
+    monkeypatch.setattr(Sampler, "sample", sample)
 
 
 def test_ctrl_c_saves_and_says_how_to_continue(nvfp4_base, tmp_path, monkeypatch, caplog):

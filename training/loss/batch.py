@@ -1,0 +1,98 @@
+"""A rollout as padded tensors, and what the loss reads of some of its rows.
+
+Axis suffixes: B rows (a completion each), P prompt tokens (padded on the left), T completion tokens (padded on the
+right).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn.utils.rnn import pad_sequence
+
+if TYPE_CHECKING:
+    from training.rollout.groups import GradedGroup
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of one rollout. A mask is 1 where there is a token; a truncated completion may be masked entirely."""
+
+    prompt_ids_B_P: torch.Tensor
+    prompt_mask_B_P: torch.Tensor
+    completion_ids_B_T: torch.Tensor
+    completion_mask_B_T: torch.Tensor
+    loss_mask_B_T: torch.Tensor  # 1 on the tokens that train
+    advantages_B: torch.Tensor
+    sampling_logprobs_B_T: torch.Tensor
+    old_logprobs_B_T: torch.Tensor | None = None  # None: equal to the current ones, one update per rollout
+    reference_logprobs_B_T: torch.Tensor | None = None  # of the policy that the KL term holds on to
+
+    def __len__(self) -> int:
+        return len(self.advantages_B)
+
+    @property
+    def width(self) -> int:
+        """T, the columns of the completions."""
+        return self.completion_ids_B_T.shape[1]
+
+    def rows(self, index: torch.Tensor) -> Batch:
+        """The rows of `index` (int64, on any device), in its order."""
+        return self._each(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+
+    def to(self, device: torch.device) -> Batch:
+        """The same rows on `device`."""
+        return self._each(lambda tensor: tensor.to(device))
+
+    def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """(ids, mask) of prompt and completion side by side, (B, P + T)."""
+        ids = torch.cat([self.prompt_ids_B_P, self.completion_ids_B_T], 1)
+        return ids, torch.cat([self.prompt_mask_B_P, self.completion_mask_B_T], 1)
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return replace(self, **{name: change(value) for name, value in values.items() if value is not None})
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """What the loss of a micro-batch is computed from; all but `rows` is float32."""
+
+    rows: Batch
+    logprobs_B_T: torch.Tensor  # with a gradient to the policy
+    entropies_B_T: torch.Tensor
+    weights: torch.Tensor | None  # importance weights, (B, T) or (B, 1) per sequence; None: correction off
+    step_tokens: torch.Tensor  # (), completion tokens with a loss in the whole step
+    entropy_coef: float
+
+
+def padded_batch(
+    groups: Sequence[GradedGroup], advantages_P_G: torch.Tensor, pad_id: int, mask_truncated: bool
+) -> Batch:
+    """The groups' completions as rows, group after group, on the CPU."""
+    prompts = [torch.tensor(g.group.prompt.ids) for g in groups for _ in g.group.samples]
+    samples = [sample for g in groups for sample in g.group.samples]
+    completions = [torch.tensor(sample.token_ids) for sample in samples]
+    kept_B = torch.tensor([not (mask_truncated and sample.truncated) for sample in samples])
+    completion_mask_B_T = _right([torch.ones_like(ids) for ids in completions], 0) * kept_B[:, None]
+    loss_mask_B_T = _right([torch.tensor(sample.loss_mask, dtype=torch.long) for sample in samples], 0)
+    return Batch(
+        prompt_ids_B_P=_left(prompts, pad_id),
+        prompt_mask_B_P=_left([torch.ones_like(ids) for ids in prompts], 0),
+        completion_ids_B_T=_right(completions, pad_id),
+        completion_mask_B_T=completion_mask_B_T,
+        loss_mask_B_T=completion_mask_B_T * loss_mask_B_T,
+        advantages_B=advantages_P_G.flatten(),
+        sampling_logprobs_B_T=_right([torch.tensor(sample.logprobs) for sample in samples], 0.0),
+    )
+
+
+def _left(rows: list[torch.Tensor], value: float) -> torch.Tensor:
+    return pad_sequence(rows, batch_first=True, padding_value=value, padding_side="left")
+
+
+def _right(rows: list[torch.Tensor], value: float) -> torch.Tensor:
+    return pad_sequence(rows, batch_first=True, padding_value=value)

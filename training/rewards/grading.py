@@ -1,0 +1,66 @@
+"""Groups -> graded groups: the recipe's rewards of every completion, and what the rewards logged."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from training.loss.advantages import deviation
+from training.rewards.rewards import Rewards
+from training.rollout.dynamic_sampling import informative_groups
+from training.rollout.groups import GradedGroup, Group
+
+Logged = dict[str, list[float]]  # name -> values, as the rewards gave them to `log_metric`
+
+
+@dataclass(frozen=True)
+class Grader:
+    """Grades groups by `rewards`; `decode` turns token ids into the text that a reward reads."""
+
+    rewards: Rewards
+    decode: Callable[[Sequence[Sequence[int]]], list[str]]
+    mask_truncated: bool  # a truncated completion does not enter the loss
+
+    def grade(self, groups: Sequence[Group], step: int) -> Graded:
+        """Call each reward once, with all completions. Raises RewardError."""
+        samples = [sample for group in groups for sample in group.samples]
+        prompts = [group.prompt for group in groups for _ in group.samples]
+        texts = self.decode([sample.token_ids for sample in samples])
+        logged: Logged = defaultdict(list)
+        columns = {
+            "completions": texts,
+            "completion_ids": [sample.token_ids for sample in samples],
+            "prompts": [prompt.text for prompt in prompts],
+            "row": [prompt.row for prompt in prompts],
+            "step": step,
+            "log_metric": lambda name, value: logged[name].append(value),
+        }
+        rewards_B_F = torch.tensor([function(**columns) for function in self.rewards.functions]).T.contiguous()
+        total_B = (rewards_B_F * torch.tensor(self.rewards.weights)).sum(-1)
+        graded, first = [], 0
+        in_loss = [not (self.mask_truncated and sample.truncated) for sample in samples]
+        for group in groups:
+            part = slice(first, first + len(group.samples))
+            first = part.stop
+            signal = informative_groups(total_B[None, part], torch.tensor([in_loss[part]]))[0]
+            graded.append(GradedGroup(group, tuple(texts[part]), rewards_B_F[part], total_B[part], signal))
+        return Graded(graded, dict(logged))
+
+
+@dataclass(frozen=True)
+class Graded:
+    """The groups of one rollout, graded, and what the rewards logged while grading them."""
+
+    groups: list[GradedGroup]
+    logged: Logged = field(default_factory=dict)
+
+
+def reward_metrics(groups: Sequence[GradedGroup], names: Sequence[str]) -> dict[str, float]:
+    """Mean reward by function and in all, and the standard deviation of the latter, over all completions."""
+    rewards_B_F = torch.cat([graded.rewards_G_F for graded in groups])
+    total_B = torch.cat([graded.total_G for graded in groups])
+    by_name = {f"rewards/{name}": rewards_B_F[:, i].mean().item() for i, name in enumerate(names)}
+    return {**by_name, "reward": total_B.mean().item(), "reward_std": deviation(total_B[None]).item()}

@@ -1,0 +1,66 @@
+"""The values that a rollout is made of: a prompt, the completions sampled for it, and their rewards.
+
+Axis suffixes: P prompts, G completions of one prompt, F reward functions, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from qerl.engine.interface import Completion
+    from qerl.tasks import Example
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One row of the data as the policy reads it; `row` is its index among the run's prompts."""
+
+    row: int
+    ids: Sequence[int]
+    text: str  # for rewards and logs alone: nothing is tokenized again
+    example: Example
+
+
+@dataclass(frozen=True)
+class Sample:
+    """One completion. The three sequences have one entry per token."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]  # under the policy that sampled, noise included
+    loss_mask: Sequence[bool]  # False for tokens that the policy did not write, such as a tool's output
+    truncated: bool  # ended by the length limit
+
+    @classmethod
+    def of(cls, completion: Completion) -> Sample:
+        """A completion of a single turn, all of whose tokens the policy wrote."""
+        tokens = len(completion.token_ids)
+        return cls(completion.token_ids, completion.logprobs, [True] * tokens, completion.finish_reason == "length")
+
+
+@dataclass(frozen=True)
+class Group:
+    """The G completions of one prompt."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+    @property
+    def tokens(self) -> int:
+        """The completions' tokens."""
+        return sum(len(sample.token_ids) for sample in self.samples)
+
+
+@dataclass(frozen=True)
+class GradedGroup:
+    """A group with what its completions say and earn."""
+
+    group: Group
+    texts: tuple[str, ...]
+    rewards_G_F: torch.Tensor  # float32 on the CPU
+    total_G: torch.Tensor  # sum over the functions of weight * reward
+    informative: bool  # its rewards differ, and at least one completion enters the loss

@@ -1,0 +1,142 @@
+"""Prompts -> groups of completions: one rollout on the engine, with the step's noise in its norms.
+
+The engine shares the base weights with the policy that trains, so a sync hands over the adapter alone. The noise is set
+before sampling and removed exactly afterwards; with `noise.where: both` it is set in the policy as well, so that the
+loss sees the policy that sampled.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors
+from qerl.engine.interface import Engine, SamplingParams
+from qerl.engine.update import AdapterUpdate, deliver
+from qerl.errors import EngineError
+from qerl.layers.norms import block_norms, set_norm_noise_
+from training.policy.train_memory import begin_phase, card_memory
+from training.rollout.groups import Group, Prompt, Sample
+from training.rollout.noise import NoiseSchedule, StepNoise
+from training.rollout.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+
+    from qerl.config.schema import RunConfig
+    from training.rollout.grading_ahead import GradingAhead
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Where a run stands: `step` optimizer steps are done, whose metrics are in `history`."""
+
+    step: int
+    history: Sequence[Mapping[str, Any]] = ()
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """The groups that one call of the engine gave, and what it cost."""
+
+    groups: list[Group]
+    seconds: float  # of sampling alone, without waking the engine and putting it to sleep
+    graded_ahead: int | None  # completions graded before the engine was done; None where nothing is graded ahead
+    noise: Mapping[str, float]
+    memory: Mapping[str, float]  # empty on a CPU
+
+
+class Sampler:
+    """Samples with the recipe's parameters; `ahead` grades completions while others are still being sampled."""
+
+    def __init__(self, engine: Engine, policy: PeftModel, config: RunConfig, ahead: GradingAhead | None = None) -> None:
+        self._engine = engine
+        self._policy = policy
+        self._config = config
+        self._norms = block_norms(policy) if config.noise.enabled else {}
+        sizes = {name: module.weight.numel() for name, module in self._norms.items()}
+        self._noise = NoiseSchedule(config.noise, sizes, config.run.steps, config.run.seed)
+        self._ahead = ahead
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """The recipe's sampling parameters."""
+        rollout = self._config.rollout
+        return SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
+
+    def sync(self) -> float:
+        """Hand the adapter to the engine; returns seconds. Raises EngineError unless every tensor finds its place."""
+        started = time.perf_counter()
+        deliver(AdapterUpdate(adapter_tensors(self._policy), adapter_scaling(self._policy)), self._engine)
+        return time.perf_counter() - started
+
+    def sample(self, prompts: Sequence[Prompt], moment: Moment, attempt: int = 0) -> Rollout:
+        """A group for each prompt. `attempt` counts the rollouts of a step, each of which has seeds of its own."""
+        noise, size = self._noise.at(moment.step, moment.history), self._config.rollout.group_size
+        each = [prompt for prompt in prompts for _ in range(size)]
+        ahead = nullcontext() if self._ahead is None else self._ahead.rollout([one.example.answer for one in each])
+        with ahead as finished:
+            self._engine.wake()
+            begin_phase()
+            started = time.perf_counter()
+            touched = self._set_noise(noise)
+            seed = derive_seed(self._config.run.seed, moment.step, f"rollout/{attempt}" if attempt else "rollout")
+            completions = self._engine.generate([one.ids for one in each], self.sampling, seed, finished)
+            seconds = time.perf_counter() - started
+            graded = None if self._ahead is None else self._ahead.graded
+            self._after_rollout(noise)
+            memory = card_memory("memory/rollout_card_gib", {})
+            self._engine.sleep()
+        samples = [Sample.of(completion) for completion in completions]
+        groups = [
+            Group(prompt, tuple(samples[first : first + size]))
+            for prompt, first in zip(prompts, range(0, len(samples), size), strict=True)
+        ]
+        return Rollout(groups, seconds, graded, {**_noise_metrics(noise), "noise/norms": touched}, memory)
+
+    def clear_noise(self) -> None:
+        """Clean norms in engine and policy, bit-exactly."""
+        self._engine.set_noise(None)
+        set_norm_noise_(self._norms, None)
+
+    def _set_noise(self, noise: StepNoise) -> int:
+        self.clear_noise()
+        if noise.vectors is None:
+            return 0
+        touched = self._engine.set_noise(noise.vectors)
+        if touched != len(noise.vectors):
+            raise EngineError(f"noise reached {touched} of {len(noise.vectors)} norms of the engine")
+        return touched
+
+    def _after_rollout(self, noise: StepNoise) -> None:
+        self.clear_noise()
+        if self._config.noise.where == "both" and noise.vectors is not None:
+            set_norm_noise_(self._norms, noise.vectors)
+
+
+def _noise_metrics(noise: StepNoise) -> dict[str, float]:
+    return {"noise/stage": noise.stage, "noise/sigma": noise.sigma, "noise/std": noise.std, **noise.controlled}
+
+
+def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
+    """Metrics of a step over all of its rollouts."""
+    samples = [sample for rollout in rollouts for group in rollout.groups for sample in group.samples]
+    tokens = sum(len(sample.token_ids) for sample in samples)
+    seconds = sum(rollout.seconds for rollout in rollouts)
+    surprise = sum(
+        sum(sum(sample.logprobs) for group in rollout.groups for sample in group.samples) for rollout in rollouts
+    )
+    ahead = [rollout.graded_ahead for rollout in rollouts if rollout.graded_ahead is not None]
+    memory = {name: max(rollout.memory[name] for rollout in rollouts) for name in rollouts[0].memory}
+    return {
+        **({"speed/graded_ahead_share": sum(ahead) / len(samples)} if ahead else {}),
+        **rollouts[-1].noise,
+        **memory,
+        # The mean surprise of what was drawn estimates the entropy of the policy that drew it, with its noise.
+        "sampling/entropy": -surprise / tokens,
+        "time/rollout_s": seconds,
+        "speed/rollout_tokens_per_s": tokens / seconds,
+    }

@@ -1,0 +1,182 @@
+"""One step of training, from prompts to the gradient. Read this file first.
+
+    prompts ─sample─> groups ─grade─> rewards ─advantages─> batch ─micro-batches─> logprobs ─loss─> backward
+       ^                                                                                               │
+       └──────────────── sync <─────────────── optimizer (transformers' Trainer) <─────────────────────┘
+
+`collect` goes from prompts to a batch and `backward` from a batch to the gradient; the trainer (training/trainer.py)
+calls the first where TRL asks for a step's inputs and the second where it asks for their loss. A rollout may serve
+several optimizer steps (`loss.num_iterations`), so `backward` may run several times on one batch.
+
+Axis suffixes: P prompts, G completions per prompt, B = P * G rows, T completion tokens, F reward functions.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+
+from qerl.checkpoint.adapter import reference_adapter
+from training.loss.advantages import group_advantages
+from training.loss.batch import Batch, LossInputs, padded_batch
+from training.loss.correction import Mismatch, importance_weights
+from training.loss.micro_batches import Metrics, MicroBatch, merge_metrics, row_metrics, split
+from training.policy.train_memory import make_gradients_, training_memory
+from training.rewards.grading import Graded, reward_metrics
+from training.rollout.dynamic_sampling import extra_order, fill_batch
+from training.rollout.metrics import length_metrics, logged_means, logged_means_by_groups, sampled_metrics
+from training.rollout.sampler import Moment, Rollout, rollout_metrics
+from training.rollout.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from training.parts import Parts
+    from training.policy.packing import PackedRow
+    from training.rollout.groups import GradedGroup, Prompt
+
+Loss = Callable[[LossInputs], tuple[torch.Tensor, Metrics]]  # a micro-batch's loss () and its metrics
+
+
+@dataclass(frozen=True)
+class Collected:
+    """A rollout ready to train on."""
+
+    batch: Batch
+    groups: list[GradedGroup]  # in the order in which they were sampled; the batch is shuffled
+    advantages_P_G: torch.Tensor
+    metrics: dict[str, float]
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of all completions, and of their prompts, each of which counts for every completion."""
+        groups = [graded.group for graded in self.groups]
+        return sum(group.tokens + len(group.prompt.ids) * len(group.samples) for group in groups)
+
+
+@dataclass(frozen=True)
+class Update:
+    """The loss of a step (a number without a graph), its metrics, and how far the sampler was from the policy."""
+
+    loss: torch.Tensor
+    metrics: dict[str, float]
+    mismatch: Mismatch
+
+
+def collect(parts: Parts, prompts: Sequence[Prompt], moment: Moment) -> Collected:
+    """Sample, grade and score the prompts of one rollout with the policy as it is now."""
+    config, started = parts.config, time.perf_counter()
+    # Everything random until the next rollout (the order of rows, dropout) follows from (seed, step).
+    torch.manual_seed(derive_seed(config.run.seed, moment.step, "training"))
+    sync_s = parts.sampler.sync()
+    groups, metrics = sample_and_grade(parts, prompts, moment)
+    total_P_G = torch.stack([graded.total_G for graded in groups])
+    advantages_P_G, equal_share = group_advantages(total_P_G, config.loss.advantage_scale)
+    batch = padded_batch(groups, advantages_P_G, parts.tokenizer.pad_token_id, config.loss.mask_truncated)
+    batch = score(parts, batch)
+    batch = batch.rows(torch.randperm(len(batch)))
+    metrics |= {
+        **length_metrics(groups),
+        **reward_metrics(groups, parts.rewards.names),
+        "groups/zero_variance_share": equal_share,
+        "time/sync_s": sync_s,
+        "time/rollout_and_grading_s": time.perf_counter() - started,  # with the scoring of old logprobs
+    }
+    return Collected(batch.to(parts.packed.device), groups, advantages_P_G, metrics)
+
+
+def sample_and_grade(
+    parts: Parts, prompts: Sequence[Prompt], moment: Moment
+) -> tuple[list[GradedGroup], dict[str, float]]:
+    """The groups to train on and the metrics of their rollouts; with dynamic sampling there may be several rollouts."""
+    dynamic, rollouts, graded = parts.config.rollout.dynamic_sampling, [], []
+
+    def draw(rows: Sequence[int]) -> list[GradedGroup]:
+        rollouts.append(sample(parts, [parts.prompts[row] for row in rows], moment, attempt=len(rollouts)))
+        graded.append(grade(parts, rollouts[-1], moment))
+        return list(graded[-1].groups)
+
+    rows = [prompt.row for prompt in prompts]
+    if not dynamic.enabled:
+        groups = draw(rows)
+        return groups, {**rollout_metrics(rollouts), **logged_means(graded[0])}
+    order = extra_order(len(parts.prompts), parts.config.run.seed, moment.step)
+    chosen = fill_batch(draw, rows, order, dynamic.max_extra_rollouts)
+    of_all = {**sampled_metrics(chosen.sampled, parts.rewards.names), **logged_means_by_groups(graded)}
+    return chosen.kept, {**rollout_metrics(rollouts), **chosen.metrics(), **of_all}
+
+
+def sample(parts: Parts, prompts: Sequence[Prompt], moment: Moment, attempt: int) -> Rollout:
+    """One rollout: a group of completions for each prompt, by the engine with the step's noise in its norms."""
+    parts.log.phase("rollout")
+    return parts.sampler.sample(prompts, moment, attempt)
+
+
+def grade(parts: Parts, rollout: Rollout, moment: Moment) -> Graded:
+    """The rewards of every completion."""
+    parts.log.phase("grading")
+    with parts.times.phase("reward"):
+        return parts.grader.grade(rollout.groups, moment.step)
+
+
+def score(parts: Parts, batch: Batch) -> Batch:
+    """The batch with the logprobs that its loss compares with: before the first update, and of the reference."""
+    loss, tokens = parts.config.loss, (*batch.tokens(), batch.loss_mask_B_T)
+    old = reference = None
+    with parts.times.phase("forward"):
+        if loss.num_iterations > 1:  # with one update per rollout they equal the current ones
+            old = parts.packed.score(*tokens)
+        if loss.kl_coef:
+            with reference_adapter(parts.policy):
+                reference = parts.packed.score(*tokens)
+    return replace(batch, old_logprobs_B_T=old, reference_logprobs_B_T=reference)
+
+
+def backward(parts: Parts, batch: Batch, loss: Loss, differentiate: Callable[[torch.Tensor], None]) -> Update:
+    """Add the gradient of a whole step to the policy's parameters, one micro-batch after another."""
+    parts.log.phase("training")
+    config = parts.config.loss
+    advantage_only = config.kl_coef == 0 and config.entropy_coef == 0
+    micro_batches = split(batch, parts.plan.micro_batch_tokens, config.type, advantage_only)
+    step_tokens = batch.loss_mask_B_T.sum()
+    total, found, mismatch = torch.zeros((), device=parts.packed.device), [], Mismatch()
+    with parts.packed.training(), training_memory(parts.plan) as memory:
+        make_gradients_(parts.policy)
+        for micro_batch in micro_batches:
+            row = micro_batch.packed(parts.packed.device)  # on the CPU, while the GPU is busy with the one before
+            with parts.times.phase("forward"):
+                inputs = loss_inputs(parts, micro_batch, row, step_tokens)
+                value, metrics = loss(inputs)
+                value = value * micro_batch.loss_share
+            with parts.times.phase("backward"):  # layers that recompute their activations do it here
+                differentiate(value)
+            total += value.detach()
+            found.append((micro_batch, metrics, old_logprobs(inputs)))
+    for micro_batch, _, old in found:  # only now: counting waits for the GPU
+        rows = micro_batch.rows
+        mismatch.add(old, rows.sampling_logprobs_B_T, rows.loss_mask_B_T, config.correction)
+    merged = merge_metrics([part[:2] for part in found], row_metrics(config.type, config.level))
+    trained = sum(len(micro_batch.rows) for micro_batch in micro_batches) / len(batch)
+    planned = {"memory/train_planned_gib": parts.packed.planned / 2**30} if parts.packed.planned else {}
+    return Update(total, {**merged, **memory.metrics, **planned, "completions/trained_share": trained}, mismatch)
+
+
+def loss_inputs(parts: Parts, micro_batch: MicroBatch, row: PackedRow, step_tokens: torch.Tensor) -> LossInputs:
+    """The forward pass of one micro-batch, and the weights that correct for the sampler being another policy."""
+    config, rows = parts.config.loss, micro_batch.rows
+    logprobs, entropies = parts.packed.logprobs(row, rows.loss_mask_B_T.shape)
+    # The loss is multiplied by `loss_share`; the entropy bonus in it is a mean over tokens, whatever the loss is.
+    entropy_coef = config.entropy_coef * micro_batch.token_share / micro_batch.loss_share
+    inputs = LossInputs(rows, logprobs, entropies, None, step_tokens, entropy_coef)
+    if config.correction.mode == "off":
+        return inputs
+    old, sampling = old_logprobs(inputs), rows.sampling_logprobs_B_T
+    return replace(inputs, weights=importance_weights(old, sampling, rows.loss_mask_B_T, config.correction))
+
+
+def old_logprobs(inputs: LossInputs) -> torch.Tensor:
+    """(B, T) of the policy before the first update on this rollout."""
+    old = inputs.rows.old_logprobs_B_T
+    return inputs.logprobs_B_T.detach() if old is None else old
