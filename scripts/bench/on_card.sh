@@ -28,6 +28,8 @@
 #     shapes   320 s  3B, 8B and 14B: one step each under a cap
 #     large    480 s  workloads B and C: a step of 32B, and one of 70B, under 80 GiB
 #     peaks    200 s  memory while training, resuming and evaluating under 24 GiB
+#     older    220 s  workload A by this tree and by an older one, a copy of which lies in the folder OLDER
+#     faster   380 s  decode speed at 7B of both, in turns
 #
 # Logs and JSON go to OUT, one line a command to OUT/summary.txt; a failure does not stop the rest. CHECKPOINTS holds the
 # random checkpoints (default: checkpoints/); calls at the same time may share it. QERL_COMMIT: the code's commit, for a copy
@@ -233,6 +235,28 @@ batch_large() {
 batch_peaks() {
     checkpoint qwen2.5-7b 7b
     script peaks-7b 420 bench_peaks 7b --cap-gib 24
+}
+
+older() { # NAME LIMIT_S SCRIPT MODEL ARGUMENTS...
+    local file
+    file=$(find "$OLDER/scripts" -name "$3.py")
+    run "$1" "$2" env -C "$OLDER" "$python" "$file" --model "$(realpath "$checkpoints/$4")" --out "$out/$1.json" "${@:5}"
+}
+
+batch_older() {
+    checkpoint qwen2.5-7b 7b
+    older step-7b-older 280 bench_step 7b --steps 4
+    script step-7b-now 280 bench_step 7b --steps 4
+}
+
+batch_faster() {
+    checkpoint qwen2.5-7b 7b
+    turns 2 --sequences 1 8 32 128 256 --memory-share 0.3
+    older open-7b-older 200 bench_rollout 7b "${each[@]}" --open-only
+    script open-7b-now 200 bench_rollout 7b "${each[@]}" --open-only
+    older rollout-7b-older 500 bench_rollout 7b "${each[@]}" &
+    script rollout-7b-now 500 bench_rollout 7b "${each[@]}" &
+    wait
 }
 
 for batch in "$@"; do
