@@ -36,6 +36,7 @@ app = typer.Typer(
     help="Reinforcement learning of language models on one GPU: NVFP4 base, BF16 LoRA, quantization noise.",
 )
 Method = StrEnum("Method", [(name, name) for name in ("rtn", "awq", "gptq")])
+GlobalScale = StrEnum("GlobalScale", [(name, name) for name in ("amax", "pow2")])
 ModelOption = Annotated[str, typer.Option(help="Folder, hub id, or `tiny` (the model that ships with qerl).")]
 
 
@@ -48,6 +49,9 @@ def quantize(
     model: ModelOption,
     out: Annotated[Path | None, typer.Option(help="Default: checkpoints/<name>-NVFP4A16.")] = None,
     method: Annotated[Method, typer.Option(help="rtn needs no data; awq is the paper's.")] = Method.rtn,
+    global_scale: Annotated[
+        GlobalScale, typer.Option(help="amax uses all of the format; pow2 is exact in bfloat16.")
+    ] = GlobalScale.amax,
     ignore: Annotated[
         list[str] | None,
         typer.Option(
@@ -68,23 +72,22 @@ def quantize(
     from rich.console import Console
 
     from qerl.devices import choose_card
-    from quantize.run import quantize_checkpoint
+    from quantize.run import QuantizeOptions, quantize_checkpoint
 
     if device in ("auto", "cuda"):
         choose_card()
-    report = quantize_checkpoint(
-        model,
-        out,
-        str(method),
-        ignore or (),
-        calibration,
-        calibration_size,
-        sequence_length,
-        batch_size,
-        overwrite,
-        trust_remote_code,
-        device,
+    options = QuantizeOptions(
+        method=str(method),
+        global_scale=str(global_scale),
+        ignore=tuple(ignore or ()),
+        calibration=calibration,
+        calibration_size=calibration_size,
+        sequence_length=sequence_length,
+        batch_size=batch_size,
+        trust_remote_code=trust_remote_code,
+        device=device,
     )
+    report = quantize_checkpoint(model, out, options, overwrite=overwrite)
     Console().print(report.table())
 
 

@@ -9,11 +9,12 @@ llm-compressor would save; names, other tensors and the config come from the sou
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl.errors import CheckpointError, ConfigError
 from quantize.calibration import Calibration
-from quantize.compressor import SCHEME, load_compressor
+from quantize.compressor import SCHEME, load_compressor, power_of_two_observer
 from quantize.source import Source
 
 if TYPE_CHECKING:
@@ -35,8 +36,17 @@ def check_device(device: torch.device) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """What llm-compressor does with each layer."""
+
+    method: str  # awq or gptq
+    global_scale: str = "amax"  # or pow2; AWQ's search for its own scales is under amax in any case
+    batch_size: int = 1
+
+
 def calibrate(
-    source: Source, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, method: str, batch_size: int
+    source: Source, tokenizer: PreTrainedTokenizerBase, calibration: Calibration, recipe: Recipe
 ) -> PreTrainedModel:
     """The model with quantization parameters on its linears; their `weight` is what will be encoded."""
     load_compressor()
@@ -44,11 +54,13 @@ def calibrate(
 
     model = _load(source)
     rounding = {"targets": "Linear", "scheme": SCHEME, "ignore": ["lm_head", *source.kept]}
+    if recipe.global_scale == "pow2":
+        rounding["weight_observer"] = power_of_two_observer()
     oneshot(
         model=model,
         tokenizer=tokenizer,
-        recipe=_recipe(method, rounding),
-        dataset=_batches(calibration, batch_size),
+        recipe=_modifiers(recipe.method, rounding),
+        dataset=_batches(calibration, recipe.batch_size),
         num_calibration_samples=len(calibration.sequences),
         max_seq_length=len(calibration.sequences[0]),
         pipeline="sequential",
@@ -73,7 +85,7 @@ def _load(source: Source) -> PreTrainedModel:
         raise CheckpointError(f"{source.folder} cannot be loaded by transformers: {error}") from error
 
 
-def _recipe(method: str, rounding: dict) -> list:
+def _modifiers(method: str, rounding: dict) -> list:
     import torch
     from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
     from llmcompressor.modifiers.transform import AWQModifier

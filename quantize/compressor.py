@@ -51,6 +51,31 @@ def _to_logging(message: str) -> None:
     logger.warning("llm-compressor: %s", str(message).strip())
 
 
+@cache
+def power_of_two_observer() -> str:
+    """Register an observer of weights whose global scales are powers of two; returns its name for a modifier."""
+    load_compressor()
+    import torch
+    from llmcompressor.observers import Observer
+    from llmcompressor.observers.min_max import MemorylessMinMaxObserver
+
+    from qerl.nvfp4.reference import power_of_two_scale
+
+    name = "qerl_power_of_two"
+
+    @Observer.register(name)
+    class PowerOfTwoObserver(MemorylessMinMaxObserver):
+        """Block scales as llm-compressor has them, under another global scale."""
+
+        def get_global_scale(self) -> torch.Tensor:
+            of_fused = self.fusion_handler.get_fused_statistics()
+            bounds = [bound.abs().max() for statistics in of_fused for bound in statistics.values()]
+            amax = torch.stack(bounds).max()
+            return power_of_two_scale(amax).to(amax.device)
+
+    return name
+
+
 @contextmanager
 def _environment(name: str, value: str) -> Iterator[None]:
     before = os.environ.get(name)

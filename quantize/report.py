@@ -21,6 +21,7 @@ class QuantizeReport:
     out: Path
     source: str  # hub id, `tiny`, or absolute folder
     method: str
+    global_scale: str  # amax or pow2
     scheme: str
     ignore: tuple[str, ...]  # patterns as given
     kept_linears: tuple[str, ...]  # kept in 16 bits by these patterns, apart from lm_head, which always is
@@ -76,6 +77,8 @@ class QuantizeReport:
         ratio = self.bytes_after / self.bytes_before
         table.add_row("tensors", f"{format_size(self.bytes_before)} -> {format_size(self.bytes_after)} ({ratio:.0%})")
         table.add_row("linears", f"{len(self.layers)} quantized, {len(self.kept_linears)} kept by --ignore")
+        if self.global_scale == "pow2":
+            table.add_row("global scales", "powers of two")
         if self.calibration:
             sequences, length = self.calibration["sequences"], self.calibration["sequence_length"]
             table.add_row("calibration", f"{sequences} x {length} tokens of {self.calibration['data']}")

@@ -2,6 +2,7 @@
 
     qerl quantize --model Qwen/Qwen2.5-7B-Instruct                          # checkpoints/Qwen2.5-7B-Instruct-NVFP4A16
     qerl quantize --model M --method awq --calibration rows.jsonl           # 256 x 2048 tokens, as the paper does
+    qerl quantize --model M --global-scale pow2                             # scales that may stay while weights change
     qerl quantize --model M --ignore 're:.*self_attn.*' --out ffn-only      # feed-forward layers only
 
 First everything is refused that the files' headers show to be impossible. Then the tensors stream through
@@ -16,7 +17,6 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 import time
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -27,13 +27,13 @@ from typing import TYPE_CHECKING
 from qerl.checkpoint.resolve import REPORT, default_quantized_dir
 from qerl.errors import CheckpointError, ConfigError
 from qerl.formats.scheme import config_entry, make_config
-from quantize.calibrated import calibrate, calibrated_groups, check_device, dense_tensor
+from quantize.calibrated import Recipe, calibrate, calibrated_groups, check_device, dense_tensor
 from quantize.calibration import Calibration, load_calibration
 from quantize.compressor import SCHEME, check_installed, load_compressor
 from quantize.output import check_space, check_target, staged_folder
 from quantize.reader import TensorReader
 from quantize.report import QuantizeReport
-from quantize.rtn import rtn_groups
+from quantize.rtn import packed_groups, power_of_two_scale_of, rtn_groups
 from quantize.source import Source, read_source
 from quantize.verify import LayerCheck, ReadTensor, verify
 from quantize.writer import copy_small_files, write_json, write_weights
@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 METHODS = ("rtn", "awq", "gptq")
+GLOBAL_SCALES = ("amax", "pow2")
 PACKAGES = ("qerl", "llmcompressor", "compressed-tensors", "transformers", "torch")
 COMPARED_WITH = {"rtn": "the source", "awq": "the source after AWQ's rescaling", "gptq": "the source"}
 
@@ -51,10 +52,12 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Options:
-    """How to quantize. The calibration fields are for awq and gptq."""
+class QuantizeOptions:
+    """How to quantize. `global_scale`: see `reference.shared_global_scale`. The calibration fields are for awq and
+    gptq."""
 
     method: str = "rtn"
+    global_scale: str = "amax"
     ignore: tuple[str, ...] = ()
     calibration: str | None = None
     calibration_size: int = 256
@@ -67,6 +70,8 @@ class Options:
         """Raise ConfigError for values that cannot be used together."""
         if self.method not in METHODS:
             raise ConfigError(f"--method {self.method!r} is not known: write {', '.join(METHODS)}")
+        if self.global_scale not in GLOBAL_SCALES:
+            raise ConfigError(f"--global-scale {self.global_scale!r} is not known: write {', '.join(GLOBAL_SCALES)}")
         if self.method == "rtn" and self.calibration:
             raise ConfigError("--method rtn uses no data: leave --calibration out, or write --method awq")
         if self.method != "rtn" and not self.calibration:
@@ -79,17 +84,7 @@ class Options:
 
 
 def quantize_checkpoint(
-    model: str,
-    out: Path | None = None,
-    method: str = "rtn",
-    ignore: Sequence[str] = (),
-    calibration: str | None = None,
-    calibration_size: int = 256,
-    sequence_length: int = 2048,
-    batch_size: int = 1,
-    overwrite: bool = False,
-    trust_remote_code: bool = False,
-    device: str = "auto",
+    model: str, out: Path | None = None, options: QuantizeOptions | None = None, *, overwrite: bool = False
 ) -> QuantizeReport:
     """Quantize `model` (folder, hub id or `tiny`) into `out`, default `checkpoints/<name>-NVFP4A16`, and verify it.
 
@@ -97,17 +92,15 @@ def quantize_checkpoint(
     and MissingExtraError without llm-compressor. After any error `out` is as it was before.
     """
     started = time.perf_counter()
-    options = Options(
-        method, tuple(ignore), calibration, calibration_size, sequence_length, batch_size, trust_remote_code, device
-    )
+    options = options or QuantizeOptions()
     options.check()
     check_installed()
     out = default_quantized_dir(model) if out is None else Path(out).expanduser()
-    source = read_source(model, options.ignore, trust_remote_code)
+    source = read_source(model, options.ignore, options.trust_remote_code)
     check_target(out, source.folder, overwrite)
     check_space(out, source.output_bytes())
     _check_length(source, options)
-    logger.info("quantizing %s to %s: %s by %s", source.name, out, SCHEME, method)
+    logger.info("quantizing %s to %s: %s by %s", source.name, out, SCHEME, options.method)
     with staged_folder(out) as staging:
         report = _quantize(source, options, staging, out)
         report = replace(report, seconds=round(time.perf_counter() - started, 3))
@@ -116,7 +109,7 @@ def quantize_checkpoint(
     return report
 
 
-def _check_length(source: Source, options: Options) -> None:
+def _check_length(source: Source, options: QuantizeOptions) -> None:
     longest = source.config.get("max_position_embeddings")
     if options.method != "rtn" and isinstance(longest, int) and options.sequence_length > longest:
         raise ConfigError(
@@ -125,7 +118,7 @@ def _check_length(source: Source, options: Options) -> None:
         )
 
 
-def _quantize(source: Source, options: Options, staging: Path, out: Path) -> QuantizeReport:
+def _quantize(source: Source, options: QuantizeOptions, staging: Path, out: Path) -> QuantizeReport:
     """Fill the staging folder with everything but the report, and verify it."""
     logger.info("loading llm-compressor")
     load_compressor()
@@ -142,7 +135,7 @@ def _quantize(source: Source, options: Options, staging: Path, out: Path) -> Qua
         raise CheckpointError(f"the device ran out of memory while quantizing {source.name}: write {less}") from error
 
 
-def _write_and_verify(source: Source, options: Options, staging: Path, out: Path) -> QuantizeReport:
+def _write_and_verify(source: Source, options: QuantizeOptions, staging: Path, out: Path) -> QuantizeReport:
     from qerl.checkpoint.load import check_config_fits
 
     check_config_fits(source.folder, source.tensors, options.trust_remote_code)
@@ -153,7 +146,10 @@ def _write_and_verify(source: Source, options: Options, staging: Path, out: Path
         dense: ReadTensor = read
         calibration = None
         if options.method == "rtn":
-            groups = rtn_groups(source, config, read, device)
+            if options.global_scale == "pow2":
+                groups = packed_groups(source, read, device, power_of_two_scale_of())
+            else:
+                groups = rtn_groups(source, config, read, device)
         else:
             model, calibration = _calibrated(source, options, device)
             groups = calibrated_groups(source, config, model)
@@ -172,11 +168,12 @@ def _write_and_verify(source: Source, options: Options, staging: Path, out: Path
     )
 
 
-def _report(source: Source, options: Options, out: Path, layers: list[LayerCheck]) -> QuantizeReport:
+def _report(source: Source, options: QuantizeOptions, out: Path, layers: list[LayerCheck]) -> QuantizeReport:
     return QuantizeReport(
         out=out,
         source=source.name,
         method=options.method,
+        global_scale=options.global_scale,
         scheme=SCHEME,
         ignore=options.ignore,
         kept_linears=source.kept,
@@ -188,7 +185,7 @@ def _report(source: Source, options: Options, out: Path, layers: list[LayerCheck
     )
 
 
-def _calibrated(source: Source, options: Options, device: torch.device) -> tuple[PreTrainedModel, Calibration]:
+def _calibrated(source: Source, options: QuantizeOptions, device: torch.device) -> tuple[PreTrainedModel, Calibration]:
     from qerl.checkpoint.load import load_tokenizer
 
     check_device(device)
@@ -196,7 +193,8 @@ def _calibrated(source: Source, options: Options, device: torch.device) -> tuple
     calibration = load_calibration(options.calibration, tokenizer, options.calibration_size, options.sequence_length)
     summary = calibration.summary()
     logger.info("calibrating on %d x %d tokens", summary["sequences"], summary["sequence_length"])
-    return calibrate(source, tokenizer, calibration, options.method, options.batch_size), calibration
+    recipe = Recipe(options.method, options.global_scale, options.batch_size)
+    return calibrate(source, tokenizer, calibration, recipe), calibration
 
 
 def resolve_device(name: str) -> torch.device:

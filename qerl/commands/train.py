@@ -196,6 +196,6 @@ def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
                 f"recipe {recipe} trains on {default_quantized_dir(base)}, which does not exist: run `qerl quantize "
                 f"--model {base}` first, or add --quantize"
             ) from error
-        from quantize.run import quantize_checkpoint
+        from quantize.run import QuantizeOptions, quantize_checkpoint
 
-        quantize_checkpoint(base, trust_remote_code=config.model.trust_remote_code)
+        quantize_checkpoint(base, options=QuantizeOptions(trust_remote_code=config.model.trust_remote_code))

@@ -94,9 +94,12 @@ class Format:
         """The weight (out_features, in_features) in `dtype`. Raises CheckpointError for damaged tensors."""
         raise NotImplementedError
 
-    def quantize(self, weights: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    def quantize(
+        self, weights: Sequence[torch.Tensor], shared: torch.Tensor | None = None
+    ) -> list[dict[str, torch.Tensor]]:
         """The `tensors` of float weights (out_features, in_features), which engines fuse: they share what fusing needs.
 
+        `shared` is their `shared_tensor`, None for the usual one.
         Raises CheckpointError for weights that cannot be packed.
         """
         raise NotImplementedError

@@ -75,10 +75,12 @@ class _NVFP4(Format):
 
         return dequantize(*(tensors[name] for name in self.tensors), dtype)
 
-    def quantize(self, weights: Sequence[torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    def quantize(
+        self, weights: Sequence[torch.Tensor], shared: torch.Tensor | None = None
+    ) -> list[dict[str, torch.Tensor]]:
         from qerl.nvfp4.reference import quantize, shared_global_scale
 
-        scale = shared_global_scale(weights)
+        scale = shared_global_scale(weights) if shared is None else shared
         return [quantize(weight, scale).named() for weight in weights]
 
     def quantization_config(self, unquantized: Sequence[str]) -> dict[str, Any]:

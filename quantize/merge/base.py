@@ -80,6 +80,15 @@ def read_base(name: str, folder: Path) -> Base:
     return Base(name, folder, read_json(folder / "config.json"), tensors, format, packed)
 
 
+def power_of_two_scales(base: Base) -> dict[str, torch.Tensor]:
+    """The scales that fused linears share, by module, if the base has such and all are powers of two; else none."""
+    if base.format.shared_tensor is None:
+        return {}
+    with TensorReader(base.tensors) as read:
+        scales = {module: read(f"{module}.{base.format.shared_tensor}") for module in base.packed}
+    return scales if all(math.frexp(float(scale))[0] == 0.5 for scale in scales.values()) else {}
+
+
 def merged_source(base: Base, adapter: Adapter, to: Format) -> Source:
     """Names, shapes and dtypes of the merged checkpoint; if `to` is quantized, also the linears that will be.
 

@@ -10,7 +10,7 @@ NVFP4 has about 16 values per block: where s B A is smaller than half a step, ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING
 from qerl.checkpoint.shards import read_tensors
 from qerl.errors import CheckpointError
 from qerl.formats.base import Format
-from quantize.merge.base import Adapter, Base, BaseReader, MergedReader, merged_source, read_base
+from quantize.merge.base import Adapter, Base, BaseReader, MergedReader, merged_source, power_of_two_scales, read_base
 from quantize.reader import TensorReader
+from quantize.rtn import packed_groups, power_of_two_scale_of
 from quantize.source import Source
 from quantize.writer import copy_small_files, write_json, write_weights
 
@@ -90,31 +91,14 @@ def write_merged(merge: Merge, folder: Path, device: torch.device, track: Callab
         read = MergedReader(base, source, merge.adapter, device)
         if source.format.quantized:
             config["quantization_config"] = source.format.quantization_config(["lm_head", *source.kept])
-            groups = packed_groups(source, read, device)
+            earlier = power_of_two_scales(merge.reference)
+            groups = packed_groups(source, read, device, power_of_two_scale_of(earlier) if earlier else None)
         else:
             groups = ({name: read(name) for name in names} for names in source.groups())
         written = write_weights(folder, track(groups, total=len(source.groups()), description="merging"))
     copy_small_files(source.folder, folder, code="auto_map" in source.config)
     write_json(folder / "config.json", config)
     return written
-
-
-def packed_groups(source: Source, read: MergedReader, device: torch.device) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors to write, on the CPU, one group of `source.groups()` at a time, with the linears packed.
-
-    Raises CheckpointError for a tensor with NaN or infinity.
-    """
-    from quantize.rtn import finite
-
-    chosen = {f"{module}.weight" for module in source.quantized}
-    sets = {f"{modules[0]}.weight": modules for modules in source.fused_sets()}
-    for names in source.groups():
-        written = {name: finite(name, read(name)) for name in names if name not in chosen}
-        for modules in (sets[name] for name in names if name in sets):
-            weights = [finite(f"{module}.weight", read(f"{module}.weight")).to(device) for module in modules]
-            for module, tensors in zip(modules, source.format.quantize(weights), strict=True):
-                written |= {f"{module}.{part}": tensor.cpu().contiguous() for part, tensor in tensors.items()}
-        yield written
 
 
 def check_merged(merge: Merge, folder: Path, device: torch.device, track: Callable) -> list[Sums]:

@@ -16,7 +16,7 @@ from qerl.errors import CheckpointError, ConfigError
 from quantize import calibrated, run
 from quantize.calibrated import check_device
 from quantize.compressor import load_compressor
-from quantize.run import quantize_checkpoint
+from quantize.run import QuantizeOptions, quantize_checkpoint
 
 
 def load_all(folder):
@@ -61,11 +61,13 @@ def quantized(request, tmp_path_factory):
         report = quantize_checkpoint(
             str(source),
             folder / "out",
-            method=method,
-            calibration=write_rows(folder / "rows.jsonl"),
-            calibration_size=4,
-            sequence_length=48,
-            batch_size=2,
+            QuantizeOptions(
+                method=method,
+                calibration=write_rows(folder / "rows.jsonl"),
+                calibration_size=4,
+                sequence_length=48,
+                batch_size=2,
+            ),
         )
     return method, source, folder / "out", report, *seen
 
@@ -108,7 +110,7 @@ def test_awq_leaves_the_outputs_unchanged_before_rounding(tmp_path):
     folder = make_checkpoint(tmp_path / "model", "qwen2", layers=1, dtype="float32")
     source = read_source(str(folder))
     rows = load_calibration(write_rows(tmp_path / "rows.jsonl"), load_tokenizer(folder), 2, 48)
-    scaled = calibrated.calibrate(source, make_tokenizer(), rows, "awq", 1)
+    scaled = calibrated.calibrate(source, make_tokenizer(), rows, calibrated.Recipe("awq"))
     twin = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     names = [name for name, _ in twin.named_parameters()]
     weights = {name: calibrated.dense_tensor(source, scaled, name) for name in names}
@@ -152,11 +154,13 @@ def test_ignored_layers_are_not_touched_by_gptq(tmp_path):
     quantize_checkpoint(
         str(source),
         tmp_path / "out",
-        method="gptq",
-        ignore=["re:.*self_attn.*"],
-        calibration=write_rows(tmp_path / "rows.jsonl"),
-        calibration_size=2,
-        sequence_length=32,
+        QuantizeOptions(
+            method="gptq",
+            ignore=("re:.*self_attn.*",),
+            calibration=write_rows(tmp_path / "rows.jsonl"),
+            calibration_size=2,
+            sequence_length=32,
+        ),
     )
     before, after = load_all(source), load_all(tmp_path / "out")
     assert {name for name in before if name in after} == {name for name in before if ".mlp." not in name}
@@ -188,7 +192,9 @@ def test_a_model_that_transformers_cannot_load_gives_one_clear_error(tmp_path):
     (source / "config.json").write_text(json.dumps({**config, "model_type": "unheard_of"}))
     with pytest.raises(CheckpointError, match=r"cannot be loaded: .*unheard_of"):
         quantize_checkpoint(
-            str(source), tmp_path / "out", "gptq", calibration=write_rows(tmp_path / "r.jsonl"), sequence_length=32
+            str(source),
+            tmp_path / "out",
+            QuantizeOptions("gptq", calibration=write_rows(tmp_path / "r.jsonl"), sequence_length=32),
         )
 
 

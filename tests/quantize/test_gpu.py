@@ -10,7 +10,7 @@ import torch
 from checkpoint_factory import make_checkpoint
 from safetensors.torch import load_file
 
-from quantize.run import quantize_checkpoint
+from quantize.run import QuantizeOptions, quantize_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -26,7 +26,10 @@ def load_all(folder):
 @pytest.mark.parametrize("layout", ["qwen2", "qwen3"])
 def test_rounding_on_the_device_gives_almost_the_same_codes_as_on_the_cpu(tmp_path, layout):
     source = make_checkpoint(tmp_path / "model", layout, **LARGER)
-    reports = [quantize_checkpoint(str(source), tmp_path / device, device=device) for device in ("cpu", "cuda")]
+    reports = [
+        quantize_checkpoint(str(source), tmp_path / device, QuantizeOptions(device=device))
+        for device in ("cpu", "cuda")
+    ]
     ours, theirs = load_all(tmp_path / "cuda"), load_all(tmp_path / "cpu")
     assert ours.keys() == theirs.keys()
     for name, tensor in ours.items():
@@ -54,11 +57,13 @@ def test_calibrated_methods_run_and_verify(tmp_path, method, layout):
     report = quantize_checkpoint(
         str(source),
         tmp_path / "out",
-        method,
-        calibration=str(tmp_path / "rows.jsonl"),
-        calibration_size=8,
-        sequence_length=128,
-        batch_size=4,
+        QuantizeOptions(
+            method=method,
+            calibration=str(tmp_path / "rows.jsonl"),
+            calibration_size=8,
+            sequence_length=128,
+            batch_size=4,
+        ),
     )
     assert len(report.layers) == 14
     assert report.worst().sqnr_db > 12

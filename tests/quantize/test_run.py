@@ -159,7 +159,8 @@ def test_importing_loads_neither_torch_nor_llm_compressor():
 
 
 def test_stdout_stays_empty_and_progress_goes_to_stderr(tmp_path):
-    code = "import sys; from quantize.run import *; quantize_checkpoint('tiny', sys.argv[1], device='cpu')"
+    call = "quantize_checkpoint('tiny', sys.argv[1], QuantizeOptions(device='cpu'))"
+    code = f"import sys; from quantize.run import *; {call}"
     command = [sys.executable, "-c", code, str(tmp_path / "out")]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == ""

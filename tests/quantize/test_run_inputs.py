@@ -16,7 +16,7 @@ from qerl.checkpoint.shards import INDEX, read_tensors
 from qerl.errors import CheckpointError, ConfigError, MissingExtraError
 from qerl.nvfp4.reference import quantize
 from quantize import run, writer
-from quantize.run import quantize_checkpoint
+from quantize.run import QuantizeOptions, quantize_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 
 
 def test_partial_quantization_by_ignore(model, tmp_path):
-    report = quantize_checkpoint(str(model), tmp_path / "out", ignore=["re:.*self_attn.*"])
+    report = quantize_checkpoint(str(model), tmp_path / "out", QuantizeOptions(ignore=("re:.*self_attn.*",)))
     kept = [f"model.layers.0.self_attn.{part}_proj" for part in "qkvo"]
     assert list(report.kept_linears) == kept
     assert_same_tensors(
@@ -133,7 +133,7 @@ def test_an_existing_output_needs_overwrite_and_is_kept_when_the_new_one_fails(m
     with pytest.raises(CheckpointError, match="NaN or infinity"):
         quantize_checkpoint(str(broken), out, overwrite=True)
     assert (out / "model.safetensors").read_bytes() == before
-    quantize_checkpoint(str(model), out, ignore=["re:.*mlp.*"], overwrite=True)
+    quantize_checkpoint(str(model), out, QuantizeOptions(ignore=("re:.*mlp.*",)), overwrite=True)
     assert (out / "model.safetensors").read_bytes() != before
 
 
@@ -169,6 +169,7 @@ def test_a_hub_id_is_quantized_from_the_cache(model, tmp_path, monkeypatch):
     ("options", "message"),
     [
         ({"method": "rnt"}, "--method 'rnt' is not known: write rtn, awq, gptq"),
+        ({"global_scale": "power"}, "--global-scale 'power' is not known: write amax, pow2"),
         ({"calibration": "rows.jsonl"}, "--method rtn uses no data"),
         ({"method": "awq"}, "--method awq needs data"),
         ({"method": "awq", "calibration": "x", "calibration_size": 0}, "--calibration-size 0 must be at least 1"),
@@ -180,7 +181,7 @@ def test_a_hub_id_is_quantized_from_the_cache(model, tmp_path, monkeypatch):
 )
 def test_impossible_options_are_refused(model, tmp_path, options, message):
     with pytest.raises(ConfigError, match=message):
-        quantize_checkpoint(str(model), tmp_path / "out", **options)
+        quantize_checkpoint(str(model), tmp_path / "out", QuantizeOptions(**options))
     assert list(tmp_path.iterdir()) == []
 
 

@@ -22,7 +22,7 @@ from qerl.engine.options import EngineOptions
 from qerl.tasks import build_messages, get_task, load_examples, render_prompt
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
-from quantize.run import quantize_checkpoint
+from quantize.run import QuantizeOptions, quantize_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,7 +51,7 @@ def work(tmp_path_factory):
     """The trained run, prompts, and the greedy tokens of the transformers engine on the CPU with the run's adapter."""
     folder = tmp_path_factory.mktemp("work")
     base = folder / "checkpoints" / "tiny-NVFP4A16"
-    quantize_checkpoint("tiny", base, device="cpu")
+    quantize_checkpoint("tiny", base, QuantizeOptions(device="cpu"))
     shutil.copytree(ROOT / "tests" / "data" / "tiny_run", folder / "runs" / "tiny_run")
     tokenizer, task = load_tokenizer(base), get_task("arith")
     examples, _ = load_examples("arith", split="test", limit=32)

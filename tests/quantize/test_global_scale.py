@@ -1,0 +1,134 @@
+"""`--global-scale pow2`: every method writes the reference's powers of two, in a standard file."""
+
+import io
+import json
+import math
+
+import pytest
+import torch
+from checkpoint_factory import make_checkpoint
+from merged import random_adapter
+from rich.console import Console
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+from transformers.utils.quantization_config import CompressedTensorsConfig
+
+from qerl.checkpoint.linears import fused
+from qerl.nvfp4 import reference
+from quantize.merge.options import MergeOptions
+from quantize.merge.run import merge
+from quantize.run import QuantizeOptions, quantize_checkpoint
+
+POW2 = QuantizeOptions(global_scale="pow2")
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def load_all(folder):
+    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def sets_of(tensors):
+    """Modules that share a global scale, q/k/v and gate/up of a layer, and each other quantized linear alone."""
+    return fused(sorted(name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")))
+
+
+@pytest.fixture(scope="module", params=["bfloat16", "float32", "float16"])
+def source(request, tmp_path_factory):
+    return make_checkpoint(tmp_path_factory.mktemp(request.param) / "model", "qwen2", layers=2, dtype=request.param)
+
+
+def test_rounding_writes_the_reference_s_bytes(source, tmp_path):
+    report = quantize_checkpoint(str(source), tmp_path / "out", POW2)
+    dense, written = load_all(source), load_all(tmp_path / "out")
+    sets = sets_of(written)
+    assert sum(map(len, sets)) == len(report.layers) == 14
+    for modules in sets:
+        weights = [dense[f"{module}.weight"] for module in modules]
+        weights = [weight.float() if weight.dtype == torch.float16 else weight for weight in weights]
+        scale = reference.shared_global_scale(weights, "pow2")
+        assert math.frexp(scale.item())[0] == 0.5
+        for module, weight in zip(modules, weights, strict=True):
+            for name, tensor in reference.quantize(weight, scale).named().items():
+                assert torch.equal(tensor.view(torch.uint8), written[f"{module}.{name}"].view(torch.uint8))
+    rest = [name for name in written if ".weight_" not in name]
+    assert all(torch.equal(written[name], dense[name]) for name in rest)
+
+
+def test_the_file_is_a_standard_one_and_as_good(source, tmp_path):
+    pow2 = quantize_checkpoint(str(source), tmp_path / "pow2", POW2)
+    amax = quantize_checkpoint(str(source), tmp_path / "amax")
+    assert pow2.mean_sqnr_db() == pytest.approx(amax.mean_sqnr_db(), abs=0.05)
+    configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("pow2", "amax")]
+    assert configs[0] == configs[1]
+    unpacked = CompressedTensorsConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "pow2", dtype=torch.bfloat16, quantization_config=unpacked
+    ).state_dict()
+    written = load_all(tmp_path / "pow2")
+    for (module,) in [modules for modules in sets_of(written) if len(modules) == 1]:
+        parts = (written[f"{module}.{name}"] for name in ("weight_packed", "weight_scale", "weight_global_scale"))
+        assert torch.equal(model[f"{module}.weight"], reference.dequantize(*parts, torch.bfloat16))
+
+
+def test_report_and_table_say_which(source, tmp_path):
+    for name, row in (("pow2", True), ("amax", False)):
+        report = quantize_checkpoint(str(source), tmp_path / name, QuantizeOptions(global_scale=name))
+        assert json.loads((tmp_path / name / "quantize_report.json").read_text())["global_scale"] == name
+        console = Console(record=True, width=200, file=io.StringIO())
+        console.print(report.table())
+        assert ("powers of two" in console.export_text()) is row
+
+
+@pytest.mark.parametrize("method", ["awq", "gptq"])
+def test_calibrated_methods_write_them_too(tmp_path, method):
+    source = make_checkpoint(tmp_path / "model", "qwen2", layers=1)
+    rows = [{"question": f"What is {n} plus {n % 7}?", "answer": f"The answer is {n + n % 7}."} for n in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    options = QuantizeOptions(
+        method, "pow2", calibration=str(tmp_path / "rows.jsonl"), calibration_size=2, sequence_length=32
+    )
+    report = quantize_checkpoint(str(source), tmp_path / "out", options)
+    dense, written = load_all(source), load_all(tmp_path / "out")
+    for modules in sets_of(written):
+        scales = {written[f"{module}.weight_global_scale"].item() for module in modules}
+        assert len(scales) == 1
+        assert math.frexp(scales.pop())[0] == 0.5
+        if method == "gptq":  # AWQ changes the weights first
+            weights = [dense[f"{module}.weight"].float() for module in modules]
+            scale = reference.shared_global_scale(weights, "pow2")
+            assert torch.equal(scale, written[f"{modules[0]}.weight_global_scale"])
+    assert report.global_scale == "pow2"
+    assert report.worst().sqnr_db > 12
+
+
+def scales_of(folder):
+    return {name: tensor.item() for name, tensor in load_all(folder).items() if name.endswith("weight_global_scale")}
+
+
+@pytest.mark.parametrize("onto", ["original", "trained"])
+def test_a_merge_keeps_them_where_the_weights_have_not_outgrown_them(tmp_path, onto):
+    source = make_checkpoint(tmp_path / "model", "qwen2", layers=2)
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    quantize_checkpoint(str(source), base, POW2)
+    random_adapter(adapter, source)
+    grown = "base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    tensors[grown] *= 200
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    merge(MergeOptions(str(adapter), "nvfp4", tmp_path / "out", str(base), onto, prompt_count=0))
+    before, after = scales_of(base), scales_of(tmp_path / "out")
+    changed = {name for name in before if before[name] != after[name]}
+    assert changed == {f"model.layers.1.mlp.{leaf}_proj.weight_global_scale" for leaf in ("gate", "up")}
+    assert all(math.frexp(scale)[0] == 0.5 for scale in after.values())
+    assert all(after[name] < before[name] for name in changed)
+
+
+def test_a_merge_of_the_usual_base_computes_them_anew(tmp_path):
+    source = make_checkpoint(tmp_path / "model", "qwen2", layers=1)
+    quantize_checkpoint(str(source), tmp_path / "base")
+    random_adapter(tmp_path / "adapter", source)
+    merge(MergeOptions(str(tmp_path / "adapter"), "nvfp4", tmp_path / "out", str(tmp_path / "base"), prompt_count=0))
+    scales = scales_of(tmp_path / "out")
+    assert not all(math.frexp(scale)[0] == 0.5 for scale in scales.values())
+    assert scales != scales_of(tmp_path / "base")
