@@ -1,4 +1,4 @@
-"""One card of several: which, how CUDA is told, and that it happens before CUDA is asked for anything."""
+"""One of several cards is chosen, and CUDA is told before it is asked for anything."""
 
 import os
 import subprocess
@@ -22,7 +22,7 @@ BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 @pytest.fixture
 def reports(tmp_path, monkeypatch):
-    """Puts a program nvidia-smi on the PATH, alone, that prints what it is given."""
+    """Put a program nvidia-smi, which prints the given text, on an otherwise empty PATH."""
 
     def put(text, code=0):
         tool = tmp_path / "nvidia-smi"
@@ -53,7 +53,7 @@ def seen_after(given, local_rank=None):
     ],
     ids=["all", "numbers", "spaces", "uuids", "beginnings of uuids", "kinds", "kinds by the bus"],
 )
-def test_the_card_with_the_most_free_memory_is_left(reports, host, given, wanted):
+def test_only_the_card_with_the_most_free_memory_is_left_visible(reports, host, given, wanted):
     reports(host)
     assert seen_after(given) == wanted
 
@@ -71,7 +71,7 @@ def test_the_card_with_the_most_free_memory_is_left(reports, host, given, wanted
     ],
     ids=["one card", "one whole card", "none", "none as a number", "one named", "the rest hidden", "one MIG device"],
 )
-def test_where_there_is_no_choice_nothing_is_changed(reports, host, given):
+def test_without_a_choice_nothing_is_changed(reports, host, given):
     reports(host)
     assert seen_after(given) == given
 
@@ -86,12 +86,12 @@ def test_where_there_is_no_choice_nothing_is_changed(reports, host, given):
     ],
     ids=["MIG devices", "a MIG device and a card", "numbers of different cards", "a card that is not there"],
 )
-def test_what_cannot_be_compared_is_taken_in_the_order_given(reports, host, names):
+def test_cards_that_cannot_be_compared_keep_the_given_order(reports, host, names):
     reports(host)
     assert seen_after({"CUDA_VISIBLE_DEVICES": names}) == {"CUDA_VISIBLE_DEVICES": names.split(",")[0]}
 
 
-def test_without_a_driver_nothing_is_chosen_but_of_what_is_named_the_first(reports):
+def test_without_a_driver_the_first_named_card_is_taken_if_any_is_named(reports):
     assert seen_after({}) == {}
     assert seen_after({"CUDA_VISIBLE_DEVICES": "3,1"}) == {"CUDA_VISIBLE_DEVICES": "3"}
     reports("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver", code=9)
@@ -107,7 +107,7 @@ def test_each_process_of_a_host_takes_its_own_card(reports):
         seen_after({"CUDA_VISIBLE_DEVICES": "2,0"}, 2)
 
 
-def test_what_the_driver_says_is_read(reports):
+def test_the_output_of_the_driver_is_parsed(reports):
     reports(ALIKE)
     assert str(visible_cards({})[1]) == "1 (NVIDIA H200, 140 of 140 GiB free)"
     reports(ONE)

@@ -1,4 +1,4 @@
-"""Ranks that talk to each other on a CPU: as processes, as torchrun starts them, and as threads where that will do."""
+"""Ranks that talk to each other on a CPU: as processes, as torchrun starts them, and as threads where these suffice."""
 
 import os
 import socket
@@ -179,7 +179,7 @@ def test_ranks_at_different_places_are_an_error_and_no_deadlock():
 
 
 def test_torchrun_starts_ranks_beside_a_default_group_of_their_own(tmp_path):
-    """As vLLM does: each rank makes and destroys torch's default group for itself."""
+    """Each rank makes and destroys its own default group in torch, as vLLM does."""
     script = tmp_path / "program.py"
     program = f"""
 import torch

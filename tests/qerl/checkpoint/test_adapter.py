@@ -1,4 +1,4 @@
-"""Adapters: names, the PEFT folder, and what must not happen to a LoRA on packed weights."""
+"""Adapters: names, the PEFT folder, and what a LoRA on packed weights must not do."""
 
 import dataclasses
 import json
@@ -42,7 +42,7 @@ def policy(nvfp4_base):
     return attach_lora(load_model(nvfp4_base, "nvfp4"), rank=4, alpha=8, train_norms=True)
 
 
-def test_names_are_those_of_the_base(policy):
+def test_tensors_have_the_names_of_the_base(policy):
     names = set(adapter_tensors(policy))
     expected = {
         f"model.layers.{layer}.{block}.{projection}.lora_{side}.weight"
@@ -65,7 +65,7 @@ def test_a_fresh_adapter_changes_nothing_and_a_random_one_does(nvfp4_base, polic
 
 
 def unpack_(model):
-    """The dense twin: each packed linear replaced by an ordinary one that holds its float32 weights."""
+    """Make the dense twin: replace each packed linear by an ordinary one with its float32 weights."""
     for name, module in list(model.named_modules()):
         if isinstance(module, NVFP4Linear):
             linear = torch.nn.Linear(module.in_features, module.out_features, bias=module.bias is not None)
@@ -87,7 +87,7 @@ def test_gradients_equal_those_on_the_dense_twin(nvfp4_base):
         torch.testing.assert_close(gradient, gradients[1][name])
 
 
-def test_the_folder_is_standard_peft(base, tmp_path):
+def test_the_folder_is_a_standard_peft_folder(base, tmp_path):
     policy = attach_lora(load_model(base, "bf16", "float32"), rank=4, alpha=8)
     randomize_(policy)
     expected = policy(TOKENS).logits
@@ -129,7 +129,7 @@ def test_an_adapter_of_another_rank_or_base_is_refused(policy):
         load_tensors_(policy, tensors)
 
 
-def test_unknown_target_names_those_there_are(base):
+def test_an_unknown_target_is_refused_with_a_list_of_the_known_ones(base):
     with pytest.raises(ConfigError, match=r"query_proj match no linear .*q_proj"):
         attach_lora(load_model(base, "bf16"), rank=4, alpha=8, targets=("query_proj",))
 
@@ -170,8 +170,8 @@ def test_adapters_that_are_not_plain_lora_are_refused(policy, tmp_path, change, 
     ],
     ids=["rank of A", "rank of B", "one axis", "integers"],
 )
-def test_factors_that_are_not_of_the_configs_rank_are_refused(policy, tmp_path, part, change):
-    """B A times alpha / rank would be of another size than what was trained."""
+def test_factors_of_another_rank_than_the_config_has_are_refused(policy, tmp_path, part, change):
+    """alpha / rank times B A would differ from what was trained."""
     save_adapter(policy, tmp_path, "base")
     path = tmp_path / "adapter_model.safetensors"
     tensors = load_file(path)
@@ -182,7 +182,7 @@ def test_factors_that_are_not_of_the_configs_rank_are_refused(policy, tmp_path, 
 
 
 def made_by_peft(base, folder, options):
-    """A random adapter of the base, saved; and the base, 16-bit."""
+    """A random adapter saved by PEFT, and its 16-bit base."""
     plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     config = LoraConfig(**{"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "up_proj"], **options})
     made = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
@@ -195,9 +195,9 @@ def made_by_peft(base, folder, options):
 
 
 @pytest.mark.parametrize("options", [{"use_rslora": True}, *({"init_lora_weights": way} for way in PLAIN_STARTS[2:])])
-def test_a_plain_adapter_of_peft_computes_what_it_computes_there(base, tmp_path, options):
+def test_a_plain_adapter_of_peft_computes_the_same_as_in_peft(base, tmp_path, options):
     if options == {"init_lora_weights": "eva"}:
-        options = {"init_lora_weights": True}  # eva asks for data; what it saves is this
+        options = {"init_lora_weights": True}  # eva needs data, and saves the same as this
     plain = made_by_peft(base, tmp_path, options)
     own = attach_saved_(load_model(base, "bf16", "float32"), *read_fitting_adapter(tmp_path, str(base)))
     expected = PeftModel.from_pretrained(plain, tmp_path).eval()(TOKENS).logits
@@ -235,7 +235,7 @@ def test_every_option_of_peft_is_known_to_be_harmless_or_refused():
     assert {field.name for field in dataclasses.fields(LoraConfig)} == harmless | set(OTHER_ADAPTERS)
 
 
-def test_missing_and_damaged_adapter_files(policy, tmp_path):
+def test_missing_and_damaged_adapter_files_are_refused(policy, tmp_path):
     save_adapter(policy, tmp_path / "a", "base")
     weights = tmp_path / "a" / "adapter_model.safetensors"
     assert load_file(weights)

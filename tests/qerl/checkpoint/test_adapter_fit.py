@@ -1,4 +1,4 @@
-"""Whether an adapter names the base that it is given to: a warning, because one model has many names."""
+"""Does an adapter name the base that it is used with? If not there is a warning only, as a model has many names."""
 
 import json
 import logging
@@ -26,7 +26,7 @@ def adapter(base, tmp_path_factory):
 
 @pytest.fixture
 def warnings_of(adapter, caplog):
-    """What reading the adapter for a base warns of, if it names `named` as its own."""
+    """The warnings if the adapter is used with a base, but names `named` as its own."""
 
     def read(named, base):
         config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
@@ -40,7 +40,7 @@ def warnings_of(adapter, caplog):
 
 
 @pytest.mark.parametrize("named", ["Some/Other-Model", "/gone/small-1b", "Small-3B-Instruct", "/"])
-def test_another_name_is_a_warning_with_both_names_and_what_to_do(warnings_of, base, named):
+def test_another_name_gives_a_warning_with_both_names_and_what_to_do(warnings_of, base, named):
     (warning,) = warnings_of(named, base)
     assert all(part in warning for part in (named, str(base), "--model"))
 
@@ -55,11 +55,11 @@ def test_another_name_is_a_warning_with_both_names_and_what_to_do(warnings_of, b
         "/hub/models--Org--Small-1B-Instruct/snapshots/0a1b2c",
     ],
 )
-def test_other_names_of_the_same_model_are_none(warnings_of, base, named):
+def test_other_names_of_the_same_model_give_no_warning(warnings_of, base, named):
     assert warnings_of(named, base) == []
 
 
-def test_a_quantized_folder_goes_by_the_name_of_its_source_too(warnings_of, base):
+def test_a_quantized_folder_may_have_the_name_of_its_source(warnings_of, base):
     base = Path(base)
     other = base.parent / "four-bit"
     other.mkdir()
@@ -70,7 +70,7 @@ def test_a_quantized_folder_goes_by_the_name_of_its_source_too(warnings_of, base
     assert warnings_of(str(other), base) == []
 
 
-def test_a_link_goes_by_its_own_name_and_by_its_target_s(warnings_of, base):
+def test_a_link_may_have_its_own_name_or_that_of_its_target(warnings_of, base):
     link = Path(base).parent / "current"
     link.symlink_to(base)
     assert warnings_of("Org/Small-1B-Instruct", link) == []

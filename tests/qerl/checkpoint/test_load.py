@@ -1,4 +1,4 @@
-"""Damaged model folders: one short error that names the file and the remedy."""
+"""A damaged model folder gives one short error that names the file and the remedy."""
 
 import json
 import shutil
@@ -28,13 +28,13 @@ def damaged(nvfp4_base, tmp_path):
     return edit
 
 
-def test_a_config_of_other_shapes_is_named_by_its_first_tensor(damaged):
+def test_a_config_with_other_shapes_is_refused_with_the_first_tensor_that_differs(damaged):
     with pytest.raises(CheckpointError, match=r"does not fit its config\.json \(size mismatch for") as caught:
         load_model(damaged(vocab_size=8), "nvfp4", "float32", "cpu")
     assert "\n" not in str(caught.value)
 
 
-def test_an_architecture_that_transformers_does_not_know(damaged):
+def test_an_architecture_that_transformers_does_not_know_is_refused(damaged):
     with pytest.raises(
         CheckpointError, match=r"cannot be loaded: .*`foo`.*take Qwen2, Qwen3, Llama or Mistral"
     ) as caught:
@@ -52,7 +52,7 @@ MISFITS = {
 
 @pytest.mark.parametrize("name", MISFITS)
 def test_weights_of_another_model_than_the_config_are_refused(tmp_path, name):
-    """transformers fills what is missing with random numbers, and drops what it has no place for."""
+    """transformers would fill missing weights with random numbers, and drop those it has no place for."""
     changes, message = MISFITS[name]
     folder = make_checkpoint(tmp_path / "model", "llama")
     config = json.loads((folder / "config.json").read_text())
@@ -78,7 +78,7 @@ def test_a_damaged_generation_config_is_named(damaged, text):
     ids=["no generation config", "one", "two", "one that names none"],
 )
 def test_both_engines_stop_at_the_same_tokens(damaged, generation, expected):
-    """The tokenizer's, and the generation config's or else the model config's."""
+    """At the tokenizer's token, and those of the generation config or else of the model config."""
     folder = damaged(eos_token_id=[2, 7])
     (folder / "generation_config.json").unlink()
     if generation is not None:

@@ -1,4 +1,4 @@
-"""What a --model is, decided from its files alone."""
+"""What a --model is, decided by its files alone."""
 
 import os
 import shutil
@@ -29,12 +29,12 @@ def in_empty_folder(tmp_path, monkeypatch):
 # --- one of each kind
 
 
-def test_a_16_bit_model():
+def test_a_16_bit_model_is_recognised():
     base = make_base()
     assert resolve_model("models/Small-1B") == ModelRef("base16", base, "models/Small-1B", None, None, "bf16")
 
 
-def test_an_nvfp4_folder():
+def test_an_nvfp4_folder_is_recognised():
     folder = make_nvfp4()
     for load in ("auto", "nvfp4"):
         found = resolve_model(str(folder), load)
@@ -67,7 +67,7 @@ def test_steps_count_as_numbers_and_unfinished_checkpoints_do_not_count(tmp_path
     assert resolve_model(str(run)).adapter.name == "step-10"
 
 
-def test_the_embedded_model_is_a_word_and_not_a_folder(tmp_path):
+def test_the_embedded_model_is_named_by_a_word_and_not_by_a_folder(tmp_path):
     make_nvfp4("tiny")
     found = resolve_model("tiny")
     assert (found.kind, found.format, found.base) == ("base16", "bf16", str(checkpoint.TINY_FOLDER))
@@ -88,14 +88,14 @@ def test_an_adapter_can_be_given_beside_the_model(tmp_path):
 # --- load=
 
 
-def test_load_nvfp4_takes_what_quantize_made_of_a_16_bit_model():
+def test_load_nvfp4_takes_the_quantized_folder_of_a_16_bit_model():
     base = make_base()
     folder = make_nvfp4(source=base.resolve())
     assert resolve_model(str(base), "nvfp4").base == str(folder)
     assert resolve_model(str(base), "auto").format == "bf16"
 
 
-def test_load_nvfp4_without_it_says_what_to_type():
+def test_load_nvfp4_without_a_quantized_folder_says_what_to_type():
     make_base()
     with pytest.raises(CheckpointError, match=r"run `qerl quantize --model models/Small-1B`"):
         resolve_model("models/Small-1B", "nvfp4")
@@ -108,7 +108,7 @@ def test_load_nvfp4_does_not_take_another_model_of_the_same_name(tmp_path):
     make_nvfp4(source=other.resolve())
     with pytest.raises(CheckpointError, match=r"was made from .*elsewhere/Small-1B, not from models/Small-1B"):
         resolve_model(str(base), "nvfp4")
-    shutil.rmtree(other)  # moved to models/, so the report's folder is gone and the name has to do
+    shutil.rmtree(other)  # moved to models/: the folder in the report is gone, and only the name is left
     assert resolve_model(str(base), "nvfp4").kind == "quantized"
 
 
@@ -125,7 +125,7 @@ def test_load_bf16_of_an_nvfp4_folder_without_report_says_what_to_type():
         resolve_model("checkpoints/Small-1B-NVFP4A16", "bf16")
 
 
-def test_a_run_on_a_16_bit_model_name_loads_in_its_recipes_format(tmp_path):
+def test_a_run_whose_base_is_a_16_bit_model_loads_in_the_format_of_its_recipe(tmp_path):
     base = make_base()
     nvfp4 = make_nvfp4(source=base.resolve())
     run = make_run(tmp_path, base, model_format="nvfp4")
@@ -171,8 +171,8 @@ def test_load_has_three_values():
         resolve_model(str(make_base()), "fp8")
 
 
-def test_a_run_that_began_from_an_adapter_has_that_one_s_base(tmp_path):
-    """Its own adapter holds what it began from."""
+def test_a_run_that_began_from_an_adapter_has_the_base_of_that_adapter(tmp_path):
+    """The adapter of the run includes the one that it began from."""
     base = make_nvfp4()
     first = make_run(tmp_path, base, "first")
     for name, start in (("second", first), ("third", make_adapter(tmp_path / "loose", base))):
@@ -204,7 +204,7 @@ def test_a_hub_id_in_the_cache_needs_no_network(tmp_path, monkeypatch):
         resolve_model("some/model", "nvfp4")
 
 
-def test_a_hub_id_whose_owner_is_a_folder_here_is_still_one(tmp_path, monkeypatch):
+def test_a_hub_id_stays_one_if_a_folder_here_has_the_name_of_its_owner(tmp_path, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
@@ -228,7 +228,7 @@ def test_a_hub_id_whose_owner_is_a_folder_here_is_still_one(tmp_path, monkeypatc
         ("models/Small-1B", False),  # a folder here
     ],
 )
-def test_what_has_the_form_of_a_hub_id(ref, expected):
+def test_which_names_are_hub_ids(ref, expected):
     make_base()
     assert hub.is_hub_id(ref) is expected
 
@@ -256,7 +256,7 @@ def touch(path, when):
     os.utime(path, (when, when))
 
 
-def test_newest_is_by_time_and_passes_over_what_cannot_be_used(tmp_path, caplog):
+def test_the_newest_is_chosen_by_time_without_those_that_cannot_be_used(tmp_path, caplog):
     assert newest_model() is None
     folder = make_nvfp4()
     run, young = make_run(tmp_path, folder), make_run(tmp_path, folder, "r2", steps=())

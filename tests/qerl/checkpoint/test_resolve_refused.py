@@ -1,4 +1,4 @@
-"""What cannot be a --model: each mistake is one clear error."""
+"""What cannot be a --model: each mistake gives one clear error."""
 
 import json
 
@@ -39,7 +39,7 @@ def in_empty_folder(tmp_path, monkeypatch):
         ("empty", "has no config.json, adapter_config.json"),
     ],
 )
-def test_paths_that_are_no_model(tmp_path, ref, message):
+def test_paths_that_are_no_model_are_refused(tmp_path, ref, message):
     (tmp_path / "empty").mkdir()
     (tmp_path / "a file").write_text("x")
     with pytest.raises(CheckpointError, match=message):
@@ -83,21 +83,21 @@ def test_missing_weights_are_noticed_when_the_model_is_resolved():
         resolve_model(str(folder))
 
 
-def test_a_run_without_a_checkpoint_yet(tmp_path):
+def test_a_run_without_a_checkpoint_is_refused(tmp_path):
     run = make_run(tmp_path, make_nvfp4(), steps=())
     with pytest.raises(CheckpointError, match="has saved no adapter yet"):
         resolve_model(str(run))
 
 
 @pytest.mark.parametrize("text", ["model: [", "model: 3", "{}", "model:\n  format: nvfp4\n"])
-def test_a_run_with_a_damaged_config(tmp_path, text):
+def test_a_run_with_a_damaged_config_is_refused(tmp_path, text):
     run = make_run(tmp_path, make_nvfp4())
     (run / "config.yaml").write_text(text)
     with pytest.raises(CheckpointError, match=r"config\.yaml names no model\.base"):
         resolve_model(str(run))
 
 
-def test_adapters_that_are_incomplete_or_stacked(tmp_path):
+def test_incomplete_and_stacked_adapters_are_refused(tmp_path):
     base = make_base()
     first = make_adapter(tmp_path / "first", base)
     with pytest.raises(CheckpointError, match="is itself an adapter"):
@@ -142,19 +142,19 @@ def test_an_adapter_of_the_hub_that_names_itself_is_refused(tmp_path, monkeypatc
 
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
     snapshot = hub_snapshot(tmp_path / "cache", "some/adapter", lambda folder: make_adapter(folder, "some/adapter"))
-    (snapshot / "config.json").write_text("{}")  # by which it is found in the cache
+    (snapshot / "config.json").write_text("{}")  # the file by which the cache finds it
     with pytest.raises(CheckpointError, match=r"is itself an adapter .some/adapter."):
         resolve_model("some/adapter")
 
 
-def test_an_unreachable_hub_is_one_clear_error(monkeypatch):
+def test_an_unreachable_hub_gives_one_clear_error(monkeypatch):
     monkeypatch.setattr(hub, "reachable", lambda: False)
     with pytest.raises(CheckpointError, match="some/model is no folder here, and the hub cannot be reached"):
         resolve_model("some/model")
 
 
 def test_a_mistyped_folder_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
-    """runs/dnoe has the form of a hub id, and runs/ is a folder here."""
+    """runs/dnoe looks like a hub id, but runs/ is a folder here."""
     monkeypatch.setattr(hub, "reachable", lambda: False)
     make_run(tmp_path, make_nvfp4(), name="done")
     with pytest.raises(CheckpointError, match=r"there is no folder runs/dnoe \(did you mean runs/done\?\), and the"):
@@ -165,7 +165,7 @@ def test_a_mistyped_folder_is_not_taken_for_a_hub_id(tmp_path, monkeypatch):
         resolve_model(str(make_base()), adapter="runs/dnoe")
 
 
-def test_many_neighbours_are_counted(tmp_path):
+def test_many_neighbours_are_counted_and_not_listed(tmp_path):
     for name in "abcdef":
         (tmp_path / "runs" / name).mkdir(parents=True)
     (tmp_path / "runs" / ".hidden").mkdir()

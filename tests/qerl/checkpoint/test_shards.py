@@ -1,4 +1,4 @@
-"""Headers of safetensors files: what they hold, and that damage is noticed without loading a tensor."""
+"""Headers of safetensors files: their content, and damage that is noticed without loading a tensor."""
 
 import json
 import struct
@@ -60,7 +60,7 @@ def header(**entries):
         header(a=7),
     ],
 )
-def test_what_is_no_safetensors_file_is_refused(tmp_path, content):
+def test_a_file_that_is_no_safetensors_file_is_refused(tmp_path, content):
     (tmp_path / "x.safetensors").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"x\.safetensors is truncated or not a safetensors file"):
         read_header(tmp_path / "x.safetensors")
@@ -129,7 +129,7 @@ def test_folders_without_weights_say_what_they_lack(tmp_path, files, message):
         weight_files(tmp_path)
 
 
-def test_single_file(tmp_path):
+def test_tensors_of_a_single_file(tmp_path):
     write_safetensors(tmp_path / SINGLE, {"a": ("F32", (1,))})
     assert weight_files(tmp_path) == [tmp_path / SINGLE]
 

@@ -1,12 +1,11 @@
-"""Commands on a card, each in a process of its own: a killed run, dynamic sampling, evaluation, memory, report, merge.
+"""Commands on a card, each in a separate process: a killed run, dynamic sampling, evaluation, memory, report, merge.
 
-Last run on an H200 on 2026-11-22, vLLM 0.25.1: all passed. The same tests on a CPU, with the other engine and nothing
-else changed:
+All last passed on an H200 on 2026-11-22, vLLM 0.25.1. To run the same tests on a CPU with the other engine:
 
     QERL_TEST_ENGINE=transformers python -m pytest -n0 -m gpu tests/qerl/commands/test_cli_gpu.py
 
-One run of the embedded model has the card for itself (its memory is measured); what starts engines after it runs side
-by side, each within MEMORY_GIB.
+One run of the embedded model has the card to itself, because its memory is measured. The commands after it run side by
+side, each within MEMORY_GIB.
 """
 
 import importlib.util
@@ -39,7 +38,7 @@ pytestmark = [
     ),
 ]
 GIB = 2**30
-MEMORY_GIB = 8  # of each engine: several are open at once
+MEMORY_GIB = 8  # per engine, as several are open at once
 
 STEPS, SAVE_EVERY, KILL_AFTER, PROMPTS, GROUP = 6, 2, 3, 8, 8
 SETTINGS = [
@@ -62,13 +61,13 @@ EVALUATION = ["--max-new-tokens", TOKENS, "--engine", ENGINE]
 EVALUATION += ["--memory", MEMORY_GIB, "--deterministic"] if ON_CARD else []
 
 COMPARED = ("reward", "loss", "grad_norm", "entropy", "mismatch_kl")
-# `rollout.deterministic` repeats bits within a process. Another process on the same card can only be given other
-# kernels by cuBLAS or by vLLM's compiler, whose sums differ in the last bit of bfloat16 (2^-9) of some values; in the
-# mean over a step's hundreds of tokens, and in the norm of a tensor, that is far below this. No sampled token may
-# change: one answer more or less in 64 is 1.6e-2 of the reward.
+# `rollout.deterministic` repeats bits within a process. In another process on the same card, cuBLAS or vLLM's compiler
+# may choose other kernels, whose sums differ for some values in the last bit of bfloat16 (2^-9). In the mean over the
+# hundreds of tokens of a step, and in the norm of a tensor, that is far below this limit. No sampled token may change:
+# one correct answer more or less among 64 changes the reward by 1.6e-2.
 RELATIVE_TOLERANCE = 1e-3
-# The driver gives memory in pieces of 2 MiB; the run reads it at the end of each phase, the test at any time. A CUDA
-# context alone, which torch does not count, takes 0.4 GiB or more.
+# The driver hands out memory in pieces of 2 MiB. The run reads it at the end of each phase, the test at any time. A
+# CUDA context, which torch does not count, takes 0.4 GiB or more.
 MEMORY_TOLERANCE_GIB = 0.25
 
 
@@ -81,7 +80,7 @@ def train(out, *more):
 
 
 def taken_gib():
-    """What the driver says is taken on the card, by whomever; 0 without one."""
+    """The memory that is used on the card by all processes, according to the driver; 0 without a card."""
     if not ON_CARD:
         return 0.0
     free, total = torch.cuda.mem_get_info()
@@ -94,12 +93,12 @@ def lines(path):
 
 @dataclass(frozen=True)
 class Whole:
-    """The uninterrupted run, and the card while it ran, as seen from this process."""
+    """The uninterrupted run, and the card's memory while it ran, as this process saw it."""
 
     shell: Shell
     run: Path
     before_gib: float
-    peak_gib: float  # from the opening of its directory (the engine is open then) to its end
+    peak_gib: float  # from the creation of its folder, when the engine is open, to its end
 
 
 @pytest.fixture(scope="session")
@@ -124,7 +123,7 @@ def whole(tmp_path_factory):
 class Resumed:
     run: Path
     killed_at: int  # steps in metrics.jsonl when it was killed
-    checkpoint: int  # newest then
+    checkpoint: int  # the newest one at that time
 
 
 def kill_and_resume(shell):
@@ -146,7 +145,7 @@ def evaluate(shell, rows, out, *model):
 
 @pytest.fixture(scope="session")
 def beside(whole):
-    """What runs side by side after the first run: name -> its future, done."""
+    """The commands that run side by side after the first run: name -> its finished future."""
     shell, rows = whole.shell, whole.shell.folder / "rows.jsonl"
     examples, _ = load_examples("arith", split="test", limit=QUESTIONS)
     written = [{"question": row.question, "answer": f"Counting gives it.\n#### {row.answer}"} for row in examples]
@@ -158,7 +157,7 @@ def beside(whole):
             "evals": pool.submit(evaluate, shell, rows, "evals", "--run", whole.run, "--checkpoints", "all"),
             "dapo": pool.submit(shell.run, "dapo", *train("dapo", *DAPO)),
         }
-        wait([futures["evals"]])  # the next engine has the same shapes, and finds them compiled
+        wait([futures["evals"]])  # the next engine has the same shapes, for which kernels are compiled then
         futures["alone"] = pool.submit(evaluate, shell, rows, "alone", *alone)
         wait(futures.values())
     return futures
@@ -175,7 +174,7 @@ def largest_differences(one_rows, other_rows):
 
 
 def adapter_difference(one, other):
-    """The largest norm of a difference of tensors, relative to the tensor's norm."""
+    """The largest norm of the difference of two tensors, relative to the norm of the tensor."""
     first, second = read_adapter(one)[0], read_adapter(other)[0]
     assert set(first) == set(second)
     return torch.stack([(first[name] - second[name]).norm() / second[name].norm() for name in first]).max().item()
@@ -196,7 +195,7 @@ def test_a_killed_run_resumes_to_the_numbers_of_the_uninterrupted_one(whole, bes
     other_bits = [one["step"] for one, other in pairs if deterministic(one) != deterministic(other)]
     record_property("steps_with_other_bits", other_bits)
     assert max(found.values()) < RELATIVE_TOLERANCE, f"{found}; steps with other bits: {other_bits}"
-    # one step more or less is no such small matter
+    # for comparison: one step more or less makes a large difference
     assert max(largest_differences(rows[:-1], rows[1:]).values()) > 10 * RELATIVE_TOLERANCE
     assert adapter_difference(checkpoint_path(whole.run, 4), whole.run / "adapter") > 10 * RELATIVE_TOLERANCE
 
@@ -224,7 +223,7 @@ def test_dynamic_sampling_keeps_batches_full_and_counts_what_it_discards(whole, 
 
 
 def evaluation(folder):
-    """(result.json, the rows of completions.jsonl without their times)."""
+    """(content of result.json, rows of completions.jsonl without their times)."""
     rows = [json.loads(line) for line in (folder / "completions.jsonl").open()]
     for row in rows:
         del row["batch_seconds"]
@@ -241,7 +240,7 @@ def test_checkpoints_are_evaluated_on_one_engine_and_as_each_alone(whole, beside
         assert (result["step"], result["questions"], len(rows)) == (step, QUESTIONS, QUESTIONS)
         assert result["engine"]["name"] == ENGINE
         assert result["accuracy"]["value"] == sum(row["correct"] for row in rows) / QUESTIONS > 0
-    assert found[2][1] != found[4][1] != found[6][1]  # each adapter acted
+    assert found[2][1] != found[4][1] != found[6][1]  # every adapter has an effect
     beside["alone"].result()
     result, rows = evaluation(whole.shell.folder / "alone")
     assert rows == found[4][1]
@@ -272,7 +271,7 @@ def test_the_run_is_reported(whole):
     assert (whole.run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.usefixtures("beside")  # they are done: its engines take as much of the card as there is
+@pytest.mark.usefixtures("beside")  # they have to be finished, since its engines use all of the card
 def test_the_run_is_merged_to_nvfp4(whole):
     said = whole.shell.run(
         "merge", "merge", "--adapter", whole.run, "--to", "nvfp4", "--prompt-count", 4, "--out", "merged"

@@ -1,4 +1,4 @@
-"""Talking to the embedded model: the history is in the prompt, a full context forgets the oldest, a pipe works."""
+"""Conversations with the embedded model: prompts hold the history, full contexts drop the oldest, pipes work."""
 
 import io
 import sys
@@ -18,7 +18,7 @@ QUESTION = "Anna has 4 apples and buys 3 more. How many apples does Anna have?"
 
 
 class Recorded:
-    """An engine that keeps the prompts it was given."""
+    """An engine that records the prompts it is given."""
 
     def __init__(self, engine):
         self.engine, self.prompts, self.seeds = engine, [], []
@@ -57,7 +57,7 @@ def test_the_second_prompt_holds_the_first_exchange(conversation):
     assert text_of(conversation, 2) == text_of(conversation, 0)
 
 
-def test_a_full_context_forgets_the_oldest_and_says_so(conversation, caplog):
+def test_a_full_context_drops_the_oldest_messages_and_says_so(conversation, caplog):
     caplog.set_level("INFO")
     conversation.ask(QUESTION)
     conversation.context = len(conversation.engine.prompts[0]) + 24 + 5
@@ -77,16 +77,16 @@ def test_each_line_is_a_message_and_commands_are_not(conversation):
     assert lines[: len(lines) // 2] == lines[len(lines) // 2 :]
 
 
-def test_a_pipe_as_typed(here, monkeypatch):
+def test_a_pipe_works_as_typed(here, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(f"{QUESTION}\n"))
     code, out, err = here("chat", "--model", "tiny", "--temperature", 0, "--max-new-tokens", 8)
     assert code == 0, err
     assert out.strip()
-    assert "16-bit model" in err  # what is talked to stands on stderr, and only answers on stdout
+    assert "16-bit model" in err  # the model is named on stderr; stdout has answers only
     assert "16-bit model" not in out
 
 
-def test_what_cannot_work_is_refused_before_the_weights_load():
+def test_mistakes_are_refused_before_the_weights_are_loaded():
     with pytest.raises(ConfigError, match="leaves no room in the context of 2048"):
         chat(ChatOptions("tiny", max_new_tokens=2048))
     with pytest.raises(CheckpointError, match="nowhere"):

@@ -48,7 +48,7 @@ def invoke(*arguments, **fixed):
         (["x", "--numbers", "ab"], Options(Path("x"), numbers=("a", "b"))),
     ],
 )
-def test_what_is_typed_is_what_the_function_gets(arguments, options):
+def test_the_function_gets_what_is_typed(arguments, options):
     assert invoke(*arguments).exit_code == 0
     assert made == [options]
 
@@ -62,7 +62,7 @@ def test_the_help_names_each_marked_field_and_no_other():
     assert "label" not in text
 
 
-def test_what_is_given_beforehand_is_no_option():
+def test_a_value_that_is_given_beforehand_is_no_option():
     assert invoke(file=Path("y")).exit_code == 0
     assert made == [Options(Path("y"))]
     assert invoke("x", file=Path("y")).exit_code == 2

@@ -1,4 +1,4 @@
-"""What the engine says in keys of a recipe, a command with options of its own says in these."""
+"""The engine's messages name keys of a recipe; commands with options of their own translate them into options."""
 
 import ast
 import logging
@@ -35,7 +35,7 @@ def engine_files():
 
 
 def keys_in_texts(path):
-    """Recipe keys in the strings of a file, docstrings left out."""
+    """The recipe keys in the strings of a file, without docstrings."""
     tree = ast.parse(path.read_text(encoding="utf-8"))
     docstrings = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
@@ -52,7 +52,7 @@ def test_each_key_that_the_engine_names_has_an_option(options):
 
 
 @pytest.mark.parametrize(("command", "options"), [("eval", EVAL), ("chat", CHAT)])
-def test_the_options_are_the_command_s_own(command, options, capsys, monkeypatch):
+def test_the_options_exist_in_the_command(command, options, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["qerl", command, "--help"])
     with pytest.raises(SystemExit):
         qerl.cli.main()
@@ -72,7 +72,7 @@ def test_the_options_are_the_command_s_own(command, options, capsys, monkeypatch
         ("raise rollout.memory: it is small", "raise --memory: it is small"),
     ],
 )
-def test_a_key_becomes_the_option_with_its_value(text, said):
+def test_a_key_with_a_value_becomes_the_option_with_that_value(text, said):
     assert in_options(text, EVAL) == said
 
 
@@ -102,8 +102,8 @@ def test_an_error_of_the_engine_keeps_its_kind_and_names_options(fails, words):
     assert not KEYS & set(re.findall(r"[a-z]+\.[a-z_]+", str(caught.value)))
 
 
-def test_what_a_run_s_recipe_says_keeps_its_keys():
-    """config.yaml of the run has keys."""
+def test_messages_about_the_recipe_of_a_run_keep_its_keys():
+    """config.yaml of the run has keys and no options."""
     with pytest.raises(ConfigError, match=r"rollout\.memory: got 'x'"), options_named(EVAL):
         raise ConfigError("runs/x/config.yaml:3: rollout.memory: got 'x'")
 
@@ -122,7 +122,7 @@ def test_warnings_of_the_engine_name_options_within_and_keys_outside(caplog):
 
 
 @pytest.mark.parametrize(("options", "where"), [(EVAL, "--prompt-template"), (CHAT, "the message")])
-def test_a_template_without_a_system_role_is_helped_by_options(options, where):
+def test_for_a_template_without_a_system_role_the_options_are_named(options, where):
     tokenizer = load_tokenizer("tiny")
     tokenizer.chat_template = "{{ raise_exception('no system role') }}"
     words = rf'set --system-prompt to "" and put the instruction into {where}$'

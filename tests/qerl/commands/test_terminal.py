@@ -1,4 +1,4 @@
-"""What stands around every command."""
+"""What all commands have in common: errors, interrupts and full disks."""
 
 import resource
 import signal
@@ -13,7 +13,7 @@ from qerl.errors import CheckpointError
 from qerl.files.disk import replace_text
 
 
-def test_an_error_of_many_lines_is_shown_as_one(capsys):
+def test_an_error_of_many_lines_is_shown_in_one_line(capsys):
     def command(arguments, prog_name, standalone_mode):
         raise CheckpointError("the library said:\n\n\tfirst\n  second: write this instead")
 
@@ -25,7 +25,7 @@ def test_an_error_of_many_lines_is_shown_as_one(capsys):
 
 @contextmanager
 def full_disk():
-    """Files may have no byte."""
+    """Files may not grow to even one byte, as on a full disk."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, before[1]))
     try:
@@ -43,7 +43,7 @@ def full_disk():
     ],
     ids=["text", "whole text", "safetensors"],
 )
-def test_a_full_disk_is_one_line(tmp_path, capsys, write):
+def test_a_full_disk_gives_one_line(tmp_path, capsys, write):
     with full_disk(), pytest.raises(SystemExit) as stopped:
         run_command(lambda *args, **options: write(tmp_path / "file"))
     assert stopped.value.code == 2
@@ -65,7 +65,7 @@ def handler(request):
     signal.signal(signal.SIGINT, before)
 
 
-def test_an_interrupt_that_is_swallowed_while_libraries_load_counts_unless_interrupts_are_ignored(handler):
+def test_an_interrupt_that_a_library_swallows_while_it_loads_still_counts_unless_interrupts_are_ignored(handler):
     expected = nullcontext() if handler is signal.SIG_IGN else pytest.raises(KeyboardInterrupt)
     with expected, interrupts_counted(), suppress(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)

@@ -1,4 +1,4 @@
-"""Keys that are right alone and impossible together: the error has to name both and the remedy."""
+"""Keys that are valid alone but impossible together: the error has to name both, and the remedy."""
 
 import pytest
 from recipe_text import RECIPE, check_wrong_edit
@@ -114,7 +114,7 @@ COMBINATIONS = [
         "could not be resumed to the same numbers; write run.save_every: 52",
     ),
 ]
-# Two keys are at odds: what is set beside the recipe above, and what the error has to say
+# Two keys contradict each other: the overrides of the recipe above, and what the error has to say
 PAIRS = [
     (
         ["noise.where=both", "loss.kl_coef=0.1"],
@@ -202,7 +202,7 @@ def test_a_combination_is_named_with_its_line(tmp_path, old, new, says):
 
 
 @pytest.mark.parametrize(("overrides", "says"), PAIRS)
-def test_keys_at_odds_are_both_named_with_the_override_that_did_it(tmp_path, overrides, says):
+def test_contradicting_keys_are_both_named_with_the_override_that_caused_it(tmp_path, overrides, says):
     path = tmp_path / "mine.yaml"
     path.write_text(RECIPE)
     with pytest.raises(ConfigError) as error:
@@ -246,7 +246,7 @@ def test_keys_at_odds_are_both_named_with_the_override_that_did_it(tmp_path, ove
         ),
     ],
 )
-def test_what_is_near_an_impossible_combination_is_accepted(tmp_path, overrides, read):
+def test_combinations_close_to_impossible_ones_are_accepted(tmp_path, overrides, read):
     path = tmp_path / "mine.yaml"
     path.write_text(RECIPE)
     assert read(load_recipe(path, overrides))

@@ -28,7 +28,7 @@ def recipe(tmp_path):
 # -- shipped recipes
 
 
-def test_the_shipped_recipes_are_these():
+def test_the_list_of_shipped_recipes():
     assert recipe_names() == NAMES
 
 
@@ -69,7 +69,7 @@ def test_a_bf16_twin_differs_in_format_noise_and_learning_rate_alone(name):
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "tiny"])
 def test_a_step_of_the_paper_trains_on_128_completions(name):
-    """arXiv 2510.11696, Table 4: batch 128, 8 samples a prompt on GSM8K (4096 tokens), 16 on BigMath (8192)."""
+    """arXiv 2510.11696, Table 4: batch 128; 8 samples per prompt on GSM8K (4096 tokens), 16 on BigMath (8192)."""
     rollout, task = load_recipe(name).rollout, load_recipe(name).data.task
     assert rollout.prompts_per_step * rollout.group_size == 128
     assert (rollout.group_size, rollout.max_new_tokens) == ((8, 4096) if task == "gsm8k" else (16, 8192))
@@ -87,7 +87,7 @@ def test_an_unknown_recipe_names_the_nearest_and_lists_all():
         load_recipe("")
 
 
-def test_a_file_is_taken_by_its_path_and_hinted_at_by_its_stem(recipe, tmp_path, monkeypatch):
+def test_a_file_is_found_by_its_path_and_suggested_for_its_stem(recipe, tmp_path, monkeypatch):
     recipe(SMALL)
     monkeypatch.chdir(tmp_path)
     assert load_recipe("mine.yaml").run.steps == 40
@@ -127,13 +127,13 @@ def test_a_file_that_is_no_recipe_says_why(tmp_path, content, says):
     assert "\n" not in str(error.value)
 
 
-def test_windows_line_ends_and_a_byte_order_mark_are_fine(tmp_path):
+def test_windows_line_ends_and_a_byte_order_mark_are_accepted(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_bytes(b"\xef\xbb\xbf" + SMALL.replace("\n", "\r\n").encode())
     assert load_recipe(path).run.steps == 40
 
 
-def test_paths_that_cannot_be_read(tmp_path):
+def test_paths_that_cannot_be_read_are_refused(tmp_path):
     with pytest.raises(ConfigError, match=r"none\.yaml: no such file; write a YAML file or one of dapo_3b"):
         load_recipe(tmp_path / "none.yaml")
     with pytest.raises(ConfigError, match="is a folder, not a recipe; write a YAML file"):
@@ -292,7 +292,7 @@ def test_a_later_override_wins_and_flags_win_over_overrides(recipe):
     assert (config.run.steps, config.run.seed) == (70, 3)
 
 
-def test_items_inside_free_arguments_can_be_reached_but_not_invented(recipe):
+def test_items_inside_free_arguments_can_be_changed_but_not_added(recipe):
     words = "rewards.0.args.words=[a, b]"
     config = load_recipe(recipe(SMALL), [words, "rewards.0.args.words.1=c"])
     assert config.rewards[0].args == {"words": ["a", "c"]}

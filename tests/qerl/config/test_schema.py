@@ -1,4 +1,4 @@
-"""Recipes edited wrongly, one mistake each: the error has to name its line, its key, its value and the remedy."""
+"""Recipes with one mistake each: the error has to name its line, its key, its value and the remedy."""
 
 import subprocess
 import sys
@@ -12,7 +12,7 @@ from qerl.config.recipe import load_recipe, recipe_names
 from qerl.config.schema import RunConfig
 from qerl.errors import ConfigError
 
-# (line as it stands, line as edited, what the error has to say beside the edited line's number)
+# (line of the recipe, edited line, what the error has to say besides the number of that line)
 KEYS = [
     ("  rank: 32", "  rnk: 32", "adapter.rnk: unknown key; did you mean adapter.rank?"),
     ("rollout:", "rolout:", "rolout: unknown key; did you mean rollout?"),
@@ -75,7 +75,7 @@ TYPES = [
 ]
 
 
-def test_the_recipe_that_is_edited_is_right(tmp_path):
+def test_the_recipe_is_valid_before_it_is_edited(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(RECIPE)
     config = load_recipe(path)
@@ -103,7 +103,7 @@ def test_a_missing_section_is_named(tmp_path):
         load_recipe(path)
 
 
-def test_the_number_of_further_mistakes_is_told(tmp_path):
+def test_the_number_of_further_mistakes_is_given(tmp_path):
     path = tmp_path / "mine.yaml"
     path.write_text(RECIPE.replace("rank: 32", "rnk: 32").replace("top_p: 1.0", "top_p: 2"))
     with pytest.raises(ConfigError, match=r"rnk: unknown key.*\(1 more after this one\)"):
@@ -120,7 +120,7 @@ def test_the_models_themselves_refuse_what_recipes_may_not_hold():
         config.run.steps = 3
 
 
-def test_the_table_of_keys_has_each_key_with_type_default_and_description():
+def test_the_table_of_keys_has_type_default_and_description_for_each_key():
     rows = {row.key: row for row in describe_config()}
     assert rows["optim.learning_rate"][1:3] == ("number > 0 and < 1", "1e-05")
     assert rows["rollout.memory"][1:3] == ("number > 0 or null", "null")

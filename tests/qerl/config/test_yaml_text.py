@@ -1,4 +1,4 @@
-"""YAML 1.2's core schema where it matters in a recipe, and what is refused."""
+"""Recipes follow YAML 1.2's core schema where it matters; some texts are refused."""
 
 import random
 
@@ -7,7 +7,7 @@ import yaml
 
 from qerl.config.yaml_text import YamlError, dump, parse
 
-# text, value: near misses of what PyYAML (YAML 1.1) would make of it
+# text, value: cases close to those that PyYAML (YAML 1.1) reads otherwise
 SCALARS = [
     ("1e-5", 1e-5),
     ("1E-5", 1e-5),
@@ -61,8 +61,8 @@ def test_a_scalar_is_what_it_looks_like(text, value):
     assert parse(f"key: {text}").data == {"key": value}
 
 
-def test_the_trap_that_this_replaces_is_still_there():
-    assert yaml.safe_load("1e-5") == "1e-5"  # once this fails, PyYAML reads it as a number and _FLOAT can go
+def test_pyyaml_still_reads_1e_5_as_text():
+    assert yaml.safe_load("1e-5") == "1e-5"  # once this fails, PyYAML reads a number and _FLOAT can go
     assert yaml.safe_load("off") is False
 
 
@@ -104,7 +104,7 @@ def test_lines_count_from_one_and_reach_list_items():
         ("[" * 5000, None, "nested too deeply"),
     ],
 )
-def test_what_cannot_be_meant_is_refused_with_its_line(text, line, says):
+def test_ambiguous_text_is_refused_with_its_line(text, line, says):
     with pytest.raises(YamlError) as error:
         parse(text)
     assert says in str(error.value)
@@ -112,7 +112,7 @@ def test_what_cannot_be_meant_is_refused_with_its_line(text, line, says):
     assert error.value.line == line
 
 
-def test_nothing_at_all_is_null():
+def test_an_empty_text_is_null():
     assert parse("").data is None
     assert parse("# only a comment\n").data is None
 

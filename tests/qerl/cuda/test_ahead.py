@@ -1,5 +1,7 @@
-"""Compiling in threads: once for all who ask, its errors where the kernel is loaded, and no crash of a process that
-ends early. Where the CUDA bindings are, NVRTC itself compiles; it needs no card."""
+"""Kernels are compiled in threads: once for all callers, with errors raised where the kernel is loaded.
+
+A process that ends early must not crash. With the CUDA bindings NVRTC itself compiles, which needs no card.
+"""
 
 import subprocess
 import sys
@@ -17,7 +19,7 @@ from qerl.errors import EngineError
 
 HAS_NVRTC = find_spec("cuda") is not None and find_spec("cuda.bindings") is not None
 VARIANT = ("shrink.cu", ("TILES=1", "WARPS=8", "BATCH=5"))
-LONG_WAIT_S = 20.0  # for what is expected at once: a failure, not a hang
+LONG_WAIT_S = 20.0  # for things that happen at once, so that a bug is a failure and not a hang
 
 
 @pytest.fixture
@@ -60,34 +62,34 @@ def in_threads(count, ask):
     return results
 
 
-def test_what_several_ask_for_at_once_is_compiled_once(cached, tmp_path):
+def test_a_kernel_that_several_threads_ask_for_at_once_is_compiled_once(cached, tmp_path):
     results = in_threads(4, lambda: cached.binaries.get(*VARIANT))
     assert len(cached.seen) == 1
     assert [path.read_bytes() for path in tmp_path.iterdir()] == results[:1]
     assert results == results[:1] * 4
 
 
-def test_what_was_begun_is_waited_for_and_other_variants_are_other_files(cached, tmp_path):
+def test_a_begun_compilation_is_waited_for_and_other_variants_have_other_files(cached, tmp_path):
     other = ("shrink.cu", ("TILES=2", "WARPS=8", "BATCH=5"))
     cached.binaries.begin([VARIANT, other, VARIANT])
     first, second = (cached.binaries.get(*variant) for variant in (VARIANT, other))
     assert first != second
     assert {path.read_bytes() for path in tmp_path.iterdir()} == {first, second}
-    cached.binaries.begin([VARIANT, other])  # both are in the cache
+    cached.binaries.begin([VARIANT, other])  # both are in the cache already
     assert cached.binaries.get(*VARIANT) == first
     assert sorted(options[1] for _, options, _ in cached.seen) == ["-DTILES=1", "-DTILES=2"]
 
 
-def test_begun_work_is_done_by_threads_at_the_same_time(monkeypatch):
-    """Each job waits for the other: one after another they would not end."""
+def test_threads_do_begun_work_at_the_same_time(monkeypatch):
+    """Each job waits for the other, so one after the other they would never end."""
     monkeypatch.setattr("os.cpu_count", lambda: 2)
     meeting, jobs = threading.Barrier(2), Jobs()
     jobs.begin({name: lambda: meeting.wait(LONG_WAIT_S) for name in "ab"})
     assert sorted(jobs.result(name, pytest.fail) for name in "ab") == [0, 1]
 
 
-def test_who_asks_does_not_wait_behind_other_jobs(monkeypatch):
-    """What no thread has come to is done by who asks for it, and not again by the thread."""
+def test_a_caller_does_not_wait_behind_other_jobs(monkeypatch):
+    """A caller runs a job that no thread has begun, and no thread runs it again."""
     monkeypatch.setattr("os.cpu_count", lambda: 1)
     release, at_end, done, jobs = threading.Event(), threading.Event(), [], Jobs()
 
@@ -107,11 +109,11 @@ def test_an_error_of_a_thread_is_raised_where_the_kernel_is_loaded(cached):
     cached.binaries.begin([VARIANT])
     with pytest.raises(EngineError, match="cannot compile shrink"):
         cached.binaries.get(*VARIANT)
-    assert cached.binaries.get(*VARIANT)  # it is tried anew, as without threads
+    assert cached.binaries.get(*VARIANT)  # another call compiles again, as without threads
     assert len(cached.seen) == 1
 
 
-def test_an_error_reaches_all_who_wait_for_it():
+def test_an_error_reaches_every_waiting_caller():
     jobs, asked = Jobs(), []
 
     def fails():
@@ -152,7 +154,7 @@ raise SystemExit(3)
 """
 
 
-def test_a_process_that_ends_waits_for_what_runs_and_begins_nothing_more():
+def test_a_process_that_ends_waits_for_running_jobs_and_begins_no_others():
     done = subprocess.run([sys.executable, "-c", END_EARLY], capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.split("\n")[:-1]) == (3, ["begun", "ended"])
 
@@ -168,7 +170,7 @@ nvrtc.compile_ahead(gemm.variants(18944))
 
 @pytest.mark.gpu  # needs NVRTC alone; last run on 2026-11-21, on a CPU with NVRTC 13.0
 def test_a_process_may_end_while_nvrtc_compiles(tmp_path, monkeypatch):
-    """Threads that nobody waits for end it by a signal: 3 of 11 times with NVRTC 13.0."""
+    """Without waiting for the threads, the process died by a signal in 3 of 11 cases with NVRTC 13.0."""
     monkeypatch.setenv("QERL_CACHE", str(tmp_path))
     command = [sys.executable, "-c", END_WHILE_NVRTC_RUNS]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)

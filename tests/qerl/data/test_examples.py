@@ -1,4 +1,4 @@
-"""Rows from files and from the hub's layouts: each is used, or counted and named."""
+"""Rows of files and of the hub's layouts: each is used, or counted and reported."""
 
 import json
 import logging
@@ -81,8 +81,8 @@ def test_a_broken_line_is_named_and_the_others_are_used(tmp_path):
     assert report.named == ("row 2: no readable row",)
 
 
-def test_a_csv_row_of_too_many_cells_is_a_broken_one(tmp_path):
-    """Its comma is in the question, and what follows it is no answer."""
+def test_a_csv_row_with_too_many_cells_is_broken(tmp_path):
+    """A comma in the question would make its second part the answer."""
     path = tmp_path / "a.csv"
     path.write_text('question,answer\nWhat is 1, or so?,1\n"What is 2, or so?",2\nWhat is 3, 3,or so?,3\n')
     examples, report = load_examples("gsm8k", str(path))
@@ -90,13 +90,13 @@ def test_a_csv_row_of_too_many_cells_is_a_broken_one(tmp_path):
     assert report.named == ("row 1: no readable row", "row 3: no readable row")
 
 
-def test_decimal_numbers_of_parquet_are_answers(tmp_path):
+def test_decimal_numbers_of_parquet_files_can_be_answers(tmp_path):
     rows = [{"question": "a", "answer": Decimal("1.50")}, {"question": "b", "answer": Decimal("2.00")}]
     write_parquet(tmp_path / "a.parquet", rows)
     assert [e.answer for e in load_examples("gsm8k", str(tmp_path / "a.parquet"))[0]] == ["1.50", "2.00"]
 
 
-def test_two_answers_to_one_question_drop_both(tmp_path):
+def test_two_rows_with_one_question_and_different_answers_are_both_dropped(tmp_path):
     rows = [*ROWS, {"question": "What is 0+1?", "answer": "2"}, {"question": "What is 0 + 1?", "answer": "1"}]
     examples, report = load_examples("gsm8k", write_jsonl(tmp_path / "a.jsonl", rows))
     assert [e.id for e in examples] == ["2", "3", "4", "5"]
@@ -122,8 +122,8 @@ def test_a_limit_counts_usable_rows(tmp_path):
         load_examples("gsm8k", str(GSM8K), limit=0)
 
 
-def test_worked_solutions_give_the_answer_they_mark(tmp_path):
-    """The hub's GSM8K has the worked solution, and the hub's AIME mirrors a box, where the answer should be."""
+def test_a_worked_solution_gives_the_answer_that_it_marks(tmp_path):
+    """On the hub, the answer column has the worked solution in GSM8K, and a box in copies of AIME."""
     examples, report = load_examples("gsm8k", str(GSM8K), columns={"answer": "solution"})
     rows = [json.loads(line) for line in GSM8K.read_text(encoding="utf-8").splitlines()]
     assert [e.answer.replace(",", "") for e in examples] == [row["answer"] for row in rows]
@@ -135,12 +135,12 @@ def test_worked_solutions_give_the_answer_they_mark(tmp_path):
     assert report.named == ("row 2: empty answer",)
 
 
-def test_an_answer_counts_before_a_worked_solution(tmp_path):
+def test_an_answer_has_priority_over_a_worked_solution(tmp_path):
     row = {"prompt": "2+2?", "solution": "We add two and two, and have it.", "answer": "4"}
     assert load_examples("bigmath", write_jsonl(tmp_path / "a.jsonl", [row]))[0][0].answer == "4"
 
 
-def test_a_missing_column_names_those_present_and_how_to_map(tmp_path):
+def test_for_a_missing_column_the_present_ones_are_listed_and_how_to_map_them(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"problem": "p", "solution": "5", "n": 1}])
     with pytest.raises(
         DataError, match=r"no column 'question'.*its columns: problem, solution, n.*--columns question="
@@ -169,7 +169,7 @@ def test_nested_columns_can_be_mapped(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
-def test_text_that_no_tokenizer_takes_and_numbers_that_python_refuses_are_left_out(tmp_path, name):
+def test_text_that_no_tokenizer_accepts_and_numbers_that_python_refuses_are_left_out(tmp_path, name):
     good = json.dumps(ROWS[0])
     half = '{"question": "\\ud800 and 2?", "answer": "3"}'
     long = '{"question": "How many?", "answer": ' + "9" * 5000 + "}"

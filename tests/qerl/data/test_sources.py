@@ -11,7 +11,7 @@ from qerl.tasks import get_task, grade, load_examples
 
 
 def test_the_layout_of_dapo_math_on_the_hub(tmp_path):
-    """verl's layout, as BytedTsinghua-SIA/DAPO-Math-17k has it: the problem within an instruction, rows repeated."""
+    """BytedTsinghua-SIA/DAPO-Math-17k has verl's layout: the problem is inside an instruction, and rows repeat."""
     prefix = (
         "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
         "$Answer (without quotes) where $Answer is the answer to the problem.\n\n"
@@ -37,7 +37,7 @@ def test_the_layout_of_dapo_math_on_the_hub(tmp_path):
 
 
 def test_the_layout_of_dapo_math_without_repetitions(tmp_path):
-    """open-r1/DAPO-Math-17k-Processed: `prompt` is text there, and verl's columns stand beside it."""
+    """In open-r1/DAPO-Math-17k-Processed `prompt` is text, next to the columns of verl."""
     rows = [
         {
             "prompt": f"Find {n}.",
@@ -65,7 +65,7 @@ BIG_MATH = [
 @pytest.mark.parametrize("task", ["bigmath", "bigmath_hard"])
 @pytest.mark.parametrize("columns", [("prompt", "solution"), ("problem", "answer")])
 def test_the_layouts_of_big_math_on_the_hub(tmp_path, task, columns):
-    """open-r1's levels, each a folder of parquet files, and the set of SynthLabs: two names for each column."""
+    """open-r1 has a folder of parquet files per level; the set of SynthLabs has other names for the columns."""
     names = (*columns, "source", "domain", "llama8b_solve_rate")
     (tmp_path / "level_3").mkdir()
     rows = [dict(zip(names, row, strict=True)) for row in BIG_MATH]
@@ -90,7 +90,7 @@ def test_the_layouts_of_big_math_on_the_hub(tmp_path, task, columns):
     ],
 )
 def test_a_hub_id_may_name_a_subset(monkeypatch, task, source, asked):
-    """Everything but the download: what is asked of the hub."""
+    """Everything except the download: the request to the hub."""
     import datasets
 
     seen = []
@@ -102,7 +102,7 @@ def test_a_hub_id_may_name_a_subset(monkeypatch, task, source, asked):
     assert report.source == (source or asked[0])
 
 
-def test_a_folder_gives_the_files_of_the_split(tmp_path):
+def test_from_a_folder_the_files_of_the_split_are_read(tmp_path):
     (tmp_path / "data").mkdir()
     write_parquet(tmp_path / "data" / "train-00000-of-00002.parquet", ROWS[:2])
     write_parquet(tmp_path / "data" / "train-00001-of-00002.parquet", [*ROWS[2:4], {"question": "x", "answer": "y"}])
@@ -114,7 +114,7 @@ def test_a_folder_gives_the_files_of_the_split(tmp_path):
     assert [e.answer for e in load_examples("gsm8k", str(tmp_path), split="test")[0]] == ["5"]
 
 
-def test_a_folder_without_the_split_lists_its_files(tmp_path):
+def test_for_a_folder_without_the_split_its_files_are_listed(tmp_path):
     write_jsonl(tmp_path / "test.jsonl", ROWS)
     with pytest.raises(DataError, match=r"no file of the split 'train' \(data files: test\.jsonl\)"):
         load_examples("gsm8k", str(tmp_path), split="train")
@@ -122,7 +122,7 @@ def test_a_folder_without_the_split_lists_its_files(tmp_path):
     assert len(load_examples("gsm8k", str(tmp_path), split="train")[0]) == 5
 
 
-def test_files_that_cannot_be_read_say_so(tmp_path):
+def test_files_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"question": "a", "answer": "1"}\n' * 1000)[:-30])
     whole = gzip.compress(b'{"question": "a", "answer": "1"}\n')
     (tmp_path / "torn.jsonl.gz").write_bytes(whole[:12] + b"\xff" + whole[13:])
@@ -146,17 +146,17 @@ def test_files_that_cannot_be_read_say_so(tmp_path):
             load_examples("gsm8k", str(tmp_path / name))
 
 
-def test_a_split_that_does_not_exist_says_what_to_pass():
+def test_for_a_missing_split_the_error_says_what_to_pass():
     with pytest.raises(DataError, match=r"math500 has no split 'train', only test: .*--data FILE"):
         load_examples("math500", split="train")
 
 
-def test_a_source_that_is_neither_file_nor_hub_id():
+def test_a_source_that_is_neither_a_file_nor_a_hub_id_is_refused():
     with pytest.raises(DataError, match="'gsm8k' is neither a file nor a hub id"):
         load_examples("gsm8k", "gsm8k")
 
 
-def test_an_unreachable_hub_says_to_pass_a_file(monkeypatch):
+def test_for_an_unreachable_hub_the_error_says_to_pass_a_file(monkeypatch):
     import datasets
 
     monkeypatch.setattr("qerl.data.rows.reachable", lambda: False)
@@ -165,8 +165,8 @@ def test_an_unreachable_hub_says_to_pass_a_file(monkeypatch):
         load_examples("gsm8k", "owner/no-such-data")
 
 
-def test_the_hub_path_reads_what_datasets_gives(monkeypatch):
-    """Everything but the download: the rows come from a real `datasets.Dataset` of the hub's GSM8K layout."""
+def test_rows_are_read_from_a_dataset_of_the_hub(monkeypatch):
+    """Everything except the download: the rows come from a real `datasets.Dataset` in the hub's GSM8K layout."""
     import datasets
 
     asked = []
@@ -180,7 +180,7 @@ def test_the_hub_path_reads_what_datasets_gives(monkeypatch):
     assert report.source == "openai/gsm8k"
 
 
-def test_a_task_that_makes_its_rows_needs_no_data():
+def test_a_task_that_generates_its_rows_needs_no_data():
     examples, report = load_examples("arith", split="test", limit=10)
     assert len(examples) == 10
     assert report.source == "task arith (test)"

@@ -1,4 +1,4 @@
-"""qerl doctor: what is installed against what was tested, and what is missing named with its remedy."""
+"""qerl doctor compares installed and tested versions, and names what is missing with the remedy."""
 
 import importlib.metadata
 import importlib.util
@@ -43,7 +43,7 @@ def found(what):
 pytestmark = pytest.mark.skipif(not is_installed(), reason="the tested versions are those of the installed package")
 
 
-def test_this_environment_is_the_tested_one():
+def test_this_environment_has_the_tested_versions():
     by_name = {check.what: check for check in checks()}
     expected = {"python", "packages", "torch", "trl", "transformers", "peft", "gpu", "engine", "kernel cache"}
     assert expected | {"vllm plugin", "disk", "hub"} <= set(by_name)
@@ -79,7 +79,7 @@ def test_a_full_disk_is_a_warning(monkeypatch):
 
 
 class Answer(BaseHTTPRequestHandler):
-    """A hub that answers each request with `status`, after `delay_s`."""
+    """A hub that answers each request with `status` after `delay_s`."""
 
     status, delay_s = 200, 0.0
 
@@ -109,7 +109,7 @@ def test_the_hub_answers_in_time_or_there_is_a_warning(monkeypatch, status, dela
     assert any(word in check.found for word in said.split("|"))
 
 
-def test_a_hub_that_is_not_there_is_a_warning_unless_it_is_not_wanted(monkeypatch):
+def test_an_unreachable_hub_is_a_warning_unless_offline_mode_is_set(monkeypatch):
     assert (found("hub").level, "refused" in found("hub").found) == ("warning", True)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     assert found("hub").level == "ok"
@@ -143,11 +143,11 @@ def test_vllm_has_to_find_the_plugin(monkeypatch, tmp_path, allowed, level):
     assert "no entry point" in found("vllm plugin").found
 
 
-def test_a_package_of_another_project_in_the_place_of_ours_is_named_in_one_line(tmp_path):
+def test_a_package_of_another_project_with_the_name_of_ours_is_named_in_one_line(tmp_path):
     (tmp_path / "eval").mkdir()
     (tmp_path / "eval" / "__init__.py").write_text("")
     paths = os.pathsep.join((str(tmp_path), str(Path(qerl.doctor.doctor.__file__).parents[2])))
-    # an editable install would still find the modules below ours
+    # with an editable install the modules inside our package would still be found
     plain = "import sys; sys.meta_path = [f for f in sys.meta_path if 'Editable' not in repr(f)]; "
     command = [sys.executable, "-c", plain + "from qerl.cli import main; main()", "doctor"]
     env = {**os.environ, "PYTHONPATH": paths}

@@ -1,5 +1,7 @@
-"""The lines of qerl doctor about kernels: how one is judged against its twin. With `-m gpu`: ours, on this card (last
-passed on an H200 on 2026-11-22)."""
+"""The lines of qerl doctor about kernels, which are compared with their twins.
+
+With `-m gpu` our kernels run on this card; this last passed on an H200 on 2026-11-22.
+"""
 
 import pytest
 import torch
@@ -7,7 +9,7 @@ import torch
 from qerl.doctor.kernels import kernel_check, kernel_checks
 
 
-def test_a_kernel_is_ok_if_its_values_are_its_twins():
+def test_a_kernel_is_ok_if_it_gives_the_values_of_its_twin():
     twin = torch.arange(1.0, 9.0)
     assert kernel_check("k", lambda: (twin, twin), exact=True).level == "ok"
     near, far, broken = twin * 1.001, twin * 1.1, twin * float("nan")

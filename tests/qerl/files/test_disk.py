@@ -9,7 +9,7 @@ from qerl.nvfp4.ways import write_table
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
-def test_the_mode_of_a_cached_file_is_the_umasks(tmp_path, umask, mode):
+def test_the_mode_of_a_cached_file_follows_the_umask(tmp_path, umask, mode):
     before = os.umask(umask)
     try:
         write_shared(tmp_path / "a-0.cubin", b"first")
