@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Attention of decode steps: our kernel against FlashAttention 3 as vLLM calls it, by sequences and tokens; JSON.
+"""Attention in decode steps: our kernel against FlashAttention 3 as vLLM calls it; writes JSON.
 
     python3 scripts/bench/bench_attention.py --out attention-7b.json
 
-One call writes the new tokens to the cache and attends. Each is timed in a CUDA graph over more layers than the card's
-cache holds. The limit is the bytes of keys and values over the bandwidth of a copy. `mixed` draws lengths from 64 to
-1000 tokens.
+One call writes the new tokens to the cache and attends. It is timed in a CUDA graph over more layers than the card's
+cache holds. The limit is the bytes of keys and values divided by the bandwidth of a copy. `mixed` draws lengths from 64
+to 1000 tokens.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def row(arguments: argparse.Namespace, sequences: int, length: int | str, bandwi
 
 
 def calls(arguments: argparse.Namespace, lengths: Any, longest: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The same work for all layers by our kernel, and by vLLM's."""
+    """Two functions that do the same work for all layers, by our kernel and by vLLM's."""
     import torch
     from vllm import _custom_ops as ops
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
@@ -86,7 +86,7 @@ def calls(arguments: argparse.Namespace, lengths: Any, longest: int) -> tuple[Ca
     space.plan_(lengths)
     starts, one = torch.arange(count + 1, dtype=torch.int32, device="cuda"), torch.ones((), device="cuda")
     options = {"cu_seqlens_q": starts, "max_seqlen_q": 1, "max_seqlen_k": longest, "causal": True}
-    options |= {"window_size": [-1, -1], "num_splits": 32}  # vLLM's limit inside of CUDA graphs
+    options |= {"window_size": [-1, -1], "num_splits": 32}  # vLLM's limit in CUDA graphs
     shape = {"batch_size": count, "num_heads_q": heads, "num_heads_kv": key_heads, "headdim": dim, "page_size": PAGE}
     schedule = get_scheduler_metadata(**shape, **options, cache_seqlens=lengths, qkv_dtype=torch.bfloat16)
 
@@ -105,7 +105,7 @@ def calls(arguments: argparse.Namespace, lengths: Any, longest: int) -> tuple[Ca
 
 
 def microseconds(call: Callable[[], None]) -> float:
-    """Of a layer, in a CUDA graph of LAYERS."""
+    """Microseconds per layer, in a CUDA graph of LAYERS layers."""
     import torch
 
     call()

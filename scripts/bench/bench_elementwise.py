@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""The kernels around the products of a training step, at 7B's sizes: each against its plain torch and its bytes; JSON.
+"""The kernels around the products of a training step, at the sizes of a 7B model, against plain torch and their limits.
 
     python3 scripts/bench/bench_elementwise.py --out benchmarks/elementwise-7b.json
 
-Microseconds a call, and of a copy of as many bytes as have to be read and written: the limit.
+Times are microseconds per call. The limit is the time of a copy of as many bytes as have to be read and written.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def random(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
 
 
 def decoder(tokens: int) -> Iterator[tuple[str, int, Call, Call]]:
-    """(name, bytes, ours, plain torch) of a decoder layer's parts."""
+    """The parts of a decoder layer: name, bytes, our call, the call in plain torch."""
     from qerl.layers import kernels, twins
 
     stream, weight = random(tokens, 1, HIDDEN, dtype=torch.float32), random(HIDDEN)
@@ -62,7 +62,7 @@ def decoder(tokens: int) -> Iterator[tuple[str, int, Call, Call]]:
         ours, plain = getattr(kernels, function), getattr(twins, function)
         return lambda: ours(*arguments), lambda: plain(*arguments)
 
-    # The residual stream is in float32, twice `half`; what is kept of it and the gradients within a layer in 16 bits.
+    # The residual stream is float32, twice `half`; what is kept of it, and gradients within a layer, are in 16 bits.
     yield "first norm", 4 * half, *both("norm_forward", stream, weight, 1e-6, None, narrow)
     yield "sum and second norm", 5 * half, *both("norm_forward", stream, weight, 1e-6, delta, narrow)
     yield "sum of the layer", 6 * half, *both("sum_three", stream, delta, skip)
@@ -80,7 +80,7 @@ def decoder(tokens: int) -> Iterator[tuple[str, int, Call, Call]]:
 
 
 def head() -> Iterator[tuple[str, int, Call, Call]]:
-    """The same, of a chunk of logits."""
+    """The same for a chunk of logits."""
     from training.policy import logprob_kernels
 
     logits = 3 * random(LOGIT_TOKENS, VOCABULARY, dtype=torch.float32)

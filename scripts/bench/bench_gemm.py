@@ -1,11 +1,12 @@
 #!/usr/bin/env python3
-"""Speed, error and repeatability of each way to multiply by an NVFP4 weight, by shape and number of tokens; JSON.
+"""Speed, error and repeatability of the ways to multiply by an NVFP4 weight, by shape and tokens; writes JSON.
 
     python3 scripts/bench/bench_gemm.py --out benchmarks/gemm-7b.json
 
-Ways: Humming with and without stream-K, Marlin (both through vLLM), decoding to bfloat16 + cuBLAS, and cuBLAS on a
-dense bfloat16 weight. Error: norm of the difference from the float64 product of the exact weights, over its norm.
-Repeats: how many of 8 calls differ from the first in any bit. Times: microseconds, median of CUDA-graph replays.
+The ways are Humming with and without stream-K, Marlin (both through vLLM), decoding to bfloat16 for cuBLAS, and cuBLAS
+on a dense bfloat16 weight. The error is the norm of the difference from the float64 product of the exact weights,
+divided by the norm of that product. Repeatability is how many of 8 calls differ from the first in any bit. Times are
+microseconds, the median of CUDA-graph replays.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def main() -> None:
 
 
 class Weight:
-    """One random weight in every form."""
+    """One random weight in the form that each way needs."""
 
     def __init__(self, rows: int, columns: int) -> None:
         dense = torch.randn(rows, columns, device="cuda").mul_(0.02).bfloat16()
@@ -109,7 +110,7 @@ class Weight:
 
 
 def humming_layer(tensors: NVFP4Tensor) -> torch.nn.Module:
-    """A weight as Humming takes it, packed by vLLM."""
+    """A weight in the form that Humming takes, packed by vLLM."""
     from vllm.model_executor.layers.quantization.utils.humming_utils import prepare_humming_layer
 
     rows, half = tensors.packed.shape
@@ -122,7 +123,7 @@ def humming_layer(tensors: NVFP4Tensor) -> torch.nn.Module:
 
 
 def call_humming(layer: torch.nn.Module, x: torch.Tensor, batch_invariant: bool = False) -> torch.Tensor:
-    """x W^T; `batch_invariant`: without stream-K."""
+    """x W^T by Humming; `batch_invariant` switches stream-K off."""
     from vllm.utils.humming import HummingMethod
 
     config = {"use_batch_invariant": batch_invariant, "use_f16_accum": False, "gemm_type": "dense"}
@@ -130,7 +131,7 @@ def call_humming(layer: torch.nn.Module, x: torch.Tensor, batch_invariant: bool 
 
 
 def _layer(rows: int, columns: int) -> torch.nn.Module:
-    """What vLLM's packers ask of a linear."""
+    """A module with the attributes that vLLM's packers require of a linear."""
     layer = torch.nn.Module()
     layer.output_partition_sizes, layer.input_size_per_partition = [rows], columns
     layer.output_size_per_partition = rows

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""One decoder layer forward and backward: transformers' and PEFT's layers against ours and the products' floor; JSON.
+"""One decoder layer forward and backward: the layers of transformers and PEFT against ours and a floor; writes JSON.
 
     python3 scripts/bench/bench_layers.py --out benchmarks/layers-7b.json
 
-A Qwen2.5-7B layer of random NVFP4 weights in our own layout (`--narrow 16` divides its sizes, for a machine without a
-GPU), LoRA rank 32, one packed row of 640-token sequences. Floor: the layer's large products alone, forward and to the
-input, as cuBLAS does them on dense bfloat16 weights. Times: milliseconds, median of `--repeats`; kept: MiB that live
-between forward and backward; peak: MiB above what was there before.
+The layer is that of Qwen2.5-7B with random NVFP4 weights in our own layout (`--narrow 16` divides its sizes, for a
+machine without a GPU) and LoRA of rank 32, on one packed row of 640-token sequences. The floor is the time of the
+layer's large products alone, forward and to the input, by cuBLAS on dense bfloat16 weights. Times are milliseconds, the
+median of `--repeats`. "kept" is the MiB that live between forward and backward, "peak" the most above what was
+allocated before.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def main() -> None:
 
 
 def packed_row(tokens: int):
-    """`training.policy.packing`'s row of sequences that share no prompt."""
+    """A row of sequences that share no prompt, packed by `training.policy.packing`."""
     from training.policy.packing import pack
 
     rows = max(1, tokens // SEQUENCE)
@@ -70,7 +71,7 @@ def packed_row(tokens: int):
 
 
 def build_policy(arguments: argparse.Namespace, ours: bool) -> nn.Module:
-    """A one-layer model with LoRA; not `ours`: transformers' modules and PEFT's forward on the same weights."""
+    """A one-layer model with LoRA: our layers, or if not `ours` those of transformers and PEFT on the same weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from qerl.checkpoint.adapter import attach_lora
@@ -103,7 +104,7 @@ def build_policy(arguments: argparse.Namespace, ours: bool) -> nn.Module:
 
 
 def place_fused_(parent: nn.Module, leaves: list[str]) -> None:
-    """Random codes under one block scale, for all leaves in one tensor."""
+    """Replace the leaves by linears over one tensor of random codes, in which all block scales are equal."""
     from qerl.nvfp4 import slab_layout
     from qerl.nvfp4.kernel_layout import QERL, KernelWeight
     from qerl.nvfp4.kernel_linear import KernelLinear
@@ -119,7 +120,7 @@ def place_fused_(parent: nn.Module, leaves: list[str]) -> None:
 
 
 def step(policy: nn.Module, row) -> Callable[[], Callable[[], None]]:
-    """A forward pass, which returns the backward pass."""
+    """A function that runs the forward pass and returns the backward pass."""
     from training.policy.packed_attention import packed_attention_of
 
     model = policy.get_base_model()
@@ -136,7 +137,7 @@ def step(policy: nn.Module, row) -> Callable[[], Callable[[], None]]:
 
 
 def floor(arguments: argparse.Namespace) -> Callable[[], Callable[[], None]]:
-    """The four products of the layer in both directions."""
+    """The four products of the layer, as a forward pass that returns the backward pass."""
     hidden, intermediate = 3584 // arguments.narrow, 18944 // arguments.narrow
     shapes = [(hidden * 9 // 7, hidden), (hidden, hidden), (2 * intermediate, hidden), (hidden, intermediate)]
     tokens = max(1, arguments.tokens // SEQUENCE) * min(arguments.tokens, SEQUENCE)
@@ -155,7 +156,7 @@ def floor(arguments: argparse.Namespace) -> Callable[[], Callable[[], None]]:
 
 
 def measure(forward: Callable[[], Callable[[], None]], repeats: int) -> dict[str, float]:
-    """See the module docstring."""
+    """Milliseconds, kept MiB and peak MiB, as the module docstring defines them."""
     on_gpu, times, kept, peak = DEVICE == "cuda", [], 0, 0
     for _ in range(repeats + 2):
         if on_gpu:

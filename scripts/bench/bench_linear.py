@@ -1,20 +1,20 @@
 #!/usr/bin/env python3
-"""The four linears of a decoder layer: what each way to multiply costs by number of tokens, without and with LoRA.
+"""The four linears of a decoder layer: the time of each way to multiply, by number of tokens, without and with LoRA.
 
     python3 scripts/bench/bench_linear.py --shape qwen2.5-7b --rank 32 --out benchmarks/linear-7b-rank32.json
 
-- fused: base and adapter in one launch (Hopper; above 256 tokens, to 512, one for each 256)
-- humming: vLLM's Humming, then the adapter as the engine adds it; left out where vLLM is not installed
-- decoded: decoded to bfloat16 for cuBLAS, then the adapter as the engine adds it
+- fused: base and adapter in one launch (Hopper; between 256 and 512 tokens, one launch per 256)
+- humming: vLLM's Humming, then the adapter as the engine adds it; left out if vLLM is not installed
+- decoded: the weight decoded to bfloat16 for cuBLAS, then the adapter as the engine adds it
 - adapter: our kernels for the adapter alone, in place on a product that another kernel has just written
-- bf16: cuBLAS with a dense bfloat16 weight, then two cuBLAS products: a BF16 LoRA engine at its best
+- bf16: cuBLAS with a dense bfloat16 weight, then two cuBLAS products: the best that a BF16 LoRA engine can do
 
-Times: microseconds in a CUDA graph over so many random layers that no cache holds what is read. Limit: the bytes that
-are needed over the bandwidth of a copy, or the flops over the rate of a large product where that is longer, both
-measured in this run; share: limit over time. Error: norm of the difference from the float64 twin, over its norm.
-Repeats: three calls are equal to the bit. Last come sums over the layer: by the ways that the engine takes where it has
-measured nothing ("default"), by the faster of the two that read our layout ("fastest"), and all by Humming, for whose
-layout an engine is opened with rollout.kernel=humming.
+Times are microseconds in a CUDA graph, over so many random layers that no cache holds what is read. The limit is the
+larger of two times, both by rates measured in this run: the needed bytes at the bandwidth of a copy, and the flops at
+the rate of a large product. "share" is the limit divided by the time. "error" is the norm of the difference from the
+float64 twin, divided by the twin's norm. "repeats" says that three calls are equal to the bit. At the end come sums
+over the layer: with the ways that the engine takes without a measurement ("default"), with the faster of the two that
+read our layout ("fastest"), and with Humming alone, whose layout an engine has with rollout.kernel=humming.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from qerl.nvfp4.lora import Adapter
 from qerl.plan.sizes import KNOWN
 from scripts.bench.linear_ways import WAYS, Linear, linears, random_adapter
 
-CALLS = 32  # at least so many in a graph: its start then counts for little
-OURS = ("fused", "decoded")  # of qerl/nvfp4/ways.py, over weights in our layout
+CALLS = 32  # the fewest calls in a graph, so that starting it hardly counts
+OURS = ("fused", "decoded")  # the ways of qerl/nvfp4/ways.py that read our layout
 CHOICES = ("default", "fastest", "humming")
 
 Row = dict[str, Any]
@@ -81,7 +81,7 @@ def _positive(word: str) -> int:
 
 
 def measured(linear: Linear, token_counts: Sequence[int], limits: dict[str, float]) -> Iterator[Row]:
-    """A row for each way, number of tokens, and without and with adapter."""
+    """One row for each way and number of tokens, without and with the adapter."""
     for name, way in WAYS.items():
         counts = [tokens for tokens in token_counts if way.runs(linear, tokens)]
         if not counts:
@@ -90,7 +90,7 @@ def measured(linear: Linear, token_counts: Sequence[int], limits: dict[str, floa
         number = cold_layers(int(linear.needs(name, 0, alone)[0]))
         adapters = [random_adapter(linear, "cuda") for _ in range(number)]
         weights = [way.make(linear, max(counts), "cuda") for _ in range(1 if alone else number)]
-        weights *= number // len(weights)  # `alone`: one product to add to, in the cache as in an engine
+        weights *= number // len(weights)  # `alone` adds to a single product, which is in the cache as in an engine
         for tokens in counts:
             x = torch.randn(tokens, linear.columns, device="cuda", dtype=torch.bfloat16)
             for taken in [adapters] if alone else [[None] * number, adapters]:
@@ -104,7 +104,7 @@ def measured(linear: Linear, token_counts: Sequence[int], limits: dict[str, floa
 
 
 def compared(name: str, weight: Any, x: torch.Tensor, adapter: Adapter | None) -> Row:
-    """Error of one product against its twin, and whether three are equal."""
+    """The error of one product against its twin, and whether three products are equal."""
     way = WAYS[name]
     expected = way.twin(weight, x)
     if adapter is not None:
@@ -115,7 +115,7 @@ def compared(name: str, weight: Any, x: torch.Tensor, adapter: Adapter | None) -
 
 
 def layer_sums(results: Sequence[Row]) -> list[Row]:
-    """The four linears together, for each number of tokens and each choice of ways that was measured whole."""
+    """The sums over the four linears, for each number of tokens and each choice of ways measured for all of them."""
     by: dict[tuple[int, bool], dict[str, dict[str, Row]]] = defaultdict(lambda: defaultdict(dict))
     for row in results:
         by[row["tokens"], row["adapter"]][row["linear"]][row["way"]] = row
@@ -125,7 +125,7 @@ def layer_sums(results: Sequence[Row]) -> list[Row]:
 
 
 def layer_sum(without: dict[str, dict[str, Row]], with_lora: dict[str, dict[str, Row]], choice: str) -> Row | None:
-    """At one number of tokens: linear -> way -> row, without and with adapter."""
+    """The sum for one number of tokens; `without` and `with_lora` map linear -> way -> row."""
     base = [choose(rows, choice) for rows in without.values()]
     taken = [choose(rows, choice) for rows in with_lora.values()]
     if None in base + taken:
@@ -152,7 +152,10 @@ def _sum(rows: Iterable[Row], key: str) -> float:
 
 
 def choose(rows: dict[str, Row], choice: str) -> Row | None:
-    """Of one linear at one number of tokens (way -> row) the one that the engine takes; None if it was not measured."""
+    """The row of the way that the engine would take, from way -> row of one linear at one number of tokens.
+
+    None if that way was not measured.
+    """
     if choice == "humming":
         return rows.get("humming")
     if choice == "fastest":

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""GPU memory while training and saving, resuming, and evaluating: three processes after one another; writes JSON.
+"""GPU memory while training and saving, resuming, and evaluating, in three consecutive processes; writes JSON.
 
     python3 scripts/bench/bench_peaks.py --model checkpoints/random-7b-NVFP4A16 --cap-gib 24 \
         --out benchmarks/peaks-7b.json
 
-Each is `qerl` itself, on scripts/bench/bench_step.py's workload: steps that are saved; the last of them again, after a
-resume from the checkpoint before it; an evaluation of the run's adapter on 64 rows. A peak is the driver's of the whole
-card, less what was taken before; `steps` has what the run itself wrote of each step's memory.
+Each process is `qerl` itself, on the workload of scripts/bench/bench_step.py: steps that are saved; the last of them
+again, after a resume from the checkpoint before it; an evaluation of the run's adapter on 64 rows. A peak is what the
+driver reports for the whole card, less what was taken before; `steps` has the memory that the run itself logged.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def main() -> None:
 
 
 def step_memory(run: Path) -> list[dict[str, float]]:
-    """Of each step: its number and what the run measured of memory, GiB, the whole card's by phase."""
+    """For each step, its number and the memory that the run logged: GiB, of the whole card by phase."""
     from training.run_dir.log import read_metrics
 
     rows = read_metrics(run)
@@ -58,7 +58,7 @@ def step_memory(run: Path) -> list[dict[str, float]]:
 
 
 def watch(command: list[object]) -> float:
-    """Peak GiB of the card while `qerl <command>` runs, above what was taken before. Raises if it fails."""
+    """Peak GiB of the card while `qerl <command>` runs, above what was taken before. Raises if the command fails."""
     from scripts.bench.bench_step import PeakMemory, taken_gib
 
     before = taken_gib()

@@ -1,21 +1,24 @@
 #!/usr/bin/env python3
-"""Decode speed of one engine with a LoRA adapter, by number of sequences; writes JSON for benchmarks/.
+"""The decode speed of an engine with a LoRA adapter, by number of sequences; writes JSON for benchmarks/.
 
     python3 scripts/bench/bench_rollout.py --model checkpoints/random-7b-NVFP4A16 --out benchmarks/rollout-7b-qerl.json
     python3 scripts/bench/bench_rollout.py --engine stock --model checkpoints/random-7b \
         --out benchmarks/rollout-7b-bf16.json
 
-`qerl`: this project's engine. `stock`: vLLM as it comes, its own multi-adapter LoRA, its own choice of kernel. Both
-sample with temperature 1 and return the token's logprob. A rate is (new tokens - 1) * sequences over the difference
-between a run with that many new tokens and one with a single token, so prefill is not in it; the median of 5 runs of
-each. With --turns engines on one card measure in turns, run by run, so that what the machine does meets all of them;
-one that fails or is killed leaves its turns to the others. The folder has to be new: who is gone counts as one of them.
+`qerl` is this project's engine, `stock` is vLLM as it comes, with its own multi-adapter LoRA and its own choice of
+kernel. Both sample with temperature 1 and return the token's logprob. A rate is (new tokens - 1) * sequences, divided
+by the difference in time between a run with that many new tokens and one with a single token, so it does not include
+prefill; both times are medians of 5 runs. With --turns, several engines on one card take turns run by run, so that
+whatever happens on the machine affects all of them. An engine that fails or is killed no longer holds up the others.
+Give --turns a new folder, because an engine that has left it is counted too.
 
-Compiling chooses between kernels by timing them. Engines that open at once on a card time one another as well: let each
-open alone before, with --open-only and else the same options, and they find what was chosen.
+Compilation chooses between kernels by timing them, and engines that open at the same time on one card disturb each
+other's timings. So first open each engine alone, with --open-only and otherwise the same options; afterwards it finds
+its choice in the caches.
 
-Every engine has a KV cache for all sequences at their full length. With --memory-share vLLM as it comes is told its
-size: its own profile takes what others allocate on the card meanwhile for its own, and would leave it less.
+Every engine has a KV cache for all sequences at their full length. With --memory-share the size of the cache is set
+explicitly for stock vLLM, whose own profile would take what others allocate on the card meanwhile for its own, and give
+it a smaller cache.
 """
 
 from __future__ import annotations
@@ -35,9 +38,9 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-BLOCK = 16  # tokens, of vLLM's KV cache
-ROUNDS = 5  # of which the median counts
-PART = ".part"  # of a process that takes part in turns, which holds a lock on it
+BLOCK = 16  # tokens per block of vLLM's KV cache
+ROUNDS = 5  # the median of them counts
+PART = ".part"  # suffix of the file on which a process holds a lock while it takes part in turns
 Generate = Callable[[list[list[int]], int], int]  # prompts, new tokens -> tokens sampled
 
 
@@ -52,9 +55,9 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=129)
     parser.add_argument("--memory-share", type=float, help="share of the card for this engine; default: the engine's")
-    parser.add_argument("--turns", type=Path, metavar="FOLDER", help="wait here for --of engines before each size and")
-    parser.add_argument("--of", type=int, default=1, help="round, then measure one after another")
-    parser.add_argument("--open-only", action="store_true", help="compile, choose kernels, and end: fills the caches")
+    parser.add_argument("--turns", type=Path, metavar="FOLDER", help="measure in turns with the engines that share it")
+    parser.add_argument("--of", type=int, default=1, help="number of engines that share the folder of --turns")
+    parser.add_argument("--open-only", action="store_true", help="only compile and choose kernels, to fill the caches")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     with turns_left_to_others(arguments):
@@ -66,7 +69,7 @@ def main() -> None:
 
 
 def measured(arguments: argparse.Namespace) -> dict:
-    """What main writes."""
+    """The report that `main` writes."""
     from scripts.bench.provenance import machine
 
     started = time.monotonic()
@@ -82,7 +85,7 @@ def measured(arguments: argparse.Namespace) -> dict:
         **machine(),
         "decode_tokens_per_s": {},
         "prefill_and_one_token_s": {},
-        "runs_s": {},  # of each round: prefill and one token, and all tokens
+        "runs_s": {},  # for each round: seconds for prefill and one token, and for all tokens
     }
     for count, runs in measure(generate, arguments).items():
         first, whole = (median(column) for column in zip(*runs, strict=True))
@@ -95,7 +98,10 @@ def measured(arguments: argparse.Namespace) -> dict:
 
 @contextmanager
 def turns_left_to_others(arguments: argparse.Namespace) -> Iterator[None]:
-    """Take part from here on, by a lock on a file that ends with the block or the process; then nobody waits for it."""
+    """Take part in turns from here on, by holding a lock on a file.
+
+    The lock ends with the block or with the process, and then nobody waits for this engine any more.
+    """
     if arguments.turns is None or arguments.open_only:
         yield
         return
@@ -109,8 +115,10 @@ def turns_left_to_others(arguments: argparse.Namespace) -> Iterator[None]:
 
 @contextmanager
 def turn(folder: Path | None, parties: int, name: str) -> Iterator[None]:
-    """All `parties` processes that share `folder` have come to the turn of this name or are gone; inside one of them at
-    a time."""
+    """Wait until all `parties` processes that share `folder` have reached the turn `name` or are gone.
+
+    Then the block runs in one process at a time.
+    """
     if folder is None:
         yield
         return
@@ -124,7 +132,7 @@ def turn(folder: Path | None, parties: int, name: str) -> Iterator[None]:
 
 
 def _came_or_gone(folder: Path, name: str) -> int:
-    """How many of the processes that took part in `folder` nobody has to wait for at the turn of this name."""
+    """How many of the processes in `folder` have reached the turn `name` or are gone."""
     came = {path.stem for path in folder.glob(f"*.{name}")}
     return len(came | {path.stem for path in folder.glob(f"*{PART}") if path.stem not in came and _left(path)})
 
@@ -139,7 +147,7 @@ def _left(path: Path) -> bool:
 
 
 def measure(generate: Generate, arguments: argparse.Namespace) -> dict[int, list[tuple[float, float]]]:
-    """Seconds of (prefill and one token, all tokens) in each round, by number of sequences."""
+    """By number of sequences, for each round: seconds for prefill and one token, and for all tokens."""
     rng = random.Random(0)
 
     def run(count: int, new_tokens: int) -> float:
@@ -161,12 +169,12 @@ def measure(generate: Generate, arguments: argparse.Namespace) -> dict[int, list
 
 
 def context(arguments: argparse.Namespace) -> int:
-    """Tokens of a sequence at its end."""
+    """Tokens of a finished sequence."""
     return arguments.prompt_tokens + arguments.new_tokens
 
 
 def cache_bytes(arguments: argparse.Namespace) -> int:
-    """Of a KV cache for all sequences at their end, in whole blocks, and some blocks more."""
+    """Bytes of a KV cache for all finished sequences in whole blocks, and a few spare blocks."""
     from transformers import AutoConfig
 
     from qerl.plan.engine_memory import kv_bytes_per_token
@@ -245,7 +253,7 @@ def open_stock(arguments: argparse.Namespace) -> tuple[Generate, dict]:
 
 
 def write_adapter(model: str, rank: int) -> str:
-    """A random LoRA on all seven projections, as a PEFT folder."""
+    """Write a random LoRA on all seven projections as a PEFT folder."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM

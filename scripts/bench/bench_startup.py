@@ -3,7 +3,7 @@
 
     python3 scripts/bench/bench_startup.py --model checkpoints/random-7b-NVFP4A16 --out benchmarks/startup-7b.json
 
-Each start is a process of its own. All of them share cache folders that are empty before the first.
+Each start is a process of its own. All starts share cache folders, which are empty before the first.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def start(arguments: argparse.Namespace) -> dict:
-    """Open the engine as training does."""
+    """Open the engine as training does, and return its seconds."""
     from qerl.checkpoint.kinds import format_of
     from qerl.engine.options import EngineOptions
     from qerl.engine.vllm_engine import VLLMEngine
@@ -74,7 +74,7 @@ def start(arguments: argparse.Namespace) -> dict:
 
 
 def run(environment: dict[str, str]) -> dict:
-    """One start in a process of its own: what it prints, and its whole time, Python's own imports included."""
+    """One start in a process of its own: what it prints, and its total time including Python's imports."""
     command = [sys.executable, *sys.argv, "--once"]
     started = time.monotonic()
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env={**os.environ, **environment}, check=True)

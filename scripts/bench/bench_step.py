@@ -1,13 +1,14 @@
 #!/usr/bin/env python3
-"""Seconds and memory of a training step of `qerl train` on a random checkpoint of a real shape; writes JSON.
+"""Seconds and memory of a step of `qerl train`, on a random checkpoint with the shape of a real model; writes JSON.
 
     python3 scripts/bench/bench_step.py --model checkpoints/random-7b-NVFP4A16 --out benchmarks/step-7b-qerl.json
 
-The default is workload A: rank 32, 16 prompts x 8 completions, 128 prompt tokens, exactly 512 new ones (mixed lengths
-up to --new-tokens, if the checkpoint was made with --mean-tokens). The completions are of random weights and earn a
-reward drawn from their text, so that every row has an advantage. Seconds are those of metrics.jsonl; peak memory is
-what the driver saw of the whole card, read every 10 ms. After the run, in the same process, the card's matrix rate is
-measured, and each step is given the share of it that training reached by needed flops alone (scripts/bench/limits.py).
+The default is workload A: rank 32, 16 prompts x 8 completions, 128 prompt tokens, exactly 512 new ones (or mixed
+lengths up to --new-tokens, if the checkpoint was made with --mean-tokens). The weights are random, and the reward of a
+completion is computed from its text as if at random, so that groups have advantages. Seconds are those of
+metrics.jsonl. Peak memory is what the driver reports for the whole card, read every 10 ms. After the run, the same
+process measures the card's matrix rate, and adds to each step the share of it that training reached, counting only the
+needed flops (scripts/bench/limits.py).
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
 
 GIB = 2**30
-STAGES = 3  # of the noise, the fewest that the recipe's indexing has; a run of fewer steps goes without noise
+STAGES = 3  # the fewest noise stages that the recipe allows; a run of fewer steps has no noise
 REWARD = '''
 import zlib
 
 def drawn(completions, **columns):
-    """0 or 1 by the bits of a checksum: no two completions of a group need agree."""
+    """0 or 1 by the last bit of a checksum, so that completions of one group differ."""
     return [float(zlib.crc32(text.encode("utf-8", "replace")) % 2) for text in completions]
 '''
 
@@ -64,7 +65,7 @@ def main() -> None:
         "peak_driver_gib": round(peak.gib, 2),
         "steps": [json.loads(line) for line in lines],
     }
-    write(report, arguments.out)  # what comes next may fail, and the run was long
+    write(report, arguments.out)  # already here, because the next measurement may fail after a long run
     add_shares(report, config, matrix_rate())
     write(report, arguments.out)
     print(json.dumps(report, indent=1))
@@ -76,7 +77,7 @@ def write(report: dict[str, Any], path: Path | None) -> None:
 
 
 def matrix_rate() -> float | None:
-    """TFLOP/s of this card, None without one. What the ended run still holds is given back first."""
+    """TFLOP/s of this card, None without one. First frees the memory that the finished run still holds."""
     import gc
 
     import torch
@@ -91,7 +92,7 @@ def matrix_rate() -> float | None:
 
 
 def add_shares(report: dict[str, Any], config: RunConfig, tflops: float | None) -> None:
-    """`matrix_tflops`, and the share of it that each step's training reached."""
+    """Add `matrix_tflops` to the report, and to each step the share of it that training reached."""
     from qerl.plan.sizes import read_sizes
     from scripts.bench.limits import Work, train_share
 
@@ -103,7 +104,7 @@ def add_shares(report: dict[str, Any], config: RunConfig, tflops: float | None) 
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """The workload; scripts/bench/profile_step.py has the same."""
+    """Add the options of the workload, which scripts/bench/profile_step.py has as well."""
     parser.add_argument("--model", required=True)
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--rank", type=int, default=32)
@@ -118,7 +119,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def overrides(arguments: argparse.Namespace, folder: Path) -> list[str]:
-    """The workload as `--set` values over the recipe dapo_7b; prompts are bytes, one token each."""
+    """The workload as `--set` values for the recipe dapo_7b. Each byte of a prompt is one token."""
     rows = folder / "rows.jsonl"
     length = arguments.prompt_tokens - 1  # the chat template of the random checkpoints adds a newline
     questions = [f"{number:04d} ".ljust(length, "abcdefgh"[number % 8]) for number in range(64)]
@@ -139,9 +140,9 @@ def overrides(arguments: argparse.Namespace, folder: Path) -> list[str]:
         "rollout.prompts_per_step": arguments.prompts,
         "rollout.group_size": arguments.group,
         "rollout.max_new_tokens": arguments.new_tokens,
-        "rollout.dynamic_sampling.enabled": "false",  # chance would add rollouts that what it is compared with has not
+        "rollout.dynamic_sampling.enabled": "false",  # at random, it would add rollouts that TRL does not have
         "loss.mask_truncated": "false",
-        "loss.mismatch_gate": "null",  # reported instead
+        "loss.mismatch_gate": "null",  # the mismatch is reported instead
         "noise.num_stages": STAGES,
         "noise.enabled": str(arguments.steps >= STAGES).lower(),
         "run.steps": arguments.steps,
@@ -178,7 +179,7 @@ class PeakMemory:
 
 
 def taken_gib() -> float:
-    """What the driver reports as taken on the card."""
+    """GiB that the driver reports as taken on the card."""
     import torch
 
     free, total = torch.cuda.mem_get_info()

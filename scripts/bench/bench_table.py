@@ -3,12 +3,12 @@
 
     python3 scripts/bench/bench_table.py      # -> benchmarks/README.md, docs/images/rollout-7b.png
 
-What people read first, `notes.md` beside the files, is written by hand and stands at the top of the page. Rollouts:
-`rollout-<shape>-<name>.json` of scripts/bench/bench_rollout.py. Steps: `step-<shape>-<name>.json` of
-scripts/bench/bench_step.py and scripts/bench/bench_trl.py; the first step of a file is left out where there are more,
-since it compiles. A ratio is against the first row of its table: stock vLLM BF16 + LoRA, or TRL as it comes. A
-decoder layer's linears: `linear-<shape>-<name>.json` of scripts/bench/bench_linear.py. All others:
-scripts/bench/bench_table_others.py.
+The page begins with `notes.md`, which is beside the files and written by hand. Rollouts come from
+`rollout-<shape>-<name>.json`, written by scripts/bench/bench_rollout.py; steps from `step-<shape>-<name>.json`, written
+by scripts/bench/bench_step.py and scripts/bench/bench_trl.py; the linears of a decoder layer from
+`linear-<shape>-<name>.json`, written by scripts/bench/bench_linear.py; scripts/bench/bench_table_others.py draws all
+other files. If a file has several steps, the first is left out, since it compiles. A ratio is against the first row of
+its table: stock vLLM BF16 + LoRA, or TRL as it comes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from bench_table_others import commands, sections
 
 ROOT = Path(__file__).resolve().parents[2]
-NAMES = {  # file name's last part -> what the reader is told, in the order of the tables
+NAMES = {  # last part of a file's name -> the name in the tables, in their order
     "bf16": "stock vLLM 0.25.1, BF16 + LoRA",
     "marlin": "stock vLLM 0.25.1, NVFP4 (Marlin) + LoRA",
     "trl": "TRL 1.16 as it comes: BF16 LoRA, vLLM colocate with sleep",
@@ -38,7 +38,7 @@ NAMES = {  # file name's last part -> what the reader is told, in the order of t
     "qerl-mixed": "qerl, NVFP4, geometric lengths of 1 to 1024, mean about 300",
     "trl-mixed": "TRL 1.16, geometric lengths of 1 to 1024, mean about 300",
 }
-PHASES = (  # of a step's table, where a file has them: heading, metric, its unit in a second, digits
+PHASES = (  # columns of a step's table, if a file has them: heading, metric, factor from seconds, digits
     ("grading ms", "time/reward_s", 1000, 0),
     ("forward s", "time/forward_s", 1, 2),
     ("backward s", "time/backward_s", 1, 2),
@@ -49,7 +49,7 @@ SPLIT_NOTE = (
     "In a row that has the phases, they add up to its step together with rollout and sync. A row without them, TRL's "
     "too, gives the step without its optimizer; qerl's rollout then includes waking and sleeping."
 )
-NOTES = {  # kind and shape -> what the files do not say
+NOTES = {  # kind and shape -> circumstances that the files do not record
     ("rollout", "7b"): "All four come from one run: they measured in turns, after each engine had compiled alone, "
     "with nothing else on the machine. The host matters: with 8 to 256 sequences the CPU needs 1.5 to 7 ms per step, "
     "and rates scatter by a tenth between machines; with 256 the CPU is the limit, with an adapter or without. At "
@@ -85,7 +85,7 @@ def main() -> None:
 
 
 def read(folder: Path, kind: str) -> dict[str, dict[str, dict[str, Any]]]:
-    """Results of one kind: shape -> name -> the file's content, in the order of NAMES."""
+    """The results of one kind: shape -> name -> content of the file, in the order of NAMES."""
     found: dict[str, dict[str, dict[str, Any]]] = {}
     for path in folder.glob(f"{kind}-*-*.json"):
         _, shape, name = path.stem.split("-", 2)
@@ -96,7 +96,7 @@ def read(folder: Path, kind: str) -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def page(folder: Path) -> str:
-    """The whole of `folder`/README.md: the notes, then a section for each kind of file that lies there."""
+    """The whole of `folder`/README.md: the notes, then a section for each kind of file in the folder."""
     rollouts, steps, layers = (read(folder, kind) for kind in ("rollout", "step", "linear"))
     lines = ["# Benchmarks", "", "<!-- `python3 scripts/bench/bench_table.py` writes this page: edit notes.md. -->", ""]
     if (folder / "notes.md").exists():
@@ -120,7 +120,7 @@ def noted(kind: str, shape: str) -> list[str]:
 
 
 def rollout_table(results: dict[str, dict[str, Any]]) -> list[str]:
-    """One row an engine; behind each rate its ratio to the first row's."""
+    """One row per engine; each rate is followed by its ratio to that of the first row."""
     first = next(iter(results.values()))["decode_tokens_per_s"]
     counts = list(first)
     rows = [f"| | {' | '.join(counts)} |", "|---" * (len(counts) + 1) + "|"]
@@ -137,11 +137,11 @@ def rollout_table(results: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def step_table(results: dict[str, dict[str, Any]]) -> list[str]:
-    """Seconds by phase, memory by the driver, mismatch; means over the steps after the first.
+    """Seconds by phase, memory as the driver saw it, and mismatch: means over the steps after the first.
 
-    "of the matrix rate": training's needed flops alone, by the rate measured after the run, where the file has it.
-    "extra": the rollouts by which dynamic sampling replaced groups without variance (the rewards are drawn by chance).
-    Phases that no file of the table has get no column.
+    "of the matrix rate" divides training's needed flops by the rate measured after the run, if the file has it. "extra"
+    are the rollouts with which dynamic sampling replaced groups without variance (the rewards are random). Phases that
+    no file of the table has get no column.
     """
     counted = {name: result["steps"][1:] or result["steps"] for name, result in results.items()}
     split = phases(counted.values())
@@ -165,13 +165,13 @@ def step_table(results: dict[str, dict[str, Any]]) -> list[str]:
 
 
 def phases(files: Iterable[list[dict[str, Any]]]) -> list[tuple[str, str, int, int]]:
-    """Those of PHASES that a step of any file has."""
+    """The members of PHASES that a step of any file has."""
     logged = {key for steps in files for step in steps for key in step}
     return [each for each in PHASES if each[1] in logged]
 
 
 def layer_table(result: dict[str, Any]) -> list[str]:
-    """Sums over the four linears, a row a number of tokens; ours by the engine's default ways and by the fastest."""
+    """Sums over the four linears, one row per number of tokens: by default ways, by the fastest ways, and in BF16."""
     head = (
         "default ways us",
         "of the limit",
@@ -195,7 +195,7 @@ def layer_table(result: dict[str, Any]) -> list[str]:
 
 
 def linear_table(result: dict[str, Any]) -> list[str]:
-    """Each linear with its adapter: microseconds and share of the limit, a row a way."""
+    """Each linear with its adapter: microseconds and share of the limit, one row per way."""
     counts = list(dict.fromkeys(row["tokens"] for row in result["results"]))
     cells: dict[tuple[str, str], dict[int, str]] = {}
     for row in result["results"]:
@@ -209,7 +209,7 @@ def linear_table(result: dict[str, Any]) -> list[str]:
 
 
 def draw_rollout(shape: str, results: dict[str, dict[str, Any]], path: Path) -> None:
-    """Rates over the first engine's, a group of bars for each number of sequences."""
+    """Draw the rates relative to the first engine's, with a group of bars for each number of sequences."""
     import matplotlib
 
     matplotlib.use("Agg")

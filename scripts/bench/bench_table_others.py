@@ -1,4 +1,4 @@
-"""The tables of benchmarks/ that a file makes alone: `<kind>-<shape>.json`, a drawing function a kind."""
+"""The tables of benchmarks/ that come from a single file, `<kind>-<shape>.json`, with one drawing function per kind."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SCRIPTS = Path(__file__).resolve().parents[1]
 
 
 def sections(folder: Path) -> list[str]:
-    """Heading, table and command of each file that lies in `folder`, kind by kind."""
+    """Heading, table and command of each such file in `folder`, kind by kind."""
     lines: list[str] = []
     for kind, (heading, draw) in KINDS.items():
         for path in sorted(folder.glob(f"{kind}-*.json")):
@@ -23,7 +23,7 @@ def sections(folder: Path) -> list[str]:
 
 
 def commands(results: dict[str, Result]) -> list[str]:
-    """The commands of a table's files, and the card where a file says it (None: a CPU)."""
+    """The commands that wrote a table's files, and the card if a file names it (None: a CPU)."""
     gpus = sorted({result["gpu"] or "CPU" for result in results.values() if "gpu" in result})
     return [
         f"On {', '.join(gpus)}:" if gpus else "By:",
@@ -33,7 +33,7 @@ def commands(results: dict[str, Result]) -> list[str]:
 
 
 def _as_typed_today(command: str) -> str:
-    """A recorded command with its script where it lies now: scripts moved into folders after the measurement."""
+    """A recorded command with the present path of its script: scripts were moved into folders after the measurement."""
     script, _, options = command.partition(" ")
     moved = next((path for path in SCRIPTS.glob(f"*/{Path(script).name}")), None)
     return f"{moved.relative_to(SCRIPTS.parent)} {options}" if moved else command
@@ -44,7 +44,7 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def profile(result: Result) -> list[str]:
-    """Phases (or numbers of sequences) with their shares of the limits, and the GPU's time by category."""
+    """Phases (or numbers of sequences) with their shares of the limits, and the time of the GPU by category."""
     limits, phases = result["limits"], result.get("phases") or result["decode"]
     names = [name if "phases" in result else f"{name} sequences" for name in phases]
     shares = [
@@ -86,7 +86,7 @@ def profile(result: Result) -> list[str]:
 
 
 def attention(result: Result) -> list[str]:
-    """Ours, FlashAttention's and the limit's microseconds by sequences and length."""
+    """Microseconds of our kernel, of FlashAttention and of the limit, by number of sequences and length."""
     rows = result["us"]
     lengths = list(dict.fromkeys(row["tokens"] for row in rows))
     cells: dict[int, dict[Any, str]] = {}
@@ -108,7 +108,7 @@ def elementwise(result: Result) -> list[str]:
 
 
 def gemm(result: Result) -> list[str]:
-    """Microseconds by shape, way and tokens."""
+    """Microseconds by shape, way and number of tokens."""
     tokens = list(dict.fromkeys(row["tokens"] for row in result["results"]))
     cells: dict[str, dict[int, str]] = {}
     for row in result["results"]:
@@ -126,7 +126,7 @@ def layers(result: Result) -> list[str]:
 
 
 def startup(result: Result) -> list[str]:
-    """Seconds of each start, whole and by part of the engine's."""
+    """Seconds of each start: of the process, of the engine, and of the engine's parts."""
     starts = result["starts"]
     parts = list(dict.fromkeys(part for start in starts for part in start["startup_s"]))
     rows = [["the process", *(f"{start['process_s']:.1f}" for start in starts)]]
@@ -136,11 +136,11 @@ def startup(result: Result) -> list[str]:
 
 
 def peaks(result: Result) -> list[str]:
-    """The driver's peak of each process, less what lay there before, and the most that its steps logged."""
+    """The peak of each process as the driver saw it, less what was taken before, and the largest values in its log."""
     keys = ("memory/rollout_card_gib", "memory/train_card_gib", "memory/train_gib", "memory/train_planned_gib")
     rows = []
     for name, peak in result["peak_gib"].items():
-        steps = result["steps"].get(name, [])[-1 if name == "resume" else 0 :]  # the first ones were before the resume
+        steps = result["steps"].get(name, [])[-1 if name == "resume" else 0 :]  # earlier ones are not the resumed run's
         found = [[step[key] for step in steps if key in step] for key in keys]
         rows.append([name, f"{peak:.1f}", *(f"{max(values):.1f}" if values else "" for values in found)])
     head = [

@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""The same training step as bench_step.py, by TRL as it comes: BF16 base, LoRA, its own vLLM in colocate mode.
+"""The same training step as in bench_step.py, by TRL as it comes: BF16 base, LoRA, its own vLLM in colocate mode.
 
     python3 scripts/bench/bench_trl.py --model checkpoints/random-7b --out benchmarks/step-7b-trl.json
 
-TRL's defaults but for what the workload says: vLLM with sleep mode (without it two copies of a 7B and its cache stay on
-the card), gradient checkpointing, LoRA on the seven projections. `--model` is a 16-bit checkpoint of
-scripts/models/make_random_checkpoint.py; prompts and lengths are those of bench_step.py. TRL does the same work
-whatever the rewards.
+Everything that the workload does not determine is TRL's default, except vLLM's sleep mode (without it, two copies of a
+7B model and a cache stay on the card), gradient checkpointing, and LoRA on the seven projections. `--model` is a 16-bit
+checkpoint from scripts/models/make_random_checkpoint.py. Prompts and lengths are those of bench_step.py. All rewards
+are 0, which does not change the work that TRL does.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def build(arguments: argparse.Namespace, folder: str):
-    """TRL's trainer on this workload."""
+    """The trainer of TRL for this workload."""
     import torch
     from datasets import Dataset
     from peft import LoraConfig
@@ -98,17 +98,17 @@ def build(arguments: argparse.Namespace, folder: str):
 
 
 def zero(completions: list[str], **columns: object) -> list[float]:
-    """No reward: all the work of a step, advantages of zero."""
+    """Reward every completion with 0: a step does all its work, with advantages of zero."""
     return [0.0] * len(completions)
 
 
 def prompts(length: int) -> list[str]:
-    """Texts of `length` bytes, one token each."""
+    """Texts of `length` bytes; each byte is one token."""
     return [f"{number:04d} ".ljust(length, "abcdefgh"[number % 8]) for number in range(64)]
 
 
 def torch_peak_gib() -> float | None:
-    """What torch's allocator held at most, in GiB."""
+    """The most that torch's allocator held, in GiB."""
     import torch
 
     return round(torch.cuda.max_memory_allocated() / 2**30, 2) if torch.cuda.is_available() else None

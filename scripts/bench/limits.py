@@ -1,7 +1,8 @@
-"""What a step needs at least, by counting, and how fast the card is, by measuring: a share of the limit is their ratio.
+"""The least work that a step needs, which is counted, and the speed of the card, which is measured.
 
-Counted are the products with weights; attention's own, and the adapter's in training, are left out: shares come out low
-rather than high. A prompt that a group shares is computed once, and recomputing is no need.
+A share of the limit is the ratio of the two. Only products with weights are counted. Those within attention, and the
+adapter's in training, are left out, so that shares come out too low rather than too high. A prompt that a group shares
+counts once, and recomputation does not count.
 """
 
 from __future__ import annotations
@@ -17,14 +18,19 @@ if TYPE_CHECKING:
 
 
 def limits() -> dict[str, float]:
-    """Measured: TFLOP/s of a bfloat16 product of 8192 cubed, in a burst and over a second, GB/s of a copy (read and
-    written)."""
+    """Measure the card: TFLOP/s of a bfloat16 product of 8192 cubed, in a burst and over a second, and GB/s of a copy.
+
+    The rate of the copy counts bytes read and bytes written.
+    """
     burst, sustained = matrix_tflops(), matrix_tflops(repeats=700)
     return {"tflops": burst, "sustained_tflops": sustained, "gb_per_s": copy_gb_per_s()}
 
 
 def matrix_tflops(repeats: int = 10) -> float:
-    """Of a rested card, which no phase of seconds reaches: its power limit comes first. Takes 0.4 GiB."""
+    """TFLOP/s of a large bfloat16 product. Takes 0.4 GiB.
+
+    With few repeats it is the rate of a rested card, which a phase of seconds cannot reach because of the power limit.
+    """
     import torch
 
     a, b = (torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16) for _ in range(2))
@@ -40,7 +46,7 @@ def copy_gb_per_s() -> float:
 
 
 def seconds_of(call: Callable[[], object], repeats: int = 10) -> float:
-    """Of one call, on the card."""
+    """Seconds that one call takes on the card."""
     import torch
 
     for _ in range(3):
@@ -56,19 +62,19 @@ def seconds_of(call: Callable[[], object], repeats: int = 10) -> float:
 
 @dataclass(frozen=True)
 class Work:
-    """A step's shape: the model, the adapter's parameters, what a weight of the body and a cached token take."""
+    """The shape of a step's work."""
 
     sizes: ModelSizes
-    adapter: int
-    weight_bytes: float
-    kv_bytes: int
+    adapter: int  # parameters
+    weight_bytes: float  # per weight of the decoder's linears
+    kv_bytes: int  # per cached token
     prompts: int
     group: int
     prompt_tokens: int
 
     @classmethod
     def of(cls, config: RunConfig, sizes: ModelSizes) -> Work:
-        """Of prompts that are all as long as they may be, as bench_step's are."""
+        """The work of a run whose prompts all have the maximum length, as those of bench_step do."""
         from qerl import formats
 
         return cls(
@@ -83,9 +89,12 @@ class Work:
 
 
 def training_flops(work: Work, step: dict[str, Any]) -> float:
-    """Of a step of metrics.jsonl: 2 a weight and token forward and 2 for the gradient of the input, over completions
-    and each prompt once in the decoder and over completion tokens in the head (which computes its slope instead).
-    Rows without a learning signal need nothing: what the others need is counted as their share of the rows."""
+    """The flops that training needs in a step of metrics.jsonl.
+
+    They are 2 per weight and token forward, and 2 for the gradient to the input: in the decoder for the tokens of all
+    completions and of each prompt once, in the head for completion tokens (it computes its slope instead). Rows without
+    a learning signal need none, so the sum is multiplied by the share of the rows that were trained on.
+    """
     completions = work.prompts * work.group * step["completions/mean_tokens"]
     tokens = completions + work.prompts * work.prompt_tokens
     flops = 4 * (work.sizes.body * tokens + work.sizes.head * completions)
@@ -93,13 +102,13 @@ def training_flops(work: Work, step: dict[str, Any]) -> float:
 
 
 def train_share(work: Work, step: dict[str, Any], tflops: float) -> float:
-    """Of the matrix rate, by the step's own seconds of training."""
+    """The share of the matrix rate that training reached, by the step's own seconds of training."""
     return training_flops(work, step) / step["time/train_s"] / (tflops * 1e12)
 
 
 def decode_bytes(work: Work, steps: int, context_tokens: float) -> dict[str, float]:
-    """What `steps` decode steps read: packed body, 16-bit head and adapter once a step, and keys and values of
-    `context_tokens`, the sum over steps and sequences of the tokens that each attends to."""
+    """The bytes that `steps` decode steps read: per step the packed body, the 16-bit head and the adapter, and the
+    keys and values of `context_tokens`, the sum over steps and sequences of the tokens that each attends to."""
     return {
         "weights": steps * (work.sizes.body * work.weight_bytes + 2 * work.sizes.head),
         "adapter": steps * 2 * work.adapter,
@@ -108,14 +117,17 @@ def decode_bytes(work: Work, steps: int, context_tokens: float) -> dict[str, flo
 
 
 def decode_flops(work: Work, tokens: float) -> float:
-    """2 a weight, of adapter and head too, for each token that is sampled."""
+    """2 flops per weight, adapter and head included, for each token that is sampled."""
     return 2.0 * (work.sizes.body + work.sizes.head + work.adapter) * tokens
 
 
 def rollout_need(work: Work, lengths: Sequence[int]) -> dict[str, Any]:
-    """Bytes and flops of a rollout with completions of `lengths` tokens: as many steps as the longest has, or as it
-    takes with MAX_SEQUENCES at once, and the products of each prompt once. A completion's first token comes from its
-    prompt, each later one from a step that attends to prompt and completion so far."""
+    """Bytes and flops that a rollout with completions of `lengths` tokens needs.
+
+    It needs as many steps as the longest completion has tokens, or as MAX_SEQUENCES sequences at a time take, and the
+    products of each prompt once. The first token of a completion comes from its prompt, each later one from a step that
+    attends to the prompt and the completion so far.
+    """
     from qerl.plan.plan import MAX_SEQUENCES
 
     sampled = sum(lengths)
@@ -126,7 +138,7 @@ def rollout_need(work: Work, lengths: Sequence[int]) -> dict[str, Any]:
 
 
 def decode_need(model: str, rank: int, sequences: int, context: float) -> dict[str, Any]:
-    """Bytes and flops of one decode step of a model folder with an adapter on all linears, at `context` tokens each."""
+    """Bytes and flops of a decode step of a model folder with an adapter on all linears, at `context` tokens each."""
     from qerl.checkpoint.kinds import format_of
     from qerl.plan.sizes import read_sizes
 
@@ -137,7 +149,7 @@ def decode_need(model: str, rank: int, sequences: int, context: float) -> dict[s
 
 
 def shares(need: dict[str, Any], seconds: float, limit: dict[str, float]) -> dict[str, Any]:
-    """Needed bytes by kind and flops, each with its share of what the card does in `seconds`."""
+    """The needed bytes by kind and the flops, and the shares that they are of what the card can do in `seconds`."""
     return {
         "needed_gb": {name: count / 1e9 for name, count in need["bytes"].items()},
         "needed_tflop": need["flops"] / 1e12,

@@ -1,4 +1,4 @@
-"""The ways to multiply by a linear's weight that scripts/bench/bench_linear.py compares, on random layers."""
+"""The ways to multiply by the weight of a linear that scripts/bench/bench_linear.py compares, with random weights."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ NAMES = ("qkv", "o", "gate_up", "down")
 
 @dataclass(frozen=True)
 class Linear:
-    """Sizes of one fused linear and its adapter."""
+    """The sizes of one fused linear and its adapter."""
 
     name: str
-    parts: tuple[int, ...]  # rows of each
+    parts: tuple[int, ...]  # rows of each part
     columns: int
     part_rank: int
 
@@ -38,29 +38,29 @@ class Linear:
 
     @property
     def adapter_numbers(self) -> int:
-        """Of A and of the blocks of B."""
+        """How many numbers A and the blocks of B have."""
         return self.part_rank * (len(self.parts) * self.columns + self.rows)
 
     def shape(self, fused: bool) -> Shape:
-        """For the choice of ways, in our own layout."""
+        """The shape by which a way is chosen, for a weight in our own layout."""
         return Shape(self.rows, self.columns, self.part_rank * len(self.parts), "qerl", fused)
 
     def needs(self, way: str, tokens: int, adapter: bool) -> tuple[float, float]:
-        """(bytes, flops) of a product: each number is read or written once, a packed weight as it is."""
+        """The bytes and the flops of a product that reads or writes each number once; weights are read as packed."""
         weight = 0 if way == "adapter" else self.rows * self.columns
-        outs = 2 if way == "adapter" else 1  # read and written
+        outs = 2 if way == "adapter" else 1  # "adapter" reads the output before it writes it
         numbers = tokens * (self.columns + outs * self.rows) + adapter * self.adapter_numbers
         flops = 2 * tokens * (weight + adapter * self.adapter_numbers)
         return 2 * numbers + weight * WAYS[way].weight_bytes, flops
 
     def limit(self, way: str, tokens: int, adapter: bool, limits: dict[str, float]) -> tuple[float, str]:
-        """Microseconds that the card needs at least, and for what."""
+        """The fewest microseconds that the card can take, and whether bytes or flops set that limit."""
         size, flops = self.needs(way, tokens, adapter)
         return max((size / limits["gb_per_s"] / 1e3, "bytes"), (flops / limits["tflops"] / 1e6, "flops"))
 
 
 def linears(shape: str, rank: int) -> list[Linear]:
-    """Of a decoder layer of a known model."""
+    """The linears of a decoder layer of a known model."""
     projections, padded = sizes_of(KNOWN[shape], shape).projections, padded_rank(rank)
     return [
         Linear(name, tuple(projections[part][0] for part in parts), projections[parts[0]][1], padded)
@@ -70,7 +70,11 @@ def linears(shape: str, rank: int) -> list[Linear]:
 
 @dataclass(frozen=True)
 class Way:
-    """`make` a random weight for up to so many tokens, `multiply` by it; `twin`: that in float64, without adapter."""
+    """One way to multiply.
+
+    `make` makes a random weight for up to a number of tokens, `multiply` multiplies by it, `twin` does the same in
+    float64 and without an adapter, and `runs` says whether the way can run for a linear and a number of tokens.
+    """
 
     weight_bytes: float
     make: Callable[[Linear, int, str], Any]
@@ -80,7 +84,7 @@ class Way:
 
 
 def random_adapter(linear: Linear, device: str) -> Adapter:
-    """One whose product is about as large as the base's."""
+    """An adapter whose product is about as large as the base's."""
     rank, ranks = linear.part_rank, linear.part_rank * len(linear.parts)
     a = torch.randn(ranks, linear.columns, device=device).mul_(linear.columns**-0.5).bfloat16()
     b, start = torch.zeros(linear.rows, ranks, device=device, dtype=torch.bfloat16), 0
@@ -91,12 +95,12 @@ def random_adapter(linear: Linear, device: str) -> Adapter:
 
 
 def add_as_engine_(out: torch.Tensor, x: torch.Tensor, adapter: Adapter | None) -> torch.Tensor:
-    """The adapter beside another kernel's product, as `qerl/vllm_plugin/products.py` adds it."""
+    """Add the adapter to the product of another kernel, as `qerl/vllm_plugin/products.py` does."""
     return out if adapter is None else lora.add_adapter_(out, x, adapter)
 
 
 def _random_packed(linear: Linear, tokens: int, device: str) -> KernelWeight:
-    """Any words are a weight; scales from 32 to 448, as a normal weight has them, its deviation about 0.02."""
+    """Random words, of which any make a weight, with scales from 32 to 448 as a normal weight of std 0.02 has them."""
     rows, unit = slab_layout.ROWS, slab_layout.UNIT
     blocks = (-(-linear.rows // rows), -(-linear.columns // unit))
     words = torch.randint(-(2**31), 2**31 - 1, (*blocks, rows * unit // 8), dtype=torch.int32, device=device)

@@ -1,29 +1,32 @@
 #!/usr/bin/env bash
-# What has to run on a card before a release, in batches of under ten minutes each on one H200 (`decode`: on four of one
-# machine); the seconds are estimates.
+# Everything that has to run on a card before a release, in batches that take under ten minutes each on one H200
+# (`decode`: on four of one machine). The seconds are estimates.
 #
 #     scripts/bench/on_card.sh OUT BATCH... [-- BATCH...]...
 #
-# Batches behind a -- run on the next card of the machine, at the same time; their OUT is a folder with the card's number.
+# The batches after a -- run on the next card of the machine at the same time. Each card then has a folder in OUT, named
+# by its number.
 #
-#     engine   510 s  the vllm engine on small models, by each kernel: every check of check_engine; other attention
-#     told     130 s  completions told as they end, and an engine after an interrupted call
+#     engine   510 s  the vllm engine on small models, with each kernel: every check of check_engine; other attention
+#     told     130 s  completions reported as they end, and an engine after an interrupted call
 #     kernels  100 s  kernels, packing with shared prompts, layers, sampling, quantization, doctor
-#     cache    350 s  fp8 KV cache, a KV cache that overflows, too small a cap, memory while weights load, base once
-#     closing  110 s  an engine closed, asleep too, and opened again; measures the card: nothing else may run on it
+#     cache    350 s  fp8 KV cache, a KV cache that overflows, a cap that is too small, memory while weights load, one
+#                     copy of the base
+#     closing  110 s  an engine closed, also while asleep, and opened again; nothing else may run on the card, whose
+#                     memory it measures
 #     merge    250 s  merged folders in stock vLLM
 #     cli      260 s  commands on the embedded model: a killed run, dynamic sampling, eval, memory, report, merge
-#     step     350 s  workload A: ours, TRL's, the profile of ours
-#     micro    250 s  workload A by tokens of a micro-batch: what OVERHEAD_TOKENS of qerl/plan/micro_batch_plan.py stands for
-#     cap24     80 s  workload A under 24 GiB; waits for the CPU in places: nothing else should run
+#     step     350 s  workload A: our step, TRL's step, the profile of ours
+#     micro    250 s  workload A by tokens per micro-batch, the source of OVERHEAD_TOKENS in qerl/plan/micro_batch_plan.py
+#     cap24     80 s  workload A under 24 GiB; nothing else should run, because it waits for the CPU in places
 #     agree    110 s  engine and trainer at 7B: every check of check_engine
 #     startup  220 s  a first and a second start at 7B, with caches of their own
 #     linear   100 s  the linears of a 7B layer: each way against its limit and against BF16, without and with LoRA; its
 #                     attention in decode steps against FlashAttention; the small kernels of training against their limits
-#     decode   450 s  decode speed at 7B, four engines in turns: ours with an adapter and without, vLLM's in BF16 and Marlin;
-#                     each compiles alone before, on a card of its own where there are four; with one card 750 s
-#     decode32 480 s  the same at 32B, where a card holds two of them: ours and vLLM's in BF16
-#     marlin32 560 s  and three: ours, without an adapter, and vLLM's Marlin
+#     decode   450 s  decode speed at 7B, four engines in turns: ours with an adapter and without, vLLM's in BF16 and with
+#                     Marlin; each compiles alone first, on a card of its own if there are four; with one card 750 s
+#     decode32 480 s  the same at 32B with the two engines that fit on a card: ours, and vLLM's in BF16
+#     marlin32 560 s  the same at 32B with three: ours with an adapter and without, and vLLM's with Marlin
 #     mixed    330 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
 #     shapes   320 s  3B, 8B and 14B: one step each under a cap
 #     large    480 s  workloads B and C: a step of 32B, and one of 70B, under 80 GiB
@@ -31,9 +34,10 @@
 #     older    220 s  workload A by this tree and by an older one, a copy of which lies in the folder OLDER
 #     faster   380 s  decode speed at 7B of both, in turns
 #
-# Logs and JSON go to OUT, one line a command to OUT/summary.txt; a failure does not stop the rest. CHECKPOINTS holds the
-# random checkpoints (default: checkpoints/); calls at the same time may share it. QERL_COMMIT: the code's commit, for a copy
-# without history (default: git's). SECONDS_LEFT: no command runs longer than that from now on.
+# Logs and JSON go to OUT, and one line per command to OUT/summary.txt; a failure does not stop the rest. Environment
+# variables: CHECKPOINTS is the folder of random checkpoints (default: checkpoints/), which calls at the same time may
+# share. QERL_COMMIT is the commit of the code, for a copy without history (default: as git says). SECONDS_LEFT is the
+# number of seconds from now after which no command may still run.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
@@ -88,7 +92,7 @@ script() { # NAME LIMIT_S SCRIPT MODEL ARGUMENTS...
     run "$1" "$2" "$python" scripts/*/"$3.py" --model "$checkpoints/$4" --out "$out/$1.json" "${@:5}"
 }
 
-turns() { # PARTIES ARGUMENTS...: engines that then call `turn` measure decode speed in turns, on the first card
+turns() { # PARTIES ARGUMENTS...: prepare for engines that measure decode speed in turns, by `turn`, on the first card
     folder=$(mktemp -d) opened=0
     local seen=${CUDA_VISIBLE_DEVICES:-$(nvidia-smi --query-gpu=index --format=csv,noheader 2>/dev/null | paste -sd,)}
     IFS=, read -ra cards <<<"${seen:-0}"
@@ -99,7 +103,7 @@ turn() { # NAME MODEL SHARE ARGUMENTS...
     CUDA_VISIBLE_DEVICES=${cards[0]} script "rollout-$1" 560 bench_rollout "$2" --memory-share "$3" "${each[@]}" "${@:4}" &
 }
 
-alone() { # NAME MODEL SHARE ARGUMENTS...: the same engine compiles by itself before, on a card that no other engine has
+alone() { # NAME MODEL SHARE ARGUMENTS...: let the same engine compile alone first, on a card without another engine
     local card=${cards[$((opened % ${#cards[@]}))]}
     CUDA_VISIBLE_DEVICES=$card script "open-$1" 200 bench_rollout "$2" --memory-share "$3" "${each[@]}" "${@:4}" --open-only &
     opened=$((opened + 1))

@@ -1,21 +1,22 @@
 #!/usr/bin/env python3
-"""Where the time of a training step goes, by phase and by kernel, and each phase's share of the card's limit; JSON.
+"""Where the time of a training step goes, by phase and kernel, and each phase's share of the card's limit; writes JSON.
 
     python3 scripts/bench/profile_step.py --model checkpoints/random-7b-NVFP4A16 --out profile-7b.json
     python3 scripts/bench/profile_step.py --model checkpoints/random-7b-NVFP4A16 --phase decode \
         --sequences 1 8 32 128 256
 
-The step is scripts/bench/bench_step.py's (its options are taken too), profiled by torch.profiler in its second step.
-Limits are measured first: the rate of a large bfloat16 product, and the bandwidth of a copy. What is counted as needed:
+The workload and its options are those of scripts/bench/bench_step.py; torch.profiler watches its second step. Limits
+are measured first: the rate of a large bfloat16 product, and the bandwidth of a copy. This counts as needed:
 
-- training: 2 flops a weight and token forward and 2 for the gradient of the input, over completions and each
-  prompt once in the decoder layers and over completion tokens in the head (which computes its slope instead); a prompt
-  computed again and recomputing count as waste; decoding the weights for that reads 4.5 bits a weight and writes 16,
-  over the bandwidth;
+- training: 2 flops per weight and token forward, and 2 for the gradient to the input; in the decoder layers for the
+  tokens of all completions and of each prompt once, in the head for completion tokens (it computes its slope instead).
+  Repeated prompts and recomputation count as waste. Decoding the weights reads 4.5 bits per weight and writes 16, at
+  the bandwidth;
 - rollout: the bytes that each decode step reads (packed body, 16-bit head, adapter, and the keys and values of every
-  sequence) over the bandwidth, and beside it 2 flops a weight and sampled token, and prompt token once, over the rate.
+  sequence), at the bandwidth; and 2 flops per weight for each sampled token, and once for each prompt token, at the
+  rate.
 
-scripts/bench/limits.py counts and measures. `--phase decode` opens the engine alone and profiles decode steps at
+scripts/bench/limits.py counts and measures. `--phase decode` opens the engine alone and profiles decode steps for
 several numbers of sequences, each with the same two shares.
 """
 
@@ -37,9 +38,9 @@ if TYPE_CHECKING:
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 PROMPT_TOKENS = 128
-LINEARS = 4  # of a layer, as they are decoded: q/k/v and gate/up are one each
-PROFILED_STEP = 1  # the second: the first one compiles
-CATEGORIES = {  # by a part of the kernel's name, first match
+LINEARS = 4  # per layer, as they are decoded: q/k/v and gate/up are one linear each
+PROFILED_STEP = 1  # the second step, because the first one compiles
+CATEGORIES = {  # by parts of the kernel's name; the first match counts
     "adapter": ("lora_shrink", "_expand_kernel"),
     "decode weights": ("nvfp4_decode", "_dequantize_kernel"),
     "quantized product": ("nvfp4_gemm", "nvfp4_linear", "humming", "marlin"),
@@ -78,7 +79,7 @@ def main() -> None:
 
 
 def whole_step(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[str, Any]:
-    """Run bench_step's workload with the profiler around the rollout and around the training phase of one step."""
+    """Run the workload of bench_step, profiling the rollout and the training phase of one step."""
     import tempfile
 
     from qerl.config.recipe import load_recipe
@@ -118,9 +119,10 @@ def whole_step(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[s
 
 
 def decoded(kernels: list[dict[str, Any]], sizes: ModelSizes, gb_per_s: float) -> dict[str, float]:
-    """GB that decoding the weights read and wrote, by its calls, and their share of the bandwidth; empty without any.
+    """GB that decoding the weights read and wrote, and the share of the bandwidth; empty if nothing was decoded.
 
-    A call counts as the mean of a layer's linears: only the first layer's q/k/v has none for its input's gradient.
+    Each call counts as the mean of a layer's linears. That is nearly exact: only the first layer's q/k/v is decoded
+    less often, because its input needs no gradient.
     """
     from qerl.formats import NVFP4
 
@@ -139,7 +141,7 @@ def profiled(
     step_of: Callable[[Any], int],
     seen: Callable[[Any], None] = lambda output: None,
 ) -> Callable:
-    """`method` of a class, profiled when its object is at PROFILED_STEP; `seen` is given what it then returns."""
+    """`method` of a class, profiled when its object is at PROFILED_STEP; `seen` gets what it then returns."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 
@@ -148,7 +150,7 @@ def profiled(
             return method(self, *args, **kwargs)
         torch.cuda.synchronize()
         with profile(activities=[ProfilerActivity.CUDA]) as result:
-            started = time.perf_counter()  # the profiler takes a while to begin
+            started = time.perf_counter()  # not before, because the profiler takes a while to start
             output = method(self, *args, **kwargs)
             torch.cuda.synchronize()
             wall = time.perf_counter() - started
@@ -167,7 +169,7 @@ def profiled(
 
 
 def summary(kernels: list[dict[str, Any]], wall_ms: float) -> dict[str, Any]:
-    """Kernels by time and by category, and how long the GPU had nothing to do."""
+    """The kernels by time and by category, and how long the GPU was busy."""
     by_category: dict[str, float] = defaultdict(float)
     for row in kernels:
         by_category[category(row["name"])] += row["ms"]
@@ -178,7 +180,10 @@ def summary(kernels: list[dict[str, Any]], wall_ms: float) -> dict[str, Any]:
 
 
 def gaps(spans: list[tuple[float, float, str]], count: int = 20) -> list[dict[str, Any]]:
-    """The longest times in which nothing runs, of (start, end, name) in ms: when, how long, after and before what."""
+    """The longest times in which no kernel runs: when, how long, and after and before which kernel.
+
+    `spans` are (start, end, name) of the kernels, in ms.
+    """
     found: list[dict[str, Any]] = []
     spans = sorted(spans)
     first, end, last = spans[0] if spans else (0.0, 0.0, "")
@@ -195,7 +200,7 @@ def category(name: str) -> str:
 
 
 def decode_phase(arguments: argparse.Namespace, limit: dict[str, float]) -> dict[str, Any]:
-    """Decode steps of the engine alone: the profile of a long call less that of a call for one token."""
+    """Profile decode steps of the engine alone: a call for many tokens, less a call for one token."""
     import torch
     from torch.profiler import ProfilerActivity, profile
 

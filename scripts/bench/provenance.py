@@ -1,4 +1,4 @@
-"""What a measurement depends on beside its command: the code's commit, the card, versions of packages."""
+"""What a measurement depends on besides its command: the commit of the code, the card, the versions of packages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ PACKAGES = (
 
 
 def machine() -> dict[str, object]:
-    """Of this process: card (None: a CPU), commit, and packages (None: not installed)."""
+    """The card (None: a CPU), the commit and the package versions (None: not installed) of this process."""
     from importlib.metadata import PackageNotFoundError, version
 
     import torch
@@ -39,7 +39,7 @@ def machine() -> dict[str, object]:
 
 
 def require_card(*packages: str) -> None:
-    """Exit with a line that says so where torch finds no CUDA card, or one of `packages` is not installed."""
+    """Exit with a message if torch finds no CUDA card, or if one of `packages` is not installed."""
     import torch
 
     script = Path(sys.argv[0]).name
@@ -51,8 +51,10 @@ def require_card(*packages: str) -> None:
 
 
 def commit(root: Path = ROOT) -> str:
-    """QERL_COMMIT where it is set: what measures may be a copy without history. Else git's short HEAD of the checkout
-    `root`, with "-dirty" if a tracked file other than a result in benchmarks/ is changed. Else ""."""
+    """QERL_COMMIT if it is set, for copies without history; otherwise git's short HEAD of the checkout `root`.
+
+    "-dirty" is appended if a tracked file other than a result in benchmarks/ was changed. "" if there is no history.
+    """
     told = os.environ.get("QERL_COMMIT")
     if told:
         return told
@@ -62,7 +64,7 @@ def commit(root: Path = ROOT) -> str:
 
 
 def _git(root: Path, *words: str) -> str:
-    """What git says of `root`; "" without git, or if `root` is no checkout (one around it does not count)."""
+    """The output of git in `root`; "" without git, or if `root` itself is not a checkout."""
     environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(root.parent)}
     try:
         done = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, env=environment)
