@@ -74,7 +74,7 @@ class Int8Rows(Format):
     def dequantize(self, tensors, dtype):
         return dequantized(tensors[CODES], tensors[SCALE], dtype)
 
-    def quantize(self, weights):
+    def quantize(self, weights, shared=None):
         return [quantized(weight) for weight in weights]
 
     def quantization_config(self, unquantized):
