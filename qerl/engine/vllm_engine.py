@@ -27,7 +27,7 @@ from qerl.engine.interface import Completion, Finished, SamplingParams, check_co
 from qerl.engine.own_memory import own_bytes
 from qerl.engine.seeds import request_seed
 from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate, check_fit, pack_weights_
-from qerl.errors import EngineError
+from qerl.errors import CAP_GIB, MEMORY, EngineError
 from qerl.vllm_plugin import TUNE, found, opening, requests
 from qerl.vllm_plugin.startup import Parts, line, whole
 
@@ -201,8 +201,8 @@ class VLLMEngine:
             free = min(free, self._cap_bytes - own_bytes(self._device))
         if needed > free:
             raise EngineError(
-                f"the KV cache needs {needed / 2**30:.2f} GiB for the rollout and {free / 2**30:.2f} GiB are free: "
-                "lower rollout.memory, or raise memory.cap_gib"
+                "the KV cache needs %.2f GiB for the rollout and %.2f GiB are free: lower %s, or raise %s",
+                *(needed / 2**30, free / 2**30, MEMORY, CAP_GIB),
             )
         if self._cap_bytes is not None:
             self._limit_torch(0)
@@ -265,11 +265,13 @@ class VLLMEngine:
             self._cache_warned = True
             logger.warning(
                 "the KV cache holds %d tokens and the rollout's longest %d sequences have %d (prompts counted for "
-                "each): fewer ran at once, and some may have been computed twice. For speed raise rollout.memory or "
-                "memory.cap_gib, or sample fewer completions at once",
+                "each): fewer ran at once, and some may have been computed twice. For speed raise %s or %s, or "
+                "sample fewer completions at once",
                 self.cache_tokens,
                 min(len(lengths), self.options.max_sequences),
                 needed,
+                MEMORY,
+                CAP_GIB,
             )
 
     def _limit_torch(self, released: int) -> None:
