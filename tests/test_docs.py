@@ -209,6 +209,19 @@ def test_the_readme_s_figures_are_those_of_the_benchmarks():
     assert table == {"qerl": (f"{least}-{ours[1]}", ours[12]), "qerl, held under 24 GiB": (held[1], held[12])}
 
 
+def test_the_architecture_names_functions_and_files_that_exist():
+    text = (DOCS / "architecture.md").read_text(encoding="utf-8")
+    named = re.findall(r"`(?:\w+\.)?(\w+)` in \[[^\]]*\]\(\.\./([\w/]+\.py)\)", text)
+    assert len(named) > 4
+    undefined = [
+        (name, path) for name, path in named if not re.search(rf"(?:def|class) {name}\b", (ROOT / path).read_text())
+    ]
+    assert undefined == []
+    drawn = re.findall(r"[\w/]+\.py", (DOCS / "images" / "data-flow.svg").read_text(encoding="utf-8"))
+    assert len(drawn) > 8
+    assert [name for name in drawn if not (ROOT / name).exists() and not (ROOT / "training" / name).exists()] == []
+
+
 LINKED = [*TEXTS, BENCHMARKS]
 
 

@@ -123,14 +123,13 @@ def _raising(context: Context, sampling: list[SamplingParams]) -> dict:
 
 def _by_vllm(engine: Any, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Completion]:
     """What `LLM.generate` makes of the same requests, with as few collections."""
-    ends = engine.end_token_ids
-    params = [requests.sampling_params(one, ends, request_seed(1, index)) for index, one in enumerate(sampling)]
+    params = [requests.sampling_params(one, engine._stop, request_seed(1, index)) for index, one in enumerate(sampling)]
     if engine.options.deterministic:
-        requests.drop_prefix_cache(engine.llm)
+        requests.drop_prefix_cache(engine._llm)
     with requests.rare_collections():
-        outputs = engine.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        outputs = engine._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     return [requests.completion(output.outputs[0]) for output in outputs]
 
 
 def _left(engine: Any) -> int:
-    return engine.llm.llm_engine.get_num_unfinished_requests()
+    return engine._llm.llm_engine.get_num_unfinished_requests()

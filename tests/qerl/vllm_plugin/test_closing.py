@@ -9,12 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._dynamo.convert_frame import register_bytecode_hook
-from vllm_stand_in import no_vllm, opened_engine, vllm_parts
 
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm_engine import VLLMEngine
 from qerl.errors import EngineError
-from qerl.vllm_plugin import closing
+from qerl.vllm_plugin import closing, opening
 
 
 class Thing:
@@ -143,16 +142,21 @@ def test_nothing_is_imported_to_abandon_what_never_began(monkeypatch):
     assert set(sys.modules) == before
 
 
+def opened_engine(llm, **attributes):
+    engine = VLLMEngine.__new__(VLLMEngine)
+    engine.__dict__.update(_llm=llm, _model=llm.model, _asleep=False, _cap_bytes=None, **attributes)
+    return engine
+
+
 @pytest.mark.parametrize("asleep", [False, True])
-def test_close_refers_to_nothing_when_memory_is_given_back_and_twice_does_no_harm(monkeypatch, tmp_path, asleep):
-    llm, seen = Thing(name="llm", sleep=lambda level: None, llm_engine=vllm_parts()), []
+def test_close_refers_to_nothing_when_memory_is_given_back_and_twice_does_no_harm(monkeypatch, asleep):
+    llm, seen = Thing(name="llm", model=Thing()), []
     there = weakref.ref(llm)
     monkeypatch.setattr(closing, "shut_down_", lambda llm: seen.append(llm.name))
     monkeypatch.setattr(closing, "give_back_", lambda: (gc.collect(), seen.append(there())))
-    engine = opened_engine(monkeypatch, tmp_path, llm, Thing())
+    engine = opened_engine(llm)
+    engine._asleep = asleep
     del llm
-    if asleep:
-        engine.sleep()
     engine.close()
     engine.close()
     assert seen == ["llm", None]
@@ -160,17 +164,16 @@ def test_close_refers_to_nothing_when_memory_is_given_back_and_twice_does_no_har
         engine.generate([[1]], None)
 
 
-def test_an_engine_that_falls_asleep_empties_torchs_cache_after_its_kv_cache_is_gone(monkeypatch, tmp_path):
+def test_an_engine_that_falls_asleep_empties_torchs_cache_after_its_kv_cache_is_gone(monkeypatch):
     seen = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("emptied"))
-    llm = Thing(sleep=lambda level: seen.append("asleep"), llm_engine=vllm_parts())
-    engine = opened_engine(monkeypatch, tmp_path, llm)
+    engine = opened_engine(Thing(model=None, sleep=lambda level: seen.append("asleep")))
     engine.sleep()
     engine.sleep()
     assert seen == ["asleep", "emptied"]
 
 
-def test_a_shutdown_that_fails_is_a_warning_and_memory_is_given_back(monkeypatch, tmp_path, caplog):
+def test_a_shutdown_that_fails_is_a_warning_and_memory_is_given_back(monkeypatch, caplog):
     given = []
 
     def fail(llm):
@@ -178,7 +181,7 @@ def test_a_shutdown_that_fails_is_a_warning_and_memory_is_given_back(monkeypatch
 
     monkeypatch.setattr(closing, "shut_down_", fail)
     monkeypatch.setattr(closing, "give_back_", lambda: given.append(True))
-    engine = opened_engine(monkeypatch, tmp_path, Thing(llm_engine=vllm_parts()))
+    engine = opened_engine(Thing(model=None))
     engine.close()
     assert "could not be shut down" in caplog.text
     assert "process group" in caplog.text
@@ -195,20 +198,34 @@ def test_an_opening_that_fails_half_way_leaves_nothing(monkeypatch, tmp_path, wh
     """The error is still held, and what vLLM had built is gone by the time memory is given back."""
     refs, closed, abandoned = [], [], []
 
-    def open_llm():
-        llm = Thing(name="llm", llm_engine=vllm_parts(), model=Thing())
+    def open_llm(*_):
+        runner = SimpleNamespace(model=Thing())
+        worker = SimpleNamespace(model_runner=runner)
+        llm = Thing(name="llm", llm_engine=SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker)))
         refs.append(weakref.ref(llm))
         if where == "in vLLM":
             raise EngineError("vLLM cannot open it")
         return llm
 
-    def refuse(llm):
+    def refuse(self):
         raise EngineError("not qerl's linears")
 
-    no_vllm(monkeypatch, tmp_path, open_llm, refuse)
+    settings = SimpleNamespace(base=str(tmp_path), format="bf16", stop_token_ids=tuple)
+    for name, stand_in in {
+        "check_vllm": lambda: None,
+        "check_device": lambda dtype: 0,
+        "check_kv_cache_dtype": lambda kind: None,
+        "Settings": lambda *_: settings,
+        "import_vllm": lambda: None,
+        "choose_kernel": lambda *_: "qerl",
+        "compile_ahead": lambda *_: None,
+        "open_llm": open_llm,
+    }.items():
+        monkeypatch.setattr(opening, name, stand_in)
     monkeypatch.setattr(closing, "shut_down_", lambda llm: closed.append(llm.name))
     monkeypatch.setattr(closing, "give_back_", lambda: None)
     monkeypatch.setattr(closing, "abandon_", lambda: (gc.collect(), abandoned.append(refs[0]())))
+    monkeypatch.setattr(VLLMEngine, "_index_model", refuse)
     kept = None
     try:
         VLLMEngine(str(tmp_path), "nvfp4", EngineOptions())
