@@ -1,4 +1,4 @@
-"""What others hold is never counted as ours, nor ours as theirs. With `-m gpu`: another process takes 3 GiB."""
+"""Memory of other processes is not counted as ours, nor ours as theirs. With `-m gpu` another process takes 3 GiB."""
 
 import subprocess
 import sys
@@ -13,7 +13,7 @@ from qerl.engine.own_memory import GIB, of_others, others_bytes, own_bytes
     ("used", "reserved", "others"),
     [(0.5, 0, 0), (0.5 + 30, 0, 29.75), (0.5 + 30 + 4, 4, 29.75), (5.0, 4.9, 0), (0, 0, 0)],
 )
-def test_others_are_what_neither_torch_nor_a_context_takes(used, reserved, others):
+def test_memory_that_is_neither_torchs_nor_a_contexts_belongs_to_others(used, reserved, others):
     assert of_others(int(used * GIB), int(reserved * GIB)) == int(others * GIB)
 
 
@@ -26,7 +26,7 @@ sys.stdin.read()
 
 
 @pytest.mark.gpu
-def test_another_process_on_the_card_is_not_ours():
+def test_memory_of_another_process_on_the_card_is_not_counted_as_ours():
     """Last run on an H200 on 2026-11-22."""
     torch.zeros(1, device="cuda")
     others_bytes.cache_clear()
@@ -37,4 +37,4 @@ def test_another_process_on_the_card_is_not_ours():
         beside = own_bytes(0)
         other.stdin.close()
     others_bytes.cache_clear()
-    assert beside == pytest.approx(alone, abs=0.8 * GIB)  # what a context takes is known no better
+    assert beside == pytest.approx(alone, abs=0.8 * GIB)  # the size of a context is not known more precisely

@@ -1,4 +1,4 @@
-"""Seeds of single prompts: fixed numbers, since a recorded run must be sampled again as it was."""
+"""Seeds of single prompts are fixed numbers, so that a recorded run can be sampled again."""
 
 from qerl.engine.seeds import request_seed
 

@@ -1,4 +1,4 @@
-"""The transformers engine: logprobs of what was drawn, seeds, stopping, the adapter and the noise really acting."""
+"""The transformers engine: logprobs of the drawn tokens, seeds, stopping, and the effects of adapter and noise."""
 
 import json
 import shutil
@@ -44,14 +44,14 @@ def test_sampling_logprobs_are_those_of_the_scored_tokens(shared, temperature):
 
 
 def test_filtered_logprobs_are_renormalized(shared):
-    """With top_k 1 each token has probability 1 under the distribution that it was drawn from."""
+    """With top_k 1 each token has probability 1 in the distribution that it is drawn from."""
     completions = shared.generate(PROMPTS, SamplingParams(8, 1.0, top_k=1), seed=1)
     assert all(value == pytest.approx(0.0, abs=1e-6) for c in completions for value in c.logprobs)
     assert tokens(completions) == tokens(shared.generate(PROMPTS, SamplingParams(8, 0.0)))
 
 
 def test_sampling_follows_the_models_distribution(shared):
-    """2,000 draws of one token against the scored probabilities of the five likeliest."""
+    """2,000 draws of one token are compared with the scored probabilities of the five likeliest tokens."""
     draws = [c.token_ids[0] for c in shared.generate([PROMPTS[0]] * 2000, SamplingParams(1, 1.0), seed=3)]
     for token in sorted(set(draws), key=draws.count)[-5:]:
         (score,) = shared.score([PROMPTS[0]], [[token]])
@@ -59,18 +59,18 @@ def test_sampling_follows_the_models_distribution(shared):
         assert abs(draws.count(token) / 2000 - p) < 4 * (p * (1 - p) / 2000) ** 0.5
 
 
-def test_the_seed_decides(shared):
+def test_the_seed_determines_the_samples(shared):
     first, again, other = (shared.generate(PROMPTS, SAMPLED, seed=seed) for seed in (7, 7, 8))
     assert first == again
     assert tokens(first) != tokens(other)
     state = torch.get_rng_state()
     shared.generate(PROMPTS, SAMPLED, seed=7)
-    assert torch.equal(torch.get_rng_state(), state)  # the caller's randomness is left alone
-    assert tokens(first)[0] != tokens(first)[3]  # the same prompt twice is sampled twice
+    assert torch.equal(torch.get_rng_state(), state)  # the caller's random state is unchanged
+    assert tokens(first)[0] != tokens(first)[3]  # the same prompt a second time gets another sample
 
 
 def test_processes_that_share_a_batch_do_not_draw_the_same(shared):
-    """Both halves hold the same prompts and have the batch's seed; only their places in the batch differ."""
+    """Both halves have the same prompts and the seed of the batch; only their places in the batch differ."""
     whole = shared.generate(PROMPTS, SAMPLED, seed=7)
     first, second, again = (shared.generate(PROMPTS, SAMPLED, seed=7, first_index=index) for index in (0, 4, 4))
     assert first == whole
@@ -85,7 +85,7 @@ def test_greedy_does_not_depend_on_the_batch(shared, nvfp4_base):
     assert tokens(by_two.generate(PROMPTS, GREEDY)) == whole
 
 
-def test_a_token_that_the_model_has_not_is_refused(shared):
+def test_a_token_outside_of_the_vocabulary_is_refused(shared):
     vocabulary = shared.policy_model().config.vocab_size
     shared.generate([[5, vocabulary - 1]], GREEDY)
     with pytest.raises(EngineError, match=rf"token {vocabulary} and the model only those up to {vocabulary - 1}"):
@@ -93,15 +93,15 @@ def test_a_token_that_the_model_has_not_is_refused(shared):
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-def test_logits_that_are_not_finite_are_one_error(engine, sampling):
+def test_logits_that_are_not_finite_give_one_error(engine, sampling):
     with torch.no_grad():
         next(iter(block_norms(engine.policy_model()).values())).weight[3] = float("nan")
     with pytest.raises(EngineError, match="logit that is not finite"):
         engine.generate(PROMPTS, sampling, seed=0)
 
 
-def test_each_completion_is_told_of_once_its_batch_has_ended(nvfp4_base, monkeypatch):
-    """In the order in which they end: 9, 3 and 5 tokens of one batch, then 4."""
+def test_completions_are_reported_when_their_batch_has_ended(nvfp4_base, monkeypatch):
+    """The order is that in which they end: 9, 3 and 5 tokens in the first batch, then 4."""
     engine = open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers", batch_size=3))
     each = [SamplingParams(length, 0.0) for length in (9, 3, 5, 4)]
     told, batches = [], []
@@ -114,7 +114,7 @@ def test_each_completion_is_told_of_once_its_batch_has_ended(nvfp4_base, monkeyp
     assert engine.generate(PROMPTS, each, seed=1) == done
 
 
-def test_who_is_told_may_raise_and_the_engine_is_as_before(engine):
+def test_after_an_error_in_the_callback_the_engine_works_as_before(engine):
     def refuse(index, completion):
         raise KeyboardInterrupt(index)
 
@@ -137,7 +137,7 @@ def test_stop_tokens_end_a_completion_and_are_part_of_it(shared):
 
 
 def test_each_request_keeps_its_own_limit_and_temperature(shared):
-    """Greedy, stop tokens and filters as well: each row is what it is alone, the logprobs at its own temperature."""
+    """Greedy rows, stop tokens and filters too: each row is the same as alone, with logprobs at its own temperature."""
     free = tokens(shared.generate(PROMPTS, GREEDY))
     stop = free[2][1]
     each = [
@@ -162,13 +162,13 @@ def test_a_temperature_that_vllm_would_raise_is_refused(temperature):
     assert [SamplingParams(8, kept).temperature for kept in (0.0, 0.01)] == [0.0, 0.01]
 
 
-def test_the_same_parameters_for_each_are_those_for_all(shared):
+def test_equal_parameters_for_each_request_act_like_one_for_all(shared):
     assert shared.generate(PROMPTS, [SAMPLED] * len(PROMPTS), seed=7) == shared.generate(PROMPTS, SAMPLED, seed=7)
     assert shared.generate([], []) == []
 
 
-def test_a_request_s_room_is_judged_by_its_own_limit(shared):
-    """A short prompt may write as much as the context has beside it, next to a long one that may write little."""
+def test_whether_a_request_fits_the_context_depends_on_its_own_limit(shared):
+    """A short prompt may fill the rest of its context, next to a long prompt that may write little."""
     prompts = [[5] * 500, [5]]
     done = shared.generate(prompts, [SamplingParams(12, 0.0), SamplingParams(20, 0.0)])
     assert [len(completion.token_ids) for completion in done] == [12, 20]
@@ -181,7 +181,7 @@ def test_a_request_s_room_is_judged_by_its_own_limit(shared):
 
 
 def test_the_checkpoints_own_generation_config_biases_nothing(tmp_path):
-    """Qwen2.5 ships a repetition penalty, top_p and top_k: a policy must be sampled without them."""
+    """Qwen2.5 ships a repetition penalty, top_p and top_k; a policy has to be sampled without them."""
     plain = write_base(tmp_path / "plain")
     biased = tmp_path / "biased"
     shutil.copytree(plain, biased)
@@ -236,7 +236,7 @@ def test_a_swapped_adapter_brings_its_own_scaling(engine, nvfp4_base):
     assert engine.score([PROMPTS[0]], [completion]) == other.score([PROMPTS[0]], [completion])
 
 
-def test_noise_acts_and_is_taken_away(engine):
+def test_noise_acts_and_is_removed(engine):
     clean = engine.generate(PROMPTS, SAMPLED, 1)
     noise = {name: 0.3 * torch.randn(64) for name in block_norms(engine.policy_model())}
     assert engine.set_noise(noise) == 4
@@ -247,8 +247,8 @@ def test_noise_acts_and_is_taken_away(engine):
         engine.set_noise({"model.layers.7.input_layernorm": torch.zeros(64)})
 
 
-def test_a_model_without_such_norms_runs_without_noise(tmp_path):
-    """Gemma's norm multiplies by 1 + weight: noise is not defined for it, a run without noise is."""
+def test_a_model_with_other_norms_runs_without_noise(tmp_path):
+    """Gemma's norm multiplies by 1 + weight. Noise is not defined for it, but a run without noise works."""
     base = write_base(tmp_path / "gemma", "gemma")
     engine = open_engine(str(base), "bf16", EngineOptions(engine="transformers"))
     assert engine.set_noise(None) == 0
@@ -256,8 +256,8 @@ def test_a_model_without_such_norms_runs_without_noise(tmp_path):
         engine.set_noise({"model.layers.0.input_layernorm": torch.zeros(64)})
 
 
-def test_norms_are_checked_once_a_module(engine, monkeypatch):
-    """The formula check runs each norm; a trained copy (modules_to_save) is another module and is checked too."""
+def test_norms_are_checked_once_per_module(engine, monkeypatch):
+    """The check of the formula runs each norm. A trained copy (modules_to_save) is another module and checked too."""
     checked = []
     kind = type(next(iter(block_norms(engine.policy_model()).values())))
     original = kind.forward
@@ -274,7 +274,7 @@ def test_norms_are_checked_once_a_module(engine, monkeypatch):
     assert len(checked) == 4
 
 
-def test_training_mode_comes_back(engine):
+def test_training_mode_is_restored(engine):
     model = engine.policy_model().train()
     engine.generate(PROMPTS, GREEDY)
     assert model.training
@@ -291,7 +291,7 @@ def test_what_cannot_run_says_so(engine):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
-def test_choice_of_engine_without_a_gpu():
+def test_the_choice_of_engine_without_a_gpu():
     assert choose_engine("auto") == "transformers"
     with pytest.raises(EngineError, match="no CUDA device"):
         choose_engine("vllm")

@@ -1,4 +1,4 @@
-"""Whole weights reach an engine: the reference's bytes in place, the next tokens follow, what does not fit raises."""
+"""Whole weights reach an engine: it holds the reference's bytes and samples with them; misfits raise."""
 
 from types import SimpleNamespace
 
@@ -33,7 +33,7 @@ def linears(engine):
 
 
 def changed(engine, size=0.3, seed=1):
-    """The weights of each linear, some of them another value by up to `size` of the largest."""
+    """The weights of each linear, some of them changed by up to `size` times the largest weight."""
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, linear in linears(engine).items():
@@ -52,7 +52,7 @@ def completions(engine):
     return [completion.token_ids for completion in engine.generate(PROMPTS, GREEDY)]
 
 
-def test_each_linear_holds_the_reference_s_bytes_where_they_were(engine):
+def test_each_linear_holds_the_bytes_of_the_reference_at_the_same_address(engine):
     before = completions(engine)
     scores = engine.score(PROMPTS, before)
     places = {name: linear.weight_packed.data_ptr() for name, linear in linears(engine).items()}
@@ -73,8 +73,8 @@ def test_the_same_weights_change_nothing(engine):
     assert engine.generate(PROMPTS, GREEDY) == before
 
 
-def test_weights_act_as_a_model_that_was_loaded_with_them(base):
-    """A 16-bit base takes the matrices as they are; norms come with them."""
+def test_the_engine_samples_as_a_model_that_was_loaded_with_the_weights(base):
+    """A 16-bit base takes the matrices as they are, together with norms."""
     engine, other = (open_engine(str(base), "bf16", ON_CPU) for _ in range(2))
     weights = changed(engine)
     norms = {name: 1.5 * norm.detach() for name, norm in norms_of(engine).items()}
@@ -88,7 +88,7 @@ def test_weights_act_as_a_model_that_was_loaded_with_them(base):
     assert engine.generate(PROMPTS, GREEDY) == other.generate(PROMPTS, GREEDY)
 
 
-def test_a_part_of_the_linears_may_be_trained_in_every_layer(engine):
+def test_some_of_the_linears_may_be_trained_in_every_layer(engine):
     weights = {name: matrix for name, matrix in changed(engine).items() if ".mlp." in name}
     others = {name: module.weight_packed.clone() for name, module in linears(engine).items() if name not in weights}
     assert deliver(WeightsUpdate(weights), engine) == 6
@@ -136,7 +136,7 @@ def test_a_matrix_that_the_linear_cannot_hold_is_refused(engine, change, message
 
 
 def test_weights_may_be_computed_when_they_are_read(engine):
-    """Each matrix once, so that no two of them need to exist."""
+    """Each matrix is read once, so that no two of them have to exist at the same time."""
     weights, reads = changed(engine), []
 
     class Lazy(dict):
@@ -151,21 +151,21 @@ def test_weights_may_be_computed_when_they_are_read(engine):
 @pytest.mark.parametrize(
     "update", [AdapterUpdate({"a": None, "b": None}, 2.0), WeightsUpdate({"a": None}, {"n": None})]
 )
-def test_an_engine_that_takes_less_is_found_out(update):
+def test_an_engine_that_takes_only_a_part_of_the_update_is_detected(update):
     assert len(update) == 2
     assert deliver(update, SimpleNamespace(sync=len)) == 2
     with pytest.raises(EngineError, match="the engine took 1 of the update's 2 tensors"):
         deliver(update, SimpleNamespace(sync=lambda update: 1))
 
 
-# --- the vLLM engine's tensors, without vLLM
+# --- the tensors of the vLLM engine, without vLLM
 
-SIZES = {"q_proj": 328, "k_proj": 40, "v_proj": 40}  # parts begin and end within a block of 256 rows, or of 16
+SIZES = {"q_proj": 328, "k_proj": 40, "v_proj": 40}  # parts begin and end inside of a block of 256 or of 16 rows
 COLUMNS = 176
 
 
 def fused_weight(layout=QERL, seed=0):
-    """(dense, kernel's weight) of a fused q/k/v as vLLM's layer keeps it."""
+    """(dense weight, kernel's weight) of a fused q/k/v, as the layer of vLLM keeps it."""
     dense = torch.randn(sum(SIZES.values()), COLUMNS, generator=torch.Generator().manual_seed(seed))
     packed, scales, global_scale = reference.quantize(dense)
     words, laid = slab_layout.pack(packed, scales)
@@ -177,7 +177,7 @@ def views(weight):
     return {name: KernelLinear(weight, start, rows, None) for name, start, rows in parts("model.a.qkv_proj", layer)}
 
 
-def test_the_parts_of_a_fused_linear_are_packed_as_the_whole():
+def test_packing_the_parts_of_a_fused_linear_equals_packing_the_whole():
     _, weight = fused_weight()
     new = fused_weight(seed=1)[0].clamp(-2, 2)
     addresses = weight.words.data_ptr(), weight.scales.data_ptr()
@@ -194,7 +194,7 @@ def test_the_parts_of_a_fused_linear_are_packed_as_the_whole():
 
 
 @pytest.mark.parametrize("part", SIZES)
-def test_the_rows_of_other_parts_stay(part):
+def test_the_rows_of_other_parts_stay_unchanged(part):
     dense, weight = fused_weight()
     view = views(weight)[f"model.a.{part}"]
     words, laid = weight.words.clone(), weight.scales.clone()
@@ -212,7 +212,7 @@ def test_the_rows_of_other_parts_stay(part):
 
 
 @pytest.mark.parametrize("layout", [MARLIN, HUMMING_MMA], ids=lambda layout: layout.name)
-def test_a_kernel_with_factors_of_its_own_is_refused(layout):
+def test_a_kernel_whose_scales_have_their_own_factor_is_refused(layout):
     dense, weight = fused_weight(layout)
     before = weight.words.clone()
     with pytest.raises(EngineError, match=rf"the {layout.name} kernel .* write rollout\.kernel=qerl"):

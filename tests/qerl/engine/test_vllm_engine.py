@@ -1,4 +1,4 @@
-"""The vllm engine before it opens: what it refuses, which kernel it takes, what it compiles ahead."""
+"""The vllm engine before it opens: what it refuses, which kernel it takes, and what it compiles ahead."""
 
 import importlib.util
 from collections import Counter
@@ -52,7 +52,7 @@ def test_our_kernel_is_the_default_where_it_runs(monkeypatch, hopper, asked, cho
     assert opening.linear_backend(opening.choose_kernel("auto", "bf16")) == "auto"
 
 
-def test_our_kernel_asked_for_elsewhere_is_refused(monkeypatch):
+def test_our_kernel_is_refused_on_other_cards(monkeypatch):
     on_card(monkeypatch, hopper=False)
     with pytest.raises(
         EngineError, match=r"needs a Hopper card .* not NVIDIA A100: write rollout\.kernel=auto, humming"
@@ -60,7 +60,7 @@ def test_our_kernel_asked_for_elsewhere_is_refused(monkeypatch):
         opening.choose_kernel("qerl", "nvfp4")
 
 
-def test_humming_that_is_not_there_names_the_extra(monkeypatch):
+def test_for_a_missing_humming_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(opening, "has_module", lambda name: False)
     with pytest.raises(MissingExtraError, match="humming-kernels"):
         opening.choose_kernel("humming", "nvfp4")
@@ -70,7 +70,7 @@ SHAPES = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads"
 
 
 def begun(monkeypatch, kernel, max_rank, **shapes):
-    """What is compiled before vLLM is imported, for a model of these shapes."""
+    """The kernels that are compiled before vLLM is imported, for a model with these shapes."""
     seen = []
     monkeypatch.setattr(nvrtc, "compile_ahead", seen.extend)
     config = AutoConfig.for_model("qwen2", vocab_size=64, num_hidden_layers=1, **shapes)
@@ -80,8 +80,8 @@ def begun(monkeypatch, kernel, max_rank, **shapes):
 
 
 def test_our_kernels_are_compiled_ahead_for_each_width_of_the_model(monkeypatch):
-    """3584 columns and 18944: of the second, a long one, the kernels for 64 tokens and more are others. Attention comes
-    for few heads and for many."""
+    """There are 3584 and 18944 columns. For the longer rows, 64 tokens and more have kernels of their own. Attention is
+    compiled for few and for many heads."""
     seen = begun(monkeypatch, "qerl", 32, **SHAPES)
     count = Counter(source for source, _ in set(seen))
     assert count == {"gemm.cu": 8 + 5, "shrink.cu": 2 + 2, "decode_slabs.cu": 1, "attend.cu": 2}
@@ -89,7 +89,7 @@ def test_our_kernels_are_compiled_ahead_for_each_width_of_the_model(monkeypatch)
     short = begun(monkeypatch, "qerl", 32, **{**SHAPES, "intermediate_size": 4864})
     expected = {"gemm.cu": 8, "shrink.cu": 2, "decode_slabs.cu": 1, "attend.cu": 2}
     assert Counter(source for source, _ in set(short)) == expected
-    odd = begun(monkeypatch, "qerl", 32, **SHAPES, head_dim=80)  # of which FlashAttention does all
+    odd = begun(monkeypatch, "qerl", 32, **SHAPES, head_dim=80)  # FlashAttention does all of this size
     assert "attend.cu" not in {source for source, _ in odd}
 
 
@@ -98,21 +98,21 @@ def test_nothing_is_compiled_ahead_for_another_kernel(monkeypatch, kernel):
     assert begun(monkeypatch, kernel, 32, **SHAPES) == []
 
 
-def test_a_model_of_unknown_shapes_is_compiled_for_when_it_is_loaded(monkeypatch):
+def test_for_a_model_of_unknown_shapes_kernels_are_compiled_when_it_is_loaded(monkeypatch):
     monkeypatch.setattr(nvrtc, "compile_ahead", pytest.fail)
     config = SimpleNamespace(to_dict=lambda: {"hidden_size": 64})
     opening.compile_ahead(SimpleNamespace(config=config, base="model"), "qerl")
 
 
 def on_card(monkeypatch, hopper):
-    """What of a card the choice asks for, and Humming beside it."""
+    """A card with the properties that the choice depends on, and Humming installed."""
     monkeypatch.setattr(nvrtc, "has_kernels", lambda device: hopper)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     monkeypatch.setattr(opening, "has_module", lambda name: True)
 
 
-def test_a_kv_cache_that_the_card_has_not_is_refused(monkeypatch):
+def test_a_kv_cache_type_that_the_card_lacks_is_refused(monkeypatch):
     with pytest.raises(EngineError, match="write auto, fp8, fp8_per_token_head"):
         opening.check_kv_cache_dtype("fp4")
     opening.check_kv_cache_dtype("auto")

@@ -1,7 +1,7 @@
-"""The vllm engine on a card: scripts/checks/check_engine.py on small models of odd sizes. Its numbers come from the
-checkpoint, from float64 products and from transformers in float32.
+"""The vllm engine on a card: scripts/checks/check_engine.py on small models of odd sizes.
 
-Last run on an H200, vLLM 0.25.1, on 2026-11-22 but where a test says otherwise.
+The expected numbers come from the checkpoint, from float64 products and from transformers in float32. Last run on an
+H200 with vLLM 0.25.1 on 2026-11-22, unless a test says otherwise.
 """
 
 import json
@@ -35,7 +35,7 @@ CASES = [  # shape, format, kernel, flags
 
 @pytest.fixture(scope="module", params=CASES, ids=["-".join(map(str, case[:3])) for case in CASES])
 def checked(request, tmp_path_factory):
-    """The report of scripts/checks/check_engine.py; an engine lives once in a process, so each case has its own."""
+    """The report of scripts/checks/check_engine.py. A process can have one engine only, so each case has its own."""
     shape, format, kernel, flag = request.param
     folder = tmp_path_factory.mktemp(f"{shape}-{kernel}")
     model, out = folder / "model", folder / "report.json"
@@ -57,7 +57,7 @@ def run_script(script, *arguments, **environment):
 
 
 def checked_once(folder, shape, layers=None, kernel="auto", only=()):
-    """The report of some checks, of an engine that leaves the card to others beside it."""
+    """The report of some checks on an engine that leaves room on the card for others."""
     model, out = folder / "model", folder / "report.json"
     run_script("make_random_checkpoint.py", "--shape", shape, "--out", model, *["--layers", layers] * bool(layers))
     check = ("check_engine.py", "--model", model, "--kernel", kernel, "--memory", 8, "--out", out)
@@ -67,8 +67,8 @@ def checked_once(folder, shape, layers=None, kernel="auto", only=()):
 
 @pytest.mark.timeout(300)
 def test_what_is_allocated_is_the_base_once(tmp_path):
-    """The model's own tensors within 3% of the checkpoint. What else is allocated (buffers of kernels, sampler and
-    CUDA graphs) is less than half of the smallest part of the base, its linears."""
+    """The model's own tensors are within 3% of the checkpoint. Everything else that is allocated (buffers of kernels,
+    sampler and CUDA graphs) is less than half of the linears, the smallest part of the base."""
     memory = checked_once(tmp_path, "qwen2.5-7b", layers=4, only=["shared_memory"])["shared_memory"]
     linears = 4 * 233_046_016 * 9 / 16 / 2**30
     assert memory["checkpoint_gib"] == pytest.approx(memory["engine_gib"] - memory["adapter_gib"], rel=0.03)
@@ -87,7 +87,7 @@ def test_what_is_allocated_is_the_base_once(tmp_path):
     ],
 )
 def test_the_layouts_of_other_shapes_decode_bit_exactly_too(tmp_path, shape, kernel):
-    """What CASES leaves out of kernels and shapes."""
+    """Kernels and shapes that are not in CASES."""
     report = checked_once(tmp_path, shape, kernel=kernel, only=["dequantization", "product"])
     assert report["dequantization"]["different"] == {}
     assert report["dequantization"]["missing"] == []
@@ -97,22 +97,22 @@ def test_the_layouts_of_other_shapes_decode_bit_exactly_too(tmp_path, shape, ker
 
 @pytest.mark.timeout(600)
 class TestOnGPU:
-    def test_the_kernel_that_was_asked_for_runs(self, checked):
+    def test_the_requested_kernel_runs(self, checked):
         ours = "qerl" if torch.cuda.get_device_capability()[0] == 9 else "marlin"
         expected = {"bf16": "cublas"}.get(checked.format, ours if checked.asked == "auto" else checked.asked)
         assert checked.kernel == expected
         assert checked.attention == ("qerl" if ours == "qerl" else "flash attention")
         assert checked.drawn_by == "FusedSampler"
 
-    def test_a_tuned_engine_keeps_its_times_and_another_has_none(self, checked):
-        """That its products are right is what the tests below hold."""
+    def test_a_tuned_engine_keeps_its_times_and_an_untuned_one_has_none(self, checked):
+        """The tests below check that its products are right."""
         assert len(checked.tables) == (checked.flag == "--tune")
         for table in checked.tables:
             assert set(table["times_us"]) == set(checked.ways)
             for times in table["times_us"].values():
                 assert all(0 < time < 1e5 for ways in times.values() for time in ways.values())
 
-    def test_every_base_weight_of_the_policy_is_the_engines(self, checked):
+    def test_the_policy_shares_every_base_weight_with_the_engine(self, checked):
         assert checked.shared_memory["foreign"] == []
         assert checked.shared_memory["kernel_linears"] == (14 if checked.format == "nvfp4" else 0)
 
@@ -143,7 +143,7 @@ class TestOnGPU:
         assert checked.adapter["greedy"]["largest_gap"] < 0.01
         assert all(checked.adapter["errors"].values())
 
-    def test_noise_acts_down_to_sigma_1e_4_and_goes_without_a_trace(self, checked):
+    def test_noise_acts_down_to_sigma_1e_4_and_is_removed_without_a_trace(self, checked):
         for sigma in ("0.01", "0.001", "0.0001"):
             assert checked.noise[sigma]["count"] == 4
             assert checked.noise[sigma]["std_over_sigma"] == pytest.approx(1, abs=0.02)
@@ -151,7 +151,7 @@ class TestOnGPU:
             assert checked.noise[sigma]["same_as_clean"]["logprobs"] == 0
         assert checked.noise["restored_bits"]
 
-    def test_seeds_decide_and_a_deterministic_engine_repeats_bits(self, checked):
+    def test_seeds_determine_samples_and_a_deterministic_engine_repeats_bits(self, checked):
         assert checked.repeat["other_seed"]["tokens"] == 0
         assert checked.repeat["distinct_within_call"] == 8
         if checked.flag == "--deterministic":
@@ -160,7 +160,7 @@ class TestOnGPU:
             assert checked.noise["restored_samples"] == {"tokens": 1.0, "logprobs": 1.0}
             assert checked.adapter["zero_adapter_restores"] == {"tokens": 1.0, "logprobs": 1.0}
 
-    def test_sleep_gives_back_the_kv_cache_alone(self, checked):
+    def test_sleep_frees_the_kv_cache_and_nothing_else(self, checked):
         given_back = checked.sleep_and_wake["used_gib"] - checked.sleep_and_wake["asleep_gib"]
         assert given_back == pytest.approx(checked.sleep_and_wake["kv_gib"], rel=0.02)
         assert checked.sleep_and_wake["same_pointers"]
@@ -193,7 +193,7 @@ class TestOnGPU:
 
 @pytest.fixture(scope="module")
 def told(tmp_path_factory):
-    """The report on a caller that is told, of a deterministic engine."""
+    """The report of a deterministic engine on callers that are told of completions."""
     folder = tmp_path_factory.mktemp("told")
     model, out = folder / "model", folder / "report.json"
     run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
@@ -203,8 +203,8 @@ def told(tmp_path_factory):
 
 
 @pytest.mark.timeout(300)
-def test_a_completion_is_told_of_while_others_decode(told):
-    """Prompts 0 to 3 may write 40, 3, 24 and 9 tokens, and one of 1000 draws ends a completion before that."""
+def test_a_completion_is_reported_while_others_are_generated(told):
+    """Prompts 0 to 3 may write 40, 3, 24 and 9 tokens; one in 1000 draws ends a completion earlier."""
     assert sorted(told.order) == [0, 1, 2, 3]
     lengths = [told.lengths[index] for index in told.order]
     assert lengths == sorted(lengths)
@@ -215,7 +215,7 @@ def test_a_completion_is_told_of_while_others_decode(told):
 
 
 @pytest.mark.timeout(300)
-def test_who_is_told_of_while_others_decode_may_raise(told):
+def test_a_callback_may_raise_while_others_are_generated(told):
     assert told.raising["raised"]
     assert told.raising["left"] == 0
     assert told.raising["lengths_after"] == [told.lengths[1], told.lengths[2]]
@@ -224,14 +224,14 @@ def test_who_is_told_of_while_others_decode_may_raise(told):
 
 
 @pytest.mark.timeout(300)
-def test_what_was_told_of_while_others_decode_is_scored_as_ever(told):
+def test_reported_completions_get_the_usual_scores(told):
     assert told.score["kl"] < 5e-5
     assert told.raising["score"]["kl"] < 5e-5
 
 
 @pytest.mark.timeout(300)
-def test_attention_that_our_kernel_does_not_take_is_flash_attentions(tmp_path):
-    """A window of 48 tokens in sequences of up to 192, ten heads for one of keys."""
+def test_attention_that_our_kernel_does_not_support_is_done_by_flash_attention(tmp_path):
+    """A window of 48 tokens in sequences of up to 192, with ten query heads for one key head."""
     for shape in ("tiny-mistral", "tiny-llama-10-heads"):
         model, out = tmp_path / shape, tmp_path / f"{shape}.json"
         run_script("make_random_checkpoint.py", "--shape", shape, "--format", "bf16", "--out", model)
@@ -244,9 +244,9 @@ def test_attention_that_our_kernel_does_not_take_is_flash_attentions(tmp_path):
 
 
 @pytest.mark.timeout(300)
-def test_packing_takes_little_beside_the_weights(tmp_path):
-    """Four layers of a 7B, 2.5 GiB of it the embeddings and the head: an H200 had filled with 6 GiB a layer when torch
-    could not use a work tensor's memory again. Last run on 2026-11-21."""
+def test_packing_needs_little_memory_besides_the_weights(tmp_path):
+    """Four layers of a 7B model, with 2.5 GiB of embeddings and head. An H200 once filled by 6 GiB per layer because
+    torch could not reuse the memory of a work tensor. Last run on 2026-11-21."""
     model, out = tmp_path / "model", tmp_path / "report.json"
     run_script("make_random_checkpoint.py", "--shape", "qwen2.5-7b", "--layers", 4, "--out", model)
     run_script("check_engine.py", "--model", model, "--only", "loading", "--out", out)
@@ -256,8 +256,8 @@ def test_packing_takes_little_beside_the_weights(tmp_path):
 
 @pytest.mark.timeout(300)
 def test_a_rollout_larger_than_the_kv_cache_finishes_and_says_so(tmp_path):
-    """64 layers take 32 KiB a token: 4 GiB for the rollout, of which about 2 are there. One of 1000 tokens ends a
-    completion, so that 49 of 128 are expected to be full, with a standard deviation of 5.5."""
+    """64 layers take 32 KiB per token, so the rollout needs 4 GiB, and about 2 are there. One in 1000 tokens ends a
+    completion, so 49 of 128 should reach full length, with a standard deviation of 5.5."""
     model, out = tmp_path / "model", tmp_path / "report.json"
     run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--layers", 64, "--out", model)
     run_script("check_engine.py", "--model", model, "--memory", 3.2, "--only", "exhausted_cache", "--out", out)
@@ -266,7 +266,7 @@ def test_a_rollout_larger_than_the_kv_cache_finishes_and_says_so(tmp_path):
     assert report["completions"] == report["full"] + report["stopped"] == 128
     assert 24 < report["full"] < 74
     assert len(report["warned"]) == 1
-    assert report["policy"]["kl"] < 1e-2  # of 64 random layers; a sequence that was set back keeps its logprobs
+    assert report["policy"]["kl"] < 1e-2  # for 64 random layers; a preempted sequence keeps its logprobs
 
 
 @pytest.mark.timeout(300)
@@ -282,14 +282,14 @@ def test_a_cap_that_cannot_hold_the_weights_is_refused_before_loading(tmp_path):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["fp8_per_token_head", "fp8"])
 def test_an_fp8_cache_agrees_within_the_gate(tmp_path, kind):
-    """On Hopper fp8 takes FlashAttention 3's 8-bit kernels, and is not yet run with them: the build of vLLM at hand had
-    its 16-bit ones alone. The other takes Triton's attention, and last passed on 2026-11-21."""
+    """On Hopper, fp8 uses FlashAttention 3's 8-bit kernels. It has not been run with them, as the build of vLLM at hand
+    had the 16-bit ones only. The other type uses Triton's attention, and last passed on 2026-11-21."""
     model, out = tmp_path / "model", tmp_path / "report.json"
     run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
     asked = ("--kv-cache-dtype", kind, "--only", "agreement", "sleep_and_wake")
     run_script("check_engine.py", "--model", model, *asked, "--out", out)
     report = json.loads(out.read_text(encoding="utf-8"))
-    assert 1e-7 < report["agreement"]["policy"]["kl"] < 3e-3  # it is rounded, and no more than that
+    assert 1e-7 < report["agreement"]["policy"]["kl"] < 3e-3  # it differs by rounding only
     kv_bytes = report["sleep_and_wake"]["kv_gib"] * 2**30 / report["cache_tokens"]
     config = AutoConfig.from_pretrained(model)
     assert kv_bytes == pytest.approx(kv_bytes_per_token(config, kind), rel=0.05)
@@ -297,8 +297,8 @@ def test_an_fp8_cache_agrees_within_the_gate(tmp_path, kind):
 
 @pytest.mark.timeout(400)
 def test_a_closed_engine_gives_its_memory_back_and_another_opens(tmp_path):
-    """`qerl eval` over several bases does this. The driver counts the whole card: nothing else may run on it meanwhile.
-    A failure prints what was left, and who held it."""
+    """`qerl eval` does this with several bases. The driver counts the whole card, so nothing else may run on it. A
+    failure prints what was left and who held it."""
     model, out = tmp_path / "model", tmp_path / "report.json"
     run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
     run_script("check_engine.py", "--model", model, "--only", "reopened", "--out", out)
@@ -312,6 +312,6 @@ def test_a_closed_engine_gives_its_memory_back_and_another_opens(tmp_path):
     for closed in report["closings"]:
         assert closed["used_gib"] < first["used_gib"], text
         assert not [tag for tag in closed["cumem_gib"] if not tag.endswith("asleep")], text  # no KV cache is mapped
-        assert not {"GPUModelRunner", "AdapterLinearMethod"} & set(closed["alive"]), text  # nor is a weight referred to
-    assert "Free memory" in report["refusal"], text  # of an opening in between
+        assert not {"GPUModelRunner", "AdapterLinearMethod"} & set(closed["alive"]), text  # no weight is referred to
+    assert "Free memory" in report["refusal"], text  # from opening a second engine in between
     assert report["same"]["tokens"] > 0.7, text  # the rest are near-ties

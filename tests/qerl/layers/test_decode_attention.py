@@ -1,5 +1,8 @@
-"""Attention of new tokens over a paged cache. On a CPU: the twin against torch's own, and how sequences are cut. With
-`-m gpu`: the CUDA kernel against the twin; last run on an H200, 2026-11-22."""
+"""Attention of new tokens over a paged cache.
+
+On a CPU the twin is compared with torch's attention, and the division of sequences is checked. With `-m gpu` the CUDA
+kernel is compared with the twin; last run on an H200, 2026-11-22.
+"""
 
 from math import e
 
@@ -28,8 +31,8 @@ NO_SLOT = -1
 
 
 def random_step(lengths, heads, key_heads, head_dim, device="cpu", page_tokens=16):
-    """(new, cache, batch): each sequence has pages of its own, in any order, and its new token a slot in the last one;
-    query, key and value are parts of one tensor, as a fused projection leaves them. What no sequence owns is NaN."""
+    """(new, cache, batch). Each sequence has its own pages, in any order, and its new token has a slot in the last one.
+    Query, key and value are parts of one tensor, as after a fused projection. Slots without an owner hold NaN."""
     counts = [-(-length // page_tokens) for length in lengths]
     order = (torch.randperm(sum(counts) + 3) + 1).tolist()
     pages = torch.zeros(len(lengths), max(counts) + 2, dtype=torch.int32)
@@ -63,14 +66,14 @@ def test_the_twin_is_attention_over_all_tokens(heads, key_heads, head_dim):
         keys, values = (
             part[pages].flatten(0, 1)[:length].transpose(0, 1).float() for part in (cache.keys, cache.values)
         )
-        assert torch.equal(keys[:, -1], key[index].float())  # which the call has written
+        assert torch.equal(keys[:, -1], key[index].float())  # the call has written the new key
         expected = F.scaled_dot_product_attention(
             query[index, :, None].float(), keys, values, scale=0.3, enable_gqa=True
         )
         torch.testing.assert_close(out[index], expected[:, 0], rtol=1e-5, atol=1e-5)
 
 
-def test_without_a_slot_the_cache_stays_and_without_tokens_the_result_is_zero():
+def test_without_a_slot_the_cache_is_unchanged_and_without_tokens_the_result_is_zero():
     new, cache, batch = random_step([20, 0], 4, 2, 32)
     batch.slots[:] = NO_SLOT
     before = copied(cache)
@@ -81,14 +84,14 @@ def test_without_a_slot_the_cache_stays_and_without_tokens_the_result_is_zero():
 
 
 @pytest.mark.parametrize(("sizes", "taken"), [((28, 4, 128), True), ((40, 4, 128), False), ((8, 8, 80), False)])
-def test_which_heads_the_kernel_takes(sizes, taken):
+def test_which_heads_the_kernel_supports(sizes, taken):
     assert takes(*sizes) is taken
 
 
 @pytest.mark.parametrize("lengths", [[1], [2000], [0, 0, 0], [17, 0, 300, 16], list(range(256)), [9000, 3] * 20])
 @pytest.mark.parametrize("key_heads", [1, 4])
 @pytest.mark.parametrize("blocks", [1, 7, 396])
-def test_the_blocks_ranges_are_all_tiles_in_their_order(lengths, key_heads, blocks):
+def test_the_ranges_of_the_blocks_cover_all_tiles_in_order(lengths, key_heads, blocks):
     plan = reference_plan(lengths, key_heads, blocks, 4)
     tiles = [max(1, -(-length // TILE)) for length in lengths for _ in range(key_heads)]
     done = []
@@ -106,19 +109,19 @@ def test_the_blocks_ranges_are_all_tiles_in_their_order(lengths, key_heads, bloc
     ("lengths", "size", "filled"),
     [([384], 4, True), ([140] * 8, 4, True), ([384] * 64, 16, False), ([640] * 32, 14, True), ([384] * 256, 63, False)],
 )
-def test_items_are_filled_up_where_that_costs_little(lengths, size, filled):
+def test_items_are_filled_up_if_that_costs_little(lengths, size, filled):
     plan = reference_plan(lengths, 4, 396, 4)
     assert (plan.blocks[0][3], plan.filled) == (size, filled)
 
 
-def test_a_long_sequence_is_cut_between_few_enough_blocks():
+def test_a_long_sequence_is_divided_among_few_enough_blocks():
     assert reference_plan([40960], 1, 396, 4).blocks[0][3] == 40960 // TILE // decode_attention.MAX_SHARERS
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [[1], [2000], [0, 0], [17, 0, 300, 16], list(range(1024)), [9000, 3] * 20])
 @pytest.mark.parametrize("key_heads", [1, 4])
-def test_the_plan_is_its_twin(lengths, key_heads):
+def test_the_plan_equals_that_of_its_twin(lengths, key_heads):
     space = Space(len(lengths), key_heads, 32, torch.device("cuda"))
     space.plan_(torch.tensor(lengths, dtype=torch.int32, device="cuda"))
     for split, plan in space.plans.items():
@@ -141,7 +144,7 @@ LENGTHS = {
 
 
 def kernel_and_twin(lengths, heads, key_heads, head_dim, **options):
-    """(out, expected, cache of the kernel, cache of the twin, the step and its work space)."""
+    """(output, expected output, cache of the kernel, cache of the twin, the step and its work space)."""
     step = random_step(lengths, heads, key_heads, head_dim, "cuda", **options)
     new, cache, batch = step
     twin_cache, scale = copied(cache), head_dim**-0.5 * e
@@ -157,7 +160,7 @@ def kernel_and_twin(lengths, heads, key_heads, head_dim, **options):
 @pytest.mark.parametrize(
     ("heads", "key_heads", "head_dim"), [(28, 4, 128), (16, 2, 128), (40, 8, 128), (14, 2, 64), (4, 2, 32), (3, 3, 64)]
 )
-def test_the_kernel_is_its_twin(lengths, heads, key_heads, head_dim):
+def test_the_kernel_agrees_with_its_twin(lengths, heads, key_heads, head_dim):
     out, expected, cache, twin_cache, _ = kernel_and_twin(lengths, heads, key_heads, head_dim)
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=4e-3)
     assert ((out.double() - expected).norm() / expected.norm()).item() < 4e-3
@@ -167,14 +170,14 @@ def test_the_kernel_is_its_twin(lengths, heads, key_heads, head_dim):
 
 
 @pytest.mark.gpu
-def test_the_kernel_takes_pages_of_other_sizes():
+def test_the_kernel_supports_pages_of_other_sizes():
     out, expected, *_ = kernel_and_twin([100, 1, 47, 48, 49], 28, 4, 128, page_tokens=48)
     assert ((out.double() - expected).norm() / expected.norm()).item() < 4e-3
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("lengths", [[1500], [300] * 40, [77] * 200], ids=["one", "some", "many"])
-def test_a_call_repeats_to_the_bit_in_a_graph_too(lengths):
+def test_a_call_repeats_to_the_bit_also_in_a_graph(lengths):
     out, _, cache, _, ((new, _, batch), space, scale) = kernel_and_twin(lengths, 28, 4, 128)
     again, graph = torch.empty_like(out), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
@@ -188,8 +191,8 @@ def test_a_call_repeats_to_the_bit_in_a_graph_too(lengths):
 
 
 @pytest.mark.gpu
-def test_a_step_asks_nothing_of_the_work_space_of_the_one_before():
-    """vLLM's sleep gives its memory back; what is there afterwards may be anything."""
+def test_a_step_does_not_depend_on_the_work_space_of_the_one_before():
+    """vLLM's sleep frees the memory of the work space, which afterwards may hold anything."""
     out, _, cache, _, ((new, _, batch), space, scale) = kernel_and_twin([1500, 20], 28, 4, 128)
     for left in (space.done, *space.plans.values(), space.parts, space.scales):
         left.view(torch.int32).fill_(7)
@@ -199,7 +202,7 @@ def test_a_step_asks_nothing_of_the_work_space_of_the_one_before():
 
 
 @pytest.mark.gpu
-def test_without_a_slot_the_kernel_leaves_the_cache():
+def test_without_a_slot_the_kernel_leaves_the_cache_unchanged():
     step = random_step([40, 3], 28, 4, 128, "cuda")
     new, cache, batch = step
     batch.slots[:] = NO_SLOT

@@ -1,4 +1,4 @@
-"""The fused projections and their low-rank factors, and the elementwise functions' gradients."""
+"""The fused projections, their low-rank factors, and the gradients of the elementwise functions."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from qerl.nvfp4.kernel_linear import KernelLinear, adjacent, release_work_buffer
 
 
 def humming_words(packed):
-    """The kernel's tensors of an NVFP4Tensor, by the formulas on top of qerl/nvfp4/kernel_layout.py, inverted."""
+    """The kernel's tensors for an NVFP4Tensor, by inverting the formulas at the top of qerl/nvfp4/kernel_layout.py."""
     codes = reference.unpack_codes(packed.packed).int()
     rows, columns = codes.shape
     n, k = torch.arange(rows)[:, None], torch.arange(columns)[None]
@@ -28,7 +28,7 @@ def humming_words(packed):
 
 @pytest.fixture
 def fused():
-    """(KernelLinears of 96, 32 and 64 rows of one kernel's tensor, their dense weights, biases)."""
+    """(KernelLinears with 96, 32 and 64 rows of one kernel tensor, their dense weights, their biases)."""
     torch.manual_seed(3)
     packed = reference.quantize(torch.randn(192, 48))
     words, scales = humming_words(packed)
@@ -53,7 +53,7 @@ def test_a_fused_weight_is_decoded_at_once_and_its_buffer_is_reused(fused):
 
 
 @pytest.mark.parametrize("adapted", [(0, 1, 2), (0, 2), ()], ids=str)
-def test_a_group_is_its_parts(fused, adapted):
+def test_a_fused_group_computes_the_same_as_its_parts(fused, adapted):
     linears, dense, biases = fused
     torch.manual_seed(4)
     factors = {
@@ -92,11 +92,11 @@ def test_gradients_of_the_elementwise_twins_follow_from_their_forwards():
     (expected,) = torch.autograd.grad((plain * grad).sum(), inner)
     torch.testing.assert_close(twins.swiglu_forward(inner.detach()), plain.detach())
     torch.testing.assert_close(twins.swiglu_backward_(inner.detach(), grad), expected)
-    torch.testing.assert_close(grad, plain.detach())  # overwritten by what the forward pass gave
+    torch.testing.assert_close(grad, plain.detach())  # overwritten by the value of the forward pass
 
 
-def test_rotated_parts_are_the_formulas_with_their_gradients():
-    """By the pairs (i, i + d/2) as complex numbers."""
+def test_rotation_follows_the_formula_as_do_its_gradients():
+    """The formula takes the pairs (i, i + d/2) as complex numbers."""
     torch.manual_seed(8)
     counts, leaf = (4, 2, 3), torch.randn(7, 9 * 6, dtype=torch.float32, requires_grad=True)
     angle = torch.randn(7, 3)
@@ -105,7 +105,7 @@ def test_rotated_parts_are_the_formulas_with_their_gradients():
     turned = [torch.complex(*part.chunk(2, -1)) * torch.polar(torch.ones(7, 1, 3), angle[:, None]) for part in heads]
     expected = [*(torch.cat([part.real, part.imag], -1) for part in turned[:2]), heads[2]]
     parts = elementwise.rotary_parts_(leaf * 1.0, cos, sin, counts)
-    upstream = [torch.randn(part.shape).transpose(0, 1).contiguous().transpose(0, 1) for part in parts]  # not adjacent
+    upstream = [torch.randn(part.shape).transpose(0, 1).contiguous().transpose(0, 1) for part in parts]  # with strides
     for part, right in zip(parts, expected, strict=True):
         torch.testing.assert_close(part, right)
     grads = [

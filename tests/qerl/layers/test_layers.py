@@ -1,4 +1,4 @@
-"""Our layers against transformers' and PEFT's own path: outputs, gradients, and what is kept for the backward pass."""
+"""Our layers against those of transformers and PEFT: outputs, gradients, and what is kept for the backward pass."""
 
 import weakref
 from functools import partial
@@ -38,7 +38,7 @@ def test_the_cache_and_masks_of_generation_work(family):
     torch.testing.assert_close(torch.stack(ours.logits), torch.stack(stock.logits), rtol=1e-5, atol=1e-5)
 
 
-def test_of_a_layer_that_recomputes_the_input_is_kept_in_16_bits():
+def test_a_layer_that_recomputes_keeps_its_input_in_16_bits():
     model = tiny_model("qwen2", torch.bfloat16)
     fuse_(model)
     policy = attach_lora(model, rank=4, alpha=6).train()
@@ -49,7 +49,7 @@ def test_of_a_layer_that_recomputes_the_input_is_kept_in_16_bits():
         layer.gradient_checkpointing = True
         layer.register_forward_pre_hook(lambda _, given: streams.append(weakref.ref(given[0])))
     out = policy(TOKENS).logits
-    assert [stream() is None for stream in streams] == [False, True]  # the first is the embeddings, in 16 bits
+    assert [stream() is None for stream in streams] == [False, True]  # the first one, the embeddings, is in 16 bits
     del out
     recomputed_logits, recomputed = run(policy)
     assert len(streams) == 2 * 3
@@ -58,7 +58,7 @@ def test_of_a_layer_that_recomputes_the_input_is_kept_in_16_bits():
     assert 0 < max(differences) < 0.02
 
 
-def test_only_some_targets_and_checkpointing():
+def test_with_only_some_targets_and_with_checkpointing():
     policy = policy_of("qwen2", targets=("q_proj", "v_proj", "up_proj"))
     logits, grads = run(policy)
     policy.train()
@@ -80,8 +80,8 @@ def test_without_its_adapter_the_policy_is_the_base():
     assert (policy(TOKENS).logits - base).abs().max() > 0.1
 
 
-def test_what_is_not_plain_lora_takes_pefts_path():
-    """Dropout draws, a merged adapter and a second active one each change what a layer computes."""
+def test_anything_but_plain_lora_takes_the_path_of_peft():
+    """Dropout, a merged adapter and a second active adapter each change what a layer computes."""
     policy = policy_of("qwen2", dropout=0.5)
     clean = policy(TOKENS).logits
     layer = policy.get_base_model().model.layers[0].mlp.gate_proj
@@ -102,7 +102,7 @@ def test_what_is_not_plain_lora_takes_pefts_path():
     torch.testing.assert_close(policy(TOKENS).logits, clean, rtol=1e-4, atol=1e-4)
 
 
-def test_a_second_adapter_is_the_one_that_acts_when_it_is_set():
+def test_a_second_adapter_acts_once_it_is_set():
     from peft import LoraConfig
 
     policy = policy_of("qwen2")
@@ -114,7 +114,7 @@ def test_a_second_adapter_is_the_one_that_acts_when_it_is_set():
 
 
 def test_in_bfloat16_it_is_as_close_to_float32_as_peft_is():
-    """Over many tokens: of a few, by how a CPU rounds, either may be a fifth further away."""
+    """This holds over many tokens. Over a few, depending on how a CPU rounds, either may be a fifth further away."""
     ours, stock = policy_of("qwen3"), stock_(policy_of("qwen3"))
     errors = {"ours": [], "stock": []}
     for tokens in torch.randint(32, (4, 8, 22), generator=torch.Generator().manual_seed(0)):
@@ -129,8 +129,8 @@ def test_in_bfloat16_it_is_as_close_to_float32_as_peft_is():
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3"])
-def test_a_layer_keeps_what_the_formula_says_and_half_of_what_it_did(family):
-    """Proportions of the 7B model at a sixteenth of its width, rank 32 / 16."""
+def test_a_layer_keeps_what_the_formula_says_and_half_of_what_stock_layers_keep(family):
+    """The proportions of the 7B model at a sixteenth of its width, with rank 32 / 16."""
     changes = {
         "hidden_size": 224,
         "intermediate_size": 1184,
@@ -142,8 +142,8 @@ def test_a_layer_keeps_what_the_formula_says_and_half_of_what_it_did(family):
     policy = policy_of_sizes(family, changes)
     ours = measure_layer(policy)
     formula = kept_bytes(224, 1184, 224, 32, 2, head_norms=family == "qwen3")
-    formula += 2 * 224 // 3  # of the last norm
-    formula += 2 * 224  # the twin of flash attention joins its sequences' outputs, which it keeps as well
+    formula += 2 * 224 // 3  # for the last norm
+    formula += 2 * 224  # the twin of flash attention concatenates the outputs of its sequences and keeps both
     stock = measure_layer(stock_(policy))
     assert ours == pytest.approx(formula, rel=0.03)
     assert ours < 0.55 * stock
@@ -155,7 +155,7 @@ def policy_of_sizes(family, changes):
     return attach_lora(model, rank=2, alpha=4)
 
 
-def test_another_family_is_left_alone():
+def test_models_of_other_families_are_left_alone():
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model(
             "gemma2", vocab_size=32, hidden_size=32, intermediate_size=48, num_hidden_layers=1,

@@ -1,4 +1,4 @@
-"""The layers' kernels on a GPU against their twins, and a fused linear of a kernel's layout against plain products.
+"""The kernels of the layers on a GPU against their twins, and a fused linear against plain products.
 
 Last run on an H200, 2026-11-22.
 """
@@ -17,14 +17,14 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=[
 
 
 def close(value, twin):
-    """Equal but for a last bit of 16 bits here and there."""
+    """Equal, except for the last bit of some 16-bit values."""
     assert value.dtype == twin.dtype
     tolerance = 1e-5 if twin.dtype == torch.float32 else 2**-7
     torch.testing.assert_close(value, twin, rtol=tolerance, atol=tolerance * twin.float().abs().max().item() / 8)
 
 
 def check_backward(grad, normed, skip=None, dtype=None):
-    """With a weight that is trained, whose gradient repeats to the bit, and with one that is not."""
+    """Check the backward pass with a trained weight, whose gradient repeats to the bit, and with a frozen one."""
     from qerl.layers import kernels
 
     for trained in (True, False):
@@ -57,7 +57,7 @@ def test_norms(dtype, shape):
 @pytest.mark.parametrize("stream", [torch.float32, None], ids=["wide", "alike"])
 @pytest.mark.parametrize("adds", [True, False])
 def test_a_norm_beside_the_residual_stream(dtype, stream, adds):
-    """The stream is in float32; what is kept of it, the norm and the gradients within a layer have `dtype`."""
+    """The stream is in float32. What is kept of it, the norm, and the gradients inside a layer have `dtype`."""
     from qerl.layers import kernels
 
     delta, skip, grad = (torch.randn(300, 1, 3584, device="cuda", dtype=dtype) for _ in range(3))
@@ -96,8 +96,8 @@ def test_swiglu(dtype):
     close(ours, twin)
 
 
-def test_another_number_of_rows_compiles_nothing(compiled):
-    """A rollout ends with any number of tokens; Triton compiles by what divides an argument."""
+def test_another_number_of_rows_compiles_no_further_kernel(compiled):
+    """A rollout ends with any number of tokens, and Triton compiles a kernel for each way an argument is divisible."""
     from qerl.layers import kernels
 
     weight = torch.ones(512, device="cuda", dtype=torch.bfloat16)
@@ -121,7 +121,7 @@ def test_another_number_of_rows_compiles_nothing(compiled):
 
 
 @DTYPES
-@pytest.mark.parametrize("width", [64, 96, 128, 256])  # of 96 a program's columns are not all the head's
+@pytest.mark.parametrize("width", [64, 96, 128, 256])  # with 96, a program has columns outside of the head
 @pytest.mark.parametrize("counts", [(28, 4, 4), (5, 1, 2), (48, 8, 8)], ids=str)
 def test_rotary(dtype, counts, width):
     x = torch.randn(65, sum(counts) * width, device="cuda", dtype=dtype)
@@ -145,7 +145,7 @@ def test_rotary(dtype, counts, width):
 
 
 def random_weight(layout, rows, columns):
-    """Any codes; block scales from 0.5 to 1.875."""
+    """A weight with random codes, and block scales from 0.5 to 1.875."""
     scales = torch.randint(48, 64, (rows, columns // 16), device="cuda", dtype=torch.uint8).view(torch.float8_e4m3fn)
     if layout is QERL:
         packed = torch.randint(0, 256, (rows, columns // 2), device="cuda", dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""Block norms found by structure, and noise that acts in float32 and leaves nothing behind."""
+"""Block norms are found by structure; noise acts in float32 and is removed without a trace."""
 
 import pytest
 import torch
@@ -14,12 +14,12 @@ NORM = "model.layers.0.input_layernorm"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_two_norms_a_layer_whatever_the_class_is_called(family, tmp_path):
+def test_two_norms_per_layer_are_found_whatever_their_class(family, tmp_path):
     model = load_model(write_base(tmp_path / family, family), "bf16", "float32")
     expected = [
         f"model.layers.{i}.{norm}" for i in range(2) for norm in ("input_layernorm", "post_attention_layernorm")
     ]
-    assert sorted(block_norms(model)) == expected  # no QK-norms (Qwen3), no final norm
+    assert sorted(block_norms(model)) == expected  # neither QK-norms (Qwen3) nor the final norm
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_noise_is_relative_to_the_clean_norm_and_restored_bit_exactly(model):
     set_norm_noise_(norms, ones(model, 0.05))
     once = model(tokens).logits
     set_norm_noise_(norms, ones(model, 0.05))
-    assert torch.equal(model(tokens).logits, once)  # not cumulative
+    assert torch.equal(model(tokens).logits, once)  # noise is not cumulative
     assert not torch.equal(once, clean)
     assert set_norm_noise_(norms, None) == 0
     assert torch.equal(model(tokens).logits, clean)
@@ -57,7 +57,7 @@ def test_noise_is_relative_to_the_clean_norm_and_restored_bit_exactly(model):
 
 
 def test_a_small_sigma_acts_where_bfloat16_storage_swallows_it():
-    """sigma 1e-4 on a bfloat16 norm: stored in the weight it changes nothing, here the output moves as predicted."""
+    """Sigma 1e-4 on a bfloat16 norm changes nothing if stored in the weight; here the output moves as predicted."""
     from transformers.models.qwen2.modeling_qwen2 import Qwen2RMSNorm
 
     sigma = 1e-4
@@ -65,13 +65,13 @@ def test_a_small_sigma_acts_where_bfloat16_storage_swallows_it():
     norm = Qwen2RMSNorm(4096).to(torch.bfloat16)
     layer = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"input_layernorm": norm})])})
     noise = sigma * torch.randn(4096)
-    assert torch.equal(norm.weight + noise.to(torch.bfloat16), norm.weight)  # swallowed
+    assert torch.equal(norm.weight + noise.to(torch.bfloat16), norm.weight)  # bfloat16 swallows it
     x = torch.randn(512, 4096, dtype=torch.bfloat16)
     set_norm_noise_(block_norms(layer), {"layers.0.input_layernorm": torch.zeros(4096)})
     clean = norm(x).float()
     set_norm_noise_(block_norms(layer), {"layers.0.input_layernorm": noise})
     moved = (norm(x).float() - clean) / clean.where(clean != 0, 1)
-    # Each output is rounded to bfloat16, so it moves seldom but by a whole step; its mean over rows recovers the noise.
+    # Outputs are rounded to bfloat16, so few of them move, by a whole step. The mean over rows recovers the noise.
     recovered = moved.mean(0)
     slope = (recovered * noise).sum() / noise.pow(2).sum()
     assert slope.item() == pytest.approx(1.0, abs=0.25)
@@ -86,7 +86,7 @@ def test_gradients_flow_through_a_noisy_norm(model):
 
 
 def test_noise_acts_in_trained_norms_of_a_model_in_16_bits(base):
-    """Their weights are in float32, what they give in 16 bits."""
+    """Their weights are in float32, their outputs in 16 bits."""
     policy = attach_lora(load_model(base, "bf16", "bfloat16"), rank=4, alpha=8, train_norms=True)
     tokens, norms = torch.arange(20)[None], block_norms(policy)
     assert {module.weight.dtype for module in norms.values()} == {torch.float32}
@@ -112,7 +112,7 @@ def test_zero_norms_raise():
         block_norms(nn.Linear(4, 4))
 
 
-def test_a_norm_of_another_formula_raises():
+def test_a_norm_with_another_formula_raises():
     class CenteredNorm(nn.Module):
         def __init__(self):
             super().__init__()

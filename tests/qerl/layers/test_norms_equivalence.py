@@ -4,8 +4,8 @@ With x_hat the normalized input, w the norm's weight and z its noise (arXiv 2510
 
     W ((w + z) * x_hat) = (W diag(1 + z / w)) (w * x_hat)
 
-so row j of W^T (input feature j) is scaled by 1 + z_j / w_j, in every linear that reads the norm: one vector for q, k
-and v, another for gate and up. A bias is left alone. Of a linear with an adapter, A is scaled as well.
+so row j of W^T (input feature j) is scaled by 1 + z_j / w_j in every linear that reads the norm: with one vector for q,
+k and v, and another for gate and up. Biases do not change. In a linear with an adapter, A is scaled as well.
 """
 
 import pytest
@@ -27,7 +27,7 @@ COMPLETIONS = [[20, 21, 22, 23], [24, 25]]
 
 
 def open_noisy(base, format):
-    """An engine whose norms are not all 1, and a noise of sigma 0.1."""
+    """An engine whose norms are not all 1, and noise of sigma 0.1."""
     engine = open_engine(str(base), format, EngineOptions(engine="transformers", dtype="float32"))
     torch.manual_seed(4)
     norms = block_norms(engine.policy_model())
@@ -38,7 +38,7 @@ def open_noisy(base, format):
 
 
 def scales(model, noise):
-    """The factor 1 + z / w of each linear's input features, by the linear's name."""
+    """The factors 1 + z / w of the input features of each linear, by the linear's name."""
     norms = block_norms(model)
     for name, z in noise.items():
         layer, _, norm = name.rpartition(".")
@@ -60,11 +60,11 @@ def test_a_noisy_model_is_the_model_with_scaled_weights(family, tmp_path):
     scaled = engine.score(PROMPTS, COMPLETIONS)
     for row, expected, before in zip(noisy, scaled, clean, strict=True):
         assert row == pytest.approx(expected, abs=2e-4)
-        assert max(abs(a - b) for a, b in zip(row, before, strict=True)) > 0.02  # 100 times what is tolerated
+        assert max(abs(a - b) for a, b in zip(row, before, strict=True)) > 0.02  # 100 times the tolerance
 
 
 def inputs_and_outputs(engine, names):
-    """What each linear read and gave in one pass over the prompts."""
+    """Inputs and outputs of each linear in one pass over the prompts."""
     model, seen = engine.policy_model(), {}
     hooks = [
         model.get_submodule(name).register_forward_hook(
@@ -80,7 +80,7 @@ def inputs_and_outputs(engine, names):
 
 @pytest.mark.parametrize("family", ["qwen3", "qwen2", "llama"])
 def test_q_k_v_share_one_vector_and_gate_up_another(family, tmp_path):
-    """In layer 0, whose norm has the same input with and without noise; the vectors are recovered from what is read."""
+    """The vectors are recovered from inputs in layer 0, whose norm has the same input with and without noise."""
     engine, noise = open_noisy(write_base(tmp_path, family), "bf16")
     layer = "model.layers.0"
     names = [f"{layer}.{reader}" for readers in READERS.values() for reader in readers]
@@ -97,13 +97,13 @@ def test_q_k_v_share_one_vector_and_gate_up_another(family, tmp_path):
             name = f"{layer}.{reader}"
             found = (noisy[name][0] / clean[name][0] - 1) * norms[norm].weight.detach()
             torch.testing.assert_close(found, z.expand_as(found), rtol=1e-3, atol=1e-4)
-        if norm.endswith("post_attention_layernorm"):  # the noise of one norm leaves the other's readers alone
+        if norm.endswith("post_attention_layernorm"):  # noise of a norm acts only on its own readers
             for reader in READERS["input_layernorm"]:
                 assert torch.equal(noisy[f"{layer}.{reader}"][0], clean[f"{layer}.{reader}"][0])
 
 
-def test_the_other_norms_vector_does_not_explain_the_noise(tmp_path):
-    """What the tolerance above can tell apart: scaling gate and up by the vector of q, k and v fails."""
+def test_the_vector_of_the_other_norm_does_not_explain_the_noise(tmp_path):
+    """The tolerance above is tight enough: scaling gate and up by the vector of q, k and v fails."""
     engine, noise = open_noisy(write_base(tmp_path), "bf16")
     engine.set_noise(noise)
     noisy = engine.score(PROMPTS, COMPLETIONS)
@@ -118,7 +118,7 @@ def test_the_other_norms_vector_does_not_explain_the_noise(tmp_path):
 
 
 def test_an_nvfp4_linear_and_its_adapter_are_scaled_together(nvfp4_base):
-    """Each packed linear, with LoRA: the noisy output is that of the scaled dequantized weight and the scaled A."""
+    """For packed linears with LoRA, the noisy output is that of the scaled dequantized weight and the scaled A."""
     engine, noise = open_noisy(nvfp4_base, "nvfp4")
     policy = attach_lora(engine.policy_model(), rank=4, alpha=8)
     with torch.no_grad():

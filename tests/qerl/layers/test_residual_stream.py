@@ -21,7 +21,7 @@ def test_a_norm_rounds_once():
 @pytest.mark.parametrize("train_norms", [False, True], ids=["frozen", "trained"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_residual_stream_is_never_rounded(family, train_norms):
-    """As in the engine: what a layer reads, norms and adds to is the sum in float32; its linears read 16 bits."""
+    """As in the engine, a layer reads, normalizes and adds to the sum in float32; its linears read 16 bits."""
     model = tiny_model(family, torch.bfloat16)
     fuse_(model)
     attach_lora(model, rank=4, alpha=6, train_norms=train_norms)
@@ -41,7 +41,7 @@ def test_the_residual_stream_is_never_rounded(family, train_norms):
     assert torch.equal(out, total + inner.float())
 
 
-def test_of_a_trained_norm_the_one_acts_that_a_call_would_reach():
+def test_of_a_trained_norm_that_copy_acts_that_a_call_would_reach():
     policy = policy_of("llama", train_norms=True)
     trained = policy(TOKENS).logits
     with policy.disable_adapter():
@@ -56,7 +56,7 @@ def test_of_a_trained_norm_the_one_acts_that_a_call_would_reach():
     assert seen == [1]
 
 
-def test_a_sum_of_the_stream_has_the_gradients_of_one():
+def test_a_sum_in_the_stream_has_the_gradients_of_a_sum():
     x, y, delta = (torch.randn(2, 3, 4, requires_grad=True) for _ in range(3))
     grad = torch.randn(2, 3, 4)
     total = x + y
@@ -83,7 +83,7 @@ def test_a_norm_beside_the_residual_stream_has_both_gradients():
 
 @pytest.mark.parametrize("leaf", ["input_layernorm", "post_attention_layernorm"])
 def test_noise_acts_in_a_layers_norms(leaf):
-    """The noise gives a norm another forward, which the layer has to call."""
+    """Noise replaces the forward function of a norm, which the layer then has to call."""
     policy, other = policy_of("qwen2"), policy_of("qwen2")
     clean = policy(TOKENS).logits
     name, noise = f"model.layers.1.{leaf}", 0.1 * torch.randn(32)

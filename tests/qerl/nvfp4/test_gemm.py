@@ -1,4 +1,4 @@
-"""Our product kernels without a card: the twin against plain products, the sizes, and what is refused."""
+"""Our product kernels without a card: the twin against plain products, sizes, and refusals."""
 
 import re
 from contextlib import nullcontext
@@ -36,7 +36,7 @@ def test_rows_are_dequantized_a_block_at_a_time(start, count):
     assert torch.equal(plain, reference_decoded(weight)[start : start + count])
 
 
-def test_the_twins_adapter_rounds_its_hidden_values_once():
+def test_the_adapter_of_the_twin_rounds_its_hidden_values_once():
     weight, x = random_weight(64, 96), torch.randn(3, 96).bfloat16()
     adapter = random_adapter(64, 96, 16, (64,))
     hidden = (x.double() @ adapter.a.double().t()).bfloat16().double()
@@ -45,7 +45,7 @@ def test_the_twins_adapter_rounds_its_hidden_values_once():
 
 
 @pytest.mark.parametrize(("parts", "rank", "fits"), [((64,), 16, True), ((64, 8, 8), 32, True), ((64, 8), 24, False)])
-def test_which_adapters_the_kernels_take(parts, rank, fits):
+def test_which_adapters_the_kernels_support(parts, rank, fits):
     assert random_adapter(sum(parts), 32, rank, parts).fits_kernels is fits
 
 
@@ -61,7 +61,7 @@ def test_four_parts_are_too_many_for_the_kernels():
 
 
 @pytest.mark.parametrize(("columns", "fits"), [(40, True), (36, False)])
-def test_the_kernels_take_no_rows_that_begin_between_16_bytes(columns, fits):
+def test_rows_that_do_not_begin_at_a_multiple_of_16_bytes_are_refused(columns, fits):
     assert random_adapter(64, columns, 16, (64,)).fits_kernels is fits
 
 
@@ -96,7 +96,7 @@ def test_an_adapter_that_the_kernel_would_misread_is_refused(adapter):
 @pytest.mark.parametrize("tokens", [1, 8, 9, 16, 17, 32, 33, 64, 65, 96, 97, 128, 129, 192, 193, 256])
 @pytest.mark.parametrize("columns", [64, 880, 896, 3584, 8192, 18944, 29568])
 def test_a_tiling_fits_the_card_and_its_counters(tokens, columns):
-    """227 KiB of shared memory a block on Hopper; fused q/k/v of rank 128 have the most hidden values."""
+    """Hopper has 227 KiB of shared memory per block; fused q/k/v of rank 128 have the most hidden values."""
     chosen = tiling.choose_tiling(columns, tokens)
     assert tiling.fits(4608, columns, tokens)
     assert chosen.shared_bytes(tokens) <= 226 * 1024
@@ -124,12 +124,12 @@ def test_sources_and_layout_agree_on_sizes():
 
 
 @pytest.mark.parametrize(("rows", "columns", "tokens"), [(64, 100, 1), (12, 128, 1), (64, 128, 257), (64, 2**16, 8)])
-def test_what_the_kernel_cannot_take_does_not_fit(rows, columns, tokens):
+def test_sizes_that_the_kernel_does_not_support_do_not_fit(rows, columns, tokens):
     assert not tiling.fits(rows, columns, tokens)
 
 
-def test_what_is_taken_is_taken_at_any_number_of_tokens():
-    """49152 columns are 64 tasks for hidden values up to 32 tokens, one too many, and 32 above."""
+def test_a_supported_adapter_is_supported_for_any_number_of_tokens():
+    """49152 columns give 64 tasks for hidden values for up to 32 tokens, which is one too many, and 32 tasks above."""
     assert gemm.takes(4608, 3584)
     assert gemm.takes(264, 880)
     assert tiling.fits(4608, 49152, 128)
@@ -142,7 +142,7 @@ def test_what_is_taken_is_taken_at_any_number_of_tokens():
 @pytest.mark.parametrize(
     ("tokens", "launches"), [(256, [256]), (257, [256, 1]), (512, [256, 256]), (600, [256, 256, 88])]
 )
-def test_more_tokens_than_a_launch_takes_are_split(monkeypatch, tokens, launches):
+def test_more_tokens_than_one_launch_supports_are_split(monkeypatch, tokens, launches):
     weight, x, bias = random_weight(64, 96), torch.randn(tokens, 96).bfloat16(), torch.randn(64).bfloat16()
     adapter, seen = random_adapter(64, 96, 16, (64,)), []
 
@@ -163,7 +163,7 @@ def test_more_tokens_than_a_launch_takes_are_split(monkeypatch, tokens, launches
     [(384, 128, True), (496, 256, True), (512, 256, False), (4080, 8, True), (4096, 8, False), (2048, 32, False)],
 )
 def test_an_adapter_needs_fewer_pieces_than_there_are_counters(loaded, ranks, tokens, taken):
-    """256; a piece is 16 ranks and 8, 16 or 32 tokens."""
+    """There are 256 counters; a piece has 16 ranks and 8, 16 or 32 tokens."""
     adapter = Adapter(torch.empty(ranks, 64), torch.empty(64, ranks), (64,))
     x, weight = torch.empty(tokens, 64, dtype=torch.bfloat16), random_weight(64, 64)
     assert tiling.fits(64, 64, tokens, ranks) is taken
@@ -174,7 +174,7 @@ def test_an_adapter_needs_fewer_pieces_than_there_are_counters(loaded, ranks, to
 
 @pytest.fixture
 def loaded(monkeypatch):
-    """What products, without a card, ask to be loaded."""
+    """The kernels that products ask for, recorded without a card."""
     seen = set()
 
     def load(source, name, defines=()):
@@ -191,7 +191,7 @@ def loaded(monkeypatch):
 
 
 @pytest.mark.parametrize("columns", [64, 880, 3584, 8176, 8192, 18944])
-def test_the_variants_of_a_width_are_what_its_products_load(loaded, columns):
+def test_the_variants_of_a_width_are_those_that_its_products_load(loaded, columns):
     words, scales = torch.empty(1, dtype=torch.int32), torch.empty(1, dtype=torch.uint8)
     weight = KernelWeight(QERL, words, scales, 64, columns, global_scale=1000.0)
     adapter = Adapter(torch.empty(16, columns, dtype=torch.bfloat16), torch.empty(64, 16, dtype=torch.bfloat16), (64,))
@@ -211,7 +211,7 @@ def test_the_variants_of_a_width_are_what_its_products_load(loaded, columns):
 
 
 def test_a_work_space_is_not_made_in_a_capture(monkeypatch):
-    """Its zeros would be a node of the graph, and another graph's first replay would find what lay there before."""
+    """Zeroing it would become a node of that graph, and the first replay of another graph would find old values."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.raises(EngineError, match="once before the capture"):
         gemm.work_space(torch.device("cpu"))

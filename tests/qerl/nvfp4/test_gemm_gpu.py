@@ -1,5 +1,7 @@
-"""The CUDA product kernels against the twin in float64, bit for bit where they decode, on fresh random weights of every
-layout and odd sizes."""
+"""The CUDA product kernels against the twin in float64, and bit for bit where they decode.
+
+Each run has fresh random weights of every layout and odd sizes.
+"""
 
 import pytest
 import torch
@@ -15,9 +17,9 @@ SIZES = [
     (256, 512),
     (1152, 896),
     (192, 128),
-    (64, 48),  # less than a unit
+    (64, 48),  # smaller than a unit
     (64, 1088),
-    (264, 880),  # columns that are no whole units of 64
+    (264, 880),  # the columns are not a multiple of 64
     (896, 4864),
     (34304, 192),  # more blocks of rows than processors
 ]
@@ -33,14 +35,14 @@ class TestOnGPU:
         expected = reference_decoded(weight)
         out = torch.empty(rows, columns, device="cuda", dtype=torch.bfloat16)
         assert torch.equal(decode_(out, weight).float(), expected)
-        for start, count in ((40, rows - 40), (rows // 2 + 1, 7), (rows - 1, 1)):  # starts inside a tile
+        for start, count in ((40, rows - 40), (rows // 2 + 1, 7), (rows - 1, 1)):  # starts in the middle of a tile
             guarded = torch.full((count + 2, columns), 77.0, device="cuda", dtype=torch.bfloat16)
             decode_(guarded[1:-1], weight, start)
             assert torch.equal(guarded[1:-1].float(), expected[start : start + count])
             assert guarded[[0, -1]].eq(77.0).all()
 
     @IN_ALL_LAYOUTS
-    def test_dequantizing_is_the_twins(self, layout, rows, columns):
+    def test_dequantizing_equals_that_of_the_twin(self, layout, rows, columns):
         from qerl.nvfp4.kernels import dequantize_
 
         weight = random_weight(rows, columns, layout, "cuda")
@@ -77,7 +79,7 @@ def test_a_split_product_on_the_card(tokens):
 
 
 def assert_right_with_an_adapter(weight, tokens, ranks, parts):
-    """About as large as the base's product; a repeated call has the same bits."""
+    """Check a product with an adapter about as large as the base's product; a second call has to give the same bits."""
     size = reference_decoded(weight).std().item() * weight.alpha
     adapter = random_adapter(weight.out_features, weight.in_features, ranks, parts, "cuda", size)
     x = torch.randn(tokens, weight.in_features, device="cuda").bfloat16()
@@ -107,7 +109,7 @@ def test_the_adapter_beside_another_kernels_product(tokens, parts, columns):
 
 @pytest.mark.gpu
 def test_the_adapters_second_half_compiles_once_for_a_size_of_tile(compiled):
-    """16 tokens, 32, 64, by whatever number there is."""
+    """Sizes are 16, 32 and 64 tokens; any number of tokens uses one of them."""
     adapter = random_adapter(512, 256, 16, (512,), "cuda")
 
     def add(tokens):
@@ -126,15 +128,15 @@ def test_the_adapters_second_half_compiles_once_for_a_size_of_tile(compiled):
 @pytest.mark.parametrize("tokens", [1, 9, 33, 80, 128, 160, 256])
 @pytest.mark.parametrize(("parts", "columns"), [((40, 8, 16), 64), ((200, 72, 40), 128), ((1000, 24, 8), 4864)])
 def test_three_parts_that_end_inside_a_tile(tokens, parts, columns):
-    """Ranks 16 and 48 of each part."""
+    """Each part has rank 16, or 48."""
     weight = random_weight(sum(parts), columns, device="cuda", seed=tokens)
     for ranks in (16, 48):
         assert_right_with_an_adapter(weight, tokens, ranks, parts)
 
 
 @pytest.mark.gpu
-def test_launches_of_other_sizes_between_leave_no_value_behind():
-    """The values of a launch lie where another size's lay: a stale one must never be taken for new."""
+def test_launches_of_other_sizes_in_between_leave_no_values_behind():
+    """Launches of different sizes use the same memory; a stale value must never be taken for a new one."""
     weight = random_weight(896, 4864, device="cuda")
     adapter = random_adapter(896, 4864, 16, (896,), "cuda")
     for tokens in (1, 64, 9, 1, 256, 128, 17, 40, 8, 200, 33, 1, 64) * 3:
@@ -146,7 +148,7 @@ def test_launches_of_other_sizes_between_leave_no_value_behind():
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [8, 100, 250])
 def test_a_graph_of_many_layers_is_right_at_every_replay(tokens):
-    """What decoding does: launches one behind another, x and the adapter changed in place between replays."""
+    """As in decoding, launches follow each other, and x and the adapter change in place between replays."""
     weights = [random_weight(1152, 896, device="cuda", seed=seed) for seed in range(8)]
     adapters = [random_adapter(1152, 896, 32, (896, 128, 128), "cuda", 0.1) for _ in weights]
     x = torch.randn(tokens, 896, device="cuda").bfloat16()
@@ -173,8 +175,8 @@ def test_a_graph_of_many_layers_is_right_at_every_replay(tokens):
 @pytest.mark.gpu
 @pytest.mark.parametrize("tokens", [1, 16, 96, 128, 192, 256])
 @pytest.mark.parametrize(("thirds", "more"), [(2, 0), (5, 0), (6, 2)], ids=["alone", "whole and alone", "two and cut"])
-def test_each_way_of_sharing_out_the_rows(thirds, more, tokens):
-    """Blocks of rows by thirds of the processors. A 3B's gate/up is the first, a 70B's the second."""
+def test_each_way_of_distributing_the_rows(thirds, more, tokens):
+    """Blocks of rows go to thirds of the processors. gate/up of a 3B is the first case, of a 70B the second."""
     blocks = torch.cuda.get_device_properties(0).multi_processor_count * thirds // 3 + more
     rows = tiling.choose_tiling(192, tokens).rows * blocks - 8
     assert_right_with_an_adapter(random_weight(rows, 192, device="cuda", seed=tokens), tokens, 32, parts_of(rows))
@@ -182,7 +184,7 @@ def test_each_way_of_sharing_out_the_rows(thirds, more, tokens):
 
 @pytest.mark.gpu
 def test_an_adapter_that_the_launch_before_writes_is_read_after_it():
-    """Few columns: B is asked for with the first of the ring."""
+    """With few columns, B is loaded together with the first entry of the ring."""
     weight, new = random_weight(256 * 132, 64, device="cuda"), random_adapter(256 * 132, 64, 16, (256 * 132,), "cuda")
     adapter = Adapter(new.a, torch.zeros_like(new.b), new.part_rows)
     x = torch.randn(8, 64, device="cuda").bfloat16()
@@ -195,7 +197,7 @@ def test_an_adapter_that_the_launch_before_writes_is_read_after_it():
 
 @pytest.mark.gpu
 def test_launch_numbers_skip_zero():
-    """The memory for hidden values begins as zeros, which must never count as written."""
+    """The memory for hidden values starts as zeros, which must never count as written."""
     weight = random_weight(896, 512, device="cuda")
     adapter = random_adapter(896, 512, 16, (896,), "cuda")
     gemm.forget_work_space()
@@ -209,19 +211,19 @@ def test_launch_numbers_skip_zero():
 
 @pytest.mark.gpu
 def test_work_space_that_grows_between_launches():
-    """960 ranks of 8064 columns leave more than the 2^20 sums that the first work space has room for."""
+    """960 ranks with 8064 columns need more than the 2^20 sums that the first work space has room for."""
     weight = random_weight(512, 8064, device="cuda")
     for ranks in (16, 960, 16, 960):
         assert_right_with_an_adapter(weight, 128, ranks, (512,))
 
 
 @pytest.mark.gpu
-def test_a_launch_before_that_still_runs_has_written_what_is_read():
-    """x is written by the launch right before; `shrink` lets the next launch onto the card while it runs."""
+def test_values_of_a_launch_that_is_still_running_are_read_after_they_are_written():
+    """The launch right before writes x, and `shrink` lets the next launch begin while it is running."""
     weight = random_weight(896, 4864, device="cuda")
     adapter = random_adapter(896, 4864, 32, (896,), "cuda")
     new, x = torch.randn(8, 4864, device="cuda").bfloat16(), torch.zeros(8, 4864, device="cuda").bfloat16()
-    gemm.product(x, weight, None, adapter)  # compiled and loaded
+    gemm.product(x, weight, None, adapter)  # so that it is compiled and loaded
     lora.shrink(x, adapter.a)
     outs = []
 

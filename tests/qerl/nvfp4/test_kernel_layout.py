@@ -1,4 +1,4 @@
-"""The kernels' layouts against their own packers, transcribed loop by loop from the CUDA sources named below."""
+"""The layouts of the kernels against their packers, transcribed loop by loop from the CUDA sources named below."""
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def marlin_scales(scale: torch.Tensor, factor: float) -> torch.Tensor:
 
 @pytest.fixture(scope="module")
 def packed():
-    """A tensor with every code, scales from the smallest normal e4m3 to 448, and a global scale no power of two."""
+    """A tensor with every code, scales from the smallest normal e4m3 to 448, and no power of two as global scale."""
     generator = torch.Generator().manual_seed(0)
     code = torch.randint(0, 16, (ROWS, COLUMNS), generator=generator).to(torch.uint8)
     scale = torch.randint(8, 127, (ROWS, COLUMNS // 16), generator=generator).to(torch.uint8)
@@ -102,15 +102,15 @@ def test_codes_scales_and_weights_come_back_bit_exactly(packed, layout):
     assert torch.equal(dequantize(weight, torch.bfloat16).view(torch.int16), expected.view(torch.int16))
 
 
-def test_rows_that_the_kernel_padded_are_left_out(packed):
+def test_rows_that_the_kernel_added_as_padding_are_left_out(packed):
     weight = kernel_weight(packed, HUMMING_WGMMA, rows=100)
     assert torch.equal(codes(weight), packed[0][:100])
     assert weight.scales.shape[1] == ROWS
 
 
-def test_marlins_moved_power_of_two_is_taken_back(packed):
+def test_the_power_of_two_that_marlin_moves_is_moved_back(packed):
     code, scale, global_scale = packed
-    small = (scale.float() / 16).to(torch.float8_e4m3fn)  # largest 28: Marlin multiplies all by 16
+    small = (scale.float() / 16).to(torch.float8_e4m3fn)  # the largest is 28, so Marlin multiplies all by 16
     keep = small.float() * 16 == scale.float()
     weight = kernel_weight((code, small, global_scale), MARLIN, factor=16.0)
     expected = reference.dequantize(reference.pack_codes(code), small, global_scale, torch.float32)
@@ -119,14 +119,14 @@ def test_marlins_moved_power_of_two_is_taken_back(packed):
     assert weight.alpha == pytest.approx(1 / (1234.5 * 16))
 
 
-@pytest.mark.parametrize(("largest", "factor"), [(126, 1.0), (94, 16.0)])  # e4m3 bytes: 448, and 28
+@pytest.mark.parametrize(("largest", "factor"), [(126, 1.0), (94, 16.0)])  # as e4m3 bytes: 448 and 28
 def test_scales_that_marlin_drops_are_counted(largest, factor):
     bytes_ = torch.arange(largest + 1, dtype=torch.uint8).repeat(64)[: 64 * 64].reshape(64, 64)
     bytes_[0, 0] = largest
     scale = bytes_.view(torch.float8_e4m3fn)
     dropped = ((marlin_scales(scale, factor) == 0).sum() - (bytes_ == 0).sum()).item()
     assert scales_marlin_drops(scale) == dropped
-    assert (dropped > 0) == (factor == 1.0)  # 28 leaves room for a factor that lifts every subnormal
+    assert (dropped > 0) == (factor == 1.0)  # 28 leaves room for a factor that makes every subnormal normal
 
 
 def test_the_wrong_layout_is_not_mistaken_for_the_right_one(packed):

@@ -1,4 +1,4 @@
-"""Names, shapes and checks of the packed tensors, against what safetensors headers of a real checkpoint hold."""
+"""Names, shapes and checks of the packed tensors, compared with the safetensors headers of a real checkpoint."""
 
 import subprocess
 import sys
@@ -24,7 +24,7 @@ def test_layout_imports_no_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_specs_of_a_qwen_down_proj():
+def test_the_specs_of_a_down_proj_of_qwen():
     assert layout.tensor_specs(3584, 18944) == {
         "weight_packed": ("U8", (3584, 9472)),
         "weight_scale": ("F8_E4M3", (3584, 1184)),
@@ -54,7 +54,7 @@ def test_quantized_linears_are_found_by_their_three_tensors():
 @pytest.mark.parametrize(
     "names",
     [
-        ["a.weight_packed", "a.weight_scale"],  # int4 pack-quantized has weight_shape in place of the global scale
+        ["a.weight_packed", "a.weight_scale"],  # int4 pack-quantized has weight_shape instead of the global scale
         ["a.weight", "a.weight_scale"],  # fp8
         ["a.weight_packed", "a.weight_scale", "a.weight_global_scale", "a.weight"],
     ],
@@ -78,7 +78,7 @@ def test_tensors_that_fit_give_the_size():
         ("weight_scale", torch.ones(4, 2).to(torch.float8_e5m2)),
         ("weight_scale", torch.ones(4, 1).to(torch.float8_e4m3fn)),
         ("weight_scale", torch.ones(2, 4).to(torch.float8_e4m3fn)),
-        ("weight_global_scale", torch.tensor(1.0)),  # a scalar takes part in type promotion differently
+        ("weight_global_scale", torch.tensor(1.0)),  # type promotion treats scalars differently
         ("weight_global_scale", torch.ones(2)),
         ("weight_global_scale", torch.ones(1, dtype=torch.bfloat16)),
     ],

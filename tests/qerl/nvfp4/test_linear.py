@@ -1,4 +1,4 @@
-"""The packed linear against its dense twin: a torch.nn.Linear that holds the dequantized weight."""
+"""The packed linear against its dense twin, a torch.nn.Linear with the dequantized weight."""
 
 import copy
 import io
@@ -63,7 +63,7 @@ def test_without_gradients_equals_the_dense_twin(mode):
     x = torch.randn(4, IN)
     with mode():
         assert torch.equal(packed(x), twin(x))
-    # what inference mode made (the byte table) must not spoil a training step after it
+    # The byte table made in inference mode must not break a training step afterwards.
     assert torch.equal(output_and_gradient(packed, x)[1], output_and_gradient(twin, x)[1])
 
 
@@ -108,7 +108,7 @@ def test_between_forward_and_backward_no_dense_weight_is_alive(monkeypatch):
 
     def watched(*args):
         weight = reference.dequantize_unchecked(*args)
-        dense.append(weakref.ref(weight))  # a tensor's reference lives as long as anything in torch holds the tensor
+        dense.append(weakref.ref(weight))  # the reference lives as long as anything in torch holds the tensor
         return weight
 
     monkeypatch.setitem(nvfp4_linear.DEQUANTIZERS, "cpu", watched)
@@ -135,13 +135,13 @@ def test_between_forward_and_backward_no_dense_weight_is_alive(monkeypatch):
         (lambda m: m.type(torch.bfloat16), torch.bfloat16),
     ],
 )
-def test_casting_keeps_the_bits_and_changes_what_is_computed(cast, dtype):
+def test_casting_keeps_the_bits_and_changes_the_compute_dtype(cast, dtype):
     packed, twin = packed_and_twin()
     before = copy.deepcopy(packed)
     holder = cast(nn.Sequential(packed))
     assert_same_bits(holder[0], before)
     assert (packed.compute_dtype, packed.bias.dtype, packed.weight.dtype) == (dtype, dtype, dtype)
-    cast(nn.Sequential(twin))  # casts the bias
+    cast(nn.Sequential(twin))  # this casts the bias
     twin.weight.data = reference.dequantize(*buffers(before).values(), dtype)
     x = torch.randn(3, IN).to(dtype)
     assert torch.equal(packed(x), twin(x))
@@ -159,7 +159,7 @@ def test_an_empty_linear_on_meta_is_filled_by_a_saved_state(bias, tmp_path):
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_loading_into_a_filled_linear(assign):
+def test_loading_into_a_filled_linear_replaces_its_tensors(assign):
     packed, _ = packed_and_twin(seed=1)
     other, _ = packed_and_twin(seed=2)
     other.load_state_dict(packed.state_dict(), assign=assign)
@@ -178,7 +178,7 @@ def test_loading_into_a_filled_linear(assign):
         ("weight_scale", torch.full((OUT, IN // 16), float("nan")).to(torch.float8_e4m3fn), "are NaN"),
     ],
 )
-def test_loading_what_does_not_fit_raises_instead_of_casting(name, wrong, message, assign):
+def test_loading_tensors_that_do_not_fit_raises_instead_of_casting(name, wrong, message, assign):
     packed, _ = packed_and_twin()
     with pytest.raises(RuntimeError, match=message):
         packed.load_state_dict({**packed.state_dict(), name: wrong}, assign=assign)
@@ -213,7 +213,7 @@ def test_from_tensors_holds_the_given_tensors():
     assert torch.equal(other(x), twin.bfloat16()(x))
 
 
-def test_from_tensors_checks_what_it_is_given():
+def test_from_tensors_checks_its_arguments():
     packed, scale, global_scale = buffers(packed_and_twin()[0]).values()
     for wrong in ((packed[:, 1:], scale, global_scale), (packed, scale.float(), global_scale), (packed, scale, scale)):
         with pytest.raises(CheckpointError):

@@ -1,4 +1,4 @@
-"""The packed linear's cache of dequantized weights, and the dequantizers that a device may register."""
+"""The cache of dequantized weights in packed linears, and dequantizers that a device may register."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def count_dequantizations(monkeypatch) -> list[torch.dtype]:
-    """Register a dequantizer, as a kernel would, that counts its calls."""
+    """Register a dequantizer as a kernel would, but one that counts its calls."""
     calls = []
 
     def counting(packed, block_scale, global_scale, dtype):
@@ -69,7 +69,7 @@ def test_the_cache_stays_within_its_bound(monkeypatch):
     assert len(calls) == 3 + 1
 
 
-def test_the_cache_sees_loading_and_casting():
+def test_the_cache_follows_loading_and_casting():
     packed, _ = packed_and_twin(seed=1)
     other, twin = packed_and_twin(seed=2)
     x = torch.randn(2, IN)

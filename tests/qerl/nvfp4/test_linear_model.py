@@ -1,4 +1,4 @@
-"""Packed linears in a transformers model under PEFT, against the model of their dense twins."""
+"""Packed linears in a transformers model with PEFT, against a model of their dense twins."""
 
 import copy
 
@@ -26,7 +26,7 @@ def tiny_model(dtype=torch.float32):
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2}
     model = Qwen2ForCausalLM(Qwen2Config(**sizes, num_hidden_layers=2, vocab_size=64, tie_word_embeddings=True))
     for name, parameter in model.named_parameters():
-        if name.endswith("bias"):  # transformers makes them zero
+        if name.endswith("bias"):  # transformers initializes them to zero
             nn.init.normal_(parameter)
     return model.to(dtype).requires_grad_(False).eval()
 
@@ -46,7 +46,7 @@ def packed_model_and_twin(dtype=torch.float32):
     return model, twin
 
 
-def test_swapped_model_generates_what_its_twin_does():
+def test_a_swapped_model_generates_the_same_as_its_twin():
     model, twin = packed_model_and_twin()
     prompt = torch.randint(0, 64, (2, 5))
     settings = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
@@ -67,14 +67,14 @@ def test_swapped_model_generates_what_its_twin_does():
         (["model.layers.0.mlp.up_proj", "model.layers.0.mlp"], "Qwen2MLP"),
     ],
 )
-def test_swapping_what_is_not_there_raises_and_changes_nothing(names, message):
+def test_swapping_a_missing_linear_raises_and_changes_nothing(names, message):
     model = tiny_model()
     with pytest.raises(CheckpointError, match=message):
         swap_linears(model, names, NVFP4)
     assert not any(isinstance(module, NVFP4Linear) for module in model.modules())
 
 
-def test_swapping_a_size_that_cannot_be_packed_names_the_layer():
+def test_for_a_size_that_cannot_be_packed_the_layer_is_named():
     model = nn.Sequential(nn.Linear(24, 8))
     with pytest.raises(CheckpointError, match=r"^0: a weight of shape \(8, 24\)"):
         swap_linears(model, ["0"], NVFP4)
@@ -106,7 +106,7 @@ def test_lora_trains_as_on_the_twin(dtype, checkpointing):
         gradients.append({name: p.grad for name, p in model.named_parameters() if p.requires_grad})
     ours, theirs = gradients
     assert len(ours) == 20
-    assert all(tensor.dtype == dtype for tensor in ours.values())  # PEFT read the compute dtype from the base
+    assert all(tensor.dtype == dtype for tensor in ours.values())  # PEFT takes the compute dtype of the base
     for name, gradient in ours.items():
         assert torch.equal(gradient, theirs[name]), name
         assert gradient.abs().max() > 0

@@ -39,15 +39,15 @@ def sqnr_db(weight, scale):
         (2.625, 2, 256.0),
         (3.0e38, 0, 2.0**-117),  # 8.96e-36
         (0.0, 2, 1.0),
-        (1e-37, 0, 1.0),  # 2688 / amax is no float32
+        (1e-37, 0, 1.0),  # 2688 / amax overflows float32
     ],
 )
-def test_the_largest_power_of_two_that_fits(amax, headroom_bits, expected, dtype):
+def test_the_scale_is_the_largest_power_of_two_that_fits(amax, headroom_bits, expected, dtype):
     scale = reference.power_of_two_scale(torch.tensor(amax, dtype=dtype), headroom_bits)
     assert (scale.dtype, tuple(scale.shape), scale.item()) == (torch.float32, (1,), expected)
 
 
-def test_fused_linears_share_that_of_the_largest():
+def test_fused_linears_share_the_scale_of_the_largest():
     weights = [torch.full((2, 16), value) for value in (0.5, -2.0, 1.0)]
     assert reference.shared_global_scale(weights, "pow2").item() == 1024  # 1344
     assert reference.shared_global_scale(weights, "pow2", headroom_bits=3).item() == 128
@@ -87,27 +87,28 @@ def test_head_room_changes_no_normal_weight(bits):
 
 
 @pytest.mark.parametrize("bits", [0, 2])
-def test_head_room_is_what_the_weights_may_grow_by(bits):
+def test_head_room_is_the_factor_by_which_weights_may_grow(bits):
     weight = normal()
-    weight[0, 0] = 2.625 / 16  # its block's scale is 448 without head room
+    weight[0, 0] = 2.625 / 16  # the scale of its block is 448 without head room
     scale = reference.shared_global_scale([weight], "pow2", bits)
     assert reference.saturated_blocks(weight * 2**bits, scale) == 0
     weight = weight * 2**bits
-    for growth, count in ((1.03, 0), (1.05, 1), (2.0, 1)):  # up to 464 the largest e4m3 value is the nearest
+    # Up to 464 the nearest value is 448, the largest e4m3 number.
+    for growth, count in ((1.03, 0), (1.05, 1), (2.0, 1)):
         grown = weight.clone()
         grown[0, 0] *= growth
         assert reference.saturated_blocks(grown, scale) == count
 
 
 def test_the_usual_scale_saturates_nothing():
-    """In bfloat16 it is rounded, and 448 may become 449.75."""
+    """The scale is rounded to bfloat16, so 448 may become 449.75."""
     for seed in range(20):
         weight = normal(16, 64, seed)
         assert reference.saturated_blocks(weight, reference.shared_global_scale([weight])) == 0
 
 
 def test_ties_are_frequent_and_go_to_the_even_code():
-    """bfloat16 weights over a power of two: a kernel that rounds ties otherwise is told apart by its bytes."""
+    """bfloat16 weights divided by a power of two: the bytes show if a kernel rounds ties otherwise."""
     weight = normal()
     scale = reference.shared_global_scale([weight], "pow2")
     packed, block_scale, _ = reference.quantize(weight, scale)

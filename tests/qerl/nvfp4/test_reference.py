@@ -1,4 +1,4 @@
-"""The plain-torch format against compressed-tensors and llm-compressor, bit by bit, and against hand-worked values."""
+"""The format in plain torch against compressed-tensors and llm-compressor, bit by bit, and against values by hand."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ def assert_same_bits(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 def quantize_with_compressed_tensors(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What llm-compressor's observer and compressor do to one weight (observers/base.py get_qparams)."""
+    """Quantize one weight with llm-compressor's observer and compressor (observers/base.py get_qparams)."""
     blocks = weight.unflatten(1, (-1, 16))
     low, high = blocks.amin(-1), blocks.amax(-1)
     amax = torch.max(high.max(), -low.min()).reshape(1)
@@ -95,13 +95,13 @@ def test_every_byte_survives_unpack_and_pack():
         torch.full((2, 4), 16, dtype=torch.uint8),
     ],
 )
-def test_pack_rejects_what_is_not_a_matrix_of_codes(codes):
+def test_pack_rejects_anything_but_a_matrix_of_codes(codes):
     with pytest.raises(CheckpointError, match="cannot pack"):
         reference.pack_codes(codes)
 
 
 @pytest.mark.parametrize("packed", [torch.zeros(4, dtype=torch.uint8), torch.zeros(2, 4, dtype=torch.int8)])
-def test_unpack_rejects_what_is_not_a_matrix_of_bytes(packed):
+def test_unpack_rejects_anything_but_a_matrix_of_bytes(packed):
     with pytest.raises(CheckpointError, match="cannot unpack"):
         reference.unpack_codes(packed)
 
@@ -110,7 +110,7 @@ def test_unpack_rejects_what_is_not_a_matrix_of_bytes(packed):
 
 
 def every_code_under_every_scale() -> tuple[torch.Tensor, torch.Tensor]:
-    """A row for each of the 254 e4m3 codes that are numbers; its 16 blocks hold all 256 bytes in two halves."""
+    """A row for each of the 254 e4m3 codes that are numbers. Its 16 blocks hold all 256 bytes, in two halves."""
     scale_codes = torch.tensor([code for code in range(256) if code not in (0x7F, 0xFF)], dtype=torch.uint8)
     packed = torch.arange(256, dtype=torch.uint8).expand(len(scale_codes), 256).contiguous()
     scale = scale_codes[:, None].expand(-1, 32).contiguous().view(torch.float8_e4m3fn)
@@ -203,7 +203,7 @@ def weight_named(name: str, dtype: torch.dtype) -> torch.Tensor:
     elif name == "every magnitude":
         exponents = torch.randint(-30, 4, weight.shape, generator=random)
         weight *= 2.0**exponents if dtype != torch.float16 else 2.0 ** (exponents / 2)
-    elif name == "ties":  # amax 6 and block scale 448 / 448: the weights are the scaled values
+    elif name == "ties":  # with amax 6 the block scale is 448 / 448, so the weights are the scaled values
         weight = torch.randint(-28, 29, weight.shape, generator=random) / 4
         weight.clamp_(-6, 6)[:, ::16] = 6
     elif name == "negative underflow":
@@ -251,10 +251,10 @@ def test_a_zero_block_gets_the_scale_that_llm_compressor_writes():
     [
         (6.0, torch.float32, 448.0),
         (1000.0, torch.float32, 2.688000202178955),
-        (1000.0, torch.bfloat16, 2.6875),  # rounded to 8 bits of mantissa
+        (1000.0, torch.bfloat16, 2.6875),  # rounded to a mantissa of 8 bits
         (0.0, torch.float32, 1.0),
         (1e-37, torch.bfloat16, 1.0),  # 2688 / amax overflows
-        (0.03, torch.float16, 1.0),  # ... in float16 at an ordinary amax
+        (0.03, torch.float16, 1.0),  # in float16 it overflows with an ordinary amax
     ],
 )
 def test_global_scale(amax, dtype, expected):
@@ -275,7 +275,7 @@ def test_shared_global_scale_is_that_of_the_largest_weight():
 
 @pytest.mark.parametrize("value", [float("inf"), -float("inf"), float("nan")])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_quantize_rejects_what_is_not_finite(value, dtype):
+def test_quantize_rejects_values_that_are_not_finite(value, dtype):
     weight = torch.ones(2, 32, dtype=dtype)
     weight[1, 20] = value
     with pytest.raises(CheckpointError, match="inf or NaN"):
@@ -308,7 +308,7 @@ def test_quantize_rejects_a_global_scale_that_is_not_one_positive_float32(scale)
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16", "float16"])
 def written(request, tmp_path_factory):
-    """(dense weights, tensors written) of a small model with adversarial weights that llm-compressor quantized."""
+    """(dense weights, written tensors) of a small model with adversarial weights, quantized by llm-compressor."""
     pytest.importorskip("llmcompressor", reason="the quantize extra is not installed")
     from llmcompressor import oneshot
     from llmcompressor.modifiers.quantization import QuantizationModifier
@@ -329,7 +329,7 @@ def written(request, tmp_path_factory):
     model.save_pretrained(folder / "dense")
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel({"a": 0}, "a")))
     tokenizer.save_pretrained(folder / "dense")
-    # down_proj has 24 inputs, which no block divides
+    # down_proj has 24 inputs, which is not a multiple of the block size
     recipe = QuantizationModifier(targets="Linear", scheme="NVFP4A16", ignore=["lm_head", "re:.*(down|o)_proj"])
     oneshot(model=str(folder / "dense"), recipe=recipe, output_dir=str(folder / "packed"))
     return model.state_dict(), load_file(folder / "packed" / "model.safetensors")

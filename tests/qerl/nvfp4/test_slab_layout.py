@@ -1,4 +1,4 @@
-"""Our own layout: by its formulas element for element, back again, and as the kernels' bit operations read it."""
+"""Our own layout: each element is where the formulas say, comes back, and is read by the kernels' bit operations."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ SIZES = [(256, 64), (1, 16), (24, 880), (300, 48), (515, 144)]
 
 
 def random_tensors(rows, columns, seed=0):
-    """Any codes and positive block scales, subnormal ones too, an eighth of them zero, as a checkpoint holds them."""
+    """Tensors as in a checkpoint: random codes and positive block scales, some subnormal, an eighth of them zero."""
     generator = torch.Generator().manual_seed(seed)
     packed = torch.randint(0, 256, (rows, columns // 2), generator=generator, dtype=torch.uint8)
     scales = torch.randint(0, 0x7F, (rows, columns // 16), generator=generator, dtype=torch.uint8)
@@ -21,11 +21,11 @@ def random_tensors(rows, columns, seed=0):
     return packed, scales.view(torch.float8_e4m3fn)
 
 
-def test_the_bits_of_a_words_codes_are_its_32():
+def test_the_codes_of_a_word_use_all_of_its_32_bits():
     assert sorted(bit for odd in BITS for place in odd for bit in place) == list(range(32))
 
 
-def test_each_code_and_scale_lies_where_the_formulas_say():
+def test_each_code_and_scale_is_where_the_formulas_say():
     packed, scales = random_tensors(300, 176)
     words, laid = slab_layout.pack(packed, scales)
     codes = reference.unpack_codes(packed)
@@ -50,7 +50,7 @@ def test_codes_and_scales_come_back(rows, columns):
     assert torch.equal(slab_layout.block_scales(laid, rows, columns), scales.float())
 
 
-def test_every_positive_e4m3_value_has_a_byte_of_its_own():
+def test_every_positive_e4m3_value_has_its_own_byte():
     scales = torch.arange(0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).repeat(256, 1)[:, :112]
     rest = torch.arange(111, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn)
     scales[1, : len(rest)] = rest
@@ -58,10 +58,10 @@ def test_every_positive_e4m3_value_has_a_byte_of_its_own():
     _, laid = slab_layout.pack(packed, scales)
     assert torch.equal(slab_layout.block_scales(laid, 256, 112 * 16), scales.float())
     assert len(laid.unique()) == 127
-    assert laid.max() == 150  # 448, of 31 * 8 + 7 that there is room for
+    assert laid.max() == 150  # this is 448; there is room for up to 31 * 8 + 7
 
 
-def test_the_padding_is_zeros():
+def test_the_padding_consists_of_zeros():
     packed, scales = random_tensors(24, 80)
     words, laid = slab_layout.pack(packed | 0x11, scales)
     assert not slab_layout.codes(words, 256, 128)[24:].any()
@@ -89,7 +89,7 @@ def test_scales_without_a_place_are_refused_by_name(byte):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize(("rows", "columns"), SIZES)
-def test_dequantizing_is_the_references_to_the_bit(rows, columns, dtype):
+def test_dequantizing_equals_the_reference_to_the_bit(rows, columns, dtype):
     packed, scales = random_tensors(rows, columns)
     weight = KernelWeight(QERL, *slab_layout.pack(packed, scales), rows, columns, global_scale=1377.0)
     expected = reference.dequantize(packed, scales, torch.tensor([1377.0]), dtype)
@@ -98,14 +98,17 @@ def test_dequantizing_is_the_references_to_the_bit(rows, columns, dtype):
 
 
 def bfloat16_pairs(words):
-    """float64 (..., 2): the low and the high half of each uint32."""
+    """The low and the high half of each uint32 as bfloat16 values, in float64 (..., 2)."""
     halves = np.stack((words << np.uint32(16), words & np.uint32(0xFFFF0000)), axis=-1)
     return halves.view(np.float32).astype(np.float64)
 
 
 def test_the_kernels_bit_operations_give_codes_and_scales():
-    """`operands`, `even_scales` and `odd_scales` of cuda/slabs.cuh, over any words, and bytes that `pack` writes: code
-    * 2^-126, scale * 2^107. The low half is of column 2 * lane_lo, or of row lane_hi, the high one of 1 or 8 more."""
+    """`operands`, `even_scales` and `odd_scales` of cuda/slabs.cuh give code * 2^-126 and scale * 2^107.
+
+    They are tried on random words and on bytes that `pack` writes. The low half belongs to column 2 * lane_lo, or to
+    row lane_hi; the high half belongs to the next column, or to the row 8 further.
+    """
     u32, bits = np.uint32, 0x81C081C0
     words = np.random.default_rng(0).integers(0, 2**32, 4096, dtype=np.uint64).astype(u32)
     found = (

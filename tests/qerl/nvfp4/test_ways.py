@@ -1,4 +1,4 @@
-"""Which way a product takes: measured times decide, the default where there are none, and no wrong way ever."""
+"""Measured times decide which way a product takes, else the default; a wrong way is never taken."""
 
 import json
 import logging
@@ -39,7 +39,7 @@ def test_without_times_the_default_decides(shape, ends):
 
 
 def test_the_fastest_way_is_taken_at_each_size():
-    """Times of a made-up card: fused to 32 tokens, decoding from 64 on."""
+    """The times are of an imaginary card: fused is best up to 32 tokens, decoding from 64 on."""
     speed = {"fused": lambda n: 5 + n / 2, "kernel": lambda n: 30 + n / 16, "decoded": lambda n: 22 + n / 100}
     times = {HOPPER.name: measure(HOPPER, lambda way, tokens: speed[way](tokens))}
     ways = HOPPER.ways(times)
@@ -50,7 +50,7 @@ def test_the_fastest_way_is_taken_at_each_size():
     assert summary({HOPPER: ways}) == "4608x3584 rank 96 qerl: fused to 32, decoded to 2048"
 
 
-def test_times_within_the_scatter_change_nothing():
+def test_differences_within_the_scatter_change_nothing():
     times = {"64": {"kernel": 10.0, "fused": 10.2}, "128": {"fused": 10.4, "decoded": 10.0}}
     ways = HOPPER.ways({HOPPER.name: times})
     assert way_of(ways, 64) == "fused"
@@ -58,7 +58,7 @@ def test_times_within_the_scatter_change_nothing():
 
 
 def test_a_way_that_is_wrong_is_neither_measured_nor_taken():
-    """Humming and ours above 512 tokens, fused in another layout: a table from elsewhere may name them."""
+    """Humming and our kernel above 512 tokens, and fused in another layout: a table from elsewhere may name these."""
     for shape in (HOPPER, HUMMING):
         asked = []
         measure(shape, lambda way, tokens, asked=asked: asked.append((way, tokens)) or 1.0)
@@ -69,17 +69,17 @@ def test_a_way_that_is_wrong_is_neither_measured_nor_taken():
     assert set(HOPPER.ways({HOPPER.name: tempting})[-2:]) == {"decoded"}
     assert "fused" not in AMPERE.ways({AMPERE.name: tempting})
     assert "fused" not in HUMMING.ways({HUMMING.name: tempting})
-    wide = Shape(57344, 8192, 0, "qerl", fused=True)  # of a 70B: 0.9 GiB in the memory of the CUDA graphs
+    wide = Shape(57344, 8192, 0, "qerl", fused=True)  # from a 70B model: 0.9 GiB in the memory of the CUDA graphs
     assert "decoded" not in wide.right_ways(512)
     assert wide.right_ways(1024) == ("decoded",)
-    zero = {"8": {"fused": 5.0, "kernel": 0.0}, "16": {"kernel": 1.0}}  # a clock that failed; the default missing
+    zero = {"8": {"fused": 5.0, "kernel": 0.0}, "16": {"kernel": 1.0}}  # a clock that failed, and a missing default
     assert HOPPER.ways({HOPPER.name: zero}) == HOPPER.ways({})
 
 
 @pytest.mark.parametrize(("ranks", "largest_fused"), [(3 * 160, 512), (3 * 176, 128), (3 * 352, 32), (3 * 1024, 16)])
-def test_an_adapter_of_more_hidden_values_than_the_kernel_counts_goes_another_way(ranks, largest_fused):
-    """q/k/v; 16 ranks by 16 tokens (33 to 64) or 32 (65 to 256) are a piece, of which there are 255 at most. Beyond,
-    the adapter goes beside our product of the base."""
+def test_an_adapter_with_more_hidden_values_than_the_kernel_counts_takes_another_way(ranks, largest_fused):
+    """For q/k/v a piece is 16 ranks by 16 tokens (33 to 64 tokens) or by 32 (65 to 256), and there are at most 255
+    pieces. With more, the adapter is added to our product of the base."""
     ways = Shape(10240, 8192, ranks, "qerl", fused=True).ways({})
     assert [tokens for tokens, way in zip(TOKENS, ways, strict=True) if way == "fused"][-1] == largest_fused
     between = [tokens for tokens, way in zip(TOKENS, ways, strict=True) if way == "kernel"]
@@ -99,11 +99,11 @@ def test_a_kernel_found_wrong_is_replaced_whatever_the_times_say():
     assert taken == {32: "fused", 64: "fused", 129: "fused", 256: "fused", 257: "fused"}
     taken = {tokens: way_of(HUMMING.ways({}, {64, 256}), tokens) for tokens in (32, 64, 129, 256, 257)}
     assert taken == {32: "kernel", 64: "decoded", 129: "decoded", 256: "decoded", 257: "kernel"}
-    assert way_of(AMPERE.ways({}, {1}), 1) == "decoded"  # slow, and right
+    assert way_of(AMPERE.ways({}, {1}), 1) == "decoded"  # slow, but right
     assert [bucket(tokens) for tokens in (1, 3, 17, 64, 65)] == [1, 4, 32, 64, 128]
 
 
-def test_our_product_found_wrong_is_replaced_by_decoding_also_where_it_stood_in():
+def test_if_our_product_is_wrong_decoding_replaces_it_even_where_it_was_a_substitute():
     assert way_of(HOPPER.ways({}, (), {8}), 8) == "decoded"
     assert way_of(HOPPER.ways({}, (), {8}), 16) == "fused"
     times = {HOPPER.name: {"64": {"kernel": 1.0, "fused": 9.0}}}
@@ -113,7 +113,7 @@ def test_our_product_found_wrong_is_replaced_by_decoding_also_where_it_stood_in(
     ]
 
 
-def test_sizes_with_more_than_a_rounding_error_are_wrong_and_said(caplog):
+def test_sizes_with_more_than_a_rounding_error_are_wrong_and_reported(caplog):
     assert wrong_sizes("a", {8: 0.004, 16: 0.0049}) == []
     assert not caplog.records
     assert wrong_sizes("512x1408", {8: 0.004, 24: 0.031, 32: float("nan")}) == [24, 32]
@@ -129,12 +129,12 @@ def test_above_the_checked_sizes_the_kernel_is_left_out():
     assert [way_of(ways, tokens) for tokens in (256, 257, 512)] == ["kernel", "decoded", "decoded"]
 
 
-def test_columns_that_are_no_blocks_leave_our_kernel():
+def test_columns_that_are_no_whole_blocks_rule_out_our_kernel():
     assert "fused" in Shape(3584, 18944 + 16, 32, "qerl", fused=True).right_ways(128)
     assert "fused" not in Shape(3584, 18944 + 8, 32, "qerl", fused=True).right_ways(1)
 
 
-def test_a_table_is_kept_and_added_to(tmp_path):
+def test_a_table_is_kept_and_extended(tmp_path):
     facts = {"card": "made up", "driver": "1"}
     path = table_path(tmp_path / "cache", facts)
     assert read_table(path) == {}
@@ -149,7 +149,7 @@ def test_a_table_is_kept_and_added_to(tmp_path):
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"times_us": {"a": 3}}', '{"times_us": {"a": {"1": {"kernel": "x"}}}}']
 )
-def test_a_damaged_table_means_the_default_and_is_said(tmp_path, caplog, text):
+def test_with_a_damaged_table_the_default_is_used_and_a_warning_given(tmp_path, caplog, text):
     path = tmp_path / "ways-0.json"
     path.write_text(text)
     with caplog.at_level(logging.WARNING):

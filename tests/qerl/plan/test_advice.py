@@ -1,4 +1,4 @@
-"""What `qerl plan` says where a run does not fit, and the cards that it knows."""
+"""What `qerl plan` advises if a run does not fit, and the cards it knows."""
 
 import json
 import re
@@ -31,8 +31,8 @@ GIB = 2**30
         (["model.format=bf16", "noise.enabled=false"], "take a smaller or quantized base"),
     ],
 )
-def test_what_does_not_fit_is_named_with_the_remedy(settings, remedy):
-    """To take a quantized base is no remedy where it is NVFP4."""
+def test_if_a_run_does_not_fit_cause_and_remedy_are_named(settings, remedy):
+    """A quantized base is no remedy if the base is NVFP4 already."""
     made = plan(load_recipe("dapo_32b", settings), read_sizes("Qwen/Qwen2.5-32B"), card_of("16"))
     assert any(remedy in problem for problem in made.problems), made.problems
 
@@ -45,9 +45,9 @@ def test_the_default_budget_leaves_room_for_what_lies_outside_it(gpu):
 
 
 @pytest.mark.parametrize(("memory", "said"), [("1.0", "0.91"), ("23.5", "21.6")])
-def test_a_budget_that_leaves_no_room_is_a_problem_and_what_is_advised_is_none(memory, said):
-    """4090: 23.6 GiB. Outside the budget: 0.5 + 1.25 + 0.6 - 1 of the engine, 160 MB of counts, float32 LoRA of rank 32
-    and its 8-bit state."""
+def test_a_budget_without_room_is_a_problem_and_the_advised_one_is_not(memory, said):
+    """A 4090 has 23.6 GiB. Outside of the budget are 0.5 + 1.25 + 0.6 - 1 for the engine, 160 MB of counts, and float32
+    LoRA of rank 32 with its 8-bit state."""
     config, sizes = load_recipe("dapo_7b", [f"rollout.memory={memory}"]), read_sizes("Qwen/Qwen2.5-7B")
     made = plan(config, sizes, card_of("4090"))
     (problem,) = made.problems
@@ -68,7 +68,7 @@ def test_a_budget_that_leaves_no_room_is_a_problem_and_what_is_advised_is_none(m
     [([], 80), ([], 12), (["memory.cap_gib=14"], 80), (["rollout.memory=0.8"], 24), (["rollout.memory=20"], 24)],
 )
 def test_the_engine_takes_the_budget_that_was_planned(tmp_path, values, gib):
-    """Both leave vLLM's profile to size the cache; a file of the right length stands for the weights."""
+    """In both cases vLLM's profile sizes the cache. A file of the right length takes the place of the weights."""
     config = load_recipe("dapo_7b", values)
     (tmp_path / "config.json").write_text(
         json.dumps({"model_type": "qwen2", "quantization_config": {}, **KNOWN["qwen2.5-7b"]}), encoding="utf-8"
@@ -98,7 +98,7 @@ def test_the_engine_takes_the_budget_that_was_planned(tmp_path, values, gib):
         ("8 GiB", 8),
     ],
 )
-def test_cards(text, gib):
+def test_the_known_cards(text, gib):
     assert card_of(text).memory_gib == gib
 
 
@@ -130,7 +130,7 @@ RECIPES = [name for name in recipe_names() if name != "tiny"]
 @pytest.mark.parametrize("gpu", ["24", "4090", "80", "h100"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_fits_or_says_what_makes_it_fit(recipe, gpu):
-    """What is advised is written down, read back as options of `qerl train`, and planned again."""
+    """The advice is read back as options of `qerl train`, and planned again."""
     config, card = load_recipe(recipe, []), card_of(gpu)
     sizes = read_sizes(config.model.base)
     found = advice(config, sizes, card)
@@ -148,7 +148,7 @@ def test_every_recipe_fits_or_says_what_makes_it_fit(recipe, gpu):
     assert plan(config, sizes, card_of(str(int(needed[0]) - 1))).problems
 
 
-def test_the_longest_completion_is_a_boundary():
+def test_the_longest_completion_just_fits():
     config, card = load_recipe("dapo_7b", []), card_of("24")
     sizes = read_sizes(config.model.base)
     longest = largest_completion(config, sizes, card)
@@ -157,7 +157,7 @@ def test_the_longest_completion_is_a_boundary():
         n: plan(with_values(config, {"rollout.max_new_tokens": n}), sizes, card) for n in (longest, longest + 256)
     }
     assert [bool(planned_with[n].problems) for n in planned_with] == [False, True]
-    assert largest_completion(config, sizes, CARDS["h200"]) == 32768 - 1024  # there the model's positions end
+    assert largest_completion(config, sizes, CARDS["h200"]) == 32768 - 1024  # the limit are the positions of the model
 
 
 def test_a_cap_or_a_fixed_size_is_advised_away():
@@ -166,7 +166,7 @@ def test_a_cap_or_a_fixed_size_is_advised_away():
     assert "--set run.micro_batch_tokens=null --set memory.cap_gib=null" in advice(config, sizes, card_of("24"))
 
 
-def test_a_cap_on_a_card_that_is_large_enough_is_advised_higher_not_another_card():
+def test_with_a_cap_on_a_large_enough_card_the_advice_is_a_higher_cap_not_another_card():
     config, card = load_recipe("dapo_7b", ["memory.cap_gib=10"]), card_of("24")
     sizes = read_sizes(config.model.base)
     found = advice(config, sizes, card)
@@ -176,7 +176,7 @@ def test_a_cap_on_a_card_that_is_large_enough_is_advised_higher_not_another_card
     assert [bool(each.problems) for each in planned] == [True, False]
 
 
-def test_more_tokens_than_the_model_has_positions_for():
+def test_more_tokens_than_the_model_has_positions_are_a_problem():
     config = load_recipe("dapo_7b", ["rollout.max_new_tokens=32768"])
     (problem,) = plan(config, read_sizes(config.model.base), CARDS["h200"]).problems
     assert "32768 positions" in problem
@@ -185,7 +185,7 @@ def test_more_tokens_than_the_model_has_positions_for():
 @pytest.mark.parametrize(
     ("text", "words"), [("h900", "is not known"), ("0", "not a size"), ("-3", "not a size"), ("4070", "or one of 3090")]
 )
-def test_wrong_cards(text, words):
+def test_unknown_cards_are_refused(text, words):
     with pytest.raises(ConfigError, match=words):
         card_of(text)
 

@@ -15,8 +15,8 @@ WEIGHTS_7B = int(5.5 * GIB)
         (None, 24, 24, 20.4),  # 0.85 of the cap
         (0.5, 24, 24, 12),
         (20, 24, 24, 20),
-        (1, 24, 24, 24),  # 1 is the whole share, not 1 GiB
-        (100, 200, 140, 100),  # a cap above the card is the card
+        (1, 24, 24, 24),  # 1 means all of it, not 1 GiB
+        (100, 200, 140, 100),  # a cap above the memory of the card has no effect
     ],
 )
 def test_budget_is_gib_above_one_and_a_share_below(memory, cap_gib, limit_gib, budget_gib):
@@ -37,7 +37,7 @@ def test_budget_is_gib_above_one_and_a_share_below(memory, cap_gib, limit_gib, b
         (8, None, "the weights take 5.5 GiB"),
     ],
 )
-def test_what_cannot_fit_is_refused_before_loading(memory, cap_gib, message):
+def test_a_base_that_cannot_fit_is_refused_before_loading(memory, cap_gib, message):
     with pytest.raises(EngineError, match=message):
         plan_memory(CARD, WEIGHTS_7B, memory, cap_gib)
 
@@ -45,14 +45,14 @@ def test_what_cannot_fit_is_refused_before_loading(memory, cap_gib, message):
 @pytest.mark.parametrize(
     ("memory", "cap_gib", "budget_gib"),
     [
-        (None, 24, 20.4),  # 15% are more than 2 GiB
+        (None, 24, 20.4),  # here 15% are more than 2 GiB
         (None, 12, 10),
         (None, 10, 8),
-        (0.85, 12, 10.2),  # what was asked for
+        (0.85, 12, 10.2),  # as requested
         (12, 12, 12),
     ],
 )
-def test_without_a_wish_the_budget_leaves_what_lies_outside_it(memory, cap_gib, budget_gib):
+def test_without_a_request_the_budget_leaves_room_for_what_lies_outside_it(memory, cap_gib, budget_gib):
     plan = plan_memory(CARD, 2 * GIB, memory, cap_gib, outside=2 * GIB)
     assert plan.budget == pytest.approx(budget_gib * GIB, abs=2)
 
@@ -60,19 +60,19 @@ def test_without_a_wish_the_budget_leaves_what_lies_outside_it(memory, cap_gib, 
 @pytest.mark.parametrize(
     ("memory", "cap_gib", "remedy"),
     [
-        (8, 12, "raise rollout.memory, or take a smaller or quantized base"),  # 8.5 and 2 outside are no more than 12
+        (8, 12, "raise rollout.memory, or take a smaller or quantized base"),  # 8.5 and 2 outside make 10.5
         (8, 10, "raise memory.cap_gib, or take a smaller or quantized base"),
         (None, 10, "raise memory.cap_gib, or take a smaller or quantized base"),
         (8, None, "raise rollout.memory, or take a smaller or quantized base"),
     ],
 )
-def test_a_budget_too_small_is_raised_where_that_helps(memory, cap_gib, remedy):
+def test_a_larger_budget_is_advised_if_that_helps(memory, cap_gib, remedy):
     with pytest.raises(EngineError, match=remedy):
         plan_memory(CARD, WEIGHTS_7B, memory, cap_gib, outside=2 * GIB)
 
 
 @pytest.mark.parametrize(("quantized", "remedy"), [(False, "a smaller or quantized base"), (True, "a smaller base")])
-def test_where_the_card_is_the_limit_only_a_smaller_base_helps(quantized, remedy):
+def test_if_the_card_is_the_limit_only_a_smaller_base_is_advised(quantized, remedy):
     with pytest.raises(EngineError, match=rf"may hold 6\.0 GiB: take {remedy}$"):
         plan_memory(8 * GIB, WEIGHTS_7B, None, None, outside=2 * GIB, quantized=quantized)
 
@@ -86,14 +86,14 @@ def test_kv_bytes_of_qwen_7b_and_of_an_explicit_head_size():
     assert kv_bytes_per_token(qwen, "fp8_per_token_head") == 2 * 28 * 4 * (64 + 4)
 
 
-def test_kv_cache_is_no_larger_than_can_be_used_and_else_left_to_the_profile():
+def test_the_kv_cache_is_no_larger_than_can_be_used_and_else_sized_by_the_profile():
     plan = plan_memory(CARD, WEIGHTS_7B, None, None)
     assert kv_cache_bytes(plan, WEIGHTS_7B, tokens=128 * 640, per_token=57344) == int(81920 * 57344 * 1.02) + 64 * 2**20
     assert kv_cache_bytes(plan, WEIGHTS_7B, tokens=256 * 32768, per_token=57344) is None
 
 
-def test_vllm_is_told_to_find_free_what_a_small_engine_takes_and_no_more():
-    """Another process on the card is no error while there is room."""
+def test_vllm_requires_only_as_much_free_memory_as_a_small_engine_takes():
+    """Another process on the card is no error as long as there is room."""
     plan = plan_memory(CARD, 2 * GIB, None, None)
     wanted = kv_cache_bytes(plan, 2 * GIB, 100_000, 2**15)
     assert wanted < 4 * GIB
@@ -103,6 +103,6 @@ def test_vllm_is_told_to_find_free_what_a_small_engine_takes_and_no_more():
     assert plan.utilization(CARD, 2 * CARD) == plan.utilization(CARD)
 
 
-def test_the_samplers_counts_of_a_7b_by_hand():
+def test_the_counts_of_the_sampler_of_a_7b_computed_by_hand():
     assert sampler_bytes(256, 152064) == 256 * 152064 * 4 + 256 * 4752 * 4
-    assert sampler_bytes(1, 33) == 33 * 4 + 2 * 4  # 33 bits take two words
+    assert sampler_bytes(1, 33) == 33 * 4 + 2 * 4  # 33 bits need two words

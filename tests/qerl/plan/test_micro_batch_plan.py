@@ -1,4 +1,4 @@
-"""The plan of micro-batches: hand values, what is refused, and a footprint that is what autograd really keeps."""
+"""The plan of micro-batches: values by hand, refusals, and a footprint equal to what autograd really keeps."""
 
 from itertools import product
 
@@ -22,7 +22,7 @@ from qerl.plan.micro_batch_plan import (
 from training.policy.packing import Lengths, pack, split_by_tokens
 from training.policy.train_memory import measure_layer, model_shapes
 
-# 10 layers of 1 MiB a token, 10 KiB where they recompute, nothing else
+# 10 layers with 1 MiB per token, or 10 KiB if they recompute, and nothing else
 FOOTPRINT = Footprint(layers=10, layer=2**20, layer_input=10 * 2**10, working=0, fixed=0)
 SEVEN_B = Shapes(3584, 18944, 3584, 512, 28, 152064, 32, 80_740_352)
 
@@ -46,15 +46,15 @@ def wishes(tokens=None, recompute="auto", longest=640, step_tokens=81920):
     return Wishes(tokens, recompute, longest, step_tokens)
 
 
-def test_the_peak_is_as_backward_begins_or_in_the_first_layers_recompute():
+def test_the_peak_is_at_the_start_of_backward_or_when_the_first_layer_recomputes():
     assert FOOTPRINT.needed(1, 0) == 10 * 2**20
     assert FOOTPRINT.needed(3, 4) == 3 * (6 * 2**20 + 4 * 10 * 2**10)
     assert FOOTPRINT.needed(1, 10) == 2**20 + 10 * 10 * 2**10
     assert Footprint(10, 100, 1, 7, 1000).needed(2, 0) == 2 * (1000 + 7) + 1000
-    assert Footprint(10, 100, 1, 7, 1000, 2, 50).needed(2, 0) == 2 * (1000 + 2) + 50 + 1000  # at the logits
+    assert Footprint(10, 100, 1, 7, 1000, 2, 50).needed(2, 0) == 2 * (1000 + 2) + 50 + 1000  # the peak is at the logits
 
 
-def test_an_entropy_term_has_a_second_slope():
+def test_an_entropy_term_needs_a_second_slope():
     once, twice = SEVEN_B.footprint(), SEVEN_B.footprint(entropy_gradient=True)
     assert (once.logits, twice.logits) == (1024 * 152064 * (4 + 2), 1024 * 152064 * (4 + 2 + 2))
 
@@ -62,26 +62,26 @@ def test_an_entropy_term_has_a_second_slope():
 @pytest.mark.parametrize(
     ("wish", "gib", "tokens", "recomputed"),
     [
-        # 2 (1 + 400 / t) is 2.0244 at 32768 tokens; within 1% from t = 17900 on, and 18432 is the next size
+        # 2 (1 + 400 / t) is 2.0244 at 32768 tokens; it is within 1% from t = 17900 on, and 18432 is the next size
         (wishes(), 1000, 18432, 0),
-        (wishes(step_tokens=6144), 1000, 6144, 0),  # 2.1302 at 6144 tokens; within 1% from t = 5279 on
+        (wishes(step_tokens=6144), 1000, 6144, 0),  # 2.1302 at 6144 tokens, within 1% from t = 5279 on
         (wishes(tokens=100), 1000, 100, 0),
         (wishes(longest=100, step_tokens=800), 1000, 800, 0),  # 3, and 10 at 100 tokens
         (wishes(longest=100, step_tokens=1500), 1.2, 1024, 9),  # 4.03, and 10 at 100 tokens; 1500 do not fit
         (wishes(step_tokens=5000), 1000, 5000, 0),  # 2.16, and 2.195 at 4096 tokens
         (wishes(recompute=True), 1000, 18432, 10),
-        # 3.68 GiB. The cost is (2 + r / 10)(1 + 400 / t): 4.06 at 640 tokens, of which 5 layers fit, and 3.28 at 3072
+        # 3.68 GiB. The cost is (2 + r / 10)(1 + 400 / t): 4.06 at 640 tokens with 5 layers recomputing, 3.28 at 3072
         # with 9 recomputing; 4096 do not fit
         (wishes(), 4, 3072, 9),
     ],
 )
-def test_plans_on_paper(wish, gib, tokens, recomputed):
+def test_plans_equal_those_made_on_paper(wish, gib, tokens, recomputed):
     plan = plan_micro_batches(FOOTPRINT, wish, gib * GIB)
     assert (plan.micro_batch_tokens, plan.recomputed(tokens)) == (tokens, recomputed)
 
 
 @pytest.mark.parametrize("gib", [2, 4, 8, 16, 32, 64])
-def test_the_plan_fits_and_none_is_much_cheaper(gib):
+def test_the_plan_fits_and_no_other_is_much_cheaper(gib):
     usable = int(0.92 * gib * GIB)
     plan = plan_micro_batches(FOOTPRINT, wishes(longest=1024), gib * GIB)
     recomputed = plan.recomputed(plan.micro_batch_tokens)
@@ -95,7 +95,7 @@ def test_the_plan_fits_and_none_is_much_cheaper(gib):
 
 
 def test_a_layer_recomputes_for_more_than_two_percent():
-    """What workload A has under 24 GiB: 2 (1 + 400 / 3072) is 2.260, and with a layer in 28, 4096 tokens cost 2.235."""
+    """As workload A under 24 GiB: 2 (1 + 400 / 3072) is 2.260, and 4096 tokens with one layer of 28 cost 2.235."""
     plan = plan_micro_batches(SEVEN_B.footprint(), wishes(step_tokens=67584), int(16.4 * GIB))
     assert plan.needed(4096) <= plan.usable
     assert plan.recomputed(4096) == 1
@@ -126,13 +126,13 @@ def test_a_cpu_has_a_fixed_size_and_recomputes_on_request():
         (wishes(recompute=False), r"without recomputing, .* take 1\.8: set run\.gradient_checkpointing: auto"),
     ],
 )
-def test_what_cannot_fit_says_what_to_change(wish, said):
+def test_if_nothing_fits_the_error_says_what_to_change(wish, said):
     with pytest.raises(EngineError, match=said):
         plan_micro_batches(FOOTPRINT, wish, 2 * GIB)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_the_footprint_of_a_layer_is_what_autograd_keeps(family):
+def test_the_footprint_of_a_layer_equals_what_autograd_keeps(family):
     config = AutoConfig.for_model(
         family, vocab_size=64, hidden_size=128, intermediate_size=352, num_hidden_layers=2, num_attention_heads=8,
         num_key_value_heads=2, head_dim=16, pad_token_id=0,

@@ -1,4 +1,4 @@
-"""`qerl plan`: sizes by hand, memory against what runs measured, and what is said where a run does not fit."""
+"""`qerl plan`: sizes by hand, memory and seconds against measured runs, and its output."""
 
 import json
 from dataclasses import replace
@@ -30,13 +30,13 @@ GIB = 2**30
 LONG = Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 16, 512, 4096, 32)
 
 
-def test_the_help_says_all_that_a_model_may_be():
+def test_the_help_lists_all_that_a_model_may_be():
     text = " ".join(CliRunner().invoke(app, ["plan", "--help"]).output.split())
     for what in ("run", "adapter", "folder", "`tiny`", "hub id", *KNOWN):
         assert what in text.partition("--model")[2].partition("--set")[0], what
 
 
-def test_qwen2_7b_by_hand():
+def test_the_sizes_of_qwen2_7b_computed_by_hand():
     sizes = read_sizes("Qwen/Qwen2.5-7B-Instruct")
     # q and o 3584 x 3584, k and v 512 x 3584, gate, up and down 3584 x 18944, 28 layers
     body = 28 * (2 * 3584**2 + 2 * 512 * 3584 + 3 * 3584 * 18944)
@@ -48,20 +48,20 @@ def test_qwen2_7b_by_hand():
     outer = 2 * 152064 * 3584 + 28 * 2 * 3584
     assert sizes.weights_bytes("nvfp4") == body * 9 / 16 + 2 * outer
     assert sizes.weights_bytes("bf16") == 2 * (body + outer)
-    # A of q/k/v stands three times, B of the three in one block-diagonal matrix; ranks in steps of 16
+    # A of q/k/v counts three times, the three B are one block-diagonal matrix, and ranks go in steps of 16
     qkv, o, gate_up, down = 48 * (4608 + 3584), 16 * 7168, 32 * (37888 + 3584), 16 * (3584 + 18944)
     assert sizes.engine_adapter_bytes(9) == 2 * 28 * (qkv + o + gate_up + down)
 
 
-def test_the_shipped_model_and_a_tied_head(tmp_path):
+def test_the_sizes_of_the_embedded_model_and_of_a_tied_head(tmp_path):
     assert read_sizes("tiny").body < 1e6
     (tmp_path / "config.json").write_text(json.dumps({**KNOWN["qwen2.5-3b"]}), encoding="utf-8")
     tied = read_sizes(str(tmp_path))
-    assert tied.weights_bytes("bf16") == pytest.approx(3.09e9 * 2, rel=0.01)  # Qwen's own count
+    assert tied.weights_bytes("bf16") == pytest.approx(3.09e9 * 2, rel=0.01)  # the count that Qwen gives
 
 
 @pytest.mark.parametrize("name", WORKLOADS)
-def test_planned_memory_is_within_a_tenth_of_what_the_run_measured(name):
+def test_planned_memory_is_within_a_tenth_of_the_measured_one(name):
     made = WORKLOADS[name].plan()
     assert not made.problems
     for one in compare(name, WORKLOADS[name]):
@@ -70,8 +70,8 @@ def test_planned_memory_is_within_a_tenth_of_what_the_run_measured(name):
 
 
 @pytest.mark.parametrize("name", ["step-7b-qerl", "step-7b-qerl-cap24"])
-def test_planned_seconds_are_within_15_percent_of_what_the_run_measured(name):
-    """Of the 32B and 70B there are first steps of older code alone; the page shows them."""
+def test_planned_seconds_are_within_15_percent_of_the_measured_ones(name):
+    """For 32B and 70B only first steps of older code were measured; the page shows them."""
     for one in compare_seconds(name, WORKLOADS[name]):
         assert one.planned == pytest.approx(one.measured, rel=0.15), one.what
 
@@ -86,7 +86,7 @@ def test_the_page_shows_planned_beside_measured_seconds(tmp_path, monkeypatch):
         (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
     monkeypatch.setattr("plan_check.BENCHMARKS", tmp_path)
     name = "step-7b-qerl"
-    assert [one.measured for one in compare_seconds(name, WORKLOADS[name])] == [3.0, 5.0]  # not the first
+    assert [one.measured for one in compare_seconds(name, WORKLOADS[name])] == [3.0, 5.0]  # without the first step
     lines = seconds_table().splitlines()
     planned = WORKLOADS[name].plan().seconds["rollout"]
     assert lines[2].endswith(f", mean of 2 | rollout | {planned:.1f} s | 3.0 s | {planned / 3 - 1:+.1%} |")
@@ -95,30 +95,30 @@ def test_the_page_shows_planned_beside_measured_seconds(tmp_path, monkeypatch):
     assert [line.split(" | ")[3] for line in decode_table().splitlines()[2:]] == ["8.00 ms"] * 2
 
 
-def test_what_a_step_costs_as_one_thing_doubles():
+def test_how_the_cost_of_a_step_grows_if_one_setting_doubles():
     rows = [[float(cell.split()[0]) for cell in line.split(" | ")[1:]] for line in scaled_table().splitlines()[2:]]
     workload, prompts, group, prompt, *_, cap = rows
-    assert workload[0] < prompts[0] < 2 * workload[0]  # weights are read for twice the sequences at once
+    assert workload[0] < prompts[0] < 2 * workload[0]  # reading the weights serves twice the sequences
     assert prompts[1] == pytest.approx(2 * workload[1], rel=0.03)
-    assert group[1] < prompts[1]  # prompts once
+    assert group[1] < prompts[1]  # prompts count once
     assert prompt[1] < 1.05 * workload[1]
     assert cap[2] < 24
 
 
 @pytest.mark.parametrize(("name", "budget"), [("step-7b-qerl", 18432), ("step-7b-qerl-cap24", 3072)])
 def test_the_largest_micro_batch_is_the_one_that_the_run_planned_for(name, budget):
-    """Of whole rows and with shared prompts; the run measures what a layer keeps, and logs what it plans by that."""
+    """With whole rows and with shared prompts. The run measures what a layer keeps, and logs the plan from that."""
     made = WORKLOADS[name].plan()
     assert made.micro_batches.micro_batch_tokens == budget
     steps = json.loads((ROOT / "benchmarks" / f"{name}.json").read_text(encoding="utf-8"))["steps"]
-    planned = steps[0]["memory/train_planned_gib"]  # completions of full length
-    # 0.005 once the files are measured anew: these are from before a chunk had fewer logits
+    planned = steps[0]["memory/train_planned_gib"]  # with completions of full length
+    # Make it 0.005 when the files are measured again: these are from a time when a chunk had more logits.
     assert made.memory["training"]["micro-batch"] / GIB == pytest.approx(planned, rel=0.005)
 
 
 @pytest.mark.parametrize("shape", ["7b", "32b"])
 def test_planned_decode_steps_are_near_the_measured_ones(shape):
-    """`bench_rollout.py` samples 128 tokens behind a prompt of 128."""
+    """`bench_rollout.py` samples 128 tokens after a prompt of 128."""
     measured = json.loads((ROOT / "benchmarks" / f"rollout-{shape}-qerl.json").read_text(encoding="utf-8"))
     sizes = read_sizes(f"Qwen/Qwen2.5-{shape.upper()}")
     for sequences, rate in measured["decode_tokens_per_s"].items():
@@ -127,8 +127,8 @@ def test_planned_decode_steps_are_near_the_measured_ones(shape):
         assert planned == pytest.approx(count / rate, rel=0.10), sequences
 
 
-def test_training_pays_for_a_prompt_of_a_group_once():
-    """8 x 8 against 32 x 2: 256 + 256 tokens; the head works on completions alone."""
+def test_training_pays_once_for_the_prompt_of_a_group():
+    """8 x 8 against 32 x 2 completions with 256 + 256 tokens; the head works on completions only."""
     together = Workload("dapo_7b", "Qwen/Qwen2.5-7B", 8, 8, 256, 256, 32)
     apart = replace(together, prompts=32, group=2)
     body, head = read_sizes("Qwen/Qwen2.5-7B").body, read_sizes("Qwen/Qwen2.5-7B").head
@@ -149,8 +149,8 @@ def test_a_smaller_limit_takes_from_the_cache_and_from_the_micro_batch():
     ("gpu", "said"),
     [("24", "0 of 28 layers recompute their activations, 19 in a row of 9216 tokens."), ("141", "0 of")],
 )
-def test_a_plan_says_what_recomputes_in_the_longest_row(gpu, said):
-    """As a run logs: a row of more tokens than a micro-batch is one of its own."""
+def test_a_plan_says_how_many_layers_recompute_in_the_longest_row(gpu, said):
+    """As the log of a run does: a row with more tokens than a micro-batch is a micro-batch of its own."""
     config = load_recipe("dapo_7b", [])
     text = " ".join(sentences(config, plan(config, read_sizes("Qwen/Qwen2.5-7B"), card_of(gpu))))
     assert said in text
@@ -163,7 +163,7 @@ def test_an_fp8_cache_holds_twice_the_tokens():
         plan(load_recipe("dapo_32b", [*values, f"rollout.kv_cache_dtype={kind}"]), sizes, card_of("h200"))
         for kind in ("auto", "fp8")
     )
-    assert fp8.memory["rollout"]["KV cache"] == full.memory["rollout"]["KV cache"]  # all that is left
+    assert fp8.memory["rollout"]["KV cache"] == full.memory["rollout"]["KV cache"]  # both get all that is left
     assert fp8.cache_tokens == pytest.approx(2 * full.cache_tokens, abs=1)
     assert fp8.seconds["rollout"] < full.seconds["rollout"]
 
@@ -171,28 +171,28 @@ def test_an_fp8_cache_holds_twice_the_tokens():
 def test_twice_the_new_tokens_take_more_than_twice_the_rollout():
     short = replace(LONG, group=8, prompt_tokens=128, new_tokens=512, cap=80)
     short, long = (each.plan() for each in (short, replace(short, new_tokens=1024)))
-    assert 2.0 < long.seconds["rollout"] / short.seconds["rollout"] < 2.5  # the cache that is read grows
+    assert 2.0 < long.seconds["rollout"] / short.seconds["rollout"] < 2.5  # each token reads a longer cache
 
 
-def test_known_sizes_say_which_models_norm_their_heads():
+def test_known_sizes_say_which_models_have_norms_in_their_heads():
     assert read_sizes("Qwen/Qwen3-8B").head_norms
     assert not read_sizes("Qwen/Qwen2.5-7B").head_norms
 
 
 @pytest.mark.parametrize(("key", "value"), [("hidden_size", "big"), ("num_attention_heads", 0), ("head_dim", -1)])
-def test_sizes_that_are_no_sizes_are_refused(key, value):
+def test_impossible_sizes_are_refused(key, value):
     with pytest.raises(CheckpointError, match=f"config.json has {key} {value!r}, which is no whole number above 0"):
         sizes_of({**KNOWN["qwen2.5-7b"], key: value}, "x")
 
 
-def test_a_model_of_unknown_size_asks_for_its_folder():
+def test_for_a_model_of_unknown_size_its_folder_is_asked_for():
     with pytest.raises(CheckpointError, match=r"give a folder with its config\.json"):
         read_sizes("someone/mystery-model")
     with pytest.raises(CheckpointError, match="only dense decoder models"):
         sizes_of({"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 1}, "x")
 
 
-def test_the_command_says_what_fits_and_fails_where_nothing_does():
+def test_the_command_says_what_fits_and_fails_if_nothing_does():
     done = CliRunner().invoke(app, ["plan", "--recipe", "dapo_7b", "--gpu", "24"])
     assert done.exit_code == 0
     assert "micro-batches of" in done.stdout
