@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 
 from eval.settings import EvalSettings, flag
 from qerl.commands.option_names import ENGINE_OPTIONS
-from qerl.errors import ConfigError
+from qerl.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, ConfigError
 
 if TYPE_CHECKING:
     from eval.run import OnBatch
 
-OPTIONS = {  # recipe key in an error of the engine -> what sets it here
+OPTIONS = {  # what there is here in place of keys of a recipe
     **ENGINE_OPTIONS,
-    "data.max_prompt_tokens": "the length of the prompts",
-    "data.system_prompt": "--system-prompt",
-    "data.prompt_template": "--prompt-template",
+    MAX_PROMPT_TOKENS: "the length of the prompts",
+    SYSTEM_PROMPT: "--system-prompt",
+    PROMPT_TEMPLATE: "--prompt-template",
 }
 
 logger = logging.getLogger(__name__)

@@ -1,11 +1,14 @@
 """The layers of the design: the syntax trees show which module imports which."""
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from qerl import formats
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("qerl", "quantize", "training", "eval")
@@ -74,6 +77,36 @@ def names_torch_distributed(node):
 def test_only_parallel_talks_to_other_processes():
     users = [path for path in sources() if any(map(names_torch_distributed, ast.walk(ast.parse(path.read_text()))))]
     assert [path.relative_to(ROOT).as_posix() for path in users] == ["qerl/parallel.py"]
+
+
+def strings(tree):
+    """The string constants of a module, without docstrings and the help texts of options and keys."""
+    skipped = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
+            skipped.add(node.body[0].value)
+        if isinstance(node, ast.keyword) and node.arg in ("help", "description"):
+            skipped.update(ast.walk(node.value))
+    texts = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in skipped)
+    return [node.value for node in texts if isinstance(node.value, str)]
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_the_formats_know_their_names(path):
+    """Everything else asks the value: a format is never an `if` on its name."""
+    word = re.compile(rf"(?<![\w.-])({'|'.join(formats.names())})(?![\w-])")
+    named = [text for text in strings(ast.parse(path.read_text(encoding="utf-8"))) if word.search(text)]
+    assert not named or path.relative_to(ROOT).as_posix().startswith("qerl/formats/")
+
+
+def test_the_search_for_names_finds_them():
+    tree = ast.parse('"""nvfp4"""\nif kind == "nvfp4":\n    say(f"write {x}, bf16", help="nvfp4 or bf16")')
+    assert strings(tree) == ["nvfp4", "write ", ", bf16"]
+
+
+def test_importing_the_formats_loads_no_torch():
+    code = "import sys, qerl.formats; print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT).stdout == "False\n"
 
 
 def test_the_command_line_loads_nothing_heavy():

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING, TextIO
 from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.resolve import describe, resolve_model
 from qerl.checkpoint.shards import read_json
-from qerl.commands.option_names import ENGINE_OPTIONS, in_options
+from qerl.commands.option_names import ENGINE_OPTIONS
 from qerl.engine.interface import Engine, SamplingParams
 from qerl.engine.open import open_model, with_chosen_engine
 from qerl.engine.options import EngineOptions
-from qerl.errors import ConfigError, EngineError
+from qerl.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, ConfigError, EngineError
 from qerl.tasks import render_prompt
 
 if TYPE_CHECKING:
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from qerl.commands.chat import ChatOptions
 
 RESET, EXIT = "/reset", "/exit"
-OPTIONS = {  # recipe key in an error of the engine -> what sets it here
+OPTIONS = {  # what there is here in place of keys of a recipe
     **ENGINE_OPTIONS,
-    "data.max_prompt_tokens": "the length of the message",
-    "data.system_prompt": "--system-prompt",
-    "data.prompt_template": "the message",
+    MAX_PROMPT_TOKENS: "the length of the message",
+    SYSTEM_PROMPT: "--system-prompt",
+    PROMPT_TEMPLATE: "the message",
 }
 
 logger = logging.getLogger(__name__)
@@ -125,7 +125,8 @@ def talk(conversation: Conversation, questions: TextIO, answers: TextIO) -> None
         except EngineError as error:
             if not questions.isatty():
                 raise
-            logger.info("error: %s", in_options(str(error), OPTIONS))
+            error.options = OPTIONS
+            logger.info("error: %s", error)
             continue
         answers.write(answer + "\n")
         answers.flush()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
-from qerl.errors import ConfigError, EngineError
+from qerl.errors import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, ConfigError, EngineError
 
 if TYPE_CHECKING:
     import torch
@@ -137,8 +137,8 @@ def check_context(prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int
             raise EngineError("a prompt has no tokens: check the prompt template")
         if len(prompt) + new > context:
             raise EngineError(
-                f"a prompt of {len(prompt)} tokens and {new} new ones exceed the engine's context of {context}: lower "
-                "rollout.max_new_tokens or data.max_prompt_tokens"
+                "a prompt of %d tokens and %d new ones exceed the engine's context of %d: lower %s or %s",
+                *(len(prompt), new, context, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS),
             )
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
-from qerl.errors import ConfigError, EngineError
+from qerl.errors import ENGINE, ConfigError, EngineError
 
 if TYPE_CHECKING:
     from qerl.checkpoint.resolve import ModelRef
@@ -38,7 +38,7 @@ def choose_engine(engine: str, device: str = "auto") -> Literal["transformers", 
     if engine == "auto":
         return "vllm" if has_gpu and find_spec("vllm") else "transformers"
     if engine == "vllm" and not has_gpu:
-        raise EngineError("rollout.engine is vllm, but there is no CUDA device here: write transformers or auto")
+        raise EngineError("%s is vllm, but there is no CUDA device here: write transformers or auto", ENGINE)
     if engine not in ("transformers", "vllm"):
         raise EngineError(f"engine {engine!r} is not known: write auto, transformers or vllm")
     return engine

@@ -21,15 +21,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl import formats, vllm_plugin
+from qerl import formats
 from qerl.checkpoint.load import local_folder
 from qerl.engine.interface import Completion, Finished, SamplingParams, check_context, check_tokens, each_sampling
 from qerl.engine.own_memory import own_bytes
 from qerl.engine.seeds import request_seed
 from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate, check_fit, pack_weights_
-from qerl.errors import EngineError
-from qerl.vllm_plugin import TUNE, opening, requests
-from qerl.vllm_plugin.gains import Gains
+from qerl.errors import CAP_GIB, MEMORY, EngineError
+from qerl.vllm_plugin import TUNE, found, opening, requests
 from qerl.vllm_plugin.startup import Parts, line, whole
 
 if TYPE_CHECKING:
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from qerl.engine.options import EngineOptions
+    from qerl.vllm_plugin.found import Found
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,8 @@ class VLLMEngine:
     """See `qerl.engine.interface.Engine`."""
 
     name = "vllm"
-    _llm: Any = None
+    llm: Any = None  # vLLM's own LLM; None once the engine is closed
+    found: Found | None = None  # what the engine uses of vLLM's model
 
     def __init__(self, base: str, format: str, options: EngineOptions) -> None:
         """Open the weights in folder `base`. Raises EngineError for what cannot run, before anything is loaded where
@@ -61,7 +62,7 @@ class VLLMEngine:
         self._base, self.options = base, options
         self._other_bytes = 0  # beside torch's, of this process; known once the engine is open
         settings = opening.Settings(base, format, options)
-        self._stop = settings.stop_token_ids()
+        self.end_token_ids = settings.stop_token_ids()
         try:
             self._start(settings)
         except BaseException as error:
@@ -81,19 +82,19 @@ class VLLMEngine:
         with parts.part("imports"):
             opening.compile_ahead(settings, kernel)
             opening.import_vllm()
-        self._llm = opening.open_llm(settings, kernel)
-        self._model = self._llm.llm_engine.model_executor.driver_worker.model_runner.model
+        self.llm = opening.open_llm(settings, kernel)
         self._asleep = self._cache_warned = False
-        self._index_model()
+        self.found = found.find(self.llm, self.options)
+        self.kernel, self.attention = self.found.kernel, self.found.attention
         self.max_context, self._model_len = settings.context, settings.model_len
         self._vocabulary = settings.config.vocab_size
-        cache = self._llm.llm_engine.vllm_config.cache_config
+        cache = self.llm.llm_engine.vllm_config.cache_config
         self.cache_tokens: int = cache.num_gpu_blocks * cache.block_size  # that the KV cache holds at once
         self._policy: PreTrainedModel | None = None
         if self._cap_bytes is not None:
             self._other_bytes = opening.bytes_outside_torch(self._device)
             self._limit_torch(0)
-        worker = self._llm.llm_engine.model_executor.driver_worker
+        worker = self.llm.llm_engine.model_executor.driver_worker
         self.startup_s = whole(time.monotonic() - self._began, parts.seconds, worker.startup_seconds())
         self.compiled_from_cache = worker.compiled_from_cache()
         logger.info("vllm engine open: %s, kernel %s, attention %s", settings.base, self.kernel, self.attention)
@@ -115,7 +116,7 @@ class VLLMEngine:
         if not prompts:
             return []
         params = [
-            requests.sampling_params(one, self._stop, request_seed(seed, index))
+            requests.sampling_params(one, self.end_token_ids, request_seed(seed, index))
             for index, one in enumerate(each, first_index)
         ]
         if self.options.deterministic:
@@ -141,7 +142,7 @@ class VLLMEngine:
             return []
         # vLLM has prompt logprobs at temperature 1 only; the scale of the logits is a public field of its processor
         # and is read outside the CUDA graphs.
-        processor = self._model.logits_processor
+        processor = self.found.model.logits_processor
         before, processor.scale = processor.scale, processor.scale / (temperature or 1.0)
 
         def take(index: int, output: Any) -> list[float]:
@@ -165,7 +166,7 @@ class VLLMEngine:
     def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
         llm = self._open()
         noise = noise or {}
-        self._gains.set_noise_(noise)
+        self.found.gains.set_noise_(noise)
         requests.drop_prefix_cache(llm)
         return len(noise)
 
@@ -200,8 +201,8 @@ class VLLMEngine:
             free = min(free, self._cap_bytes - own_bytes(self._device))
         if needed > free:
             raise EngineError(
-                f"the KV cache needs {needed / 2**30:.2f} GiB for the rollout and {free / 2**30:.2f} GiB are free: "
-                "lower rollout.memory, or raise memory.cap_gib"
+                "the KV cache needs %.2f GiB for the rollout and %.2f GiB are free: lower %s, or raise %s",
+                *(needed / 2**30, free / 2**30, MEMORY, CAP_GIB),
             )
         if self._cap_bytes is not None:
             self._limit_torch(0)
@@ -213,7 +214,7 @@ class VLLMEngine:
 
         self._open()
         if self._policy is None:
-            self._policy = build_policy(self._base, self._model, self.options.trust_remote_code)
+            self._policy = build_policy(self._base, self.found.model, self.options.trust_remote_code)
         return self._policy
 
     def close(self) -> None:
@@ -222,13 +223,12 @@ class VLLMEngine:
         The weights are the policy model's as well: they go when the caller has let go of that. What the engine made is
         there when it is closed, so a shutdown that fails inside vLLM is a warning.
         """
-        if self._llm is None:
+        if self.llm is None:
             return
         from qerl.vllm_plugin import closing
 
-        llm, self._llm = self._llm, None
-        self._model = self._policy = None
-        self._slots, self._gains = {}, Gains({})
+        llm, self.llm = self.llm, None
+        self.found = self._policy = None
         try:
             closing.shut_down_(llm)
         except Exception:
@@ -238,30 +238,12 @@ class VLLMEngine:
         if self._cap_bytes is not None:
             self._limit_torch(0)  # a sleeping cache was allowed for
 
-    def _index_model(self) -> None:
-        """Find what sync and noise write to, and what multiplies the base weights."""
-        from vllm.model_executor.layers.linear import LinearBase
-
-        from qerl.vllm_plugin.attention import attention_name
-        from qerl.vllm_plugin.linear import kernel_name
-        from qerl.vllm_plugin.norm import NoisyRMSNorm
-        from qerl.vllm_plugin.sync import adapter_slots
-
-        runner = self._llm.llm_engine.model_executor.driver_worker.model_runner
-        vllm_plugin.check(self._model, runner, opening.asks_for_own_attention(self.options.kv_cache_dtype))
-        modules = dict(self._model.named_modules())
-        linears = {name: module for name, module in modules.items() if isinstance(module, LinearBase)}
-        self._gains = Gains({name: module for name, module in modules.items() if isinstance(module, NoisyRMSNorm)})
-        self._slots = adapter_slots(linears) if self.options.max_rank else {}
-        self.kernel = " + ".join(sorted({kernel_name(layer) for layer in linears.values()}))
-        self.attention = attention_name(self._model)
-
     def _take_adapter_(self, update: AdapterUpdate) -> None:
         from qerl.vllm_plugin.sync import copy_adapter_, split_adapter
 
-        factors, norms = split_adapter(update.tensors, self._slots, self._gains.norms, self.options.max_rank)
-        copy_adapter_(factors, self._slots, update.scaling)
-        self._gains.set_trained_(norms)
+        factors, norms = split_adapter(update.tensors, self.found.slots, self.found.gains.norms, self.options.max_rank)
+        copy_adapter_(factors, self.found.slots, update.scaling)
+        self.found.gains.set_trained_(norms)
 
     def _take_weights_(self, update: WeightsUpdate) -> None:
         """Pack the matrices into the tensors that the captured graphs read, which are the policy model's too."""
@@ -269,10 +251,10 @@ class VLLMEngine:
 
         from qerl.vllm_plugin.policy import linear_views
 
-        views = linear_views(self._model)
-        check_fit(update, views, {name: norm.gain for name, norm in self._gains.norms.items()})
+        views = linear_views(self.found.model)
+        check_fit(update, views, {name: norm.gain for name, norm in self.found.gains.norms.items()})
         pack_weights_(update.weights, views)
-        self._gains.set_trained_(update.norms)
+        self.found.gains.set_trained_(update.norms)
         torch.cuda.synchronize(self._device)  # a product may read its weight before the launch ahead of it has ended
 
     def _check_cache(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
@@ -283,11 +265,13 @@ class VLLMEngine:
             self._cache_warned = True
             logger.warning(
                 "the KV cache holds %d tokens and the rollout's longest %d sequences have %d (prompts counted for "
-                "each): fewer ran at once, and some may have been computed twice. For speed raise rollout.memory or "
-                "memory.cap_gib, or sample fewer completions at once",
+                "each): fewer ran at once, and some may have been computed twice. For speed raise %s or %s, or "
+                "sample fewer completions at once",
                 self.cache_tokens,
                 min(len(lengths), self.options.max_sequences),
                 needed,
+                MEMORY,
+                CAP_GIB,
             )
 
     def _limit_torch(self, released: int) -> None:
@@ -299,9 +283,9 @@ class VLLMEngine:
         torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), self._device)
 
     def _open(self) -> Any:
-        if self._llm is None:
+        if self.llm is None:
             raise EngineError("this engine was closed: open a new one")
-        return self._llm
+        return self.llm
 
     def _open_awake(self) -> Any:
         llm = self._open()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from qerl.errors import EngineError
+from qerl.errors import CAP_GIB, MEMORY, EngineError
 
 GIB = 2**30
 DEFAULT_SHARE = 0.85  # of the limit, or less where the rest cannot hold what lies outside the budget
@@ -39,20 +39,20 @@ def plan_memory(
     weights do not fit with room to work.
     """
     if memory is not None and memory <= 0:
-        raise EngineError(f"rollout.memory={memory} is not a budget: write GiB (12.5) or a share (0.8)")
+        raise EngineError("%s is not a budget: write GiB (12.5) or a share (0.8)", MEMORY.set_to(f"{memory}"))
     limit, budget = budget_bytes(total, memory, cap_gib, outside)
     if budget > limit:
         raise EngineError(
-            f"rollout.memory asks for {budget / GIB:.1f} GiB and the limit is {limit / GIB:.1f} GiB "
-            f"({'memory.cap_gib' if cap_gib else 'the card'}): write a smaller rollout.memory"
+            "%s asks for %.1f GiB and the limit is %.1f GiB (%s): write a smaller %s",
+            *(MEMORY, budget / GIB, limit / GIB, CAP_GIB if cap_gib else "the card", MEMORY),
         )
     needed = least_bytes(weights)
     if needed > budget:
-        fixes = ["raise rollout.memory"] if needed + outside <= limit else ["raise memory.cap_gib"] * (limit < total)
+        keys = [MEMORY] if needed + outside <= limit else [CAP_GIB] * (limit < total)
         raise EngineError(
-            f"the weights take {weights / GIB:.1f} GiB and sampling at least {(needed - weights) / GIB:.1f} GiB more, "
-            f"but the rollout may hold {budget / GIB:.1f} GiB: "
-            f"{', or '.join([*fixes, f'take {smaller_base(quantized)}'])}"
+            "the weights take %.1f GiB and sampling at least %.1f GiB more, but the rollout may hold %.1f GiB: "
+            f"{'raise %s, or ' * len(keys)}take {smaller_base(quantized)}",
+            *(weights / GIB, (needed - weights) / GIB, budget / GIB, *keys),
         )
     return MemoryPlan(limit, budget)
 

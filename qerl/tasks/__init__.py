@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, Literal
 
-from qerl.errors import CheckpointError, ConfigError
+from qerl.errors import PROMPT_TEMPLATE, SYSTEM_PROMPT, CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -175,8 +175,9 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     except Exception as error:  # templates raise various errors of jinja2
         roles = [message["role"] for message in messages]
         raise CheckpointError(
-            f"the chat template of {tokenizer.name_or_path!r} refuses messages with the roles {roles}: {error}; if it "
-            'has no system role, set data.system_prompt to "" and put the instruction into data.prompt_template'
+            'the chat template of %r refuses messages with the roles %s: %s; if it has no system role, set %s to "" '
+            "and put the instruction into %s",
+            *(tokenizer.name_or_path, roles, error, SYSTEM_PROMPT, PROMPT_TEMPLATE),
         ) from error
     return list(ids)
 

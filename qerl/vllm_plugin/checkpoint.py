@@ -10,7 +10,7 @@ from pathlib import Path
 
 from qerl.checkpoint.linears import fused
 from qerl.checkpoint.shards import read_tensors
-from qerl.errors import EngineError
+from qerl.errors import KERNEL, EngineError
 from qerl.formats import NVFP4
 from qerl.nvfp4.layout import GLOBAL_SCALE, PACKED
 
@@ -26,8 +26,8 @@ def check_checkpoint(folder: Path, kernel: str) -> None:
         rows, columns = sum(shape[0] for shape in shapes), 2 * shapes[0][1]
         if not gemm.takes(rows, columns):
             raise EngineError(
-                f"{', '.join(modules)} is {rows} x {columns}, which qerl's kernel does not take: write "
-                "rollout.kernel=humming or marlin"
+                "%s is %d x %d, which qerl's kernel does not take: write %s",
+                *(", ".join(modules), rows, columns, KERNEL.set_to("humming or marlin")),
             )
     several = [group for group in groups if len(group) > 1]
     names = [f"{module}.{GLOBAL_SCALE}" for group in several for module in group]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from qerl.errors import EngineError
+from qerl.errors import CAP_GIB, MAX_NEW_TOKENS, MEMORY, EngineError
 
 if TYPE_CHECKING:
     from qerl.vllm_plugin.opening import Settings
@@ -16,17 +16,20 @@ ADVICE = re.compile(r"[.\s]*\b(?:Try|Decrease)\b.*", re.DOTALL)  # vLLM's own, w
 def cannot_open(settings: Settings, error: Exception) -> EngineError:
     """What to raise where opening vLLM raised `error`: a ValueError, or torch's OutOfMemoryError."""
     text, facts = str(error).lower(), ADVICE.sub("", str(error))
+    limits, keys = ("%s", (MEMORY,)) if settings.options.cap_gib is None else ("%s or %s", (MEMORY, CAP_GIB))
     if not isinstance(error, ValueError):
         return out_of_memory(f"opening {settings.base}", error)
     if "kv cache memory" in text or "cache blocks" in text:
         return EngineError(
-            f"of what a rollout may hold too little is left for the KV cache of one sequence of {settings.model_len} "
-            f"tokens: lower rollout.max_new_tokens, or {_more(settings)} ({facts})"
+            "of what a rollout may hold too little is left for the KV cache of one sequence of %d tokens: lower %s, or "
+            f"raise {limits} (%s)",
+            *(settings.model_len, MAX_NEW_TOKENS, *keys, facts),
         )
     if "free memory on device" in text:
         return EngineError(
             "less of the card is free than a rollout may hold: end what else runs there (nvidia-smi), or lower "
-            f"{'rollout.memory' if settings.options.cap_gib is None else 'rollout.memory or memory.cap_gib'} ({facts})"
+            f"{limits} (%s)",
+            *(*keys, facts),
         )
     return EngineError(f"vLLM cannot open {settings.base}: {error}")
 
@@ -34,8 +37,4 @@ def cannot_open(settings: Settings, error: Exception) -> EngineError:
 def out_of_memory(what: str, error: BaseException) -> EngineError:
     """The KV cache takes what the rollout's budget leaves, so a smaller budget leaves more for all else."""
     words = (str(error).splitlines() or [type(error).__name__])[0]
-    return EngineError(f"{what} ran out of GPU memory: lower rollout.memory, or raise memory.cap_gib ({words})")
-
-
-def _more(settings: Settings) -> str:
-    return "raise rollout.memory" if settings.options.cap_gib is None else "raise rollout.memory or memory.cap_gib"
+    return EngineError("%s ran out of GPU memory: lower %s, or raise %s (%s)", what, MEMORY, CAP_GIB, words)

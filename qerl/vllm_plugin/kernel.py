@@ -6,7 +6,7 @@ import torch
 from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel, NvFp4LinearLayerConfig
 
 from qerl.cuda.nvrtc import has_kernels
-from qerl.errors import EngineError
+from qerl.errors import KERNEL, EngineError
 from qerl.nvfp4 import gemm, slab_layout
 
 
@@ -31,8 +31,8 @@ class QerlNvFp4LinearKernel(NvFp4LinearKernel):
         rows, columns = layer.weight.shape[0], 2 * layer.weight.shape[1]
         if not gemm.takes(rows, columns):
             raise EngineError(
-                f"{layer.prefix} is {rows} x {columns}, which qerl's kernel does not take: write "
-                "rollout.kernel=humming or marlin"
+                "%s is %d x %d, which qerl's kernel does not take: write %s",
+                *(layer.prefix, rows, columns, KERNEL.set_to("humming or marlin")),
             )
         words, scales = slab_layout.pack(layer.weight.data, layer.weight_scale.data, layer.prefix)
         layer.weight = torch.nn.Parameter(words, requires_grad=False)

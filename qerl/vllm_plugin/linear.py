@@ -26,7 +26,7 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 
-from qerl.errors import EngineError
+from qerl.errors import KERNEL, EngineError
 from qerl.formats import BF16, NVFP4
 from qerl.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, QERL, KernelWeight, scales_marlin_drops
 from qerl.nvfp4.ranks import padded_rank
@@ -182,8 +182,9 @@ def kernel_weight(layer: LinearBase) -> KernelWeight:
         factor = 2.0 ** round(torch.tensor(factor, dtype=torch.float64).log2().item())
         return KernelWeight(MARLIN, weight, scales, in_features=in_features, scale_factor=factor, **common)
     raise EngineError(
-        f"vLLM chose its {name} kernel for NVFP4, whose layout the trainer cannot read: write rollout.kernel=humming "
-        "or marlin (a card of compute capability 8.0 or newer)"
+        "vLLM chose its %s kernel for NVFP4, whose layout the trainer cannot read: write %s (a card of compute "
+        "capability 8.0 or newer)",
+        *(name, KERNEL.set_to("humming or marlin")),
     )
 
 
@@ -191,10 +192,11 @@ def _warn_of_dropped_scales(layer: LinearBase) -> None:
     if kernel_name(layer) == "marlin" and (dropped := scales_marlin_drops(layer.weight_scale.data)):
         logger.warning(
             "%s: Marlin takes %d of %d block scales, all under 2^-6, for zero, and sampler and trainer then both do; "
-            "rollout.kernel=humming, or qerl on Hopper, keeps them",
+            "%s, or qerl on Hopper, keeps them",
             layer.prefix,
             dropped,
             layer.weight_scale.numel(),
+            KERNEL.set_to("humming"),
         )
 
 

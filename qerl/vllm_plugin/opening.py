@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from qerl import formats
 from qerl.engine.options import KERNELS
 from qerl.engine.own_memory import others_bytes, own_bytes
-from qerl.errors import CheckpointError, EngineError, MissingExtraError
+from qerl.errors import ENGINE, KERNEL, CheckpointError, EngineError, MissingExtraError
 from qerl.plan.engine_memory import KV_CACHE_DTYPES
 from qerl.plan.sizes import sizes_of
 from qerl.vllm_plugin.exhausted import cannot_open
@@ -149,7 +149,7 @@ def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
 def vllm_method(format: str) -> str:
     """The quantization method of our plugin that serves a format. Raises EngineError if there is none."""
     if (method := formats.get(format).vllm_method) is None:
-        raise EngineError(f"the vllm engine does not serve {format}: write rollout.engine: transformers")
+        raise EngineError("the vllm engine does not serve %s: write %s", format, ENGINE.set_to("transformers"))
     return method
 
 
@@ -178,7 +178,8 @@ def choose_kernel(kernel: str, format: str) -> str:
     from qerl.cuda.nvrtc import has_kernels
 
     if kernel not in KERNELS:
-        raise EngineError(f"rollout.kernel={kernel!r} is not known: write {', '.join(KERNELS[:-1])} or {KERNELS[-1]}")
+        known = f"{', '.join(KERNELS[:-1])} or {KERNELS[-1]}"
+        raise EngineError("%s is not known: write %s", KERNEL.set_to(f"{kernel!r}"), known)
     if not formats.get(format).kernels:
         return ""
     if kernel == "humming" and not has_module("humming"):
@@ -190,8 +191,8 @@ def choose_kernel(kernel: str, format: str) -> str:
     if kernel == "auto":
         return "marlin"
     raise EngineError(
-        "rollout.kernel=qerl needs a Hopper card (compute capability 9.0) and the CUDA bindings that torch brings, not "
-        f"{torch.cuda.get_device_name()}: write rollout.kernel=auto, humming or marlin"
+        "%s needs a Hopper card (compute capability 9.0) and the CUDA bindings that torch brings, not %s: write %s",
+        *(KERNEL.set_to("qerl"), torch.cuda.get_device_name(), KERNEL.set_to("auto, humming or marlin")),
     )
 
 
@@ -234,14 +235,18 @@ def check_device(dtype: str) -> int:
     import torch
 
     if not torch.cuda.is_available():
-        raise EngineError("rollout.engine=vllm needs an NVIDIA GPU, torch sees none: set rollout.engine=transformers")
+        raise EngineError(
+            "%s needs an NVIDIA GPU, torch sees none: set %s", ENGINE.set_to("vllm"), ENGINE.set_to("transformers")
+        )
     if dtype not in ("auto", "bfloat16"):
-        raise EngineError(f"rollout.engine=vllm computes in bfloat16: set model.dtype to auto or bfloat16, not {dtype}")
+        raise EngineError(
+            "%s computes in bfloat16: set model.dtype to auto or bfloat16, not %s", ENGINE.set_to("vllm"), dtype
+        )
     capability = torch.cuda.get_device_capability()
     if capability < MIN_CAPABILITY:
         raise EngineError(
-            f"{torch.cuda.get_device_name()} has compute capability {capability}, bfloat16 needs {MIN_CAPABILITY}: "
-            "set rollout.engine=transformers"
+            "%s has compute capability %s, bfloat16 needs %s: set %s",
+            *(torch.cuda.get_device_name(), capability, MIN_CAPABILITY, ENGINE.set_to("transformers")),
         )
     return torch.cuda.current_device()
 

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from vllm.model_executor.layers.linear import LinearBase
 
-from qerl.errors import EngineError
+from qerl.errors import ENGINE, EngineError
 from qerl.layers.place import fuse_
 from qerl.nvfp4.kernel_linear import KernelLinear
 from qerl.vllm_plugin.linear import kernel_name, kernel_weight
@@ -36,7 +36,9 @@ def build_policy(folder: str, engine_model: nn.Module, trust_remote_code: bool =
     _fill_rotary_(model, next(engine_model.parameters()).device)
     empty = [name for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_meta]
     if empty:
-        raise EngineError(f"vLLM's model has nothing for {empty[:5]}: set rollout.engine=transformers for this model")
+        raise EngineError(
+            "vLLM's model has nothing for %s: set %s for this model", empty[:5], ENGINE.set_to("transformers")
+        )
     with suppress(OSError):  # the checkpoint ships none: the defaults stay
         model.generation_config = GenerationConfig.from_pretrained(folder)
     fuse_(model)

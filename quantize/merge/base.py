@@ -80,9 +80,9 @@ def read_base(name: str, folder: Path) -> Base:
     return Base(name, folder, read_json(folder / "config.json"), tensors, format, packed)
 
 
-def power_of_two_scales(base: Base) -> dict[str, torch.Tensor]:
-    """The scales that fused linears share, by module, if the base has such and all are powers of two; else none."""
-    if base.format.shared_tensor is None:
+def power_of_two_scales(base: Base, to: Format) -> dict[str, torch.Tensor]:
+    """The scales that fused linears share, by module, if `base` is in the format `to` and all are powers of two."""
+    if base.format is not to or to.shared_tensor is None:
         return {}
     with TensorReader(base.tensors) as read:
         scales = {module: read(f"{module}.{base.format.shared_tensor}") for module in base.packed}

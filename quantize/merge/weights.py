@@ -91,7 +91,7 @@ def write_merged(merge: Merge, folder: Path, device: torch.device, track: Callab
         read = MergedReader(base, source, merge.adapter, device)
         if source.format.quantized:
             config["quantization_config"] = source.format.quantization_config(["lm_head", *source.kept])
-            earlier = power_of_two_scales(merge.reference)
+            earlier = power_of_two_scales(merge.reference, source.format)
             groups = packed_groups(source, read, device, power_of_two_scale_of(earlier) if earlier else None)
         else:
             groups = ({name: read(name) for name in names} for names in source.groups())

@@ -203,7 +203,7 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
     engine = VLLMEngine(arguments.model, format_of(Path(arguments.model)).name, options)
     if arguments.rank:
         tensors = {}
-        for name, slot in engine._slots.items():
+        for name, slot in engine.found.slots.items():
             tensors[f"{name}.lora_A.weight"] = torch.randn(arguments.rank, slot.in_features, device="cuda") * 0.01
             tensors[f"{name}.lora_B.weight"] = torch.randn(slot.rows, arguments.rank, device="cuda") * 0.01
         deliver(AdapterUpdate(tensors, 2.0), engine)

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from docs_links import slugify
 
+from qerl import errors
+
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("qerl", "quantize", "training", "eval")
 RAISED = ("ConfigError", "CheckpointError", "DataError", "RewardError", "EngineError", "YamlError", "Conflict")
@@ -66,10 +68,27 @@ def _of_file(path: Path) -> Iterator[Message]:
         texts = _conflict(node) if kind == "Conflict" else list(_texts(node.args[0]))
         if not texts and isinstance(node.args[0], ast.Call):
             texts = returned.get(ast.unparse(node.args[0].func), [])
-        for text in texts:
+        for text in (_filled(text, node.args[1:]) for text in texts):
             if not re.search(r"[a-z]", re.sub(r"\{[^}]*\}", "", text)):
                 continue  # placeholders alone: what stands there has a message of its own
             yield Message(SHOWN_AS.get(kind, kind), " ".join(text.split()), str(path.relative_to(ROOT)))
+
+
+def _filled(text: str, arguments: list[ast.expr]) -> str:
+    """The text of a message with what its %s stand for: keys of the recipe by name, other values as placeholders."""
+    values = [each for one in arguments for each in (one.value.elts if isinstance(one, ast.Starred) else [one])]
+    shown = iter(values)
+    return re.sub(r"%[.\d]*[a-z]", lambda _: _value(next(shown, None)), text) if values else text
+
+
+def _value(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "set_to":
+        (value,) = list(_texts(node.args[0])) or ["{...}"]
+        return str(getattr(errors, node.func.value.id).set_to(value))
+    if isinstance(node, ast.Name) and isinstance(key := getattr(errors, node.id, None), errors.Key):
+        return str(key)
+    shown = "" if node is None else ast.unparse(node)
+    return f"{{{shown.rsplit('.', 1)[-1]}}}" if NAME.fullmatch(shown) else "{...}"
 
 
 def _conflict(node: ast.Call) -> list[str]:
@@ -99,5 +118,4 @@ def _texts(node: ast.AST | None) -> Iterator[str]:
 def _part(part: ast.AST) -> str:
     if isinstance(part, ast.Constant):
         return str(part.value)
-    shown = ast.unparse(part.value)
-    return f"{{{shown.rsplit('.', 1)[-1]}}}" if NAME.fullmatch(shown) else "{...}"
+    return _value(part.value)

@@ -20,7 +20,7 @@ class Context:
         started = time.monotonic()
         self.arguments = arguments
         self.engine = self.open()
-        worker = self.engine._llm.llm_engine.model_executor.driver_worker
+        worker = self.engine.llm.llm_engine.model_executor.driver_worker
         self.report = {
             "model": arguments.model,
             "kernel": self.engine.kernel,

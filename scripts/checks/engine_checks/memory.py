@@ -28,7 +28,7 @@ def shared_memory(context: Context) -> dict:
     from qerl.vllm_plugin.policy import KernelLinear
     from qerl.vllm_plugin.sleep import kv_cache_bytes
 
-    engine_storages = _storages(context.engine._model)
+    engine_storages = _storages(context.engine.found.model)
     foreign, linears = [], 0
     for name, parameter in context.policy.named_parameters():
         if parameter.untyped_storage().data_ptr() not in engine_storages:
@@ -50,7 +50,7 @@ def shared_memory(context: Context) -> dict:
     files = sum(path.stat().st_size for path in Path(context.arguments.model).glob("*.safetensors"))
     factors = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
-        for slot in context.engine._slots.values()
+        for slot in context.engine.found.slots.values()
         for tensor in (slot.lora_a, slot.lora_b)
     }
     gc.collect()
@@ -80,7 +80,7 @@ def sleep_and_wake(context: Context) -> dict:
 
     engine = context.engine
     before = engine.generate(context.prompts[:8], context.greedy)
-    pointers = sorted(_storages(engine._model))
+    pointers = sorted(_storages(engine.found.model))
     gc.collect()
     torch.cuda.empty_cache()  # sleep() does that too, and what it gives back would count as the KV cache
     used = _used_gib()
@@ -105,7 +105,7 @@ def sleep_and_wake(context: Context) -> dict:
         "kv_gib": kv_cache_bytes() / 2**30,
         "sleep_ms": times[0],
         "wake_ms": times[1],
-        "same_pointers": pointers == sorted(_storages(engine._model)),
+        "same_pointers": pointers == sorted(_storages(engine.found.model)),
         "policy_works_asleep": len(logprobs[0]) == 3,
         "same": same(before, after),
     }

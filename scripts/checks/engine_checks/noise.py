@@ -11,9 +11,9 @@ from engine_checks.context import Context
 def noise(context: Context) -> dict:
     """Noise acts at sigma 1e-4 (regressed from outputs), changes samples, and is restored bit-exactly."""
     engine = context.engine
-    norms = {name: module for name, module in engine._gains.norms.items() if name.endswith("layernorm")}
+    norms = {name: module for name, module in engine.found.gains.norms.items() if name.endswith("layernorm")}
     generator = torch.Generator("cuda").manual_seed(11)
-    clean = {name: module.gain.clone() for name, module in engine._gains.norms.items()}
+    clean = {name: module.gain.clone() for name, module in engine.found.gains.norms.items()}
     name, module = next(iter(norms.items()))
     x = torch.randn(65536, module.gain.numel(), device="cuda", generator=generator).bfloat16()
     result = {}
@@ -44,6 +44,6 @@ def noise(context: Context) -> dict:
         }
     engine.set_noise(None)
     after = engine.generate(context.prompts[:8], context.sampling, seed=2)
-    result["restored_bits"] = all(torch.equal(module.gain, clean[n]) for n, module in engine._gains.norms.items())
+    result["restored_bits"] = all(torch.equal(module.gain, clean[n]) for n, module in engine.found.gains.norms.items())
     result["restored_samples"] = same(before, after)
     return result

@@ -14,9 +14,9 @@ def repeat(context: Context) -> dict:
     engine = context.engine
     first = engine.generate(context.prompts, context.greedy)
     warm = engine.generate(context.prompts, context.greedy)
-    engine._llm.reset_prefix_cache()
+    engine.llm.reset_prefix_cache()
     cold = engine.generate(context.prompts, context.greedy)
-    engine._llm.reset_prefix_cache()
+    engine.llm.reset_prefix_cache()
     cold2 = engine.generate(context.prompts, context.greedy)
     seeds = [engine.generate(context.prompts, context.sampling, seed=s) for s in (5, 5, 6)]
     half = len(context.prompts) // 2

@@ -99,7 +99,7 @@ def trained_norms(context: Context) -> dict:
         tensor.data.add_((0.05 * noise).to(tensor.dtype))
     count = deliver(AdapterUpdate(tensors, adapter_scaling(model)), engine)
     completions = engine.generate(context.prompts, context.sampling, seed=3)
-    gains = {name: module.gain for name, module in engine._gains.norms.items()}
+    gains = {name: module.gain for name, module in engine.found.gains.norms.items()}
     exact = all(torch.equal(gains[n.removesuffix(".weight")], t.detach().float()) for n, t in norms.items())
     result = compare(context, completions, 1.0) | {"norms": len(norms), "count": count, "expected": len(tensors)}
     result |= {"bits": exact, "same_as_before": same(before, completions)}

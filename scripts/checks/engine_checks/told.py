@@ -123,13 +123,14 @@ def _raising(context: Context, sampling: list[SamplingParams]) -> dict:
 
 def _by_vllm(engine: Any, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Completion]:
     """What `LLM.generate` makes of the same requests, with as few collections."""
-    params = [requests.sampling_params(one, engine._stop, request_seed(1, index)) for index, one in enumerate(sampling)]
+    ends = engine.end_token_ids
+    params = [requests.sampling_params(one, ends, request_seed(1, index)) for index, one in enumerate(sampling)]
     if engine.options.deterministic:
-        requests.drop_prefix_cache(engine._llm)
+        requests.drop_prefix_cache(engine.llm)
     with requests.rare_collections():
-        outputs = engine._llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
+        outputs = engine.llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
     return [requests.completion(output.outputs[0]) for output in outputs]
 
 
 def _left(engine: Any) -> int:
-    return engine._llm.llm_engine.get_num_unfinished_requests()
+    return engine.llm.llm_engine.get_num_unfinished_requests()

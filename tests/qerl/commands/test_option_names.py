@@ -10,28 +10,20 @@ import pytest
 
 import qerl.cli
 from eval.show import OPTIONS as EVAL
+from qerl import errors
 from qerl.checkpoint.load import load_tokenizer
 from qerl.commands.conversation import OPTIONS as CHAT
-from qerl.commands.option_names import in_options, options_named
+from qerl.commands.option_names import options_named
 from qerl.config.keys import describe_config
 from qerl.engine.interface import check_context
-from qerl.errors import CheckpointError, ConfigError, EngineError
+from qerl.errors import CheckpointError, ConfigError, EngineError, Key
 from qerl.plan.engine_memory import GIB, plan_memory
 from qerl.tasks import render_prompt
 from qerl.vllm_plugin.exhausted import out_of_memory
 
 ROOT = Path(__file__).parents[3]
 KEYS = {key.key for key in describe_config()}
-LEFT_ALONE = {
-    "rollout.kv_cache_dtype",
-    "rollout.tune_kernels",
-    "model.dtype",
-    "model.format",
-}  # at their defaults
-
-
-def engine_files():
-    return [*(ROOT / "qerl").glob("engine*.py"), *(ROOT / "qerl" / "vllm_plugin").glob("*.py")]
+NAMED = {value for value in vars(errors).values() if isinstance(value, Key)}
 
 
 def keys_in_texts(path):
@@ -45,10 +37,23 @@ def keys_in_texts(path):
 
 @pytest.mark.parametrize("options", [EVAL, CHAT], ids=["eval", "chat"])
 def test_each_key_that_the_engine_names_has_an_option(options):
-    named = {key for path in engine_files() for key in keys_in_texts(path)}
-    assert len(named) > 5
-    assert named <= set(options) | LEFT_ALONE
-    assert set(options) <= KEYS
+    assert len(NAMED) > 5
+    assert set(options) == NAMED
+    assert {key.name for key in options} <= KEYS
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *(ROOT / "qerl/engine").glob("*.py"),
+        *(ROOT / "qerl/vllm_plugin").glob("*.py"),
+        ROOT / "qerl/plan/engine_memory.py",
+    ],
+    ids=lambda path: path.name,
+)
+def test_the_engine_names_such_a_key_as_a_key(path):
+    """As text, a command could not show its option."""
+    assert not set(keys_in_texts(path)) & {key.name for key in NAMED}
 
 
 @pytest.mark.parametrize(("command", "options"), [("eval", EVAL), ("chat", CHAT)])
@@ -61,19 +66,26 @@ def test_the_options_exist_in_the_command(command, options, capsys, monkeypatch)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("key", "said", "in_eval"),
     [
-        ("lower rollout.memory, or raise memory.cap_gib (x)", "lower --memory, or raise --cap-gib (x)"),
-        ("rollout.kernel='x' is not known: write auto", "--kernel 'x' is not known: write auto"),
-        ("write rollout.kernel=humming or marlin", "write --kernel humming or marlin"),
-        ("rollout.kernel: marlin", "--kernel marlin"),
-        ("set rollout.engine=transformers for this model", "set --engine transformers for this model"),
-        ("rollout.memory_x and xrollout.memory are others", "rollout.memory_x and xrollout.memory are others"),
-        ("raise rollout.memory: it is small", "raise --memory: it is small"),
+        (errors.MEMORY, "rollout.memory", "--memory"),
+        (errors.KERNEL.set_to("humming or marlin"), "rollout.kernel=humming or marlin", "--kernel humming or marlin"),
+        (errors.MAX_PROMPT_TOKENS, "data.max_prompt_tokens", "the length of the prompts"),
+        (Key("noise.enabled").set_to("false"), "noise.enabled=false", "noise.enabled=false"),
     ],
 )
-def test_a_key_with_a_value_becomes_the_option_with_that_value(text, said):
-    assert in_options(text, EVAL) == said
+def test_a_key_with_a_value_becomes_the_option_with_that_value(key, said, in_eval):
+    error = EngineError("set %s, or 100%% of %d", key, 3)
+    assert str(error) == f"set {said}, or 100% of 3"
+    with pytest.raises(EngineError) as caught, options_named(EVAL):
+        raise error
+    assert str(caught.value) == f"set {in_eval}, or 100% of 3"
+
+
+def test_a_key_is_not_made_text_by_accident():
+    with pytest.raises(TypeError, match="hand it to the error as a value"):
+        f"lower {errors.MEMORY}"
+    assert str(EngineError("100% and %s")) == "100% and %s"  # a text without values is left as it is
 
 
 def too_small():
@@ -111,9 +123,9 @@ def test_messages_about_the_recipe_of_a_run_keep_its_keys():
 def test_warnings_of_the_engine_name_options_within_and_keys_outside(caplog):
     warn = logging.getLogger("qerl.engine.vllm_engine").warning
     with options_named(CHAT):
-        warn("%d tokens: raise rollout.memory or memory.cap_gib", 5)
+        warn("%d tokens: raise %s or %s", 5, errors.MEMORY, errors.CAP_GIB)
         logging.getLogger("eval.plan").warning("config.yaml: memory.cap_gib 24")
-    warn("%d tokens: raise rollout.memory", 6)
+    warn("%d tokens: raise %s", 6, errors.MEMORY)
     assert caplog.messages == [
         "5 tokens: raise --memory or --cap-gib",
         "config.yaml: memory.cap_gib 24",

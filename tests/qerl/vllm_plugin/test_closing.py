@@ -9,11 +9,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._dynamo.convert_frame import register_bytecode_hook
+from vllm_stand_in import no_vllm, opened_engine, vllm_parts
 
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm_engine import VLLMEngine
 from qerl.errors import EngineError
-from qerl.vllm_plugin import closing, opening
+from qerl.vllm_plugin import closing
 
 
 class Thing:
@@ -142,21 +143,16 @@ def test_nothing_is_imported_to_abandon_what_never_began(monkeypatch):
     assert set(sys.modules) == before
 
 
-def opened_engine(llm, **attributes):
-    engine = VLLMEngine.__new__(VLLMEngine)
-    engine.__dict__.update(_llm=llm, _model=llm.model, _asleep=False, _cap_bytes=None, **attributes)
-    return engine
-
-
 @pytest.mark.parametrize("asleep", [False, True])
-def test_close_refers_to_nothing_when_memory_is_given_back_and_twice_does_no_harm(monkeypatch, asleep):
-    llm, seen = Thing(name="llm", model=Thing()), []
+def test_close_refers_to_nothing_when_memory_is_given_back_and_twice_does_no_harm(monkeypatch, tmp_path, asleep):
+    llm, seen = Thing(name="llm", sleep=lambda level: None, llm_engine=vllm_parts()), []
     there = weakref.ref(llm)
     monkeypatch.setattr(closing, "shut_down_", lambda llm: seen.append(llm.name))
     monkeypatch.setattr(closing, "give_back_", lambda: (gc.collect(), seen.append(there())))
-    engine = opened_engine(llm)
-    engine._asleep = asleep
+    engine = opened_engine(monkeypatch, tmp_path, llm, Thing())
     del llm
+    if asleep:
+        engine.sleep()
     engine.close()
     engine.close()
     assert seen == ["llm", None]
@@ -164,16 +160,17 @@ def test_close_refers_to_nothing_when_memory_is_given_back_and_twice_does_no_har
         engine.generate([[1]], None)
 
 
-def test_an_engine_that_falls_asleep_empties_torchs_cache_after_its_kv_cache_is_gone(monkeypatch):
+def test_an_engine_that_falls_asleep_empties_torchs_cache_after_its_kv_cache_is_gone(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("emptied"))
-    engine = opened_engine(Thing(model=None, sleep=lambda level: seen.append("asleep")))
+    llm = Thing(sleep=lambda level: seen.append("asleep"), llm_engine=vllm_parts())
+    engine = opened_engine(monkeypatch, tmp_path, llm)
     engine.sleep()
     engine.sleep()
     assert seen == ["asleep", "emptied"]
 
 
-def test_a_shutdown_that_fails_is_a_warning_and_memory_is_given_back(monkeypatch, caplog):
+def test_a_shutdown_that_fails_is_a_warning_and_memory_is_given_back(monkeypatch, tmp_path, caplog):
     given = []
 
     def fail(llm):
@@ -181,7 +178,7 @@ def test_a_shutdown_that_fails_is_a_warning_and_memory_is_given_back(monkeypatch
 
     monkeypatch.setattr(closing, "shut_down_", fail)
     monkeypatch.setattr(closing, "give_back_", lambda: given.append(True))
-    engine = opened_engine(Thing(model=None))
+    engine = opened_engine(monkeypatch, tmp_path, Thing(llm_engine=vllm_parts()))
     engine.close()
     assert "could not be shut down" in caplog.text
     assert "process group" in caplog.text
@@ -198,34 +195,20 @@ def test_an_opening_that_fails_half_way_leaves_nothing(monkeypatch, tmp_path, wh
     """The error is still held, and what vLLM had built is gone by the time memory is given back."""
     refs, closed, abandoned = [], [], []
 
-    def open_llm(*_):
-        runner = SimpleNamespace(model=Thing())
-        worker = SimpleNamespace(model_runner=runner)
-        llm = Thing(name="llm", llm_engine=SimpleNamespace(model_executor=SimpleNamespace(driver_worker=worker)))
+    def open_llm():
+        llm = Thing(name="llm", llm_engine=vllm_parts(), model=Thing())
         refs.append(weakref.ref(llm))
         if where == "in vLLM":
             raise EngineError("vLLM cannot open it")
         return llm
 
-    def refuse(self):
+    def refuse(llm):
         raise EngineError("not qerl's linears")
 
-    settings = SimpleNamespace(base=str(tmp_path), format="bf16", stop_token_ids=tuple)
-    for name, stand_in in {
-        "check_vllm": lambda: None,
-        "check_device": lambda dtype: 0,
-        "check_kv_cache_dtype": lambda kind: None,
-        "Settings": lambda *_: settings,
-        "import_vllm": lambda: None,
-        "choose_kernel": lambda *_: "qerl",
-        "compile_ahead": lambda *_: None,
-        "open_llm": open_llm,
-    }.items():
-        monkeypatch.setattr(opening, name, stand_in)
+    no_vllm(monkeypatch, tmp_path, open_llm, refuse)
     monkeypatch.setattr(closing, "shut_down_", lambda llm: closed.append(llm.name))
     monkeypatch.setattr(closing, "give_back_", lambda: None)
     monkeypatch.setattr(closing, "abandon_", lambda: (gc.collect(), abandoned.append(refs[0]())))
-    monkeypatch.setattr(VLLMEngine, "_index_model", refuse)
     kept = None
     try:
         VLLMEngine(str(tmp_path), "nvfp4", EngineOptions())

@@ -6,10 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from vllm_stand_in import opened_engine, vllm_parts
 
 from qerl.engine.interface import SamplingParams
-from qerl.engine.options import EngineOptions
-from qerl.engine.vllm_engine import VLLMEngine
 from qerl.errors import EngineError
 from qerl.vllm_plugin import requests
 from qerl.vllm_plugin.requests import (
@@ -120,18 +119,15 @@ def test_outputs_are_taken_as_they_end_and_returned_in_order():
         taken.clear()
 
 
-def test_the_engine_tells_of_what_it_returns_and_scores_as_before(monkeypatch):
+def test_the_engine_tells_of_what_it_returns_and_scores_as_before(monkeypatch, tmp_path):
     """The completion itself is told, made of vLLM's output once."""
     made, told, llm = [], [], SteppedLLM()
     monkeypatch.setattr(requests, "completion", lambda output: made.append(output) or completion(output))
     monkeypatch.setattr(requests, "sampling_params", lambda *_: None)
     monkeypatch.setattr(requests, "scoring_params", lambda: None)
-    engine = VLLMEngine.__new__(VLLMEngine)
-    engine.__dict__.update(
-        _llm=llm, _asleep=False, _stop=(), options=EngineOptions(max_sequences=4), _cache_warned=False
-    )
-    engine.__dict__.update(max_context=100, _model_len=101, _vocabulary=1000, cache_tokens=1000)
-    engine._model = SimpleNamespace(logits_processor=SimpleNamespace(scale=1.0))
+    vars(llm).update(vars(vllm_parts()))
+    processor = SimpleNamespace(scale=1.0)
+    engine = opened_engine(monkeypatch, tmp_path, llm, SimpleNamespace(logits_processor=processor))
     done = engine.generate(
         [[3], [1]], SamplingParams(9), finished=lambda *one: told.append((*one, len(llm.request_states)))
     )
@@ -141,7 +137,7 @@ def test_the_engine_tells_of_what_it_returns_and_scores_as_before(monkeypatch):
     assert len(made) == 2
     assert engine.generate([[3], [1]], SamplingParams(9)) == done
     assert engine.score([[2], [1, 5]], [[5, 6], [6]], 0.5) == [[-2.0, -3.0], [-3.0]]
-    assert engine._model.logits_processor.scale == 1.0
+    assert processor.scale == 1.0
 
 
 def test_an_error_of_who_takes_them_leaves_nothing_to_the_next():

@@ -1,0 +1,50 @@
+"""What the engine uses of the model that vLLM has built: where sync and noise write, and which kernels multiply."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from qerl.vllm_plugin.gains import Gains
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from qerl.engine.options import EngineOptions
+    from qerl.vllm_plugin.sync import AdapterSlot
+
+
+@dataclass(frozen=True)
+class Found:
+    """`model` is vLLM's; `slots` are empty for an engine without an adapter."""
+
+    model: nn.Module
+    gains: Gains
+    slots: Mapping[str, AdapterSlot]
+    kernel: str  # what multiplies the base weights
+    attention: str
+
+
+def find(llm: Any, options: EngineOptions) -> Found:
+    """Look through the model of vLLM's LLM. Raises EngineError if it is not built of what this plugin registers."""
+    from vllm.model_executor.layers.linear import LinearBase
+
+    from qerl import vllm_plugin
+    from qerl.vllm_plugin.attention import attention_name
+    from qerl.vllm_plugin.linear import kernel_name
+    from qerl.vllm_plugin.norm import NoisyRMSNorm
+    from qerl.vllm_plugin.opening import asks_for_own_attention
+    from qerl.vllm_plugin.sync import adapter_slots
+
+    runner = llm.llm_engine.model_executor.driver_worker.model_runner
+    vllm_plugin.check(runner.model, runner, asks_for_own_attention(options.kv_cache_dtype))
+    modules = dict(runner.model.named_modules())
+    linears = {name: module for name, module in modules.items() if isinstance(module, LinearBase)}
+    return Found(
+        model=runner.model,
+        gains=Gains({name: module for name, module in modules.items() if isinstance(module, NoisyRMSNorm)}),
+        slots=adapter_slots(linears) if options.max_rank else {},
+        kernel=" + ".join(sorted({kernel_name(layer) for layer in linears.values()})),
+        attention=attention_name(runner.model),
+    )

@@ -1,0 +1,81 @@
+"""What the registered formats know, and that a registered name is taken once."""
+
+import json
+
+import pytest
+import torch
+
+from qerl import formats
+from qerl.checkpoint.linears import fused
+from qerl.errors import CheckpointError
+from qerl.formats import BF16, NVFP4
+from qerl.nvfp4 import reference
+
+
+def test_formats_are_known_by_name_in_order():
+    assert formats.names() == ("nvfp4", "bf16")
+    assert formats.all_formats() == (NVFP4, BF16)
+    assert formats.writable() == (BF16, NVFP4)
+    assert formats.get("nvfp4") is NVFP4 is formats.DEFAULT
+    with pytest.raises(CheckpointError, match="format 'fp8' is not known: write 'nvfp4' or 'bf16'"):
+        formats.get("fp8")
+    with pytest.raises(ValueError, match="there is a format nvfp4 already"):
+        formats.register(NVFP4)
+
+
+def test_what_a_weight_takes():
+    assert (NVFP4.bytes_per_weight, BF16.bytes_per_weight) == (4 / 8 + 1 / 16, 2)
+
+
+def test_quantized_folders_have_the_schemes_name():
+    assert (NVFP4.folder_suffix, NVFP4.quantized, BF16.quantized) == ("-NVFP4A16", True, False)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "found"),
+    [
+        (None, BF16),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, NVFP4),
+        ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, None),
+        ({"quant_method": "gptq"}, None),
+        ({}, None),
+    ],
+)
+def test_a_folder_is_recognised_by_its_quantization_config(quantization, found):
+    assert [each for each in formats.all_formats() if each.recognises(quantization)] == ([found] if found else [])
+
+
+def test_the_quantization_config_is_one_that_it_recognises(tmp_path):
+    written = json.loads(json.dumps(NVFP4.quantization_config(["lm_head"])))
+    assert NVFP4.recognises(written)
+    NVFP4.check_config(tmp_path, written)
+    assert written["ignore"] == ["lm_head"]
+    assert BF16.quantization_config(["lm_head"]) is None
+
+
+def test_weights_that_are_fused_share_their_global_scale():
+    torch.manual_seed(0)
+    weights = [torch.randn(32, 64), 3 * torch.randn(16, 64)]
+    first, second = NVFP4.quantize(weights)
+    assert torch.equal(first[NVFP4.shared_tensor], second[NVFP4.shared_tensor])
+    assert torch.equal(second[NVFP4.shared_tensor], reference.global_scale(weights[1].abs().amax()))
+    for weight, tensors in zip(weights, (first, second), strict=True):
+        assert {name: (t.dtype, tuple(t.shape)) for name, t in tensors.items()} == {
+            "weight_packed": (torch.uint8, (len(weight), 32)),
+            "weight_scale": (torch.float8_e4m3fn, (len(weight), 4)),
+            "weight_global_scale": (torch.float32, (1,)),
+        }
+        assert NVFP4.dense_shape({name: tuple(t.shape) for name, t in tensors.items()}) == tuple(weight.shape)
+        error = weight - NVFP4.dequantize(tensors, torch.float32)
+        assert 20 * torch.log10(weight.norm() / error.norm()) > NVFP4.min_sqnr_db
+
+
+def test_linears_that_engines_fuse_are_one_group():
+    names = ["a.k_proj", "a.q_proj", "b.q_proj", "a.o_proj", "m.up_proj", "a.v_proj", "m.gate_proj", "m.down_proj"]
+    assert fused(names) == [
+        ("a.k_proj", "a.q_proj", "a.v_proj"),
+        ("b.q_proj",),
+        ("a.o_proj",),
+        ("m.up_proj", "m.gate_proj"),
+        ("m.down_proj",),
+    ]
