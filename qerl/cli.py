@@ -6,7 +6,6 @@ Importing this loads no torch; each command imports what it runs.
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -24,6 +23,7 @@ from qerl.errors import ConfigError
 
 try:
     from eval.command import compare_results, evaluate
+    from quantize.command import quantize_command
     from quantize.merge.command import merge_command
 except ImportError:  # names that other projects use too
     refuse_clashes()
@@ -35,60 +35,11 @@ app = typer.Typer(
     rich_markup_mode=None,
     help="Reinforcement learning of language models on one GPU: NVFP4 base, BF16 LoRA, quantization noise.",
 )
-Method = StrEnum("Method", [(name, name) for name in ("rtn", "awq", "gptq")])
-GlobalScale = StrEnum("GlobalScale", [(name, name) for name in ("amax", "pow2")])
-ModelOption = Annotated[str, typer.Option(help="Folder, hub id, or `tiny` (the model that ships with qerl).")]
 
 
 def main() -> None:
     """Entry point of the `qerl` script."""
     run_command(app, with_resume_value(sys.argv[1:]))
-
-
-def quantize(
-    model: ModelOption,
-    out: Annotated[Path | None, typer.Option(help="Default: checkpoints/<name>-NVFP4A16.")] = None,
-    method: Annotated[Method, typer.Option(help="rtn needs no data; awq is the paper's.")] = Method.rtn,
-    global_scale: Annotated[
-        GlobalScale, typer.Option(help="amax uses all of the format; pow2 is exact in bfloat16.")
-    ] = GlobalScale.amax,
-    ignore: Annotated[
-        list[str] | None,
-        typer.Option(
-            help="Linears to leave in 16 bits, as llm-compressor writes them: 're:.*self_attn.*'. Repeatable."
-        ),
-    ] = None,
-    calibration: Annotated[str | None, typer.Option(help="Rows for awq and gptq: jsonl file or hub name.")] = None,
-    calibration_size: Annotated[int, typer.Option(help="Calibration rows (the paper: 256).")] = 256,
-    sequence_length: Annotated[int, typer.Option(help="Tokens of each (the paper: 2048).")] = 2048,
-    batch_size: Annotated[int, typer.Option(help="Calibration rows a forward pass.")] = 1,
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output folder.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run Python code of the checkpoint.")
-    ] = False,
-    device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto",
-) -> None:
-    """Turn a 16-bit checkpoint into NVFP4 (4-bit weights, 16-bit activations), and verify it."""
-    from rich.console import Console
-
-    from qerl.devices import choose_card
-    from quantize.run import QuantizeOptions, quantize_checkpoint
-
-    if device in ("auto", "cuda"):
-        choose_card()
-    options = QuantizeOptions(
-        method=str(method),
-        global_scale=str(global_scale),
-        ignore=tuple(ignore or ()),
-        calibration=calibration,
-        calibration_size=calibration_size,
-        sequence_length=sequence_length,
-        batch_size=batch_size,
-        trust_remote_code=trust_remote_code,
-        device=device,
-    )
-    report = quantize_checkpoint(model, out, options, overwrite=overwrite)
-    Console().print(report.table())
 
 
 def grade(
@@ -148,7 +99,7 @@ def _verdict(before: Path, after: Path) -> str | None:
 COMMANDS = {  # name -> command and its line of `qerl --help`, in the order in which one needs them
     "doctor": (doctor, "Check this machine; the remedy beside what is wrong."),
     "plan": (plan_command, "Memory and seconds of a run, before anything is loaded."),
-    "quantize": (quantize, "Turn a 16-bit checkpoint into NVFP4, and verify it."),
+    "quantize": (command_of(quantize_command), "Turn a 16-bit checkpoint into NVFP4, and verify it."),
     "train": (command_of(train), "Train a LoRA adapter by RL, as a recipe says; or resume."),
     "eval": (command_of(evaluate), "Accuracy of a model on a task, every completion saved."),
     "compare": (compare_results, "Of two evaluations: better, worse, or cannot tell."),

@@ -18,7 +18,7 @@ import importlib.metadata
 import logging
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from qerl.formats.scheme import config_entry, make_config
 from quantize.calibrated import Recipe, calibrate, calibrated_groups, check_device, dense_tensor
 from quantize.calibration import Calibration, load_calibration
 from quantize.compressor import SCHEME, check_installed, load_compressor
+from quantize.options import QuantizeOptions
 from quantize.output import check_space, check_target, staged_folder
 from quantize.reader import TensorReader
 from quantize.report import QuantizeReport
@@ -43,49 +44,13 @@ if TYPE_CHECKING:
     from rich.progress import Progress
     from transformers import PreTrainedModel
 
-METHODS = ("rtn", "awq", "gptq")
-GLOBAL_SCALES = ("amax", "pow2")
 PACKAGES = ("qerl", "llmcompressor", "compressed-tensors", "transformers", "torch")
 COMPARED_WITH = {"rtn": "the source", "awq": "the source after AWQ's rescaling", "gptq": "the source"}
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class QuantizeOptions:
-    """How to quantize. `global_scale`: see `reference.shared_global_scale`. The calibration fields are for awq and
-    gptq."""
-
-    method: str = "rtn"
-    global_scale: str = "amax"
-    ignore: tuple[str, ...] = ()
-    calibration: str | None = None
-    calibration_size: int = 256
-    sequence_length: int = 2048
-    batch_size: int = 1
-    trust_remote_code: bool = False
-    device: str = "auto"
-
-    def check(self) -> None:
-        """Raise ConfigError for values that cannot be used together."""
-        if self.method not in METHODS:
-            raise ConfigError(f"--method {self.method!r} is not known: write {', '.join(METHODS)}")
-        if self.global_scale not in GLOBAL_SCALES:
-            raise ConfigError(f"--global-scale {self.global_scale!r} is not known: write {', '.join(GLOBAL_SCALES)}")
-        if self.method == "rtn" and self.calibration:
-            raise ConfigError("--method rtn uses no data: leave --calibration out, or write --method awq")
-        if self.method != "rtn" and not self.calibration:
-            raise ConfigError(
-                f"--method {self.method} needs data: write --calibration FILE.jsonl or a hub data set's name"
-            )
-        for name in ("calibration_size", "sequence_length", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
-
-
-def quantize_checkpoint(
-    model: str, out: Path | None = None, options: QuantizeOptions | None = None, *, overwrite: bool = False
-) -> QuantizeReport:
+def quantize_checkpoint(model: str, out: Path | None = None, options: QuantizeOptions | None = None) -> QuantizeReport:
     """Quantize `model` (folder, hub id or `tiny`) into `out`, default `checkpoints/<name>-NVFP4A16`, and verify it.
 
     Raises ConfigError for wrong options, CheckpointError for the model or the folder, DataError for calibration rows,
@@ -97,7 +62,7 @@ def quantize_checkpoint(
     check_installed()
     out = default_quantized_dir(model) if out is None else Path(out).expanduser()
     source = read_source(model, options.ignore, options.trust_remote_code)
-    check_target(out, source.folder, overwrite)
+    check_target(out, source.folder, options.overwrite)
     check_space(out, source.output_bytes())
     _check_length(source, options)
     logger.info("quantizing %s to %s: %s by %s", source.name, out, SCHEME, options.method)

@@ -13,9 +13,9 @@ app.command()(command_of(grade))
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import MISSING, Field, dataclass, fields
-from typing import Annotated, Any, get_args, get_type_hints
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 from typer.models import ArgumentInfo, OptionInfo
 
@@ -27,40 +27,59 @@ class Text:
     read: Callable[[str], Any]
 
 
-def command_of(function: Callable[[Any], None], **fixed: object) -> Callable[..., None]:
-    """The command, for typer, of a function whose only argument is a dataclass.
+def command_of(function: Callable[..., None], **fixed: object) -> Callable[..., None]:
+    """The command, for typer, of a function: a parameter that is a dataclass stands for its fields.
 
-    Fields that carry typer's marks are its options; `fixed` gives values for fields that are not to be options.
+    Of a dataclass, fields that carry typer's marks are options; one of type tuple[X, ...] can be given several times.
+    `fixed` gives values for fields that are not to be options.
     """
-    ((_, parameter),) = inspect.signature(function, eval_str=True).parameters.items()
-    options = parameter.annotation
-    types = get_type_hints(options, include_extras=True)
-    marked = [field for field in fields(options) if field.name not in fixed and _is_option(types[field.name])]
-    readers = {field.name: mark.read for field in marked for mark in _marks(types[field.name], Text)}
+    signature = inspect.signature(function, eval_str=True)
 
     def command(**typed: Any) -> None:
-        absent = {name for name in readers if typed[name] is None}  # these keep their defaults
-        read = {name: readers[name](typed[name]) for name in readers.keys() - absent}
-        function(options(**fixed, **{name: value for name, value in typed.items() if name not in absent} | read))
+        arguments = {}
+        for name, parameter in signature.parameters.items():
+            kind = parameter.annotation
+            arguments[name] = kind(**fixed, **_values(kind, typed)) if is_dataclass(kind) else typed[name]
+        function(**arguments)
 
-    parameters = [_parameter(field, types[field.name]) for field in marked]
+    parameters = [option for each in signature.parameters.values() for option in _options(each, fixed)]
     command.__signature__ = inspect.Signature(parameters)
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
     command.__name__, command.__doc__ = function.__name__, function.__doc__
     return command
 
 
-def _marks(annotation: Any, kind: Any) -> list[Any]:
-    return [mark for mark in get_args(annotation)[1:] if isinstance(mark, kind)]
+def _options(parameter: inspect.Parameter, fixed: Mapping[str, object]) -> Iterator[inspect.Parameter]:
+    """What typer is to offer for a parameter of the function."""
+    if not is_dataclass(parameter.annotation):
+        yield parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY)
+        return
+    types = get_type_hints(parameter.annotation, include_extras=True)
+    for field in fields(parameter.annotation):
+        kind, *marks = get_args(types[field.name]) or [types[field.name]]
+        shown = [mark for mark in marks if isinstance(mark, (OptionInfo, ArgumentInfo))]
+        if field.name in fixed or not shown:
+            continue
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        if _text(marks) is not None:
+            kind, default = str | None, None
+        elif get_origin(kind) is tuple:
+            kind, default = list[get_args(kind)[0]] | None, None
+        annotation = Annotated[(kind, *shown)]
+        yield inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _is_option(annotation: Any) -> bool:
-    return bool(_marks(annotation, (OptionInfo, ArgumentInfo)))
+def _values(kind: Any, typed: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a dataclass for what was typed; what was not typed keeps its default."""
+    types, values = get_type_hints(kind, include_extras=True), {}
+    for field in fields(kind):
+        value = typed.get(field.name)
+        if value is None:
+            continue
+        text = _text(get_args(types[field.name])[1:])
+        values[field.name] = tuple(value) if isinstance(value, list) else value if text is None else text.read(value)
+    return values
 
 
-def _parameter(field: Field[Any], annotation: Any) -> inspect.Parameter:
-    default = inspect.Parameter.empty if field.default is MISSING else field.default
-    if _marks(annotation, Text):
-        annotation = Annotated[(str | None, *_marks(annotation, (OptionInfo, ArgumentInfo)))]
-        default = None
-    return inspect.Parameter(field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+def _text(marks: Any) -> Text | None:
+    return next((mark for mark in marks if isinstance(mark, Text)), None)

@@ -54,11 +54,11 @@ class TrainOptions:
         typer.Option(help="Columns of --data: question=problem,answer=solution"),
     ] = None
     overrides: Annotated[
-        list[str] | None,
+        tuple[str, ...],
         typer.Option(
             "--set", help="key=value over the recipe: --set run.steps=100. Repeatable.", autocompletion=key_values
         ),
-    ] = None
+    ] = ()
     steps: Annotated[
         int | None,
         typer.Option(help="Optimizer steps; default: the recipe's. With --resume: the run's new number in all."),
@@ -124,7 +124,7 @@ def _config(options: TrainOptions, recipe: str) -> RunConfig:
     """The recipe, with what the options change of it."""
     from qerl.config.recipe import load_recipe
 
-    overrides = list(options.overrides or ())
+    overrides = list(options.overrides)
     if options.columns is not None:
         overrides.append(f"data.columns={{{', '.join(f'{name}: {of!r}' for name, of in options.columns.items())}}}")
     out = options.out and str(options.out)
@@ -196,6 +196,7 @@ def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
                 f"recipe {recipe} trains on {default_quantized_dir(base)}, which does not exist: run `qerl quantize "
                 f"--model {base}` first, or add --quantize"
             ) from error
-        from quantize.run import QuantizeOptions, quantize_checkpoint
+        from quantize.options import QuantizeOptions
+        from quantize.run import quantize_checkpoint
 
         quantize_checkpoint(base, options=QuantizeOptions(trust_remote_code=config.model.trust_remote_code))

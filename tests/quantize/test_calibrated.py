@@ -16,7 +16,8 @@ from qerl.errors import CheckpointError, ConfigError
 from quantize import calibrated, run
 from quantize.calibrated import check_device
 from quantize.compressor import load_compressor
-from quantize.run import QuantizeOptions, quantize_checkpoint
+from quantize.options import QuantizeOptions
+from quantize.run import quantize_checkpoint
 
 
 def load_all(folder):

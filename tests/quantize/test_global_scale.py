@@ -17,7 +17,8 @@ from qerl.checkpoint.linears import fused
 from qerl.nvfp4 import reference
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
-from quantize.run import QuantizeOptions, quantize_checkpoint
+from quantize.options import QuantizeOptions
+from quantize.run import quantize_checkpoint
 
 POW2 = QuantizeOptions(global_scale="pow2")
 

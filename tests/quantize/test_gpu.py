@@ -10,7 +10,8 @@ import torch
 from checkpoint_factory import make_checkpoint
 from safetensors.torch import load_file
 
-from quantize.run import QuantizeOptions, quantize_checkpoint
+from quantize.options import QuantizeOptions
+from quantize.run import quantize_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,

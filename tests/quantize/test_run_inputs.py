@@ -16,7 +16,8 @@ from qerl.checkpoint.shards import INDEX, read_tensors
 from qerl.errors import CheckpointError, ConfigError, MissingExtraError
 from qerl.nvfp4.reference import quantize
 from quantize import run, writer
-from quantize.run import QuantizeOptions, quantize_checkpoint
+from quantize.options import QuantizeOptions
+from quantize.run import quantize_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -131,9 +132,9 @@ def test_an_existing_output_needs_overwrite_and_is_kept_when_the_new_one_fails(m
     path = sorted(broken.glob("*.safetensors"))[-1]
     save_file({n: t / 0 for n, t in load_file(path).items()}, path, metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="NaN or infinity"):
-        quantize_checkpoint(str(broken), out, overwrite=True)
+        quantize_checkpoint(str(broken), out, QuantizeOptions(overwrite=True))
     assert (out / "model.safetensors").read_bytes() == before
-    quantize_checkpoint(str(model), out, QuantizeOptions(ignore=("re:.*mlp.*",)), overwrite=True)
+    quantize_checkpoint(str(model), out, QuantizeOptions(ignore=("re:.*mlp.*",), overwrite=True))
     assert (out / "model.safetensors").read_bytes() != before
 
 

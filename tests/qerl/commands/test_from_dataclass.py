@@ -20,6 +20,7 @@ class Options:
     kind: Annotated[Literal["one", "two"], typer.Option(help="Which.")] = "one"
     columns: Annotated[Mapping[str, str] | None, Text(parse_columns), typer.Option(help="Pairs.")] = None
     numbers: Annotated[tuple[str, ...], Text(tuple), typer.Option(help="Letters.")] = ()
+    names: Annotated[tuple[str, ...], typer.Option("--name", help="Repeatable.")] = ()
     quiet: Annotated[bool, typer.Option("--quiet", "-q")] = False
     label: str = "not an option"
 
@@ -45,6 +46,7 @@ def invoke(*arguments, **fixed):
         (["x"], Options(Path("x"))),
         (["x", "--kind", "two", "-q"], Options(Path("x"), kind="two", quiet=True)),
         (["x", "--columns", "a=b, c=d"], Options(Path("x"), columns={"a": "b", "c": "d"})),
+        (["x", "--name", "a", "--name", "b"], Options(Path("x"), names=("a", "b"))),
         (["x", "--numbers", "ab"], Options(Path("x"), numbers=("a", "b"))),
     ],
 )
@@ -67,6 +69,19 @@ def test_a_value_that_is_given_beforehand_is_no_option():
     assert made == [Options(Path("y"))]
     assert invoke("x", file=Path("y")).exit_code == 2
     assert made == []
+
+
+def test_a_parameter_that_is_no_dataclass_is_an_option_in_its_place():
+    def both(*, model: Annotated[str, typer.Option()], options: Options) -> None:
+        made.append((model, options))
+
+    made.clear()
+    app = typer.Typer(rich_markup_mode=None, add_completion=False)
+    app.command()(command_of(both))
+    assert CliRunner().invoke(app, ["x", "--model", "m"]).exit_code == 0
+    assert made == [("m", Options(Path("x")))]
+    text = CliRunner().invoke(app, ["--help"]).output
+    assert text.index("--model") < text.index("--kind")
 
 
 def test_columns_are_pairs_of_names():

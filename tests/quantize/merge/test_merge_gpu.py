@@ -22,7 +22,8 @@ from qerl.engine.options import EngineOptions
 from qerl.tasks import build_messages, get_task, load_examples, render_prompt
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
-from quantize.run import QuantizeOptions, quantize_checkpoint
+from quantize.options import QuantizeOptions
+from quantize.run import quantize_checkpoint
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,8 @@ from small_run import numbers, same_adapters, small_config
 
 from qerl.config.recipe import load_config, save_config
 from qerl.errors import ConfigError, DataError
-from quantize.run import QuantizeOptions, quantize_checkpoint
+from quantize.options import QuantizeOptions
+from quantize.run import quantize_checkpoint
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoint_path
 from training.run_dir.folder import new_run_dir
@@ -96,10 +97,10 @@ def test_a_base_that_was_quantized_again_is_refused(base, tmp_path):
     quantize_checkpoint(str(base), nvfp4)
     run_dir = start(small_config(nvfp4, tmp_path, steps=3), "tiny").run_dir
     (run_dir / "checkpoints" / "step-000003").rename(tmp_path / "last")
-    quantize_checkpoint(str(base), nvfp4, QuantizeOptions(ignore=("re:.*mlp.*",)), overwrite=True)
+    quantize_checkpoint(str(base), nvfp4, QuantizeOptions(ignore=("re:.*mlp.*",), overwrite=True))
     with pytest.raises(ConfigError, match=r"other weights than when .* began .was it quantized again"):
         resume(run_dir)
-    quantize_checkpoint(str(base), nvfp4, overwrite=True)
+    quantize_checkpoint(str(base), nvfp4, QuantizeOptions(overwrite=True))
     assert resume(run_dir).steps == 3
 
 

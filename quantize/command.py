@@ -1,0 +1,28 @@
+"""`qerl quantize`; qerl/cli.py registers it. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from quantize.options import QuantizeOptions
+
+
+def quantize_command(
+    *,
+    model: Annotated[str, typer.Option(help="Folder, hub id, or `tiny` (the model that ships with qerl).")],
+    out: Annotated[Path | None, typer.Option(help="Default: checkpoints/<name>-NVFP4A16.")] = None,
+    options: QuantizeOptions,
+) -> None:
+    """Turn a 16-bit checkpoint into NVFP4 (4-bit weights, 16-bit activations), and verify it."""
+    from rich.console import Console
+
+    from qerl.devices import choose_card
+    from quantize.run import quantize_checkpoint
+
+    if options.device in ("auto", "cuda"):
+        choose_card()
+    report = quantize_checkpoint(model, out, options)
+    Console().print(report.table())
