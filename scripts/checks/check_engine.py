@@ -3,8 +3,8 @@
 
     python3 scripts/checks/check_engine.py --model checkpoints/random-7b-NVFP4A16 [--kernel marlin] [--deterministic]
 
-Each check gives numbers; tests/qerl/engine/test_vllm_engine_gpu.py runs this on small models and holds the bars.
-A check that raises is reported and the rest still run; exit code 1 if any raised.
+Each check returns numbers. tests/qerl/engine/test_vllm_engine_gpu.py runs this script on small models and has the
+limits for them. If a check raises, that is reported, the others still run, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def main() -> None:
     parser.add_argument("--cap-gib", type=float)
     parser.add_argument("--memory", type=float, help="rollout.memory: GiB, or a share")
     parser.add_argument("--rank", type=int, default=RANK)
-    parser.add_argument("--only", nargs="+", metavar="CHECK", choices=KNOWN, help=f"of {', '.join(KNOWN)}")
+    parser.add_argument("--only", nargs="+", metavar="CHECK", choices=KNOWN, help=f"some of {', '.join(KNOWN)}")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--patience", type=float, default=300, help="seconds after which a check counts as hung")
     arguments = parser.parse_args()
@@ -88,7 +88,7 @@ CHECKS = [
     trained_norms,
     sampler,
 ]
-ON_REQUEST = [exhausted_cache, loading, told, told_of_while, reopened]  # with --only
+ON_REQUEST = [exhausted_cache, loading, told, told_of_while, reopened]  # run only if --only names them
 KNOWN = [check.__name__ for check in (*CHECKS, *ON_REQUEST)]
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@
     python3 scripts/checks/compare_engines.py --out benchmarks/engines-tiny.json [--steps 30] [--seeds 0 1]
         [--set KEY=VALUE]
 
-Each run is a process of its own (`qerl train --recipe tiny`), several at once. Rewards of two engines differ by
-sampling noise alone; `difference` is the mean difference of their mean rewards over the last third of the steps, beside
-its standard error from the completions of a step.
+Each run is a process of its own (`qerl train --recipe tiny`), and all run at the same time. The rewards of the two
+engines should differ only by sampling noise: `difference` is the difference of their mean rewards over the last third
+of the steps, with its standard error from the number of completions.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def main() -> None:
 def train(work: Path, engine: str, seed: int, arguments: argparse.Namespace) -> subprocess.Popen:
     settings = [f"--set=rollout.engine={engine}", *(f"--set={value}" for value in arguments.set)]
     if engine == "vllm":
-        # Marlin: Humming compiles into a cache that several starting processes cannot share.
+        # Marlin, because Humming compiles into a cache that processes cannot share while they start.
         settings += [f"--set=rollout.memory={arguments.memory_gib}", "--set=rollout.kernel=marlin"]
     out = work / f"{engine}-{seed}"
     options = ["--steps", str(arguments.steps), "--seed", str(seed), "--out", str(out)]
@@ -80,14 +80,14 @@ def result(work: Path, engine: str, seed: int, code: int) -> dict:
 
 
 def difference(runs: list[dict], steps: int) -> dict:
-    """Mean reward of the last third by engine, and the standard error of the difference of the means."""
+    """The mean reward of the last third by engine, the difference of the means, and its standard error."""
     last = {engine: [] for engine in ENGINES}
     for run in runs:
         last[run["engine"]] += run["reward"][-max(1, steps // 3) :]
     means = {engine: sum(values) / len(values) for engine, values in last.items() if values}
     if len(means) < len(ENGINES):
         return {}
-    completions = 64  # of a step of the tiny recipe
+    completions = 64  # per step of the tiny recipe
     variance = sum(means[e] * (1 - means[e]) / (completions * len(last[e])) for e in ENGINES)
     return {"last_third": means, "difference": means["vllm"] - means["transformers"], "stderr": math.sqrt(variance)}
 

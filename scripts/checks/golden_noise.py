@@ -1,14 +1,13 @@
-"""Write tests/golden/noise_sigma.json: sigma by stage and first step of each stage, worked out apart from our code.
+"""Write tests/golden/noise_sigma.json: sigma and first step of each noise stage, computed independently of our code.
 
     python scripts/checks/golden_noise.py
 
-Arithmetic with 40 digits, from what was read in arXiv 2510.11696 and in its reference code, not from
-`training/rollout/noise.py`:
+The arithmetic has 40 digits and follows arXiv 2510.11696 and its reference code, not `training/rollout/noise.py`:
 
 1. K stages are equal intervals of the run's steps; the code divides by steps / K. Stage k begins with the first step t
-   for which t >= k steps / K. Stages that no step falls into have no first step (null).
-2. Stage 0 has no noise. Stages 1..K-1 have sigma(x) with x = (k-1)/(K-2) in the code (a list of K-1 values whose last
-   is sigma_end) and x = (k-1)/(K-1) as the paper prints it.
+   for which t >= k steps / K. A stage that no step falls into has no first step (null).
+2. Stage 0 has no noise. Stages 1..K-1 have sigma(x) with x = (k-1)/(K-2) in the code (a list of K-1 values, the last of
+   which is sigma_end) and x = (k-1)/(K-1) as the paper prints it.
 3. sigma(x), from a = sigma_start to b = sigma_end: exponential a (b/a)^x; linear a + (b - a) x; cosine
    b + (a - b) (1 + cos(pi x)) / 2; logarithmic a + (b - a) ln(1 + (e - 1) x).
 """
@@ -22,9 +21,9 @@ from pathlib import Path
 from mpmath import cos, e, log, mp, mpf, pi
 
 TARGET = Path(__file__).parents[2] / "tests" / "golden" / "noise_sigma.json"
-SIGMAS = (("1e-2", "1e-4"), ("1e-2", "5e-4"), ("5e-2", "5e-2"))  # the scripts', the paper's, no change at all
+SIGMAS = (("1e-2", "1e-4"), ("1e-2", "5e-4"), ("5e-2", "5e-2"))  # of the reference scripts, of the paper, constant
 STAGES = (3, 4, 5, 10)
-# (steps, K): divisible, not divisible, one step more and less than divisible, one a stage, fewer steps than stages
+# (steps, K): divisible, not divisible, one more or less than divisible, one step per stage, fewer steps than stages
 STEPS = ((100, 10), (40, 5), (13, 4), (41, 5), (39, 5), (10, 10), (7, 3), (997, 10), (11, 10), (3, 10), (1, 3), (1, 10))
 FORMULAS = {
     "exponential": lambda a, b, x: a * (b / a) ** x,

@@ -1,8 +1,9 @@
-"""What `qerl plan` says of the workloads that bench_step.py measured, beside what it measured (benchmarks/).
+"""Compares what `qerl plan` predicts with what scripts/bench/ measured (benchmarks/), and prints Markdown tables.
 
-Memory, seconds of a step, decode steps of scripts/bench/bench_rollout.py, and what a step costs as one thing doubles.
+    python scripts/checks/plan_check.py
 
-python scripts/checks/plan_check.py
+The tables have the memory and the seconds of the steps of scripts/bench/bench_step.py, the decode steps of
+scripts/bench/bench_rollout.py, and how the plan of a step changes when one setting of it changes.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ PEAK = "driver's peak"
 
 @dataclass(frozen=True)
 class Workload:
-    """A step as bench_step.py ran it on an H200; `cap` in GiB, None: the whole card."""
+    """A step that bench_step.py ran on an H200; `cap` is in GiB, None for the whole card."""
 
     recipe: str
     base: str
@@ -37,7 +38,7 @@ class Workload:
     cap: int | None = None
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         cap = "" if self.cap is None else f", cap {self.cap} GiB"
         return (
             f"{self.base.partition('/')[2]} shapes, rank {self.rank}, {self.prompts} x {self.group} completions, "
@@ -57,7 +58,7 @@ class Workload:
         return plan(config, read_sizes(self.base), card_of(gpu))
 
 
-WORKLOADS = {  # by benchmark
+WORKLOADS = {  # by the name of the benchmark's file
     "step-7b-qerl": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32),
     "step-7b-qerl-cap24": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32, 24),
     "step-32b-qerl-cap80": Workload("dapo_32b", "Qwen/Qwen2.5-32B", 8, 8, 256, 2048, 16, 80),
@@ -67,7 +68,7 @@ WORKLOADS = {  # by benchmark
 
 @dataclass(frozen=True)
 class Compared:
-    """GiB or seconds that were planned and that a run measured, of one thing."""
+    """GiB or seconds of one thing, as planned and as measured in a run."""
 
     what: str
     planned: float
@@ -79,8 +80,11 @@ def read(name: str) -> dict[str, Any]:
 
 
 def compare(name: str, workload: Workload) -> list[Compared]:
-    """By phase where the run logged that: the card's use during rollouts, and what training allocates above all that is
-    there before it; and the driver's peak of the whole card against the larger phase, which is all of older files."""
+    """Planned against measured memory.
+
+    These are the driver's peak of the whole card, which is compared with the larger phase, and if the run logged memory
+    by phase, the card's use during rollouts and what training allocates on top of what is there before.
+    """
     result = read(name)
     made, steps = workload.plan(), result["steps"]
     peak = Compared(PEAK, max(made.peak(phase) for phase in made.memory) / GIB, result["peak_driver_gib"])
@@ -95,20 +99,20 @@ def compare(name: str, workload: Workload) -> list[Compared]:
 
 
 def table() -> str:
-    """A Markdown table, a line a workload and thing compared."""
+    """A Markdown table with one line per workload and thing compared."""
     lines = ["| workload | what | planned | measured | difference |", "|---|---|---|---|---|"]
     for name, load in WORKLOADS.items():
-        lines += [row(f"`{name}.json`: {load.told}", one, "{:.1f} GiB") for one in compare(name, load)]
+        lines += [row(f"`{name}.json`: {load.description}", one, "{:.1f} GiB") for one in compare(name, load)]
     return "\n".join(lines)
 
 
-def row(told: str, one: Compared, form: str) -> str:
+def row(label: str, one: Compared, form: str) -> str:
     planned, measured = form.format(one.planned), form.format(one.measured)
-    return f"| {told} | {one.what} | {planned} | {measured} | {one.planned / one.measured - 1:+.1%} |"
+    return f"| {label} | {one.what} | {planned} | {measured} | {one.planned / one.measured - 1:+.1%} |"
 
 
 def compare_seconds(name: str, workload: Workload) -> list[Compared]:
-    """By phase, against the mean of the steps after the first, which compiles, or the first where there is no other."""
+    """Planned against measured seconds by phase: means over the steps, without the first if there are others."""
     made, steps = workload.plan(), counted(read(name)["steps"])
     keys = {"rollout": "time/rollout_s", "training": "time/train_s"}
     return [Compared(phase, made.seconds[phase], mean(step[key] for step in steps)) for phase, key in keys.items()]
@@ -123,13 +127,13 @@ def seconds_table() -> str:
     for name, load in WORKLOADS.items():
         steps = counted(read(name)["steps"])
         which = "the first step" if steps[0]["step"] == 1 else f"mean of {len(steps)}" if len(steps) > 1 else "one step"
-        told = f"`{name}.json`: {load.told}, {which}"
-        lines += [row(told, one, "{:.1f} s") for one in compare_seconds(name, load)]
+        label = f"`{name}.json`: {load.description}, {which}"
+        lines += [row(label, one, "{:.1f} s") for one in compare_seconds(name, load)]
     return "\n".join(lines)
 
 
 def decode_table() -> str:
-    """A decode step with an adapter by model and number of sequences: bench_rollout's 128 tokens behind as many."""
+    """Decode steps with an adapter, by model and number of sequences, in which bench_rollout adds 128 tokens to 128."""
     lines = ["| model | sequences | planned | measured | difference |", "|---|---|---|---|---|"]
     for shape in ("7b", "32b"):
         sizes = read_sizes(f"Qwen/Qwen2.5-{shape.upper()}")
@@ -142,12 +146,12 @@ def decode_table() -> str:
 
 
 def scaled_table() -> str:
-    """Planned seconds on an H200 of the 7B workload, and of the same with one thing changed."""
+    """Planned seconds of the 7B workload on an H200, and of the same workload with one setting changed."""
     base = WORKLOADS["step-7b-qerl"]
     changes: dict[str, dict[str, Any]] = {
-        base.told: {},
+        base.description: {},
         "32 prompts": {"prompts": 32},
-        "16 completions a prompt": {"group": 16},
+        "16 completions per prompt": {"group": 16},
         "prompts of 256 tokens": {"prompt_tokens": 256},
         "completions of 1024 tokens": {"new_tokens": 1024},
         "rank 64": {"rank": 64},
@@ -156,11 +160,11 @@ def scaled_table() -> str:
         "a cap of 24 GiB": {"cap": 24},
     }
     lines = ["| | rollout | training | most memory |", "|---|---|---|---|"]
-    for told, changed in changes.items():
+    for label, changed in changes.items():
         made = replace(base, **changed).plan()
         seconds = [f"{made.seconds[phase]:.1f} s" for phase in ("rollout", "training")]
         peak = max(made.peak(phase) for phase in made.memory) / GIB
-        lines.append(f"| {told} | {' | '.join(seconds)} | {peak:.1f} GiB |")
+        lines.append(f"| {label} | {' | '.join(seconds)} | {peak:.1f} GiB |")
     return "\n".join(lines)
 
 

@@ -1,1 +1,1 @@
-"""The checks of scripts/checks/check_engine.py, by what they check: `check(context)` returns numbers for the report."""
+"""The checks of scripts/checks/check_engine.py, by topic. Each is a function of the context, and returns numbers."""

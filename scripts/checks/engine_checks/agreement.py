@@ -1,4 +1,4 @@
-"""Sampler, `score`, policy, and transformers in float32 give one token the same logprob."""
+"""Sampler, `score`, policy, and transformers in float32 give a token the same logprob."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from qerl.engine.interface import SamplingParams
 
 
 def agreement(context: Context) -> dict:
-    """Sampling logprobs against the policy's, and `score` against both."""
+    """Sampling logprobs against those of the policy and of `score`."""
     completions = context.engine.generate(context.prompts, context.sampling, seed=3)
     return compare(context, completions, temperature=1.0) | {"lengths": sum(len(c.token_ids) for c in completions)}
 
 
 def temperature(context: Context) -> dict:
-    """The same at temperature 0.7 with top-k off: logprobs are of the distribution that was sampled from."""
+    """The same at temperature 0.7 without top-k: logprobs are those of the distribution that was sampled from."""
     sampling = SamplingParams(max_new_tokens=32, temperature=0.7)
     completions = context.engine.generate(context.prompts[:8], sampling, seed=3)
     return compare(context, completions, temperature=0.7)

@@ -1,4 +1,4 @@
-"""Completions beside completions, and their logprobs beside the policy's and those of `score`."""
+"""Compares completions with one another, and their logprobs with those of the policy and of `score`."""
 
 from __future__ import annotations
 

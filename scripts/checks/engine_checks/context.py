@@ -1,4 +1,4 @@
-"""What every check gets: the engine, its policy model, prompts and sampling."""
+"""The context that every check gets: the engine, its policy model, prompts and sampling parameters."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Context:
 
 
 def ways() -> dict[str, tuple[str, ...]]:
-    """How each quantized shape multiplies at each of `qerl.nvfp4.ways.TOKENS`."""
+    """The way in which each quantized shape multiplies, for each of `qerl.nvfp4.ways.TOKENS`."""
     from qerl.vllm_plugin.products import BASES
 
     return {base.shape.name: base.ways for base in BASES.values()}

@@ -1,4 +1,4 @@
-"""What still holds memory, and by whom it is held: the card's use in parts, the largest tensors, vLLM's objects."""
+"""What still takes memory and what refers to it: the card's use in parts, the largest tensors, vLLM's objects."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 GIB, MIB = 2**30, 2**20
 LARGEST = 10
-HOLDERS = 4  # of one object, by type
+HOLDERS = 4  # how many types of holders are listed for an object
 VLLM_TYPES = (
     "LLM",
     "LLMEngine",
@@ -27,7 +27,10 @@ VLLM_TYPES = (
 
 
 def report() -> dict:
-    """Of this process and card, now; GiB. `outside_torch`: context, kernels, CUDA graphs, and other processes."""
+    """The present state of this process and card, in GiB.
+
+    `outside_torch` is memory of the CUDA context, kernels, CUDA graphs and other processes.
+    """
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     reserved = torch.cuda.memory_reserved()
@@ -44,8 +47,10 @@ def report() -> dict:
 
 
 def pools(segments: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """MiB by torch's pool, from `torch.cuda.memory_snapshot`; (0, 0) is the ordinary one, others are of CUDA graphs or
-    of the KV cache."""
+    """MiB by pool of torch, from `torch.cuda.memory_snapshot`.
+
+    (0, 0) is the ordinary pool; others belong to CUDA graphs or the KV cache.
+    """
     sums: dict[str, dict[str, float]] = {}
     for segment in segments:
         pool = sums.setdefault(str(tuple(segment.get("segment_pool_id", (0, 0)))), {"reserved": 0.0, "allocated": 0.0})
@@ -55,7 +60,7 @@ def pools(segments: list[dict[str, Any]]) -> dict[str, dict[str, float]]:
 
 
 def _cumem_gib() -> dict[str, float]:
-    """What vLLM's sleeping pool has, by tag; asleep has no memory."""
+    """The sizes in vLLM's pool for sleep, by tag. Entries that are asleep take no memory."""
     from qerl.vllm_plugin.sleep import allocator
 
     sums: Counter[str] = Counter()
@@ -65,7 +70,7 @@ def _cumem_gib() -> dict[str, float]:
 
 
 def largest(device_type: str, count: int = LARGEST) -> list[dict[str, Any]]:
-    """The largest storages that a Python tensor shows, one tensor of each with its holders."""
+    """The largest storages that Python tensors refer to, with one tensor of each and its holders."""
     by_storage: dict[int, torch.Tensor] = {}
     for thing in gc.get_objects():
         if issubclass(type(thing), torch.Tensor) and thing.device.type == device_type and _has_memory(thing):
@@ -84,17 +89,17 @@ def largest(device_type: str, count: int = LARGEST) -> list[dict[str, Any]]:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """False for what the compiler keeps of its tracing, which has a device and no data."""
+    """False for the compiler's leftovers of tracing, which have a device but no data."""
     if isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided:
         return False
     try:
         return tensor.untyped_storage().data_ptr() != 0
-    except RuntimeError:  # a wrapper of a traced one
+    except RuntimeError:  # a wrapper around a traced tensor
         return False
 
 
 def alive(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
-    """How many objects there are of the types so named, and who holds the first of each."""
+    """How many objects of the types with these names are alive, and what holds the first of each."""
     found: dict[str, list[object]] = {}
     for thing in gc.get_objects():
         if (name := type(thing).__name__) in names:
@@ -105,7 +110,7 @@ def alive(names: tuple[str, ...]) -> dict[str, dict[str, Any]]:
 
 
 def holders(thing: object, ours: list[object]) -> list[str]:
-    """The types that refer to `thing`, with the name under which they do; `ours`: containers of this report."""
+    """The types that refer to `thing`, with the names under which they do so; `ours` are containers of this report."""
     skipped = {id(one) for one in ours} | {id(ours)}
     names = Counter(
         _name(holder, thing)
@@ -116,7 +121,7 @@ def holders(thing: object, ours: list[object]) -> list[str]:
 
 
 def _name(holder: object, thing: object) -> str:
-    """`Owner.attribute`, `Owner[type]` of a container whose owner is an object, else the type."""
+    """`Owner.attribute` for an object's attributes, `Owner[key or type]` for other containers, otherwise the type."""
     if isinstance(holder, dict):
         keys = [str(key) for key, value in holder.items() if value is thing]
         owners = [one for one in gc.get_referrers(holder) if getattr(one, "__dict__", None) is holder]

@@ -1,4 +1,4 @@
-"""Memory: one copy of the weights, sleep, a KV cache that overflows, an engine that is closed."""
+"""Memory: a single copy of the weights, sleep, a KV cache that overflows, an engine that is closed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from qerl.errors import EngineError
 
 
 def loading(context: Context) -> dict:
-    """What torch took from the card while the weights were loaded and packed."""
+    """The memory that torch took from the card while the weights were loaded and packed."""
     from qerl.vllm_plugin import worker
 
     files = sum(path.stat().st_size for path in Path(context.arguments.model).glob("*.safetensors"))
@@ -24,7 +24,7 @@ def loading(context: Context) -> dict:
 
 
 def shared_memory(context: Context) -> dict:
-    """Every parameter of the policy lies inside a tensor of the engine; the base is counted once."""
+    """Every parameter of the policy is stored inside a tensor of the engine, so the base is in memory once."""
     from qerl.vllm_plugin.policy import KernelLinear
     from qerl.vllm_plugin.sleep import kv_cache_bytes
 
@@ -75,14 +75,14 @@ def _storages(model: torch.nn.Module) -> dict[int, int]:
 
 
 def sleep_and_wake(context: Context) -> dict:
-    """Sleeping gives back the KV cache only; sampling goes on afterwards with the same result."""
+    """Sleeping frees the KV cache and nothing else, and sampling gives the same results afterwards."""
     from qerl.vllm_plugin.sleep import kv_cache_bytes
 
     engine = context.engine
     before = engine.generate(context.prompts[:8], context.greedy)
     pointers = sorted(_storages(engine.found.model))
     gc.collect()
-    torch.cuda.empty_cache()  # sleep() does that too, and what it gives back would count as the KV cache
+    torch.cuda.empty_cache()  # sleep() does this too, and what that frees would be counted as KV cache
     used = _used_gib()
     times = []
     torch.cuda.synchronize()
@@ -117,7 +117,7 @@ def _used_gib() -> float:
 
 
 def exhausted_cache(context: Context) -> dict:
-    """More tokens at once than the KV cache holds: the rollout shrinks its concurrency, finishes, and says so."""
+    """With more tokens than the KV cache holds, a rollout runs fewer sequences at once, finishes, and says so."""
     engine, sampling = context.engine, SamplingParams(max_new_tokens=960)
     prompts = [[5 + index] * 32 for index in range(128)]
     messages: list[str] = []
@@ -145,9 +145,9 @@ def _compare_some(context: Context, prompts: list, completions: list) -> dict:
 
 
 def reopened(context: Context) -> dict:
-    """Engines that were closed give their memory back, and the process opens others: evaluation of several bases.
+    """Closed engines give their memory back, and the process can open others, as an evaluation of several bases does.
 
-    The first is closed awake, the second asleep, an opening fails half way, and the third is closed twice.
+    The first is closed awake, the second asleep, then an opening fails half way, and the third is closed twice.
     """
     from engine_checks import held
 
@@ -173,7 +173,7 @@ def reopened(context: Context) -> dict:
 
 
 def _fail_half_way(context: Context) -> str:
-    """Open while the card is full: vLLM gives up once its process group and its worker are there."""
+    """Open an engine while the card is full: vLLM gives up after its process group and its worker have started."""
     free = torch.cuda.mem_get_info()[0]
     hog = torch.empty(free - 2 * 2**30, dtype=torch.uint8, device="cuda")
     try:

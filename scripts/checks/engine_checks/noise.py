@@ -1,4 +1,4 @@
-"""The noise of the norms: its size in the outputs, and that it goes without a trace."""
+"""The noise of the norms: its size in the outputs, and that it is removed without a trace."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine_checks.context import Context
 
 
 def noise(context: Context) -> dict:
-    """Noise acts at sigma 1e-4 (regressed from outputs), changes samples, and is restored bit-exactly."""
+    """Noise acts even at sigma 1e-4 (by regression on outputs), changes samples, and is removed exactly."""
     engine = context.engine
     norms = {name: module for name, module in engine.found.gains.norms.items() if name.endswith("layernorm")}
     generator = torch.Generator("cuda").manual_seed(11)

@@ -1,4 +1,4 @@
-"""What is sampled: seeds and repeated calls, frequencies, stop tokens, lengths, filters."""
+"""Sampling: seeds and repeated calls, frequencies, stop tokens, lengths, filters."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from qerl.engine.interface import SamplingParams
 
 
 def repeat(context: Context) -> dict:
-    """Share of greedy completions that a repeated call reproduces token by token and bit by bit."""
+    """The share of completions whose tokens, and whose logprobs to the bit, a repeated call reproduces."""
     engine = context.engine
     first = engine.generate(context.prompts, context.greedy)
     warm = engine.generate(context.prompts, context.greedy)
@@ -35,7 +35,7 @@ def repeat(context: Context) -> dict:
 
 
 def sampler(context: Context) -> dict:
-    """The fused sampler against torch: frequencies of 200,000 draws, logprobs, seeds, greedy."""
+    """The fused sampler against torch: frequencies of 200,000 draws, logprobs, repeated seeds, greedy draws."""
     from qerl.vllm_plugin.draw_kernel import draw
 
     generator = torch.Generator("cuda").manual_seed(3)
@@ -66,8 +66,8 @@ def sampler(context: Context) -> dict:
 
 
 def limits(context: Context) -> dict:
-    """Stop tokens end a completion and are part of it; lengths are kept, for all or each its own; too long a prompt is
-    an error."""
+    """Stop tokens end a completion and are part of it; length limits hold, also if each completion has its own; a
+    prompt that is too long is an error."""
     from qerl.errors import EngineError
 
     engine = context.engine

@@ -1,4 +1,4 @@
-"""The sync: adapters and trained norm weights reach the engine, and what does not fit raises."""
+"""The sync: adapters and trained norm weights reach the engine, and an update that does not fit raises."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ALPHA = 16.0
 
 
 def adapter(context: Context) -> dict:
-    """A trained-looking adapter reaches the engine: agreement, greedy agreement with the trainer, counts, time."""
+    """An adapter with nonzero B reaches the engine: agreement, greedy agreement with the trainer, counts, time."""
     from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors, attach_lora
 
     before = context.engine.generate(context.prompts[:8], context.greedy)
@@ -48,7 +48,7 @@ def adapter(context: Context) -> dict:
 
 @torch.no_grad()
 def _greedy_gap(context: Context, completions: list) -> dict:
-    """Engine's greedy tokens under the trainer's argmax of the same context: share equal, and the largest logit gap."""
+    """The engine's greedy tokens against the trainer's argmax in the same context: share equal, largest logit gap."""
     equal, total, gap = 0, 0, 0.0
     for prompt, completion in zip(context.prompts, completions, strict=False):
         tokens = torch.tensor([[*prompt, *completion.token_ids]], device="cuda")
@@ -86,7 +86,7 @@ def _adapter_errors(context: Context, tensors: dict, scaling: float) -> dict:
 
 
 def trained_norms(context: Context) -> dict:
-    """Trained norm weights, below bfloat16's grid too, reach the engine's norms with the adapter and act there."""
+    """Trained norm weights, even those finer than bfloat16, reach the engine's norms with the adapter and act there."""
     from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors, attach_lora
 
     engine, generator = context.engine, torch.Generator("cuda").manual_seed(11)

@@ -1,4 +1,4 @@
-"""Who samples is told of each completion as soon as it has ended: when, in which order, and at what cost."""
+"""The engine reports each completion to its caller as soon as it ends: when, in which order, and at what cost."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class _RefusedError(Exception):
 
 
 def told_of_while(context: Context) -> dict:
-    """What is told while others decode; the same call without it; one whose caller raises, and what comes after."""
+    """Completions reported while others are still decoded, the same call without reports, and a caller that raises."""
     engine, prompts = context.engine, context.prompts[: len(LENGTHS)]
     sampling = [SamplingParams(length, temperature=0.0) for length in LENGTHS]
     plain = engine.generate(prompts, sampling, seed=1)
@@ -48,8 +48,11 @@ def told_of_while(context: Context) -> dict:
 
 
 def told(context: Context) -> dict:
-    """Seconds of a rollout of 16 x 8 completions of 1 to 512 tokens, in turns: by `LLM.generate` itself, by the engine,
-    by the engine with a caller that is told, and with one that has a formula of each graded in a thread."""
+    """Seconds of a rollout of 16 x 8 completions of 1 to 512 tokens, in four ways that take turns.
+
+    They are `LLM.generate` itself, the engine, the engine with reports to a caller, and the engine with a caller that
+    has a formula of each completion graded in a thread.
+    """
     engine, rng = context.engine, random.Random(5)
     prompts = [prompt for prompt in context.prompts[:GROUPS] for _ in range(GROUP_SIZE)]
     sampling = [SamplingParams(rng.randint(1, LONGEST)) for _ in prompts]
@@ -86,7 +89,7 @@ def told(context: Context) -> dict:
 
 
 class _Formulas:
-    """Stands for a tokenizer: whatever it decodes is a long text with a formula that has not been compared yet."""
+    """Stands in for a tokenizer: it decodes everything to a long text with a formula that has not been compared yet."""
 
     def __init__(self) -> None:
         self._number = 1
@@ -97,7 +100,7 @@ class _Formulas:
 
 
 def _raising(context: Context, sampling: list[SamplingParams]) -> dict:
-    """A caller that raises when the first completion has ended, and what the next call and its scores are."""
+    """A caller that raises when the first completion has ended, and the results and scores of the next call."""
     engine, prompts = context.engine, context.prompts[: len(sampling)]
 
     def refuse(index: int, completion: Completion) -> None:
@@ -122,7 +125,7 @@ def _raising(context: Context, sampling: list[SamplingParams]) -> dict:
 
 
 def _by_vllm(engine: Any, prompts: list[list[int]], sampling: list[SamplingParams]) -> list[Completion]:
-    """What `LLM.generate` makes of the same requests, with as few collections."""
+    """The completions of `LLM.generate` for the same requests, with equally rare garbage collections."""
     ends = engine.end_token_ids
     params = [requests.sampling_params(one, ends, request_seed(1, index)) for index, one in enumerate(sampling)]
     if engine.options.deterministic:

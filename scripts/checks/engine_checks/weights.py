@@ -1,4 +1,4 @@
-"""Kernel layouts: they decode to the checkpoint, and products with them are right."""
+"""The layouts of the kernels: they decode to the checkpoint, and products with them are right."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from engine_checks.context import Context
 
 
 def dequantization(context: Context) -> dict:
-    """The kernel layout decodes to the checkpoint: bit-exactly as the policy reads a part of it, by the torch twin of
-    the whole on the first layer, and to rounding without the global scale, as products use it."""
+    """The kernel layout decodes to the checkpoint in three ways.
+
+    These are the policy's reading of a part, which is bit-exact; the torch twin's reading of the whole first layer,
+    which is bit-exact too; and the values without the global scale that products use, which agree up to rounding.
+    """
     from safetensors import safe_open
 
     from qerl.nvfp4 import kernel_layout, reference
@@ -62,7 +65,7 @@ def _different_bits(a: torch.Tensor, b: torch.Tensor) -> int:
 
 
 def product(context: Context) -> dict:
-    """Forward and input gradient of a fused part against the same product in float64."""
+    """The forward pass and the input gradient of fused parts, against the same products in float64."""
     from qerl.vllm_plugin.policy import KernelLinear
 
     worst = {"forward": 0.0, "backward": 0.0}
