@@ -258,21 +258,22 @@ def write_adapter(model: str, rank: int) -> str:
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from qerl.checkpoint.linears import PROJECTIONS
+
     config = AutoConfig.from_pretrained(model)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
-    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     tensors = {}
     for name, module in skeleton.named_modules():
-        if name.rpartition(".")[2] in targets:
+        if name.rpartition(".")[2] in PROJECTIONS:
             prefix = f"base_model.model.{name}"
             tensors[f"{prefix}.lora_A.weight"] = (torch.randn(rank, module.in_features) * 0.01).bfloat16()
             tensors[f"{prefix}.lora_B.weight"] = (torch.randn(module.out_features, rank) * 0.01).bfloat16()
     folder = Path(tempfile.mkdtemp())
     save_file(tensors, folder / "adapter_model.safetensors")
-    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": targets, "bias": "none"}
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": PROJECTIONS, "bias": "none"}
     (folder / "adapter_config.json").write_text(json.dumps(settings), encoding="utf-8")
     return str(folder)
 

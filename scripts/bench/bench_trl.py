@@ -20,10 +20,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from qerl.checkpoint.linears import PROJECTIONS
 from scripts.bench.bench_step import PeakMemory
 from scripts.bench.provenance import machine
-
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def main() -> None:
@@ -92,7 +91,7 @@ def build(arguments: argparse.Namespace, folder: str):
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts(arguments.prompt_tokens)]),
         processing_class=AutoTokenizer.from_pretrained(arguments.model, padding_side="left"),
         peft_config=LoraConfig(
-            r=arguments.rank, lora_alpha=2 * arguments.rank, target_modules=TARGETS, task_type="CAUSAL_LM"
+            r=arguments.rank, lora_alpha=2 * arguments.rank, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM"
         ),
     )
 
