@@ -1,4 +1,4 @@
-"""`qerl doctor`: what this machine has, against what was tested; each line ok, warning or error, with the remedy."""
+"""`qerl doctor`: compares this machine with what was tested; each line is ok, a warning or an error with its remedy."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from qerl.devices import best_card, choose_card, driver_version, visible_cards
 if TYPE_CHECKING:
     from rich.table import Table
 
-PACKAGES = ("qerl", "quantize", "training", "eval")  # general names, which other projects use too
+PACKAGES = ("qerl", "quantize", "training", "eval")  # names so general that other projects use them too
 HUB_TIMEOUT_S = 3.0
-IN_USE = 0.1  # share of the card's memory that others may hold without a word
-MIN_FREE_GIB = 20  # a quantized 7B and its 16-bit source
+IN_USE = 0.1  # share of the card's memory that others may hold without a warning
+MIN_FREE_GIB = 20  # for a quantized 7B and its 16-bit source
 PIN = re.compile(r"^([\w-]+)==([\w.]+)(?:;\s*extra == ['\"](\w+)['\"])?$")
 
 
@@ -40,10 +40,10 @@ class Check:
 
 
 def checks() -> list[Check]:
-    """Everything that can be said about this machine without loading a model."""
-    found = [_python(), *_names(), _torch(), *_pins(), *_cards()]  # the card is chosen before torch looks for one
+    """Everything that can be checked without loading a model."""
+    found = [_python(), *_names(), _torch(), *_pins(), *_cards()]  # chooses a card before torch looks for one
     if found_torch := _import_torch():
-        found.append(found_torch)  # nothing of the card can be said
+        found.append(found_torch)  # without torch nothing is known about the card
     else:
         from qerl.doctor.kernels import kernel_checks
 
@@ -82,7 +82,7 @@ def _torch() -> Check:
 
 
 def _pins() -> list[Check]:
-    """Each package that pyproject.toml pins exactly, against what is installed; an extra that is missing is fine."""
+    """Each package that pyproject.toml pins exactly, compared with what is installed. An extra may be missing."""
     try:
         declared = requires("qerl") or []
     except PackageNotFoundError:
@@ -103,7 +103,7 @@ def _pin(package: str, tested: str) -> Check:
 
 
 def _names() -> list[Check]:
-    """Whether Python finds our packages under their names, or another project's."""
+    """Whether Python finds our packages under their names and not another project's."""
     home = Path(__file__).resolve().parents[2]
     found = []
     for name in PACKAGES:
@@ -117,7 +117,7 @@ def _names() -> list[Check]:
 
 
 def refuse_clashes() -> None:
-    """End the process with one line if another project's package stands in the place of ours."""
+    """End the process with one line if Python finds another project's package instead of ours."""
     for check in _names():
         if check.level == "error":
             sys.stderr.write(f"error: {check.what}: {check.found}; {check.remedy}\n")
@@ -125,7 +125,7 @@ def refuse_clashes() -> None:
 
 
 def _import_torch() -> Check | None:
-    """What is wrong with torch; None if it can be imported."""
+    """Why torch cannot be imported; None if it can."""
     try:
         import torch  # noqa: F401
     except (ImportError, OSError) as error:  # OSError: a CUDA library that it was built with is missing
@@ -165,7 +165,7 @@ def _gpu() -> Check:
 
 
 def _kernel_cache() -> Check:
-    """Compiled kernels are kept in a folder of the user's; without it each process compiles them again, or fails."""
+    """The user's folder of compiled kernels; without it every process compiles them again, or fails."""
     from qerl.cuda.nvrtc import cache_folder
 
     folder = cache_folder()
@@ -181,14 +181,14 @@ def _kernel_cache() -> Check:
 
 
 def _engine() -> Check:
-    """What `rollout.engine: auto` takes here."""
+    """The engine that `rollout.engine: auto` stands for here."""
     from qerl.engine.open import choose_engine
 
     return Check("ok", "engine", f"{choose_engine('auto')} (rollout.engine: auto)")
 
 
 def _plugin() -> Check:
-    """Whether processes that vLLM starts find what qerl registers; in our own the engine registers it itself."""
+    """Whether processes that vLLM starts find our plugin; in our own process the engine registers it."""
     if importlib.util.find_spec("vllm") is None:
         return Check("ok", "vllm plugin", "not needed without vllm")
     points = [point for point in entry_points(group="vllm.general_plugins") if point.name == "qerl"]
@@ -212,7 +212,7 @@ def _disk() -> Check:
 
 
 def _hub() -> Check:
-    """Models and data sets by hub id need it; folders and what is in the cache do not."""
+    """Models and data by hub id need the hub, unless they are in its cache; folders do not."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -220,7 +220,7 @@ def _hub() -> Check:
     trouble: list[str] = [f"no answer in {HUB_TIMEOUT_S:.0f} s"]
     asking = threading.Thread(target=_ask, args=(constants.ENDPOINT, trouble), daemon=True)
     asking.start()
-    asking.join(HUB_TIMEOUT_S)  # looking up a name has no timeout of its own
+    asking.join(HUB_TIMEOUT_S)  # resolving the host's name has no timeout of its own
     if trouble:
         remedy = "give models and data as folders, or check the network and HF_ENDPOINT"
         return Check("warning", "hub", f"{constants.ENDPOINT}: {trouble[-1]}", remedy)
@@ -228,7 +228,7 @@ def _hub() -> Check:
 
 
 def _ask(endpoint: str, trouble: list[str]) -> None:
-    """Empty `trouble` if the hub answers, whatever it says; else add what went wrong."""
+    """Empty `trouble` if the hub gives any answer; otherwise add what went wrong."""
     try:
         with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=HUB_TIMEOUT_S):
             trouble.clear()

@@ -1,4 +1,4 @@
-"""Which of our kernels work on this card: a small product or decoding by each, against its twin in plain torch."""
+"""Which of our kernels work on this card: each does a small task, compared with its twin in plain torch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]  # what the kernel gives, and what its 
 
 
 def kernel_checks() -> list[Check]:
-    """One line a kernel; without a card one line for all."""
+    """One line per kernel; one line for all if there is no card."""
     if not torch.cuda.is_available():
         return [Check("ok", "kernels", "need a CUDA card; without one the plain torch twins run")]
     device = torch.device("cuda", torch.cuda.current_device())
@@ -41,7 +41,7 @@ def kernel_checks() -> list[Check]:
 
 
 def kernel_check(what: str, run: Callable[[], Pair], exact: bool = False) -> Check:
-    """Run a kernel and its twin and compare: to the bit if `exact`, else up to the rounding of bfloat16."""
+    """Run a kernel and its twin and compare them: bit by bit if `exact`, else up to bfloat16 rounding."""
     try:
         value, expected = run()
         difference = (value.double() - expected.double()).norm() / expected.double().norm()
@@ -103,8 +103,11 @@ def _adapter(device: torch.device) -> lora.Adapter:
 
 
 def _weight(layout: KernelLayout, device: torch.device) -> KernelWeight:
-    """A random one: of our own layout packed from any codes and scales, of the others any words and scales, all of
-    which are a weight; scales that are NaN (e4m3) or zeros (Marlin) are left out."""
+    """A random weight.
+
+    In our own layout random codes and scales are packed. In the others any words and scales are a weight, but for
+    scales that are NaN (e4m3) or zero (Marlin).
+    """
     generator = torch.Generator().manual_seed(0)
     low, high = (60, 120) if layout.marlin_scales else (0, 0x7F)
     scales = torch.randint(low, high, (COLUMNS // BLOCK, ROWS), generator=generator, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""What to change so that a run fits, each change tried by the planner itself; and how far one that fits goes."""
+"""What to change so that a run fits, and how much longer completions may be. The planner tries every change itself."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from qerl.plan.sizes import KNOWN, ModelSizes, sizes_of
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
 
-TOKEN_STEP = 256  # completions are advised in multiples of this
-USEFUL = 512  # tokens; shorter completions than this are no advice
+TOKEN_STEP = 256  # lengths of completions are advised in multiples of this
+USEFUL = 512  # tokens; shorter completions are not advised
 
 
 def largest_completion(config: RunConfig, sizes: ModelSizes, card: Card) -> int:
-    """The largest rollout.max_new_tokens that fits, all else equal, in steps of 256 tokens; 0 if none does."""
+    """The largest rollout.max_new_tokens that fits, in multiples of TOKEN_STEP; 0 if none does."""
     longest = (sizes.positions or 2**17) - config.data.max_prompt_tokens
 
     def fits(steps: int) -> bool:
@@ -27,14 +27,14 @@ def largest_completion(config: RunConfig, sizes: ModelSizes, card: Card) -> int:
         return not plan(changed, sizes, card).problems
 
     low, high = 0, longest // TOKEN_STEP
-    while low < high:  # what fits, fits with fewer tokens too
+    while low < high:  # a run that fits also fits with fewer tokens
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low * TOKEN_STEP
 
 
 def advice(config: RunConfig, sizes: ModelSizes, card: Card) -> list[str]:
-    """Changes that make a run fit, in the order in which they cost least; empty if it fits as it is."""
+    """Changes that make a run fit, the cheapest first; empty if it fits as it is."""
     if not plan(config, sizes, card).problems:
         return []
     found = []
@@ -59,7 +59,7 @@ def with_values(config: RunConfig, values: dict[str, object]) -> RunConfig:
 
 
 def _changes(config: RunConfig) -> Iterator[dict[str, object]]:
-    """What can be set otherwise without another model or card, the cheapest first."""
+    """Settings that can be changed without another model or card, the cheapest first."""
     yield {}
     free: dict[str, object] = {}
     if config.run.gradient_checkpointing is False:
@@ -79,7 +79,7 @@ def _changes(config: RunConfig) -> Iterator[dict[str, object]]:
 
 
 def _smaller_base(config: RunConfig, card: Card) -> list[str]:
-    """The largest model of the same family that fits as the recipe stands."""
+    """The largest smaller model of the same family that fits with the recipe as it is."""
     organisation, _, name = config.model.base.rpartition("/")
     found = re.match(r"(.*?-)(\d+(?:\.\d+)?)b(.*)", name, re.IGNORECASE)
     if found is None:
@@ -94,7 +94,7 @@ def _smaller_base(config: RunConfig, card: Card) -> list[str]:
 
 
 def _more_memory(config: RunConfig, sizes: ModelSizes, card: Card) -> list[str]:
-    """The least cap that is enough, where the card is; else the least card, and the known ones that have as much."""
+    """The least memory.cap_gib that is enough, or the least card and the known ones of that size."""
     cap, config = config.memory.cap_gib, with_values(config, {"memory.cap_gib": None})
     if cap is not None and not plan(config, sizes, card).problems:
 
@@ -116,7 +116,7 @@ def _more_memory(config: RunConfig, sizes: ModelSizes, card: Card) -> list[str]:
 
 
 def _least(fits: Callable[[float], bool], low: int, high: int) -> int | None:
-    """The least number from `low` to `high` that fits, None if `high` does not."""
+    """The least number from `low` to `high` that fits; None if `high` does not."""
     if not fits(high):
         return None
     while low < high:

@@ -1,4 +1,4 @@
-"""The cards that `qerl plan` knows: memory, bandwidth and rate of each. No torch."""
+"""The cards that `qerl plan` knows, with memory, bandwidth and rate. No torch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from qerl.errors import ConfigError
 
 @dataclass(frozen=True)
 class Card:
-    """`memory_gib` as the driver reports it; copy bandwidth and rate of a large bfloat16 product, as measured or, for
-    cards that were not at hand, 85% of the data sheet's."""
+    """Memory as the driver reports it, copy bandwidth, and the rate of a large bfloat16 product.
+
+    Bandwidth and rate were measured, or are 85% of the data sheet's for cards that were not available.
+    """
 
     name: str
     memory_gib: float
@@ -35,9 +37,9 @@ CARDS = {
 
 
 def card_of(text: str) -> Card:
-    """A card by name (`rtx 4090`), or one of so many GiB (`24`, `24GB`) as fast as the known card of that size.
+    """The card of a name (`rtx 4090`), or a card of some GiB (`24`, `24GB`) as fast as the known card of that size.
 
-    Raises ConfigError.
+    Raises ConfigError for anything else.
     """
     given = text.lower().replace(" ", "")
     if (card := CARDS.get(given.removeprefix("rtx"))) is not None:

@@ -8,12 +8,12 @@ from typing import Any
 from qerl.errors import CAP_GIB, MEMORY, EngineError
 
 GIB = 2**30
-DEFAULT_SHARE = 0.85  # of the limit, or less where the rest cannot hold what lies outside the budget
-GRAPH_RESERVE = GIB  # CUDA graphs and the context, which vLLM does not count (0.5 to 0.8 GiB at 7B)
-CONTEXT = int(0.5 * GIB)  # of CUDA, where nothing has been computed
-KERNELS = int(1.25 * GIB)  # loaded and compiled, cuBLAS's work space, torch's fragments: as in rollouts of a 7B
+DEFAULT_SHARE = 0.85  # of the limit; less if the rest would be too small for what lies outside the budget
+GRAPH_RESERVE = GIB  # for CUDA graphs and the context, which vLLM does not count (0.5 to 0.8 GiB for a 7B)
+CONTEXT = int(0.5 * GIB)  # a CUDA context before anything has been computed
+KERNELS = int(1.25 * GIB)  # loaded kernels, cuBLAS's workspace and torch's fragments, as in rollouts of a 7B
 GRAPHS = int(0.6 * GIB)  # CUDA graphs of the engine
-WORK_RESERVE = 2 * GIB  # activations and logits of the largest batch, roughly: only for errors before any long work
+WORK_RESERVE = 2 * GIB  # roughly the activations and logits of the largest batch; only used to refuse early
 
 
 @dataclass(frozen=True)
@@ -24,19 +24,22 @@ class MemoryPlan:
     budget: int
 
     def utilization(self, total: int, needed: int | None = None) -> float:
-        """vLLM's `gpu_memory_utilization` for this budget on a card of `total` bytes; where it is known that `needed`
-        bytes are enough, for those: vLLM asks that so much be free, and a card may be shared."""
+        """vLLM's `gpu_memory_utilization` for this budget on a card of `total` bytes.
+
+        vLLM refuses to start unless that share of the card is free. On a shared card it is therefore better to ask for
+        `needed` bytes only, where those are known to be enough.
+        """
         return (min(self.budget, needed or self.budget) - GRAPH_RESERVE) / total
 
 
 def plan_memory(
     total: int, weights: int, memory: float | None, cap_gib: float | None, outside: int = 0, quantized: bool = False
 ) -> MemoryPlan:
-    """Plan for a card of `total` bytes and a checkpoint of `weights` bytes; `outside`: see `outside_bytes`.
+    """Plan for a card of `total` bytes and a checkpoint of `weights` bytes; for `outside` see `outside_bytes`.
 
-    `memory`: GiB if above 1, else a share of the limit, None: 0.85, or what `outside` leaves if that is less.
-    `cap_gib`: limit of the whole process. `quantized`: whether the base is, for the advice. Raises EngineError if the
-    weights do not fit with room to work.
+    `memory` above 1 is in GiB, otherwise it is a share of the limit; None means 0.85, or what `outside` leaves if that
+    is less. `cap_gib` limits the whole process. Whether the base is `quantized` matters for the advice only. Raises
+    EngineError if the weights and room to work do not fit.
     """
     if memory is not None and memory <= 0:
         raise EngineError("%s is not a budget: write GiB (12.5) or a share (0.8)", MEMORY.set_to(f"{memory}"))
@@ -58,12 +61,12 @@ def plan_memory(
 
 
 def smaller_base(quantized: bool) -> str:
-    """What there is to take instead of a base that does not fit."""
+    """The kind of base to advise where this one does not fit."""
     return "a smaller base" if quantized else "a smaller or quantized base"
 
 
 def budget_bytes(total: int, memory: float | None, cap_gib: float | None, outside: int = 0) -> tuple[int, int]:
-    """Limit of the process and budget of a rollout, as they were asked for; see `plan_memory`."""
+    """The limit of the process and the budget of a rollout that were asked for; see `plan_memory`."""
     limit = total if cap_gib is None else min(total, int(cap_gib * GIB))
     if memory is None:
         return limit, max(0, min(int(DEFAULT_SHARE * limit), limit - outside))
@@ -71,12 +74,12 @@ def budget_bytes(total: int, memory: float | None, cap_gib: float | None, outsid
 
 
 def outside_bytes(trainer: int, sequences: int, vocabulary: int) -> int:
-    """What a rollout of so many sequences takes outside its budget; `trainer`: adapter and optimizer state."""
+    """What a rollout of `sequences` takes outside its budget; `trainer` is the adapter and the optimizer state."""
     return trainer + CONTEXT + KERNELS + GRAPHS - GRAPH_RESERVE + sampler_bytes(sequences, vocabulary)
 
 
 def least_bytes(weights: int) -> int:
-    """Without which a rollout of any size cannot be."""
+    """The least budget with which any rollout can run."""
     return weights + GRAPH_RESERVE + WORK_RESERVE
 
 
@@ -84,7 +87,7 @@ KV_CACHE_DTYPES = ("auto", "fp8", "fp8_per_token_head")
 
 
 def kv_head_bytes(kv_cache_dtype: str, head_dim: int) -> int:
-    """Bytes of the key (or value) of one token and head; with scales of their own, a float32 each."""
+    """Bytes of the key (or the value) of one token in one head, with its float32 scale if it has one of its own."""
     return {"auto": 2 * head_dim, "fp8": head_dim, "fp8_per_token_head": head_dim + 4}[kv_cache_dtype]
 
 
@@ -96,16 +99,19 @@ def kv_bytes_per_token(config: Any, kv_cache_dtype: str = "auto") -> int:
 
 
 def sampler_bytes(sequences: int, vocabulary: int) -> int:
-    """What vLLM counts for penalties, asked for or not: an int32 a token and sequence, and a bit of its prompt's."""
+    """What vLLM always allocates for penalties: per sequence and token of the vocabulary an int32 and a bit."""
     return 4 * sequences * (vocabulary + -(-vocabulary // 32))
 
 
 def engine_bytes(weights: int, kv_cache: int) -> int:
-    """What an engine takes whose KV cache has so many bytes."""
+    """What an engine with a KV cache of `kv_cache` bytes takes."""
     return weights + kv_cache + GRAPH_RESERVE + 2 * WORK_RESERVE
 
 
 def kv_cache_bytes(plan: MemoryPlan, weights: int, tokens: int, per_token: int) -> int | None:
-    """Size of the KV cache if `tokens` certainly fit in the budget; None: as much as vLLM's profile finds room for."""
+    """The size of the KV cache for `tokens` if that certainly fits in the budget.
+
+    None leaves it to vLLM, which measures and takes what is left.
+    """
     wanted = int(tokens * per_token * 1.02) + 64 * 2**20
     return wanted if engine_bytes(weights, wanted) <= plan.budget else None

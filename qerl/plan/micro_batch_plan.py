@@ -1,11 +1,11 @@
 """How many tokens a micro-batch has and how many layers recompute their activations, from sizes. Pure numbers.
 
-A forward pass keeps, for each token and layer, what the backward pass reads; a layer that recomputes keeps its input
-alone and runs twice. Fewer tokens at a time cost less memory, but every micro-batch costs as much time as about 400
-tokens beside its own: it decodes all packed weights once in each direction (170 tokens: 2.6 bytes a weight at 4 TB/s
-against 2 flops at 530 TFLOP/s, whatever the model's size), and its kernels wait for one another. A 7B's step with 4
-micro-batches instead of 8 is 80 ms shorter, of 3.6 s (benchmarks/step-7b-qerl-tokens*.json). The plan weighs the
-combinations that fit.
+A forward pass keeps, for each token and layer, what the backward pass reads. A layer that recomputes keeps only its
+input and runs twice. Fewer tokens at a time take less memory, but every micro-batch costs as much time as about 400
+additional tokens: it decodes all packed weights once in each direction (as long as 170 tokens take: 2.6 bytes per
+weight at 4 TB/s against 2 flops at 530 TFLOP/s, whatever the model's size), and its kernels wait for one another. With
+4 micro-batches instead of 8, a 7B's step of 3.6 s is 80 ms shorter (benchmarks/step-7b-qerl-tokens*.json). The plan
+compares the combinations that fit.
 """
 
 from __future__ import annotations
@@ -18,33 +18,37 @@ from qerl.errors import EngineError
 from qerl.layers.saved import kept_bytes
 from qerl.plan.engine_memory import GIB
 
-CPU_TOKENS = 8192  # a micro-batch where no GPU bounds it
-MAX_TOKENS = 32768  # more than this at once makes nothing faster
+CPU_TOKENS = 8192  # per micro-batch on a CPU, where memory is not planned
+MAX_TOKENS = 32768  # more at once is not faster
 TOKEN_STEP = 1024
 OVERHEAD_TOKENS = 400.0
 LOGIT_TOKENS = 1024  # whose logits exist at once: 0.6 GiB in float32 with a vocabulary of 152,000
-MARGIN = 0.08  # of the available memory: fragments, workspaces of cuBLAS
-NEAR_RECOMPUTE = 1.02  # times the least cost: no layer recomputes for less; what it costs is sure, what it saves is not
-NEAR = 1.01  # times the least cost: no memory is taken for less
-REPEATED = 6  # of a shared prompt's tokens cost as one: a layer keeps 6.7 times the bytes of a token's keys and values
-# (Llama 2 7B) to 68 times (Qwen2.5 3B)
+MARGIN = 0.08  # share of the available memory left for fragments and cuBLAS's workspaces
+# Plans whose cost is within these factors of the least count as equally fast. Recomputing has to save more than 2%:
+# what it costs is certain, what it saves is an estimate. Using more memory has to save more than 1%.
+NEAR_RECOMPUTE, NEAR = 1.02, 1.01
+# A repeated prompt keeps only keys and values, and this many of its tokens count as one: what a layer keeps for a
+# token is between 6.7 (Llama 2 7B) and 68 times (Qwen2.5 3B) the size of its keys and values.
+REPEATED = 6
 
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes that the training phase takes beside the weights, for each token of a micro-batch but for the last two."""
+    """Bytes that training takes beside the weights; per token of a micro-batch, except `fixed` and `logits`."""
 
     layers: int
     layer: int  # what a layer keeps for its backward pass
-    layer_input: int  # what it keeps if it recomputes
+    layer_input: int  # what a layer keeps if it recomputes
     working: int  # gradients while one layer runs backward
-    fixed: int  # the adapter's gradients, optimizer state and 16-bit factors, a decoded weight
-    head: int = 0  # what stands outside the layers while a chunk's logits exist; then no layer runs backward
-    logits: int = 0  # of that chunk, and their slopes
+    fixed: int  # the adapter's gradients, optimizer state and 16-bit factors, and one decoded weight
+    head: int = 0  # outside the layers while a chunk's logits exist, when no layer runs backward
+    logits: int = 0  # the logits of one chunk and their slopes
 
     def needed(self, tokens: int, recomputed: int) -> int:
-        """The peak: at the logits, as the backward pass begins, or (first layers recompute, their turn comes last) in a
-        recompute."""
+        """The peak of a micro-batch whose first `recomputed` layers recompute.
+
+        It is reached at the logits, when the backward pass begins, or during a recompute, which comes last.
+        """
         inputs = recomputed * self.layer_input
         begin = (self.layers - recomputed) * self.layer + inputs
         later = inputs + self.layer if recomputed else 0
@@ -54,7 +58,7 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Shapes:
-    """The sizes that a footprint follows from, as in config.json; attention in heads * head_dim."""
+    """The sizes that a footprint follows from, as in config.json; attention's are heads * head_dim."""
 
     hidden: int
     intermediate: int
@@ -69,20 +73,19 @@ class Shapes:
     def footprint(self, entropy_gradient: bool = False) -> Footprint:
         """For 16-bit activations and LoRA on every linear, as `qerl.layers` computes them.
 
-        A chunk's logits are in float32 and their slope in 16 bit, and a second slope with `entropy_gradient`.
-
-        A test holds `layer` to what autograd saves; training replaces it with what it measures.
+        A chunk's logits are float32, and their slope is in 16 bits; `entropy_gradient` adds a second slope. A test
+        compares `layer` with what autograd saves, and training replaces it by what it measures.
         """
         sizes = (self.hidden, self.intermediate, self.query, self.key_value, self.rank)
         return Footprint(
             layers=self.layers,
             layer=kept_bytes(*sizes, self.head_norms),
             layer_input=2 * self.hidden,
-            # the MLP's gradients of gate, up and activation; the rest is more than it needs, and what attention needs
-            # where the MLP is narrow: gradients of q, k and v, of these in float32, and for each head
+            # The MLP needs the gradients of gate, up and activation. The second term is more than it needs, and covers
+            # attention where the MLP is narrow: gradients of q, k and v, also in float32, and for each head.
             working=2 * (3 * self.intermediate + 8 * self.hidden),
             fixed=16 * self.trained + 2 * self.hidden * 2 * self.intermediate,
-            # the last sum, its norm, of that what predicts, and its slope, once more with `entropy_gradient`
+            # the residual stream, its norm, the rows of it that predict, and one or two slopes of these
             head=2 * 5 * self.hidden,
             logits=LOGIT_TOKENS * self.vocabulary * (8 if entropy_gradient else 6),
         )
@@ -90,42 +93,42 @@ class Shapes:
 
 @dataclass(frozen=True)
 class MicroBatchPlan:
-    """What a run's training phase does; recorded in its run.json, so that a resumed run computes the same bits."""
+    """How a run trains; recorded in its run.json, so that a resumed run computes the same bits."""
 
     micro_batch_tokens: int
-    least: int = 0  # layers that recompute in any case
-    most: int = 0
-    usable: int | None = None  # bytes for a micro-batch; None: nothing bounds it
+    least: int = 0  # layers that recompute in every micro-batch
+    most: int = 0  # layers that may recompute
+    usable: int | None = None  # bytes for a micro-batch; None: not limited
     footprint: Footprint | None = None
 
     def recomputed(self, tokens: int) -> int:
-        """How many layers, from the first on, recompute in a micro-batch of `tokens`: those that do not fit."""
+        """How many layers recompute in a micro-batch of `tokens`: as few as it fits with, from the first layer on."""
         if self.usable is None:
             return self.least
         fitting = (r for r in range(self.least, self.most) if self.footprint.needed(tokens, r) <= self.usable)
         return next(fitting, self.most)
 
     def needed(self, tokens: int) -> int:
-        """Bytes at the peak of a micro-batch of `tokens`; 0 where nothing is planned."""
+        """Bytes at the peak of a micro-batch of `tokens`; 0 if memory is not planned."""
         return 0 if self.footprint is None else self.footprint.needed(tokens, self.recomputed(tokens))
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """What the recipe fixes: `tokens` None and `recompute` auto are the planner's to choose."""
+    """What the recipe fixes; the planner chooses where `tokens` is None or `recompute` is auto."""
 
     tokens: int | None
     recompute: Literal["auto"] | bool
     longest: int  # tokens of the longest possible row
-    step_tokens: int  # tokens of a step whose completions are all that long
+    step_tokens: int  # tokens of a step whose rows are all that long
 
 
 def plan_micro_batches(footprint: Footprint, wishes: Wishes, available: int | None) -> MicroBatchPlan:
-    """A plan that fits into `available` bytes (None: a CPU). Of those whose cost is near the least, the ones in which
-    the fewest layers recompute; of these, the fewest tokens whose cost is near the least among them.
+    """The plan for `available` bytes (None: a CPU).
 
-    A row longer than that is a micro-batch of its own, and more layers recompute in it. Raises EngineError if the
-    longest possible row does not fit.
+    Of the plans that are about as fast as the fastest, those in which the fewest layers recompute are kept, and of
+    these the one with the fewest tokens is taken. A row longer than `micro_batch_tokens` is a micro-batch of its own,
+    in which more layers recompute. Raises EngineError if the longest possible row does not fit.
     """
     least, most = {True: (footprint.layers,) * 2, False: (0, 0), "auto": (0, footprint.layers)}[wishes.recompute]
     if available is None:
@@ -144,7 +147,7 @@ def plan_micro_batches(footprint: Footprint, wishes: Wishes, available: int | No
 
 
 def even_budget(budget: int, count: Callable[[int], int]) -> int:
-    """The least budget that takes no more micro-batches than `budget`; `count` gives how many one takes."""
+    """The least budget with as many micro-batches as `budget` has; `count` tells how many there are with a budget."""
     low, high, most = 1, budget, count(budget)
     while low < high:
         middle = (low + high) // 2
@@ -153,14 +156,14 @@ def even_budget(budget: int, count: Callable[[int], int]) -> int:
 
 
 def largest_micro_batch(budget: int, groups: int, group: int, prompt: int, new: int) -> tuple[int, int]:
-    """(rows, tokens) of a step's largest micro-batch, if each of its groups has `group` completions of `new` tokens.
+    """(rows, tokens) of a step's largest micro-batch, for `groups` of `group` completions of `new` tokens each.
 
-    As `training.policy.packing` cuts and counts: at most `budget` tokens but for a longer row, a group's prompt once,
-    and no larger than as many micro-batches need.
+    Rows are divided and counted as in `training.policy.packing`: a micro-batch has at most `budget` tokens unless it is
+    a single longer row, it holds a group's prompt once, and all are about equally large.
     """
 
     def filled(tokens: int) -> list[list[int]]:
-        """Of each micro-batch the rows of each prompt in it."""
+        """For each micro-batch, how many rows each of its prompts has in it."""
         batches: list[list[int]] = []
         used = 0
         for row in range(groups * group):
@@ -185,18 +188,18 @@ def largest_micro_batch(budget: int, groups: int, group: int, prompt: int, new: 
 
 
 def _sizes(wishes: Wishes) -> list[int]:
-    """The numbers of tokens to choose from: what the longest row fits with, whole steps, and all of a step at once."""
+    """The micro-batch sizes to choose from: multiples of TOKEN_STEP, a shorter longest row, and a whole step."""
     most = min(MAX_TOKENS, wishes.step_tokens)
     return [min(wishes.longest, TOKEN_STEP), *range(TOKEN_STEP, most, TOKEN_STEP), most]
 
 
 def _cost(plan: MicroBatchPlan, tokens: int) -> float:
-    """Time of a token in micro-batches of `tokens`, in forward passes of all layers."""
+    """The time per token in micro-batches of `tokens`, in units of a forward pass through all layers."""
     return (2 + plan.recomputed(tokens) / plan.footprint.layers) * (1 + OVERHEAD_TOKENS / tokens)
 
 
 def _near(costs: dict[int, float], times: float) -> dict[int, float]:
-    """Those of at most `times` the least."""
+    """The costs that are at most `times` the least."""
     least = min(costs.values())
     return {tokens: cost for tokens, cost in costs.items() if cost <= times * least}
 

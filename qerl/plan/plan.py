@@ -1,12 +1,14 @@
-"""What a recipe will take on a card, before anything is loaded: memory by phase, seconds by phase, what fits. No torch.
+"""What a run of a recipe takes on a card, known before anything is loaded: memory and seconds by phase. No torch.
 
-Memory follows the code that allocates it: the engine's budget and KV cache (`vllm_plugin/memory.py`), the micro-batch
-plan (`memory_plan.py`), the adapter with its optimizer state. Seconds follow a model with few constants, fitted to the
-steps in benchmarks/ (docs/cost-model.md):
+Memory follows the code that allocates it: the engine's budget and KV cache (`engine_memory.py`), the micro-batches
+(`micro_batch_plan.py`), and the adapter with its optimizer state. Seconds follow a model with few constants that were
+fitted to the steps in benchmarks/ (docs/cost-model.md):
 
     decode step = layers * LAUNCH + weight bytes / bandwidth
                   + 2 weights * sequences / (DECODE_RATE * rate) + keys and values read / bandwidth
-    training    = (4 + 2 * recomputed share) weights * tokens / (TRAIN_RATE * rate), a micro-batch's shared prompts once
+    training    = (4 + 2 * recomputed share) weights * tokens / (TRAIN_RATE * rate)
+
+where the tokens of a prompt count once per micro-batch.
 """
 
 from __future__ import annotations
@@ -48,32 +50,32 @@ if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
 
 ENGINE_WORK = int(1.2 * GIB)  # activations of a prefill of 8192 tokens and logits of a full batch
-LAUNCH = 33e-6  # seconds of a decoder layer whose weights take no time
-DECODE_RATE, TRAIN_RATE = 0.88, 0.74  # shares of the card's rate
+LAUNCH = 33e-6  # seconds that a decoder layer takes beside reading its weights
+DECODE_RATE, TRAIN_RATE = 0.88, 0.74  # shares of the card's rate that are reached
 
 
 @dataclass(frozen=True)
 class Problem:
-    """What does not fit and what to change; `needed` of `available` bytes, 0 of 0 where it is not about memory."""
+    """What does not fit, and what to change. It needs `needed` bytes of `available`; both are 0 if it is not memory."""
 
     text: str
     needed: float = 0
     available: float = 0
 
     def exceeds(self, share: float) -> bool:
-        """Whether more than `share` of what is there is missing: the plan itself is not exact."""
+        """Whether it is too large by more than `share`: the plan itself is not exact."""
         return self.needed > self.available * (1 + share)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """In bytes and seconds; `found` is empty if all fits."""
+    """Memory in bytes and time in seconds; `found` is empty if everything fits."""
 
     card: Card
     sizes: ModelSizes
     limit: int
-    memory: dict[str, dict[str, float]]  # phase -> what -> bytes
-    seconds: dict[str, float]  # phase -> seconds of a step
+    memory: dict[str, dict[str, float]]  # phase -> what takes it -> bytes
+    seconds: dict[str, float]  # phase -> seconds per step
     micro_batches: MicroBatchPlan | None
     cache_tokens: int
     context: int
@@ -88,7 +90,7 @@ class Plan:
 
 
 def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
-    """Plan a run with the vllm engine. What does not fit is said in `problems`, and the rest planned all the same."""
+    """Plan a run with the vllm engine. `problems` says what does not fit; the rest is planned nevertheless."""
     room = _Room(int(card.memory_gib * GIB), *_weights_and_outside(config, sizes))
     limit, _ = room.limit_and_budget(config)
     trained = sizes.adapter(config.adapter.rank, config.adapter.targets)
@@ -126,7 +128,7 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
 
 
 def trainer_bytes(config: RunConfig, sizes: ModelSizes) -> int:
-    """What stands on the card beside the engine in a rollout."""
+    """What the trainer keeps on the card during a rollout."""
     return sum(_trainer(config, sizes).values())
 
 
@@ -140,7 +142,7 @@ def _trainer(config: RunConfig, sizes: ModelSizes) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Room:
-    """In bytes: the card; the engine's weights with its adapter buffers; what lies outside a rollout's budget."""
+    """Bytes of the card, of the engine's weights with its adapter buffers, and of what lies outside the budget."""
 
     total: int
     weights: int
@@ -156,7 +158,7 @@ def _weights_and_outside(config: RunConfig, sizes: ModelSizes) -> tuple[int, int
 
 
 def _cache_bytes(config: RunConfig, sizes: ModelSizes, room: _Room, context: int, problems: list[Problem]) -> int:
-    """The engine's KV cache: what 256 full contexts need, or what its budget leaves."""
+    """The engine's KV cache: what MAX_SEQUENCES full contexts need, or what its budget leaves."""
     limit, budget = room.limit_and_budget(config)
     wishes = config.rollout.memory, config.memory.cap_gib
     try:
@@ -190,7 +192,7 @@ def _quantized(config: RunConfig) -> bool:
 
 
 def _lower_budget(config: RunConfig, room: _Room, limit: int) -> str:
-    """The largest rollout.memory that fits, in the unit that was given; what else, where none holds the weights."""
+    """Advice: the largest rollout.memory that fits, in the unit that was given, or more memory for the weights."""
     fitting, memory = limit - room.outside, config.rollout.memory
     if memory is None or fitting < least_bytes(room.weights):
         return f"give it more memory (card, memory.cap_gib), or take {smaller_base(_quantized(config))}"
@@ -216,7 +218,7 @@ def _footprint(config: RunConfig, sizes: ModelSizes, trained: int) -> Footprint:
 def _micro_batches(
     config: RunConfig, footprint: Footprint, limit: int, common: float, problems: list[Problem]
 ) -> MicroBatchPlan | None:
-    """`common`: bytes that are taken before training begins, of `limit`."""
+    """The plan of training beside `common` bytes, which are taken before it begins; None if nothing fits."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     rows = config.rollout.prompts_per_step * config.rollout.group_size
     wishes = Wishes(config.run.micro_batch_tokens, config.run.gradient_checkpointing, longest, longest * rows)
@@ -230,7 +232,7 @@ def _micro_batches(
 
 
 def _largest(config: RunConfig, micro_batches: MicroBatchPlan | None) -> tuple[int, int]:
-    """(rows, tokens) of the largest micro-batch of a step whose completions are all as long as they may be."""
+    """(rows, tokens) of the largest micro-batch of a step in which every completion has full length."""
     budget = 0 if micro_batches is None else micro_batches.micro_batch_tokens
     rollout = config.rollout
     groups = (rollout.prompts_per_step, rollout.group_size)
@@ -238,7 +240,7 @@ def _largest(config: RunConfig, micro_batches: MicroBatchPlan | None) -> tuple[i
 
 
 def decode_seconds(sizes: ModelSizes, card: Card, format: str, sequences: int, cached: float) -> float:
-    """A decode step of `sequences`, which reads `cached` bytes of keys and values."""
+    """Seconds of a decode step of `sequences`, which reads `cached` bytes of keys and values."""
     read = (sizes.weights_bytes(format) + cached) / (card.gb_per_s * 1e9)
     computed = 2 * (sizes.body + sizes.head) * sequences / (DECODE_RATE * card.tflops * 1e12)
     return sizes.layers * LAUNCH + read + computed
@@ -247,7 +249,7 @@ def decode_seconds(sizes: ModelSizes, card: Card, format: str, sequences: int, c
 def _seconds(
     config: RunConfig, sizes: ModelSizes, card: Card, micro_batches: MicroBatchPlan | None
 ) -> dict[str, float]:
-    """A step whose completions are all as long as they may be."""
+    """Seconds by phase of a step in which every completion has full length."""
     rollout = config.rollout
     sequences = rollout.prompts_per_step * rollout.group_size
     prompt, new = config.data.max_prompt_tokens, rollout.max_new_tokens
@@ -257,9 +259,8 @@ def _seconds(
     prefill = 2 * sizes.body * prompt * rollout.prompts_per_step / (TRAIN_RATE * rate)
     rows_at_once, tokens_at_once = _largest(config, micro_batches)
     recomputed = micro_batches.recomputed(tokens_at_once) / sizes.layers if micro_batches else 0.0
-    prompts = rollout.prompts_per_step * -(
-        -rollout.group_size // rows_at_once
-    )  # a micro-batch has each of its own once
+    micro_batches_per_group = -(-rollout.group_size // rows_at_once)
+    prompts = rollout.prompts_per_step * micro_batches_per_group  # each micro-batch computes a prompt once
     tokens = prompts * prompt + sequences * new
     flops = (4 + 2 * recomputed) * sizes.body * tokens + 4 * sizes.head * sequences * new
     passes = config.loss.num_iterations

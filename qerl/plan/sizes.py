@@ -1,4 +1,4 @@
-"""What a model's config.json says about its size: weights, adapter, keys and values. Pure numbers, no torch."""
+"""The sizes that follow from a model's config.json: of weights, adapter, keys and values. Pure numbers, no torch."""
 
 from __future__ import annotations
 
@@ -58,16 +58,16 @@ KNOWN = {  # by the beginning of the name after the organisation: sizes of model
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Numbers of weights by place, and what follows from them."""
+    """How many weights a model has where, and what follows from that."""
 
     layers: int
     hidden: int
-    projections: dict[str, tuple[int, int]]  # of one decoder layer: name -> (out, in)
+    projections: dict[str, tuple[int, int]]  # the linears of one decoder layer: name -> (out, in)
     vocabulary: int
     tied: bool
     kv_heads: int
     head_dim: int
-    positions: int | None = None  # the longest context; None: config.json does not say
+    positions: int | None = None  # the longest context; None if config.json does not say
     head_norms: bool = False  # norms on queries and keys (Qwen3)
 
     @property
@@ -80,7 +80,7 @@ class ModelSizes:
         return self.vocabulary * self.hidden
 
     def weights_bytes(self, format: str) -> float:
-        """Of the checkpoint in memory: 16-bit embeddings and head beside the body."""
+        """The checkpoint in memory, with its embeddings and head in 16 bits."""
         outer = self.head * (1 if self.tied else 2) + self.layers * 2 * self.hidden
         return self.body * formats.get(format).bytes_per_weight + 2 * outer
 
@@ -93,7 +93,7 @@ class ModelSizes:
         return self.layers * rank * sum(sum(self.projections[name]) for name in targets)
 
     def engine_adapter_bytes(self, rank: int) -> int:
-        """Of the engine's static buffers: A of the fused parts, and their block-diagonal B stored whole."""
+        """The engine's static buffers: A of the fused parts, and their block-diagonal B with all its zeros."""
         padded = padded_rank(rank)
         numbers = 0
         for parts in FUSED:
@@ -106,9 +106,9 @@ REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidd
 
 
 def read_sizes(base: str) -> ModelSizes:
-    """Sizes of a model folder, or of a known model by its hub id; of a run or an adapter, those of its base.
+    """The sizes of a model folder, of a known model by its hub id, or of the base of a run or an adapter.
 
-    Raises CheckpointError for what is none of them.
+    Raises CheckpointError for anything else.
     """
     from qerl.checkpoint.load import local_folder
     from qerl.checkpoint.resolve import model_under, read_json
@@ -125,7 +125,10 @@ def read_sizes(base: str) -> ModelSizes:
 
 
 def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:
-    """From the keys of config.json. Raises CheckpointError if one is missing, or no whole number above 0."""
+    """The sizes that the keys of config.json give.
+
+    Raises CheckpointError if one is missing or is not a whole number above 0.
+    """
     optional = ("head_dim", "num_key_value_heads")
     for key in (*REQUIRED, *(key for key in optional if config.get(key) is not None)):
         if key not in config:

@@ -1,10 +1,11 @@
-"""A call of vLLM: what is asked of it and what comes back.
+"""A call of vLLM: the requests that it gets and the outputs that come back.
 
 vLLM's `LLM.generate` returns when the last sequence has ended. `run` makes the same requests (`LLM.enqueue`) and the
-same steps, and hands each output on when it is there.
+same steps, and hands on each output as soon as it is complete.
 
-An interrupted call leaves its requests in vLLM's scheduler, and the next call would return their completions among its
-own; and vLLM only logs that it kept its prefix cache. `run` and `drop_prefix_cache` see to both.
+Two things would go wrong in silence. An interrupted call leaves its requests in vLLM's scheduler, and the next call
+would return their completions among its own: `run` aborts them. And vLLM only logs it if it keeps its prefix cache:
+`drop_prefix_cache` raises.
 """
 
 from __future__ import annotations
@@ -21,15 +22,14 @@ from qerl.vllm_plugin.exhausted import out_of_memory
 
 T = TypeVar("T")
 
-NEW_OBJECTS = (100_000, 50, 100)  # of a generation, before it is searched
+NEW_OBJECTS = (100_000, 50, 100)  # thresholds of Python's garbage collector, for gc.set_threshold
 
 
 def run(llm: Any, prompts: Sequence[Sequence[int]], params: Any, take: Callable[[int, Any], T]) -> list[T]:
-    """What `take(index, output)` makes of vLLM's output for each of `prompts` (token ids), in their order; `params` for
-    all or for each.
+    """Run `prompts` (token ids) and return what `take(index, output)` gives for each, in the order of the prompts.
 
-    It is called for each output when it ends, while vLLM still has the others. Raises EngineError where memory runs
-    out, and what `take` raises.
+    `params` are vLLM's, for all prompts or for each. `take` is called as soon as an output is complete, while vLLM
+    still works on the others. Raises EngineError if memory runs out, and whatever `take` raises.
     """
     import torch
 
@@ -38,7 +38,8 @@ def run(llm: Any, prompts: Sequence[Sequence[int]], params: Any, take: Callable[
     try:
         with rare_collections():
             names = llm.enqueue([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
-            # vLLM 0.25.1 names a request "NUMBER-RANDOM" ("NUMBER", if its environment says so), its output "NUMBER".
+            # vLLM 0.25.1 calls a request "NUMBER-RANDOM" (or "NUMBER", by an environment variable) and its output
+            # "NUMBER".
             indices = {name.partition("-")[0]: index for index, name in enumerate(names)}
             for output in _as_they_end(llm.llm_engine):
                 ended += 1
@@ -56,16 +57,18 @@ def run(llm: Any, prompts: Sequence[Sequence[int]], params: Any, take: Callable[
 
 
 def _as_they_end(engine: Any) -> Iterator[Any]:
-    """The outputs of all that vLLM has to do; parts of one, which are not asked for, are left out."""
+    """The outputs of all of vLLM's requests, as they are completed; partial outputs are left out."""
     while engine.has_unfinished_requests():
         yield from (output for output in engine.step() if output.finished)
 
 
 @contextmanager
 def rare_collections() -> Iterator[None]:
-    """Inside the block Python looks for unreachable cycles only after many new objects. vLLM's scheduler makes
-    thousands a step, none of them in cycles: with 256 sequences a step takes 7.7 ms of the CPU with Python's thresholds
-    and 6.1 without any search, and the GPU 9."""
+    """Within the block Python looks for unreachable cycles only after many new objects.
+
+    vLLM's scheduler makes thousands of objects per step, none of them in cycles. With 256 sequences a step takes 7.7 ms
+    of CPU time with Python's thresholds and 6.1 ms without any search; the GPU needs 9 ms.
+    """
     before = gc.get_threshold()
     gc.set_threshold(*NEW_OBJECTS)
     try:
@@ -75,7 +78,7 @@ def rare_collections() -> Iterator[None]:
 
 
 def drop_prefix_cache(llm: Any) -> None:
-    """Forget keys and values of other weights. Raises EngineError where vLLM would go on using them."""
+    """Forget keys and values computed with other weights. Raises EngineError if vLLM would go on using them."""
     if not llm.reset_prefix_cache():
         raise EngineError(
             "vLLM could not drop its prefix cache, because requests of an earlier call still hold blocks; completions "
@@ -102,14 +105,14 @@ def sampling_params(sampling: SamplingParams, stop: tuple[int, ...], seed: int |
 
 
 def scoring_params() -> Any:
-    """For the logprobs of given tokens, which vLLM has at temperature 1 alone."""
+    """vLLM's parameters for the logprobs of given tokens, which it has at temperature 1 only."""
     from vllm import SamplingParams as VLLMParams
 
     return VLLMParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, flat_logprobs=True, detokenize=False)
 
 
 def completion(output: Any) -> Completion:
-    """Raises EngineError for one that was aborted, or whose logprobs are no numbers."""
+    """vLLM's output as our value. Raises EngineError if it was aborted or if a logprob is not finite."""
     if output.finish_reason not in ("stop", "length"):
         raise EngineError(f"vLLM ended a completion with {output.finish_reason!r}: see its log for the reason")
     logprobs = first_at_each_position(output.logprobs)
@@ -121,6 +124,6 @@ def completion(output: Any) -> Completion:
 
 
 def first_at_each_position(flat: Any) -> list[float]:
-    """The logprob of the token itself, which vLLM lists first; positions without one (the first token) are left out."""
+    """The logprob of each position's own token, which vLLM lists first. The first position of a prompt has none."""
     starts = zip(flat.start_indices, flat.end_indices, strict=True)
     return [flat.logprobs[start] for start, end in starts if end > start]
