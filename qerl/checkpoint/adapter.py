@@ -1,7 +1,7 @@
 """LoRA adapters: attach one to a model, name its tensors, read and write the standard PEFT folder.
 
-The only importer of peft. Names of tensors are those of the base model's modules, without PEFT's prefixes, so that
-every engine and every file can be matched against the base:
+No other module imports peft. Tensors are named by the base model's modules, without PEFT's prefixes, so that those of
+every engine and every file can be compared with the base:
 
     model.layers.0.self_attn.q_proj.lora_A.weight    (rank, in_features)
     model.layers.0.self_attn.q_proj.lora_B.weight    (out_features, rank)
@@ -43,11 +43,10 @@ def attach_lora(
     targets: tuple[str, ...] = PROJECTIONS,
     dropout: float = 0.0,
     train_norms: bool = False,
-    dtype: torch.dtype | None = None,
 ) -> PeftModel:
-    """Wrap `model` with a fresh LoRA adapter: A random, B zero, so that the model is unchanged.
+    """Wrap `model` with a fresh LoRA adapter in float32: A random, B zero, so that the model is unchanged.
 
-    `dtype` is that of the adapter's own weights (None: float32). Raises ConfigError if a target matches no linear.
+    Raises ConfigError if a target matches no linear.
     """
     import torch
     from peft import LoraConfig, get_peft_model
@@ -68,16 +67,21 @@ def attach_lora(
     )
     config._register_custom_module(_fused_lora())
     peft_model = get_peft_model(model, config, autocast_adapter_dtype=False)
-    for parameter in peft_model.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.data.to(dtype or torch.float32)
+    set_dtype_(peft_model, torch.float32)
     if train_norms:
         _let_wrappers_say_what_acts_(peft_model)
     return peft_model
 
 
+def set_dtype_(model: nn.Module, dtype: torch.dtype) -> None:
+    """Convert what is trained to `dtype`."""
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
 def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The adapter's tensors by base module name (see the module docstring), as the model holds them, not copied."""
+    """The adapter's tensors by base module name (see the module docstring); these are the model's own, not copies."""
     tensors = {}
     for name, parameter in model.named_parameters():
         base_name = name.removeprefix(PEFT_PREFIX)
@@ -90,13 +94,16 @@ def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def adapter_scaling(model: PeftModel) -> float:
-    """alpha / rank of the attached adapter: what B is multiplied by."""
+    """alpha / rank of the attached adapter, by which B is multiplied."""
     config = model.peft_config[ADAPTER_NAME]
     return config.lora_alpha / config.r
 
 
 def read_adapter(folder: str | Path) -> tuple[dict[str, torch.Tensor], float]:
-    """(tensors by base module name, scaling) of a PEFT adapter folder. Raises CheckpointError for what is not LoRA."""
+    """The tensors of a PEFT adapter folder, by base module name, and its scaling.
+
+    Raises CheckpointError for anything but plain LoRA.
+    """
     from safetensors.torch import load_file
 
     folder = Path(folder)
@@ -117,7 +124,7 @@ def read_adapter(folder: str | Path) -> tuple[dict[str, torch.Tensor], float]:
 
 
 def _check_factors(weights: Path, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
-    """A is (rank, in) and B (out, rank), of floats: with another rank than the config's the scaling would be wrong."""
+    """Check that A is (rank, in) and B (out, rank): the scaling would be wrong for a rank other than the config's."""
     for name, tensor in tensors.items():
         axis = {"lora_A": 0, "lora_B": 1}.get(name.removesuffix(".weight").rpartition(".")[2])
         if axis is None:
@@ -148,23 +155,26 @@ def reference_adapter(model: PeftModel) -> Iterator[None]:
 
 
 def name_base_(model: PeftModel, base: str) -> None:
-    """Have the adapter's folders name `base` (folder or hub id) as their base model."""
+    """Let the folders that the adapter is saved to name `base` (folder or hub id) as their base model."""
     model.peft_config[ADAPTER_NAME].base_model_name_or_path = base
 
 
 def save_adapter(model: PeftModel, folder: str | Path, base: str | None = None) -> None:
-    """Write the adapter as a standard PEFT folder that names `base` as its base model (None: the one named before)."""
+    """Write the adapter as a standard PEFT folder that names `base` as its base model; None keeps the name it has."""
     if base is not None:
         name_base_(model, base)
-    # Only ours: with a KL term TRL adds a frozen copy, "ref", to the model.
+    # With a KL term TRL adds a frozen copy to the model, named "ref", which is not to be saved.
     model.save_pretrained(
         str(folder), safe_serialization=True, selected_adapters=[ADAPTER_NAME], save_embedding_layers=False
     )
-    (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT's empty template of a model card
+    (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT writes an empty template of a model card
 
 
 def load_tensors_(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> int:
-    """Copy `tensors` into the adapter attached to `model`; names and shapes must match exactly. Returns the count."""
+    """Copy `tensors` into the attached adapter and return their number.
+
+    Raises CheckpointError unless names and shapes are those of the adapter.
+    """
     import torch
 
     own = adapter_tensors(model)
@@ -182,7 +192,7 @@ def load_tensors_(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> int:
 
 
 def set_scaling_(model: nn.Module, scaling: float) -> None:
-    """Multiply B by `scaling` from now on, in every linear of the attached adapter."""
+    """Multiply B by `scaling` from now on in every linear of the attached adapter."""
     from peft.tuners.lora.layer import LoraLayer
 
     for module in model.modules():
@@ -191,7 +201,7 @@ def set_scaling_(model: nn.Module, scaling: float) -> None:
 
 
 def attach_saved_(model: nn.Module, tensors: Mapping[str, torch.Tensor], scaling: float) -> PeftModel:
-    """Attach an adapter read by `read_adapter` to a model that has none; its rank and targets come from the tensors."""
+    """Attach an adapter that `read_adapter` read to a model that has none. Rank and targets follow from the tensors."""
     factors = {name: tensor for name, tensor in tensors.items() if name.endswith(".lora_A.weight")}
     ranks = {tensor.shape[0] for tensor in factors.values()}
     if len(ranks) != 1:
@@ -199,8 +209,8 @@ def attach_saved_(model: nn.Module, tensors: Mapping[str, torch.Tensor], scaling
     rank = ranks.pop()
     leaves = {name.removesuffix(".lora_A.weight").rpartition(".")[2] for name in factors}
     has_norms = any(".lora_" not in name for name in tensors)
-    dtype = next(iter(tensors.values())).dtype
-    peft_model = attach_lora(model, rank, scaling * rank, tuple(sorted(leaves)), train_norms=has_norms, dtype=dtype)
+    peft_model = attach_lora(model, rank, scaling * rank, tuple(sorted(leaves)), train_norms=has_norms)
+    set_dtype_(peft_model, next(iter(tensors.values())).dtype)
     load_tensors_(peft_model, tensors)
     return peft_model.eval()
 
@@ -233,8 +243,10 @@ def _adapter_config(folder: Path) -> dict:
 
 
 def _let_wrappers_say_what_acts_(model: nn.Module) -> None:
-    """Give PEFT's wrappers of trained norms `acting()`, the norm that a call would reach: the layers compute more with
-    it than a call does (`qerl.layers.decoder`)."""
+    """Give PEFT's wrappers of trained norms a method `acting()` that returns the norm which a call would reach.
+
+    The layers need the norm itself, since they fuse it with other work (`qerl.layers.decoder`).
+    """
     from peft.utils import ModulesToSaveWrapper
 
     def acting(wrapper: ModulesToSaveWrapper) -> nn.Module:
@@ -254,7 +266,7 @@ def _norm_leaves(model: nn.Module) -> list[str]:
 
 
 def _fused_lora() -> dict[type, type]:
-    """PEFT's LoRA layers for a frozen base: plain LoRA in one autograd node (`qerl.layers.lora`), all else as PEFT."""
+    """PEFT's LoRA layers, except that plain LoRA on a frozen base is one autograd node (`qerl.layers.lora`)."""
     import torch
     from peft.tuners.lora.layer import Linear
 
@@ -265,7 +277,7 @@ def _fused_lora() -> dict[type, type]:
         """LoRA on a linear."""
 
         def lora_part(self) -> Part | None:
-            """What this layer computes now, if that is plain LoRA with one adapter, without dropout; else None."""
+            """The parts of this layer if it now computes plain LoRA with one adapter and no dropout; None otherwise."""
             base = part_of(self.base_layer)
             if base is None or self.disable_adapters or self.merged or self.fan_in_fan_out:
                 return base if self.disable_adapters and not self.merged else None
@@ -284,7 +296,7 @@ def _fused_lora() -> dict[type, type]:
             return super().forward(x, *args, **kwargs) if part is None else lora_linear(x, [part])
 
     class PackedLoraLinear(FusedLoraLinear):
-        """LoRA on a packed base: a merge raises instead of losing the adapter."""
+        """LoRA on a packed base. A merge raises, since it would lose the adapter."""
 
         def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
             raise CheckpointError(

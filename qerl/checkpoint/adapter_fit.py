@@ -1,4 +1,4 @@
-"""Whether a saved adapter is one of a base, told from the files: before weights are loaded or an engine is opened."""
+"""Check that a saved adapter belongs to a base, from their files, before weights are loaded or an engine is opened."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
 
 
 def read_fitting_adapter(adapter: Path, base: str) -> tuple[dict[str, torch.Tensor], float]:
-    """Tensors and scaling of an adapter folder, as `read_adapter` does; CheckpointError if of another base."""
+    """Read an adapter folder as `read_adapter` does. Raises CheckpointError if it belongs to another base."""
     from qerl.checkpoint.adapter import read_adapter
 
     tensors, scaling = read_adapter(adapter)
@@ -33,12 +33,13 @@ def read_fitting_adapter(adapter: Path, base: str) -> tuple[dict[str, torch.Tens
 
 
 def check_fit(adapter: Path, tensors: Mapping[str, torch.Tensor], base: str) -> None:
-    """Raise CheckpointError if A, B and trained norms are not of the base's widths, or not of all of its layers.
+    """Raise CheckpointError unless A, B and trained norms have the base's widths and cover all of its layers.
 
-    That the adapter names another base is a warning: one model has many names, and models of one size fit all of them.
+    An adapter that names another base only causes a warning. A model can go by several names; but a different model of
+    the same size would pass the check as well.
     """
     sizes = sizes_of(read_json(Path(local_folder(base)) / "config.json"), base)
-    layers = defaultdict(set)  # of each kind of linear or norm
+    layers = defaultdict(set)  # by kind of linear or norm, the layers that the adapter has it for
     for name, tensor in tensors.items():
         parts = name.split(".")
         factor = name.endswith((A_SUFFIX, B_SUFFIX)) and "layers" in parts
@@ -70,13 +71,13 @@ def check_fit(adapter: Path, tensors: Mapping[str, torch.Tensor], base: str) -> 
 
 
 def is_block_norm(name: str) -> bool:
-    """Whether an adapter's tensor is the trained norm of a decoder layer: `model.layers.3.input_layernorm.weight`."""
+    """Whether a tensor's name is that of a decoder layer's norm, such as `model.layers.3.input_layernorm.weight`."""
     parts = name.split(".")
     return len(parts) > 3 and parts[-4] == "layers" and parts[-3].isdigit() and parts[-1] == "weight"
 
 
 def _factor_shape(name: str, linear: tuple[int, int], tensor: torch.Tensor) -> tuple[int, int]:
-    """The shape that A (rank, in) or B (out, rank) of a linear (out, in) has, at its own rank."""
+    """The shape that A (rank, in) or B (out, rank) of a linear (out, in) must have, given the tensor's own rank."""
     return (tensor.shape[0], linear[1]) if name.endswith(A_SUFFIX) else (linear[0], tensor.shape[-1])
 
 
@@ -96,7 +97,7 @@ def _check_layers(adapter: Path, base: str, layers: Mapping[str, set[int]], coun
 
 
 def _names(model: str) -> set[str]:
-    """What a model goes by, without its owner or folder; a quantized one by the name of what it was made from too."""
+    """The names of a model without owner or folder; for a quantized one also the name of the model it was made from."""
     names = [model]
     if model == TINY or Path(model).is_dir():
         folder = local_folder(model)
@@ -111,7 +112,8 @@ def _without_suffix(name: str) -> str:
 
 
 def _last_part(name: str) -> str:
-    """Of an id or a path; of a snapshot in the hub's cache (models--owner--name/snapshots/commit) the model's name."""
+    """The last part of an id or a path; for a snapshot in the hub's cache, models--owner--name/snapshots/commit, the
+    name of the model."""
     parts = [part for part in name.split("/") if part]
     if parts[-2:-1] == ["snapshots"] and len(parts) > 2:
         return parts[-3].rpartition("--")[2]

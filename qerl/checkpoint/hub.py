@@ -1,4 +1,4 @@
-"""Models that are given by hub id (`owner/name`): what they are, and their files, through the hub's local cache."""
+"""Models given by hub id (`owner/name`): find out what they are and get their files, through the hub's local cache."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ logger = logging.getLogger(__name__)
 
 
 def is_hub_id(ref: str) -> bool:
-    """Whether `ref` is nothing on this machine and has the form `owner/name`."""
+    """Whether `ref` has the form `owner/name` and is not a path on this machine."""
     return HUB_ID.fullmatch(ref) is not None and not Path(ref).exists()
 
 
 def config_folder(ref: str) -> Path:
-    """Folder in the hub's cache with a model's config.json, or with a whole adapter; no weights are downloaded.
+    """A folder in the hub's cache with a model's config.json, or with a whole adapter; downloads no model weights.
 
-    What is in the cache is taken from there. Raises CheckpointError if there is no such model or no network.
+    Files that are already in the cache are used. Raises CheckpointError if there is no such model or no network.
     """
     from huggingface_hub import hf_hub_download, snapshot_download, try_to_load_from_cache
     from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
@@ -42,7 +42,7 @@ def config_folder(ref: str) -> Path:
     def fetch() -> Path:
         try:
             return Path(hf_hub_download(ref, "config.json")).parent
-        except LocalEntryNotFoundError:  # no network; a subclass of the next, which says that the hub has no such file
+        except LocalEntryNotFoundError:  # means that there is no network; a subclass of EntryNotFoundError
             raise
         except EntryNotFoundError:
             return Path(snapshot_download(ref, allow_patterns=["adapter_*", "*.json"]))
@@ -51,7 +51,7 @@ def config_folder(ref: str) -> Path:
 
 
 def download_model(ref: str, trust_remote_code: bool = False) -> Path:
-    """Folder in the hub's cache with a model's safetensors, config and tokenizer (and its code, if that is trusted).
+    """A folder in the hub's cache with a model's safetensors, config and tokenizer, and its code if that is trusted.
 
     Raises CheckpointError if the hub has no such model, if it has no safetensors, or if the network or the disk fails.
     """
@@ -80,7 +80,7 @@ def _from_hub(ref: str, fetch: Callable[[], T], offline: bool = False) -> T:
         )
     try:
         return fetch()
-    except Exception as error:  # httpx, OSError and the hub's own: whichever it is, there is no model
+    except Exception as error:  # of httpx, of the hub's client, or an OSError; in each case there is no model
         raise CheckpointError(
             f"{_not_here(ref)}, and it cannot be fetched from the hub ({type(error).__name__}: "
             f"{(str(error).splitlines() or [''])[0]}): check the name and the network, or give a folder with the model"
@@ -92,13 +92,13 @@ def _not_here(ref: str) -> str:
 
 
 def reachable() -> bool:
-    """Whether the hub's name resolves; without this look the hub's client retries for half a minute."""
+    """Whether the hub's name resolves. Without this check the hub's client would retry for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return False
     if any(os.environ.get(name) for name in ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")):
-        return True  # the proxy resolves names
+        return True  # the proxy resolves the name
     try:
         socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, 443)
     except OSError:

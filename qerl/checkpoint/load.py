@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-UNREADABLE = (OSError, ValueError, StrictDataclassError)  # what transformers raises for a config it cannot take
+UNREADABLE = (OSError, ValueError, StrictDataclassError)  # transformers raises these for a config that it cannot read
 
-COMPUTED = "rotary_emb.inv_freq"  # in old checkpoints; transformers computes it from the config
+COMPUTED = "rotary_emb.inv_freq"  # a tensor of old checkpoints, which transformers now computes from the config
 
 
 def load_model(
@@ -64,7 +64,10 @@ def load_model(
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The checkpoint's own tokenizer, padding on the left; without a pad token the end-of-sequence token pads."""
+    """The checkpoint's own tokenizer, which pads on the left; if it has no pad token, with the end-of-sequence token.
+
+    Raises CheckpointError if there is none that can be read.
+    """
     from transformers import AutoTokenizer
 
     folder = local_folder(path, trust_remote_code)
@@ -107,8 +110,10 @@ def local_folder(path: str | Path, trust_remote_code: bool = False) -> Path:
 
 
 def end_token_ids(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends a completion: the tokenizer's, and those that the folder's generation config names, or
-    else the model's `config`."""
+    """Every token that ends a completion: that of the tokenizer, and those that the folder's generation config names.
+
+    Without a generation config the model's `config` is asked.
+    """
     declared = None
     if (folder / "generation_config.json").exists():
         declared = _generation_config(folder).eos_token_id
@@ -146,7 +151,7 @@ def _check_format(folder: Path, wanted: Format, found: Format) -> None:
 def _load_16bit(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    read_tensors(folder)  # torn files, before transformers meets them
+    read_tensors(folder)  # finds damaged files, for which transformers has worse messages
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -154,7 +159,7 @@ def _load_16bit(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Pr
             trust_remote_code=trust_remote_code,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, in our words
+            ignore_mismatched_sizes=True,  # these are refused below, with our message
         )
     except UNREADABLE as error:
         raise _unloadable(folder, error) from error
@@ -164,7 +169,7 @@ def _load_16bit(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Pr
 
 
 def check_config_fits(folder: Path, tensors: Mapping[str, TensorInfo], trust_remote_code: bool = False) -> None:
-    """Raise CheckpointError if config.json of a 16-bit folder is of another model than its tensors; from headers."""
+    """Raise CheckpointError if config.json describes another model than the 16-bit `tensors`; reads headers only."""
     model = _empty_model(folder, None, trust_remote_code)
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     there = {name: info.shape for name, info in tensors.items() if not name.endswith(COMPUTED)}
@@ -192,7 +197,7 @@ def _unloadable(folder: Path, error: Exception) -> CheckpointError:
 
 
 def _empty_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
-    """The modules that config.json describes, on the meta device, none of them quantized."""
+    """The modules that config.json describes, on the meta device and without quantization."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -226,8 +231,10 @@ def _load_packed(folder: Path, format: Format, dtype: torch.dtype, trust_remote_
 def _fill_(
     model: PreTrainedModel, tensors: Mapping[str, TensorInfo], packed: Collection[str], dtype: torch.dtype
 ) -> None:
-    """Put each file's tensors in place, all but those of `packed` linears as `dtype`; a tensor too many or too few is
-    an error."""
+    """Put each file's tensors in place, cast to `dtype` except those of `packed` linears.
+
+    Raises CheckpointError for a tensor that is missing or has no place.
+    """
     from safetensors.torch import load_file
 
     folder = next(iter(tensors.values())).file.parent

@@ -1,4 +1,4 @@
-"""Upload a finished folder to the hub: what can be refused is refused before any work, and the folder stays usable."""
+"""Upload a finished folder to the hub. What can be checked first is checked before any work is done."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_push(repo: str) -> None:
-    """Raise unless `repo` (owner/name) can be pushed to: its form, the network, and the token."""
+    """Raise unless `repo` (owner/name) can be pushed to: checks its form, the network, and the token."""
     if not HUB_ID.fullmatch(repo):
         raise ConfigError(f"--push-to-hub {repo!r} is no hub id: write owner/name, such as me/Qwen2.5-7B-gsm8k")
     from huggingface_hub import HfApi, get_token
@@ -30,7 +30,7 @@ def check_push(repo: str) -> None:
         )
     try:
         user = HfApi().whoami()
-    except Exception as error:  # httpx, OSError and the hub's own
+    except Exception as error:  # of httpx, of the hub's client, or an OSError
         raise CheckpointError(
             f"{repo} cannot be pushed: the hub does not take the token ({_first_line(error)}); run `hf auth login` "
             "with one that may write"
@@ -39,14 +39,14 @@ def check_push(repo: str) -> None:
 
 
 def push(folder: Path, repo: str, private: bool) -> str:
-    """Upload `folder` as a model repository and return its address; an existing one gets a commit on top."""
+    """Upload `folder` as a model repository and return its address. An existing repository gets another commit."""
     from huggingface_hub import HfApi
 
     api = HfApi()
     try:
         url = api.create_repo(repo, private=private, exist_ok=True)
         api.upload_folder(repo_id=repo, folder_path=folder, commit_message="Upload by qerl merge")
-    except Exception as error:  # httpx, OSError and the hub's own
+    except Exception as error:  # of httpx, of the hub's client, or an OSError
         raise CheckpointError(
             f"{folder} is complete, but could not be pushed to {repo} ({_first_line(error)}): try again with "
             f"`hf upload {repo} {folder}`"

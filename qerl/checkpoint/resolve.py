@@ -1,10 +1,10 @@
-"""What a `--model` is, read from its files: base, quantized checkpoint, adapter or run directory; folder or hub id.
+"""Find out from its files what a `--model` is: 16-bit base, quantized checkpoint, adapter or run; folder or hub id.
 
     config.json                          -> "base16", or "quantized" if it has a quantization_config (`qerl.formats`)
     adapter_config.json                  -> "adapter"; its base_model_name_or_path is the base
     config.yaml and metrics.jsonl        -> "run"; its model.base is the base, its newest saved adapter the adapter
 
-Nothing is concluded from a folder's name. The word `tiny` is the model that ships with the package (a folder of that
+A folder's name says nothing. The word `tiny` is the model that ships with the package (a folder of that
 name is `./tiny`). Importing this module loads neither torch nor transformers.
 """
 
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ModelRef:
-    """A resolved `--model`: what was given, and what has to be loaded for it."""
+    """A resolved `--model`: what was given, and what has to be loaded."""
 
     kind: ModelKind
     path: Path  # folder that was given (for a hub id: its folder in the hub's cache)
@@ -69,7 +69,7 @@ def resolve_model(ref: str, load: str = "auto", adapter: str | None = None) -> M
 
 
 def _locate(ref: str) -> tuple[Path, bool]:
-    """Folder with the files that say what `ref` is, and whether it is a folder of this machine."""
+    """The folder whose files show what `ref` is, and whether `ref` is itself a folder on this machine."""
     if ref == TINY:
         if not (TINY_FOLDER / "config.json").is_file():
             raise CheckpointError(
@@ -133,7 +133,7 @@ def _quantized_of(name: str, wanted: Format, own: Format) -> ModelRef:
 
 
 def _same_model(source: str, name: str) -> bool:
-    """Whether a report's source is the model `name`; a source folder that is gone counts if only its name is equal."""
+    """Whether a report's source is the model `name`. If the source folder is gone, an equal folder name is enough."""
     folders = [TINY_FOLDER if model == TINY else Path(model) for model in (source, name)]
     if source == name or folders[0].resolve() == folders[1].resolve():
         return True
@@ -141,15 +141,18 @@ def _same_model(source: str, name: str) -> bool:
 
 
 def _resolve_run(run: Path, load: str) -> ModelRef:
-    """Of a run that began from an adapter, the base is that adapter's: its own adapter holds what it began from."""
-    model_under(str(run))  # runs that name one another are refused
+    """The base and the adapter of a run.
+
+    If the run began from another adapter, the base is the one under that adapter: the run's own adapter continues it.
+    """
+    model_under(str(run))  # refuses runs that name one another
     base, recipe_format = _model_of_run(run)
     found = resolve_base_of_run(base, recipe_format if load == "auto" else load, run)
     return replace(found, kind="run", path=run, run=run, adapter=_run_adapter(run))
 
 
 def _model_of_run(run: Path) -> tuple[str, str]:
-    """What its recipe calls model.base and model.format."""
+    """model.base and model.format of the run's recipe."""
     import yaml
 
     try:
@@ -162,7 +165,7 @@ def _model_of_run(run: Path) -> tuple[str, str]:
 
 
 def resolve_base_of_run(base: str, load: str, run: Path) -> ModelRef:
-    """A run's base, also when the current folder is not the one in which the run was started."""
+    """Resolve a run's base, even if the current folder is not the one in which the run was started."""
     base = beside(run, base)
     if load in formats.names() and formats.get(load).quantized:
         quantized = beside(run, str(default_quantized_dir(base, formats.get(load))))
@@ -173,7 +176,7 @@ def resolve_base_of_run(base: str, load: str, run: Path) -> ModelRef:
 
 
 def _resolve_adapter(folder: Path, load: str) -> ModelRef:
-    model_under(str(folder))  # adapters that name one another are refused
+    model_under(str(folder))  # refuses adapters that name one another
     base = _model_of_adapter(folder)
     try:
         stacked = kind_of(_locate(beside(folder, base))[0]) in ("adapter", "run")
@@ -197,7 +200,7 @@ def _model_of_adapter(folder: Path) -> str:
 
 
 def model_under(ref: str) -> str:
-    """The model that a run or an adapter names, which need not be here; any other `ref` is one itself.
+    """The model at the bottom of a run or an adapter, which need not be on this machine; of any other `ref`, itself.
 
     Raises CheckpointError for runs and adapters that name themselves or one another.
     """
@@ -218,7 +221,7 @@ def model_under(ref: str) -> str:
 
 
 def _named_base(ref: str) -> tuple[Path, str] | None:
-    """The file of a run or an adapter that names its base, and that base; None if `ref` is neither."""
+    """If `ref` is a run or an adapter, the file that names its base, and that base; None otherwise."""
     folder = expanded(ref)
     if ref == TINY or not os.path.isdir(folder):
         return None
@@ -231,9 +234,10 @@ def _named_base(ref: str) -> tuple[Path, str] | None:
 
 
 def beside(owner: Path, base: str) -> str:
-    """A relative folder that a run or an adapter names: the one nearest above its owner, or else the one from here.
+    """Find a relative folder `base` that a run or an adapter (`owner`) names.
 
-    The current folder may hold another model of the same name. A name stays relative where that means the same.
+    The folders above the owner are searched from the nearest up, since the current folder may hold another model of
+    that name. If it is the current folder that has the base, or none has, the name stays relative.
     """
     if not Path(base).is_absolute() and base != TINY:
         for parent in owner.resolve().parents:
@@ -243,7 +247,7 @@ def beside(owner: Path, base: str) -> str:
 
 
 def _run_adapter(run: Path) -> Path:
-    """The adapter a run ended with, or else that of its last checkpoint (`checkpoints/step-000040`)."""
+    """The adapter that a finished run wrote, or else that of its last checkpoint (`checkpoints/step-000040`)."""
     if (run / "adapter" / "adapter_config.json").is_file():
         return _checked_adapter(run / "adapter")
     saved = [file.parent for file in run.glob("checkpoints/[!.]*/adapter_config.json")]
@@ -255,7 +259,10 @@ def _run_adapter(run: Path) -> Path:
 
 
 def adapter_folder(ref: str) -> Path:
-    """The adapter that `ref` (an adapter folder or a run) means. Raises CheckpointError; its base need not be here."""
+    """The adapter of `ref`, an adapter folder or a run, whose base need not be on this machine.
+
+    Raises CheckpointError if there is none.
+    """
     folder, _ = _locate(ref)
     kind = kind_of(folder)
     if kind == "run":
@@ -272,7 +279,7 @@ def _checked_adapter(folder: Path) -> Path:
 
 
 def quantized_from(folder: Path) -> str | None:
-    """The model that a quantized folder was made from, as its report says; None if it has no report."""
+    """The model from which a quantized folder was made, according to its report; None if it has no report."""
     return read_json(folder / REPORT).get("source") if (folder / REPORT).is_file() else None
 
 
@@ -297,7 +304,7 @@ def newest_model(load: str = "auto") -> ModelRef | None:
 
 
 def describe(ref: ModelRef) -> str:
-    """One line for logs: what was given, which base, which adapter."""
+    """What was given, its base and its adapter, as one line for logs."""
     if ref.kind in ("adapter", "run"):
         parts = [f"{ref.kind} {ref.path}", f"{ref.format} base {ref.base}"]
     else:

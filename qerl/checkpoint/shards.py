@@ -1,4 +1,4 @@
-"""The safetensors files of a checkpoint, checked and listed from their headers: no tensor is loaded.
+"""Check and list the safetensors files of a checkpoint from their headers, without loading any tensor.
 
 A file starts with a little-endian uint64, the length of a JSON header that maps each tensor's name to its dtype,
 shape and byte range in the rest of the file (https://github.com/huggingface/safetensors#format). Reading the header
@@ -26,7 +26,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
 class TensorSpec(NamedTuple):
-    """What one tensor must be: `dtype` as safetensors writes it in a header."""
+    """The dtype, as safetensors writes it in a header, and the shape that a tensor must have."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -34,7 +34,7 @@ class TensorSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a header says of one tensor; `dtype` in safetensors' words (`BF16`, `F8_E4M3`, `U8`...)."""
+    """A header's entry for one tensor; `dtype` is as safetensors writes it (`BF16`, `F8_E4M3`, `U8`, ...)."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -58,7 +58,7 @@ def read_json(path: Path) -> dict:
 
 
 def read_header(path: Path) -> dict[str, TensorInfo]:
-    """Tensors of one safetensors file. Raises CheckpointError if the file is truncated or no safetensors file."""
+    """The tensors of one safetensors file. Raises CheckpointError if it is truncated or not a safetensors file."""
     size = path.stat().st_size
     with path.open("rb") as file:
         prefix = file.read(8)

@@ -1,4 +1,4 @@
-"""What a folder's weights are, in 16 digits: whoever comes back to it learns whether it is still the same model."""
+"""A short digest of a folder's weights, by which a later run recognises whether they are still the same."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import hashlib
 from pathlib import Path
 
 WHOLE_BYTES = 1 << 24  # files up to this size are hashed whole
-PIECES, PIECE_BYTES = 256, 1 << 16  # larger ones: this many pieces, evenly spread
+PIECES, PIECE_BYTES = 256, 1 << 16  # of a larger file, so many pieces are hashed, evenly spread over it
 CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
 
 

@@ -83,8 +83,9 @@ class NVFP4Linear(PackedLinear):
         self.weight_scale.copy_(tensors.block_scale)
         self.drop_cached()
 
-    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors) -> None:
-        """torch would cast a scale of another dtype silently; here that is an error, and so are NaN scales."""
+    def _load_from_state_dict(self, state_dict, prefix, *rest) -> None:
+        """torch would cast a scale of another dtype silently. Here that is an error, and so are NaN scales."""
+        errors: list[str] = rest[-1]
         for tensor_name, spec in layout.tensor_specs(self.out_features, self.in_features).items():
             tensor = state_dict.get(prefix + tensor_name)
             try:
@@ -94,7 +95,7 @@ class NVFP4Linear(PackedLinear):
             except CheckpointError as error:
                 errors.append(str(error))
                 return
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict:
         """Block scales travel as bytes: plain pickle of torch 2.13 writes float8 tensors, but cannot read them back."""

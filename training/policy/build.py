@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qerl.checkpoint.adapter import attach_lora
+from qerl.checkpoint.adapter import attach_lora, set_dtype_
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -34,8 +34,8 @@ def build_policy(engine: Engine, config: RunConfig) -> PeftModel:
             adapter.targets,
             adapter.dropout,
             adapter.train_norms,
-            getattr(torch, adapter.dtype),
         )
+    set_dtype_(policy, getattr(torch, adapter.dtype))
     trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
     logger.info("adapter: rank %d, %.2f M parameters in %s", adapter.rank, trained / 1e6, adapter.dtype)
     return policy

@@ -7,7 +7,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.checkpoint.adapter import attach_lora
-from qerl.config.schema import PROJECTIONS
 from qerl.errors import EngineError
 from qerl.layers.place import fuse_
 from qerl.plan.micro_batch_plan import (
@@ -139,7 +138,7 @@ def test_the_footprint_of_a_layer_equals_what_autograd_keeps(family):
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).requires_grad_(False)
     assert fuse_(model)
-    policy = attach_lora(model, 8, 8, PROJECTIONS, 0.0, False, torch.float32)
+    policy = attach_lora(model, 8, 8)
     shapes = model_shapes(config, 8, 0)
     joined = 2 * shapes.query  # the twin of flash attention keeps its output a second time
     last_norm = 2 * shapes.hidden // shapes.layers
