@@ -1,8 +1,8 @@
-"""The rollout engine: what training and evaluation ask of whatever samples the completions.
+"""The interface of a rollout engine: what training and evaluation ask of whatever samples completions.
 
-Two engines serve the same interface: `transformers` (generate on the trainer's own modules; any device) and `vllm`
-(in process, over the trainer's own tensors; one CUDA device). Neither knows which loss is used, and the trainer does
-not know which engine or kernel ran.
+Two engines implement it: `transformers` (runs `generate` on the trainer's own modules, on any device) and `vllm` (in
+the trainer's process and on the trainer's own tensors, on one CUDA device). Neither knows which loss is used, and the
+trainer does not know which engine or kernel ran. `qerl.engine.open` opens them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from qerl.engine.update import Update
 
-MIN_TEMPERATURE = 0.01  # below it vLLM 0.25.1 samples at 0.01 and only warns (sampling_params.py line 449)
+MIN_TEMPERATURE = 0.01  # below this vLLM 0.25.1 samples at 0.01 and only warns (sampling_params.py line 449)
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class SamplingParams:
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    stop_token_ids: tuple[int, ...] = ()  # beside the checkpoint's own end-of-sequence tokens
+    stop_token_ids: tuple[int, ...] = ()  # in addition to the checkpoint's own end-of-sequence tokens
 
     def __post_init__(self) -> None:
         check_temperature(self.temperature, "temperature")
@@ -54,14 +54,14 @@ class Completion:
     finish_reason: Literal["stop", "length"]
 
 
-Finished = Callable[[int, Completion], None]  # is told the index of a prompt, and the completion that has ended
+Finished = Callable[[int, Completion], None]  # called with the index of a prompt and its finished completion
 
 
 class Engine(Protocol):
     """What `qerl.engine.open` returns. Calls come in any order; `sleep` and `wake` bracket the training phase."""
 
     name: str  # "transformers" or "vllm"
-    kernel: str  # what really multiplies the base weights, for the log
+    kernel: str  # what multiplies by the base weights, for the log
 
     def generate(
         self,
@@ -73,18 +73,18 @@ class Engine(Protocol):
     ) -> list[Completion]:
         """Sample one completion for each prompt (token ids), with the adapter and the noise that are set.
 
-        `sampling` is for all prompts, or one for each. The same (prompts, sampling, seed) give the same completions
-        where the engine is deterministic. `finished` is called once for each prompt, in the order in which their
-        completions end, as soon as the engine knows, and in the caller's thread: the engine waits for it. What it
-        raises ends the call and is raised here; the engine can be used further. `first_index` is for several processes
-        that share a batch: the place of the first prompt in the whole batch, so that random streams do not depend on
-        which process samples a prompt. Raises EngineError if a prompt and its completion cannot fit the context.
+        `sampling` holds for all prompts, or gives one value for each. Where the engine is deterministic, the same
+        (prompts, sampling, seed) give the same completions. `finished` is called once for each prompt as soon as its
+        completion has ended, in the caller's thread, and the engine waits for it. If it raises, sampling ends, the
+        exception is raised here, and the engine stays usable. `first_index` is for several processes that share a
+        batch: the place of the first prompt in the whole batch, so that random streams do not depend on which process
+        samples a prompt. Raises EngineError if a prompt and its completion cannot fit the context.
         """
 
     def score(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> list[list[float]]:
-        """Log probabilities of given completion tokens at `temperature`, with the adapter and noise that are set."""
+        """Log probabilities of given completions' tokens at `temperature`, with the adapter and noise that are set."""
 
     def sync(self, update: Update) -> int:
         """Take over the trainer's adapter or weights, in place; returns the number of tensors that now act.
@@ -96,25 +96,25 @@ class Engine(Protocol):
     def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
         """Add float32 vectors (d,) to the named norms' weights from now on; None restores the clean norms bit-exactly.
 
-        Always relative to the clean norms, never cumulative. Returns the number of norms touched; a name that does
-        not exist raises EngineError.
+        Noise is always added to the clean norms and never accumulates. Returns the number of norms that were changed.
+        Raises EngineError for a name that does not exist.
         """
 
     def sleep(self) -> None:
-        """Release what only sampling needs (the KV cache); weights stay."""
+        """Release what only sampling needs (the KV cache). The weights stay."""
 
     def wake(self) -> None:
-        """Take back what `sleep` released."""
+        """Take back what `sleep` released. Raises EngineError if the memory for it is gone."""
 
     def policy_model(self) -> PreTrainedModel:
-        """The transformers model that the trainer attaches its adapter to; its base weights are this engine's own."""
+        """The transformers model to which the trainer attaches its adapter. Its base weights are this engine's own."""
 
     def close(self) -> None:
-        """Free everything but what the caller holds of `policy_model`; further calls raise EngineError."""
+        """Free everything except what the caller still holds of `policy_model`. Later calls raise EngineError."""
 
 
 def check_temperature(temperature: float, name: str) -> None:
-    """Raise ConfigError for one at which vLLM would sample otherwise than told."""
+    """Raise ConfigError for a temperature that vLLM would silently replace. `name` is what the error calls it."""
     if 0 < temperature < MIN_TEMPERATURE:
         raise ConfigError(
             f"{name} {temperature:g} is below {MIN_TEMPERATURE}, at which vllm samples instead: write 0 (greedy), or "
@@ -123,7 +123,7 @@ def check_temperature(temperature: float, name: str) -> None:
 
 
 def each_sampling(sampling: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
-    """The parameters of each of `count` prompts. Raises EngineError if there are not as many."""
+    """One SamplingParams for each of `count` prompts. Raises EngineError if a sequence has another length."""
     each = [sampling] * count if isinstance(sampling, SamplingParams) else list(sampling)
     if len(each) != count:
         raise EngineError(f"{len(each)} sampling parameters were given for {count} prompts: give one for all, or each")
@@ -131,7 +131,7 @@ def each_sampling(sampling: SamplingParams | Sequence[SamplingParams], count: in
 
 
 def check_context(prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int], context: int) -> None:
-    """Raise EngineError if a prompt is empty, or a prompt and its own new tokens are more than `context`."""
+    """Raise EngineError if a prompt is empty, or if it and its own `max_new_tokens` exceed `context` tokens."""
     for prompt, new in zip(prompts, max_new_tokens, strict=True):
         if not prompt:
             raise EngineError("a prompt has no tokens: check the prompt template")
@@ -143,7 +143,7 @@ def check_context(prompts: Sequence[Sequence[int]], max_new_tokens: Sequence[int
 
 
 def check_tokens(prompts: Iterable[Sequence[int]], vocabulary: int) -> None:
-    """Raise EngineError if the tokenizer has tokens, and a prompt one of them, that the model's embeddings have not."""
+    """Raise EngineError if a prompt has a token for which the model has no embedding: its tokenizer is another's."""
     largest = max((max(prompt) for prompt in prompts if prompt), default=0)
     if largest >= vocabulary:
         raise EngineError(

@@ -1,8 +1,8 @@
-"""The rollout engine on transformers' `generate`: any device, and the trainer's own modules.
+"""The rollout engine on transformers' `generate`, which runs the trainer's own modules on any device.
 
-The adapter and the noise act on the very modules that are trained, so there is nothing to copy: `sync` checks that the
-factors it is given are the model's own (or, in evaluation, attaches them). Whole weights are packed into those modules.
-Logprobs are recorded while sampling, from the scores that the token was drawn from.
+The adapter and the noise act on the very modules that are trained, so nothing has to be copied: `sync` checks that the
+factors it is given are the model's own (in evaluation it attaches them). Whole weights are packed into those modules.
+Logprobs are recorded during sampling, from the scores that each token was drawn from.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from qerl.engine.options import EngineOptions
 
 
-SCORED_TOKENS = 4096  # in one pass of `score`: their logits, 2.3 GiB in float32 at a vocabulary of 152k, bound it
+SCORED_TOKENS = 4096  # per forward pass of `score`: their float32 logits take 2.3 GiB at a vocabulary of 152k
 
 
 class TransformersEngine:
@@ -57,8 +57,8 @@ class TransformersEngine:
         self._tokenizer = load_tokenizer(base, trust)
         folder = local_folder(base, trust)
         self.end_token_ids = end_token_ids(folder, self._model.config.get_text_config(), self._tokenizer)
-        # What the checkpoint declares fills every field that a call leaves out, and would bias the policy (Qwen2.5
-        # ships a repetition penalty of 1.05); only its end tokens are kept.
+        # transformers takes fields that a call leaves out from the checkpoint's generation config, which would bias the
+        # policy (Qwen2.5 ships a repetition penalty of 1.05). Of that config only the end tokens are kept.
         pad_id = self._tokenizer.pad_token_id
         self._model.generation_config = GenerationConfig(eos_token_id=list(self.end_token_ids), pad_token_id=pad_id)
         self._batch_size = options.batch_size
@@ -121,7 +121,7 @@ class TransformersEngine:
 
     def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
         model = self._open()
-        if noise is None and not self._noisy:  # a model without block norms, whose run has no noise
+        if noise is None and not self._noisy:  # a run without noise needs no norms, and the model may have none
             return 0
         self._noisy = noise is not None
         return set_norm_noise_(block_norms(model, self._checked_norms), noise)
@@ -131,7 +131,7 @@ class TransformersEngine:
             torch.cuda.empty_cache()
 
     def wake(self) -> None:
-        """Nothing was taken away: the cache lives only inside `generate`."""
+        """Nothing was released: the cache exists only inside `generate`."""
 
     def close(self) -> None:
         self._model = None
@@ -145,7 +145,7 @@ class TransformersEngine:
     def _generate_batch(
         self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, limits: Sequence[int]
     ) -> list[Completion]:
-        """`limits` are the new tokens of each; in all else `sampling` holds for all."""
+        """Sample for prompts with their own `limits` of new tokens; the rest of `sampling` holds for all of them."""
         model = self._open()
         stop = tuple(dict.fromkeys([*self.end_token_ids, *sampling.stop_token_ids]))
         input_ids, attention_mask = _pad_left(prompts, self._tokenizer.pad_token_id, model.device)
@@ -165,7 +165,7 @@ class TransformersEngine:
     def _generation_config(
         self, sampling: SamplingParams, stop: tuple[int, ...], max_new_tokens: int
     ) -> GenerationConfig:
-        # The filters are our own processors (`_filters`); transformers' are switched off where that is not the default.
+        # Filters are our own processors (`_filters`), so those that transformers would add by default are switched off.
         return GenerationConfig(
             max_new_tokens=max_new_tokens,
             do_sample=sampling.temperature > 0,
@@ -196,7 +196,7 @@ class TransformersEngine:
 
 
 def _take_adapter_(model: PreTrainedModel, update: AdapterUpdate) -> int:
-    """Attach the adapter, or copy it into the one that is attached, unless it is that one; returns the tensors."""
+    """Attach the adapter, or copy it into the attached one unless it is the same. Returns the number of tensors."""
     own, tensors = adapter_tensors(model), update.tensors
     if not own:
         attach_saved_(model, tensors, update.scaling)
@@ -209,20 +209,20 @@ def _take_adapter_(model: PreTrainedModel, update: AdapterUpdate) -> int:
 
 
 def _linears(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
-    """Those whose weights an update may bring: all but the head, which may be tied to the embeddings."""
+    """The linears whose weights an update may bring: all but the head, which may be tied to the embeddings."""
     head = model.get_output_embeddings()
     modules = model.named_modules()
     return {name: module for name, module in modules if isinstance(module, torch.nn.Linear) and module is not head}
 
 
 def _norm_weights(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    """The vectors among the parameters that are named `weight`, by module name."""
+    """Parameters named `weight` that are vectors, by module name."""
     parameters = model.named_parameters()
     return {name.removesuffix(".weight"): p for name, p in parameters if name.endswith(".weight") and p.dim() == 1}
 
 
 class _OwnLimits(StoppingCriteria):
-    """Ends each row at its own number of new tokens."""
+    """Ends each row after its own number of new tokens."""
 
     def __init__(self, prompt_width: int, limits: Sequence[int]) -> None:
         self._lengths = prompt_width + torch.tensor(limits)
@@ -233,7 +233,7 @@ class _OwnLimits(StoppingCriteria):
 
 
 class _LogprobRecorder(LogitsProcessor):
-    """Last of the logits processors: remembers the scores that each token is drawn from, one step at a time."""
+    """The last of the logits processors: records, step by step, the scores from which each token is drawn."""
 
     def __init__(self, prompt_width: int) -> None:
         self._prompt_width = prompt_width
@@ -251,7 +251,7 @@ class _LogprobRecorder(LogitsProcessor):
         return scores
 
     def logprobs(self, new_tokens: torch.Tensor) -> torch.Tensor:
-        """(rows, tokens) logprobs of `new_tokens`, the last of which were drawn after the last call."""
+        """Logprobs (rows, tokens) of `new_tokens`, of which the last column was drawn after the last call."""
         if new_tokens.shape[1] > len(self._chosen):
             self._take(new_tokens[:, -1])
         return torch.stack(self._chosen[: new_tokens.shape[1]], dim=1)
@@ -261,7 +261,7 @@ class _LogprobRecorder(LogitsProcessor):
 
 
 def _batches(each: Sequence[SamplingParams], size: int) -> Iterator[list[int]]:
-    """Rows that are sampled at once, at most `size`: those whose parameters differ in the new tokens alone."""
+    """Rows that are sampled together, at most `size`: their parameters differ only in the number of new tokens."""
     alike: dict[SamplingParams, list[int]] = {}
     for row, one in enumerate(each):
         alike.setdefault(replace(one, max_new_tokens=1), []).append(row)
@@ -270,7 +270,7 @@ def _batches(each: Sequence[SamplingParams], size: int) -> Iterator[list[int]]:
 
 
 def _filters(sampling: SamplingParams) -> list[LogitsProcessor]:
-    """Temperature and filters in transformers' order (vLLM applies min_p before top_k and top_p)."""
+    """Temperature and filters, in the order of transformers (vLLM applies min_p before top_k and top_p)."""
     if sampling.temperature <= 0:
         return []
     filters: list[LogitsProcessor] = [TemperatureLogitsWarper(float(sampling.temperature))]
@@ -284,7 +284,7 @@ def _filters(sampling: SamplingParams) -> list[LogitsProcessor]:
 
 
 def _cut(tokens: list[int], logprobs: list[float], stop: set[int]) -> Completion:
-    """Drop the padding after the first stop token; without one the completion was truncated."""
+    """Drop the padding after the first stop token. Without a stop token the completion was truncated."""
     for index, token in enumerate(tokens):
         if token in stop:
             return Completion(tokens[: index + 1], logprobs[: index + 1], "stop")
@@ -304,7 +304,7 @@ def _pad_left(rows: Sequence[Sequence[int]], pad_id: int, device: torch.device) 
 
 @contextmanager
 def _sampling_mode(model: PreTrainedModel) -> Iterator[None]:
-    """No gradients; weights unpacked once on a CPU, autocast as in training on a GPU; training mode comes back."""
+    """Without gradients, in evaluation mode, with autocast as in training; on a CPU weights are unpacked only once."""
     training = model.training
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())

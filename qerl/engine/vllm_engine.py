@@ -1,21 +1,20 @@
-"""The rollout engine on vLLM, in the trainer's process and over the trainer's own tensors. One CUDA device.
+"""The rollout engine on vLLM, in the trainer's process and on the trainer's own tensors. It takes one CUDA device.
 
-vLLM 0.25.1 runs with CUDA graphs and is only spoken to through its API and through what `qerl.vllm_plugin` registers.
-What a sync or the noise changes lies in buffers that the captured graphs read: they are overwritten in place, the
-prefix cache is dropped, and nothing is recaptured.
+vLLM 0.25.1 runs with CUDA graphs. We use it only through its API and through what `qerl.vllm_plugin` registers. A sync
+or noise overwrites, in place, buffers that the captured graphs read; then the prefix cache is dropped. Nothing is
+captured again.
 
-Determinism: a repeated call with a seed can differ in the last bits: a warm prefix cache changes the shapes of the
-prefill, and Humming, if asked for, adds up its stream-K slices in the order in which they finish. With `deterministic`
-each call starts with an empty prefix cache, Humming runs without stream-K, and no measured times choose the kernels;
-our own kernels and Marlin add in one order in any case. Each request's random numbers are a function of (seed, position
-in the call, token position).
+Determinism: a repeated call with the same seed can differ in the last bits, because a warm prefix cache changes the
+shapes of the prefill, and because Humming, if asked for, adds its stream-K slices in the order in which they finish.
+With `deterministic` each call starts with an empty prefix cache, Humming runs without stream-K, and kernels are not
+chosen by measured times. Our own kernels and Marlin always add in the same order. The random numbers of a request
+depend only on (seed, position in the call, token position).
 """
 
 from __future__ import annotations
 
 import gc
 import logging
-import os
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -28,7 +27,7 @@ from qerl.engine.own_memory import own_bytes
 from qerl.engine.seeds import request_seed
 from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate, check_fit, pack_weights_
 from qerl.errors import CAP_GIB, MEMORY, EngineError
-from qerl.vllm_plugin import TUNE, found, opening, requests
+from qerl.vllm_plugin import found, opening, requests
 from qerl.vllm_plugin.startup import Parts, line, whole
 
 if TYPE_CHECKING:
@@ -49,8 +48,10 @@ class VLLMEngine:
     found: Found | None = None  # what the engine uses of vLLM's model
 
     def __init__(self, base: str, format: str, options: EngineOptions) -> None:
-        """Open the weights in folder `base`. Raises EngineError for what cannot run, before anything is loaded where
-        that is known."""
+        """Open the weights in folder `base`.
+
+        Raises EngineError for what cannot run, before anything is loaded where possible.
+        """
         opening.check_vllm()
         self._device = opening.check_device(options.dtype)
         opening.check_kv_cache_dtype(options.kv_cache_dtype)
@@ -60,7 +61,7 @@ class VLLMEngine:
         self._began = time.monotonic()
         base = str(local_folder(base))
         self._base, self.options = base, options
-        self._other_bytes = 0  # beside torch's, of this process; known once the engine is open
+        self._other_bytes = 0  # what this process holds outside torch; known once the engine is open
         settings = opening.Settings(base, format, options)
         self.end_token_ids = settings.stop_token_ids()
         try:
@@ -74,9 +75,8 @@ class VLLMEngine:
             raise
 
     def _start(self, settings: opening.Settings) -> None:
-        """Open vLLM on what was checked; whatever is raised, the caller gives back what this has taken."""
+        """Open vLLM. If this raises, the caller frees whatever was taken until then."""
         parts = Parts()
-        os.environ[TUNE] = "1" if self.options.tune_kernels else ""
         kernel = opening.choose_kernel(self.options.kernel, settings.format)
         formats.get(settings.format).check_for_vllm(Path(settings.base), kernel)
         with parts.part("imports"):
@@ -89,7 +89,7 @@ class VLLMEngine:
         self.max_context, self._model_len = settings.context, settings.model_len
         self._vocabulary = settings.config.vocab_size
         cache = self.llm.llm_engine.vllm_config.cache_config
-        self.cache_tokens: int = cache.num_gpu_blocks * cache.block_size  # that the KV cache holds at once
+        self.cache_tokens: int = cache.num_gpu_blocks * cache.block_size  # how many the KV cache holds at once
         self._policy: PreTrainedModel | None = None
         if self._cap_bytes is not None:
             self._other_bytes = opening.bytes_outside_torch(self._device)
@@ -140,8 +140,8 @@ class VLLMEngine:
         check_context(rows, [1] * len(rows), self._model_len)
         if not rows:
             return []
-        # vLLM has prompt logprobs at temperature 1 only; the scale of the logits is a public field of its processor
-        # and is read outside the CUDA graphs.
+        # vLLM computes prompt logprobs at temperature 1 only. The scale of the logits is a public field of its logits
+        # processor and is read outside the CUDA graphs, so it can stand in for the temperature.
         processor = self.found.model.logits_processor
         before, processor.scale = processor.scale, processor.scale / (temperature or 1.0)
 
@@ -178,7 +178,7 @@ class VLLMEngine:
             return
         llm.sleep(level=1)
         self._asleep = True
-        torch.cuda.empty_cache()  # what a rollout, or the opening, left in it would stand beside training's
+        torch.cuda.empty_cache()  # what sampling or opening left in the cache would lie beside training's memory
         if self._cap_bytes is not None:
             from qerl.vllm_plugin.sleep import kv_cache_bytes
 
@@ -206,7 +206,7 @@ class VLLMEngine:
             )
         if self._cap_bytes is not None:
             self._limit_torch(0)
-        llm.wake_up()  # all tags: the scheduler stays paused until vLLM believes everything awake
+        llm.wake_up()  # without tags: the scheduler stays paused until vLLM believes that everything is awake
         self._asleep = False
 
     def policy_model(self) -> PreTrainedModel:
@@ -218,10 +218,10 @@ class VLLMEngine:
         return self._policy
 
     def close(self) -> None:
-        """Give the card's memory back: at any time, asleep too, and twice does no harm.
+        """Give the card's memory back. It may be called at any time, also asleep or twice.
 
-        The weights are the policy model's as well: they go when the caller has let go of that. What the engine made is
-        there when it is closed, so a shutdown that fails inside vLLM is a warning.
+        The policy model holds the same weights, which are freed when the caller drops it. A shutdown that fails inside
+        vLLM is only a warning, because the results of the engine are already there.
         """
         if self.llm is None:
             return
@@ -236,7 +236,7 @@ class VLLMEngine:
         del llm
         closing.give_back_()
         if self._cap_bytes is not None:
-            self._limit_torch(0)  # a sleeping cache was allowed for
+            self._limit_torch(0)  # while the cache slept, the limit allowed for it
 
     def _take_adapter_(self, update: AdapterUpdate) -> None:
         from qerl.vllm_plugin.sync import copy_adapter_, split_adapter
@@ -258,7 +258,7 @@ class VLLMEngine:
         torch.cuda.synchronize(self._device)  # a product may read its weight before the launch ahead of it has ended
 
     def _check_cache(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
-        """Say once when a rollout did not fit the KV cache: vLLM then sets sequences back and computes them again."""
+        """Warn once when a rollout did not fit the KV cache: vLLM then evicts sequences and computes them again."""
         lengths = [len(prompt) + len(done.token_ids) for prompt, done in zip(prompts, completions, strict=True)]
         needed = sum(sorted(lengths)[-self.options.max_sequences :])
         if needed > self.cache_tokens and not self._cache_warned:
@@ -275,7 +275,10 @@ class VLLMEngine:
             )
 
     def _limit_torch(self, released: int) -> None:
-        """Cap torch's allocator so that the process stays in its limit; it still counts a released KV cache."""
+        """Cap torch's allocator so that the process stays within its limit.
+
+        `released`: bytes of a sleeping KV cache, which the allocator still counts.
+        """
         import torch
 
         total = torch.cuda.get_device_properties(self._device).total_memory

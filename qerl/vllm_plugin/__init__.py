@@ -4,16 +4,17 @@
    place (`linear.py`).
 2. `RMSNorm.register_oot`: NoisyRMSNorm, norm weights in float32, noise included (`norm.py`).
 3. `SleepModeBackendFactory`: the backend `qerl_kv`, a sleep that gives back the KV cache alone, on a subclass of vLLM's
-   allocator that stands in its place from the first engine on (`sleep.py`).
-4. `worker_cls`: vLLM's worker with a sampler that reads the logits once, and kernels by measurement (`worker.py`).
+   allocator that replaces it from the first engine on (`sleep.py`).
+4. `worker_cls`: vLLM's worker, with a sampler that reads the logits once and with kernels chosen by measurement
+   (`worker.py`).
 5. `register_backend`: FlashAttention with our kernel for decode steps (`attention.py`).
 
 The engine calls `register` before it opens vLLM; for processes that vLLM starts there is the `vllm.general_plugins`
 entry point, which does nothing unless the engine asked for it, so that other uses of vLLM in the same environment stay
 as they are. In a process that registered, every RMSNorm is a NoisyRMSNorm; the rest acts only when asked for by name.
 
-vLLM logs a plugin that fails and goes on, so `check` looks at the model that was built. Remove what vLLM comes
-to do itself: an adapter-only in-memory LoRA update (no multi-adapter path), and sleep by tag.
+When a plugin fails vLLM only logs it, so `check` looks at the model that was built. Remove parts of this when vLLM
+brings them itself: an in-memory update of a single LoRA adapter (without the multi-adapter path), and sleep by tag.
 """
 
 from __future__ import annotations
@@ -28,16 +29,13 @@ logger = logging.getLogger(__name__)
 SLEEP_BACKEND = "qerl_kv"
 CONFIG_KEY = "qerl"  # our part of vLLM's `additional_config`
 
-# Environment variables: set by the engine, inherited by processes that vLLM starts. TUNE stays out of vLLM's
-# configuration, whose hash names the compiled graphs.
-ASKED = "QERL_VLLM_PLUGIN"
-TUNE = "QERL_TUNE_KERNELS"  # rollout.tune_kernels
+ASKED = "QERL_VLLM_PLUGIN"  # environment variable that the engine sets for the processes that vLLM starts
 
 _registered = False
 
 
 def register() -> None:
-    """Register everything, once a process."""
+    """Register everything, once per process."""
     global _registered
     if _registered:
         return
@@ -54,7 +52,7 @@ def register() -> None:
 
 
 def register_if_asked() -> None:
-    """The entry point."""
+    """What vLLM calls as a plugin, in each of its processes."""
     if os.environ.get(ASKED):
         register()
 
@@ -62,7 +60,8 @@ def register_if_asked() -> None:
 def check(model, runner, own_attention: bool) -> None:
     """Raise EngineError unless the linears and norms of vLLM's decoder layers are ours.
 
-    Where vLLM samples or attends (`own_attention`: ours was asked for) by its own all is right but slower: a warning.
+    Only warns where vLLM uses its own sampler, or its own attention although ours was asked for (`own_attention`): that
+    is right but slower.
     """
     from vllm.model_executor.layers.layernorm import RMSNorm
     from vllm.model_executor.layers.linear import LinearBase

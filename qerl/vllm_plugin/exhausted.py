@@ -1,4 +1,4 @@
-"""What vLLM and torch say where memory runs out, in the recipe's keys."""
+"""Errors for a card whose memory runs out: vLLM names its own arguments there, ours name keys of the recipe."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from qerl.errors import CAP_GIB, MAX_NEW_TOKENS, MEMORY, EngineError
 if TYPE_CHECKING:
     from qerl.vllm_plugin.opening import Settings
 
-ADVICE = re.compile(r"[.\s]*\b(?:Try|Decrease)\b.*", re.DOTALL)  # vLLM's own, which names its arguments
+ADVICE = re.compile(r"[.\s]*\b(?:Try|Decrease)\b.*", re.DOTALL)  # vLLM's own advice, which names its arguments
 
 
 def cannot_open(settings: Settings, error: Exception) -> EngineError:
-    """What to raise where opening vLLM raised `error`: a ValueError, or torch's OutOfMemoryError."""
+    """The error to raise when opening vLLM raised `error`, a ValueError or torch's OutOfMemoryError."""
     text, facts = str(error).lower(), ADVICE.sub("", str(error))
     limits, keys = ("%s", (MEMORY,)) if settings.options.cap_gib is None else ("%s or %s", (MEMORY, CAP_GIB))
     if not isinstance(error, ValueError):
@@ -35,6 +35,9 @@ def cannot_open(settings: Settings, error: Exception) -> EngineError:
 
 
 def out_of_memory(what: str, error: BaseException) -> EngineError:
-    """The KV cache takes what the rollout's budget leaves, so a smaller budget leaves more for all else."""
+    """The error to raise when `what` ran out of memory.
+
+    It advises a smaller budget, because the KV cache takes all that the rollout's budget leaves.
+    """
     words = (str(error).splitlines() or [type(error).__name__])[0]
     return EngineError("%s ran out of GPU memory: lower %s, or raise %s (%s)", what, MEMORY, CAP_GIB, words)

@@ -1,4 +1,4 @@
-"""Open vLLM on a checkpoint: what can be refused is refused before anything is loaded."""
+"""Open vLLM on a checkpoint. Whatever can be refused is refused before anything is loaded."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MAX_BATCHED_TOKENS = 8192  # of a prefill; vLLM's 16384 takes twice the activati
 
 
 class Settings:
-    """What the checkpoint's files say, and the sizes that follow; read before vLLM is imported."""
+    """What the checkpoint's files say and the sizes that follow from it, read before vLLM is imported."""
 
     def __init__(self, base: str, format: str, options: EngineOptions) -> None:
         from transformers import AutoConfig
@@ -43,17 +43,17 @@ class Settings:
         if max_context is not None and max_context > declared:
             raise EngineError(f"a context of {max_context} tokens was asked for; {base} declares {declared}")
         self.context = max_context or declared
-        self.model_len = min(self.context + 1, declared)  # one more, so that a full completion can be scored
+        self.model_len = min(self.context + 1, declared)  # vLLM needs one token more to score a full completion
         self.weights = sum(path.stat().st_size for path in Path(base).glob("*.safetensors"))
 
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Every token that ends a completion, as for the transformers engine."""
+        """The tokens that end a completion, the same as for the transformers engine."""
         from qerl.checkpoint.load import end_token_ids, load_tokenizer
 
         return end_token_ids(Path(self.base), self.config, load_tokenizer(self.base, self.options.trust_remote_code))
 
     def memory_arguments(self, total: int) -> dict[str, Any]:
-        """vLLM's arguments for this budget: at most the KV cache that `max_sequences` full contexts can fill."""
+        """vLLM's arguments for the budget. The KV cache gets at most what `max_sequences` full contexts can fill."""
         from qerl.plan.engine_memory import (
             engine_bytes,
             kv_bytes_per_token,
@@ -74,7 +74,10 @@ class Settings:
 
 
 def import_vllm() -> None:
-    """What takes longest to import, in its own time; and what vLLM reads at import."""
+    """Import vLLM, with the environment variables that it reads then, and register our plugin.
+
+    A function of its own, because importing takes long and is timed as a part of the start.
+    """
     _set_environment_()
     from vllm import LLM  # noqa: F401
 
@@ -84,7 +87,7 @@ def import_vllm() -> None:
 
 
 def open_llm(settings: Settings, kernel: str) -> Any:
-    """vLLM's LLM in this process, with our plugin in it; `kernel`: see `choose_kernel`."""
+    """vLLM's LLM in this process, with our plugin in it. `kernel` is what `choose_kernel` returned."""
     import torch
 
     from qerl import vllm_plugin
@@ -106,7 +109,7 @@ def open_llm(settings: Settings, kernel: str) -> Any:
         llm = LLM(**arguments)
     except (torch.OutOfMemoryError, ValueError) as error:
         raise cannot_open(settings, error) from error
-    # A field of vLLM's own config that EngineArgs 0.25.1 does not pass on; it is read at the first sleep.
+    # EngineArgs 0.25.1 does not pass this field of vLLM's own config on; it is read at the first sleep.
     worker = llm.llm_engine.model_executor.driver_worker
     worker.model_config.sleep_mode_backend = vllm_plugin.SLEEP_BACKEND
     return llm
@@ -121,7 +124,7 @@ def _set_environment_() -> None:
 
 
 def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
-    """Of vLLM's LLM, but for memory and seed."""
+    """The arguments of vLLM's LLM, except for those of memory, kernel choice, seed and CUDA graphs."""
     from qerl import vllm_plugin
 
     options = settings.options
@@ -140,7 +143,7 @@ def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
         "kv_cache_dtype": options.kv_cache_dtype,
         "enable_prefix_caching": True,
         "enable_sleep_mode": True,
-        "worker_cls": "qerl.vllm_plugin.worker.QerlWorker",
+        "worker_cls": f"qerl.vllm_plugin.worker.{'MeasuringWorker' if options.tune_kernels else 'QerlWorker'}",
         "additional_config": {vllm_plugin.CONFIG_KEY: for_plugin},
         **_for_hopper(options.kv_cache_dtype),
     }
@@ -154,8 +157,11 @@ def vllm_method(format: str) -> str:
 
 
 def _for_hopper(kv_cache_dtype: str) -> dict[str, Any]:
-    """Attention of decode steps by our kernel, and Inductor's kernels started early: each waits by itself for what the
-    one before wrote (programmatic dependent launch), 3 us a layer of a 7B."""
+    """On Hopper, our kernel for attention in decode steps, and programmatic dependent launch for Inductor's kernels.
+
+    With the latter a kernel starts before the one before it ends and itself waits for what that writes, which saves
+    3 us per layer of a 7B.
+    """
     import torch
 
     from qerl.cuda.nvrtc import has_kernels
@@ -167,12 +173,16 @@ def _for_hopper(kv_cache_dtype: str) -> dict[str, Any]:
 
 
 def asks_for_own_attention(kv_cache_dtype: str) -> bool:
+    """Whether vLLM is told to use our attention on this card."""
     return ATTENTION in _for_hopper(kv_cache_dtype)
 
 
 def choose_kernel(kernel: str, format: str) -> str:
-    """What multiplies by NVFP4 weights: qerl, humming or marlin; "" for 16-bit ones. auto: ours on Hopper, elsewhere
-    Marlin."""
+    """The kernel for packed weights: qerl, humming or marlin, and "" for 16-bit weights.
+
+    "auto" is our own kernel on Hopper and Marlin on other cards. Raises EngineError for one that cannot run here, and
+    MissingExtraError where its package is not installed.
+    """
     import torch
 
     from qerl.cuda.nvrtc import has_kernels
@@ -197,10 +207,10 @@ def choose_kernel(kernel: str, format: str) -> str:
 
 
 def compile_ahead(settings: Settings, kernel: str) -> None:
-    """Begin to compile what our kernel's products need, before vLLM is imported and reads the weights.
+    """Start compiling our kernels for the model's shapes in the background, before vLLM is imported and reads weights.
 
-    `products.load_kernels` then finds it. Of a model whose config does not say its shapes nothing is begun, and each
-    kernel is compiled when it is loaded.
+    `products.load_kernels` then finds them compiled. Where the model's config does not tell the shapes, nothing is
+    started and each kernel is compiled when it is loaded.
     """
     if kernel != "qerl":
         return
@@ -222,16 +232,18 @@ def compile_ahead(settings: Settings, kernel: str) -> None:
 
 
 def linear_backend(chosen: str) -> str:
-    """vLLM's `linear_backend` for what was chosen: ours takes the place of Marlin, which compiles nothing."""
+    """vLLM's `linear_backend` for the chosen kernel. Ours replaces Marlin, for which vLLM compiles nothing."""
     return {"": "auto", "qerl": "marlin"}.get(chosen, chosen)
 
 
 def check_vllm() -> None:
+    """Raise MissingExtraError if vLLM is not installed."""
     if not has_module("vllm"):
         raise MissingExtraError("vllm", "gpu")
 
 
 def check_device(dtype: str) -> int:
+    """The index of the current CUDA device. Raises EngineError if vLLM cannot run there, or not in `dtype`."""
     import torch
 
     if not torch.cuda.is_available():
@@ -252,6 +264,7 @@ def check_device(dtype: str) -> int:
 
 
 def check_kv_cache_dtype(kv_cache_dtype: str) -> None:
+    """Raise EngineError for a type that is not known or that the card cannot compute with."""
     import torch
 
     if kv_cache_dtype not in KV_CACHE_DTYPES:
@@ -270,16 +283,16 @@ def has_module(name: str) -> bool:
 
 
 def limit_process_(device: int, cap_bytes: int) -> None:
-    """Until the engine is open: torch alone may not pass the cap."""
+    """Keep torch alone within the cap until the engine is open and what lies outside torch is known."""
     import torch
 
-    others_bytes(device)  # while this process has nothing yet
+    others_bytes(device)  # must first be asked while this process has nothing on the card
     total = torch.cuda.get_device_properties(device).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), device)
 
 
 def bytes_outside_torch(device: int) -> int:
-    """Context, modules, graphs: what this process has taken on the card and not by torch's allocator."""
+    """Bytes of the card that this process holds outside torch's allocator: CUDA context, modules, graphs."""
     import torch
 
     torch.cuda.synchronize(device)

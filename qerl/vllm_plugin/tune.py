@@ -1,8 +1,9 @@
-"""Choose how each shape of the engine is multiplied; with `tune`, by times that are measured once on this card.
+"""Choose how the engine multiplies by weights of each shape, from times that are measured once on this card.
 
-A way is timed over as many layers of the shape as do not fit the card's cache, inside a CUDA graph, as in decoding;
-`qerl.nvfp4.ways` keeps the times. Whatever chose it, Humming or Marlin is compared with the decoded weight at each size
-of the CUDA graphs, and our own kernel at each of `ways.TOKENS`; where one is wrong it is left out.
+A way to multiply is timed inside a CUDA graph, as in decoding, over so many layers of the shape that their weights do
+not fit the card's cache; `qerl.nvfp4.ways` keeps the times. However a kernel was chosen, its results are compared with
+those of the decoded weight: for Humming and Marlin at each size of the CUDA graphs, for our own kernel at each of
+`ways.TOKENS`. Sizes at which a kernel is wrong are left to other ways.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ CALLS = 3
 
 
 def choose_ways_(tune: bool, sizes: Sequence[int]) -> None:
-    """Give each base of `BASES` its ways: from the card's table; with `tune`, what that lacks is measured first.
+    """Give each base of `BASES` its ways from the table of this card; `tune` first measures what the table lacks.
 
-    `sizes`: numbers of tokens at which another kernel than ours is checked.
+    `sizes`: numbers of tokens at which kernels other than ours are checked.
     """
     shapes: dict[ways.Shape, list[Base]] = {}
     for base in BASES.values():
@@ -63,7 +64,7 @@ def choose_ways_(tune: bool, sizes: Sequence[int]) -> None:
 
 @torch.inference_mode()
 def _error(base: Base, way: str, tokens: int) -> float:
-    """A way's largest relative error against the decoded weight in CALLS calls; rounding gives 0.002 to 0.005."""
+    """A way's largest relative error against the decoded weight over CALLS calls; rounding gives 0.002 to 0.005."""
     generator = torch.Generator(device=base.weight.words.device).manual_seed(tokens)
     x = torch.randn(tokens, base.weight.in_features, device=base.weight.words.device, generator=generator).bfloat16()
     bias = getattr(base.layer, "bias", None)
@@ -73,7 +74,7 @@ def _error(base: Base, way: str, tokens: int) -> float:
 
 
 def card_facts() -> dict[str, str]:
-    """What times depend on."""
+    """All that measured times depend on."""
     sources = (
         *sorted(nvrtc.FOLDER.glob("*.cu*")),
         *(Path(module.__file__) for module in (decode, expand, gemm, lora, ranks, tiling)),

@@ -1,8 +1,8 @@
-"""vLLM's worker, named by the engine's `worker_cls`: what has to be done between loading and the CUDA graphs, timed."""
+"""The workers that the engine names in vLLM's `worker_cls`: they prepare the model between loading and the capture of
+CUDA graphs, and time each part of the start."""
 
 from __future__ import annotations
 
-import os
 import weakref
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -13,7 +13,6 @@ from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu_worker import Worker
 
 from qerl.nvfp4.ways import TOKENS
-from qerl.vllm_plugin import TUNE
 from qerl.vllm_plugin.linear import Options
 from qerl.vllm_plugin.products import BASES
 from qerl.vllm_plugin.sampling import FusedSampler
@@ -25,12 +24,14 @@ _latest: weakref.ref[QerlWorker] | None = None
 
 
 def latest() -> QerlWorker | None:
-    """The worker that was made last, if it is still there: an opening that fails hands nothing else to its caller."""
+    """The worker that was made last, if it still exists: after an opening that failed there is no other way to it."""
     return None if _latest is None else _latest()
 
 
 class QerlWorker(Worker):
-    """Puts the sampler in, and chooses how each linear multiplies."""
+    """Uses our sampler, and chooses how each linear multiplies from what was measured on this card before."""
+
+    measures = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
         global _latest
@@ -47,24 +48,26 @@ class QerlWorker(Worker):
         with self.parts.part("weights"):
             super().load_model(**options)
             self.loading_peak_bytes = torch.cuda.max_memory_reserved()
-            torch.cuda.empty_cache()  # what packing left
+            torch.cuda.empty_cache()  # packing the weights left unused memory behind
         runner = self.model_runner
         if type(runner.sampler) is Sampler:  # a model with a sampler of its own keeps it
             runner.sampler = FusedSampler(runner.sampler)
-        if BASES and not Options.of(self.vllm_config).deterministic:  # times scatter, and another way has other bits
+        if BASES and not Options.of(self.vllm_config).deterministic:  # times vary, and so would the bits
             with self.parts.part("kernel choice"):
                 sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or TOKENS
-                choose_ways_(bool(os.environ.get(TUNE)), [size for size in sizes if size <= TOKENS[-1]])
+                choose_ways_(self.measures, [size for size in sizes if size <= TOKENS[-1]])
 
     def _scoped_allocator_max_split(self, max_split_size_mb: int) -> AbstractContextManager[Any]:
-        """While weights load, vLLM forbids torch to split blocks of 20 MiB and more. Packing them (`kernel.py`) takes
-        many tensors of 8 to 17 MiB, each of which would get a segment that none after it can use: 6 GiB a layer of a
-        7B, until the card or the cap is full. Without the limit torch uses them again and again. Remove when vLLM's
-        limit is gone, or its `process_weights_after_loading` runs outside of it."""
+        """Lift a limit of vLLM, which forbids torch to split blocks of 20 MiB and more while weights load.
+
+        Packing the weights (`kernel.py`) allocates many tensors of 8 to 17 MiB. Under the limit each of them gets a
+        segment that no later one can use, 6 GiB per layer of a 7B, until the card or the cap is full. Without it torch
+        uses the segments again. Remove when vLLM drops the limit, or runs `process_weights_after_loading` outside it.
+        """
         return nullcontext()
 
     def _maybe_get_memory_pool_context(self, tag: str) -> AbstractContextManager[Any]:
-        """The KV cache alone sleeps. Weights in vLLM's pool would keep the process from opening a second engine."""
+        """Let only the KV cache sleep: weights in vLLM's pool would keep the process from opening a second engine."""
         if tag != KV_CACHE:
             return nullcontext()
         allocator()
@@ -76,8 +79,8 @@ class QerlWorker(Worker):
 
     def initialize_from_config(self, *args: Any, **options: Any) -> Any:
         with self.parts.part("KV cache"):
-            # Told the size of the KV cache, vLLM leaves what its profile run took in torch's: another pool's memory
-            # beside this one's, 1.6 GiB with a 7B.
+            # When vLLM is told the size of the KV cache, it does not free what its profile run allocated: 1.6 GiB with
+            # a 7B, in another pool than the cache and useless to it.
             torch.cuda.empty_cache()
             return super().initialize_from_config(*args, **options)
 
@@ -86,9 +89,19 @@ class QerlWorker(Worker):
             return super().compile_or_warm_up_model()
 
     def startup_seconds(self) -> dict[str, float]:
-        """Of the parts so far; the first forward pass, in the profile run, compiles."""
+        """Seconds of each part so far. Compiling, which the profile run's first forward pass does, is listed apart."""
         return split_compiling(self.parts.seconds, self.vllm_config.compilation_config.compilation_time)
 
     def compiled_from_cache(self) -> bool:
-        """Whether the model's graphs came from vLLM's cache on disk."""
+        """Whether the model's compiled graphs came from vLLM's cache on disk."""
         return compilation_counter.num_aot_artifacts_loaded + compilation_counter.num_compiled_artifacts_loaded > 0
+
+
+class MeasuringWorker(QerlWorker):
+    """For rollout.tune_kernels: also measures the shapes that were not measured on this card before.
+
+    A class of its own because vLLM leaves `worker_cls` out of the hash under which it keeps compiled graphs, and these
+    are the same with and without measuring. What stands in `additional_config` is a part of that hash.
+    """
+
+    measures = True

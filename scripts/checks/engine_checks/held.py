@@ -18,6 +18,7 @@ VLLM_TYPES = (
     "EngineCore",
     "UniProcExecutor",
     "QerlWorker",
+    "MeasuringWorker",
     "GPUModelRunner",
     "CUDAGraph",
     "CUDAGraphWrapper",
