@@ -1,4 +1,4 @@
-"""What we lean on in TRL 1.16.0 and transformers 5.17.0: an upgrade that changes it fails here and says where."""
+"""The behaviour of TRL 1.16.0 and transformers 5.17.0 that we rely on: an upgrade that changes it fails here."""
 
 import inspect
 
@@ -19,8 +19,8 @@ def trainer(nvfp4_base, tmp_path):
     return build_trainer(small_config(nvfp4_base, tmp_path, "noise.enabled=false"), tmp_path)
 
 
-def test_trls_loss_asks_its_model_for_logprobs_once(trainer, monkeypatch):
-    """So the logprobs can be given in the model's place, with a gradient to them and to nothing else."""
+def test_the_loss_of_trl_asks_its_model_for_logprobs_once(trainer, monkeypatch):
+    """So we can supply the logprobs instead of the model, with a gradient to them and to nothing else."""
     asked, given = [], QerlTrainer._get_per_token_logps_and_entropies
 
     def counted(self, model, *args, **kwargs):
@@ -36,10 +36,10 @@ def test_trls_loss_asks_its_model_for_logprobs_once(trainer, monkeypatch):
     assert slope.abs().sum() > 0
 
 
-def test_trls_loss_is_multiplied_by_the_weights_it_is_given(trainer):
+def test_the_loss_of_trl_is_multiplied_by_the_given_weights(trainer):
     old = scores(trainer).detach()
     whole = inputs_of(trainer, batch_of(old, old))
-    halved = inputs_of(trainer, batch_of(old, old + torch.tensor(2.0).log()))  # each token twice as likely there
+    halved = inputs_of(trainer, batch_of(old, old + torch.tensor(2.0).log()))  # twice as likely for the sampler
     losses = [trainer.loss_of(inputs)[0].item() for inputs in (whole, halved)]
     assert losses[1] == pytest.approx(losses[0] / 2, rel=1e-5)
 

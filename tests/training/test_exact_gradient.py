@@ -1,12 +1,13 @@
-"""Mismatch handling on a case that is solved exactly: three tokens, completions of up to three, all 15 of them.
+"""The correction of the mismatch on a case that can be solved exactly: all 15 completions of up to three tokens.
 
-A real small model is the policy; noise in its norms makes the sampler. The expectation of the estimator over the
-sampler is one batch: every completion as a row, its advantage times its probability. It goes through the trainer's own
-loss, and is compared with the gradient of the expected reward, differentiated through all probabilities.
+The policy is a small real model with a vocabulary of three tokens; the sampler is the same model with noise in its
+norms. The expectation of the estimator over the sampler is one batch, in which each completion is a row whose advantage
+is multiplied by its probability. This batch goes through the trainer's own loss. Its gradient is compared with that of
+the expected reward, differentiated through all probabilities.
 
-What it shows: weights of whole sequences give the clean policy's gradient exactly, up to truncation, whose bias is what
-the cap cuts off. Weights of tokens (the default, for their variance) remove most of the bias, not all of it: they
-leave prefixes and continuations distributed as the sampler has them.
+Weights of whole sequences give the clean policy's gradient exactly, up to truncation, whose bias is what the cap cuts
+off. Weights of tokens, the default because of their variance, remove most of the bias but not all of it: prefixes and
+continuations keep the distribution of the sampler.
 """
 
 import itertools
@@ -27,7 +28,7 @@ END, LONGEST, PROMPT = 0, 3, [1, 2, 1]
 
 
 def all_completions():
-    """Those that end with END, and those cut at LONGEST."""
+    """All completions: those that end with END, and those truncated at LONGEST."""
     found = []
     for length in range(1, LONGEST + 1):
         for ids in itertools.product(range(3), repeat=length):
@@ -55,7 +56,7 @@ def small_policy():
 
 
 class Case:
-    """A policy, its sampler's logprobs under noise of `sigma`, and the trainer whose loss it goes through."""
+    """A policy, the logprobs of its sampler under noise of `sigma`, and the trainer whose loss is tested."""
 
     def __init__(self, base, folder, sigma, *overrides):
         settings = ("loss.type=dr_grpo", "loss.clip_high=0.2", "noise.enabled=false", *overrides)
@@ -70,7 +71,7 @@ class Case:
         self.clean = self.logprobs().detach()
 
     def logprobs(self):
-        """(15, 3) by plain forward passes over completions of one length, 0 where masked."""
+        """Logprobs (15, 3) by plain forward passes over completions of equal length, 0 where masked."""
         rows = torch.zeros(len(COMPLETIONS), LONGEST)
         for length in range(1, LONGEST + 1):
             chosen = [row for row, ids in enumerate(COMPLETIONS) if len(ids) == length]
@@ -81,13 +82,13 @@ class Case:
         return rows
 
     def gradient(self, value):
-        """Flat gradient of a scalar by the adapter; its graph can be asked again."""
+        """The flat gradient of a scalar with respect to the adapter. The graph is kept for further calls."""
         tensors = adapter_tensors(self.policy)
         found = torch.autograd.grad(value, [tensors[name] for name in sorted(tensors)], retain_graph=True)
         return torch.cat([part.flatten() for part in found])
 
     def true_gradient(self, weights=None):
-        """Of sum over c of pi(c) R(c); with `weights`, of sum over c and t of weights(c, t) R(c) log pi(c_t)."""
+        """The gradient of sum_c pi(c) R(c); with `weights`, that of sum_c,t weights(c, t) R(c) log pi(c_t)."""
         if weights is None:
             return self.gradient((self.logprobs().sum(-1).exp() * REWARDS).sum())
         return self.gradient((weights * REWARDS[:, None] * self.logprobs() * MASK).sum())
@@ -113,7 +114,7 @@ def correction(mode, cap=1e6):
     return (f"loss.correction.mode={mode}", f"loss.correction.cap={cap}")
 
 
-SIGMA = 0.4  # a large noise, so that the biases stand out
+SIGMA = 0.4  # so large that biases are clearly visible
 
 
 def test_the_case_is_a_distribution(nvfp4_base, tmp_path):
@@ -124,12 +125,12 @@ def test_the_case_is_a_distribution(nvfp4_base, tmp_path):
     assert (case.clean - case.sampling).abs().max() > 0.2
 
 
-def test_sequence_weights_give_the_clean_policys_gradient(nvfp4_base, tmp_path):
+def test_sequence_weights_give_the_gradient_of_the_clean_policy(nvfp4_base, tmp_path):
     case = Case(nvfp4_base, tmp_path, SIGMA, *correction("sequence_truncate"))
     assert far(case.estimated(), case.true_gradient()) < 1e-4
 
 
-def test_without_a_correction_the_gradient_is_the_samplers_surrogate(nvfp4_base, tmp_path):
+def test_without_a_correction_the_gradient_is_that_of_the_samplers_surrogate(nvfp4_base, tmp_path):
     case = Case(nvfp4_base, tmp_path, SIGMA, "loss.correction.mode=off")
     sampler = case.sampling.sum(-1, keepdim=True).exp()
     assert far(case.estimated(), case.true_gradient(sampler)) < 1e-4
@@ -137,7 +138,7 @@ def test_without_a_correction_the_gradient_is_the_samplers_surrogate(nvfp4_base,
 
 
 def test_token_weights_leave_a_smaller_bias_of_known_form(nvfp4_base, tmp_path):
-    """mu(c) pi(c_t) / mu(c_t) instead of pi(c): right where a completion has one token, close elsewhere."""
+    """The weight is mu(c) pi(c_t) / mu(c_t) instead of pi(c): right for completions of one token, else close."""
     case = Case(nvfp4_base, tmp_path, SIGMA, *correction("token_truncate"))
     by_token = case.sampling.sum(-1, keepdim=True).exp() * (case.clean - case.sampling).exp()
     exact = case.true_gradient()
@@ -147,7 +148,7 @@ def test_token_weights_leave_a_smaller_bias_of_known_form(nvfp4_base, tmp_path):
 
 
 def weights_by_hand(case, mode, cap):
-    """(15, 1 or 3) weights, written again."""
+    """The weights (15, 1 or 3), written again by hand."""
     log_ratio = (case.clean - case.sampling) * MASK
     ratio = (log_ratio.sum(-1, keepdim=True) if mode.startswith("sequence") else log_ratio).exp()
     return ratio.clamp(max=cap) if mode.endswith("truncate") else ratio * (ratio <= cap)
@@ -156,7 +157,7 @@ def weights_by_hand(case, mode, cap):
 @pytest.mark.parametrize("cap", [1.05, 1.3])
 @pytest.mark.parametrize("mode", ["sequence_truncate", "sequence_mask"])
 def test_the_bias_is_what_the_cap_cuts_off(nvfp4_base, tmp_path, mode, cap):
-    """bias = -sum over c of cut(c) R(c) grad log pi(c), with cut = pi - min(pi, cap mu), or pi where it is masked."""
+    """bias = -sum_c cut(c) R(c) grad log pi(c), with cut = pi - min(pi, cap mu), or pi if it is masked."""
     case = Case(nvfp4_base, tmp_path, SIGMA, *correction(mode, cap))
     sampler, policy = case.sampling.sum(-1, keepdim=True).exp(), case.clean.sum(-1, keepdim=True).exp()
     over = policy > cap * sampler
@@ -170,7 +171,7 @@ def test_the_bias_is_what_the_cap_cuts_off(nvfp4_base, tmp_path, mode, cap):
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
 def test_statistics_of_the_weights_are_logged(nvfp4_base, tmp_path, mode):
-    """Here every completion is one row, so the logged means are over rows, not over the sampler."""
+    """Each completion is one row here, so the logged means are over rows and not over the sampler."""
     cap = 1.1
     case = Case(nvfp4_base, tmp_path, SIGMA, *correction(mode, cap))
     case.estimated()

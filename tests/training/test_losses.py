@@ -1,8 +1,8 @@
-"""Every loss by TRL's name, every advantage scale and the KL term: hand values, the papers' equations, gradients.
+"""Every loss by its name in TRL, every advantage scale and the KL term: values by hand, equations, gradients.
 
-Four completions of 4, 2, 3 and 1 tokens; their ratios are set by the old logprobs, so that each value can be checked
-with a pencil. The equations below are written from the papers, TRL's code stays out of them; what a paper leaves open
-(constants, what is divided by what over a batch) is TRL's, and is named.
+There are four completions of 4, 2, 3 and 1 tokens. The old logprobs set their ratios, so that each value can be checked
+with a pencil. The equations below are written from the papers and not from TRL's code. Where a paper leaves something
+open (constants, or the divisor over a batch), TRL decides, and the comment says so.
 """
 
 import math
@@ -31,7 +31,7 @@ def clipped(ratio, low, high):
 
 
 def sequence(ratio):
-    """(rows, 1) geometric means of the tokens' ratios (GSPO, arXiv 2507.18071, eq. 7)."""
+    """The geometric means (rows, 1) of the tokens' ratios (GSPO, arXiv 2507.18071, eq. 7)."""
     return ((ratio.log() * MASK).sum(-1, keepdim=True) / LENGTHS[:, None]).exp()
 
 
@@ -40,7 +40,7 @@ def token_mean(values):
 
 
 def dapo(logprobs, ratio):
-    """arXiv 2503.14476, eq. 8: every token of the batch weighs the same."""
+    """arXiv 2503.14476, eq. 8: every token of the batch has the same weight."""
     return -token_mean(clipped(ratio, 0.2, 0.28))
 
 
@@ -50,7 +50,7 @@ def grpo(logprobs, ratio):
 
 
 def dr_grpo(logprobs, ratio):
-    """arXiv 2503.20783, section 3.1: divided by a constant, here rows times max_new_tokens (8), not by lengths."""
+    """arXiv 2503.20783, section 3.1: divided by a constant instead of lengths, here rows times max_new_tokens (8)."""
     return -(clipped(ratio, 0.2, 0.2) * MASK).sum() / (4 * 8)
 
 
@@ -60,12 +60,12 @@ def gspo(logprobs, ratio):
 
 
 def luspo(logprobs, ratio):
-    """arXiv 2602.05261: GSPO's term times the completion's length."""
+    """arXiv 2602.05261: the term of GSPO times the length of the completion."""
     return -(clipped(sequence(ratio), 0.2, 0.2)[:, 0] * LENGTHS).mean()
 
 
 def cispo(logprobs, ratio):
-    """arXiv 2506.13585, eq. 4 and 5: the ratio is clipped from above and only weighs; the gradient goes by log pi."""
+    """arXiv 2506.13585, eq. 4 and 5: the ratio, clipped from above, is a weight only; the gradient is of log pi."""
     return -token_mean(ratio.clamp(max=1.2).detach() * A * logprobs)
 
 
@@ -77,7 +77,7 @@ def sapo(logprobs, ratio):
 
 
 def vespo(logprobs, ratio):
-    """arXiv 2602.10693: phi(w) = w^k exp(lambda (1 - w)) of the sequence's ratio w weighs log pi.
+    """arXiv 2602.10693: log pi is weighted by phi(w) = w^k exp(lambda (1 - w)) of the sequence's ratio w.
 
     (k, lambda) is (2, 3) for positive advantages, else (3, 2).
     """
@@ -88,14 +88,14 @@ def vespo(logprobs, ratio):
 
 
 ONE_CLIP = "loss.clip_high=0.2"
-# equation, recipe, value by hand (None where it depends on the model's logprobs)
+# equation, recipe, value by hand (None if it depends on the logprobs of the model)
 #   clipped at [0.8, 1.28]: 1.28 + 0.5 + 1 + 1.25, -1.5 - 0.8, 0.7 (1.28 + 1 + 0.9), -0.7 * 0.8, over 10 tokens
 #   clipped at [0.8, 1.2]: sums 3.9, -2.3, 2.17, -0.56 of 4, 2, 3, 1 tokens
-#   sequences: 0.9375^(1/4), 0.75^(1/2), 1.8^(1/3) cut to 1.2, 0.7 raised to 0.8
+#   sequences: 0.9375^(1/4), 0.75^(1/2), 1.8^(1/3) clipped to 1.2, 0.7 clipped to 0.8
 S1, S2 = 0.9375**0.25, 0.75**0.5
 LOSSES = {
     "dapo": (dapo, ["loss.type=dapo"], -(4.03 - 2.3 + 2.226 - 0.56) / 10),
-    "bnpo": (dapo, ["loss.type=bnpo"], -(4.03 - 2.3 + 2.226 - 0.56) / 10),  # as dapo: a mean over the step's tokens
+    "bnpo": (dapo, ["loss.type=bnpo"], -(4.03 - 2.3 + 2.226 - 0.56) / 10),  # like dapo, a mean over all tokens
     "grpo": (grpo, ["loss.type=grpo", ONE_CLIP], -(3.9 / 4 - 2.3 / 2 + 2.17 / 3 - 0.56) / 4),
     "dr_grpo": (dr_grpo, ["loss.type=dr_grpo", ONE_CLIP], -(3.9 - 2.3 + 2.17 - 0.56) / 32),
     "gspo": (gspo, ["loss.type=grpo", "loss.level=sequence", ONE_CLIP], -(S1 - S2 + 0.84 - 0.56) / 4),
@@ -115,7 +115,7 @@ def value_and_gradient(trainer, loss):
 
 
 @pytest.mark.parametrize("name", LOSSES)
-def test_losses_and_their_gradients_are_those_of_the_papers(nvfp4_base, tmp_path, name):
+def test_losses_and_gradients_agree_with_the_papers(nvfp4_base, tmp_path, name):
     equation, overrides, by_hand = LOSSES[name]
     trainer = build_trainer(small_config(nvfp4_base, tmp_path, *overrides), tmp_path)
     old = (scores(trainer) - RATIO.log()).detach()
@@ -134,7 +134,7 @@ def test_losses_and_their_gradients_are_those_of_the_papers(nvfp4_base, tmp_path
 
 
 SLOPES = {  # d loss / d log pi of the first completion's tokens (ratios 1.5, 0.5, 1, 1.25; A = 1), times the divisor
-    "dapo": (10, [0, 0.5, 1, 1.25]),  # above 1.28 nothing is left to gain
+    "dapo": (10, [0, 0.5, 1, 1.25]),  # above 1.28 the gradient is 0
     "cispo": (10, [1.2, 0.5, 1, 1.2]),  # a clipped token keeps its gradient
     "sapo": (16, [4 * p * (1 - p) * r for r in (1.5, 0.5, 1, 1.25) for p in [1 / (1 + math.exp(1 - r))]]),
     "gspo": (16, [S1] * 4),
@@ -143,8 +143,8 @@ SLOPES = {  # d loss / d log pi of the first completion's tokens (ratios 1.5, 0.
 
 
 @pytest.mark.parametrize("name", SLOPES)
-def test_slopes_by_hand(name):
-    """What the equations say of clipped tokens, so that they are checked by more than the code they check."""
+def test_slopes_equal_values_by_hand(name):
+    """The slopes of clipped tokens, worked out from the equations, which checks the equations above too."""
     divisor, slopes = SLOPES[name]
     logprobs = torch.zeros(4, 4, requires_grad=True)
     LOSSES[name][0](logprobs, (logprobs + RATIO.log()).exp()).backward()
@@ -153,14 +153,14 @@ def test_slopes_by_hand(name):
 
 @pytest.mark.parametrize("unbiased", [True, False])
 def test_the_kl_term_is_k3(nvfp4_base, tmp_path, unbiased):
-    """arXiv 2402.03300, eq. 4: pi_ref / pi - log(pi_ref / pi) - 1 at each token, weighed as the loss weighs tokens.
+    """arXiv 2402.03300, eq. 4: pi_ref / pi - log(pi_ref / pi) - 1 for each token, with the token's weight in the loss.
 
-    Its gradient is not that of KL(pi, pi_ref); that of the ratio times it is (arXiv 2512.02556, section 3.1).
+    Its gradient is not that of KL(pi, pi_ref), but multiplied by the ratio it is (arXiv 2512.02556, section 3.1).
     """
     settings = ("loss.kl_coef=0.5", f"loss.kl_unbiased={str(unbiased).lower()}")
     trainer = build_trainer(small_config(nvfp4_base, tmp_path, *settings), tmp_path)
     old = scores(trainer).detach()
-    odds = torch.tensor([[2.0], [0.5], [1.0], [4.0]]).expand(4, 4)  # pi_ref / pi, a row each
+    odds = torch.tensor([[2.0], [0.5], [1.0], [4.0]]).expand(4, 4)  # pi_ref / pi of each row
     batch, found = batch_of(old, old, reference=old + odds.log()), {}
 
     def loss():
@@ -185,7 +185,7 @@ def test_the_kl_term_is_k3(nvfp4_base, tmp_path, unbiased):
 
 
 def group_of(row, completions, end):
-    """A group of the given completions; those that do not end with `end` are truncated."""
+    """A group of the given completions, of which those that do not end with `end` are truncated."""
     samples = [Sample(ids, [-1.0] * len(ids), [True] * len(ids), ids[-1] != end) for ids in completions]
     return Group(Prompt(row, [3, 4], "ab", None), tuple(samples))
 
@@ -200,7 +200,7 @@ SCALES = {
 
 
 @pytest.mark.parametrize("scale", SCALES)
-def test_advantages_by_hand(scale):
+def test_advantages_equal_values_by_hand(scale):
     advantages = group_advantages(torch.tensor(REWARDS).view(2, 4), scale).advantages_P_G
     expected = torch.tensor([[0.75, -0.25, -0.25, -0.25], [1, 1, -1, -1]])
     if SCALES[scale] is not None:
@@ -209,8 +209,8 @@ def test_advantages_by_hand(scale):
 
 
 @pytest.mark.parametrize("masked", [True, False])
-def test_overlong_filtering_takes_truncated_completions_out_of_the_loss_only(masked):
-    """arXiv 2503.14476, section 3.4: their loss is masked; in the group's mean and std they count."""
+def test_overlong_filtering_removes_truncated_completions_from_the_loss_only(masked):
+    """arXiv 2503.14476, section 3.4: their loss is masked, but they count for the group's mean and std."""
     end = 1
     completions = [[10, end], [11, 12], [13, 14, end], [15], [10, end], [10, end], [end], [10, 11, 12]]
     total_P_G = torch.tensor(REWARDS).view(2, 4)
@@ -225,7 +225,7 @@ def test_overlong_filtering_takes_truncated_completions_out_of_the_loss_only(mas
 
 
 def test_a_further_update_keeps_the_logprobs_from_before_the_first(nvfp4_base, tmp_path, monkeypatch):
-    """With num_iterations the ratio is pi_now / pi_rollout: old logprobs are those that the first update began with."""
+    """With num_iterations the ratio is pi_now / pi_rollout: old logprobs are those from before the first update."""
     seen, calls, original = {}, [], training.step.backward
 
     def spied(parts, batch, loss, differentiate):
@@ -245,7 +245,7 @@ def test_a_further_update_keeps_the_logprobs_from_before_the_first(nvfp4_base, t
         return update
 
     monkeypatch.setattr(training.trainer, "backward", spied)
-    # the temperature makes the random base's completions differ, and so their rewards
+    # the temperature makes completions of the random base differ, and so their rewards
     settings = (
         "loss.num_iterations=3",
         "run.save_every=3",

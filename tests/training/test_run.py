@@ -1,4 +1,4 @@
-"""Whole runs on a small random NVFP4 base: what they write, what stops them, and resuming to the same numbers."""
+"""Whole runs on a small random NVFP4 base: what they write, what stops them, and how they resume."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def finished(nvfp4_base, tmp_path_factory):
     return start(small_config(nvfp4_base, tmp_path_factory.mktemp("finished")), "tiny").run_dir
 
 
-def test_what_a_run_writes(finished, nvfp4_base):
+def test_the_files_that_a_run_writes(finished, nvfp4_base):
     rows = numbers(finished)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["noise/stage"] for row in rows] == [0, 0, 1, 1, 2, 2]
@@ -40,7 +40,7 @@ def test_what_a_run_writes(finished, nvfp4_base):
     assert [row["noise/norms"] for row in rows] == [0, 0, 4, 4, 4, 4]
     assert rows[2]["noise/std"] == pytest.approx(0.05, rel=0.2)
     assert all(row["entropy"] > 0 and row["mismatch_kl"] >= 0 for row in rows)
-    # Without noise sampler and trainer agree; with sigma 0.05 they measurably do not.
+    # Without noise sampler and trainer agree; with sigma 0.05 they differ measurably.
     assert max(rows[0]["mismatch_kl"], rows[1]["mismatch_kl"]) < 1e-8 < 1e-5 < rows[2]["mismatch_kl"]
     assert load_config(finished / "config.yaml").run.steps == 6
     assert [path.name for path in checkpoints(finished)] == ["step-000004", "step-000006"]
@@ -53,13 +53,13 @@ def test_what_a_run_writes(finished, nvfp4_base):
     assert any(tensor.abs().sum() > 0 for name, tensor in read_adapter(finished / "adapter")[0].items() if "_B" in name)
 
 
-def test_the_names_that_rewards_may_not_log_are_all_that_a_run_logs(nvfp4_base, tmp_path):
+def test_the_names_that_rewards_may_not_log_are_those_that_a_run_logs(nvfp4_base, tmp_path):
     settings = ("rollout.dynamic_sampling.enabled=true", "loss.kl_coef=0.1")
     start(small_config(nvfp4_base, tmp_path, *settings, steps=3), "tiny")
     assert [name for row in read_metrics(tmp_path / "run") for name in row if not is_own(name)] == []
 
 
-def test_the_same_seed_gives_the_same_run_and_another_does_not(finished, nvfp4_base, tmp_path):
+def test_the_same_seed_gives_the_same_run_and_another_seed_does_not(finished, nvfp4_base, tmp_path):
     again = start(small_config(nvfp4_base, tmp_path), "tiny").run_dir
     assert numbers(again) == numbers(finished)
     other = start(small_config(nvfp4_base, tmp_path, "run.seed=5", out="other", steps=3), "tiny").run_dir
@@ -67,7 +67,7 @@ def test_the_same_seed_gives_the_same_run_and_another_does_not(finished, nvfp4_b
 
 
 class Killed(Exception):
-    """Stands for a kill at a chosen line, in process."""
+    """Takes the place of a kill at a chosen line of this process."""
 
 
 KILL_POINTS = {
@@ -119,7 +119,7 @@ def test_sigkill_at_a_random_moment(finished, nvfp4_base, tmp_path):
 
 
 def test_the_engine_sleeps_until_the_first_rollout_of_a_resumed_run_too(finished, tmp_path, monkeypatch):
-    """What training loads must not stand beside the KV cache, and beside what the opening left in torch's."""
+    """What training loads must not be in memory together with the KV cache and what opening left in torch's cache."""
     run_dir, events = tmp_path / "run", []
     shutil.copytree(finished, run_dir)
     engine, trainer = training.run.open_rollout_engine, training.trainer.QerlTrainer
@@ -172,7 +172,7 @@ def test_resuming_a_finished_run_changes_nothing(finished):
 
 
 def test_a_run_killed_after_its_last_step_only_lacks_its_adapter(nvfp4_base, tmp_path):
-    """5 steps are two rollouts of two updates and half of a third, whose other half must not be trained."""
+    """5 steps are two rollouts with two updates each, and half of a third, whose other half must not be trained."""
     settings = ("loss.num_iterations=2", "noise.enabled=false")
     run_dir = start(small_config(nvfp4_base, tmp_path, *settings, steps=5), "tiny").run_dir
     before = (run_dir / "metrics.jsonl").read_bytes()
@@ -182,8 +182,8 @@ def test_a_run_killed_after_its_last_step_only_lacks_its_adapter(nvfp4_base, tmp
     assert same_adapters(run_dir / "adapter", tmp_path / "adapter")
 
 
-def test_dropout_is_no_disagreement_of_engine_and_trainer(nvfp4_base, tmp_path, caplog):
-    """The trainer's logprobs are those under dropout: a resumed run has no clean step to judge by."""
+def test_dropout_does_not_count_as_disagreement_of_engine_and_trainer(nvfp4_base, tmp_path, caplog):
+    """The logprobs of the trainer are those under dropout, so a resumed run has no clean step to judge."""
     settings = ("adapter.dropout=0.2", "noise.enabled=false", "optim.learning_rate=3e-2")
     run_dir = start(small_config(nvfp4_base, tmp_path, *settings, steps=4), "tiny").run_dir
     before = numbers(run_dir)
@@ -193,7 +193,7 @@ def test_dropout_is_no_disagreement_of_engine_and_trainer(nvfp4_base, tmp_path, 
     assert numbers(resume(run_dir).run_dir) == before
 
 
-def test_resuming_what_is_not_a_run(tmp_path):
+def test_resuming_a_folder_that_is_no_run_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="is not a run"):
         resume(tmp_path)
 
@@ -221,14 +221,14 @@ def test_engine_and_trainer_that_disagree_stop_before_the_first_update(nvfp4_bas
         return completions
 
     monkeypatch.setattr(TransformersEngine, "generate", shifted)
-    # r = e^0.5 everywhere: r - log r - 1 = 0.149
+    # With r = e^0.5 everywhere, r - log r - 1 is 0.149.
     with pytest.raises(EngineError, match=r"mismatch_kl 1\.49e-01 is above loss\.mismatch_gate 0\.003"):
         start(small_config(nvfp4_base, tmp_path), "tiny")
     assert read_metrics(tmp_path / "run") == []
 
 
-def test_a_run_resumed_in_its_noise_has_a_gate_too(finished, nvfp4_base, tmp_path, monkeypatch):
-    """It continues at a step with sigma 0.01, and is held to what its steps with 0.05 had."""
+def test_a_run_resumed_under_noise_has_a_gate_too(finished, nvfp4_base, tmp_path, monkeypatch):
+    """It continues at a step with sigma 0.01, and its limit comes from its steps with 0.05."""
     from qerl.engine.transformers_engine import TransformersEngine
 
     run_dir = tmp_path / "run"
@@ -251,7 +251,7 @@ def test_a_run_resumed_in_its_noise_has_a_gate_too(finished, nvfp4_base, tmp_pat
 
 
 def test_the_gate_judges_the_whole_step(nvfp4_base, tmp_path, monkeypatch):
-    """A micro-batch is a small sample: what is compared with the gate is what a run without it logs for the step."""
+    """A micro-batch is a small sample, so the gate compares the value that a run without a gate logs for the step."""
     from qerl.engine.transformers_engine import TransformersEngine
 
     original = TransformersEngine.generate
@@ -274,7 +274,7 @@ def test_gradients_that_are_not_finite_stop_the_run_before_they_are_saved(nvfp4_
 
     def broken(self, inputs):
         parameter = next(parameter for parameter in self.model.parameters() if parameter.requires_grad)
-        root = (parameter * 0).sum().sqrt()  # 0, with the gradient inf * 0
+        root = (parameter * 0).sum().sqrt()  # its value is 0, its gradient inf * 0
         loss, metrics = original(self, inputs)
         return loss + (root if self.state.global_step == 1 else 0), metrics
 
@@ -285,14 +285,14 @@ def test_gradients_that_are_not_finite_stop_the_run_before_they_are_saved(nvfp4_
     assert checkpoints(tmp_path / "run") == []
 
 
-def test_a_reference_policy_stays_out_of_what_is_saved(nvfp4_base, tmp_path):
-    """With kl_coef TRL keeps a copy of the adapter, "ref", which PEFT would write into every folder."""
+def test_a_reference_policy_is_not_saved(nvfp4_base, tmp_path):
+    """With kl_coef TRL keeps a copy of the adapter named "ref", which PEFT would write into every folder."""
     result = start(small_config(nvfp4_base, tmp_path, "loss.kl_coef=0.1", steps=3), "tiny")
     assert [path.name for path in result.adapter.iterdir() if path.is_dir()] == []
     assert all("kl" in row for row in numbers(result.run_dir))
 
 
-def test_a_run_killed_while_its_directory_was_made_can_be_resumed(nvfp4_base, tmp_path, monkeypatch):
+def test_a_run_killed_while_it_made_its_directory_can_be_resumed(nvfp4_base, tmp_path, monkeypatch):
     def dying(*args):
         raise Killed
 
@@ -305,8 +305,8 @@ def test_a_run_killed_while_its_directory_was_made_can_be_resumed(nvfp4_base, tm
     assert json.loads((result.run_dir / "run.json").read_text())["base"] == str(nvfp4_base)
 
 
-def test_an_adapter_of_another_scaling_is_refused(finished, tmp_path):
-    """The tensors would fit, and act twice as strongly as they were trained."""
+def test_an_adapter_with_another_scaling_is_refused(finished, tmp_path):
+    """The tensors would fit, but act twice as strongly as in training."""
     alpha = 2 * load_config(finished / "config.yaml").adapter.alpha
     with pytest.raises(ConfigError, match=f"write adapter.alpha: {alpha / 2:g}"):
         start(small_config(finished, tmp_path, f"adapter.alpha={alpha}", steps=3), "tiny")
@@ -318,30 +318,30 @@ def test_a_run_can_start_from_another_runs_adapter(finished, nvfp4_base, tmp_pat
     fresh = start(small_config(nvfp4_base, tmp_path, steps=3, out="fresh"), "tiny")
     assert numbers(result.run_dir)[0]["entropy"] != numbers(fresh.run_dir)[0]["entropy"]
     for folder in (result.adapter, newest_checkpoint(result.run_dir)):
-        assert resolve_model(str(folder)).base == str(nvfp4_base)  # that of the weights, not the run it came from
+        assert resolve_model(str(folder)).base == str(nvfp4_base)  # the base itself, not the other run
 
 
-def test_too_long_prompts_are_named_and_too_few_are_an_error(nvfp4_base, tmp_path, caplog):
+def test_too_long_prompts_are_reported_and_too_few_prompts_are_an_error(nvfp4_base, tmp_path, caplog):
     with pytest.raises(DataError, match="0 usable examples are fewer than the 2 prompts"):
         start(small_config(nvfp4_base, tmp_path, "data.max_prompt_tokens=5"), "tiny")
     assert "12 prompts are longer than data.max_prompt_tokens=5" in caplog.text
     assert not (tmp_path / "run").exists()
 
 
-def test_noise_in_both_is_on_policy(nvfp4_base, tmp_path):
+def test_with_noise_in_both_sampler_and_trainer_agree(nvfp4_base, tmp_path):
     config = small_config(nvfp4_base, tmp_path, "noise.where=both", steps=3)
     rows = numbers(start(config, "tiny").run_dir)
     assert rows[1]["noise/sigma"] == 0.05
-    assert rows[1]["mismatch_kl"] < 1e-8  # the trainer's forward has the sampler's noise
+    assert rows[1]["mismatch_kl"] < 1e-8  # the trainer's forward pass has the noise of the sampler
 
 
-def test_several_updates_on_one_rollout(nvfp4_base, tmp_path):
+def test_a_run_with_several_updates_per_rollout(nvfp4_base, tmp_path):
     config = small_config(nvfp4_base, tmp_path, "loss.num_iterations=2", "optim.learning_rate=1e-2", steps=6)
     rows = numbers(start(config, "tiny").run_dir)
-    assert [index for index, row in enumerate(rows) if "reward" in row] == [0, 2, 4]  # a rollout every second step
+    assert [index for index, row in enumerate(rows) if "reward" in row] == [0, 2, 4]  # every second step has a rollout
     assert [index for index, row in enumerate(read_metrics(tmp_path / "run")) if "time/rollout_s" in row] == [0, 2, 4]
     assert rows[2]["noise/sigma"] == rows[3]["noise/sigma"] == 0.05
-    assert rows[2]["mismatch_kl"] == rows[3]["mismatch_kl"]  # old logprobs are those of before the first update
+    assert rows[2]["mismatch_kl"] == rows[3]["mismatch_kl"]  # old logprobs are those from before the first update
     assert rows[2]["clip/share"] == 0  # the first update is on policy, the second is not
     assert rows[3]["clip/share"] > 0
     assert rows[2]["entropy"] != rows[3]["entropy"]

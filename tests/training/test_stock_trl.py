@@ -1,7 +1,8 @@
-"""Whole runs against TRL's own trainer on transformers' own model: the same rollouts have to give the same adapter.
+"""Whole runs against TRL's trainer on a model of transformers: equal rollouts have to give equal adapters.
 
-The rollouts of our run (completions of one to eight tokens, some without an end, with the noisy sampler's logprobs) are
-replayed by a GRPOTrainer that has nothing of ours: padded rows, plain PEFT layers, its own correction, several updates.
+A GRPOTrainer without any of our code replays the rollouts of our run: completions of one to eight tokens, some without
+an end, with the logprobs of the noisy sampler. It has padded rows, plain PEFT layers, its own correction, and several
+updates.
 """
 
 import random
@@ -49,7 +50,7 @@ CASES = {
 
 
 class Recorded:
-    """A run of ours: its adapter before and after, and its rollouts."""
+    """One of our runs: its adapter before and after, and its rollouts."""
 
     def __init__(self, config, monkeypatch):
         self.rollouts, self._random = [], random.Random(7)
@@ -60,7 +61,7 @@ class Recorded:
             engine.generate = lambda prompts, sampling, *_: self._complete(engine, prompts, sampling)
             torch.manual_seed(1)
             with torch.no_grad():
-                for tensor in adapter_tensors(self._policy).values():  # B is not 0, so that noise reaches A's gradient
+                for tensor in adapter_tensors(self._policy).values():  # B is not 0, so noise affects A's gradient
                     tensor.add_(0.05 * torch.randn_like(tensor))
             self.before = self.adapter()
             return self._policy
@@ -92,20 +93,20 @@ class Recorded:
 
 
 class Replay(GRPOTrainer):
-    """TRL's trainer; the rollouts are given. It is its own `vllm_generation`."""
+    """TRL's trainer with recorded rollouts; it is its own `vllm_generation`."""
 
     def _tokenize_prompts(self, prompts):
         return self.rollouts[0][0], None, {}
 
     def sync_weights(self):
-        """Nothing samples."""
+        """There is nothing to sync, as nothing is sampled."""
 
     def generate(self, **_):
         return self.rollouts.pop(0)
 
 
 def stock(config, recorded, folder):
-    """(adapter, metrics of each step) of TRL's own run; what is not set here is TRL's or transformers' default."""
+    """(adapter, metrics of each step) of TRL's own run. Other settings are defaults of TRL or transformers."""
     base, loss, optim = config.model.base, config.loss, config.optim
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     norms = ["input_layernorm", "post_attention_layernorm"] if config.adapter.train_norms else None
@@ -139,7 +140,7 @@ def stock(config, recorded, folder):
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_run_is_trls_own(tmp_path, monkeypatch, case):
+def test_a_run_equals_that_of_trl(tmp_path, monkeypatch, case):
     base = write_base(tmp_path / "base", hidden=32, dtype=torch.float32)
     config = small_config(base, tmp_path, *COMMON, *CASES[case], steps=STEPS)
     recorded = Recorded(config, monkeypatch)
@@ -151,6 +152,6 @@ def test_a_run_is_trls_own(tmp_path, monkeypatch, case):
     for row, reference in zip(read_metrics(recorded.run_dir), history[:STEPS], strict=True):
         shared = [(ours, theirs) for theirs, ours in SAME.items() if theirs in reference]
         assert len(shared) >= 4
-        assert row["grad_norm"] > 0 or row["step"] % 2 == 0  # a further update may have every ratio clipped
+        assert row["grad_norm"] > 0 or row["step"] % 2 == 0  # in a further update every ratio may be clipped
         for ours, theirs in shared:
             assert row[ours] == pytest.approx(reference[theirs], rel=2e-3, abs=1e-5), (row["step"], ours)

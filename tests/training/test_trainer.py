@@ -1,4 +1,4 @@
-"""The trainer's numbers: the correction against TRL's own, advantages, what of the recipe reaches TRL."""
+"""The numbers of the trainer: correction and advantages against TRL, and the recipe's values that reach TRL."""
 
 from dataclasses import replace
 
@@ -17,8 +17,8 @@ from training.trl_config import trl_config
 
 
 @pytest.mark.parametrize("mode", ["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"])
-def test_correction_is_trls_without_its_second_forward(nvfp4_base, tmp_path, mode):
-    """TRL computes old logprobs by a pass of their own and weighs with them; one pass has to give the same loss."""
+def test_the_correction_equals_that_of_trl_without_its_second_forward_pass(nvfp4_base, tmp_path, mode):
+    """TRL computes old logprobs in a separate pass for the weights; one pass has to give the same loss."""
     config = small_config(nvfp4_base, tmp_path, f"loss.correction.mode={mode}", "noise.enabled=false", steps=3)
     trainer = build_trainer(config, tmp_path)
     torch.manual_seed(3)
@@ -29,7 +29,7 @@ def test_correction_is_trls_without_its_second_forward(nvfp4_base, tmp_path, mod
         difference = difference.sum(-1, keepdim=True)
     ratio = difference.exp()
     weights = ratio.clamp(max=2.0) if mode.endswith("truncate") else ratio * (ratio <= 2.0)
-    inputs = inputs_of(trainer, batch_of(None, sampling))  # one update per rollout: no old logprobs
+    inputs = inputs_of(trainer, batch_of(None, sampling))  # one update per rollout needs no old logprobs
     ours, _ = trainer.loss_of(inputs)
     theirs, _ = trainer.loss_of(replace(inputs, rows=batch_of(logprobs, sampling), weights=weights))
     assert ours.item() == pytest.approx(theirs.item(), rel=1e-5)
@@ -48,7 +48,7 @@ def test_one_update_per_rollout_costs_one_forward_pass(nvfp4_base, tmp_path, mon
     assert calls == [True] * 2  # one per step, for the loss
 
 
-def test_groups_are_normalized_alone(nvfp4_base, tmp_path):
+def test_each_group_is_normalized_by_itself(nvfp4_base, tmp_path):
     """Advantage = (reward - mean of its group) / (std of its group + 1e-4), with the unbiased std."""
     trainer = build_trainer(small_config(nvfp4_base, tmp_path), tmp_path)
     collected = collect(trainer.parts, trainer.parts.prompts[:2], Moment(0))
@@ -61,8 +61,8 @@ def test_groups_are_normalized_alone(nvfp4_base, tmp_path):
 
 
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
-def test_advantages_are_trls_to_the_bit(scale):
-    """TRL 1.16's lines (GRPOTrainer, sum_then_normalize), for groups whose rewards differ."""
+def test_advantages_equal_those_of_trl_to_the_bit(scale):
+    """The formula of TRL 1.16 (GRPOTrainer, sum_then_normalize), for groups whose rewards differ."""
     torch.manual_seed(1)
     for size in (2, 4, 7, 8, 16):
         rewards = torch.rand(6 * size)

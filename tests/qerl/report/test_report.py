@@ -1,4 +1,4 @@
-"""The report of a run: means by noise stage against hand values, pictures that show them, what it refuses."""
+"""The report of a run: means by noise stage compared with values by hand, pictures, and refusals."""
 
 import pytest
 from matplotlib.figure import Figure
@@ -12,7 +12,7 @@ from qerl.report.write import write_report
 
 
 def entropy_panel(run):
-    """The axes that the entropy panel drew: the left one, and sigma's."""
+    """The axes of the entropy panel: the left one, and that of sigma."""
     figure = Figure()
     draw_panel(figure.subplots(), next(panel for panel in PANELS if panel.noise), [run])
     return figure.axes
@@ -34,10 +34,10 @@ def test_means_by_stage():
 
 def test_a_value_that_is_missing_is_left_out_of_the_mean():
     rows = [{**row, "entropy": None} if row["step"] == 3 else row for row in ROWS]
-    assert stages(rows)[1].means["entropy"] == pytest.approx(0.7)  # of step 4 alone
+    assert stages(rows)[1].means["entropy"] == pytest.approx(0.7)  # the value of step 4
 
 
-def test_a_stage_in_which_sigma_moves_comes_in_parts():
+def test_a_stage_in_which_sigma_changes_is_divided_into_parts():
     rows = [{"step": i + 1, "noise/stage": int(i > 0), "noise/sigma": 0.001 * i, "entropy": 1.0} for i in range(21)]
     found = stages(rows)
     assert [(s.first, s.last) for s in found[:3]] == [(1, 1), (2, 4), (5, 7)]  # 20 steps in parts of 3
@@ -56,7 +56,7 @@ def test_entropy_is_drawn_with_the_stages_and_sigma(tmp_path):
     assert list(left.lines[0].get_ydata()) == [0.5, 0.7, 0.9, 0.7, 0.4]
     boundaries = [line.get_xdata()[0] for line in left.lines[2:]]
     assert boundaries == [2.5, 4.5]
-    assert list(right.lines[0].get_ydata()) == [0.01, 0.01, 0.001]  # a clean stage has none on a logarithmic axis
+    assert list(right.lines[0].get_ydata()) == [0.01, 0.01, 0.001]  # a logarithmic axis cannot show a clean stage
 
 
 def test_a_run_without_noise_has_no_second_axis(tmp_path):
@@ -74,7 +74,7 @@ def test_the_report_has_the_stages_and_a_picture(tmp_path):
     assert (run / "curves.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_dynamic_sampling_cost_is_told(tmp_path):
+def test_the_cost_of_dynamic_sampling_is_reported(tmp_path):
     rows = [{"step": i + 1, "reward": 0.5, "time/step_s": 10.0} for i in range(3)]
     for row, counts in zip(rows, DYNAMIC, strict=True):
         row |= {f"dynamic_sampling/{name}": count for name, count in counts.items()}
@@ -88,7 +88,7 @@ def test_what_dynamic_sampling_cost_is_told(tmp_path):
     assert told.replace("'", "&#39;") in page
     text = (run / "report.md").read_text()
     assert f"Dynamic sampling: {told}." in text
-    assert "| reward of all that was sampled | 0.25 |" not in text  # the last steps have none
+    assert "| reward of all that was sampled | 0.25 |" not in text  # the last steps lack it
     assert "ynamic sampling" not in write_report([write_run(tmp_path / "plain", ROWS)]).read_text()
 
 
@@ -100,14 +100,14 @@ def test_several_rewards_are_drawn_by_name(tmp_path):
     assert [panel.title for panel in one] == ["reward", "accuracy"]
 
 
-def test_a_line_that_a_kill_cut_short_is_left_out(tmp_path):
+def test_a_line_truncated_by_a_kill_is_left_out(tmp_path):
     run = write_run(tmp_path, ROWS)
     with (run / "metrics.jsonl").open("a") as handle:
         handle.write('{"step": 6, "rew')
     assert len(read_run(run).rows) == 5
 
 
-def test_what_cannot_be_reported(tmp_path):
+def test_folders_that_cannot_be_reported_are_refused(tmp_path):
     with pytest.raises(DataError, match=r"there is no folder .*nowhere"):
         write_report([tmp_path / "nowhere"])
     evaluation = tmp_path / "evaluation"

@@ -1,4 +1,4 @@
-"""`qerl report` and `qerl compare` on files that a hand has damaged: one line that says where, what and what to do."""
+"""For damaged files, `qerl report` and `qerl compare` print one line that says where, what, and what to do."""
 
 import json
 
@@ -15,7 +15,7 @@ SAMPLING = {f"dynamic_sampling/{name}": count for name, count in DYNAMIC[0].item
 
 
 def evaluate(folder, correct):
-    """As `qerl eval` leaves it, as far as the report and the comparison read it."""
+    """Write an evaluation as `qerl eval` does, with all that report and comparison read."""
     folder.mkdir(parents=True)
     share = sum(correct) / len(correct)
     result = {"task": "arith", "model": "tiny", "samples": 1, "completions": len(correct), "questions": len(correct)}
@@ -40,7 +40,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def change(path, line, key, value):
-    """`value` in a line (counted from 1) under a dotted key; ... takes the key out, and a key of None means all."""
+    """Put `value` under a dotted key of a line, counted from 1. `...` removes the key; without a key it is the line."""
     lines = path.read_text().splitlines()
     if key is None:
         lines[line - 1] = value
@@ -55,7 +55,7 @@ def change(path, line, key, value):
 
 
 def ran(capsys, command):
-    """Exit code and stderr."""
+    """Run a command. Returns exit code and stderr."""
     with pytest.raises(SystemExit) as stopped:
         run_command(app, command.split())
     return stopped.value.code, capsys.readouterr().err
@@ -66,7 +66,7 @@ WITH = f"{REPORT} --before run/eval/before --after run/eval/after"
 
 
 @pytest.mark.parametrize("command", [REPORT, WITH, COMPARE])
-def test_what_is_whole_is_shown(folder, capsys, command):
+def test_undamaged_files_are_shown(folder, capsys, command):
     code, said = ran(capsys, command)
     assert code == 0
     assert "error" not in said
@@ -107,7 +107,7 @@ def test_what_is_whole_is_shown(folder, capsys, command):
         (COMPARE, RESULT, 1, "identity", ..., "identity is missing"),
     ],
 )
-def test_what_is_damaged_is_named(folder, capsys, command, file, line, key, value, said):
+def test_the_damage_is_named(folder, capsys, command, file, line, key, value, said):
     change(folder / file, line, key, value)
     code, error = ran(capsys, command)
     assert code == 2
@@ -125,7 +125,7 @@ def test_answers_to_other_rows_are_not_compared(folder, capsys):
     assert "answers to other rows of the data ([3])" in error
 
 
-def test_a_run_whose_metrics_are_gone_says_so(folder, capsys):
+def test_for_a_run_without_its_metrics_the_report_says_so(folder, capsys):
     (folder / METRICS).unlink()
     assert ran(capsys, REPORT) == (
         2,

@@ -1,4 +1,4 @@
-"""The page: nothing that a run wrote can act in it, it asks nothing of any server, and it shows what it should."""
+"""The page of a report: no text of a run can act in it, it sends no requests, and it shows what it should."""
 
 import base64
 import json
@@ -21,7 +21,7 @@ HOSTILE = "</pre></details><script>alert(1)</script><img src=x onerror=alert(2)>
 
 
 class Page(HTMLParser):
-    """Every tag with its attributes, and the text between them."""
+    """Collects every tag with its attributes, and the text between tags."""
 
     def __init__(self, html):
         super().__init__()
@@ -39,7 +39,7 @@ class Page(HTMLParser):
 
 
 def evaluated(folder, correct, text="#### 7"):
-    """An evaluation of one question, as `qerl eval` leaves it."""
+    """Write an evaluation of one question as `qerl eval` does."""
     folder.mkdir(parents=True)
     accuracy = {"value": float(correct), "low": 0.05, "high": 0.95}
     result = {"task": "arith", "model": "tiny", "accuracy": accuracy, "truncated_share": 0.25, "no_answer_share": 0.0}
@@ -49,8 +49,8 @@ def evaluated(folder, correct, text="#### 7"):
     return folder
 
 
-def test_what_a_completion_holds_is_text(tmp_path):
-    """Tags, template syntax, an end of the block it stands in, lone surrogates, direction marks, control characters."""
+def test_a_completion_is_shown_as_plain_text(tmp_path):
+    """Even with tags, template syntax, an end of its block, lone surrogates, direction marks or control characters."""
     strange = HOSTILE + "\ud800 \u202e \x00 \x1b[31m"
     run = full_run(tmp_path / "run", [sample(strange, 1.0, prompt=HOSTILE), sample("b" + strange, 0.0)])
     (run / "config.yaml").write_text(yaml.safe_dump({**CONFIG, "data": {"task": HOSTILE}}))
@@ -99,7 +99,7 @@ def test_the_page_forbids_what_it_does_not_need(tmp_path):
 def test_the_sections_of_a_run(tmp_path):
     run = full_run(tmp_path / "run", [sample("good", 1.0), sample("bad", 0.0)])
     page = render_page([read_run(run)])
-    for cell in ("3 to 4", "0.810", "1.0e-04"):  # the noise stage of test_qerl_report, by hand
+    for cell in ("3 to 4", "0.810", "1.0e-04"):  # the noise stage of test_report.py, by hand
         assert f"<td>{cell}</td>" in page
     assert "<dt>steps</dt><dd>5 of 5</dd>" in page
     assert "<dt>command</dt><dd>qerl train</dd>" in page
@@ -116,9 +116,9 @@ def test_evaluations_of_the_run_and_others(tmp_path):
     html = render_page([read_run(run)], compared, "cannot tell")
     page = Page(html)
     names = re.findall(r'<th scope="row">(base|last)<', html)
-    assert names == ["base", "last"]  # before stands first
+    assert names == ["base", "last"]  # the one before training comes first
     assert "cannot tell" in page.text
-    assert page.text.count("5.0% to 95.0%") == 2  # each once, though one was named and found
+    assert page.text.count("5.0% to 95.0%") == 2  # each once, although one is both given and found
     assert "100.0%" in page.text
     assert "Before (wrong)" in page.text
     assert "After (right)" in page.text
@@ -127,7 +127,7 @@ def test_evaluations_of_the_run_and_others(tmp_path):
     assert any("arith last 100.0%" in attrs.get("alt", "") for _, attrs in page.tags)
 
 
-def test_a_result_of_another_suite_is_shown_as_far_as_it_goes(tmp_path):
+def test_a_result_of_another_suite_is_shown_as_far_as_possible(tmp_path):
     run = write_run(tmp_path / "run", [{"step": 1, "reward": 0.5}])
     (run / "eval" / "other").mkdir(parents=True)
     scores = {"ifeval:0": {"strict": 0.25, "strict_stderr": 0.125}}
@@ -151,8 +151,8 @@ def test_several_runs_side_by_side(tmp_path):
     assert [run.name for run in alike] == [str(tmp_path / "one"), str(tmp_path / "deep" / "one")]
 
 
-def test_best_and_worst_by_the_weighted_reward(tmp_path):
-    """Weights 1 and -2 (a function's metric has its short name); the same text counts once, early samples do not."""
+def test_best_and_worst_completions_are_chosen_by_the_weighted_reward(tmp_path):
+    """Weights are 1 and -2; a function's metric has its short name. Equal texts count once, early samples do not."""
     config = {**CONFIG, "rewards": [{"name": "accuracy"}, {"name": "/x/mine.py:length", "weight": -2.0}]}
     samples = [sample("a", 1.0, length=0.4), sample("b", 1.0, length=0.1), sample("b", 1.0, length=0.1)]
     run = full_run(tmp_path / "run", [*samples, sample("c", 0.0, length=0.3), sample("d", None, length=0.2)], config)
@@ -171,10 +171,10 @@ def test_a_long_completion_says_how_much_is_left_out():
     assert shorten(text).endswith("b" * 100)
 
 
-def test_time_by_phase_by_hand():
+def test_time_by_phase_equals_values_by_hand():
     rows = [
         {"time/step_s": 10.0, "time/rollout_s": 4.0, "time/sync_s": 1.0, "time/train_s": 3.0},
-        {"time/step_s": 6.0, "time/train_s": 6.0},  # a second update on one rollout
+        {"time/step_s": 6.0, "time/train_s": 6.0},  # a second update on the same rollout
     ]
     found = {phase.name: phase[1:] for phase in phases(rows)}
     assert found["rollout"] == (2.0, 4.0, 0.25)
@@ -183,8 +183,8 @@ def test_time_by_phase_by_hand():
     assert phases([{"step": 1}]) == []
 
 
-def test_time_of_training_by_its_parts_where_a_run_has_them():
-    """A run that an older version began and this one resumed has both; neither is counted twice."""
+def test_the_time_of_training_is_divided_into_parts_if_a_run_has_them():
+    """A run begun by an older version and resumed by this one has both; neither is counted twice."""
     old = {"time/step_s": 10.0, "time/rollout_s": 4.0, "time/sync_s": 1.0, "time/train_s": 3.0}
     training = {"time/forward_s": 1.0, "time/backward_s": 2.0, "time/optimizer_s": 0.5, "time/train_s": 4.0}
     new = {"time/step_s": 10.0, "time/rollout_s": 3.0, "time/sync_s": 1.0, "time/reward_s": 1.5, **training}
@@ -196,14 +196,14 @@ def test_time_of_training_by_its_parts_where_a_run_has_them():
     assert (found["training"], found["forward"], found["the rest"]) == (3.0, 1.0, 3.0)
 
 
-def test_a_step_whose_rows_were_all_masked_has_no_training_of_an_older_version():
-    """It ran no forward pass, so it has no time/forward_s; its time/train_s is what packing and metrics took."""
+def test_a_step_whose_rows_were_all_masked_does_not_count_as_one_of_an_older_version():
+    """It had no forward pass and so no time/forward_s; its time/train_s is that of packing and metrics."""
     row = {"time/step_s": 10.0, "time/rollout_s": 7.0, "time/reward_s": 1.0, "time/optimizer_s": 0.5}
     found = {phase.name: phase.total_s for phase in phases([row | {"time/train_s": 1.25}])}
     assert found == {"rollout": 7.0, "grading": 1.0, "optimizer": 0.5, "the rest": 1.5}
 
 
-def test_memory_and_changes_by_hand():
+def test_memory_and_changes_equal_values_by_hand():
     rows = [{"memory/peak_gib": value, "reward": value} for value in (1.0, 3.0, 5.0, 3.0, 2.0, 4.0, 4.0, 4.0, 4.0, 9.0)]
     assert memory(rows) == [("peak", pytest.approx(3.9), 9.0)]
     assert changes(rows) == [("reward", 2.0, 6.5)]  # means of two steps at each end
@@ -216,7 +216,7 @@ def test_a_run_that_only_began_has_a_page(tmp_path):
     assert "This run logged no completions" in page.text
 
 
-def test_where_the_page_is_written(tmp_path):
+def test_the_place_of_the_page(tmp_path):
     one, two = (write_run(tmp_path / name, [{"step": 1, "reward": 0.5}]) for name in ("one", "two"))
     assert write_report([one]) == one / "report.html"
     assert write_report([one, two]) == one / "comparison.html"
@@ -228,7 +228,7 @@ def test_where_the_page_is_written(tmp_path):
         write_report([two])
 
 
-def test_line_separators_inside_a_completion_do_not_cut_it(tmp_path):
+def test_line_separators_inside_a_completion_do_not_split_it(tmp_path):
     run = full_run(tmp_path / "run")
     text = json.dumps(sample("one\u2028two\x85three", 1.0), ensure_ascii=False) + "\n"
     (run / "completions" / "step-000005.jsonl").write_text(text, encoding="utf-8")

@@ -1,4 +1,4 @@
-"""qerl.tasks.arith: the generator is pure, its splits share nothing, and its worked solutions are right."""
+"""qerl.tasks.arith: problems are reproducible, the splits share none, and worked solutions are right."""
 
 import itertools
 import string
@@ -11,15 +11,15 @@ from qerl.tasks.arith import MAX_RESULT, TASK_ROWS, problem, problems, rows, spl
 from qerl.tasks.arith_kinds import KINDS
 
 
-def test_a_problem_depends_on_split_seed_and_index_alone() -> None:
+def test_a_problem_depends_only_on_split_seed_and_index() -> None:
     expected = list(problems("train", 5, 20, start=100))
     assert [problem("train", 5, index) for index in reversed(range(100, 120))] == expected[::-1]
     assert problem("train", 6, 100) != expected[0]
     assert problem("test", 5, 100) != expected[0]
 
 
-def test_known_problem() -> None:
-    """A change here changes the corpus: the shipped model has to be trained again."""
+def test_a_known_problem_is_unchanged() -> None:
+    """If this changes, the corpus has changed, and the embedded model has to be trained again."""
     made = problem("train", 0, 0)
     assert made.question == (
         "Hugo has 10 lemons. Mia has 5 more than Hugo, and Ivy has 2 times as many as Hugo. "
@@ -37,7 +37,7 @@ def test_no_question_is_in_both_splits_whatever_the_seed() -> None:
     assert not train & test
 
 
-def test_a_tenth_of_all_questions_is_test() -> None:
+def test_a_tenth_of_all_questions_is_in_the_test_split() -> None:
     drawn = [f"{word} has {number} pens" for word in string.ascii_letters for number in range(200)]
     share = sum(split_of(question) == "test" for question in drawn) / len(drawn)
     assert share == pytest.approx(0.1, abs=0.012)  # four standard deviations of 10,400 draws
@@ -77,7 +77,7 @@ def test_each_phrasing_states_each_number_once(kind) -> None:
 
 
 def test_a_phrasing_that_swaps_two_numbers_is_wrong_by_its_steps() -> None:
-    """The words say what the steps do: one problem of each kind, computed by hand from its text."""
+    """The text describes the steps: one problem of each kind is computed by hand from its text."""
     examples = {
         "pages_left": (90 - 7 * 5, "A book has 90 pages. {A} reads 7 pages a day for 5 days. How many pages are left?"),
         "change": (
@@ -109,7 +109,7 @@ def test_a_phrasing_that_swaps_two_numbers_is_wrong_by_its_steps() -> None:
 
 
 @pytest.mark.parametrize("split", ["train", "test"])
-def test_task_rows_are_distinct_and_of_their_split(split) -> None:
+def test_the_rows_of_a_task_are_distinct_and_from_its_split(split) -> None:
     made = list(rows(split))
     assert len({row["question"] for row in made}) == len(made) == TASK_ROWS[split]
     assert {split_of(row["question"]) for row in made} == {split}

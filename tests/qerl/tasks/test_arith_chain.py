@@ -1,4 +1,4 @@
-"""qerl.tasks.arith_chain: the generator is pure, its splits share nothing, and its worked solutions are right."""
+"""qerl.tasks.arith_chain: problems are reproducible, the splits share none, and worked solutions are right."""
 
 import operator
 import re
@@ -15,15 +15,15 @@ from qerl.tasks.arith_chain_parts import EVENTS, OPENINGS
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
-def test_a_problem_depends_on_split_seed_and_index_alone() -> None:
+def test_a_problem_depends_only_on_split_seed_and_index() -> None:
     expected = list(problems("train", 5, 10, start=100))
     assert [problem("train", 5, index) for index in reversed(range(100, 110))] == expected[::-1]
     assert problem("train", 6, 100) != expected[0]
     assert problem("test", 5, 100) != expected[0]
 
 
-def test_known_problem() -> None:
-    """A change here changes the corpus: published checkpoints and results have to be made again."""
+def test_a_known_problem_is_unchanged() -> None:
+    """If this changes, the corpus has changed, and published checkpoints and results have to be made again."""
     made = problem("train", 1, 0)
     assert made.question == (
         "Lena has 264 stickers. Lena makes 6 equal parts and keeps one. Mia brings 9 bags of 11 stickers. "
@@ -72,7 +72,7 @@ def test_each_phrasing_states_each_number_once(part) -> None:
         assert sorted(field for field in fields if field in part.numbers) == sorted(part.numbers)
 
 
-def test_task_rows_are_distinct_and_of_their_split() -> None:
+def test_the_rows_of_a_task_are_distinct_and_from_its_split() -> None:
     made = list(rows("test"))
     assert len({row["question"] for row in made}) == len(made) == TASK_ROWS["test"]
     assert {split_of(row["question"]) for row in made} == {"test"}

@@ -1,4 +1,4 @@
-"""Grading a saved file again: counts by reason, and where the stored grade differs."""
+"""Grading a saved file again: counts by reason, and rows whose stored grade differs."""
 
 import json
 
@@ -14,7 +14,7 @@ def write(path, rows):
     return path
 
 
-def test_counts_accuracy_and_disagreements(tmp_path):
+def test_it_gives_counts_accuracy_and_disagreements(tmp_path):
     rows = [
         {"question": "a", "answer": "18", "completion": "\\boxed{18}", "correct": True},
         {"question": "b", "answer": "18", "completion": "\\boxed{180}", "correct": True},
@@ -32,7 +32,7 @@ def test_counts_accuracy_and_disagreements(tmp_path):
     ]
 
 
-def test_the_table_shows_brackets_as_they_are(tmp_path):
+def test_the_table_shows_brackets_unchanged(tmp_path):
     rows = [{"answer": "18", "completion": "\\boxed{[/b] [0,1]}", "correct": True}]
     console = Console(width=200, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
     console.print(grade_file("gsm8k", write(tmp_path / "c.jsonl", rows)).table())
@@ -56,7 +56,7 @@ def test_a_row_that_cannot_be_graded_is_named(row, message, tmp_path):
         grade_file("gsm8k", write(tmp_path / "c.jsonl", [row]))
 
 
-def test_no_file_no_rows_no_task(tmp_path):
+def test_a_missing_file_an_empty_file_and_an_unknown_task_are_refused(tmp_path):
     with pytest.raises(DataError, match="no file or folder"):
         grade_file("gsm8k", tmp_path / "missing.jsonl")
     with pytest.raises(DataError, match="holds no completions"):

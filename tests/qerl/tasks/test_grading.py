@@ -1,4 +1,4 @@
-"""Grading: near misses labelled by hand, worked solutions, hostile completions, the workers that compare formulas."""
+"""Grading: near misses labelled by hand, worked solutions, hostile completions, and the workers for formulas."""
 
 import json
 import random
@@ -41,15 +41,15 @@ def test_the_table_is_large_enough():
 
 
 @pytest.mark.parametrize("row", SOLUTIONS, ids=lambda row: row["answer"])
-def test_a_worked_solution_is_right_for_its_answer_only(row):
+def test_a_worked_solution_is_right_only_for_its_own_answer(row):
     task = TASKS["number"]
     assert grade(task, row["solution"], row["answer"]).correct
     for wrong in (int(row["answer"]) + 1, int(row["answer"]) - 1, int(row["answer"]) * 10, f"{row['answer']}.5"):
         assert grade(task, row["solution"], str(wrong)).reason == "wrong"
 
 
-def test_a_solution_cut_off_anywhere_is_never_right_by_chance():
-    """Before its answer line is whole, a truncated solution states nothing, or a beginning of the number."""
+def test_a_truncated_solution_is_never_right_by_chance():
+    """Before the answer line is complete, it states nothing, or only the first digits of the number."""
     for row in SOLUTIONS:
         start = row["solution"].rindex("####")
         assert all(
@@ -158,13 +158,13 @@ FORMULAS = {
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_hostile_formulas_get_a_verdict_in_time(name):
-    math_pool.compare("x", "y")  # a worker is there
+    math_pool.compare("x", "y")  # start a worker
     started = time.monotonic()
     assert compare(FORMULAS[name], "\\frac{\\pi}{2}", "math") in ("timeout", "unparsable", "wrong")
-    assert time.monotonic() - started < 8  # a second of processor time, on a machine that does other things too
+    assert time.monotonic() - started < 8  # one second of processor time, on a machine that may be busy
 
 
-def test_the_verdict_after_a_hostile_formula_is_as_before():
+def test_after_a_hostile_formula_other_verdicts_are_the_same_as_before():
     assert math_pool.compare("2\\sqrt{3}", "\\sqrt{12}") == "equal"
     math_pool.compare("18", "9^{9^{9^{9^{9}}}}")
     math_pool.compare.cache_clear()
@@ -184,7 +184,7 @@ def test_a_worker_that_hangs_is_replaced(monkeypatch):
     processes, begin, limit_s = [], subprocess.Popen, math_pool.REPLY_LIMIT_S
 
     def begin_and_note(*args, **options):
-        monkeypatch.setattr(math_pool, "REPLY_LIMIT_S", limit_s)  # for the one that replaces it
+        monkeypatch.setattr(math_pool, "REPLY_LIMIT_S", limit_s)  # for the worker that replaces it
         processes.append(begin(*args, **options))
         return processes[-1]
 
@@ -204,11 +204,11 @@ def test_a_worker_that_hangs_is_replaced(monkeypatch):
 
 
 @pytest.mark.parametrize("before", ["", "İ", "İ" * 9, "ß", "\u200b"])
-def test_tags_are_found_after_letters_whose_lower_case_is_longer(before):
+def test_tags_are_found_after_letters_that_become_longer_in_lower_case(before):
     assert extract(f"{before}<Answer>18</ANSWER> so <answer>19", "number").text == "18"
 
 
-def test_extraction_looks_after_the_thought_first():
+def test_extraction_looks_first_after_the_thought():
     assert extract("<think>\\boxed{1}</think>\\boxed{2}", "number").text == "2"
     assert extract("<think>\\boxed{1}</think>done", "number").text == "1"
     assert extract("done", "number") == NOTHING

@@ -1,4 +1,4 @@
-"""The registry of tasks, and the prompt that training and evaluation share."""
+"""The registry of tasks, and the prompt that training and evaluation both use."""
 
 import subprocess
 import sys
@@ -48,7 +48,7 @@ def test_each_task_is_complete(name):
         ("'x', None, {}, 'math', colums={}", "unexpected keyword argument 'colums'"),
     ],
 )
-def test_a_task_file_that_lacks_a_field_is_named_with_it(arguments, message, tmp_path, monkeypatch):
+def test_for_a_task_file_that_lacks_a_field_both_are_named(arguments, message, tmp_path, monkeypatch):
     (tmp_path / "x_task.py").write_text(f"from qerl.tasks import Task\nTASK = Task({arguments})\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setitem(tasks.MODULES, "x", "x_task")
@@ -64,7 +64,7 @@ def test_another_error_of_a_task_file_keeps_its_traceback(tmp_path, monkeypatch)
         get_task("y")
 
 
-# Verified on the hub's dataset cards and in code that reads them (no hub can be reached by the tests).
+# Checked on the dataset cards of the hub and in code that reads them, since tests cannot reach the hub.
 HUB = {
     "gsm8k": ("openai/gsm8k", "main", {"train": "train", "test": "test"}, "question", "answer"),
     "dapo_math": (
@@ -87,14 +87,14 @@ HUB = {
 
 
 @pytest.mark.parametrize("name", HUB)
-def test_each_public_task_reads_its_public_layout(name):
+def test_each_public_task_reads_the_layout_of_its_data_set(name):
     task = get_task(name)
     columns = task.columns["question"], task.columns["answer"]
     assert (task.hub, task.hub_config, dict(task.splits), *columns) == HUB[name]
 
 
 @pytest.mark.parametrize(("wrong", "near"), [("gsm8", "gsm8k"), ("AIME-24", "aime24"), ("dapo", "dapo_math")])
-def test_an_unknown_task_names_the_nearest(wrong, near):
+def test_for_an_unknown_task_the_nearest_is_named(wrong, near):
     with pytest.raises(ConfigError, match=f"no task '{wrong}'; did you mean '{near}'"):
         get_task(wrong)
 
@@ -108,7 +108,7 @@ def test_the_default_prompt_asks_for_a_box():
     ]
 
 
-def test_a_recipe_may_override_both_parts():
+def test_a_recipe_may_override_both_parts_of_the_prompt():
     messages = build_messages("gsm8k", "2+2?", system_prompt="Be brief.", prompt_template="Q: {question} A:")
     assert messages == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Q: 2+2? A:"}]
     own = replace(get_task("gsm8k"), system_prompt="Think.", prompt_template="<{question}>")
@@ -118,7 +118,7 @@ def test_a_recipe_may_override_both_parts():
 
 
 @pytest.mark.parametrize("question", ["{question}", "{0} {} {{x}} %s", "\\boxed{1}", "{system_prompt}", "\\1 $1"])
-def test_a_question_is_put_in_as_it_is(question):
+def test_a_question_is_inserted_unchanged(question):
     assert build_messages("gsm8k", question, prompt_template="{question} \\boxed{}")[0]["content"] == (
         f"{question} \\boxed{{}}"
     )
@@ -152,7 +152,7 @@ def test_a_template_that_refuses_the_system_role_says_what_to_write():
         render_prompt(tokenizer, build_messages("gsm8k", "2+2?", TAGS_SYSTEM_PROMPT))
 
 
-def test_the_registry_loads_nothing_heavy():
+def test_importing_the_registry_loads_nothing_heavy():
     heavy = ("torch", "transformers", "datasets", "sympy", "math_verify", "pyarrow", "numpy", "pydantic")
     code = (
         "import sys; from qerl.tasks import *; import qerl.data.examples, qerl.tasks.grading, qerl.tasks.grade_file;"

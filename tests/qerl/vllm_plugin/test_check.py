@@ -1,5 +1,8 @@
-"""What the check at start says of the parts that vLLM did not take. Its classes are stand-ins: with vLLM's own the
-check is part of every engine that opens (tests/qerl/engine/test_vllm_engine.py)."""
+"""The check at the start reports parts of ours that vLLM does not use.
+
+The classes here are stand-ins. With those of vLLM, the check is part of every engine that opens
+(tests/qerl/engine/test_vllm_engine.py).
+"""
 
 import logging
 import sys
@@ -38,7 +41,7 @@ class OtherSampler:
 
 @pytest.fixture
 def parts(monkeypatch):
-    """A model of one linear, one norm and one attention, all ours, and its runner."""
+    """A model with one linear, one norm and one attention, all of them ours, and its runner."""
     attention = SimpleNamespace(attends_by_ours=lambda model: model.attends)
     stand_ins = {
         "vllm.model_executor.layers.layernorm": SimpleNamespace(RMSNorm=Norm),
@@ -61,7 +64,7 @@ def warnings_of(parts, caplog, own_attention=True):
     return [record.getMessage() for record in caplog.records]
 
 
-def test_nothing_is_said_where_all_is_ours(parts, caplog):
+def test_nothing_is_reported_if_all_parts_are_ours(parts, caplog):
     assert warnings_of(parts, caplog) == []
 
 
@@ -72,14 +75,14 @@ def test_a_sampler_that_was_not_placed_is_named_with_its_runner(parts, caplog):
     assert "OtherSampler; runner types.SimpleNamespace" in warning
 
 
-def test_a_backend_that_was_asked_for_and_not_taken_is_said(parts, caplog):
+def test_a_requested_backend_that_is_not_used_is_reported(parts, caplog):
     parts.model.attends = False
     assert warnings_of(parts, caplog, own_attention=False) == []
     (warning,) = warnings_of(parts, caplog)
     assert "its own attention" in warning
 
 
-def test_a_linear_of_another_s_is_an_error(parts):
+def test_a_linear_that_is_not_ours_is_an_error(parts):
     parts.model[0].quant_method = None
     with pytest.raises(EngineError, match="not qerl's"):
         vllm_plugin.check(parts.model, parts.runner, True)

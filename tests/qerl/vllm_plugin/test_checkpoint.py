@@ -1,4 +1,4 @@
-"""What the vllm engine refuses of a checkpoint before it loads it: from its headers and global scales."""
+"""Checkpoints that the vllm engine refuses before it loads them, by their headers and global scales."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from qerl.vllm_plugin.checkpoint import check_checkpoint
 
 
 def write(folder, **linears):
-    """Tensors of an NVFP4 checkpoint of one layer: name -> (rows, columns, global scale)."""
+    """Write an NVFP4 checkpoint of one layer; name -> (rows, columns, global scale)."""
     tensors = {}
     for name, (rows, columns, scale) in linears.items():
         module = f"model.layers.0.{name.replace('__', '.')}"
@@ -42,8 +42,8 @@ def test_fused_linears_with_different_global_scales_are_named(tmp_path):
 
 
 @pytest.mark.parametrize("rows", [(12, 12), (20, 12)])
-def test_a_shape_that_our_kernel_does_not_take_is_refused_for_it_alone(tmp_path, rows):
-    """gate/up are one product, of all their rows: 24 are a multiple of 8, and 12 of down_proj are none."""
+def test_a_shape_that_our_kernel_does_not_support_is_refused_for_that_kernel_only(tmp_path, rows):
+    """gate/up are one product with all their rows. Its 24 rows are a multiple of 8, the 12 of down_proj are not."""
     gate, up = rows
     folder = write(tmp_path, mlp__gate_proj=(gate, 64, 5.0), mlp__up_proj=(up, 64, 5.0))
     check_checkpoint(folder, "qerl")

@@ -1,5 +1,7 @@
-"""What close() does in plain Python: references that a shutdown leaves, collected in order. The rest is of the card
-(tests/qerl/engine/test_vllm_engine_gpu.py -k closed_engine)."""
+"""close() collects the references that vLLM's shutdown leaves, in the right order.
+
+Here it is tested in plain Python; the rest needs a card (tests/qerl/engine/test_vllm_engine_gpu.py -k closed_engine).
+"""
 
 import gc
 import sys
@@ -18,7 +20,7 @@ from qerl.vllm_plugin import closing
 
 
 class Thing:
-    """Something large that can be watched; in a cycle, as every module is."""
+    """A large object that can be watched. It is part of a reference cycle, as every module is."""
 
     def __init__(self, **held):
         self.__dict__.update(held, me=self)
@@ -26,7 +28,7 @@ class Thing:
 
 @pytest.fixture
 def by_hand():
-    """No collection but those of the test."""
+    """Only the test itself collects garbage."""
     gc.collect()
     gc.disable()
     yield
@@ -34,18 +36,18 @@ def by_hand():
 
 
 def finalized_engine():
-    """As vLLM's LLMEngine: the registry of finalizers refers to the model until the engine is collected."""
+    """Like vLLM's LLMEngine, whose finalizer refers to the model until the engine is collected."""
     model = Thing()
     engine = Thing(model=model)
     engine._finalizer = weakref.finalize(engine, lambda model: None, model)
     return engine, weakref.ref(model)
 
 
-def test_one_collection_leaves_the_model_to_the_finalizer_and_repeated_ones_do_not(by_hand):
+def test_a_single_collection_leaves_the_model_to_the_finalizer_and_repeated_ones_do_not(by_hand):
     engine, model = finalized_engine()
     del engine
     gc.collect()
-    assert model() is not None  # this is why close() collects more than once
+    assert model() is not None  # therefore close() collects more than once
     closing.collect_()
     assert model() is None
 
@@ -55,7 +57,7 @@ def test_collecting_ends():
     assert closing.collect_() < closing.MOST_COLLECTIONS
 
 
-def test_the_finalizer_runs_now_although_the_engine_is_still_referred_to(by_hand):
+def test_the_finalizer_runs_at_once_even_if_the_engine_is_still_referred_to(by_hand):
     engine, model = finalized_engine()
     engine.model = None
     closing.run_finalizer_(engine)
@@ -79,7 +81,7 @@ def test_layers_lose_their_cache_and_the_scales_in_it():
 
 
 class Compiled(Thing):
-    """As vLLM's compiled model, set up by two decorators: a hook each, and the handle of the second alone."""
+    """Like vLLM's compiled model, set up by two decorators. Each adds a hook, but only the second handle is kept."""
 
     def __init__(self):
         super().__init__()
@@ -99,11 +101,11 @@ def test_a_hook_whose_handle_was_lost_keeps_the_model_until_it_is_dropped(by_han
     del model
     torch._dynamo.reset()
     gc.collect()
-    assert there() is not None  # this is why hooks are dropped
+    assert there() is not None  # therefore hooks are dropped
     closing.drop_hooks_(Compiled)
     gc.collect()
     assert there() is None
-    assert kept.id in kept.hooks_dict_ref()  # another's stays
+    assert kept.id in kept.hooks_dict_ref()  # hooks of others stay
     kept.remove()
 
 
@@ -122,7 +124,7 @@ def fail_with_cause(refs):
         raise EngineError("vLLM cannot open it") from error
 
 
-def test_an_error_that_is_kept_keeps_no_frames_variables():
+def test_a_kept_error_does_not_keep_the_variables_of_frames():
     refs, kept = [], None
     try:
         fail_with_cause(refs)
@@ -136,7 +138,7 @@ def test_an_error_that_is_kept_keeps_no_frames_variables():
     assert [ref() for ref in refs] == [None, None]
 
 
-def test_nothing_is_imported_to_abandon_what_never_began(monkeypatch):
+def test_nothing_is_imported_to_abandon_an_engine_that_never_began(monkeypatch):
     monkeypatch.delitem(sys.modules, "qerl.vllm_plugin.worker", raising=False)
     before = set(sys.modules)
     closing.abandon_()
@@ -144,7 +146,7 @@ def test_nothing_is_imported_to_abandon_what_never_began(monkeypatch):
 
 
 @pytest.mark.parametrize("asleep", [False, True])
-def test_close_refers_to_nothing_when_memory_is_given_back_and_twice_does_no_harm(monkeypatch, tmp_path, asleep):
+def test_close_refers_to_nothing_when_memory_is_freed_and_may_be_called_twice(monkeypatch, tmp_path, asleep):
     llm, seen = Thing(name="llm", sleep=lambda level: None, llm_engine=vllm_parts()), []
     there = weakref.ref(llm)
     monkeypatch.setattr(closing, "shut_down_", lambda llm: seen.append(llm.name))
@@ -160,7 +162,7 @@ def test_close_refers_to_nothing_when_memory_is_given_back_and_twice_does_no_har
         engine.generate([[1]], None)
 
 
-def test_an_engine_that_falls_asleep_empties_torchs_cache_after_its_kv_cache_is_gone(monkeypatch, tmp_path):
+def test_an_engine_that_goes_to_sleep_empties_torchs_cache_after_the_kv_cache_is_freed(monkeypatch, tmp_path):
     seen = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: seen.append("emptied"))
     llm = Thing(sleep=lambda level: seen.append("asleep"), llm_engine=vllm_parts())
@@ -170,7 +172,7 @@ def test_an_engine_that_falls_asleep_empties_torchs_cache_after_its_kv_cache_is_
     assert seen == ["asleep", "emptied"]
 
 
-def test_a_shutdown_that_fails_is_a_warning_and_memory_is_given_back(monkeypatch, tmp_path, caplog):
+def test_a_failed_shutdown_is_a_warning_and_memory_is_still_freed(monkeypatch, tmp_path, caplog):
     given = []
 
     def fail(llm):
@@ -186,13 +188,13 @@ def test_a_shutdown_that_fails_is_a_warning_and_memory_is_given_back(monkeypatch
     assert given == [True]
 
 
-def test_an_engine_that_never_opened_closes():
+def test_an_engine_that_never_opened_can_be_closed():
     VLLMEngine.__new__(VLLMEngine).close()
 
 
 @pytest.mark.parametrize("where", ["in vLLM", "after it"])
 def test_an_opening_that_fails_half_way_leaves_nothing(monkeypatch, tmp_path, where):
-    """The error is still held, and what vLLM had built is gone by the time memory is given back."""
+    """Although the error is still held, everything that vLLM built is gone when memory is freed."""
     refs, closed, abandoned = [], [], []
 
     def open_llm():

@@ -1,5 +1,8 @@
-"""The draw of a token. On a CPU: the twin against Philox's published numbers and the softmax. With `-m gpu`: the Triton
-kernels against the twin, on other inputs in each run. Last run on an H200: 2026-11-22."""
+"""The draw of a token.
+
+On a CPU the twin is compared with the published numbers of Philox and with the softmax. With `-m gpu` the Triton
+kernels are compared with the twin, on other inputs in each run. Last run on an H200 on 2026-11-22.
+"""
 
 import pytest
 import torch
@@ -22,13 +25,13 @@ GREEDY = 0.0
     ],
     ids=["zeros", "ones", "pi"],
 )
-def test_the_random_words_are_philoxs(counter, key, words):
-    """Known answers of Random123, the authors' library (kat_vectors, philox4x32 10)."""
+def test_the_random_words_are_those_of_philox(counter, key, words):
+    """The known answers of Random123, the library of its authors (kat_vectors, philox4x32 10)."""
     given = Words(*(torch.tensor([word]) for word in counter))
     assert [word.item() for word in philox(given, tuple(torch.tensor([word]) for word in key))] == words
 
 
-def test_a_key_is_of_the_seeds_and_the_positions_64_bits():
+def test_a_key_has_the_64_bits_of_seed_and_position():
     seeds = torch.tensor([0x299F31D0A4093822, -1, 0])
     positions = torch.tensor([0, 2**40 + 5, 0])
     keys = row_keys(seeds, positions)
@@ -40,8 +43,8 @@ def test_a_key_is_of_the_seeds_and_the_positions_64_bits():
     )
 
 
-def test_the_noise_is_standard_gumbels():
-    """Mean and variance of a Gumbel variable: Euler's constant, pi^2 / 6; no two logits of a row share a word."""
+def test_the_noise_has_a_standard_gumbel_distribution():
+    """A Gumbel variable has the mean gamma (Euler's) and the variance pi^2 / 6. No two logits of a row share a word."""
     noise = gumbel(torch.tensor([3, 4]), 3 * BLOCK - 7)
     assert noise.shape == (2, 3 * BLOCK - 7)
     assert noise.mean().item() == pytest.approx(0.5772, abs=0.03)
@@ -52,15 +55,15 @@ def test_the_noise_is_standard_gumbels():
 
 
 def drawn(logits, temperature=1.0, seed=1, first=0):
-    """A token and its logprob for each row, at positions from `first` on."""
+    """A token and its logprob for each row; positions start at `first`."""
     positions = torch.arange(first, first + len(logits))
     request = torch.zeros(len(logits), dtype=torch.int32)
     return reference_draw(logits, request, torch.tensor([temperature]), torch.tensor([seed]), positions)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5, 2.0])
-def test_tokens_come_as_often_as_the_softmax_says(temperature):
-    """Of tokens in each quarter of two blocks; a chi-square of 9 degrees is above 33.7 once in 10,000 times."""
+def test_tokens_are_as_frequent_as_the_softmax_says(temperature):
+    """Tokens are in each quarter of two blocks. A chi-square of 9 degrees is above 33.7 in one of 10,000 cases."""
     some = torch.tensor([0, 1, 900, QUARTER, 2000, 3 * QUARTER - 1, BLOCK - 1, BLOCK, BLOCK + 500, BLOCK + QUARTER])
     logits = torch.full((BLOCK + QUARTER + 1,), -1e4)
     logits[some] = temperature * torch.linspace(0, 2, len(some))
@@ -71,7 +74,7 @@ def test_tokens_come_as_often_as_the_softmax_says(temperature):
     assert ((observed - expected) ** 2 / expected).sum() < 33.7
 
 
-def test_the_logprob_is_the_drawn_tokens():
+def test_the_logprob_is_that_of_the_drawn_token():
     logits = torch.randn(40, 300, generator=torch.Generator().manual_seed(0)) * 3
     tokens, logprobs = drawn(logits, 0.7)
     expected = torch.log_softmax(logits / 0.7, 1)[torch.arange(40), tokens]
@@ -79,7 +82,7 @@ def test_the_logprob_is_the_drawn_tokens():
     assert len(tokens.unique()) > 20
 
 
-def test_at_temperature_zero_the_first_of_the_largest_is_taken():
+def test_at_temperature_zero_the_first_of_the_largest_logits_is_taken():
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
     logits[:, 7], logits[:, 90] = 9.0, 9.0
     for seed in (1, 2):
@@ -88,17 +91,17 @@ def test_at_temperature_zero_the_first_of_the_largest_is_taken():
         torch.testing.assert_close(logprobs, logits.log_softmax(1)[:, 7])
 
 
-def test_a_seed_and_a_position_give_their_tokens_and_others_give_others():
+def test_a_seed_and_a_position_determine_the_tokens_and_others_give_others():
     logits = torch.zeros(30, 1000)
     tokens, _ = drawn(logits, seed=11)
     assert torch.equal(drawn(logits, seed=11)[0], tokens)
     assert (drawn(logits, seed=12)[0] == tokens).sum() < 5
-    assert torch.equal(drawn(logits, seed=11, first=10)[0][:20], tokens[10:])  # whatever row it stands in
+    assert torch.equal(drawn(logits, seed=11, first=10)[0][:20], tokens[10:])  # in whatever row it is
     assert len(tokens.unique()) > 25
 
 
 def random_batch(rows, vocabulary, dtype):
-    """What a step draws from: rows of a wider tensor whose rest would win, requests in any order of a larger table."""
+    """The inputs of a step: rows of a wider tensor, whose other columns would win, and requests from a larger table."""
     wide = torch.full((rows, vocabulary + 24), 1e30, device="cuda", dtype=dtype)
     logits = wide[:, :vocabulary].normal_(0, 3)
     logits[1:2, :BLOCK] = float("-inf")
@@ -116,7 +119,7 @@ def random_batch(rows, vocabulary, dtype):
 @pytest.mark.parametrize("vocabulary", [5003, 152064])
 @pytest.mark.parametrize("rows", [1, 7, 128])
 def test_the_kernels_draw_what_the_twin_draws(fresh_seed, rows, vocabulary, dtype):
-    """Its token but where noisy logits are equal within float32's rounding, and that token's logprob."""
+    """The same token, unless noisy logits are equal within float32 rounding, and the logprob of that token."""
     from qerl.vllm_plugin.draw_kernel import draw
 
     logits, request, temperature, seeds, positions = batch = random_batch(rows, vocabulary, dtype)
@@ -136,7 +139,7 @@ def test_the_kernels_draw_what_the_twin_draws(fresh_seed, rows, vocabulary, dtyp
 
 
 @pytest.mark.gpu
-def test_another_number_of_sequences_compiles_nothing(compiled):
+def test_another_number_of_sequences_compiles_no_further_kernel(compiled):
     from qerl.vllm_plugin.draw_kernel import draw
 
     draw(*random_batch(16, 5003, torch.bfloat16))

@@ -1,4 +1,4 @@
-"""Where memory runs out, the error names keys of a recipe. The texts are vLLM 0.25's and torch's own."""
+"""If memory runs out, the error names keys of a recipe. The original texts are those of vLLM 0.25 and torch."""
 
 from types import SimpleNamespace
 
@@ -41,7 +41,7 @@ SPENT = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1 GiB. GPU
         ),
     ],
 )
-def test_the_words_are_ours(error, cap_gib, words):
+def test_the_error_names_our_keys(error, cap_gib, words):
     settings = SimpleNamespace(base="models/seven", options=EngineOptions(cap_gib=cap_gib), model_len=9217)
     made = cannot_open(settings, error)
     assert isinstance(made, EngineError)

@@ -1,4 +1,4 @@
-"""What the engine's norms multiply by: trained or checkpoint's weights and noise, from the clean ones each time."""
+"""The gains of the engine's norms: trained weights or those of the checkpoint, plus noise on the clean weights."""
 
 import pytest
 import torch
@@ -23,25 +23,25 @@ def values(norms):
     return {name: norm.gain.tolist() for name, norm in norms.items()}
 
 
-def test_noise_below_bfloat16s_grid_acts_and_goes_without_a_trace(norms):
+def test_noise_below_the_grid_of_bfloat16_acts_and_is_removed_without_a_trace(norms):
     gains = Gains(norms)
     gains.set_noise_({FIRST: torch.full((4,), 2.0**-12)})
     assert values(norms) == {FIRST: [1.5 + 2.0**-12] * 4, LAST: [0.5] * 4}
-    gains.set_noise_({LAST: torch.full((4,), 2.0**-12)})  # instead of the noise before, not beside it
+    gains.set_noise_({LAST: torch.full((4,), 2.0**-12)})  # replaces the earlier noise
     assert values(norms) == {FIRST: [1.5] * 4, LAST: [0.5 + 2.0**-12] * 4}
     gains.set_noise_({})
     assert values(norms) == {FIRST: [1.5] * 4, LAST: [0.5] * 4}
     assert norms[FIRST].weight.dtype == torch.bfloat16
 
 
-def test_trained_weights_keep_the_noise_and_the_checkpoints_come_back(norms):
+def test_trained_weights_keep_the_noise_and_those_of_the_checkpoint_come_back(norms):
     gains = Gains(norms)
     gains.set_noise_({FIRST: torch.full((4,), 0.25)})
     trained = torch.nn.Parameter(torch.full((4,), 1.0 + 2.0**-12))
     gains.set_trained_({FIRST: trained})
     assert values(norms) == {FIRST: [1.25 + 2.0**-12] * 4, LAST: [0.5] * 4}
     with torch.no_grad():
-        trained.add_(1.0)  # the optimizer's next step, which acts when it is synced
+        trained.add_(1.0)  # the optimizer's next step, which acts after the next sync
     gains.set_noise_({FIRST: torch.full((4,), 0.5)})
     assert values(norms)[FIRST] == [1.5 + 2.0**-12] * 4
     gains.set_trained_({FIRST: trained})

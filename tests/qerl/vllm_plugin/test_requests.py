@@ -1,5 +1,7 @@
-"""A call of vLLM: what surrounds it, what is taken of it and when. The requests are vLLM's in shape; real ones are in
-tests/qerl/engine/test_vllm_engine_gpu.py."""
+"""Calls of vLLM: what surrounds them, what is read from them, and when.
+
+The requests here have the shape of vLLM's; real ones are in tests/qerl/engine/test_vllm_engine_gpu.py.
+"""
 
 import gc
 from types import SimpleNamespace
@@ -21,7 +23,7 @@ from qerl.vllm_plugin.requests import (
 )
 
 
-def test_the_collector_is_rare_inside_and_as_before_afterwards_after_an_error_too():
+def test_garbage_collection_is_rare_inside_and_restored_afterwards_even_after_an_error():
     before = gc.get_threshold()
     with rare_collections():
         assert gc.get_threshold() == NEW_OBJECTS
@@ -32,7 +34,7 @@ def test_the_collector_is_rare_inside_and_as_before_afterwards_after_an_error_to
 
 
 def flat(*positions):
-    """vLLM's FlatLogprobs: each position lists its logprobs, the token's own first."""
+    """vLLM's FlatLogprobs, in which each position lists logprobs, that of the token first."""
     starts, ends, values = [], [], []
     for position in positions:
         starts.append(len(values))
@@ -41,7 +43,7 @@ def flat(*positions):
     return SimpleNamespace(start_indices=starts, end_indices=ends, logprobs=values)
 
 
-def test_the_tokens_own_logprob_is_taken_and_empty_positions_are_left_out():
+def test_the_logprob_of_the_token_is_read_and_empty_positions_are_left_out():
     assert first_at_each_position(flat([], [-1.0], [-2.0, -0.5])) == [-1.0, -2.0]
 
 
@@ -58,8 +60,8 @@ def test_a_logprob_that_is_no_number_is_an_error():
 
 
 class SteppedLLM:
-    """What `run` leans on of vLLM's LLM: a step gives each request one token, of as many as its prompt's first id says,
-    and requests stay when a call is interrupted."""
+    """The parts of vLLM's LLM that `run` uses. A step gives each request a token, until it has as many as the first id
+    of its prompt says; requests stay if a call is interrupted."""
 
     def __init__(self):
         self.interrupt, self.aborted, self.count = None, [], 0
@@ -106,21 +108,21 @@ def length(index, output):
     return output.length
 
 
-def test_outputs_are_taken_as_they_end_and_returned_in_order():
+def test_outputs_are_read_when_they_end_and_returned_in_order():
     llm, taken = SteppedLLM(), []
 
     def take(index, output):
         taken.append((index, output.length, len(llm.request_states)))
         return index, output.length
 
-    for _ in range(2):  # the second call's requests have other numbers
+    for _ in range(2):  # requests of the second call have other numbers
         assert run(llm, [[3], [1], [4], [1]], None, take) == [(0, 3), (1, 1), (2, 4), (3, 1)]
         assert taken == [(1, 1, 2), (3, 1, 2), (0, 3, 1), (2, 4, 0)]
         taken.clear()
 
 
-def test_the_engine_tells_of_what_it_returns_and_scores_as_before(monkeypatch, tmp_path):
-    """The completion itself is told, made of vLLM's output once."""
+def test_the_engine_reports_each_completion_that_it_returns_and_scores_as_before(monkeypatch, tmp_path):
+    """It reports the very object that it returns, made once from vLLM's output."""
     made, told, llm = [], [], SteppedLLM()
     monkeypatch.setattr(requests, "completion", lambda output: made.append(output) or completion(output))
     monkeypatch.setattr(requests, "sampling_params", lambda *_: None)
@@ -140,7 +142,7 @@ def test_the_engine_tells_of_what_it_returns_and_scores_as_before(monkeypatch, t
     assert processor.scale == 1.0
 
 
-def test_an_error_of_who_takes_them_leaves_nothing_to_the_next():
+def test_after_an_error_in_the_callback_nothing_is_left_for_the_next_call():
     llm = SteppedLLM()
 
     def refuse(index, output):
@@ -152,7 +154,7 @@ def test_an_error_of_who_takes_them_leaves_nothing_to_the_next():
     assert run(llm, [[2]], None, length) == [2]
 
 
-def test_an_interrupted_call_leaves_nothing_to_the_next():
+def test_an_interrupted_call_leaves_nothing_for_the_next():
     llm = SteppedLLM()
     llm.interrupt = KeyboardInterrupt
     with pytest.raises(KeyboardInterrupt):
@@ -160,7 +162,7 @@ def test_an_interrupted_call_leaves_nothing_to_the_next():
     assert llm.aborted == ["0-f", "1-e"]
     llm.interrupt = None
     assert run(llm, [[3]], None, length) == [3]
-    llm.request_states = {"17-f": [7, 7]}  # of someone who spoke to vLLM beside the engine
+    llm.request_states = {"17-f": [7, 7]}  # requests made directly to vLLM
     with pytest.raises(EngineError, match="2 completions for 1 prompts"):
         run(llm, [[4]], None, length)
 

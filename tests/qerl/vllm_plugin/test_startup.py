@@ -1,4 +1,4 @@
-"""A start's parts, with clocks of our own; which sizes get a CUDA graph; first and second start compared."""
+"""The parts of a start, timed with clocks of our own; the sizes of CUDA graphs; first and second start compared."""
 
 import time
 
@@ -29,9 +29,9 @@ def test_a_part_that_fails_is_timed():
     assert "weights" in parts.seconds
 
 
-def test_compiling_is_told_from_the_profile_run():
+def test_compiling_is_separated_from_the_profile_run():
     assert split_compiling({"profile": 30.0, "weights": 5.0}, 26.0) == {"profile": 4.0, "weights": 5.0, "compile": 26.0}
-    assert split_compiling({"profile": 3.0}, 3.5) == {"profile": 0.0, "compile": 3.0}  # two clocks
+    assert split_compiling({"profile": 3.0}, 3.5) == {"profile": 0.0, "compile": 3.0}  # measured by two clocks
     assert split_compiling({}, 0.0) == {"profile": 0.0, "compile": 0.0}
 
 
@@ -51,12 +51,12 @@ def test_no_graph_has_the_56_tokens_at_which_humming_is_wrong():
     assert 56 not in capture_sizes(128)
 
 
-def test_there_are_about_half_as_many_graphs_as_vllm_takes():
+def test_there_are_about_half_as_many_graphs_as_in_vllm():
     vllm = [1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)]
     assert len(capture_sizes(256)) <= 0.55 * len(vllm)
 
 
-def test_the_ratio_is_of_first_over_last():
+def test_the_ratio_is_the_first_over_the_last():
     starts = [
         {"process_s": 100.0, "startup_s": {"imports": 10.0, "compile": 70.0}},
         {"process_s": 50.0, "startup_s": {"imports": 10.0, "compile": 22.0}},

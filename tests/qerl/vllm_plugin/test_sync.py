@@ -1,4 +1,4 @@
-"""The adapter's way into the engine's fused buffers: the product with them is the oracle, and each misfit raises."""
+"""The sync of an adapter into the engine's fused buffers: products with them are right, and each misfit raises."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ SIZES = {"q_proj": 6, "k_proj": 2, "v_proj": 2}
 
 @pytest.fixture
 def slots():
-    """Two layers with a fused q/k/v, buffers full of garbage, as after an earlier sync."""
+    """Two layers with a fused q/k/v, whose buffers hold other values, as after an earlier sync."""
     found = {}
     for layer in range(LAYERS):
         lora_a = torch.full((3 * MAX_RANK, HIDDEN), 9.0)
@@ -51,7 +51,7 @@ def adapter(leaves=tuple(SIZES), rank=MAX_RANK):
 @pytest.mark.parametrize(
     ("leaves", "rank"), [(("q_proj", "k_proj", "v_proj"), 4), (("q_proj", "v_proj"), 4), (("k_proj",), 3)]
 )
-def test_the_fused_product_is_each_parts_own(slots, norms, leaves, rank):
+def test_the_fused_product_equals_the_products_of_its_parts(slots, norms, leaves, rank):
     tensors = adapter(leaves, rank)
     factors, trained = split_adapter(tensors, slots, norms, MAX_RANK)
     assert trained == {}
@@ -64,7 +64,7 @@ def test_the_fused_product_is_each_parts_own(slots, norms, leaves, rank):
         torch.testing.assert_close(got, expected)
 
 
-def test_trained_norms_are_told_from_factors(slots, norms):
+def test_trained_norms_are_separated_from_factors(slots, norms):
     weight = torch.full((HIDDEN,), 1.25)
     tensors = {**adapter(), **{f"model.layers.{i}.input_layernorm.weight": weight for i in range(LAYERS)}}
     factors, trained = split_adapter(tensors, slots, norms, MAX_RANK)
@@ -72,7 +72,7 @@ def test_trained_norms_are_told_from_factors(slots, norms):
     assert set(trained) == {
         "model.layers.0.input_layernorm",
         "model.layers.1.input_layernorm",
-    }  # the final norm is not asked for
+    }  # the final norm is not requested
 
 
 def _without(part):
@@ -106,7 +106,7 @@ def _half_the_norms(tensors):
         (_half_the_norms, "nothing for .*layers.1.input_layernorm"),
     ],
 )
-def test_whatever_does_not_fit_raises(slots, norms, change, message):
+def test_tensors_that_do_not_fit_raise(slots, norms, change, message):
     with pytest.raises(EngineError, match=message):
         split_adapter(change(adapter()), slots, norms, MAX_RANK)
 

@@ -1,4 +1,4 @@
-"""A group of equal rewards has advantage 0, exactly: TRL leaves the rounding of its float32 mean."""
+"""A group with equal rewards has exactly the advantage 0, where TRL leaves the rounding of a float32 mean."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ CONSTANT = "def constant(completions, **columns):\n    return [0.7] * len(comple
     ("rewards", "expected"),
     [
         ([0.7] * 8, False),
-        ([0.3, 0.3 + 6e-8], False),  # as sums of weighted rewards may differ
+        ([0.3, 0.3 + 6e-8], False),  # sums of weighted rewards may differ by this
         ([1e4 + 1e-3, 1e4], False),
         ([0.0, 0.0], False),
         ([0.7, 0.70001], True),
@@ -24,13 +24,13 @@ CONSTANT = "def constant(completions, **columns):\n    return [0.7] * len(comple
         ([-1.0, 1.0], True),
     ],
 )
-def test_what_is_rounding_and_what_a_difference(rewards, expected):
+def test_rounding_is_told_from_a_real_difference(rewards, expected):
     assert rewards_differ(torch.tensor([rewards])).tolist() == [expected]
 
 
 @pytest.mark.parametrize("scale", ["group", "batch"])
 def test_equal_rewards_do_not_train(nvfp4_base, tmp_path, scale):
-    """Eight rewards of 0.7 have a float32 mean beside 0.7, and Adam makes a whole step of any gradient."""
+    """The float32 mean of eight rewards of 0.7 is not 0.7, and Adam turns any gradient into a full step."""
     (tmp_path / "constant.py").write_text(CONSTANT)
     config = small_config(
         nvfp4_base, tmp_path, "rollout.group_size=8", f"loss.advantage_scale={scale}", "noise.enabled=false",
@@ -44,8 +44,8 @@ def test_equal_rewards_do_not_train(nvfp4_base, tmp_path, scale):
         assert row["grad_norm"] == 0
 
 
-def test_the_share_of_equal_groups_counts_groups_whatever_divides_the_advantages(nvfp4_base, tmp_path):
-    """TRL's own share is of the batch where the batch's deviation divides."""
+def test_the_share_of_equal_groups_does_not_depend_on_the_advantage_scale(nvfp4_base, tmp_path):
+    """TRL's own share refers to the batch if advantages are divided by the deviation of the batch."""
     (tmp_path / "by_row.py").write_text(
         "def by_row(completions, row, **columns):\n"
         "    return [0.7 if i < 4 else float(i) for i in range(len(completions))]\n"

@@ -1,4 +1,4 @@
-"""Importance weights against TRL's own, hand values, and an exactly solvable policy gradient."""
+"""Importance weights against TRL, values by hand, and a policy gradient that can be computed exactly."""
 
 import math
 
@@ -13,7 +13,7 @@ MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
 
 def by_trl(old, sampling, mask, mode, cap, floor):
-    """What TRL 1.16's `_generate_and_score_completions` computes, written again by hand."""
+    """The weights of TRL 1.16 (`_generate_and_score_completions`), written again by hand."""
     difference = (old - sampling) * mask
     if "sequence" in mode:
         difference = difference.sum(-1, keepdim=True)
@@ -26,7 +26,7 @@ def by_trl(old, sampling, mask, mode, cap, floor):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("floor", [None, 0.5])
-def test_weights_are_trls(mode, floor):
+def test_weights_equal_those_of_trl(mode, floor):
     torch.manual_seed(0)
     old, sampling = torch.randn(5, 7), torch.randn(5, 7)
     mask = (torch.arange(7) < torch.tensor([[7], [3], [1], [5], [0]])).long()
@@ -34,7 +34,7 @@ def test_weights_are_trls(mode, floor):
     torch.testing.assert_close(ours, by_trl(old, sampling, mask, mode, 2.0, floor))
 
 
-def test_weights_by_hand():
+def test_weights_equal_values_by_hand():
     old = torch.log(torch.tensor([[0.6, 0.2, 0.5]]))
     sampling = torch.log(torch.tensor([[0.2, 0.4, 0.5]]))
     mask = torch.ones(1, 3)
@@ -45,7 +45,7 @@ def test_weights_by_hand():
     torch.testing.assert_close(weights["sequence_mask"], torch.tensor([[1.5]]))
 
 
-def test_mismatch_by_hand():
+def test_the_mismatch_equals_values_by_hand():
     old = torch.log(torch.tensor([[0.6, 0.2, 0.9]]))
     sampling = torch.log(torch.tensor([[0.2, 0.4, 0.1]]))
     mask = torch.tensor([[1, 1, 0]])
@@ -63,16 +63,16 @@ def test_mismatch_by_hand():
     assert "correction/masked_share" not in metrics
 
 
-ESS = {  # ratios 3 and 1/2 in the first row, 1 in the second: a cap of 2, by hand
+ESS = {  # by hand: ratios 3 and 1/2 in the first row, 1 in the second, with a cap of 2
     "token_truncate": (2 + 0.5 + 1) ** 2 / (3 * (4 + 0.25 + 1)),
     "token_mask": (0 + 0.5 + 1) ** 2 / (3 * (0 + 0.25 + 1)),
-    "sequence_truncate": (1.5 + 1.5 + 1) ** 2 / (3 * (2.25 + 2.25 + 1)),  # the first row's ratio 3/2, for both tokens
+    "sequence_truncate": (1.5 + 1.5 + 1) ** 2 / (3 * (2.25 + 2.25 + 1)),  # both tokens of row 1 have the ratio 3/2
     "off": (3 + 0.5 + 1) ** 2 / (3 * (9 + 0.25 + 1)),
 }
 
 
 @pytest.mark.parametrize("mode", ESS)
-def test_effective_sample_size_by_hand(mode):
+def test_the_effective_sample_size_equals_values_by_hand(mode):
     old = torch.log(torch.tensor([[0.6, 0.2], [0.3, 0.9]]))
     sampling = torch.log(torch.tensor([[0.2, 0.4], [0.3, 0.1]]))
     config = CorrectionConfig(mode=mode, cap=2.0)
@@ -81,7 +81,7 @@ def test_effective_sample_size_by_hand(mode):
     assert mismatch.metrics(config)["correction/ess"] == pytest.approx(ESS[mode], rel=1e-6)
 
 
-def test_weights_that_are_all_masked_have_no_effective_sample():
+def test_if_all_weights_are_masked_the_effective_sample_size_is_zero():
     mismatch, config = Mismatch(), CorrectionConfig(mode="token_mask", cap=2.0)
     mismatch.add(torch.zeros(1, 2), torch.full((1, 2), -3.0), torch.ones(1, 2), config)
     assert mismatch.metrics(config)["correction/ess"] == 0
@@ -114,14 +114,14 @@ def apart(difference):
 
 
 def test_the_gate_waits_for_a_step_with_tokens():
-    """A first step whose completions were all truncated and masked says nothing about the agreement."""
+    """If all completions of the first step are truncated and masked, it says nothing about the agreement."""
     gate = MismatchGate(0.003, dropout=0.0)
     gate.check(Mismatch(), sigma=0.0)
     assert not gate.passed
     with pytest.raises(EngineError, match=r"mismatch_kl 1\.49e-01 is above loss\.mismatch_gate 0\.003"):
         gate.check(apart(0.5), sigma=0.0)
     gate.check(apart(0.0), sigma=0.0)
-    gate.check(apart(0.5), sigma=0.0)  # it judges the first update alone
+    gate.check(apart(0.5), sigma=0.0)  # it judges only the first update
     MismatchGate(None, dropout=0.0).check(apart(0.5), sigma=0.0)
     with pytest.raises(EngineError, match="mismatch_kl nan"):
         MismatchGate(0.003, dropout=0.0).check(apart(math.nan), sigma=0.0)
@@ -144,12 +144,12 @@ HISTORY = [
     {"noise/sigma": 0.02, "mismatch_kl": 4e-2},
     {"noise/sigma": 0.01, "mismatch_kl": 8e-3},
     {"noise/sigma": 0.01, "mismatch_kl": 1e-2},
-    {"noise/sigma": 0.01},  # nothing in the loss
+    {"noise/sigma": 0.01},  # no tokens in the loss
 ]
 
 
-def test_a_run_resumed_in_its_noise_is_judged_by_what_it_had():
-    """0.149 against 5 times 1e-2, the most with sigma 0.01; the row with 0.02 would let it pass."""
+def test_a_run_resumed_under_noise_is_judged_by_its_history():
+    """0.149 is compared with 5 times 1e-2, the largest value with sigma 0.01. That with 0.02 would let it pass."""
     with pytest.raises(EngineError, match=r"mismatch_kl 1\.49e-01 is above 5 times what the run had"):
         MismatchGate(0.003, dropout=0.0).check(apart(0.5), 0.01, HISTORY)
     with pytest.raises(EngineError, match="5 times"):
@@ -157,7 +157,7 @@ def test_a_run_resumed_in_its_noise_is_judged_by_what_it_had():
     gate = MismatchGate(0.003, dropout=0.0)
     gate.check(apart(0.25), 0.01, HISTORY)  # 3.4e-2
     assert gate.passed
-    with pytest.raises(EngineError, match=r"above loss\.mismatch_gate 0\.003"):  # noise in both: nearly none
+    with pytest.raises(EngineError, match=r"above loss\.mismatch_gate 0\.003"):  # almost none with noise in both
         MismatchGate(0.003, dropout=0.0).check(apart(0.5), 0.01, [{"noise/sigma": 0.01, "mismatch_kl": 1e-12}])
 
 
@@ -186,8 +186,8 @@ def test_off_reports_the_mismatch_only():
     }  # fmt: skip
 
 
-def test_weighted_gradient_of_a_noisy_sampler_is_the_clean_policys():
-    """One token of 4: the expectation over the noisy policy of weight * advantage * grad log p is enumerable."""
+def test_the_weighted_gradient_of_a_noisy_sampler_is_that_of_the_clean_policy():
+    """With one token of 4, the expectation of weight * advantage * grad log p over the sampler can be enumerated."""
     torch.manual_seed(2)
     logits = torch.randn(4, dtype=torch.float64, requires_grad=True)
     advantages = torch.tensor([1.0, -0.5, 0.25, 2.0], dtype=torch.float64)

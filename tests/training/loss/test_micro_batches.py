@@ -1,4 +1,4 @@
-"""A step cut into micro-batches: any split is the same update, and that of TRL's padded batch."""
+"""A step divided into micro-batches: every split gives the same update, which is that of TRL's padded batch."""
 
 from dataclasses import replace
 
@@ -42,7 +42,7 @@ def step_inputs(trainer):
     torch.manual_seed(5)
     prompts = [torch.randint(3, 40, (p,)).tolist() for p, _ in LENGTHS]
     completions = [torch.randint(3, 40, (c,)).tolist() for _, c in LENGTHS]
-    prompts[4] = prompts[3] = prompts[0] + [7]  # a group that shares its prompt, with the idle row
+    prompts[4] = prompts[3] = prompts[0] + [7]  # a group with a shared prompt, which includes the idle row
     batch = Batch(
         prompt_ids_B_P=padded(prompts, True, 0),
         prompt_mask_B_P=padded([[1] * p for p, _ in LENGTHS], True, 0),
@@ -65,7 +65,7 @@ def gradients(trainer):
 
 
 def cut(trainer, batch, tokens, recomputed=0):
-    """(loss, gradients by name, metrics) of the step in micro-batches of `tokens`."""
+    """(loss, gradients by name, metrics) of the step, with micro-batches of `tokens`."""
     trainer.model.zero_grad()
     parts = with_plan(trainer.parts, MicroBatchPlan(tokens, recomputed, recomputed))
     update = run_backward(trainer, batch, parts)
@@ -73,7 +73,7 @@ def cut(trainer, batch, tokens, recomputed=0):
 
 
 def whole_by_trl(trainer, batch):
-    """TRL's own loss of the whole step: padded rows through the model, its logprobs; the weights are ours."""
+    """TRL's loss of the whole step: padded rows through the model, TRL's logprobs, and our weights."""
     trainer.model.zero_grad()
     found = GRPOTrainer._get_per_token_logps_and_entropies(
         trainer, trainer.model, *batch.tokens(), batch.width, compute_entropy=True
@@ -96,8 +96,8 @@ def assert_same(one, other, metrics=()):
 
 
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
-def test_any_split_is_trls_whole_batch(nvfp4_base, tmp_path, loss_type, level):
-    """With every term of the loss: no row may be left out but the masked one."""
+def test_every_split_equals_the_whole_batch_of_trl(nvfp4_base, tmp_path, loss_type, level):
+    """All terms of the loss are on, so that no row except the masked one may be left out."""
     overrides = (f"loss.type={loss_type}", f"loss.level={level}", "loss.kl_coef=0.1", "loss.entropy_coef=0.05")
     overrides += {"dapo": (), "cispo": ("loss.clip_high=1.2",)}.get(loss_type, ("loss.clip_high=0.2",))
     trainer = build_trainer(small_config(nvfp4_base, tmp_path, *overrides, "noise.enabled=false"), tmp_path)
@@ -105,14 +105,14 @@ def test_any_split_is_trls_whole_batch(nvfp4_base, tmp_path, loss_type, level):
     reference = whole_by_trl(trainer, inputs)
     metrics = sorted(set(reference[2]) - {"clip_ratio/low_min", "clip_ratio/high_max", "entropy_coef"})
     assert {"entropy", "kl", "policy_loss"} <= set(metrics)
-    if level == "sequence" or loss_type == "vespo":  # TRL's means over rows count the masked one
+    if level == "sequence" or loss_type == "vespo":  # TRL's means over rows include the masked one
         metrics = [name for name in metrics if not name.startswith(("clip_ratio", "vespo"))]
     for tokens in (1, 14, 1000):
         assert_same(cut(trainer, inputs, tokens), reference, metrics)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])
-def test_packed_rows_are_trls_padded_ones(tmp_path, family):
+def test_packed_rows_equal_the_padded_ones_of_trl(tmp_path, family):
     base = write_base(tmp_path / family, family, hidden=32)
     config = small_config(base, tmp_path, "model.format=bf16", "loss.kl_coef=0.1", "rollout.temperature=0.8")
     trainer = build_trainer(config, tmp_path)
@@ -149,16 +149,16 @@ def test_shares_add_up(nvfp4_base, tmp_path):
     trainer = build_trainer(small_config(nvfp4_base, tmp_path, "noise.enabled=false"), tmp_path)
     inputs = step_inputs(trainer)
     batches = split(inputs, 14, "grpo", advantage_only=False)
-    assert [len(batch.rows) for batch in batches] == [2, 2, 1]  # 7 + 6; 3 + 8 + 3, one prompt; 7
-    for batch in batches:  # what is packed on the CPU is what the loss is computed of
+    assert [len(batch.rows) for batch in batches] == [2, 2, 1]  # 7 + 6 tokens; 3 + 8 + 3 with a shared prompt; 7
+    for batch in batches:  # the rows packed on the CPU are those that the loss is computed from
         for packed, rows in zip((batch.ids, batch.mask), batch.rows.tokens(), strict=True):
             assert torch.equal(packed, rows)
     assert sum(batch.token_share for batch in batches) == pytest.approx(1)
-    assert sum(batch.loss_share for batch in batches) == pytest.approx(5 / 6)  # the masked row counts as TRL counts it
+    assert sum(batch.loss_share for batch in batches) == pytest.approx(5 / 6)  # the masked row counts as in TRL
 
 
 def test_layers_that_recompute_run_twice_and_change_no_bit(nvfp4_base, tmp_path):
-    """And what only the reentrant kind needs, a gradient of the embeddings, is not asked for."""
+    """The embeddings need no gradient, which only reentrant checkpointing would require."""
     trainer = build_trainer(small_config(nvfp4_base, tmp_path, "noise.enabled=false"), tmp_path)
     inputs, layers = step_inputs(trainer), trainer.model.get_base_model().model.layers
     runs, embedded = [], []
@@ -182,14 +182,14 @@ def test_layers_that_recompute_run_twice_and_change_no_bit(nvfp4_base, tmp_path)
 
 
 def test_tokens_that_the_policy_did_not_write_have_no_gradient_and_are_context(nvfp4_base, tmp_path):
-    """A step with such tokens is the step in which only the others have a loss, all read in their places."""
+    """Only the other tokens have a loss, but all tokens are read in their places."""
     trainer = build_trainer(small_config(nvfp4_base, tmp_path, "noise.enabled=false"), tmp_path)
     batch = step_inputs(trainer)
     loss_mask = batch.loss_mask_B_T.clone()
-    loss_mask[:, 1:3] = 0  # what a tool answered
+    loss_mask[:, 1:3] = 0  # the answer of a tool
     reference = whole_by_trl(trainer, replace(batch, loss_mask_B_T=loss_mask))
     for tokens in (1, 14, 1000):
         assert_same(cut(trainer, replace(batch, loss_mask_B_T=loss_mask), tokens), reference)
     other = batch.old_logprobs_B_T.clone()
-    other[:, 1:3] += 5.0  # neither their importance weights nor their ratios are looked at
+    other[:, 1:3] += 5.0  # neither their importance weights nor their ratios are used
     assert_same(cut(trainer, replace(batch, loss_mask_B_T=loss_mask, old_logprobs_B_T=other), 14), reference)

@@ -1,6 +1,6 @@
-"""Copies of rows and the sums of their gradients: by hand, against autograd, and the kernel against its twin.
+"""Copies of rows and the sums of their gradients: values by hand, autograd, and the kernel against its twin.
 
-The kernel's tests last ran on an H200 on 2026-11-22. Without a card, where triton is installed, they run by
+The tests of the kernel last ran on an H200 on 2026-11-22. Without a card but with triton installed, run them by
 `TRITON_INTERPRET=1 pytest -m gpu tests/training/policy/test_copies.py`.
 """
 
@@ -15,7 +15,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
 
 
-def test_copies_know_their_rows_and_rows_their_copies():
+def test_copies_list_their_rows_and_rows_their_copies():
     copies = copies_of(torch.tensor([3, 0, 3, 1, 3]), 5)
     assert copies.rows.tolist() == [3, 0, 3, 1, 3]
     assert copies.order.tolist() == [1, 3, 0, 2, 4]
@@ -23,7 +23,7 @@ def test_copies_know_their_rows_and_rows_their_copies():
     assert [part.tolist() for part in copies_of(torch.tensor([], dtype=torch.long), 2)] == [[], [], [0, 0, 0]]
 
 
-def test_gradients_are_those_of_plain_indexing():
+def test_gradients_equal_those_of_plain_indexing():
     torch.manual_seed(0)
     rows, index = torch.randn(6, 2, 4, requires_grad=True), torch.randint(6, (20,))
     upstream = torch.randn(20, 2, 4)
@@ -35,22 +35,22 @@ def test_gradients_are_those_of_plain_indexing():
 
 
 def test_sums_are_rounded_once():
-    """256 + 63 x 1: bfloat16 cannot count on from 256 by ones."""
+    """The sum is 256 + 63 x 1: in bfloat16, adding ones to 256 would change nothing."""
     grad = torch.ones(64, 1, dtype=torch.bfloat16)
     grad[0] = 256
-    assert sum_copies(grad, copies_of(torch.zeros(64, dtype=torch.long), 1)).item() == 320  # 319 lies in the middle
+    assert sum_copies(grad, copies_of(torch.zeros(64, dtype=torch.long), 1)).item() == 320  # 319 is halfway
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(4, 128), (3584,), (3, 7)], ids=str)
-def test_the_kernel_is_its_twin_and_repeats_to_the_bit(shape, dtype):
+def test_the_kernel_agrees_with_its_twin_and_repeats_to_the_bit(shape, dtype):
     from training.policy import copies_kernel
 
     generator = torch.Generator().manual_seed(3)
-    index = torch.cat([torch.arange(2, 60), torch.randint(2, 20, (120,), generator=generator)])  # row 0 has none
+    index = torch.cat([torch.arange(2, 60), torch.randint(2, 20, (120,), generator=generator)])  # row 0 has no copy
     grad = torch.randn(len(index), *shape, generator=generator).to(dtype)
-    expected = sum_copies(grad, copies_of(index, 60))  # on the CPU: one after another, as the kernel
+    expected = sum_copies(grad, copies_of(index, 60))  # on the CPU they are added one after another, as in the kernel
     copies = Copies(*(part.to(DEVICE) for part in copies_of(index, 60)))
     grad = grad.to(DEVICE)
     total = copies_kernel.sum_copies(grad, copies)

@@ -1,7 +1,7 @@
-"""The kernels over logits against float64, and against their twin. Last run on an H200, 2026-11-22.
+"""The kernels over logits against float64 and against their twin. Last run on an H200 on 2026-11-22.
 
-Without a card, where triton is installed: `TRITON_INTERPRET=1 pytest -m gpu
-tests/training/policy/test_logprob_kernels.py`.
+Without a card but with triton installed, run them by
+`TRITON_INTERPRET=1 pytest -m gpu tests/training/policy/test_logprob_kernels.py`.
 """
 
 import os
@@ -18,7 +18,7 @@ TEMPERATURES = pytest.mark.parametrize("temperature", [1.0, 0.7])
 
 
 def exact(logits, targets, temperature):
-    """(logprobs, entropies, derivatives of both by the divided logits) in float64."""
+    """(logprobs, entropies, derivatives of both with respect to the divided logits) in float64."""
     log_p = torch.log_softmax(logits.double() / temperature, -1)
     p = log_p.exp()
     entropies = -(p * log_p).sum(-1)
@@ -27,13 +27,13 @@ def exact(logits, targets, temperature):
 
 
 def random_logits(spread, columns, seed=0):
-    """(logits, targets), among them rows where one token takes nearly everything."""
+    """(logits, targets), with rows in which one token has almost all of the probability."""
     generator = torch.Generator().manual_seed(seed)
     logits = spread * torch.randn(9, columns, generator=generator)
     targets = torch.randint(columns, (9,), generator=generator)
     logits[0, targets[0]] = 4 * spread + 30  # likely
-    logits[1, 5], logits[1, targets[1]] = 4 * spread + 30, -spread  # likely, and not the target
-    logits[2] = 3.0  # all alike
+    logits[1, 5], logits[1, targets[1]] = 4 * spread + 30, -spread  # likely, but not the target
+    logits[2] = 3.0  # all equal
     logits[3] += 1e4
     return logits.to(DEVICE), targets.to(DEVICE)
 
@@ -41,14 +41,14 @@ def random_logits(spread, columns, seed=0):
 @TEMPERATURES
 @pytest.mark.parametrize("columns", [7, 4096, 10007, 32000])
 @pytest.mark.parametrize("spread", [0.1, 3.0, 60.0])
-def test_values_and_slopes_are_float64s_within_rounding(spread, columns, temperature):
+def test_values_and_slopes_equal_those_in_float64_within_rounding(spread, columns, temperature):
     from training.policy import logprob_kernels as kernels
 
     logits, targets = random_logits(spread, columns)
     measured = kernels.measure(logits, targets, temperature)
     slopes = kernels.slopes(logits, targets, measured, temperature, (torch.float32, True))
     logprobs, entropies, slope, entropy_slope = exact(logits, targets, temperature)
-    size = 2e-7 * (logits.abs().amax(1) / temperature + 10)  # a last bit of the largest logit
+    size = 2e-7 * (logits.abs().amax(1) / temperature + 10)  # the last bit of the largest logit
     assert ((measured.logprobs - logprobs).abs() < 4 * size).all()
     assert ((measured.entropies - entropies).abs() < 4 * size * (1 + entropies)).all()
     p = slope.abs().minimum(1 - slope.abs()) + 1e-2
@@ -56,13 +56,13 @@ def test_values_and_slopes_are_float64s_within_rounding(spread, columns, tempera
     assert ((slopes[1] - entropy_slope).abs() < 8 * size[:, None] * (1 + entropies[:, None])).all()
     rounded = kernels.slopes(logits, targets, measured, temperature, (torch.bfloat16, False))
     assert len(rounded) == 1
-    if not INTERPRETED:  # which cuts bits off instead of rounding
+    if not INTERPRETED:  # the interpreter truncates instead of rounding
         assert torch.equal(rounded[0], slopes[0].bfloat16())
 
 
 @TEMPERATURES
-def test_a_chunk_is_the_twins_and_repeats_to_the_bit(temperature):
-    """Values, and the slopes by the hidden states; a vocabulary in its own dtype, with a bias."""
+def test_a_chunk_agrees_with_the_twin_and_repeats_to_the_bit(temperature):
+    """Compared are values and the derivatives by the hidden states, for a head in its own dtype and with a bias."""
     generator = torch.Generator().manual_seed(1)
     hidden, weight = (torch.randn(rows, 64, generator=generator).to(DEVICE) for rows in (40, 5003))
     targets = torch.randint(5003, (40,), generator=generator).to(DEVICE)
@@ -78,8 +78,8 @@ def test_a_chunk_is_the_twins_and_repeats_to_the_bit(temperature):
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
-def test_another_number_of_rows_compiles_nothing(compiled):
-    """The last chunk of a step has any number of tokens, and its targets begin anywhere."""
+def test_another_number_of_rows_compiles_no_further_kernel(compiled):
+    """The last chunk of a step may have any number of tokens, and its targets may begin at any address."""
     from training.policy import logprob_kernels as kernels
 
     logits, targets = torch.randn(64, 1000, device=DEVICE), torch.randint(1000, (70,), device=DEVICE)

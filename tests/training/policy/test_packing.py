@@ -1,6 +1,6 @@
-"""Packed rows: what is in them, how they are split, and attention that keeps their sequences apart.
+"""Packed rows: what they hold, how they are split, and attention that keeps their sequences apart.
 
-What needs a card last ran on an H200 on 2026-11-22.
+The tests that need a card last ran on an H200 on 2026-11-22.
 """
 
 from itertools import pairwise
@@ -31,7 +31,7 @@ MASK = torch.tensor([[0, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1], [0, 0, 1, 0, 0, 0],
 
 
 def test_pack_holds_each_prompt_once_and_each_completion():
-    row = pack(IDS, MASK, 3)  # the first and last row have one prompt, the third's completion is masked
+    row = pack(IDS, MASK, 3)  # first and last row share a prompt, the third completion is masked
     assert row.input_ids.tolist() == [[1, 2, 3, 4, 17, 18, 19, 5, 6, 7, 8, 9, 10]]
     assert row.position_ids.tolist() == [[0, 1, 2, 3, 2, 3, 4, 0, 1, 2, 3, 4, 5]]
     sequences = row.sequences
@@ -56,13 +56,13 @@ def test_different_prompts_share_nothing():
     ("rows", "budget", "groups"),
     [
         ([(0, 1, 3), (1, 1, 3), (2, 1, 3), (3, 1, 3)], 8, [[0, 1], [2, 3]]),
-        ([(0, 4, 2), (0, 4, 2), (0, 4, 2)], 8, [[0, 1], [2]]),  # 4 + 2 + 2, and the prompt once more
-        ([(0, 4, 2), (1, 1, 1), (0, 4, 2)], 8, [[0, 2], [1]]),  # rows of a prompt stand together
-        ([(0, 12, 2), (0, 12, 2), (0, 12, 2)], 20, [[0, 1], [2]]),  # 12 + 2, 2 + 12 / 6, and that is 18
-        ([(0, 1, 8), (0, 1, 1), (1, 1, 6)], 8, [[0], [2], [1]]),  # longer than the budget: alone; the largest first
+        ([(0, 4, 2), (0, 4, 2), (0, 4, 2)], 8, [[0, 1], [2]]),  # 4 + 2 + 2, and the prompt once again in the second
+        ([(0, 4, 2), (1, 1, 1), (0, 4, 2)], 8, [[0, 2], [1]]),  # rows with the same prompt stay together
+        ([(0, 12, 2), (0, 12, 2), (0, 12, 2)], 20, [[0, 1], [2]]),  # 12 + 2, then 2 + 12 / 6, which makes 18
+        ([(0, 1, 8), (0, 1, 1), (1, 1, 6)], 8, [[0], [2], [1]]),  # a row above the budget stays alone
         ([(0, 1, 2), (1, 1, 5), (2, 1, 4), (3, 1, 5)], 6, [[1], [3], [2], [0]]),
         ([(0, 1, 0), (0, 1, 2), (1, 1, 0), (1, 1, 1)], 8, [[1, 3]]),
-        ([(0, 1, 2), (1, 1, 2), (2, 1, 2), (3, 1, 2)], 9, [[0, 1], [2, 3]]),  # as many as fit would be three and one
+        ([(0, 1, 2), (1, 1, 2), (2, 1, 2), (3, 1, 2)], 9, [[0, 1], [2, 3]]),  # filling up would give three and one
         ([(0, 1, 7), (1, 1, 7), (1, 1, 2), (2, 1, 7)], 10, [[1, 2], [0], [3]]),
         ([], 8, []),
     ],
@@ -75,7 +75,7 @@ def test_row_lengths_number_the_prompts():
     assert row_lengths(IDS[:, :3], MASK[:, :3], [2, 3, 0, 3]) == [(0, 2, 2), (1, 3, 3), (2, 1, 0), (0, 2, 3)]
 
 
-def test_repeated_keys_of_a_shared_prompt_have_their_cost():
+def test_repeated_keys_of_a_shared_prompt_are_counted():
     ids = torch.arange(1, 15).repeat(5, 1)
     ids[:, 12:] += torch.arange(5)[:, None]
     row = pack(ids, torch.ones_like(ids), 2)
@@ -112,7 +112,7 @@ def tiny_model(family, **changes):
     ],
     ids=["qwen2", "qwen3", "llama", "mistral", "mistral-window", "qwen2-window"],
 )
-def test_a_packed_row_computes_what_each_sequence_computes_alone(family, changes):
+def test_a_packed_row_computes_the_same_as_each_sequence_alone(family, changes):
     model = tiny_model(family, **changes)
     row = pack(IDS, MASK, 3)
     with torch.no_grad(), packed_attention_of(model):
@@ -126,19 +126,19 @@ def test_a_packed_row_computes_what_each_sequence_computes_alone(family, changes
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_no_completion_reaches_another():
-    """Other tokens in one completion change no bit of the others, nor of the shared prompt."""
+def test_no_completion_affects_another():
+    """Other tokens in one completion change no bit of the others or of the shared prompt."""
     model = tiny_model("qwen3")
     row = pack(IDS, MASK, 3)
     with packed_attention_of(model):
         before = hidden_states(model, row)
-        row.input_ids[0, 2:4] = 20  # the first row's completion, which predicts once inside itself
+        row.input_ids[0, 2:4] = 20  # the completion of the first row, in which one token predicts the next
         after = hidden_states(model, row)
     assert (before != after).any(1).tolist() == [False, True, *[False] * 6]
 
 
 def grouped_rows(prompts, group, generator):
-    """(ids, mask, completion width): `group` rows of each prompt, all of other lengths, prompts padded left."""
+    """(ids, mask, completion width): `group` rows per prompt, all of different lengths; prompts are padded left."""
     width, longest = 90, 70
     ids = torch.randint(1, 32, (len(prompts) * group, longest + width), generator=generator)
     mask = torch.zeros_like(ids)
@@ -150,7 +150,7 @@ def grouped_rows(prompts, group, generator):
 
 
 def outputs_and_gradients(model, row, places):
-    """Hidden states in the order of `places`, and the gradient of a fixed function of them by every weight."""
+    """Hidden states in the order of `places`, and the gradient of a fixed function of them for every weight."""
     model.zero_grad()
     with packed_attention_of(model):
         hidden = hidden_states(model, row)
@@ -161,12 +161,12 @@ def outputs_and_gradients(model, row, places):
 
 
 def shared_and_apart(monkeypatch, device, dtype):
-    """`outputs_and_gradients` of rows packed with one copy of each prompt, with one a row, and in float32."""
+    """`outputs_and_gradients` of rows packed with one copy of each prompt, with one per row, and in float32."""
     from training.policy import packing
 
     ids, mask, width = grouped_rows([70, 33, 1, 64], 4, torch.Generator().manual_seed(5))
     model = tiny_model("qwen2", num_attention_heads=4, head_dim=64, hidden_size=256, max_position_embeddings=256)
-    for weight in model.parameters():  # as it starts, its attention is so sharp that rounding decides the gradient
+    for weight in model.parameters():  # at first its attention is so sharp that rounding decides the gradient
         weight.data.mul_(0.3 if weight.dim() > 1 else 1.0)
     results = []
     for share, kind in ((True, dtype), (False, dtype), (False, torch.float32)):
@@ -177,18 +177,18 @@ def shared_and_apart(monkeypatch, device, dtype):
     return results
 
 
-def test_shared_prompts_give_the_gradients_of_rows_apart(monkeypatch):
+def test_shared_prompts_give_the_same_gradients_as_separate_rows(monkeypatch):
     shared, apart, _ = shared_and_apart(monkeypatch, "cpu", torch.float32)
     assert (shared - apart).norm() / apart.norm() < 1e-5
 
 
 @pytest.mark.gpu
-def test_shared_prompts_on_a_card_are_as_exact_as_rows_apart(monkeypatch):
-    """Through flash attention, in bfloat16; float32 takes the twin."""
+def test_shared_prompts_on_a_card_are_as_exact_as_separate_rows(monkeypatch):
+    """bfloat16 uses flash attention, float32 the twin."""
     check_shared_prompts_in_bfloat16(monkeypatch, "cuda")
 
 
-def test_shared_prompts_in_bfloat16_are_as_exact_as_rows_apart(monkeypatch):
+def test_shared_prompts_in_bfloat16_are_as_exact_as_separate_rows(monkeypatch):
     check_shared_prompts_in_bfloat16(monkeypatch, "cpu")
 
 
@@ -208,12 +208,12 @@ def test_models_that_compute_something_else_are_refused():
     config.final_logit_softcapping, config.attention_dropout = None, 0.1
     with pytest.raises(EngineError, match="attention_dropout"):
         check_config(config)
-    with pytest.raises(EngineError, match="does not hand packed sequences on"):  # as StableLM's attention
+    with pytest.raises(EngineError, match="does not hand packed sequences on"):  # like the attention of StableLM
         packed_attention(torch.nn.Module(), *[torch.zeros(1, 1, 2, 8)] * 3, None)
 
 
 def gpu_inputs(lengths, heads, kv_heads, head_dim):
-    """Random (q, k, v) and sequences: the second and third share a prompt of 40 tokens with a first of its own."""
+    """Random (q, k, v) and sequences. Two completions share a prompt of 40 tokens, itself a sequence before them."""
     starts = torch.tensor([0, *lengths]).cumsum(0)
     prompt = torch.arange(int(starts[1]), int(starts[1]) + 40)
     own = [torch.arange(int(a), int(b)) for a, b in pairwise(starts.tolist())]
@@ -230,8 +230,8 @@ def gpu_inputs(lengths, heads, kv_heads, head_dim):
 @pytest.mark.gpu
 @pytest.mark.parametrize("window", [None, 100])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(28, 4, 128), (8, 8, 64), (16, 8, 256)])
-def test_flash_attention_is_its_twin(heads, kv_heads, head_dim, window):
-    """Outputs and gradients in bfloat16 against the twin in float32, within the rounding of bfloat16 inputs."""
+def test_flash_attention_agrees_with_its_twin(heads, kv_heads, head_dim, window):
+    """Outputs and gradients in bfloat16 equal those of the twin in float32 within bfloat16 rounding of the inputs."""
     qkv, sequences = gpu_inputs([640, 41, 77, 512, 300], heads, kv_heads, head_dim)
     weight = torch.randn(*qkv[0].shape, device="cuda")
     results = []
@@ -247,9 +247,9 @@ def test_flash_attention_is_its_twin(heads, kv_heads, head_dim, window):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(28, 4, 128), (8, 8, 64)])
-def test_beside_the_engine_flash_attention_3_gives_the_same(heads, kv_heads, head_dim, monkeypatch):
-    """On Hopper, from strided inputs as a fused projection leaves them; its gradient repeats where that is asked."""
-    import vllm  # noqa: F401 - its presence decides
+def test_with_the_engine_loaded_flash_attention_3_gives_the_same(heads, kv_heads, head_dim, monkeypatch):
+    """On Hopper, with strided inputs as after a fused projection. Its gradient repeats if that is requested."""
+    import vllm  # noqa: F401 - flash_attention checks whether it is loaded
 
     from training.policy import flash_attention
 
@@ -281,7 +281,7 @@ def test_beside_the_engine_flash_attention_3_gives_the_same(heads, kv_heads, hea
     assert max(errors["2"]) < 1e-2
 
 
-def test_the_strict_switch_is_on_during_one_nodes_backward_alone():
+def test_the_strict_switch_is_on_only_during_the_backward_of_one_node():
     seen = []
 
     class Watched(torch.autograd.Function):
@@ -299,7 +299,7 @@ def test_the_strict_switch_is_on_during_one_nodes_backward_alone():
     inner = Watched.apply(torch.ones(2, requires_grad=True))
     make_backward_deterministic(inner.grad_fn)
     Watched.apply(inner).sum().backward()
-    assert seen == [(False, False), (True, False)]  # of the outer node, then of the one that was asked for
+    assert seen == [(False, False), (True, False)]  # in the outer node, then in the requested one
     assert not torch.are_deterministic_algorithms_enabled()
     assert torch.utils.deterministic.fill_uninitialized_memory
 
@@ -318,7 +318,7 @@ def test_a_deterministic_gradient_repeats_to_the_bit():
     assert not torch.are_deterministic_algorithms_enabled()
 
 
-def test_without_sharing_every_row_brings_its_prompt(monkeypatch):
+def test_without_sharing_every_row_has_its_own_prompt(monkeypatch):
     from training.policy import packing
 
     ids = torch.tensor([[5, 6, 7, 8], [5, 6, 9, 0]])
@@ -336,7 +336,7 @@ def test_without_sharing_every_row_brings_its_prompt(monkeypatch):
 
 
 class Transposes(TorchDispatchMode):
-    """The strides of tensors that are copied although their rows are not in order."""
+    """Records the strides of tensors that are copied although their rows are not in order."""
 
     def __init__(self):
         super().__init__()
@@ -351,8 +351,8 @@ class Transposes(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_attention_hands_gradients_on_without_transposing_them(family):
-    """Each of q, k and v was copied twice a layer in the backward pass: into zeros, and back into the order of rows."""
+def test_attention_passes_gradients_on_without_transposing_them(family):
+    """The backward pass once copied q, k and v twice per layer: into zeros, and back into the order of rows."""
     model, row = tiny_model(family).requires_grad_(False), pack(IDS, MASK, 3)
     fuse_(model)
     embedded = model.get_input_embeddings()(row.input_ids).requires_grad_()
@@ -365,8 +365,8 @@ def test_attention_hands_gradients_on_without_transposing_them(family):
 
 
 @pytest.mark.gpu
-def test_a_micro_batch_waits_nowhere_for_the_gpu():
-    """From packing to the gradients, so that the GPU never idles between micro-batches."""
+def test_a_micro_batch_never_waits_for_the_gpu():
+    """That holds from packing to the gradients, so that the GPU is never idle between micro-batches."""
     ids, mask, width = grouped_rows([70, 33], 4, torch.Generator().manual_seed(5))
     model = tiny_model("qwen2", num_attention_heads=4, head_dim=64, hidden_size=256, max_position_embeddings=256)
     model.requires_grad_(False).to("cuda", torch.bfloat16)

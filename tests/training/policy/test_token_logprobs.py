@@ -1,6 +1,6 @@
-"""Chunked log probabilities against the plain path, gradients included.
+"""Chunked log probabilities against the plain path, including gradients.
 
-What needs a card last ran on an H200 on 2026-11-22.
+The tests that need a card last ran on an H200 on 2026-11-22.
 """
 
 import pytest
@@ -18,10 +18,10 @@ def plain(hidden, targets, head):
     return log_p.gather(1, targets[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
 
 
-@pytest.mark.parametrize("tokens", [1, 4, 11])  # less than a chunk, one, three with a rest
+@pytest.mark.parametrize("tokens", [1, 4, 11])  # less than a chunk, one chunk, three with a rest
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("bias", [False, True])
-def test_values_and_gradients_are_those_of_the_plain_path(monkeypatch, tokens, temperature, bias):
+def test_values_and_gradients_equal_those_of_the_plain_path(monkeypatch, tokens, temperature, bias):
     monkeypatch.setattr(module, "LOGIT_TOKENS", 4)
     torch.manual_seed(tokens)
     hidden, targets = torch.randn(tokens, 8), torch.randint(20, (tokens,))
@@ -37,7 +37,7 @@ def test_values_and_gradients_are_those_of_the_plain_path(monkeypatch, tokens, t
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
 
 
-def test_entropy_is_a_number_unless_the_loss_has_it(monkeypatch):
+def test_entropies_have_a_gradient_only_if_the_loss_needs_it(monkeypatch):
     monkeypatch.setattr(module, "LOGIT_TOKENS", 4)
     torch.manual_seed(0)
     hidden, targets, head = torch.randn(6, 8), torch.randint(20, (6,)), Head(torch.randn(20, 8), None, 1.0)
@@ -51,7 +51,7 @@ def test_entropy_is_a_number_unless_the_loss_has_it(monkeypatch):
     assert not token_logprobs(hidden.requires_grad_(), targets, head)[1].requires_grad
 
 
-def test_a_packed_head_is_its_dense_weight():
+def test_a_packed_head_gives_its_dense_weight():
     torch.manual_seed(0)
     packed = NVFP4Linear.from_linear(nn.Linear(32, 20, bias=False))
     head = dense_head(packed, 0.5)
@@ -61,7 +61,7 @@ def test_a_packed_head_is_its_dense_weight():
 
 @pytest.mark.gpu
 def test_16_bit_on_the_gpu_is_as_exact_as_its_inputs():
-    """7B's head: against float32 on the same bfloat16 inputs, and the memory of a chunk."""
+    """The head of a 7B against float32 with the same bfloat16 inputs, and the memory of a chunk."""
     torch.manual_seed(0)
     tokens, vocabulary, width = 3000, 152064, 3584
     hidden = torch.randn(tokens, width, device="cuda", dtype=torch.bfloat16)
@@ -80,4 +80,4 @@ def test_16_bit_on_the_gpu_is_as_exact_as_its_inputs():
     torch.testing.assert_close(entropies, exact_entropies, rtol=0, atol=2e-4)
     error = (leaf.grad.float() - exact_leaf.grad).norm() / exact_leaf.grad.norm()
     assert error < 5e-3
-    assert peak < 1024 * vocabulary * 6 + 10 * hidden.nbytes  # what `qerl.plan.micro_batch_plan` counts for the logits
+    assert peak < 1024 * vocabulary * 6 + 10 * hidden.nbytes  # as `qerl.plan.micro_batch_plan` counts for the logits

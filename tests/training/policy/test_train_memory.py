@@ -1,4 +1,4 @@
-"""The recorded plan, and what is said when the card is full."""
+"""The recorded plan, the memory of the training phase, and the error if the card is full."""
 
 import json
 
@@ -15,7 +15,7 @@ from training.trainer import QerlTrainer
 PLAN = MicroBatchPlan(4096, 0, 28, 40 * GIB, Footprint(28, 240_064, 7168, 237_568, 2_687_500_288))
 
 
-def test_a_plan_is_read_back_as_it_was_written(tmp_path, base):
+def test_a_plan_is_read_back_unchanged(tmp_path, base):
     config = small_config(base, tmp_path, "run.micro_batch_tokens=null")
     assert recorded_plan(tmp_path, config) is None
     for plan in (PLAN, MicroBatchPlan(50, 2, 2)):
@@ -25,8 +25,8 @@ def test_a_plan_is_read_back_as_it_was_written(tmp_path, base):
     assert recorded_plan(tmp_path, small_config(base, tmp_path, "run.micro_batch_tokens=51")) is None
 
 
-def test_a_resumed_run_takes_the_plan_of_its_start(nvfp4_base, tmp_path, monkeypatch):
-    """Nothing is planned anew: the memory that is free then must not change the numbers."""
+def test_a_resumed_run_keeps_the_plan_of_its_start(nvfp4_base, tmp_path, monkeypatch):
+    """It is not planned again, since the memory that is free at that time must not change the numbers."""
     overrides = ("run.micro_batch_tokens=null", "noise.enabled=false")
     run_dir = start(small_config(nvfp4_base, tmp_path, *overrides, steps=2), "tiny").run_dir
     assert json.loads((run_dir / "run.json").read_text())["micro_batches"]["micro_batch_tokens"] == 8192
@@ -42,15 +42,15 @@ def test_out_of_memory_says_which_key_to_lower():
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nmore")
 
 
-def test_the_card_s_memory_is_the_most_of_a_step(monkeypatch):
+def test_the_memory_of_the_card_is_the_peak_of_a_step(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (3 * GIB, 24 * GIB))
     assert card_memory("memory/x_card_gib", {}) == {"memory/x_card_gib": 21.0}
     assert card_memory("memory/x_card_gib", {"memory/x_card_gib": 22.5}) == {"memory/x_card_gib": 22.5}
 
 
-def test_what_torch_gave_back_at_its_limit_counts(monkeypatch):
-    """A KV cache that sleeps is in both of torch's numbers, and the card has its memory back."""
+def test_memory_that_torch_gave_back_at_its_limit_counts(monkeypatch):
+    """A sleeping KV cache counts in both numbers of torch, although its memory is free on the card."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (6 * GIB, 24 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 25 * GIB)
@@ -58,8 +58,8 @@ def test_what_torch_gave_back_at_its_limit_counts(monkeypatch):
     assert card_memory("memory/x_card_gib", {}) == {"memory/x_card_gib": 21.0}
 
 
-def test_the_optimizer_s_state_does_not_lie_among_what_training_leaves(nvfp4_base, tmp_path, monkeypatch):
-    """On a card torch's cache is given back before the first update, where the state is made, and at no other."""
+def test_the_state_of_the_optimizer_does_not_lie_among_freed_blocks_of_training(nvfp4_base, tmp_path, monkeypatch):
+    """On a card torch's cache is emptied before the first update, which makes the state, and before no other."""
     calls = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append(0))
     config = small_config(nvfp4_base, tmp_path, "noise.enabled=false", steps=3)
@@ -70,8 +70,8 @@ def test_the_optimizer_s_state_does_not_lie_among_what_training_leaves(nvfp4_bas
     assert len(calls) == 1
 
 
-def test_gradients_are_made_before_what_a_micro_batch_has(nvfp4_base, tmp_path, monkeypatch):
-    """Among it they would be in the way of what torch gives back, and so would the optimizer's state beside them."""
+def test_gradients_are_allocated_before_the_memory_of_a_micro_batch(nvfp4_base, tmp_path, monkeypatch):
+    """Otherwise gradients, and the optimizer's state beside them, would keep torch from freeing those blocks."""
     loss_of, seen = QerlTrainer.loss_of, {0: [], 1: []}
 
     def watched(trainer, inputs):
@@ -87,7 +87,7 @@ def test_gradients_are_made_before_what_a_micro_batch_has(nvfp4_base, tmp_path, 
 
 
 @pytest.mark.parametrize("times", [0, 3])
-def test_a_run_at_its_limit_is_told_so_in_words_once(nvfp4_base, tmp_path, monkeypatch, caplog, times):
+def test_a_run_at_its_memory_limit_gets_one_warning(nvfp4_base, tmp_path, monkeypatch, caplog, times):
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda: {"num_alloc_retries": times})
     start(small_config(nvfp4_base, tmp_path, "noise.enabled=false", steps=2), "tiny")
     assert caplog.text.count("gave its cache back") == caplog.text.count(f"{times} times to stay") == min(times, 1)

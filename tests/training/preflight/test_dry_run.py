@@ -1,4 +1,4 @@
-"""`qerl train --dry-run`, and plans of runs and adapters: what is shown and what is refused."""
+"""`qerl train --dry-run`, and plans of runs and adapters: what they show and what they refuse."""
 
 import json
 import re
@@ -25,12 +25,12 @@ def test_a_dry_run_shows_plan_data_and_rewards_and_writes_nothing(nvfp4_base, tm
     assert "8192 prompts" in done.stdout
     rows = [line.split() for line in done.stdout.splitlines() if line.strip().startswith("arith-train-0-")]
     assert len(rows) == 5
-    assert all(row[-3:] == ["1", "/", "0"] for row in rows)  # the answer earns the reward, nothing does not
+    assert all(row[-3:] == ["1", "/", "0"] for row in rows)  # the answer earns the reward, an empty completion does not
     assert "KV cache" in done.stdout
     assert not list(tmp_path.iterdir())
 
 
-def test_what_a_reward_failed_on_is_still_there_after_a_dry_run(nvfp4_base, tmp_path, monkeypatch):
+def test_the_completion_that_a_reward_failed_on_is_kept_after_a_dry_run(nvfp4_base, tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     code = "def wrong(completions, **columns):\n    return [float('nan') for _ in completions]\n"
     (tmp_path / "own.py").write_text(code, encoding="utf-8")
@@ -42,7 +42,7 @@ def test_what_a_reward_failed_on_is_still_there_after_a_dry_run(nvfp4_base, tmp_
     (tmp_path / "own.py").write_text(code.replace("nan", "1"), encoding="utf-8")
     left = set(tmp_path.iterdir())
     dry_run(config, Console(file=StringIO()))
-    assert set(tmp_path.iterdir()) <= left  # nothing stays of rewards that work
+    assert set(tmp_path.iterdir()) <= left  # if rewards work, nothing is left behind
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def test_a_run_and_its_adapter_are_planned_by_their_base(run_of_three_steps, nvf
     assert planned.stdout[-200:] == dry.stdout[-200:]
 
 
-def test_an_adapter_of_a_known_model_is_planned_without_it(tmp_path):
+def test_for_an_adapter_of_a_known_model_the_base_is_not_needed(tmp_path):
     about = {"base_model_name_or_path": "Qwen/Qwen2.5-7B-Instruct"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(about), encoding="utf-8")
     assert read_sizes(str(tmp_path)) == read_sizes("Qwen/Qwen2.5-7B")
@@ -73,10 +73,10 @@ def test_an_adapter_of_a_known_model_is_planned_without_it(tmp_path):
     [
         ("adapter.rank=4096", ConfigError, "write adapter.rank: "),
         ("rollout.max_new_tokens=512", ConfigError, "exceed the model's 512 positions"),
-        ("adapter.rank=8", ConfigError, "write adapter.rank: 16"),  # of the run that it starts from
+        ("adapter.rank=8", ConfigError, "write adapter.rank: 16"),  # the rank of the run that it starts from
     ],
 )
-def test_a_dry_run_refuses_what_the_run_would(run_of_three_steps, nvfp4_base, tmp_path, given, error, said):
+def test_a_dry_run_refuses_the_same_as_the_run(run_of_three_steps, nvfp4_base, tmp_path, given, error, said):
     base = run_of_three_steps if given == "adapter.rank=8" else nvfp4_base
     with pytest.raises(error, match=said):
         dry_run(small_config(base, tmp_path, given), Console(file=StringIO()))

@@ -1,6 +1,6 @@
-"""What a start refuses before an engine is opened: a card or a cap that cannot hold the run, by the plan.
+"""A start refuses a card or a cap that cannot hold the run, according to the plan, before an engine is opened.
 
-What needs a card last ran on an H200 on 2026-11-22.
+The tests that need a card last ran on an H200 on 2026-11-22.
 """
 
 import json
@@ -30,7 +30,7 @@ CARD = 80 * GIB
 
 @pytest.fixture
 def seven(tmp_path):
-    """A folder with the config.json of a 7B, which is all that a plan reads of it."""
+    """A folder with the config.json of a 7B model, which is all that a plan reads."""
     (tmp_path / "config.json").write_text(json.dumps(KNOWN["qwen2.5-7b"]), encoding="utf-8")
     return ModelRef("quantized", tmp_path, str(tmp_path), None, None, "nvfp4")
 
@@ -47,7 +47,7 @@ def test_a_cap_far_under_the_plan_is_refused_with_what_to_change(seven, cap):
 
 
 def test_a_cap_within_the_plans_error_is_a_warning(seven, caplog):
-    """14 GiB where 14.8 are planned: the run's own measure decides, after the engine is open."""
+    """14 GiB for planned 14.8: the run's own measurement decides, after the engine has opened."""
     with caplog.at_level(logging.WARNING):
         check_memory(with_cap(14), seven, CARD)
     (record,) = caplog.records
@@ -56,19 +56,19 @@ def test_a_cap_within_the_plans_error_is_a_warning(seven, caplog):
 
 
 @pytest.mark.parametrize("config", [with_cap(16), with_cap("null")])
-def test_what_fits_says_nothing(seven, caplog, config):
+def test_a_run_that_fits_gives_no_warning(seven, caplog, config):
     with caplog.at_level(logging.INFO):
         check_memory(config, seven, CARD)
     assert not caplog.records
 
 
-def test_the_card_itself_is_a_limit(seven):
+def test_the_memory_of_the_card_is_a_limit_too(seven):
     with pytest.raises(EngineError, match="training on 9216 tokens at once"):
         check_memory(with_cap("null"), seven, 12 * GIB)
 
 
-def test_the_format_is_that_of_the_weights_that_were_found(seven):
-    """A recipe's nvfp4 says how a base is looked for."""
+def test_the_format_is_that_of_the_weights_on_disk(seven):
+    """The format in the recipe only says how the base is searched for."""
     check_memory(with_cap(16), seven, CARD)
     with pytest.raises(EngineError, match=r"the weights take 14\.\d GiB"):
         check_memory(with_cap(16), ModelRef("base16", seven.path, seven.base, None, None, "bf16"), CARD)
@@ -78,7 +78,7 @@ def test_a_cache_without_room_for_one_sequence_is_refused(seven):
     longer = KNOWN["qwen2.5-7b"] | {"max_position_embeddings": 131072}
     (seven.path / "config.json").write_text(json.dumps(longer), encoding="utf-8")
     config = with_cap(24, "rollout.memory=10", "rollout.max_new_tokens=64512")
-    # 57344 bytes a token
+    # 57344 bytes per token
     with pytest.raises(EngineError, match=r"one sequence of 65537 tokens needs 3\.5 GiB of KV cache"):
         check_memory(config, seven, CARD)
 
@@ -89,13 +89,13 @@ def test_a_model_whose_sizes_no_plan_can_read_is_refused(tmp_path):
         check_memory(with_cap(1), ModelRef("quantized", tmp_path, str(tmp_path), None, None, "nvfp4"), CARD)
 
 
-def test_more_tokens_than_positions_is_left_to_the_longest_real_prompt(seven):
+def test_whether_prompts_fit_the_positions_depends_on_the_longest_real_prompt(seven):
     config = load_recipe("dapo_7b", ["rollout.max_new_tokens=32000"])
     assert "positions" in plan(config, read_sizes(seven.base), limits.card_of_bytes(CARD)).problems[0]
     check_memory(config, seven, CARD)
 
 
-def test_a_prompt_of_tokens_that_the_model_has_not_is_refused_before_anything_is_written(nvfp4_base, tmp_path):
+def test_a_prompt_with_tokens_outside_of_the_vocabulary_is_refused_before_anything_is_written(nvfp4_base, tmp_path):
     base = shutil.copytree(nvfp4_base, tmp_path / "base")
     tokenizer = AutoTokenizer.from_pretrained(base)
     size = json.loads((base / "config.json").read_text())["vocab_size"]
@@ -107,7 +107,7 @@ def test_a_prompt_of_tokens_that_the_model_has_not_is_refused_before_anything_is
     assert not (tmp_path / "run").exists()
 
 
-def test_a_start_on_the_vllm_path_asks_before_it_opens_the_engine(nvfp4_base, tmp_path, monkeypatch):
+def test_a_start_with_vllm_checks_memory_before_it_opens_the_engine(nvfp4_base, tmp_path, monkeypatch):
     monkeypatch.setattr(limits, "choose_engine", lambda *_: "vllm")
     monkeypatch.setattr(training_run, "free_bytes", lambda: 2 * GIB)
     monkeypatch.setattr(training_run, "open_rollout_engine", lambda *_: pytest.fail("an engine was opened"))
@@ -116,7 +116,7 @@ def test_a_start_on_the_vllm_path_asks_before_it_opens_the_engine(nvfp4_base, tm
     assert not Path(tmp_path / "run").exists()
 
 
-def test_the_engine_is_told_what_will_stand_beside_it(seven, monkeypatch):
+def test_the_engine_is_told_how_much_memory_the_trainer_needs(seven, monkeypatch):
     told = []
     monkeypatch.setattr(training_run, "open_engine", lambda base, format, options: told.append(options))
     training_run.open_rollout_engine(with_cap(12), seven)
@@ -139,7 +139,7 @@ def test_the_engine_is_told_what_will_stand_beside_it(seven, monkeypatch):
         (["rollout.tune_kernels=true"], "does not read rollout.tune_kernels: leave it out"),
     ],
 )
-def test_keys_of_vllm_are_refused_where_auto_is_transformers(nvfp4_base, tmp_path, given, named):
+def test_keys_of_vllm_are_refused_if_auto_means_transformers(nvfp4_base, tmp_path, given, named):
     config = small_config(nvfp4_base, tmp_path, "rollout.engine=auto", *given)
     with pytest.raises(ConfigError) as refused:
         start(config, "x")
@@ -149,7 +149,7 @@ def test_keys_of_vllm_are_refused_where_auto_is_transformers(nvfp4_base, tmp_pat
 
 
 @pytest.mark.skipif(choose_engine("auto") == "vllm", reason="auto means vllm here")
-def test_a_plain_recipe_may_leave_the_engine_open(nvfp4_base, tmp_path):
+def test_a_plain_recipe_may_leave_the_engine_to_auto(nvfp4_base, tmp_path):
     assert limits.check_engine(small_config(nvfp4_base, tmp_path, "rollout.engine=auto")) == "transformers"
 
 

@@ -1,4 +1,4 @@
-"""Starting from a saved adapter: what does not fit is refused before an engine is opened, and nothing is written."""
+"""Starting from a saved adapter: a misfit is refused before an engine is opened, and nothing is written."""
 
 import json
 
@@ -25,7 +25,7 @@ def no_engine(monkeypatch):
 
 
 def copy_of(adapter, folder, change=None, **settings):
-    """The adapter with other settings or tensors."""
+    """A copy of the adapter with other settings or tensors."""
     folder.mkdir()
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     (folder / "adapter_config.json").write_text(json.dumps(config | settings), encoding="utf-8")
@@ -34,7 +34,7 @@ def copy_of(adapter, folder, change=None, **settings):
     return folder
 
 
-def test_a_fitting_adapter_is_taken(adapter, tmp_path):
+def test_an_adapter_that_fits_is_accepted(adapter, tmp_path):
     result = start(small_config(adapter, tmp_path, steps=3), "second")
     assert result.steps == 3
 
@@ -82,7 +82,7 @@ def test_other_targets_and_norms_are_named_with_what_to_write(adapter, tmp_path,
     assert not (tmp_path / "run").exists()
 
 
-def test_what_the_message_says_to_write_is_taken(adapter, tmp_path):
+def test_the_remedy_of_the_message_works(adapter, tmp_path):
     other = copy_of(adapter, tmp_path / "other", lambda tensors: query_and_value(tensors) | norms(tensors))
     config = small_config(other, tmp_path, "adapter.targets=[q_proj, v_proj]", "adapter.train_norms=true", steps=3)
     assert start(config, "second").steps == 3

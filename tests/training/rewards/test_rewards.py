@@ -1,4 +1,4 @@
-"""Rewards: values by hand, functions of one's own, and the guard around all of them."""
+"""Rewards: values by hand, functions of users, and the checks around all of them."""
 
 import json
 import os
@@ -19,7 +19,7 @@ GSM8K = get_task("gsm8k")
 
 
 def make_config(*rewards, max_new_tokens=100):
-    """What build_rewards reads of a recipe."""
+    """The part of a recipe that build_rewards reads."""
     return SimpleNamespace(
         rewards=[SimpleNamespace(**{"weight": 1.0, "args": {}, **reward}) for reward in rewards],
         data=SimpleNamespace(task="gsm8k"),
@@ -28,7 +28,7 @@ def make_config(*rewards, max_new_tokens=100):
 
 
 def call(function, completions, row=None, ids=None, **columns):
-    """Call a built reward as grading does."""
+    """Call a reward as grading does."""
     return function(
         prompts=["p"] * len(completions),
         completions=completions,
@@ -49,7 +49,7 @@ def write_reward(path, body):
     return f"{path}:reward"
 
 
-def test_accuracy_is_the_grade_that_evaluation_uses():
+def test_accuracy_is_the_grade_of_evaluation():
     texts = ["\\boxed{18}", "\\boxed{19}", "#### 18", "18", "\\boxed{18"]
     logged = {}
     rewards = accuracy(texts, ["18"] * 5, GSM8K, log_metric=logged.__setitem__)
@@ -78,7 +78,7 @@ def test_accuracy_is_the_grade_that_evaluation_uses():
         ("think", "<think>a", 0),
     ],
 )
-def test_format(style, text, expected):
+def test_format_by_style(style, text, expected):
     assert format([text], style=style) == [float(expected)]
 
 
@@ -95,13 +95,13 @@ def test_format_reads_a_hostile_completion_within_a_second(style, text):
     # arXiv 2503.14476, eq. 13 with L_max 100 and L_cache 20
     [(0, 0.0), (79, 0.0), (80, 0.0), (81, -0.05), (90, -0.5), (99, -0.95), (100, -1.0), (101, -1.0), (500, -1.0)],
 )
-def test_soft_overlong_is_equation_13(tokens, expected):
+def test_soft_overlong_follows_equation_13(tokens, expected):
     assert soft_overlong([[0] * tokens], max_new_tokens=100) == pytest.approx([expected])
     assert soft_overlong([[0] * tokens], max_new_tokens=400, max_length=100, cache=20) == pytest.approx([expected])
 
 
-def test_length_prefers_the_short_ones_of_a_group():
-    """Lengths 10, 20, 30 in the first group: lambda 0.5, 0, -0.5; the wrong one of 10 tokens gets min(0, 0.5)."""
+def test_length_prefers_the_short_completions_of_a_group():
+    """Lengths 10, 20, 30 in the first group give lambda 0.5, 0, -0.5; the wrong one of 10 tokens gets min(0, 0.5)."""
     texts = ["#### 18", "#### 18", "#### 18", "#### 3", "#### 4"]
     ids = [[0] * 10, [0] * 20, [0] * 30, [0] * 5, [0] * 5]
     rows, answers = [0, 0, 0, 1, 1], ["18", "18", "18", "3", "3"]
@@ -134,7 +134,7 @@ def test_every_registered_reward_can_be_built_and_called(tmp_path):
         assert [type(value) for value in values] == [float, float]
 
 
-def test_a_function_of_ones_own_gets_the_columns_it_names(tmp_path):
+def test_a_function_of_the_user_gets_the_columns_it_names(tmp_path):
     name = write_reward(
         tmp_path / "mine.py",
         "def reward(completions, level, answer, question, row, step, bonus=0):\n"
@@ -158,7 +158,7 @@ def test_a_function_with_keywords_gets_all_columns(tmp_path):
     assert call(build(tmp_path, {"name": name, "args": {"k": 2}}).functions[0], ["ab", "c"]) == [2.0, 1.0]
 
 
-def test_a_function_may_ask_to_log_and_is_called_where_nothing_is_logged(tmp_path):
+def test_a_function_that_logs_can_be_called_without_a_log(tmp_path):
     """A dry run has no log."""
     body = "def reward(completions, log_metric):\n    log_metric('count', len(completions))\n    return [1.0, 0.0]\n"
     (function,) = build(tmp_path, {"name": write_reward(tmp_path / "mine.py", body)}).functions
@@ -178,11 +178,11 @@ def test_a_name_that_the_run_logs_itself_is_refused(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["words", "own/reward", "times", "time", "grades/no_answer_share"])
-def test_other_names_are_not(name):
+def test_other_names_may_be_logged(name):
     assert not is_own(name)
 
 
-def test_two_functions_of_one_name_stay_apart(tmp_path):
+def test_two_functions_of_one_name_have_different_metrics(tmp_path):
     names = [write_reward(tmp_path / f"{n}.py", f"def reward(completions):\n    return [{n}.0]\n") for n in (1, 2)]
     functions = build(tmp_path, *({"name": name} for name in names)).functions
     assert [function.__name__ for function in functions] == ["reward", names[1]]
@@ -190,7 +190,7 @@ def test_two_functions_of_one_name_stay_apart(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["training.rewards.functions:accuracy", "training.rewards.functions.accuracy"])
-def test_dotted_paths(name):
+def test_functions_are_found_by_dotted_paths(name):
     assert find_reward(name) is accuracy
 
 
@@ -214,18 +214,18 @@ def test_dotted_paths(name):
         ({"name": "format", "args": {"completions": []}}, "takes no argument 'completions'"),
     ],
 )
-def test_what_cannot_be_a_reward_is_refused_before_the_run(reward, message, tmp_path):
+def test_impossible_rewards_are_refused_before_the_run(reward, message, tmp_path):
     with pytest.raises(ConfigError, match=message):
         build(tmp_path, reward)
 
 
-def test_the_names_that_a_recipe_may_have_are_those_of_the_rewards():
-    """The names stand in qerl, which imports no code of training."""
+def test_the_names_allowed_in_a_recipe_are_those_of_the_rewards():
+    """qerl has its own list of the names, since it imports no code of training."""
     assert tuple(REWARDS) == REWARD_NAMES
 
 
 def test_a_file_is_executed_once_and_again_when_it_changes(tmp_path):
-    """A file may load a model; its dataclasses look their own module up."""
+    """A file may load a model, and its dataclasses look up their module."""
     source = (
         "from __future__ import annotations\nfrom dataclasses import dataclass\nfrom pathlib import Path\n"
         "@dataclass\nclass Seen:\n    count: int = 0\n"
@@ -255,7 +255,7 @@ def test_an_unusable_file_is_refused_before_the_run(tmp_path):
             build(tmp_path, {"name": write_reward(tmp_path / "mine.py", body)})
 
 
-def test_what_a_reward_does_to_its_lists_is_not_seen_by_others(tmp_path):
+def test_changes_a_reward_makes_to_its_lists_do_not_reach_others(tmp_path):
     body = "def reward(completions, completion_ids, row):\n"
     body += "    completions.sort(); row.clear(); completion_ids[0].append(9)\n    return [0.5] * 3\n"
     (function,) = build(tmp_path, {"name": write_reward(tmp_path / "mine.py", body)}).functions
@@ -264,7 +264,7 @@ def test_what_a_reward_does_to_its_lists_is_not_seen_by_others(tmp_path):
     assert (completions, row, ids) == (["c", "b", "a"], [0, 0, 1], [[1], [2], [3]])
 
 
-def test_a_misspelt_file_is_told_its_neighbour(tmp_path):
+def test_for_a_misspelt_file_the_nearest_name_is_given(tmp_path):
     write_reward(tmp_path / "mine.py", "def reward(completions): ...")
     with pytest.raises(ConfigError, match=rf"does not exist here .*did you mean {tmp_path}/mine\.py\?"):
         find_reward(f"{tmp_path}/mime.py:reward")

@@ -1,4 +1,4 @@
-"""Rewards by URL against real servers in a thread: what is sent, what is believed, what is asked again."""
+"""Rewards by URL, tested with real servers in a thread: requests, answers and retries."""
 
 import json
 import re
@@ -21,16 +21,16 @@ DOCS = Path(__file__).resolve().parents[3] / "docs" / "own-data-and-reward.md"
 
 
 def right(count):
-    """The answer of a server that gives each of `count` completions one half."""
+    """The answer of a server that gives each of `count` completions the reward 0.5."""
     return 200, json.dumps({"rewards": [0.5] * count})
 
 
 @contextmanager
 def server(*answers, path="/grade"):
-    """The URL of a server that gives these answers in turn, the last one for ever, and the list of what it was sent.
+    """The URL of a server that gives these answers in turn and repeats the last one, and the list of its requests.
 
     An answer is a function of the number of completions, (status, text), seconds to wait before the right answer, or
-    text, which is sent raw in place of HTTP.
+    a text that is sent raw instead of HTTP.
     """
     received = []
 
@@ -93,7 +93,7 @@ def call(function, completions=("a", "b"), row=(0, 1)):
     )
 
 
-def test_a_server_is_sent_each_completion_with_what_belongs_to_it(tmp_path):
+def test_a_server_gets_each_completion_with_its_columns(tmp_path):
     with server(lambda count: (200, json.dumps({"rewards": [True, 2, -0.5][:count]}))) as (url, received):
         function = build(url, tmp_path, columns=["level"])
         assert call(function, ["a", "b", "½"], [0, 0, 1]) == [1.0, 2.0, -0.5]
@@ -110,13 +110,13 @@ def test_a_server_is_sent_each_completion_with_what_belongs_to_it(tmp_path):
     }
 
 
-def test_the_server_is_asked_about_two_rows_before_the_run(tmp_path):
+def test_the_server_has_to_grade_two_rows_before_the_run(tmp_path):
     with server(right) as (url, received):
         build(url, tmp_path)
     assert [(asked["completions"], asked["questions"]) for asked in received] == [(["18", "3"], ["2+16?", "1+2?"])]
 
 
-def test_the_list_alone_is_an_answer_too(tmp_path):
+def test_a_plain_list_is_an_answer_too(tmp_path):
     with server(right, (200, "[0, 1e-1]")) as (url, _):
         assert call(build(url, tmp_path)) == [0.0, 0.1]
 
@@ -187,7 +187,7 @@ def test_a_server_that_fails_is_asked_again(answer, reason, tmp_path, caplog):
 
 
 def test_a_trickle_ends_with_the_time_limit(tmp_path):
-    """Each letter comes within the limit, and all of them would take 1.1 s."""
+    """Each letter comes within the limit, but all of them would take 1.1 s."""
     with server(right, path="/trickle") as (url, _):
         started = time.monotonic()
         with pytest.raises(RewardError, match=r"did not answer within 0\.3 s \(asked once\)"):
@@ -195,7 +195,7 @@ def test_a_trickle_ends_with_the_time_limit(tmp_path):
     assert time.monotonic() - started < 0.9
 
 
-def test_a_server_that_is_not_there_is_refused_before_the_run(tmp_path):
+def test_an_unreachable_server_is_refused_before_the_run(tmp_path):
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{unused.getsockname()[1]}"
@@ -204,7 +204,7 @@ def test_a_server_that_is_not_there_is_refused_before_the_run(tmp_path):
     assert not (tmp_path / "run" / FAILED).exists()
 
 
-def test_a_proxy_of_the_environment_is_not_asked_for_a_server_on_this_machine(tmp_path, monkeypatch):
+def test_a_proxy_of_the_environment_is_not_used_for_a_server_on_this_machine(tmp_path, monkeypatch):
     for key in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
         monkeypatch.setenv(key, "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
@@ -213,7 +213,7 @@ def test_a_proxy_of_the_environment_is_not_asked_for_a_server_on_this_machine(tm
         assert call(build(url, tmp_path)) == [0.5, 0.5]
 
 
-def test_two_servers_stay_apart(tmp_path):
+def test_two_servers_have_different_metrics(tmp_path):
     with server(right) as (first, _), server((200, "[2, 3]")) as (second, _):
         config = make_config(first)
         config.rewards.append(make_config(second).rewards[0])
@@ -248,8 +248,8 @@ def test_a_column_that_the_data_does_not_have_is_named(tmp_path):
         build("http://127.0.0.1:9/grade", tmp_path, columns=["topic"])
 
 
-def test_the_server_of_the_documentation_grades(tmp_path, monkeypatch):
-    """The block of the page, as it is but for the port."""
+def test_the_server_in_the_documentation_works(tmp_path, monkeypatch):
+    """The code block of the page, unchanged except for the port."""
     (source,) = re.findall(r"```python\n(# grader\.py\n.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
     made = []
     monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", lambda http: made.append(http))

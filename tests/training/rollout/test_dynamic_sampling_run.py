@@ -43,7 +43,7 @@ def finished(nvfp4_base, tmp_path_factory):
 
 
 def asked(run_dir):
-    """The rows of each rollout, in order."""
+    """The rows of each rollout in order."""
     return [[int(word) for word in line.split()] for line in (run_dir.parent / "asked.txt").read_text().splitlines()]
 
 
@@ -55,17 +55,17 @@ def test_every_batch_is_full_of_groups_with_a_signal(finished):
     for step in range(1, 7):
         samples = [json.loads(line) for line in (finished / f"completions/step-{step:06d}.jsonl").open()]
         assert len(samples) == 8
-        for group in (samples[:4], samples[4:]):  # what is trained on and logged: whole groups with a signal
+        for group in (samples[:4], samples[4:]):  # trained on and logged are whole groups with a signal
             assert len({sample["prompt"] for sample in group}) == 1
             assert len({sample["rewards"]["digits"] for sample in group}) > 1
             assert sum(sample["advantage"] for sample in group) == pytest.approx(0, abs=1e-5)
 
 
-def test_the_counts_are_those_of_what_was_sampled(finished):
+def test_the_counts_are_those_of_all_samples(finished):
     rollouts = iter(asked(finished))
     for number, row in enumerate(numbers(finished)):
         step = [next(rollouts) for _ in range(1 + int(row["dynamic_sampling/extra_rollouts"]))]
-        assert step[0] == rollout_rows(ROWS, 2, 0, number)  # the data order, however many extra prompts came before
+        assert step[0] == rollout_rows(ROWS, 2, 0, number)  # the data order does not depend on extra prompts before
         flat = [member for rollout in step for member in rollout]
         assert row["dynamic_sampling/sampled_groups"] == len(flat) == len(set(flat))
         assert row["dynamic_sampling/discarded_groups"] == len(flat) - 2
@@ -78,11 +78,11 @@ def test_the_counts_are_those_of_what_was_sampled(finished):
 
 def test_the_summary_of_the_run_has_the_totals(finished, caplog):
     with caplog.at_level("INFO"):
-        resume(finished)  # nothing is left to do but to say how it ended
+        resume(finished)  # nothing is left to do, so it only says how it ended
     assert "dynamic sampling: 12 of the 12 groups trained on had a signal; " in caplog.text
 
 
-def test_time_and_speed_are_of_all_rollouts(finished):
+def test_time_and_speed_include_all_rollouts(finished):
     for row in read_metrics(finished):
         assert (row["time/extra_rollouts_s"] > 0) == (row["dynamic_sampling/extra_rollouts"] > 0)
         assert row["time/rollout_s"] + row["time/train_s"] <= row["time/step_s"] * 1.01
@@ -94,14 +94,14 @@ def test_time_and_speed_are_of_all_rollouts(finished):
         assert row["speed/rollout_tokens_per_s"] * row["time/rollout_s"] == pytest.approx(tokens)
 
 
-def test_each_time_that_is_logged_is_explained(finished):
+def test_each_logged_time_is_explained(finished):
     page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     logged = {key for row in read_metrics(finished) for key in row if key.startswith("time/")}
     assert sorted(re.findall(r"^\| `(time/\w+)` \|", page, re.MULTILINE)) == sorted(logged)
 
 
-def test_extra_rollouts_have_the_noise_of_their_step_and_seeds_of_their_own(nvfp4_base, tmp_path, monkeypatch):
-    """The same prompt sampled again in a step must not give the same completions again."""
+def test_extra_rollouts_have_the_noise_of_their_step_and_their_own_seeds(nvfp4_base, tmp_path, monkeypatch):
+    """A prompt that is sampled again in a step must not give the same completions."""
     calls, noises = [], []
     generate, set_noise = TransformersEngine.generate, TransformersEngine.set_noise
 
@@ -125,11 +125,11 @@ def test_extra_rollouts_have_the_noise_of_their_step_and_seeds_of_their_own(nvfp
 
 
 class Killed(Exception):
-    """Stands for a kill at a chosen line, in process."""
+    """Takes the place of a kill at a chosen line of this process."""
 
 
 @pytest.mark.parametrize("when", ["sampling", "grading"])
-def test_killed_in_an_extra_rollout_it_resumes_to_the_same_numbers(nvfp4_base, tmp_path, finished, monkeypatch, when):
+def test_a_run_killed_in_an_extra_rollout_resumes_to_equal_numbers(nvfp4_base, tmp_path, finished, monkeypatch, when):
     function, at = {"sampling": ("sample", (4, 1)), "grading": ("grade", (4, 1))}[when]
     original = getattr(training.step, function)
     rollouts, died = Counter(), []
@@ -150,8 +150,8 @@ def test_killed_in_an_extra_rollout_it_resumes_to_the_same_numbers(nvfp4_base, t
     assert numbers(resume(tmp_path / "run").run_dir) == numbers(finished)
 
 
-def test_a_whole_truncated_group_has_no_signal_where_it_is_masked(nvfp4_base, tmp_path):
-    """The random base never ends a completion: all is masked, so nothing can fill the batch, and the run says so."""
+def test_a_group_of_masked_truncated_completions_has_no_signal(nvfp4_base, tmp_path):
+    """The random base never ends a completion. All are masked, so nothing can fill the batch, and the run says so."""
     settings = ("loss.mask_truncated=true", "rollout.max_new_tokens=2", "rollout.dynamic_sampling.max_extra_rollouts=1")
     config = configured(nvfp4_base, tmp_path, *settings, steps=3)
     rows = numbers(start(config, "tiny").run_dir)
@@ -160,7 +160,7 @@ def test_a_whole_truncated_group_has_no_signal_where_it_is_masked(nvfp4_base, tm
     assert rows[0]["loss"] == 0
 
 
-def test_several_updates_on_one_rollout_count_it_once(nvfp4_base, tmp_path):
+def test_several_updates_on_one_rollout_count_the_rollout_once(nvfp4_base, tmp_path):
     rows = numbers(start(configured(nvfp4_base, tmp_path, "loss.num_iterations=2"), "tiny").run_dir)
     assert ["dynamic_sampling/sampled_groups" in row for row in rows] == [True, False] * 3
     assert [row["clip/share"] for row in rows[::2]] == [0, 0, 0]  # old logprobs are those of the kept completions

@@ -1,4 +1,4 @@
-"""Grading while the engine decodes: runs of the embedded model are the same with and without, and nothing hangs."""
+"""Grading while the engine generates: runs give the same numbers with and without it, and nothing hangs."""
 
 import json
 import threading
@@ -28,7 +28,7 @@ TEXTS = ("so \\boxed{\\sqrt{12}}", "so \\boxed{\\sqrt{13}}", "so \\boxed{\\sqrt{
 
 
 def formulas(folder, *overrides, out="run"):
-    """A recipe on sums whose answers are roots, which the embedded model's numbers are compared with as formulas."""
+    """A recipe on sums whose answers are roots, so that the embedded model's numbers are compared as formulas."""
     path = folder / "roots.jsonl"
     rows = islice(get_task("arith").generate("train"), 12)
     path.write_text(
@@ -46,9 +46,9 @@ def formulas(folder, *overrides, out="run"):
 
 @pytest.fixture
 def compared(monkeypatch):
-    """(thread, gold, answer) of each comparison by a worker, from here on. The engine is slow: what it tells of is
-    graded before it goes on, but for the last batch."""
-    math_pool.compare("x", "y")  # a worker is there
+    """A list of (thread, gold, answer) for each comparison by a worker from now on. The engine is so slow that
+    completions are graded before it goes on, except for the last batch."""
+    math_pool.compare("x", "y")  # start a worker
     math_pool.compare.cache_clear()
     seen, in_worker, generate = [], math_pool.Worker.compare, TransformersEngine.generate
 
@@ -70,7 +70,7 @@ def compared(monkeypatch):
 
 
 def pairs(compared):
-    """How often each (gold, answer) was compared; empties the list."""
+    """Count how often each (gold, answer) was compared, and empty the list."""
     counts = Counter(pair[1:] for pair in compared)
     compared.clear()
     return counts
@@ -81,18 +81,18 @@ def written(run_dir):
 
 
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_a_run_is_the_same_with_and_without(tmp_path, monkeypatch, compared, dynamic):
+def test_a_run_is_the_same_with_and_without_grading_ahead(tmp_path, monkeypatch, compared, dynamic):
     overrides = (f"rollout.dynamic_sampling.enabled={str(dynamic).lower()}",)
     ahead = start(formulas(tmp_path, *overrides), "tiny")
     in_thread = sum(name.startswith(THREAD) for name, *_ in compared)
     asked = pairs(compared)
     assert len(asked) > 3
-    assert set(asked.values()) == {1}  # never by the thread and by the reward
+    assert set(asked.values()) == {1}  # never by both the thread and the reward
     assert in_thread > len(asked) / 2
     math_pool.compare.cache_clear()
     monkeypatch.setattr(training.parts, "grading_ahead", lambda *_: None)
     plain = start(formulas(tmp_path, *overrides, out="plain"), "tiny")
-    assert pairs(compared) == asked  # the same texts, against the answers of the same prompts
+    assert pairs(compared) == asked  # the same texts are compared with the same answers
     assert numbers(ahead.run_dir) == numbers(plain.run_dir)
     assert written(ahead.run_dir) == written(plain.run_dir)
     assert same_adapters(ahead.adapter, plain.adapter)
@@ -120,7 +120,7 @@ def test_ctrl_c_in_a_rollout_ends_the_run_and_the_thread(tmp_path, monkeypatch, 
 
 
 def threads_end():
-    """Whether no thread grades any more, within ten seconds."""
+    """Whether all grading threads end within ten seconds."""
     deadline = time.monotonic() + 10
     while time.monotonic() < deadline:
         if not any(thread.name.startswith(THREAD) for thread in threading.enumerate()):
@@ -130,7 +130,7 @@ def threads_end():
 
 
 class Words:
-    """A tokenizer whose tokens are numbers of TEXTS; it waits where it is told to."""
+    """A tokenizer whose tokens are indices into TEXTS. It waits if it is told to."""
 
     def __init__(self):
         self.decoded, self.begun, self.go_on = [], threading.Event(), threading.Event()
@@ -169,7 +169,7 @@ def test_the_reward_finds_the_verdicts_of_the_thread(compared):
     assert len(compared) == 3
 
 
-def test_what_is_not_begun_is_left_to_the_reward_and_what_is_begun_is_waited_for():
+def test_the_reward_waits_for_grading_that_has_begun_and_does_the_rest_itself():
     words = Words()
     words.go_on.clear()
     threading.Timer(0.3, words.go_on.set).start()
@@ -180,7 +180,7 @@ def test_what_is_not_begun_is_left_to_the_reward_and_what_is_begun_is_waited_for
         assert ahead.graded == 0
     assert (words.decoded, ahead.graded) == ([0], 1)
     with ahead.rollout([]):
-        assert ahead.graded == 0  # of this rollout
+        assert ahead.graded == 0  # in this rollout
 
 
 def interrupted_rollout(ahead, begun):
@@ -190,7 +190,7 @@ def interrupted_rollout(ahead, begun):
         raise KeyboardInterrupt
 
 
-def test_where_the_rollout_raises_nothing_is_waited_for():
+def test_after_an_error_in_the_rollout_nothing_is_waited_for():
     words = Words()
     words.go_on.clear()
     began = time.monotonic()
@@ -203,7 +203,7 @@ def test_where_the_rollout_raises_nothing_is_waited_for():
     assert words.decoded == [0]
 
 
-def test_an_error_in_the_thread_ends_nothing():
+def test_an_error_in_the_thread_does_not_end_the_run():
     def decode(ids, skip_special_tokens):
         if ids == [1]:
             raise ValueError("no such token")
@@ -222,15 +222,15 @@ def test_an_error_in_the_thread_ends_nothing():
         ("math500", "accuracy", True),
         ("math500", "length", True),
         ("math500", "format", False),
-        ("gsm8k", "accuracy", False),  # its answers are numbers
+        ("gsm8k", "accuracy", False),  # the answers are numbers
     ],
 )
-def test_it_is_done_where_rewards_compare_formulas(tmp_path, task, reward, expected):
+def test_it_is_on_if_rewards_compare_formulas(tmp_path, task, reward, expected):
     rewards = f"rewards=[{{name: soft_overlong}}, {{name: {reward}}}]"
     config = small_config("tiny", tmp_path, f"data.task={task}", rewards)
     assert (grading_ahead(config, Words()) is not None) == expected
 
 
-def test_the_share_is_explained():
+def test_the_share_of_completions_graded_ahead_is_explained():
     page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     assert "`speed/graded_ahead_share`" in page

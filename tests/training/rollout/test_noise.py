@@ -1,4 +1,4 @@
-"""Sigma by stage against values worked out by hand, and noise as a function of (seed, step) alone."""
+"""Sigma by stage equals values computed by hand, and noise depends only on seed and step."""
 
 import json
 import math
@@ -28,7 +28,7 @@ def test_sigma_of_each_stage(row):
     assert stage_sigmas(config) == pytest.approx(row["sigmas"], rel=1e-12)
 
 
-# From 1e-2 to 1e-4 over 4 stages, on paper. Code: x = 0, 1/2, 1; the paper's print: x = 0, 1/3, 2/3.
+# From 1e-2 to 1e-4 over 4 stages, computed by hand. In the code x = 0, 1/2, 1; in the paper x = 0, 1/3, 2/3.
 BY_HAND = {
     ("exponential", "code"): [0, 1e-2, 1e-3, 1e-4],  # 1e-2 * 0.01^(1/2)
     ("exponential", "paper"): [0, 1e-2, 2.1544346900e-3, 4.6415888336e-4],
@@ -41,14 +41,14 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize(("schedule", "indexing"), BY_HAND)
-def test_the_golden_tables_are_what_one_works_out_by_hand(schedule, indexing):
+def test_the_golden_tables_equal_values_computed_by_hand(schedule, indexing):
     wanted = {"sigma_start": 1e-2, "sigma_end": 1e-4, "num_stages": 4, "schedule": schedule, "indexing": indexing}
     (row,) = [row for row in TABLES["sigmas"] if wanted.items() <= row.items()]
     assert row["sigmas"] == pytest.approx(BY_HAND[schedule, indexing], rel=1e-9)
 
 
 @pytest.mark.parametrize("row", TABLES["first_steps"], ids=named)
-def test_stages_begin_where_they_should(row):
+def test_stages_begin_at_the_right_step(row):
     steps, stages = row["steps"], row["num_stages"]
     found = [stage_of(step, steps, stages) for step in range(steps)]
     assert [found.index(stage) if stage in found else None for stage in range(stages)] == row["first_steps"]
@@ -58,7 +58,7 @@ def test_stages_begin_where_they_should(row):
 
 @pytest.mark.parametrize("indexing", ["code", "paper"])
 def test_first_and_last_step_of_a_run(indexing):
-    """The scripts' values: no noise first; last sigma_end in the code, 1e-2 * 0.01^(8/9) as the paper prints it."""
+    """With the scripts' values: first no noise; last sigma_end as in the code, 1e-2 * 0.01^(8/9) as in the paper."""
     config = NoiseConfig(sigma_end=1e-4, indexing=indexing)
     schedule = NoiseSchedule(config, SIZES, steps=997, seed=0)
     assert schedule.at(0).sigma == 0
@@ -66,13 +66,13 @@ def test_first_and_last_step_of_a_run(indexing):
     assert schedule.at(996).sigma == schedule.at(2000).sigma == pytest.approx(last, rel=1e-9)
 
 
-def test_the_codes_division_in_floating_point_begins_a_stage_late():
-    """Departure 5: 26 of 52 steps is half of them, so stage 5 of 10; 26 // 5.2 is 4.0."""
+def test_the_floating_point_division_of_the_code_begins_a_stage_late():
+    """Departure 5: step 26 of 52 is half, so it is in stage 5 of 10, but 26 // 5.2 is 4.0."""
     assert int(26 // (52 / 10)) == 4
     assert stage_of(26, 52, 10) == 5
 
 
-def test_paper_recipe_of_ten_stages_ends_where_it_says():
+def test_the_recipe_of_the_paper_with_ten_stages_ends_at_its_sigma():
     sigmas = stage_sigmas(NoiseConfig())
     assert len(sigmas) == 10
     assert sigmas[0] == 0
@@ -87,22 +87,22 @@ def test_stages_are_equal_intervals(step, stage):
     assert stage_of(step, 100, 10) == stage
 
 
-def test_noise_depends_on_seed_and_step_alone():
+def test_noise_depends_only_on_seed_and_step():
     first = draw_noise(SIZES, 1e-2, seed=3, step=5)
-    torch.randn(100)  # the global generator plays no part
+    torch.randn(100)  # the global generator has no influence
     again = draw_noise(SIZES, 1e-2, seed=3, step=5)
     assert all(torch.equal(first[name], again[name]) for name in SIZES)
     for other in (draw_noise(SIZES, 1e-2, seed=4, step=5), draw_noise(SIZES, 1e-2, seed=3, step=6)):
         assert not any(torch.equal(first[name], other[name]) for name in SIZES)
-    assert not torch.equal(*first.values())  # norms differ from one another
+    assert not torch.equal(*first.values())  # norms have different noise
 
 
-def test_noise_has_the_standard_deviation_it_claims():
+def test_noise_has_the_stated_standard_deviation():
     noise = NoiseSchedule(NoiseConfig(), SIZES, steps=10, seed=0).at(1)
     assert (noise.stage, noise.sigma) == (1, 1e-2)
     values = torch.cat(list(noise.vectors.values()))
     assert values.dtype == torch.float32
-    # 8192 draws: the sample std is within 4 standard errors, sigma / sqrt(2 n)
+    # With 8192 draws the sample std is within 4 standard errors, which are sigma / sqrt(2 n).
     assert abs(noise.std - 1e-2) < 4 * 1e-2 / math.sqrt(2 * values.numel())
     assert abs(values.mean().item()) < 4 * 1e-2 / math.sqrt(values.numel())
 

@@ -19,7 +19,7 @@ def rows_of(steps):
     return [[prompt.row for prompt in step] for step in steps]
 
 
-def test_every_row_comes_once_an_epoch():
+def test_every_row_comes_once_per_epoch():
     picked = [row for rollout in range(7) for row in rollout_rows(7, 3, 0, rollout)]  # 21 rows: 3 epochs
     for epoch in range(3):
         assert sorted(picked[7 * epoch : 7 * epoch + 7]) == list(range(7))
@@ -31,7 +31,7 @@ def test_more_prompts_than_rows_wrap_around():
 
 
 @pytest.mark.parametrize("first", [1, 4, 9])
-def test_starting_later_sees_what_the_whole_run_sees_there(first):
+def test_a_later_start_gets_the_prompts_of_the_whole_run(first):
     assert rows_of(step_prompts(first=first)) == rows_of(step_prompts())[2 * first :]
 
 
@@ -46,7 +46,7 @@ def test_seeds_order_the_rows_differently():
     assert len({tuple(rows_of(step_prompts(100, seed=seed))[0]) for seed in range(5)}) == 5
 
 
-def test_the_prompt_that_trains_is_the_prompt_that_is_evaluated():
+def test_training_and_evaluation_have_the_same_prompt():
     tokenizer = load_tokenizer(TINY)
     config = DataConfig(task="arith", limit=5, prompt_template="Solve: {question}", system_prompt="Be brief.")
     prompts = load_prompts(config, tokenizer, 1)

@@ -1,4 +1,4 @@
-"""Checkpoints on a disk that is full or lost something: what is found again, and what a full disk costs."""
+"""Checkpoints on disks that are full or have lost data: which one is found, and what a full disk costs."""
 
 import json
 import resource
@@ -68,7 +68,7 @@ def test_damage_is_found_and_named(copy, caplog, case):
     assert message in caplog.text
 
 
-def test_folders_beside_the_checkpoints_are_left_alone(copy):
+def test_other_folders_beside_the_checkpoints_are_left_alone(copy):
     for name in ("step-000006.bak", "step-best", ".step-000008.partial"):
         shutil.copytree(copy / "checkpoints" / "step-000002", copy / "checkpoints" / name)
     assert [checkpoint_step(path) for path in checkpoints(copy)] == [2, 4, 6]
@@ -81,7 +81,7 @@ def test_checkpoints_are_ordered_by_their_step(tmp_path):
     assert [checkpoint_step(path) for path in checkpoints(tmp_path)] == [999_999, 1_000_000]
 
 
-def test_with_no_good_checkpoint_it_begins_again(copy, finished):
+def test_without_a_good_checkpoint_the_run_begins_again(copy, finished):
     for path in checkpoints(copy):
         cut(path / "adapter_model.safetensors")
     shutil.rmtree(copy / "adapter")
@@ -90,7 +90,7 @@ def test_with_no_good_checkpoint_it_begins_again(copy, finished):
 
 @contextmanager
 def largest_file(size):
-    """No file may grow beyond `size` bytes: what a write then raises comes from the system, as on a full disk."""
+    """Files may not grow beyond `size` bytes, so that the system refuses a write as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -100,8 +100,8 @@ def largest_file(size):
 
 
 @pytest.mark.parametrize("share", [0.5, 1.0])
-def test_a_file_that_cannot_be_written_leaves_the_checkpoint_before(finished, nvfp4_base, tmp_path, monkeypatch, share):
-    """Half of the adapter fits, or all of it and half of the optimizer's state, which is twice as large."""
+def test_if_a_file_cannot_be_written_the_earlier_checkpoint_stays(finished, nvfp4_base, tmp_path, monkeypatch, share):
+    """Half of the adapter fits, or the adapter and half of the optimizer's state, which is twice as large."""
     size = int(share * (finished / "checkpoints" / "step-000004" / "adapter_model.safetensors").stat().st_size)
     until_it_failed = ExitStack()
 
@@ -119,7 +119,7 @@ def test_a_file_that_cannot_be_written_leaves_the_checkpoint_before(finished, nv
     assert numbers(resume(run_dir).run_dir) == numbers(finished)
 
 
-def test_metrics_that_cannot_be_written_are_one_line(tmp_path):
+def test_metrics_that_cannot_be_written_give_one_line(tmp_path):
     log = RunLog(tmp_path, 3)
     log.write_step(1, {"reward": 0.5})
     with largest_file(40), pytest.raises(CheckpointError, match=r"metrics of step 2 could not be written \(.*--resume"):
@@ -137,7 +137,7 @@ def can_mount():
 
 @contextmanager
 def small_disk(folder, size):
-    """A real disk of `size` bytes at `folder`, mounted for one waiting process alone; its path from here."""
+    """A real disk of `size` bytes, mounted at `folder` for one waiting process only. Gives its path from here."""
     script = f"mount -t tmpfs -o size={size} tmpfs '{folder}' && echo mounted && read -r"
     command = ["unshare", "-rm", "bash", "-c", script]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
@@ -146,12 +146,12 @@ def small_disk(folder, size):
 
 
 @pytest.mark.skipif(not can_mount(), reason="a small disk needs the right to mount one (unshare -rm)")
-def test_a_disk_that_fills_up_costs_no_step_while_an_older_checkpoint_can_go(finished, nvfp4_base, tmp_path, caplog):
-    """A real disk with room for two checkpoints and a half, of a run that would keep three."""
+def test_a_full_disk_costs_no_step_while_an_older_checkpoint_can_be_deleted(finished, nvfp4_base, tmp_path, caplog):
+    """A real disk with room for two and a half checkpoints, for a run that would keep three."""
     used = sum(file.stat().st_size for file in (finished / "checkpoints" / "step-000006").iterdir())
     with small_disk(tmp_path, int(2.5 * used) + 100_000) as disk:
         result = start(small_config(nvfp4_base, tmp_path, "run.keep_checkpoints=3", out=disk / "run"), "tiny")
         assert "step-000002 deleted to make room" in caplog.text
         assert [checkpoint_step(path) for path in checkpoints(result.run_dir)] == [4, 6]
         assert numbers(result.run_dir) == numbers(finished)
-    assert not (tmp_path / "run").exists()  # nothing of it was on another disk
+    assert not (tmp_path / "run").exists()  # nothing was written to another disk

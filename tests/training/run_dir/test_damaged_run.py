@@ -1,4 +1,4 @@
-"""A run directory that is not what a run left: each is repaired, or one error that says what to do."""
+"""Damaged run directories: each is repaired, or gives one error that says what to do."""
 
 import json
 import re
@@ -34,14 +34,14 @@ def unfinish(run_dir):
     shutil.rmtree(run_dir / "adapter")
 
 
-def test_half_an_adapter_is_made_whole_and_kept_aside(run_dir, finished):
+def test_an_incomplete_adapter_is_replaced_and_kept_aside(run_dir, finished):
     (run_dir / "adapter" / "adapter_model.safetensors").unlink()
     assert same_adapters(resume(run_dir).adapter, finished / "adapter")
     (aside,) = run_dir.glob("replaced-*")
     assert [path.name for path in (aside / "adapter").iterdir()] == ["adapter_config.json"]
 
 
-def test_a_file_in_the_place_of_the_adapter_is_kept_aside(run_dir, finished):
+def test_a_file_with_the_name_of_the_adapter_is_kept_aside(run_dir, finished):
     shutil.rmtree(run_dir / "adapter")
     (run_dir / "adapter").write_text("mine")
     assert same_adapters(resume(run_dir).adapter, finished / "adapter")
@@ -57,7 +57,7 @@ def test_a_file_in_the_place_of_the_adapter_is_kept_aside(run_dir, finished):
         (None, r"its metrics are gone"),
     ],
 )
-def test_metrics_that_are_gone_are_not_a_reward_of_zero(run_dir, rewards, said, caplog):
+def test_missing_metrics_are_not_shown_as_a_reward_of_zero(run_dir, rewards, said, caplog):
     metrics = run_dir / "metrics.jsonl"
     rows = [{"step": step, "reward": reward} for step, reward in enumerate(rewards or [], start=1)]
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -69,7 +69,7 @@ def test_metrics_that_are_gone_are_not_a_reward_of_zero(run_dir, rewards, said, 
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]"])
-def test_a_damaged_run_json_is_named_and_made_again(run_dir, finished, text):
+def test_a_damaged_run_json_is_named_and_written_again(run_dir, finished, text):
     unfinish(run_dir)
     (run_dir / "run.json").write_text(text)
     with pytest.raises(DataError, match=r"run\.json is damaged .*: delete it, and `qerl train --resume"):
@@ -80,7 +80,7 @@ def test_a_damaged_run_json_is_named_and_made_again(run_dir, finished, text):
 
 
 def test_another_scaling_in_the_recipe_is_refused(run_dir):
-    """The tensors would fit, and act more strongly than they were trained."""
+    """The tensors would fit, but act more strongly than in training."""
     unfinish(run_dir)
     config = load_config(run_dir / "config.yaml")
     save_config(
@@ -92,7 +92,7 @@ def test_another_scaling_in_the_recipe_is_refused(run_dir):
 
 
 def test_a_base_that_was_quantized_again_is_refused(base, tmp_path):
-    """The adapter would be trained on, and act on, other weights than before."""
+    """The adapter would be trained and used on other weights than before."""
     nvfp4 = tmp_path / "nvfp4"
     quantize_checkpoint(str(base), nvfp4)
     run_dir = start(small_config(nvfp4, tmp_path, steps=3), "tiny").run_dir
@@ -104,11 +104,11 @@ def test_a_base_that_was_quantized_again_is_refused(base, tmp_path):
     assert resume(run_dir).steps == 3
 
 
-def test_a_directory_in_which_only_the_lock_found_room_is_a_new_runs(tmp_path):
+def test_a_directory_that_holds_only_a_lock_counts_as_new(tmp_path):
     (tmp_path / ".lock").touch()
     assert new_run_dir(str(tmp_path), "tiny") == tmp_path
 
 
-def test_a_home_is_one(monkeypatch, tmp_path):
+def test_a_tilde_means_the_home_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert new_run_dir("~/runs/a", "tiny") == tmp_path / "runs" / "a"

@@ -49,7 +49,7 @@ def test_a_run_held_by_another_process_is_refused_until_that_one_is_killed(nvfp4
         pass
 
 
-def test_two_runs_begun_at_once_do_not_share_a_directory(tmp_path):
+def test_two_runs_that_begin_at_once_do_not_share_a_directory(tmp_path):
     found = written(tmp_path / "run")
     with only_writer(tmp_path / "run", found):
         (tmp_path / "run" / "config.yaml").touch()
@@ -58,7 +58,7 @@ def test_two_runs_begun_at_once_do_not_share_a_directory(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["file/run", "file"])
-def test_a_directory_that_cannot_be_made_is_one_error(nvfp4_base, tmp_path, place):
+def test_a_directory_that_cannot_be_made_gives_one_error(nvfp4_base, tmp_path, place):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"is a file; give another --out|already exists"):
         start(small_config(nvfp4_base, tmp_path, out=place), "tiny")

@@ -10,7 +10,7 @@ from rich.console import Console
 from training.run_dir.log import RunLog, deterministic, read_metrics, rename, spread
 
 
-def test_names_are_ours():
+def test_metrics_have_our_names():
     renamed = rename(
         {
             "reward": 0.5,
@@ -31,18 +31,18 @@ def test_names_are_ours():
     }
 
 
-def test_what_depends_on_the_machine_is_told_apart():
+def test_metrics_of_the_machine_are_separated():
     metrics = {"reward": 1, "time/step_s": 2, "speed/rollout_tokens_per_s": 3, "memory/peak_gib": 4}
     assert deterministic(metrics) == {"reward": 1}
 
 
-def test_half_a_line_is_dropped_and_later_steps_with_it(tmp_path):
+def test_a_truncated_line_and_later_steps_are_dropped(tmp_path):
     log = RunLog(tmp_path, 5, Console(quiet=True))
     for step in (1, 2, 3):
         log.write_step(step, {"reward": step / 10})
         log.write_completions(step, [{"completion": "é"}])
     path = tmp_path / "metrics.jsonl"
-    path.write_text(path.read_text()[:-9])  # as a kill leaves it
+    path.write_text(path.read_text()[:-9])  # as after a kill
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
     log.start_at(1)
     assert path.read_text() == '{"step": 1, "reward": 0.1}\n'
@@ -51,7 +51,7 @@ def test_half_a_line_is_dropped_and_later_steps_with_it(tmp_path):
     assert read_metrics(tmp_path) == [{"step": 1, "reward": 0.1}, {"step": 2, "reward": None}]
 
 
-def test_a_bad_line_in_the_middle_costs_that_line_alone(tmp_path, caplog):
+def test_of_a_damaged_file_only_the_bad_line_is_lost(tmp_path, caplog):
     lines = [b'{"step": 1, "reward": 0.1}', b"\xff\x00broken", b'{"step": 2}', b"17", b'{"reward": 1}', b'{"step": 3}']
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"\n".join(lines) + b"\n")
@@ -61,7 +61,7 @@ def test_a_bad_line_in_the_middle_costs_that_line_alone(tmp_path, caplog):
     assert path.read_text() == '{"step": 1, "reward": 0.1}\n{"step": 2}\n'
 
 
-def test_what_start_at_rewrites_is_on_the_disk_before_it_replaces(tmp_path, monkeypatch):
+def test_rewritten_metrics_are_on_disk_before_they_replace_the_old_ones(tmp_path, monkeypatch):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
     order = []
     monkeypatch.setattr(os, "fsync", lambda descriptor: order.append(os.readlink(f"/proc/self/fd/{descriptor}")))
@@ -71,7 +71,7 @@ def test_what_start_at_rewrites_is_on_the_disk_before_it_replaces(tmp_path, monk
     assert order == [str(tmp_path / "metrics.partial"), "replace", str(tmp_path)]
 
 
-def test_lines_are_plain_where_there_is_no_terminal(tmp_path):
+def test_without_a_terminal_lines_are_plain(tmp_path):
     console = Console(record=True, width=200, force_terminal=False)
     with RunLog(tmp_path, 4, console) as log:
         log.write_step(

@@ -1,4 +1,4 @@
-"""docs/metrics.md has every key that runs write, and no other."""
+"""docs/metrics.md lists every key that runs write, and no other."""
 
 import re
 from pathlib import Path
@@ -11,7 +11,7 @@ from training.run_dir.log import read_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "metrics.md"
-# Settings that together make a CPU run write every key that it can.
+# With these settings together, runs on a CPU write every key that they can.
 RUNS = {
     "defaults": (),
     "terms": ("loss.kl_coef=0.1", "loss.entropy_coef=0.01", "rollout.dynamic_sampling.enabled=true"),
@@ -50,7 +50,7 @@ def test_every_key_that_a_run_writes_is_explained(written):
 
 
 def test_every_key_that_is_explained_is_written(written):
-    """By a run here; on a GPU, those of memory, which nothing measures on a CPU."""
+    """Runs here write all but the keys of memory, which only a GPU can measure."""
     patterns = {key: re.compile(re.escape(key).replace("NAME", "[a-z_]+")) for key in explained()}
     missing = [key for key, pattern in patterns.items() if not any(map(pattern.fullmatch, written))]
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "training").rglob("*.py"))

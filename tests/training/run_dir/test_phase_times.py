@@ -1,6 +1,6 @@
-"""Seconds by phase: each second in the phase that spent it, all of them together the step.
+"""Seconds by phase: each second counts for the phase that spent it, and all together make the step.
 
-What needs a card last ran on an H200 on 2026-11-22.
+The tests that need a card last ran on an H200 on 2026-11-22.
 """
 
 import itertools
@@ -19,8 +19,8 @@ from training.run_dir.log import read_metrics
 from training.run_dir.phase_times import PhaseTimes
 
 PARTS = {f"time/{name}_s" for name in ("rollout", "sync", "reward", "forward", "backward", "optimizer", "other")}
-TICK = 1e-6  # seconds that reading the clock takes
-SLOW = {  # what is made to take seconds: (owner, name, seconds)
+TICK = 1e-6  # seconds that each reading of the clock takes
+SLOW = {  # functions that are made to take seconds: (owner, name, seconds)
     "rollout": (TransformersEngine, "generate", 1),
     "sync": (TransformersEngine, "sync", 2),
     "reward": (Grader, "grade", 4),
@@ -32,7 +32,7 @@ SLOW = {  # what is made to take seconds: (owner, name, seconds)
 
 
 class Clock:
-    """Stands still but for what is slow."""
+    """A clock that advances only in the slow functions."""
 
     def __init__(self, monkeypatch):
         self.now, self.calls = 0.0, Counter()
@@ -61,10 +61,10 @@ def check_sum(row):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_what_is_slow_is_in_its_phase_alone(nvfp4_base, tmp_path, monkeypatch, recompute):
+def test_a_slow_function_counts_only_for_its_phase(nvfp4_base, tmp_path, monkeypatch, recompute):
     clock = Clock(monkeypatch)
     settings = (f"run.gradient_checkpointing={str(recompute).lower()}", "noise.enabled=false")
-    settings += ("loss.entropy_coef=0.01",)  # every row has a loss
+    settings += ("loss.entropy_coef=0.01",)  # so that every row has a loss
     (row,) = read_metrics(start(small_config(nvfp4_base, tmp_path, *settings, steps=1), "tiny").run_dir)
     passes = clock.calls["attention"] // (2 if recompute else 1)
     assert passes > 4  # several layers and micro-batches
@@ -74,22 +74,22 @@ def test_what_is_slow_is_in_its_phase_alone(nvfp4_base, tmp_path, monkeypatch, r
     assert row["time/train_s"] == pytest.approx(8 * clock.calls["attention"], abs=0.1)
 
 
-def test_a_pass_without_a_gradient_is_a_forward_and_a_further_update_has_no_rollout(nvfp4_base, tmp_path, monkeypatch):
+def test_a_pass_without_gradient_is_forward_and_a_further_update_has_no_rollout(nvfp4_base, tmp_path, monkeypatch):
     clock = Clock(monkeypatch)
     config = small_config(nvfp4_base, tmp_path, "loss.num_iterations=2", "noise.enabled=false", steps=2)
     first, second = read_metrics(start(config, "tiny").run_dir)
     assert set(check_sum(first)) == PARTS
     assert PARTS - set(check_sum(second)) == {"time/rollout_s", "time/sync_s", "time/reward_s"}
     assert second["time/forward_s"] > 8
-    assert first["time/forward_s"] > 1.5 * second["time/forward_s"]  # and the old logprobs
+    assert first["time/forward_s"] > 1.5 * second["time/forward_s"]  # includes the old logprobs
     total = first["time/forward_s"] + second["time/forward_s"]
     assert total == pytest.approx(8 * clock.calls["attention"], abs=0.1)
 
 
-def test_phases_add_up_by_hand(monkeypatch):
+def test_phases_add_up_to_values_by_hand(monkeypatch):
     clock = iter([10.0, 11.0, 13.0, 14.0, 14.5, 15.0, 19.0, 20.0])
     monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
-    times = PhaseTimes(torch.device("cpu"))  # at 10
+    times = PhaseTimes(torch.device("cpu"))  # the clock is at 10
     for name in ("forward", "backward", "forward"):
         with times.phase(name):
             pass
@@ -101,7 +101,7 @@ def test_phases_add_up_by_hand(monkeypatch):
     }
 
 
-def test_a_new_step_starts_at_nothing(monkeypatch):
+def test_a_new_step_starts_without_phases(monkeypatch):
     monkeypatch.setattr(time, "perf_counter", itertools.count().__next__)
     times = PhaseTimes(torch.device("cpu"))
     times.begin("optimizer")
@@ -111,9 +111,9 @@ def test_a_new_step_starts_at_nothing(monkeypatch):
 
 
 @pytest.mark.gpu
-def test_a_gpu_s_phases_are_those_of_its_queue_and_wait_for_nothing():
-    """Queued in microseconds, the work is timed where it is done; only reading the times waits."""
-    torch.cuda._sleep(1)  # loads its kernel
+def test_phases_of_a_gpu_are_timed_in_its_queue_without_waiting():
+    """Work is queued in microseconds and timed where it is done; only reading the times waits."""
+    torch.cuda._sleep(1)  # so that its kernel is loaded
     torch.cuda.synchronize()
     times, began = PhaseTimes(torch.device("cuda")), time.perf_counter()
     torch.cuda.set_sync_debug_mode("error")
@@ -128,6 +128,6 @@ def test_a_gpu_s_phases_are_those_of_its_queue_and_wait_for_nothing():
     metrics = times.metrics(0.0)
     assert metrics["time/forward_s"] > 10 * queued_s
     assert metrics["time/backward_s"] == pytest.approx(1.5 * metrics["time/forward_s"], rel=0.2)
-    assert metrics["time/other_s"] >= -1e-3  # two clocks
+    assert metrics["time/other_s"] >= -1e-3  # measured by two clocks
     names = ("time/forward_s", "time/backward_s", "time/other_s")
     assert sum(metrics[name] for name in names) == pytest.approx(metrics["time/step_s"])

@@ -1,4 +1,4 @@
-"""While it trains: the display of a terminal, the plain lines of anything else, and what Ctrl-C does."""
+"""The output during training: the display on a terminal, plain lines elsewhere, and the effect of Ctrl-C."""
 
 import io
 import json
@@ -38,14 +38,14 @@ def shown(console):
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
 
 
-def test_time_left_by_hand():
+def test_the_time_left_equals_values_by_hand():
     rows = [{"step": 1, "time/step_s": 100.0}] + [{"step": step, "time/step_s": 4.0} for step in range(2, 12)]
-    assert time_left(rows, 1011) == "1:06:40 left"  # 1000 steps of 4 s: the first is older than the last ten
+    assert time_left(rows, 1011) == "1:06:40 left"  # 1000 steps of 4 s; the first step is not among the last ten
     assert time_left(rows, 11) == "0:00:00 left"
     assert time_left([{"step": 1}], 5) == time_left([], 5) == ""
 
 
-def test_what_a_step_lacks_is_left_out():
+def test_metrics_that_a_step_lacks_are_left_out():
     assert numbers(ROW) == "reward 0.250  sigma 1.0e-02  s/step 4.0"
 
 
@@ -61,8 +61,8 @@ def test_a_terminal_shows_the_phase_the_numbers_and_completions(tmp_path):
     text = shown(console)
     for part in ("3/5", "grading 0 s", "0:00:08 left", "reward 0.250", "tokens/s 1,234", "GiB 7.2"):
         assert part in text
-    assert "[red]1+1?" in text  # not markup
-    assert "\x1b[2J" not in console.file.getvalue()  # nor a command to the terminal
+    assert "[red]1+1?" in text  # not taken for markup
+    assert "\x1b[2J" not in console.file.getvalue()  # nor for a command to the terminal
     assert re.search(r"accuracy 1 .* so 2", text)
 
 
@@ -75,7 +75,7 @@ def test_a_resumed_run_begins_where_it_stopped(tmp_path):
     assert "0:00:12 left" in shown(console)
 
 
-def test_no_display_where_the_terminal_cannot_redraw(tmp_path):
+def test_there_is_no_display_if_the_terminal_cannot_redraw(tmp_path):
     dumb = Console(file=io.StringIO(), force_terminal=True, width=100, _environ={"TERM": "dumb"})
     with RunLog(tmp_path, 5, dumb) as log:
         log.phase("grading")
@@ -91,7 +91,7 @@ def test_a_long_completion_keeps_its_end():
     assert len(cell.plain) < LONGEST + 10
 
 
-def test_log_lines_go_above_the_display_and_back_to_stderr(tmp_path, monkeypatch):
+def test_log_lines_go_above_the_display_and_afterwards_to_stderr_again(tmp_path, monkeypatch):
     stream = io.StringIO()
     monkeypatch.setattr(sys, "stderr", stream)
     handler = logging.StreamHandler()
@@ -108,7 +108,7 @@ def test_log_lines_go_above_the_display_and_back_to_stderr(tmp_path, monkeypatch
 
 
 def interrupting(monkeypatch, presses, step=2):
-    """Ctrl-C while the completions of `step` are sampled."""
+    """Press Ctrl-C while the completions of `step` are sampled."""
     original = Sampler.sample
 
     def sample(self, prompts, moment, *rest):
@@ -124,7 +124,7 @@ def test_ctrl_c_saves_and_says_how_to_continue(nvfp4_base, tmp_path, monkeypatch
     with monkeypatch.context() as patch:
         interrupting(patch, 1)
         result = start(config, "tiny")
-    assert (result.adapter, result.steps) == (None, 3)  # the third step's rollout was interrupted and finished
+    assert (result.adapter, result.steps) == (None, 3)  # the interrupted third step was finished
     assert checkpoints(result.run_dir)[-1].name == "step-000003"
     assert f"stopped after step 3; continue with `qerl train --resume {result.run_dir}`" in caplog.text
     assert resume(result.run_dir).steps == 4
@@ -141,7 +141,7 @@ def test_a_second_ctrl_c_stops_at_once_and_says_so_too(nvfp4_base, tmp_path, mon
     assert f"stopped at once; continue with `qerl train --resume {tmp_path / 'run'}`" in caplog.text
 
 
-def test_the_exit_code_of_both(nvfp4_base, tmp_path, monkeypatch):
+def test_the_exit_code_after_one_and_two_interrupts(nvfp4_base, tmp_path, monkeypatch):
     save_config(small_config(nvfp4_base, tmp_path), tmp_path / "recipe.yaml")
     command = ["train", "--recipe", str(tmp_path / "recipe.yaml")]
 
@@ -156,7 +156,7 @@ def test_the_exit_code_of_both(nvfp4_base, tmp_path, monkeypatch):
 
 
 def test_a_run_on_a_terminal_and_its_end_by_ctrl_c(nvfp4_base, tmp_path):
-    """The whole command on a real pseudo-terminal."""
+    """The whole command runs on a real pseudo-terminal."""
     save_config(small_config(nvfp4_base, tmp_path, steps=1000), tmp_path / "recipe.yaml")
     command = [sys.executable, "-m", "qerl.cli", "train", "--recipe", str(tmp_path / "recipe.yaml")]
     master, slave = pty.openpty()
@@ -187,5 +187,5 @@ def _read_all(master, received):
     try:
         while data := os.read(master, 65536):
             received.append(data)
-    except OSError:  # the other end was closed
+    except OSError:  # the other end is closed
         os.close(master)

@@ -1,4 +1,4 @@
-"""`qerl train --resume RUN --steps N`: a run with another last step, by the schedules of that many steps."""
+"""`qerl train --resume RUN --steps N`: a run with another number of steps follows the schedules of that number."""
 
 import json
 import shutil
@@ -15,7 +15,7 @@ from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.prolong import prolong_
 
-PLAIN = ("optim.schedule=constant", "noise.enabled=false")  # where step and total have nothing to do with one another
+PLAIN = ("optim.schedule=constant", "noise.enabled=false")  # so that nothing depends on the number of steps
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -28,13 +28,13 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def short(nvfp4_base, folder):
-    """A run of 3 steps, finished: a cosine to 0, and three noise stages of a step each."""
+    """A finished run of 3 steps, with a cosine to 0 and three noise stages of one step each."""
     return start(small_config(nvfp4_base, folder, steps=3, out="short"), "tiny").run_dir
 
 
 @pytest.fixture(scope="module")
 def long(nvfp4_base, folder):
-    """The same of 6 steps."""
+    """The same run with 6 steps."""
     return start(small_config(nvfp4_base, folder, steps=6, out="long"), "tiny").run_dir
 
 
@@ -45,7 +45,7 @@ def prolonged(short, folder):
     return run_dir
 
 
-def test_without_schedules_it_is_the_run_that_was_longer_from_the_start(nvfp4_base, tmp_path):
+def test_without_schedules_a_prolonged_run_equals_a_longer_one(nvfp4_base, tmp_path):
     whole = start(small_config(nvfp4_base, tmp_path, *PLAIN, steps=5, out="whole"), "tiny")
     cut = start(small_config(nvfp4_base, tmp_path, *PLAIN, steps=3, out="cut"), "tiny")
     result = resume(cut.run_dir, steps=5)
@@ -54,7 +54,7 @@ def test_without_schedules_it_is_the_run_that_was_longer_from_the_start(nvfp4_ba
     assert same_adapters(result.adapter, whole.adapter)
 
 
-def test_learning_rate_and_noise_are_those_of_the_new_total_from_its_first_step_on(prolonged, short, long):
+def test_learning_rate_and_noise_follow_the_new_total_from_the_next_step_on(prolonged, short, long):
     assert numbers(prolonged)[:3] == numbers(short)
     keys = ("step", "learning_rate", "noise/sigma", "noise/stage")
     after, oracle = ([[row[key] for key in keys] for row in numbers(run)[3:]] for run in (prolonged, long))
@@ -62,7 +62,7 @@ def test_learning_rate_and_noise_are_those_of_the_new_total_from_its_first_step_
     assert [row[0] for row in after] == [4, 5, 6]
 
 
-def test_the_first_result_is_kept_aside_and_the_run_says_what_happened(prolonged, short):
+def test_the_first_result_is_kept_aside_and_run_json_has_the_change(prolonged, short):
     (aside,) = prolonged.glob("replaced-*")
     assert same_adapters(aside / "adapter", short / "adapter")
     assert same_adapters(prolonged / "adapter", checkpoints(prolonged)[-1])
@@ -74,16 +74,17 @@ def test_the_first_result_is_kept_aside_and_the_run_says_what_happened(prolonged
     assert about == before
 
 
-def test_the_jump_of_the_schedules_is_told(short, tmp_path, caplog):
+def test_the_jump_of_the_schedules_is_logged(short, tmp_path, caplog):
     caplog.set_level("INFO")
     resume(shutil.copytree(short, tmp_path / "run"), steps=6)
     assert "6 steps instead of 3" in caplog.text
     rate = load_config(short / "config.yaml").optim.learning_rate
-    assert f"learning rate of the next step: {rate / 2:.3g} (as it was: 0)" in caplog.text  # a cosine's middle and end
+    # These are the middle and the end of the cosine.
+    assert f"learning rate of the next step: {rate / 2:.3g} (as it was: 0)" in caplog.text
     assert "sigma of the next step: 0.05 (as it was: 0.01)" in caplog.text
     caplog.clear()
     resume(tmp_path / "run", step=4)
-    assert "as it was" not in caplog.text  # the same to the bit
+    assert "as it was" not in caplog.text  # equal to the bit
     caplog.clear()
     resume(tmp_path / "run", steps=7)
     assert "learning rate of the next step" in caplog.text
@@ -96,15 +97,15 @@ def totals(run_dir):
     ]
 
 
-def test_what_a_run_says_of_its_totals_holds_of_the_steps_that_it_keeps(short, tmp_path):
+def test_the_recorded_changes_are_those_of_the_steps_that_are_kept(short, tmp_path):
     run_dir = shutil.copytree(short, tmp_path / "run")
     for steps, done, expected in [
         (6, 3, [(3, 3, 6)]),
-        (6, 2, [(2, 3, 6)]),  # taken up earlier: from step 3 on by the schedules of 6
+        (6, 2, [(2, 3, 6)]),  # continued earlier: from step 3 on with the schedules of 6
         (5, 4, [(2, 3, 6), (4, 6, 5)]),
         (5, 5, [(2, 3, 6), (4, 6, 5)]),
         (7, 2, [(2, 3, 7)]),
-        (3, 2, []),  # as it was
+        (3, 2, []),  # unchanged
         (6, 2, [(2, 3, 6)]),
         (6, 0, []),  # from the beginning
     ]:
@@ -113,7 +114,7 @@ def test_what_a_run_says_of_its_totals_holds_of_the_steps_that_it_keeps(short, t
         assert load_config(run_dir / "config.yaml").run.steps == steps
 
 
-def test_killed_between_its_files_it_says_the_change_once(short, tmp_path, monkeypatch):
+def test_after_a_kill_between_its_files_the_change_is_recorded_once(short, tmp_path, monkeypatch):
     run_dir = shutil.copytree(short, tmp_path / "run")
     prolong_until_killed(run_dir, monkeypatch, "save_config")
     resume(run_dir, steps=4)
@@ -121,11 +122,11 @@ def test_killed_between_its_files_it_says_the_change_once(short, tmp_path, monke
 
 
 class Killed(Exception):
-    """Stands for a kill at a chosen line, in process."""
+    """Takes the place of a kill at a chosen line of this process."""
 
 
 def prolong_until_killed(run_dir, monkeypatch, name, owner=training.run_dir.prolong, call=1):
-    """To 6 steps, but for a kill at that call of `owner`'s function."""
+    """Prolong to 6 steps, but kill it at that call of the function of `owner`."""
     original, calls = getattr(owner, name), []
 
     def dying(*args, **kwargs):
@@ -143,13 +144,13 @@ def prolong_until_killed(run_dir, monkeypatch, name, owner=training.run_dir.prol
 @pytest.mark.parametrize(
     ("owner", "name", "call"),
     [
-        (training.run_dir.prolong, "replace_text", 1),  # the result is aside, and nothing else is done
+        (training.run_dir.prolong, "replace_text", 1),  # the result is set aside, and nothing else is done
         (training.run_dir.prolong, "save_config", 1),
         (training.trainer.QerlTrainer, "_compute_loss", 2),
         (training.trainer.QerlTrainer, "_save_rng_state", 1),
     ],
 )
-def test_killed_while_it_is_prolonged_it_goes_on(prolonged, short, tmp_path, monkeypatch, owner, name, call):
+def test_a_run_killed_while_it_is_prolonged_can_go_on(prolonged, short, tmp_path, monkeypatch, owner, name, call):
     run_dir = shutil.copytree(short, tmp_path / "run")
     prolong_until_killed(run_dir, monkeypatch, name, owner, call)
     begun = load_config(run_dir / "config.yaml").run.steps == 6
@@ -158,7 +159,7 @@ def test_killed_while_it_is_prolonged_it_goes_on(prolonged, short, tmp_path, mon
     assert same_adapters(result.adapter, prolonged / "adapter")
 
 
-def test_killed_before_the_new_total_stands_in_its_recipe_it_is_the_finished_run(short, tmp_path, monkeypatch):
+def test_killed_before_the_new_total_is_in_its_recipe_a_run_stays_finished(short, tmp_path, monkeypatch):
     run_dir = shutil.copytree(short, tmp_path / "run")
     prolong_until_killed(run_dir, monkeypatch, "replace_text")
     assert not (run_dir / "adapter").exists()
@@ -167,7 +168,7 @@ def test_killed_before_the_new_total_stands_in_its_recipe_it_is_the_finished_run
     assert same_adapters(result.adapter, short / "adapter")
 
 
-def test_a_run_can_be_made_shorter_and_taken_up_earlier(long, tmp_path):
+def test_a_run_can_be_made_shorter_and_continued_from_an_earlier_step(long, tmp_path):
     run_dir = shutil.copytree(long, tmp_path / "run")
     result = resume(run_dir, step=4, steps=5)
     assert result.steps == 5
@@ -182,7 +183,7 @@ def test_a_run_can_be_made_shorter_and_taken_up_earlier(long, tmp_path):
         (0, r"write --steps 4 or more"),
     ],
 )
-def test_a_total_that_is_behind_it_is_refused_before_anything_changes(short, steps, words):
+def test_a_total_below_the_steps_done_is_refused_before_anything_changes(short, steps, words):
     before = {path: path.stat().st_mtime_ns for path in short.rglob("*")}
     for check in (check_resumed, resume):
         with pytest.raises(ConfigError, match=words):
@@ -191,7 +192,7 @@ def test_a_total_that_is_behind_it_is_refused_before_anything_changes(short, ste
 
 
 def test_a_run_that_ended_between_two_updates_of_a_rollout_is_not_prolonged_from_there(short, tmp_path):
-    """What the rollout was is not kept."""
+    """The rollout itself is not saved."""
     run_dir = shutil.copytree(short, tmp_path / "run")
     config = load_config(run_dir / "config.yaml")
     loss = config.loss.model_copy(update={"num_iterations": 2})
@@ -200,7 +201,7 @@ def test_a_run_that_ended_between_two_updates_of_a_rollout_is_not_prolonged_from
         check_resumed(run_dir, None, 6)
 
 
-def test_as_typed(short, tmp_path, here):
+def test_the_command_works_as_typed(short, tmp_path, here):
     run_dir = shutil.copytree(short, tmp_path / "run")
     code, _, err = here("train", "--resume", run_dir)
     assert code == 0

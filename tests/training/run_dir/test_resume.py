@@ -1,4 +1,4 @@
-"""`qerl train --resume [RUN|STEP]`: which run, which checkpoint, and the same numbers from an earlier step."""
+"""`qerl train --resume [RUN|STEP]`: the right run and checkpoint, and the same numbers from an earlier step."""
 
 import json
 import os
@@ -51,13 +51,13 @@ def runs(tmp_path, monkeypatch):
         (("runs/old/checkpoints/step-000020",), ("runs/old", 20)),
     ],
 )
-def test_which_run_and_step(runs, arguments, expected):
+def test_the_run_and_the_step_that_are_found(runs, arguments, expected):
     run_dir, step = find_run(*arguments)
     assert (str(run_dir), step) == expected
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"recipe": 3}'])
-def test_a_run_whose_run_json_is_damaged_is_of_no_recipe(runs, text):
+def test_a_run_with_a_damaged_run_json_belongs_to_no_recipe(runs, text):
     (runs / "new" / "run.json").write_text(text)
     assert find_run(LAST, "dapo_7b") == (runs / "old", None)
 
@@ -70,17 +70,17 @@ def test_a_run_whose_run_json_is_damaged_is_of_no_recipe(runs, text):
         (("runs/old/checkpoints/step-000030",), "there are steps 20, 40"),
     ],
 )
-def test_what_is_not_there_is_named(runs, arguments, message):
+def test_for_a_missing_run_the_error_says_what_there_is(runs, arguments, message):
     with pytest.raises(ConfigError, match=message):
         find_run(*arguments)
 
 
-def test_a_step_without_checkpoint_names_those_that_there_are(runs):
+def test_for_a_step_without_checkpoint_the_existing_ones_are_listed(runs):
     with pytest.raises(ConfigError, match="no checkpoint of step 30: there are steps 20, 40"):
         rewind_(runs / "old", 30)
 
 
-def test_what_a_run_was_started_with_has_to_be_there_until_it_is_finished(tmp_path):
+def test_base_and_data_of_a_run_have_to_exist_until_it_is_finished(tmp_path):
     run_dir = tmp_path / "run"
     (run_dir / "checkpoints" / "step-000020").mkdir(parents=True)
     for steps, rows in ((20, "gone.jsonl"), (40, None)):
@@ -102,17 +102,17 @@ def test_what_a_run_was_started_with_has_to_be_there_until_it_is_finished(tmp_pa
         ([], []),
     ],
 )
-def test_resume_without_a_value_is_the_last_run(typed, given):
+def test_resume_without_a_value_means_the_last_run(typed, given):
     assert with_resume_value(typed) == given
 
 
-def test_what_is_replaced_in_one_second_goes_to_folders_of_its_own(tmp_path, monkeypatch):
+def test_files_replaced_within_one_second_go_to_different_folders(tmp_path, monkeypatch):
     monkeypatch.setattr("training.run_dir.folder.time.strftime", lambda _: "20261122-120000")
     names = [make_aside(tmp_path).name for _ in range(3)]
     assert names == ["replaced-20261122-120000", "replaced-20261122-120000-2", "replaced-20261122-120000-3"]
 
 
-def test_an_earlier_step_gives_the_same_numbers_and_keeps_what_it_replaces(nvfp4_base, tmp_path):
+def test_an_earlier_step_gives_the_same_numbers_and_replaced_files_are_kept(nvfp4_base, tmp_path):
     torch.set_num_threads(1)
     run_dir = start(small_config(nvfp4_base, tmp_path, "run.keep_checkpoints=3"), "tiny").run_dir
     damaged = run_dir / "checkpoints" / "step-000004" / "scheduler.pt"

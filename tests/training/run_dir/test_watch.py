@@ -1,4 +1,4 @@
-"""Warnings while a run trains: which metrics give which, with its cause, and how often it is told."""
+"""Warnings during a run: which metrics cause which warning, and how often it is repeated."""
 
 import json
 
@@ -24,7 +24,7 @@ NO_REWARD = {"reward": 0.0, "groups/zero_variance_share": 1.0}
 
 
 def rows(*changes, before=()):
-    """WINDOW good steps with `before`, then WINDOW steps with each of `changes`."""
+    """WINDOW good steps with `before`, then WINDOW steps for each of `changes`."""
     parts = [dict(before), *changes]
     return [{"step": i, **GOOD, **parts[i // WINDOW]} for i in range(WINDOW * len(parts))]
 
@@ -33,7 +33,7 @@ def rows(*changes, before=()):
     ("changed", "kind", "said"),
     [
         (NO_REWARD, "reward_zero", "reward has been 0 for 5 steps in a row: completions end"),
-        ({"rewards/accuracy": 0.0}, "reward_zero", "accuracy has been 0"),  # another reward hides it
+        ({"rewards/accuracy": 0.0}, "reward_zero", "accuracy has been 0"),  # although another reward is not 0
         ({"sampled/accuracy": 0.0, "rewards/accuracy": 0.1}, "reward_zero", "accuracy has been 0"),
         (NO_REWARD | {"completions/truncated_share": 0.8}, "reward_zero", "80% of the completions hit the length"),
         (NO_REWARD | {"grades/no_answer_share": 0.9}, "reward_zero", "in 90% of the completions no answer was found"),
@@ -50,7 +50,7 @@ def rows(*changes, before=()):
         ({"noise/at_bound": 1.0, "noise/sigma": 0.1}, "sigma_at_bound", "its bound (0.1) for 5 steps"),
     ],
 )
-def test_what_is_told(changed, kind, said):
+def test_metrics_and_their_warnings(changed, kind, said):
     (found,) = findings(rows(changed))
     assert (found.kind, said in found.text) == (kind, True), found.text
     assert not any(finding.kind == kind for finding in findings(rows(changed)[:-1])), "told a step too early"
@@ -64,21 +64,21 @@ def test_what_is_told(changed, kind, said):
         {"groups/zero_variance_share": 0.99},
         {"completions/truncated_share": 0.49},
         {"entropy": 0.041},
-        {"entropy": 0.001, "rewards/accuracy": 0.81},  # sure, and right
-        {"entropy": None},  # no completion entered the loss
-        {"mismatch_kl": 9e-4},  # below 5 times the first steps'
-        {"mismatch_kl": 2e-2, "noise/sigma": 0.01},  # noise that the first steps did not have
+        {"entropy": 0.001, "rewards/accuracy": 0.81},  # the model is certain, but right
+        {"entropy": None},  # no completion was in the loss
+        {"mismatch_kl": 9e-4},  # below 5 times that of the first steps
+        {"mismatch_kl": 2e-2, "noise/sigma": 0.01},  # the first steps had less noise
         {"correction/capped_share": 0.09},
         {"dynamic_sampling/informative_share": 0.11},
         {"noise/at_bound": 0.0},
     ],
 )
-def test_near_misses_are_not_told(changed):
+def test_near_misses_give_no_warning(changed):
     assert findings(rows(changed)) == []
 
 
-def test_steps_without_a_rollout_are_passed_over():
-    """With several updates on a rollout, only the first of them has its metrics."""
+def test_steps_without_a_rollout_are_skipped():
+    """With several updates on a rollout, only the first one has the metrics of the rollout."""
     later = dict.fromkeys(GOOD)
     mixed = [row for row in rows(NO_REWARD) for row in (row, {**row, **later})]
     assert [finding.kind for finding in findings(mixed)] == ["reward_zero"]
@@ -90,17 +90,17 @@ def test_many_updates_on_one_rollout_hide_nothing(updates):
     metrics = {key: GOOD[key] for key in ("entropy", "mismatch_kl")}
     steps = [metrics | (GOOD | NO_REWARD if i % updates == 0 else {}) for i in range(WINDOW * updates)]
     assert [finding.kind for finding in findings(steps)] == ["reward_zero"]
-    later = [*steps, *[metrics] * (4 * updates)]  # longer ago than the window is long: no news
+    later = [*steps, *[metrics] * (4 * updates)]  # longer ago than the window is long, so it gives no warning
     assert findings(later) == []
 
 
-def test_each_is_told_once_until_it_has_cooled_down():
+def test_each_warning_comes_once_per_cool_down():
     found = [Finding("truncated", "a"), Finding("no_variance", "b")]
     assert due(found, {"truncated": 10}, 9 + COOL_DOWN) == found[1:]
     assert due(found, {"truncated": 10}, 10 + COOL_DOWN) == found
 
 
-def test_the_run_shows_writes_and_reports_it(tmp_path):
+def test_the_run_shows_writes_and_reports_a_warning(tmp_path):
     console = Console(record=True, width=60, force_terminal=False)
     with RunLog(tmp_path, 20, console) as log:
         for step in range(1, 9):
@@ -115,7 +115,7 @@ def test_the_run_shows_writes_and_reports_it(tmp_path):
     assert f"- step 5: {row['text']}" in render_text(run)
 
 
-def test_a_resumed_run_neither_repeats_nor_keeps_what_came_later(tmp_path):
+def test_a_resumed_run_neither_repeats_warnings_nor_keeps_later_ones(tmp_path):
     log = RunLog(tmp_path, 20, Console(quiet=True))
     for step in range(1, 9):
         log.write_step(step, GOOD | {"reward": 0.0})
