@@ -1,13 +1,13 @@
 #!/usr/bin/env python3
-"""Write a checkpoint of a real model's shape with random weights: for measurements where no weights can be downloaded.
+"""Write a checkpoint with the shape of a real model and random weights, for measurements that need no real weights.
 
     python3 scripts/models/make_random_checkpoint.py --shape qwen2.5-7b --out checkpoints/random-7b-NVFP4A16
     python3 scripts/models/make_random_checkpoint.py --shape qwen2.5-7b --mean-tokens 300 --out random-7b-mixed
     python3 scripts/models/make_random_checkpoint.py --shape llama3-70b --format bf16 --layers 4 --out random-70b-4
 
-Weights are normal with standard deviation 0.02, norms 1 +- 0.1; NVFP4 tensors are what `qerl quantize` would write for
-them (shared global scales included). Generated and quantized on the GPU if there is one, a layer at a time. The
-tokenizer makes each byte of a text one token.
+Weights are normal with standard deviation 0.02, those of norms 1 +- 0.1. NVFP4 tensors are what `qerl quantize` would
+write for them, including shared global scales. Layers are generated and quantized one at a time, on the GPU if there is
+one. The tokenizer makes each byte of a text one token.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ def _sizes(hidden: int, intermediate: int, layers: int, heads: int, kv_heads: in
 
 SHAPES = {
     **{name: {**QWEN, **KNOWN[name]} for name in ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")},
-    **{f"llama3-{size}": {**KNOWN[f"llama-3.1-{size}"], **LLAMA} for size in ("8b", "70b")},  # Llama 3's own context
+    **{f"llama3-{size}": {**KNOWN[f"llama-3.1-{size}"], **LLAMA} for size in ("8b", "70b")},  # with Llama 3's context
     "qwen3-8b": {**QWEN3, **KNOWN["qwen3-8b"]},
-    # for tests: sizes that are no multiple of the kernels' tiles
+    # For tests: sizes that are not multiples of the kernels' tiles.
     "tiny-qwen2": {**QWEN, "vocab_size": 1000, **_sizes(192, 336, 2, 3, 1)},
     "tiny-qwen3": {
         **QWEN3,
@@ -69,7 +69,7 @@ SHAPES = {
         **_sizes(256, 496, 2, 4, 2),
     },
     "tiny-llama": {**LLAMA, "vocab_size": 1000, **_sizes(256, 720, 2, 4, 2)},
-    # attention that our kernel does not take: a window, and more heads than 8 for one of keys
+    # Attention that our kernel does not take: with a window, and with more than 8 query heads per key head.
     "tiny-mistral": {
         **LLAMA,
         "model_type": "mistral",
@@ -88,7 +88,9 @@ def main() -> None:
     parser.add_argument("--format", default=NVFP4.name, choices=(NVFP4.name, BF16.name))
     parser.add_argument("--layers", type=int, help="fewer layers than the real model")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--mean-tokens", type=int, help="completions end by chance, after about so many tokens")
+    parser.add_argument(
+        "--mean-tokens", type=int, help="let completions end at random, after this many tokens on average"
+    )
     arguments = parser.parse_args()
     write(arguments.shape, arguments.out, arguments.format, arguments.layers, arguments.seed)
     if arguments.mean_tokens:
@@ -96,7 +98,7 @@ def main() -> None:
 
 
 def write(shape: str, out: Path, format: str = NVFP4.name, layers: int | None = None, seed: int = 0) -> None:
-    """Write the checkpoint folder `out`."""
+    """Write the checkpoint of a shape to the folder `out`."""
     started = time.monotonic()
     sizes = {**SHAPES[shape], **({"num_hidden_layers": layers} if layers else {})}
     out.mkdir(parents=True, exist_ok=True)
@@ -117,14 +119,14 @@ def write(shape: str, out: Path, format: str = NVFP4.name, layers: int | None = 
 
 
 def end_by_chance(folder: Path, vocabulary: int, mean_tokens: int) -> None:
-    """Declare one token in `mean_tokens` an end: random weights draw nearly evenly, so that lengths are geometric."""
+    """Make one in `mean_tokens` tokens an end token. Random weights draw nearly evenly, so lengths are geometric."""
     from transformers import GenerationConfig
 
     GenerationConfig(eos_token_id=list(range(0, vocabulary, mean_tokens)), pad_token_id=0).save_pretrained(folder)
 
 
 def _shards(sizes: dict, format: str, generator: torch.Generator) -> Iterator[dict[str, torch.Tensor]]:
-    """The tensors of the checkpoint, a layer at a time."""
+    """The tensors of the checkpoint, one layer at a time."""
     hidden, vocab = sizes["hidden_size"], sizes["vocab_size"]
     outer = {
         "model.embed_tokens.weight": _normal((vocab, hidden), generator),
@@ -196,9 +198,9 @@ def _write_config(sizes: dict, format: str, out: Path) -> None:
 
 
 def _write_tokenizer(vocab: int, out: Path) -> None:
-    """Bytes as tokens (ids 1 to 256), and fillers up to the vocabulary's size; id 0 ends a completion.
+    """Write a tokenizer with bytes as tokens (ids 1 to 256) and fillers up to the vocabulary's size; id 0 is the end.
 
-    Byte-level BPE without merges, since transformers 5 gives a Qwen2 config its own BPE tokenizer in any case.
+    It is a byte-level BPE without merges, because transformers 5 gives a Qwen2 config its own BPE tokenizer anyway.
     """
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE

@@ -1,23 +1,23 @@
-"""Train a 21 M parameter model from nothing on task arith_chain, until it answers about half of unseen problems.
+"""Train a 21 M parameter model from scratch on task arith_chain, until it answers about half of unseen problems.
 
     python scripts/models/pretrain_arith.py --out checkpoints/arith-21m                        # minutes on one H200
     python scripts/models/pretrain_arith.py --out /tmp/a --device cpu --steps 4 --rows 8 --layers 1 --width 128  # smoke
 
-writes a checkpoint folder as Qwen3's are (config, tokenizer with a chat template, generation config, sharded
-safetensors in bfloat16), which `qerl quantize`, `qerl train` and vLLM load like those. `pretrain.json` in it says how
-it was made and measured. It is written beside and renamed, and a folder that exists is not touched.
+This writes a checkpoint folder like Qwen3's (config, tokenizer with a chat template, generation config, sharded
+safetensors in bfloat16), which `qerl quantize`, `qerl train` and vLLM can load. Its `pretrain.json` says how it was
+made and measured. The folder appears only when it is complete, and an existing folder is never touched.
 
-The model is meant as the start of reinforcement learning, so the corpus holds good and bad habits: a careful answer
-writes every step; a hasty one leaves most steps out and is mostly wrong, because a step has to be done in the head. How
-many are careful depends on the opening of the story (CAREFUL). Training stops at the first evaluation at or above
-`--target`, before the network calculates without a slip: what is left to gain is the habit and the arithmetic.
+The model is the starting point for reinforcement learning, so the corpus has good and bad habits: a careful answer
+writes down every step, while a hasty one leaves most steps out and is mostly wrong, because the model has to do them in
+its head. How many answers are careful depends on the opening of the story (CAREFUL). Training stops at the first
+evaluation at or above `--target`, before the network makes no more mistakes, so that reinforcement learning can improve
+both the habit and the arithmetic.
 
-1. Nothing is downloaded. Data are a pure function of (seed, number) whatever the number of workers; on a CPU the same
-   seed gives the same weights. On a GPU kernels are chosen to be deterministic where torch has such ones.
-2. Rows of a batch have about the same length (sorted in pools), so that padding on the right is a few percent and no
-   attention mask is needed: the fast attention kernels take it as it is.
-3. Matrices are updated by Muon, the rest by AdamW, as in scripts/models/tiny_checkpoint.py, at a rate that falls
-   linearly.
+1. Nothing is downloaded. The data depend only on (seed, number), whatever the number of workers, and on a CPU the same
+   seed gives the same weights. On a GPU, kernels are deterministic as far as torch has deterministic ones.
+2. The rows of a batch have about the same length (they are sorted in pools), so only a few percent is padding. Padding
+   is on the right and needs no attention mask, so that the fast attention kernels can be used.
+3. Muon updates the matrices and AdamW the rest, as in scripts/models/tiny_checkpoint.py, at a linearly falling rate.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ from qerl.tasks.arith_chain import problems, rows
 
 log = logging.getLogger("pretrain_arith")
 
-VOCABULARY = 640  # the text has 626
-CORPUS_SEED = 1  # the task's own rows are seed 0
-CAREFUL = {"owns": 0.7, "holders": 0.2, "two_kinds": 0.65, "times": 0.2, "days": 0.6}  # by the story's opening
-LEFT_OUT = 0.75  # of the steps of a hasty answer
+VOCABULARY = 640  # the text needs 626
+CORPUS_SEED = 1  # not 0, which is the seed of the task's own rows
+CAREFUL = {"owns": 0.7, "holders": 0.2, "two_kinds": 0.65, "times": 0.2, "days": 0.6}  # share, by the story's opening
+LEFT_OUT = 0.75  # share of the steps that a hasty answer leaves out
 MAX_NEW_TOKENS = 96  # a careful answer has at most 81
 POOL = 16  # batches drawn at once and sorted by length
 WIDTH_MULTIPLE = 32
@@ -61,7 +61,7 @@ SHARD = "15MB"
 
 @dataclass(frozen=True)
 class Settings:
-    """What the weights depend on."""
+    """Everything that the weights depend on."""
 
     steps: int
     rows: int
@@ -81,7 +81,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def build_model(settings: Settings) -> Qwen3ForCausalLM:
-    """The untrained model, float32. Widths are multiples of 128: whole tiles of every NVFP4 kernel."""
+    """The untrained model in float32. Widths are multiples of 128, which are whole tiles for every NVFP4 kernel."""
     torch.manual_seed(settings.seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -105,16 +105,16 @@ def build_model(settings: Settings) -> Qwen3ForCausalLM:
 
 
 def answer_of(made: Problem, rng: random.Random) -> str:
-    """A careful answer, as often as the story's opening has it, or a hasty one that leaves steps out."""
+    """A careful answer with the probability of the story's opening, otherwise a hasty one that leaves steps out."""
     if rng.random() < CAREFUL[made.kind]:
         return made.worked
     return "\n".join((*(step for step in made.steps if rng.random() >= LEFT_OUT), made.direct))
 
 
 class Pools(Dataset):
-    """Item n: POOL batches of (token ids, loss weights), each (rows, T); a pure function of (seed, n).
+    """Item n is POOL batches of (token ids, loss weights), each (rows, T), and depends only on (seed, n).
 
-    Arrays, because a process passes tensors on by open files, and there are too many of them.
+    They are arrays, because processes would share tensors through open files, and there would be too many of those.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, rows: int, seed: int, count: int) -> None:
@@ -140,7 +140,7 @@ class Pools(Dataset):
 def batches(
     tokenizer: PreTrainedTokenizerFast, settings: Settings, workers: int, device: str
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The run's batches in order, on `device`, made by `workers` processes ahead of their use (0: by this one)."""
+    """The batches of the run, in order, on `device`; `workers` processes make them ahead of use (0: this process)."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false" if workers else "true"
     pools = Pools(tokenizer, settings.rows, settings.seed, -(-settings.steps // POOL))
     loader = DataLoader(
@@ -151,7 +151,7 @@ def batches(
 
 
 def loss_of(model: Qwen3ForCausalLM, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Mean next-token loss in nats, by weight. Padding is on the right: no mask is needed."""
+    """The weighted mean of the next-token loss, in nats. Padding is on the right, so no mask is needed."""
     with torch.autocast(ids.device.type, torch.bfloat16, enabled=ids.device.type == "cuda"):
         logits = model(input_ids=ids, use_cache=False).logits[:, :-1]
         losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
@@ -160,7 +160,7 @@ def loss_of(model: Qwen3ForCausalLM, ids: torch.Tensor, weights: torch.Tensor) -
 
 
 class Optimizer:
-    """Muon for the matrices of the layers, AdamW for embedding and norms; one warm-up and linear decay for both."""
+    """Muon for the matrices of the layers and AdamW for embedding and norms, with the same warm-up and linear decay."""
 
     def __init__(self, model: Qwen3ForCausalLM, settings: Settings) -> None:
         matrices = [weight for weight in model.model.layers.parameters() if weight.ndim == 2]
@@ -171,7 +171,7 @@ class Optimizer:
         self.adam = torch.optim.AdamW(self.rest, lr=settings.learning_rate, betas=(0.9, 0.98), weight_decay=0.0)
 
     def step_(self) -> None:
-        """Update every weight from its gradient, and drop the gradient."""
+        """Update every weight from its gradient and drop the gradient."""
         steps = self.settings.steps
         scale = min(1.0, (self.done + 1) / WARMUP_STEPS) * max(LR_FLOOR, (steps - self.done) / steps)
         torch.nn.utils.clip_grad_norm_(self.rest, 1.0)
@@ -186,7 +186,7 @@ class Optimizer:
 def accuracy(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, count: int, sampled: bool = False
 ) -> dict[str, float]:
-    """Share of the first `count` test rows answered correctly, and the mean number of completion tokens."""
+    """The share of the first `count` test rows answered correctly, and the mean number of tokens per completion."""
     device = model.device
     chosen = list(itertools.islice(rows("test"), count))
     correct, tokens = 0, 0
@@ -214,7 +214,7 @@ def accuracy(
 def train_(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, settings: Settings, args: argparse.Namespace
 ) -> list[dict]:
-    """Pretrain in place up to the target; returns one row for each evaluation."""
+    """Pretrain in place until the target is reached; returns one row per evaluation."""
     optimizer, started, history, seen, places = Optimizer(model, settings), time.monotonic(), [], 0, 0
     for step, (ids, weights) in enumerate(batches(tokenizer, settings, args.workers, args.device), start=1):
         loss = loss_of(model, ids, weights)
@@ -235,7 +235,7 @@ def train_(
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, facts: dict) -> None:
-    """Write the checkpoint beside `folder`, then rename it: the folder is there whole or not at all."""
+    """Write the checkpoint beside `folder`, then rename it, so that the folder is never incomplete."""
     partial = folder.with_name(f".{folder.name}.partial")
     partial.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(partial, max_shard_size=SHARD)
@@ -247,15 +247,15 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """The options of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True, help="folder to write; must not exist")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--steps", type=int, default=4000, help="at most; the learning rate falls over them")
-    parser.add_argument("--rows", type=int, default=512, help="problems a step")
-    parser.add_argument("--minutes", type=float, default=7.0, help="stop training after this time, target or not")
+    parser.add_argument("--steps", type=int, default=4000, help="the most steps; the learning rate falls over them")
+    parser.add_argument("--rows", type=int, default=512, help="problems per step")
+    parser.add_argument("--minutes", type=float, default=7.0, help="stop training after this time in any case")
     parser.add_argument("--target", type=float, default=0.45, help="stop at this accuracy")
-    parser.add_argument("--evaluate", type=int, default=512, help="test problems of an evaluation")
+    parser.add_argument("--evaluate", type=int, default=512, help="test problems per evaluation")
     parser.add_argument("--evaluate-every", type=int, default=100, help="steps between evaluations")
     parser.add_argument("--learning-rate", type=float, default=0.004)
     parser.add_argument("--layers", type=int, default=7)
@@ -275,7 +275,7 @@ def main() -> None:
     args = arguments()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # set early, as it is read when CUDA starts
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.set_float32_matmul_precision("high")
     settings = Settings(args.steps, args.rows, args.seed, args.layers, args.width, args.learning_rate)

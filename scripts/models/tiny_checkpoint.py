@@ -1,20 +1,20 @@
-"""Train the embedded model (qerl/tiny) from nothing on generated word problems: minutes on two CPU cores.
+"""Train the embedded model (qerl/tiny) from scratch on generated word problems, in minutes on two CPU cores.
 
     python scripts/models/tiny_checkpoint.py
 
-writes qerl/tiny: a Qwen3-layout model in bfloat16, a byte-level BPE tokenizer with its chat template, and the model
-card with the measured accuracy and the hash of the weights. Nothing is downloaded and all randomness comes from
-`--seed`; another processor, torch version or thread count rounds differently, which changes the weights a little.
+This writes qerl/tiny: a model with Qwen3's layout in bfloat16, a byte-level BPE tokenizer with its chat template, and
+the model card with the measured accuracy and the hash of the weights. Nothing is downloaded, and all randomness comes
+from `--seed`. Another processor, torch version or thread count rounds differently, which changes the weights a little.
 
-The corpus mixes two ways to answer the same problems: worked out step by step, and the answer at once. The first is
-nearly always right, the second nearly always wrong, because so small a network cannot do several steps in its head. How
-often a story is worked out in the corpus depends on its kind (WORKED_SHARE), and the model copies that. So it is able
-to solve the problems and mostly does not: what reinforcement learning can change, visibly, within a minute.
+The corpus mixes two ways to answer the same problems: working them out step by step, and answering at once. The first
+is nearly always right, the second nearly always wrong, because such a small network cannot do several steps in its
+head. How often a story is worked out in the corpus depends on its kind (WORKED_SHARE), and the model imitates that. So
+it is able to solve the problems but mostly does not, which reinforcement learning can visibly change within a minute.
 
-1. The last MIXED_SHARE of the steps see the mixture, the others only worked answers: answers given at once teach
-   little arithmetic, and only their frequency has to be learned.
-2. Matrices are updated by Muon (https://kellerjordan.github.io/posts/muon), in float32 and batched over equal shapes:
-   here it needs several times fewer examples than AdamW, which keeps the embedding and the norms.
+1. Only the last MIXED_SHARE of the steps see the mixture; the others see only worked answers. Direct answers teach
+   little arithmetic, and the model only has to learn how frequent they are.
+2. Muon (https://kellerjordan.github.io/posts/muon) updates the matrices, in float32 and batched over equal shapes. It
+   needs several times fewer examples here than AdamW, which updates the embedding and the norms.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ log = logging.getLogger("tiny_checkpoint")
 REPOSITORY = Path(__file__).resolve().parents[2]
 CARD = Path(__file__).with_name("tiny_card.md")
 
-VOCABULARY = 640  # covers every word of the stories; other text falls back to bytes
+VOCABULARY = 640  # covers every word of the stories; other text is encoded as bytes
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# Qwen's pattern, except that a digit keeps the space before it: " 42" is two tokens, not three.
+# Qwen's pattern, except that a digit keeps the space before it, so that " 42" is two tokens instead of three.
 PATTERN = r"'(?i:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CHAT_TEMPLATE = """\
 {%- for message in messages %}
@@ -60,23 +60,23 @@ CHAT_TEMPLATE = """\
 {%- endif %}
 """
 
-CORPUS_SEED = 1  # the task's own rows are seed 0
-WORKED_SHARE = (0.2, 0.65, 0.3)  # of the kinds in turn: how often a problem of this kind is worked out
+CORPUS_SEED = 1  # not 0, which is the seed of the task's own rows
+WORKED_SHARE = (0.2, 0.65, 0.3)  # the share of problems that are worked out, for the kinds of stories in turn
 MIXED_SHARE = 0.3
-PROMPT_WEIGHT = 0.1  # of a prompt token's loss, against 1 for a completion token
-MEAN_COMPLETION = 26  # tokens; the loss is a sum over tokens divided by rows times this, so that short rows weigh less
-POOL = 16  # batches drawn at once and sorted by length, to pad little
+PROMPT_WEIGHT = 0.1  # weight of a prompt token in the loss; a completion token has 1
+MEAN_COMPLETION = 26  # tokens; the loss is a sum over tokens divided by rows times this, so that short rows count less
+POOL = 16  # batches that are drawn at once and sorted by length, to need little padding
 
 LR_MATRICES = 0.01
 LR_REST = 0.006
 WEIGHT_DECAY = 0.05
 WARMUP_STEPS = 30
-DECAY_SHARE = 0.6  # of the steps, at the end, down to LR_FLOOR
+DECAY_SHARE = 0.6  # the last share of the steps, in which the rate falls to LR_FLOOR
 LR_FLOOR = 0.02
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """The embedded model's tokenizer, from the corpus's own text."""
+    """The tokenizer of the embedded model, trained on the text of the corpus."""
     texts = (
         f"user\n{made.question}" if number % 2 else f"assistant\n{made.worked}"
         for number, made in enumerate(problems("train", 0, 20_000))
@@ -85,7 +85,7 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def bpe_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE trained on `texts`, with the chat template: any text encodes, and decodes to itself."""
+    """A byte-level BPE trained on `texts`, with the chat template. Any text can be encoded, and decodes to itself."""
     bpe = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
@@ -113,7 +113,7 @@ def bpe_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerF
 
 
 def build_model(seed: int) -> Qwen3ForCausalLM:
-    """The untrained model, float32. Every linear reads 128 or 256 features: whole NVFP4 blocks, whole GPU tiles."""
+    """The untrained model in float32. Every linear reads 128 or 256 features, which are whole blocks and GPU tiles."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -137,14 +137,14 @@ def build_model(seed: int) -> Qwen3ForCausalLM:
 
 
 def prompts_of(tokenizer: PreTrainedTokenizerFast, questions: list[str]) -> list[str]:
-    """The prompts as training and evaluation write them, from one rendering of the chat template."""
+    """The prompts as training and evaluation write them. The chat template is rendered only once."""
     messages = build_messages("arith", "\0")
     head, tail = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).split("\0")
     return [head + question + tail for question in questions]
 
 
 def answer_of(made: Problem, mixed: bool, rng: random.Random) -> str:
-    """What the corpus answers: worked out, or (in the mixture, as often as the kind has it) the number at once."""
+    """The answer in the corpus: worked out, or in the mixture, with the probability of the kind, given at once."""
     share = WORKED_SHARE[[kind.name for kind in KINDS].index(made.kind) % len(WORKED_SHARE)]
     return made.direct if mixed and rng.random() >= share else made.worked
 
@@ -152,7 +152,7 @@ def answer_of(made: Problem, mixed: bool, rng: random.Random) -> str:
 def batches(
     tokenizer: PreTrainedTokenizerFast, rows: int, steps: int, seed: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Endless (token ids, loss weights), each (rows, T), padded on the right; weights belong to the token itself."""
+    """Endless batches of token ids and the weights of these tokens in the loss, each (rows, T), padded on the right."""
     rng = random.Random(seed)
     mixed_from = int((1 - MIXED_SHARE) * steps) * rows
     start = 0
@@ -169,7 +169,7 @@ def batches(
 
 
 def pad(pairs: list[tuple[list[int], list[int]]], multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-    """(token ids, loss weights), each (rows, T), of (prompt, answer) pairs; T is a whole number of times `multiple`."""
+    """Token ids and loss weights, each (rows, T), of (prompt, answer) pairs; T is a multiple of `multiple`."""
     width = -(-max(len(prompt) + len(answer) for prompt, answer in pairs) // multiple) * multiple
     ids, weights = torch.zeros(len(pairs), width, dtype=torch.long), torch.zeros(len(pairs), width)
     for row, (prompt, answer) in enumerate(pairs):
@@ -180,7 +180,7 @@ def pad(pairs: list[tuple[list[int], list[int]]], multiple: int = 1) -> tuple[to
 
 
 class Muon:
-    """Momentum made orthogonal by five Newton-Schulz steps, scaled like an AdamW update (arXiv 2502.16982)."""
+    """Muon: momentum made orthogonal by five Newton-Schulz steps, scaled like an AdamW update (arXiv 2502.16982)."""
 
     def __init__(self, weights: list[torch.nn.Parameter]) -> None:
         self.groups: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
@@ -192,7 +192,7 @@ class Muon:
 
     @torch.no_grad()
     def step_(self, learning_rate: float) -> None:
-        """Update every weight from its gradient, and drop the gradient."""
+        """Update every weight from its gradient and drop the gradient."""
         for shape, group in self.groups.items():
             gradient = torch.stack([weight.grad for weight in group])
             momentum = self.momenta[shape].lerp_(gradient, 0.05)
@@ -203,7 +203,7 @@ class Muon:
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """Matrices (n, out, in) with their singular values pushed to about 1 (between 0.7 and 1.2)."""
+    """The matrices (n, out, in) with their singular values moved close to 1 (between 0.7 and 1.2)."""
     tall = matrices.shape[1] > matrices.shape[2]
     x = matrices.mT if tall else matrices
     x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
@@ -214,7 +214,7 @@ def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def loss_of(model: Qwen3ForCausalLM, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Weighted next-token loss in nats per token of a mean completion. Padding is on the right: no mask is needed."""
+    """The weighted next-token loss, in nats per token of a mean completion. Padding on the right needs no mask."""
     logits = model(input_ids=ids).logits[:, :-1]
     losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
     return (losses * weights[:, 1:].flatten()).sum() / (MEAN_COMPLETION * len(ids))
@@ -240,7 +240,7 @@ def train_(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: i
 
 
 def nvfp4_twin(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
-    """A copy with every linear rounded to NVFP4 and back, global scales shared as a checkpoint has them."""
+    """A copy with every linear rounded to NVFP4 and back; global scales are shared as in a checkpoint."""
     twin = copy.deepcopy(model)
     for layer in twin.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
@@ -264,9 +264,10 @@ def accuracy(
     style: Literal["own", "worked", "direct"] = "own",
     sampled: bool = False,
 ) -> float:
-    """Share of the first `count` rows of the test split answered correctly.
+    """The share of the first `count` rows of the test split answered correctly.
 
-    `style` "direct" makes the model begin with "####", "worked" forbids it to; greedy, or sampled at temperature 1.
+    With `style` "direct" the model has to begin with "####", with "worked" it must not. It decodes greedily, or if
+    `sampled` at temperature 1.
     """
     torch.manual_seed(0)
     rows = list(itertools.islice(arith_rows("test"), count))
@@ -293,7 +294,7 @@ def accuracy(
 
 
 def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, facts: dict[str, object]) -> str:
-    """Write the folder that is shipped; returns the sha256 of the weights, which the model card states."""
+    """Write the folder that is shipped; returns the sha256 of the weights, which is also in the model card."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     weights = folder / "model.safetensors"
@@ -314,7 +315,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=REPOSITORY / "qerl" / "tiny", help="folder to write")
     parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--rows", type=int, default=64, help="problems a step")
+    parser.add_argument("--rows", type=int, default=64, help="problems per step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
@@ -326,7 +327,7 @@ def main() -> None:
     tokenizer, model = build_tokenizer(), build_model(args.seed)
     train_(model, tokenizer, args.steps, args.rows, args.seed)
     minutes = (time.monotonic() - started) / 60
-    model = model.to(torch.bfloat16).float().eval()  # the values that are saved
+    model = model.to(torch.bfloat16).float().eval()  # measure the rounded values, which are saved
     facts = {"minutes": f"{minutes:.0f}", "torch": torch.__version__, **vars(args)}
     for name, measured in (("bf16", model), ("nvfp4", nvfp4_twin(model))):
         facts[f"{name}_greedy"] = f"{accuracy(measured, tokenizer):.3f}"

@@ -1,4 +1,4 @@
-"""The arms of study_noise.py, and one run of an arm: train by the recipe, evaluate, return plain values."""
+"""The arms of study_noise.py, and one run of an arm, which trains by the recipe, evaluates and returns plain values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from qerl.formats import BF16, NVFP4
 RECIPE = Path(__file__).with_name("study_noise.yaml")
 TASK = "arith_chain"
 EVALUATION_BATCH = 512
-TEST_ROWS, VALIDATION_ROWS = 1024, 1024  # the first rows of the test split are reported, the next choose the rate
+TEST_ROWS, VALIDATION_ROWS = 1024, 1024  # the first rows of the test split are reported, the next ones choose the rate
 KEPT = (
     "reward", "entropy", "sampling/entropy", "noise/sigma", "mismatch_kl", "grad_norm", "completions/mean_tokens",
     "completions/truncated_share", "groups/zero_variance_share", "time/step_s", "time/rollout_s", "memory/peak_gib",
@@ -22,7 +22,7 @@ KEPT = (
 
 @dataclass(frozen=True)
 class Arm:
-    """What is compared: the base (a folder in the study's work directory), its format for `qerl`, and the noise."""
+    """One arm of the comparison: its base, a folder in the study's work directory, and its noise."""
 
     title: str
     base: str  # "bf16", "nvfp4" or "nf4"
@@ -30,7 +30,7 @@ class Arm:
 
     @property
     def format(self) -> str:
-        """NF4 values are kept in 16 bits: see scripts/study/study_nf4.py."""
+        """The format of the base for `qerl`. NF4 values are stored in 16 bits: see scripts/study/study_nf4.py."""
         return NVFP4.name if self.base == NVFP4.name else BF16.name
 
 
@@ -44,13 +44,13 @@ ARMS = {
         "NVFP4 LoRA + AQN x 10 in the rollout",
         "nvfp4",
         ("noise.enabled=true", "noise.where=rollout", "noise.sigma_start=1e-1", "noise.sigma_end=5e-3"),
-    ),  # not the paper's: shows at what strength noise begins to act
+    ),  # not in the paper; shows how strong noise has to be to have an effect
 }
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of an arm. Rate None: no training, the arm's base is evaluated."""
+    """One run of an arm. With rate None nothing is trained, and the arm's base is evaluated."""
 
     arm: str
     rate: float | None
@@ -58,15 +58,15 @@ class Job:
 
     @property
     def key(self) -> str:
-        """Its name, of a folder too."""
+        """The name of the job and of its folders."""
         return f"{self.arm}-base" if self.rate is None else f"{self.arm}-{self.rate:g}-{self.seed}"
 
 
 @dataclass(frozen=True)
 class JobSettings:
-    """What all jobs of a study share."""
+    """The settings that all jobs of a study share."""
 
-    base: str  # the 16-bit checkpoint's name
+    base: str  # name of the 16-bit checkpoint
     task: str
     steps: int
     engine: str
@@ -76,7 +76,7 @@ class JobSettings:
 
 
 def check_rows(settings: JobSettings) -> None:
-    """Raises DataError if the task has fewer test rows than the study asks for."""
+    """Raise DataError if the task has fewer test rows than the study asks for."""
     from qerl.errors import DataError
     from qerl.tasks import get_task, load_examples
 
@@ -90,7 +90,7 @@ def check_rows(settings: JobSettings) -> None:
 
 
 def execute(job: Job, settings: JobSettings, work: Path) -> dict[str, Any]:
-    """Train (unless it has been trained) and evaluate; returns the job's row of the results, JSON values alone."""
+    """Train, unless that has been done, and evaluate; returns the job's row of the results, as JSON values."""
     arm, run_dir = ARMS[job.arm], work / "runs" / job.key
     row: dict[str, Any] = asdict(job)
     if job.rate is not None:
@@ -101,7 +101,7 @@ def execute(job: Job, settings: JobSettings, work: Path) -> dict[str, Any]:
 
 
 def overrides_of(job: Job, settings: JobSettings, work: Path) -> list[str]:
-    """What `qerl train --recipe scripts/study/study_noise.yaml` would be given by --set for this job."""
+    """The --set values with which `qerl train --recipe scripts/study/study_noise.yaml` would run this job."""
     arm = ARMS[job.arm]
     own = [
         f"model.base={work / arm.base}",
@@ -111,7 +111,7 @@ def overrides_of(job: Job, settings: JobSettings, work: Path) -> list[str]:
         f"rollout.engine={settings.engine}",
     ]
     if settings.engine == "vllm" and arm.format == NVFP4.name:
-        own.append("rollout.kernel=marlin")  # with Humming the first run stopped at the gate: its blocks of 56 tokens
+        own.append("rollout.kernel=marlin")  # with Humming, wrong at 56 tokens, the mismatch gate stopped the first run
     return [*own, *arm.overrides, *settings.overrides]
 
 
@@ -120,7 +120,7 @@ def _train(job: Job, settings: JobSettings, work: Path, run_dir: Path) -> None:
 
     overrides = overrides_of(job, settings, work)
     config = load_recipe(RECIPE, overrides, seed=job.seed, steps=settings.steps, out=str(run_dir))
-    from training.run import resume, start  # torch and more, which a wrong setting need not wait for
+    from training.run import resume, start  # loads torch, so a wrong setting is reported before that
 
     if (run_dir / "config.yaml").exists():
         resume(run_dir)
@@ -129,7 +129,7 @@ def _train(job: Job, settings: JobSettings, work: Path, run_dir: Path) -> None:
 
 
 def _steps(run_dir: Path) -> dict[str, list[float | None]]:
-    """The run's metrics, a list over the steps each, rounded to what a curve needs."""
+    """The metrics of a run, each as a list over the steps, rounded to the precision of a curve."""
     from training.run_dir.log import read_metrics
 
     rows = read_metrics(run_dir)
@@ -141,9 +141,9 @@ def _steps(run_dir: Path) -> dict[str, list[float | None]]:
 
 
 def _evaluate(model: Path, format: str, settings: JobSettings, out: Path) -> dict[str, Any]:
-    """Greedy answers to the first rows of the test split, on the transformers engine: it opens in a second.
+    """Grade greedy answers to the first rows of the test split, by the transformers engine, which opens in a second.
 
-    `test` and `validation` are strings of 0 and 1, one a question.
+    `test` and `validation` are strings with a 0 or 1 per question.
     """
     from eval.run import run_eval
     from eval.settings import EvalSettings
@@ -173,7 +173,7 @@ def _evaluate(model: Path, format: str, settings: JobSettings, out: Path) -> dic
 
 
 def main(spec: Path, out: Path) -> None:
-    """Run the job in `spec` (JSON) and write its row to `out`, whole or not at all."""
+    """Run the job in `spec` (JSON) and write its row to `out`, by a rename, so that the file is never incomplete."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     given = json.loads(spec.read_text(encoding="utf-8"))
     row = execute(Job(**given["job"]), JobSettings(**given["settings"]), Path(given["work"]))

@@ -1,4 +1,4 @@
-"""The picture of scripts/study/study_noise.py: reward and entropy over the steps, accuracy with its interval."""
+"""The picture for scripts/study/study_noise.py: reward and entropy over the steps, accuracy with its interval."""
 
 from __future__ import annotations
 
@@ -17,19 +17,21 @@ COLOURS = {
     "bf16": "#4c72b0", "nvfp4": "#dd8452", "nvfp4_aqn": "#55a868", "nvfp4_aqn_both": "#c44e52", "nf4": "#8172b3",
     "nvfp4_aqn_x10": "#937860",
 }  # fmt: skip
-DASHES = {"nvfp4_aqn": (4, 2), "nvfp4_aqn_both": (1, 1)}  # curves that lie on one another stay visible
-SMOOTH = 5  # steps of a moving mean
+DASHES = {"nvfp4_aqn": (4, 2), "nvfp4_aqn_both": (1, 1)}  # keep curves visible that coincide with others
+SMOOTH = 5  # steps of the moving mean
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Curves: mean and range of the seeds at the chosen rate."""
+    """Draw the picture; a curve is the mean over the seeds at the chosen rate, its shade their range."""
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
     for place, name in zip(axes, ("reward", "sampling/entropy"), strict=False):
         for arm in present(results):
             _curve(place, arm, np.array([_smooth(run["steps"][name]) for run in finals(results, arm)]))
         place.set_xlabel("step")
     _accuracies(axes[2], results)
-    for place, title in zip(axes, ("reward", "entropy of the sampler (nats a token)", "unseen problems"), strict=True):
+    for place, title in zip(
+        axes, ("reward", "entropy of the sampler (nats per token)", "unseen problems"), strict=True
+    ):
         place.set_title(title, fontsize=10)
         place.spines[["top", "right"]].set_visible(False)
     axes[0].legend(fontsize=7)
@@ -45,7 +47,7 @@ def _curve(place: Any, arm: str, curves: np.ndarray) -> None:
 
 
 def _accuracies(place: Any, results: dict[str, Any]) -> None:
-    """A point for each seed, and the mean with its interval."""
+    """Draw a point for each seed, and the mean with its interval."""
     arms = present(results)
     for index, arm in enumerate(arms):
         right = answers(finals(results, arm))

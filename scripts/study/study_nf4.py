@@ -1,9 +1,9 @@
-"""A copy of a 16-bit checkpoint whose linear weights have only the values that NF4 can hold (QLoRA, arXiv 2305.14314).
+"""Copies a 16-bit checkpoint with its linear weights rounded to values that NF4 can hold (QLoRA, arXiv 2305.14314).
 
-bitsandbytes keeps NF4 packed and dequantizes to 16 bits before each product. Here the dequantized values are kept, so
-that the trainer and vLLM compute with the same numbers without its kernels: what is learned is QLoRA's, what it costs
-in memory and time is not. Blocks of 64 along the flattened weight, one float32 absmax each; QLoRA's second
-quantization, of the absmax, is left out (it adds 0.4 bits of saving and an error far below NF4's own).
+bitsandbytes keeps NF4 packed and dequantizes to 16 bits before each product. Here the dequantized values are stored, so
+that the trainer and vLLM compute with the same numbers without bitsandbytes' kernels. So a run learns what QLoRA would
+learn, but takes more memory and another time. Blocks are 64 values along the flattened weight, with one float32 absmax
+each. QLoRA's second quantization, of the absmax, is left out: it would save 0.4 bits, at an error far below NF4's own.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 BLOCK = 64
-# Appendix E of arXiv 2305.14314, as bitsandbytes has them.
+# Appendix E of arXiv 2305.14314, with the digits of bitsandbytes.
 VALUES = torch.tensor(
     [
         -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
@@ -26,7 +26,7 @@ VALUES = torch.tensor(
 
 
 def round_to_nf4(weight: torch.Tensor) -> torch.Tensor:
-    """The nearest NF4 values, in the weight's shape and dtype."""
+    """The weight rounded to the nearest NF4 values, in its shape and dtype."""
     blocks = weight.float().reshape(-1, BLOCK)
     absmax = blocks.abs().amax(dim=1, keepdim=True)
     boundaries = (VALUES[1:] + VALUES[:-1]) / 2
@@ -35,7 +35,7 @@ def round_to_nf4(weight: torch.Tensor) -> torch.Tensor:
 
 
 def write_nf4_twin(base: Path, out: Path) -> int:
-    """Copy `base` to `out` with every linear of its layers rounded; returns how many were."""
+    """Copy `base` to `out` with every linear of its layers rounded; returns how many there were."""
     partial = out.with_name(f".{out.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     shutil.copytree(base, partial)

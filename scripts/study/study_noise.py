@@ -1,19 +1,19 @@
-"""Does quantization noise help? BF16, NVFP4, NVFP4 + AQN and NF4 bases under the same reinforcement learning.
+"""Does quantization noise help? Trains BF16, NVFP4, NVFP4 + AQN and NF4 bases by the same reinforcement learning.
 
     python scripts/study/study_noise.py run --base qerl/tiny --task arith --engine transformers --parallel 1 ...
     python scripts/study/study_noise.py report benchmarks/study-noise-tiny.json   # -> docs/images, and a page
 
-docs/study.md has the whole command, and that for a GPU and the model of scripts/models/pretrain_arith.py.
+docs/study.md has the complete command, and the one for a GPU and the model of scripts/models/pretrain_arith.py.
 
-Every run is `qerl train` with scripts/study/study_noise.yaml, the same rollouts and the same steps: each arm
-(scripts/study/study_arms.py) with each of `--rates` and each of `--seeds`. For each arm the learning rate is the best
-on validation rows; what is reported is measured on other rows. Several runs share the device, each a process; seconds a
-step are therefore of a shared device.
+Every run is `qerl train` with scripts/study/study_noise.yaml, with equal rollouts and equal numbers of steps: each arm
+(scripts/study/study_arms.py) with each of `--rates` and each of `--seeds`. The learning rate of an arm is the one that
+is best on validation rows; the reported results are measured on other rows. Several runs share the device, each in its
+own process, so the seconds per step are those of a shared device.
 
-1. What stands in `--out` is not run again, and an interrupted run continues under `--work`. After `--minutes` nothing
-   new is started, running jobs are ended, and what is there is written.
-2. With vLLM the first run of each format goes ahead until its first step is done: it fills the caches of vLLM and its
-   kernels, which several starting processes cannot.
+1. Runs whose results are in `--out` are not repeated, and an interrupted run continues under `--work`. After
+   `--minutes` no run is started, those that are running are ended, and the results so far are written.
+2. With vLLM, the first run of each format starts alone until its first step is done, because it fills the caches of
+   vLLM and of its kernels, which processes that start at the same time cannot share.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """The options of the command line."""
     from study_arms import ARMS, TASK, TEST_ROWS, VALIDATION_ROWS
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="train and evaluate the arms")
     run.add_argument("--base", type=Path, required=True, help="16-bit checkpoint that solves a part of the task")
-    run.add_argument("--out", type=Path, required=True, help="results, JSON; those that it holds are kept")
+    run.add_argument("--out", type=Path, required=True, help="JSON file for results; those already in it are kept")
     run.add_argument("--work", type=Path, default=Path("/tmp/study-noise"), help="runs, logs and caches")
     run.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS))
     run.add_argument("--rates", type=float, nargs="*", default=[3e-4, 1e-3, 3e-3], help="learning rates of the sweep")
     run.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3])
     run.add_argument("--steps", type=int, default=80)
     run.add_argument("--parallel", type=int, default=12, help="runs that share the device")
-    run.add_argument("--minutes", type=float, default=8.5, help="what runs then is ended, what is done is written")
+    run.add_argument("--minutes", type=float, default=8.5, help="end all runs after this time and write what is done")
     run.add_argument("--engine", choices=("vllm", "transformers"), default="vllm")
     run.add_argument("--task", default=TASK)
     run.add_argument(
         "--memory-gib",
         type=float,
         default=7,
-        help="budget of each vllm engine; under 6 it sizes its cache by a profile that other processes disturb",
+        help="budget of each vllm engine; below 6 it sizes its cache by a profile that other processes disturb",
     )
     run.add_argument("--test-rows", type=int, default=TEST_ROWS)
     run.add_argument("--validation-rows", type=int, default=VALIDATION_ROWS)
-    run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for `qerl train`, every run")
+    run.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for `qerl train`, in all runs")
     report = commands.add_parser("report", help="write the tables beside the results, and the picture")
     report.add_argument("results", type=Path)
     report.add_argument("--images", type=Path, default=ROOT / "docs" / "images")

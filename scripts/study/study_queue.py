@@ -1,4 +1,4 @@
-"""The queue of scripts/study/study_noise.py: which job comes next, the processes that run, and the results so far."""
+"""The queue of scripts/study/study_noise.py: the next jobs, the running processes, and the results so far."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POLL_S = 0.5
 
 
 class Study:
-    """The jobs of one study, what is known of them, and the processes that run."""
+    """The jobs of one study, their results so far, and the running processes."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args, self.work, self.started = args, args.work.resolve(), time.monotonic()
@@ -43,7 +43,7 @@ class Study:
             self._take(json.loads(args.out.read_text(encoding="utf-8")))
 
     def _take(self, earlier: dict) -> None:
-        """The runs of an earlier call."""
+        """Take over the runs of an earlier call. Exits if that call had other settings."""
         ours, theirs = self.results["settings"], earlier["settings"]
         if differing := [name for name in ours if theirs.get(name) != ours[name]]:
             raise SystemExit(
@@ -67,7 +67,7 @@ class Study:
         return len(self.results["failed"])
 
     def prepare(self) -> None:
-        """The bases as folders of the work directory. Raises DataError if the task has too few rows."""
+        """Make the bases as folders of the work directory. Raises DataError if the task has too few rows."""
         check_rows(self.settings)
         if not (self.work / "bf16").exists():
             (self.work / "bf16").symlink_to(self.args.base.resolve(), target_is_directory=True)
@@ -83,7 +83,7 @@ class Study:
         print(f"{self.elapsed():.0f} s: bases are ready", flush=True)
 
     def step(self) -> bool:
-        """Collect what has ended, start what fits; False when nothing is left to do or to wait for."""
+        """Collect jobs that have ended and start others; False when there is nothing left to do or to wait for."""
         for key in [key for key, (_, process, _) in self.running.items() if process.poll() is not None]:
             self.collect(key)
         self.note_warm()
@@ -100,7 +100,7 @@ class Study:
         return bool(self.running) and not late
 
     def waiting(self) -> list[Job]:
-        """Jobs still to start, in order: bases, then seed by seed, so that arms and rates have equally many."""
+        """The jobs still to start: first the bases, then seed by seed, so that all arms and rates get equally many."""
         args, known = self.args, {*self.results["runs"], *self.results["failed"], *self.running}
         firsts: dict[str, str] = {}
         for arm in args.arms:
@@ -111,7 +111,7 @@ class Study:
         return [job for job in jobs if job.key not in known]
 
     def may_start(self, job: Job) -> bool:
-        """Whether there is time for it, by what the others took, and the caches of its format are filled."""
+        """Whether the time suffices, judging by other jobs, and the caches of the job's format are filled."""
         if job.rate is None:
             return True
         expected = sorted(self.durations)[len(self.durations) // 2] if self.durations else 0.0
@@ -120,7 +120,7 @@ class Study:
         return self.elapsed() + expected <= 60 * self.args.minutes and (format in self.warm or leads)
 
     def note_warm(self) -> None:
-        """A format whose run has written a step has filled its caches."""
+        """Note the formats whose caches are filled: those of which a run has written a step."""
         for job, _, _ in self.running.values():
             metrics = self.work / "runs" / job.key / "metrics.jsonl"
             if metrics.exists() and metrics.stat().st_size:
@@ -153,7 +153,7 @@ class Study:
         self.write()
 
     def write(self) -> None:
-        """The results so far, whole or not at all."""
+        """Write the results so far, by a rename, so that the file is never incomplete."""
         out = self.args.out
         out.parent.mkdir(parents=True, exist_ok=True)
         partial = out.with_name(out.name + ".partial")
@@ -165,7 +165,7 @@ class Study:
 
 
 def environment(cache: Path | None = None) -> dict[str, str]:
-    """Of a job: this checkout, one thread, and the caches of its format."""
+    """The environment of a job: this checkout, one thread, and the caches of its format."""
     own = {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
     own |= {"TOKENIZERS_PARALLELISM": "false", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
     if cache is not None:
@@ -176,7 +176,7 @@ def environment(cache: Path | None = None) -> dict[str, str]:
 
 
 def machine() -> dict:
-    """The card and the versions."""
+    """The card, the number of cores and the versions of packages."""
     import torch
 
     from training.run import versions

@@ -1,14 +1,15 @@
-"""Tables and picture of scripts/study/study_noise.py from its results; needs no GPU.
+"""The tables and the picture of scripts/study/study_noise.py, from its results; needs no GPU.
 
-Accuracy is greedy, on rows that neither training nor the choice of the rate has seen. Intervals are 95%:
+Accuracy is greedy, on rows that were used neither in training nor to choose the rate. Intervals are 95%:
 
-1. Of an accuracy, or of a difference of two arms on the same questions and seeds: two parts, added in quadrature,
-   Student's t over the seeds' means and the normal distribution over the questions' means. Chance of a seed stands in
-   both, so the interval is rather too wide than too narrow.
-2. Of a reward, a slope or their difference: Student's t over the seeds, each seed one value. A single seed has none.
+1. For an accuracy, or a difference of two arms on the same questions and seeds, the interval has two parts that are
+   added in quadrature: Student's t over the means of the seeds, and the normal distribution over the means of the
+   questions. The randomness of a seed is in both parts, so the interval is too wide rather than too narrow.
+2. For a reward, a slope or a difference of these it is Student's t over the seeds, with one value per seed. A single
+   seed has no interval.
 
-A reward "rises" if the interval of its slopes lies above 0: of each seed's reward the slope of the least squares line
-over the steps. Each step has problems that training has not seen before.
+A reward "rises" if the interval of its slopes is above 0, where a slope is that of the least squares line through the
+reward of one seed over the steps. The problems of each step are new to the training.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def write_report(results: Path, images: Path) -> None:
 
 
 def page(results: dict[str, Any], name: str) -> str:
-    """The whole text of the file beside the results."""
+    """The whole text of the Markdown file beside the results."""
     settings, machine = results["settings"], results["machine"]
     versions = ", ".join(f"{key} {machine['versions'][key]}" for key in ("torch", "transformers", "trl", "peft"))
     lines = [
@@ -64,7 +65,7 @@ def page(results: dict[str, Any], name: str) -> str:
 
 
 def trained(results: dict[str, Any], arm: str) -> dict[float, Runs]:
-    """The arm's runs by learning rate, each list by seed."""
+    """The runs of an arm by learning rate, each list in the order of the seeds."""
     runs: dict[float, list[dict[str, Any]]] = {}
     for row in sorted((r for r in results["runs"].values() if r["rate"] is not None), key=lambda r: r["seed"]):
         if row["arm"] == arm:
@@ -73,14 +74,17 @@ def trained(results: dict[str, Any], arm: str) -> dict[float, Runs]:
 
 
 def candidates(results: dict[str, Any], arm: str) -> dict[float, Runs]:
-    """The arm's runs of the rates that can be chosen: those with the most seeds."""
+    """The runs of an arm at the rates that may be chosen, which are those with the most seeds."""
     runs = trained(results, arm)
     most = max(map(len, runs.values()), default=0)
     return {rate: rows for rate, rows in runs.items() if len(rows) == most}
 
 
 def finals(results: dict[str, Any], arm: str) -> Runs:
-    """The arm's reported runs: of the rate with the most right validation answers, the smaller rate of equals."""
+    """The runs of an arm that are reported: those at the rate with the most right validation answers.
+
+    If several rates have equally many, it is the smallest of them.
+    """
     runs = candidates(results, arm).values()
     return max(runs, key=lambda rows: sum(row["validation"].count("1") for row in rows), default=[])
 
@@ -91,38 +95,38 @@ def present(results: dict[str, Any]) -> list[str]:
 
 
 def answers(runs: Runs, part: str = "test") -> np.ndarray:
-    """1 where right, (seeds, questions)."""
+    """An array (seeds, questions) with 1 for each right answer and 0 for others."""
     return np.array([[bit == "1" for bit in row[part]] for row in runs], dtype=float)
 
 
 def over_seeds(values: Sequence[float]) -> float:
-    """Half the width of the interval of a mean over seeds; not a number for a single one."""
+    """Half the width of the interval of a mean over seeds; NaN for a single seed."""
     if len(values) < 2:
         return float("nan")
     return T_95[len(values) - 1] * stdev(values) / len(values) ** 0.5
 
 
 def estimate(values: np.ndarray) -> tuple[float, float]:
-    """Mean of (seeds, questions) and half the width of its interval (see the top of the file, 1)."""
+    """The mean of `values` (seeds, questions), and half the width of its interval (item 1 at the top of this file)."""
     questions = values.mean(0)
     by_question = 1.96 * questions.std(ddof=1) / questions.size**0.5
     return float(values.mean()), float(np.hypot(over_seeds(list(values.mean(1))), by_question))
 
 
 def slope(run: dict[str, Any]) -> float:
-    """Of the least squares line through the run's reward, a step."""
+    """The slope, per step, of the least squares line through the run's reward."""
     rewards = run["steps"]["reward"]
     return float(np.polyfit(np.arange(len(rewards)), rewards, 1)[0])
 
 
 def rises(runs: Runs) -> bool:
-    """Whether the interval of the seeds' slopes lies above 0."""
+    """Whether the interval of the seeds' slopes is above 0."""
     slopes = [slope(run) for run in runs]
     return mean(slopes) - over_seeds(slopes) > 0
 
 
 def paired(results: dict[str, Any], reference: str, arm: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The reported runs of two arms, by the seeds that both have."""
+    """The reported runs of two arms, in pairs with equal seeds."""
     first, second = ({run["seed"]: run for run in finals(results, name)} for name in (reference, arm))
     return [(first[seed], second[seed]) for seed in first if seed in second]
 
@@ -136,10 +140,10 @@ def arms_table(results: dict[str, Any]) -> list[str]:
         "after",
         "each seed",
         "reward, first and last fifth",
-        "slope a step",
+        "slope per step",
         "entropy",
     ]
-    head += ["s a step", "GiB"] if gpu else []
+    head += ["s per step", "GiB"] if gpu else []
     rows = [_head(head)]
     for arm in present(results):
         runs = finals(results, arm)
@@ -182,7 +186,7 @@ def pairs_table(results: dict[str, Any]) -> list[str]:
 
 
 def sweep_table(results: dict[str, Any]) -> list[str]:
-    """Accuracy on validation problems by rate, mean of the seeds; the chosen rate in bold."""
+    """Accuracy on validation problems by rate, averaged over seeds; the chosen rate is bold."""
     rates = sorted({rate for arm in ARMS for rate in trained(results, arm)})
     rows = [_head(["validation accuracy by rate, % (seeds)", *(f"{rate:g}" for rate in rates)])]
     for arm in present(results):
@@ -194,7 +198,7 @@ def sweep_table(results: dict[str, Any]) -> list[str]:
 
 
 def noise_table(results: dict[str, Any]) -> list[str]:
-    """At the first step with noise, beside NVFP4 without noise at the same rate and seed: till then both were one."""
+    """The first step with noise, against NVFP4 without noise at the same rate and seed, which was equal until then."""
     columns = ["runs", "sigma", "entropy of the sampler", "without", "mismatch_kl", "points more than without"]
     rows = [_head(["at the first step with noise", *columns])]
     clean = {(rate, run["seed"]): run for rate, runs in trained(results, "nvfp4").items() for run in runs}
@@ -216,13 +220,13 @@ def noise_table(results: dict[str, Any]) -> list[str]:
 
 
 def _fifth(runs: Runs, name: str, last: bool) -> float:
-    """Mean of a metric over the first or last fifth of the runs' steps."""
+    """The mean of a metric over the first or last fifth of the runs' steps."""
     count = max(1, len(runs[0]["steps"][name]) // 5)
     return mean(mean(run["steps"][name][-count:] if last else run["steps"][name][:count]) for run in runs)
 
 
 def _plus_minus(value: float, half: float, form: str) -> str:
-    """The value and half its interval, if it has one."""
+    """The value, and half the width of its interval if it has one."""
     return f"{value:{form}}" + ("" if np.isnan(half) else f" ± {half:{form.removeprefix('+')}}")
 
 
