@@ -8,11 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qerl import formats
+
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
 
 ENGINES = ("auto", "transformers", "vllm")
-KERNELS = ("auto", "qerl", "humming", "marlin")  # that vllm can multiply NVFP4 weights with
+KERNELS = ("auto", *dict.fromkeys(kernel for each in formats.all_formats() for kernel in each.kernels))
 MAX_SEQUENCES = 256  # that vLLM samples at once; a larger call is served in turn
 
 
