@@ -9,13 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from training.policy.packed_policy import PackedPolicy
+from training.policy.policy import Policy, check_reference
 from training.rewards.grading import Grader
 from training.rollout.grading_ahead import grading_ahead
 from training.rollout.sampler import Sampler
 from training.run_dir.phase_times import PhaseTimes
 
 if TYPE_CHECKING:
-    from peft import PeftModel
     from transformers import PreTrainedTokenizerBase
 
     from qerl.config.schema import RunConfig
@@ -43,7 +43,7 @@ class Parts:
     tokenizer: PreTrainedTokenizerBase
     prompts: Sequence[Prompt]
     rewards: Rewards
-    policy: PeftModel
+    policy: Policy
     packed: PackedPolicy  # the policy's log probabilities over packed rows
     sampler: Sampler
     grader: Grader
@@ -57,11 +57,14 @@ class Parts:
 
 
 def make_parts(
-    config: RunConfig, given: Given, engine: Engine, policy: PeftModel, plan: MicroBatchPlan, log: RunLog
+    config: RunConfig, given: Given, engine: Engine, policy: Policy, plan: MicroBatchPlan, log: RunLog
 ) -> Parts:
     """The parts over an open engine and the policy on its weights."""
     tokenizer, rollout = given.tokenizer, config.rollout
-    packed = PackedPolicy(policy, rollout.temperature, plan, config.loss.entropy_coef > 0, rollout.deterministic)
+    check_reference(policy, config.loss.kl_coef)
+    packed = PackedPolicy(
+        policy.base_model, rollout.temperature, plan, config.loss.entropy_coef > 0, rollout.deterministic
+    )
     decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
     return Parts(
         config=config,

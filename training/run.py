@@ -23,7 +23,7 @@ from typing import Any
 
 from transformers import PrinterCallback, TrainerCallback
 
-from qerl.checkpoint.adapter import name_base_
+from qerl.checkpoint.adapter import ADAPTER_FILES
 from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.resolve import ModelRef, describe, resolve_base_of_run, resolve_model
 from qerl.checkpoint.weights_digest import weights_digest
@@ -40,7 +40,7 @@ from training.parts import Given, make_parts
 from training.policy.build import build_policy
 from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
 from training.preflight.limits import check_engine, check_limits, check_memory, free_bytes, sizes_at
-from training.preflight.warm_start import check_warm_start, warm_start
+from training.preflight.warm_start import check_warm_start
 from training.rewards.rewards import build_rewards
 from training.rollout.prompts import load_prompts
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
@@ -96,10 +96,7 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
     given = _check(config, base, run_dir)
     engine = open_rollout_engine(config, base)
     logger.info("%s; engine %s (%s)", describe(base), engine.name, engine.kernel)
-    policy = build_policy(engine, config)
-    name_base_(policy, base.base)  # model.base may be a run or an adapter
-    if base.adapter is not None:
-        warm_start(policy, base.adapter)
+    policy = build_policy(engine, config, base)
     trl_config(config, run_dir, given.rewards.weights)  # what it refuses is refused before anything is written
     plan = recorded_plan(run_dir, config) or plan_run(config, policy, engine)
     engine.sleep()  # a resumed run loads its optimizer before its first rollout
@@ -161,11 +158,11 @@ def _finish(run_dir: Path, steps: int, of: int) -> TrainResult:
     if steps < of:
         logger.warning("stopped after step %d; continue with `qerl train --resume %s`", steps, run_dir)
         return TrainResult(run_dir, None, steps)
-    final, files = run_dir / "adapter", ("adapter_config.json", "adapter_model.safetensors")
-    if not all((final / name).is_file() for name in files):
+    final = run_dir / "adapter"
+    if not all((final / name).is_file() for name in ADAPTER_FILES):
         partial = run_dir / ".adapter.partial"
         partial.mkdir(exist_ok=True)
-        for name in files:
+        for name in ADAPTER_FILES:
             shutil.copy(checkpoint_path(run_dir, steps) / name, partial / name)
         if final.exists():
             final.rename(make_aside(run_dir) / final.name)

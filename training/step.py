@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qerl.checkpoint.adapter import reference_adapter
 from training.loss.advantages import group_advantages
 from training.loss.batch import Batch, LossInputs, padded_batch
 from training.loss.correction import Mismatch, importance_weights
@@ -129,7 +128,7 @@ def score(parts: Parts, batch: Batch) -> Batch:
         if loss.num_iterations > 1:  # with one update per rollout they equal the current ones
             old = parts.packed.score(*tokens)
         if loss.kl_coef:
-            with reference_adapter(parts.policy):
+            with parts.policy.reference():
                 reference = parts.packed.score(*tokens)
     return replace(batch, old_logprobs_B_T=old, reference_logprobs_B_T=reference)
 
@@ -143,7 +142,7 @@ def backward(parts: Parts, batch: Batch, loss: Loss, differentiate: Callable[[to
     step_tokens = batch.loss_mask_B_T.sum()
     total, found, mismatch = torch.zeros((), device=parts.packed.device), [], Mismatch()
     with parts.packed.training(), training_memory(parts.plan) as memory:
-        make_gradients_(parts.policy)
+        make_gradients_(parts.policy.parameters())
         for micro_batch in micro_batches:
             row = micro_batch.packed(parts.packed.device)  # on the CPU, while the GPU is busy with the one before
             with parts.times.phase("forward"):

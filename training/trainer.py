@@ -28,7 +28,7 @@ from training.loss.correction import MismatchGate
 from training.loss.finite import check_gradient, check_loss
 from training.rollout.prompts import StepPrompts
 from training.rollout.sampler import Moment
-from training.run_dir.checkpoint import load_adapter_, write_checkpoint
+from training.run_dir.checkpoint import write_checkpoint
 from training.run_dir.log import completion_rows, rename, spread
 from training.run_dir.prolong import set_rates_
 from training.step import Collected, Update, backward, collect
@@ -61,7 +61,7 @@ class QerlTrainer(GRPOTrainer):
         self._update: Update | None = None
         self.gate = MismatchGate(config.loss.mismatch_gate, config.adapter.dropout)
         super().__init__(
-            model=parts.policy,
+            model=parts.policy.model,
             reward_funcs=parts.rewards.functions,  # TRL wants some; `training.rewards` calls them
             args=trl_config(config, parts.run_dir, parts.rewards.weights),
             train_dataset=Dataset.from_dict({"prompt": [prompt.text for prompt in parts.prompts[:1]]}),  # likewise
@@ -188,4 +188,4 @@ class QerlTrainer(GRPOTrainer):
             set_rates_(self.lr_scheduler)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        load_adapter_(self.model, Path(resume_from_checkpoint))
+        self.parts.policy.load(Path(resume_from_checkpoint))

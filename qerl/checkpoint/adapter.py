@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 PEFT_PREFIX = "base_model.model."
 ADAPTER_NAME = "default"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 OTHER_ADAPTERS = (
     "use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "alora_invocation_tokens", "arrow_config",
     "kasa_config", "layer_replication", "megatron_config", "monteclora_config", "target_parameters",

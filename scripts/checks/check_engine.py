@@ -24,7 +24,7 @@ from engine_checks.context import Context
 from engine_checks.memory import exhausted_cache, loading, reopened, shared_memory, sleep_and_wake
 from engine_checks.noise import noise
 from engine_checks.sampling import limits, repeat, sampler
-from engine_checks.sync import adapter, trained_norms
+from engine_checks.sync import adapter, trained_norms, whole_weights
 from engine_checks.told import told, told_of_while
 from engine_checks.weights import dequantization, product
 
@@ -87,6 +87,7 @@ CHECKS = [
     adapter,
     trained_norms,
     sampler,
+    whole_weights,
 ]
 ON_REQUEST = [exhausted_cache, loading, told, told_of_while, reopened]  # run only if --only names them
 KNOWN = [check.__name__ for check in (*CHECKS, *ON_REQUEST)]

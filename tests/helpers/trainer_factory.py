@@ -33,10 +33,10 @@ def build_trainer(config, folder):
     prompts = load_prompts(config.data, tokenizer, 1)
     rewards = build_rewards(config, [prompt.example for prompt in prompts], folder)
     engine = open_rollout_engine(config, base)
-    policy = build_policy(engine, config)
+    policy = build_policy(engine, config, base)
     torch.manual_seed(0)
     with torch.no_grad():
-        for tensor in adapter_tensors(policy).values():
+        for tensor in adapter_tensors(policy.model).values():
             tensor.add_(0.05 * torch.randn_like(tensor))
     given, log = Given(tokenizer, prompts, rewards), RunLog(folder, 1)
     trainer = QerlTrainer(make_parts(config, given, engine, policy, plan_run(config, policy, engine), log), [])
@@ -46,10 +46,11 @@ def build_trainer(config, folder):
     return trainer
 
 
-def with_plan(parts, plan, model=None):
-    """The parts with another plan, and the policy (or another model) packed by it."""
+def with_plan(parts, plan):
+    """The parts with another plan, and the policy packed by it."""
     config = parts.config
-    packed = PackedPolicy(model or parts.policy, config.rollout.temperature, plan, config.loss.entropy_coef > 0)
+    entropy = config.loss.entropy_coef > 0
+    packed = PackedPolicy(parts.policy.base_model, config.rollout.temperature, plan, entropy)
     return replace(parts, plan=plan, packed=packed)
 
 

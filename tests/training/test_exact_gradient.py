@@ -22,6 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora
 from qerl.layers.norms import block_norms, set_norm_noise_
 from training.loss.batch import Batch
+from training.policy.policy import AdapterPolicy
 from training.rollout.noise import draw_noise
 
 END, LONGEST, PROMPT = 0, 3, [1, 2, 1]
@@ -63,7 +64,7 @@ class Case:
         self.trainer = build_trainer(small_config(base, folder, *settings), folder)
         self.policy = small_policy()
         parts = self.trainer.parts
-        self.parts = with_plan(replace(parts, policy=self.policy), parts.plan)
+        self.parts = with_plan(replace(parts, policy=AdapterPolicy(self.policy)), parts.plan)
         norms = block_norms(self.policy)
         set_norm_noise_(norms, draw_noise({name: norm.weight.numel() for name, norm in norms.items()}, sigma, 0, 0))
         self.sampling = self.logprobs().detach()

@@ -56,15 +56,16 @@ class Recorded:
         self.rollouts, self._random = [], random.Random(7)
         build, sample = training.run.build_policy, Sampler.sample
 
-        def built(engine, config):
-            self._policy = build(engine, config)
+        def built(engine, config, base):
+            policy = build(engine, config, base)
+            self._policy = policy.model
             engine.generate = lambda prompts, sampling, *_: self._complete(engine, prompts, sampling)
             torch.manual_seed(1)
             with torch.no_grad():
                 for tensor in adapter_tensors(self._policy).values():  # B is not 0, so noise affects A's gradient
                     tensor.add_(0.05 * torch.randn_like(tensor))
             self.before = self.adapter()
-            return self._policy
+            return policy
 
         def recorded(*args, **kwargs):
             rollout = sample(*args, **kwargs)

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qerl.checkpoint.adapter import attach_lora, set_dtype_
+from qerl.checkpoint.adapter import attach_lora, name_base_, set_dtype_
+from training.policy.policy import AdapterPolicy
 
 if TYPE_CHECKING:
-    from peft import PeftModel
-
+    from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import RunConfig
     from qerl.engine.interface import Engine
 
 logger = logging.getLogger(__name__)
 
 
-def build_policy(engine: Engine, config: RunConfig) -> PeftModel:
+def build_policy(engine: Engine, config: RunConfig, base: ModelRef) -> AdapterPolicy:
     """Attach the recipe's adapter to the engine's own modules: the base weights exist once.
 
     The adapter's master weights are in `adapter.dtype` (float32 by default: a bfloat16 A of size 0.02 swallows an
@@ -27,7 +27,7 @@ def build_policy(engine: Engine, config: RunConfig) -> PeftModel:
     adapter = config.adapter
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.run.seed)
-        policy = attach_lora(
+        model = attach_lora(
             engine.policy_model(),
             adapter.rank,
             adapter.alpha,
@@ -35,7 +35,11 @@ def build_policy(engine: Engine, config: RunConfig) -> PeftModel:
             adapter.dropout,
             adapter.train_norms,
         )
-    set_dtype_(policy, getattr(torch, adapter.dtype))
-    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
+    set_dtype_(model, getattr(torch, adapter.dtype))
+    name_base_(model, base.base)  # model.base of the recipe may be a run or an adapter
+    policy = AdapterPolicy(model)
+    trained = sum(parameter.numel() for parameter in policy.parameters())
     logger.info("adapter: rank %d, %.2f M parameters in %s", adapter.rank, trained / 1e6, adapter.dtype)
+    if base.adapter is not None:
+        logger.info("starting from the adapter %s (%d tensors)", base.adapter, policy.load(base.adapter))
     return policy

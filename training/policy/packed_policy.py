@@ -17,18 +17,18 @@ from training.policy.packing import pack, row_lengths, split_by_tokens
 from training.policy.token_logprobs import dense_head, token_logprobs
 
 if TYPE_CHECKING:
-    from peft import PeftModel
+    from transformers import PreTrainedModel
 
     from qerl.plan.micro_batch_plan import MicroBatchPlan
     from training.policy.packing import PackedRow
 
 
 class PackedPolicy:
-    """A policy, the temperature its logits are divided by, and the plan of its training phase."""
+    """A policy's model, the temperature its logits are divided by, and the plan of its training phase."""
 
     def __init__(
         self,
-        policy: PeftModel,
+        model: PreTrainedModel,
         temperature: float,
         plan: MicroBatchPlan,
         entropy_gradient: bool = False,
@@ -38,8 +38,8 @@ class PackedPolicy:
 
         Raises EngineError for a model that cannot be packed.
         """
-        self._model = policy.get_base_model()
-        check_config(self._model.config)
+        check_config(model.config)
+        self._model = model
         self._temperature, self._plan = temperature, plan
         self._entropy_gradient, self._deterministic = entropy_gradient, deterministic
         self._training = False

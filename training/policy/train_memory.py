@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -19,18 +19,18 @@ from training.policy.packing import pack
 from training.run_dir.folder import read_about
 
 if TYPE_CHECKING:
-    from peft import PeftModel
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from qerl.config.schema import RunConfig
     from qerl.engine.interface import Engine
+    from training.policy.policy import Policy
 
 logger = logging.getLogger(__name__)
 
 PROBE_TOKENS = (64, 192)  # two lengths, so that what does not grow with the tokens cancels out
 
 
-def plan_run(config: RunConfig, policy: PeftModel, engine: Engine) -> MicroBatchPlan:
+def plan_run(config: RunConfig, policy: Policy, engine: Engine) -> MicroBatchPlan:
     """Plan a new run's micro-batches from what is free on the card while the engine sleeps."""
     rollout, run = config.rollout, config.run
     longest = config.data.max_prompt_tokens + rollout.max_new_tokens
@@ -40,12 +40,12 @@ def plan_run(config: RunConfig, policy: PeftModel, engine: Engine) -> MicroBatch
         longest=longest,
         step_tokens=longest * rollout.prompts_per_step * rollout.group_size,
     )
-    trained = sum(parameter.numel() for parameter in policy.parameters() if parameter.requires_grad)
-    shapes = model_shapes(policy.get_base_model().config.get_text_config(), config.adapter.rank, trained)
+    trained = sum(parameter.numel() for parameter in policy.parameters())
+    shapes = model_shapes(policy.base_model.config.get_text_config(), config.adapter.rank, trained)
     footprint = shapes.footprint(config.loss.entropy_coef > 0)
     available = _available(engine, config.memory.cap_gib)
     if available is not None:
-        footprint = replace(footprint, layer=measure_layer(policy))
+        footprint = replace(footprint, layer=measure_layer(policy.base_model))
     plan = plan_micro_batches(footprint, wishes, available)
     logger.info(
         "micro-batches of %d tokens (%.1f GiB beside the weights), %d of %d layers recompute; %d in one of %d tokens",
@@ -92,22 +92,20 @@ def model_shapes(config: PretrainedConfig, rank: int, trained: int) -> Shapes:
     )
 
 
-def measure_layer(policy: PeftModel) -> int:
+def measure_layer(model: PreTrainedModel) -> int:
     """Bytes that a layer keeps per token: the difference of what autograd saves in two short forward passes."""
-    model = policy.get_base_model()
-    was_training = policy.training
-    policy.train()
+    was_training = model.training
+    model.train()
     with torch.random.fork_rng():
-        short, long = (_saved_bytes(policy, tokens) for tokens in PROBE_TOKENS)
-    policy.train(was_training)
+        short, long = (_saved_bytes(model, tokens) for tokens in PROBE_TOKENS)
+    model.train(was_training)
     return -(-(long - short) // ((PROBE_TOKENS[1] - PROBE_TOKENS[0]) * model.config.num_hidden_layers))
 
 
-def _saved_bytes(policy: PeftModel, tokens: int) -> int:
-    model = policy.get_base_model()
+def _saved_bytes(model: PreTrainedModel, tokens: int) -> int:
     device = model.get_input_embeddings().weight.device
     ids = torch.zeros(1, tokens, dtype=torch.long, device=device)
-    known = {tensor.untyped_storage().data_ptr() for tensor in [*policy.parameters(), *policy.buffers()]}
+    known = {tensor.untyped_storage().data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
     saved: dict[int, torch.Tensor] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
@@ -146,14 +144,14 @@ def training_memory(plan: MicroBatchPlan) -> Iterator[TrainingMemory]:
         memory.metrics = {"memory/train_gib": above, **card_memory("memory/train_card_gib", {})}
 
 
-def make_gradients_(model: torch.nn.Module) -> None:
+def make_gradients_(parameters: Iterable[torch.nn.Parameter]) -> None:
     """Allocate a gradient of zeros for each trained parameter; it stays zero if no row has a loss.
 
     Gradients made in the first backward pass would lie in the same memory blocks as the activations of micro-batches.
     The optimizer's state would come to lie beside them, and torch could not give these blocks back.
     """
-    for parameter in model.parameters():
-        if parameter.requires_grad and parameter.grad is None:
+    for parameter in parameters:
+        if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
 
 

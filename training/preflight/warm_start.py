@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.checkpoint.adapter import PROJECTIONS, load_tensors_, read_adapter
+from qerl.checkpoint.adapter import PROJECTIONS, read_adapter
 from qerl.checkpoint.adapter_fit import A_SUFFIX, check_fit, is_block_norm
 from qerl.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
-    from peft import PeftModel
 
     from qerl.config.schema import RunConfig
-
-logger = logging.getLogger(__name__)
 
 
 def check_warm_start(adapter: Path, base: str, config: RunConfig) -> None:
@@ -56,9 +52,3 @@ def _check_places(adapter: Path, tensors: Mapping[str, torch.Tensor], config: Ru
             f"{adapter} has {has}trained norms and the recipe adapter.train_norms: {other}: write "
             f"adapter.train_norms: {str(norms).lower()}"
         )
-
-
-def warm_start(policy: PeftModel, adapter: Path) -> None:
-    """Replace the policy's fresh adapter tensors by the saved ones."""
-    tensors, _ = read_adapter(adapter)
-    logger.info("starting from the adapter %s (%d tensors)", adapter, load_tensors_(policy, tensors))

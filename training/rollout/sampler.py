@@ -1,6 +1,6 @@
 """Prompts -> groups of completions: one rollout on the engine, with the step's noise in its norms.
 
-The engine shares the base weights with the policy that trains, so a sync hands over the adapter alone. The noise is set
+The engine shares its weights with the policy that trains, so a sync sends the policy's update alone. The noise is set
 before sampling and removed exactly afterwards; with `noise.where: both` it is set in the policy as well, so that the
 loss sees the policy that sampled.
 """
@@ -13,9 +13,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors
 from qerl.engine.interface import Engine, SamplingParams
-from qerl.engine.update import AdapterUpdate, deliver
+from qerl.engine.update import deliver
 from qerl.errors import EngineError
 from qerl.layers.norms import block_norms, set_norm_noise_
 from training.policy.train_memory import begin_phase, card_memory
@@ -24,9 +23,8 @@ from training.rollout.noise import NoiseSchedule, StepNoise
 from training.rollout.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from peft import PeftModel
-
     from qerl.config.schema import RunConfig
+    from training.policy.policy import Policy
     from training.rollout.grading_ahead import GradingAhead
 
 
@@ -52,11 +50,11 @@ class Rollout:
 class Sampler:
     """Samples with the recipe's parameters; `ahead` grades completions while others are still being sampled."""
 
-    def __init__(self, engine: Engine, policy: PeftModel, config: RunConfig, ahead: GradingAhead | None = None) -> None:
+    def __init__(self, engine: Engine, policy: Policy, config: RunConfig, ahead: GradingAhead | None = None) -> None:
         self._engine = engine
         self._policy = policy
         self._config = config
-        self._norms = block_norms(policy) if config.noise.enabled else {}
+        self._norms = block_norms(policy.base_model) if config.noise.enabled else {}
         sizes = {name: module.weight.numel() for name, module in self._norms.items()}
         self._noise = NoiseSchedule(config.noise, sizes, config.run.steps, config.run.seed)
         self._ahead = ahead
@@ -68,9 +66,9 @@ class Sampler:
         return SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
 
     def sync(self) -> float:
-        """Hand the adapter to the engine; returns seconds. Raises EngineError unless every tensor finds its place."""
+        """Send the policy's update to the engine; returns seconds. Raises EngineError unless it finds its place."""
         started = time.perf_counter()
-        deliver(AdapterUpdate(adapter_tensors(self._policy), adapter_scaling(self._policy)), self._engine)
+        deliver(self._policy.update(), self._engine)
         return time.perf_counter() - started
 
     def sample(self, prompts: Sequence[Prompt], moment: Moment, attempt: int = 0) -> Rollout:

@@ -4,7 +4,8 @@ If the disk is full, older checkpoints are deleted to make room, so that no step
 never touched.
 
 runs/<name>/checkpoints/step-000040/
-    adapter_config.json, adapter_model.safetensors    a standard PEFT folder, usable as it is
+    adapter_config.json, adapter_model.safetensors    a standard PEFT folder, usable as it is; of whole weights
+                                                      weights.safetensors instead
     optimizer.pt, scheduler.pt, rng_state.pth, trainer_state.json
     checksums.json                                    written last; a folder without it is no checkpoint
 """
@@ -14,7 +15,6 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import math
 import re
 import shutil
 from pathlib import Path
@@ -22,27 +22,20 @@ from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
-from qerl.checkpoint.adapter import adapter_scaling, load_tensors_, read_adapter, save_adapter
-from qerl.errors import CheckpointError, ConfigError
+from qerl.checkpoint.adapter import ADAPTER_FILES
+from qerl.errors import CheckpointError
 from qerl.files.disk import fsync
+from training.policy.policy import WEIGHTS_FILE
 
 if TYPE_CHECKING:
-    from peft import PeftModel
-
     from qerl.config.schema import RunConfig
     from training.trainer import QerlTrainer
 
 logger = logging.getLogger(__name__)
 
 CHECKSUMS = "checksums.json"
-FILES = {
-    "adapter_config.json",
-    "adapter_model.safetensors",
-    "optimizer.pt",
-    "scheduler.pt",
-    "rng_state.pth",
-    "trainer_state.json",
-}
+TRAINER_FILES = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
+FILES = TRAINER_FILES.union(ADAPTER_FILES)
 REFUSALS = (OSError, RuntimeError, SafetensorError)  # raised if a file cannot be written
 
 
@@ -82,7 +75,7 @@ def _write(trainer: QerlTrainer, final: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        save_adapter(trainer.model, partial)
+        trainer.parts.policy.save(partial)
         trainer._save_optimizer_and_scheduler(str(partial))
         trainer._save_rng_state(str(partial))
         trainer.state.save_to_json(str(partial / "trainer_state.json"))
@@ -143,17 +136,6 @@ def checkpoint_step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def load_adapter_(policy: PeftModel, path: Path) -> None:
-    """Copy a checkpoint's adapter into the policy. Raises ConfigError if it was trained with another alpha / rank."""
-    tensors, scaling = read_adapter(path)
-    load_tensors_(policy, tensors)
-    if not math.isclose(scaling, own := adapter_scaling(policy)):
-        raise ConfigError(
-            f"{path} was trained with alpha / rank {scaling:g} and would act with {own:g}: write the adapter.alpha "
-            "that was there in the run's config.yaml, or start a new run with this one as --model"
-        )
-
-
 def _seal(folder: Path) -> None:
     """Flush every file to disk, then write the checksums."""
     sums = {}
@@ -172,7 +154,8 @@ def damage_of(folder: Path) -> str | None:
         sums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return f"it has no readable {CHECKSUMS}"
-    if not isinstance(sums, dict) or (unlisted := sorted(FILES - set(sums))):
+    expected = TRAINER_FILES if isinstance(sums, dict) and WEIGHTS_FILE in sums else FILES
+    if not isinstance(sums, dict) or (unlisted := sorted(expected - set(sums))):
         return f"{CHECKSUMS} does not list {', '.join(unlisted) if isinstance(sums, dict) else 'files'}"
     for name, expected in sums.items():
         file = folder / name

@@ -1,4 +1,4 @@
-"""The sync: adapters and trained norm weights reach the engine, and an update that does not fit raises."""
+"""The sync: adapters, trained norms and whole weights reach the engine, and an update that does not fit raises."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from engine_checks.compare import compare, same
 from engine_checks.context import Context
-from qerl.engine.update import AdapterUpdate, deliver
+from qerl.engine.update import AdapterUpdate, WeightsUpdate, deliver
 
 ALPHA = 16.0
 
@@ -105,3 +105,67 @@ def trained_norms(context: Context) -> dict:
     result |= {"bits": exact, "same_as_before": same(before, completions)}
     context.policy = model.unload()
     return result
+
+
+def whole_weights(context: Context) -> dict:
+    """Changed weights of every linear reach the tensors that the captured graphs and the trainer read, with the bytes
+    of the reference on a CPU; the earlier ones come back. A kernel that cannot take them refuses."""
+    from qerl.errors import EngineError
+
+    linears = _linears(context.policy)
+    before = context.engine.generate(context.prompts, context.sampling, seed=3)
+    dense = {name: _dense(linear).cpu() for name, linear in linears.items()}
+    generator = torch.Generator().manual_seed(13)
+    changed = {name: _nudged(matrix, generator) for name, matrix in dense.items()}
+    addresses = {name: _address(linear) for name, linear in linears.items()}
+    torch.cuda.synchronize()
+    started = time.perf_counter()
+    try:
+        count = deliver(WeightsUpdate(changed), context.engine)
+    except EngineError as error:
+        return {"refused": str(error)}
+    result = {"count": count, "expected": len(linears), "sync_s": time.perf_counter() - started}
+    wanted = {name: _rounded(linear, changed[name]) for name, linear in linears.items()}
+    result["different"] = [name for name in linears if not torch.equal(_dense(linears[name]).cpu(), wanted[name])]
+    result["moved"] = [name for name in linears if _address(linears[name]) != addresses[name]]
+    completions = context.engine.generate(context.prompts, context.sampling, seed=3)
+    result |= compare(context, completions, 1.0) | {"same_as_before": same(before, completions)}
+    deliver(WeightsUpdate(dense), context.engine)
+    result["restored"] = same(before, context.engine.generate(context.prompts, context.sampling, seed=3))
+    return result
+
+
+def _linears(model: torch.nn.Module) -> dict:
+    head = model.get_output_embeddings()
+    return {n: m for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head}
+
+
+def _dense(linear: torch.nn.Linear) -> torch.Tensor:
+    """The weight that acts, float32."""
+    from qerl.formats.linear import PackedLinear
+
+    return linear.unpack(torch.float32) if isinstance(linear, PackedLinear) else linear.weight.detach().float()
+
+
+def _nudged(matrix: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Other weights that are no larger than the largest, so that no block scale saturates."""
+    largest = matrix.abs().max()
+    step = 0.1 * largest * torch.randn(matrix.shape, generator=generator)
+    return (matrix + step).clamp(-largest, largest)
+
+
+def _rounded(linear: torch.nn.Linear, matrix: torch.Tensor) -> torch.Tensor:
+    """What the linear has to hold for `matrix`, float32 on the CPU."""
+    from qerl.formats.linear import PackedLinear
+    from qerl.nvfp4 import reference
+
+    if not isinstance(linear, PackedLinear):
+        return matrix.to(linear.weight.dtype).float()
+    packed = reference.quantize(matrix, torch.tensor([linear.kernel_weight.global_scale]))
+    return reference.dequantize(*packed, torch.float32)
+
+
+def _address(linear: torch.nn.Linear) -> int:
+    from qerl.formats.linear import PackedLinear
+
+    return (linear.kernel_weight.words if isinstance(linear, PackedLinear) else linear.weight).data_ptr()

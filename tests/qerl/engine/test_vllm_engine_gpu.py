@@ -183,6 +183,19 @@ class TestOnGPU:
         assert checked.trained_norms["same_as_before"]["logprobs"] == 0
         assert checked.trained_norms["policy"]["kl"] < 5e-5
 
+    def test_whole_weights_are_packed_in_place_and_act(self, checked):
+        result = checked.whole_weights
+        if checked.kernel in ("humming", "marlin"):
+            assert "cannot change: write rollout.kernel=qerl" in result["refused"]
+            return
+        assert result["count"] == result["expected"] == 14
+        assert result["different"] == result["moved"] == []
+        assert result["same_as_before"]["logprobs"] == 0
+        assert result["policy"]["kl"] < 5e-5
+        assert result["score"]["kl"] < 5e-5
+        if checked.flag == "--deterministic":
+            assert result["restored"] == {"tokens": 1.0, "logprobs": 1.0}
+
     def test_the_fused_sampler_draws_from_the_softmax(self, checked):
         assert checked.sampler["largest_logprob_error"] < 2e-5
         assert checked.sampler["greedy"]

@@ -10,9 +10,8 @@ from pathlib import Path
 import pytest
 from small_run import numbers, small_config
 
-import training.run_dir.checkpoint
-from qerl.checkpoint.adapter import save_adapter
 from qerl.errors import CheckpointError
+from training.policy.policy import AdapterPolicy
 from training.run import resume, start
 from training.run_dir.checkpoint import CHECKSUMS, FILES, checkpoint_step, checkpoints, newest_checkpoint
 from training.run_dir.log import RunLog, read_metrics
@@ -103,15 +102,15 @@ def largest_file(size):
 def test_if_a_file_cannot_be_written_the_earlier_checkpoint_stays(finished, nvfp4_base, tmp_path, monkeypatch, share):
     """Half of the adapter fits, or the adapter and half of the optimizer's state, which is twice as large."""
     size = int(share * (finished / "checkpoints" / "step-000004" / "adapter_model.safetensors").stat().st_size)
-    until_it_failed = ExitStack()
+    until_it_failed, save = ExitStack(), AdapterPolicy.save
 
-    def limited(model, folder):
+    def limited(policy, folder):
         if "step-000004" in folder.name:
             until_it_failed.enter_context(largest_file(size))
-        return save_adapter(model, folder)
+        return save(policy, folder)
 
     with until_it_failed, monkeypatch.context() as patch:
-        patch.setattr(training.run_dir.checkpoint, "save_adapter", limited)
+        patch.setattr(AdapterPolicy, "save", limited)
         with pytest.raises(CheckpointError, match=r"the checkpoint of step 4 could not be written \(.*--resume"):
             start(small_config(nvfp4_base, tmp_path), "tiny")
     run_dir = tmp_path / "run"

@@ -1,0 +1,166 @@
+"""What a run asks of its policy: of an adapter as before, of whole weights that reach the engine when they change."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from small_run import small_config
+
+from qerl.checkpoint.adapter import adapter_tensors, attach_lora
+from qerl.checkpoint.load import load_model
+from qerl.engine.interface import SamplingParams
+from qerl.engine.open import open_engine
+from qerl.engine.options import EngineOptions
+from qerl.engine.update import deliver
+from qerl.errors import CheckpointError, ConfigError
+from qerl.nvfp4 import reference
+from training.policy.policy import WEIGHTS_FILE, AdapterPolicy, WeightsPolicy, check_reference
+
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
+SAMPLED = SamplingParams(max_new_tokens=12, temperature=1.0)
+TOKENS = torch.tensor([[5, 6, 7, 8]])
+
+
+def acting_adapter(base, seed=0, alpha=8):
+    policy = AdapterPolicy(attach_lora(load_model(base, "bf16", "float32"), 4, alpha))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in policy.parameters():
+            tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
+    return policy
+
+
+def logits(policy):
+    with torch.no_grad():
+        return policy.model(input_ids=TOKENS).logits
+
+
+def test_an_adapter_sends_its_own_tensors(base):
+    policy = acting_adapter(base)
+    update = policy.update()
+    assert update.scaling == 2.0
+    assert len(update) == len(list(policy.parameters())) == 28
+    assert {id(tensor) for tensor in update.tensors.values()} == {id(tensor) for tensor in policy.parameters()}
+
+
+def test_a_saved_adapter_is_loaded_and_one_that_would_act_otherwise_is_refused(base, tmp_path):
+    policy, other = acting_adapter(base), acting_adapter(base, seed=1)
+    policy.save(tmp_path)
+    assert other.load(tmp_path) == 28
+    assert torch.equal(logits(policy), logits(other))
+    with pytest.raises(ConfigError, match=r"alpha / rank 2 and would act with 4: write the adapter\.alpha"):
+        acting_adapter(base, alpha=16).load(tmp_path)
+
+
+def test_an_adapter_s_reference_is_the_base(base):
+    policy = acting_adapter(base)
+    acting = logits(policy)
+    with policy.reference():
+        without = logits(policy)
+    assert torch.equal(logits(policy), acting)
+    assert torch.equal(without, load_model(base, "bf16", "float32")(input_ids=TOKENS).logits)
+    assert not torch.equal(without, acting)
+
+
+# --- whole weights
+
+
+def dense_weights(base):
+    """(weights of the linears, of the norms) by module name, from the 16-bit base."""
+    model = load_model(base, "bf16", "float32")
+    named = {name.removesuffix(".weight"): p.detach() for name, p in model.named_parameters() if ".layers." in name}
+    linears = {name: tensor for name, tensor in named.items() if tensor.dim() == 2}
+    return linears, {name: tensor for name, tensor in named.items() if name.endswith("layernorm")}
+
+
+@pytest.fixture
+def engine(nvfp4_base):
+    return open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers", device="cpu"))
+
+
+@pytest.fixture
+def policy(engine, base):
+    return WeightsPolicy(engine.policy_model(), *dense_weights(base))
+
+
+def descend(policy, steps=4, rate=2e-3):
+    """A few steps of plain SGD on masters, towards smaller weights, so that no block scale saturates."""
+    optimizer = torch.optim.SGD(policy.parameters(), lr=rate)
+    for _ in range(steps):
+        for parameter in policy.parameters():
+            parameter.grad = parameter.sign() * parameter.detach().abs().mean() * 10
+        optimizer.step()
+
+
+def test_changed_masters_reach_the_engine_and_change_what_it_samples(policy, engine):
+    assert deliver(policy.update(), engine) == 14 + 4
+    before = engine.generate(PROMPTS, SAMPLED, seed=1)
+    assert engine.generate(PROMPTS, SAMPLED, seed=1) == before
+    descend(policy)
+    assert engine.generate(PROMPTS, SAMPLED, seed=1) == before  # nothing moves without a sync
+    assert deliver(policy.update(), engine) == 18
+    assert engine.generate(PROMPTS, SAMPLED, seed=1) != before
+    modules = dict(engine.policy_model().named_modules())
+    for name, master in policy.update().weights.items():
+        expected = reference.quantize(master.detach(), modules[name].weight_global_scale)
+        assert torch.equal(modules[name].weight_packed, expected.packed)
+    for name, master in policy.update().norms.items():
+        assert torch.equal(modules[name].weight, master)
+
+
+def test_masters_start_as_the_base_that_was_quantized(policy, engine):
+    """The bytes of the checkpoint, which were made of the same 16-bit weights in bfloat16."""
+    modules = dict(engine.policy_model().named_modules())
+    codes = {name: modules[name].weight_packed.clone() for name in policy.update().weights}
+    deliver(policy.update(), engine)
+    same = [(modules[name].weight_packed == packed).float().mean() for name, packed in codes.items()]
+    assert min(same) > 0.95  # block scales of a bfloat16 weight are rounded once more
+
+
+def test_masters_are_copies_that_can_be_trained(policy, base):
+    weights, norms = dense_weights(base)
+    assert all(master.requires_grad and master.dtype == torch.float32 for master in policy.parameters())
+    assert len(list(policy.parameters())) == len(weights) + len(norms)
+
+
+def test_saved_masters_come_back_to_the_bit(policy, engine, base, tmp_path):
+    descend(policy)
+    policy.save(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [WEIGHTS_FILE]
+    other = WeightsPolicy(engine.policy_model(), *dense_weights(base))
+    masters = list(other.parameters())
+    assert other.load(tmp_path) == 18
+    assert all(torch.equal(one, two) for one, two in zip(policy.parameters(), other.parameters(), strict=True))
+    assert all(one is two for one, two in zip(masters, other.parameters(), strict=True))  # the optimizer holds them
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: {k: v for k, v in t.items() if "q_proj" not in k}, "does not fit what is trained"),
+        (lambda t: t | {"lm_head.weight": torch.zeros(2)}, "does not fit what is trained"),
+        (lambda t: {k: v[:1] for k, v in t.items()}, "does not fit what is trained"),
+        (None, "cannot be read"),
+    ],
+    ids=["missing", "extra", "shape", "no file"],
+)
+def test_masters_that_do_not_fit_are_refused(policy, tmp_path, change, message):
+    before = [master.detach().clone() for master in policy.parameters()]
+    if change is not None:
+        policy.save(tmp_path)
+        save_file(change(load_file(tmp_path / WEIGHTS_FILE)), tmp_path / WEIGHTS_FILE)
+    with pytest.raises(CheckpointError, match=message):
+        policy.load(tmp_path)
+    assert all(torch.equal(one, two) for one, two in zip(before, policy.parameters(), strict=True))
+
+
+def test_whole_weights_keep_no_reference(policy, base, tmp_path):
+    assert policy.reference() is None
+    check_reference(policy, 0.0)
+    check_reference(acting_adapter(base), 0.1)
+    with pytest.raises(ConfigError, match=r"loss\.kl_coef: 0\.1 compares .* write loss\.kl_coef: 0"):
+        check_reference(policy, small_config(base, tmp_path, "loss.kl_coef=0.1").loss.kl_coef)
+
+
+def test_an_adapter_s_names_are_those_of_the_checkpoint(base):
+    policy = acting_adapter(base)
+    assert set(policy.update().tensors) == set(adapter_tensors(policy.model))
