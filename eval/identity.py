@@ -1,45 +1,36 @@
-"""What decides an evaluation's numbers, as plain JSON values: two evaluations with equal identities give equal rows.
+"""What decides an evaluation's numbers, as plain JSON values. Two evaluations with equal identities give equal rows.
 
-Weights and data are named by their contents, not by their paths: a folder that was trained on since, or replaced, is
-another model, and its old completions are never taken for the new one's.
+Weights and data are identified by their contents and not by their paths. If a folder was replaced, or trained further,
+it counts as another model, and completions of the old one are never taken for those of the new one.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
 from importlib import metadata
-from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from eval.settings import EvalSettings
-from qerl.checkpoint.resolve import ModelRef
+from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.weights_digest import weights_digest
-from qerl.engine.interface import SamplingParams
-from qerl.tasks import Example, Task
+
+if TYPE_CHECKING:
+    from eval.plan import Plan
 
 PACKAGES = ("qerl", "torch", "transformers", "peft", "vllm", "compressed-tensors", "math-verify")
 
 
-def describe_identity(
-    settings: EvalSettings,
-    ref: ModelRef,
-    folder: Path,
-    task: Task,
-    examples: Sequence[Example],
-    prompts: Sequence[Sequence[int]],
-    sampling: SamplingParams,
-) -> dict[str, Any]:
-    """The identity of an evaluation; `folder` holds the base weights, engine and batch size are settled."""
+def describe_identity(plan: Plan) -> dict[str, Any]:
+    """What decides the numbers of a planned evaluation."""
+    settings, ref, sampling = plan.settings, plan.ref, plan.sampling
     return {
-        "task": task.name,
+        "task": plan.task.name,
         "format": ref.format,
-        "base": weights_digest(folder),
+        "base": weights_digest(local_folder(ref.base)),
         "adapter": None if ref.adapter is None else weights_digest(ref.adapter),
-        "questions": len(examples),
-        "data": digest([[example.id, example.question, example.answer] for example in examples]),
-        "prompts": digest(list(prompts)),
+        "questions": len(plan.examples),
+        "data": digest([[example.id, example.question, example.answer] for example in plan.examples]),
+        "prompts": digest(list(plan.prompts)),
         "samples": settings.samples,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
@@ -59,7 +50,7 @@ def digest(value: Any) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Versions of the installed packages that may change a completion or its grade."""
+    """The installed versions of the packages that may change a completion or its grade."""
     found = {}
     for package in PACKAGES:
         try:

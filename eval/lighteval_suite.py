@@ -85,7 +85,7 @@ def _default_out(ref: ModelRef, settings: EvalSettings) -> Path:
     """Beside the evaluations of our own tasks: in the run where there is one."""
     task = "".join(char if char.isalnum() else "-" for char in settings.task)
     asked = {"weights": weights_digest(ref.adapter or Path(ref.base)), "limit": settings.limit}
-    return default_out(ref, run_of(ref), f"lighteval-{task}", asked)
+    return default_out(ref, f"lighteval-{task}", asked)
 
 
 def _scores(settings: EvalSettings, ref: ModelRef) -> dict[str, dict[str, float]]:

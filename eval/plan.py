@@ -1,11 +1,11 @@
 """Everything about an evaluation that is settled before any weight is loaded.
 
     model -> base, adapter, run            qerl.checkpoint.resolve, from the files
-    prompt                                 what was asked > the run's config.yaml > the task's
+    prompt                                 what was asked, else the run's config.yaml, else the task's
     examples -> prompts (token ids)        qerl.tasks, the same functions that training uses
-    prompts -> batches                     longest first; a pure function of the prompts, samples and batch size
+    prompts -> batches                     longest first; depends only on the prompts, samples and batch size
 
-So a finished evaluation is recognised, and an impossible one refused, without opening an engine.
+So a finished evaluation is recognized, and an impossible one refused, without opening an engine.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,9 +41,9 @@ EVALS = Path("evals")
 
 @dataclass(frozen=True)
 class Plan:
-    """One evaluation, ready to be run. `identity` holds what decides its numbers, as plain JSON values."""
+    """One evaluation, ready to be run."""
 
-    settings: EvalSettings  # with model-independent choices made: engine, batch size
+    settings: EvalSettings  # with engine, batch size and memory chosen
     ref: ModelRef
     task: Task  # with the prompt that is used
     examples: list[Example]
@@ -52,12 +52,17 @@ class Plan:
     prompts: list[list[int]]
     sampling: SamplingParams
     batches: list[list[Key]]
-    identity: dict[str, Any]
-    out: Path
+    identity: dict[str, Any] = field(init=False)  # what decides the numbers, as plain JSON values
+    out: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        identity = describe_identity(self)  # at once: the weights may be others later
+        object.__setattr__(self, "identity", identity)
+        object.__setattr__(self, "out", self.settings.out or default_out(self.ref, self.task.name, identity))
 
 
 def make_plan(settings: EvalSettings) -> Plan:
-    """Read all but the weights. Raises ConfigError, CheckpointError or DataError with what to write instead."""
+    """Read everything but the weights. Raises ConfigError, CheckpointError or DataError with what to write instead."""
     from qerl.checkpoint.load import load_tokenizer, local_folder
 
     settings, asked = find_task(settings)
@@ -76,13 +81,11 @@ def make_plan(settings: EvalSettings) -> Plan:
     max_new_tokens = find_max_new_tokens(settings.max_new_tokens, prompts, context_length(folder))
     sampling = SamplingParams(max_new_tokens, settings.temperature, settings.top_p)
     batches = plan_batches(prompts, settings.samples, settings.batch_size)
-    identity = describe_identity(settings, ref, folder, task, examples, prompts, sampling)
-    out = settings.out or default_out(ref, run, task.name, identity)
-    return Plan(settings, ref, task, examples, dropped, tokenizer, prompts, sampling, batches, identity, out)
+    return Plan(settings, ref, task, examples, dropped, tokenizer, prompts, sampling, batches)
 
 
 def find_task(settings: EvalSettings) -> tuple[EvalSettings, Task]:
-    """The task of that name, or one made for a file of rows, which then is the data. Raises ConfigError."""
+    """The task of that name, or a task for a file of rows, which then becomes the data. Raises ConfigError."""
     if settings.task in TASKS or not is_local(settings.task):
         return settings, get_task(settings.task)
     if settings.data is not None:
@@ -98,7 +101,7 @@ def find_task(settings: EvalSettings) -> tuple[EvalSettings, Task]:
 
 
 def find_model(settings: EvalSettings) -> ModelRef:
-    """The model that was asked for, else the newest one made here. Raises CheckpointError saying what to type."""
+    """The model that was asked for, else the newest one made here. Raises CheckpointError if there is none."""
     if settings.model is not None:
         return resolve_model(settings.model, settings.load, settings.adapter)
     if settings.adapter is not None:
@@ -114,7 +117,7 @@ def find_model(settings: EvalSettings) -> ModelRef:
 
 
 def run_of(ref: ModelRef) -> Path | None:
-    """The run directory that the model or its adapter belongs to, told by the files it holds."""
+    """The run directory that the model or its adapter belongs to, recognized by its files; None if it has none."""
     if ref.adapter is None:
         return ref.run
     folders = [ref.adapter, *ref.adapter.resolve().parents[:3]]
@@ -123,7 +126,7 @@ def run_of(ref: ModelRef) -> Path | None:
 
 
 def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
-    """The task with the prompt to use: as asked, else as the run trained with, else the task's own."""
+    """The task with the prompt that was asked for, else the one that the run trained with, else the task's own."""
     system, template, source = task.system_prompt, task.prompt_template, f"task {task.name}"
     if run is not None:
         from qerl.config.recipe import load_config
@@ -142,12 +145,15 @@ def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
 
 
 def with_engine(settings: EvalSettings) -> EvalSettings:
-    """With the engine that runs here. Raises ConfigError for options that it does not have."""
+    """The settings with the engine that runs here. Raises ConfigError for options that this engine does not have."""
     return replace(settings, engine=with_chosen_engine(settings.engine_options()).engine)
 
 
 def with_memory(settings: EvalSettings, run: Path | None) -> EvalSettings:
-    """With vllm, the limits under which the run was trained, but for what was asked and what does not go with that."""
+    """For vllm, the settings with the memory limits under which the run was trained.
+
+    Limits that were asked for come first, and one of the run that does not fit these is left out.
+    """
     if run is None or settings.engine != "vllm":
         return settings
     from qerl.config.recipe import load_config
@@ -165,13 +171,13 @@ def with_memory(settings: EvalSettings, run: Path | None) -> EvalSettings:
 
 
 def context_length(folder: Path) -> int | None:
-    """Tokens that a prompt and its completion may have together; None if config.json does not say."""
+    """How many tokens a prompt and its completion may have together; None if config.json does not say."""
     config = read_json(folder / "config.json")
     return {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
 
 
 def find_max_new_tokens(asked: int | None, prompts: Sequence[Sequence[int]], context: int | None) -> int:
-    """The completion's limit: as asked, else 4096 or what the context leaves beside the longest prompt."""
+    """The limit of a completion: as asked, else 4096 or as much as the context leaves beside the longest prompt."""
     longest = max(map(len, prompts))
     room = MAX_NEW_TOKENS if context is None else context - longest
     if room < 1:
@@ -194,7 +200,8 @@ def find_max_new_tokens(asked: int | None, prompts: Sequence[Sequence[int]], con
 def plan_batches(prompts: Sequence[Sequence[int]], samples: int, batch_size: int) -> list[list[Key]]:
     """(row, sample) in batches of at most `batch_size`: longest prompt first, the samples of a row side by side.
 
-    Prompts of like length stand together, so little is padded, and what does not fit into memory fails at once.
+    So prompts of similar length are batched together, which saves padding, and a batch that does not fit into memory
+    fails at the start.
     """
     rows = sorted(range(len(prompts)), key=lambda row: (-len(prompts[row]), row))
     keys = [(row, sample) for row in rows for sample in range(samples)]
@@ -202,14 +209,14 @@ def plan_batches(prompts: Sequence[Sequence[int]], samples: int, batch_size: int
 
 
 def batch_seed(seed: int, batch: int) -> int:
-    """The seed of a batch, a pure function of the evaluation's seed and the batch's number; fits in 31 bits."""
+    """The seed of a batch, of at most 31 bits; it depends only on the evaluation's seed and the batch's number."""
     return int.from_bytes(hashlib.sha256(f"eval/{seed}/{batch}".encode()).digest()[:4], "big") >> 1
 
 
-def default_out(ref: ModelRef, run: Path | None, task: str, identity: dict[str, Any]) -> Path:
+def default_out(ref: ModelRef, task: str, identity: dict[str, Any]) -> Path:
     """`<run>/eval/<task>-<hash>`, or `evals/<model>-<task>-<hash>`; the hash is that of the identity."""
     name = f"{task}-{digest(identity)[:8]}"
-    if run is not None:
+    if (run := run_of(ref)) is not None:
         return run / "eval" / name
     named = ref.path if ref.kind == "adapter" or Path(ref.base).is_dir() else Path(ref.base)
     return EVALS / f"{named.resolve().name}-{name}"

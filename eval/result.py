@@ -136,9 +136,9 @@ def _cells(summary: Summary) -> dict[str, str]:
             for reason, n in summary.reasons.items()
             if reason in RARE
         },
-        "tokens a completion": f"{summary.completion_tokens / summary.completions:.1f}",
+        "tokens per completion": f"{summary.completion_tokens / summary.completions:.1f}",
         "seconds": f"{summary.seconds:.1f}",
-        "tokens a second": f"{_rate(summary):.0f}",
+        "tokens per second": f"{_rate(summary):.0f}",
     }
 
 

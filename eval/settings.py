@@ -80,7 +80,7 @@ class EvalSettings:
     prompt_template: Annotated[
         str | None, typer.Option(help="With {question}. Default: the one that trained, else the task's.")
     ] = None
-    samples: Annotated[int, typer.Option("--samples", "-n", help="Completions a question.")] = 1
+    samples: Annotated[int, typer.Option("--samples", "-n", help="Completions per question.")] = 1
     pass_k: Annotated[tuple[int, ...], Text(parse_pass_k), typer.Option(help="Also pass@k for these k: 1,4,8")] = ()
     sampled: Annotated[bool, typer.Option("--sampled", help=SAMPLED_HELP)] = False
     temperature: Annotated[float | None, typer.Option(help="0 is greedy.")] = None  # a number once this is made

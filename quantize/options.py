@@ -30,7 +30,7 @@ class QuantizeOptions:
     calibration: Annotated[str | None, typer.Option(help="Rows for awq and gptq: jsonl file or hub name.")] = None
     calibration_size: Annotated[int, typer.Option(help="Calibration rows (the paper: 256).")] = 256
     sequence_length: Annotated[int, typer.Option(help="Tokens of each (the paper: 2048).")] = 2048
-    batch_size: Annotated[int, typer.Option(help="Calibration rows a forward pass.")] = 1
+    batch_size: Annotated[int, typer.Option(help="Calibration rows per forward pass.")] = 1
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output folder.")] = False
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code of the checkpoint.")

@@ -34,6 +34,7 @@ from qerl.errors import ConfigError, RewardError
 
 RETRIED = (408, 429)  # request timeout, too many requests; every 5xx is retried too
 LONGEST_PAUSE_S = 30.0
+SENT = {"prompts": "prompts", "question": "questions", "answer": "answers", "row": "rows"}  # column -> name in JSON
 SHOWN = 80  # characters of an answer that an error shows
 
 logger = logging.getLogger(__name__)
@@ -56,26 +57,22 @@ class RewardServer:
     def __call__(
         self,
         completions: Sequence[str],
-        prompts: Sequence[str],
-        question: Sequence[str],
-        answer: Sequence[str],
-        row: Sequence[int],
-        step: int,
+        *,
         timeout_s: float = 60.0,
         retries: int = 3,
         backoff_s: float = 1.0,
         columns: Sequence[str] = (),
-        **extra: Any,
+        **batch: Any,
     ) -> list[float]:
-        """One reward per completion. Raises RewardError, and ConfigError if the data lacks one of `columns`."""
+        """One reward per completion; `batch` is all that the run has beside them.
+
+        Raises RewardError, and ConfigError if the data lacks one of `columns`.
+        """
         asked = {
             "completions": list(completions),
-            "prompts": list(prompts),
-            "questions": list(question),
-            "answers": list(answer),
-            "rows": list(row),
-            "step": step,
-            "columns": {name: self._column(name, extra) for name in columns},
+            **{sent: list(batch[name]) for name, sent in SENT.items()},
+            "step": batch["step"],
+            "columns": {name: self._column(name, batch) for name in columns},
         }
         body = json.dumps(asked, default=str).encode()
         return self._read(self._post(body, timeout_s, retries, backoff_s), len(completions))
@@ -92,14 +89,14 @@ class RewardServer:
         if not isinstance(columns, list | tuple) or not all(isinstance(name, str) for name in columns):
             raise ConfigError(f"reward {self.url}: args.columns is {columns!r}: write a list of names, such as [level]")
 
-    def _column(self, name: str, extra: Mapping[str, Any]) -> list[Any]:
-        known = sorted(key for key, values in extra.items() if isinstance(values, list))
+    def _column(self, name: str, batch: Mapping[str, Any]) -> list[Any]:
+        known = sorted(key for key, values in batch.items() if isinstance(values, list) and key not in SENT)
         if name not in known:
             raise ConfigError(
                 f"reward {self.url}: args.columns asks for {name!r}, which is no column of the data (what can be sent "
                 f"besides: {', '.join(known)}); leave it out, or use data that has it"
             )
-        return extra[name]
+        return batch[name]
 
     def _post(self, body: bytes, timeout_s: float, retries: int, backoff_s: float) -> bytes:
         for attempt in range(retries + 1):
