@@ -1,8 +1,8 @@
 """A frozen linear over rows of an NVFP4 weight in a GEMM kernel's layout, decoded into a work buffer for each product.
 
 The buffer holds code * block scale, which bfloat16 represents exactly; the rest of the scale, `KernelWeight.alpha`,
-multiplies the float32 accumulator of the product, as it does in the kernels. So the products are with the checkpoint's
-exact weights, not with their bfloat16 roundings.
+multiplies the float32 accumulator of the product, as it does in the kernels. So the products use the exact weights of
+the checkpoint, not weights rounded to bfloat16.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from qerl.nvfp4 import kernel_layout, slab_layout
 from qerl.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.nvfp4.linear import NVFP4Linear, requantized
 
-_BUFFERS: dict[tuple[torch.device, int], torch.Tensor] = {}  # by device and stream: bytes, as many as were asked for
+_BUFFERS: dict[tuple[torch.device, int], torch.Tensor] = {}  # work buffers by device and stream, as bytes
 
 
 class KernelLinear(NVFP4Linear):
@@ -36,9 +36,9 @@ class KernelLinear(NVFP4Linear):
         return self.kernel_weight.words.device
 
     def pack_(self, matrix: torch.Tensor, name: str = "linear") -> None:
-        """See `NVFP4Linear.pack_`: it writes these rows of the words and block scales that the kernel reads.
+        """See `NVFP4Linear.pack_`: this writes its rows of the words and block scales that the kernel reads.
 
-        Raises EngineError for a layout other than our own, too.
+        Also raises EngineError for any layout but our own.
         """
         weight = self.kernel_weight
         if weight.layout is not QERL:
@@ -55,7 +55,7 @@ class KernelLinear(NVFP4Linear):
         return _KernelProduct.apply(input.to(self.compute_dtype), self)
 
     def unscaled(self) -> torch.Tensor:
-        """(out_features, in_features) bfloat16, exact: the weight without `kernel_weight.alpha`, in the work buffer."""
+        """The exact bfloat16 weight (out_features, in_features) without `kernel_weight.alpha`, in the work buffer."""
         return unscaled([self], torch.bfloat16)
 
     def unpack(self, dtype: torch.dtype) -> torch.Tensor:
@@ -63,14 +63,14 @@ class KernelLinear(NVFP4Linear):
         return _decode_(out, self.kernel_weight, self.row_start, scaled=True)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> KernelLinear:
-        """The weights belong to the engine: they neither move nor change dtype."""
+        """Does nothing: the weights belong to the engine, so they neither move nor change dtype."""
         return self
 
 
 def unscaled(linears: Sequence[KernelLinear], dtype: torch.dtype) -> torch.Tensor:
     """The rows of `linears`, which must be `adjacent`, without the factor alpha, in the work buffer.
 
-    (sum of out_features, in_features); valid until the next call on this device and stream.
+    Returns (sum of out_features, in_features), valid until the next call on this device and stream.
     """
     weight, rows = linears[0].kernel_weight, sum(linear.out_features for linear in linears)
     out = _work_buffer(rows * weight.in_features, dtype, weight.words.device).view(rows, weight.in_features)
@@ -78,7 +78,7 @@ def unscaled(linears: Sequence[KernelLinear], dtype: torch.dtype) -> torch.Tenso
 
 
 def adjacent(linears: Sequence[nn.Module]) -> bool:
-    """Whether these are rows of one kernel's weight, in order and without a gap."""
+    """Whether these are rows of the same kernel weight, in order and without gaps."""
     if not all(isinstance(linear, KernelLinear) for linear in linears):
         return False
     end = linears[0].row_start
@@ -90,7 +90,7 @@ def adjacent(linears: Sequence[nn.Module]) -> bool:
 
 
 def release_work_buffers() -> None:
-    """Give the work buffers' memory back: before a rollout, which plans with what is free."""
+    """Free the memory of the work buffers. Call it before a rollout, which plans with the free memory."""
     _BUFFERS.clear()
 
 
@@ -109,13 +109,13 @@ def _work_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> torch.
     buffer = _BUFFERS.get((device, stream))
     if buffer is None or buffer.numel() < size:
         buffer = _BUFFERS.pop((device, stream), None)
-        del buffer  # the smaller one is free before the larger is made
+        del buffer  # frees the smaller buffer before the larger one is allocated
         _BUFFERS[device, stream] = buffer = torch.empty(size, dtype=torch.uint8, device=device)
     return buffer[:size].view(dtype)
 
 
 class _KernelProduct(torch.autograd.Function):
-    """alpha * x W^T + b and its gradient to x; the weight is decoded in both directions and not saved."""
+    """alpha * x W^T + b and its gradient to x. The weight is decoded in both directions instead of being saved."""
 
     @staticmethod
     def forward(ctx, x: torch.Tensor, linear: KernelLinear) -> torch.Tensor:

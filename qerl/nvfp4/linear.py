@@ -1,7 +1,7 @@
 """The linear of an NVFP4 checkpoint in the trainer: `PackedLinear` over the three tensors of `layout.py`.
 
-`DEQUANTIZERS` maps a device type to a faster `reference.dequantize_unchecked`. A subclass that holds its weight in a
-kernel's layout overrides `unpack`, which forward, backward and `.weight` all lead to.
+`DEQUANTIZERS` maps a device type to a faster twin of `reference.dequantize_unchecked`. A subclass that keeps its weight
+in the layout of a kernel overrides `unpack`, which forward, backward and `.weight` all use.
 """
 
 from __future__ import annotations
@@ -18,17 +18,19 @@ from qerl.nvfp4 import layout, reference
 Dequantizer = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
 
 DEQUANTIZERS: dict[str, Dequantizer] = {}  # device type -> faster twin of reference.dequantize_unchecked, bit-exact
-STORAGE = (torch.uint8, torch.float8_e4m3fn, torch.float32)  # of layout.TENSORS
+STORAGE = (torch.uint8, torch.float8_e4m3fn, torch.float32)  # dtypes of layout.TENSORS
 
 
 def dequantizer(device: torch.device) -> Dequantizer:
-    """What turns packed tensors on `device` into a dense weight: the one place where a kernel is chosen."""
+    """The function that turns packed tensors on `device` into a dense weight. Only here is it chosen."""
     return DEQUANTIZERS.get(device.type, reference.dequantize_unchecked)
 
 
 class NVFP4Linear(PackedLinear):
-    """See `PackedLinear`. Raises CheckpointError for an in_features that is not a multiple of 16, and on loading
-    tensors that do not fit."""
+    """See `PackedLinear`.
+
+    Raises CheckpointError if in_features is not a multiple of 16, or if tensors do not fit when they are loaded.
+    """
 
     @classmethod
     def from_tensors(
@@ -39,7 +41,10 @@ class NVFP4Linear(PackedLinear):
         bias: torch.Tensor | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> NVFP4Linear:
-        """Hold the given tensors (no copy). The compute dtype defaults to the bias's, then to torch's default."""
+        """A linear that holds the given tensors, without a copy.
+
+        The compute dtype defaults to that of the bias, or without a bias to torch's default.
+        """
         tensors = reference.NVFP4Tensor(packed, block_scale, global_scale).named()
         out_features, in_features = layout.check_tensors(tensors)
         layout.check_values(tensors)
@@ -55,7 +60,7 @@ class NVFP4Linear(PackedLinear):
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, global_scale: torch.Tensor | None = None) -> NVFP4Linear:
-        """Quantize a dense linear as llm-compressor would; `global_scale` as for `reference.quantize`."""
+        """Quantize a dense linear as llm-compressor would; `global_scale` is that of `reference.quantize`."""
         packed = reference.quantize(linear.weight.detach(), global_scale)
         return cls.from_tensors(*packed, bias=linear.bias, compute_dtype=linear.weight.dtype)
 
@@ -73,10 +78,11 @@ class NVFP4Linear(PackedLinear):
         return dequantizer(self.weight_packed.device)(*tensors, dtype)
 
     def pack_(self, matrix: torch.Tensor, name: str = "linear") -> None:
-        """Overwrite the weight, in place, by what `reference.quantize` makes of `matrix` (out_features, in_features).
+        """Overwrite the weight in place by `matrix` (out_features, in_features), quantized by `reference.quantize`.
 
-        The global scale stays, since captured CUDA graphs hold it as a number. Raises EngineError, with the weight as
-        it was, for a matrix that has grown beyond that scale or is not finite; `name` is for the message.
+        The global scale does not change, because captured CUDA graphs contain it as a number. Raises EngineError, and
+        leaves the weight as it was, if the matrix has grown beyond that scale or is not finite; `name` is for the
+        message.
         """
         tensors = requantized(matrix.to(self.weight_packed.device), self.weight_global_scale, name)
         self.weight_packed.copy_(tensors.packed)
@@ -84,7 +90,7 @@ class NVFP4Linear(PackedLinear):
         self.drop_cached()
 
     def _load_from_state_dict(self, state_dict, prefix, *rest) -> None:
-        """torch would cast a scale of another dtype silently. Here that is an error, and so are NaN scales."""
+        """Load, but make scales of another dtype an error, which torch would cast silently, and NaN scales too."""
         errors: list[str] = rest[-1]
         for tensor_name, spec in layout.tensor_specs(self.out_features, self.in_features).items():
             tensor = state_dict.get(prefix + tensor_name)
@@ -98,7 +104,7 @@ class NVFP4Linear(PackedLinear):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def __getstate__(self) -> dict:
-        """Block scales travel as bytes: plain pickle of torch 2.13 writes float8 tensors, but cannot read them back."""
+        """Pickle block scales as bytes, because torch 2.13's pickle writes float8 tensors but cannot read them back."""
         state = super().__getstate__()
         return {**state, "_buffers": _viewed(state["_buffers"], torch.uint8)}
 
@@ -109,7 +115,7 @@ class NVFP4Linear(PackedLinear):
 def requantized(matrix: torch.Tensor, global_scale: torch.Tensor, name: str) -> reference.NVFP4Tensor:
     """`reference.quantize` with a global scale that must not change.
 
-    Raises EngineError for block scales that saturate under it, and for inf or NaN.
+    Raises EngineError if block scales saturate under it, or if the matrix has inf or NaN.
     """
     if not matrix.isfinite().all():
         raise EngineError(f"the update of {name} holds inf or NaN: lower optim.learning_rate")
@@ -123,5 +129,5 @@ def requantized(matrix: torch.Tensor, global_scale: torch.Tensor, name: str) -> 
 
 
 def _viewed(buffers: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The buffers with the block scales' bytes seen as `dtype`."""
+    """The buffers, with the bytes of the block scales viewed as `dtype`."""
     return {name: value.view(dtype) if name == layout.BLOCK_SCALE else value for name, value in buffers.items()}

@@ -1,4 +1,4 @@
-"""The LoRA ranks that the kernels multiply by: whole steps. No torch."""
+"""The LoRA ranks that the kernels support, which are multiples of a step. No torch."""
 
 from __future__ import annotations
 
@@ -6,5 +6,5 @@ RANK_STEP = 16
 
 
 def padded_rank(rank: int) -> int:
-    """`rank`, rounded up to whole steps; an adapter's factors are padded with zeros."""
+    """`rank` rounded up to a whole number of steps; the factors of an adapter are padded with zeros."""
     return -(-rank // RANK_STEP) * RANK_STEP

@@ -1,14 +1,16 @@
-"""NVFP4 in plain torch: pack, unpack, quantize, dequantize. The oracle for every kernel, and what a CPU runs.
+"""NVFP4 in plain torch: pack, unpack, quantize, dequantize. It is the oracle for every kernel, and runs on CPUs.
 
-Bit-exact with compressed-tensors 0.19.0 (dequantize) and with what llm-compressor 0.14 writes under the scheme NVFP4A16
-(quantize). What those do and a reader would not guess:
+It is bit-exact with compressed-tensors 0.19.0 (dequantize) and with what llm-compressor 0.14 writes under the scheme
+NVFP4A16 (quantize). Some of their behaviour is not obvious:
 
-1. Global scale and block amax / 6 are rounded to the weight's own dtype, so a bfloat16 model and its float32 twin get
-   different scales. The global scale is reciprocal(amax) * 2688, two roundings (generate_gparam,
-   compressed_tensors/quantization/utils/helpers.py; `scalar / tensor` is that in torch).
-2. If that overflows the dtype, the global scale is 1: amax 0, or under 7.9e-36 in bfloat16 and float32, but already
-   under 0.041 in float16. There the block scales sink into e4m3's subnormals: quantize a float16 model as bfloat16.
-3. A block scale that rounds to zero becomes 0.125 (calculate_qparams, same file): a zero block, or one far below amax.
+1. The global scale and block amax / 6 are rounded to the weight's own dtype, so a bfloat16 model and its float32 twin
+   get different scales. The global scale is reciprocal(amax) * 2688, with two roundings (generate_gparam,
+   compressed_tensors/quantization/utils/helpers.py; `scalar / tensor` does that in torch).
+2. If that overflows the dtype, the global scale is 1. This happens if amax is 0, or below 7.9e-36 in bfloat16 and
+   float32, but already below 0.041 in float16. Then block scales become subnormal in e4m3, so quantize a float16 model
+   as bfloat16.
+3. A block scale that rounds to zero becomes 0.125 (calculate_qparams, same file). This happens for a block of zeros, or
+   one far below amax.
 4. The sign is that of x < 0: a negative weight that rounds to zero gives code 8 (-0.0), the weight -0.0 gives code 0.
 """
 
@@ -26,9 +28,9 @@ from qerl.nvfp4 import layout
 from qerl.nvfp4.layout import BLOCK, CODE_MAX, SCALE_MAX
 
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0..7; bit 3 is the sign
-# Midpoints of neighbouring values; the second says which way a tie goes: up to the even code, or (False) stay below.
+# Midpoints of neighbouring values, and whether a tie goes up to the next code, which it does if that code is even.
 _E2M1_STEPS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
-_SATURATED = 464.0  # e4m3 would go on with 480: up to the midpoint, 448 is the nearest value
+_SATURATED = 464.0  # the next e4m3 value would be 480; 448 is the nearest value up to this midpoint
 _ZERO_SCALE = 0.125  # what llm-compressor writes for a block scale that rounds to zero
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -65,7 +67,7 @@ def decode_e2m1(codes: torch.Tensor) -> torch.Tensor:
 
 
 def pack_codes(codes: torch.Tensor) -> torch.Tensor:
-    """Two codes a byte, uint8 (out, in) -> (out, in/2): even column in the low nibble. Raises CheckpointError."""
+    """Two codes per byte, uint8 (out, in) -> (out, in/2), even column in the low nibble. Raises CheckpointError."""
     if codes.dtype != torch.uint8 or codes.ndim != 2 or codes.shape[1] % 2 or (codes.numel() and codes.max() > 15):
         raise CheckpointError(
             f"cannot pack {codes.dtype} {tuple(codes.shape)}: codes are uint8 0..15, (out, in) with an even in"
@@ -81,7 +83,7 @@ def unpack_codes(packed: torch.Tensor) -> torch.Tensor:
 
 
 def global_scale(amax: torch.Tensor | float) -> torch.Tensor:
-    """float32 (1,): 448 * 6 / amax, rounded in the dtype of `amax` (that of the weight), 1 where that is inf."""
+    """float32 (1,): 448 * 6 / amax, rounded in the dtype of `amax` (that of the weight); 1 if that is inf."""
     amax = torch.as_tensor(amax)
     amax = amax.clamp(min=torch.finfo(amax.dtype).tiny)
     scale = amax.reciprocal() * (SCALE_MAX * CODE_MAX)
@@ -92,8 +94,8 @@ def power_of_two_scale(amax: torch.Tensor | float, headroom_bits: int = 0) -> to
     """float32 (1,): the largest power of two that is at most 448 * 6 / amax, divided by 2^headroom_bits.
 
     A power of two only shifts the exponents of the block scales, and the dequantized weights (6 significant bits) are
-    exact in bfloat16. Head room lets weights grow by 2^headroom_bits before block scales saturate, under a scale that
-    stays as it is; it costs what sinks into e4m3's subnormals. 1 where 448 * 6 / amax is no float32.
+    exact in bfloat16. Head room lets weights grow by 2^headroom_bits under the same scale before block scales saturate;
+    its cost is that small block scales become subnormal in e4m3. The scale is 1 if 448 * 6 / amax overflows float32.
     """
     amax = float(torch.as_tensor(amax).to(torch.float64))
     if amax == 0.0 or SCALE_MAX * CODE_MAX / amax > torch.finfo(torch.float32).max:
@@ -105,9 +107,9 @@ def power_of_two_scale(amax: torch.Tensor | float, headroom_bits: int = 0) -> to
 def shared_global_scale(
     weights: Sequence[torch.Tensor], kind: GlobalScaleKind = "amax", headroom_bits: int = 0
 ) -> torch.Tensor:
-    """The one global scale of linears that are fused later (q/k/v, gate/up): that of the largest amax. float32 (1,).
+    """The global scale, float32 (1,), of linears that are fused later (q/k/v, gate/up): that of their largest amax.
 
-    `kind` "pow2": the power of two below it, see `power_of_two_scale`; only there is head room.
+    With `kind` "pow2" it is the power of two below that, see `power_of_two_scale`; only this kind has head room.
     """
     for weight in weights:
         _check_weight(weight)
@@ -118,7 +120,7 @@ def shared_global_scale(
 
 
 def saturated_blocks(weight: torch.Tensor, global_scale: torch.Tensor) -> int:
-    """How many block scales of `weight` (out, in) under `global_scale` are too large for e4m3, and become 448."""
+    """How many block scales of `weight` (out, in) are too large for e4m3 under `global_scale`, and become 448."""
     blocks = weight.unflatten(1, (-1, BLOCK))
     return int((_exact_block_scales(blocks, global_scale) > _SATURATED).sum())
 
@@ -126,8 +128,8 @@ def saturated_blocks(weight: torch.Tensor, global_scale: torch.Tensor) -> int:
 def quantize(weight: torch.Tensor, global_scale: torch.Tensor | None = None) -> NVFP4Tensor:
     """Quantize `weight` (out, in) of float32, bfloat16 or float16 to the bits that llm-compressor writes.
 
-    `global_scale`: float32 (1,) from `shared_global_scale`, or None for the weight's own. Raises CheckpointError for
-    odd shapes and dtypes, inf and NaN.
+    `global_scale` is float32 (1,) from `shared_global_scale`, or None for that of the weight alone. Raises
+    CheckpointError for unsuitable shapes and dtypes, inf and NaN.
     """
     _check_weight(weight)
     if global_scale is None:
@@ -142,9 +144,9 @@ def quantize(weight: torch.Tensor, global_scale: torch.Tensor | None = None) -> 
 
 
 def _exact_block_scales(blocks: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
-    """Before they are rounded to e4m3: (out, in / 16) of blocks (out, in / 16, 16)."""
+    """The block scales (out, in / 16) of blocks (out, in / 16, 16), before they are rounded to e4m3."""
     amax = blocks.abs().amax(dim=-1)
-    # A tensor 6, not a Python 6: CUDA divides by a Python scalar through its reciprocal, which rounds differently.
+    # Divide by a tensor, because CUDA would multiply by the reciprocal of a Python 6, which rounds differently.
     return (amax / torch.full_like(amax, CODE_MAX)) * global_scale
 
 
@@ -165,7 +167,7 @@ def dequantize(
 def dequantize_unchecked(
     packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`dequantize` of tensors that were checked before: the forward pass calls it for every layer and token."""
+    """`dequantize` without the checks, which would cost too much in a forward pass."""
     pairs = _byte_table(packed.device).index_select(0, packed.flatten().to(torch.int32)).view(torch.float32)
     scale = block_scale.to(torch.float32) / global_scale
     blocks = pairs.view(*block_scale.shape, BLOCK).mul_(scale.unsqueeze(-1))
@@ -174,10 +176,9 @@ def dequantize_unchecked(
 
 @cache
 def _byte_table(device: torch.device) -> torch.Tensor:
-    """int64 (256,): for each byte the float32 bits of its two weights, so that one 8-byte read decodes a pair.
+    """int64 (256,) with the float32 bits of the two weights of each byte, so that one 8-byte read decodes a pair.
 
-    An int64 gather moves 8 bytes without looking at them; gathering rows of a (256, 2) float table took four times as
-    long on a CPU.
+    Gathering rows of a (256, 2) float table instead took four times as long on a CPU.
     """
     every_byte = torch.arange(256, dtype=torch.uint8, device=device).unsqueeze(1)
     return decode_e2m1(unpack_codes(every_byte)).view(torch.int64).flatten()

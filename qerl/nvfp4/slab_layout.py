@@ -1,17 +1,17 @@
 """Where our own product keeps each NVFP4 code and block scale: slabs of 16 rows, in units of 64 columns. Plain torch.
 
-A unit of 256 rows x 64 columns is 8 KiB of codes in one piece of memory, and 1 KiB of block scales in another: what a
-block of `cuda/gemm.cu` copies at a time. In it, a slab of 16 rows is 32 lanes x 4 words, one word for each 16 columns:
-the fragment of the tensor cores. With, for row n and column k,
+A unit of 256 rows x 64 columns has its 8 KiB of codes in one piece of memory, and its 1 KiB of block scales in another;
+a block of `qerl/cuda/sources/gemm.cu` copies a unit at a time. In a unit, a slab of 16 rows is 32 lanes x 4 words, with
+one word per 16 columns, which is the fragment of the tensor cores. Write row n and column k as
 
     n = 256 * rows_block + 16 * slab + 8 * half + lane_hi     k = 64 * unit + 16 * block + 8 * upper + 2 * lane_lo + odd
 
-code (n, k) has its four bits, the sign last, at `BITS[odd][2 * upper + half]` of
-`words[rows_block, unit, 128 * slab + 4 * (4 * lane_hi + lane_lo) + block]`. They stand so that four codes are at their
-places in bfloat16 after few shifts (`cuda/slabs.cuh`). Block scale (n, block) is
+Then the four bits of code (n, k), the sign last, are at `BITS[odd][2 * upper + half]` of
+`words[rows_block, unit, 128 * slab + 4 * (4 * lane_hi + lane_lo) + block]`. They are arranged so that a few shifts move
+four codes into place in bfloat16 (`slabs.cuh`). Block scale (n, block) is
 `scales[rows_block, unit, 64 * slab + 8 * lane_hi + 4 * (block // 2) + 2 * half + block % 2]`: five bits of exponent
-(bias 10, no subnormals) and three of mantissa, which holds every positive e4m3 value; 0 is zero. A zero scale's codes
-lose their magnitude, so that the kernel need not know of it. Rows and columns are padded with zeros.
+(bias 10, no subnormals) and three of mantissa, which can represent every positive e4m3 value; 0 is zero. Codes under a
+zero scale lose their magnitude, so that the kernel needs no special case. Rows and columns are padded with zeros.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from qerl.nvfp4.reference import unpack_codes
 
 SLAB, ROWS, UNIT = 16, 256, 64
 EXPONENT_BIAS = 10
-BITS = (  # of a 32-bit word: where the bits of a code stand, low to high; by odd, then 2 * upper + half
+BITS = (  # the places in a 32-bit word of a code's bits, low to high; indexed by odd, then 2 * upper + half
     ((6, 7, 8, 15), (28, 29, 30, 5), (0, 1, 2, 9), (10, 3, 4, 11)),
     ((22, 23, 24, 31), (12, 13, 14, 21), (16, 17, 18, 25), (26, 19, 20, 27)),
 )
-PIECE = 2**24  # codes that are packed at once, about: that takes some 150 MiB beside the result
+PIECE = 2**24  # about how many codes are packed at once, which takes some 150 MiB besides the result
 LARGEST = 0x7E  # 448, the largest e4m3 byte that is a positive number
 
 
@@ -38,7 +38,7 @@ def pack(packed: torch.Tensor, scales: torch.Tensor, name: str = "weight") -> tu
     """A checkpoint's codes, uint8 (rows, columns / 2), and block scales, e4m3 (rows, columns / 16), in this layout.
 
     Returns words int32 (rows_blocks, units, 2048) and scales uint8 (rows_blocks, units, 1024). Raises CheckpointError
-    for block scales that are negative or NaN: the layout has no place for them.
+    for block scales that are negative or NaN, which the layout cannot represent.
     """
     stored = scales.view(torch.uint8)
     if wrong := int((stored > LARGEST).sum()):
@@ -57,15 +57,15 @@ def pack(packed: torch.Tensor, scales: torch.Tensor, name: str = "weight") -> tu
 def pack_(
     words: torch.Tensor, laid_scales: torch.Tensor, row_start: int, packed: torch.Tensor, scales: torch.Tensor
 ) -> None:
-    """Overwrite rows row_start... of what `pack` returned, in place; other rows keep their bits.
+    """Overwrite rows from row_start on of the tensors that `pack` returned, in place; other rows keep their bits.
 
-    `packed` and `scales` as for `pack`, with as many columns, and no block scale negative or NaN.
+    `packed` and `scales` are as for `pack`, with the same columns, and no block scale may be negative or NaN.
     """
     columns = 2 * packed.shape[1]
     for start, end in _pieces(row_start, row_start + len(packed), columns):
         part, blocks = slice(start - row_start, end - row_start), slice(start // ROWS, -(-end // ROWS))
         new_codes, stored = unpack_codes(packed[part]), scales[part].view(torch.uint8)
-        if (end - start) % ROWS:  # within one block, whose other rows stay
+        if (end - start) % ROWS:  # a part of one block, whose other rows must not change
             inside = slice(start % ROWS, start % ROWS + end - start)
             old_scales = block_scales(laid_scales[blocks], ROWS, columns).to(torch.float8_e4m3fn).view(torch.uint8)
             new_codes = _with_rows(codes(words[blocks], ROWS, columns), inside, new_codes)
@@ -75,7 +75,7 @@ def pack_(
 
 
 def _pieces(start: int, end: int, columns: int) -> Iterator[tuple[int, int]]:
-    """Ranges of rows that are whole blocks, about PIECE codes at once, or lie within one block."""
+    """Ranges of rows that are either whole blocks, about PIECE codes at once, or part of one block."""
     step = max(1, PIECE // (ROWS * columns))
     while start < end:
         whole = 0 if start % ROWS else min((end - start) // ROWS, step)
@@ -113,7 +113,7 @@ def block_scales(scales: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def _words(codes: torch.Tensor, stored_scales: torch.Tensor) -> torch.Tensor:
-    """int32 (rows_blocks, units, 2048) of codes (rows, columns) uint8, and the bytes of their block scales."""
+    """Words int32 (rows_blocks, units, 2048) from codes uint8 (rows, columns) and the bytes of their block scales."""
     kept_bits = torch.where(stored_scales == 0, 8, 15).to(torch.uint8).repeat_interleave(BLOCK, dim=1)
     padded = _padded(codes & kept_bits, UNIT)
     units = padded.shape[1] // UNIT
@@ -130,7 +130,7 @@ def _words(codes: torch.Tensor, stored_scales: torch.Tensor) -> torch.Tensor:
 
 
 def _laid_scales(scales: torch.Tensor) -> torch.Tensor:
-    """uint8 (rows_blocks, units, 1024) of e4m3 (rows, columns / 16), none negative: without subnormals."""
+    """Scales uint8 (rows_blocks, units, 1024), without subnormals, from e4m3 (rows, columns / 16), none negative."""
     values = scales.float()
     mantissa, exponent = torch.frexp(values)  # 0.5 <= mantissa < 1
     stored = (exponent - 1 + EXPONENT_BIAS) * 8 + (mantissa * 16 - 8).int()
@@ -142,5 +142,5 @@ def _laid_scales(scales: torch.Tensor) -> torch.Tensor:
 
 
 def _padded(tensor: torch.Tensor, columns: int) -> torch.Tensor:
-    """With zeros to whole blocks of rows and a multiple of `columns`."""
+    """The tensor padded with zeros to whole blocks of rows and a multiple of `columns`."""
     return torch.nn.functional.pad(tensor, (0, -tensor.shape[1] % columns, 0, -tensor.shape[0] % ROWS))
