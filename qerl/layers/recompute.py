@@ -8,10 +8,15 @@ keep for a long row.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
+
+if TYPE_CHECKING:
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
 
 def checkpointed(
@@ -28,6 +33,13 @@ def checkpointed(
 
     stream_dtype = stream.dtype
     return checkpoint(of_kept, stream.to(dtype), *arguments, use_reentrant=False)
+
+
+def recompute_by_(layer: GradientCheckpointingLayer, dtype: torch.dtype) -> None:
+    """Let a layer of transformers recompute by `checkpointed`, whenever its `gradient_checkpointing` is set."""
+    # gradient_checkpointing_enable would do this for each module of the model, and have the embeddings require a
+    # gradient, which only the reentrant kind needs.
+    layer._gradient_checkpointing_func = partial(checkpointed, dtype=dtype)
 
 
 class _ExactValue(torch.autograd.Function):

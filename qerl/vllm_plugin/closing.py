@@ -28,6 +28,9 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 MOST_COLLECTIONS = 8  # each may free objects that keep others alive
+# Private attributes of vLLM's objects
+FINALIZER = "_finalizer"  # of the LLMEngine
+SCALE_CACHES = ("_k_scale_cache", "_v_scale_cache")  # of an attention, for an 8-bit cache that contains its scales
 
 
 def shut_down_(llm: Any) -> None:
@@ -69,14 +72,14 @@ def drop_kv_cache_(layers: dict[str, Any]) -> None:
     for layer in layers.values():
         if hasattr(layer, "kv_cache"):
             layer.kv_cache = torch.tensor([]) if isinstance(layer.kv_cache, torch.Tensor) else []
-        for name in ("_k_scale_cache", "_v_scale_cache"):  # exist with an 8-bit cache that contains its scales
+        for name in SCALE_CACHES:
             if hasattr(getattr(layer, "impl", None), name):
                 setattr(layer.impl, name, None)
 
 
 def run_finalizer_(engine: Any) -> None:
     """Run the finalizer of the LLMEngine now, since the registry of finalizers refers to the model until it has run."""
-    if (finalizer := getattr(engine, "_finalizer", None)) is not None:
+    if (finalizer := getattr(engine, FINALIZER, None)) is not None:
         finalizer()
 
 
@@ -120,7 +123,7 @@ def drop_caches_() -> None:
     release_work_buffers()
     LAYERWISE_INFO.clear()
     reset_buffer_cache()
-    torch._dynamo.reset()  # compiled code refers to the model that it was compiled from
+    torch.compiler.reset()  # compiled code refers to the model that it was compiled from
     torch._C._cuda_clearCublasWorkspaces()  # there is one per handle and stream, including vLLM's side streams
 
 

@@ -10,7 +10,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
 
 
-def write_base(folder, family="qwen3", seed=0, hidden=64, layers=2, tie=True, dtype=torch.bfloat16):
+def write_base(folder, family="qwen3", seed=0, hidden=64, dtype=torch.bfloat16):
     """A random model of `family` with the embedded model's tokenizer, written as save_pretrained writes it."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -22,12 +22,12 @@ def write_base(folder, family="qwen3", seed=0, hidden=64, layers=2, tie=True, dt
         "vocab_size": len(tokenizer),
         "hidden_size": hidden,
         "intermediate_size": 2 * hidden,
-        "num_hidden_layers": layers,
+        "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
         "head_dim": hidden // 4,
         "max_position_embeddings": 512,
-        "tie_word_embeddings": tie,
+        "tie_word_embeddings": True,
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,

@@ -1,17 +1,14 @@
 """The behaviour of TRL 1.16.0 and transformers 5.17.0 that we rely on: an upgrade that changes it fails here."""
 
-import inspect
-
 import pytest
 import torch
 from small_run import small_config
 from trainer_factory import batch_of, build_trainer, inputs_of, scores
-from transformers import Trainer
-from trl import GRPOTrainer
 
 import training.trainer
-from training.run import start
-from training.trainer import QerlTrainer
+from training.run import resume, start
+from training.run_dir.checkpoint import checkpoints
+from training.trainer import Logprobs
 
 
 @pytest.fixture
@@ -21,17 +18,19 @@ def trainer(nvfp4_base, tmp_path):
 
 def test_the_loss_of_trl_asks_its_model_for_logprobs_once(trainer, monkeypatch):
     """So we can supply the logprobs instead of the model, with a gradient to them and to nothing else."""
-    asked, given = [], QerlTrainer._get_per_token_logps_and_entropies
+    asked = []
 
-    def counted(self, model, *args, **kwargs):
-        asked.append(model)
-        return given(self, model, *args, **kwargs)
+    class Watched(Logprobs):
+        @property
+        def logprobs(self):
+            asked.append(self[0])
+            return self[0]
 
-    monkeypatch.setattr(QerlTrainer, "_get_per_token_logps_and_entropies", counted)
+    monkeypatch.setattr(training.trainer, "Logprobs", Watched)
     old = scores(trainer).detach()
     inputs = inputs_of(trainer, batch_of(old, old))
     loss, _ = trainer.loss_of(inputs)
-    assert [model.logprobs is inputs.logprobs_B_T for model in asked] == [True]
+    assert [logprobs is inputs.logprobs_B_T for logprobs in asked] == [True]
     (slope,) = torch.autograd.grad(loss, inputs.logprobs_B_T)
     assert slope.abs().sum() > 0
 
@@ -44,34 +43,35 @@ def test_the_loss_of_trl_is_multiplied_by_the_given_weights(trainer):
     assert losses[1] == pytest.approx(losses[0] / 2, rel=1e-5)
 
 
-def test_transformers_asks_for_inputs_and_loss_once_per_step_and_updates_once(nvfp4_base, tmp_path, monkeypatch):
+def noted(monkeypatch, *names):
+    """The calls of these functions by the trainer, from here on."""
     calls = []
-    for name in ("collect", "backward"):
+    for name in names:
         original = getattr(training.trainer, name)
 
-        def noted(*args, name=name, original=original):
+        def call(*args, name=name, original=original):
             calls.append(name)
             return original(*args)
 
-        monkeypatch.setattr(training.trainer, name, noted)
+        monkeypatch.setattr(training.trainer, name, call)
+    return calls
+
+
+def test_transformers_asks_for_inputs_and_loss_once_per_step_and_updates_once(nvfp4_base, tmp_path, monkeypatch):
+    calls = noted(monkeypatch, "collect", "backward")
     start(small_config(nvfp4_base, tmp_path, "loss.num_iterations=2", "run.save_every=2", steps=4), "tiny")
     assert calls == ["collect", "backward", "backward"] * 2
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "parameters"),
-    [
-        (Trainer, "get_train_dataloader", ["self"]),
-        (Trainer, "_prepare_inputs", ["self", "inputs"]),
-        (GRPOTrainer, "_compute_loss", ["self", "model", "inputs"]),
-        (GRPOTrainer, "compute_loss", ["self", "model", "inputs", "return_outputs", "num_items_in_batch"]),
-        (GRPOTrainer, "training_step", ["self", "model", "inputs", "num_items_in_batch"]),
-        (GRPOTrainer, "log", ["self", "logs", "start_time"]),
-        (Trainer, "_save_checkpoint", ["self", "model", "trial"]),
-        (Trainer, "_load_from_checkpoint", ["self", "resume_from_checkpoint", "model"]),
-        (Trainer, "_save_optimizer_and_scheduler", ["self", "output_dir"]),
-        (Trainer, "_save_rng_state", ["self", "output_dir"]),
-    ],
-)
-def test_what_we_override_or_call_has_the_same_parameters(owner, name, parameters):
-    assert list(inspect.signature(getattr(owner, name)).parameters) == parameters
+def test_transformers_saves_and_loads_through_ours(nvfp4_base, tmp_path, monkeypatch):
+    """And what it writes of its own state when we ask it to is what a resumed run reads."""
+    calls = noted(monkeypatch, "write_checkpoint", "load_adapter_", "set_rates_")
+    run_dir = start(
+        small_config(nvfp4_base, tmp_path, "run.save_every=1", "noise.enabled=false", steps=2), "tiny"
+    ).run_dir
+    checkpoint = checkpoints(run_dir)[0]
+    assert {"optimizer.pt", "scheduler.pt", "rng_state.pth"} <= {path.name for path in checkpoint.iterdir()}
+    assert calls == ["write_checkpoint"] * 2
+    calls.clear()
+    resume(run_dir, step=1)
+    assert calls == ["load_adapter_", "set_rates_", "write_checkpoint"]

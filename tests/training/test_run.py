@@ -10,7 +10,9 @@ import sys
 import time
 
 import pytest
+from killed import killed_in
 from small_run import numbers, same_adapters, small_config
+from transformers import TrainerState
 
 import training.rollout.sampler
 import training.run
@@ -66,33 +68,18 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_does_not(finished, nv
     assert numbers(other)[0] != numbers(finished)[0]
 
 
-class Killed(Exception):
-    """Takes the place of a kill at a chosen line of this process."""
-
-
 KILL_POINTS = {
     "rollout": (training.rollout.sampler.Sampler, "sample", 4),
     "backward": (training.trainer.QerlTrainer, "loss_of", 9),
-    "save": (training.trainer.QerlTrainer, "_save_rng_state", 2),
+    "save": (TrainerState, "save_to_json", 2),  # after the adapter, the optimizer and the random numbers
 }
 
 
 @pytest.mark.parametrize("point", KILL_POINTS)
-def test_a_run_that_died_resumes_to_the_same_numbers(finished, nvfp4_base, tmp_path, monkeypatch, point):
-    owner, name, call = KILL_POINTS[point]
-    original, calls = getattr(owner, name), []
-
-    def dying(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == call:
-            raise Killed
-        return original(self, *args, **kwargs)
-
+def test_a_run_that_died_resumes_to_the_same_numbers(finished, nvfp4_base, tmp_path, point):
     config = small_config(nvfp4_base, tmp_path)
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, dying)
-        with pytest.raises(Killed):
-            start(config, "tiny")
+    with killed_in(*KILL_POINTS[point]):
+        start(config, "tiny")
     result = resume(tmp_path / "run")
     assert numbers(result.run_dir) == numbers(finished)
     assert same_adapters(result.adapter, finished / "adapter")
@@ -122,9 +109,9 @@ def test_the_engine_sleeps_until_the_first_rollout_of_a_resumed_run_too(finished
     """What training loads must not be in memory together with the KV cache and what opening left in torch's cache."""
     run_dir, events = tmp_path / "run", []
     shutil.copytree(finished, run_dir)
-    engine, trainer = training.run.open_rollout_engine, training.trainer.QerlTrainer
+    engine = training.run.open_rollout_engine
     monkeypatch.setattr(training.run, "open_rollout_engine", lambda *given: watched(engine(*given), events))
-    monkeypatch.setattr(trainer, "_load_optimizer_and_scheduler", lambda *_: events.append("load"))
+    monkeypatch.setattr(training.trainer, "set_rates_", lambda *_: events.append("load"))  # the optimizer is loaded
     resume(run_dir, step=4)
     assert events[:3] == ["sleep", "load", "wake"]
 
@@ -292,14 +279,9 @@ def test_a_reference_policy_is_not_saved(nvfp4_base, tmp_path):
     assert all("kl" in row for row in numbers(result.run_dir))
 
 
-def test_a_run_killed_while_it_made_its_directory_can_be_resumed(nvfp4_base, tmp_path, monkeypatch):
-    def dying(*args):
-        raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(training.run, "versions", dying)
-        with pytest.raises(Killed):
-            start(small_config(nvfp4_base, tmp_path, steps=3), "tiny")
+def test_a_run_killed_while_it_made_its_directory_can_be_resumed(nvfp4_base, tmp_path):
+    with killed_in(training.run, "versions"):
+        start(small_config(nvfp4_base, tmp_path, steps=3), "tiny")
     result = resume(tmp_path / "run")
     assert result.steps == 3
     assert json.loads((result.run_dir / "run.json").read_text())["base"] == str(nvfp4_base)

@@ -96,6 +96,8 @@ class Recorded:
 class Replay(GRPOTrainer):
     """TRL's trainer with recorded rollouts; it is its own `vllm_generation`."""
 
+    _last_loaded_step = -1  # as TRL begins with an engine
+
     def _tokenize_prompts(self, prompts):
         return self.rollouts[0][0], None, {}
 
@@ -135,7 +137,7 @@ def stock(config, recorded, folder):
     rows = Dataset.from_dict({"prompt": ["a prompt"] * 40})
     trainer = Replay(model, reward["digits"], args, rows, processing_class=AutoTokenizer.from_pretrained(base))
     trainer.rollouts = list(recorded.rollouts)
-    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, trainer, -1
+    trainer.use_vllm, trainer.vllm_generation = True, trainer
     trainer.train()
     return adapter_tensors(model), trainer.state.log_history
 

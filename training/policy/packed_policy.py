@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qerl.layers.factors import kept_factors
-from qerl.layers.recompute import checkpointed
+from qerl.layers.recompute import recompute_by_
 from training.policy.packed_attention import check_config, deterministic_kernels, hidden_states, packed_attention_of
 from training.policy.packing import pack, row_lengths, split_by_tokens
 from training.policy.token_logprobs import dense_head, token_logprobs
@@ -46,11 +45,8 @@ class PackedPolicy:
         self.device = self._model.get_input_embeddings().weight.device
         self.planned = 0  # bytes at the peak of the largest micro-batch so far
         self._layers = [module for module in self._model.modules() if isinstance(module, GradientCheckpointingLayer)]
-        # gradient_checkpointing_enable does this for each module of the model, in every step, and has the embeddings
-        # require a gradient, which only the reentrant kind needs.
-        dtype = self._model.get_input_embeddings().weight.dtype
         for layer in self._layers:
-            layer._gradient_checkpointing_func = partial(checkpointed, dtype=dtype)
+            recompute_by_(layer, self._model.get_input_embeddings().weight.dtype)
 
     @contextmanager
     def training(self) -> Iterator[None]:

@@ -1,7 +1,6 @@
 """Our layers against those of transformers and PEFT: outputs, gradients, and what is kept for the backward pass."""
 
 import weakref
-from functools import partial
 
 import pytest
 import torch
@@ -10,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.checkpoint.adapter import attach_lora
 from qerl.layers.place import fuse_
-from qerl.layers.recompute import checkpointed
+from qerl.layers.recompute import recompute_by_
 from qerl.layers.saved import kept_bytes
 from training.policy.train_memory import measure_layer
 
@@ -45,7 +44,7 @@ def test_a_layer_that_recomputes_keeps_its_input_in_16_bits():
     logits, grads = run(policy)
     streams = []
     for layer in model.model.layers:
-        layer._gradient_checkpointing_func = partial(checkpointed, dtype=torch.bfloat16)
+        recompute_by_(layer, torch.bfloat16)
         layer.gradient_checkpointing = True
         layer.register_forward_pre_hook(lambda _, given: streams.append(weakref.ref(given[0])))
     out = policy(TOKENS).logits

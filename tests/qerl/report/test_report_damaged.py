@@ -73,41 +73,40 @@ def test_undamaged_files_are_shown(folder, capsys, command):
 
 
 @pytest.mark.parametrize(
-    ("command", "file", "line", "key", "value", "said"),
+    ("command", "damage", "said"),
     [
-        (REPORT, METRICS, 2, None, '{"step": 2, "rew', "no JSON: Unterminated string"),
-        (REPORT, METRICS, 2, None, "[1]", "(a JSON list, not an object)"),
-        (REPORT, METRICS, 5, "step", None, "step is null: it should be a valid integer"),
-        (REPORT, METRICS, 5, "step", ..., "step is missing"),
-        (REPORT, METRICS, 1, "reward", "high", 'reward is "high": it should be a valid number'),
-        (REPORT, METRICS, 1, "reward", float("nan"), "reward is NaN: it should be a finite number"),
-        (REPORT, METRICS, 3, "noise/sigma", None, "noise/sigma is null, and noise/stage is a number"),
+        (REPORT, (METRICS, 2, None, '{"step": 2, "rew'), "no JSON: Unterminated string"),
+        (REPORT, (METRICS, 2, None, "[1]"), "(a JSON list, not an object)"),
+        (REPORT, (METRICS, 5, "step", None), "step is null: it should be a valid integer"),
+        (REPORT, (METRICS, 5, "step", ...), "step is missing"),
+        (REPORT, (METRICS, 1, "reward", "high"), 'reward is "high": it should be a valid number'),
+        (REPORT, (METRICS, 1, "reward", float("nan")), "reward is NaN: it should be a finite number"),
+        (REPORT, (METRICS, 3, "noise/sigma", None), "noise/sigma is null, and noise/stage is a number"),
         (
             REPORT,
-            METRICS,
-            3,
-            "dynamic_sampling/filled_groups",
-            ...,
-            "filled_groups is missing, and dynamic_sampling/sam",
+            (METRICS, 3, "dynamic_sampling/filled_groups", ...),
+            "filled_groups is missing, and dynamic_sampling/s",
         ),
-        (REPORT, SAMPLES, 2, None, '"prompt": "x"}', "no JSON: Extra data"),
-        (REPORT, SAMPLES, 2, "completion", None, "completion is null: it should be text"),
-        (REPORT, SAMPLES, 2, "rewards accuracy", "1", 'rewards.accuracy is "1": it should be a valid number'),
-        (REPORT, WARNINGS, 1, "text", ..., "text is missing"),
-        (REPORT, GRADED, 3, None, "{", "no JSON: Expecting property name"),
-        (REPORT, GRADED, 3, "correct", None, "correct is null: it should be a valid boolean"),
-        (REPORT, GRADED, 3, "question", None, "question is null: it should be text"),
-        (REPORT, RESULT, 1, "accuracy low", None, "accuracy.low is null: it should be a valid number"),
-        (WITH, GRADED, 3, "correct", "yes", 'correct is "yes": it should be a valid boolean'),
-        (WITH, RESULT, 1, "truncated_share", ..., "truncated_share is missing"),
-        (COMPARE, GRADED, 3, None, '{"row": 2, "corr', "no JSON: Unterminated string"),
-        (COMPARE, GRADED, 3, "correct", None, "correct is null: it should be a valid boolean"),
-        (COMPARE, GRADED, 3, "row", ..., "row is missing"),
-        (COMPARE, RESULT, 1, "samples", "1", 'samples is "1": it should be a valid integer'),
-        (COMPARE, RESULT, 1, "identity", ..., "identity is missing"),
+        (REPORT, (SAMPLES, 2, None, '"prompt": "x"}'), "no JSON: Extra data"),
+        (REPORT, (SAMPLES, 2, "completion", None), "completion is null: it should be text"),
+        (REPORT, (SAMPLES, 2, "rewards accuracy", "1"), 'rewards.accuracy is "1": it should be a valid number'),
+        (REPORT, (WARNINGS, 1, "text", ...), "text is missing"),
+        (REPORT, (GRADED, 3, None, "{"), "no JSON: Expecting property name"),
+        (REPORT, (GRADED, 3, "correct", None), "correct is null: it should be a valid boolean"),
+        (REPORT, (GRADED, 3, "question", None), "question is null: it should be text"),
+        (REPORT, (RESULT, 1, "accuracy low", None), "accuracy.low is null: it should be a valid number"),
+        (WITH, (GRADED, 3, "correct", "yes"), 'correct is "yes": it should be a valid boolean'),
+        (WITH, (RESULT, 1, "truncated_share", ...), "truncated_share is missing"),
+        (COMPARE, (GRADED, 3, None, '{"row": 2, "corr'), "no JSON: Unterminated string"),
+        (COMPARE, (GRADED, 3, "correct", None), "correct is null: it should be a valid boolean"),
+        (COMPARE, (GRADED, 3, "row", ...), "row is missing"),
+        (COMPARE, (RESULT, 1, "samples", "1"), 'samples is "1": it should be a valid integer'),
+        (COMPARE, (RESULT, 1, "identity", ...), "identity is missing"),
     ],
 )
-def test_the_damage_is_named(folder, capsys, command, file, line, key, value, said):
+def test_the_damage_is_named(folder, capsys, command, damage, said):
+    """`damage` is the file and its line, the key there (None: the whole line), and what it is changed to."""
+    file, line, key, value = damage
     change(folder / file, line, key, value)
     code, error = ran(capsys, command)
     assert code == 2

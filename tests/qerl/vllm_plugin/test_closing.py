@@ -39,7 +39,7 @@ def finalized_engine():
     """Like vLLM's LLMEngine, whose finalizer refers to the model until the engine is collected."""
     model = Thing()
     engine = Thing(model=model)
-    engine._finalizer = weakref.finalize(engine, lambda model: None, model)
+    vars(engine)[closing.FINALIZER] = weakref.finalize(engine, lambda model: None, model)
     return engine, weakref.ref(model)
 
 
@@ -67,7 +67,7 @@ def test_the_finalizer_runs_at_once_even_if_the_engine_is_still_referred_to(by_h
 
 
 def test_layers_lose_their_cache_and_the_scales_in_it():
-    attention = SimpleNamespace(_k_scale_cache=torch.ones(2), _v_scale_cache=torch.ones(2), scale=1.0)
+    attention = SimpleNamespace(**dict.fromkeys(closing.SCALE_CACHES, torch.ones(2)), scale=1.0)
     layers = {
         "attention": SimpleNamespace(kv_cache=torch.ones(4), impl=attention),
         "mamba": SimpleNamespace(kv_cache=[torch.ones(4)]),
@@ -75,7 +75,7 @@ def test_layers_lose_their_cache_and_the_scales_in_it():
     }
     closing.drop_kv_cache_(layers)
     assert layers["attention"].kv_cache.numel() == 0
-    assert (attention._k_scale_cache, attention._v_scale_cache, attention.scale) == (None, None, 1.0)
+    assert vars(attention) == {**dict.fromkeys(closing.SCALE_CACHES), "scale": 1.0}
     assert layers["mamba"].kv_cache == []
     assert vars(layers["none"]) == {"weight": 1}
 
@@ -99,7 +99,7 @@ def test_a_hook_whose_handle_was_lost_keeps_the_model_until_it_is_dropped(by_han
     there = weakref.ref(model)
     model.handle.remove()
     del model
-    torch._dynamo.reset()
+    torch.compiler.reset()
     gc.collect()
     assert there() is not None  # therefore hooks are dropped
     closing.drop_hooks_(Compiled)

@@ -7,7 +7,6 @@ import torch
 from bases import write_base
 from small_run import small_config
 from trainer_factory import build_trainer, run_backward, with_plan
-from trl import GRPOTrainer
 
 from qerl.checkpoint.adapter import adapter_tensors
 from qerl.plan.micro_batch_plan import MicroBatchPlan
@@ -73,14 +72,16 @@ def cut(trainer, batch, tokens, recomputed=0):
 
 
 def whole_by_trl(trainer, batch):
-    """TRL's loss of the whole step: padded rows through the model, TRL's logprobs, and our weights."""
+    """TRL's loss of the whole step, from logprobs of padded rows through the model; the weights are ours."""
     trainer.model.zero_grad()
-    found = GRPOTrainer._get_per_token_logps_and_entropies(
-        trainer, trainer.model, *batch.tokens(), batch.width, compute_entropy=True
-    )
+    input_ids, attention_mask = batch.tokens()
+    logits = trainer.model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -batch.width - 1 : -1]
+    log_p = (logits.float() / trainer.parts.config.rollout.temperature).log_softmax(-1)
+    logprobs = log_p.gather(-1, input_ids[:, -batch.width :, None])[..., 0]
+    entropies = -(log_p.exp() * log_p).sum(-1)
     config, mask = trainer.parts.config.loss, batch.loss_mask_B_T
     weights = importance_weights(batch.old_logprobs_B_T, batch.sampling_logprobs_B_T, mask, config.correction)
-    loss, metrics = trainer.loss_of(LossInputs(batch, *found[:2], weights, mask.sum(), config.entropy_coef))
+    loss, metrics = trainer.loss_of(LossInputs(batch, logprobs, entropies, weights, mask.sum(), config.entropy_coef))
     loss.backward()
     return loss.item(), gradients(trainer), {name: values[0] for name, values in metrics.items()}
 

@@ -123,7 +123,6 @@ def test_a_packed_row_computes_the_same_as_each_sequence_alone(family, changes):
             hidden = model.base_model(input_ids=ids[mask.bool()][None]).last_hidden_state
             place[:count] = hidden[0, -count - 1 : -1].detach()
     torch.testing.assert_close(packed, alone.view(12, 32)[row.places], rtol=1e-5, atol=1e-5)
-    assert model.config._attn_implementation == "sdpa"
 
 
 def test_no_completion_affects_another():
@@ -251,13 +250,14 @@ def test_with_the_engine_loaded_flash_attention_3_gives_the_same(heads, kv_heads
     """On Hopper, with strided inputs as after a fused projection. Its gradient repeats if that is requested."""
     import vllm  # noqa: F401 - flash_attention checks whether it is loaded
 
-    from training.policy import flash_attention
+    from qerl.vllm_plugin import flash
 
     qkv, sequences = gpu_inputs([640, 41, 77, 512, 300], heads, kv_heads, head_dim)
     wide = torch.randn(len(qkv[0]), heads + 3, head_dim, device="cuda").bfloat16()
     wide[:, :heads] = qkv[0]
     weight = torch.randn(*qkv[0].shape, device="cuda")
-    results = {}
+    results, calls, forward = {}, [], flash.forward
+    monkeypatch.setattr(flash, "forward", lambda *given: calls.append(1) or forward(*given))
     for name, attend, dtype in (
         ("3", attend_flash, torch.bfloat16),
         ("again", attend_flash, torch.bfloat16),
@@ -265,11 +265,12 @@ def test_with_the_engine_loaded_flash_attention_3_gives_the_same(heads, kv_heads
         ("exact", attend_each, torch.float32),
     ):
         if name == "2":
-            monkeypatch.setattr(flash_attention, "_takes_3", lambda q: False)
+            monkeypatch.setattr(flash, "takes", lambda q: False)
+        calls.clear()
         leaves = tuple(tensor.detach().to(dtype).requires_grad_() for tensor in (wide, *qkv[1:]))
         with deterministic_kernels(name != "2"):
             out = attend((leaves[0][:, :heads], *leaves[1:]), sequences, head_dim**-0.5, None)
-            assert ("_Attend3" in out.grad_fn.name()) == (name in ("3", "again"))
+            assert len(calls) == (name in ("3", "again"))
             (out.float() * weight).sum().backward()
         results[name] = [out.detach().float(), *(leaf.grad.float() for leaf in leaves)]
     errors = {

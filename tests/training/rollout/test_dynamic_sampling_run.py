@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from killed import Killed
 from small_run import numbers, small_config
 
 import training.step
@@ -122,10 +123,6 @@ def test_extra_rollouts_have_the_noise_of_their_step_and_their_own_seeds(nvfp4_b
         of_step = {next(rest) for _ in range(1 + int(row["dynamic_sampling/extra_rollouts"]))}
         assert len(of_step) == 1
         assert (of_step == {None}) == (row["noise/sigma"] == 0)
-
-
-class Killed(Exception):
-    """Takes the place of a kill at a chosen line of this process."""
 
 
 @pytest.mark.parametrize("when", ["sampling", "grading"])

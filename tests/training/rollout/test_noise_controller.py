@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from killed import killed_in
 from small_run import small_config
 
 from qerl.config.schema import NoiseConfig
@@ -123,26 +124,10 @@ def test_the_entropy_of_a_trained_model_is_raised_to_its_target(tmp_path):
     assert max(row["noise/sigma"] for row in rows) > 0.35
 
 
-class Killed(Exception):
-    """Takes the place of a kill at a chosen line of this process."""
-
-
-@pytest.mark.parametrize(("owner", "name", "call"), [(Sampler, "sample", 6), (QerlTrainer, "loss_of", 27)])
-def test_a_controlled_run_that_died_resumes_to_the_same_numbers(
-    finished, nvfp4_base, tmp_path, monkeypatch, owner, name, call
-):
-    original, calls = getattr(owner, name), []
-
-    def dying(self, *args, **kwargs):
-        calls.append(1)
-        if len(calls) == call:
-            raise Killed
-        return original(self, *args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, dying)
-        with pytest.raises(Killed):
-            start(small_config(nvfp4_base, tmp_path, *ESS, "noise.sigma_start=0.0025", steps=8), "tiny")
+@pytest.mark.parametrize("place", [(Sampler, "sample", 6), (QerlTrainer, "loss_of", 27)])
+def test_a_controlled_run_that_died_resumes_to_the_same_numbers(finished, nvfp4_base, tmp_path, place):
+    with killed_in(*place):
+        start(small_config(nvfp4_base, tmp_path, *ESS, "noise.sigma_start=0.0025", steps=8), "tiny")
     assert 0 < len(read_metrics(tmp_path / "run")) < 8
     resumed = resume(tmp_path / "run").run_dir
     assert [deterministic(row) for row in read_metrics(resumed)] == [

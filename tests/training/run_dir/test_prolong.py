@@ -4,7 +4,9 @@ import json
 import shutil
 
 import pytest
+from killed import killed_in
 from small_run import numbers, same_adapters, small_config
+from transformers import TrainerState
 
 import training.run_dir.prolong
 import training.trainer
@@ -114,54 +116,37 @@ def test_the_recorded_changes_are_those_of_the_steps_that_are_kept(short, tmp_pa
         assert load_config(run_dir / "config.yaml").run.steps == steps
 
 
-def test_after_a_kill_between_its_files_the_change_is_recorded_once(short, tmp_path, monkeypatch):
+def test_after_a_kill_between_its_files_the_change_is_recorded_once(short, tmp_path):
     run_dir = shutil.copytree(short, tmp_path / "run")
-    prolong_until_killed(run_dir, monkeypatch, "save_config")
+    with killed_in(training.run_dir.prolong, "save_config"):
+        resume(run_dir, steps=6)
     resume(run_dir, steps=4)
     assert totals(run_dir) == [(3, 3, 4)]
 
 
-class Killed(Exception):
-    """Takes the place of a kill at a chosen line of this process."""
-
-
-def prolong_until_killed(run_dir, monkeypatch, name, owner=training.run_dir.prolong, call=1):
-    """Prolong to 6 steps, but kill it at that call of the function of `owner`."""
-    original, calls = getattr(owner, name), []
-
-    def dying(*args, **kwargs):
-        calls.append(1)
-        if len(calls) == call:
-            raise Killed
-        return original(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(owner, name, dying)
-        with pytest.raises(Killed):
-            resume(run_dir, steps=6)
-
-
 @pytest.mark.parametrize(
-    ("owner", "name", "call"),
+    "place",
     [
-        (training.run_dir.prolong, "replace_text", 1),  # the result is set aside, and nothing else is done
-        (training.run_dir.prolong, "save_config", 1),
-        (training.trainer.QerlTrainer, "_compute_loss", 2),
-        (training.trainer.QerlTrainer, "_save_rng_state", 1),
+        (training.run_dir.prolong, "replace_text"),  # the result is set aside, and nothing else is done
+        (training.run_dir.prolong, "save_config"),
+        (training.trainer.QerlTrainer, "loss_of", 2),
+        (TrainerState, "save_to_json"),  # after the adapter, the optimizer and the random numbers
     ],
 )
-def test_a_run_killed_while_it_is_prolonged_can_go_on(prolonged, short, tmp_path, monkeypatch, owner, name, call):
+def test_a_run_killed_while_it_is_prolonged_can_go_on(prolonged, short, tmp_path, place):
     run_dir = shutil.copytree(short, tmp_path / "run")
-    prolong_until_killed(run_dir, monkeypatch, name, owner, call)
+    with killed_in(*place):
+        resume(run_dir, steps=6)
     begun = load_config(run_dir / "config.yaml").run.steps == 6
     result = resume(run_dir) if begun else resume(run_dir, steps=6)
     assert numbers(result.run_dir) == numbers(prolonged)
     assert same_adapters(result.adapter, prolonged / "adapter")
 
 
-def test_killed_before_the_new_total_is_in_its_recipe_a_run_stays_finished(short, tmp_path, monkeypatch):
+def test_killed_before_the_new_total_is_in_its_recipe_a_run_stays_finished(short, tmp_path):
     run_dir = shutil.copytree(short, tmp_path / "run")
-    prolong_until_killed(run_dir, monkeypatch, "replace_text")
+    with killed_in(training.run_dir.prolong, "replace_text"):
+        resume(run_dir, steps=6)
     assert not (run_dir / "adapter").exists()
     result = resume(run_dir)
     assert result.steps == 3
