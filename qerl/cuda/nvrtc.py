@@ -137,7 +137,7 @@ class Binaries:
         compile_: Callable[[str, str, list[str]], bytes] = compile_source,
         version_: Callable[[], tuple[int, int]] = version,
     ) -> None:
-        self._compile, self._version = compile_, version_
+        self._compile, self._compiler_version = compile_, version_
         self._jobs: Jobs[Path, bytes] = Jobs()  # by cache file
 
     def begin(self, variants: Iterable[Variant]) -> None:
@@ -155,7 +155,9 @@ class Binaries:
         text = (FOLDER / source).read_text(encoding="utf-8")
         headers = [path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.cuh"))]
         architecture = f"sm_{capability[0]}{capability[1]}{'a' if capability >= (9, 0) else ''}"
-        key = hashlib.sha256(repr((text, headers, defines, architecture, self._version())).encode()).hexdigest()[:24]
+        key = hashlib.sha256(
+            repr((text, headers, defines, architecture, self._compiler_version())).encode()
+        ).hexdigest()[:24]
         options = [f"--gpu-architecture={architecture}", *(f"-D{define}" for define in defines)]
         path = cache_folder() / f"{Path(source).stem}-{key}.cubin"
         return path, partial(self._read_or_compile, path, text, source, options)
