@@ -6,6 +6,7 @@ from small_run import small_config
 from trainer_factory import batch_of, build_trainer, inputs_of, scores
 
 import training.trainer
+from training.policy.policy import AdapterPolicy
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 from training.trainer import Logprobs
@@ -43,17 +44,17 @@ def test_the_loss_of_trl_is_multiplied_by_the_given_weights(trainer):
     assert losses[1] == pytest.approx(losses[0] / 2, rel=1e-5)
 
 
-def noted(monkeypatch, *names):
-    """The calls of these functions by the trainer, from here on."""
-    calls = []
+def noted(monkeypatch, *names, owner=training.trainer, calls=None):
+    """The calls of these functions of `owner` from here on, by their names; they join `calls` if it is given."""
+    calls = [] if calls is None else calls
     for name in names:
-        original = getattr(training.trainer, name)
+        original = getattr(owner, name)
 
         def call(*args, name=name, original=original):
             calls.append(name)
             return original(*args)
 
-        monkeypatch.setattr(training.trainer, name, call)
+        monkeypatch.setattr(owner, name, call)
     return calls
 
 
@@ -65,7 +66,8 @@ def test_transformers_asks_for_inputs_and_loss_once_per_step_and_updates_once(nv
 
 def test_transformers_saves_and_loads_through_ours(nvfp4_base, tmp_path, monkeypatch):
     """And what it writes of its own state when we ask it to is what a resumed run reads."""
-    calls = noted(monkeypatch, "write_checkpoint", "load_adapter_", "set_rates_")
+    calls = noted(monkeypatch, "write_checkpoint", "set_rates_")
+    noted(monkeypatch, "load", owner=AdapterPolicy, calls=calls)
     run_dir = start(
         small_config(nvfp4_base, tmp_path, "run.save_every=1", "noise.enabled=false", steps=2), "tiny"
     ).run_dir
@@ -74,4 +76,4 @@ def test_transformers_saves_and_loads_through_ours(nvfp4_base, tmp_path, monkeyp
     assert calls == ["write_checkpoint"] * 2
     calls.clear()
     resume(run_dir, step=1)
-    assert calls == ["load_adapter_", "set_rates_", "write_checkpoint"]
+    assert calls == ["load", "set_rates_", "write_checkpoint"]
