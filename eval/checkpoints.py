@@ -1,4 +1,4 @@
-"""Several checkpoints of one run in one call: the base is loaded once, the adapters are swapped.
+"""Evaluate several checkpoints of one run in one call: the base is loaded once, and the adapters are exchanged.
 
 `qerl eval gsm8k --run runs/a --checkpoints all` (or `last`, or steps: `40,80`).
 """
@@ -21,7 +21,7 @@ from qerl.files.nearby import no_folder
 
 logger = logging.getLogger(__name__)
 
-STEP = re.compile(r"step-(\d+)")  # as training names them
+STEP = re.compile(r"step-(\d+)")  # how training names its checkpoints
 
 
 def checkpoints_of(run: Path) -> dict[int, Path]:
@@ -38,7 +38,7 @@ def checkpoints_of(run: Path) -> dict[int, Path]:
 
 
 def choose(found: dict[int, Path], asked: str) -> dict[int, Path]:
-    """The checkpoints asked for: `all`, `last`, or steps `40,80`. Raises ConfigError naming those that are there."""
+    """The checkpoints asked for: `all`, `last`, or steps `40,80`. Raises ConfigError, which names those that exist."""
     if asked == "all":
         return found
     if asked == "last":

@@ -1,12 +1,13 @@
-"""Two evaluations of the same questions: is the second better, worse, or can it not be told?
+"""Compare two evaluations of the same questions: is the second better or worse, or can it not be told?
 
-    one completion a question    exact McNemar test on the questions that only one of the two has right; Newcombe's
-                                 interval of the difference (Statistics in Medicine 17, 1998, 2635-2650, method 10)
-    several                      sign-flip test on the per-question differences of mean@n; percentile interval of a
-                                 bootstrap over questions
+    one completion per question   exact McNemar test on the questions that only one of the two has right; Newcombe's
+                                  interval of the difference (Statistics in Medicine 17, 1998, 2635-2650, method 10)
+    several                       sign-flip test on the per-question differences of mean@n; percentile interval of a
+                                  bootstrap over questions
 
-Told apart only if the test gives p < 0.05 and the interval leaves out zero: the two rest on different approximations,
-and a claim should survive both. Evaluations of other questions, or with other settings, are refused.
+The verdict is "better" or "worse" only if the test gives p < 0.05 and the interval excludes zero. The two rest on
+different approximations, and a claim should survive both. Evaluations of different questions, or with different
+settings, are refused.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 SAME = ("task", "questions", "data", "samples", "temperature", "top_p", "max_new_tokens")
-NAMED = ("seed", "engine", "dtype", "kernel", "batch_size")  # may differ, and are then named
+NAMED = ("seed", "engine", "dtype", "kernel", "batch_size")  # these may differ, and the table then names them
 RESAMPLES, CHUNK, SEED = 10_000, 500, 0
 LEVEL = 0.05
 
@@ -48,7 +49,7 @@ class PairedTest:
 
     @property
     def verdict(self) -> Verdict:
-        """What can be said of the second."""
+        """What can be said of the second evaluation."""
         if self.p_value >= LEVEL or self.low <= 0 <= self.high:
             return "cannot tell"
         return "better" if self.difference > 0 else "worse"
@@ -56,7 +57,7 @@ class PairedTest:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Two results on the same questions. `only_first` of the questions are answered better by the first."""
+    """Two results on the same questions. The first is ahead on `only_first` of them, the second on `only_second`."""
 
     task: str
     models: tuple[str, str]
@@ -73,7 +74,7 @@ class Comparison:
         return {**asdict(self), "verdict": self.paired.verdict}
 
     def sentence(self) -> str:
-        """The same in a line, for the report."""
+        """The verdict and its numbers in one line, for the report."""
         paired = self.paired
         return (
             f"After training: {paired.verdict}. {100 * paired.difference:+.1f} points on the same {self.questions} "
@@ -82,7 +83,7 @@ class Comparison:
         )
 
     def table(self) -> Table:
-        """The numbers and the verdict, for people."""
+        """The numbers and the verdict as a table."""
         from rich import box
         from rich.table import Table
         from rich.text import Text
@@ -132,7 +133,7 @@ def compare(first: Path, second: Path) -> Comparison:
 
 
 def mcnemar(first_Q: Sequence[float], second_Q: Sequence[float]) -> PairedTest:
-    """Exact test and interval for one graded completion (0 or 1) a question and model."""
+    """Exact test and interval, for one graded completion (0 or 1) per question and model."""
     pairs = list(zip(first_Q, second_Q, strict=True))
     only_first = sum(a > b for a, b in pairs)
     only_second = sum(b > a for a, b in pairs)
@@ -143,7 +144,7 @@ def mcnemar(first_Q: Sequence[float], second_Q: Sequence[float]) -> PairedTest:
 
 
 def sign_test(wins: int, losses: int) -> float:
-    """Two-sided binomial p value of `wins` among wins + losses at probability 1/2."""
+    """The two-sided binomial p value of `wins` among wins + losses, at probability 1/2."""
     count = wins + losses
     tail = sum(math.comb(count, k) for k in range(min(wins, losses) + 1))
     return min(1.0, 2 * tail / 2**count)
@@ -183,7 +184,7 @@ def bootstrap(first_Q: Sequence[float], second_Q: Sequence[float]) -> PairedTest
 
 
 def question_means(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
-    """Share of correct completions by row of the data."""
+    """The share of correct completions of each row of the data."""
     graded: dict[int, list[bool]] = {}
     for row in rows:
         graded.setdefault(row["row"], []).append(row["correct"])
@@ -206,7 +207,7 @@ def _read(path: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
 
 
 def _no_evaluation(folder: Path) -> CheckpointError:
-    """Why there is no result in `folder`, and which evaluation may be meant."""
+    """The error for a folder without a result, which names the evaluation that may be meant."""
     if os.path.isfile(folder):
         return CheckpointError(f"{folder} is a file: give the folder that holds it, in which `qerl eval` ended")
     if not os.path.isdir(folder):
@@ -233,7 +234,7 @@ class _Result(Shape):
 
 
 class _Graded(Shape):
-    """What it needs of a line of completions.jsonl."""
+    """What a comparison needs of a line of completions.jsonl."""
 
     row: int
     correct: bool

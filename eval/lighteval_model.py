@@ -1,4 +1,4 @@
-"""lighteval's model class over our engine. Nothing is cached: lighteval's cache would outlive a change of weights."""
+"""lighteval's model class on our engine. Nothing is cached, as its cache would outlive a change of weights."""
 
 from __future__ import annotations
 

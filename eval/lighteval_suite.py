@@ -1,8 +1,8 @@
 """lighteval's own tasks on our engine: `qerl eval --suite lighteval 'gsm8k|0'`.
 
-Prompts, metrics and aggregation are lighteval 0.13's; base, adapter and sampling are ours.
-With --suite-tasks FILE (Python with lighteval's TASKS_TABLE) only that file's tasks are known, and nothing is
-downloaded but what they name: lighteval's own registry loads a model from the hub when it is imported.
+Prompts, metrics and aggregation are those of lighteval 0.13; base, adapter and sampling are ours. With --suite-tasks
+FILE (Python with lighteval's TASKS_TABLE) only the tasks of that file are known, and only what they name is downloaded.
+lighteval's own registry loads a model from the hub when it is imported.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def run_suite(settings: EvalSettings) -> tuple[dict[str, Any], Path]:
 
 
 def suite_table(result: dict[str, Any]) -> Table:
-    """One line a task and metric, with lighteval's standard error."""
+    """One line per task and metric, with lighteval's standard error."""
     from rich import box
     from rich.table import Table
     from rich.text import Text
@@ -82,7 +82,7 @@ def suite_table(result: dict[str, Any]) -> Table:
 
 
 def _default_out(ref: ModelRef, settings: EvalSettings) -> Path:
-    """Beside the evaluations of our own tasks: in the run where there is one."""
+    """A folder beside the evaluations of our own tasks, which is in the run if there is one."""
     task = "".join(char if char.isalnum() else "-" for char in settings.task)
     asked = {"weights": weights_digest(ref.adapter or Path(ref.base)), "limit": settings.limit}
     return default_out(ref, f"lighteval-{task}", asked)
@@ -124,7 +124,7 @@ def _scores(settings: EvalSettings, ref: ModelRef) -> dict[str, dict[str, float]
 
 @contextlib.contextmanager
 def _known_tasks(tasks_file: Path | None) -> Iterator[None]:
-    """Within it lighteval knows the tasks of `tasks_file` only; None: its own."""
+    """Let lighteval know only the tasks of `tasks_file`; None leaves it its own."""
     from lighteval.tasks.registry import Registry
 
     if tasks_file is None:
@@ -145,7 +145,7 @@ def _known_tasks(tasks_file: Path | None) -> Iterator[None]:
 
 
 def _open(settings: EvalSettings, ref: ModelRef) -> Any:
-    """The engine, with the adapter acting; its context is the model's own."""
+    """The engine with the adapter acting, and with the model's own context."""
     from qerl.engine.open import open_model
 
     return open_model(ref, settings.engine_options())

@@ -1,8 +1,8 @@
-"""What a set of graded completions says: mean accuracy with a 95% interval, pass@k.
+"""What graded completions say: mean accuracy with a 95% interval, and pass@k.
 
-Pure functions on floats and counts. A question is the unit of sampling, its completions are not independent of each
-other; every interval here is Wilson's, with the number of questions corrected for that (`effective_count`), so that 0
-of 30 or 30 of 30 still gives an interval of honest width, which a normal or bootstrap interval does not.
+Pure functions on floats and counts. Questions are the unit of sampling, because the completions of one question are not
+independent of each other. Every interval is Wilson's, with the number of trials corrected for that (`effective_count`).
+Unlike a normal or bootstrap interval it has an honest width even for 0 of 30 or 30 of 30.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def wilson(proportion: float, count: float) -> tuple[float, float]:
 def effective_count(values_Q: Sequence[float], samples: int) -> float:
     """How many independent completions the per-question values are worth: p(1-p) over the variance of their mean.
 
-    Korn and Graubard 1998, as in Franco et al. 2019 (doi 10.1093/jssam/smy019). Kept between the number of questions
-    (equal completions of a question count once; this is also the value for one sample) and questions x samples.
+    Korn and Graubard 1998, as in Franco et al. 2019 (doi 10.1093/jssam/smy019). The result is at least the number of
+    questions, which is its value for one sample or equal completions, and at most questions x samples.
     """
     questions = len(values_Q)
     mean = math.fsum(values_Q) / questions
@@ -57,7 +57,7 @@ def effective_count(values_Q: Sequence[float], samples: int) -> float:
 
 
 def estimate(values_Q: Sequence[float], samples: int) -> Estimate:
-    """Mean over questions with its 95% interval; `samples` completions stand behind each value. Raises ValueError."""
+    """Mean over questions with its 95% interval. Each value is of `samples` completions. Raises ValueError for none."""
     if not values_Q:
         raise ValueError("no question, no mean")
     value = min(1.0, math.fsum(values_Q) / len(values_Q))
@@ -66,7 +66,7 @@ def estimate(values_Q: Sequence[float], samples: int) -> Estimate:
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Chance that at least one of k completions, drawn without replacement from `samples`, is among the `correct`.
+    """The chance that k completions, drawn without replacement from `samples`, include one of the `correct` ones.
 
     The unbiased estimator 1 - C(n-c, k) / C(n, k) of Chen et al. (arXiv 2107.03374, equation 1). Raises ValueError if
     k completions cannot be drawn.

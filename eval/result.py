@@ -1,6 +1,6 @@
-"""From graded completions to numbers: the summary of an evaluation, its JSON form, and the table people read.
+"""From graded completions to numbers: the summary of an evaluation, its JSON form, and the table for people.
 
-result.json, what a report draws from (shares are of completions, intervals are 95%):
+result.json, from which reports are made (shares are of completions, intervals are 95%):
 
     task, model, step                    name, one line, optimizer step of the checkpoint or null
     questions, samples, completions, correct
@@ -9,7 +9,7 @@ result.json, what a report draws from (shares are of completions, intervals are 
     truncated_share, no_answer_share, unparsed_share, reasons {reason: completions}
     prompt_tokens, completion_tokens, seconds, tokens_per_second
     base, adapter, format, data, system_prompt, prompt_template, settings, sampling, engine {name, kernel, versions}
-    identity                             what decides the numbers (eval/identity.py); equal identities, equal rows
+    identity                             what decides the numbers (eval/identity.py): equal identities give equal rows
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 UNPARSED = ("no_answer", "unparsable", "too_long")  # no answer could be read from the completion
-RARE = ("unparsable", "too_long", "timeout", "bad_answer")  # reasons that the table names only where they occur
+RARE = ("unparsable", "too_long", "timeout", "bad_answer")  # the table names these only where they occur
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,7 @@ class EvalResult:
 
 
 def summarize(rows: Sequence[Row], pass_k: Sequence[int] = ()) -> Summary:
-    """The numbers of a non-empty set of rows in which every question has the same number of samples.
-
-    Raises ValueError if it has not.
-    """
+    """The numbers of rows, of which every question needs the same number of samples. Raises ValueError otherwise."""
     correct_Q: dict[int, list[bool]] = {}
     for row in rows:
         correct_Q.setdefault(row["row"], []).append(row["correct"])
@@ -108,7 +105,7 @@ def summarize(rows: Sequence[Row], pass_k: Sequence[int] = ()) -> Summary:
 
 
 def render_table(results: Sequence[EvalResult], names: Sequence[str] | None = None) -> Table:
-    """A table for the terminal: one column a result, headed by `names` (default: the models)."""
+    """A table for the terminal with one column per result, under `names` (default: the models)."""
     from rich import box
     from rich.table import Table
 

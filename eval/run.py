@@ -2,8 +2,8 @@
 
     plan (eval/plan.py) -> folder (eval/store.py) -> engine + adapter -> completions -> grades -> summary -> result.json
 
-The engine is the one that training samples with, the prompt is the one that trained, and the grade is the one that
-rewards.
+The engine is the one that training samples with, the prompt is the one that was trained on, and the grade is the one
+that rewards give.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OnBatch = Callable[[int, int, int], None]  # (completions done, completions in a
 
 
 class EngineHolder:
-    """Keeps one engine open over several evaluations: a next one with the same base only brings its adapter."""
+    """Keeps one engine open for several evaluations: the next one on the same base only brings its adapter."""
 
     def __init__(self) -> None:
         self.engine: Engine | None = None
@@ -66,12 +66,11 @@ class EngineHolder:
 
 
 def run_eval(settings: EvalSettings, on_batch: OnBatch | None = None, holder: EngineHolder | None = None) -> EvalResult:
-    """Run or continue an evaluation, and write its folder; a finished one is read, not run again.
+    """Run or continue an evaluation and write its folder. A finished one is read and not run again.
 
-    `holder` keeps the engine open for the caller's next evaluation; without it the engine is closed at the end.
-
-    `on_batch` is called at the start and after each batch; without it progress is logged. Raises QerlError of the kind
-    that fits, with what to write instead.
+    `on_batch` is called at the start and after each batch; without it progress is logged. `holder` keeps the engine
+    open for the caller's next evaluation; without it the engine is closed at the end. Raises QerlError of the kind that
+    fits, with what to write instead.
     """
     plan = make_plan(settings)
     on_batch = on_batch or _Log()
@@ -95,7 +94,7 @@ def run_eval(settings: EvalSettings, on_batch: OnBatch | None = None, holder: En
 
 
 def engine_options(plan: Plan, rank: int) -> EngineOptions:
-    """The engine of an evaluation; `rank` is that of the adapter to come, 0 for none."""
+    """The options of an evaluation's engine; `rank` is the rank of the adapter that it will get, 0 for none."""
     context = max(map(len, plan.prompts)) + plan.sampling.max_new_tokens
     return replace(plan.settings.engine_options(), max_context=context, max_rank=rank)
 
@@ -115,7 +114,7 @@ def _read_adapter(ref: ModelRef) -> _Adapter:
 
 
 def complete(plan: Plan, engine: Engine, store: Store, rows: list[Row], on_batch: OnBatch) -> None:
-    """Sample and grade the batches that are not among `rows`, and append them to both `rows` and the store."""
+    """Sample and grade the batches that `rows` lacks, and append them to `rows` and to the store."""
     total = sum(map(len, plan.batches))
     on_batch(len(rows), total, _correct(rows))
     done = 0
@@ -185,7 +184,7 @@ def _correct(rows: Sequence[Row]) -> int:
 
 
 class _Log:
-    """Progress as log lines: the first, the last, and one every LOG_EVERY_S seconds."""
+    """Logs progress: at the start, at the end, and every LOG_EVERY_S seconds."""
 
     def __init__(self) -> None:
         self._last = float("-inf")

@@ -1,4 +1,4 @@
-"""What an evaluation shows while it runs and when it is done. Importing this loads no torch."""
+"""What an evaluation shows while it runs and at its end. Importing this loads no torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from qerl.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, Confi
 if TYPE_CHECKING:
     from eval.run import OnBatch
 
-OPTIONS = {  # what there is here in place of keys of a recipe
+OPTIONS = {  # what errors name here in place of keys of a recipe
     **ENGINE_OPTIONS,
     MAX_PROMPT_TOKENS: "the length of the prompts",
     SYSTEM_PROMPT: "--system-prompt",
@@ -65,7 +65,7 @@ def show_suite(settings: EvalSettings) -> None:
 
 @contextlib.contextmanager
 def _progress() -> Iterator[OnBatch | None]:
-    """A bar on a terminal; None (log lines) elsewhere."""
+    """A progress bar on a terminal. Elsewhere None, so that progress is logged."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -79,7 +79,7 @@ def _progress() -> Iterator[OnBatch | None]:
     bar = progress.add_task("", total=None, share="")
 
     def on_batch(done: int, total: int, correct: int) -> None:
-        progress.start()  # at the first call only: before it, log lines tell what is being loaded
+        progress.start()  # only now: until the first call, log lines tell what is being loaded
         progress.update(bar, completed=done, total=total, share=f"correct {correct / done:.1%}" if done else "")
 
     try:

@@ -1,11 +1,11 @@
-"""An evaluation's folder: what was asked, every completion as it is graded, the result.
+"""An evaluation's folder: what was asked, every graded completion, and the result.
 
     settings.json      identity of the evaluation (what decides its numbers), and the engine that runs it
-    completions.jsonl  one line a completion; a batch is appended at once and flushed to the disk
-    result.json        written last, whole
+    completions.jsonl  one line per completion; a batch is appended at once and flushed to the disk
+    result.json        written last, whole or not at all
 
-A killed evaluation leaves whole batches and at most one unfinished one, which is dropped and sampled again with the
-same seed: the continued evaluation gives the numbers of an uninterrupted one.
+A killed evaluation leaves whole batches and at most one unfinished batch. That one is dropped and sampled again with
+the same seed, so that a continued evaluation gives the numbers of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ Key = tuple[int, int]  # (row of the data, sample)
 
 
 class Store:
-    """The folder of one evaluation, held by one process. Made by `open_store`."""
+    """The folder of one evaluation, which one process holds. `open_store` makes it."""
 
     def __init__(self, folder: Path, settings: dict[str, Any]) -> None:
         self.folder = folder
         self._settings = settings
 
     def bind_engine(self, engine: Mapping[str, Any]) -> None:
-        """Note which engine samples here. Raises CheckpointError if earlier batches came from another kernel."""
+        """Record which engine samples here. Raises CheckpointError if earlier batches came from another kernel."""
         earlier = self.engine
         if earlier is not None and earlier["kernel"] != engine["kernel"]:
             raise CheckpointError(
@@ -45,13 +45,13 @@ class Store:
 
     @property
     def engine(self) -> dict[str, Any] | None:
-        """The engine of the batches that are here; None if there are none."""
+        """The engine that sampled the batches in this folder; None if there are none."""
         return self._settings.get("engine")
 
     def resume(self, batches: Sequence[Sequence[Key]]) -> list[Row]:
-        """The rows of the whole batches that are here, after cutting off whatever follows them.
+        """The rows of the whole batches in this folder; what follows them in the file is cut off.
 
-        Raises CheckpointError if a line is not what the batch plan says should stand there.
+        Raises CheckpointError if a line is not the one that belongs there by the plan of batches.
         """
         path = self.folder / COMPLETIONS
         path.touch()
@@ -75,7 +75,7 @@ class Store:
         return rows
 
     def append(self, rows: Sequence[Row]) -> None:
-        """Add the rows of one batch; on return they are on the disk. Raises CheckpointError if they cannot be."""
+        """Add the rows of one batch and wait until they are on the disk. Raises CheckpointError if that fails."""
         text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
         path = self.folder / COMPLETIONS
         try:
@@ -107,11 +107,11 @@ class Store:
 
 @contextlib.contextmanager
 def open_store(folder: Path, identity: Mapping[str, Any], overwrite: bool) -> Iterator[Store]:
-    """Make or take up the folder of the evaluation `identity` (plain JSON values), and hold it.
+    """Make the folder of the evaluation `identity` (plain JSON values) or continue in it, and hold it.
 
-    A failure before the first whole batch leaves nothing behind; a later one, the whole batches. With `overwrite` an
-    earlier evaluation's files are removed. Raises CheckpointError if the folder holds another evaluation, something
-    else, or is in use by another process.
+    A failure before the first whole batch leaves nothing behind, and a later one leaves the whole batches. With
+    `overwrite` the files of an earlier evaluation are removed. Raises CheckpointError if the folder holds another
+    evaluation or something else, or if another process uses it.
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
@@ -153,7 +153,7 @@ def _discard_empty(folder: Path, made: Sequence[Path]) -> None:
 
 
 def read_settings(folder: Path) -> dict[str, Any] | None:
-    """settings.json of an evaluation's folder; None for an empty folder. Raises CheckpointError for another one."""
+    """settings.json of an evaluation's folder; None if that is empty. Raises CheckpointError for other folders."""
     if (folder / SETTINGS).is_file():
         with contextlib.suppress(ValueError):
             settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
@@ -165,7 +165,7 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
 
 
 def differences(old: Mapping[str, Any], new: Mapping[str, Any]) -> str:
-    """The entries that differ, in words: `samples 4, now 8; seed 0, now 1`."""
+    """The entries that differ, as text: `samples 4, now 8; seed 0, now 1`."""
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
     return "; ".join(f"{key} {_short(old.get(key))}, now {_short(new.get(key))}" for key in keys)
 
@@ -176,7 +176,7 @@ def _short(value: Any) -> str:
 
 
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
-    """Replace `path` by `value` as JSON: a reader sees the old file or the new one, also after a power cut."""
+    """Replace `path` by `value` as JSON. A reader sees the old file or the new one, even after a power cut."""
     partial = path.with_name(f".{path.name}.partial")
     with partial.open("w", encoding="utf-8") as file:
         json.dump(value, file, indent=2, ensure_ascii=False)
@@ -193,7 +193,7 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
 
 @contextlib.contextmanager
 def _held(folder: Path) -> Iterator[None]:
-    """Hold an advisory lock on the folder; the system lets it go when the process dies."""
+    """Hold an advisory lock on the folder, which the system releases when the process dies."""
     import fcntl
 
     handle = os.open(folder, os.O_RDONLY)

@@ -1,4 +1,4 @@
-"""The command line: COMMANDS, at the end, and `qerl recipes`.
+"""The command line: the commands in COMMANDS, at the end of this file, and `qerl recipes`.
 
 Importing this loads no torch; each command imports what it runs.
 """
@@ -84,7 +84,7 @@ def doctor(
 
 
 def _verdict(before: Path, after: Path) -> str | None:
-    """What the difference is worth, or why that cannot be said; None where a folder is no evaluation of ours."""
+    """What a difference between two evaluations means, or why that cannot be said; None if a folder holds none."""
     from eval.compare import compare
     from qerl.errors import CheckpointError
 
@@ -96,7 +96,7 @@ def _verdict(before: Path, after: Path) -> str | None:
         return None
 
 
-COMMANDS = {  # name -> command and its line of `qerl --help`, in the order in which one needs them
+COMMANDS = {  # name -> command and its line in `qerl --help`, in the order in which they are needed
     "doctor": (doctor, "Check this machine; the remedy beside what is wrong."),
     "plan": (plan_command, "Memory and seconds of a run, before anything is loaded."),
     "quantize": (command_of(quantize_command), "Turn a 16-bit checkpoint into NVFP4, and verify it."),

@@ -1,8 +1,7 @@
 """`qerl chat`: talk to a model, with or without an adapter, on the engine that training and evaluation use.
 
-A line of stdin is a message; without a terminal each line is one too, so that a pipe works, and only answers go to
-stdout. The conversation is kept until `/reset`; when it no longer fits the context its oldest exchange is forgotten,
-which is said.
+Each line of stdin is a message, on a terminal and in a pipe, and only answers go to stdout. The conversation is kept
+until `/reset`. When it no longer fits the context its oldest exchange is forgotten, and a log line says so.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
     from qerl.commands.chat import ChatOptions
 
 RESET, EXIT = "/reset", "/exit"
-OPTIONS = {  # what there is here in place of keys of a recipe
+OPTIONS = {  # what errors name here in place of keys of a recipe
     **ENGINE_OPTIONS,
     MAX_PROMPT_TOKENS: "the length of the message",
     SYSTEM_PROMPT: "--system-prompt",
@@ -53,7 +52,7 @@ class Conversation:
     answered: int = 0
 
     def ask(self, question: str) -> str:
-        """The model's answer, which joins the conversation. Raises EngineError for a message beyond the context."""
+        """The model's answer, which joins the conversation. Raises EngineError for a message that is too long."""
         prompt = self._fitting_prompt(question)
         (completion,) = self.engine.generate([prompt], self.sampling, seed=self.seed + self.answered)
         answer = self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
@@ -64,7 +63,7 @@ class Conversation:
         return answer
 
     def reset(self) -> None:
-        """Forget all messages but the system prompt."""
+        """Forget all messages except the system prompt."""
         self.turns.clear()
 
     def _fitting_prompt(self, question: str) -> list[int]:
@@ -89,7 +88,10 @@ class Conversation:
 
 
 def chat(options: ChatOptions) -> None:
-    """Answer the lines of stdin until it ends or says /exit. Raises QerlError before anything heavy if it cannot."""
+    """Answer the lines of stdin until it ends or a line says /exit.
+
+    Raises QerlError for what cannot work, before the weights are loaded.
+    """
     sampling = SamplingParams(options.max_new_tokens, options.temperature, options.top_p)
     ref = resolve_model(options.model, adapter=options.adapter)
     asked = EngineOptions(engine=options.engine, kernel=options.kernel, memory=options.memory, cap_gib=options.cap_gib)
@@ -100,7 +102,7 @@ def chat(options: ChatOptions) -> None:
         raise ConfigError(f"--max-new-tokens {sampling.max_new_tokens} leaves no room in the context of {longest}")
     context = min(longest, max(4096, 2 * sampling.max_new_tokens))
     system = [{"role": "system", "content": options.system_prompt}] if options.system_prompt else []
-    render_prompt(tokenizer, [*system, {"role": "user", "content": ""}])  # a refusal comes before the weights load
+    render_prompt(tokenizer, [*system, {"role": "user", "content": ""}])  # refuses before weights are loaded
     logger.info("%s", describe(ref))
     engine = open_model(ref, replace(engine_options, max_context=context))
     try:
@@ -111,7 +113,7 @@ def chat(options: ChatOptions) -> None:
 
 
 def talk(conversation: Conversation, questions: TextIO, answers: TextIO) -> None:
-    """One answer for each line of `questions`."""
+    """Write one answer for each line of `questions`."""
     if questions.isatty():
         logger.info("%s forgets the conversation, %s or Ctrl-D ends it", RESET, EXIT)
     for line in _lines(questions):
@@ -133,7 +135,7 @@ def talk(conversation: Conversation, questions: TextIO, answers: TextIO) -> None
 
 
 def _lines(questions: TextIO) -> Iterator[str]:
-    """Lines with something on them; on a terminal `input` gives line editing and a prompt."""
+    """The lines that are not empty. On a terminal `input` reads them, with line editing and a prompt."""
     if not questions.isatty():
         yield from filter(None, (line.strip() for line in questions))
         return

@@ -1,4 +1,4 @@
-"""The options of `qerl plan` and its tables; qerl/cli.py registers it. Nothing here imports torch."""
+"""`qerl plan`: its options and its tables. qerl/cli.py registers it. Nothing here imports torch."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from qerl.plan.cards import Card
     from qerl.plan.plan import Plan
 
-SAME_SIZE = 0.05  # what a card reports differs by less from what the table of known cards has
+SAME_SIZE = 0.05  # the memory that a card reports differs by less than this share from the table of known cards
 
 
 def plan_command(
@@ -59,9 +59,9 @@ def plan_command(
 
 
 def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None) -> Plan:
-    """The plan for the card `gpu`; None: the one of this machine, or a 24 GiB card where there is none.
+    """The plan for the card `gpu`. None means this machine's card, or one of 24 GiB where there is none.
 
-    `model`: where the recipe's model was found, if it has been looked for.
+    `model`: where the recipe's model was found, if that is known already.
     """
     from qerl.plan.cards import card_of
     from qerl.plan.plan import plan
@@ -71,8 +71,10 @@ def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None)
 
 
 def this_card() -> Card:
-    """The card that a run would take here: the known card of its name and size; of its name alone, that card's speed
-    with the size reported (a laptop's 4090 has 16 GiB); else by its size.
+    """The card that a run would take here.
+
+    That is the known card of the same name and size. If only the name is known, it has that card's speed and the memory
+    that it reports (a laptop's 4090 has 16 GiB). Otherwise it is described by its memory alone.
     """
     from qerl.devices import best_card, visible_cards
     from qerl.plan.cards import CARDS, card_of
@@ -92,7 +94,7 @@ def this_card() -> Card:
 
 
 def show(config: RunConfig, made: Plan, console: Console) -> None:
-    """Print the tables, what fits, and what to change where it does not."""
+    """Print the tables, what fits, and what to change if the run does not fit."""
     console.print(f"Memory on {made.card.name}", highlight=False, soft_wrap=True)
     for table in tables(made):
         console.print(table)
@@ -100,7 +102,7 @@ def show(config: RunConfig, made: Plan, console: Console) -> None:
 
 
 def tables(made: Plan) -> list[Table]:
-    """Memory by phase and what takes it; for a run that fits, seconds of a step by phase."""
+    """Memory by phase and by what takes it and, for a run that fits, seconds per step by phase."""
     from rich.table import Table
 
     gib = 2**30
@@ -112,14 +114,14 @@ def tables(made: Plan) -> list[Table]:
     memory.add_row("limit", *(f"{made.limit / gib:.2f}" for _ in made.memory))
     if made.problems:
         return [memory]
-    seconds = Table("seconds a step", *made.seconds, "all", box=None)
+    seconds = Table("seconds per step", *made.seconds, "all", box=None)
     values = [*made.seconds.values(), sum(made.seconds.values())]
     seconds.add_row("", *(f"{value:.1f}" for value in values))
     return [memory, seconds]
 
 
 def sentences(config: RunConfig, made: Plan) -> list[str]:
-    """What fits, in words, and what to change where it does not."""
+    """What fits, in words, or what to change."""
     from qerl.plan.advice import advice, largest_completion
 
     if made.problems:

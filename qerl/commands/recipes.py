@@ -1,4 +1,4 @@
-"""`qerl recipes`: the shipped recipes, every key, every task. Nothing here imports torch."""
+"""`qerl recipes`: the shipped recipes, all keys and all tasks. Nothing here imports torch."""
 
 from __future__ import annotations
 

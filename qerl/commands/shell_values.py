@@ -1,4 +1,7 @@
-"""What a shell completes after an option: recipes, tasks, cards, keys. Imported by every start of `qerl`, so light."""
+"""What a shell completes after an option: recipes, tasks, cards and keys.
+
+Every start of `qerl` imports this, so it imports nothing heavy.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every command of ours does around its work: log to stderr, and turn the user's errors into one line."""
+"""What every command does around its work: it logs to stderr, and shows errors that the user can fix as one line."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ NOISY_LOGGERS = ("httpx", "transformers", "trl", "accelerate", "compressed_tenso
 
 
 def run_command(command: Callable[..., object], arguments: list[str] | None = None, name: str | None = None) -> None:
-    """Call a typer app with `arguments` (None: sys.argv's).
+    """Call a typer app with `arguments` (None: those of sys.argv), and exit.
 
-    An error that is the user's to fix is one line on stderr and exit code 2, an interrupt exit code 130; anything else
-    is a bug and keeps its traceback.
+    An error that the user can fix is shown as one line on stderr and gives exit code 2; an interrupt gives 130. All
+    else is a bug and keeps its traceback.
     """
     _set_up_logging()
     try:
@@ -44,14 +44,14 @@ def run_command(command: Callable[..., object], arguments: list[str] | None = No
         )
     except KeyboardInterrupt:
         code = 130
-    if code == 130:  # also what typer makes of an interrupt
+    if code == 130:  # typer turns an interrupt into this code
         sys.stderr.write("interrupted\n")
     sys.exit(code if isinstance(code, int) else 0)
 
 
 @contextmanager
 def interrupts_counted() -> Iterator[None]:
-    """Within it, an interrupt that a library swallows (in a callback, while it is imported) is raised at the end."""
+    """Raise at the end an interrupt that a library swallowed, such as one in a callback while it was imported."""
     found: list[int] = []
 
     def interrupt(number: int, frame: object) -> NoReturn:
@@ -59,7 +59,7 @@ def interrupts_counted() -> Iterator[None]:
         raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:  # as a shell starts what it runs in the background
+    if before is signal.SIG_IGN:  # a shell starts background jobs so
         yield
         return
     signal.signal(signal.SIGINT, interrupt)
@@ -72,15 +72,15 @@ def interrupts_counted() -> Iterator[None]:
 
 
 def _refuse(message: str) -> NoReturn:
-    sys.stderr.write(f"error: {' '.join(message.split())}\n")  # what a library said may have many lines
+    sys.stderr.write(f"error: {' '.join(message.split())}\n")  # a library's message may have many lines
     sys.exit(2)
 
 
 def _refuse_usage(error: Any, arguments: Sequence[str]) -> NoReturn:
-    """A wrong use of the command line, as typer found it: one line, with where to read on."""
+    """Show in one line a wrong use of the command line that typer found, and where to read about the command."""
     context, options = getattr(error, "ctx", None), getattr(error, "possibilities", None)
     message = error.message if options else error.format_message()
-    if message.startswith("Usage:"):  # a command without arguments: its help
+    if message.startswith("Usage:"):  # a command without arguments shows its help
         sys.stderr.write(f"{message}\n")
         sys.exit(2)
     message = message.rstrip(".?").replace("Value error, ", "").replace("Input should", "should")  # pydantic's words
@@ -93,7 +93,7 @@ def _refuse_usage(error: Any, arguments: Sequence[str]) -> NoReturn:
 
 
 def _value_of(parameter: Any, arguments: Sequence[str]) -> str | None:
-    """What was typed last for an option; None if it was not."""
+    """The value that was typed last for an option; None if the option was not typed."""
     options = [option for option in getattr(parameter, "opts", ()) if option.startswith("-")]
     for option, value in reversed([*pairwise(arguments)]):
         if option in options:
@@ -108,7 +108,7 @@ def _set_up_logging() -> None:
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
-        os.environ.setdefault("TQDM_DISABLE", "1")  # llm-compressor's bars: a line for each module and pass
+        os.environ.setdefault("TQDM_DISABLE", "1")  # llm-compressor's bars would fill a pipe
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,4 +1,4 @@
-"""`qerl train`: begin a run from a recipe, or continue one. Nothing here imports torch before a run can begin."""
+"""`qerl train`: begin a run from a recipe, or continue one. torch is imported only when nothing speaks against it."""
 
 from __future__ import annotations
 
