@@ -31,7 +31,7 @@
 #     shapes   320 s  3B, 8B and 14B: one step each under a cap
 #     large    480 s  workloads B and C: a step of 32B, and one of 70B, under 80 GiB
 #     peaks    200 s  memory while training, resuming and evaluating under 24 GiB
-#     older    220 s  workload A by this tree and by an older one, a copy of which lies in the folder OLDER
+#     older    220 s  workload A by this tree and by an older one, of which there is a copy in the folder OLDER
 #     faster   380 s  decode speed at 7B of both, in turns
 #
 # Logs and JSON go to OUT, and one line per command to OUT/summary.txt; a failure does not stop the rest. Environment

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run a fixed set of small trainings on a CPU and write the digest of every number that they give.
+"""Run a fixed set of small trainings on a CPU and write a digest of every number that they log or save.
 
     python3 scripts/checks/same_numbers.py --out before.json        # in the old checkout
     python3 scripts/checks/same_numbers.py --out after.json         # in the new one, on the same machine

@@ -1,4 +1,4 @@
-"""The errors that qerl raises, read from its source: what the page errors.md lists, and a test holds headings to."""
+"""The errors that qerl raises, read from its source: errors.md lists them, and a test compares headings with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PACKAGES = ("qerl", "quantize", "training", "eval")
 RAISED = ("ConfigError", "CheckpointError", "DataError", "RewardError", "EngineError", "YamlError", "Conflict")
 SHOWN_AS = {"YamlError": "ConfigError", "Conflict": "ConfigError"}  # what reaches the user
 EXPLAINERS = ("unknown_key",)  # functions whose text becomes a ConfigError elsewhere
-NAME = re.compile(r"[\w.]{1,24}")  # a placeholder that says what stands there; any other expression is shown as ...
+NAME = re.compile(r"[\w.]{1,24}")  # an expression short enough for a placeholder; any other is shown as ...
 HEADING = re.compile(r"^### `(.+?)`$", re.MULTILINE)
 
 
@@ -48,7 +48,7 @@ def messages() -> list[Message]:
 
 
 def headings(text: str) -> list[tuple[str, str]]:
-    """(words of the error, anchor) of each section of docs/troubleshooting.md."""
+    """The words of the error and the anchor of each section of docs/troubleshooting.md."""
     return [(words, slugify(words)) for words in HEADING.findall(text)]
 
 
@@ -70,12 +70,12 @@ def _of_file(path: Path) -> Iterator[Message]:
             texts = returned.get(ast.unparse(node.args[0].func), [])
         for text in (_filled(text, node.args[1:]) for text in texts):
             if not re.search(r"[a-z]", re.sub(r"\{[^}]*\}", "", text)):
-                continue  # placeholders alone: what stands there has a message of its own
+                continue  # placeholders alone: their content is a message elsewhere
             yield Message(SHOWN_AS.get(kind, kind), " ".join(text.split()), str(path.relative_to(ROOT)))
 
 
 def _filled(text: str, arguments: list[ast.expr]) -> str:
-    """The text of a message with what its %s stand for: keys of the recipe by name, other values as placeholders."""
+    """The text of a message with each %s replaced: keys of the recipe by their names, other values by placeholders."""
     values = [each for one in arguments for each in (one.value.elts if isinstance(one, ast.Starred) else [one])]
     shown = iter(values)
     return re.sub(r"%[.\d]*[a-z]", lambda _: _value(next(shown, None)), text) if values else text
@@ -92,7 +92,7 @@ def _value(node: ast.expr | None) -> str:
 
 
 def _conflict(node: ast.Call) -> list[str]:
-    """A Conflict's keys, reason and remedy, in the order in which it prints them."""
+    """The keys, reasons and remedy of a Conflict, in the order in which it prints them."""
     values, why, write = node.args
     keys = [part for key in getattr(values, "keys", []) for part in _texts(key)] or ["{keys}"]
     named = " with ".join(f"{key} {{value}}" for key in keys)
@@ -101,7 +101,7 @@ def _conflict(node: ast.Call) -> list[str]:
 
 
 def _texts(node: ast.AST | None) -> Iterator[str]:
-    """The texts that an expression can be: several for a conditional one, none for what is no text."""
+    """The texts that an expression can evaluate to: several for a conditional one, none if it is not a text."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         yield node.value
     elif isinstance(node, ast.JoinedStr):

@@ -1,7 +1,7 @@
 """What mkdocs calls while it builds docs/, so that one set of pages serves a reader of the repository and of the site.
 
-1. `<!-- made: NAME -->` in a page becomes what MADE reads from the source, so that it cannot drift.
-2. A link that stands alone on its line to a recording, a study's table or a source file becomes that file's content.
+1. `<!-- made: NAME -->` in a page is replaced by what MADE reads from the source, so that it cannot become outdated.
+2. A link to a recording, a study's table or a source file that is alone on its line becomes that file's content.
 3. Pages outside docs/ (PAGES) are part of the site.
 4. A link to a source file leads to a page with that file; one to a folder or to data stays as its words.
 """
@@ -57,7 +57,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Fill in what is made and what is embedded, and let each link find its page."""
+    """Fill in what is generated and what is embedded, and point each link to its page of the site."""
     uri = page.file.src_uri
     origin = next((path for path, name in PAGES.items() if name == uri), f"docs/{uri}")
     if uri.startswith("source/"):
@@ -70,7 +70,7 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 
 
 def _embedded(path: str, indent: str) -> str:
-    """A file's content where its link stood: a table as it is, anything else as code."""
+    """The content of a file, to replace its link: a table as it is, anything else as code."""
     text = (ROOT / path).read_text(encoding="utf-8").rstrip("\n")
     if not path.endswith(".md"):
         text = f"```{LANGUAGES.get(Path(path).suffix, 'text')}\n{text}\n```"
@@ -109,7 +109,7 @@ def _source_page(path: str) -> str:
 
 
 def keys_table() -> str:
-    """Every key of a recipe, a table a section."""
+    """Every key of a recipe, one table per section."""
     lines = []
     for section, keys in groupby(describe_config(), key=lambda key: key.key.split(".")[0]):
         lines += ["", f"## {section}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
@@ -121,7 +121,7 @@ def keys_table() -> str:
 
 
 def errors_list() -> str:
-    """Every message with an anchor of its own, and a link to the section that explains it, where there is one."""
+    """Every message with its own anchor, and a link to the section that explains it if there is one."""
     explained = headings((ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"))
     lines = []
     taken: set[str] = set()
@@ -179,7 +179,7 @@ def _cell(text: str) -> str:
 
 
 def _code(text: str) -> str:
-    """For inside <code> in Markdown: what would be markup there is written as entities."""
+    """The text for a <code> element in Markdown, with entities for characters that would be markup."""
     for character in "\\`*_[]":
         text = text.replace(character, f"&#{ord(character)};") if character != "&" else text
     return text.replace("<", "&lt;").replace(">", "&gt;")

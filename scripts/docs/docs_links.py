@@ -14,13 +14,13 @@ FENCED = re.compile(r"^( *)```.*?^\1```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
 def links(text: str) -> Iterator[tuple[str, str]]:
-    """(path, anchor without #) of each relative link and picture outside code; either may be empty."""
+    """The path, and the anchor without #, of each relative link and picture outside code; either may be empty."""
     for match in LINK.finditer(without_code(text)):
         yield match[3], (match[4] or "").removeprefix("#")
 
 
 def without_code(text: str) -> str:
-    """The text with as many spaces as its code has characters."""
+    """The text with its code replaced by as many spaces, so that positions stay the same."""
     return CODE.sub(lambda found: re.sub(r"[^\n]", " ", found[0]), text)
 
 
@@ -29,7 +29,7 @@ def replace_links(text: str, new: Callable[[re.Match[str]], str]) -> str:
     shown = without_code(text)
     parts, end = [], 0
     for match in LINK.finditer(shown):
-        same = LINK.match(text, match.start())  # the label itself may hold code
+        same = LINK.match(text, match.start())  # in the original text, because the label may contain code
         if same is not None:
             parts += [text[end : match.start()], new(same)]
             end = same.end()
@@ -42,7 +42,7 @@ def target(page: str, path: str) -> str:
 
 
 def anchors(text: str) -> set[str]:
-    """What a link may name after #: headings as GitHub spells them, and ids that the page states."""
+    """The anchors that a link may name after #: headings as GitHub spells them, and explicit ids."""
     text = FENCED.sub("", text)
     count: Counter[str] = Counter()
     found = set(re.findall(r'<a id="([^"]+)"', text))
@@ -54,6 +54,6 @@ def anchors(text: str) -> set[str]:
 
 
 def slugify(heading: str) -> str:
-    """A heading's anchor, by a rule on which GitHub and mkdocs agree where no two spaces or dashes meet."""
+    """The anchor of a heading, by a rule on which GitHub and mkdocs agree unless two spaces or dashes are adjacent."""
     words = re.sub(r"\[([^\]]*)\]\([^)]*\)|<[^>]*>", r"\1", heading).lower()
     return re.sub(r"\s", "-", re.sub(r"[^\w\s-]", "", words).strip())

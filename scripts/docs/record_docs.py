@@ -3,9 +3,9 @@
 Everything runs on a CPU in a fresh folder, without a network, in about four minutes:
 
     python scripts/docs/record_docs.py             # all, and two pictures in docs/images
-    python scripts/docs/record_docs.py plan doctor # those that need no other one before them
+    python scripts/docs/record_docs.py plan doctor # only some, which must not depend on others
 
-What differs from run to run is replaced: the folder, seconds, sizes of disks, dates. Everything else is as printed.
+Whatever differs from run to run is replaced: the folder, seconds, sizes of disks, dates. Everything else is as printed.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ TASKS_TABLE = [
 ]
 """
 
-# A run on a terminal of 100 x 24, stopped by Ctrl-C once it shows this; what the screen holds then and at the end.
+# A run on a terminal of 100 x 24, stopped by Ctrl-C once STOP_AT matches; its screen is recorded then and at the end.
 LIVE = (
     "qerl train --recipe tiny --steps 12 --set run.save_every=6 --set logging.completions_every=100 --out runs/stopped"
 )
@@ -106,7 +106,7 @@ QUICKSTART = [
     f"qerl eval arith --model runs/quickstart {QUICKSTART_EVAL} --out evals/quickstart-after",
 ]
 
-NUMBER = re.compile(  # what a machine's speed, its disk and the day decide
+NUMBER = re.compile(  # numbers that depend on the machine's speed, its disk and the day
     r"(?<=s/step )\d+\.\d+|\b\d+(?:\.\d+)?(?= (?:s|seconds|min|tokens/s|GiB free)\b)|\b20\d{6}-\d{6}\b"
     r"|(?<=tokens/s )[\d,]+|\b\d:\d\d:\d\d(?= left)|(?<=eval/arith-)[0-9a-f]{8}|(?<=eval/rows-)[0-9a-f]{8}"
     r"|(?<=eval/lighteval-mine-0-)[0-9a-f]{8}\b|\b20\d\d-\d\d-\d\d[ T]\d\d:\d\d:\d\d\S*"
@@ -116,7 +116,7 @@ VALUE = re.compile(r"\d+(?:\.\d+)?(?=\s|$)")
 
 
 def normalised(text: str, folder: Path) -> str:
-    """The output without what changes from run to run; tables keep their borders in line."""
+    """The output with "N" for whatever changes from run to run; the borders of tables stay aligned."""
     lines = []
     for line in text.splitlines():
         clean = line
@@ -133,13 +133,13 @@ def normalised(text: str, folder: Path) -> str:
 
 
 def environment() -> dict[str, str]:
-    """As a user has it who installed this copy, with lines of 100 characters."""
+    """The environment of a user who has installed this copy, with lines of 100 characters."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "PYTHONPATH": str(ROOT), "TERM": "dumb", "PATH": path}
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """One command in a shell, both streams together."""
+    """Run one command in a shell, with both output streams together."""
     done = subprocess.run(
         command,
         shell=True,
@@ -165,7 +165,7 @@ def record(name: str, folder: Path) -> None:
 
 
 def record_live(folder: Path) -> None:
-    """A run on a terminal: its screen while it trains, and after Ctrl-C."""
+    """Record a run on a terminal: its screen while it trains, and after Ctrl-C."""
     import pyte
 
     screen = pyte.Screen(100, 24)
@@ -193,7 +193,7 @@ def record_live(folder: Path) -> None:
 
 
 def record_quickstart(folder: Path) -> None:
-    """The pictures of the quickstart: the curves of its run, and its accuracy before and after."""
+    """Draw the pictures of the quickstart: the curves of its run, and its accuracy before and after."""
     for command in QUICKSTART:
         run(command, folder)
     run_dir, images = folder / "runs" / "quickstart", ROOT / "docs" / "images"
@@ -209,7 +209,7 @@ def write(name: str, text: str) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """The files of a user's own that some sessions read."""
+    """Write the user's own files that some sessions read."""
     generated = islice(get_task("arith").generate("test"), 40)
     rows = [{"problem": row["question"], "solution": row["answer"]} for row in generated]
     (folder / "data").mkdir()

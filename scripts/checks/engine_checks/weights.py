@@ -25,7 +25,7 @@ def dequantization(context: Context) -> dict:
     different, twin, unscaled, seconds, moved = {}, 0, 0, 0.0, 0
     for path in sorted(Path(context.arguments.model).glob("*.safetensors")):
         with safe_open(path, "pt", device="cuda") as handle:
-            for key in handle.keys():  # noqa: SIM118 - no mapping
+            for key in handle.keys():  # noqa: SIM118 - the handle is not a mapping
                 name = key.removesuffix(".weight_packed")
                 if not key.endswith(".weight_packed"):
                     continue
