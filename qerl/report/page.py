@@ -89,7 +89,7 @@ def _facts(run: Run) -> list[tuple[str, str]]:
     planned = (config.get("run") or {}).get("steps")
     seconds = sum(row.get("time/step_s") or 0.0 for row in run.rows)
     totals = run.about.get("totals") or []
-    changes = ", ".join(f"until step {each['after']} by the schedules of {each['was']}" for each in totals)
+    changes = ", ".join(f"up to step {each['after']} with the schedules of {each['was']} steps" for each in totals)
     note = f" ({changes})" if changes else ""
     facts = [
         ("steps", f"{last['step']} of {planned}{note}" if planned else str(last["step"])),

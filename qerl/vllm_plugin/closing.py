@@ -144,7 +144,7 @@ def give_back_() -> None:
     try:
         drop_caches_()
     except Exception:
-        logger.warning("caches of vLLM could not be dropped: what they hold goes with the process", exc_info=True)
+        logger.warning("vLLM's caches could not be dropped: their memory is freed when the process ends", exc_info=True)
     collect_()
     torch.cuda.empty_cache()
     sleep.give_back_closed()

@@ -199,4 +199,4 @@ def test_the_command_works_as_typed(short, tmp_path, here):
     assert [row["step"] for row in numbers(run_dir)] == [1, 2, 3, 4]
     code, _, err = here("report", run_dir)
     assert code == 0, err
-    assert "4 of 4 (until step 3 by the schedules of 3)" in (run_dir / "report.html").read_text()
+    assert "4 of 4 (up to step 3 with the schedules of 3 steps)" in (run_dir / "report.html").read_text()
