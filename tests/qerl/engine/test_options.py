@@ -1,0 +1,58 @@
+"""An engine's options as one value: from a recipe, and with the engine that runs here."""
+
+import pytest
+import torch
+
+from qerl.config.recipe import load_recipe
+from qerl.engine.open import with_chosen_engine
+from qerl.engine.options import EngineOptions
+from qerl.errors import ConfigError
+
+RECIPE = {
+    "rollout.engine": "vllm",
+    "model.dtype": "bfloat16",
+    "model.trust_remote_code": True,
+    "rollout.kernel": "marlin",
+    "rollout.memory": 0.5,
+    "memory.cap_gib": 24.0,
+    "rollout.tune_kernels": True,
+    "rollout.kv_cache_dtype": "fp8",
+    "adapter.rank": 16,
+    "run.seed": 7,
+}
+
+
+def test_what_a_recipe_asks_of_the_engine_reaches_it():
+    lengths = ["data.max_prompt_tokens=100", "rollout.max_new_tokens=200"]
+    config = load_recipe("dapo_7b", [f"{key}={value}" for key, value in RECIPE.items()] + lengths)
+    options = EngineOptions.of_recipe(config, trainer_bytes=5)
+    assert options == EngineOptions(
+        engine="vllm",
+        dtype="bfloat16",
+        trust_remote_code=True,
+        batch_size=config.rollout.prompts_per_step * config.rollout.group_size,
+        kernel="marlin",
+        memory=0.5,
+        cap_gib=24.0,
+        trainer_bytes=5,
+        tune_kernels=True,
+        kv_cache_dtype="fp8",
+        max_context=300,
+        max_rank=16,
+        seed=7,
+    )
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [({"memory": 4.0}, "--memory"), ({"cap_gib": 8.0}, "--cap-gib"), ({"kernel": "qerl"}, "--kernel")],
+)
+def test_an_option_of_vllm_is_refused_where_another_engine_runs(given, named):
+    with pytest.raises(ConfigError, match=f"{named} is vllm's, and the engine here is transformers"):
+        with_chosen_engine(EngineOptions(**given))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+def test_auto_becomes_the_engine_that_runs_here():
+    assert with_chosen_engine(EngineOptions(deterministic=True)) == EngineOptions("transformers", deterministic=True)
