@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from qerl.errors import EngineError
+from qerl.errors import ENGINE, KERNEL, EngineError
 from qerl.nvfp4 import kernel_layout, slab_layout
 from qerl.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.nvfp4.linear import NVFP4Linear, requantized
@@ -43,8 +43,9 @@ class KernelLinear(NVFP4Linear):
         weight = self.kernel_weight
         if weight.layout is not QERL:
             raise EngineError(
-                f"the {weight.layout.name} kernel multiplies by factors that it took from the weights when they were "
-                "loaded, so they cannot change: write rollout.kernel=qerl (Hopper), or rollout.engine=transformers"
+                "the %s kernel multiplies by factors that it took from the weights when they were loaded, so they "
+                "cannot change: write %s (Hopper), or %s",
+                *(weight.layout.name, KERNEL.set_to("qerl"), ENGINE.set_to("transformers")),
             )
         device = weight.words.device
         tensors = requantized(matrix.to(device), torch.tensor([weight.global_scale], device=device), name)

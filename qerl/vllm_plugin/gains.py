@@ -1,7 +1,7 @@
-"""The norm weights that act in the engine: the checkpoint's or trained ones, with the noise on top, in float32.
+"""The norm weights that act in the engine, in float32: the checkpoint's or the trained ones, plus the noise.
 
-They lie in the `gain` buffers of the norms (`norm.py`), which captured graphs read, and are always written from the
-clean weights: noise that is taken away leaves no trace.
+They are in the `gain` buffers of the norms (`norm.py`), which captured graphs read. They are always computed from the
+clean weights, so noise leaves no trace when it is removed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Gains:
-    """Of `norms`, by module name: `weight` is the checkpoint's and stays as it is, `gain` is what acts."""
+    """The gains of `norms`, by module name. A norm's `weight` is the checkpoint's and never changes; `gain` acts."""
 
     def __init__(self, norms: Mapping[str, nn.Module]) -> None:
         self.norms = dict(norms)
@@ -25,14 +25,14 @@ class Gains:
         self._noise: dict[str, torch.Tensor] = {}
 
     def set_trained_(self, trained: Mapping[str, torch.Tensor]) -> None:
-        """Let these weights, as they are now, act where they are given, the checkpoint's elsewhere; the noise stays."""
+        """Have copies of these weights act, and the checkpoint's in all other norms. The noise stays."""
         import torch
 
         self._trained = {name: tensor.detach().to(torch.float32, copy=True) for name, tensor in trained.items()}
         self._write_()
 
     def set_noise_(self, noise: Mapping[str, torch.Tensor]) -> None:
-        """Add a vector to each norm that is named, nothing to others. Raises EngineError for what does not fit."""
+        """Add these vectors to the named norms and nothing to the others. Raises EngineError if one does not fit."""
         if unknown := sorted(set(noise) - set(self.norms)):
             raise EngineError(f"noise was given for norms that the model does not have: {unknown[:4]}")
         for name, vector in noise.items():

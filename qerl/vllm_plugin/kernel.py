@@ -1,4 +1,4 @@
-"""Our own NVFP4 kernel as one of vLLM's: packs a loaded linear into qerl's layout, and multiplies by it there."""
+"""Our NVFP4 kernel in the form of one of vLLM's: it packs a loaded linear into qerl's layout and multiplies by it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qerl.nvfp4 import gemm, slab_layout
 
 
 class QerlNvFp4LinearKernel(NvFp4LinearKernel):
-    """Stands in a scheme of vLLM's where the kernel that vLLM chose stood (`linear.QerlNVFP4Config`)."""
+    """Replaces the kernel that vLLM chose for a linear (`linear.QerlNVFP4Config`)."""
 
     def __init__(self) -> None:
         super().__init__(NvFp4LinearLayerConfig())
@@ -27,7 +27,7 @@ class QerlNvFp4LinearKernel(NvFp4LinearKernel):
         return True, None
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
-        """The checkpoint's codes and block scales give way to packed ones, one linear at a time."""
+        """Replace the checkpoint's codes and block scales by ours; vLLM calls this for one linear at a time."""
         rows, columns = layer.weight.shape[0], 2 * layer.weight.shape[1]
         if not gemm.takes(rows, columns):
             raise EngineError(

@@ -1,8 +1,8 @@
 """vLLM linears that carry one LoRA adapter in static buffers: y = base(x) + (x A^T) B^T, for NVFP4 and 16-bit bases.
 
-vLLM's own LoRA serves many adapters and pays for it at every batch size; an RL run has one. Its A and B live in two
-buffers a linear, read by the captured CUDA graphs and overwritten in place by a sync, so nothing is recaptured. A fused
-linear (q/k/v, gate/up) has the A of its parts under one another and a block-diagonal B. The products are in
+vLLM's own LoRA serves many adapters, which costs time at every batch size; an RL run has one adapter. Its A and B are
+in two buffers per linear. Captured CUDA graphs read them and a sync overwrites them in place, so nothing is captured
+again. In a fused linear (q/k/v, gate/up) the A of the parts are stacked, and B is block-diagonal. The products are in
 `products.py`.
 """
 
@@ -41,9 +41,9 @@ logger = logging.getLogger(__name__)
 class Options:
     """What the engine asks of the plugin, carried by vLLM's `additional_config`."""
 
-    max_rank: int = 0  # 0: no adapter, and no cost of one
+    max_rank: int = 0  # 0: there is no adapter, and products cost nothing extra
     deterministic: bool = False
-    kernel: str = ""  # "qerl": ours multiplies by NVFP4 weights; else the one that vLLM chose by `linear_backend`
+    kernel: str = ""  # "qerl": ours multiplies by NVFP4 weights; otherwise the one that vLLM chose (`linear_backend`)
 
     @classmethod
     def current(cls) -> Options:
@@ -56,7 +56,7 @@ class Options:
 
 @register_weight_loader_v2_supported_method
 class AdapterLinearMethod(LinearMethodBase):
-    """vLLM's method for a linear, wrapped: keeps what the trainer needs and adds the adapter's product."""
+    """Wraps vLLM's method for a linear: it keeps what the trainer needs and adds the adapter's product."""
 
     def __init__(self, inner: LinearMethodBase, options: Options) -> None:
         self.inner = inner
@@ -67,10 +67,10 @@ class AdapterLinearMethod(LinearMethodBase):
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         bias = getattr(layer, "bias", None)
-        layer.qerl_bias = None if bias is None else bias.data.clone()  # kernels permute theirs
+        layer.qerl_bias = None if bias is None else bias.data.clone()  # a kernel may permute its own
         global_scale = getattr(layer, "weight_global_scale", None)
         if global_scale is not None:
-            # vLLM takes the largest of the fused parts; it only warns if they differ, and the result would be wrong.
+            # If the parts of a fused linear differ, vLLM takes the largest and only warns: the result would be wrong.
             scales = set(global_scale.data.flatten().tolist())
             if len(scales) != 1:
                 raise EngineError(
@@ -81,7 +81,7 @@ class AdapterLinearMethod(LinearMethodBase):
             _warn_of_dropped_scales(layer)
         self.inner.process_weights_after_loading(layer)
         if self.options.deterministic and kernel_name(layer) == "humming":
-            # Humming adds up its stream-K slices in the order in which they finish; without stream-K there is one.
+            # Humming adds its stream-K slices in the order in which they finish; without stream-K the order is fixed.
             layer.compute_config = json.dumps({**json.loads(layer.compute_config), "use_batch_invariant": True})
         if self.options.max_rank:
             _add_adapter_buffers(layer, self.options.max_rank)
@@ -104,7 +104,7 @@ class AdapterLinearMethod(LinearMethodBase):
 
 @register_quantization_config(NVFP4.vllm_method)
 class QerlNVFP4Config(CompressedTensorsConfig):
-    """compressed-tensors `nvfp4-pack-quantized` (and its unquantized linears), each linear with its adapter."""
+    """compressed-tensors' `nvfp4-pack-quantized`; each linear, quantized or not, has its adapter."""
 
     def get_name(self) -> str:
         return NVFP4.vllm_method
@@ -126,7 +126,7 @@ class QerlNVFP4Config(CompressedTensorsConfig):
 
 @register_quantization_config(BF16.vllm_method)
 class QerlBF16Config(QuantizationConfig):
-    """16-bit linears, each with its adapter."""
+    """A model that is not quantized; each linear has its adapter."""
 
     def get_name(self) -> str:
         return BF16.vllm_method
@@ -153,11 +153,11 @@ class QerlBF16Config(QuantizationConfig):
 
 
 def register() -> None:
-    """The decorators above registered on import."""
+    """Nothing is left to do: the decorators above have registered both methods on import."""
 
 
 def kernel_name(layer: LinearBase) -> str:
-    """What multiplies this linear's base weight."""
+    """The name of the kernel that multiplies by this linear's base weight."""
     scheme = getattr(layer, "scheme", None)
     if scheme is None:
         return "cublas"
@@ -165,7 +165,7 @@ def kernel_name(layer: LinearBase) -> str:
 
 
 def kernel_weight(layer: LinearBase) -> KernelWeight:
-    """The quantized weight of `layer` where its kernel keeps it."""
+    """The quantized weight of `layer`, in the tensors and the layout of its kernel."""
     name = kernel_name(layer)
     common = {"out_features": sum(layer.output_partition_sizes), "global_scale": layer.qerl_global_scale}
     in_features = getattr(layer, "input_size_per_partition", layer.input_size)
@@ -177,7 +177,7 @@ def kernel_weight(layer: LinearBase) -> KernelWeight:
         return KernelWeight(layout, layer.weight.data, layer.weight_scale.data, in_features=in_features, **common)
     if name == "marlin":
         weight, scales = layer.weight.data, layer.weight_scale.data
-        # bfloat16: vLLM stores 2^119 / (global scale * factor), the factor a power of two (marlin_utils_fp4.py)
+        # For bfloat16 vLLM stores 2^119 / (global scale * factor); the factor is a power of two (marlin_utils_fp4.py).
         factor = 2.0**119 / (layer.qerl_global_scale * layer.weight_global_scale.item())
         factor = 2.0 ** round(torch.tensor(factor, dtype=torch.float64).log2().item())
         return KernelWeight(MARLIN, weight, scales, in_features=in_features, scale_factor=factor, **common)

@@ -1,8 +1,8 @@
-"""The trainer's model over the engine's tensors: transformers modules around vLLM's weights, one copy of each.
+"""The trainer's model over the engine's tensors: transformers modules around vLLM's weights, so that each exists once.
 
-Embeddings, head, norms and 16-bit linears are shared by pointer (for a fused linear: a range of its rows). A quantized
-linear reads its rows in the kernel's own layout (`qerl.nvfp4.kernel_linear`), exactly, so that the trainer differs from
-the sampler only by the order of summation. The layers around them are `qerl.layers`.
+Embeddings, head, norms and 16-bit linears are shared by pointer; a part of a fused linear is a range of its rows. A
+quantized linear decodes its rows exactly from the kernel's own layout (`qerl.nvfp4.kernel_linear`), so that trainer and
+sampler differ only in the order of summation. The layers around them are those of `qerl.layers`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from qerl.vllm_plugin.sync import parts
 def build_policy(folder: str, engine_model: nn.Module, trust_remote_code: bool = False) -> PreTrainedModel:
     """The transformers model of checkpoint `folder` whose weights are those of vLLM's `engine_model`, frozen.
 
-    Raises EngineError if a module of the one has no counterpart of the same size in the other.
+    Raises EngineError if a module of one model has no counterpart of the same size in the other.
     """
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     if hasattr(config, "quantization_config"):
@@ -39,14 +39,14 @@ def build_policy(folder: str, engine_model: nn.Module, trust_remote_code: bool =
         raise EngineError(
             "vLLM's model has nothing for %s: set %s for this model", empty[:5], ENGINE.set_to("transformers")
         )
-    with suppress(OSError):  # the checkpoint ships none: the defaults stay
+    with suppress(OSError):  # a checkpoint without one keeps the defaults
         model.generation_config = GenerationConfig.from_pretrained(folder)
     fuse_(model)
     return model.requires_grad_(False).eval()
 
 
 def linear_views(engine_model: nn.Module) -> dict[str, nn.Linear]:
-    """A frozen linear over the engine's rows for each linear of the checkpoint, by its base module name."""
+    """For each linear of the checkpoint, by base module name, a frozen linear over its rows in the engine."""
     views: dict[str, nn.Linear] = {}
     for name, layer in engine_model.named_modules():
         if not isinstance(layer, LinearBase):
@@ -62,7 +62,7 @@ def linear_views(engine_model: nn.Module) -> dict[str, nn.Linear]:
 
 
 def _place_linears_(model: PreTrainedModel, engine_model: nn.Module) -> set[str]:
-    """Put a module over the engine's rows in place of each linear; returns their names."""
+    """Replace each linear by one over the engine's rows. Returns their names."""
     modules, views = dict(model.named_modules()), linear_views(engine_model)
     for name, view in views.items():
         old = modules.get(name)
@@ -83,7 +83,8 @@ def _dense_linear(layer: LinearBase, start: int, rows: int, bias: torch.Tensor |
 
 
 def _place_tensors_(model: PreTrainedModel, engine_model: nn.Module, linears: set[str]) -> None:
-    """Share every other parameter (embeddings, head, norms) by pointer; vLLM pads the vocabulary's rows."""
+    """Share every other parameter (embeddings, head, norms) by pointer, without the rows that vLLM pads the vocabulary
+    with."""
     own = dict(engine_model.named_parameters())
     for name, parameter in list(model.named_parameters()):
         module_name, _, leaf = name.rpartition(".")
@@ -100,7 +101,7 @@ def _place_tensors_(model: PreTrainedModel, engine_model: nn.Module, linears: se
 
 
 def _fill_rotary_(model: PreTrainedModel, device: torch.device) -> None:
-    """Build the rotary embeddings' tables, which no checkpoint holds, on the device."""
+    """Build the tables of the rotary embeddings on the device; no checkpoint contains them."""
     for name, module in list(model.named_modules()):
         if any(buffer.is_meta for buffer in module.buffers(recurse=False)):
             parent, _, leaf = name.rpartition(".")

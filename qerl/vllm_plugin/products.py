@@ -1,12 +1,12 @@
-"""Products with the engine's NVFP4 weights: y = base(x) + (x A^T) B^T, each call by the way that suits its tokens.
+"""Products with the engine's NVFP4 weights, y = base(x) + (x A^T) B^T, in the way that suits the number of tokens.
 
-Which way is `qerl.nvfp4.ways`' to say. Weights in our own layout are multiplied by `gemm.py`, others by the kernel of
-vLLM's whose layout it is, and both, once decoded, by cuBLAS.
+`qerl.nvfp4.ways` chooses the way. Weights in our own layout are multiplied by `gemm.py`, weights in a layout of vLLM's
+by the kernel that it belongs to, and either can also be decoded and multiplied by cuBLAS.
 
 Humming 0.1.10 is not used above 512 tokens: from four row blocks on (544 tokens) it runs clusters that multicast the
-activations, and its products are then off by 2 to 4%, differently at each call; and it never sees 49 to 56 tokens,
-where its blocks of 56 are off by 26% (both measured on an H200). Remove these limits once scripts/bench/bench_gemm.py
-shows no such error.
+activations, and its products are then off by 2 to 4%, differently at each call. It never gets 49 to 56 tokens either,
+because its blocks of 56 are off by 26%. Both were measured on an H200. Remove these limits once
+scripts/bench/bench_gemm.py shows no such error.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from qerl.nvfp4.kernels import decode_
 from qerl.nvfp4.lora import Adapter
 from qerl.nvfp4.ways import Shape, way_of
 
-HUMMING_WRONG = range(49, 57)  # tokens that it would take in one block of 56
+HUMMING_WRONG = range(49, 57)  # numbers of tokens for which it would take one block of 56
 
 
 @dataclass
 class Base:
-    """What a quantized product needs of a linear beside its arguments."""
+    """What a quantized product needs to know of its linear, besides its arguments."""
 
     method: LinearMethodBase
     layer: torch.nn.Module
@@ -49,19 +49,19 @@ class Base:
 
 
 def adapter_of(layer: LinearBase) -> Adapter | None:
-    """What lies in the layer's buffers; None in an engine without an adapter."""
+    """The adapter in the layer's buffers; None in an engine without an adapter."""
     if not hasattr(layer, "lora_a"):
         return None
     return Adapter(layer.lora_a, layer.lora_b, tuple(layer.output_partition_sizes))
 
 
-# By address of the kernel's words: the compiled graphs of equal layers must not differ in a constant (a name, a scale),
-# or each layer would be compiled on its own.
+# The key is the address of the kernel's words. A name or a scale would be a constant in the compiled graphs, and equal
+# layers whose graphs differ in a constant would be compiled one by one.
 BASES: dict[int, Base] = {}
 
 
 def forget_bases() -> None:
-    """Let go of an engine's weights: the process may open another one, at the same addresses."""
+    """Drop all references to an engine's weights. The process may open another engine at the same addresses."""
     BASES.clear()
     _LOADED.clear()
     gemm.forget_work_space()
@@ -69,7 +69,7 @@ def forget_bases() -> None:
 
 @torch.library.custom_op("qerl::nvfp4_linear", mutates_args=())
 def nvfp4_linear(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
-    """x W^T + bias, (tokens, in) -> (tokens, rows); opaque to compilers."""
+    """x W^T + bias, (tokens, in) -> (tokens, rows). Compilers do not look inside."""
     base = BASES[words.data_ptr()]
     return WAYS[way_of(base.ways, x.shape[0])](base, x.contiguous(), bias, None)
 
@@ -88,7 +88,7 @@ def nvfp4_lora_linear(
     lora_b: torch.Tensor,
     rows: int,
 ) -> torch.Tensor:
-    """x W^T + bias + (x A^T) B^T; A and B, those of `BASES`, are named so that compilers see what is read."""
+    """x W^T + bias + (x A^T) B^T. A and B are those of `BASES`; as arguments they tell compilers what is read."""
     base = BASES[words.data_ptr()]
     return WAYS[way_of(base.ways, x.shape[0])](base, x.contiguous(), bias, base.adapter)
 
@@ -137,7 +137,7 @@ def _by_vllm(base: Base, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Te
 
 
 def _decoded(base: Base, x: torch.Tensor, bias: torch.Tensor | None, adapter: Adapter | None) -> torch.Tensor:
-    """Exact codes times block scales, the global scale on the float32 accumulator."""
+    """The decoded weight is exact codes times block scales; the global scale multiplies the float32 accumulator."""
     weight, bias = base.weight, base.layer.qerl_bias
     dense = torch.empty(weight.out_features, weight.in_features, dtype=x.dtype, device=x.device)
     decode_(dense, weight)
@@ -149,15 +149,16 @@ def _decoded(base: Base, x: torch.Tensor, bias: torch.Tensor | None, adapter: Ad
 WAYS: dict[str, Way] = {"fused": _fused, "kernel": _by_kernel, "decoded": _decoded}
 
 
-_LOADED: set[tuple[object, ...]] = set()  # rows, columns, ranks and layout of the linears whose kernels are loaded
+_LOADED: set[tuple[object, ...]] = set()  # (rows, columns, ranks, layout) of linears whose kernels are loaded
 
 
 def load_kernels(layer: LinearBase) -> None:
-    """Compile and load what the CUDA graphs of a linear record, and make the work space: not possible in a capture.
+    """Compile and load the kernels that the CUDA graphs of a linear will record, and allocate their work space, because
+    neither is possible during a capture.
 
-    For each number of tokens that our kernels are compiled for, with the linear's adapter or, in an engine without one,
-    the base alone; `opening.compile_ahead` has begun to compile it. What is not known yet (`tune.choose_ways_` comes
-    later) is loaded when vLLM runs each size once before its capture.
+    This is done for each number of tokens that our kernels are compiled for, with the linear's adapter if the engine
+    has one; `opening.compile_ahead` has already started the compilation. Kernels that are chosen only later
+    (`tune.choose_ways_`) are loaded when vLLM runs each size once before its capture.
     """
     base = BASES[layer.weight.data_ptr()] if layer.qerl_quantized else None
     adapter = adapter_of(layer)

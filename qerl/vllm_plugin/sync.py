@@ -1,7 +1,7 @@
-"""Copy an adapter's tensors into the engine's static buffers, once each has its place and no place lacks one.
+"""Where the checkpoint's linears lie in vLLM's fused ones, and how an adapter is copied into their static buffers.
 
-An adapter may cover some of the projections (`adapter.targets`), but then in every layer: a projection without an
-adapter keeps zeros.
+Nothing is copied before every tensor has its place and no place lacks a tensor. An adapter may cover only some of the
+projections (`adapter.targets`), but those in every layer; the buffers of the others hold zeros.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ FUSED = {"qkv_proj": QKV, "gate_up_proj": GATE_UP}  # vLLM's name -> the checkpo
 
 @dataclass(frozen=True)
 class AdapterSlot:
-    """Where one base linear's factors lie: rows `a` of the fused A, rows `rows` and columns `a` of the fused B."""
+    """Where the factors of one base linear lie in the buffers of the fused linear that it is part of."""
 
     lora_a: torch.Tensor  # (parts * max_rank, in)
     lora_b: torch.Tensor  # (out of all parts, parts * max_rank)
-    first: int  # first row of A and column of B
-    row_start: int
+    first: int  # its first row of A, which is also its first column of B
+    row_start: int  # its first row of B
     rows: int
 
     @property
@@ -38,7 +38,7 @@ class AdapterSlot:
 
 
 def adapter_slots(linears: Mapping[str, nn.Module]) -> dict[str, AdapterSlot]:
-    """Slots by base module name, for vLLM's linears by their names."""
+    """The slots by base module name. `linears` are vLLM's, by their names in vLLM's model."""
     slots = {}
     for name, layer in linears.items():
         fused = parts(name, layer)
@@ -66,7 +66,7 @@ def split_adapter(
     norms: Mapping[str, nn.Module],
     max_rank: int,
 ) -> tuple[dict[str, tuple[torch.Tensor, torch.Tensor]], dict[str, torch.Tensor]]:
-    """(A and B by base linear, trained weights by norm). Raises EngineError if anything does not fit exactly."""
+    """(A and B by base linear, trained weights by norm). Raises EngineError if anything does not fit."""
     a = {name.removesuffix(A_SUFFIX): tensor for name, tensor in tensors.items() if name.endswith(A_SUFFIX)}
     b = {name.removesuffix(B_SUFFIX): tensor for name, tensor in tensors.items() if name.endswith(B_SUFFIX)}
     trained = {n.removesuffix(".weight"): t for n, t in tensors.items() if not n.endswith((A_SUFFIX, B_SUFFIX))}
@@ -87,9 +87,9 @@ def split_adapter(
 def copy_adapter_(
     factors: Mapping[str, tuple[torch.Tensor, torch.Tensor]], slots: Mapping[str, AdapterSlot], scaling: float
 ) -> None:
-    """Overwrite the buffers: A, and B times `scaling`; what has no factors, and ranks above, become 0.
+    """Overwrite the buffers with A and with B times `scaling`, and the parts of them that get no factors with zeros.
 
-    In A too: 0 times what an earlier adapter left there is NaN if that had diverged.
+    A is zeroed there too: if an earlier adapter diverged and left a NaN, a zero in B would not remove it.
     """
     import torch
 
@@ -107,7 +107,7 @@ def copy_adapter_(
 
 
 def _end(slot: AdapterSlot, slots: Mapping[str, AdapterSlot]) -> int:
-    """One past the slot's columns of B."""
+    """One past the last of the slot's columns of B."""
     starts = [other.first for other in slots.values() if other.lora_b is slot.lora_b and other.first > slot.first]
     return min(starts, default=slot.lora_b.shape[1])
 
