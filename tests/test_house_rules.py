@@ -40,7 +40,7 @@ def functions(path):
             yield f"{name_of(path)}: {node.name}", node
 
 
-FUNCTIONS = [each for path in python_files(*PACKAGES) for each in functions(path)]
+FUNCTIONS = [each for path in python_files(*PACKAGES, "scripts", "tests") for each in functions(path)]
 
 
 def too_many(function):

@@ -1,0 +1,102 @@
+"""No module, test or script uses a private name of another of ours. Read from the syntax trees."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PACKAGES = ("qerl", "quantize", "training", "eval")
+SOURCES = [path for name in (*PACKAGES, "scripts", "tests") for path in sorted((ROOT / name).rglob("*.py"))]
+OURS = {*PACKAGES, *(path.stem for path in SOURCES if path.parts[len(ROOT.parts)] in ("scripts", "tests"))}
+
+
+def is_private(name):
+    return name.startswith("_") and not name.startswith("__")
+
+
+def is_ours(module):
+    return (module or "").partition(".")[0] in OURS
+
+
+def members(tree):
+    """The private names of a module's classes: methods, fields, and what they write to self."""
+    names = set()
+    for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        for node in ast.walk(owner):
+            if isinstance(node, ast.FunctionDef):
+                names.add(node.name)
+            elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+                names.add(node.attr)
+            elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+                names.add(node.target.id)
+    return set(filter(is_private, names))
+
+
+def our_modules(tree):
+    """The names by which a module calls others of ours."""
+    return {
+        alias.asname or alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+        if is_ours(alias.name if isinstance(node, ast.Import) else node.module)
+    }
+
+
+def private_uses(tree):
+    """(line, owner, name) of each `owner._name`, also where a call gives the name as text, as `setattr` takes it."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and is_private(node.attr):
+            yield node.lineno, ast.unparse(node.value), node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "getattr", "delattr")):
+            owner, name = ([*map(ast.unparse, node.args), ""])[:2]
+            path = owner.strip("'\"")
+            if is_private(name.strip("'\"")):
+                yield node.lineno, owner, name.strip("'\"")
+            elif path != owner and is_private(path.rpartition(".")[2]):  # one text: "package.module._name"
+                yield node.lineno, *path.rpartition(".")[::2]
+
+
+def strange_privates(tree, all_members):
+    """Private names that a module takes from another of ours: imports, `module._name`, and `value._name` of a class
+    that another module defines. Those of other projects are not meant: some can be had in no other way."""
+    found, own, modules = [], members(tree), our_modules(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.level or is_ours(node.module)):
+            found += [f"{node.lineno}: import of {alias.name}" for alias in node.names if is_private(alias.name)]
+    for line, owner, name in private_uses(tree):
+        of_class = owner not in ("self", "cls", "super()") and name in all_members - own
+        if owner in modules or is_ours(owner) or of_class:
+            found.append(f"{line}: {owner}.{name}")
+    return found
+
+
+def test_no_module_uses_private_names_of_another():
+    """Nor do tests, which ask what the public ones do."""
+    trees = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
+    all_members = set().union(*map(members, trees.values()))
+    found = {name: strange_privates(tree, all_members) for name, tree in trees.items()}
+    assert {name: uses for name, uses in found.items() if uses} == {}
+
+
+@pytest.mark.parametrize(
+    ("source", "found"),
+    [
+        ("from qerl.plan.plan import _trainer", ["1: import of _trainer"]),
+        ("from . import _hidden", ["1: import of _hidden"]),
+        ("from qerl.plan import plan\nplan._trainer()", ["2: plan._trainer"]),
+        ("import qerl.plan.plan\nqerl.plan.plan._trainer()", ["2: qerl.plan.plan._trainer"]),
+        ("def f(engine):\n    return engine._llm", ["2: engine._llm"]),
+        ("def test(patch):\n    patch.setattr(Engine, '_llm', None)", ["2: Engine._llm"]),
+        ("from qerl.plan import plan\ndef test(patch):\n    patch.setattr(plan, '_f', 0)", ["3: plan._f"]),
+        ("def test(patch):\n    patch.setattr('qerl.plan.plan._f', 0)", ["2: qerl.plan.plan._f"]),
+        ("import torch\ndef test(patch):\n    patch.setattr(torch, '_f', 0)", []),
+        ("class Engine:\n    def f(self):\n        return self._llm", []),
+        ("class Value:\n    _llm: int\n    def __eq__(self, other):\n        return self._llm == other._llm", []),
+        ("import os\nos._exit(0)", []),
+        ("from torch import _C", []),
+    ],
+)
+def test_what_counts_as_private_to_another(source, found):
+    assert strange_privates(ast.parse(source), {"_llm"}) == found
