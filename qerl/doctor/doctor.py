@@ -10,8 +10,6 @@ import shutil
 import sys
 import tempfile
 import threading
-import urllib.error
-import urllib.request
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from pathlib import Path
@@ -213,29 +211,27 @@ def _disk() -> Check:
 
 def _hub() -> Check:
     """Models and data by hub id need the hub, unless they are in its cache; folders do not."""
+    import httpx
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
         return Check("ok", "hub", "not asked (HF_HUB_OFFLINE): what is in its cache can be used")
     trouble: list[str] = [f"no answer in {HUB_TIMEOUT_S:.0f} s"]
-    asking = threading.Thread(target=_ask, args=(constants.ENDPOINT, trouble), daemon=True)
+
+    def ask() -> None:
+        try:
+            httpx.head(constants.ENDPOINT, timeout=HUB_TIMEOUT_S)
+            trouble.clear()  # the hub is there, whatever it answers
+        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+            trouble.append(_first_line(error))
+
+    asking = threading.Thread(target=ask, daemon=True)
     asking.start()
     asking.join(HUB_TIMEOUT_S)  # resolving the host's name has no timeout of its own
     if trouble:
         remedy = "give models and data as folders, or check the network and HF_ENDPOINT"
         return Check("warning", "hub", f"{constants.ENDPOINT}: {trouble[-1]}", remedy)
     return Check("ok", "hub", constants.ENDPOINT)
-
-
-def _ask(endpoint: str, trouble: list[str]) -> None:
-    """Empty `trouble` if the hub gives any answer; otherwise add what went wrong."""
-    try:
-        with urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=HUB_TIMEOUT_S):
-            trouble.clear()
-    except urllib.error.HTTPError:
-        trouble.clear()
-    except (OSError, ValueError) as error:
-        trouble.append(_first_line(getattr(error, "reason", error)))
 
 
 def _first_line(error: object) -> str:
