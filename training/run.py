@@ -24,7 +24,7 @@ from typing import Any
 from transformers import PrinterCallback, TrainerCallback
 
 from qerl.checkpoint.adapter import ADAPTER_FILES
-from qerl.checkpoint.load import load_tokenizer, local_folder
+from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import ModelRef, describe, resolve_base_of_run, resolve_model
 from qerl.checkpoint.weights_digest import weights_digest
 from qerl.config.recipe import save_config
@@ -39,16 +39,12 @@ from qerl.report.sampling import sampling_text
 from training.parts import Given, make_parts
 from training.policy.build import build_policy
 from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
-from training.preflight.limits import check_engine, check_limits, check_memory, free_bytes, sizes_at
-from training.preflight.warm_start import check_warm_start
+from training.preflight.checks import check_engine, check_memory, free_bytes, read_prompts, sizes_at
 from training.rewards.rewards import build_rewards
-from training.rollout.prompts import load_prompts
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
-from training.run_dir.folder import make_aside, new_run_dir
-from training.run_dir.lock import only_writer, written
+from training.run_dir.folder import make_aside, new_run_dir, only_writer, written
 from training.run_dir.log import RunLog, read_metrics
-from training.run_dir.prolong import newest_step, prolong_, with_steps
-from training.run_dir.resume import check_run, check_same_base, rewind_
+from training.run_dir.resume import check_same_base, config_to_resume, prolong_, rewind_
 from training.trainer import QerlTrainer
 from training.trl_config import check_installed, trl_config
 
@@ -76,8 +72,7 @@ def start(config: RunConfig, name: str) -> TrainResult:
 def resume(run_dir: Path, step: int | None = None, steps: int | None = None) -> TrainResult:
     """Continue a run from its newest good checkpoint (from the beginning, if it has none), or from that of `step`; to
     `steps` in all, if that is given."""
-    check_run(run_dir)
-    config = with_steps(run_dir, steps, newest_step(run_dir) if step is None else step)
+    config, _ = config_to_resume(run_dir, step, steps)
     if step is not None:
         rewind_(run_dir, step)
     checkpoint = newest_checkpoint(run_dir)
@@ -123,11 +118,7 @@ def _check(config: RunConfig, base: ModelRef, run_dir: Path) -> Given:
     """Read the data, find the rewards, and raise QerlError for whatever this base, card or run directory refuses."""
     engine_name = check_engine(config)
     check_installed(config)
-    if base.adapter is not None:
-        check_warm_start(base.adapter, base.base, config)
-    tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
-    prompts = load_prompts(config.data, tokenizer, config.rollout.prompts_per_step)
-    check_limits(config, local_folder(base.base), prompts)
+    tokenizer, prompts = read_prompts(config, base)
     check_same_base(run_dir, base.base)
     if engine_name == "vllm":
         check_memory(config, base, free_bytes())

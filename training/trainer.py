@@ -30,7 +30,7 @@ from training.rollout.prompts import StepPrompts
 from training.rollout.sampler import Moment
 from training.run_dir.checkpoint import write_checkpoint
 from training.run_dir.log import completion_rows, rename, spread
-from training.run_dir.prolong import set_rates_
+from training.run_dir.resume import set_rates_
 from training.step import Collected, Update, backward, collect
 from training.trl_config import trl_config
 
@@ -180,7 +180,15 @@ class QerlTrainer(GRPOTrainer):
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any = None) -> None:
         self.parts.log.phase("saving")
         self.parts.sampler.clear_noise()
-        write_checkpoint(self, self.parts.run_dir, self.parts.config)
+        keep = self.parts.config.run.keep_checkpoints
+        write_checkpoint(self.parts.run_dir, self.state.global_step, keep, self._write_state)
+
+    def _write_state(self, folder: Path) -> None:
+        """Write all that a resumed run reads."""
+        self.parts.policy.save(folder)
+        self._save_optimizer_and_scheduler(str(folder))
+        self._save_rng_state(str(folder))
+        self.state.save_to_json(str(folder / "trainer_state.json"))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -89,7 +89,7 @@ def train(options: TrainOptions) -> None:
     if options.recipe is None:
         raise ConfigError("no recipe was given: write `qerl train --recipe NAME`; `qerl recipes` lists the names")
     from qerl.config.recipe import recipe_label
-    from training.preflight.early import check_config
+    from training.preflight.checks import check_config
     from training.run_dir.folder import new_run_dir
 
     config = _config(options, options.recipe)
@@ -148,7 +148,7 @@ def _resume(options: TrainOptions, resume: str) -> None:
             "--resume continues a run as it was configured; of the options that change it --steps alone goes with it: "
             "leave the others out"
         )
-    from training.preflight.early import check_resumed
+    from training.preflight.checks import check_resumed
     from training.run_dir.resume import find_run
 
     run_dir, step = find_run(resume, options.recipe, options.out)

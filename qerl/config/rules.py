@@ -76,7 +76,7 @@ def vllm_only(config: RunConfig) -> dict[str, object]:
 
 def engine(config: RunConfig) -> Conflicts:
     """A key that only one engine reads is not given to the other. What `auto` becomes is known, and checked, when a
-    run starts (training/preflight/limits.py)."""
+    run starts (training/preflight/checks.py)."""
     rollout = config.rollout
     for key, value in vllm_only(config).items() if rollout.engine == "transformers" else ():
         yield Conflict(

@@ -119,7 +119,7 @@ batch_kernels() {
         tests/qerl/layers/test_decode_attention.py tests/qerl/vllm_plugin/test_draw.py tests/scripts/test_bench_linear.py \
         tests/training/policy/test_packing.py tests/training/policy/test_packed_attention_gpu.py \
         tests/training/policy/test_token_logprobs.py tests/training/policy/test_logprob_kernels.py \
-        tests/training/policy/test_copies.py tests/training/preflight/test_limits.py tests/training/run_dir/test_phase_times.py \
+        tests/training/policy/test_copies.py tests/training/preflight/test_checks.py tests/training/run_dir/test_phase_times.py \
         tests/qerl/doctor/test_kernels.py tests/qerl/cuda/test_ahead.py
     tests others 150 tests/quantize/test_gpu.py tests/qerl/engine/test_own_memory.py
 }

@@ -1,4 +1,4 @@
-"""`qerl train --dry-run`: the plan, the data and the rewards of a run, looked at without training anything."""
+"""`qerl train --dry-run`: show the plan, the data and the rewards of a run without training anything."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from pathlib import Path
 from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
-from qerl.checkpoint.load import load_tokenizer, local_folder
+from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import resolve_model
 from qerl.commands.plan import plan_of, show
 from qerl.tasks import get_task, grade
-from training.preflight.limits import check_limits
-from training.preflight.warm_start import check_warm_start
+from training.preflight.checks import read_prompts
 from training.rewards.rewards import Rewards, build_rewards
-from training.rollout.prompts import load_prompts
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -31,18 +29,13 @@ ROWS = 5
 
 
 def dry_run(config: RunConfig, console: Console) -> bool:
-    """Print plan, data and rewards; returns whether the run would fit. Raises what the run itself would raise of model,
-    adapter, data and rewards.
+    """Print plan, data and rewards, and return whether the run would fit.
 
-    The rewards see, for the first rows, a completion that is the row's own answer and an empty one.
+    For the first rows the rewards are given the answer itself and an empty completion. Raises the errors that the run
+    itself would raise for its model, adapter, data or rewards.
     """
     base = resolve_model(config.model.base, config.model.format)
-    if base.adapter is not None:
-        check_warm_start(base.adapter, base.base, config)
-    tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
-    prompts = load_prompts(config.data, tokenizer, config.rollout.prompts_per_step)
-    folder = local_folder(base.base)  # with its weights: the tokenizer fetched the whole of a hub id
-    check_limits(config, folder, prompts)
+    _, prompts = read_prompts(config, base)
     lengths = sorted(len(prompt.ids) for prompt in prompts)
     console.print(
         f"data: {len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens, half of them under "
@@ -56,15 +49,15 @@ def dry_run(config: RunConfig, console: Console) -> bool:
         rewards = build_rewards(config, [prompt.example for prompt in prompts], written)
         console.print(reward_table(config, prompts, rewards))
     finally:
-        if not any(written.iterdir()):  # else the message of the failure names what stands in it
+        if not any(written.iterdir()):  # else an error names a file in it
             shutil.rmtree(written)
-    made = plan_of(config, model=str(folder))
+    made = plan_of(config, model=str(local_folder(base.base)))
     show(config, made, console)
     return not made.problems
 
 
 def reward_table(config: RunConfig, prompts: Sequence[Prompt], rewards: Rewards):
-    """What each reward gives the answer itself and an empty completion, for the first rows."""
+    """A table of the rewards that the first rows get for the answer itself and for an empty completion."""
     from rich.table import Table
 
     examples = [prompt.example for prompt in prompts[:ROWS]]
@@ -79,13 +72,13 @@ def reward_table(config: RunConfig, prompts: Sequence[Prompt], rewards: Rewards)
 
 
 def _graded_right(task: Task, answer: str) -> str:
-    """A completion that states the answer; the bare answer if none is graded right, so that the table shows it."""
+    """A completion that is graded right, if there is one; else the bare answer, so that the table shows the problem."""
     texts = (f"\\boxed{{{answer}}}", answer)
     return next((text for text in texts if grade(task, text, answer).correct), answer)
 
 
 def _shown(answer: str) -> str:
-    """The end of an answer, where a worked solution has its result."""
+    """The answer in one line, or its end, where a worked solution has its result."""
     text = " ".join(answer.split())
     return text if len(text) <= 40 else f"...{text[-37:]}"
 

@@ -4,8 +4,8 @@ If the disk is full, older checkpoints are deleted to make room, so that no step
 never touched.
 
 runs/<name>/checkpoints/step-000040/
-    adapter_config.json, adapter_model.safetensors    a standard PEFT folder, usable as it is; of whole weights
-                                                      weights.safetensors instead
+    adapter_config.json, adapter_model.safetensors    a standard PEFT folder, usable as it is (for a run that trains
+                                                      whole weights: weights.safetensors)
     optimizer.pt, scheduler.pt, rng_state.pth, trainer_state.json
     checksums.json                                    written last; a folder without it is no checkpoint
 """
@@ -17,8 +17,8 @@ import json
 import logging
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors import SafetensorError
 
@@ -26,10 +26,6 @@ from qerl.checkpoint.adapter import ADAPTER_FILES
 from qerl.errors import CheckpointError
 from qerl.files.disk import fsync
 from training.policy.policy import WEIGHTS_FILE
-
-if TYPE_CHECKING:
-    from qerl.config.schema import RunConfig
-    from training.trainer import QerlTrainer
 
 logger = logging.getLogger(__name__)
 
@@ -39,46 +35,41 @@ FILES = TRAINER_FILES.union(ADAPTER_FILES)
 REFUSALS = (OSError, RuntimeError, SafetensorError)  # raised if a file cannot be written
 
 
-def write_checkpoint(trainer: QerlTrainer, run_dir: Path, config: RunConfig) -> Path:
-    """Write the trainer's state at its current step, then delete all but the last `keep_checkpoints` checkpoints.
+def write_checkpoint(run_dir: Path, step: int, keep: int, write: Callable[[Path], None]) -> None:
+    """Have `write` fill the folder of a checkpoint, then delete all but the last `keep` checkpoints.
 
     If the disk is full, the checkpoints before the newest good one are deleted first. Raises CheckpointError if the
     files cannot be written; the newest good checkpoint stays as it was.
     """
-    step = trainer.state.global_step
-    final = checkpoint_path(run_dir, step)
     try:
-        _write_or_make_room(trainer, run_dir, final)
+        _write_or_make_room(run_dir, step, write)
     except REFUSALS as error:
         raise CheckpointError(
             f"the checkpoint of step {step} could not be written ({error}); the one before is untouched: free some "
             f"disk space and run `qerl train --resume {run_dir}`"
         ) from error
-    for old in checkpoints(run_dir)[: -config.run.keep_checkpoints]:
+    for old in checkpoints(run_dir)[:-keep]:
         shutil.rmtree(old)
-    return final
 
 
-def _write_or_make_room(trainer: QerlTrainer, run_dir: Path, final: Path) -> None:
+def _write_or_make_room(run_dir: Path, step: int, write: Callable[[Path], None]) -> None:
+    final = checkpoint_path(run_dir, step)
     try:
-        _write(trainer, final)
+        _write(final, write)
         return
     except REFUSALS as error:
-        if not _make_room(run_dir, checkpoint_step(final), str(error)):
+        if not _make_room(run_dir, step, str(error)):
             raise
-    _write(trainer, final)  # outside of `except`: the error keeps the half-written file open, and so its space in use
+    _write(final, write)  # outside of `except`: the error keeps the half-written file open, and so its space in use
 
 
-def _write(trainer: QerlTrainer, final: Path) -> None:
+def _write(final: Path, write: Callable[[Path], None]) -> None:
     """Write a temporary folder and rename it once all of it is on the disk. A failure leaves nothing behind."""
     partial = final.with_name(f".{final.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     try:
         partial.mkdir(parents=True)
-        trainer.parts.policy.save(partial)
-        trainer._save_optimizer_and_scheduler(str(partial))
-        trainer._save_rng_state(str(partial))
-        trainer.state.save_to_json(str(partial / "trainer_state.json"))
+        write(partial)
         _seal(partial)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)

@@ -1,10 +1,16 @@
-"""The folder of a run: check it before anything is loaded, and set aside what would be overwritten. No torch."""
+"""The folder of a run: where a new one may be, who writes to it, and where it keeps what it replaces. No torch.
+
+One process at a time writes to a run directory. It holds a lock that the system releases however the process ends.
+"""
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +18,7 @@ from qerl.errors import ConfigError
 from qerl.files.nearby import expanded
 from qerl.files.read_back import read_object
 from qerl.report.shapes import About
+from training.run_dir.checkpoint import checkpoints
 
 LOCK = ".lock"  # the only file in the folder if the disk was full when the run began
 
@@ -53,3 +60,35 @@ def make_aside(run_dir: Path) -> Path:
     aside = next(run_dir / each for each in names if not (run_dir / each).exists())
     aside.mkdir()
     return aside
+
+
+def written(run_dir: Path) -> list[str]:
+    """The names of the config and the checkpoints of a run. They change when another process writes to it."""
+    return [path.name for path in (run_dir / "config.yaml", *checkpoints(run_dir)) if path.exists()]
+
+
+@contextmanager
+def only_writer(run_dir: Path, found: list[str]) -> Iterator[None]:
+    """Make the run directory and hold its lock.
+
+    Raises ConfigError if the folder cannot be made, if another process holds it, or if `written` no longer gives what
+    it gave before the model was loaded (`found`). The lock is a record lock, which forked children do not inherit, so
+    that a grading worker that outlives a killed run does not hold it.
+    """
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        handle = (run_dir / LOCK).open("a")
+    except OSError as error:
+        raise ConfigError(f"{run_dir} cannot be written ({error.strerror}): give another --out") from error
+    with handle:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            busy = written(run_dir) != found
+        except OSError:
+            busy = True
+        if busy:
+            raise ConfigError(
+                f"another process writes to {run_dir}: wait until it ends or stop it, then `qerl train --resume "
+                f"{run_dir}`; or give another --out"
+            )
+        yield

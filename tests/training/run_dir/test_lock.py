@@ -12,12 +12,12 @@ import training.run
 from qerl.config.recipe import save_config
 from qerl.errors import ConfigError, EngineError
 from training.run import resume, start
-from training.run_dir.lock import only_writer, written
+from training.run_dir.folder import only_writer, written
 
 HOLD = """
 import sys
 from pathlib import Path
-from training.run_dir.lock import only_writer, written
+from training.run_dir.folder import only_writer, written
 with only_writer(Path(sys.argv[1]), []):
     print("held", flush=True)
     sys.stdin.read()

@@ -8,14 +8,14 @@ from killed import killed_in
 from small_run import numbers, same_adapters, small_config
 from transformers import TrainerState
 
-import training.run_dir.prolong
+import training.run_dir.resume
 import training.trainer
 from qerl.config.recipe import load_config, save_config
 from qerl.errors import ConfigError
-from training.preflight.early import check_resumed
+from training.preflight.checks import check_resumed
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
-from training.run_dir.prolong import prolong_
+from training.run_dir.resume import prolong_
 
 PLAIN = ("optim.schedule=constant", "noise.enabled=false")  # so that nothing depends on the number of steps
 
@@ -118,7 +118,7 @@ def test_the_recorded_changes_are_those_of_the_steps_that_are_kept(short, tmp_pa
 
 def test_after_a_kill_between_its_files_the_change_is_recorded_once(short, tmp_path):
     run_dir = shutil.copytree(short, tmp_path / "run")
-    with killed_in(training.run_dir.prolong, "save_config"):
+    with killed_in(training.run_dir.resume, "save_config"):
         resume(run_dir, steps=6)
     resume(run_dir, steps=4)
     assert totals(run_dir) == [(3, 3, 4)]
@@ -127,8 +127,8 @@ def test_after_a_kill_between_its_files_the_change_is_recorded_once(short, tmp_p
 @pytest.mark.parametrize(
     "place",
     [
-        (training.run_dir.prolong, "replace_text"),  # the result is set aside, and nothing else is done
-        (training.run_dir.prolong, "save_config"),
+        (training.run_dir.resume, "replace_text"),  # the result is set aside, and nothing else is done
+        (training.run_dir.resume, "save_config"),
         (training.trainer.QerlTrainer, "loss_of", 2),
         (TrainerState, "save_to_json"),  # after the adapter, the optimizer and the random numbers
     ],
@@ -145,7 +145,7 @@ def test_a_run_killed_while_it_is_prolonged_can_go_on(prolonged, short, tmp_path
 
 def test_killed_before_the_new_total_is_in_its_recipe_a_run_stays_finished(short, tmp_path):
     run_dir = shutil.copytree(short, tmp_path / "run")
-    with killed_in(training.run_dir.prolong, "replace_text"):
+    with killed_in(training.run_dir.resume, "replace_text"):
         resume(run_dir, steps=6)
     assert not (run_dir / "adapter").exists()
     result = resume(run_dir)

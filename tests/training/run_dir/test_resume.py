@@ -11,7 +11,7 @@ from small_run import small_config
 from qerl.commands.train import with_resume_value
 from qerl.config.recipe import load_recipe, save_config
 from qerl.errors import ConfigError, DataError
-from training.preflight.early import check_resumed
+from training.preflight.checks import check_resumed
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.folder import make_aside

@@ -20,8 +20,8 @@ from qerl.errors import CheckpointError, ConfigError, EngineError
 from qerl.plan.plan import plan
 from qerl.plan.sizes import KNOWN, read_sizes
 from training import run as training_run
-from training.preflight import limits
-from training.preflight.limits import check_memory
+from training.preflight import checks
+from training.preflight.checks import check_memory
 from training.run import start
 
 GIB = 2**30
@@ -91,7 +91,7 @@ def test_a_model_whose_sizes_no_plan_can_read_is_refused(tmp_path):
 
 def test_whether_prompts_fit_the_positions_depends_on_the_longest_real_prompt(seven):
     config = load_recipe("dapo_7b", ["rollout.max_new_tokens=32000"])
-    assert "positions" in plan(config, read_sizes(seven.base), limits.card_of_bytes(CARD)).problems[0]
+    assert "positions" in plan(config, read_sizes(seven.base), checks.card_of_bytes(CARD)).problems[0]
     check_memory(config, seven, CARD)
 
 
@@ -108,7 +108,7 @@ def test_a_prompt_with_tokens_outside_of_the_vocabulary_is_refused_before_anythi
 
 
 def test_a_start_with_vllm_checks_memory_before_it_opens_the_engine(nvfp4_base, tmp_path, monkeypatch):
-    monkeypatch.setattr(limits, "choose_engine", lambda *_: "vllm")
+    monkeypatch.setattr(checks, "choose_engine", lambda *_: "vllm")
     monkeypatch.setattr(training_run, "free_bytes", lambda: 2 * GIB)
     monkeypatch.setattr(training_run, "open_rollout_engine", lambda *_: pytest.fail("an engine was opened"))
     with pytest.raises(EngineError, match="the rollout may hold"):
@@ -150,7 +150,7 @@ def test_keys_of_vllm_are_refused_if_auto_means_transformers(nvfp4_base, tmp_pat
 
 @pytest.mark.skipif(choose_engine("auto") == "vllm", reason="auto means vllm here")
 def test_a_plain_recipe_may_leave_the_engine_to_auto(nvfp4_base, tmp_path):
-    assert limits.check_engine(small_config(nvfp4_base, tmp_path, "rollout.engine=auto")) == "transformers"
+    assert checks.check_engine(small_config(nvfp4_base, tmp_path, "rollout.engine=auto")) == "transformers"
 
 
 @pytest.mark.gpu
@@ -161,4 +161,4 @@ def test_on_a_card_too_small_a_cap_is_refused_before_the_engine_opens(nvfp4_base
     config = small_config(nvfp4_base, tmp_path, "rollout.engine=vllm", "memory.cap_gib=2")
     with pytest.raises(EngineError, match=r"memory\.cap_gib"):
         start(config, "x")
-    assert 0 < limits.free_bytes() <= torch.cuda.get_device_properties(0).total_memory
+    assert 0 < checks.free_bytes() <= torch.cuda.get_device_properties(0).total_memory

@@ -1,0 +1,184 @@
+"""Checks of a run before an engine is opened: data, rewards, base, adapter, context and memory. No torch on import.
+
+`check_config` and `check_resumed` need the configuration and files alone, so the command calls them before it imports
+anything heavy. `read_prompts` reads the data, and holds prompts and adapter to what the base allows. `check_engine`
+and `check_memory` ask this machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl.checkpoint.adapter import PROJECTIONS, read_adapter
+from qerl.checkpoint.adapter_fit import A_SUFFIX, check_fit, is_block_norm
+from qerl.checkpoint.load import load_tokenizer, local_folder
+from qerl.checkpoint.resolve import resolve_base_of_run
+from qerl.checkpoint.shards import read_json
+from qerl.config.rules import vllm_only
+from qerl.data.examples import check_source
+from qerl.engine.interface import check_tokens
+from qerl.engine.open import choose_engine
+from qerl.engine.own_memory import others_bytes
+from qerl.errors import ConfigError, EngineError
+from qerl.plan.advice import with_values
+from qerl.plan.cards import Card
+from qerl.plan.plan import GIB, plan
+from qerl.plan.sizes import ModelSizes, sizes_of
+from qerl.tasks import get_task
+from training.rewards.rewards import check_rewards
+from training.run_dir.resume import config_to_resume
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedTokenizerBase
+
+    from qerl.checkpoint.resolve import ModelRef
+    from qerl.config.schema import RunConfig
+    from training.rollout.groups import Prompt
+
+PLAN_ERROR = 0.10  # the error of a plan, as a share of the limit: measured runs stay within it
+
+logger = logging.getLogger(__name__)
+
+
+def check_config(config: RunConfig) -> None:
+    """Raise ConfigError for a reward that cannot be used, or DataError or ConfigError for such a source of rows."""
+    check_rewards(config)
+    data = config.data
+    check_source(get_task(data.task), data.source, data.split, data.columns)
+
+
+def check_resumed(run_dir: Path, step: int | None = None, steps: int | None = None) -> None:
+    """Raise QerlError if a run cannot continue from `step` (None: its last one) to `steps` (None: its present total).
+
+    Unless the run is finished, the base and data it was started with have to be there.
+    """
+    config, done = config_to_resume(run_dir, step, steps)
+    if done < config.run.steps:
+        check_config(config)
+        resolve_base_of_run(config.model.base, config.model.format, run_dir)
+
+
+def read_prompts(config: RunConfig, base: ModelRef) -> tuple[PreTrainedTokenizerBase, list[Prompt]]:
+    """The tokenizer and the prompts of a run on `base`.
+
+    Raises QerlError if the data cannot be read, or if the base allows neither these prompts nor the adapter.
+    """
+    from training.rollout.prompts import load_prompts  # it imports torch
+
+    if base.adapter is not None:
+        check_warm_start(base.adapter, base.base, config)
+    tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
+    prompts = load_prompts(config.data, tokenizer, config.rollout.prompts_per_step)
+    check_limits(config, sizes_at(base), prompts)
+    return tokenizer, prompts
+
+
+def check_limits(config: RunConfig, sizes: ModelSizes, prompts: Sequence[Prompt]) -> None:
+    """Raise ConfigError if completions can outgrow the model's positions, or if the rank exceeds every linear.
+
+    Raises EngineError if a prompt has a token outside of the model's vocabulary.
+    """
+    check_tokens((prompt.ids for prompt in prompts), sizes.vocabulary)
+    longest, new_tokens = max(len(prompt.ids) for prompt in prompts), config.rollout.max_new_tokens
+    if sizes.positions is not None and longest + new_tokens > sizes.positions:
+        raise ConfigError(
+            f"a prompt of {longest} tokens and rollout.max_new_tokens {new_tokens} exceed the model's "
+            f"{sizes.positions} positions: write rollout.max_new_tokens: {max(1, sizes.positions - longest)}, or lower "
+            "data.max_prompt_tokens"
+        )
+    width = max(min(sizes.projections[target]) for target in config.adapter.targets)
+    if config.adapter.rank > width:
+        raise ConfigError(
+            f"adapter.rank {config.adapter.rank} is more than any linear of this model can have: write adapter.rank: "
+            f"{width} or less"
+        )
+
+
+def check_warm_start(adapter: Path, base: str, config: RunConfig) -> None:
+    """Raise ConfigError if the adapter contradicts the recipe, CheckpointError if it was trained on another base."""
+    tensors, scaling = read_adapter(adapter)
+    check_fit(adapter, tensors, base)
+    _check_places(adapter, tensors, config)
+    rank, own = config.adapter.rank, config.adapter.alpha / config.adapter.rank
+    ranks = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(A_SUFFIX)}
+    if ranks != {rank}:
+        found = " and ".join(map(str, sorted(ranks)))
+        raise ConfigError(
+            f"{adapter} has rank {found} and the recipe adapter.rank {rank}: write adapter.rank: {found} and "
+            f"adapter.alpha: {scaling * max(ranks, default=rank):g}"
+        )
+    if not math.isclose(scaling, own):
+        raise ConfigError(
+            f"{adapter} was trained with alpha / rank {scaling:g} and would act with the recipe's {own:g}: write "
+            f"adapter.alpha: {scaling * rank:g}"
+        )
+
+
+def _check_places(adapter: Path, tensors: Mapping[str, torch.Tensor], config: RunConfig) -> None:
+    """Raise ConfigError unless the adapter changes the linears and norms that the recipe trains."""
+    leaves = {name.removesuffix(A_SUFFIX).rpartition(".")[2] for name in tensors if name.endswith(A_SUFFIX)}
+    if leaves != set(config.adapter.targets):
+        found = ", ".join([name for name in PROJECTIONS if name in leaves] + sorted(leaves - set(PROJECTIONS)))
+        raise ConfigError(
+            f"{adapter} adapts {found} and the recipe's adapter.targets are {', '.join(config.adapter.targets)}: write "
+            f"adapter.targets: [{found}]"
+        )
+    if (norms := any(map(is_block_norm, tensors))) != config.adapter.train_norms:
+        has, other = ("", "false") if norms else ("no ", "true")
+        raise ConfigError(
+            f"{adapter} has {has}trained norms and the recipe adapter.train_norms: {other}: write "
+            f"adapter.train_norms: {str(norms).lower()}"
+        )
+
+
+def check_engine(config: RunConfig) -> str:
+    """The engine that rollout.engine means on this machine. Raises ConfigError if other keys need another one."""
+    engine = choose_engine(config.rollout.engine)
+    asked = vllm_only(config) if engine == "transformers" else {}
+    if asked:
+        import torch
+
+        why = "vllm is not installed" if torch.cuda.is_available() else "there is no CUDA device"
+        keys = ", ".join(asked)
+        raise ConfigError(
+            f"rollout.engine auto is transformers here, since {why}, and that does not read {keys}: leave "
+            f"{'it' if len(asked) == 1 else 'them'} out, or run it where vllm runs (`qerl doctor` says what is missing)"
+        )
+    return engine
+
+
+def check_memory(config: RunConfig, base: ModelRef, free: int) -> None:
+    """Raise EngineError if a run with the vllm engine needs far more than `free` bytes of the card, or than its cap.
+
+    An excess within the error of the plan is only a warning: the run measures, once the engine is open.
+    """
+    made = plan(with_values(config, {"model.format": base.format}), sizes_at(base), card_of_bytes(free))
+    for problem in made.found:
+        if problem.exceeds(PLAN_ERROR):
+            raise EngineError(f"{problem.text}; `qerl plan` shows what takes it and what would fit")
+    for problem in made.found:
+        if problem.needed:
+            logger.warning("by the plan this will hardly fit: %s", problem.text)
+
+
+def sizes_at(base: ModelRef) -> ModelSizes:
+    """The sizes in the config.json of a base. Raises CheckpointError if it lacks them."""
+    return sizes_of(read_json(local_folder(base.base) / "config.json"), base.base)
+
+
+def card_of_bytes(memory: int) -> Card:
+    """A card of which only the memory matters."""
+    return Card("this card", memory / GIB, 1.0, 1.0)
+
+
+def free_bytes() -> int:
+    """The memory of the card without what other processes held before this one had loaded anything."""
+    import torch
+
+    device = torch.cuda.current_device()
+    return torch.cuda.get_device_properties(device).total_memory - others_bytes(device)
