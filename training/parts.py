@@ -8,11 +8,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.engine.interface import SamplingParams
+from qerl.tasks import get_task
 from training.policy.packed_policy import PackedPolicy
 from training.policy.policy import Policy, check_reference
 from training.rewards.grading import Grader
 from training.rollout.grading_ahead import grading_ahead
-from training.rollout.sampler import Sampler
+from training.rollout.sampler import Sampler, SamplerOptions
 from training.run_dir.phase_times import PhaseTimes
 
 if TYPE_CHECKING:
@@ -65,6 +67,7 @@ def make_parts(
     packed = PackedPolicy(
         policy.base_model, rollout.temperature, plan, config.loss.entropy_coef > 0, rollout.deterministic
     )
+    ahead = grading_ahead(get_task(config.data.task), [reward.name for reward in config.rewards], tokenizer)
     decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
     return Parts(
         config=config,
@@ -73,9 +76,16 @@ def make_parts(
         rewards=given.rewards,
         policy=policy,
         packed=packed,
-        sampler=Sampler(engine, policy, config, grading_ahead(config, tokenizer)),
+        sampler=Sampler(engine, policy, sampler_options(config), ahead),
         grader=Grader(given.rewards, decode, config.loss.mask_truncated),
         plan=plan,
         log=log,
         times=PhaseTimes(packed.device),
     )
+
+
+def sampler_options(config: RunConfig) -> SamplerOptions:
+    """How the recipe samples."""
+    rollout, run = config.rollout, config.run
+    sampling = SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
+    return SamplerOptions(sampling, rollout.group_size, config.noise, run.steps, run.seed)

@@ -34,13 +34,14 @@ from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.files.disk import replace_text
 from qerl.plan.micro_batch_plan import MicroBatchPlan
-from qerl.plan.plan import trainer_bytes
+from qerl.plan.plan import trainer_bytes, wishes_of
 from qerl.report.sampling import sampling_text
+from qerl.tasks import get_task
 from training.parts import Given, make_parts
 from training.policy.build import build_policy
 from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
 from training.preflight.checks import check_engine, check_memory, free_bytes, read_prompts, sizes_at
-from training.rewards.rewards import build_rewards
+from training.rewards.rewards import build_rewards, fixed_columns
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
 from training.run_dir.folder import make_aside, new_run_dir, only_writer, written
 from training.run_dir.log import RunLog, read_metrics
@@ -91,9 +92,11 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
     given = _check(config, base, run_dir)
     engine = open_rollout_engine(config, base)
     logger.info("%s; engine %s (%s)", describe(base), engine.name, engine.kernel)
-    policy = build_policy(engine, config, base)
+    policy = build_policy(engine, base, config.adapter, config.run.seed)
     trl_config(config, run_dir, given.rewards.weights)  # what it refuses is refused before anything is written
-    plan = recorded_plan(run_dir, config) or plan_run(config, policy, engine)
+    plan = recorded_plan(run_dir, config.run.micro_batch_tokens) or plan_run(
+        policy, engine, wishes_of(config), config.adapter.rank, config.loss.entropy_coef > 0, config.memory.cap_gib
+    )
     engine.sleep()  # a resumed run loads its optimizer before its first rollout
     start_step = checkpoint_step(checkpoint) if checkpoint else 0
     with (
@@ -122,7 +125,9 @@ def _check(config: RunConfig, base: ModelRef, run_dir: Path) -> Given:
     check_same_base(run_dir, base.base)
     if engine_name == "vllm":
         check_memory(config, base, free_bytes())
-    return Given(tokenizer, prompts, build_rewards(config, [prompt.example for prompt in prompts], run_dir))
+    fixed = fixed_columns(get_task(config.data.task), config.rollout.max_new_tokens)
+    examples = [prompt.example for prompt in prompts]
+    return Given(tokenizer, prompts, build_rewards(config.rewards, fixed, examples, run_dir))
 
 
 def open_rollout_engine(config: RunConfig, base: ModelRef) -> Engine:

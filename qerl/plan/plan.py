@@ -132,6 +132,13 @@ def trainer_bytes(config: RunConfig, sizes: ModelSizes) -> int:
     return sum(_trainer(config, sizes).values())
 
 
+def wishes_of(config: RunConfig) -> Wishes:
+    """What a recipe asks of its micro-batches."""
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    rows = config.rollout.prompts_per_step * config.rollout.group_size
+    return Wishes(config.run.micro_batch_tokens, config.run.gradient_checkpointing, longest, longest * rows)
+
+
 def _trainer(config: RunConfig, sizes: ModelSizes) -> dict[str, int]:
     trained = sizes.adapter(config.adapter.rank, config.adapter.targets)
     return {
@@ -219,14 +226,12 @@ def _micro_batches(
     config: RunConfig, footprint: Footprint, limit: int, common: float, problems: list[Problem]
 ) -> MicroBatchPlan | None:
     """The plan of training beside `common` bytes, which are taken before it begins; None if nothing fits."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    rows = config.rollout.prompts_per_step * config.rollout.group_size
-    wishes = Wishes(config.run.micro_batch_tokens, config.run.gradient_checkpointing, longest, longest * rows)
+    wishes = wishes_of(config)
     try:
         return plan_micro_batches(footprint, wishes, int(max(limit - common, 0)))
     except EngineError as error:
         recomputed = 0 if wishes.recompute is False else footprint.layers
-        least = footprint.needed(max(wishes.tokens or longest, longest), recomputed)
+        least = footprint.needed(max(wishes.tokens or 0, wishes.longest), recomputed)
         problems.append(Problem(str(error), common + least / (1 - MARGIN), limit))
         return None
 

@@ -7,13 +7,15 @@ import torch
 from qerl.checkpoint.adapter import adapter_tensors
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
+from qerl.plan.plan import wishes_of
+from qerl.tasks import get_task
 from training.loss.batch import Batch
 from training.loss.micro_batches import MicroBatch
 from training.parts import Given, make_parts
 from training.policy.build import build_policy
 from training.policy.packed_policy import PackedPolicy
 from training.policy.train_memory import plan_run
-from training.rewards.rewards import build_rewards
+from training.rewards.rewards import build_rewards, fixed_columns
 from training.rollout.prompts import load_prompts
 from training.run import open_rollout_engine
 from training.run_dir.log import RunLog
@@ -31,15 +33,18 @@ def build_trainer(config, folder):
     base = resolve_model(config.model.base, config.model.format)
     tokenizer = load_tokenizer(base.base)
     prompts = load_prompts(config.data, tokenizer, 1)
-    rewards = build_rewards(config, [prompt.example for prompt in prompts], folder)
+    fixed = fixed_columns(get_task(config.data.task), config.rollout.max_new_tokens)
+    rewards = build_rewards(config.rewards, fixed, [prompt.example for prompt in prompts], folder)
     engine = open_rollout_engine(config, base)
-    policy = build_policy(engine, config, base)
+    policy = build_policy(engine, base, config.adapter, config.run.seed)
     torch.manual_seed(0)
     with torch.no_grad():
         for tensor in adapter_tensors(policy.model).values():
             tensor.add_(0.05 * torch.randn_like(tensor))
     given, log = Given(tokenizer, prompts, rewards), RunLog(folder, 1)
-    trainer = QerlTrainer(make_parts(config, given, engine, policy, plan_run(config, policy, engine), log), [])
+    entropy, cap_gib = config.loss.entropy_coef > 0, config.memory.cap_gib
+    plan = plan_run(policy, engine, wishes_of(config), config.adapter.rank, entropy, cap_gib)
+    trainer = QerlTrainer(make_parts(config, given, engine, policy, plan, log), [])
     trainer.current_gradient_accumulation_steps = 1  # transformers sets it when it begins to train
     trainer.model.train()
     trainer.gate.passed = True  # the gate is not what is tested here

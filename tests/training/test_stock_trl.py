@@ -56,8 +56,8 @@ class Recorded:
         self.rollouts, self._random = [], random.Random(7)
         build, sample = training.run.build_policy, Sampler.sample
 
-        def built(engine, config, base):
-            policy = build(engine, config, base)
+        def built(engine, *rest):
+            policy = build(engine, *rest)
             self._policy = policy.model
             engine.generate = lambda prompts, sampling, *_: self._complete(engine, prompts, sampling)
             torch.manual_seed(1)

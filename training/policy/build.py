@@ -12,21 +12,20 @@ from training.policy.policy import AdapterPolicy
 
 if TYPE_CHECKING:
     from qerl.checkpoint.resolve import ModelRef
-    from qerl.config.schema import RunConfig
+    from qerl.config.schema import AdapterConfig
     from qerl.engine.interface import Engine
 
 logger = logging.getLogger(__name__)
 
 
-def build_policy(engine: Engine, config: RunConfig, base: ModelRef) -> AdapterPolicy:
+def build_policy(engine: Engine, base: ModelRef, adapter: AdapterConfig, seed: int) -> AdapterPolicy:
     """Attach the recipe's adapter to the engine's own modules: the base weights exist once.
 
     The adapter's master weights are in `adapter.dtype` (float32 by default: a bfloat16 A of size 0.02 swallows an
-    AdamW step of 1e-5); on a GPU its products run in bfloat16. Its A is drawn from `run.seed`.
+    AdamW step of 1e-5); on a GPU its products run in bfloat16. Its A is drawn from `seed`.
     """
-    adapter = config.adapter
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.run.seed)
+        torch.manual_seed(seed)
         model = attach_lora(
             engine.policy_model(),
             adapter.rank,

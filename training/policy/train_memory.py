@@ -21,7 +21,6 @@ from training.run_dir.folder import read_about
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-    from qerl.config.schema import RunConfig
     from qerl.engine.interface import Engine
     from training.policy.policy import Policy
 
@@ -30,20 +29,17 @@ logger = logging.getLogger(__name__)
 PROBE_TOKENS = (64, 192)  # two lengths, so that what does not grow with the tokens cancels out
 
 
-def plan_run(config: RunConfig, policy: Policy, engine: Engine) -> MicroBatchPlan:
-    """Plan a new run's micro-batches from what is free on the card while the engine sleeps."""
-    rollout, run = config.rollout, config.run
-    longest = config.data.max_prompt_tokens + rollout.max_new_tokens
-    wishes = Wishes(
-        tokens=run.micro_batch_tokens,
-        recompute=run.gradient_checkpointing,
-        longest=longest,
-        step_tokens=longest * rollout.prompts_per_step * rollout.group_size,
-    )
+def plan_run(
+    policy: Policy, engine: Engine, wishes: Wishes, rank: int, entropy_gradient: bool, cap_gib: float | None
+) -> MicroBatchPlan:
+    """Plan a new run's micro-batches from what is free on the card while the engine sleeps.
+
+    `rank` is the adapter's; `entropy_gradient` says whether the loss has an entropy bonus.
+    """
     trained = sum(parameter.numel() for parameter in policy.parameters())
-    shapes = model_shapes(policy.base_model.config.get_text_config(), config.adapter.rank, trained)
-    footprint = shapes.footprint(config.loss.entropy_coef > 0)
-    available = _available(engine, config.memory.cap_gib)
+    shapes = model_shapes(policy.base_model.config.get_text_config(), rank, trained)
+    footprint = shapes.footprint(entropy_gradient)
+    available = _available(engine, cap_gib)
     if available is not None:
         footprint = replace(footprint, layer=measure_layer(policy.base_model))
     plan = plan_micro_batches(footprint, wishes, available)
@@ -53,21 +49,21 @@ def plan_run(config: RunConfig, policy: Policy, engine: Engine) -> MicroBatchPla
         plan.needed(plan.micro_batch_tokens) / GIB,
         plan.recomputed(plan.micro_batch_tokens),
         footprint.layers,
-        plan.recomputed(longest),
-        longest,
+        plan.recomputed(wishes.longest),
+        wishes.longest,
     )
     return plan
 
 
-def recorded_plan(run_dir: Path, config: RunConfig) -> MicroBatchPlan | None:
-    """The plan in run.json; None if there is none, or if the recipe now asks for another micro_batch_tokens."""
+def recorded_plan(run_dir: Path, micro_batch_tokens: int | None) -> MicroBatchPlan | None:
+    """The plan in run.json; None if there is none, or if the recipe now asks for other `micro_batch_tokens`."""
     about = read_about(run_dir)
     if "micro_batches" not in about:
         return None
     record = about["micro_batches"]
     footprint = record["footprint"] and Footprint(**record["footprint"])
     plan = MicroBatchPlan(**{**record, "footprint": footprint})
-    return plan if config.run.micro_batch_tokens in (None, plan.micro_batch_tokens) else None
+    return plan if micro_batch_tokens in (None, plan.micro_batch_tokens) else None
 
 
 def as_record(plan: MicroBatchPlan) -> dict[str, object]:

@@ -29,7 +29,7 @@ from qerl.plan.cards import Card
 from qerl.plan.plan import GIB, plan
 from qerl.plan.sizes import ModelSizes, sizes_of
 from qerl.tasks import get_task
-from training.rewards.rewards import check_rewards
+from training.rewards.rewards import check_rewards, fixed_columns
 from training.run_dir.resume import config_to_resume
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from qerl.checkpoint.resolve import ModelRef
-    from qerl.config.schema import RunConfig
+    from qerl.config.schema import AdapterConfig, RunConfig
     from training.rollout.groups import Prompt
 
 PLAN_ERROR = 0.10  # the error of a plan, as a share of the limit: measured runs stay within it
@@ -47,9 +47,9 @@ logger = logging.getLogger(__name__)
 
 def check_config(config: RunConfig) -> None:
     """Raise ConfigError for a reward that cannot be used, or DataError or ConfigError for such a source of rows."""
-    check_rewards(config)
-    data = config.data
-    check_source(get_task(data.task), data.source, data.split, data.columns)
+    data, task = config.data, get_task(config.data.task)
+    check_rewards(config.rewards, fixed_columns(task, config.rollout.max_new_tokens))
+    check_source(task, data.source, data.split, data.columns)
 
 
 def check_resumed(run_dir: Path, step: int | None = None, steps: int | None = None) -> None:
@@ -71,7 +71,7 @@ def read_prompts(config: RunConfig, base: ModelRef) -> tuple[PreTrainedTokenizer
     from training.rollout.prompts import load_prompts  # it imports torch
 
     if base.adapter is not None:
-        check_warm_start(base.adapter, base.base, config)
+        check_warm_start(base.adapter, base.base, config.adapter)
     tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
     prompts = load_prompts(config.data, tokenizer, config.rollout.prompts_per_step)
     check_limits(config, sizes_at(base), prompts)
@@ -99,12 +99,12 @@ def check_limits(config: RunConfig, sizes: ModelSizes, prompts: Sequence[Prompt]
         )
 
 
-def check_warm_start(adapter: Path, base: str, config: RunConfig) -> None:
-    """Raise ConfigError if the adapter contradicts the recipe, CheckpointError if it was trained on another base."""
+def check_warm_start(adapter: Path, base: str, own: AdapterConfig) -> None:
+    """Raise ConfigError if the adapter contradicts the recipe's `own`, CheckpointError if it has another base."""
     tensors, scaling = read_adapter(adapter)
     check_fit(adapter, tensors, base)
-    _check_places(adapter, tensors, config)
-    rank, own = config.adapter.rank, config.adapter.alpha / config.adapter.rank
+    _check_places(adapter, tensors, own)
+    rank, scale = own.rank, own.alpha / own.rank
     ranks = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(A_SUFFIX)}
     if ranks != {rank}:
         found = " and ".join(map(str, sorted(ranks)))
@@ -112,23 +112,23 @@ def check_warm_start(adapter: Path, base: str, config: RunConfig) -> None:
             f"{adapter} has rank {found} and the recipe adapter.rank {rank}: write adapter.rank: {found} and "
             f"adapter.alpha: {scaling * max(ranks, default=rank):g}"
         )
-    if not math.isclose(scaling, own):
+    if not math.isclose(scaling, scale):
         raise ConfigError(
-            f"{adapter} was trained with alpha / rank {scaling:g} and would act with the recipe's {own:g}: write "
+            f"{adapter} was trained with alpha / rank {scaling:g} and would act with the recipe's {scale:g}: write "
             f"adapter.alpha: {scaling * rank:g}"
         )
 
 
-def _check_places(adapter: Path, tensors: Mapping[str, torch.Tensor], config: RunConfig) -> None:
+def _check_places(adapter: Path, tensors: Mapping[str, torch.Tensor], own: AdapterConfig) -> None:
     """Raise ConfigError unless the adapter changes the linears and norms that the recipe trains."""
     leaves = {name.removesuffix(A_SUFFIX).rpartition(".")[2] for name in tensors if name.endswith(A_SUFFIX)}
-    if leaves != set(config.adapter.targets):
+    if leaves != set(own.targets):
         found = ", ".join([name for name in PROJECTIONS if name in leaves] + sorted(leaves - set(PROJECTIONS)))
         raise ConfigError(
-            f"{adapter} adapts {found} and the recipe's adapter.targets are {', '.join(config.adapter.targets)}: write "
+            f"{adapter} adapts {found} and the recipe's adapter.targets are {', '.join(own.targets)}: write "
             f"adapter.targets: [{found}]"
         )
-    if (norms := any(map(is_block_norm, tensors))) != config.adapter.train_norms:
+    if (norms := any(map(is_block_norm, tensors))) != own.train_norms:
         has, other = ("", "false") if norms else ("no ", "true")
         raise ConfigError(
             f"{adapter} has {has}trained norms and the recipe adapter.train_norms: {other}: write "

@@ -14,7 +14,7 @@ from qerl.checkpoint.resolve import resolve_model
 from qerl.commands.plan import plan_of, show
 from qerl.tasks import get_task, grade
 from training.preflight.checks import read_prompts
-from training.rewards.rewards import Rewards, build_rewards
+from training.rewards.rewards import Rewards, build_rewards, fixed_columns
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -45,9 +45,11 @@ def dry_run(config: RunConfig, console: Console) -> bool:
         soft_wrap=True,
     )
     written = Path(mkdtemp(prefix="qerl-dry-run-"))
+    task = get_task(config.data.task)
+    fixed = fixed_columns(task, config.rollout.max_new_tokens)
     try:
-        rewards = build_rewards(config, [prompt.example for prompt in prompts], written)
-        console.print(reward_table(config, prompts, rewards))
+        rewards = build_rewards(config.rewards, fixed, [prompt.example for prompt in prompts], written)
+        console.print(reward_table(task, prompts, rewards))
     finally:
         if not any(written.iterdir()):  # else an error names a file in it
             shutil.rmtree(written)
@@ -56,12 +58,11 @@ def dry_run(config: RunConfig, console: Console) -> bool:
     return not made.problems
 
 
-def reward_table(config: RunConfig, prompts: Sequence[Prompt], rewards: Rewards):
+def reward_table(task: Task, prompts: Sequence[Prompt], rewards: Rewards):
     """A table of the rewards that the first rows get for the answer itself and for an empty completion."""
     from rich.table import Table
 
     examples = [prompt.example for prompt in prompts[:ROWS]]
-    task = get_task(config.data.task)
     right = [_graded_right(task, example.answer) for example in examples]
     table = Table("row", "answer", *(f"{f.__name__}: answer / empty" for f in rewards.functions), box=None)
     columns = [_score(rewards, prompts, texts) for texts in (right, [""] * len(examples))]

@@ -25,14 +25,15 @@ from urllib.parse import urlsplit
 
 from qerl.config.rules_rewards import OWN, is_url
 from qerl.errors import ConfigError, QerlError, RewardError
-from qerl.tasks import Example, get_task
+from qerl.tasks import Example
 from training.rewards import functions as reward_functions
 from training.rewards.own import STOPS, line_that_raised, own_function
 from training.rewards.server import RewardServer
 from training.run_dir.log import RUN_FOLDERS, RUN_METRICS, is_own
 
 if TYPE_CHECKING:
-    from qerl.config.schema import RewardConfig, RunConfig
+    from qerl.config.schema import RewardConfig
+    from qerl.tasks import Task
 
 Reward = Callable[..., Sequence[float]]
 LogMetric = Callable[[str, float], None]
@@ -62,26 +63,36 @@ class Rewards:
         return [function.__name__ for function in self.functions]
 
 
-def build_rewards(config: RunConfig, examples: Sequence[Example], run_dir: Path) -> Rewards:
-    """The recipe's rewards. Raises ConfigError for an unknown reward, or for arguments that it does not take."""
+def fixed_columns(task: Task, max_new_tokens: int) -> dict[str, Any]:
+    """The arguments of a reward that are the same for every completion of a run."""
+    return {"task": task, "max_new_tokens": max_new_tokens}
+
+
+def build_rewards(
+    wanted: Sequence[RewardConfig], fixed: Mapping[str, Any], examples: Sequence[Example], run_dir: Path
+) -> Rewards:
+    """The rewards that a recipe wants; `fixed` comes from `fixed_columns`.
+
+    Raises ConfigError for an unknown reward, or for arguments that it does not take.
+    """
     functions: list[Reward] = []
-    for reward, function in zip(config.rewards, check_rewards(config), strict=True):
+    for reward, function in zip(wanted, check_rewards(wanted, fixed), strict=True):
         _check_columns(reward, function, examples)
-        guarded = _GuardedReward(_metric_name(reward.name, functions), reward, function, config, examples, run_dir)
+        guarded = _GuardedReward(_metric_name(reward.name, functions), reward, function, fixed, examples, run_dir)
         if is_url(reward.name):
             _try_server(guarded, examples[:TRIED])
         functions.append(guarded)
-    return Rewards(functions, [float(reward.weight) for reward in config.rewards])
+    return Rewards(functions, [float(reward.weight) for reward in wanted])
 
 
-def check_rewards(config: RunConfig) -> list[Reward]:
-    """Find the recipe's rewards and check their arguments; needs no heavy import. Raises ConfigError."""
+def check_rewards(wanted: Sequence[RewardConfig], fixed: Mapping[str, Any]) -> list[Reward]:
+    """Find a recipe's rewards and check their arguments; needs no heavy import. Raises ConfigError."""
     functions = []
-    for reward in config.rewards:
+    for reward in wanted:
         function = find_reward(reward.name)
         _check_arguments(reward, function)
         if reward.name in REWARDS:
-            _try_arguments(reward, function, config)
+            _try_arguments(reward, function, fixed)
         elif is_url(reward.name):
             function.check_args(reward.args)
         functions.append(function)
@@ -132,15 +143,10 @@ def _check_columns(reward: RewardConfig, function: Reward, examples: Sequence[Ex
             )
 
 
-def _fixed_columns(config: RunConfig) -> dict[str, Any]:
-    """The arguments that are the same for every completion of a run."""
-    return {"task": get_task(config.data.task), "max_new_tokens": config.rollout.max_new_tokens}
-
-
-def _try_arguments(reward: RewardConfig, function: Reward, config: RunConfig) -> None:
+def _try_arguments(reward: RewardConfig, function: Reward, fixed: Mapping[str, Any]) -> None:
     """Call one of our own rewards on an empty batch, so that wrong arguments show before the first rollout."""
     try:
-        function(**dict.fromkeys(COLUMNS, ()) | _fixed_columns(config) | dict(reward.args))
+        function(**dict.fromkeys(COLUMNS, ()) | fixed | dict(reward.args))
     except (TypeError, ValueError) as error:
         raise ConfigError(f"reward {reward.name} cannot be called with args {dict(reward.args)}: {error}") from error
 
@@ -196,7 +202,7 @@ class _GuardedReward:
         name: str,
         reward: RewardConfig,
         function: Reward,
-        config: RunConfig,
+        fixed: Mapping[str, Any],
         examples: Sequence[Example],
         run_dir: Path,
     ) -> None:
@@ -204,7 +210,7 @@ class _GuardedReward:
         self._function = function
         self._examples = examples
         self._run_dir = run_dir
-        self._fixed = {**_fixed_columns(config), **reward.args}
+        self._fixed = {**fixed, **reward.args}
         parameters = inspect.signature(function).parameters
         takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
         self._wanted = None if takes_all else set(parameters)

@@ -14,13 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from qerl.tasks import get_task
 from qerl.tasks.grading import grade
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from qerl.config.schema import RunConfig
     from qerl.engine.interface import Completion, Finished
     from qerl.tasks import Task
 
@@ -57,9 +55,8 @@ class GradingAhead:
         self.graded += 1
 
 
-def grading_ahead(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> GradingAhead | None:
-    """None for a recipe whose rewards compare no formulas."""
-    task = get_task(config.data.task)
-    if task.answer_kind == "number" or not any(reward.name in GRADING_REWARDS for reward in config.rewards):
+def grading_ahead(task: Task, rewards: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> GradingAhead | None:
+    """None if `rewards`, by their names in the recipe, compare no formulas."""
+    if task.answer_kind == "number" or not any(name in GRADING_REWARDS for name in rewards):
         return None
     return GradingAhead(task, tokenizer)

@@ -23,7 +23,7 @@ from training.rollout.noise import NoiseSchedule, StepNoise
 from training.rollout.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from qerl.config.schema import RunConfig
+    from qerl.config.schema import NoiseConfig
     from training.policy.policy import Policy
     from training.rollout.grading_ahead import GradingAhead
 
@@ -47,23 +47,30 @@ class Rollout:
     memory: Mapping[str, float]  # empty on a CPU
 
 
-class Sampler:
-    """Samples with the recipe's parameters; `ahead` grades completions while others are still being sampled."""
+@dataclass(frozen=True)
+class SamplerOptions:
+    """How a run samples. `steps` are those of the whole run, over which the noise falls."""
 
-    def __init__(self, engine: Engine, policy: Policy, config: RunConfig, ahead: GradingAhead | None = None) -> None:
+    sampling: SamplingParams
+    group_size: int
+    noise: NoiseConfig
+    steps: int
+    seed: int
+
+
+class Sampler:
+    """Samples by its options; `ahead` grades completions while others are still being sampled."""
+
+    def __init__(
+        self, engine: Engine, policy: Policy, options: SamplerOptions, ahead: GradingAhead | None = None
+    ) -> None:
         self._engine = engine
         self._policy = policy
-        self._config = config
-        self._norms = block_norms(policy.base_model) if config.noise.enabled else {}
+        self._options = options
+        self._norms = block_norms(policy.base_model) if options.noise.enabled else {}
         sizes = {name: module.weight.numel() for name, module in self._norms.items()}
-        self._noise = NoiseSchedule(config.noise, sizes, config.run.steps, config.run.seed)
+        self._noise = NoiseSchedule(options.noise, sizes, options.steps, options.seed)
         self._ahead = ahead
-
-    @property
-    def sampling(self) -> SamplingParams:
-        """The recipe's sampling parameters."""
-        rollout = self._config.rollout
-        return SamplingParams(rollout.max_new_tokens, rollout.temperature, rollout.top_p, rollout.top_k, rollout.min_p)
 
     def sync(self) -> float:
         """Send the policy's update to the engine; returns seconds. Raises EngineError unless it finds its place."""
@@ -73,7 +80,7 @@ class Sampler:
 
     def sample(self, prompts: Sequence[Prompt], moment: Moment, attempt: int = 0) -> Rollout:
         """A group for each prompt. `attempt` counts the rollouts of a step, each of which has seeds of its own."""
-        noise, size = self._noise.at(moment.step, moment.history), self._config.rollout.group_size
+        noise, size = self._noise.at(moment.step, moment.history), self._options.group_size
         each = [prompt for prompt in prompts for _ in range(size)]
         ahead = nullcontext() if self._ahead is None else self._ahead.rollout([one.example.answer for one in each])
         with ahead as finished:
@@ -81,8 +88,8 @@ class Sampler:
             begin_phase()
             started = time.perf_counter()
             touched = self._set_noise(noise)
-            seed = derive_seed(self._config.run.seed, moment.step, f"rollout/{attempt}" if attempt else "rollout")
-            completions = self._engine.generate([one.ids for one in each], self.sampling, seed, finished)
+            seed = derive_seed(self._options.seed, moment.step, f"rollout/{attempt}" if attempt else "rollout")
+            completions = self._engine.generate([one.ids for one in each], self._options.sampling, seed, finished)
             seconds = time.perf_counter() - started
             graded = None if self._ahead is None else self._ahead.graded
             self._after_rollout(noise)
@@ -111,7 +118,7 @@ class Sampler:
 
     def _after_rollout(self, noise: StepNoise) -> None:
         self.clear_noise()
-        if self._config.noise.where == "both" and noise.vectors is not None:
+        if self._options.noise.where == "both" and noise.vectors is not None:
             set_norm_noise_(self._norms, noise.vectors)
 
 

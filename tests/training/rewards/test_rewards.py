@@ -3,28 +3,24 @@
 import json
 import os
 import time
-from types import SimpleNamespace
 
 import pytest
 
 from qerl.config.rules_rewards import REWARD_NAMES
+from qerl.config.schema import RewardConfig
 from qerl.errors import ConfigError, RewardError
 from qerl.tasks import Example, get_task, grade
 from training.rewards.functions import accuracy, format, length, soft_overlong
-from training.rewards.rewards import FAILED, REWARDS, build_rewards, check_rewards, find_reward
+from training.rewards.rewards import FAILED, REWARDS, build_rewards, check_rewards, find_reward, fixed_columns
 from training.run_dir.log import is_own
 
 EXAMPLES = [Example("2+16?", "18", "a", {"level": 3}), Example("1+2?", "3", "b")]
 GSM8K = get_task("gsm8k")
 
 
-def make_config(*rewards, max_new_tokens=100):
-    """The part of a recipe that build_rewards reads."""
-    return SimpleNamespace(
-        rewards=[SimpleNamespace(**{"weight": 1.0, "args": {}, **reward}) for reward in rewards],
-        data=SimpleNamespace(task="gsm8k"),
-        rollout=SimpleNamespace(max_new_tokens=max_new_tokens),
-    )
+def wanted(*rewards):
+    """The rewards of a recipe."""
+    return [RewardConfig(**reward) for reward in rewards]
 
 
 def call(function, completions, row=None, ids=None, **columns):
@@ -40,8 +36,8 @@ def call(function, completions, row=None, ids=None, **columns):
     )
 
 
-def build(tmp_path, *rewards, **options):
-    return build_rewards(make_config(*rewards, **options), EXAMPLES, tmp_path)
+def build(tmp_path, *rewards, max_new_tokens=100):
+    return build_rewards(wanted(*rewards), fixed_columns(GSM8K, max_new_tokens), EXAMPLES, tmp_path)
 
 
 def write_reward(path, body):
@@ -233,7 +229,7 @@ def test_a_file_is_executed_once_and_again_when_it_changes(tmp_path):
         "def reward(completions):\n    return [1.0] * len(completions)\n"
     )
     name = write_reward(tmp_path / "mine.py", source)
-    check_rewards(make_config({"name": name}))
+    check_rewards(wanted({"name": name}), fixed_columns(GSM8K, 100))
     build(tmp_path, {"name": name})
     assert (tmp_path / "mine.log").read_text() == "x"
     write_reward(tmp_path / "mine.py", source.replace("[1.0]", "[2.0]"))
@@ -295,7 +291,7 @@ def test_for_a_misspelt_file_the_nearest_name_is_given(tmp_path):
 )
 def test_a_reward_that_fails_stops_the_run_and_saves_the_completion(body, message, saved, tmp_path):
     name = write_reward(tmp_path / "mine.py", f"def reward(completions, **columns):\n    {body}\n")
-    function = build_rewards(make_config({"name": name}), EXAMPLES, tmp_path / "run").functions[0]
+    function = build(tmp_path / "run", {"name": name}).functions[0]
     with pytest.raises(RewardError, match=message):
         call(function, ["good", "", "fine"], [0, 0, 1])
     report = json.loads((tmp_path / "run" / FAILED).read_text(encoding="utf-8"))

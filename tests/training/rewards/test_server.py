@@ -8,13 +8,13 @@ import time
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
+from qerl.config.schema import RewardConfig
 from qerl.errors import ConfigError, RewardError
-from qerl.tasks import Example
-from training.rewards.rewards import FAILED, build_rewards, check_rewards
+from qerl.tasks import Example, get_task
+from training.rewards.rewards import FAILED, build_rewards, check_rewards, fixed_columns
 
 EXAMPLES = [Example("2+16?", "18", "a", {"level": 3}), Example("1+2?", "3", "b")]
 DOCS = Path(__file__).resolve().parents[3] / "docs" / "own-data-and-reward.md"
@@ -70,15 +70,16 @@ def server(*answers, path="/grade"):
             thread.join()
 
 
-def make_config(url, **args):
-    reward = SimpleNamespace(name=url, weight=1.0, args={"backoff_s": 0.01, "timeout_s": 5, **args})
-    return SimpleNamespace(
-        rewards=[reward], data=SimpleNamespace(task="gsm8k"), rollout=SimpleNamespace(max_new_tokens=100)
-    )
+FIXED = fixed_columns(get_task("gsm8k"), 100)
+
+
+def wanted(*urls, **args):
+    """The rewards of a recipe."""
+    return [RewardConfig(name=url, args={"backoff_s": 0.01, "timeout_s": 5, **args}) for url in urls]
 
 
 def build(url, tmp_path, **args):
-    (function,) = build_rewards(make_config(url, **args), EXAMPLES, tmp_path).functions
+    (function,) = build_rewards(wanted(url, **args), FIXED, EXAMPLES, tmp_path).functions
     return function
 
 
@@ -215,9 +216,7 @@ def test_a_proxy_of_the_environment_is_not_used_for_a_server_on_this_machine(tmp
 
 def test_two_servers_have_different_metrics(tmp_path):
     with server(right) as (first, _), server((200, "[2, 3]")) as (second, _):
-        config = make_config(first)
-        config.rewards.append(make_config(second).rewards[0])
-        functions = build_rewards(config, EXAMPLES, tmp_path).functions
+        functions = build_rewards(wanted(first, second), FIXED, EXAMPLES, tmp_path).functions
         assert [call(function) for function in functions] == [[0.5, 0.5], [2.0, 3.0]]
     assert [function.__name__ for function in functions] == ["grade", second.removeprefix("http://").replace("/", "_")]
 
@@ -239,7 +238,7 @@ def test_two_servers_have_different_metrics(tmp_path):
 )
 def test_arguments_are_refused_before_the_server_is_asked(args, says):
     with pytest.raises(ConfigError) as error:
-        check_rewards(make_config("http://127.0.0.1:9/grade", **args))
+        check_rewards(wanted("http://127.0.0.1:9/grade", **args), FIXED)
     assert says in str(error.value)
 
 

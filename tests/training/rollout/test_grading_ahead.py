@@ -225,10 +225,8 @@ def test_an_error_in_the_thread_does_not_end_the_run():
         ("gsm8k", "accuracy", False),  # the answers are numbers
     ],
 )
-def test_it_is_on_if_rewards_compare_formulas(tmp_path, task, reward, expected):
-    rewards = f"rewards=[{{name: soft_overlong}}, {{name: {reward}}}]"
-    config = small_config("tiny", tmp_path, f"data.task={task}", rewards)
-    assert (grading_ahead(config, Words()) is not None) == expected
+def test_it_is_on_if_rewards_compare_formulas(task, reward, expected):
+    assert (grading_ahead(get_task(task), ["soft_overlong", reward], Words()) is not None) == expected
 
 
 def test_the_share_of_completions_graded_ahead_is_explained():
