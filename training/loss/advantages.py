@@ -1,9 +1,10 @@
 """Rewards -> advantages, relative to the other completions of the same prompt (GRPO, arXiv 2402.03300, section 4.1.2).
 
-The values are those of TRL 1.16 (GRPOTrainer, `sum_then_normalize`), which the tests compare with, but for groups whose
-rewards are equal. TRL subtracts a float32 mean: eight rewards of 0.7 leave advantages of 6e-4, all of one sign, and
-Adam makes a whole step of however small a gradient. Here such groups have advantage 0. TRL's own count of groups
-without variance misses them as well, and counts the whole batch as one group where `advantage_scale` is batch.
+The values are those of TRL 1.16 (GRPOTrainer, `sum_then_normalize`), with which the tests compare them, except for
+groups whose rewards are all equal. TRL subtracts a float32 mean: eight rewards of 0.7 leave advantages of 6e-4, all of
+the same sign, and Adam turns even such a small gradient into a full step. Here such groups have the advantage 0. TRL's
+own count of groups without variance misses them too, and counts the whole batch as one group if `advantage_scale` is
+batch.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Advantages(NamedTuple):
 def group_advantages(total_P_G: torch.Tensor, scale: str) -> Advantages:
     """(reward - mean of its group) / (standard deviation + 1e-4), of float32 rewards (P, G).
 
-    `scale` says of what the unbiased deviation is taken: "group", "batch", or "none" to not divide at all.
+    `scale` chooses the unbiased standard deviation: that of the "group", that of the "batch", or "none" for no
+    division.
     """
     advantages_P_G = total_P_G - total_P_G.mean(1, keepdim=True)
     if scale == "group":
@@ -41,7 +43,7 @@ def rewards_differ(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def deviation(rewards: torch.Tensor) -> torch.Tensor:
-    """(R, 1) unbiased standard deviations of the rows (R, N), in the order of operations that TRL has."""
+    """The unbiased standard deviations (R, 1) of the rows (R, N), with TRL's order of operations."""
     count = torch.tensor(rewards.shape[1])
     variance = ((rewards - rewards.mean(1, keepdim=True)) ** 2).mean(1, keepdim=True)
     return torch.sqrt(variance * (count / (count - 1)))

@@ -159,7 +159,7 @@ def _try_server(reward: _GuardedReward, examples: Sequence[Example]) -> None:
 
 
 def _metric_name(name: str, earlier: Sequence[Any]) -> str:
-    """The function's own name (of a URL: its path's end, else its host), unless an earlier reward has it."""
+    """The name of the function (for a URL the end of its path, else its host); the full name if that is taken."""
     if is_url(name):
         url = urlsplit(name)
         short, name = (

@@ -1,6 +1,6 @@
-"""What a run writes down: metrics.jsonl (one line a step), samples of completions, warnings, and a line for people.
+"""The log of a run: metrics.jsonl with one line per step, samples of completions, warnings, and lines for people.
 
-Metrics under time/, speed/ and memory/ describe the machine; all others follow from the configuration alone, so that a
+Metrics under time/, speed/ and memory/ describe the machine. All others depend only on the configuration, so that a
 resumed run can be compared with an uninterrupted one line by line.
 """
 
@@ -28,18 +28,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# TRL's name -> ours; what is missing here keeps its name.
+# TRL's name -> ours, or None to drop it; a metric that is not listed keeps its name.
 NAMES = {
     "clip_ratio/low_mean": "clip/low_share",
     "clip_ratio/high_mean": "clip/high_share",
     "clip_ratio/region_mean": "clip/share",
-    "cispo_clip_ratio": "clip/high_share",  # it has one bound
+    "cispo_clip_ratio": "clip/high_share",  # cispo has only an upper bound
     "clip_ratio/low_min": None,
     "clip_ratio/high_max": None,
     "epoch": None,
 }
-# All that a run logs: these names, and what stands under these folders; a test holds them to a run. Not grades/, which
-# the accuracy reward logs, and with it a reward that is built on it.
+# A run logs these names and those that begin with these prefixes, and no others; a test compares them with a run.
+# grades/ is not among them: the accuracy reward logs it, and so may a reward that builds on accuracy.
 RUN_METRICS = (
     *("step", "loss", "reward", "reward_std", "entropy", "entropy_coef", "policy_loss", "aux_loss", "kl"),
     *("mismatch_kl", "grad_norm", "learning_rate", "tokens_total"),
@@ -53,7 +53,7 @@ MACHINE_PREFIXES = ("time/", "speed/", "memory/")
 
 
 def rename(logs: Mapping[str, float | None]) -> dict[str, float | None]:
-    """TRL's metrics in our words; those that repeat others are dropped, what is not finite becomes None (JSON null)."""
+    """TRL's metrics by our names, without those that repeat others. What is not finite becomes None (JSON null)."""
     renamed = {}
     for key, value in logs.items():
         if (name := NAMES.get(key, key)) is not None:
@@ -62,14 +62,14 @@ def rename(logs: Mapping[str, float | None]) -> dict[str, float | None]:
 
 
 def is_own(name: str) -> bool:
-    """Whether a run logs a metric of that name itself."""
+    """Whether the run itself logs a metric of that name."""
     return name in (*RUN_METRICS, *NAMES) or name.startswith(RUN_FOLDERS)
 
 
 def completion_rows(
     groups: Sequence[GradedGroup], advantages_P_G: torch.Tensor, names: Sequence[str]
 ) -> list[dict[str, Any]]:
-    """A rollout as rows to read: prompt, completion, advantage, rewards by name."""
+    """A rollout as rows for people to read: prompt, completion, advantage, and rewards by name."""
     return [
         {
             "prompt": graded.group.prompt.text,
@@ -83,7 +83,7 @@ def completion_rows(
 
 
 def spread(rows: Sequence[Any], count: int) -> list[Any]:
-    """Up to `count` of the rows at equal distances: a sample of a rollout with different prompts in it."""
+    """Up to `count` of the rows at equal distances, so that a sample of a rollout has different prompts."""
     count = min(count, len(rows))
     return [rows[i * len(rows) // count] for i in range(count)]
 
@@ -94,7 +94,7 @@ def deterministic(metrics: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class RunLog:
-    """Writes into one run directory; a context manager around the training loop."""
+    """Writes the log of one run. It is a context manager around the training loop."""
 
     def __init__(self, run_dir: Path, steps: int, console: Console | None = None) -> None:
         self.run_dir = run_dir
@@ -116,7 +116,7 @@ class RunLog:
             self._display = None
 
     def phase(self, name: str) -> None:
-        """What the run is doing from now on: rollout, grading, training, saving. For a terminal alone."""
+        """Show on a terminal what the run is doing from now on: rollout, grading, training or saving."""
         if self._display is not None:
             self._display.phase(name)
 
@@ -133,7 +133,7 @@ class RunLog:
                 file.unlink()
 
     def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
-        """Append one line, on disk before this returns, and show it. Raises CheckpointError if the disk refuses."""
+        """Append one line, flush it to disk, and show it. Raises CheckpointError if it cannot be written."""
         row = {"step": step, **dict(sorted(metrics.items()))}
         try:
             with (self.run_dir / "metrics.jsonl").open("a", encoding="utf-8") as handle:
@@ -150,7 +150,7 @@ class RunLog:
         self._warn(step)
 
     def write_completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        """A sample of the step's completions, one JSON object a line; on a terminal some of them are shown."""
+        """Write a sample of the step's completions, one JSON object per line, and show some of them on a terminal."""
         rows = list(rows)
         folder = self.run_dir / "completions"
         folder.mkdir(exist_ok=True)
@@ -160,7 +160,7 @@ class RunLog:
             self._console.print(completions_table(step, rows))
 
     def _warn(self, step: int) -> None:
-        """Write and show what a person should know at this step."""
+        """Write and show the warnings that are due at this step."""
         for finding in due(findings(self._rows), self._told, step):
             self._told[finding.kind] = step
             row = {"step": step, "kind": finding.kind, "text": finding.text}
@@ -172,7 +172,7 @@ class RunLog:
             )
 
     def _keep_warnings(self, step: int) -> None:
-        """Drop those after `step`; what was told before keeps its cool-down."""
+        """Drop the warnings after `step`. Earlier ones keep their cool-down."""
         path = self.run_dir / WARNINGS
         if path.exists():
             kept = [row for row in _read_rows(path) if row["step"] <= step]
@@ -188,7 +188,7 @@ class RunLog:
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of metrics.jsonl; a line that is not one (a kill cuts the last one short) is left out and named."""
+    """The rows of metrics.jsonl. A damaged line, such as one truncated by a kill, is left out with a warning."""
     path = run_dir / "metrics.jsonl"
     return _read_rows(path) if path.exists() else []
 
@@ -203,5 +203,5 @@ def _read_rows(path: Path) -> list[dict[str, Any]]:
         if isinstance(row, dict) and isinstance(row.get("step"), int):
             rows.append(row)
         else:
-            logger.warning("%s: line %d is not a step's and is dropped", path, number)
+            logger.warning("%s: line %d is not the record of a step and is dropped", path, number)
     return rows
