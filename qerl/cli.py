@@ -97,15 +97,15 @@ def _verdict(before: Path, after: Path) -> str | None:
 
 
 COMMANDS = {  # name -> command and its line in `qerl --help`, in the order in which they are needed
-    "doctor": (doctor, "Check this machine; the remedy beside what is wrong."),
-    "plan": (plan_command, "Memory and seconds of a run, before anything is loaded."),
+    "doctor": (doctor, "Check this machine, and say how to fix what is wrong."),
+    "plan": (plan_command, "Plan memory and seconds of a run before anything is loaded."),
     "quantize": (command_of(quantize_command), "Turn a 16-bit checkpoint into NVFP4, and verify it."),
-    "train": (command_of(train), "Train a LoRA adapter by RL, as a recipe says; or resume."),
-    "eval": (command_of(evaluate), "Accuracy of a model on a task, every completion saved."),
-    "compare": (compare_results, "Of two evaluations: better, worse, or cannot tell."),
-    "report": (report, "A page of what a run did; several runs side by side."),
+    "train": (command_of(train), "Train a LoRA adapter by RL from a recipe, or resume a run."),
+    "eval": (command_of(evaluate), "Measure a model's accuracy on a task, and save completions."),
+    "compare": (compare_results, "Compare two evaluations: better, worse, or cannot tell."),
+    "report": (report, "Write a page about a run, or about several side by side."),
     "grade": (grade, "Grade saved completions again."),
-    "merge": (command_of(merge_command), "Make of an adapter a folder to serve or publish."),
+    "merge": (command_of(merge_command), "Turn an adapter into a folder to serve or publish."),
     "chat": (command_of(chat_command), "Talk to a base, a run, an adapter or a merged model."),
 }
 for _name, (_command, _line) in COMMANDS.items():

@@ -6,9 +6,9 @@ from quantize.merge.options import MergeOptions
 
 
 def merge_command(options: MergeOptions) -> None:
-    """Make of an adapter a folder to publish: PEFT adapter, merged BF16 model, or merged NVFP4 model.
+    """Turn an adapter into a folder to publish: a PEFT adapter, a merged BF16 model, or a merged NVFP4 model.
 
-    Says how much of the adapter is left after rounding, and how to serve the result.
+    Prints how much of the adapter is left after rounding, and how to serve the result.
     """
     from rich.console import Console
 

@@ -1,4 +1,4 @@
-"""A kill at a chosen line, in process."""
+"""A stand-in for a kill at a chosen line of this process."""
 
 from contextlib import contextmanager
 
@@ -6,12 +6,12 @@ import pytest
 
 
 class Killed(Exception):
-    """What stands for the kill."""
+    """Raised in place of the kill."""
 
 
 @contextmanager
 def killed_in(owner, name, call=1):
-    """The block ends in that call of `owner`'s function, instead of the call."""
+    """End the block when `owner`'s function is called for the `call`-th time, before that call runs."""
     original, calls = getattr(owner, name), []
 
     def dying(*args, **kwargs):
