@@ -8,7 +8,8 @@
 calls the first where TRL asks for a step's inputs and the second where it asks for their loss. A rollout may serve
 several optimizer steps (`loss.num_iterations`), so `backward` may run several times on one batch.
 
-Axis suffixes: P prompts, G completions per prompt, B = P * G rows, T completion tokens, F reward functions.
+Axis suffixes: P prompts, G completions per prompt, B = P * G rows, L prompt tokens, T completion tokens, F reward
+functions.
 """
 
 from __future__ import annotations

@@ -106,8 +106,8 @@ class QerlTrainer(GRPOTrainer):
         """TRL's loss of one micro-batch, and the metrics that TRL logs of it."""
         rows = inputs.rows
         given = {
-            "prompt_ids": rows.prompt_ids_B_P,
-            "prompt_mask": rows.prompt_mask_B_P,
+            "prompt_ids": rows.prompt_ids_B_L,
+            "prompt_mask": rows.prompt_mask_B_L,
             "completion_ids": rows.completion_ids_B_T,
             "completion_mask": rows.loss_mask_B_T,
             "advantages": rows.advantages_B,

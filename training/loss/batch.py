@@ -1,6 +1,6 @@
 """A rollout as padded tensors, and what the loss reads of some of its rows.
 
-Axis suffixes: B rows (a completion each), P prompt tokens (padded on the left), T completion tokens (padded on the
+Axis suffixes: B rows (a completion each), L prompt tokens (padded on the left), T completion tokens (padded on the
 right).
 """
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 class Batch:
     """Rows of one rollout. A mask is 1 where there is a token; a truncated completion may be masked entirely."""
 
-    prompt_ids_B_P: torch.Tensor
-    prompt_mask_B_P: torch.Tensor
+    prompt_ids_B_L: torch.Tensor
+    prompt_mask_B_L: torch.Tensor
     completion_ids_B_T: torch.Tensor
     completion_mask_B_T: torch.Tensor
     loss_mask_B_T: torch.Tensor  # 1 on the tokens that train
@@ -48,9 +48,9 @@ class Batch:
         return self._each(lambda tensor: tensor.to(device))
 
     def tokens(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """(ids, mask) of prompt and completion side by side, (B, P + T)."""
-        ids = torch.cat([self.prompt_ids_B_P, self.completion_ids_B_T], 1)
-        return ids, torch.cat([self.prompt_mask_B_P, self.completion_mask_B_T], 1)
+        """(ids, mask) of prompt and completion side by side, (B, L + T)."""
+        ids = torch.cat([self.prompt_ids_B_L, self.completion_ids_B_T], 1)
+        return ids, torch.cat([self.prompt_mask_B_L, self.completion_mask_B_T], 1)
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -80,8 +80,8 @@ def padded_batch(
     completion_mask_B_T = _right([torch.ones_like(ids) for ids in completions], 0) * kept_B[:, None]
     loss_mask_B_T = _right([torch.tensor(sample.loss_mask, dtype=torch.long) for sample in samples], 0)
     return Batch(
-        prompt_ids_B_P=_left(prompts, pad_id),
-        prompt_mask_B_P=_left([torch.ones_like(ids) for ids in prompts], 0),
+        prompt_ids_B_L=_left(prompts, pad_id),
+        prompt_mask_B_L=_left([torch.ones_like(ids) for ids in prompts], 0),
         completion_ids_B_T=_right(completions, pad_id),
         completion_mask_B_T=completion_mask_B_T,
         loss_mask_B_T=completion_mask_B_T * loss_mask_B_T,

@@ -40,7 +40,7 @@ class MicroBatch:
     tokens: int  # completion tokens with a loss
     loss_share: float  # factor of the policy loss
     token_share: float  # its tokens by the step's; the entropy bonus is a mean over tokens with every loss
-    ids: torch.Tensor  # (rows, P + T) on the CPU, where rows are packed
+    ids: torch.Tensor  # (rows, L + T) on the CPU, where rows are packed
     mask: torch.Tensor
     loss_mask: torch.Tensor  # (rows, T)
 
@@ -98,5 +98,5 @@ def merge_metrics(parts: Iterable[tuple[MicroBatch, Metrics]], by_row: tuple[str
 
 
 def _groups(batch: Batch, completion_tokens: torch.Tensor, budget: int) -> list[list[int]]:
-    lengths = row_lengths(batch.prompt_ids_B_P, batch.prompt_mask_B_P, completion_tokens.tolist())
+    lengths = row_lengths(batch.prompt_ids_B_L, batch.prompt_mask_B_L, completion_tokens.tolist())
     return split_by_tokens(lengths, budget)

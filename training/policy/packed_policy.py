@@ -72,7 +72,7 @@ class PackedPolicy:
 
     @torch.no_grad()
     def score(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
-        """Logprobs, float32 (B, C), of any number of rows (B, P + C), a micro-batch's tokens at a time; 0 where
+        """Logprobs, float32 (B, C), of any number of rows (B, L + C), a micro-batch's tokens at a time; 0 where
         `loss_mask` (B, C) is."""
         width = loss_mask.shape[1]
         results = torch.zeros(len(input_ids), width, device=self.device)

@@ -66,7 +66,7 @@ SHARE_PROMPTS = True  # a prompt that several rows have stands once: 17.5% fewer
 
 
 def row_lengths(prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, completion_tokens: Sequence[int]) -> list[Lengths]:
-    """Of rows with (B, P) prompts; prompts that are packed once have the same number."""
+    """The lengths of rows with prompts (B, L) padded on the left; prompts that are packed once have the same number."""
     numbers: dict[bytes, int] = {}
     keys = prompt_ids.masked_fill(~prompt_mask.bool(), -1).cpu().numpy()
     prompts = [numbers.setdefault(row.tobytes(), len(numbers)) for row in keys]
@@ -117,7 +117,7 @@ def pack(
     device: torch.device | None = None,
     loss_mask: torch.Tensor | None = None,
 ) -> PackedRow:
-    """Pack (B, P + C) rows, prompts padded left and completions right; C is `completion_width`.
+    """Pack (B, L + C) rows, prompts padded left and completions right; C is `completion_width`.
 
     `loss_mask` (B, C) says which completion tokens are scored; None: all that `attention_mask` has. The others are read
     by the model as context. The packed row is on `device` (None: that of the ids); packing happens on the CPU, so it
@@ -138,7 +138,7 @@ def pack(
 
 
 class _Row(NamedTuple):
-    """A row to pack: its number in the block, ids and mask (P + C,), and which completion tokens are scored (C,)."""
+    """A row to pack: its number in the block, ids and mask (L + C,), and which completion tokens are scored (C,)."""
 
     number: int
     ids: torch.Tensor

@@ -43,8 +43,8 @@ def step_inputs(trainer):
     completions = [torch.randint(3, 40, (c,)).tolist() for _, c in LENGTHS]
     prompts[4] = prompts[3] = prompts[0] + [7]  # a group with a shared prompt, which includes the idle row
     batch = Batch(
-        prompt_ids_B_P=padded(prompts, True, 0),
-        prompt_mask_B_P=padded([[1] * p for p, _ in LENGTHS], True, 0),
+        prompt_ids_B_L=padded(prompts, True, 0),
+        prompt_mask_B_L=padded([[1] * p for p, _ in LENGTHS], True, 0),
         completion_ids_B_T=padded(completions, False, 0),
         completion_mask_B_T=padded([[1] * c for _, c in LENGTHS], False, 0),
         loss_mask_B_T=padded([[int(row != MASKED)] * c for row, (_, c) in enumerate(LENGTHS)], False, 0),
