@@ -57,7 +57,7 @@ class Collected:
 
 
 @dataclass(frozen=True)
-class Update:
+class StepResult:
     """The loss of a step (a number without a graph), its metrics, and how far the sampler was from the policy."""
 
     loss: torch.Tensor
@@ -134,7 +134,7 @@ def score(parts: Parts, batch: Batch) -> Batch:
     return replace(batch, old_logprobs_B_T=old, reference_logprobs_B_T=reference)
 
 
-def backward(parts: Parts, batch: Batch, loss: Loss, differentiate: Callable[[torch.Tensor], None]) -> Update:
+def backward(parts: Parts, batch: Batch, loss: Loss, differentiate: Callable[[torch.Tensor], None]) -> StepResult:
     """Add the gradient of a whole step to the policy's parameters, one micro-batch after another."""
     parts.log.phase("training")
     config = parts.config.loss
@@ -160,7 +160,7 @@ def backward(parts: Parts, batch: Batch, loss: Loss, differentiate: Callable[[to
     merged = merge_metrics([part[:2] for part in found], row_metrics(config.type, config.level))
     trained = sum(len(micro_batch.rows) for micro_batch in micro_batches) / len(batch)
     planned = {"memory/train_planned_gib": parts.packed.planned / 2**30} if parts.packed.planned else {}
-    return Update(total, {**merged, **memory.metrics, **planned, "completions/trained_share": trained}, mismatch)
+    return StepResult(total, {**merged, **memory.metrics, **planned, "completions/trained_share": trained}, mismatch)
 
 
 def loss_inputs(parts: Parts, micro_batch: MicroBatch, row: PackedRow, step_tokens: torch.Tensor) -> LossInputs:

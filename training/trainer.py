@@ -31,7 +31,7 @@ from training.rollout.sampler import Moment
 from training.run_dir.checkpoint import write_checkpoint
 from training.run_dir.log import completion_rows, rename, spread
 from training.run_dir.resume import set_rates_
-from training.step import Collected, Update, backward, collect
+from training.step import Collected, StepResult, backward, collect
 from training.trl_config import trl_config
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ class QerlTrainer(GRPOTrainer):
         config = parts.config
         self.parts, self._start_step = parts, start_step
         self._collected: Collected | None = None
-        self._update: Update | None = None
+        self._result: StepResult | None = None
         self.gate = MismatchGate(config.loss.mismatch_gate, config.adapter.dropout)
         super().__init__(
             model=parts.policy.model,
@@ -99,8 +99,8 @@ class QerlTrainer(GRPOTrainer):
         self, model: torch.nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """Forward and backward of a whole step; of the loss that is returned nothing is left to differentiate."""
-        self._update = backward(self.parts, inputs, self.loss_of, self.accelerator.backward)
-        return self._update.loss.requires_grad_()
+        self._result = backward(self.parts, inputs, self.loss_of, self.accelerator.backward)
+        return self._result.loss.requires_grad_()
 
     def loss_of(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         """TRL's loss of one micro-batch, and the metrics that TRL logs of it."""
@@ -134,7 +134,7 @@ class QerlTrainer(GRPOTrainer):
         loss = super().training_step(model, inputs, num_items_in_batch)
         check_loss(loss, self.state.global_step + 1, self.parts.run_dir)
         sigma = self._collected.metrics.get("noise/sigma", 0.0)
-        self.gate.check(self._update.mismatch, sigma, self.state.log_history)  # the update comes next
+        self.gate.check(self._result.mismatch, sigma, self.state.log_history)  # the update comes next
         times.begin("optimizer")  # until `log`, with the clipping of the gradient
         if not self.optimizer.state:
             # Made in this update, it would lie in what the micro-batches had, which torch could not give back then.
@@ -151,8 +151,8 @@ class QerlTrainer(GRPOTrainer):
         parts.times.end()
         check_gradient(logs.get("grad_norm"), step, parts.run_dir)
         self._metrics["train"].clear()
-        metrics = {**logs, **self._rollout_metrics(), **self._update.metrics}
-        metrics |= self._update.mismatch.metrics(parts.config.loss.correction)
+        metrics = {**logs, **self._rollout_metrics(), **self._result.metrics}
+        metrics |= self._result.mismatch.metrics(parts.config.loss.correction)
         rollout_and_grading_s = metrics.pop("time/rollout_and_grading_s", 0.0)
         counted_s = sum(metrics.get(key, 0.0) for key in ("time/rollout_s", "time/sync_s"))
         metrics = rename(metrics) | parts.times.metrics(counted_s)

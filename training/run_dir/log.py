@@ -46,7 +46,7 @@ RUN_METRICS = (
 )
 RUN_FOLDERS = (
     *("rewards/", "sampled/", "completions/", "groups/", "clip/", "clip_ratio/", "sampling/", "mismatch/"),
-    *("correction/", "noise/", "dynamic_sampling/", "time/", "speed/", "memory/"),
+    *("correction/", "vespo/", "noise/", "dynamic_sampling/", "time/", "speed/", "memory/"),
 )
 WARNINGS = "warnings.jsonl"
 MACHINE_PREFIXES = ("time/", "speed/", "memory/")

@@ -165,7 +165,7 @@ def test_a_function_that_logs_can_be_called_without_a_log(tmp_path):
     assert function(["a", "b"], **columns) == [1.0, 0.0]
 
 
-@pytest.mark.parametrize("name", ["reward", "step", "rewards/mine", "time/mine_s", "epoch"])
+@pytest.mark.parametrize("name", ["reward", "step", "rewards/mine", "time/mine_s", "vespo/phi_seq_mean", "epoch"])
 def test_a_name_that_the_run_logs_itself_is_refused(name, tmp_path):
     body = f"def reward(completions, log_metric):\n    log_metric({name!r}, 1)\n    return [1.0]\n"
     function = build(tmp_path, {"name": write_reward(tmp_path / "mine.py", body)}).functions[0]

@@ -7,7 +7,7 @@ import pytest
 from small_run import small_config
 
 from training.run import start
-from training.run_dir.log import read_metrics
+from training.run_dir.log import is_own, read_metrics
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "metrics.md"
@@ -56,3 +56,9 @@ def test_every_key_that_is_explained_is_written(written):
     source = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "training").rglob("*.py"))
     assert {key.partition("/")[0] for key in missing} == {"memory"}
     assert [key for key in missing if f'"{key}"' not in source] == []
+
+
+def test_every_key_that_is_explained_is_a_name_of_the_runs_own():
+    """So that no reward can log under it. What stands under grades/ and own/ is a reward's."""
+    of_runs = [key for key in explained() if not key.startswith(("grades/", "own/"))]
+    assert [key for key in of_runs if not is_own(key)] == []
