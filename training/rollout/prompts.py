@@ -54,7 +54,7 @@ def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, at_leas
 class StepPrompts:
     """What the training loop iterates over: the prompts of each optimizer step, from the one that comes next.
 
-    Rollout r takes the next `per_rollout` prompts of an endless sequence of permutations, and serves `updates`
+    Rollout r takes the next `per_rollout` prompts of an endless sequence of epochs, and serves `updates`
     optimizer steps. Starting at rollout r gives what a run from the beginning would see there.
     """
 
@@ -77,15 +77,32 @@ class StepPrompts:
 
 
 def rollout_rows(rows: int, prompts_per_step: int, seed: int, rollout: int) -> list[int]:
-    """The row numbers of one rollout's prompts: a slice of permutations laid end to end."""
-    first = rollout * prompts_per_step
-    picked: list[int] = []
-    while len(picked) < prompts_per_step:
-        position = first + len(picked)
-        generator = torch.Generator().manual_seed(derive_seed(seed, position // rows, "data"))
-        permutation = torch.randperm(rows, generator=generator)
-        picked += permutation[position % rows :][: prompts_per_step - len(picked)].tolist()
+    """The row numbers of one rollout's prompts, none of them twice: a slice of the epochs' orders laid end to end.
+
+    Needs at least as many rows as prompts per step.
+    """
+    epoch, first = divmod(rollout * prompts_per_step, rows)
+    picked = _epoch_order(rows, prompts_per_step, seed, epoch)[first : first + prompts_per_step]
+    if missing := prompts_per_step - len(picked):
+        picked += _epoch_order(rows, prompts_per_step, seed, epoch + 1)[:missing]
     return picked
+
+
+def _epoch_order(rows: int, prompts_per_step: int, seed: int, epoch: int) -> list[int]:
+    """A permutation of the rows. Those that its first rollout already has, from the epoch before, come right after it.
+
+    Only the last rows of the epoch before matter. Moving rows at that epoch's start cannot change them, unless there
+    are fewer rows than two rollouts take; only then are all epochs before gone through.
+    """
+    order: list[int] = []
+    for number in range(max(epoch - 1, 0) if rows >= 2 * prompts_per_step else 0, epoch + 1):
+        generator = torch.Generator().manual_seed(derive_seed(seed, number, "data"))
+        permutation = torch.randperm(rows, generator=generator).tolist()
+        begun = number * rows % prompts_per_step  # rows of the epoch before in the rollout that this epoch completes
+        taken = set(order[-begun:] if begun else ())
+        head = dict.fromkeys([row for row in permutation if row not in taken][: prompts_per_step - begun])
+        order = [*head, *(row for row in permutation if row not in head)] if taken else permutation
+    return order
 
 
 def _render(config: DataConfig, example: Example, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -1,6 +1,7 @@
 """Which prompts a step trains on: that depends on seed and rollout alone, wherever a run starts."""
 
 import pytest
+import torch
 from bases import TINY
 
 from qerl.checkpoint.load import load_tokenizer
@@ -8,6 +9,7 @@ from qerl.config.schema import DataConfig
 from qerl.tasks import build_messages, render_prompt
 from training.rollout.groups import Prompt
 from training.rollout.prompts import StepPrompts, load_prompts, rollout_rows
+from training.rollout.seeds import derive_seed
 
 
 def step_prompts(rows=7, **changes):
@@ -26,8 +28,34 @@ def test_every_row_comes_once_per_epoch():
     assert picked[:7] != picked[7:14]
 
 
-def test_more_prompts_than_rows_wrap_around():
-    assert len(rollout_rows(2, 5, 0, 3)) == 5
+@pytest.mark.parametrize(("rows", "per_step"), [(4, 3), (5, 3), (7, 3), (9, 8), (15, 8), (17, 8), (100, 32)])
+def test_no_step_has_a_row_twice_at_the_end_of_an_epoch(rows, per_step):
+    for seed in range(20):
+        steps = [rollout_rows(rows, per_step, seed, rollout) for rollout in range(rows * 3)]
+        assert [step for step in steps if len(set(step)) < per_step] == []
+        picked = [row for step in steps for row in step]
+        for epoch in range(3 * per_step):
+            assert sorted(picked[rows * epoch : rows * (epoch + 1)]) == list(range(rows))
+
+
+@pytest.mark.parametrize(("rows", "per_step"), [(6, 3), (7, 3), (100, 32), (8, 8)])
+def test_a_step_within_an_epoch_and_one_without_a_repeated_row_are_slices_of_permutations(rows, per_step):
+    """The order that runs had before repeated rows were moved: their numbers stay."""
+    for rollout in range(rows):
+        straight = plain_rows(rows, per_step, 0, rollout)
+        picked = rollout_rows(rows, per_step, 0, rollout)
+        if len(set(straight)) < per_step:
+            at = straight.index(next(row for place, row in enumerate(straight) if row in straight[:place]))
+            assert picked[:at] == straight[:at]
+        elif rollout == 0 or len(set(plain_rows(rows, per_step, 0, rollout - 1))) == per_step:
+            assert picked == straight
+
+
+def plain_rows(rows, per_step, seed, rollout):
+    """Permutations laid end to end, and cut into steps."""
+    generators = (torch.Generator().manual_seed(derive_seed(seed, epoch, "data")) for epoch in range(per_step + 1))
+    laid = [row for generator in generators for row in torch.randperm(rows, generator=generator).tolist()]
+    return laid[rollout * per_step : (rollout + 1) * per_step]
 
 
 @pytest.mark.parametrize("first", [1, 4, 9])
