@@ -2,7 +2,7 @@
 
 runs/<name>/
     config.yaml         the resolved recipe            run.json      versions, recipe, base, command
-    metrics.jsonl       one line a step                completions/  samples of what was written
+    metrics.jsonl       one line per step              completions/  samples of what was written
     checkpoints/        to resume from                 adapter/      the result, a standard PEFT folder
     warnings.jsonl      what was wrong, in words; only if something was
 """
@@ -93,7 +93,7 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
     engine = open_rollout_engine(config, base)
     logger.info("%s; engine %s (%s)", describe(base), engine.name, engine.kernel)
     policy = build_policy(engine, base, config.adapter, config.run.seed)
-    trl_config(config, run_dir, given.rewards.weights)  # what it refuses is refused before anything is written
+    args = trl_config(config, run_dir, given.rewards.weights)  # what it refuses is refused before anything is written
     plan = recorded_plan(run_dir, config.run.micro_batch_tokens) or plan_run(
         policy, engine, wishes_of(config), config.adapter.rank, config.loss.entropy_coef > 0, config.memory.cap_gib
     )
@@ -108,7 +108,7 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
         prolong_(run_dir, config, start_step)
         log.start_at(start_step)
         parts = make_parts(config, given, engine, policy, plan, log)
-        trainer = QerlTrainer(parts, [stop], start_step)
+        trainer = QerlTrainer(parts, args, [stop], start_step)
         trainer.remove_callback(PrinterCallback)
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
         warn_of_retries()

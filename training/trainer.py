@@ -32,10 +32,10 @@ from training.run_dir.checkpoint import write_checkpoint
 from training.run_dir.log import completion_rows, rename, spread
 from training.run_dir.resume import set_rates_
 from training.step import Collected, StepResult, backward, collect
-from training.trl_config import trl_config
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
+    from trl import GRPOConfig
 
     from training.loss.batch import Batch, LossInputs
     from training.loss.micro_batches import Metrics
@@ -53,8 +53,8 @@ class Logprobs(NamedTuple):
 class QerlTrainer(GRPOTrainer):
     """See the module docstring."""
 
-    def __init__(self, parts: Parts, callbacks: list[TrainerCallback], start_step: int = 0) -> None:
-        """`start_step` is the optimizer step that a resumed run continues at."""
+    def __init__(self, parts: Parts, args: GRPOConfig, callbacks: list[TrainerCallback], start_step: int = 0) -> None:
+        """`args` are those of `trl_config`; `start_step` is the optimizer step that a resumed run continues at."""
         config = parts.config
         self.parts, self._start_step = parts, start_step
         self._collected: Collected | None = None
@@ -63,7 +63,7 @@ class QerlTrainer(GRPOTrainer):
         super().__init__(
             model=parts.policy.model,
             reward_funcs=parts.rewards.functions,  # TRL wants some; `training.rewards` calls them
-            args=trl_config(config, parts.run_dir, parts.rewards.weights),
+            args=args,
             train_dataset=Dataset.from_dict({"prompt": [prompt.text for prompt in parts.prompts[:1]]}),  # likewise
             processing_class=parts.tokenizer,
             callbacks=callbacks,
@@ -98,7 +98,7 @@ class QerlTrainer(GRPOTrainer):
     def compute_loss(
         self, model: torch.nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Forward and backward of a whole step; of the loss that is returned nothing is left to differentiate."""
+        """Forward and backward of a whole step. The loss that is returned has no graph any more."""
         self._result = backward(self.parts, inputs, self.loss_of, self.accelerator.backward)
         return self._result.loss.requires_grad_()
 
@@ -137,7 +137,7 @@ class QerlTrainer(GRPOTrainer):
         self.gate.check(self._result.mismatch, sigma, self.state.log_history)  # the update comes next
         times.begin("optimizer")  # until `log`, with the clipping of the gradient
         if not self.optimizer.state:
-            # Made in this update, it would lie in what the micro-batches had, which torch could not give back then.
+            # This update allocates it. In cached blocks of the micro-batches it would keep torch from freeing them.
             torch.cuda.empty_cache()
         return loss
 
@@ -165,7 +165,7 @@ class QerlTrainer(GRPOTrainer):
         self._log_completions(step)
 
     def _rollout_metrics(self) -> dict[str, float]:
-        """A further update on the same rollout has its noise, but took no time for it."""
+        """The metrics of the rollout; a further update on the same rollout repeats those of its noise alone."""
         metrics, updates = self._collected.metrics, self.parts.config.loss.num_iterations
         if (self.state.global_step - 1) % updates == 0:
             return {**metrics, "tokens_total": float(self.state.num_input_tokens_seen)}

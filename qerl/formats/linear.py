@@ -217,7 +217,7 @@ def cached_weights(model: nn.Module, max_bytes: int | None = None) -> Iterator[W
 
     For token-by-token generation on a CPU, where dequantizing takes longer than multiplying. It costs the dense model
     in memory: `max_bytes` bounds that, and layers beyond it are dequantized at each call. Casting and loading inside
-    the block are seen; who writes to the packed buffers in place calls `drop_cached`.
+    the block are noticed; code that writes to the packed buffers in place has to call `drop_cached`.
     """
     cache = WeightCache(max_bytes)
     linears = [module for module in model.modules() if isinstance(module, PackedLinear)]

@@ -21,6 +21,7 @@ from training.run import open_rollout_engine
 from training.run_dir.log import RunLog
 from training.step import backward, loss_inputs
 from training.trainer import QerlTrainer
+from training.trl_config import trl_config
 
 PROMPT = torch.tensor([[3, 4, 5], [3, 4, 5], [6, 7, 8], [6, 7, 8]])
 COMPLETION = torch.tensor([[10, 11, 12, 13], [14, 15, 0, 0], [16, 17, 18, 0], [19, 0, 0, 0]])
@@ -44,7 +45,8 @@ def build_trainer(config, folder):
     given, log = Given(tokenizer, prompts, rewards), RunLog(folder, 1)
     entropy, cap_gib = config.loss.entropy_coef > 0, config.memory.cap_gib
     plan = plan_run(policy, engine, wishes_of(config), config.adapter.rank, entropy, cap_gib)
-    trainer = QerlTrainer(make_parts(config, given, engine, policy, plan, log), [])
+    args = trl_config(config, folder, rewards.weights)
+    trainer = QerlTrainer(make_parts(config, given, engine, policy, plan, log), args, [])
     trainer.current_gradient_accumulation_steps = 1  # transformers sets it when it begins to train
     trainer.model.train()
     trainer.gate.passed = True  # the gate is not what is tested here

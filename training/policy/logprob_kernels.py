@@ -1,4 +1,4 @@
-"""Triton kernels over a chunk of logits, in two passes where torch needs six. Twin: `token_logprobs._chunk`.
+"""Triton kernels over a chunk of logits, in two passes where torch needs six. Twin: `token_logprobs.reference_chunk`.
 
 One program sums a whole row in a fixed order and without atomics, so results repeat to the bit. With z the logits
 divided by the temperature and p = softmax(z), the first pass keeps for each row

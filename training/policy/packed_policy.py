@@ -50,7 +50,7 @@ class PackedPolicy:
 
     @contextmanager
     def training(self) -> Iterator[None]:
-        """Around forward and backward passes: a layer that recomputes calls its attention again. Without updates."""
+        """Encloses forward and backward passes, because a recomputed layer calls its attention again, but no update."""
         with packed_attention_of(self._model), deterministic_kernels(self._deterministic), kept_factors():
             self._training = True
             try:

@@ -152,7 +152,7 @@ def _try_arguments(reward: RewardConfig, function: Reward, fixed: Mapping[str, A
 
 
 def _try_server(reward: _GuardedReward, examples: Sequence[Example]) -> None:
-    """Ask a server about the first rows, whose answers stand for completions: it is there, and answers as it has to."""
+    """Ask a server about the first rows, with their answers as completions, to see that it answers as it has to."""
     texts = [example.answer for example in examples]
     rows = list(range(len(examples)))
     reward(texts, rows, prompts=[example.question for example in examples], completion_ids=[[0] for _ in texts])

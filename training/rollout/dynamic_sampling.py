@@ -7,11 +7,13 @@ step to step, so that a resumed run needs no state.
 
 Departures from the paper:
 
-1. What decides is the sum of weight * reward, which the advantages are made of, not the answer being right; the two
-   agree where accuracy is the only reward.
-2. The extra rollouts of a step are bounded. What is then missing is filled with uninformative groups, and counted.
-3. Extra prompts do not come out of the data order, which stays that of a run without them: they are rows that the step
-   has not kept, those that it has drawn least often first, in an order of their own for each (seed, step).
+1. A group is judged by the sum of weight * reward, from which the advantages are computed, and not by whether the
+   answers are right. The two agree if accuracy is the only reward.
+2. The extra rollouts of a step are bounded. The places that are still empty then are filled with uninformative groups,
+   which are counted.
+3. Extra prompts are not taken from the order of the data, which is the same as in a run without them. They are rows
+   that the step has not kept, in an order of their own for each (seed, step); rows that it has drawn least often come
+   first.
 """
 
 from __future__ import annotations

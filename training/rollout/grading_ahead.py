@@ -1,8 +1,8 @@
 """Formulas are graded while the engine still decodes other completions.
 
 Comparing two formulas takes up to 0.07 s in another process, and the verdict is kept (qerl/tasks/math_pool.py). Here a
-thread grades each completion as soon as it has ended, as the rewards will, and throws the grade away: when they grade
-the whole rollout they find its verdicts, so that they are the same with and without.
+thread grades each completion as soon as it has ended, just as the rewards will later, and throws the grade away. When
+the rewards grade the whole rollout they find the verdicts, so grades are the same with and without this.
 
 Numbers are compared in microseconds, so nothing is done ahead for them.
 """
@@ -36,10 +36,11 @@ class GradingAhead:
 
     @contextmanager
     def rollout(self, answers: Sequence[str]) -> Iterator[Finished]:
-        """What the engine is to call with each completion; `answers` has one for each prompt of the rollout.
+        """The function that the engine calls with each completion; `answers` has one for each prompt of the rollout.
 
-        What is not begun at the end of the block is left to the rewards, which have more threads. What is under way is
-        waited for, as they would else compare the same formulas beside it; not where the block raises.
+        At the end of the block, completions whose grading has not begun are left to the rewards, which have more
+        threads. Grading that is under way is waited for, so that the rewards do not compare the same formulas at the
+        same time; if the block raises, nothing is waited for.
         """
         self.graded = 0
         thread, wait = ThreadPoolExecutor(1, THREAD), False
@@ -50,13 +51,13 @@ class GradingAhead:
             thread.shutdown(wait, cancel_futures=True)
 
     def _grade(self, completion: Completion, answer: str) -> None:
-        """What this raises stays in the thread: the reward that meets it ends the run, and says where."""
+        """An error stays in the thread: the reward that meets it again ends the run and says where it was."""
         grade(self._task, self._tokenizer.decode(completion.token_ids, skip_special_tokens=True), answer)  # as TRL does
         self.graded += 1
 
 
 def grading_ahead(task: Task, rewards: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> GradingAhead | None:
-    """None if `rewards`, by their names in the recipe, compare no formulas."""
+    """What grades ahead for rewards of these names; None if they compare no formulas."""
     if task.answer_kind == "number" or not any(name in GRADING_REWARDS for name in rewards):
         return None
     return GradingAhead(task, tokenizer)
