@@ -5,6 +5,7 @@ runs/<name>/
     metrics.jsonl       one line per step              completions/  samples of what was written
     checkpoints/        to resume from                 adapter/      the result, a standard PEFT folder
     warnings.jsonl      what was wrong, in words; only if something was
+    terminal.log        what was shown after the terminal had gone; only if it had
 """
 
 from __future__ import annotations
@@ -12,16 +13,14 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback
 
 from qerl.checkpoint.adapter import ADAPTER_FILES
 from qerl.checkpoint.load import local_folder
@@ -46,6 +45,8 @@ from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, newest
 from training.run_dir.folder import make_aside, new_run_dir, only_writer, written
 from training.run_dir.log import RunLog, read_metrics
 from training.run_dir.resume import check_same_base, config_to_resume, prolong_, rewind_
+from training.run_dir.stop import stop_on_signals, train_until_stopped
+from training.run_dir.terminal_gone import terminal_may_go
 from training.trainer import QerlTrainer
 from training.trl_config import check_installed, trl_config
 
@@ -61,6 +62,7 @@ class TrainResult:
     run_dir: Path
     adapter: Path | None  # None if it was stopped before its last step
     steps: int
+    stopped_by: int | None = None  # the number of the signal that asked it to stop, if one did
 
 
 def start(config: RunConfig, name: str) -> TrainResult:
@@ -101,8 +103,9 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
     start_step = checkpoint_step(checkpoint) if checkpoint else 0
     with (
         only_writer(run_dir, found),
+        terminal_may_go(run_dir),
         RunLog(run_dir, config.run.steps) as log,
-        _interrupt(config.loss.num_iterations, run_dir) as stop,
+        stop_on_signals(config, run_dir) as stop,
     ):
         _open_run_dir(run_dir, config, name, base, plan)
         prolong_(run_dir, config, start_step)
@@ -110,11 +113,12 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
         parts = make_parts(config, given, engine, policy, plan, log)
         trainer = QerlTrainer(parts, args, [stop], start_step)
         trainer.remove_callback(PrinterCallback)
-        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
-        warn_of_retries()
-        parts.sampler.clear_noise()
-        engine.close()
-        return _finish(run_dir, trainer.state.global_step, config.run.steps)
+        steps = train_until_stopped(trainer, stop, checkpoint)
+        if not stop.abandoned:  # else the engine may be in the midst of a rollout, and there is no time
+            warn_of_retries()
+            parts.sampler.clear_noise()
+            engine.close()
+        return replace(_finish(run_dir, steps, config.run.steps), stopped_by=stop.asked)
 
 
 def _check(config: RunConfig, base: ModelRef, run_dir: Path) -> Given:
@@ -188,38 +192,3 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             continue
     return found
-
-
-class _StopAfterStep(TrainerCallback):
-    """Ctrl-C: finish the updates of this rollout, save, stop. A second Ctrl-C stops at once."""
-
-    def __init__(self, num_iterations: int) -> None:
-        self._num_iterations = num_iterations
-        self.asked = False
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.asked and state.global_step % self._num_iterations == 0:
-            control.should_save = True
-            control.should_training_stop = True
-
-
-@contextmanager
-def _interrupt(num_iterations: int, run_dir: Path) -> Iterator[_StopAfterStep]:
-    stop = _StopAfterStep(num_iterations)
-
-    def handle(signum: int, frame: object) -> None:
-        if stop.asked:
-            logger.warning("stopped at once; continue with `qerl train --resume %s`", run_dir)
-            raise KeyboardInterrupt
-        stop.asked = True
-        logger.warning("stopping after this step; interrupt again to stop at once and lose the step")
-
-    try:
-        previous = signal.signal(signal.SIGINT, handle)
-    except ValueError:  # not in the main thread: the caller handles interrupts
-        yield stop
-        return
-    try:
-        yield stop
-    finally:
-        signal.signal(signal.SIGINT, previous)

@@ -190,6 +190,10 @@ class QerlTrainer(GRPOTrainer):
         self._save_rng_state(str(folder))
         self.state.save_to_json(str(folder / "trainer_state.json"))
 
+    def save_now(self) -> None:
+        """Write a checkpoint of the policy and the optimizer as they are, outside of the training loop."""
+        self._save_checkpoint(self.model)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -175,9 +176,9 @@ def _take_one_card() -> None:
 
 
 def _exit_if_stopped(result: TrainResult) -> None:
-    """Exit with 130 after an interrupted run, which has saved and said how to continue."""
+    """After a run that a signal stopped, exit as the shell reports the signal. The run has said how to continue."""
     if result.adapter is None:
-        sys.exit(130)
+        sys.exit(128 + (result.stopped_by or signal.SIGINT))
 
 
 def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:

@@ -249,6 +249,15 @@ class LoopConfig(Section):
         "auto", description="layers recompute their activations in the backward pass; auto: those that do not fit"
     )
     save_every: int = Field(50, ge=1, description="steps between checkpoints; the last step is always saved")
+    save_every_minutes: float | None = Field(
+        30, gt=0, description="a checkpoint is due after this time too, at the end of a step; null: by steps alone"
+    )
+    stop_within_s: float | None = Field(
+        25,
+        gt=0,
+        description="time for ending the step and saving after SIGTERM or SIGHUP; a step that takes longer is "
+        "abandoned, and the state before it saved; null: no limit",
+    )
     keep_checkpoints: int = Field(2, ge=1, description="older checkpoints are deleted")
     out: str | None = Field(None, min_length=1, description="run directory; null: runs/<recipe>-<time>")
 

@@ -111,12 +111,17 @@ class RunLog:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._end_display()
+
+    def _end_display(self) -> None:
         if self._display is not None:
             self._display.stop()
             self._display = None
 
     def phase(self, name: str) -> None:
         """Show on a terminal what the run is doing from now on: rollout, grading, training or saving."""
+        if not self._console.is_terminal:  # it may have gone
+            self._end_display()
         if self._display is not None:
             self._display.phase(name)
 

@@ -1,0 +1,150 @@
+"""What happens to runs: signals, terminals that hang up, pipes that close. Real processes, real signals."""
+
+import os
+import pty
+import re
+import signal
+
+import pytest
+import torch
+from run_process import ended, forked, go, hold_in, run_cli, wait_for
+from small_run import numbers, same_adapters, small_config
+
+from qerl.config.recipe import save_config
+from training.run import resume, start
+from training.run_dir.checkpoint import checkpoints
+from training.run_dir.log import read_metrics
+from training.run_dir.terminal_gone import TERMINAL_LOG
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def finished(nvfp4_base, tmp_path_factory):
+    """The same run, left alone."""
+    torch.set_num_threads(1)
+    return start(small_config(nvfp4_base, tmp_path_factory.mktemp("finished")), "tiny").run_dir
+
+
+@pytest.fixture
+def held(nvfp4_base, tmp_path):
+    """Start a run that waits in a step; (its process, run directory)."""
+
+    def begin(step, output, *overrides, target=run_cli, leads=False):
+        config = small_config(nvfp4_base, tmp_path, *overrides)
+        hold_in(tmp_path, step)
+        save_config(config, tmp_path / "recipe.yaml")
+        process = forked(target, ["train", "--recipe", str(tmp_path / "recipe.yaml")], output, leads)
+        wait_for((tmp_path / "held").exists, process)
+        return process, tmp_path / "run"
+
+    return begin
+
+
+def steps_of(run_dir):
+    return [row["step"] for row in read_metrics(run_dir)]
+
+
+def check_resumes(tmp_path, run_dir, finished):
+    go(tmp_path)
+    result = resume(run_dir)
+    assert numbers(run_dir) == numbers(finished)
+    assert same_adapters(result.adapter, finished / "adapter")
+
+
+def test_sigterm_finishes_the_step_and_saves_though_nobody_reads_the_output(held, tmp_path, finished):
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    process, run_dir = held(2, str(tmp_path / "pipe"))
+    with ended(process):
+        os.close(reader)  # as `| head` does
+        os.kill(process.pid, signal.SIGTERM)
+        os.kill(process.pid, signal.SIGTERM)  # a scheduler may send it to the group and to the process
+        go(tmp_path)
+    assert process.exitcode == 128 + signal.SIGTERM
+    assert steps_of(run_dir) == [1, 2, 3]
+    assert checkpoints(run_dir)[-1].name == "step-000003"
+    said = (run_dir / TERMINAL_LOG).read_text()
+    assert "SIGTERM: stopping after this step" in said
+    assert "step 3/6  reward" in said
+    assert "stopped after step 3; continue with `qerl train --resume" in said
+    assert "Traceback" not in said
+    check_resumes(tmp_path, run_dir, finished)
+
+
+def test_a_terminal_that_hangs_up_ends_the_run_with_its_step_saved(held, tmp_path):
+    master, slave = pty.openpty()
+    process, run_dir = held(2, os.ttyname(slave), leads=True)
+    with ended(process):
+        os.close(slave)
+        os.close(master)  # the system sends SIGHUP to the terminal's process, and each write fails from now on
+        go(tmp_path)
+    assert process.exitcode == 128 + signal.SIGHUP
+    assert checkpoints(run_dir)[-1].name == "step-000003"
+    assert "SIGHUP: stopping after this step" in (run_dir / TERMINAL_LOG).read_text()
+
+
+def without_hangups(*arguments):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    run_cli(*arguments)
+
+
+def test_a_run_under_nohup_outlives_its_terminal(held, tmp_path, finished):
+    master, slave = pty.openpty()
+    process, run_dir = held(1, os.ttyname(slave), target=without_hangups, leads=True)
+    with ended(process):
+        os.close(slave)
+        os.close(master)
+        go(tmp_path)
+    assert process.exitcode == 0
+    assert numbers(run_dir) == numbers(finished)
+    said = (run_dir / TERMINAL_LOG).read_text()
+    assert "step 6/6  reward" in said
+    assert "Traceback" not in said
+    assert "adapter in" in re.sub(r"\s+", " ", said)
+
+
+@pytest.mark.parametrize(
+    ("step", "saved", "said"),
+    [
+        (3, 3, "step 4 did not end in time and is lost; the state after step 3 is saved"),
+        (0, 0, "step 1 did not end in time; steps 1 to 1 are lost: there is no checkpoint yet"),
+    ],
+)
+def test_a_step_that_takes_too_long_is_abandoned(held, tmp_path, finished, step, saved, said):
+    output = tmp_path / "output"
+    process, run_dir = held(step, str(output), "run.stop_within_s=1")
+    with ended(process, seconds=30):
+        os.kill(process.pid, signal.SIGTERM)
+    assert process.exitcode == 128 + signal.SIGTERM
+    assert "or without it after 1 s (run.stop_within_s)" in output.read_text()
+    assert said in output.read_text()
+    assert [path.name for path in checkpoints(run_dir)][-1:] == ([f"step-{saved:06d}"] if saved else [])
+    check_resumes(tmp_path, run_dir, finished)
+
+
+def test_a_step_is_not_saved_between_two_updates_on_one_rollout(nvfp4_base, tmp_path, monkeypatch, caplog):
+    from training.trainer import QerlTrainer
+
+    original, settings = QerlTrainer.compute_loss, ("loss.num_iterations=2", "run.stop_within_s=0.01")
+    config = small_config(nvfp4_base, tmp_path, *settings)
+
+    def interrupted(self, *args, **kwargs):
+        if self.state.global_step == 3:
+            signal.raise_signal(signal.SIGTERM)
+            signal.pause()  # until the deadline
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(QerlTrainer, "compute_loss", interrupted)
+    result = start(config, "tiny")
+    assert (result.adapter, result.steps, result.stopped_by) == (None, 2, signal.SIGTERM)
+    assert "step 4 did not end in time; steps 3 to 4 are lost: the checkpoint of step 2 stays" in caplog.text
+
+
+def test_checkpoints_by_the_clock_respect_the_updates_on_one_rollout(nvfp4_base, tmp_path):
+    settings = ("run.save_every=100", "run.save_every_minutes=0.00001", "run.keep_checkpoints=9")
+    run_dir = start(small_config(nvfp4_base, tmp_path, *settings, steps=3), "tiny").run_dir
+    assert [path.name for path in checkpoints(run_dir)] == ["step-000001", "step-000002", "step-000003"]
+    twice = (*settings, "loss.num_iterations=2", "noise.enabled=false")
+    run_dir = start(small_config(nvfp4_base, tmp_path, *twice, steps=4, out="twice"), "tiny").run_dir
+    assert [path.name for path in checkpoints(run_dir)] == ["step-000002", "step-000004"]

@@ -1,0 +1,165 @@
+"""Stop a run early without losing what it has done, and save by the clock between the checkpoints that steps bring.
+
+Ctrl-C, SIGTERM (a preempted job) and SIGHUP (a closed terminal) finish the updates of the present rollout, save, and
+stop. A second Ctrl-C stops at once. After SIGTERM or SIGHUP there is `run.stop_within_s` for that, since whoever sent
+it soon sends SIGKILL. If a step takes longer, it is abandoned: until its update the policy and the optimizer are those
+after the step before, which are saved instead. A signal that was ignored when the run began (nohup) stays ignored.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, damage_of, newest_checkpoint
+
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from qerl.config.schema import RunConfig
+    from training.trainer import QerlTrainer
+
+logger = logging.getLogger(__name__)
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+AGAIN_S = 5.0  # until the step is interrupted again: Python drops an exception that is raised in a finalizer
+
+
+class _OutOfTimeError(BaseException):
+    """Leaves a step that does not end in time. No library takes it for an error of its own."""
+
+
+class Stop(TrainerCallback):
+    """Ends the training loop after a step if a signal asks for it, and saves every `run.save_every_minutes`."""
+
+    def __init__(self, config: RunConfig, run_dir: Path) -> None:
+        self._run, self._updates, self._run_dir = config.run, config.loss.num_iterations, run_dir
+        self.asked: int | None = None  # the signal
+        self.abandoned = False  # a step was left before its end
+        self._deadline: float | None = None
+        self._interruptible = False  # within a step, before its update
+        self._tokens = 0  # that the steps before this one have seen
+        self._saved_at = self._step_ended_at = time.monotonic()
+        self._save_s: float | None = None  # that the latest checkpoint took
+        self._over = threading.Event()
+
+    # -- what the training loop calls
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._saved_at = time.monotonic()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._tokens = state.num_input_tokens_seen
+        self._interruptible = True
+        self._leave_if_late()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._interruptible = False
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step_ended_at = time.monotonic()
+        if state.global_step % self._updates:
+            return  # a checkpoint between two updates on one rollout could not be resumed
+        minutes = self._run.save_every_minutes
+        if minutes is not None and self._step_ended_at - self._saved_at >= 60 * minutes:
+            control.should_save = True
+        if self.asked is not None:
+            control.should_save = control.should_training_stop = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._saved_at = time.monotonic()
+        self._save_s = self._saved_at - self._step_ended_at
+
+    # -- signals
+
+    def handle(self, number: int, frame: FrameType | None) -> None:
+        """The handler of SIGNALS."""
+        if number == signal.SIGINT:
+            if self.asked is not None:
+                logger.warning("stopped at once; continue with `qerl train --resume %s`", self._run_dir)
+                raise KeyboardInterrupt
+            self.asked = number
+            logger.warning("stopping after this step; interrupt again to stop at once and lose the step")
+            return
+        self._leave_if_late()
+        if self._deadline is None:
+            self.asked = number
+            self._set_deadline(signal.Signals(number).name)
+
+    def close(self) -> None:
+        """From now on no step is interrupted."""
+        self._over.set()
+
+    def _set_deadline(self, name: str) -> None:
+        within = self._run.stop_within_s
+        if within is None:
+            self._deadline = float("inf")
+            logger.warning("%s: stopping after this step", name)
+            return
+        for_saving = within / 2 if self._save_s is None else min(within / 2, max(1.0, 2 * self._save_s))
+        self._deadline = time.monotonic() + within - for_saving
+        logger.warning("%s: stopping after this step, or without it after %g s (run.stop_within_s)", name, within)
+        threading.Thread(target=self._interrupt_late_steps, daemon=True).start()
+
+    def _interrupt_late_steps(self) -> None:
+        """Send the main thread its signal again at the deadline, which also ends what it waits for."""
+        wait_s = self._deadline - time.monotonic()
+        while not self._over.wait(max(0.0, wait_s)):
+            signal.pthread_kill(threading.main_thread().ident, self.asked)
+            wait_s = AGAIN_S
+
+    def _leave_if_late(self) -> None:
+        if self._interruptible and self._deadline is not None and time.monotonic() >= self._deadline:
+            raise _OutOfTimeError
+
+    def save_abandoned(self, trainer: QerlTrainer) -> int:
+        """Save the state before the abandoned step if it can be resumed from; returns the step of the checkpoint that
+        the run continues from."""
+        self.close()
+        self._interruptible, self.abandoned = False, True
+        step = trainer.state.global_step
+        if step and step % self._updates == 0:
+            trainer.state.num_input_tokens_seen = self._tokens
+            if damage_of(checkpoint_path(self._run_dir, step)):
+                trainer.save_now()
+            logger.warning("step %d did not end in time and is lost; the state after step %d is saved", step + 1, step)
+            return step
+        newest = newest_checkpoint(self._run_dir)
+        saved = checkpoint_step(newest) if newest else 0
+        kept = f"the checkpoint of step {saved} stays" if saved else "there is no checkpoint yet"
+        logger.warning("step %d did not end in time; steps %d to %d are lost: %s", step + 1, saved + 1, step + 1, kept)
+        return saved
+
+
+@contextmanager
+def stop_on_signals(config: RunConfig, run_dir: Path) -> Iterator[Stop]:
+    """While the block runs, SIGNALS stop the training loop. Outside the main thread the caller handles them."""
+    stop = Stop(config, run_dir)
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    wanted = [each for each in SIGNALS if each == signal.SIGINT or signal.getsignal(each) != signal.SIG_IGN]
+    previous = {each: signal.signal(each, stop.handle) for each in wanted}
+    try:
+        yield stop
+    finally:
+        stop.close()
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+
+def train_until_stopped(trainer: QerlTrainer, stop: Stop, checkpoint: Path | None) -> int:
+    """Train from `checkpoint`; returns the step that the run has reached and saved."""
+    try:
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    except _OutOfTimeError:
+        return stop.save_abandoned(trainer)
+    return trainer.state.global_step
