@@ -250,10 +250,10 @@ class LoopConfig(Section):
     )
     save_every: int = Field(50, ge=1, description="steps between checkpoints; the last step is always saved")
     save_every_minutes: float | None = Field(
-        30, gt=0, description="a checkpoint is due after this time too, at the end of a step; null: by steps alone"
+        30.0, gt=0, description="a checkpoint is due after this time too, at the end of a step; null: by steps alone"
     )
     stop_within_s: float | None = Field(
-        25,
+        25.0,
         gt=0,
         description="time for ending the step and saving after SIGTERM or SIGHUP; a step that takes longer is "
         "abandoned, and the state before it saved; null: no limit",
