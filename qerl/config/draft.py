@@ -31,8 +31,10 @@ class Draft:
 
     def override(self, text: str) -> None:
         """Apply one `a.b=c`: c is YAML, a.b may hold list indices (`rewards.0.weight`). Raises ConfigError."""
-        origin = f"--set {text}"
         key, equals, value_text = (part.strip() for part in text.partition("="))
+        # Errors show the origin, and a header or a URL may hold a secret.
+        secret = "headers" in text or ("://" in text and ("@" in text or "?" in text))
+        origin = f"--set {key}=..." if secret else f"--set {text}"
         if not equals or not key:
             raise ConfigError(f"{origin}: is not KEY=VALUE; write --set section.key=value")
         if not value_text:

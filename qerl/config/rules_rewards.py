@@ -7,8 +7,10 @@ noticed before anything heavy is imported.
 from __future__ import annotations
 
 import difflib
+import re
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
+from urllib.parse import parse_qsl, urlsplit
 
 from qerl.config.conflict import Conflict, Conflicts
 
@@ -18,6 +20,14 @@ if TYPE_CHECKING:
 REWARD_NAMES = ("accuracy", "format", "soft_overlong", "length")
 UNAVAILABLE = ("code",)  # find_reward says why
 OWN = "your own: path/to/file.py:function, package.module:function or the http://... URL of a reward server"
+
+VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")  # a variable of the environment in a header
+SHORTEST_KEY = 8  # characters; `?key=1` in a URL is no secret
+_HEADER_NAME = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`|~-]+")
+_OURS = ("accept-encoding", "connection", "content-encoding", "content-length", "content-type", "expect", "host", "te")
+_OURS += ("trailer", "transfer-encoding", "upgrade")
+_SECRET = re.compile(r"auth|cookie|credential|key|password|passwd|secret|session|signature|token", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"\s*(bearer|basic|digest|token)\s|\s*(sk|hf|ghp|xox[abp])[-_]", re.IGNORECASE)
 
 
 def is_url(name: str) -> bool:
@@ -38,6 +48,39 @@ def url_mistake(url: str) -> str | None:
         return "it names no host" if not parts.hostname else "it holds a blank"
     if parts.username is not None:
         return "a name and password in it would be logged"
+    if any(_SECRET.search(key) and len(value) >= SHORTEST_KEY for key, value in parse_qsl(parts.query)):
+        return "a key in it would be logged, and written into the run (args.headers takes one as ${NAME})"
+    return None
+
+
+def url_shown(url: str) -> str:
+    """A URL as errors show it: without a name and password, and without the values in its query."""
+    place, question, query = url.partition("?")
+    scheme, slashes, rest = place.rpartition("://")
+    authority, slash, path = rest.partition("/")
+    query = re.sub(r"=[^&]*", "=...", query)
+    return f"{scheme}{slashes}{authority.rpartition('@')[2]}{slash}{path}{question}{query}"
+
+
+def header_mistake(name: object, value: object) -> tuple[str, str] | None:
+    """Why a header cannot be sent, and what to write instead; None if it can. The value is never repeated."""
+    if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
+        return "this is no name of a header", "a name such as Authorization or X-Api-Key"
+    if name.lower() in _OURS:
+        return "qerl sets this header itself", "the other headers only"
+    if not isinstance(value, str):
+        return "its value is no text", "text in quotes, with ${NAME} for a variable of the environment"
+    plain = VARIABLE.sub("", value)
+    if "$" in plain:
+        return "a $ in it names no variable", "${NAME}, with letters, digits and _ in NAME"
+    if not (plain.isascii() and plain.isprintable()):
+        return "its value has a character that no header can hold", "plain ASCII text in one line"
+    if plain == value and (_SECRET.search(name) or _SECRET_VALUE.match(value)):
+        variable = re.sub(r"[^A-Z0-9]+", "_", name.upper()).strip("_")
+        return (
+            "a key in the recipe would be written into the run and its report",
+            f"${{{variable}}} in its place, and put the key into that variable of the environment",
+        )
     return None
 
 
@@ -46,6 +89,8 @@ def rewards(config: RunConfig) -> Conflicts:
     names = [reward.name for reward in config.rewards]
     for i, name in enumerate(names):
         yield from _name(i, name)
+        if is_url(name):  # a function of the user's own may have an argument of this name
+            yield from _headers(i, config.rewards[i].args)
         if name in names[:i]:
             yield Conflict({f"rewards.{i}.name": name}, "this reward stands twice", "it once, with the weights added")
     if all(reward.weight == 0 for reward in config.rewards):
@@ -64,6 +109,14 @@ def rewards(config: RunConfig) -> Conflicts:
             )
 
 
+def _headers(i: int, args: Mapping[str, object]) -> Conflicts:
+    """Each header can be sent and holds no key. Its value is left out of the error."""
+    headers = args.get("headers")
+    for name, value in headers.items() if isinstance(headers, dict) else ():
+        if mistake := header_mistake(name, value):
+            yield Conflict({f"rewards.{i}.args.headers.{name}": "(not shown)"}, *mistake)
+
+
 def _name(i: int, name: str) -> Conflicts:
     """The name is registered, or has the form of a function's path or of a URL (which are not tried)."""
     if name in REWARD_NAMES or name in UNAVAILABLE:
@@ -72,6 +125,7 @@ def _name(i: int, name: str) -> Conflicts:
     if is_url(name):
         mistake = url_mistake(name)
         if mistake:
+            key = {f"rewards.{i}.name": url_shown(name)}
             yield Conflict(key, mistake, "a URL such as http://localhost:8000/grade")
         return
     if name.endswith(".py"):

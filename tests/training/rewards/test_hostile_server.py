@@ -1,0 +1,280 @@
+"""Reward servers that misbehave, on real sockets: each exchange ends at its deadline and at its limit of bytes; and
+keys in headers, which stay out of whatever is written or shown."""
+
+import gzip
+import json
+import socket
+import threading
+import time
+import tracemalloc
+import zlib
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+
+import pytest
+
+from qerl.config.recipe import load_recipe, save_config
+from qerl.config.schema import RewardConfig
+from qerl.errors import ConfigError, RewardError
+from qerl.tasks import Example, get_task
+from training.rewards.rewards import build_rewards, check_rewards, fixed_columns
+
+EXAMPLES = [Example("2+16?", "18", "a"), Example("1+2?", "3", "b")]
+FIXED = fixed_columns(get_task("gsm8k"), 100)
+OK = b"HTTP/1.1 200 OK\r\n"
+CHUNKED = OK + b"Transfer-Encoding: chunked\r\n\r\n"
+GZIP = OK + b"Content-Encoding: gzip\r\n\r\n"
+KEY = "sk-very-secret-0123456789"
+
+
+@contextmanager
+def raw_server(*talks):
+    """The URL of a server, and the list of requests (bytes) that it read. `talks` are what it sends to one connection
+    after another, the last one to all that follow: bytes, or a function that yields them until the client hangs up."""
+    received, stopped = [], threading.Event()
+
+    def serve(connection, talk):
+        with connection, suppress(OSError):
+            received.append(read_request(connection))
+            for part in [talk] if isinstance(talk, bytes) else talk():
+                connection.sendall(part)
+                if stopped.is_set():
+                    return
+
+    def accept():
+        for number in range(1000):
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            talk = talks[min(number, len(talks) - 1)]
+            threading.Thread(target=serve, args=(connection, talk), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        threading.Thread(target=accept, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}/grade", received
+        finally:
+            stopped.set()
+            listener.shutdown(socket.SHUT_RDWR)
+
+
+def read_request(connection):
+    data = b""
+    while b"\r\n\r\n" not in data:
+        data += connection.recv(65536)
+    head, _, body = data.partition(b"\r\n\r\n")
+    length = int(head.lower().partition(b"content-length:")[2].split()[0])
+    while len(body) < length:
+        body += connection.recv(65536)
+    return head
+
+
+def answer(body=b"[0.5, 0.5]", *headers):
+    return OK + b"".join(b"%s\r\n" % header for header in headers) + b"Content-Length: %d\r\n\r\n" % len(body) + body
+
+
+def forever(part, before=b"", pause_s=0.0):
+    def talk():
+        yield before
+        while True:
+            yield part
+            time.sleep(pause_s)
+
+    return talk
+
+
+def bombs(part):
+    return answer(part, b"Content-Encoding: gzip")
+
+
+def wanted(url, **args):
+    """The rewards of a recipe."""
+    return [RewardConfig(name=url, args={"backoff_s": 0.01, "timeout_s": 20, "retries": 0, **args})]
+
+
+def grade_two(url, tmp_path, **args):
+    """What the server gives in the try before the run."""
+    build_rewards(wanted(url, **args), FIXED, EXAMPLES, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "talk",
+    [
+        forever(b"X", OK, pause_s=0.02),
+        forever(b"HTTP/1.1 100 Continue\r\n\r\n"),
+        forever(b"HTTP/1.1 103 Early Hints\r\nLink: </a>\r\n\r\n" * 100),
+        forever(b"1;" + b"x" * 50_000 + b"\r\n \r\n", CHUNKED, pause_s=0.001),
+        forever(b"1\r\n \r\n", CHUNKED, pause_s=0.02),
+        forever(b"", pause_s=0.05),
+        forever(b"x", CHUNKED + b"1;", pause_s=0.02),
+    ],
+    ids=["slow header", "endless 100", "endless 103", "chunk extensions", "slow chunks", "silence", "slow extension"],
+)
+def test_an_exchange_without_end_ends_at_its_deadline(talk, tmp_path):
+    started = time.monotonic()
+    with (
+        raw_server(talk) as (url, _),
+        pytest.raises(RewardError, match=r"did not answer within 0\.7 s \(asked once\)"),
+    ):
+        grade_two(url, tmp_path, timeout_s=0.7)
+    assert time.monotonic() - started < 10
+
+
+@pytest.mark.parametrize(
+    ("talk", "says"),
+    [
+        (forever(b"X-Long: " + b"x" * 5000 + b"\r\n", OK), "broke off"),
+        (forever(b"x" * 65536, OK + b"\r\n["), "answered more than 16 MiB"),
+        (
+            forever(b"10000\r\n" + b" " * 65536 + b"\r\n", CHUNKED),
+            "more than 16 MiB",
+        ),
+        (bombs(gzip.compress(bytes(200 * 2**20), 9)), "answered more than 16 MiB (compressed or not)"),
+        (answer(zlib.compress(bytes(100 * 2**20), 9), b"Content-Encoding: deflate"), "answered more than 16 MiB"),
+        (bombs(gzip.compress(b"") * 100_000), "answered gzip of more than 1000 members"),
+        (
+            forever(gzip.compress(b""), GZIP),
+            "answered gzip of more than 1000 members",
+        ),
+        (bombs(gzip.compress(b"[0.5, 0.5]")[:-9]), "broke off (its compressed answer is incomplete)"),
+        (bombs(b"[0.5, 0.5]"), "answered what cannot be decompressed"),
+        (answer(b"x", b"Content-Encoding: zstd"), "answered in Content-Encoding zstd, though asked for plain JSON"),
+        (b"HTTP/1.1 500 \x1b[31mred\r\nContent-Length: 4\r\n\r\n\x1b[2J", "answered 500"),
+    ],
+    ids=["headers", "body", "chunks", "gzip", "deflate", "members", "endless", "cut", "plain", "zstd", "escapes"],
+)
+def test_an_answer_is_bounded_in_bytes(talk, says, tmp_path):
+    tracemalloc.start()
+    try:
+        with raw_server(talk) as (url, _), pytest.raises(RewardError) as error:
+            grade_two(url, tmp_path, timeout_s=60)
+        assert tracemalloc.get_traced_memory()[1] < 100 * 2**20
+    finally:
+        tracemalloc.stop()
+    assert says in str(error.value)
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize(
+    "body", [gzip.compress(b"[0.5,") + gzip.compress(b" 0.5]"), zlib.compress(b"[1, 2]")], ids=["gzip", "zlib"]
+)
+def test_a_compressed_answer_is_read(body, tmp_path):
+    with raw_server(bombs(body)) as (url, _):
+        grade_two(url, tmp_path)
+
+
+@pytest.mark.parametrize("form", ["number", "date"])
+def test_the_pause_that_a_server_asks_for_is_kept(form, tmp_path):
+    """Its date has whole seconds only."""
+    later = format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True) if form == "date" else "1"
+    busy = f"HTTP/1.1 429 Too Many Requests\r\nRetry-After: {later}\r\nContent-Length: 0\r\n\r\n".encode()
+    with raw_server(busy, answer()) as (url, received):
+        started = time.monotonic()
+        grade_two(url, tmp_path, retries=1)
+    assert time.monotonic() - started >= 0.9
+    assert len(received) == 2
+
+
+@pytest.mark.parametrize("value", ["-1", "soon", "", "1e9", "²"])
+def test_a_retry_after_that_says_nothing_leaves_the_usual_pause(value, tmp_path):
+    busy = f"HTTP/1.1 503 Busy\r\nRetry-After: {value}\r\nContent-Length: 0\r\n\r\n".encode()
+    with raw_server(busy, answer()) as (url, received):
+        grade_two(url, tmp_path, retries=1)
+    assert len(received) == 2
+
+
+def test_a_pause_beyond_the_deadline_ends_the_run_at_once(tmp_path):
+    busy = b"HTTP/1.1 429 Too Many Requests\r\nRetry-After: 86400\r\nContent-Length: 0\r\n\r\n"
+    with raw_server(busy) as (url, received), pytest.raises(RewardError) as error:
+        grade_two(url, tmp_path, retries=5)
+    assert "asks for a pause of 86400 s (Retry-After), longer than the 30 s" in str(error.value)
+    assert "raise args.timeout_s to 86400" in str(error.value)
+    assert len(received) == 1
+
+
+def test_a_key_reaches_the_server_and_nothing_else(tmp_path, monkeypatch, caplog):
+    """The server repeats it in a refusal, as some do."""
+    monkeypatch.setenv("GRADER_KEY", KEY)
+    headers = {"Authorization": "Bearer ${GRADER_KEY}", "X-Team": "blue"}
+    repeated = b"k" * 70 + KEY.encode()
+    busy = b"HTTP/1.1 503 %b\r\nContent-Length: %d\r\n\r\n%b" % (KEY.encode(), len(repeated), repeated)
+    forbidden = busy.replace(b"503", b"403", 1)
+    with raw_server(answer(), busy, forbidden) as (url, received):
+        grade_two(url, tmp_path, headers=headers)
+        with pytest.raises(RewardError, match="answered 403") as error:
+            grade_two(url, tmp_path, headers=headers, retries=1)
+    assert all(f"authorization: bearer {KEY}".encode() in head.lower() for head in received)
+    assert all(b"x-team: blue" in head.lower() for head in received)
+    assert len(received) == 3
+    assert "${GRADER_KEY}"[:9] in str(error.value)
+    assert KEY[:6] not in str(error.value) + caplog.text
+
+
+@pytest.mark.parametrize("body", [b'["%b", 1]', b"<%b>", b'{"%b": 1}'], ids=["reward", "page", "mapping"])
+def test_a_key_is_hidden_in_an_answer_that_is_no_reward(body, tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADER_KEY", KEY)
+    with raw_server(answer(body % KEY.encode())) as (url, _), pytest.raises(RewardError) as error:
+        grade_two(url, tmp_path, headers={"X-Api-Key": "${GRADER_KEY}"})
+    assert "${GRADER_KEY}" in str(error.value)
+    assert KEY not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("value", "held", "says"),
+    [
+        ("${GRADER_KEY}", None, "names ${GRADER_KEY}, which is not set in the environment: `export GRADER_KEY=...`"),
+        ("${GRADER_KEY}", "", "which is empty in the environment"),
+        ("${GRADER_KEY}", f"{KEY}\n", "whose value has a line break or another character"),
+        (f"Bearer {KEY}", None, "a key in the recipe would be written into the run"),
+        (KEY, None, "a key in the recipe would be written into the run"),
+        ("$GRADER_KEY", None, "a $ in it names no variable; write ${NAME}"),
+        ("${GRADER-KEY}", None, "a $ in it names no variable"),
+        (7, None, "its value is no text"),
+    ],
+)
+def test_a_header_that_cannot_be_sent_is_refused_before_anything_is_loaded(value, held, says, monkeypatch):
+    monkeypatch.delenv("GRADER_KEY", raising=False)
+    if held is not None:
+        monkeypatch.setenv("GRADER_KEY", held)
+    with pytest.raises(ConfigError) as error:
+        check_rewards(wanted("http://127.0.0.1:9/grade", headers={"Authorization": value}), FIXED)
+    assert "args.headers.Authorization" in str(error.value)
+    assert says in str(error.value)
+    assert KEY not in str(error.value)
+
+
+def settings(name, **args):
+    return f"rewards={json.dumps([{'name': name, 'args': args}])}"
+
+
+def test_the_recipe_of_a_run_keeps_the_name_of_the_variable(tmp_path, monkeypatch):
+    monkeypatch.setenv("GRADER_KEY", KEY)
+    headers = {"Authorization": "Bearer ${GRADER_KEY}"}
+    save_config(load_recipe("tiny", [settings("http://x/grade", headers=headers)]), tmp_path / "config.yaml")
+    text = (tmp_path / "config.yaml").read_text()
+    assert "Bearer ${GRADER_KEY}" in text
+    assert KEY not in text
+
+
+@pytest.mark.parametrize(
+    ("name", "headers"),
+    [
+        ("http://x/grade", {"Authorization": f"Bearer {KEY}"}),
+        ("http://x/grade", {"X-Team": f"Bearer {KEY}"}),
+        ("http://x/grade", {"x-api-key": KEY}),
+        ("http://x/grade", {"Content-Length": KEY}),
+        (f"http://me:{KEY}@x/grade", {}),
+        (f"http://x/grade?api_key={KEY}", {}),
+    ],
+)
+def test_a_recipe_with_a_key_in_it_is_refused_without_showing_it(name, headers, tmp_path):
+    with pytest.raises(ConfigError) as error:
+        load_recipe("tiny", [settings(name, **({"headers": headers} if headers else {}))])
+    (tmp_path / "own.yaml").write_text(
+        f"extends: tiny\nrewards: {json.dumps([{'name': name, 'args': {'headers': headers}}])}\n"
+    )
+    with pytest.raises(ConfigError) as in_file:
+        load_recipe(tmp_path / "own.yaml")
+    assert KEY not in str(error.value) + str(in_file.value)
