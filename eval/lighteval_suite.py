@@ -13,6 +13,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -89,6 +90,7 @@ def _default_out(ref: ModelRef, settings: EvalSettings) -> Path:
 
 
 def _scores(settings: EvalSettings, ref: ModelRef) -> dict[str, dict[str, float]]:
+    _accept_parser()
     from lighteval.logging.evaluation_tracker import EvaluationTracker
     from lighteval.pipeline import ParallelismManager, Pipeline, PipelineParameters
 
@@ -120,6 +122,34 @@ def _scores(settings: EvalSettings, ref: ModelRef) -> dict[str, dict[str, float]
             engine.close()
         results = pipeline.get_results()["results"]
     return {name: {key: float(v) for key, v in scores.items()} for name, scores in results.items() if name != "all"}
+
+
+PARSER = "latex2sympy2_extended"
+
+
+def _accept_parser() -> None:
+    """Let lighteval's metrics for LaTeX use the parser that our grading needs.
+
+    lighteval 0.13 pins latex2sympy2_extended 1.0.6 in its extra `math` and cannot be imported beside another version.
+    math-verify 0.9.0 brings 1.11.0, with which these metrics give the same verdicts on the pairs in
+    tests/eval/test_lighteval.py. Remove when lighteval's pin fits math-verify's.
+    """
+    from lighteval.utils.imports import is_package_available, required_dependencies
+    from packaging.requirements import Requirement
+
+    required, installed = required_dependencies()[0], version(PARSER)
+    pinned = required.get(PARSER)
+    if pinned is None or installed in pinned.specifier:
+        return
+    logger.warning(
+        "lighteval's metrics for LaTeX use %s %s here instead of %s: compare their scores with those of other "
+        "installations with care",
+        *(PARSER, installed, pinned.specifier),
+    )
+    required[PARSER] = Requirement(f"{PARSER}=={installed}")
+    is_package_available.cache_clear()
+    if not is_package_available(PARSER):
+        raise DataError(f"lighteval does not accept {PARSER} {installed}: install lighteval 0.13.0")
 
 
 @contextlib.contextmanager

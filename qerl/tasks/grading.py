@@ -15,9 +15,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qerl.tasks import Task, math_pool
+from qerl.tasks.equality import compare_math
 from qerl.tasks.extract import MAX_ANSWER_CHARS, extract
-from qerl.tasks.latex import TEXT_BOX, strip_math
+from qerl.tasks.latex import strip_math
 from qerl.tasks.number import Number, parse_number
+from qerl.tasks.shape import tidy
 
 Reason = Literal["correct", "wrong", "no_answer", "unparsable", "too_long", "timeout", "bad_answer"]
 
@@ -91,20 +93,14 @@ def _both_exact(mine: Number, theirs: Number) -> bool:
 
 
 def _compare_math(stated: str, answer: str) -> Reason:
-    mine, theirs = _formula(stated), _formula(answer)
-    if not theirs:
+    if not tidy(answer):
         return "bad_answer"
-    if mine == theirs:
-        return "correct"
-    my_text, their_text = _text(stated), _text(answer)
-    if my_text is not None and their_text is not None:
-        return _verdict(my_text == their_text)
-    if _nesting(mine) > _MAX_NESTING:
-        return "unparsable"
-    based = _based(mine), _based(theirs)
+    based = _based(stated), _based(answer)
     if None not in based:
         return _verdict(based[0] == based[1])
-    verdict = math_pool.compare(theirs, mine)
+    if _nesting(stated) > _MAX_NESTING:
+        return "unparsable"
+    verdict = compare_math(stated, answer, math_pool.compare)
     return {"equal": "correct", "different": "wrong"}.get(verdict, verdict)
 
 
@@ -116,33 +112,6 @@ def _nesting(text: str) -> int:
     """The largest number of brackets that are open at once."""
     depths = itertools.accumulate((char in "({[") - (char in ")}]") for char in text)
     return max(depths, default=0)
-
-
-_BARE_FRAC = re.compile(
-    r"\\[dtc]?frac\s*(\{[^{}]*\}|\\(?!sqrt)[A-Za-z]+|[0-9A-Za-z])\s*(\{[^{}]*\}|\\(?!sqrt)[A-Za-z]+|[0-9A-Za-z])"
-)
-_PLUS_MINUS = re.compile(r"^([^,]*?)\\pm(?![A-Za-z])([^,]*)$")
-
-
-def _formula(text: str) -> str:
-    """LaTeX that math-verify reads well: without delimiters, on one line, with "a ± b" written as both values."""
-    text = re.sub(r"\s+", " ", text.replace("±", "\\pm").replace("\\varnothing", "\\emptyset"))
-    text = re.sub(r"(?<!\\)\$", "", text).strip().rstrip(".")
-    text = re.sub(r"^\\[(\[]|\\[)\]]$", "", text).strip()
-    text = _BARE_FRAC.sub(lambda m: f"\\frac{{{m[1].strip('{}')}}}{{{m[2].strip('{}')}}}", text)
-    both = _PLUS_MINUS.match(text)
-    return f"{both[1]}+{both[2]},{both[1]}-{both[2]}" if both else text
-
-
-def _text(text: str) -> str | None:
-    """The letters of an answer that is in words or a choice ("(C)", "\\text{Evelyn}"); None for other answers."""
-    boxed = bool(TEXT_BOX.search(text))
-    words = re.sub(r"[\s\-.'’]+", " ", strip_math(text)).strip()
-    letters = words.replace(" ", "")
-    if not letters.isalpha():
-        return None
-    is_word = boxed or len(letters) > 3 or letters.isupper()
-    return words.casefold() if is_word else None
 
 
 def _based(text: str) -> tuple[str, str] | None:

@@ -1,4 +1,6 @@
-"""Comparing answers as mathematics in worker processes, within a time limit, from any thread.
+"""Comparing answers with math-verify in worker processes, within a limit of processor time, from any thread.
+
+Only what qerl/tasks/equality.py does not decide itself comes here.
 
 Workers (qerl/tasks/math_worker.py) start when they are first needed, at most MAX_WORKERS of them, and do one comparison
 at a time. A worker that does not answer is ended and replaced, so no formula can hang or end a run.
@@ -24,12 +26,17 @@ from qerl.errors import EngineError
 log = logging.getLogger(__name__)
 
 MAX_WORKERS = min(8, os.cpu_count() or 1)
-# The worker limits processor time itself. This limit is for a worker that hangs without using any, and for a machine so
-# busy that it takes this long to use CPU_LIMIT_S of processor time.
-REPLY_LIMIT_S = 10.0
+# The worker limits processor time itself. This limit is only for a worker that hangs without using any: it is so long
+# that a busy machine does not reach it.
+REPLY_LIMIT_S = 120.0
 START_LIMIT_S = 120.0
 CACHE_SIZE = 20_000  # pays off because the completions of one prompt mostly state the same few answers
 _ATTEMPTS = 2
+_STARTS = 3
+
+
+class _NotStartedError(Exception):
+    pass
 
 
 class Worker:
@@ -47,10 +54,19 @@ class Worker:
         )
         if self._read_line(START_LIMIT_S) != "ready":
             self.close()
-            raise EngineError(
-                f"the process that compares formulas did not start within {START_LIMIT_S:.0f} s: run "
-                f"`{sys.executable} -c 'import math_verify'` to see why (math-verify 0.5.2 has to be installed)"
-            )
+            raise _NotStartedError
+
+    @classmethod
+    def start(cls) -> Worker:
+        """A worker that is ready. One that dies while it starts (memory that ran out for a moment) is started anew."""
+        for attempt in range(1, _STARTS + 1):
+            with contextlib.suppress(_NotStartedError):
+                return cls()
+            log.warning("the process that compares formulas did not start (attempt %d of %d)", attempt, _STARTS)
+        raise EngineError(
+            f"the process that compares formulas did not start within {START_LIMIT_S:.0f} s: run "
+            f"`{sys.executable} -c 'import math_verify'` to see why (math-verify 0.9.0 has to be installed)"
+        )
 
     def compare(self, gold: str, answer: str) -> str | None:
         """The verdict of the worker; None if it died or did not answer."""
@@ -91,7 +107,7 @@ class _Pool:
         with self._slots:
             with self._lock:
                 worker = self._idle.pop() if self._idle else None
-            worker = worker or Worker()
+            worker = worker or Worker.start()
             try:
                 yield worker
             except BaseException:
@@ -121,9 +137,38 @@ def _pool(pid: int) -> _Pool:
     return pool
 
 
-@functools.lru_cache(CACHE_SIZE)
 def compare(gold: str, answer: str) -> str:
-    """Whether two formulas are equal as mathematics: one of qerl.tasks.math_worker.VERDICTS. Thread-safe."""
+    """Whether two formulas are equal as mathematics: one of qerl.tasks.math_worker.VERDICTS. Thread-safe.
+
+    Only "equal" and "different" are kept for the next time: a timeout may be the machine's fault, not the formula's.
+    """
+    try:
+        return _decided(gold, answer)
+    except _UndecidedError as error:
+        return error.verdict
+
+
+class _UndecidedError(Exception):
+    def __init__(self, verdict: str) -> None:
+        super().__init__(verdict)
+        self.verdict = verdict
+
+
+@functools.lru_cache(CACHE_SIZE)
+def _decided(gold: str, answer: str) -> str:
+    """ "equal" or "different"; raises _UndecidedError, which the cache does not keep, for any other verdict."""
+    verdict = _ask(gold, answer)
+    if verdict not in ("equal", "different"):
+        raise _UndecidedError(verdict)
+    return verdict
+
+
+def forget() -> None:
+    """Empty the cache of verdicts."""
+    _decided.cache_clear()
+
+
+def _ask(gold: str, answer: str) -> str:
     for _ in range(_ATTEMPTS):
         try:
             with _pool(os.getpid()).worker() as worker:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from qerl.tasks.latex import TEXT_BOX, strip_math, strip_outer
+from qerl.tasks.shape import is_name
 from qerl.tasks.units import SCALES, is_boxed_unit, is_unit
 
 MAX_CHARS = 1000
@@ -77,7 +78,7 @@ def parse_number(text: str, algebra: bool = False) -> Number | None:
         return Number(Fraction(int(text)))
     if algebra:
         text = TEXT_BOX.sub(lambda box: " units " if is_boxed_unit(box[1]) else box[0], text)
-    text = _after_equals(_OPTION.sub("", strip_math(text), count=1))
+    text = _after_equals(_OPTION.sub("", strip_math(text), count=1), algebra)
     text = _MINUS_WORD.sub("-", text, count=1)
     prefix = _PREFIX.match(text)
     body = _BODY.match(text, prefix.end())
@@ -90,12 +91,18 @@ def parse_number(text: str, algebra: bool = False) -> Number | None:
     return _with_tail(sign * value, text[body.end() :], algebra)
 
 
-def _after_equals(text: str) -> str:
-    """The text after the last equals sign, unless the text before it could be another answer."""
+def _after_equals(text: str, algebra: bool) -> str:
+    """The text after the last equals sign, unless the text before it could be another answer.
+
+    With `algebra` the text before it has to be a name ("x", "f(2)") or a calculation: "2x=5" is an equation.
+    """
     if re.search(r"[<>≤≥≠]|!=|\\n?eq|\\[lg]e|\\ne", text):
         return text
     left, equals, right = text.rpartition("=")
     listed = re.sub(r"(?<=\d),(?=\d{3})", "", left)
+    first = left.partition("=")[0].strip()
+    if algebra and not is_name(first) and re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", left)):
+        return text
     if equals and not re.search(r"[,;]|\b(?:and|or)\b", listed):
         return strip_outer(right)
     return text
@@ -134,7 +141,7 @@ def _with_tail(value: Fraction, tail: str, algebra: bool) -> Number | None:
         return Number(value, percent=True) if is_unit(tail[percent.end() :], algebra) else None
     if degree := _DEGREE.match(tail):
         tail = tail[degree.end() :]
-    elif scale := _SCALE.match(tail):
+    elif (scale := _SCALE.match(tail)) and not (algebra and scale[2]):
         value *= SCALES[(scale[1] or scale[2]).lower()]
         tail = tail[scale.end() :]
     tail = re.sub(r"^(?:st|nd|rd|th)\b", "", tail)

@@ -94,3 +94,33 @@ def test_a_tasks_file_without_tasks_is_refused(tmp_path):
     (tmp_path / "tasks.py").write_text("")
     with pytest.raises(ConfigError, match="no TASKS_TABLE"):
         run_suite(suite(tmp_path / "tasks.py", out=tmp_path / "out"))
+
+
+# What lighteval 0.13 says with its own pin, latex2sympy2_extended 1.0.6.
+PAIRS = [
+    (r"\frac{1}{2}", "0.5", 1.0),
+    (r"2\sqrt{3}", r"\sqrt{12}", 1.0),
+    ("x^2+2x+1", "(x+1)^2", 1.0),
+    ("[0,1)", "[0,1)", 1.0),
+    ("[0,1)", "(0,1)", 0.0),
+    (r"\{1,2\}", "1,2", 1.0),
+    ("6-5i", "6+5i", 0.0),
+]
+
+
+def test_lightevals_own_metric_for_formulas_works_beside_our_math_verify(tmp_path):
+    (tmp_path / "tasks.py").write_text("")
+    with pytest.raises(ConfigError, match="no TASKS_TABLE"):
+        run_suite(suite(tmp_path / "tasks.py", out=tmp_path / "out"))
+    from lighteval.metrics.dynamic_metrics import LatexExtractionConfig, MultilingualExtractiveMatchMetric
+    from lighteval.models.model_output import ModelResponse
+    from lighteval.tasks.requests import Doc
+    from lighteval.utils.language import Language
+
+    targets = [LatexExtractionConfig()]
+    metric = MultilingualExtractiveMatchMetric(
+        language=Language.ENGLISH, gold_extraction_target=targets, pred_extraction_target=targets
+    )
+    for gold, answer, score in PAIRS:
+        doc = Doc(query="", choices=[f"${gold}$"], gold_index=0, task_name="t")
+        assert metric.compute(doc, ModelResponse(text=[f"\\boxed{{{answer}}}"])) == score, (gold, answer)

@@ -49,7 +49,7 @@ def compared(monkeypatch):
     """A list of (thread, gold, answer) for each comparison by a worker from now on. The engine is so slow that
     completions are graded before it goes on, except for the last batch."""
     math_pool.compare("x", "y")  # start a worker
-    math_pool.compare.cache_clear()
+    math_pool.forget()
     seen, in_worker, generate = [], math_pool.Worker.compare, TransformersEngine.generate
 
     def compare(worker, gold, answer):
@@ -89,7 +89,7 @@ def test_a_run_is_the_same_with_and_without_grading_ahead(tmp_path, monkeypatch,
     assert len(asked) > 3
     assert set(asked.values()) == {1}  # never by both the thread and the reward
     assert in_thread > len(asked) / 2
-    math_pool.compare.cache_clear()
+    math_pool.forget()
     monkeypatch.setattr(training.parts, "grading_ahead", lambda *_: None)
     plain = start(formulas(tmp_path, *overrides, out="plain"), "tiny")
     assert pairs(compared) == asked  # the same texts are compared with the same answers
