@@ -24,16 +24,17 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 STEPS, BATCH = 3, 2
 TASK = get_task("math500")
-TEXTS = ("so \\boxed{\\sqrt{12}}", "so \\boxed{\\sqrt{13}}", "so \\boxed{\\sqrt{14}}")
+TEXTS = ("so \\boxed{12}", "so \\boxed{13}", "so \\boxed{14}")
+INTEGRAL = "\\int_0^{12} 1 dx"  # goes to a worker; whatever is simpler is compared at once
 
 
 def formulas(folder, *overrides, out="run"):
-    """A recipe on sums whose answers are roots, so that the embedded model's numbers are compared as formulas."""
-    path = folder / "roots.jsonl"
+    """A recipe on sums whose answers are integrals, so that the embedded model's numbers are compared by a worker."""
+    path = folder / "integrals.jsonl"
     rows = islice(get_task("arith").generate("train"), 12)
     path.write_text(
         "".join(
-            json.dumps({"question": row["question"], "answer": f"\\sqrt{{{int(row['answer']) ** 2}}}"}) + "\n"
+            json.dumps({"question": row["question"], "answer": f"\\int_0^{{{row['answer']}}} 1 dx"}) + "\n"
             for row in rows
         )
     )
@@ -161,11 +162,11 @@ def wait_for(ahead, graded):
 
 def test_the_reward_finds_the_verdicts_of_the_thread(compared):
     ahead = GradingAhead(TASK, Words())
-    with ahead.rollout(["2\\sqrt{3}"] * 3) as finished:
+    with ahead.rollout([INTEGRAL] * 3) as finished:
         tell_all(finished)
         wait_for(ahead, 3)
     assert (ahead.graded, len(compared)) == (3, 3)
-    assert [grade(TASK, text, "2\\sqrt{3}").correct for text in TEXTS] == [True, False, False]
+    assert [grade(TASK, text, INTEGRAL).correct for text in TEXTS] == [True, False, False]
     assert len(compared) == 3
 
 
