@@ -16,7 +16,6 @@ import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +42,7 @@ from training.preflight.checks import check_engine, check_memory, free_bytes, re
 from training.rewards.rewards import build_rewards, fixed_columns
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
 from training.run_dir.folder import make_aside, new_run_dir, only_writer, written
+from training.run_dir.inputs import Inputs, check_same_inputs, inputs_of, note_inputs, versions
 from training.run_dir.log import RunLog, read_metrics
 from training.run_dir.resume import check_same_base, config_to_resume, prolong_, rewind_
 from training.run_dir.stop import stop_on_signals, train_until_stopped
@@ -51,8 +51,6 @@ from training.trainer import QerlTrainer
 from training.trl_config import check_installed, trl_config
 
 logger = logging.getLogger(__name__)
-
-PACKAGES = ("qerl", "torch", "transformers", "trl", "peft", "accelerate", "compressed-tensors", "vllm")
 
 
 @dataclass(frozen=True)
@@ -72,9 +70,12 @@ def start(config: RunConfig, name: str) -> TrainResult:
     return _train(config, base, run_dir, name, checkpoint=None)
 
 
-def resume(run_dir: Path, step: int | None = None, steps: int | None = None) -> TrainResult:
+def resume(
+    run_dir: Path, step: int | None = None, steps: int | None = None, accept_changes: bool = False
+) -> TrainResult:
     """Continue a run from its newest good checkpoint (from the beginning, if it has none), or from that of `step`; to
-    `steps` in all, if that is given."""
+    `steps` in all, if that is given. Raises ConfigError if rows, rewards or packages are others than when it began,
+    unless that is accepted."""
     config, _ = config_to_resume(run_dir, step, steps)
     if step is not None:
         rewind_(run_dir, step)
@@ -85,13 +86,17 @@ def resume(run_dir: Path, step: int | None = None, steps: int | None = None) -> 
         return _finish(run_dir, done, config.run.steps)
     logger.info("resuming %s after step %d", run_dir, done)
     base = resolve_base_of_run(config.model.base, config.model.format, run_dir)
-    return _train(config, base, run_dir, run_dir.name, checkpoint)
+    return _train(config, base, run_dir, run_dir.name, checkpoint, accept_changes)
 
 
-def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoint: Path | None) -> TrainResult:
+def _train(
+    config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoint: Path | None, accept_changes: bool = False
+) -> TrainResult:
     """Check, open, plan, train, finish. What can be refused is refused before anything heavy is loaded or written."""
     found = written(run_dir)
     given = _check(config, base, run_dir)
+    inputs = inputs_of(given.prompts, config.rewards)
+    check_same_inputs(run_dir, inputs, accept_changes)
     engine = open_rollout_engine(config, base)
     logger.info("%s; engine %s (%s)", describe(base), engine.name, engine.kernel)
     policy = build_policy(engine, base, config.adapter, config.run.seed)
@@ -107,7 +112,8 @@ def _train(config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoi
         RunLog(run_dir, config.run.steps) as log,
         stop_on_signals(config, run_dir) as stop,
     ):
-        _open_run_dir(run_dir, config, name, base, plan)
+        _open_run_dir(run_dir, config, name, base, plan, inputs)
+        note_inputs(run_dir, inputs, start_step)
         prolong_(run_dir, config, start_step)
         log.start_at(start_step)
         parts = make_parts(config, given, engine, policy, plan, log)
@@ -140,7 +146,9 @@ def open_rollout_engine(config: RunConfig, base: ModelRef) -> Engine:
     return open_engine(base.base, base.format, options)
 
 
-def _open_run_dir(run_dir: Path, config: RunConfig, name: str, base: ModelRef, plan: MicroBatchPlan) -> None:
+def _open_run_dir(
+    run_dir: Path, config: RunConfig, name: str, base: ModelRef, plan: MicroBatchPlan, inputs: Inputs
+) -> None:
     """Create the directory, or what a kill kept from being made; config.yaml comes first: with it a run can resume."""
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (run_dir / "config.yaml").exists():
@@ -148,6 +156,7 @@ def _open_run_dir(run_dir: Path, config: RunConfig, name: str, base: ModelRef, p
     (run_dir / "metrics.jsonl").touch()
     if not (run_dir / "run.json").exists():
         about = {"recipe": name, "base": base.base, "command": sys.argv, "versions": versions()}
+        about |= {"inputs": dict(inputs)}
         about |= {"weights": weights_digest(local_folder(base.base)), "micro_batches": as_record(plan)}
         replace_text(run_dir / "run.json", json.dumps(about, indent=1))
     logger.info("writing to %s", run_dir)
@@ -181,14 +190,3 @@ def _reward_text(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> str:
     fifth = max(1, len(rewards) // 5)
     first, last = (sum(part) / fifth for part in (rewards[:fifth], rewards[-fifth:]))
     return f"mean reward {first:.3f} in the first {fifth}, {last:.3f} in the last"
-
-
-def versions() -> dict[str, str]:
-    """The installed version of each package that a result depends on."""
-    found = {"python": sys.version.split()[0]}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            continue
-    return found

@@ -74,6 +74,9 @@ class TrainOptions:
             "(of --recipe, or that at --out). Of the other options only --steps goes with it.",
         ),
     ] = None
+    accept_changes: Annotated[
+        bool, typer.Option(help="With --resume: continue although rows, rewards or packages changed.")
+    ] = False
     quantize_first: Annotated[
         bool, typer.Option("--quantize", help="Quantize the base first if that has not been done.")
     ] = False
@@ -89,6 +92,8 @@ def train(options: TrainOptions) -> None:
         return
     if options.recipe is None:
         raise ConfigError("no recipe was given: write `qerl train --recipe NAME`; `qerl recipes` lists the names")
+    if options.accept_changes:
+        raise ConfigError("--accept-changes is about a run that began before: leave it out, or add --resume")
     from qerl.config.recipe import recipe_label
     from training.preflight.checks import check_config
     from training.run_dir.folder import new_run_dir
@@ -159,7 +164,7 @@ def _resume(options: TrainOptions, resume: str) -> None:
         logger.info("loading torch, transformers and trl")
         from training.run import resume as resume_run
 
-    _exit_if_stopped(resume_run(run_dir, step, options.steps))
+    _exit_if_stopped(resume_run(run_dir, step, options.steps, options.accept_changes))
 
 
 def _take_one_card() -> None:

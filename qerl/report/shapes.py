@@ -63,6 +63,8 @@ class About(Shape):
 
     command: list[Text] | None = None
     versions: dict[str, Any] | None = None
+    inputs: dict[str, Any] | None = None
+    changes: list[dict[str, Any]] | None = None
     totals: list[Change] | None = None
 
 

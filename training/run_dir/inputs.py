@@ -1,0 +1,124 @@
+"""What a run was given, as digests in run.json, so that a resumed run does not go on with something else in silence."""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import logging
+import sys
+import sysconfig
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from qerl.config.rules_rewards import is_url
+from qerl.errors import ConfigError
+from qerl.files.disk import replace_text
+from training.rewards.rewards import REWARDS, find_reward
+from training.run_dir.folder import read_about
+
+if TYPE_CHECKING:
+    from qerl.config.schema import RewardConfig
+    from training.rollout.groups import Prompt
+
+logger = logging.getLogger(__name__)
+
+PACKAGES = ("qerl", "torch", "transformers", "trl", "peft", "accelerate", "compressed-tensors", "vllm")
+Inputs = Mapping[str, str]  # what it is, in words -> digest or version
+
+
+def inputs_of(prompts: Sequence[Prompt], rewards: Sequence[RewardConfig]) -> dict[str, str]:
+    """Digests of the rows, of the prompts as token ids, and of the files of own rewards, in the order of the recipe."""
+    rows, ids = hashlib.sha256(), hashlib.sha256()
+    for prompt in prompts:
+        example = prompt.example
+        row = [example.id, example.question, example.answer, dict(example.extra)]
+        rows.update(json.dumps(row, sort_keys=True, default=repr).encode(errors="surrogatepass") + b"\n")
+        ids.update(json.dumps(prompt.ids).encode())
+    digests = {"the rows of the data": rows.hexdigest(), "the prompts as tokens": ids.hexdigest()}
+    for reward in rewards:
+        for file in _sources(reward.name):
+            what = f"the reward's source {file.name}"
+            digests[what] = hashlib.sha256(digests.get(what, "").encode() + file.read_bytes()).hexdigest()
+    return {what: digest[:16] for what, digest in digests.items()}
+
+
+def versions() -> dict[str, str]:
+    """The installed version of each package that a result depends on."""
+    found = {"python": sys.version.split()[0]}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def check_same_inputs(run_dir: Path, inputs: Inputs, accept: bool) -> None:
+    """Raise ConfigError if rows, rewards or packages are not those that the run began with; `accept` only says it."""
+    about = read_about(run_dir)
+    if not about:
+        return
+    if not about.get("inputs"):
+        logger.warning("%s was begun without digests: whether its rows and rewards changed is not known", run_dir)
+    changed = [f"{what} changed" for what in _differing(about.get("inputs") or inputs, inputs)]
+    installed, before = versions(), about.get("versions") or {}
+    for name in _differing(before, installed):
+        changed.append(f"{name} is {installed.get(name, 'not installed')} and was {before.get(name, 'not installed')}")
+    if not changed:
+        return
+    if not accept:
+        raise ConfigError(
+            f"since {run_dir} began, {', '.join(changed)}: put that back, or add --accept-changes to continue with "
+            "what is there now"
+        )
+    logger.warning("continuing %s although %s", run_dir, ", ".join(changed))
+
+
+def note_inputs(run_dir: Path, inputs: Inputs, step: int) -> None:
+    """Let run.json say what is there from `step` on; what was there before is kept in it."""
+    about, now = read_about(run_dir), {"inputs": dict(inputs), "versions": versions()}
+    before = {key: about[key] for key in now if about.get(key)}
+    if before == now:
+        return
+    about["changes"] = [*(about.get("changes") or []), {"after": step, "was": before}]
+    replace_text(run_dir / "run.json", json.dumps({**about, **now}, indent=1))
+
+
+def _differing(before: Inputs, now: Inputs) -> list[str]:
+    return [what for what in dict.fromkeys([*before, *now]) if before.get(what) != now.get(what)]
+
+
+def _sources(name: str) -> Iterator[Path]:
+    """The files of a user's own reward: that of its function, and of the user's modules whose names stand in it."""
+    if name in REWARDS or is_url(name):
+        return
+    function = inspect.unwrap(find_reward(name))
+    waiting, seen = [getattr(function, "__globals__", None) or vars(sys.modules[type(function).__module__])], set()
+    while waiting:
+        names = waiting.pop(0)
+        file = names.get("__file__")
+        if file is None or file in seen or (seen and _installed(Path(file))):
+            continue
+        seen.add(file)
+        yield Path(file)
+        used = {value.__name__ if isinstance(value, ModuleType) else _module_of(value) for value in [*names.values()]}
+        used -= {names["__name__"]}  # another reward file of that name may have taken its place among the modules
+        waiting += [vars(sys.modules[each]) for each in sorted(used) if each in sys.modules]
+
+
+def _module_of(value: object) -> str:
+    name = getattr(value, "__module__", None)
+    return name if isinstance(name, str) else ""
+
+
+def _installed(file: Path) -> bool:
+    """Whether a module belongs to Python, to an installed package or to qerl: their versions are noted."""
+    paths = sysconfig.get_paths()
+    own = Path(__file__).parents[2]
+    places = [Path(paths[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    places += [own / name for name in ("qerl", "training", "quantize", "eval")]
+    return any(file.is_relative_to(place) for place in places)
