@@ -1,0 +1,1 @@
+import qerl  # noqa: F401 (before any library: it switches their telemetry off)

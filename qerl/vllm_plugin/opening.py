@@ -117,7 +117,6 @@ def open_llm(settings: Settings, kernel: str) -> Any:
 
 def _set_environment_() -> None:
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the trainer needs the model in this process
-    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     if not has_module("flashinfer"):
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
