@@ -110,7 +110,7 @@ def _train(
         only_writer(run_dir, found),
         terminal_may_go(run_dir),
         RunLog(run_dir, config.run.steps) as log,
-        stop_on_signals(config, run_dir) as stop,
+        stop_on_signals(config.run, config.loss.num_iterations, run_dir) as stop,
     ):
         _open_run_dir(run_dir, config, name, base, plan, inputs)
         note_inputs(run_dir, inputs, start_step)

@@ -24,7 +24,7 @@ from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, damage
 if TYPE_CHECKING:
     from types import FrameType
 
-    from qerl.config.schema import RunConfig
+    from qerl.config.schema import LoopConfig
     from training.trainer import QerlTrainer
 
 logger = logging.getLogger(__name__)
@@ -40,8 +40,9 @@ class _OutOfTimeError(BaseException):
 class Stop(TrainerCallback):
     """Ends the training loop after a step if a signal asks for it, and saves every `run.save_every_minutes`."""
 
-    def __init__(self, config: RunConfig, run_dir: Path) -> None:
-        self._run, self._updates, self._run_dir = config.run, config.loss.num_iterations, run_dir
+    def __init__(self, run: LoopConfig, updates: int, run_dir: Path) -> None:
+        """`updates` is the number of optimizer steps on one rollout."""
+        self._run, self._updates, self._run_dir = run, updates, run_dir
         self.asked: int | None = None  # the signal
         self.abandoned = False  # a step was left before its end
         self._deadline: float | None = None
@@ -140,9 +141,9 @@ class Stop(TrainerCallback):
 
 
 @contextmanager
-def stop_on_signals(config: RunConfig, run_dir: Path) -> Iterator[Stop]:
+def stop_on_signals(run: LoopConfig, updates: int, run_dir: Path) -> Iterator[Stop]:
     """While the block runs, SIGNALS stop the training loop. Outside the main thread the caller handles them."""
-    stop = Stop(config, run_dir)
+    stop = Stop(run, updates, run_dir)
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
