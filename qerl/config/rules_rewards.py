@@ -114,7 +114,8 @@ def _headers(i: int, args: Mapping[str, object]) -> Conflicts:
     headers = args.get("headers")
     for name, value in headers.items() if isinstance(headers, dict) else ():
         if mistake := header_mistake(name, value):
-            yield Conflict({f"rewards.{i}.args.headers.{name}": "(not shown)"}, *mistake)
+            why, write = mistake
+            yield Conflict({f"rewards.{i}.args.headers.{name}": "(not shown)"}, why, write)
 
 
 def _name(i: int, name: str) -> Conflicts:
