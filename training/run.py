@@ -24,6 +24,7 @@ from transformers import PrinterCallback
 from qerl.checkpoint.adapter import ADAPTER_FILES
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import ModelRef, describe, resolve_base_of_run, resolve_model
+from qerl.checkpoint.sealed import adapter_damage, seal
 from qerl.checkpoint.weights_digest import weights_digest
 from qerl.config.recipe import save_config
 from qerl.config.schema import RunConfig
@@ -168,11 +169,12 @@ def _finish(run_dir: Path, steps: int, of: int) -> TrainResult:
         logger.warning("stopped after step %d; continue with `qerl train --resume %s`", steps, run_dir)
         return TrainResult(run_dir, None, steps)
     final = run_dir / "adapter"
-    if not all((final / name).is_file() for name in ADAPTER_FILES):
+    if not all((final / name).is_file() for name in ADAPTER_FILES) or adapter_damage(final):
         partial = run_dir / ".adapter.partial"
         partial.mkdir(exist_ok=True)
         for name in ADAPTER_FILES:
             shutil.copy(checkpoint_path(run_dir, steps) / name, partial / name)
+        seal(partial)
         if final.exists():
             final.rename(make_aside(run_dir) / final.name)
         partial.rename(final)

@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from qerl import formats
 from qerl.checkpoint.hub import config_folder, is_hub_id
 from qerl.checkpoint.kinds import ModelKind, format_of, kind_of, resting_kind
+from qerl.checkpoint.sealed import CHECKSUMS, adapter_damage, adapters_of_run
 from qerl.checkpoint.shards import read_json, weight_files
 from qerl.errors import CheckpointError
 from qerl.files.nearby import close_to, expanded, is_path, no_folder
@@ -247,15 +247,23 @@ def beside(owner: Path, base: str) -> str:
 
 
 def _run_adapter(run: Path) -> Path:
-    """The adapter that a finished run wrote, or else that of its last checkpoint (`checkpoints/step-000040`)."""
-    if (run / "adapter" / "adapter_config.json").is_file():
-        return _checked_adapter(run / "adapter")
-    saved = [file.parent for file in run.glob("checkpoints/[!.]*/adapter_config.json")]
-    if not saved:
+    """The adapter that a finished run wrote, or else that of its last checkpoint (`checkpoints/step-000040`). Damaged
+    ones are passed over, with a warning."""
+    saved, damaged = adapters_of_run(run), []
+    for folder in saved:
+        if damage := adapter_damage(folder):
+            damaged.append(f"{folder.relative_to(run)} is damaged ({damage})")
+            continue
+        for text in damaged:
+            logger.warning("%s: %s; %s is taken instead", run, text, folder.relative_to(run))
+        return _checked_adapter(folder)
+    if damaged:
         raise CheckpointError(
-            f"{run} has saved no adapter yet: let it reach its first checkpoint, or give another run or its base"
+            f"{run} has no adapter left that is whole: {', '.join(damaged)}; put the files back, or give another run"
         )
-    return _checked_adapter(max(saved, key=lambda folder: ([int(n) for n in re.findall(r"\d+", folder.name)], folder)))
+    raise CheckpointError(
+        f"{run} has saved no adapter yet: let it reach its first checkpoint, or give another run or its base"
+    )
 
 
 def adapter_folder(ref: str) -> Path:
@@ -275,6 +283,11 @@ def adapter_folder(ref: str) -> Path:
 def _checked_adapter(folder: Path) -> Path:
     if not (folder / "adapter_model.safetensors").is_file():
         raise CheckpointError(f"{folder} has an adapter_config.json but no adapter_model.safetensors: save it again")
+    if damage := adapter_damage(folder):
+        raise CheckpointError(
+            f"{folder} is damaged ({damage}): give another checkpoint, or the run, whose newest whole adapter is then "
+            f"taken; if you changed the file yourself, delete {CHECKSUMS} there"
+        )
     return folder
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from qerl.checkpoint.sealed import adapter_damage, adapters_of_run
 from qerl.errors import DataError
 from qerl.files.nearby import no_folder
 from qerl.files.read_back import OF_EVALUATION, Row, read_object, read_rows
@@ -76,7 +77,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         read_object(about, About, "put back what the run wrote, or delete it") if about.exists() else {},
         _samples(folder),
         [read_evaluation(path) for path in sorted(folder.glob("eval/*")) if _result_file(path).exists()],
-        read_rows(warnings, Warned, OF_RUN) if warnings.exists() else [],
+        [*(read_rows(warnings, Warned, OF_RUN) if warnings.exists() else []), *_damaged(folder, rows[-1]["step"])],
     )
 
 
@@ -86,6 +87,13 @@ def read_evaluation(folder: Path, shape: type[Result] = Result) -> Evaluation:
     rows = read_rows(completions, Graded, OF_EVALUATION) if completions.exists() else []
     result = read_object(_result_file(folder), shape, OF_EVALUATION)
     return Evaluation(folder, folder.resolve().name, result, rows)
+
+
+def _damaged(folder: Path, step: int) -> list[Row]:
+    """A warning for each saved adapter whose files are not those that the run wrote."""
+    found = {path.relative_to(folder): adapter_damage(path) for path in adapters_of_run(folder)}
+    texts = {path: f"{path} is damaged: {damage}" for path, damage in found.items() if damage}
+    return [{"step": step, "kind": f"damaged {path}", "text": text} for path, text in texts.items()]
 
 
 def _no_run(folder: Path) -> str:

@@ -19,10 +19,11 @@ import training.run
 import training.trainer
 from qerl.checkpoint.adapter import read_adapter
 from qerl.checkpoint.resolve import resolve_model
+from qerl.checkpoint.sealed import CHECKSUMS
 from qerl.config.recipe import load_config, save_config
 from qerl.errors import ConfigError, DataError, EngineError, RewardError
 from training.run import resume, start
-from training.run_dir.checkpoint import CHECKSUMS, checkpoints, newest_checkpoint
+from training.run_dir.checkpoint import checkpoints, newest_checkpoint
 from training.run_dir.log import is_own, read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")

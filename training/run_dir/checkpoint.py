@@ -12,8 +12,6 @@ runs/<name>/checkpoints/step-000040/
 
 from __future__ import annotations
 
-import hashlib
-import json
 import logging
 import re
 import shutil
@@ -22,6 +20,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from qerl.checkpoint import sealed
 from qerl.checkpoint.adapter import ADAPTER_FILES
 from qerl.errors import CheckpointError
 from qerl.files.disk import fsync
@@ -29,7 +28,6 @@ from training.policy.policy import WEIGHTS_FILE
 
 logger = logging.getLogger(__name__)
 
-CHECKSUMS = "checksums.json"
 TRAINER_FILES = {"optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json"}
 FILES = TRAINER_FILES.union(ADAPTER_FILES)
 REFUSALS = (OSError, RuntimeError, SafetensorError)  # raised if a file cannot be written
@@ -70,7 +68,7 @@ def _write(final: Path, write: Callable[[Path], None]) -> None:
     try:
         partial.mkdir(parents=True)
         write(partial)
-        _seal(partial)
+        sealed.seal(partial)
         shutil.rmtree(final, ignore_errors=True)
         partial.rename(final)
         fsync(final.parent)
@@ -127,36 +125,7 @@ def checkpoint_step(path: Path) -> int:
     return int(path.name.removeprefix("step-"))
 
 
-def _seal(folder: Path) -> None:
-    """Flush every file to disk, then write the checksums."""
-    sums = {}
-    for file in sorted(path for path in folder.rglob("*") if path.is_file()):
-        sums[file.relative_to(folder).as_posix()] = _sha256(file)
-        fsync(file)
-    target = folder / CHECKSUMS
-    target.write_text(json.dumps(sums, indent=1), encoding="utf-8")
-    fsync(target)
-    fsync(folder)
-
-
 def damage_of(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder; None if it is good."""
-    try:
-        sums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return f"it has no readable {CHECKSUMS}"
-    expected = TRAINER_FILES if isinstance(sums, dict) and WEIGHTS_FILE in sums else FILES
-    if not isinstance(sums, dict) or (unlisted := sorted(expected - set(sums))):
-        return f"{CHECKSUMS} does not list {', '.join(unlisted) if isinstance(sums, dict) else 'files'}"
-    for name, expected in sums.items():
-        file = folder / name
-        if not file.is_file():
-            return f"{name} is missing"
-        if _sha256(file) != expected:
-            return f"{name} does not match its checksum"
-    return None
-
-
-def _sha256(file: Path) -> str:
-    with file.open("rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+    of_weights = WEIGHTS_FILE in (sealed.read_sums(folder) or {})
+    return sealed.damage_of(folder, TRAINER_FILES if of_weights else FILES)

@@ -10,10 +10,11 @@ from pathlib import Path
 import pytest
 from small_run import numbers, small_config
 
+from qerl.checkpoint.sealed import CHECKSUMS
 from qerl.errors import CheckpointError
 from training.policy.policy import AdapterPolicy
 from training.run import resume, start
-from training.run_dir.checkpoint import CHECKSUMS, FILES, checkpoint_step, checkpoints, newest_checkpoint
+from training.run_dir.checkpoint import FILES, checkpoint_step, checkpoints, newest_checkpoint
 from training.run_dir.log import RunLog, read_metrics
 
 
@@ -53,7 +54,7 @@ DAMAGE = {
     "half the checksums": (CHECKSUMS, cut, "it has no readable checksums.json"),
     "checksums that are no text": (CHECKSUMS, lambda path: path.write_bytes(b"\xff\xfe\x00"), "no readable checksums"),
     "checksums of nothing": (CHECKSUMS, lambda path: path.write_text("{}"), "does not list adapter_config.json, "),
-    "checksums that are a list": (CHECKSUMS, lambda path: path.write_text("[]"), "does not list files"),
+    "checksums that are a list": (CHECKSUMS, lambda path: path.write_text("[]"), "does not list adapter_config.json, "),
     "checksums without the optimizer": (CHECKSUMS, unlist, "does not list optimizer.pt"),
 }
 
