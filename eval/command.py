@@ -13,11 +13,13 @@ import typer
 
 from eval.settings import EvalSettings
 from eval.show import OPTIONS, show, show_suite
+from qerl.checkpoint.resolve import newest_model
 from qerl.commands.from_dataclass import command_of
 from qerl.commands.option_names import options_named
 from qerl.commands.terminal import run_command
 from qerl.devices import choose_card
 from qerl.errors import ConfigError
+from qerl.threads import choose_threads
 
 
 def evaluate(settings: EvalSettings) -> None:
@@ -26,6 +28,11 @@ def evaluate(settings: EvalSettings) -> None:
     A killed evaluation continues with the same command, to the same numbers.
     """
     choose_card()
+    model = settings.run or settings.model
+    if model is None and (newest := newest_model(settings.load)) is not None:
+        model = newest.path
+    if model is not None:
+        choose_threads(str(model))
     with options_named(OPTIONS):
         if settings.suite is None:
             show(settings)

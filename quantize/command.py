@@ -20,9 +20,11 @@ def quantize_command(
     from rich.console import Console
 
     from qerl.devices import choose_card
+    from qerl.threads import choose_threads
     from quantize.run import quantize_checkpoint
 
     if options.device in ("auto", "cuda"):
         choose_card()
+    choose_threads(model)
     report = quantize_checkpoint(model, out, options)
     Console().print(report.table())

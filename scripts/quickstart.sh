@@ -6,7 +6,6 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./setup_env.sh
 export PATH="$PWD/.venv/bin:$PATH"
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # such a small model gains little from a second thread
 say() { printf '\n\033[1m==> %s\033[0m\n' "$*"; }
 
 run=runs/quickstart-$(date +%Y%m%d-%H%M%S)

@@ -35,7 +35,9 @@ def chat_command(options: ChatOptions) -> None:
     from qerl.commands.conversation import OPTIONS, chat
     from qerl.commands.option_names import options_named
     from qerl.devices import choose_card
+    from qerl.threads import choose_threads
 
     choose_card()
+    choose_threads(options.model)
     with options_named(OPTIONS):
         chat(options)

@@ -18,6 +18,7 @@ from qerl.commands.from_dataclass import Text
 from qerl.commands.shell_values import key_values, recipe_values, task_values
 from qerl.commands.terminal import interrupts_counted
 from qerl.errors import CheckpointError, ConfigError
+from qerl.threads import choose_threads
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -103,6 +104,7 @@ def train(options: TrainOptions) -> None:
     new_run_dir(config.run.out, name)
     check_config(config)
     _take_one_card()
+    choose_threads(config.model.base)
     _check_base(config, options.recipe, options.quantize_first)
     if options.dry:
         _dry_run(config)
@@ -160,6 +162,7 @@ def _resume(options: TrainOptions, resume: str) -> None:
     run_dir, step = find_run(resume, options.recipe, options.out)
     check_resumed(run_dir, step, options.steps)
     _take_one_card()
+    choose_threads(str(run_dir))
     with interrupts_counted():
         logger.info("loading torch, transformers and trl")
         from training.run import resume as resume_run
