@@ -97,6 +97,12 @@ def rewards(config: RunConfig) -> Conflicts:
         yield Conflict(
             {"rewards.0.weight": 0.0}, "no reward has a weight, so nothing would be learned", "rewards.0.weight: 1"
         )
+    for i, reward in enumerate(config.rewards):
+        if reward.timeout_s is not None and (is_url(reward.name) or reward.name in REWARD_NAMES):
+            asks = is_url(reward.name) or reward.name == "judge"
+            why = "a server has its limit among its args" if asks else "it ends by itself"
+            write = f"rewards.{i}.args.timeout_s" if asks else "it for your own functions only"
+            yield Conflict({f"rewards.{i}.timeout_s": reward.timeout_s, f"rewards.{i}.name": reward.name}, why, write)
     longest = config.rollout.max_new_tokens
     for i, reward in enumerate(config.rewards):
         cache = reward.args.get("cache")

@@ -88,6 +88,9 @@ class RewardConfig(Section):
     )
     weight: float = Field(1.0, description="factor in the sum; 0 only logs the reward")
     args: dict[str, object] = Field(default_factory=dict, description="keyword arguments of the reward")
+    timeout_s: float | None = Field(
+        None, gt=0, description="seconds that one call of your own function may take; null: 300"
+    )
 
 
 class DynamicSamplingConfig(Section):

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -25,20 +28,19 @@ class Grader:
     mask_truncated: bool  # a truncated completion does not enter the loss
 
     def grade(self, groups: Sequence[Group], step: int) -> Graded:
-        """Call each reward once, with all completions. Raises RewardError."""
+        """Call each reward once, with all completions; at the same time if they wait for others. Raises RewardError."""
         samples = [sample for group in groups for sample in group.samples]
         prompts = [group.prompt for group in groups for _ in group.samples]
         texts = self.decode([sample.token_ids for sample in samples])
-        logged: Logged = defaultdict(list)
         columns = {
             "completions": texts,
             "completion_ids": [sample.token_ids for sample in samples],
             "prompts": [prompt.text for prompt in prompts],
             "row": [prompt.row for prompt in prompts],
             "step": step,
-            "log_metric": lambda name, value: logged[name].append(value),
         }
-        rewards_B_F = torch.tensor([function(**columns) for function in self.rewards.functions]).T.contiguous()
+        values_F, logged = _call(self.rewards.functions, columns)
+        rewards_B_F = torch.tensor(values_F).T.contiguous()
         total_B = (rewards_B_F * torch.tensor(self.rewards.weights)).sum(-1)
         graded, first = [], 0
         in_loss = [not (self.mask_truncated and sample.truncated) for sample in samples]
@@ -47,7 +49,36 @@ class Grader:
             first = part.stop
             signal = informative_groups(total_B[None, part], torch.tensor([in_loss[part]]))[0]
             graded.append(GradedGroup(group, tuple(texts[part]), rewards_B_F[part], total_B[part], signal))
-        return Graded(graded, dict(logged))
+        return Graded(graded, logged)
+
+
+def _call(functions: Sequence[Any], columns: Mapping[str, Any]) -> tuple[list[list[float]], Logged]:
+    """What each reward gives, and what they logged, in their order. Raises what the first one raised that failed.
+
+    The threads are daemons: an interrupted run does not wait for a reward.
+    """
+    logs: list[Logged] = [defaultdict(list) for _ in functions]
+    given: list[Future[list[float]]] = [Future() for _ in functions]
+
+    def call(index: int) -> None:
+        try:
+            log = logs[index]
+            given[index].set_result(functions[index](**columns, log_metric=lambda name, value: log[name].append(value)))
+        except BaseException as error:
+            given[index].set_exception(error)
+
+    for index, function in enumerate(functions):
+        if function.waits:
+            threading.Thread(target=call, args=(index,), name="reward", daemon=True).start()
+    for index, function in enumerate(functions):
+        if not function.waits:
+            call(index)
+    values = [each.result() for each in given]
+    merged: Logged = defaultdict(list)
+    for log in logs:
+        for name, logged in log.items():
+            merged[name] += logged
+    return values, dict(merged)
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,10 @@ A reward is a function that takes columns and returns one finite number per comp
         return [float(len(text) < 500) for text in completions]
 
 It is called with the columns that training/rewards/functions.py lists, as keyword arguments; a function that does not
-end in `**columns` gets only the columns it names. A reward that raises, or returns None, NaN or the wrong number of
-values, stops the run, and the completion it failed on is saved as failed_reward.json in the run directory. If the name
-is a URL, the reward is a reward server (training/rewards/server.py).
+end in `**columns` gets only the columns it names. It runs in a process of its own (training/rewards/own.py), within
+`timeout_s`, and may be async. A reward that raises, is late, ends its process, or returns None, NaN or the wrong number
+of values, stops the run, and the completion it failed on is saved as failed_reward.json in the run directory. If the
+name is a URL, the reward is a reward server (training/rewards/server.py).
 """
 
 from __future__ import annotations
@@ -16,18 +17,19 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
 from qerl.config.rules_rewards import OWN, is_url
 from qerl.errors import ConfigError, QerlError, RewardError
 from qerl.tasks import Example
 from training.rewards import functions as reward_functions
-from training.rewards.own import STOPS, line_that_raised, own_function
+from training.rewards.own import TIMEOUT_S, LateError, OwnReward, OwnRewardError, own_function
+from training.rewards.returned import ReturnedError, numbers
 from training.rewards.server import RewardServer
 from training.run_dir.log import RUN_FOLDERS, RUN_METRICS, is_own
 
@@ -47,7 +49,7 @@ REWARDS: dict[str, Reward] = {
 
 COLUMNS = ("completions", "completion_ids", "prompts", "question", "answer", "row", "task", "max_new_tokens", "step")
 FAILED = "failed_reward.json"
-LARGEST = 1e15  # the sum of the squares of a group's rewards still fits into float32
+LEAST_SHARE_S = 1.0  # a completion that takes less is not named as the one on which a reward was late
 TRIED = 2  # rows that a reward server has to grade before training starts
 
 
@@ -89,7 +91,7 @@ def check_rewards(wanted: Sequence[RewardConfig], fixed: Mapping[str, Any]) -> l
     """Find a recipe's rewards and check their arguments; needs no heavy import. Raises ConfigError."""
     functions = []
     for reward in wanted:
-        function = find_reward(reward.name)
+        function = find_reward(reward.name, reward.timeout_s)
         _check_arguments(reward, function)
         if reward.name in REWARDS:
             _try_arguments(reward, function, fixed)
@@ -99,7 +101,7 @@ def check_rewards(wanted: Sequence[RewardConfig], fixed: Mapping[str, Any]) -> l
     return functions
 
 
-def find_reward(name: str) -> Reward:
+def find_reward(name: str, timeout_s: float | None = None) -> Reward:
     """The reward that a name, URL, `file.py:function`, `package.module:function` or `package.module.function` means."""
     if name in REWARDS:
         return REWARDS[name]
@@ -112,7 +114,7 @@ def find_reward(name: str) -> Reward:
         near = difflib.get_close_matches(name, REWARDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"there is no reward {name!r}{hint} (rewards: {', '.join(REWARDS)}; {OWN})")
-    return own_function(place, attribute, name, REWARDS)
+    return own_function(place, attribute, name, REWARDS, timeout_s)
 
 
 def _check_arguments(reward: RewardConfig, function: Reward) -> None:
@@ -207,7 +209,9 @@ class _GuardedReward:
         run_dir: Path,
     ) -> None:
         self.__name__ = name
+        self.waits = isinstance(function, OwnReward | RewardServer)  # for another process, so that others can be asked
         self._function = function
+        self._timeout_s = TIMEOUT_S if reward.timeout_s is None else reward.timeout_s
         self._examples = examples
         self._run_dir = run_dir
         self._fixed = {**fixed, **reward.args}
@@ -222,14 +226,11 @@ class _GuardedReward:
         columns = self._columns(completions, row, given)
         fixed = {**self._fixed, "step": step, "log_metric": _own_metrics(log_metric, self.__name__)}
         try:
-            returned = self._run(columns, fixed)
-        except QerlError:
-            raise
-        except STOPS as error:
-            index = self._first_to_raise(columns, fixed)
-            what = f"raised {type(error).__name__}: {error}{line_that_raised(error, __file__)}"
-            self._fail(what, columns, index, fixed, error)
-        return self._check(returned, columns, fixed)
+            return self._run(columns, fixed, self._timeout_s)
+        except ReturnedError as error:
+            self._fail(error.what, columns, error.index, fixed)
+        except OwnRewardError as error:
+            self._fail(str(error), columns, self._first_to_fail(columns, fixed), fixed, error)
 
     def _columns(self, completions: list[str], row: list[int], given: Mapping[str, Any]) -> dict[str, list[Any]]:
         examples = [self._examples[index] for index in row]
@@ -244,44 +245,40 @@ class _GuardedReward:
             "row": row,
         }
 
-    def _run(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> Any:
+    def _run(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any], timeout_s: float) -> list[float]:
         """Call the function. It gets copies of the lists, since other rewards read the same columns."""
         wanted = {**columns, **fixed}.keys() if self._wanted is None else self._wanted
+        if isinstance(self._function, OwnReward):
+            given = {key: value for key, value in {**columns, **fixed}.items() if key in wanted}
+            return self._function(len(columns["completions"]), timeout_s, **given)
         own = {
             key: [list(value) if isinstance(value, list) else value for value in values]
             for key, values in columns.items()
             if key in wanted
         }
         returned = self._function(**own, **{key: value for key, value in fixed.items() if key in wanted})
-        return list(returned) if isinstance(returned, Iterator) else returned
+        return numbers(returned, len(columns["completions"]))
 
-    def _first_to_raise(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> int | None:
-        """The first completion on which the reward raises when called with it alone; None if there is no such one."""
-        for index in range(len(columns["completions"])):
+    def _first_to_fail(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> int | None:
+        """The first completion with which alone the function fails, or takes ten times its share of the time limit.
+
+        None if there is no such one, or if it is not found within twice the limit.
+        """
+        count, end = len(columns["completions"]), time.monotonic() + 2 * self._timeout_s
+        share_s = min(self._timeout_s, max(LEAST_SHARE_S, 10 * self._timeout_s / count))
+        for index in range(count):
+            left_s = end - time.monotonic()
+            if left_s <= 0:
+                return None
             try:
-                self._run({key: [values[index]] for key, values in columns.items()}, fixed)
-            except STOPS:
+                self._run({key: [values[index]] for key, values in columns.items()}, fixed, min(share_s, left_s))
+            except LateError:
+                return index if left_s >= share_s else None
+            except OwnRewardError:
                 return index
+            except (ReturnedError, QerlError):
+                continue
         return None
-
-    def _check(self, returned: Any, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> list[float]:
-        expected = len(columns["completions"])
-        try:
-            values = list(returned)
-        except TypeError:
-            values = None
-        if values is None or isinstance(returned, str | dict) or len(values) != expected:
-            got = f"{len(values)} values" if values is not None else repr(returned)
-            self._fail(f"returned {got} for {expected} completions", columns, None, fixed)
-        rewards = []
-        for index, value in enumerate(values):
-            try:
-                rewards.append(float(value))
-            except (TypeError, ValueError, OverflowError):
-                rewards.append(math.nan)
-            if isinstance(value, str | bytes) or not abs(rewards[-1]) <= LARGEST:
-                self._fail(f"returned {value!r}, which is no number of at most {LARGEST:g}", columns, index, fixed)
-        return rewards
 
     def _fail(
         self,
@@ -290,17 +287,21 @@ class _GuardedReward:
         index: int | None,
         fixed: Mapping[str, Any],
         cause: Exception | None = None,
-    ) -> None:
+    ) -> NoReturn:
         """Save the completion (the whole batch if `index` is None) and raise RewardError."""
         picked = range(len(columns["completions"])) if index is None else [index]
         rows = [{key: values[i] for key, values in columns.items()} for i in picked]
         report = {"reward": self.__name__, "error": what, "step": fixed["step"], "completions": rows}
         path = self._run_dir / FAILED
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(
-            json.dumps(report, ensure_ascii=False, indent=2, default=repr) + "\n", "utf-8", "backslashreplace"
-        )
+        text = json.dumps(report, ensure_ascii=False, indent=2, default=repr) + "\n"
+        saved = f"{path}"
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, "utf-8", "backslashreplace")
+        except OSError as error:
+            saved += f", which could not be written ({error.strerror})"
+        late = f", within rewards.N.timeout_s ({self._timeout_s:g})" if isinstance(cause, LateError) else ""
         raise RewardError(
-            f"reward {self.__name__} {what}; the completion it failed on is in {path}. A reward has to return one "
-            "finite number for each completion, 0 for one that it cannot judge"
+            f"reward {self.__name__} {what}; the completion it failed on is in {saved}. A reward has to return one "
+            f"finite number for each completion{late}, 0 for one that it cannot judge"
         ) from cause

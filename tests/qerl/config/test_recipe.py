@@ -253,15 +253,16 @@ def test_an_override_is_read_as_yaml(recipe, override, read, value):
         ("rewards.0.wait=2", "rewards.0.wait: unknown key; did you mean rewards.0.weight?"),
         (
             "rewards=accuracy",
-            "rewards: got 'accuracy' (text), expected a list of {name, weight, args}; write [{name: accuracy}]",
+            "rewards: got 'accuracy' (text), expected a list of {name, weight, args, timeout_s}; write "
+            "[{name: accuracy}]",
         ),
         (
             "rewards=[accuracy]",
-            "rewards.0: got 'accuracy' (text), expected keys (name, weight, args); write {name: accuracy}",
+            "rewards.0: got 'accuracy' (text), expected keys (name, weight, args, timeout_s); write {name: accuracy}",
         ),
         ("rewards=a.py:short", 'write [{name: "a.py:short"}]'),
         ("adapter.targets=q_proj", "write [q_proj]"),
-        ("rewards=[]", "rewards: got the list [], expected a list of {name, weight, args}"),
+        ("rewards=[]", "rewards: got the list [], expected a list of {name, weight, args, timeout_s}"),
         ("noise=off", "noise: got 'off' (text), expected keys (enabled, sigma_start,"),
         ("noise=off", "write noise.enabled: false"),
         (

@@ -186,8 +186,9 @@ def test_two_functions_of_one_name_have_different_metrics(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["training.rewards.functions:accuracy", "training.rewards.functions.accuracy"])
-def test_functions_are_found_by_dotted_paths(name):
-    assert find_reward(name) is accuracy
+def test_functions_are_found_by_dotted_paths(name, tmp_path):
+    (function,) = build(tmp_path, {"name": name}).functions
+    assert call(function, ["#### 18", "#### 3"]) == [1.0, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -242,9 +243,10 @@ def test_an_unusable_file_is_refused_before_the_run(tmp_path):
         "def reward(": "cannot be imported: SyntaxError",
         "import sys; sys.exit(0)": "cannot be imported: SystemExit",
         "import no_such_module": "cannot be imported: ModuleNotFoundError",
-        "reward = 1": r"has no function 'reward' \(an async one cannot be used\); give one that is there",
+        "reward = 1": r"has no function 'reward'; give one that is there",
+        "import os; os._exit(3)": r"cannot be imported: ended its process \(os\._exit or the like, with code 3\)",
+        "import asyncio; raise asyncio.CancelledError": "cannot be imported: CancelledError",
         "def rewards(completions): ...": r"no function 'reward'; did you mean 'rewards'\?",
-        "async def reward(completions): ...": "async",
         "def reward(completions, nonsense): ...": "asks for 'nonsense', which is neither .* a column",
     }.items():
         with pytest.raises(ConfigError, match=message):
@@ -274,7 +276,11 @@ def test_for_a_misspelt_file_the_nearest_name_is_given(tmp_path):
         ("return [None if not c else 1.0 for c in completions]", "returned None", [""]),
         ("return ['1' for c in completions]", "returned '1'", ["good"]),
         ("return [float('inf')] * len(completions)", "returned inf", ["good"]),
-        ("return [10**400 if not c else 1.0 for c in completions]", "returned 10+, which is no number of", [""]),
+        (
+            "return [10**400 if not c else 1.0 for c in completions]",
+            r"returned 10+\.\.\.0+, which is no number of",
+            [""],
+        ),
         ("return [1e30 if not c else 1.0 for c in completions]", r"returned 1e\+30, which is no number of", [""]),
         ("return [b'1'] * len(completions)", "returned b'1', which is no number", ["good"]),
         ("return (1 / len(c) for c in completions)", "raised ZeroDivisionError", [""]),
