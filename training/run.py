@@ -39,7 +39,7 @@ from qerl.tasks import get_task
 from training.parts import Given, make_parts
 from training.policy.build import build_policy
 from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
-from training.preflight.checks import check_engine, check_memory, free_bytes, read_prompts, sizes_at
+from training.preflight.checks import check_engine, check_memory, check_room, free_bytes, read_prompts, sizes_at
 from training.rewards.rewards import build_rewards, fixed_columns
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
 from training.run_dir.folder import make_aside, new_run_dir, only_writer, written
@@ -134,6 +134,7 @@ def _check(config: RunConfig, base: ModelRef, run_dir: Path) -> Given:
     check_installed(config)
     tokenizer, prompts = read_prompts(config, base)
     check_same_base(run_dir, base.base)
+    check_room(run_dir, trainer_bytes(config, sizes_at(base)))
     if engine_name == "vllm":
         check_memory(config, base, free_bytes())
     fixed = fixed_columns(get_task(config.data.task), config.rollout.max_new_tokens)
@@ -171,7 +172,8 @@ def _finish(run_dir: Path, steps: int, of: int) -> TrainResult:
     final = run_dir / "adapter"
     if not all((final / name).is_file() for name in ADAPTER_FILES) or adapter_damage(final):
         partial = run_dir / ".adapter.partial"
-        partial.mkdir(exist_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed here
+        partial.mkdir()
         for name in ADAPTER_FILES:
             shutil.copy(checkpoint_path(run_dir, steps) / name, partial / name)
         seal(partial)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -23,13 +24,14 @@ from qerl.data.examples import check_source
 from qerl.engine.interface import check_tokens
 from qerl.engine.open import choose_engine
 from qerl.engine.own_memory import others_bytes
-from qerl.errors import ConfigError, EngineError
+from qerl.errors import CheckpointError, ConfigError, EngineError
 from qerl.plan.advice import with_values
 from qerl.plan.cards import Card
 from qerl.plan.plan import GIB, plan
 from qerl.plan.sizes import ModelSizes, sizes_of
 from qerl.tasks import get_task
 from training.rewards.rewards import check_rewards, fixed_columns
+from training.run_dir.checkpoint import checkpoints
 from training.run_dir.resume import config_to_resume
 
 if TYPE_CHECKING:
@@ -182,3 +184,16 @@ def free_bytes() -> int:
 
     device = torch.cuda.current_device()
     return torch.cuda.get_device_properties(device).total_memory - others_bytes(device)
+
+
+def check_room(run_dir: Path, needed: int) -> None:
+    """Raise CheckpointError if the disk has no room for a checkpoint of `needed` bytes, even if all checkpoints but
+    the newest are deleted for it."""
+    above = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
+    older = sum(file.stat().st_size for path in checkpoints(run_dir)[:-1] for file in path.rglob("*"))
+    free = shutil.disk_usage(above).free
+    if free + older < needed:
+        raise CheckpointError(
+            f"a checkpoint (adapter and optimizer) takes {needed / 2**20:,.1f} MiB, and the disk of {run_dir} has "
+            f"{free / 2**20:,.1f} MiB left: free some disk space, or write to another disk with --out"
+        )

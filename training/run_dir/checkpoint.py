@@ -23,7 +23,7 @@ from safetensors import SafetensorError
 from qerl.checkpoint import sealed
 from qerl.checkpoint.adapter import ADAPTER_FILES
 from qerl.errors import CheckpointError
-from qerl.files.disk import fsync
+from qerl.files.disk import fsync, refusal_of
 from training.policy.policy import WEIGHTS_FILE
 
 logger = logging.getLogger(__name__)
@@ -42,9 +42,11 @@ def write_checkpoint(run_dir: Path, step: int, keep: int, write: Callable[[Path]
     try:
         _write_or_make_room(run_dir, step, write)
     except REFUSALS as error:
+        before = newest_checkpoint(run_dir)
+        kept = f"{before.name} is untouched" if before else "there is none before it, and a resumed run begins anew"
         raise CheckpointError(
-            f"the checkpoint of step {step} could not be written ({error}); the one before is untouched: free some "
-            f"disk space and run `qerl train --resume {run_dir}`"
+            f"the checkpoint of step {step} could not be written ({_reason(error)}); {kept}: free some disk space and "
+            f"run `qerl train --resume {run_dir}`"
         ) from error
     for old in checkpoints(run_dir)[:-keep]:
         shutil.rmtree(old)
@@ -56,7 +58,7 @@ def _write_or_make_room(run_dir: Path, step: int, write: Callable[[Path], None])
         _write(final, write)
         return
     except REFUSALS as error:
-        if not _make_room(run_dir, step, str(error)):
+        if not _make_room(run_dir, step, _reason(error)):
             raise
     _write(final, write)  # outside of `except`: the error keeps the half-written file open, and so its space in use
 
@@ -75,6 +77,13 @@ def _write(final: Path, write: Callable[[Path], None]) -> None:
     except BaseException:
         shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _reason(error: Exception) -> str:
+    """Why a file could not be written. torch's writer does not name the system's reason, but where in its source it
+    noticed."""
+    in_torch = isinstance(error, RuntimeError) and re.search(r"inline_container|PytorchStreamWriter", str(error))
+    return refusal_of(error) or ("the disk took only a part of a file" if in_torch else str(error))
 
 
 def _make_room(run_dir: Path, step: int, reason: str) -> bool:

@@ -19,8 +19,10 @@ from qerl.files.nearby import expanded
 from qerl.files.read_back import read_object
 from qerl.report.shapes import About
 from training.run_dir.checkpoint import checkpoints
+from training.run_dir.terminal_gone import TERMINAL_LOG
 
-LOCK = ".lock"  # the only file in the folder if the disk was full when the run began
+LOCK = ".lock"
+UNBEGUN = {LOCK, "config.partial", TERMINAL_LOG}  # what may be there if a kill or a full disk came before config.yaml
 
 
 def new_run_dir(out: str | None, name: str) -> Path:
@@ -29,7 +31,9 @@ def new_run_dir(out: str | None, name: str) -> Path:
     if not str(run_dir).isprintable():
         raise ConfigError(f"--out {str(run_dir)!r} holds characters that cannot be printed: write another")
     try:
-        taken = run_dir.exists() and (not run_dir.is_dir() or any(path.name != LOCK for path in run_dir.iterdir()))
+        taken = run_dir.exists() and (
+            not run_dir.is_dir() or any(path.name not in UNBEGUN for path in run_dir.iterdir())
+        )
         above = next(parent for parent in run_dir.absolute().parents if parent.exists())
     except OSError as error:
         raise ConfigError(f"--out {run_dir} cannot be a run directory ({error.strerror}): give another") from error

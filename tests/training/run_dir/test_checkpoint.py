@@ -14,7 +14,7 @@ from qerl.checkpoint.sealed import CHECKSUMS
 from qerl.errors import CheckpointError
 from training.policy.policy import AdapterPolicy
 from training.run import resume, start
-from training.run_dir.checkpoint import FILES, checkpoint_step, checkpoints, newest_checkpoint
+from training.run_dir.checkpoint import FILES, checkpoint_step, checkpoints, newest_checkpoint, write_checkpoint
 from training.run_dir.log import RunLog, read_metrics
 
 
@@ -155,3 +155,23 @@ def test_a_full_disk_costs_no_step_while_an_older_checkpoint_can_be_deleted(fini
         assert [checkpoint_step(path) for path in checkpoints(result.run_dir)] == [4, 6]
         assert numbers(result.run_dir) == numbers(finished)
     assert not (tmp_path / "run").exists()  # nothing was written to another disk
+
+
+@pytest.mark.skipif(not can_mount(), reason="a small disk needs the right to mount one (unshare -rm)")
+def test_a_disk_without_room_for_one_checkpoint_is_refused_before_anything_is_written(finished, nvfp4_base, tmp_path):
+    used = sum(file.stat().st_size for file in (finished / "checkpoints" / "step-000006").iterdir())
+    with small_disk(tmp_path, int(0.3 * used)) as disk:
+        config = small_config(nvfp4_base, tmp_path, out=disk / "run")
+        with pytest.raises(CheckpointError, match=r"takes [\d.]+ MiB, and the disk of .* has [\d.]+ MiB left: free"):
+            start(config, "tiny")
+        assert not (disk / "run").exists()
+
+
+def test_without_an_earlier_checkpoint_none_is_said_to_be_untouched(tmp_path):
+    """torch's own words would name a line of its source, and not the disk."""
+
+    def write(folder):
+        raise RuntimeError("[enforce fail at inline_container.cc:664] . unexpected pos 64 vs 0")
+
+    with pytest.raises(CheckpointError, match=r"\(the disk took only a part of a file\); there is none before it"):
+        write_checkpoint(tmp_path, 2, 1, write)
