@@ -74,7 +74,9 @@ def make_plan(settings: EvalSettings) -> Plan:
     run = run_of(ref)
     settings = with_memory(settings, run)
     task = with_prompt(asked, settings, run)
-    examples, dropped = load_examples(task, settings.data, "test", settings.columns, settings.limit)
+    examples, dropped = load_examples(
+        task, settings.data, "test", settings.columns, settings.limit, settings.keep_unreadable
+    )
     folder = local_folder(ref.base)
     tokenizer = load_tokenizer(folder, settings.trust_remote_code)
     prompts = [render_prompt(tokenizer, build_messages(task, example.question)) for example in examples]

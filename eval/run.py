@@ -136,7 +136,8 @@ def complete(plan: Plan, engine: Engine, store: Store, rows: list[Row], on_batch
 def grade_batch(plan: Plan, number: int, batch: Sequence[Key], completions: Sequence[Completion]) -> list[Row]:
     """One row for each completion of a batch."""
     texts = [plan.tokenizer.decode(completion.token_ids, skip_special_tokens=True) for completion in completions]
-    grades = grade_many(plan.task, texts, [plan.examples[row].answer for row, _ in batch])
+    examples = [plan.examples[row] for row, _ in batch]
+    grades = grade_many(plan.task, texts, [one.answer for one in examples], [one.question for one in examples])
     rows = []
     for (row, sample), completion, text, judged in zip(batch, completions, texts, grades, strict=True):
         example = plan.examples[row]

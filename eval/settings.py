@@ -73,6 +73,9 @@ class EvalSettings:
         Text(parse_columns),
         typer.Option(help="Columns of --data: question=problem,answer=solution"),
     ] = None
+    keep_unreadable: Annotated[
+        bool, typer.Option(help="Keep rows whose answer (prose, broken LaTeX) the grader cannot read.")
+    ] = False
     limit: Annotated[int | None, typer.Option(help="Only the first rows, this many.")] = None
     system_prompt: Annotated[
         str | None, typer.Option(help='Default: the one that trained, else the task\'s; "" for none.')

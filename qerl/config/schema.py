@@ -77,6 +77,9 @@ class DataConfig(Section):
     )
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are dropped, counted and named")
     limit: int | None = Field(None, ge=1, description="use only the first rows, this many; null: all")
+    keep_unreadable: bool = Field(
+        False, description="keep rows whose answer (prose, broken LaTeX) the grader cannot read; else they are dropped"
+    )
 
 
 class RewardConfig(Section):

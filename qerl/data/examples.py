@@ -6,7 +6,9 @@ A row is left out, with its reason, if
 2. the task's answers are numbers and this one is not;
 3. an earlier row has the same question and answer, or the row's `dup` column says so;
 4. another row has the same question and another answer (both are left out), or the row's `conflict` column says so;
-5. it is to be trained on and its `eval_exact` or `eval_near` column names an evaluation set that holds its question.
+5. no grader can read its answer, so that any completion would be wrong (prose, LaTeX that is cut off), unless
+   `keep_unreadable` is set;
+6. it is to be trained on and its `eval_exact` or `eval_near` column names an evaluation set that holds its question.
 
 An answer column that holds a worked solution gives the answer which the solution marks (`#### N`, `\\boxed{...}`).
 """
@@ -26,6 +28,7 @@ from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_local
 from qerl.errors import ConfigError, DataError
 from qerl.tasks import Example, Task
 from qerl.tasks.extract import extract
+from qerl.tasks.grading import can_be_graded
 from qerl.tasks.latex import strip_math
 from qerl.tasks.number import parse_number
 
@@ -34,6 +37,7 @@ log = logging.getLogger(__name__)
 _NAMED = 2  # rows named for each reason
 _PEEK = 100  # rows whose columns are looked at
 _MISSING = object()
+KEEP_UNREADABLE = "data.keep_unreadable (eval: --keep-unreadable)"
 
 
 @dataclass(frozen=True)
@@ -70,6 +74,7 @@ def load_examples(
     split: str = "train",
     columns: Mapping[str, str] | None = None,
     limit: int | None = None,
+    keep_unreadable: bool = False,
 ) -> tuple[list[Example], DropReport]:
     """The usable rows of `source` (hub id, file or folder; None: the task's own data set), at most `limit`.
 
@@ -83,7 +88,7 @@ def load_examples(
     name, rows = _open(task, source, split)
     first = list(itertools.islice(rows, _PEEK))
     paths = _find_columns(task, name, columns or {}, first)
-    collector = _Collector(task, split, paths)
+    collector = _Collector(task, split, paths, keep_unreadable)
     for place, row in itertools.chain(first, rows):
         collector.add(place, row)
     examples, report = collector.finish(name, limit)
@@ -179,8 +184,9 @@ class _UnusableError(Exception):
 class _Collector:
     """Takes rows one by one, keeps the usable ones in order, and notes why the others are left out."""
 
-    def __init__(self, task: Task, split: str, paths: Mapping[str, str]) -> None:
+    def __init__(self, task: Task, split: str, paths: Mapping[str, str], keep_unreadable: bool) -> None:
         self._task, self._split, self._paths = task, split, paths
+        self._keep_unreadable = keep_unreadable
         self._examples: dict[str, tuple[str, Example]] = {}  # question without white space -> place, example
         self._conflicts: set[str] = set()
         self._ids: set[str] = set()
@@ -224,6 +230,10 @@ class _Collector:
             raise _UnusableError("duplicate", f"duplicate of {earlier[0]}")
         if self._task.answer_kind == "number" and parse_number(answer) is None:
             raise _UnusableError("answer that is no number", f"the answer {answer[:40]!r} is no number")
+        if self._task.answer_kind == "math" and not self._keep_unreadable and not can_be_graded(answer, "math"):
+            raise _UnusableError(
+                "answer that cannot be read", f"the answer {answer[:40]!r} cannot be read; {KEEP_UNREADABLE} keeps it"
+            )
         _check_flags(row, self._split)
         if earlier is not None:
             self._compare(place, answer, key)

@@ -188,6 +188,7 @@ def load_examples(
     split: str = "train",
     columns: Mapping[str, str] | None = None,
     limit: int | None = None,
+    keep_unreadable: bool = False,
 ) -> tuple[list[Example], DropReport]:
     """The usable rows of the task's own dataset, or of `source`: a hub id (`owner/name:subset`), a file or a folder.
 
@@ -195,18 +196,23 @@ def load_examples(
     """
     from qerl.data.examples import load_examples as load
 
-    return load(get_task(task) if isinstance(task, str) else task, source, split, columns, limit)
+    return load(get_task(task) if isinstance(task, str) else task, source, split, columns, limit, keep_unreadable)
 
 
-def grade(task: Task | str, completion: str, answer: str) -> Grade:
+def grade(task: Task | str, completion: str, answer: str, question: str | None = None) -> Grade:
     """Judge one completion against the answer; see qerl.tasks.grading.grade, which this calls."""
     from qerl.tasks.grading import grade as judge
 
-    return judge(get_task(task) if isinstance(task, str) else task, completion, answer)
+    return judge(get_task(task) if isinstance(task, str) else task, completion, answer, question)
 
 
-def grade_many(task: Task | str, completions: Sequence[str], answers: Sequence[str]) -> list[Grade]:
+def grade_many(
+    task: Task | str,
+    completions: Sequence[str],
+    answers: Sequence[str],
+    questions: Sequence[str | None] | None = None,
+) -> list[Grade]:
     """Judge many completions at once; see qerl.tasks.grading.grade_many, which this calls."""
     from qerl.tasks.grading import grade_many as judge
 
-    return judge(get_task(task) if isinstance(task, str) else task, completions, answers)
+    return judge(get_task(task) if isinstance(task, str) else task, completions, answers, questions)

@@ -8,7 +8,7 @@ does not understand (integrals, sets of other kinds) go to `fallback`, which is 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from qerl.tasks.evaluate import as_real, close, is_zero, ratio
 from qerl.tasks.expression import Tree, variables
@@ -38,15 +38,22 @@ def compare_math(answer: str, gold: str, fallback: Fallback) -> Verdict:
         return error.verdict
 
 
-def readable(gold: str) -> bool:
-    """Whether all values of an answer are understood without math-verify."""
-    return _readable(_canonical(read(gold)))
+_MAX_WORDS = 6
 
 
-def _readable(shape: Shape) -> bool:
+def unread_values(gold: str) -> list[str]:
+    """The values within an answer that are understood only by math-verify, if at all; and long texts in words."""
+    return list(_unread(_canonical(read(gold))))
+
+
+def _unread(shape: Shape) -> Iterator[str]:
     if shape.kind == "value":
-        return tree_of(shape.text) is not None or endless(shape.text) != 0 or shape.text == "\\emptyset"
-    return all(_readable(item) for item in shape.items)
+        if tree_of(shape.text) is None and not endless(shape.text) and shape.text != "\\emptyset":
+            yield shape.text
+    elif shape.kind == "words" and len(shape.text.split()) > _MAX_WORDS:
+        yield shape.text
+    for item in shape.items:
+        yield from _unread(item)
 
 
 def _canonical(shape: Shape) -> Shape:

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from fractions import Fraction
 from typing import Any
 
-from qerl.tasks.expression import ExpressionError, Tree
+from qerl.tasks.expression import Tree
+from qerl.tasks.tokens import ExpressionError
 
 DIGITS = 40
 _MAX_BITS = 20_000  # of an exact power; larger ones are computed with 40 digits

@@ -12,89 +12,29 @@ functions, and a degree sign elsewhere is a unit.
 
 from __future__ import annotations
 
-import re
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
+
+from qerl.tasks.tokens import ExpressionError, Token, tokens
 
 MAX_NESTING = 30  # evaluation recurses, and no real answer is nested so deeply
 
 Tree = tuple[Any, ...]  # (operation, operands...)
 
 
-class ExpressionError(ValueError):
-    """The text is not an expression of the kind described above, or it has no value at the point."""
-
-
-_GREEK = (
-    "alpha|beta|gamma|delta|epsilon|varepsilon|zeta|eta|theta|vartheta|iota|kappa|lambda|mu|nu|xi|rho|sigma|tau|"
-    "upsilon|phi|varphi|chi|psi|omega|Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Phi|Psi|Omega|ell|hbar"
-)
-_FUNCTIONS = (
-    "arcsin|arccos|arctan|arcsec|arccsc|arccot|sinh|cosh|tanh|coth|sech|csch|sin|cos|tan|cot|sec|csc|ln|lg|log|exp"
-)
 _INVERSE = {"sin": "arcsin", "cos": "arccos", "tan": "arctan", "sec": "arcsec", "csc": "arccsc", "cot": "arccot"}
 _TRIGONOMETRIC = frozenset(_INVERSE)
-_DECORATIONS = "overline|bar|vec|hat|tilde|widehat|overrightarrow|mathbf|boldsymbol|bm|mathcal|mathbb|dot"
-_TEXT = "text|mathrm|mbox|textbf|textit|textrm|operatorname|mathit|mathsf|rm"
-_TOKEN = re.compile(
-    r"\s*(?:(?P<number>\d*\.\d*\\overline\{\d+\}|\d+\.?\d*|\.\d+)"
-    r"|(?P<degree>\^\s*(?:\{\s*\\circ\s*\}|\\circ)|\\degree(?![A-Za-z])|°)"
-    rf"|\\(?P<word>{_TEXT})\s*\{{\s*(?P<content>[^{{}}]*?)\s*\}}"
-    rf"|\\(?P<decoration>{_DECORATIONS})\s*(?:\{{\s*(?P<decorated>[^{{}}]*?)\s*\}}|(?P<bare>[A-Za-z]))"
-    rf"|\\(?P<greek>{_GREEK})(?![A-Za-z])"
-    rf"|(?:\\(?P<function>{_FUNCTIONS})(?![a-z])|(?P<plain>{_FUNCTIONS}|sqrt|pi)(?![a-z]))"
-    r"|\\(?P<command>[A-Za-z]+)"
-    r"|(?P<letter>[A-Za-z])"
-    r"|(?P<symbol>[-+*/^_(){}\[\]|!']))"
-)
-
-
-@dataclass(frozen=True)
-class _Token:
-    kind: str
-    text: str
-    spaced: bool = False
 
 
 @lru_cache(4096)
 def parse_expression(text: str) -> Tree:
     """The tree of an expression. Raises ExpressionError if any part of it is not understood."""
-    tokens, position = [], 0
-    text = text.strip()
-    while position < len(text):
-        match = _TOKEN.match(text, position)
-        if match is None:
-            raise ExpressionError(f"{text[position : position + 10]!r} is not understood")
-        tokens.append(_token(match))
-        position = match.end()
-    parser = _Parser(tokens)
+    parser = _Parser(tokens(text))
     tree = parser.sum()
     if parser.next is not None:
         raise ExpressionError(f"{parser.next.text!r} is not expected there")
     return tree
-
-
-def _token(match: re.Match[str]) -> _Token:
-    spaced = match[0][:1].isspace()
-    if match["decoration"]:
-        return _Token("letter", f"{match['decoration']} {match['decorated'] or match['bare']}", spaced)
-    if match["word"]:
-        content = match["content"]
-        if content in ("e", "i"):
-            return _Token("letter", content, spaced)
-        if re.fullmatch(_FUNCTIONS, content):
-            return _Token("function", content, spaced)
-        if not content.isalpha():
-            raise ExpressionError(f"the text {content!r} is no name")
-        return _Token("letter", content if len(content) == 1 else f"text {content.casefold()}", spaced)
-    for kind in ("number", "degree", "function", "command", "letter", "symbol"):
-        if match[kind] is not None:
-            return _Token(kind, match[kind], spaced)
-    if match["plain"]:
-        return _Token("command" if match["plain"] in ("sqrt", "pi") else "function", match["plain"], spaced)
-    return _Token("letter", match["greek"], spaced)
 
 
 _PRODUCTS = {("symbol", "*"), ("command", "cdot"), ("command", "times"), ("command", "ast")}
@@ -105,7 +45,7 @@ _CLOSED_BY = {"(": ")", "[": "]", "{": "}", "|": "|"}
 class _Parser:
     """Recursive descent: a sum of products of implicit products of powers."""
 
-    def __init__(self, tokens: list[_Token]) -> None:
+    def __init__(self, tokens: list[Token]) -> None:
         self._tokens = tokens
         self._at = 0
         self._depth = 0
@@ -113,14 +53,14 @@ class _Parser:
         self._trigonometric = False
 
     @property
-    def next(self) -> _Token | None:
+    def next(self) -> Token | None:
         return self._tokens[self._at] if self._at < len(self._tokens) else None
 
     def _next_is(self, kind: str, text: str | None = None) -> bool:
         token = self.next
         return token is not None and token.kind == kind and text in (None, token.text)
 
-    def _take(self) -> _Token:
+    def _take(self) -> Token:
         token = self.next
         if token is None:
             raise ExpressionError("the expression ends too early")
@@ -250,7 +190,13 @@ class _Parser:
             name += "'"
         if self._take_if("_"):
             name += f"_{self._subscript()}"
-        return ("constant", name) if name in ("e", "i") else ("variable", name)
+        if name in ("e", "i"):
+            return ("constant", name)
+        given = self._tokens[self._at : self._at + 3]
+        if [token.text for token in given[::2]] == ["(", ")"] and given[1].kind == "number":
+            self._at += 3  # "I(0)" is the value of a function, not zero
+            name += f"({given[1].text})"
+        return ("variable", name)
 
     def _subscript(self) -> str:
         if not self._take_if("{"):
@@ -312,7 +258,7 @@ class _Parser:
         if token is not None and token.kind == "number" and len(token.text) > 1:
             if not token.text.isdigit():
                 raise ExpressionError("a decimal needs braces here")
-            self._tokens[self._at] = _Token("number", token.text[1:])
+            self._tokens[self._at] = Token("number", token.text[1:])
             return ("number", Fraction(int(token.text[0])))
         return self._atom()
 

@@ -7,8 +7,9 @@ graded by its last one:
    closed, the completion was cut off inside its answer, and there is no answer, whatever comes before.
 2. `<answer>...</answer>`.
 3. `#### N`, up to the end of the line, if the line looks like an answer (a Markdown heading does not).
-4. "the answer is ...", "answer: ...", "答案是", up to the end of the sentence.
-5. The last number of the completion, but only if the task allows it.
+4. "the answer is ...", "answer: ...", "答案是", up to the end of the sentence; or the line after the heading "Answer".
+5. `**...**`, if the last line of the completion consists of it.
+6. The last number of the completion, but only if the task allows it.
 
 A completion that thinks first (`...</think>`) is searched after the last `</think>`, and as a whole only if nothing is
 found there. All searches take linear time in the length of the completion, and look at no more than MAX_ANSWER_CHARS
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qerl.tasks.number import parse_number
+from qerl.tasks.shape import LABEL
 
 MAX_COMPLETION_CHARS = 2_000_000  # a completion of 128k tokens has about 500k
 MAX_ANSWER_CHARS = 1000
@@ -35,9 +37,10 @@ _BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BARE_TOKEN = re.compile(r"[^\s{}$\\,;]+")
 _TAG = re.compile(r"<answer>", re.IGNORECASE)
 _TAG_END = re.compile(r"</answer>", re.IGNORECASE)
-_MENTION = re.compile(r"\banswer\b|答案", re.IGNORECASE)
+_MENTION = re.compile(r"(?<![A-Za-z])answer(?![A-Za-z])|答案", re.IGNORECASE)
 _LEAD = re.compile(
-    r"(?:\s+to\s+(?:the|this|your)\s+(?:question|problem))?(?:\s+is\b|\s*(?:=|:|：|是|为|為))\s*[:：]?\s*"
+    r"(?:\s+to\s+(?:the|this|your)\s+(?:question|problem))?[*_`]{0,3}"
+    r"(?:\s+(?:(?:should|must|would|will)\s+be|is|equals)\b|\s*(?:=|:|：|是|为|為)|\s*\n)\s*[*_]{0,3}\s*[:：]?\s*"
     r"(?:(?:therefore|thus|simply|just|then|hence|exactly|indeed|equal to|equals|approximately|about)\b[\s,:]*)*",
     re.IGNORECASE,
 )
@@ -46,6 +49,8 @@ _SENTENCE_END = re.compile(
     r"\n|[.。](?=\s|$|\*|\")|[;；]|[,，]\s*(?!and\b|or\b)(?=[A-Za-z]{2})|\s(?:because|since|which|so)\b"
 )
 _NUMBER = re.compile(r"(?:(?<=^)|(?<=[\s(=$:*]))[-−]?\s?[$€£]?\d[\d,]*(?:\.\d+)?(?:/\d+)?%?")
+_MATRIX = re.compile(r"[^\n]{0,20}?\\begin\{(\w+)\}.*?\\end\{\1\}", re.DOTALL)
+_BOLD_LINE = re.compile(r"(?:\*\*|__)([^*\n]+?)(?:\*\*|__)[.!]?")
 # After "the answer is", these words state no answer ("I checked that the answer is correct").
 _VERDICTS = {"correct", "incorrect", "right", "wrong", "valid", "unique", "reasonable", "consistent", "found", "given"}
 
@@ -83,7 +88,7 @@ def _marked(text: str, kind: str) -> Extracted:
     box = _last_box(text)
     if box is not None:
         return box
-    for candidate in (_last_tag(text), _last_hashes(text, kind), _last_mention(text, kind)):
+    for candidate in (_last_tag(text), _last_hashes(text, kind), _last_mention(text, kind), _last_bold(text, kind)):
         if candidate:
             return Extracted(candidate) if len(candidate) <= MAX_ANSWER_CHARS else TOO_LONG
     return NOTHING
@@ -94,7 +99,7 @@ def _last_box(text: str) -> Extracted | None:
     for opening in reversed(deque(_BOX.finditer(text), maxlen=_MAX_BOXES)):
         content = _box_at(text, opening.end())
         if content is not None and content.text != "":
-            return content
+            return Extracted(LABEL.sub("", content.text, count=1).strip() or None) if content.text else content
     return None
 
 
@@ -133,6 +138,18 @@ def _last_hashes(text: str, kind: str) -> str | None:
     return None
 
 
+def _last_bold(text: str, kind: str) -> str | None:
+    """The last line of the text, if all of it is bold. Bold text elsewhere may be a step."""
+    line = text[-_MAX_LINE_CHARS:].rstrip().rpartition("\n")[2].strip()
+    bold = _BOLD_LINE.fullmatch(line)
+    if bold is None:
+        return None
+    stated = _statement(bold[1].strip())
+    return (
+        stated if parse_number(stated, algebra=kind == "math") or (kind == "math" and _reads_as_math(stated)) else None
+    )
+
+
 def _last_mention(text: str, kind: str) -> str | None:
     """What the last "the answer is" with a value after it states."""
     for mention in reversed(deque(_MENTION.finditer(text), maxlen=_MAX_MENTIONS)):
@@ -151,6 +168,9 @@ def _statement(rest: str) -> str:
     formula = _DELIMITED.match(rest)
     if formula:
         return next(group for group in formula.groups() if group is not None).strip()
+    matrix = _MATRIX.match(rest)
+    if matrix:
+        return matrix[0]
     return _SENTENCE_END.split(rest, maxsplit=1)[0].strip(" *_`!\t")
 
 
@@ -158,5 +178,5 @@ def _reads_as_math(text: str) -> bool:
     """Whether a text that is not marked as a formula looks like one, or is a single word, rather than prose."""
     if not text or text.lower() in _VERDICTS:
         return False
-    words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{3,}", text)
+    words = re.findall(r"(?<![\\A-Za-z])[A-Za-z]{3,}", re.sub(r"\\(?:begin|end|text|mathrm)\{\w+\}", "", text))
     return len(text.split()) == 1 or (not words and bool(re.search(r"[\d\\=+^]", text)))

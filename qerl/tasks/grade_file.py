@@ -1,7 +1,8 @@
 """Grades a file of saved completions again, for `qerl grade --task T FILE`.
 
-Each line has an `answer`, and a `completion` (one text) or `completions` (several); the completions.jsonl of an
-evaluation is such a file. If a line also stores a grade (`correct`), the new grade is compared with it.
+Each line has an `answer`, a `completion` (one text) or `completions` (several), and possibly the `question`. The
+completions.jsonl of an evaluation is such a file. If a line also stores a grade (`correct`), the new grade is compared
+with it.
 """
 
 from __future__ import annotations
@@ -81,6 +82,7 @@ class _Item:
     completion: str
     answer: str
     stored: bool | None
+    question: str | None
 
 
 def grade_file(task: Task | str, path: str | Path) -> FileGrades:
@@ -89,7 +91,10 @@ def grade_file(task: Task | str, path: str | Path) -> FileGrades:
     items = [item for place, row in local_rows(str(path), "test") for item in _items(task, path, place, row)]
     if not items:
         raise DataError(f"{path} holds no completions: is it the right file?")
-    grades = grade_many(task, [item.completion for item in items], [item.answer for item in items])
+    completions, answers, questions = zip(
+        *((item.completion, item.answer, item.question) for item in items), strict=True
+    )
+    grades = grade_many(task, completions, answers, questions)
     disagreements = tuple(
         Disagreement(item.place, item.stored, grade, item.answer)
         for item, grade in zip(items, grades, strict=True)
@@ -112,13 +117,13 @@ def _items(task: Task, path: str | Path, place: str, row: Mapping[str, Any] | No
             f"one has {', '.join(map(str, row)) or 'nothing'}"
         )
     answer = final_answer(str(row["answer"]), task.answer_kind)
-    stored = row.get("correct")
+    stored, question = row.get("correct"), row.get("question")
     grades = stored if isinstance(stored, list) else [stored] * len(completions)
     if len(grades) != len(completions):
         raise DataError(f"{path}, {place}: {len(grades)} values of `correct` for {len(completions)} completions")
     for number, (text, grade) in enumerate(zip(completions, grades, strict=True), start=1):
         where = place if len(completions) == 1 else f"{place}, completion {number}"
-        yield _Item(where, text, answer, _truth(grade))
+        yield _Item(where, text, answer, _truth(grade), question if isinstance(question, str) else None)
 
 
 def _truth(value: Any) -> bool | None:

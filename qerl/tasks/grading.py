@@ -1,8 +1,9 @@
 """The grade that reward and evaluation share: extract the answer of a completion and compare it with the task's.
 
-Numbers are compared as exact fractions, in this process and without any library. If the answers of a task are
-mathematics, an answer that is not a number goes to math-verify, in a worker process with a time limit. Answers are
-compared as text only if neither has any mathematics in it ("Evelyn", "(C)").
+Numbers are compared as exact fractions. If the answers of a task are mathematics, an answer that is not a number is
+compared part by part and at random points (qerl/tasks/equality.py), and what this does not understand goes to
+math-verify, in a worker process with a time limit. Answers are compared as text only if neither has any mathematics in
+it ("Evelyn", "(C)"). An answer that only repeats the question's expression is wrong (qerl/tasks/copied.py).
 """
 
 from __future__ import annotations
@@ -15,11 +16,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qerl.tasks import Task, math_pool
-from qerl.tasks.equality import compare_math
+from qerl.tasks.copied import is_copied
+from qerl.tasks.equality import compare_math, unread_values
 from qerl.tasks.extract import MAX_ANSWER_CHARS, extract
 from qerl.tasks.latex import strip_math
 from qerl.tasks.number import Number, parse_number
 from qerl.tasks.shape import tidy
+from qerl.tasks.values import is_prose
 
 Reason = Literal["correct", "wrong", "no_answer", "unparsable", "too_long", "timeout", "bad_answer"]
 
@@ -41,23 +44,40 @@ class Grade:
     reason: Reason
 
 
-def grade(task: Task, completion: str, answer: str) -> Grade:
-    """Judge one completion. Never raises, whatever a model wrote, and takes less than a second of processor time."""
+def grade(task: Task, completion: str, answer: str, question: str | None = None) -> Grade:
+    """Judge one completion. Never raises, whatever a model wrote, and takes less than a second of processor time.
+
+    With the question, an answer that only repeats an expression of the question, instead of evaluating it, is wrong.
+    """
     found = extract(completion, task.answer_kind, task.last_number)
     if found.text is None:
         return Grade(False, None, "too_long" if found.too_long else "no_answer")
     reason = compare(found.text, answer, task.answer_kind)
+    if reason == "correct" and question is not None and is_copied(found.text, answer, question):
+        reason = "wrong"
     return Grade(reason == "correct", found.text, reason)
 
 
-def grade_many(task: Task, completions: Sequence[str], answers: Sequence[str]) -> list[Grade]:
+def grade_many(
+    task: Task, completions: Sequence[str], answers: Sequence[str], questions: Sequence[str | None] | None = None
+) -> list[Grade]:
     """Judge many completions; several worker processes share the formulas of a large batch."""
-    pairs = list(zip(completions, answers, strict=True))
-    workers = min(math_pool.MAX_WORKERS, 1 + len(pairs) // _PER_WORKER)
+    rows = list(zip(completions, answers, questions or [None] * len(answers), strict=True))
+    workers = min(math_pool.MAX_WORKERS, 1 + len(rows) // _PER_WORKER)
     if task.answer_kind == "number" or workers == 1:
-        return [grade(task, completion, answer) for completion, answer in pairs]
+        return [grade(task, *row) for row in rows]
     with ThreadPoolExecutor(workers) as threads:
-        return list(threads.map(lambda pair: grade(task, *pair), pairs))
+        return list(threads.map(lambda row: grade(task, *row), rows))
+
+
+def can_be_graded(answer: str, kind: Literal["number", "math"]) -> bool:
+    """Whether a task's answer can be read, so that a right completion would be accepted however it is written."""
+    if parse_number(answer, kind == "math") is not None:
+        return True
+    if kind == "number" or not tidy(answer) or len(answer) > MAX_ANSWER_CHARS or _nesting(answer) > _MAX_NESTING:
+        return False
+    unread = unread_values(answer)
+    return not any(is_prose(value) or math_pool.compare(value, "0") in ("bad_answer", "timeout") for value in unread)
 
 
 def compare(stated: str, answer: str, kind: Literal["number", "math"]) -> Reason:

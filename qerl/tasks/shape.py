@@ -61,7 +61,7 @@ _REPLACEMENTS = (
     (r"\*\*|\\text\s*\{\s*\}", ""),
 )
 _REPLACE = tuple((re.compile(pattern), new) for pattern, new in _REPLACEMENTS)
-_LABEL = re.compile(
+LABEL = re.compile(
     r"^(?:\\text(?:bf)?\s*\{)?\s*(?:the\s+)?(?:final\s+)?(?:answers?|solutions?)(?:\s+is)?\s*(?:[:=]\s*\}?|\}?\s*[:=]|(?<=is)\s)\s*",
     re.IGNORECASE,
 )
@@ -73,7 +73,7 @@ def tidy(text: str) -> str:
     """The LaTeX without delimiters, spacing and labels, with one spelling of each command."""
     text = "".join(_SYMBOLS.get(char, char) for char in text)
     text = re.sub(r"\s+", " ", plain(text)).strip()
-    text = _LABEL.sub("", text, count=1)
+    text = LABEL.sub("", text, count=1)
     while box := _BOX.match(text):
         text = box[1].strip()
     for pattern, new in _REPLACE:

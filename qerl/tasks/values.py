@@ -9,8 +9,9 @@ from fractions import Fraction
 from typing import Literal
 
 from qerl.tasks.evaluate import Value, as_real, close, close_rounded, evaluate
-from qerl.tasks.expression import ExpressionError, Tree, parse_expression, variables
+from qerl.tasks.expression import Tree, parse_expression, variables
 from qerl.tasks.number import parse_number
+from qerl.tasks.tokens import ExpressionError
 from qerl.tasks.units import is_boxed_unit
 
 Verdict = Literal["equal", "different", "unparsable", "bad_answer", "timeout"]
@@ -114,9 +115,9 @@ _OPERATORS = re.compile(r"\\(?:int|iint|oint|sum|prod|lim|det|gcd|max|min|bigcup
 
 def _ask(gold: str, answer: str, fallback: Fallback) -> bool:
     """math-verify's verdict on two values. It would evaluate a sum or an integral that the answer should have done."""
-    if _dropped(gold):
+    if is_prose(gold):
         raise UndecidedError("bad_answer")
-    if _dropped(answer):
+    if is_prose(answer):
         raise UndecidedError("unparsable")
     if set(_OPERATORS.findall(answer)) - set(_OPERATORS.findall(gold)):
         return False
@@ -126,7 +127,8 @@ def _ask(gold: str, answer: str, fallback: Fallback) -> bool:
     return verdict == "equal"
 
 
-def _dropped(text: str) -> bool:
+def is_prose(text: str) -> bool:
+    """Whether a value has words, dots or rounding in it, of which math-verify would drop a part."""
     return bool(_DROPPED.search(re.sub(r"\\begin\{.*\\end\{\w+\}", "", text)) or _PROSE.search(text))
 
 

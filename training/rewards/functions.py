@@ -28,11 +28,12 @@ def accuracy(
     completions: Sequence[str],
     answer: Sequence[str],
     task: Task,
+    question: Sequence[str] | None = None,
     log_metric: Callable[[str, float], None] | None = None,
     **_: Any,
 ) -> list[float]:
     """1 for a correct completion, 0 for any other, by the same grade as in evaluation. Logs why completions failed."""
-    grades = grade_many(task, completions, answer)
+    grades = grade_many(task, completions, answer, question)
     if log_metric is not None:
         reasons = Counter(grade.reason for grade in grades)
         log_metric("grades/no_answer_share", reasons["no_answer"] / len(grades))
@@ -88,6 +89,7 @@ def length(
     answer: Sequence[str],
     row: Sequence[int],
     task: Task,
+    question: Sequence[str] | None = None,
     **_: Any,
 ) -> list[float]:
     """Reward completions that are shorter than the others of their prompt (Kimi k1.5, arXiv 2501.12599, section 2.3.3).
@@ -99,7 +101,7 @@ def length(
     for group, ids in zip(row, completion_ids, strict=True):
         lengths_by_row[group].append(len(ids))
     rewards = []
-    for grade, group, ids in zip(grade_many(task, completions, answer), row, completion_ids, strict=True):
+    for grade, group, ids in zip(grade_many(task, completions, answer, question), row, completion_ids, strict=True):
         shortest, longest = min(lengths_by_row[group]), max(lengths_by_row[group])
         share = 0.5 - (len(ids) - shortest) / (longest - shortest) if longest > shortest else 0.0
         rewards.append(share if grade.correct else min(0.0, share))

@@ -34,7 +34,12 @@ def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, at_leas
     """
     task = get_task(config.task)
     examples, _ = load_examples(
-        task, source=config.source, split=config.split, columns=config.columns, limit=config.limit
+        task,
+        source=config.source,
+        split=config.split,
+        columns=config.columns,
+        limit=config.limit,
+        keep_unreadable=config.keep_unreadable,
     )
     rendered = [(example, _render(config, example, tokenizer)) for example in examples]
     kept = [(example, ids) for example, ids in rendered if len(ids) <= config.max_prompt_tokens]
