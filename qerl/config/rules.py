@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
 
 SUMMED_LOSSES = ("dapo", "bnpo", "dr_grpo", "cispo")  # sum over tokens: a sequence's ratio would count for each
+TOKEN_BOUND = 0.01  # of a clipped ratio: GSPO clips a sequence's at 0.0004, and other losses a token's at 0.2
 COLUMNS = ("question", "answer", "id")  # the columns that a task reads
 UNCLIPPED_LOSSES = ("cispo", "sapo", "vespo")  # they ignore `delta`
 
@@ -140,6 +141,13 @@ def loss(config: RunConfig) -> Conflicts:
     if this.type == "luspo" and this.level == "token":
         yield Conflict(
             {"loss.type": "luspo", "loss.level": "token"}, "it is defined on sequences", "loss.level: sequence"
+        )
+    bounds = max(this.clip_low, this.clip_high)
+    if this.level == "sequence" and this.type in ("grpo", "luspo") and this.num_iterations > 1 and bounds > TOKEN_BOUND:
+        yield Conflict(
+            {"loss.clip_low": this.clip_low, "loss.clip_high": this.clip_high, "loss.level": "sequence"},
+            "these are a token's bounds, and a sequence's ratio is a mean over its tokens, which never gets so far",
+            "loss.clip_low: 0.0003 and loss.clip_high: 0.0004, as GSPO (arXiv 2507.18071)",
         )
     if this.clip_high < this.clip_low:
         yield Conflict(

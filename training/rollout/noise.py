@@ -10,10 +10,12 @@ vector serves q, k and v, and another one gate and up. Departures from the paper
    exactly after each rollout.
 4. By default they act in the rollout only, and the loss corrects for it (`noise.where`). The paper's algorithm 1 uses
    the noisy sampler as the old policy of the clipped ratio; its code does not correct at all.
-5. A stage k begins exactly at the first step t with t >= k steps / K. The code divides in floating point
-   (`step // (total_steps / num_intervals)`) and begins some stages one step late: stage 5 of 10 at step 27 of 52. The
-   paper's algorithm 1 rounds steps / K down, so that the last steps would fall into a stage K.
+5. A stage k begins exactly at the first step t with t >= k steps / K, counted from 0. The code counts its steps so that
+   each stage begins one step before ours; where its floating-point division (`step // (total_steps / num_intervals)`)
+   rounds down, as for stage 5 of 10 in 52 steps, that stage begins one step later than its others. The paper's
+   algorithm 1 rounds steps / K down, so that the last steps would fall into a stage K.
 6. There is one draw per step, as in algorithm 1 and the code; section 3.3 describes one per forward pass.
+7. The final norm gets no noise, as it feeds no quantized linear. The code's filter takes it too.
 """
 
 from __future__ import annotations

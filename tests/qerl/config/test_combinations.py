@@ -142,6 +142,11 @@ PAIRS = [
         "rollout.tune_kernels true with rollout.deterministic true",
     ),
     (["model.dtype=float32", "rollout.engine=vllm"], "model.dtype float32 with rollout.engine vllm"),
+    (
+        ["loss.type=grpo", "loss.level=sequence", "loss.num_iterations=2"],
+        "a token's bounds, and a sequence's ratio is a mean over its tokens, which never gets so far; write "
+        "loss.clip_low: 0.0003 and loss.clip_high: 0.0004",
+    ),
     (["loss.type=vespo", "loss.level=sequence"], "it takes the sequence's ratio by itself; write loss.level: token"),
     (["loss.type=vespo", "loss.correction.mode=sequence_mask"], "write loss.correction.mode: token_mask"),
     (
@@ -216,7 +221,14 @@ def test_contradicting_keys_are_both_named_with_the_override_that_caused_it(tmp_
     [
         (["loss.correction.mode=off", "noise.where=both"], lambda c: c.loss.correction.mode == "off"),
         (["loss.correction.mode=off", "noise.enabled=false"], lambda c: c.noise.where == "rollout"),
-        (["loss.type=grpo", "loss.level=sequence"], lambda c: c.loss.level == "sequence"),
+        (["loss.type=grpo", "loss.level=sequence"], lambda c: c.loss.level == "sequence"),  # nothing is clipped
+        (
+            [
+                *("loss.type=grpo", "loss.level=sequence", "loss.num_iterations=2"),
+                *("loss.clip_low=0.0003", "loss.clip_high=0.0004"),
+            ],
+            lambda c: c.loss.clip_high == 0.0004,
+        ),
         (["loss.type=cispo", "loss.clip_high=5"], lambda c: c.loss.clip_high == 5.0),
         (["loss.correction.floor=1.0", "loss.correction.cap=1.5"], lambda c: c.loss.correction.floor == 1.0),
         (["noise.num_stages=2", "noise.indexing=paper"], lambda c: c.noise.num_stages == 2),
