@@ -5,12 +5,15 @@ Importing this loads no torch; each command imports what it runs.
 
 from __future__ import annotations
 
+import platform
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from qerl import __version__
 from qerl.commands.chat import chat_command
 from qerl.commands.from_dataclass import command_of
 from qerl.commands.plan import plan_command
@@ -29,12 +32,42 @@ except ImportError:  # names that other projects use too
     refuse_clashes()
     raise
 
+STACK = ("torch", "transformers", "trl", "peft", "vllm", "compressed-tensors", "llmcompressor")
+
 app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
-    help="Reinforcement learning of language models on one GPU: NVFP4 base, BF16 LoRA, quantization noise.",
 )
+
+
+def print_version(asked: bool) -> None:
+    """Print the versions of qerl, Python and the libraries that decide a run's numbers, and exit."""
+    if asked:
+        rows = [("qerl", __version__), ("python", platform.python_version()), *installed_versions().items()]
+        typer.echo("\n".join(f"{name} {version}" for name, version in rows))
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option("--version", help="Versions of qerl and its libraries.", callback=print_version, is_eager=True),
+    ] = False,
+) -> None:
+    """Reinforcement learning of language models on one GPU: NVFP4 base, BF16 LoRA, quantization noise."""
+
+
+def installed_versions() -> dict[str, str]:
+    """The version of each library of the stack, or "not installed"."""
+    found = {}
+    for name in STACK:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "not installed"
+    return found
 
 
 def main() -> None:

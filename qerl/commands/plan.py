@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -10,6 +11,7 @@ import typer
 
 from qerl.commands.shell_values import card_values, key_values, recipe_values
 from qerl.engine.options import MAX_SEQUENCES
+from qerl.errors import ConfigError
 from qerl.plan.sizes import KNOWN
 
 if TYPE_CHECKING:
@@ -20,11 +22,20 @@ if TYPE_CHECKING:
     from qerl.plan.cards import Card
     from qerl.plan.plan import Plan
 
+logger = logging.getLogger(__name__)
+
+DEFAULT_RECIPE = "dapo_7b"  # where only a model is named
 SAME_SIZE = 0.05  # the memory that a card reports differs by less than this share from the table of known cards
 
 
 def plan_command(
-    recipe: Annotated[str, typer.Option(help="Name (`qerl recipes`) or YAML file.", autocompletion=recipe_values)],
+    recipe: Annotated[
+        str | None,
+        typer.Option(
+            help=f"Name (`qerl recipes`) or YAML file; with --model the default is {DEFAULT_RECIPE}.",
+            autocompletion=recipe_values,
+        ),
+    ] = None,
     gpu: Annotated[
         str | None,
         typer.Option(
@@ -51,6 +62,13 @@ def plan_command(
 
     from qerl.config.recipe import load_recipe
 
+    if recipe is None:
+        if model is None:
+            raise ConfigError("no recipe was given: write `qerl plan --recipe NAME`, or name a model with --model")
+        recipe = DEFAULT_RECIPE
+        logger.info(
+            "no --recipe given: planning with %s, whose lengths and batch are for math with long answers", recipe
+        )
     config = load_recipe(recipe, overrides or [], base=model)
     made = plan_of(config, gpu)
     show(config, made, Console())
