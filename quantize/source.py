@@ -22,6 +22,7 @@ from qerl.checkpoint.resolve import TINY, TINY_FOLDER, resolve_model
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
 from qerl.errors import CheckpointError, ConfigError
 from qerl.formats.base import Format
+from qerl.plan.sizes import check_uncapped
 
 PROJECTIONS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -115,6 +116,7 @@ def _check_config(folder: Path, config: dict) -> None:
         raise CheckpointError(
             f"{folder} is a mixture of experts ({experts[0]}: {config[experts[0]]}): {SUPPORTED}; give one of these"
         )
+    check_uncapped(config, str(folder))
     if "text_config" in config or "vision_config" in config:
         raise CheckpointError(
             f"{folder} is a multimodal model ({config.get('model_type')}): {SUPPORTED}; give a text model"

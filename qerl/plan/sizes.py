@@ -124,11 +124,22 @@ def read_sizes(base: str) -> ModelSizes:
     return sizes_of(read_json(Path(local_folder(base)) / "config.json"), base)
 
 
+def check_uncapped(config: Mapping[str, Any], name: str) -> None:
+    """Raise CheckpointError for a model that caps its logits: neither our attention nor our losses do that."""
+    for key in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if config.get(key) is not None:
+            raise CheckpointError(
+                f"{name}: {config.get('model_type')} caps its logits ({key}: {config[key]}), which qerl does not "
+                "compute: give a Qwen2, Qwen3, Llama or Mistral model"
+            )
+
+
 def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:
     """The sizes that the keys of config.json give.
 
     Raises CheckpointError if one is missing or is not a whole number above 0.
     """
+    check_uncapped(config, name)
     optional = ("head_dim", "num_key_value_heads")
     for key in (*REQUIRED, *(key for key in optional if config.get(key) is not None)):
         if key not in config:
