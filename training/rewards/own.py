@@ -72,6 +72,7 @@ class OwnReward:
         except BaseException:
             self.close()
             raise
+        self.files: list[str] = loaded["files"]  # of all modules that it has loaded, beginning with its own
         kinds = {int(kind): kind for kind in (inspect.Parameter.POSITIONAL_ONLY, *_KINDS)}
         self.__signature__ = inspect.Signature(
             [

@@ -88,7 +88,11 @@ class _Worker:
             return {"missing": difflib.get_close_matches(attribute, names, n=1)}
         parameters = inspect.signature(function).parameters.values()
         self._function = function
-        return {"parameters": [[p.name, int(p.kind), p.default is not p.empty] for p in parameters]}
+        files = {getattr(each, "__file__", None) for each in list(sys.modules.values())} - {None, self._file}
+        return {
+            "parameters": [[p.name, int(p.kind), p.default is not p.empty] for p in parameters],
+            "files": [*([self._file] if self._file else []), *sorted(files)],
+        }
 
     def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The rewards, and what the function logged."""

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import inspect
 import json
 import logging
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from types import ModuleType
 from typing import TYPE_CHECKING
 
 from qerl.config.rules_rewards import is_url
@@ -40,7 +38,7 @@ def inputs_of(prompts: Sequence[Prompt], rewards: Sequence[RewardConfig]) -> dic
         ids.update(json.dumps(prompt.ids).encode())
     digests = {"the rows of the data": rows.hexdigest(), "the prompts as tokens": ids.hexdigest()}
     for reward in rewards:
-        for file in _sources(reward.name):
+        for file in _sources(reward):
             what = f"the reward's source {file.name}"
             digests[what] = hashlib.sha256(digests.get(what, "").encode() + file.read_bytes()).hexdigest()
     return {what: digest[:16] for what, digest in digests.items()}
@@ -92,27 +90,12 @@ def _differing(before: Inputs, now: Inputs) -> list[str]:
     return [what for what in dict.fromkeys([*before, *now]) if before.get(what) != now.get(what)]
 
 
-def _sources(name: str) -> Iterator[Path]:
-    """The files of a user's own reward: that of its function, and of the user's modules whose names stand in it."""
-    if name in REWARDS or is_url(name):
-        return
-    function = inspect.unwrap(find_reward(name))
-    waiting, seen = [getattr(function, "__globals__", None) or vars(sys.modules[type(function).__module__])], set()
-    while waiting:
-        names = waiting.pop(0)
-        file = names.get("__file__")
-        if file is None or file in seen or (seen and _installed(Path(file))):
-            continue
-        seen.add(file)
-        yield Path(file)
-        used = {value.__name__ if isinstance(value, ModuleType) else _module_of(value) for value in [*names.values()]}
-        used -= {names["__name__"]}  # another reward file of that name may have taken its place among the modules
-        waiting += [vars(sys.modules[each]) for each in sorted(used) if each in sys.modules]
-
-
-def _module_of(value: object) -> str:
-    name = getattr(value, "__module__", None)
-    return name if isinstance(name, str) else ""
+def _sources(reward: RewardConfig) -> list[Path]:
+    """The files of a user's own reward: that of its function, and those of the user's that it imports."""
+    if reward.name in REWARDS or is_url(reward.name):
+        return []
+    own, *imported = map(Path, find_reward(reward.name, reward.timeout_s).files)
+    return [own, *(file for file in imported if not _installed(file) and file.is_file())]
 
 
 def _installed(file: Path) -> bool:
