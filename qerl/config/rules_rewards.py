@@ -17,7 +17,7 @@ from qerl.config.conflict import Conflict, Conflicts
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
 
-REWARD_NAMES = ("accuracy", "format", "soft_overlong", "length")
+REWARD_NAMES = ("accuracy", "format", "soft_overlong", "length", "judge")
 UNAVAILABLE = ("code",)  # find_reward says why
 OWN = "your own: path/to/file.py:function, package.module:function or the http://... URL of a reward server"
 
@@ -89,8 +89,12 @@ def rewards(config: RunConfig) -> Conflicts:
     names = [reward.name for reward in config.rewards]
     for i, name in enumerate(names):
         yield from _name(i, name)
-        if is_url(name):  # a function of the user's own may have an argument of this name
+        if is_url(name) or name == "judge":  # a function of the user's own may have an argument of this name
             yield from _headers(i, config.rewards[i].args)
+        url = config.rewards[i].args.get("url") if name == "judge" else None
+        if isinstance(url, str) and (mistake := url_mistake(url)):
+            key = {f"rewards.{i}.args.url": url_shown(url)}
+            yield Conflict(key, mistake, "the judge's URL up to /v1, such as http://localhost:8001/v1")
         if name in names[:i]:
             yield Conflict({f"rewards.{i}.name": name}, "this reward stands twice", "it once, with the weights added")
     if all(reward.weight == 0 for reward in config.rewards):

@@ -28,6 +28,7 @@ from qerl.config.rules_rewards import OWN, is_url
 from qerl.errors import ConfigError, QerlError, RewardError
 from qerl.tasks import Example
 from training.rewards import functions as reward_functions
+from training.rewards.judge import Judge
 from training.rewards.own import TIMEOUT_S, LateError, OwnReward, OwnRewardError, own_function
 from training.rewards.returned import ReturnedError, numbers
 from training.rewards.server import RewardServer
@@ -45,6 +46,7 @@ REWARDS: dict[str, Reward] = {
     "format": reward_functions.format,
     "soft_overlong": reward_functions.soft_overlong,
     "length": reward_functions.length,
+    "judge": Judge(),
 }
 
 COLUMNS = ("completions", "completion_ids", "prompts", "question", "answer", "row", "task", "max_new_tokens", "step")
@@ -81,7 +83,7 @@ def build_rewards(
     for reward, function in zip(wanted, check_rewards(wanted, fixed), strict=True):
         _check_columns(reward, function, examples)
         guarded = _GuardedReward(_metric_name(reward.name, functions), reward, function, fixed, examples, run_dir)
-        if is_url(reward.name):
+        if is_url(reward.name) or isinstance(function, Judge):
             _try_server(guarded, examples[:TRIED])
         functions.append(guarded)
     return Rewards(functions, [float(reward.weight) for reward in wanted])
@@ -209,7 +211,9 @@ class _GuardedReward:
         run_dir: Path,
     ) -> None:
         self.__name__ = name
-        self.waits = isinstance(function, OwnReward | RewardServer)  # for another process, so that others can be asked
+        self.waits = isinstance(
+            function, OwnReward | RewardServer | Judge
+        )  # for another process, so that others can be asked
         self._function = function
         self._timeout_s = TIMEOUT_S if reward.timeout_s is None else reward.timeout_s
         self._examples = examples

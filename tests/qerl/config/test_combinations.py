@@ -172,11 +172,11 @@ PAIRS = [
     (
         ["rewards=[{name: acuracy}]"],
         "rewards.0.name acuracy: there is no such reward; write rewards.0.name: accuracy (rewards: accuracy, format, "
-        "soft_overlong, length; your own: path/to/file.py:function,",
+        "soft_overlong, length, judge; your own: path/to/file.py:function,",
     ),
     (
         ["rewards=[{name: correctness}]"],
-        "there is no such reward; write one of accuracy, format, soft_overlong, length",
+        "there is no such reward; write one of accuracy, format, soft_overlong, length, judge",
     ),
     (["rewards=[{name: LENGTH}]"], "there is no such reward; write rewards.0.name: length (rewards: "),
     (["rewards=[{name: 'rewards.py'}]"], "it is a file; write the function in it too, rewards.py:FUNCTION"),

