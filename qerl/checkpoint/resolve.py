@@ -147,7 +147,14 @@ def _resolve_run(run: Path, load: str) -> ModelRef:
     """
     model_under(str(run))  # refuses runs that name one another
     base, recipe_format = _model_of_run(run)
-    found = resolve_base_of_run(base, recipe_format if load == "auto" else load, run)
+    try:
+        found = resolve_base_of_run(base, recipe_format if load == "auto" else load, run)
+    except CheckpointError as error:
+        if not is_path(base) or os.path.exists(expanded(beside(run, base))):
+            raise
+        raise CheckpointError(
+            f"{run} was trained on {base}, which is not here: write `--model BASE --adapter {run}` ({error})"
+        ) from error
     return replace(found, kind="run", path=run, run=run, adapter=_run_adapter(run))
 
 
