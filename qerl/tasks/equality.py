@@ -109,8 +109,8 @@ def _equal(gold: Shape, answer: Shape, fallback: Fallback) -> bool:
     gold, answer = _single(gold, answer), _single(answer, gold)
     kinds = {gold.kind, answer.kind}
     if kinds <= {"list", "set"} or kinds == {"union"}:
-        named = [shape.text for shape in (gold, answer) if shape.text]
-        return len(set(named)) < 2 and _equal_unordered(gold.items, answer.items, fallback)
+        one_name = not (gold.text or answer.text) or len(_names(gold) | _names(answer)) < 2
+        return one_name and _equal_unordered(gold.items, answer.items, fallback)
     if kinds == {"list", "ordered"}:
         return "()" in (gold.text, answer.text) and _equal_in_order(gold, answer, fallback)
     if kinds == {"matrix", "ordered"} or kinds == {"matrix"} or kinds == {"ordered"} or kinds == {"parts"}:
@@ -132,9 +132,15 @@ def _equal_rounded(gold: Shape, answer: Shape, fallback: Fallback) -> bool:
     return _equal(gold, answer.items[0 if exact and not is_name(answer.items[0].text) else -1], fallback)
 
 
+def _names(shape: Shape) -> set[str]:
+    """The names that a list gives to its values: one for all of them ("x = 2, 3"), or one for each."""
+    own = {item.items[0].text for item in shape.items if is_assignment(item) and is_name(item.items[0].text)}
+    return own | ({shape.text} - {""})
+
+
 def _unnamed(shape: Shape, other: Shape) -> Shape:
     """The value of "x = 5" where the other answer is no relation; the shape itself elsewhere."""
-    return shape.items[1] if is_assignment(shape) and other.kind != "relation" else shape
+    return shape.items[-1] if is_assignment(shape) and other.kind != "relation" else shape
 
 
 def _single(shape: Shape, other: Shape) -> Shape:
@@ -193,7 +199,7 @@ def _equal_relations(gold: Shape, answer: Shape, fallback: Fallback) -> bool:
         names = [re.sub(r"\s", "", side[0].text) for side in sides]
         functions = all("(" in name or name == "y" for name in names)
         if names[0] == names[1] or (functions and "y" in names):
-            return _equal(gold.items[1], answer.items[1], fallback)
+            return _equal(gold.items[-1], answer.items[-1], fallback)
     flipped = [_FLIPPED.get(sign, sign) for sign in reversed(signs[1])]
     for their_signs, their_sides in ((signs[1], sides[1]), (flipped, tuple(reversed(sides[1])))):
         if signs[0] == their_signs and len(sides[0]) == len(their_sides):

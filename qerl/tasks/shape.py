@@ -164,8 +164,14 @@ def _list(items: list[Shape]) -> Shape:
 
 
 def is_assignment(shape: Shape) -> bool:
-    """Whether an equation gives a value to a bare name."""
-    return shape.kind == "relation" and shape.text == "=" and is_name(shape.items[0].text)
+    """Whether an equation gives a value to a bare name, or to a calculation: "x = 18", "9+9 = 18"."""
+    if shape.kind != "relation" or set(shape.text.split()) != {"="}:
+        return False
+    return is_name(shape.items[0].text) or not any(_has_variable(item.text) for item in shape.items)
+
+
+def _has_variable(text: str) -> bool:
+    return bool(re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", text)))
 
 
 def _relation(sides: list[str], signs: list[str], depth: int) -> Shape:
@@ -185,8 +191,6 @@ def _relation(sides: list[str], signs: list[str], depth: int) -> Shape:
             return _assigned(sides[0], parts[-1])
         if len(sides) - 1 in named and len(sides) == 2:
             return _assigned(sides[1], parts[0])
-        if not any(re.search(r"[A-Za-z]", re.sub(r"\\[A-Za-z]+", "", side)) for side in sides):
-            return parts[-1]  # "9+9=18" states 18
     return Shape("relation", " ".join(signs), parts)
 
 

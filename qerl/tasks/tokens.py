@@ -44,7 +44,6 @@ class Token:
 
     kind: str
     text: str
-    spaced: bool = False
 
 
 def _is_prose(letters: str) -> bool:
@@ -57,24 +56,23 @@ def _is_prose(letters: str) -> bool:
 
 
 def _token(match: re.Match[str]) -> Token:
-    spaced = match[0][:1].isspace()
     if match["decoration"]:
-        return Token("letter", f"{match['decoration']} {match['decorated'] or match['bare']}", spaced)
+        return Token("letter", f"{match['decoration']} {match['decorated'] or match['bare']}")
     if match["word"]:
         content = match["content"]
         if content in ("e", "i"):
-            return Token("letter", content, spaced)
+            return Token("letter", content)
         if re.fullmatch(_FUNCTIONS, content):
-            return Token("function", content, spaced)
+            return Token("function", content)
         if not content.isalpha():
             raise ExpressionError(f"the text {content!r} is no name")
-        return Token("letter", content if len(content) == 1 else f"text {content.casefold()}", spaced)
+        return Token("letter", content if len(content) == 1 else f"text {content.casefold()}")
     for kind in ("number", "degree", "function", "command", "letter", "symbol"):
         if match[kind] is not None:
-            return Token(kind, match[kind], spaced)
+            return Token(kind, match[kind])
     if match["plain"]:
-        return Token("command" if match["plain"] in ("sqrt", "pi") else "function", match["plain"], spaced)
-    return Token("letter", match["greek"], spaced)
+        return Token("command" if match["plain"] in ("sqrt", "pi") else "function", match["plain"])
+    return Token("letter", match["greek"])
 
 
 def tokens(text: str) -> list[Token]:

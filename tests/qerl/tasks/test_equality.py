@@ -24,6 +24,9 @@ TABLE = {
     "x > 2": (["(2,\\infty)", "2 < x", "x>2"], ["x \\ge 2", "x<2", "2", "x>3", "[2,\\infty)", "(-\\infty,2)"]),
     "x<1 \\text{ or } x>3": (["(-\\infty,1)\\cup(3,\\infty)", "x>3 \\text{ or } x<1"], ["1<x<3", "x<1", "(1,3)"]),
     "\\mathbb{R}": (["(-\\infty,\\infty)", "\\mathbb{R}"], ["(0,\\infty)", "\\emptyset", "1"]),
+    "x=-\\frac{1}{2} \\text{ or } x=3": (["x=3, -\\frac12", "3, -0.5"], ["w=-\\frac{1}{2} \\text{ or } x=3", "x=3"]),
+    "18": (["9+9=18", "= 18", "2\\cdot 9 = 18"], ["9+9=19", "x+9=18", "18=x+9"]),
+    "\\cos \\pi=-1, \\sin \\pi=0": (["\\sin\\pi=0, \\cos\\pi=-1"], ["\\cos \\pi=-1, \\sin \\pi=1"]),
     # nothing is dropped
     "2 \\text{ hours } 30 \\text{ minutes}": (["2 hours 30 minutes", "2\\text{ hours and }30\\text{ minutes}"],
                                              ["2", "30", "2 hours", "2 hours 20 minutes", "3 hours 30 minutes"]),
