@@ -244,7 +244,7 @@ batch_peaks() {
 
 older() { # NAME LIMIT_S SCRIPT MODEL ARGUMENTS...
     local file
-    file=$(find "$OLDER/scripts" -name "$3.py")
+    file=$(cd "$OLDER" && find scripts -name "$3.py")
     run "$1" "$2" env -C "$OLDER" QERL_COMMIT="${OLDER_COMMIT:-unknown}" "$python" "$file" --model "$(realpath "$checkpoints/$4")" --out "$out/$1.json" "${@:5}"
 }
 

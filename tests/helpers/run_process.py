@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import signal
 import sys
 import time
 from contextlib import contextmanager
@@ -41,10 +42,11 @@ def forked(target, *arguments):
     return process
 
 
-def run_cli(arguments, output, leads=False):
+def run_cli(arguments, output, leads=False, on_hangup=signal.SIG_DFL):
     """The command line with stdout and stderr at the path `output`: that of a terminal, a fifo or a file."""
     import torch
 
+    signal.signal(signal.SIGHUP, on_hangup)  # whatever the tests themselves were started under, nohup for example
     if leads:
         os.setsid()  # the terminal that is opened next becomes this process's own, which hangs up on it
     descriptor = os.open(output, os.O_RDWR if leads else os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -45,7 +45,14 @@ CASES = {
         "loss.advantage_scale=batch",
         "loss.mask_truncated=true",
     ),
-    "gspo": ("loss.type=grpo", "loss.level=sequence", "loss.correction.mode=sequence_mask", "adapter.train_norms=true"),
+    "gspo": (
+        "loss.type=grpo",
+        "loss.level=sequence",
+        "loss.clip_low=0.0003",
+        "loss.clip_high=0.0004",
+        "loss.correction.mode=sequence_mask",
+        "adapter.train_norms=true",
+    ),
 }
 
 
@@ -122,7 +129,8 @@ def stock(config, recorded, folder):
             tensor.copy_(recorded.before[name])
     args = GRPOConfig(
         str(folder), max_steps=STEPS, per_device_train_batch_size=8, steps_per_generation=1, num_generations=4,
-        num_iterations=2, max_completion_length=8, temperature=0.7, loss_type=loss.type, epsilon=0.2, epsilon_high=0.28,
+        num_iterations=2, max_completion_length=8, temperature=0.7, loss_type=loss.type, epsilon=loss.clip_low,
+        epsilon_high=loss.clip_high,
         importance_sampling_level=loss.level, beta=loss.kl_coef, entropy_coef=loss.entropy_coef,
         use_bias_correction_kl=True, scale_rewards=loss.advantage_scale,
         mask_truncated_completions=loss.mask_truncated,

@@ -85,8 +85,7 @@ def test_a_terminal_that_hangs_up_ends_the_run_with_its_step_saved(held, tmp_pat
 
 
 def without_hangups(*arguments):
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    run_cli(*arguments)
+    run_cli(*arguments, on_hangup=signal.SIG_IGN)  # as nohup does
 
 
 def test_a_run_under_nohup_outlives_its_terminal(held, tmp_path, finished):
