@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.source import Source
 from qerl.errors import CheckpointError, ConfigError
 from quantize.calibration import Calibration
 from quantize.compressor import SCHEME, load_compressor, power_of_two_observer
-from quantize.source import Source
 
 if TYPE_CHECKING:
     import torch

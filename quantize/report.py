@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl import formats
-from quantize.verify import LayerCheck
+from qerl.checkpoint.verify import LayerCheck
 
 if TYPE_CHECKING:
     from rich.table import Table

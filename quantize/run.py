@@ -24,20 +24,21 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.output import check_space, check_target, staged_folder
+from qerl.checkpoint.packed import packed_groups, power_of_two_scale_of
+from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.resolve import REPORT, default_quantized_dir
+from qerl.checkpoint.source import Source, read_source
+from qerl.checkpoint.verify import LayerCheck, ReadTensor, verify
+from qerl.checkpoint.writer import copy_small_files, write_json, write_weights
 from qerl.errors import CheckpointError, ConfigError
 from qerl.formats.scheme import config_entry, make_config
 from quantize.calibrated import Recipe, calibrate, calibrated_groups, check_device, dense_tensor
 from quantize.calibration import Calibration, load_calibration
 from quantize.compressor import SCHEME, check_installed, load_compressor
 from quantize.options import QuantizeOptions
-from quantize.output import check_space, check_target, staged_folder
-from quantize.reader import TensorReader
 from quantize.report import QuantizeReport
-from quantize.rtn import packed_groups, power_of_two_scale_of, rtn_groups
-from quantize.source import Source, read_source
-from quantize.verify import LayerCheck, ReadTensor, verify
-from quantize.writer import copy_small_files, write_json, write_weights
+from quantize.rtn import rtn_groups
 
 if TYPE_CHECKING:
     import torch

@@ -14,9 +14,9 @@ from qerl.checkpoint.adapter import PEFT_PREFIX
 from qerl.checkpoint.hub import is_hub_id
 from qerl.checkpoint.resolve import TINY, TINY_FOLDER, beside
 from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.writer import write_json
 from qerl.errors import CheckpointError
 from quantize.merge.base import Adapter
-from quantize.writer import write_json
 
 if TYPE_CHECKING:
     import torch

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.kinds import format_of
+from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
+from qerl.checkpoint.source import WEIGHT_DTYPES, Source, check_layout
 from qerl.errors import CheckpointError
 from qerl.formats.base import Format
-from quantize.reader import TensorReader
-from quantize.source import WEIGHT_DTYPES, Source, check_layout
 
 if TYPE_CHECKING:
     import torch

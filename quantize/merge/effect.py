@@ -157,8 +157,8 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str]) -> l
 def _neutralize(engine: Engine, exact: ModelRef) -> None:
     """Turn the adapter off: set B to zero, and trained norms back to those of the base."""
     from qerl.checkpoint.load import local_folder
+    from qerl.checkpoint.reader import TensorReader
     from qerl.checkpoint.shards import read_tensors
-    from quantize.reader import TensorReader
 
     tensors, scaling = read_adapter(exact.adapter)
     with TensorReader(read_tensors(local_folder(exact.base))) as read:

@@ -59,7 +59,7 @@ def check_original(original: Base, trained: Base) -> None:
     """Raise CheckpointError unless `trained` looks like `original` after quantization; compares one layer."""
     import torch
 
-    from quantize.verify import sqnr_db
+    from qerl.checkpoint.verify import sqnr_db
 
     cpu = torch.device("cpu")
     layer = next(iter(sorted(trained.packed))).rpartition(".")[0]

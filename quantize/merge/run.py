@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from qerl import formats
+from qerl.checkpoint.output import MERGE_REPORT, check_space, check_target, staged_folder
 from qerl.checkpoint.publish import check_push, push
 from qerl.checkpoint.resolve import ModelRef, adapter_folder, describe, resolve_model
 from qerl.errors import QerlError
@@ -27,7 +28,6 @@ from quantize.merge.options import MergeOptions
 from quantize.merge.original import check_original, choose_base
 from quantize.merge.report import MergeReport
 from quantize.merge.serve import chat_line, serve_adapter_line, serve_model_line
-from quantize.output import MERGE_REPORT, check_space, check_target, staged_folder
 from quantize.run import package_version, progress_bar, resolve_device
 
 PACKAGES = ("qerl", "torch", "transformers", "peft", "compressed-tensors", "llmcompressor", "vllm")

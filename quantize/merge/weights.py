@@ -15,14 +15,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.packed import packed_groups, power_of_two_scale_of
+from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_tensors
+from qerl.checkpoint.source import Source
+from qerl.checkpoint.writer import copy_small_files, write_json, write_weights
 from qerl.errors import CheckpointError
 from qerl.formats.base import Format
 from quantize.merge.base import Adapter, Base, BaseReader, MergedReader, merged_source, power_of_two_scales, read_base
-from quantize.reader import TensorReader
-from quantize.rtn import packed_groups, power_of_two_scale_of
-from quantize.source import Source
-from quantize.writer import copy_small_files, write_json, write_weights
 
 if TYPE_CHECKING:
     import torch
@@ -109,7 +109,7 @@ def check_merged(merge: Merge, folder: Path, device: torch.device, track: Callab
     with BaseReader(merge.base, device) as base:
         read = MergedReader(base, merge.source, merge.adapter, device)
         if merge.source.format.quantized:
-            from quantize.verify import verify
+            from qerl.checkpoint.verify import verify
 
             verify(folder, merge.source, read, device)
         else:

@@ -105,8 +105,8 @@ def test_each_method_differs_from_plain_rounding(quantized, tmp_path):
 def test_awq_leaves_the_outputs_unchanged_before_rounding(tmp_path):
     """The rescaling cancels: scales go into norms, up_proj and v_proj, their inverses into the layers after them."""
     from qerl.checkpoint.load import load_tokenizer
+    from qerl.checkpoint.source import read_source
     from quantize.calibration import load_calibration
-    from quantize.source import read_source
 
     folder = make_checkpoint(tmp_path / "model", "qwen2", layers=1, dtype="float32")
     source = read_source(str(folder))

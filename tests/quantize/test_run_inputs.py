@@ -145,7 +145,7 @@ def test_an_already_quantized_model_is_refused(model, tmp_path):
 
 
 def test_too_little_space_is_noticed_before_anything_is_written(model, tmp_path, monkeypatch):
-    monkeypatch.setattr("quantize.output.SPARE_BYTES", 2**60)
+    monkeypatch.setattr("qerl.checkpoint.output.SPARE_BYTES", 2**60)
     with pytest.raises(CheckpointError, match="GiB free"):
         quantize_checkpoint(str(model), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

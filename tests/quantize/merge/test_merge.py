@@ -18,6 +18,7 @@ from qerl.checkpoint.adapter import read_adapter
 from qerl.checkpoint.kinds import format_of, kind_of
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
+from qerl.checkpoint.writer import write_weights
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_model
 from qerl.engine.options import EngineOptions
@@ -29,7 +30,6 @@ from quantize.merge.effect import kl
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
 from quantize.merge.weights import Sums, total
-from quantize.writer import write_weights
 
 GREEDY = SamplingParams(48, temperature=0.0)
 

@@ -10,10 +10,10 @@ from checkpoint_factory import make_checkpoint
 
 import quantize.merge.card
 import quantize.merge.weights
+from qerl.checkpoint.writer import write_weights
 from qerl.errors import CheckpointError, ConfigError
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
-from quantize.writer import write_weights
 
 
 def refuse(*_):

@@ -10,12 +10,12 @@ import torch
 from checkpoint_factory import make_checkpoint
 from safetensors.torch import load_file, save_file
 
+from qerl.checkpoint.reader import TensorReader
+from qerl.checkpoint.source import read_source
+from qerl.checkpoint.verify import sqnr_db, verify
 from qerl.errors import CheckpointError
 from qerl.formats import NVFP4
-from quantize.reader import TensorReader
 from quantize.run import quantize_checkpoint
-from quantize.source import read_source
-from quantize.verify import sqnr_db, verify
 
 Q, K = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.k_proj"
 DOWN = "model.layers.0.mlp.down_proj"

@@ -75,18 +75,23 @@ class Source:
         return total
 
 
-def read_source(model: str, ignore: Sequence[str] = (), trust_remote_code: bool = False) -> Source:
-    """Open `model` (folder, hub id or `tiny`) as far as its headers. Raises CheckpointError or ConfigError."""
+def read_source(
+    model: str, ignore: Sequence[str] = (), trust_remote_code: bool = False, option: str = "--ignore"
+) -> Source:
+    """Open `model` (folder, hub id or `tiny`) as far as its headers. Raises CheckpointError or ConfigError.
+
+    `option` is what gives the patterns of `ignore`, for the messages.
+    """
     name, folder = _locate(model, trust_remote_code)
     config = read_json(folder / "config.json")
     _check_config(folder, config)
     tensors = read_tensors(folder)
     linears = check_layout(folder, config, tensors)
-    kept = ignored(linears, ignore)
-    _check_fused(linears, kept)
+    kept = ignored(linears, ignore, option)
+    _check_fused(linears, kept, option)
     quantized = tuple(module for module in linears if module not in kept)
     if not quantized:
-        raise ConfigError(f"--ignore {' '.join(ignore)} leaves no layer to quantize: write narrower patterns")
+        raise ConfigError(f"{option} {' '.join(ignore)} leaves no layer to quantize: write narrower patterns")
     for module in quantized:
         _check_weight(module, tensors[f"{module}.weight"])
     _check_tokenizer(folder)
@@ -149,7 +154,7 @@ def check_layout(folder: Path, config: dict, tensors: dict[str, TensorInfo]) -> 
     return linears
 
 
-def ignored(linears: Sequence[str], patterns: Iterable[str]) -> list[str]:
+def ignored(linears: Sequence[str], patterns: Iterable[str], option: str = "--ignore") -> list[str]:
     """The linears that stay in 16 bits. As in llm-compressor a pattern is a name, or `re:` and a regex for its start.
 
     Raises ConfigError for a pattern that is no regex or matches nothing. It may name `lm_head`, which always stays.
@@ -159,10 +164,10 @@ def ignored(linears: Sequence[str], patterns: Iterable[str]) -> list[str]:
         try:
             found = {module for module in (*linears, "lm_head") if _matches(module, pattern)}
         except re.error as error:
-            raise ConfigError(f"--ignore {pattern!r} is not a regular expression ({error}): correct it") from error
+            raise ConfigError(f"{option} {pattern!r} is not a regular expression ({error}): correct it") from error
         if not found:
             raise ConfigError(
-                f"--ignore {pattern!r} matches no layer: write a full name such as {linears[0]}, or a regex from the "
+                f"{option} {pattern!r} matches no layer: write a full name such as {linears[0]}, or a regex from the "
                 "start of the name such as 're:.*self_attn.*'"
             )
         kept |= found
@@ -175,14 +180,14 @@ def _matches(module: str, pattern: str) -> bool:
     return module == pattern
 
 
-def _check_fused(linears: Sequence[str], kept: Sequence[str]) -> None:
+def _check_fused(linears: Sequence[str], kept: Sequence[str], option: str) -> None:
     """Refuse patterns that split q/k/v or gate/up: engines fuse each of these sets into one matrix."""
     for modules in fused(linears):
         outside = [module for module in modules if module in kept]
         if outside and len(outside) < len(modules):
             rest = " and ".join(module for module in modules if module not in kept)
             raise ConfigError(
-                f"--ignore keeps {outside[0]} in 16 bits but not {rest}, and vLLM runs them as one matrix: ignore all "
+                f"{option} keeps {outside[0]} in 16 bits but not {rest}, and vLLM runs them as one matrix: ignore all "
                 "of them or none"
             )
 

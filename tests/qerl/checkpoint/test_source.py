@@ -6,8 +6,8 @@ import pytest
 from checkpoint_factory import PROJECTIONS, fake_checkpoint, layout_tensors, make_checkpoint
 
 from qerl.checkpoint.resolve import TINY_FOLDER
+from qerl.checkpoint.source import ignored, read_source
 from qerl.errors import CheckpointError, ConfigError
-from quantize.source import ignored, read_source
 
 
 @pytest.fixture

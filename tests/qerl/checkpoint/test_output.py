@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 from checkpoint_factory import fake_checkpoint
 
+from qerl.checkpoint.output import check_space, check_target, staged_folder
 from qerl.errors import CheckpointError
 from quantize import output
-from quantize.output import check_space, check_target, staged_folder
 
 QUANTIZED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {}}
 
@@ -99,7 +99,7 @@ def test_a_symbolic_link_is_followed(tmp_path):
 WRITER = """
     import sys, time
     from pathlib import Path
-    from quantize.output import staged_folder
+    from qerl.checkpoint.output import staged_folder
     with staged_folder(Path(sys.argv[1])) as staging:
         (staging / "half").write_text("half")
         print("ready", flush=True)

@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING
 
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.load import COMPUTED
+from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import TensorInfo, TensorSpec, read_json, read_tensors
+from qerl.checkpoint.source import Source
 from qerl.errors import CheckpointError
 from qerl.formats.base import Format
-from quantize.reader import TensorReader
-from quantize.source import Source
 
 if TYPE_CHECKING:
     import torch
