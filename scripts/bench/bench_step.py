@@ -14,7 +14,10 @@ needed flops (scripts/bench/limits.py).
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
+import math
+import random
 import sys
 import tempfile
 import threading
@@ -42,15 +45,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--no-shared-prompts", action="store_true", help="each packed row brings its own prompt")
+    parser.add_argument("--fixed-segments", action="store_true", help="torch's allocator as it comes while training")
     arguments = parser.parse_args()
     import logging
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     from qerl.config.recipe import load_recipe
     from scripts.bench.provenance import machine
-    from training.policy import packing
+    from training.policy import packing, train_memory
     from training.run import start
 
+    if arguments.fixed_segments:
+        train_memory.growing_segments = contextlib.nullcontext
     packing.SHARE_PROMPTS = not arguments.no_shared_prompts
     with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak:
         config = load_recipe("dapo_7b", overrides(arguments, Path(folder)))
@@ -66,7 +72,8 @@ def main() -> None:
         "steps": [json.loads(line) for line in lines],
     }
     write(report, arguments.out)  # already here, because the next measurement may fail after a long run
-    add_shares(report, config, matrix_rate())
+    # The flops are counted for prompts of one length.
+    add_shares(report, config, None if arguments.varied_prompts else matrix_rate())
     write(report, arguments.out)
     print(json.dumps(report, indent=1))
 
@@ -111,6 +118,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--group", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--varied-prompts", action="store_true", help="lengths up to --prompt-tokens")
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--micro-batch-tokens", type=int, help="default: what the plan chooses")
     parser.add_argument("--cap-gib", type=float)
@@ -118,11 +126,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=Path)
 
 
+def varied(draw: random.Random, longest: int) -> int:
+    """A length like those of DAPO-Math-17k's prompts: log-normal, median a tenth of the longest."""
+    return max(8, min(longest, round(draw.lognormvariate(math.log(longest / 10), 0.8))))
+
+
 def overrides(arguments: argparse.Namespace, folder: Path) -> list[str]:
     """The workload as `--set` values for the recipe dapo_7b. Each byte of a prompt is one token."""
     rows = folder / "rows.jsonl"
     length = arguments.prompt_tokens - 1  # the chat template of the random checkpoints adds a newline
-    questions = [f"{number:04d} ".ljust(length, "abcdefgh"[number % 8]) for number in range(64)]
+    draw = random.Random(0)
+    lengths = [varied(draw, length) if arguments.varied_prompts else length for _ in range(64)]
+    questions = [f"{number:04d} ".ljust(lengths[number], "abcdefgh"[number % 8]) for number in range(64)]
     lines = [json.dumps({"question": question, "answer": "#### 7"}) for question in questions]
     rows.write_text("\n".join(lines), encoding="utf-8")
     reward = folder / "reward.py"

@@ -28,6 +28,7 @@
 #     decode32 480 s  the same at 32B with the two engines that fit on a card: ours, and vLLM's in BF16
 #     marlin32 560 s  the same at 32B with three: ours with an adapter and without, and vLLM's with Marlin
 #     mixed    330 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
+#     varied   200 s  prompts and completions of varied length: memory and seconds with segments that grow, and without
 #     shapes   320 s  3B, 8B and 14B: one step each under a cap
 #     large    480 s  workloads B and C: a step of 32B, and one of 70B, under 80 GiB
 #     peaks    200 s  memory while training, resuming and evaluating under 24 GiB
@@ -218,6 +219,13 @@ batch_mixed() {
     checkpoint qwen2.5-7b 7b-mixed-16 --mean-tokens 300 --format bf16
     script step-7b-qerl-mixed 280 bench_step 7b-mixed --steps 3 --new-tokens 1024
     script step-7b-trl-mixed 280 bench_trl 7b-mixed-16 --new-tokens 1024 --steps 3
+}
+
+batch_varied() {
+    local work=(--varied-prompts --prompt-tokens 1024 --new-tokens 1024 --steps 4)
+    checkpoint qwen2.5-7b 7b-mixed --mean-tokens 300
+    script step-7b-varied 200 bench_step 7b-mixed "${work[@]}"
+    script step-7b-varied-fixed 200 bench_step 7b-mixed "${work[@]}" --fixed-segments
 }
 
 batch_shapes() {
