@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# Every step maps its pages anew, because the engine gets the memory back in between. On an H200 that takes 0.2 s for
+# 50 GiB in torch's usual pages of 20 MiB, and 0.04 s in these, as long as ordinary blocks take.
+PAGE_MIB = 256
 PROBE_TOKENS = (64, 192)  # two lengths, so that what does not grow with the tokens cancels out
 
 
@@ -143,7 +146,7 @@ def training_memory(plan: MicroBatchPlan) -> Iterator[TrainingMemory]:
 
 @contextmanager
 def growing_segments() -> Iterator[None]:
-    """Let torch map memory page by page within it, so that micro-batches of varied size leave no gaps behind.
+    """Within it, torch maps memory page by page, so that micro-batches of varied size leave no gaps behind.
 
     Each size would otherwise get blocks of its own, which torch keeps: with prompts of varied length one step of a 7B
     took twice the memory that it needed. It is off outside, since vLLM's memory pools, which a sleeping engine gives
@@ -152,11 +155,11 @@ def growing_segments() -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:True,large_segment_size_mb:{PAGE_MIB}")
     try:
         yield
     finally:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False,large_segment_size_mb:20")
 
 
 def make_gradients_(parameters: Iterable[torch.nn.Parameter]) -> None:
