@@ -38,8 +38,8 @@ class AdapterUpdate:
 class WeightsUpdate:
     """Whole weights: dense matrices (out, in) by the linear's module name, trained norms (d,) by the norm's.
 
-    A quantized linear gets the matrix rounded to its format, with the scales that depend on the matrix's dtype. Each
-    matrix is read once, so `weights` may compute it on access and hold none of them.
+    A quantized linear gets the matrix rounded to its format, with the scales that depend on the matrix's dtype. All
+    matrices are read to be checked, and then again to be written; `weights` may compute one on access and hold none.
     """
 
     weights: Mapping[str, torch.Tensor]
@@ -75,26 +75,43 @@ def check_fit(update: WeightsUpdate, linears: Mapping[str, nn.Linear], norms: Ma
 def pack_weights_(weights: Mapping[str, torch.Tensor], linears: Mapping[str, nn.Linear]) -> int:
     """Write each matrix over the weight of the linear of that name, in place; returns how many were written.
 
-    Raises EngineError for a matrix that its linear cannot hold; those before it have been written then, so the run has
-    to end.
+    Raises EngineError, before anything is written, for a matrix that its linear cannot hold.
     """
     import torch
 
     from qerl.formats.linear import PackedLinear
 
     with torch.no_grad():
+        check_matrices(weights, linears)
         for name in weights:
             matrix, linear = weights[name].detach(), linears[name]
-            if tuple(matrix.shape) != (linear.out_features, linear.in_features):
-                raise EngineError(
-                    f"the update's {name} is {tuple(matrix.shape)}, and the linear ({linear.out_features}, "
-                    f"{linear.in_features}): the update is of another base"
-                )
             if isinstance(linear, PackedLinear):
-                linear.pack_(matrix, name)
+                linear.write_(matrix)
             else:
                 linear.weight.copy_(matrix)
     return len(weights)
+
+
+def check_matrices(weights: Mapping[str, torch.Tensor], linears: Mapping[str, nn.Linear]) -> None:
+    """Raise EngineError for a matrix that the linear of that name cannot hold. The card is asked once for all."""
+    import torch
+
+    from qerl.formats.linear import PackedLinear
+
+    counted: dict[str, torch.Tensor] = {}
+    for name in weights:
+        matrix, linear = weights[name].detach(), linears[name]
+        if tuple(matrix.shape) != (linear.out_features, linear.in_features):
+            raise EngineError(
+                f"the update's {name} is {tuple(matrix.shape)}, and the linear ({linear.out_features}, "
+                f"{linear.in_features}): the update is of another base"
+            )
+        faults = linear.faults(matrix) if isinstance(linear, PackedLinear) else None
+        if faults is not None:
+            counted[name] = faults
+    if counted:
+        for name, faults in zip(counted, torch.stack([*counted.values()]).tolist(), strict=True):
+            linears[name].refuse(faults, name)
 
 
 def check_names(kind: str, given: Collection[str], places: Collection[str], what: str = "update") -> None:

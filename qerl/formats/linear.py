@@ -8,7 +8,7 @@ storage. A format's own linear adds its buffers and `unpack`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -57,12 +57,30 @@ class PackedLinear(nn.Linear):
         """The dequantized weight (out_features, in_features), computed anew."""
         raise NotImplementedError
 
-    def pack_(self, matrix: torch.Tensor, name: str = "linear") -> None:
+    def write_(self, matrix: torch.Tensor) -> None:
         """Overwrite the weight by `matrix` (out_features, in_features), rounded; the tensors keep their addresses.
 
-        Raises EngineError, with the weight as it was, for a matrix that cannot be held; `name` is for the message.
+        A matrix without `faults` is expected.
         """
         raise NotImplementedError
+
+    def faults(self, matrix: torch.Tensor) -> torch.Tensor | None:
+        """What keeps `matrix` from being written, as counts on the weight's device; None if any matrix can be.
+
+        Nothing is read back from the card, so that the matrices of an update can be checked one behind another. Raises
+        EngineError for a weight that cannot change.
+        """
+        return None
+
+    def refuse(self, faults: Sequence[int], name: str) -> None:
+        """Raise EngineError if a count of `faults` is not 0; `name` is that of the linear, for the message."""
+
+    def pack_(self, matrix: torch.Tensor, name: str = "linear") -> None:
+        """`write_` a matrix after a check. Raises EngineError, with the weight as it was, for one that has faults."""
+        faults = self.faults(matrix)
+        if faults is not None:
+            self.refuse(faults.tolist(), name)
+        self.write_(matrix)
 
     @property
     def weight_device(self) -> torch.device:

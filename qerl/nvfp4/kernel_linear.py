@@ -14,9 +14,9 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from qerl.errors import ENGINE, KERNEL, EngineError
-from qerl.nvfp4 import kernel_layout, slab_layout
+from qerl.nvfp4 import kernel_layout, pack, reference, slab_layout
 from qerl.nvfp4.kernel_layout import QERL, KernelWeight
-from qerl.nvfp4.linear import NVFP4Linear, requantized
+from qerl.nvfp4.linear import NVFP4Linear
 
 _BUFFERS: dict[tuple[torch.device, int], torch.Tensor] = {}  # work buffers by device and stream, as bytes
 
@@ -35,22 +35,38 @@ class KernelLinear(NVFP4Linear):
     def weight_device(self) -> torch.device:
         return self.kernel_weight.words.device
 
-    def pack_(self, matrix: torch.Tensor, name: str = "linear") -> None:
-        """See `NVFP4Linear.pack_`: this writes its rows of the words and block scales that the kernel reads.
+    @property
+    def fixed_scale(self) -> float:
+        return self.kernel_weight.global_scale
 
-        Also raises EngineError for any layout but our own.
+    def write_(self, matrix: torch.Tensor) -> None:
+        """See `NVFP4Linear.write_`: this writes its rows of the words and block scales that the kernel reads.
+
+        A product of ours may read its weight before the launch ahead of it has ended, so synchronize before the next.
         """
-        weight = self.kernel_weight
+        weight, matrix = self.kernel_weight, matrix.to(self.weight_device)
+        if pack.takes(weight, self.row_start, matrix):
+            pack.pack_(weight, self.row_start, matrix)
+        else:
+            tensors = reference.quantize(matrix, self._scale_tensor())
+            slab_layout.pack_(weight.words, weight.scales, self.row_start, tensors.packed, tensors.block_scale)
+        self.drop_cached()
+
+    def faults(self, matrix: torch.Tensor) -> torch.Tensor:
+        """See `reference.faults`. Raises EngineError for any layout but our own."""
+        weight, matrix = self.kernel_weight, matrix.to(self.weight_device)
         if weight.layout is not QERL:
             raise EngineError(
                 "the %s kernel multiplies by factors that it took from the weights when they were loaded, so they "
                 "cannot change: write %s (Hopper), or %s",
                 *(weight.layout.name, KERNEL.set_to("qerl"), ENGINE.set_to("transformers")),
             )
-        device = weight.words.device
-        tensors = requantized(matrix.to(device), torch.tensor([weight.global_scale], device=device), name)
-        slab_layout.pack_(weight.words, weight.scales, self.row_start, tensors.packed, tensors.block_scale)
-        self.drop_cached()
+        if pack.takes(weight, self.row_start, matrix):
+            return pack.faults(matrix, weight.global_scale)
+        return reference.faults(matrix, self._scale_tensor())
+
+    def _scale_tensor(self) -> torch.Tensor:
+        return torch.tensor([self.fixed_scale], device=self.weight_device)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return _KernelProduct.apply(input.to(self.compute_dtype), self)

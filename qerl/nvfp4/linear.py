@@ -6,7 +6,7 @@ in the layout of a kernel overrides `unpack`, which forward, backward and `.weig
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -77,17 +77,33 @@ class NVFP4Linear(PackedLinear):
         tensors = (self.weight_packed, self.weight_scale, self.weight_global_scale)
         return dequantizer(self.weight_packed.device)(*tensors, dtype)
 
-    def pack_(self, matrix: torch.Tensor, name: str = "linear") -> None:
-        """Overwrite the weight in place by `matrix` (out_features, in_features), quantized by `reference.quantize`.
+    @property
+    def fixed_scale(self) -> float:
+        """The global scale. It never changes, because captured CUDA graphs contain it as a number."""
+        return float(self.weight_global_scale)
 
-        The global scale does not change, because captured CUDA graphs contain it as a number. Raises EngineError, and
-        leaves the weight as it was, if the matrix has grown beyond that scale or is not finite; `name` is for the
-        message.
-        """
-        tensors = requantized(matrix.to(self.weight_packed.device), self.weight_global_scale, name)
+    def write_(self, matrix: torch.Tensor) -> None:
+        """See `PackedLinear.write_`: the bits are those of `reference.quantize` with the fixed scale."""
+        tensors = reference.quantize(matrix.to(self.weight_packed.device), self.weight_global_scale)
         self.weight_packed.copy_(tensors.packed)
         self.weight_scale.copy_(tensors.block_scale)
         self.drop_cached()
+
+    def faults(self, matrix: torch.Tensor) -> torch.Tensor:
+        """See `reference.faults`."""
+        return reference.faults(matrix.to(self.weight_packed.device), self.weight_global_scale)
+
+    def refuse(self, faults: Sequence[int], name: str) -> None:
+        """Raise EngineError if the matrix has inf or NaN, or has grown beyond the fixed scale."""
+        unfit, saturated = faults
+        if unfit:
+            raise EngineError(f"the update of {name} holds inf or NaN: lower optim.learning_rate")
+        if saturated:
+            raise EngineError(
+                f"{saturated} of {self.out_features * self.in_features // layout.BLOCK} block scales of {name} "
+                f"saturate: its weights have grown beyond the global scale {self.fixed_scale:g}, which is fixed for a "
+                "run; quantize the base with more head room, or lower optim.learning_rate"
+            )
 
     def _load_from_state_dict(self, state_dict, prefix, *rest) -> None:
         """Load, but make scales of another dtype an error, which torch would cast silently, and NaN scales too."""
@@ -110,22 +126,6 @@ class NVFP4Linear(PackedLinear):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__({**state, "_buffers": _viewed(state["_buffers"], torch.float8_e4m3fn)})
-
-
-def requantized(matrix: torch.Tensor, global_scale: torch.Tensor, name: str) -> reference.NVFP4Tensor:
-    """`reference.quantize` with a global scale that must not change.
-
-    Raises EngineError if block scales saturate under it, or if the matrix has inf or NaN.
-    """
-    if not matrix.isfinite().all():
-        raise EngineError(f"the update of {name} holds inf or NaN: lower optim.learning_rate")
-    if count := reference.saturated_blocks(matrix, global_scale):
-        raise EngineError(
-            f"{count} of {matrix.numel() // layout.BLOCK} block scales of {name} saturate: its weights have grown "
-            f"beyond the global scale {float(global_scale):g}, which is fixed for a run; quantize the base with more "
-            "head room, or lower optim.learning_rate"
-        )
-    return reference.quantize(matrix, global_scale)
 
 
 def _viewed(buffers: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -10,6 +10,7 @@
 #     engine   510 s  the vllm engine on small models, with each kernel: every check of check_engine; other attention
 #     told     130 s  completions reported as they end, and an engine after an interrupted call
 #     kernels  100 s  kernels, packing with shared prompts, layers, sampling, quantization, doctor
+#     pack     150 s  packing weights: the kernel's bytes, and all masters of a 7B beside stock vLLM's reload_weights
 #     cache    350 s  fp8 KV cache, a KV cache that overflows, a cap that is too small, memory while weights load, one
 #                     copy of the base
 #     closing  110 s  an engine closed, also while asleep, and opened again; nothing else may run on the card, whose
@@ -123,6 +124,12 @@ batch_kernels() {
         tests/training/policy/test_copies.py tests/training/preflight/test_checks.py tests/training/run_dir/test_phase_times.py \
         tests/qerl/doctor/test_kernels.py tests/qerl/cuda/test_ahead.py
     tests others 150 tests/quantize/test_gpu.py tests/qerl/engine/test_own_memory.py
+}
+
+batch_pack() {
+    checkpoint qwen2.5-7b 7b
+    tests pack 120 tests/qerl/nvfp4/test_pack_gpu.py
+    script pack-7b 300 bench_pack 7b
 }
 
 batch_cache() {

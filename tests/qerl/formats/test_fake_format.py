@@ -51,7 +51,7 @@ class RowsLinear(PackedLinear):
     def unpack(self, dtype):
         return dequantized(self.weight_codes, self.row_scale, dtype)
 
-    def pack_(self, matrix, name="linear"):
+    def write_(self, matrix):
         for part, tensor in quantized(matrix).items():
             getattr(self, part).copy_(tensor)
         self.drop_cached()

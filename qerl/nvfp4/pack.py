@@ -1,0 +1,62 @@
+"""Packing a dense weight into our own layout at the speed of memory: the fast twin of `reference.quantize`.
+
+Its limit is the time to read the matrix and to write the packed weight, 4.56 bytes per float32 weight. `faults` reads
+the matrix once before, so that nothing is written until every matrix of an update is known to fit.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from qerl.cuda.nvrtc import Launch, has_kernels, kernel
+from qerl.nvfp4.kernel_layout import QERL, KernelWeight
+from qerl.nvfp4.layout import BLOCK
+from qerl.nvfp4.slab_layout import SLAB, UNIT
+
+WARPS = 4  # per block; each takes a unit of a slab
+ALIGNMENT = 8  # bytes of the widest read
+DEFINES: dict[torch.dtype, tuple[str, ...]] = {torch.float32: (), torch.bfloat16: ("MASTER_BF16",)}
+
+
+def takes(weight: KernelWeight, row_start: int, matrix: torch.Tensor) -> bool:
+    """Whether the kernels read `matrix` (rows, in) and write it to the rows of `weight` from row_start on.
+
+    Rows must begin with a slab of 16, and end with one or with the weight.
+    """
+    end = row_start + len(matrix)
+    return (
+        weight.layout is QERL
+        and has_kernels(weight.words.device)
+        and matrix.device == weight.words.device
+        and matrix.dtype in DEFINES
+        and matrix.is_contiguous()
+        and matrix.data_ptr() % ALIGNMENT == 0
+        and matrix.shape[1] == weight.in_features
+        and matrix.shape[1] % BLOCK == 0
+        and row_start % SLAB == 0
+        and (end % SLAB == 0 or end == weight.out_features)
+    )
+
+
+def pack_(weight: KernelWeight, row_start: int, matrix: torch.Tensor) -> None:
+    """Overwrite the rows of `weight` from row_start on by `matrix`, quantized as by `reference.quantize`, in place.
+
+    Call it only if `takes` says so. Block scales that do not fit saturate, and inf and NaN give any code.
+    """
+    rows, columns = matrix.shape
+    arguments = (matrix, weight.words, weight.scales, row_start // SLAB, rows, columns, float(weight.global_scale))
+    kernel("pack.cu", "nvfp4_pack", DEFINES[matrix.dtype])(_launch(matrix), *arguments)
+
+
+def faults(matrix: torch.Tensor, global_scale: float) -> torch.Tensor:
+    """`reference.faults`, for a matrix that `takes` has accepted."""
+    rows, columns = matrix.shape
+    counts = torch.zeros(2, dtype=torch.int32, device=matrix.device)
+    count = kernel("pack.cu", "nvfp4_faults", DEFINES[matrix.dtype])
+    count(_launch(matrix), matrix, counts, rows, columns, float(global_scale))
+    return counts
+
+
+def _launch(matrix: torch.Tensor) -> Launch:
+    rows, columns = matrix.shape
+    return Launch((-(-columns // (UNIT * WARPS)), -(-rows // SLAB), 1), 32 * WARPS)
