@@ -2,8 +2,8 @@
 
     one completion per question   exact McNemar test on the questions that only one of the two has right; Newcombe's
                                   interval of the difference (Statistics in Medicine 17, 1998, 2635-2650, method 10)
-    several                       sign-flip test on the per-question differences of mean@n; percentile interval of a
-                                  bootstrap over questions
+    several                       sign-flip test on the per-question differences of mean@n; Gaffke's bounds for the
+                                  mean of these differences (eval/metrics.py), which lie between -1 and 1
 
 The verdict is "better" or "worse" only if the test gives p < 0.05 and the interval excludes zero. The two rest on
 different approximations, and a claim should survive both. Evaluations of different questions, or with different
@@ -19,7 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from eval.metrics import wilson
+from eval.metrics import estimate, wilson
 from eval.store import COMPLETIONS, RESULT, SETTINGS, differences
 from qerl.errors import CheckpointError, ConfigError, DataError
 from qerl.files.nearby import no_folder
@@ -30,7 +30,8 @@ if TYPE_CHECKING:
 
 SAME = ("task", "questions", "data", "samples", "temperature", "top_p", "max_new_tokens")
 NAMED = ("seed", "engine", "dtype", "kernel", "batch_size")  # these may differ, and the table then names them
-RESAMPLES, CHUNK, SEED = 10_000, 500, 0
+FLIPS, CHUNK, SEED = 10_000, 500, 0
+GAFFKE = "Gaffke's bounds over questions"
 LEVEL = 0.05
 
 Verdict = Literal["better", "worse", "cannot tell"]
@@ -127,7 +128,7 @@ def compare(first: Path, second: Path) -> Comparison:
         samples=samples,
         only_first=sum(a > b for a, b in zip(first_Q, second_Q, strict=True)),
         only_second=sum(b > a for a, b in zip(first_Q, second_Q, strict=True)),
-        paired=mcnemar(first_Q, second_Q) if samples == 1 else bootstrap(first_Q, second_Q),
+        paired=mcnemar(first_Q, second_Q) if samples == 1 else sign_flips(first_Q, second_Q),
         also_different=differences(*named),
     )
 
@@ -166,21 +167,27 @@ def newcombe(both: int, first_only: int, second_only: int, neither: int) -> tupl
     return max(-1.0, p - q - half[0]), min(1.0, p - q + half[1])
 
 
-def bootstrap(first_Q: Sequence[float], second_Q: Sequence[float]) -> PairedTest:
-    """Sign-flip test and percentile interval of the mean per-question difference, from a fixed seed."""
+def sign_flips(first_Q: Sequence[float], second_Q: Sequence[float]) -> PairedTest:
+    """Sign-flip test, from a fixed seed, and interval of the mean per-question difference, for means in [0, 1]."""
     import numpy as np
 
     difference_Q = np.asarray(second_Q) - np.asarray(first_Q)
     mean, count = float(difference_Q.mean()), len(difference_Q)
     rng = np.random.default_rng(SEED)
-    means, flipped = [], []
-    for _ in range(RESAMPLES // CHUNK):
-        means.append(difference_Q[rng.integers(0, count, (CHUNK, count))].mean(axis=1))
-        flipped.append((rng.integers(0, 2, (CHUNK, count)) * 2 - 1) @ difference_Q / count)
-    low, high = np.quantile(np.concatenate(means), (0.025, 0.975))
+    flipped = [(rng.integers(0, 2, (CHUNK, count)) * 2 - 1) @ difference_Q / count for _ in range(FLIPS // CHUNK)]
     beyond = int((np.abs(np.concatenate(flipped)) >= abs(mean) - 1e-12).sum())
-    p_value = (1 + beyond) / (1 + RESAMPLES)
-    return PairedTest(mean, float(low), float(high), p_value, "sign flips", f"bootstrap over {count} questions")
+    low, high = mean_difference(difference_Q.tolist())
+    return PairedTest(mean, low, high, (1 + beyond) / (1 + FLIPS), "sign flips", GAFFKE)
+
+
+def mean_difference(differences_Q: Sequence[float]) -> tuple[float, float]:
+    """95% interval of the mean of differences in [-1, 1], of which these were drawn.
+
+    A bootstrap would give an interval of no width where all that were drawn are equal, and far too narrow a one where
+    a rare question changes much, because none such may be among those that were asked.
+    """
+    between = estimate([min(1.0, max(0.0, round((value + 1) / 2, 12))) for value in differences_Q])
+    return 2 * between.low - 1, 2 * between.high - 1
 
 
 def question_means(rows: Sequence[Mapping[str, Any]]) -> dict[int, float]:

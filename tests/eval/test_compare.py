@@ -2,12 +2,14 @@
 
 import itertools
 import json
+import os
 import random
 
+import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from eval.compare import bootstrap, compare, mcnemar, newcombe, sign_test
+from eval.compare import compare, mcnemar, mean_difference, newcombe, sign_flips, sign_test
 from qerl.cli import app
 from qerl.errors import CheckpointError, ConfigError
 
@@ -58,25 +60,62 @@ def test_the_direction_is_second_minus_first():
     assert (better.low, better.high) == (pytest.approx(-worse.high), pytest.approx(-worse.low))
 
 
-def test_the_bootstrap_interval_equals_the_normal_one_where_that_is_valid():
+def test_the_interval_of_differences_is_the_normal_one_where_that_is_valid():
     rng = random.Random(0)
-    first = [rng.randint(0, 8) / 8 for _ in range(400)]
-    second = [rng.randint(0, 8) / 8 for _ in range(400)]
-    found = bootstrap(first, second)
+    first = [rng.randint(0, 8) / 8 for _ in range(1319)]
+    second = [rng.randint(0, 8) / 8 for _ in range(1319)]
+    found = sign_flips(first, second)
     values = [b - a for a, b in zip(first, second, strict=True)]
-    mean = sum(values) / 400
-    error = (sum((value - mean) ** 2 for value in values) / 399 / 400) ** 0.5
+    mean = sum(values) / 1319
+    error = (sum((value - mean) ** 2 for value in values) / 1318 / 1319) ** 0.5
     assert found.difference == pytest.approx(mean)
     assert (found.low, found.high) == (
-        pytest.approx(mean - 1.96 * error, abs=0.1 * error),
-        pytest.approx(mean + 1.96 * error, abs=0.1 * error),
+        pytest.approx(mean - 1.96 * error, abs=0.2 * error),
+        pytest.approx(mean + 1.96 * error, abs=0.2 * error),
     )
+
+
+def test_the_interval_of_equal_results_has_a_width():
+    """If 3.6% of all questions get worse, 100 questions show none of them once in 40 times."""
+    found = sign_flips([0.5] * 100, [0.5] * 100)
+    assert (found.low, found.high) == (pytest.approx(-0.036, abs=0.002), pytest.approx(0.036, abs=0.002))
+
+
+PAIRS = {  # of Q questions: what the first and the second model know of each, with means near p and q
+    "alike": lambda rng, p, q, count: (np.full(count, p), np.full(count, q)),
+    "apart": lambda rng, p, q, count: (rng.beta(p / 20, (1 - p) / 20, count), rng.beta(q / 20, (1 - q) / 20, count)),
+    "a few forgotten": lambda rng, p, q, count: (np.full(count, p), np.where(rng.random(count) < 0.02, 0, q)),
+}
+LONG = bool(os.environ.get("QERL_LONG_TESTS"))
+SIZES = [(30, 1), (30, 64), (300, 4), (1319, 16)]
+MORE_SIZES = [(questions, samples) for questions in (30, 100, 300, 1319) for samples in (1, 2, 4, 16, 64)]
+
+
+@pytest.mark.parametrize(("p", "q"), [(0.02, 0.1), (0.5, 0.6), (0.9, 0.9), (0.98, 0.998)])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_intervals_of_differences_cover_the_truth(pair, p, q):
+    """The nominal coverage is 95%. QERL_LONG_TESTS=1 simulates more sizes, more often."""
+    rng = np.random.default_rng(11)
+    truth = q * (0.98 if pair == "a few forgotten" else 1) - p
+    for questions, samples in MORE_SIZES if LONG else SIZES:
+        trials = 2000 if LONG else 60
+        covered = 0
+        for _ in range(trials):
+            first, second = (rng.binomial(samples, knows) for knows in PAIRS[pair](rng, p, q, questions))
+            if samples == 1:
+                pairs = (first & second, second > first, first > second, (first | second) == 0)
+                low, high = newcombe(*(int(each.sum()) for each in pairs))
+            else:
+                low, high = mean_difference(((second - first) / samples).tolist())
+            covered += low <= truth <= high
+        # 60 trials of a coverage of 0.95 give less than 0.86 once in 400 times.
+        assert covered / trials >= (0.93 if LONG else 0.86), (questions, samples)
 
 
 def test_sign_flips_on_few_questions_are_counted():
     """Six questions all have the same lead: 2 of the 2^6 sign patterns are as extreme, p = 1/32."""
-    assert bootstrap([0.0] * 6, [0.5] * 6).p_value == pytest.approx(2 / 64, abs=0.006)
-    assert bootstrap([0.0] * 5, [0.5] * 5).verdict == "cannot tell"  # 2/32 is above 0.05
+    assert sign_flips([0.0] * 6, [0.5] * 6).p_value == pytest.approx(2 / 64, abs=0.006)
+    assert sign_flips([0.0] * 5, [0.5] * 5).verdict == "cannot tell"  # 2/32 is above 0.05
 
 
 def test_equal_models_are_told_apart_in_at_most_one_of_twenty_cases():
