@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 UNREADABLE = (OSError, ValueError, StrictDataclassError)  # transformers raises these for a config that it cannot read
 
+CACHE_SCALES = (".k_scale", ".v_scale")  # of an 8-bit KV cache: engines read them, a forward pass does not
 COMPUTED = "rotary_emb.inv_freq"  # a tensor of old checkpoints, which transformers now computes from the config
 
 
@@ -238,10 +239,12 @@ def _fill_(
     from safetensors.torch import load_file
 
     folder = next(iter(tensors.values())).file.parent
+    tensors = {name: info for name, info in tensors.items() if not name.endswith(CACHE_SCALES)}
     if unexpected := sorted(set(tensors) - set(model.state_dict())):
         raise CheckpointError(f"{folder} holds tensors that the model has no place for: {unexpected[:5]}")
     for file in dict.fromkeys(info.file for info in tensors.values()):
-        values = {name: value if name in packed else value.to(dtype) for name, value in load_file(file).items()}
+        read = {name: value for name, value in load_file(file).items() if name in tensors}
+        values = {name: value if name in packed else value.to(dtype) for name, value in read.items()}
         try:
             model.load_state_dict(values, strict=False, assign=True)
         except RuntimeError as error:

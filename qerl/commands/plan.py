@@ -81,11 +81,16 @@ def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None)
 
     `model`: where the recipe's model was found, if that is known already.
     """
+    from qerl.checkpoint.resolve import model_under
     from qerl.plan.cards import card_of
+    from qerl.plan.kv_cache import check_kv_cache
     from qerl.plan.plan import plan
     from qerl.plan.sizes import read_sizes
 
-    return plan(config, read_sizes(model or config.model.base), this_card() if gpu is None else card_of(gpu))
+    base = model_under(model or config.model.base)
+    sizes = read_sizes(base)
+    check_kv_cache(config.rollout.kv_cache_dtype, sizes, base)
+    return plan(config, sizes, this_card() if gpu is None else card_of(gpu))
 
 
 def this_card() -> Card:

@@ -130,7 +130,7 @@ class RolloutConfig(Section):
         description="time the ways to multiply on this card, once, and keep the times (vllm, NVFP4)",
     )
     kv_cache_dtype: Literal[KV_CACHE_DTYPES] = Field(
-        "auto", description="keys and values of the vllm engine; auto: 16 bit; fp8: half the memory, a larger mismatch"
+        "auto", description="keys and values of the vllm engine; auto: 16 bit; fp8: half the memory, normed keys only"
     )
     memory: float | None = Field(
         None, gt=0, description="GPU budget of the vllm engine: GiB, or up to 1 a share of the card; null: what is left"

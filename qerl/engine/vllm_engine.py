@@ -27,6 +27,8 @@ from qerl.engine.own_memory import own_bytes
 from qerl.engine.seeds import request_seed
 from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate, check_fit, pack_weights_
 from qerl.errors import CAP_GIB, MEMORY, EngineError
+from qerl.plan.kv_cache import check_kv_cache
+from qerl.plan.sizes import read_sizes
 from qerl.vllm_plugin import found, opening, requests
 from qerl.vllm_plugin.startup import Parts, line, whole
 
@@ -60,6 +62,8 @@ class VLLMEngine:
             opening.limit_process_(self._device, self._cap_bytes)
         self._began = time.monotonic()
         base = str(local_folder(base))
+        if options.kv_cache_dtype == "fp8":
+            check_kv_cache("fp8", read_sizes(base), base)
         self._base, self.options = base, options
         self._other_bytes = 0  # what this process holds outside torch; known once the engine is open
         settings = opening.Settings(base, format, options)

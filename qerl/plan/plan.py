@@ -34,6 +34,7 @@ from qerl.plan.engine_memory import (
     sampler_bytes,
     smaller_base,
 )
+from qerl.plan.kv_cache import fitting_8_bit_cache
 from qerl.plan.micro_batch_plan import (
     GIB,
     MARGIN,
@@ -179,10 +180,11 @@ def _cache_bytes(config: RunConfig, sizes: ModelSizes, room: _Room, context: int
     other = room.weights + GRAPH_RESERVE + ENGINE_WORK
     cache = wanted if wanted is not None else budget - other
     if cache < context * per_token:
+        smaller = f"set rollout.kv_cache_dtype: {fitting_8_bit_cache(sizes)}, " if kind == "auto" else ""
         text = (
             f"one sequence of {context} tokens needs {context * per_token / GIB:.1f} GiB of KV cache and "
             f"{max(cache, 0) / GIB:.1f} GiB are left: lower rollout.max_new_tokens, "
-            f"{'set rollout.kv_cache_dtype: fp8, ' if kind == 'auto' else ''}or give it more memory"
+            f"{smaller}or give it more memory"
         )
         problems.append(Problem(text, other + context * per_token, budget))
     elif (peak := other + cache + room.outside) > limit:

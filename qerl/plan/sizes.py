@@ -34,6 +34,7 @@ QWEN2 = {"max_position_embeddings": 32768}
 QWEN3 = {"max_position_embeddings": 40960, "head_dim": 128, "model_type": "qwen3"}
 LLAMA3 = {"max_position_embeddings": 131072}
 TIED = {"tie_word_embeddings": True}
+HEAD_NORMED = ("qwen3", "gemma3", "olmo2", "olmo3")  # the beginning of model_type in config.json
 
 
 KNOWN = {  # by the beginning of the name after the organisation: sizes of models that are not on this disk
@@ -68,7 +69,7 @@ class ModelSizes:
     kv_heads: int
     head_dim: int
     positions: int | None = None  # the longest context; None if config.json does not say
-    head_norms: bool = False  # norms on queries and keys (Qwen3)
+    head_norms: bool = False  # see `has_head_norms`
 
     @property
     def body(self) -> int:
@@ -100,6 +101,11 @@ class ModelSizes:
             rows = sum(self.projections[name][0] for name in parts)
             numbers += padded * len(parts) * (rows + self.projections[parts[0]][1])
         return 2 * self.layers * numbers
+
+
+def has_head_norms(model_type: object) -> bool:
+    """Whether models of this family have norms on queries and keys."""
+    return str(model_type).startswith(HEAD_NORMED)
 
 
 REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
@@ -170,5 +176,5 @@ def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:
         kv_heads=kv_heads,
         head_dim=head_dim,
         positions=config.get("max_position_embeddings"),
-        head_norms=str(config.get("model_type")).startswith("qwen3"),
+        head_norms=has_head_norms(config.get("model_type")),
     )

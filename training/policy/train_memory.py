@@ -14,6 +14,7 @@ import torch
 from qerl.engine.own_memory import own_bytes
 from qerl.errors import EngineError
 from qerl.plan.micro_batch_plan import GIB, Footprint, MicroBatchPlan, Shapes, Wishes, plan_micro_batches
+from qerl.plan.sizes import has_head_norms
 from training.policy.packed_attention import hidden_states, packed_attention_of
 from training.policy.packing import pack
 from training.run_dir.folder import read_about
@@ -87,7 +88,7 @@ def model_shapes(config: PretrainedConfig, rank: int, trained: int) -> Shapes:
         vocabulary=config.vocab_size,
         rank=rank,
         trained=trained,
-        head_norms=config.model_type.startswith("qwen3"),
+        head_norms=has_head_norms(config.model_type),
     )
 
 

@@ -27,6 +27,7 @@ from qerl.engine.own_memory import others_bytes
 from qerl.errors import CheckpointError, ConfigError, EngineError
 from qerl.plan.advice import with_values
 from qerl.plan.cards import Card
+from qerl.plan.kv_cache import check_kv_cache
 from qerl.plan.plan import GIB, plan
 from qerl.plan.sizes import ModelSizes, sizes_of
 from qerl.tasks import get_task
@@ -74,9 +75,11 @@ def read_prompts(config: RunConfig, base: ModelRef) -> tuple[PreTrainedTokenizer
 
     if base.adapter is not None:
         check_warm_start(base.adapter, base.base, config.adapter)
+    sizes = sizes_at(base)
+    check_kv_cache(config.rollout.kv_cache_dtype, sizes, local_folder(base.base))
     tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
     prompts = load_prompts(config.data, tokenizer, config.rollout.prompts_per_step)
-    check_limits(config, sizes_at(base), prompts)
+    check_limits(config, sizes, prompts)
     return tokenizer, prompts
 
 

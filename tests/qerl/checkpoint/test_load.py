@@ -4,7 +4,9 @@ import json
 import shutil
 
 import pytest
+import torch
 from checkpoint_factory import make_checkpoint
+from safetensors.torch import load_file, save_file
 
 from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.engine.open import open_engine
@@ -88,3 +90,11 @@ def test_both_engines_stop_at_the_same_tokens(damaged, generation, expected):
     assert settings.stop_token_ids() == tuple(dict.fromkeys((own, *expected)))
     engine = open_engine(str(folder), "nvfp4", EngineOptions(engine="transformers"))
     assert engine.end_token_ids == settings.stop_token_ids()
+
+
+def test_scales_of_an_8_bit_kv_cache_are_left_to_the_engine(nvfp4_base, tmp_path):
+    folder = shutil.copytree(nvfp4_base, tmp_path / "calibrated")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    assert not any(name.endswith("k_scale") for name in load_model(folder, "nvfp4").state_dict())
