@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from qerl.checkpoint.linears import PROJECTIONS
 from qerl.errors import CheckpointError, ConfigError
+from qerl.files.disk import mode_by_umask
 
 if TYPE_CHECKING:
     import torch
@@ -168,6 +169,7 @@ def save_adapter(model: PeftModel, folder: str | Path, base: str | None = None) 
     model.save_pretrained(
         str(folder), safe_serialization=True, selected_adapters=[ADAPTER_NAME], save_embedding_layers=False
     )
+    mode_by_umask(Path(folder) / ADAPTER_FILES[1])
     (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT writes an empty template of a model card
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.shards import INDEX, SINGLE
+from qerl.files.disk import mode_by_umask
 
 if TYPE_CHECKING:
     import torch
@@ -52,7 +53,7 @@ def _write_part(folder: Path, number: int, tensors: dict[str, torch.Tensor]) -> 
     except SafetensorError as error:  # it wraps an OSError, of which it keeps only the text
         full = "No space left" in str(error) or "quota" in str(error)
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error)) from error
-    path.chmod(folder.stat().st_mode & 0o666)  # safetensors makes files that only their owner can read
+    mode_by_umask(path)
     return list(tensors)
 
 

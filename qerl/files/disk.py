@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import stat
 import uuid
 from pathlib import Path
 
@@ -31,6 +32,19 @@ def replace_text(path: Path, text: str) -> None:
         temporary.unlink(missing_ok=True)
         raise
     fsync(path.parent)
+
+
+def mode_by_umask(path: Path) -> None:
+    """Give a file the mode that `open` would have given it; safetensors makes files that only this user can read.
+
+    The umask is read from a file, because asking the system for it means setting it, for all threads.
+    """
+    probe = path.with_name(f".{path.name}.{uuid.uuid4().hex}")
+    probe.touch()
+    try:
+        path.chmod(stat.S_IMODE(probe.stat().st_mode))
+    finally:
+        probe.unlink()
 
 
 def refusal_of(error: Exception) -> str | None:

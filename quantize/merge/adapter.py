@@ -16,6 +16,7 @@ from qerl.checkpoint.resolve import TINY, TINY_FOLDER, beside
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.writer import write_json
 from qerl.errors import CheckpointError
+from qerl.files.disk import mode_by_umask
 from quantize.merge.base import Adapter
 
 if TYPE_CHECKING:
@@ -34,7 +35,7 @@ def write_adapter(adapter: Adapter, folder: Path, base_name: str, dtype: torch.d
         PEFT_PREFIX + name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in adapter.tensors.items()
     }
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / WEIGHTS).chmod(folder.stat().st_mode & 0o666)
+    mode_by_umask(folder / WEIGHTS)
     write_json(folder / CONFIG, peft_config(adapter, base_name))
     _check_written(adapter, folder, dtype)
     return sum(tensor.nbytes for tensor in tensors.values())

@@ -22,6 +22,7 @@ from qerl.checkpoint.adapter import (
 )
 from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate
 from qerl.errors import CheckpointError, ConfigError
+from qerl.files.disk import mode_by_umask
 
 if TYPE_CHECKING:
     import torch
@@ -108,6 +109,7 @@ class WeightsPolicy:
         from safetensors.torch import save_file
 
         save_file(self._named(), Path(folder) / WEIGHTS_FILE)
+        mode_by_umask(Path(folder) / WEIGHTS_FILE)
 
     def load(self, folder: Path) -> int:
         import torch

@@ -1,6 +1,7 @@
 """Checkpoints on disks that are full or have lost data: which one is found, and what a full disk costs."""
 
 import json
+import os
 import resource
 import shutil
 import subprocess
@@ -20,14 +21,25 @@ from training.run_dir.log import RunLog, read_metrics
 
 @pytest.fixture(scope="module")
 def finished(nvfp4_base, tmp_path_factory):
-    """A run of 6 steps with the checkpoints 2, 4 and 6."""
+    """A run of 6 steps with the checkpoints 2, 4 and 6, whose files the group may read and nobody else."""
     folder = tmp_path_factory.mktemp("finished")
-    return start(small_config(nvfp4_base, folder, "run.keep_checkpoints=3"), "tiny").run_dir
+    before = os.umask(0o027)
+    try:
+        return start(small_config(nvfp4_base, folder, "run.keep_checkpoints=3"), "tiny").run_dir
+    finally:
+        os.umask(before)
 
 
 @pytest.fixture
 def copy(finished, tmp_path):
     return Path(shutil.copytree(finished, tmp_path / "run"))
+
+
+def test_each_file_of_a_run_has_the_mode_of_the_umask(finished):
+    paths = list(finished.rglob("*"))
+    assert len(paths) > 30
+    wrong = [path for path in paths if path.stat().st_mode & 0o777 != (0o750 if path.is_dir() else 0o640)]
+    assert [path.relative_to(finished).as_posix() for path in wrong] == []
 
 
 def cut(path):
