@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from qerl.errors import CheckpointError
+from qerl.files.bounded import JSON_BYTES, parse_json, read_text
 
 SETTINGS, COMPLETIONS, RESULT = "settings.json", "completions.jsonl", "result.json"
 
@@ -94,7 +95,7 @@ class Store:
 
     def _row(self, number: int, line: bytes) -> Row:
         try:
-            return json.loads(line)
+            return parse_json(line.decode("utf-8"))
         except ValueError as error:
             raise self._foreign(number) from error
 
@@ -156,7 +157,7 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
     """settings.json of an evaluation's folder; None if that is empty. Raises CheckpointError for other folders."""
     if (folder / SETTINGS).is_file():
         with contextlib.suppress(ValueError):
-            settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
+            settings = parse_json(read_text(folder / SETTINGS, JSON_BYTES))
             if isinstance(settings, dict) and "identity" in settings:
                 return settings
     elif all(path.name.startswith(".") for path in folder.iterdir()):

@@ -10,7 +10,6 @@ every engine and every file can be compared with the base:
 
 from __future__ import annotations
 
-import json
 import math
 import types
 from collections.abc import Iterator, Mapping
@@ -20,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from qerl.checkpoint.linears import PROJECTIONS
 from qerl.errors import CheckpointError, ConfigError
+from qerl.files.bounded import JSON_BYTES, parse_json, read_text
 from qerl.files.disk import mode_by_umask
 
 if TYPE_CHECKING:
@@ -220,7 +220,7 @@ def attach_saved_(model: nn.Module, tensors: Mapping[str, torch.Tensor], scaling
 
 def _adapter_config(folder: Path) -> dict:
     try:
-        config = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
+        config = parse_json(read_text(folder / "adapter_config.json", JSON_BYTES))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{folder} has no readable adapter_config.json: it is not an adapter folder") from error
     if not isinstance(config, dict):

@@ -160,15 +160,18 @@ def _resolve_run(run: Path, load: str) -> ModelRef:
 
 def _model_of_run(run: Path) -> tuple[str, str]:
     """model.base and model.format of the run's recipe."""
-    import yaml
+    from qerl.config.saved import read_config
 
     try:
-        model = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))["model"]
-        return model["base"], model["format"]
-    except (yaml.YAMLError, KeyError, TypeError, ValueError) as error:
+        model = read_config(run / "config.yaml")[0]["model"]
+        base, format = model["base"], model["format"]
+        if not isinstance(base, str) or not isinstance(format, str) or not base:
+            raise TypeError("they are no text")
+    except (OSError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(
             f"{run / 'config.yaml'} names no model.base and model.format: give another run"
         ) from error
+    return base, format
 
 
 def resolve_base_of_run(base: str, load: str, run: Path) -> ModelRef:

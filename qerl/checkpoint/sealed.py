@@ -12,6 +12,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from qerl.checkpoint.adapter import ADAPTER_FILES
+from qerl.files.bounded import JSON_BYTES, parse_json, read_text
 from qerl.files.disk import fsync
 
 CHECKSUMS = "checksums.json"
@@ -32,8 +33,8 @@ def seal(folder: Path) -> None:
 def read_sums(folder: Path) -> dict[str, str] | None:
     """The checksums by file name; None if they cannot be read. What is no object comes back empty."""
     try:
-        sums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        sums = parse_json(read_text(folder / CHECKSUMS, JSON_BYTES))
+    except (OSError, ValueError):
         return None
     return sums if isinstance(sums, dict) else {}
 

@@ -7,7 +7,6 @@ is enough to know what a checkpoint holds and to notice a truncated or missing f
 
 from __future__ import annotations
 
-import json
 import math
 import struct
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from qerl.errors import CheckpointError
+from qerl.files.bounded import JSON_BYTES, parse_json, read_text
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -23,6 +23,7 @@ DTYPE_BYTES = {
     "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1,
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+MAX_AXES = 16
 
 
 class TensorSpec(NamedTuple):
@@ -45,7 +46,7 @@ class TensorInfo:
 def read_json(path: Path) -> dict:
     """The JSON object in `path`. Raises CheckpointError if it is not one."""
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = parse_json(read_text(path, JSON_BYTES))
     except OSError as error:
         raise CheckpointError(
             f"{path} cannot be read ({error.strerror}): check the path and its permissions"
@@ -67,21 +68,37 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             raise _corrupt(path, f"{size} bytes, and no header where one belongs")
         raw = file.read(length)
     try:
-        header = json.loads(raw)
+        header = parse_json(raw.decode("utf-8"))
         header.pop("__metadata__", None)
-        return {name: _tensor_info(path, name, entry, size - 8 - length) for name, entry in header.items()}
+        found = {name: _tensor_info(path, name, entry, size - 8 - length) for name, entry in header.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise _corrupt(path, f"its header does not parse: {error}") from error
+    _check_apart(path, header)
+    return found
 
 
 def _tensor_info(path: Path, name: str, entry: dict, data_bytes: int) -> TensorInfo:
-    begin, end = entry["data_offsets"]
-    shape = tuple(entry["shape"])
+    dtype, shape, (begin, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or not isinstance(shape, list) or len(shape) > MAX_AXES:
+        raise _corrupt(path, f"{name} has no dtype and shape that a tensor can have")
+    if not all(type(number) is int and 0 <= number < 2**63 for number in (*shape, begin, end)) or begin > end:
+        raise _corrupt(path, f"{name} has the shape {shape} and the bytes {begin} to {end}")
     if end > data_bytes:
         raise _corrupt(path, f"{name} ends at byte {end} of the data, and the file holds {data_bytes}")
-    if entry["dtype"] in DTYPE_BYTES and end - begin != math.prod(shape) * DTYPE_BYTES[entry["dtype"]]:
-        raise _corrupt(path, f"{name} has {end - begin} bytes for {entry['dtype']} of shape {list(shape)}")
-    return TensorInfo(entry["dtype"], shape, path, end - begin)
+    if dtype in DTYPE_BYTES and end - begin != math.prod(shape) * DTYPE_BYTES[dtype]:
+        raise _corrupt(path, f"{name} has {end - begin} bytes for {dtype} of shape {shape}")
+    if math.prod(shape) > 8 * data_bytes:  # of dtypes that are unknown here; none has less than a bit for a number
+        raise _corrupt(path, f"{name} has the shape {shape}, and the file holds {data_bytes} bytes")
+    return TensorInfo(dtype, tuple(shape), path, end - begin)
+
+
+def _check_apart(path: Path, header: dict) -> None:
+    """Refuse tensors that share bytes, by which a small file could stand for a model of any size."""
+    end, before = 0, ""
+    for (begin, next_end), name in sorted((entry["data_offsets"], name) for name, entry in header.items()):
+        if begin < end:
+            raise _corrupt(path, f"{name} shares bytes with {before}")
+        end, before = max(end, next_end), name
 
 
 def _corrupt(path: Path, detail: str) -> CheckpointError:
@@ -96,8 +113,10 @@ def weight_files(folder: Path) -> list[Path]:
     index = folder / INDEX
     if index.is_file():
         weight_map = read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map or not {str} >= set(map(type, weight_map.values())):
-            raise CheckpointError(f"{index} has no weight_map to file names: copy or download the file again")
+        if not isinstance(weight_map, dict) or not weight_map or not all(map(_is_file_name, weight_map.values())):
+            raise CheckpointError(
+                f"{index} has no weight_map to file names (in its own folder): copy or download the file again"
+            )
         names = sorted(set(weight_map.values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
@@ -118,6 +137,11 @@ def weight_files(folder: Path) -> list[Path]:
             "save_pretrained in a place where you trust it"
         )
     raise CheckpointError(f"{folder} has no {SINGLE} and no {INDEX}: give a folder with the model's weights")
+
+
+def _is_file_name(value: object) -> bool:
+    """Whether it names a file of the index's own folder: a path would lead out of it."""
+    return isinstance(value, str) and value.endswith(".safetensors") and Path(value).name == value
 
 
 def read_tensors(folder: Path) -> dict[str, TensorInfo]:

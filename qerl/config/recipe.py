@@ -21,6 +21,7 @@ from qerl.config.keys import nearest
 from qerl.config.messages import shown, to_config_error
 from qerl.config.schema import RunConfig
 from qerl.errors import ConfigError
+from qerl.files.bounded import read_bytes
 from qerl.files.disk import replace_text
 
 FLAGS = {  # argument of load_recipe -> the key that it sets, over the recipe and --set, and the name of the option
@@ -172,12 +173,12 @@ def _read_text(path: Path, place: str) -> str:
         hint = f"write {config}" if config.is_file() else f"write a YAML file or one of {', '.join(recipe_names())}"
         raise ConfigError(f"{place}: is a folder, not a recipe; {hint}")
     try:
-        return path.read_bytes().decode("utf-8-sig")
+        return read_bytes(path, 4 * yaml_text.CHARACTERS).decode("utf-8-sig")
     except FileNotFoundError:
         raise ConfigError(f"{place}: no such file; write a YAML file or one of {', '.join(recipe_names())}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"{place}: is not UTF-8 text (byte {error.start}); save it as UTF-8") from None
-    except (OSError, ValueError) as error:  # ValueError: a null byte in the name
+    except (OSError, ValueError) as error:  # ValueError: also a null byte in the name
         raise ConfigError(f"{place!r}: cannot be read ({error}); give a file that you may read") from None
 
 

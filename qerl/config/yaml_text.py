@@ -18,6 +18,8 @@ import yaml
 
 Path = tuple[str | int, ...]  # a key's place in the data: ("rewards", 0, "name")
 
+CHARACTERS, DEPTH = 2**18, 32  # the most that is read
+
 _TAG = "tag:yaml.org,2002:"
 _FLOAT = re.compile(
     r"[-+]?(\.[0-9]+|[0-9]+\.[0-9]*|[0-9]+(?=[eE]))([eE][-+]?[0-9]+)?\Z|[-+]?\.(inf|Inf|INF)\Z|\.(nan|NaN|NAN)\Z"
@@ -56,13 +58,19 @@ class _Loader(yaml.SafeLoader):
     """SafeLoader's scanner and parser with the resolvers above. It makes nodes only; `_build` makes the values."""
 
     yaml_implicit_resolvers: ClassVar[dict] = {}
+    _depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: object) -> yaml.Node | None:
         event = self.peek_event()
         line = event.start_mark.line + 1
         if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
             raise YamlError("an anchor or alias (& or *); write the value out, or quote it if it is text", line)
-        return super().compose_node(parent, index)
+        self._depth += 1
+        if self._depth > DEPTH:
+            raise YamlError(f"brackets or indents nested too deeply (more than {DEPTH}); write a flat list or mapping", line)
+        node = super().compose_node(parent, index)
+        self._depth -= 1
+        return node
 
 
 class _Dumper(yaml.SafeDumper):
@@ -84,6 +92,8 @@ _Dumper.add_implicit_resolver(_TAG + "float", _FLOAT, list("-+.0123456789"))
 
 def parse(text: str) -> Parsed:
     """Read one YAML document. Raises YamlError with the line of the first mistake."""
+    if len(text) > CHARACTERS:  # PyYAML reads about 100 kB per second
+        raise YamlError(f"more than {CHARACTERS} characters; a recipe has a few thousand", None)
     lines: dict[Path, int] = {}
     try:
         node = yaml.compose(text, Loader=_Loader)
@@ -96,8 +106,6 @@ def parse(text: str) -> Parsed:
         raise YamlError(
             f"the character U+{ord(text[error.position]):04X} cannot stand in YAML; remove it", line
         ) from None
-    except RecursionError:
-        raise YamlError("brackets nested too deeply; write a flat list or mapping", None) from None
 
 
 def dump(data: object) -> str:

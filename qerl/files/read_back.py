@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from qerl.errors import DataError
+from qerl.files.bounded import JSON_BYTES, parse_json, read_lines, read_text
 
 Row = dict[str, Any]
 OF_EVALUATION = "give an evaluation whose files are as `qerl eval` wrote them"  # a remedy
@@ -32,27 +33,29 @@ def read_object(path: Path, shape: type[Shape], remedy: str) -> Row:
 def read_rows(path: Path, shape: type[Shape], remedy: str) -> list[Row]:
     """The objects in a file that has one per line. A last line that a kill cut short is left out. Raises DataError with
     the number of the first other line that does not have the shape; it ends in `remedy`."""
-    lines = _text(path, remedy).split("\n")  # a completion may hold other line separators
     rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            rows += [_checked(line, shape)] if line.strip() else []
-        except ValueError as error:
-            if number < len(lines) or not isinstance(error, json.JSONDecodeError):
-                raise DataError(f"line {number} of {path} is damaged ({_reason(error)}): {remedy}") from error
+    try:
+        for number, line in enumerate(read_lines(path), start=1):
+            try:
+                rows += [_checked(line.rstrip(b"\r\n").decode("utf-8"), shape)] if line.strip() else []
+            except ValueError as error:
+                if line.endswith(b"\n") or not isinstance(error, json.JSONDecodeError | UnicodeDecodeError):
+                    raise DataError(f"line {number} of {path} is damaged ({_reason(error)}): {remedy}") from error
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read ({error}): {remedy}") from error
     return rows
 
 
 def _text(path: Path, remedy: str) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return read_text(path, JSON_BYTES)
     except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}): {remedy}") from error
 
 
 def _checked(text: str, shape: type[Shape]) -> Row:
     """The object in `text`. Raises ValueError, of which JSONDecodeError and ValidationError are subclasses."""
-    value = json.loads(text)
+    value = parse_json(text)
     if not isinstance(value, dict):
         raise ValueError(f"a JSON {type(value).__name__}, not an object")
     shape.model_validate(value)

@@ -8,9 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from qerl.checkpoint.sealed import adapter_damage, adapters_of_run
+from qerl.config.saved import read_config
 from qerl.errors import DataError
 from qerl.files.nearby import no_folder
 from qerl.files.read_back import OF_EVALUATION, Row, read_object, read_rows
@@ -121,9 +120,8 @@ def _config(path: Path) -> tuple[dict[str, Any], str]:
     if not path.exists():
         return {}, ""
     try:
-        text = path.read_text(encoding="utf-8")
-        return yaml.safe_load(text) or {}, text
-    except (OSError, ValueError, yaml.YAMLError) as error:
+        return read_config(path)
+    except (OSError, ValueError) as error:
         raise DataError(f"{path} cannot be read ({error}): put back the file that the run wrote") from error
 
 

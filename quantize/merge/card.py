@@ -6,7 +6,6 @@ interval, the versions, the licence that the base declares, and how to load the 
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 from collections.abc import Iterable
@@ -14,7 +13,9 @@ from pathlib import Path
 
 from qerl.checkpoint.hub import HUB_ID
 from qerl.checkpoint.resolve import TINY, TINY_FOLDER, quantized_from
+from qerl.config.saved import read_config
 from qerl.errors import DataError
+from qerl.files.bounded import JSON_BYTES, parse_json, read_text
 from qerl.files.disk import replace_text
 from qerl.files.read_back import read_object, read_rows
 from qerl.report.shapes import About, Metrics
@@ -92,7 +93,7 @@ def read_results(run: Path) -> list[dict]:
     found = []
     for file in sorted(run.glob("eval/*/result.json")):
         try:
-            result = json.loads(file.read_text(encoding="utf-8"))
+            result = parse_json(read_text(file, JSON_BYTES))
             result["accuracy"]["value"], result["task"], result["questions"]
         except (OSError, ValueError, KeyError, TypeError):
             continue  # of another version, or cut short: there is no result to state
@@ -167,11 +168,11 @@ def _loading(report: MergeReport) -> str:
 def _training(run: Path) -> str:
     import yaml
 
-    config = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
     try:
+        config, _ = read_config(run / "config.yaml")
         rows = read_rows(run / "metrics.jsonl", Metrics, GOES_WITHOUT)
         about = read_object(run / "run.json", About, GOES_WITHOUT) if (run / "run.json").is_file() else {}
-    except DataError as error:  # not a reason to lose a merge that took long and is complete
+    except (DataError, OSError, ValueError) as error:  # not a reason to lose a merge that took long and is complete
         logger.warning("%s", error)
         return ""
     text = f"## Training\n\nRecipe `{about.get('recipe', 'unknown')}`, {len(rows)} steps."

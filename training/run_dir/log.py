@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 
 from qerl.errors import CheckpointError
+from qerl.files.bounded import parse_json, read_lines
 from qerl.files.disk import replace_text
 from training.run_dir.progress import Display, completions_table, numbers
 from training.run_dir.watch import due, findings
@@ -200,9 +201,9 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def _read_rows(path: Path) -> list[dict[str, Any]]:
     rows = []
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    for number, line in enumerate(read_lines(path), start=1):
         try:
-            row = json.loads(line)
+            row = parse_json(line.decode("utf-8"))
         except ValueError:  # not UTF-8, or not JSON
             row = None
         if isinstance(row, dict) and isinstance(row.get("step"), int):

@@ -101,7 +101,7 @@ def test_lines_count_from_one_and_reach_list_items():
         ("a: b: c", 1, "a second colon"),
         ("a: 1\nb: \x07", 2, "the character U+0007 cannot stand in YAML"),
         ("a: @b", 1, "not YAML"),
-        ("[" * 5000, None, "nested too deeply"),
+        ("[" * 5000, 1, "nested too deeply"),
     ],
 )
 def test_ambiguous_text_is_refused_with_its_line(text, line, says):
