@@ -27,6 +27,7 @@ from qerl.data.rows import is_local
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import with_chosen_engine
 from qerl.errors import CheckpointError, ConfigError
+from qerl.plan.sizes import sizes_of
 from qerl.tasks import TASKS, Example, Task, build_messages, get_task, load_examples, render_prompt
 
 if TYPE_CHECKING:
@@ -174,8 +175,7 @@ def with_memory(settings: EvalSettings, run: Path | None) -> EvalSettings:
 
 def context_length(folder: Path) -> int | None:
     """How many tokens a prompt and its completion may have together; None if config.json does not say."""
-    config = read_json(folder / "config.json")
-    return {**config, **(config.get("text_config") or {})}.get("max_position_embeddings")
+    return sizes_of(read_json(folder / "config.json"), str(folder)).positions
 
 
 def find_max_new_tokens(asked: int | None, prompts: Sequence[Sequence[int]], context: int | None) -> int:

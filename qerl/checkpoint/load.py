@@ -20,17 +20,16 @@ from qerl import formats
 from qerl.checkpoint.hub import download_model
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.resolve import TINY, TINY_FOLDER
-from qerl.checkpoint.shards import TensorInfo, read_tensors
+from qerl.checkpoint.shards import TensorInfo, read_json, read_tensors
 from qerl.errors import CheckpointError
 from qerl.formats.base import Format
+from qerl.plan.sizes import sizes_of
 
 if TYPE_CHECKING:
     import torch
     from transformers import GenerationConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
-
-UNREADABLE = (OSError, ValueError, StrictDataclassError)  # transformers raises these for a config that it cannot read
 
 CACHE_SCALES = (".k_scale", ".v_scale")  # of an 8-bit KV cache: engines read them, a forward pass does not
 COMPUTED = "rotary_emb.inv_freq"  # a tensor of old checkpoints, which transformers now computes from the config
@@ -78,9 +77,9 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
         raise CheckpointError(
             f"{folder}/config.json cannot be read ({' '.join(str(error).split())}): copy it from the original model"
         ) from error
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # an odd value raises whatever the code that met it raises
         raise CheckpointError(
-            f"{folder} has no tokenizer that can be read ({error}): copy tokenizer.json and tokenizer_config.json "
+            f"{folder} has no tokenizer that can be read ({_first_line(error)}): copy tokenizer.json and tokenizer_config.json "
             "from the original model into it"
         ) from error
     if tokenizer.eos_token is None:
@@ -121,9 +120,9 @@ def end_token_ids(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedT
     if declared is None:
         declared = getattr(config, "eos_token_id", None)
     declared = [] if declared is None else declared if isinstance(declared, list) else [declared]
-    if not all(isinstance(token, int) for token in declared):
+    if not all(type(token) is int and 0 <= token < 2**31 for token in declared):
         raise CheckpointError(
-            f"{folder}: eos_token_id {declared} in generation_config.json or config.json is no list of token numbers: "
+            f"{folder}: eos_token_id {declared!r:.60} in generation_config.json or config.json is no list of token numbers: "
             "copy the file from the original model"
         )
     return tuple(dict.fromkeys([tokenizer.eos_token_id, *declared]))
@@ -134,7 +133,7 @@ def _generation_config(folder: Path) -> GenerationConfig:
 
     try:
         return GenerationConfig.from_pretrained(folder)
-    except UNREADABLE as error:
+    except Exception as error:  # an odd value raises whatever the code that met it raises
         raise CheckpointError(
             f"{folder}/generation_config.json cannot be read ({_first_line(error)}): copy it from the original model"
         ) from error
@@ -152,7 +151,7 @@ def _check_format(folder: Path, wanted: Format, found: Format) -> None:
 def _load_16bit(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    read_tensors(folder)  # finds damaged files, for which transformers has worse messages
+    check_config_fits(folder, read_tensors(folder), trust_remote_code)  # before memory is taken for what it describes
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -162,7 +161,7 @@ def _load_16bit(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Pr
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # these are refused below, with our message
         )
-    except UNREADABLE as error:
+    except Exception as error:  # of the model's code, whatever value of the config it met
         raise _unloadable(folder, error) from error
     shapes = {name: f"{list(given)}, not {list(own)}" for name, given, own in found["mismatched_keys"]}
     _refuse_misfits(folder, found["missing_keys"], found["unexpected_keys"], shapes)
@@ -202,14 +201,15 @@ def _empty_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: boo
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    sizes_of(read_json(folder / "config.json"), str(folder))
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
-    except UNREADABLE as error:
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        with init_empty_weights(include_buffers=False):
+            return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+    except Exception as error:  # of the model's code, whatever value of the config it met
         raise _unloadable(folder, error) from error
-    if hasattr(config, "quantization_config"):
-        del config.quantization_config
-    with init_empty_weights(include_buffers=False):
-        return AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def _load_packed(folder: Path, format: Format, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
@@ -260,4 +260,4 @@ def _fill_(
 
 
 def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+    return str(error).strip().split("\n")[0] or type(error).__name__

@@ -20,6 +20,7 @@ from qerl.engine.interface import Engine, SamplingParams
 from qerl.engine.open import open_model, with_chosen_engine
 from qerl.engine.options import EngineOptions
 from qerl.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, ConfigError, EngineError
+from qerl.plan.sizes import sizes_of
 from qerl.tasks import render_prompt
 
 if TYPE_CHECKING:
@@ -97,7 +98,7 @@ def chat(options: ChatOptions) -> None:
     asked = EngineOptions(engine=options.engine, kernel=options.kernel, memory=options.memory, cap_gib=options.cap_gib)
     engine_options = with_chosen_engine(asked)
     tokenizer = load_tokenizer(ref.base)
-    longest = read_json(local_folder(ref.base) / "config.json").get("max_position_embeddings", 2**31)
+    longest = sizes_of(read_json(local_folder(ref.base) / "config.json"), ref.base).positions or 2**31
     if sampling.max_new_tokens >= longest:
         raise ConfigError(f"--max-new-tokens {sampling.max_new_tokens} leaves no room in the context of {longest}")
     context = min(longest, max(4096, 2 * sampling.max_new_tokens))

@@ -67,7 +67,9 @@ class _Loader(yaml.SafeLoader):
             raise YamlError("an anchor or alias (& or *); write the value out, or quote it if it is text", line)
         self._depth += 1
         if self._depth > DEPTH:
-            raise YamlError(f"brackets or indents nested too deeply (more than {DEPTH}); write a flat list or mapping", line)
+            raise YamlError(
+                f"brackets or indents nested too deeply (more than {DEPTH}); write a flat list or mapping", line
+            )
         node = super().compose_node(parent, index)
         self._depth -= 1
         return node

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 JSON_BYTES = 64 * 2**20  # the largest index of a published checkpoint has 9 MB, the largest tokenizer.json 35 MB
 LINE_BYTES = 64 * 2**20  # of metrics and completions that a run or an evaluation wrote
 DEPTH = 64  # lists and objects within one another; what is read here nests less than ten deep
-DIGITS = 20  # of a whole number: enough for 64 bits
+DIGITS = 64  # of a whole number; transformers writes one of 31 where a tokenizer has no longest input
 
 
 def read_bytes(path: Path, limit: int) -> bytes:

@@ -108,6 +108,16 @@ def has_head_norms(model_type: object) -> bool:
     return str(model_type).startswith(HEAD_NORMED)
 
 
+MOST = {  # bounds far beyond every published model: a larger number would only fill memory with an empty model
+    "num_hidden_layers": 1000,
+    "hidden_size": 2**18,
+    "intermediate_size": 2**20,
+    "vocab_size": 2**24,
+    "num_attention_heads": 2**12,
+    "num_key_value_heads": 2**12,
+    "head_dim": 2**13,
+    "max_position_embeddings": 2**31,
+}
 REQUIRED = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
 
 
@@ -146,18 +156,25 @@ def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:
     Raises CheckpointError if one is missing or is not a whole number above 0.
     """
     check_uncapped(config, name)
-    optional = ("head_dim", "num_key_value_heads")
-    for key in (*REQUIRED, *(key for key in optional if config.get(key) is not None)):
-        if key not in config:
+    for key, most in MOST.items():
+        if key not in config and key in REQUIRED:
             raise CheckpointError(f"{name}: config.json has no {key!r}: only dense decoder models are supported")
-        if type(config[key]) is not int or config[key] < 1:
+        value = config.get(key)
+        if value is None and key not in REQUIRED:
+            continue
+        if type(value) is not int or not 1 <= value <= most:
+            what = "is more than any model has" if type(value) is int and value > most else "is no whole number above 0"
             raise CheckpointError(
-                f"{name}: config.json has {key} {config[key]!r}, which is no whole number above 0: copy the "
-                "file from the original model"
+                f"{name}: config.json has {key} {value!r:.60}, which {what}: copy the file from the original model"
             )
     hidden, width, heads, layers, vocabulary = (config[key] for key in REQUIRED)
     head_dim = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
+    if head_dim < 1 or heads % kv_heads:
+        raise CheckpointError(
+            f"{name}: config.json has hidden_size {hidden}, {heads} attention heads and {kv_heads} of keys and values, "
+            "which do not divide one another: copy the file from the original model"
+        )
     queries, keys = heads * head_dim, kv_heads * head_dim
     return ModelSizes(
         layers=layers,

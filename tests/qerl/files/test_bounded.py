@@ -31,7 +31,7 @@ def test_json_that_nests_deeply_is_refused(text):
 
 
 def test_a_whole_number_too_long_for_any_use_is_refused():
-    assert parse_json("[18446744073709551615, -9223372036854775808]") == [2**64 - 1, -(2**63)]
+    assert parse_json(f"[{2**64}, {int(1e30)}]") == [2**64, int(1e30)]
     with pytest.raises(ValueError, match="4000 digits"):
         parse_json("9" * 4000)
 
