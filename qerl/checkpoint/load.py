@@ -23,7 +23,7 @@ from qerl.checkpoint.resolve import TINY, TINY_FOLDER
 from qerl.checkpoint.shards import TensorInfo, read_json, read_tensors
 from qerl.errors import CheckpointError
 from qerl.formats.base import Format
-from qerl.plan.sizes import sizes_of
+from qerl.plan.sizes import check_numbers
 
 if TYPE_CHECKING:
     import torch
@@ -79,8 +79,8 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
         ) from error
     except Exception as error:  # an odd value raises whatever the code that met it raises
         raise CheckpointError(
-            f"{folder} has no tokenizer that can be read ({_first_line(error)}): copy tokenizer.json and tokenizer_config.json "
-            "from the original model into it"
+            f"{folder} has no tokenizer that can be read ({_first_line(error)}): copy tokenizer.json and "
+            "tokenizer_config.json from the original model into it"
         ) from error
     if tokenizer.eos_token is None:
         raise CheckpointError(f"the tokenizer in {folder} names no eos_token: set it in its tokenizer_config.json")
@@ -122,8 +122,8 @@ def end_token_ids(folder: Path, config: PreTrainedConfig, tokenizer: PreTrainedT
     declared = [] if declared is None else declared if isinstance(declared, list) else [declared]
     if not all(type(token) is int and 0 <= token < 2**31 for token in declared):
         raise CheckpointError(
-            f"{folder}: eos_token_id {declared!r:.60} in generation_config.json or config.json is no list of token numbers: "
-            "copy the file from the original model"
+            f"{folder}: eos_token_id {declared!r:.60} in generation_config.json or config.json is no list of token "
+            "numbers: copy the file from the original model"
         )
     return tuple(dict.fromkeys([tokenizer.eos_token_id, *declared]))
 
@@ -201,7 +201,7 @@ def _empty_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: boo
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    sizes_of(read_json(folder / "config.json"), str(folder))
+    check_numbers(read_json(folder / "config.json"), str(folder))
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
         if hasattr(config, "quantization_config"):

@@ -22,7 +22,7 @@ from qerl.checkpoint.resolve import TINY, TINY_FOLDER, resolve_model
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
 from qerl.errors import CheckpointError, ConfigError
 from qerl.formats.base import Format
-from qerl.plan.sizes import check_uncapped, sizes_of
+from qerl.plan.sizes import check_numbers, check_uncapped
 
 PROJECTIONS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
@@ -128,7 +128,7 @@ def _check_config(folder: Path, config: dict) -> None:
         )
     if not isinstance(config.get("num_hidden_layers"), int):
         raise CheckpointError(f"{folder / 'config.json'} has no num_hidden_layers: {SUPPORTED}; give one of these")
-    sizes_of(config, str(folder))
+    check_numbers(config, str(folder))
 
 
 def check_layout(folder: Path, config: dict, tensors: dict[str, TensorInfo]) -> list[str]:

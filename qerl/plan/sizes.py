@@ -150,23 +150,29 @@ def check_uncapped(config: Mapping[str, Any], name: str) -> None:
             )
 
 
-def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:
-    """The sizes that the keys of config.json give.
-
-    Raises CheckpointError if one is missing or is not a whole number above 0.
-    """
-    check_uncapped(config, name)
+def check_numbers(config: Mapping[str, Any], name: str) -> None:
+    """Raise CheckpointError if a size in config.json is no whole number above 0, or larger than any model's."""
     for key, most in MOST.items():
-        if key not in config and key in REQUIRED:
-            raise CheckpointError(f"{name}: config.json has no {key!r}: only dense decoder models are supported")
         value = config.get(key)
-        if value is None and key not in REQUIRED:
+        if key not in config or (value is None and key not in REQUIRED):
             continue
         if type(value) is not int or not 1 <= value <= most:
             what = "is more than any model has" if type(value) is int and value > most else "is no whole number above 0"
             raise CheckpointError(
                 f"{name}: config.json has {key} {value!r:.60}, which {what}: copy the file from the original model"
             )
+
+
+def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:
+    """The sizes that the keys of config.json give.
+
+    Raises CheckpointError if one is missing or is not a whole number above 0.
+    """
+    check_uncapped(config, name)
+    for key in REQUIRED:
+        if key not in config:
+            raise CheckpointError(f"{name}: config.json has no {key!r}: only dense decoder models are supported")
+    check_numbers(config, name)
     hidden, width, heads, layers, vocabulary = (config[key] for key in REQUIRED)
     head_dim = config.get("head_dim") or hidden // heads
     kv_heads = config.get("num_key_value_heads") or heads
