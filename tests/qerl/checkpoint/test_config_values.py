@@ -8,10 +8,10 @@ from contextlib import suppress
 
 import pytest
 from bases import write_base
-from quantize.source import read_source
 
 from qerl.checkpoint.load import check_config_fits, end_token_ids, load_model, load_tokenizer
 from qerl.checkpoint.shards import read_tensors
+from qerl.checkpoint.source import read_source
 from qerl.errors import CheckpointError
 from qerl.plan.sizes import read_sizes
 
