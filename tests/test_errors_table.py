@@ -311,6 +311,6 @@ def test_the_table_has_the_stated_length():
 def test_the_installed_script_does_the_same(name, workspace):
     line, mistake, _ = CASES[name]
     command = [sys.executable, "-c", "import qerl.cli; qerl.cli.main()", *arguments_of(line)]
-    result = subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=workspace, capture_output=True, text=True, timeout=240)
     assert result.returncode == 2
     assert re.fullmatch(f"error: .*{mistake}.*\n", result.stderr)

@@ -114,7 +114,7 @@ def test_two_processes_cannot_write_one_evaluation(tmp_path):
     with open_store(tmp_path, IDENTITY, overwrite=False):
         process = context.Process(target=_try_to_open, args=(tmp_path, answers))
         process.start()
-        assert "another process is evaluating" in answers.get(timeout=60)
+        assert "another process is evaluating" in answers.get(timeout=240)
         process.join()
     with open_store(tmp_path, IDENTITY, overwrite=False):
         pass

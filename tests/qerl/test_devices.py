@@ -152,7 +152,7 @@ def test_a_command_chooses_before_it_asks_cuda(reports, tmp_path, command):
         env=environ,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         input="",
     )
     assert result.stdout.splitlines()[-1:] == ["CUDA was asked with 1"], result.stderr
@@ -173,7 +173,7 @@ def test_training_by_torchrun_is_refused(tmp_path):
     ]
     command = [*launcher, "train", "--recipe", "tiny", "--set", "model.format=bf16", "--out", "run"]
     environ = os.environ | {"PYTHONPATH": os.getcwd()}
-    result = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
     assert result.returncode != 0
     assert "error: qerl trains on one GPU and was started as 2 processes: leave torchrun out" in result.stderr
     assert not (tmp_path / "run").exists()

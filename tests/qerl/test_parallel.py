@@ -51,7 +51,7 @@ def in_processes(program, tmp_path):
         )
         for variables in launched()
     ]
-    outputs = [process.communicate(timeout=60)[0] for process in ranks]
+    outputs = [process.communicate(timeout=240)[0] for process in ranks]
     return [(process.returncode, output) for process, output in zip(ranks, outputs, strict=True)]
 
 
@@ -195,6 +195,6 @@ with open_parallel() as parallel:
     script.write_text(program, encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
     environ = os.environ | {"PYTHONPATH": os.getcwd()}
-    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
     assert result.returncode == 0, result.stderr
     assert sorted(result.stdout.splitlines()) == ["0: world 1, sum 3.0", "1: world 1, sum 3.0"]

@@ -13,7 +13,7 @@ def summary(folder, python, **environment):
     """The summary that a call with one batch writes about its commands."""
     out = folder / "out"
     given = {**os.environ, "PYTHON": python, "CHECKPOINTS": str(folder / "checkpoints"), **environment}
-    subprocess.run(["bash", SCRIPT, out, "cap24"], env=given, check=True, capture_output=True, timeout=60)
+    subprocess.run(["bash", SCRIPT, out, "cap24"], env=given, check=True, capture_output=True, timeout=240)
     text = (out / "summary.txt").read_text()
     (out / "summary.txt").unlink()
     return [line.split(",")[0] for line in text.splitlines()]
@@ -32,7 +32,7 @@ def test_batches_for_several_cards_each_run_on_their_own_card(tmp_path):
     python.chmod(0o755)
     given = {**os.environ, "PYTHON": str(python), "CHECKPOINTS": str(tmp_path / "checkpoints")}
     call = ["bash", SCRIPT, tmp_path / "out", "cap24", "agree", "--", "peaks"]
-    done = subprocess.run(call, env=given, check=True, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(call, env=given, check=True, capture_output=True, text=True, timeout=240)
     found = {path.parent.name: path.read_text() for path in (tmp_path / "out").glob("*/summary.txt")}
     assert {card: text.count("== ") for card, text in found.items()} == {"0": 2, "1": 1}
     for card, text in found.items():
@@ -47,7 +47,7 @@ def test_engines_open_alone_on_all_cards_and_then_take_turns_on_the_first(tmp_pa
     python.chmod(0o755)
     given = {"PYTHON": str(python), "CHECKPOINTS": str(tmp_path / "checkpoints"), "CUDA_VISIBLE_DEVICES": "2,5,7"}
     call = ["bash", SCRIPT, tmp_path / "out", "decode"]
-    subprocess.run(call, env={**os.environ, **given}, check=True, capture_output=True, timeout=60)
+    subprocess.run(call, env={**os.environ, **given}, check=True, capture_output=True, timeout=240)
     names = ("7b-qerl", "7b-qerl-base", "7b-marlin", "7b-bf16")
     logs = {way: [tmp_path / "out" / f"{way}-{name}.log" for name in names] for way in ("open", "rollout")}
     cards = {way: [path.read_text() for path in paths] for way, paths in logs.items()}
@@ -65,7 +65,7 @@ def test_cards_are_counted_by_the_driver_and_without_one_the_engines_fail(tmp_pa
     given["PATH"] = f"{tmp_path}:{given['PATH']}"
     given.pop("CUDA_VISIBLE_DEVICES", None)
     call = ["bash", SCRIPT, tmp_path / "out", "marlin32", "cap24"]
-    subprocess.run(call, env=given, check=True, capture_output=True, timeout=60)
+    subprocess.run(call, env=given, check=True, capture_output=True, timeout=240)
     logs = [tmp_path / "out" / f"open-32b-{name}.log" for name in ("qerl-beside", "qerl-base", "marlin")]
     assert [log.read_text() for log in logs] == [f"card {card}\n" for card in opened]
     lines = (tmp_path / "out" / "summary.txt").read_text().splitlines()

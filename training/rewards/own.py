@@ -38,6 +38,7 @@ from qerl.tasks import Task
 from training.rewards.returned import ReturnedError, one_line
 
 TIMEOUT_S = 300.0  # of one call, where the recipe's `timeout_s` says nothing
+LOAD_S = 60.0  # that loading the file may take at least, however short `timeout_s` is
 LONGEST_LINE = 1000  # characters of a printed line
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); descriptor = int(sys.argv[2]); sys.argv[:] = ['']; "
@@ -59,9 +60,12 @@ class OwnReward:
     """A reward function in its process, to be called with columns. Thread-safe, one call at a time."""
 
     def __init__(self, place: str, attribute: str, timeout_s: float = TIMEOUT_S) -> None:
-        """Load the function within `timeout_s`. Raises OwnRewardError, or AttributeError with names that are near."""
+        """Load the function within `timeout_s` or LOAD_S, whichever is longer.
+
+        Raises OwnRewardError, or AttributeError with names that are near.
+        """
         self.__name__ = attribute
-        self._load_s = timeout_s
+        self._load_s = max(timeout_s, LOAD_S)
         self._place, self._attribute = place, attribute
         self._process: _Process | None = None
         self._lock = threading.Lock()

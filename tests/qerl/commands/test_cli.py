@@ -3,11 +3,11 @@
 import json
 import os
 import re
+import resource
 import shutil
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -53,13 +53,12 @@ def small_train(*more):
 
 
 def test_help_answers_at_once():
-    times = []
-    for _ in range(3):
-        started = time.perf_counter()
-        code, out, _ = run("--help")
-        times.append(time.perf_counter() - started)
-        assert code == 0
-    assert min(times) < 1.0  # 0.3 s on an idle machine; loading torch takes 2 s and more
+    """Counted in processor time, which other processes do not use up."""
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    code, out, _ = run("--help")
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert code == 0
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5  # 0.5; with torch 3 s and more
     assert all(f"  {command} " in out for command in ("quantize", "train", "eval", "plan", "recipes", "doctor"))
     assert "..." not in out.partition("Commands:")[2]  # no line of help is cut off
 
@@ -113,7 +112,7 @@ def refusals(tmp_path_factory):
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
     command = [sys.executable, "-c", RUN_ALL]
     told = {"cwd": folder, "env": environment, "input": json.dumps([*MISTAKES])}
-    done = subprocess.run(command, **told, capture_output=True, text=True, check=True, timeout=120)
+    done = subprocess.run(command, **told, capture_output=True, text=True, check=True, timeout=240)
     assert sorted(folder.rglob("*")) == before
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -319,7 +318,7 @@ def test_an_interrupt_during_the_start_prints_one_word(workdir, nvfp4_base):
     )
     assert process.stderr.readline().startswith("loading torch")
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=120)
+    _, err = process.communicate(timeout=240)
     assert process.returncode == 130
     assert err.strip().splitlines()[-1] == "interrupted"
     assert "Traceback" not in err

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
@@ -79,12 +78,12 @@ def test_a_full_disk_is_a_warning(monkeypatch):
 
 
 class Answer(BaseHTTPRequestHandler):
-    """A hub that answers each request with `status` after `delay_s`."""
+    """A hub that answers each request with `status` once `may_answer` is set."""
 
-    status, delay_s = 200, 0.0
+    status, may_answer = 200, threading.Event()
 
     def do_HEAD(self):
-        time.sleep(self.delay_s)
+        self.may_answer.wait(60)
         self.send_response(self.status)
         self.end_headers()
 
@@ -93,16 +92,20 @@ class Answer(BaseHTTPRequestHandler):
 
 
 @pytest.mark.parametrize(
-    ("status", "delay_s", "level", "said"),
-    [(200, 0, "ok", "http://"), (403, 0, "ok", "http://"), (200, 0.5, "warning", "no answer|timed out")],
+    ("status", "answers", "level", "said"),
+    [(200, True, "ok", "http://"), (403, True, "ok", "http://"), (200, False, "warning", "no answer|timed out")],
 )
-def test_the_hub_answers_in_time_or_there_is_a_warning(monkeypatch, status, delay_s, level, said):
-    monkeypatch.setattr(qerl.doctor.doctor, "HUB_TIMEOUT_S", 0.2)
-    handler = type("Hub", (Answer,), {"status": status, "delay_s": delay_s})
+def test_the_hub_answers_in_time_or_there_is_a_warning(monkeypatch, status, answers, level, said):
+    monkeypatch.setattr(qerl.doctor.doctor, "HUB_TIMEOUT_S", 60.0 if answers else 0.2)
+    may_answer = threading.Event()
+    handler = type("Hub", (Answer,), {"status": status, "may_answer": may_answer})
     server = HTTPServer(("127.0.0.1", 0), handler)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    if answers:
+        may_answer.set()
     check = found("hub")
+    may_answer.set()
     server.shutdown()
     server.server_close()
     assert check.level == level

@@ -122,7 +122,7 @@ def hub(tmp_path, base, *options, token="hf_test", endpoint=None):
         environment["HF_TOKEN"] = token
     arguments = ["merge", "--adapter", str(base), "--to", "adapter", "--out", str(tmp_path / "out"), *map(str, options)]
     command = [sys.executable, "-m", "qerl.cli", *arguments, "--push-to-hub", "me/model"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path)
 
 
 class Hub(BaseHTTPRequestHandler):

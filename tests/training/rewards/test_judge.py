@@ -53,7 +53,7 @@ def judge_server(reply, status=200, wait=lambda: None):
 
 
 def wanted(**args):
-    return [RewardConfig(name="judge", args={"model": MODEL, "backoff_s": 0.01, "timeout_s": 30, **args})]
+    return [RewardConfig(name="judge", args={"model": MODEL, "backoff_s": 0.01, "timeout_s": 60, **args})]
 
 
 def build(tmp_path, **args):
@@ -136,20 +136,25 @@ def test_a_judge_that_cannot_be_asked_is_one_line(answer, status, says, tmp_path
 
 
 def test_completions_are_judged_at_once_up_to_the_limit(tmp_path):
-    lock, state = threading.Lock(), {"now": 0, "most": 0}
+    """Each of the first four waits until all four have come; the test of two rows before them waits for nothing."""
+    changed, state = threading.Condition(), {"come": 0, "now": 0, "most": 0}
 
     def wait():
-        with lock:
+        with changed:
+            state["come"] += 1
             state["now"] += 1
-            state["most"] = max(state.values())
-        time.sleep(0.1)
-        with lock:
+            state["most"] = max(state["most"], state["now"])
+            changed.notify_all()
+            if state["come"] > 2:
+                changed.wait_for(lambda: state["come"] >= 6, 60)
+        time.sleep(0.02)  # in which a fifth would come
+        with changed:
             state["now"] -= 1
 
     with judge_server(lambda text: "Score: 8", wait=wait) as (url, seen):
         assert call(build(tmp_path, url=url, concurrency=4), ["a"] * 12) == [0.8] * 12
     assert len(seen) == 14
-    assert 2 <= state["most"] <= 4
+    assert state["most"] == 4
 
 
 def test_a_key_reaches_the_judge_and_nothing_else(tmp_path, monkeypatch, caplog):

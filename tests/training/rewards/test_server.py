@@ -75,7 +75,7 @@ FIXED = fixed_columns(get_task("gsm8k"), 100)
 
 def wanted(*urls, **args):
     """The rewards of a recipe."""
-    return [RewardConfig(name=url, args={"backoff_s": 0.01, "timeout_s": 5, **args}) for url in urls]
+    return [RewardConfig(name=url, args={"backoff_s": 0.01, "timeout_s": 60, **args}) for url in urls]
 
 
 def build(url, tmp_path, **args):
@@ -166,26 +166,31 @@ def test_an_answer_that_is_no_list_of_numbers_is_final(answer, says, tmp_path):
         ((500, "out of memory"), "answered 500 Internal Server Error: out of memory"),
         ((503, ""), "answered 503 Service Unavailable: nothing"),
         ((429, ""), "answered 429 Too Many Requests: nothing"),
-        (30.0, "did not answer within 0.5 s"),
         ("garbage\r\n\r\n", "broke off (illegal status line"),
         ("", "broke off (Server disconnected without sending a response.)"),
         ("HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\n[1", "broke off (peer closed connection"),
     ],
 )
 def test_a_server_that_fails_is_asked_again(answer, reason, tmp_path, caplog):
-    timeout_s = 0.5 if isinstance(answer, float) else 20
     with server(right, answer, answer, right) as (url, received):
-        assert call(build(url, tmp_path, timeout_s=timeout_s, retries=2)) == [0.5, 0.5]
+        assert call(build(url, tmp_path, retries=2)) == [0.5, 0.5]
         assert len(received) == 4
         lines = [record.getMessage() for record in caplog.records if record.name == "training.rewards.exchange"]
         assert [f"reward server {url} {reason}" in line for line in lines] == [True, True]
         assert lines[0].endswith("; asked again in 0.01 s")
         assert lines[1].endswith("; asked again in 0.02 s")
     with server(right, answer) as (url, received):
-        function = build(url, tmp_path, timeout_s=timeout_s, retries=1)
+        function = build(url, tmp_path, retries=1)
         with pytest.raises(RewardError, match=rf"{re.escape(reason)}.*\(asked 2 times\): start it, correct its URL"):
             call(function)
         assert len(received) == 3
+
+
+def test_a_late_server_is_asked_again(tmp_path, caplog):
+    with server(right, 600.0, right) as (url, received):
+        assert call(build(url, tmp_path, timeout_s=1.5, retries=1)) == [0.5, 0.5]
+    assert len(received) == 3
+    assert f"reward server {url} did not answer within 1.5 s; asked again in 0.01 s" in caplog.text
 
 
 def test_a_trickle_ends_with_the_time_limit(tmp_path):
@@ -194,7 +199,7 @@ def test_a_trickle_ends_with_the_time_limit(tmp_path):
         started = time.monotonic()
         with pytest.raises(RewardError, match=r"did not answer within 0\.5 s \(asked once\)"):
             build(url, tmp_path, timeout_s=0.5, retries=0)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < 60  # at its pace it would take longer
 
 
 def test_an_unreachable_server_is_refused_before_the_run(tmp_path):

@@ -4,6 +4,7 @@ import json
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -61,7 +62,7 @@ def compared(monkeypatch):
         def wait(index, completion):
             grading = finished(index, completion)
             if index < len(prompts) - BATCH:
-                grading.result(30)
+                grading.result(120)
 
         return generate(engine, prompts, sampling, seed, finished and wait)
 
@@ -121,8 +122,8 @@ def test_ctrl_c_in_a_rollout_ends_the_run_and_the_thread(tmp_path, monkeypatch, 
 
 
 def threads_end():
-    """Whether all grading threads end within ten seconds."""
-    deadline = time.monotonic() + 10
+    """Whether all grading threads end within a minute."""
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         if not any(thread.name.startswith(THREAD) for thread in threading.enumerate()):
             return True
@@ -140,7 +141,7 @@ class Words:
     def decode(self, ids, skip_special_tokens):
         assert skip_special_tokens
         self.begun.set()
-        assert self.go_on.wait(10)
+        assert self.go_on.wait(60)
         self.decoded.append(ids[0])
         return TEXTS[ids[0]]
 
@@ -155,7 +156,7 @@ def tell_all(finished):
 
 
 def wait_for(ahead, graded):
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while ahead.graded < graded and time.monotonic() < deadline:
         time.sleep(0.01)
 
@@ -170,14 +171,20 @@ def test_the_reward_finds_the_verdicts_of_the_thread(compared):
     assert len(compared) == 3
 
 
-def test_the_reward_waits_for_grading_that_has_begun_and_does_the_rest_itself():
-    words = Words()
+def test_the_reward_waits_for_grading_that_has_begun_and_does_the_rest_itself(monkeypatch):
+    words, shut_down = Words(), ThreadPoolExecutor.shutdown
+
+    def go_on_once_the_others_are_cancelled(pool, wait=True, **options):
+        shut_down(pool, wait=False, **options)
+        words.go_on.set()
+        shut_down(pool, wait=wait)
+
+    monkeypatch.setattr(ThreadPoolExecutor, "shutdown", go_on_once_the_others_are_cancelled)
     words.go_on.clear()
-    threading.Timer(0.3, words.go_on.set).start()
     ahead = GradingAhead(TASK, words)
     with ahead.rollout(["1"] * 3) as finished:
         tell_all(finished)
-        assert words.begun.wait(10)
+        assert words.begun.wait(60)
         assert ahead.graded == 0
     assert (words.decoded, ahead.graded) == ([0], 1)
     with ahead.rollout([]):
@@ -187,18 +194,17 @@ def test_the_reward_waits_for_grading_that_has_begun_and_does_the_rest_itself():
 def interrupted_rollout(ahead, begun):
     with ahead.rollout(["1"] * 3) as finished:
         tell_all(finished)
-        begun.wait(10)
+        begun.wait(60)
         raise KeyboardInterrupt
 
 
 def test_after_an_error_in_the_rollout_nothing_is_waited_for():
     words = Words()
     words.go_on.clear()
-    began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         interrupted_rollout(GradingAhead(TASK, words), words.begun)
     assert words.begun.is_set()
-    assert time.monotonic() - began < 5
+    assert words.decoded == []  # the thread still waits for `go_on`
     words.go_on.set()
     assert threads_end()
     assert words.decoded == [0]

@@ -170,7 +170,7 @@ def test_a_run_on_a_terminal_and_its_end_by_ctrl_c(nvfp4_base, tmp_path):
     while not (metrics.exists() and metrics.read_text().count("\n") >= 2) and time.monotonic() < deadline:
         time.sleep(0.05)
     process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=120) == 130
+    assert process.wait(timeout=240) == 130
     reader.join(timeout=10)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(received).decode(errors="replace"))
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]

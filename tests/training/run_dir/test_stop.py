@@ -113,7 +113,7 @@ def test_a_run_under_nohup_outlives_its_terminal(held, tmp_path, finished):
 def test_a_step_that_takes_too_long_is_abandoned(held, tmp_path, finished, step, saved, said):
     output = tmp_path / "output"
     process, run_dir = held(step, str(output), "run.stop_within_s=1")
-    with ended(process, seconds=30):
+    with ended(process):
         os.kill(process.pid, signal.SIGTERM)
     assert process.exitcode == 128 + signal.SIGTERM
     assert "or without it after 1 s (run.stop_within_s)" in output.read_text()
