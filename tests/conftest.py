@@ -8,6 +8,11 @@ import sys
 import pytest
 import torch
 from bases import write_base
+from card import skip_without_card
+
+
+def pytest_collection_modifyitems(items) -> None:
+    skip_without_card(items)
 
 
 def pytest_collection_finish() -> None:

@@ -44,12 +44,17 @@ def our_modules(tree):
     }
 
 
+def called(node):
+    """The last part of the name of what a call calls."""
+    return getattr(node.func, "attr", getattr(node.func, "id", ""))
+
+
 def private_uses(tree):
     """(line, owner, name) of each `owner._name`, also where a call gives the name as text, as `setattr` takes it."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             yield node.lineno, ast.unparse(node.value), node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(("setattr", "getattr", "delattr")):
+        elif isinstance(node, ast.Call) and called(node).endswith(("setattr", "getattr", "delattr")):
             owner, name = ([*map(ast.unparse, node.args), ""])[:2]
             path = owner.strip("'\"")
             if is_private(name.strip("'\"")):

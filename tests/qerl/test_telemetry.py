@@ -3,9 +3,9 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from cli_shell import Shell
 from small_run import small_config
 
 from qerl.config.recipe import save_config
@@ -22,6 +22,17 @@ def watch(event, arguments):
 
 sys.addaudithook(watch)
 """
+BOTH = """
+import sys
+from qerl.cli import main
+
+for arguments in ({train}, {eval}):
+    sys.argv = ["qerl", *arguments]
+    try:
+        main()
+    except SystemExit as ended:
+        assert not ended.code, ended.code
+"""
 
 
 def test_training_and_evaluation_connect_to_nothing(nvfp4_base, tmp_path, monkeypatch):
@@ -30,12 +41,15 @@ def test_training_and_evaluation_connect_to_nothing(nvfp4_base, tmp_path, monkey
     connections.touch()
     for name in ("CI", "HF_HUB_OFFLINE", *VARIABLES):  # TRL reports nothing where CI is set
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("CONNECTIONS", str(connections))
     save_config(small_config(nvfp4_base, tmp_path, steps=3), tmp_path / "recipe.yaml")
-    shell = Shell(tmp_path)
-    shell.run("train", "train", "--recipe", tmp_path / "recipe.yaml", "--out", tmp_path / "run")
-    shell.run("eval", "eval", "arith", "--model", tmp_path / "run", "--limit", 4, "--max-new-tokens", 4)
+    train = ["train", "--recipe", "recipe.yaml", "--out", "run"]
+    evaluate = ["eval", "arith", "--model", "run", "--limit", "4", "--max-new-tokens", "4"]
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
+    command = [sys.executable, "-c", BOTH.format(train=train, eval=evaluate)]
+    done = subprocess.run(command, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert list(tmp_path.glob("run/eval/*/result.json"))
     assert connections.read_text() == ""
 
 

@@ -11,6 +11,26 @@ from qerl.threads import SMALL, choose_threads
 
 ROOT = Path(__file__).parents[2]
 
+# A command on the embedded model, in which torch is asked as soon as it can answer.
+ASKED = """
+import builtins, os, sys
+
+original = builtins.__import__
+
+def imported(name, *rest):
+    module = original(name, *rest)
+    torch = sys.modules.get("torch")
+    if hasattr(torch, "get_num_threads"):
+        print("threads", torch.get_num_threads(), flush=True)
+        os._exit(0)
+    return module
+
+builtins.__import__ = imported
+from qerl.cli import main
+sys.argv = ["qerl", "eval", "arith", "--model", "tiny", "--limit", "2", "--max-new-tokens", "2"]
+main()
+"""
+
 
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
@@ -51,14 +71,7 @@ def test_the_study_s_model_is_small_and_the_smallest_known_is_not():
 
 @pytest.mark.parametrize(("given", "threads"), [({}, 1), ({"OMP_NUM_THREADS": "2"}, 2)])
 def test_a_command_typed_by_hand_computes_so(given, threads, tmp_path):
-    """torch is asked at the end of a command that opens the embedded model."""
-    script = (
-        "import atexit, sys; from qerl.cli import main\n"
-        "atexit.register(lambda: print('threads', sys.modules['torch'].get_num_threads()))\n"
-        "sys.argv = ['qerl', 'eval', 'arith', '--model', 'tiny', '--limit', '2', '--max-new-tokens', '2']\n"
-        "main()"
-    )
     others = {name: value for name, value in os.environ.items() if not name.endswith("_NUM_THREADS")}
     environ = {**others, **given, "PYTHONPATH": str(ROOT)}
-    found = subprocess.run([sys.executable, "-c", script], env=environ, cwd=tmp_path, capture_output=True, text=True)
+    found = subprocess.run([sys.executable, "-c", ASKED], env=environ, cwd=tmp_path, capture_output=True, text=True)
     assert f"threads {threads}\n" in found.stdout, found.stderr

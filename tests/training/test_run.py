@@ -4,13 +4,11 @@ import json
 import os
 import random
 import shutil
-import signal
-import subprocess
-import sys
 import time
 
 import pytest
 from killed import killed_in
+from run_process import forked, run_cli, wait_for
 from small_run import numbers, same_adapters, small_config
 from transformers import TrainerState
 
@@ -92,15 +90,12 @@ def test_a_run_that_died_resumes_to_the_same_numbers(finished, nvfp4_base, tmp_p
 def test_sigkill_at_a_random_moment(finished, nvfp4_base, tmp_path):
     config = small_config(nvfp4_base, tmp_path)
     save_config(config, tmp_path / "recipe.yaml")
-    command = [sys.executable, "-m", "qerl.cli", "train", "--recipe", str(tmp_path / "recipe.yaml")]
-    process = subprocess.Popen(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stderr=subprocess.DEVNULL)
+    process = forked(run_cli, ["train", "--recipe", str(tmp_path / "recipe.yaml")], os.devnull)
     metrics = tmp_path / "run" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.exists() and metrics.stat().st_size) and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_for(lambda: metrics.exists() and metrics.stat().st_size, process)
     time.sleep(random.uniform(0, 0.8))
-    process.send_signal(signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
     result = resume(tmp_path / "run")
     assert numbers(result.run_dir) == numbers(finished)
     assert same_adapters(result.adapter, finished / "adapter")

@@ -155,8 +155,7 @@ def test_a_command_says_so_before_it_loads_torch(workdir, monkeypatch, caplog):
 def test_the_three_commands_as_typed(workdir, here):
     """quantize without --out, train on its output, eval without --model: each finds what the one before wrote.
 
-    Only eval is started as a shell does; other tests do that with quantize (test_quantize_run.py) and train
-    (test_training_run.py).
+    Other tests start commands as a shell does.
     """
     (workdir / "reward.py").write_text(REWARD)
     code, _, err = here("quantize", "--model", "tiny")
@@ -166,7 +165,7 @@ def test_the_three_commands_as_typed(workdir, here):
     assert code == 0, err
     (run_dir,) = (workdir / "runs").iterdir()
     assert run_dir.name.startswith("tiny-")
-    code, out, err = run("eval", "arith", "--limit", 8, "--max-new-tokens", 32, "--load", "nvfp4", cwd=workdir)
+    code, out, err = here("eval", "arith", "--limit", 8, "--max-new-tokens", 32, "--load", "nvfp4")
     assert code == 0, err
     assert str(run_dir.relative_to(workdir)) in out + err  # it names the model that it chose
     (result,) = run_dir.glob("eval/*/result.json")

@@ -131,7 +131,7 @@ def test_an_error_reaches_every_waiting_caller():
     assert len(asked) == 1
 
 
-@pytest.mark.gpu  # needs NVRTC alone; last run on 2026-11-21, on a CPU with NVRTC 13.0
+@pytest.mark.gpu(instead=HAS_NVRTC)  # needs NVRTC alone; last run on 2026-11-21, on a CPU with NVRTC 13.0
 def test_nvrtcs_own_error_is_raised_where_the_kernel_is_loaded(cached):
     wrong = ("shrink.cu", ("TILES=none", "WARPS=8", "BATCH=5"))
     cached.binaries.begin([wrong])
@@ -174,7 +174,7 @@ nvrtc.compile_ahead(gemm.variants(18944))
 """
 
 
-@pytest.mark.gpu  # needs NVRTC alone; last run on 2026-11-21, on a CPU with NVRTC 13.0
+@pytest.mark.gpu(instead=HAS_NVRTC)  # needs NVRTC alone; last run on 2026-11-21, on a CPU with NVRTC 13.0
 def test_a_process_may_end_while_nvrtc_compiles(tmp_path, monkeypatch):
     """Without waiting for the threads, the process died by a signal in 3 of 11 cases with NVRTC 13.0."""
     monkeypatch.setenv("QERL_CACHE", str(tmp_path))

@@ -41,7 +41,7 @@ def test_sums_are_rounded_once():
     assert sum_copies(grad, copies_of(torch.zeros(64, dtype=torch.long), 1)).item() == 320  # 319 is halfway
 
 
-@pytest.mark.gpu
+@pytest.mark.gpu(instead=INTERPRETED)
 @pytest.mark.parametrize("dtype", [torch.float32] if INTERPRETED else [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", [(4, 128), (3584,), (3, 7)], ids=str)
 def test_the_kernel_agrees_with_its_twin_and_repeats_to_the_bit(shape, dtype):

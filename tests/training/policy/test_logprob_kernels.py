@@ -11,8 +11,8 @@ import torch
 
 from training.policy.token_logprobs import Head, kernel_chunk, reference_chunk
 
-pytestmark = pytest.mark.gpu
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+pytestmark = pytest.mark.gpu(instead=INTERPRETED)
 DEVICE = "cpu" if INTERPRETED else "cuda"
 TEMPERATURES = pytest.mark.parametrize("temperature", [1.0, 0.7])
 

@@ -23,26 +23,25 @@ from training.run_dir.log import read_metrics
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-STEPS, BATCH = 3, 2
+STEPS, BATCH = 2, 2
 TASK = get_task("math500")
 TEXTS = ("so \\boxed{12}", "so \\boxed{13}", "so \\boxed{14}")
-INTEGRAL = "\\int_0^{12} 1 dx"  # goes to a worker; whatever is simpler is compared at once
+FORMULA = "\\max(12, 0)"  # goes to a worker; whatever is simpler is compared at once
 
 
 def formulas(folder, *overrides, out="run"):
-    """A recipe on sums whose answers are integrals, so that the embedded model's numbers are compared by a worker."""
-    path = folder / "integrals.jsonl"
+    """A recipe on sums whose answers are formulas, so that the embedded model's numbers are compared by a worker."""
+    path = folder / "formulas.jsonl"
     rows = islice(get_task("arith").generate("train"), 12)
     path.write_text(
         "".join(
-            json.dumps({"question": row["question"], "answer": f"\\int_0^{{{row['answer']}}} 1 dx"}) + "\n"
-            for row in rows
+            json.dumps({"question": row["question"], "answer": f"\\max({row['answer']}, 0)"}) + "\n" for row in rows
         )
     )
     settings = ("data.task=math500", "data.split=test", "data.prompt_template='{question}'", f"data.source={path}")
     settings += (f"rollout.batch_size={BATCH}", "rollout.max_new_tokens=32", "rewards=[{name: accuracy}]")
     settings += ("model.format=bf16", "run.micro_batch_tokens=1024")
-    settings += ("logging.completions_every=1", "logging.completions_count=8")
+    settings += ("logging.completions_every=1", "logging.completions_count=8", "noise.enabled=false")
     return small_config("tiny", folder, *settings, *overrides, steps=STEPS, out=out)
 
 
@@ -85,6 +84,7 @@ def written(run_dir):
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_a_run_is_the_same_with_and_without_grading_ahead(tmp_path, monkeypatch, compared, dynamic):
     overrides = (f"rollout.dynamic_sampling.enabled={str(dynamic).lower()}",)
+    overrides += ("rollout.dynamic_sampling.max_extra_rollouts=1",)
     ahead = start(formulas(tmp_path, *overrides), "tiny")
     in_thread = sum(name.startswith(THREAD) for name, *_ in compared)
     asked = pairs(compared)
@@ -163,11 +163,11 @@ def wait_for(ahead, graded):
 
 def test_the_reward_finds_the_verdicts_of_the_thread(compared):
     ahead = GradingAhead(TASK, Words())
-    with ahead.rollout([INTEGRAL] * 3) as finished:
+    with ahead.rollout([FORMULA] * 3) as finished:
         tell_all(finished)
         wait_for(ahead, 3)
     assert (ahead.graded, len(compared)) == (3, 3)
-    assert [grade(TASK, text, INTEGRAL).correct for text in TEXTS] == [True, False, False]
+    assert [grade(TASK, text, FORMULA).correct for text in TEXTS] == [True, False, False]
     assert len(compared) == 3
 
 

@@ -7,13 +7,12 @@ import os
 import pty
 import re
 import signal
-import subprocess
 import sys
 import threading
-import time
 
 import pytest
 from rich.console import Console
+from run_process import ended, forked, run_cli, wait_for
 from small_run import small_config
 
 import training.run
@@ -158,20 +157,18 @@ def test_the_exit_code_after_one_and_two_interrupts(nvfp4_base, tmp_path, monkey
 def test_a_run_on_a_terminal_and_its_end_by_ctrl_c(nvfp4_base, tmp_path):
     """The whole command runs on a real pseudo-terminal."""
     save_config(small_config(nvfp4_base, tmp_path, steps=1000), tmp_path / "recipe.yaml")
-    command = [sys.executable, "-m", "qerl.cli", "train", "--recipe", str(tmp_path / "recipe.yaml")]
     master, slave = pty.openpty()
-    env = {**os.environ, "TERM": "xterm", "COLUMNS": "110", "LINES": "40", "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=env, stdin=slave, stdout=slave, stderr=slave)
-    os.close(slave)
+    process = forked(on_a_screen, ["train", "--recipe", str(tmp_path / "recipe.yaml")], os.ttyname(slave))
     received = []
     reader = threading.Thread(target=_read_all, args=(master, received), daemon=True)
     reader.start()
-    metrics, deadline = tmp_path / "run" / "metrics.jsonl", time.monotonic() + 120
-    while not (metrics.exists() and metrics.read_text().count("\n") >= 2) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    assert process.wait(timeout=240) == 130
-    reader.join(timeout=10)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with ended(process):
+        wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") >= 2, process)
+        os.kill(process.pid, signal.SIGINT)
+    assert process.exitcode == 130
+    os.close(slave)
+    reader.join(timeout=60)
     text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", b"".join(received).decode(errors="replace"))
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
     assert checkpoints(tmp_path / "run")[-1].name == f"step-{rows[-1]['step']:06d}"
@@ -181,6 +178,11 @@ def test_a_run_on_a_terminal_and_its_end_by_ctrl_c(nvfp4_base, tmp_path):
     assert "stopping after this step" in text
     assert "continue with `qerl train --resume" in text.replace("\r\n", " ").replace("  ", " ")
     assert "Traceback" not in text
+
+
+def on_a_screen(arguments, terminal):
+    os.environ |= {"TERM": "xterm", "COLUMNS": "110", "LINES": "40"}
+    run_cli(arguments, terminal, leads=True)
 
 
 def _read_all(master, received):
