@@ -46,17 +46,16 @@ def compare_results(
     out: Annotated[Path | None, typer.Option(help="Also write the comparison as JSON into this file.")] = None,
 ) -> None:
     """Say whether the second evaluation is better or worse than the first, or that it cannot be told."""
-    from rich.console import Console
-
     from eval.compare import compare
     from eval.store import write_json
+    from qerl.printable import SafeConsole
 
     comparison = compare(first, second)
     if out is not None:
         if not out.parent.is_dir():
             raise ConfigError(f"--out {out}: there is no folder {out.parent}: make it first, or write another file")
         write_json(out, comparison.to_json())
-    Console().print(comparison.table(), soft_wrap=True)
+    SafeConsole().print(comparison.table(), soft_wrap=True)
 
 
 def task_app(task: str) -> typer.Typer:

@@ -29,11 +29,10 @@ def show(settings: EvalSettings) -> None:
 
     With --run, its checkpoints are evaluated, one column each.
     """
-    from rich.console import Console
-
     from eval.checkpoints import run_checkpoints
     from eval.result import render_table
     from eval.run import run_eval
+    from qerl.printable import SafeConsole
 
     try:
         with _progress() as on_batch:
@@ -41,7 +40,7 @@ def show(settings: EvalSettings) -> None:
     except KeyboardInterrupt:
         logger.warning("stopped: the same command continues from the last whole batch")
         raise SystemExit(130) from None
-    console = Console()
+    console = SafeConsole()
     labels = None if settings.run is None else [f"step {result.details['step']}" for result in results]
     console.print(render_table(results, labels))
     for result in results:
@@ -50,15 +49,14 @@ def show(settings: EvalSettings) -> None:
 
 def show_suite(settings: EvalSettings) -> None:
     """Run lighteval's task and print its table. Raises ConfigError for options that lighteval decides itself."""
-    from rich.console import Console
-
     from eval.lighteval_suite import run_suite, suite_table
+    from qerl.printable import SafeConsole
 
     for name in ("run", "data", "columns", "pass_k", "samples", "prompt_template"):
         if getattr(settings, name) != getattr(EvalSettings, name):
             raise ConfigError(f"{flag(name)} does not go with --suite lighteval, whose task decides it: leave it out")
     result, out = run_suite(settings)
-    console = Console()
+    console = SafeConsole()
     console.print(suite_table(result))
     console.print(f"result: {out}", soft_wrap=True)
 
@@ -66,9 +64,9 @@ def show_suite(settings: EvalSettings) -> None:
 @contextlib.contextmanager
 def _progress() -> Iterator[OnBatch | None]:
     """A progress bar on a terminal. Elsewhere None, so that progress is logged."""
-    from rich.console import Console
+    from qerl.printable import SafeConsole
 
-    console = Console(stderr=True)
+    console = SafeConsole(stderr=True)
     if not console.is_terminal:
         yield None
         return

@@ -80,11 +80,10 @@ def grade(
     task: Annotated[str, typer.Option(help="The task whose grading applies.", autocompletion=task_values)],
 ) -> None:
     """Grade saved completions again, and say where a stored grade differs."""
-    from rich.console import Console
-
+    from qerl.printable import SafeConsole
     from qerl.tasks.grade_file import grade_file
 
-    Console().print(grade_file(task, file).table())
+    SafeConsole().print(grade_file(task, file).table())
 
 
 def report(
@@ -103,15 +102,14 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list instead of a table.")] = False,
 ) -> None:
     """Check this machine: GPU, kernels, versions against the tested set, engine, disk, hub."""
-    from rich.console import Console
-
     import qerl.doctor.doctor
+    from qerl.printable import SafeConsole
 
     found = qerl.doctor.doctor.checks()
     if as_json:
         typer.echo(qerl.doctor.doctor.as_json(found))
     else:
-        Console().print(qerl.doctor.doctor.table(found))
+        SafeConsole().print(qerl.doctor.doctor.table(found))
     if any(check.level == "error" for check in found):
         sys.exit(1)
 

@@ -17,9 +17,8 @@ def quantize_command(
     options: QuantizeOptions,
 ) -> None:
     """Turn a 16-bit checkpoint into NVFP4 (4-bit weights, 16-bit activations), and verify it."""
-    from rich.console import Console
-
     from qerl.devices import choose_card
+    from qerl.printable import SafeConsole
     from qerl.threads import choose_threads
     from quantize.run import quantize_checkpoint
 
@@ -27,4 +26,4 @@ def quantize_command(
         choose_card()
     choose_threads(model)
     report = quantize_checkpoint(model, out, options)
-    Console().print(report.table())
+    SafeConsole().print(report.table())

@@ -182,10 +182,11 @@ def resolve_device(name: str) -> torch.device:
 
 def progress_bar() -> Progress:
     """A progress bar on stderr."""
-    from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress
 
-    return Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=Console(stderr=True))
+    from qerl.printable import SafeConsole
+
+    return Progress(*Progress.get_default_columns(), MofNCompleteColumn(), console=SafeConsole(stderr=True))
 
 
 def package_version(package: str) -> str:

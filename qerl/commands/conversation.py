@@ -21,6 +21,7 @@ from qerl.engine.open import open_model, with_chosen_engine
 from qerl.engine.options import EngineOptions
 from qerl.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, ConfigError, EngineError
 from qerl.plan.sizes import sizes_of
+from qerl.printable import printable
 from qerl.tasks import render_prompt
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ def talk(conversation: Conversation, questions: TextIO, answers: TextIO) -> None
             error.options = OPTIONS
             logger.info("error: %s", error)
             continue
-        answers.write(answer + "\n")
+        answers.write(printable(answer) + "\n")
         answers.flush()
 
 

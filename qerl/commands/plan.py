@@ -15,12 +15,12 @@ from qerl.errors import ConfigError
 from qerl.plan.sizes import KNOWN
 
 if TYPE_CHECKING:
-    from rich.console import Console
     from rich.table import Table
 
     from qerl.config.schema import RunConfig
     from qerl.plan.cards import Card
     from qerl.plan.plan import Plan
+    from qerl.printable import SafeConsole
 
 logger = logging.getLogger(__name__)
 
@@ -58,9 +58,8 @@ def plan_command(
     ] = None,
 ) -> None:
     """What a run will take of a card, before anything is loaded: memory and seconds by phase, and what fits."""
-    from rich.console import Console
-
     from qerl.config.recipe import load_recipe
+    from qerl.printable import SafeConsole
 
     if recipe is None:
         if model is None:
@@ -71,7 +70,7 @@ def plan_command(
         )
     config = load_recipe(recipe, overrides or [], base=model)
     made = plan_of(config, gpu)
-    show(config, made, Console())
+    show(config, made, SafeConsole())
     if made.problems:
         sys.exit(1)
 
@@ -116,7 +115,7 @@ def this_card() -> Card:
     return replace(nearest, name=f"a card of {gib:g} GiB, as fast as a {nearest.name}", memory_gib=gib)
 
 
-def show(config: RunConfig, made: Plan, console: Console) -> None:
+def show(config: RunConfig, made: Plan, console: SafeConsole) -> None:
     """Print the tables, what fits, and what to change if the run does not fit."""
     console.print(f"Memory on {made.card.name}", highlight=False, soft_wrap=True)
     for table in tables(made):
@@ -133,7 +132,7 @@ def tables(made: Plan) -> list[Table]:
     memory = Table("GiB", *made.memory, box=None)
     for part in parts:
         memory.add_row(part, *(f"{phase[part] / gib:.2f}" if part in phase else "" for phase in made.memory.values()))
-    memory.add_row("[bold]all[/]", *(f"[bold]{made.peak(phase) / gib:.2f}[/]" for phase in made.memory))
+    memory.add_row("all", *(f"{made.peak(phase) / gib:.2f}" for phase in made.memory), style="bold")
     memory.add_row("limit", *(f"{made.limit / gib:.2f}" for _ in made.memory))
     if made.problems:
         return [memory]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ from typer.exceptions import TyperException
 
 from qerl.errors import QerlError
 from qerl.files.disk import refusal_of
+from qerl.printable import PrintableFormatter, printable
 
 NOISY_LOGGERS = ("httpx", "transformers", "trl", "accelerate", "compressed_tensors", "datasets", "urllib3")
 
@@ -72,7 +74,7 @@ def interrupts_counted() -> Iterator[None]:
 
 
 def _refuse(message: str) -> NoReturn:
-    sys.stderr.write(f"error: {' '.join(message.split())}\n")  # a library's message may have many lines
+    sys.stderr.write(f"error: {printable(' '.join(message.split()))}\n")  # a library's message may have many lines
     sys.exit(2)
 
 
@@ -109,6 +111,11 @@ def _set_up_logging() -> None:
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")  # llm-compressor's bars would fill a pipe
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a terminal of another encoding than UTF-8
+            stream.reconfigure(errors="backslashreplace")
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(PrintableFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     for name in NOISY_LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)

@@ -141,13 +141,13 @@ def _config(options: TrainOptions, recipe: str) -> RunConfig:
 
 
 def _dry_run(config: RunConfig) -> None:
-    from rich.console import Console
+    from qerl.printable import SafeConsole
 
     with interrupts_counted():
         logger.info("loading torch and transformers")
         from training.preflight.dry_run import dry_run
 
-    sys.exit(0 if dry_run(config, Console()) else 1)
+    sys.exit(0 if dry_run(config, SafeConsole()) else 1)
 
 
 def _resume(options: TrainOptions, resume: str) -> None:

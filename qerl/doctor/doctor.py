@@ -51,15 +51,13 @@ def checks() -> list[Check]:
 
 def table(found: list[Check]) -> Table:
     """The checks as a table for a terminal."""
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     styles = {"ok": "green", "warning": "yellow", "error": "red"}
     result = Table("", "what", "found", "remedy", box=None)
     for check in found:
-        result.add_row(
-            f"[{styles[check.level]}]{check.level}[/]", *map(escape, (check.what, check.found, check.remedy))
-        )
+        result.add_row(Text(check.level, styles[check.level]), check.what, check.found, check.remedy)
     return result
 
 

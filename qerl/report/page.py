@@ -11,10 +11,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from qerl.printable import printable
 from qerl.report.completions import extremes, shorten
 from qerl.report.evaluations import evaluation_table, mistakes, pairs
 from qerl.report.figures import curve_pictures, evaluation_picture
-from qerl.report.read import Evaluation, Run, printable
+from qerl.report.read import Evaluation, Run
 from qerl.report.sampling import sampling_text
 from qerl.report.stages import held_note, stage_table, stages
 from qerl.report.summary import change_table, differences, fifth, memory_table, phase_table

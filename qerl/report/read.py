@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -15,10 +16,9 @@ from qerl.files.nearby import no_folder
 from qerl.files.read_back import OF_EVALUATION, Row, read_object, read_rows
 from qerl.report.shapes import About, Graded, Metrics, Result, Sampled, Warned
 
-OF_RUN = "put back the file as the run wrote it, or delete that line"
+logger = logging.getLogger(__name__)
 
-# Characters that cannot be encoded or shown, and those that would reverse the direction of the text around them.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+OF_RUN = "put back the file as the run wrote it, or delete that line"
 
 
 @dataclass(frozen=True)
@@ -104,9 +104,10 @@ def _no_run(folder: Path) -> str:
     return f"{what}; give the directory that `qerl train` printed"
 
 
-def printable(text: str) -> str:
-    """`text` with a replacement character for each that a page or terminal could not show as it is."""
-    return _UNPRINTABLE.sub("\ufffd", text)
+def completions_step(path: Path) -> int | None:
+    """The step whose completions a file of a run holds; None for a file that no run wrote, such as a copy."""
+    named = re.fullmatch(r"step-([0-9]{1,12})\.jsonl", path.name)
+    return int(named[1]) if named else None
 
 
 def _result_file(folder: Path) -> Path:
@@ -128,6 +129,8 @@ def _config(path: Path) -> tuple[dict[str, Any], str]:
 def _samples(folder: Path) -> list[Row]:
     rows = []
     for path in sorted(folder.glob("completions/step-*.jsonl")):
-        step = int(path.stem.removeprefix("step-"))
+        if (step := completions_step(path)) is None:
+            logger.warning("%s is passed over: no run writes a file of that name", path)
+            continue
         rows += [{**row, "step": step} for row in read_rows(path, Sampled, OF_RUN)]
     return rows

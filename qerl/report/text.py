@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from qerl.printable import printable
 from qerl.report.evaluations import Pair, pairs
-from qerl.report.read import Evaluation, Row, Run, printable
+from qerl.report.read import Evaluation, Row, Run
 from qerl.report.sampling import sampling_text
 from qerl.report.stages import held_note, stage_table, stages
 from qerl.report.summary import changes, fifth

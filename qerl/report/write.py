@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
 from rich.markdown import Markdown
 
 from qerl.errors import ConfigError
+from qerl.printable import SafeConsole
 from qerl.report.curves import draw_curves
 from qerl.report.page import render_page
 from qerl.report.read import read_evaluation, read_runs
@@ -45,7 +45,7 @@ def write_report(
     page.write_text(render_page(runs, compared, verdict), encoding="utf-8")
     for run in runs:
         text = render_text(run, compared, verdict)
-        Console().print(Markdown(text))
+        SafeConsole().print(Markdown(text))
         if len(runs) == 1:
             (run.folder / "report.md").write_text(text, encoding="utf-8")
             draw_curves(run, run.folder / "curves.png")

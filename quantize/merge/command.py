@@ -10,15 +10,14 @@ def merge_command(options: MergeOptions) -> None:
 
     Prints how much of the adapter is left after rounding, and how to serve the result.
     """
-    from rich.console import Console
-
     from qerl.devices import choose_card
+    from qerl.printable import SafeConsole
     from quantize.merge.run import merge
 
     if ":" not in options.device:
         choose_card()
     report = merge(options)
-    console = Console()
+    console = SafeConsole()
     console.print(report.table())
     for command in report.commands.values():
         console.print(command, soft_wrap=True, highlight=False, markup=False)

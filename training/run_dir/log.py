@@ -19,6 +19,8 @@ from rich.console import Console
 from qerl.errors import CheckpointError
 from qerl.files.bounded import parse_json, read_lines
 from qerl.files.disk import replace_text
+from qerl.printable import SafeConsole
+from qerl.report.read import completions_step
 from training.run_dir.progress import Display, completions_table, numbers
 from training.run_dir.watch import due, findings
 
@@ -100,7 +102,7 @@ class RunLog:
     def __init__(self, run_dir: Path, steps: int, console: Console | None = None) -> None:
         self.run_dir = run_dir
         self._steps = steps
-        self._console = console or Console(stderr=True)
+        self._console = console or SafeConsole(stderr=True)
         self._display: Display | None = None
         self._rows: list[dict[str, Any]] = []  # of all steps so far
         self._told: dict[str, int] = {}  # kind of warning -> the step at which it was written last
@@ -135,7 +137,7 @@ class RunLog:
             self._display.step(kept, self._steps)
         self._keep_warnings(step)
         for file in (self.run_dir / "completions").glob("step-*.jsonl"):
-            if int(file.stem.removeprefix("step-")) > step:
+            if (completions_step(file) or 0) > step:
                 file.unlink()
 
     def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
