@@ -4,9 +4,10 @@
     python3 scripts/bench/bench_trl.py --model checkpoints/random-7b --out benchmarks/step-7b-trl.json
 
 Everything that the workload does not determine is TRL's default, except vLLM's sleep mode (without it, two copies of a
-7B model and a cache stay on the card), gradient checkpointing, and LoRA on the seven projections. `--model` is a 16-bit
-checkpoint from scripts/models/make_random_checkpoint.py. Prompts and lengths are those of bench_step.py. All rewards
-are 0, which does not change the work that TRL does.
+7B model and a cache stay on the card), gradient checkpointing, and LoRA on the seven projections. `--tuned` turns
+checkpointing off and Liger's kernels on, and `--full` trains all weights. `--model` is a 16-bit checkpoint from
+scripts/models/make_random_checkpoint.py. Prompts and lengths are those of bench_step.py. All rewards are 0, which does
+not change the work that TRL does.
 """
 
 from __future__ import annotations
@@ -17,12 +18,16 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from qerl.checkpoint.linears import PROJECTIONS
 from scripts.bench.bench_step import PeakMemory
 from scripts.bench.provenance import machine
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
 
 
 def main() -> None:
@@ -35,6 +40,8 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=512)
     parser.add_argument("--micro-batch", type=int, default=16)
+    parser.add_argument("--full", action="store_true", help="train all weights in BF16 with 8-bit AdamW, without LoRA")
+    parser.add_argument("--tuned", action="store_true", help="no gradient checkpointing, and Liger's kernels and loss")
     parser.add_argument("--no-vllm", action="store_true", help="transformers' generate, to try this script on a CPU")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -61,7 +68,6 @@ def build(arguments: argparse.Namespace, folder: str):
     """The trainer of TRL for this workload."""
     import torch
     from datasets import Dataset
-    from peft import LoraConfig
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
@@ -75,7 +81,9 @@ def build(arguments: argparse.Namespace, folder: str):
         num_generations=arguments.group,
         max_completion_length=arguments.new_tokens,
         model_init_kwargs={"dtype": "bfloat16"},
-        gradient_checkpointing=True,
+        gradient_checkpointing=not arguments.tuned,
+        use_liger_kernel=arguments.tuned,
+        **({"optim": "adamw_8bit" if on_gpu else "adamw_torch"} if arguments.full else {}),
         bf16=on_gpu,
         use_cpu=not on_gpu,
         logging_steps=1,
@@ -90,10 +98,14 @@ def build(arguments: argparse.Namespace, folder: str):
         args=args,
         train_dataset=Dataset.from_list([{"prompt": prompt} for prompt in prompts(arguments.prompt_tokens)]),
         processing_class=AutoTokenizer.from_pretrained(arguments.model, padding_side="left"),
-        peft_config=LoraConfig(
-            r=arguments.rank, lora_alpha=2 * arguments.rank, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM"
-        ),
+        peft_config=None if arguments.full else lora(arguments.rank),
     )
+
+
+def lora(rank: int) -> LoraConfig:
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(PROJECTIONS), task_type="CAUSAL_LM")
 
 
 def zero(completions: list[str], **columns: object) -> list[float]:

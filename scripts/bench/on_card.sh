@@ -11,6 +11,8 @@
 #     told     130 s  completions reported as they end, and an engine after an interrupted call
 #     kernels  100 s  kernels, packing with shared prompts, layers, sampling, quantization, doctor
 #     pack     150 s  packing weights: the kernel's bytes, and all masters of a 7B beside stock vLLM's reload_weights
+#     qat      480 s  a 7B: 20 steps of full-weight training through the quantizer, and 3 of an adapter, without noise
+#     qatpeer  330 s  the same workload by TRL: all weights in BF16 with 8-bit AdamW, tuned and as it comes
 #     cache    350 s  fp8 KV cache, a KV cache that overflows, a cap that is too small, memory while weights load, one
 #                     copy of the base
 #     closing  110 s  an engine closed, also while asleep, and opened again; nothing else may run on the card, whose
@@ -130,6 +132,19 @@ batch_pack() {
     checkpoint qwen2.5-7b 7b
     tests pack 120 tests/qerl/nvfp4/test_pack_gpu.py
     script pack-7b 300 bench_pack 7b
+}
+
+batch_qat() {
+    checkpoint qwen2.5-7b 7b
+    checkpoint qwen2.5-7b 7b-16 --format bf16
+    script qat-7b 460 bench_qat 7b-16 --steps 20
+    script qat-7b-adapter 200 bench_step 7b --steps 3 --set noise.enabled=false
+}
+
+batch_qatpeer() {
+    checkpoint qwen2.5-7b 7b-16 --format bf16
+    script step-7b-trl-full 280 bench_trl 7b-16 --full --tuned --steps 3
+    script step-7b-trl-full-checkpointing 280 bench_trl 7b-16 --full --steps 2
 }
 
 batch_cache() {

@@ -1,0 +1,176 @@
+#!/usr/bin/env python3
+"""Seconds, memory and mismatch of full-weight training through the quantizer, and the bytes that the engine then holds.
+
+    python3 scripts/bench/bench_qat.py --model checkpoints/random-7b --out benchmarks/qat-7b.json
+
+The workload is that of bench_step.py, and `--model` is a 16-bit checkpoint. Noise is off, so that `mismatch_kl` is that
+of the two forward passes alone. After the last step comes one more sync, and then every linear is compared: what the
+engine's tensors hold, read by the inverse of the layout, with `reference.quantize` of the master and the global scale
+that the run began with, and their addresses with those at the first sync. The run ends there, without a checkpoint: at
+7B that would be 40 GB.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from scripts.bench.bench_step import PeakMemory, add_options, overrides, write
+
+if TYPE_CHECKING:
+    from qerl.engine.update import WeightsUpdate
+    from qerl.engine.vllm_engine import VLLMEngine
+
+SHOWN = {
+    "step_s": "time/step_s",
+    "rollout_s": "time/rollout_s",
+    "forward_s": "time/forward_s",
+    "backward_s": "time/backward_s",
+    "optimizer_s": "time/optimizer_s",
+    "sync_s": "time/sync_s",
+    "peak_gib": "memory/peak_gib",
+    "planned_gib": "memory/train_planned_gib",
+    "train_gib": "memory/train_gib",
+    "mismatch_kl": "mismatch_kl",
+    "grad_norm": "grad_norm",
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_options(parser)
+    parser.add_argument("--masters", default="float32", choices=("float32", "bfloat16"))
+    arguments = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    from scripts.bench.provenance import machine, require_card
+
+    require_card("vllm")
+    report = {"command": " ".join(sys.argv), **machine(), **measured(arguments)}
+    write(report, arguments.out)
+    print(table(report))
+
+
+def measured(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train, and what was seen."""
+    from qerl.config.recipe import load_recipe
+    from training import run as training_run
+
+    with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak:
+        run = Path(folder) / "run"
+        arguments.set += ["qat.mode=weights", f"qat.masters={arguments.masters}", "noise.enabled=false"]
+        arguments.steps += 1  # the last one ends with its sync
+        config = load_recipe("dapo_7b", overrides(arguments, Path(folder)))
+        training_run.check_room = lambda *arguments: None  # for a checkpoint that is not written
+        watch, started = Watch(arguments.steps), time.monotonic()
+        try:
+            with watch:
+                training_run.start(config, "bench")
+        except Finished:
+            pass
+        lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        seconds = time.monotonic() - started
+    return {
+        "masters": arguments.masters,
+        "run_s": round(seconds, 1),
+        "peak_driver_gib": round(peak.gib, 2),
+        "sync": watch.seen,
+        "steps": [json.loads(line) for line in lines],
+    }
+
+
+class Finished(Exception):
+    """Ends a run after what was to be seen of it."""
+
+
+class Watch:
+    """Within it, each sync of an engine is timed; the one number `last` is checked and ends the run by `Finished`."""
+
+    def __init__(self, last: int) -> None:
+        self.last, self.seen = last, {"s": []}
+        self._addresses: dict[str, int] = {}
+
+    def __enter__(self) -> Watch:
+        from qerl.engine.vllm_engine import VLLMEngine
+
+        self._kind, self._sync = VLLMEngine, VLLMEngine.sync
+        watch = self
+
+        def sync(engine: VLLMEngine, update: WeightsUpdate) -> int:
+            return watch._on_sync(engine, update)
+
+        VLLMEngine.sync = sync
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._kind.sync = self._sync
+
+    def _on_sync(self, engine: VLLMEngine, update: WeightsUpdate) -> int:
+        import torch
+
+        self._addresses = self._addresses or _addresses(engine)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        count = self._sync(engine, update)
+        torch.cuda.synchronize()
+        self.seen["s"].append(time.perf_counter() - started)
+        if len(self.seen["s"]) == self.last:
+            moved = [name for name, address in _addresses(engine).items() if address != self._addresses[name]]
+            self.seen |= {"linears": len(update.weights), "moved": moved, "different": _different(engine, update)}
+            raise Finished
+        return count
+
+
+def _addresses(engine: VLLMEngine) -> dict[str, int]:
+    from qerl.vllm_plugin.policy import linear_views
+
+    views = linear_views(engine.found.model)
+    return {name: view.kernel_weight.words.data_ptr() for name, view in views.items() if hasattr(view, "kernel_weight")}
+
+
+def _different(engine: VLLMEngine, update: WeightsUpdate) -> list[str]:
+    """The linears whose codes or block scales in the engine are not the reference's of their masters."""
+    import torch
+
+    from qerl.nvfp4 import kernel_layout, reference
+    from qerl.vllm_plugin.policy import linear_views
+
+    wrong, read = [], {}
+    for name, view in linear_views(engine.found.model).items():
+        if name not in update.weights:
+            continue
+        weight, rows = view.kernel_weight, slice(view.row_start, view.row_start + view.out_features)
+        if (key := weight.words.data_ptr()) not in read:  # a fused linear is read once for all of its parts
+            read = {key: (kernel_layout.codes(weight), kernel_layout.block_scales(weight))}
+        codes, scales = (part[rows] for part in read[key])
+        scale = torch.tensor([weight.global_scale], device=codes.device)
+        expected = reference.quantize(update.weights[name].detach(), scale)
+        same_codes = torch.equal(codes, reference.unpack_codes(expected.packed))
+        wrong += [] if same_codes and torch.equal(scales, expected.block_scale.float()) else [name]
+    return wrong
+
+
+def table(report: dict[str, Any]) -> str:
+    """One line per step, then what the last sync showed."""
+    lines = ["".join(f"{name:>12}" for name in ("step", *SHOWN))]
+    for step in report["steps"]:
+        cells = [step["step"], *(step.get(key) for key in SHOWN.values())]
+        lines.append("".join(f"{cell:12.4g}" if isinstance(cell, int | float) else f"{'-':>12}" for cell in cells))
+    sync = report["sync"]
+    lines.append("syncs, ms: " + " ".join(f"{1e3 * seconds:.1f}" for seconds in sync["s"]))
+    if "linears" in sync:
+        wrong, moved = (len(sync[key]) for key in ("different", "moved"))
+        lines.append(f"after the last: {wrong} of {sync['linears']} linears differ from the reference, {moved} moved")
+    lines.append(f"driver's peak {report['peak_driver_gib']} GiB, run {report['run_s']} s")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
