@@ -28,7 +28,7 @@ from qerl.files.read_back import OF_EVALUATION, Shape, read_object, read_rows
 if TYPE_CHECKING:
     from rich.table import Table
 
-SAME = ("task", "questions", "data", "samples", "temperature", "top_p", "max_new_tokens")
+SAME = ("task", "questions", "data", "grader", "samples", "temperature", "top_p", "max_new_tokens")
 NAMED = ("seed", "engine", "dtype", "kernel", "batch_size")  # these may differ, and the table then names them
 FLIPS, CHUNK, SEED = 10_000, 500, 0
 GAFFKE = "Gaffke's bounds over questions"

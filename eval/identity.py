@@ -9,10 +9,12 @@ from __future__ import annotations
 import hashlib
 import json
 from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.weights_digest import weights_digest
+from qerl.tasks.own_grader import find_grader
 
 if TYPE_CHECKING:
     from eval.plan import Plan
@@ -41,7 +43,17 @@ def describe_identity(plan: Plan) -> dict[str, Any]:
         "dtype": settings.dtype,
         "kernel": settings.kernel,
         "deterministic": settings.deterministic,
+        **_grader(plan),
     }
+
+
+def _grader(plan: Plan) -> dict[str, str]:
+    """A digest of the grader's file and of the columns that it reads; nothing without a grader."""
+    if plan.task.grader is None:
+        return {}
+    source = Path(find_grader(plan.task).files[0]).read_text(encoding="utf-8", errors="replace")
+    extra = [{key: repr(value) for key, value in example.extra.items()} for example in plan.examples]
+    return {"grader": digest([plan.task.grader, source, extra])}
 
 
 def digest(value: Any) -> str:

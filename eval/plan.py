@@ -22,17 +22,19 @@ from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
 from eval.store import Key
 from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model
 from qerl.checkpoint.shards import read_json
-from qerl.data.examples import check_source
+from qerl.data.examples import check_answers, check_source
 from qerl.data.rows import is_local
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import with_chosen_engine
 from qerl.errors import CheckpointError, ConfigError
 from qerl.plan.sizes import sizes_of
-from qerl.tasks import TASKS, Example, Task, build_messages, get_task, load_examples, render_prompt
+from qerl.tasks import TASKS, Example, Task, get_task, load_examples, messages_of, render_prompt, with_grader
+from qerl.tasks.own_grader import check_grader
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from qerl.config.schema import DataConfig
     from qerl.data.examples import DropReport
 
 logger = logging.getLogger(__name__)
@@ -67,6 +69,7 @@ def make_plan(settings: EvalSettings) -> Plan:
     from qerl.checkpoint.load import load_tokenizer, local_folder
 
     settings, asked = find_task(settings)
+    check_grader(asked)
     check_source(asked, settings.data, "test", settings.columns)  # torch is imported below
     ref = find_model(settings)
     logger.info("model: %s", describe(ref))
@@ -78,9 +81,11 @@ def make_plan(settings: EvalSettings) -> Plan:
     examples, dropped = load_examples(
         task, settings.data, "test", settings.columns, settings.limit, settings.keep_unreadable
     )
+    check_answers(task, examples)
+    check_grader(task, examples)
     folder = local_folder(ref.base)
     tokenizer = load_tokenizer(folder, settings.trust_remote_code)
-    prompts = [render_prompt(tokenizer, build_messages(task, example.question)) for example in examples]
+    prompts = [render_prompt(tokenizer, messages_of(task, example)) for example in examples]
     max_new_tokens = find_max_new_tokens(settings.max_new_tokens, prompts, context_length(folder))
     sampling = SamplingParams(max_new_tokens, settings.temperature, settings.top_p)
     batches = plan_batches(prompts, settings.samples, settings.batch_size)
@@ -89,6 +94,11 @@ def make_plan(settings: EvalSettings) -> Plan:
 
 def find_task(settings: EvalSettings) -> tuple[EvalSettings, Task]:
     """The task of that name, or a task for a file of rows, which then becomes the data. Raises ConfigError."""
+    settings, task = _named_task(settings)
+    return settings, with_grader(task, settings.grader, settings.grader_timeout_s)
+
+
+def _named_task(settings: EvalSettings) -> tuple[EvalSettings, Task]:
     if settings.task in TASKS or not is_local(settings.task):
         return settings, get_task(settings.task)
     if settings.data is not None:
@@ -98,6 +108,9 @@ def find_task(settings: EvalSettings) -> tuple[EvalSettings, Task]:
         )
     path = Path(settings.task)
     name = path.name.partition(".")[0] or "rows"
+    if settings.grader is not None:
+        logger.info("%s: rows of your own, graded by %s", path, settings.grader)
+        return replace(settings, data=settings.task), replace(get_task("own"), name=name)
     task = Task(name=name, hub=None, splits={"test": "test"}, answer_kind="math")
     logger.info("%s: rows of your own, graded as numbers or formulas", path)
     return replace(settings, data=settings.task), task
@@ -135,6 +148,7 @@ def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
         from qerl.config.recipe import load_config
 
         data = load_config(run / "config.yaml").data
+        _check_graded_alike(data, task, run)
         trained = get_task(data.task)
         system = trained.system_prompt if data.system_prompt == "default" else data.system_prompt
         template = trained.prompt_template if data.prompt_template == "default" else data.prompt_template
@@ -145,6 +159,18 @@ def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
         template, source = settings.prompt_template, f"--prompt-template, the rest {source}"
     logger.info("prompt from %s: system %r, template %r", source, system, template)
     return replace(task, system_prompt=system, prompt_template=template)
+
+
+def _check_graded_alike(data: DataConfig, task: Task, run: Path) -> None:
+    """Raise ConfigError if the run's task was graded by a function of the user's own, and here would be by another.
+
+    It has to be named here, since a run is a model, and a model that is evaluated chooses no code to be run.
+    """
+    if data.grader is not None and task.grader is None and data.task == task.name:
+        raise ConfigError(
+            f"{run} was trained with the grader {data.grader}, and the task's own grading would be another: add "
+            f"--grader {data.grader}"
+        )
 
 
 def with_engine(settings: EvalSettings) -> EvalSettings:

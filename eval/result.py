@@ -6,6 +6,7 @@ result.json, from which reports are made (shares are of completions, intervals a
     questions, samples, completions, correct
     accuracy {value, low, high}          mean over questions (mean@n); `interval` says how low and high were made
     pass_at_k {"4": {value, low, high}}  only for the k that were asked for
+    mean_score                           only of a grader of the user's own
     truncated_share, no_answer_share, unparsed_share, reasons {reason: completions}
     prompt_tokens, completion_tokens, seconds, tokens_per_second
     base, adapter, format, data, system_prompt, prompt_template, settings, sampling, engine {name, kernel, versions}
@@ -46,6 +47,7 @@ class Summary:
     prompt_tokens: int
     completion_tokens: int
     seconds: float  # spent sampling and grading, over all sessions
+    mean_score: float | None = None  # of a grader of the user's own, which may give numbers between 0 and 1
 
     @property
     def completions(self) -> int:
@@ -68,7 +70,7 @@ class EvalResult:
         return {
             "task": self.task,
             "model": self.model,
-            **asdict(summary),
+            **{name: value for name, value in asdict(summary).items() if name != "mean_score" or value is not None},
             "completions": summary.completions,
             "unparsed_share": sum(summary.reasons.get(reason, 0) for reason in UNPARSED) / summary.completions,
             "pass_at_k": {str(k): asdict(value) for k, value in summary.pass_at_k.items()},
@@ -101,6 +103,7 @@ def summarize(rows: Sequence[Row], pass_k: Sequence[int] = ()) -> Summary:
         prompt_tokens=sum(row["prompt_tokens"] for row in rows),
         completion_tokens=sum(row["tokens"] for row in rows),
         seconds=sum(seconds_of_batch.values()),
+        mean_score=sum(row["score"] for row in rows) / len(rows) if "score" in rows[0] else None,
     )
 
 
@@ -125,6 +128,7 @@ def _cells(summary: Summary) -> dict[str, str]:
         mean: f"{summary.accuracy.value:.1%}",
         "95% interval": _interval(summary.accuracy),
         **{f"pass@{k}": f"{e.value:.1%}  ({_interval(e)})" for k, e in summary.pass_at_k.items()},
+        **({} if summary.mean_score is None else {"mean score": f"{summary.mean_score:.3f}"}),
         "correct": f"{summary.correct} of {summary.completions}",
         "truncated": f"{summary.truncated_share:.1%}",
         "no answer": f"{summary.no_answer_share:.1%}",

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from eval.grading import graded
 from eval.identity import versions
 from eval.plan import Plan, batch_seed, make_plan
 from eval.result import EvalResult, summarize
@@ -24,7 +25,6 @@ from qerl.engine.interface import Completion, Engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
-from qerl.tasks.grading import grade_many
 
 if TYPE_CHECKING:
     import torch
@@ -136,8 +136,7 @@ def complete(plan: Plan, engine: Engine, store: Store, rows: list[Row], on_batch
 def grade_batch(plan: Plan, number: int, batch: Sequence[Key], completions: Sequence[Completion]) -> list[Row]:
     """One row for each completion of a batch."""
     texts = [plan.tokenizer.decode(completion.token_ids, skip_special_tokens=True) for completion in completions]
-    examples = [plan.examples[row] for row, _ in batch]
-    grades = grade_many(plan.task, texts, [one.answer for one in examples], [one.question for one in examples])
+    grades = graded(plan, batch, completions, texts)
     rows = []
     for (row, sample), completion, text, judged in zip(batch, completions, texts, grades, strict=True):
         example = plan.examples[row]
@@ -155,6 +154,7 @@ def grade_batch(plan: Plan, number: int, batch: Sequence[Key], completions: Sequ
                 "extracted": judged.extracted,
                 "correct": judged.correct,
                 "reason": judged.reason,
+                **({} if judged.score is None else {"score": judged.score}),
                 "batch": number,
             }
         )

@@ -83,6 +83,10 @@ class EvalSettings:
     prompt_template: Annotated[
         str | None, typer.Option(help="With {question}. Default: the one that trained, else the task's.")
     ] = None
+    grader: Annotated[
+        str | None, typer.Option(help="Your own grading: file.py, file.py:function. Default: the task's.")
+    ] = None
+    grader_timeout_s: Annotated[float, typer.Option(help="Seconds that one call of --grader may take.")] = 300.0
     samples: Annotated[int, typer.Option("--samples", "-n", help="Completions per question.")] = 1
     pass_k: Annotated[tuple[int, ...], Text(parse_pass_k), typer.Option(help="Also pass@k for these k: 1,4,8")] = ()
     sampled: Annotated[bool, typer.Option("--sampled", help=SAMPLED_HELP)] = False
@@ -141,6 +145,8 @@ class EvalSettings:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"{flag(name)} {value} is less than one: write 1 or more")
+        if not 0 < self.grader_timeout_s < math.inf:
+            raise ConfigError(f"--grader-timeout-s {self.grader_timeout_s:g} is no time: write seconds, above 0")
         if self.seed < 0:
             raise ConfigError(f"--seed {self.seed} is negative: write 0 or more")
         if self.memory is not None and not 0 < self.memory < math.inf:

@@ -78,12 +78,13 @@ def main() -> None:
 def grade(
     file: Annotated[Path, typer.Argument(help="jsonl with `answer` and `completion`, such as an evaluation's.")],
     task: Annotated[str, typer.Option(help="The task whose grading applies.", autocompletion=task_values)],
+    grader: Annotated[str | None, typer.Option(help="Your own grading instead: file.py, file.py:function.")] = None,
 ) -> None:
     """Grade saved completions again, and say where a stored grade differs."""
     from qerl.printable import SafeConsole
-    from qerl.tasks.grade_file import grade_file
+    from qerl.tasks.grade_file import grade_file, graded_by
 
-    SafeConsole().print(grade_file(task, file).table())
+    SafeConsole().print(grade_file(graded_by(task, grader), file).table())
 
 
 def report(

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.engine.interface import SamplingParams
-from qerl.tasks import get_task
+from qerl.tasks import task_of
 from training.policy.packed_policy import PackedPolicy
 from training.policy.policy import Policy, check_reference
 from training.rewards.grading import Grader
@@ -67,7 +67,7 @@ def make_parts(
     packed = PackedPolicy(
         policy.base_model, rollout.temperature, plan, config.loss.entropy_coef > 0, rollout.deterministic
     )
-    ahead = grading_ahead(get_task(config.data.task), [reward.name for reward in config.rewards], tokenizer)
+    ahead = grading_ahead(task_of(config.data), [reward.name for reward in config.rewards], tokenizer)
     decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
     return Parts(
         config=config,

@@ -35,7 +35,7 @@ from qerl.files.disk import replace_text
 from qerl.plan.micro_batch_plan import MicroBatchPlan
 from qerl.plan.plan import trainer_bytes, wishes_of
 from qerl.report.sampling import sampling_text
-from qerl.tasks import get_task
+from qerl.tasks import task_of
 from training.parts import Given, make_parts
 from training.policy.build import build_policy
 from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
@@ -96,7 +96,7 @@ def _train(
     """Check, open, plan, train, finish. What can be refused is refused before anything heavy is loaded or written."""
     found = written(run_dir)
     given = _check(config, base, run_dir)
-    inputs = inputs_of(given.prompts, config.rewards)
+    inputs = inputs_of(given.prompts, task_of(config.data), config.rewards)
     check_same_inputs(run_dir, inputs, accept_changes)
     engine = open_rollout_engine(config, base)
     logger.info("%s; engine %s (%s)", describe(base), engine.name, engine.kernel)
@@ -137,7 +137,7 @@ def _check(config: RunConfig, base: ModelRef, run_dir: Path) -> Given:
     check_room(run_dir, trainer_bytes(config, sizes_at(base)))
     if engine_name == "vllm":
         check_memory(config, base, free_bytes())
-    fixed = fixed_columns(get_task(config.data.task), config.rollout.max_new_tokens)
+    fixed = fixed_columns(task_of(config.data), config.rollout.max_new_tokens)
     examples = [prompt.example for prompt in prompts]
     return Given(tokenizer, prompts, build_rewards(config.rewards, fixed, examples, run_dir))
 

@@ -60,4 +60,4 @@ def tasks() -> None:
     from qerl.tasks import TASKS
 
     for name, task in TASKS.items():
-        typer.echo(f"{name:12} {task.hub or 'generated'}")
+        typer.echo(f"{name:12} {task.hub or ('generated' if task.generate else 'your rows: --data FILE')}")

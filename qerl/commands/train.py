@@ -26,11 +26,15 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+SAME = ("task", "data", "system_prompt", "prompt_template", "grader", "steps", "seed")  # options that are keys
 NOT_WITH_RESUME = (
     "model",
     "task",
     "data",
     "columns",
+    "system_prompt",
+    "prompt_template",
+    "grader",
     "overrides",
     "seed",
     "quantize_first",
@@ -54,6 +58,13 @@ class TrainOptions:
         Mapping[str, str] | None,
         Text(parse_columns),
         typer.Option(help="Columns of --data: question=problem,answer=solution"),
+    ] = None
+    system_prompt: Annotated[str | None, typer.Option(help='System message, "" for none; default: the recipe.')] = None
+    prompt_template: Annotated[
+        str | None, typer.Option(help="User message, with {question} in it; default: the recipe's.")
+    ] = None
+    grader: Annotated[
+        str | None, typer.Option(help="Your own grading: file.py, file.py:function; default: the task's.")
     ] = None
     overrides: Annotated[
         tuple[str, ...],
@@ -136,7 +147,7 @@ def _config(options: TrainOptions, recipe: str) -> RunConfig:
     if options.columns is not None:
         overrides.append(f"data.columns={{{', '.join(f'{name}: {of!r}' for name, of in options.columns.items())}}}")
     out = options.out and str(options.out)
-    same = {name: getattr(options, name) for name in ("task", "data", "steps", "seed")}
+    same = {name: getattr(options, name) for name in SAME}
     return load_recipe(recipe, overrides, base=options.model, out=out, **same)
 
 

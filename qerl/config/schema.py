@@ -77,6 +77,12 @@ class DataConfig(Section):
     )
     max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are dropped, counted and named")
     limit: int | None = Field(None, ge=1, description="use only the first rows, this many; null: all")
+    grader: str | None = Field(
+        None,
+        min_length=1,
+        description="your own grading: file.py, file.py:function or package.module:function; null: the task's",
+    )
+    grader_timeout_s: float = Field(300.0, gt=0, description="seconds that one call of the grader may take")
     keep_unreadable: bool = Field(
         False, description="keep rows whose answer (prose, broken LaTeX) the grader cannot read; else they are dropped"
     )

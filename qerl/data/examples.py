@@ -11,6 +11,10 @@ A row is left out, with its reason, if
 6. it is to be trained on and its `eval_exact` or `eval_near` column names an evaluation set that holds its question.
 
 An answer column that holds a worked solution gives the answer which the solution marks (`#### N`, `\\boxed{...}`).
+
+Rows of a free-form task (`own`) may have messages in place of a question (qerl/data/messages.py) and need no answer;
+their answers are text as it is. If the source has answers, a row without one is left out, unless a grader of the user's
+own is to judge it.
 """
 
 from __future__ import annotations
@@ -19,11 +23,12 @@ import itertools
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
 from typing import Any, Literal
 
+from qerl.data.messages import Asked, read_messages
 from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_local, local_rows
 from qerl.errors import ConfigError, DataError
 from qerl.tasks import Example, Task
@@ -37,6 +42,7 @@ log = logging.getLogger(__name__)
 _NAMED = 2  # rows named for each reason
 _PEEK = 100  # rows whose columns are looked at
 _MISSING = object()
+MEANT = {"prompt": "question", "messages": "question"}  # other names of a column that can be mapped
 KEEP_UNREADABLE = "data.keep_unreadable (eval: --keep-unreadable)"
 
 
@@ -98,6 +104,17 @@ def load_examples(
     return examples, report
 
 
+def check_answers(task: Task, examples: Sequence[Example]) -> None:
+    """Raise DataError if completions of some of these rows cannot be graded, since there is no answer and no grader."""
+    missing = [example.id for example in examples if not example.answer]
+    if missing and task.grader is None:
+        raise DataError(
+            f"{len(missing)} of {len(examples)} rows have no answer (e.g. {', '.join(missing[:3])}), so that nothing "
+            "can be graded: name its column with --columns answer=NAME (a recipe: data.columns), or give a grader "
+            "of your own with --grader FILE.py (a recipe: data.grader)"
+        )
+
+
 def check_source(
     task: Task, source: str | None = None, split: str = "train", columns: Mapping[str, str] | None = None
 ) -> None:
@@ -136,17 +153,20 @@ def _check_own(task: Task, split: str) -> None:
 
 def _find_columns(task: Task, source: str, asked: Mapping[str, str], rows: list[Row]) -> dict[str, str]:
     """The source's columns for question, answer and id: those asked for, else the task's, else ours by name."""
-    unknown = sorted(set(asked) - {"question", "answer", "id"})
+    unknown = sorted(set(asked) - {"question", "answer", "id", *MEANT})
     if unknown:
         raise ConfigError(f"columns maps {unknown[0]!r}, which is unknown: only question, answer and id can be mapped")
     present = [row for _, row in rows if row is not None]
     if not present:
         raise DataError(f"{source} holds no rows: is it the right file, and in the format that its name says?")
     found = {"id": asked.get("id", "id")}
+    asked = {MEANT.get(key, key): path for key, path in asked.items()}
     for key in ("question", "answer"):
         own = task.columns[key]
         wanted = [asked[key]] if key in asked else [*([own] if isinstance(own, str) else own), key]
         matches = [path for path in wanted if any(_look_up(row, path) is not _MISSING for row in present)]
+        if not matches and key == "answer" and key not in asked and task.free_form:
+            continue
         if not matches:
             names = ", ".join(dict.fromkeys(str(name) for row in present for name in row))
             raise DataError(
@@ -187,6 +207,7 @@ class _Collector:
     def __init__(self, task: Task, split: str, paths: Mapping[str, str], keep_unreadable: bool) -> None:
         self._task, self._split, self._paths = task, split, paths
         self._keep_unreadable = keep_unreadable
+        self._answers_optional = task.free_form and ("answer" not in paths or task.grader is not None)
         self._examples: dict[str, tuple[str, Example]] = {}  # question without white space -> place, example
         self._conflicts: set[str] = set()
         self._ids: set[str] = set()
@@ -218,13 +239,14 @@ class _Collector:
         """Keep the row's example, or raise _UnusableError."""
         if row is None:
             raise _UnusableError("no readable row")
-        question = _text(row, self._paths["question"], "question")
+        asked = self._asked(row)
+        question = asked.question
         if self._task.clean_question is not None:
             question = self._task.clean_question(question)
-        answer = final_answer(_text(row, self._paths["answer"], "answer"), self._task.answer_kind)
-        if not question or not answer:
+        answer = self._answer(row, asked)
+        if not question or (not answer and not self._answers_optional):
             raise _UnusableError(f"empty {'answer' if question else 'question'}")
-        key = re.sub(r"\s+", "", question)
+        key = re.sub(r"\s+", "", "".join([*(message["content"] for message in asked.earlier), question]))
         earlier = self._examples.get(key)
         if earlier is not None and earlier[1].answer == answer:  # the hub's DAPO-Math has each row 100 times
             raise _UnusableError("duplicate", f"duplicate of {earlier[0]}")
@@ -240,7 +262,27 @@ class _Collector:
         used = {path.split(".")[0] for path in self._paths.values()}
         extra = {column: value for column, value in row.items() if column not in used}
         name = self._identify(place, _look_up(row, self._paths["id"]))
-        self._examples[key] = place, Example(question, answer, name, extra)
+        self._examples[key] = place, Example(question, answer, name, extra, asked.earlier)
+
+    def _asked(self, row: Mapping[str, Any]) -> Asked:
+        """The question of a row, and the messages before and after it."""
+        path = self._paths["question"]
+        if self._task.free_form:
+            others = (name for name in self._task.columns["question"] if row.get(name) is not None)
+            path = path if _look_up(row, path) not in (_MISSING, None) else next(others, path)
+            if isinstance(cell := _look_up(row, path), list):
+                try:
+                    return read_messages(cell)
+                except ValueError as error:
+                    raise _UnusableError("messages that cannot be asked", str(error)) from None
+        return Asked(_text(row, path, "question"))
+
+    def _answer(self, row: Mapping[str, Any], asked: Asked) -> str:
+        if "answer" not in self._paths:
+            return asked.reply
+        if self._answers_optional and _look_up(row, self._paths["answer"]) in (_MISSING, None):
+            return asked.reply
+        return final_answer(_text(row, self._paths["answer"], "answer"), self._task.answer_kind)
 
     def _identify(self, place: str, own: Any) -> str:
         """The row's own id, or else its number; made unique by the number if an earlier row has it."""
@@ -278,9 +320,9 @@ def _text(row: Mapping[str, Any], path: str, what: str) -> str:
     return text
 
 
-def final_answer(answer: str, kind: Literal["number", "math"]) -> str:
+def final_answer(answer: str, kind: Literal["number", "math", "text"]) -> str:
     """The bare answer of a cell that may hold a worked solution; empty if the solution marks none."""
-    if "####" in answer or "\\boxed" in answer:
+    if kind != "text" and ("####" in answer or "\\boxed" in answer):
         return extract(answer, kind).text or ""
     return answer
 

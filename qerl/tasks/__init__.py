@@ -14,7 +14,7 @@ import difflib
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from qerl.errors import PROMPT_TEMPLATE, SYSTEM_PROMPT, CheckpointError, ConfigError
@@ -22,6 +22,7 @@ from qerl.errors import PROMPT_TEMPLATE, SYSTEM_PROMPT, CheckpointError, ConfigE
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from qerl.config.schema import DataConfig
     from qerl.data.examples import DropReport
     from qerl.tasks.grading import Grade
 
@@ -51,14 +52,16 @@ class Task:
     `columns` names the columns of question and answer. It may name several if copies of the data differ, of which the
     first that exists is used; dots and numbers reach into nested columns ("prompt.0.content"). `clean_question` removes
     what the hub adds to a question, and leaves a bare question as it is. With `answer_kind` "number" a completion has
-    to state a number, with "math" any mathematical form that equals the answer. With `last_number`, the last number
-    of a completion counts as its answer if none is marked.
+    to state a number, with "math" any mathematical form that equals the answer, with "text" the same text. With
+    `last_number`, the last number of a completion counts as its answer if none is marked. With `free_form`, a row may
+    have messages in place of a question, and needs no answer. `grader` is the user's own function, which then grades in
+    place of all that (qerl/tasks/own_grader.py), in at most `grader_timeout_s` per call.
     """
 
     name: str
     hub: str | None
     splits: Mapping[str, str]
-    answer_kind: Literal["number", "math"]
+    answer_kind: Literal["number", "math", "text"]
     columns: Mapping[str, str | tuple[str, ...]] = field(
         default_factory=lambda: {"question": "question", "answer": "answer"}
     )
@@ -68,6 +71,9 @@ class Task:
     system_prompt: str | None = None
     prompt_template: str = BOXED_TEMPLATE
     last_number: bool = False
+    free_form: bool = False
+    grader: str | None = None
+    grader_timeout_s: float = 300.0
 
     @property
     def place(self) -> str | None:
@@ -77,12 +83,16 @@ class Task:
 
 @dataclass(frozen=True)
 class Example:
-    """One usable row. `id` is the row's own id, or its number counted from 1; `extra` holds the other columns."""
+    """One usable row. `id` is the row's own id, or its number counted from 1; `extra` holds the other columns.
+
+    A row of messages has the last message of the user as its question, and those before it in `earlier`.
+    """
 
     question: str
     answer: str
     id: str
     extra: dict[str, Any] = field(default_factory=dict)
+    earlier: tuple[Message, ...] = ()
 
 
 # The module of each task, which defines TASK. A new task needs one more row.
@@ -97,6 +107,7 @@ MODULES = {
     "math500": "qerl.tasks.math500",
     "arith": "qerl.tasks.arith",
     "arith_chain": "qerl.tasks.arith_chain",
+    "own": "qerl.tasks.own",
 }
 
 
@@ -134,6 +145,26 @@ def get_task(name: str) -> Task:
     near = difflib.get_close_matches(name.lower().replace("-", "_"), MODULES, n=1, cutoff=0.4)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise ConfigError(f"there is no task {name!r}{hint} (tasks: {', '.join(MODULES)})")
+
+
+def task_of(data: DataConfig) -> Task:
+    """The task of a recipe, with the recipe's grader. Raises ConfigError for a name that is not known."""
+    return with_grader(get_task(data.task), data.grader, data.grader_timeout_s)
+
+
+def with_grader(task: Task, grader: str | None, timeout_s: float) -> Task:
+    """The task, graded by the user's own function; None leaves it as it is."""
+    return task if grader is None else replace(task, grader=grader, grader_timeout_s=timeout_s)
+
+
+def messages_of(
+    task: Task | str, example: Example, system_prompt: str | None = "default", prompt_template: str = "default"
+) -> list[Message]:
+    """The chat messages of an example. The example's own system message comes before any other."""
+    messages = build_messages(task, example.question, system_prompt, prompt_template)
+    if any(message["role"] == "system" for message in example.earlier):
+        messages = messages[-1:]
+    return [*messages[:-1], *example.earlier, messages[-1]]
 
 
 def build_messages(
@@ -211,8 +242,9 @@ def grade_many(
     completions: Sequence[str],
     answers: Sequence[str],
     questions: Sequence[str | None] | None = None,
+    columns: Mapping[str, Sequence[Any]] | None = None,
 ) -> list[Grade]:
     """Judge many completions at once; see qerl.tasks.grading.grade_many, which this calls."""
     from qerl.tasks.grading import grade_many as judge
 
-    return judge(get_task(task) if isinstance(task, str) else task, completions, answers, questions)
+    return judge(get_task(task) if isinstance(task, str) else task, completions, answers, questions, columns)

@@ -67,7 +67,7 @@ NOTHING = Extracted(None)
 TOO_LONG = Extracted(None, too_long=True)
 
 
-def extract(completion: str, kind: Literal["number", "math"], last_number: bool = False) -> Extracted:
+def extract(completion: str, kind: Literal["number", "math", "text"], last_number: bool = False) -> Extracted:
     """The answer of a completion, by the rules at the top of this file."""
     if len(completion) > MAX_COMPLETION_CHARS:
         return TOO_LONG
@@ -132,7 +132,7 @@ def _last_hashes(text: str, kind: str) -> str | None:
         if start < 0:
             return None
         line = text[start + 4 : start + 4 + _MAX_LINE_CHARS].split("\n", 1)[0].strip(" #*\t")
-        if parse_number(line, algebra=kind == "math") or (kind == "math" and _reads_as_math(line)):
+        if _is_answer(line, kind):
             return line
         end = start
     return None
@@ -144,10 +144,8 @@ def _last_bold(text: str, kind: str) -> str | None:
     bold = _BOLD_LINE.fullmatch(line)
     if bold is None:
         return None
-    stated = _statement(bold[1].strip())
-    return (
-        stated if parse_number(stated, algebra=kind == "math") or (kind == "math" and _reads_as_math(stated)) else None
-    )
+    stated = _statement(bold[1].strip(), kind)
+    return stated if _is_answer(stated, kind) else None
 
 
 def _last_mention(text: str, kind: str) -> str | None:
@@ -157,14 +155,26 @@ def _last_mention(text: str, kind: str) -> str | None:
         if lead is None:
             continue
         rest = text[lead.end() : lead.end() + _MAX_LINE_CHARS].lstrip("*_ \n\t")
-        stated = _statement(rest)
-        if parse_number(stated, algebra=kind == "math") or (kind == "math" and _reads_as_math(stated)):
+        stated = _statement(rest, kind)
+        if _is_answer(stated, kind):
             return stated
     return None
 
 
-def _statement(rest: str) -> str:
-    """The formula that the text begins with, or its first sentence or clause if it begins with none."""
+def _is_answer(text: str, kind: str) -> bool:
+    """Whether a text that stands where an answer does is one."""
+    if kind == "text":
+        return text != "" and text.lower().rstrip(".") not in _VERDICTS
+    return bool(parse_number(text, algebra=kind == "math") or (kind == "math" and _reads_as_math(text)))
+
+
+def _statement(rest: str, kind: str) -> str:
+    """The formula that the text begins with, or its first sentence or clause if it begins with none.
+
+    Of a text, it is the first line: "Paris, in France" is one answer.
+    """
+    if kind == "text":
+        return rest.partition("\n")[0].strip(" *_`\t")
     formula = _DELIMITED.match(rest)
     if formula:
         return next(group for group in formula.groups() if group is not None).strip()

@@ -16,14 +16,17 @@ from typing import TYPE_CHECKING, Any
 from qerl.data.examples import final_answer
 from qerl.data.rows import local_rows
 from qerl.errors import DataError
-from qerl.tasks import Task, get_task
+from qerl.own.function import TIMEOUT_S
+from qerl.tasks import Task, get_task, with_grader
 from qerl.tasks.grading import Grade, grade_many
+from qerl.tasks.own_grader import check_grader
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _SHOWN = 10
 _CHARS = 60
+_READ = ("completion", "completions", "answer", "question", "correct")
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,14 @@ class _Item:
     answer: str
     stored: bool | None
     question: str | None
+    others: Mapping[str, Any]  # the row's other columns, which a grader of the user's own may read
+
+
+def graded_by(task: str, grader: str | None) -> Task:
+    """The task of this name, graded by a function of the user's own if one is named. Raises ConfigError."""
+    named = with_grader(get_task(task), grader, TIMEOUT_S)
+    check_grader(named)
+    return named
 
 
 def grade_file(task: Task | str, path: str | Path) -> FileGrades:
@@ -94,7 +105,10 @@ def grade_file(task: Task | str, path: str | Path) -> FileGrades:
     completions, answers, questions = zip(
         *((item.completion, item.answer, item.question) for item in items), strict=True
     )
-    grades = grade_many(task, completions, answers, questions)
+    names = dict.fromkeys(name for item in items for name in item.others)
+    grades = grade_many(
+        task, completions, answers, questions, {name: [item.others.get(name) for item in items] for name in names}
+    )
     disagreements = tuple(
         Disagreement(item.place, item.stored, grade, item.answer)
         for item, grade in zip(items, grades, strict=True)
@@ -111,19 +125,21 @@ def _items(task: Task, path: str | Path, place: str, row: Mapping[str, Any] | No
     several = row.get("completions")
     completions = [row.get("completion")] if several is None else several
     texts = isinstance(completions, list) and all(isinstance(text, str) for text in completions)
-    if not texts or row.get("answer") in (None, ""):
+    if not texts or (row.get("answer") in (None, "") and task.grader is None):
         raise DataError(
             f"{path}, {place}: a row needs `answer`, and `completion` (text) or `completions` (a list of texts); this "
             f"one has {', '.join(map(str, row)) or 'nothing'}"
         )
-    answer = final_answer(str(row["answer"]), task.answer_kind)
+    answer = final_answer(str(row.get("answer", "")), task.answer_kind)
+    others = {name: value for name, value in row.items() if name not in _READ}
     stored, question = row.get("correct"), row.get("question")
     grades = stored if isinstance(stored, list) else [stored] * len(completions)
     if len(grades) != len(completions):
         raise DataError(f"{path}, {place}: {len(grades)} values of `correct` for {len(completions)} completions")
     for number, (text, grade) in enumerate(zip(completions, grades, strict=True), start=1):
         where = place if len(completions) == 1 else f"{place}, completion {number}"
-        yield _Item(where, text, answer, _truth(grade), question if isinstance(question, str) else None)
+        asked = question if isinstance(question, str) else None
+        yield _Item(where, text, answer, _truth(grade), asked, others)
 
 
 def _truth(value: Any) -> bool | None:

@@ -3,17 +3,19 @@
 Numbers are compared as exact fractions. If the answers of a task are mathematics, an answer that is not a number is
 compared part by part and at random points (qerl/tasks/equality.py), and what this does not understand goes to
 math-verify, in a worker process with a time limit. Answers are compared as text only if neither has any mathematics in
-it ("Evelyn", "(C)"). An answer that only repeats the question's expression is wrong (qerl/tasks/copied.py).
+it ("Evelyn", "(C)"). An answer that only repeats the question's expression is wrong (qerl/tasks/copied.py). A task
+whose answers are text compares them as such (qerl/tasks/text.py), and a task with a grader of the user's own leaves all
+of this to it (qerl/tasks/own_grader.py).
 """
 
 from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from qerl.tasks import Task, math_pool
 from qerl.tasks.copied import is_copied
@@ -21,7 +23,9 @@ from qerl.tasks.equality import compare_math, unread_values
 from qerl.tasks.extract import MAX_ANSWER_CHARS, extract
 from qerl.tasks.latex import strip_math
 from qerl.tasks.number import Number, parse_number
+from qerl.tasks.own_grader import CORRECT_FROM, scores
 from qerl.tasks.shape import tidy
+from qerl.tasks.text import is_same_text, stated_text
 from qerl.tasks.values import is_prose
 
 Reason = Literal["correct", "wrong", "no_answer", "unparsable", "too_long", "timeout", "bad_answer"]
@@ -37,18 +41,28 @@ class Grade:
     `extracted` is the answer that the completion states. `reason` is "correct", or why it is not: "wrong"; "no_answer"
     (it states none); "unparsable" (what it states is not a number or formula); "too_long" (the answer or the completion
     is longer than any real one); "timeout" (no verdict in time); "bad_answer" (the task's own answer cannot be read).
+    `score` is the number from 0 to 1 that a grader of the user's own gave; None without one.
     """
 
     correct: bool
     extracted: str | None
     reason: Reason
+    score: float | None = None
+
+    @property
+    def value(self) -> float:
+        """What the completion is worth in training."""
+        return float(self.correct) if self.score is None else self.score
 
 
 def grade(task: Task, completion: str, answer: str, question: str | None = None) -> Grade:
     """Judge one completion. Never raises, whatever a model wrote, and takes less than a second of processor time.
 
-    With the question, an answer that only repeats an expression of the question, instead of evaluating it, is wrong.
+    With the question, an answer that only repeats an expression of the question, instead of evaluating it, is wrong. A
+    task with a grader is judged by `grade_many` alone.
     """
+    if task.answer_kind == "text":
+        return _grade_text(completion, answer)
     found = extract(completion, task.answer_kind, task.last_number)
     if found.text is None:
         return Grade(False, None, "too_long" if found.too_long else "no_answer")
@@ -59,15 +73,45 @@ def grade(task: Task, completion: str, answer: str, question: str | None = None)
 
 
 def grade_many(
-    task: Task, completions: Sequence[str], answers: Sequence[str], questions: Sequence[str | None] | None = None
+    task: Task,
+    completions: Sequence[str],
+    answers: Sequence[str],
+    questions: Sequence[str | None] | None = None,
+    columns: Mapping[str, Any] | None = None,
 ) -> list[Grade]:
-    """Judge many completions; several worker processes share the formulas of a large batch."""
+    """Judge many completions; several worker processes share the formulas of a large batch.
+
+    `columns` is what a grader of the user's own gets beside: lists with a value per completion, and what is the same
+    for all of them. Raises OwnFunctionError or ReturnedError (qerl/own/) if such a grader fails.
+    """
+    if task.grader is not None:
+        return _grade_by_own(task, completions, {"answer": answers, "question": questions, **(columns or {})})
     rows = list(zip(completions, answers, questions or [None] * len(answers), strict=True))
     workers = min(math_pool.MAX_WORKERS, 1 + len(rows) // _PER_WORKER)
-    if task.answer_kind == "number" or workers == 1:
+    if task.answer_kind != "math" or workers == 1:
         return [grade(task, *row) for row in rows]
     with ThreadPoolExecutor(workers) as threads:
         return list(threads.map(lambda row: grade(task, *row), rows))
+
+
+def _grade_by_own(task: Task, completions: Sequence[str], given: Mapping[str, Any]) -> list[Grade]:
+    if not completions:
+        return []
+    columns = {name: list(values) for name, values in given.items() if isinstance(values, list | tuple)}
+    fixed = {"task": task, **{name: value for name, value in given.items() if name not in columns}}
+    values = scores(task, {**columns, "completions": list(completions)}, fixed)
+    correct = [value >= CORRECT_FROM for value in values]
+    return [
+        Grade(right, None, "correct" if right else "wrong", value) for right, value in zip(correct, values, strict=True)
+    ]
+
+
+def _grade_text(completion: str, answer: str) -> Grade:
+    stated = stated_text(completion)
+    if stated is None:
+        return Grade(False, None, "too_long" if completion.strip() else "no_answer")
+    correct = is_same_text(completion, answer)
+    return Grade(correct, stated, "correct" if correct else "wrong")
 
 
 def can_be_graded(answer: str, kind: Literal["number", "math"]) -> bool:

@@ -31,7 +31,7 @@ from docs_links import links, replace_links, target  # noqa: E402
 
 from qerl.config.keys import describe_config  # noqa: E402
 from qerl.plan import plan  # noqa: E402
-from qerl.tasks import TASKS  # noqa: E402
+from qerl.tasks import TASKS, Task  # noqa: E402
 
 # Pages of the site that lie elsewhere in the repository.
 PAGES = {
@@ -138,11 +138,14 @@ def errors_list() -> str:
     return "\n".join(lines) + "\n"
 
 
+def _made(task: Task) -> str:
+    """Where the rows of a task without a data set on the hub come from."""
+    return "generated, no download" if task.generate else "none: your rows, `--data FILE`"
+
+
 def tasks_table() -> str:
     """Name and data set of each task."""
-    rows = [
-        f"| `{name}` | {task.place or 'generated, no download'} | {task.answer_kind} |" for name, task in TASKS.items()
-    ]
+    rows = [f"| `{name}` | {task.place or _made(task)} | {task.answer_kind} |" for name, task in TASKS.items()]
     return "\n".join(["| task | data set on the hub | answers |", "|---|---|---|", *rows])
 
 

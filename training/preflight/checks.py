@@ -30,7 +30,8 @@ from qerl.plan.cards import Card
 from qerl.plan.kv_cache import check_kv_cache
 from qerl.plan.plan import GIB, plan
 from qerl.plan.sizes import ModelSizes, sizes_of
-from qerl.tasks import get_task
+from qerl.tasks import task_of
+from qerl.tasks.own_grader import check_grader
 from training.rewards.rewards import check_rewards, fixed_columns
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.resume import config_to_resume
@@ -49,8 +50,9 @@ logger = logging.getLogger(__name__)
 
 
 def check_config(config: RunConfig) -> None:
-    """Raise ConfigError for a reward that cannot be used, or DataError or ConfigError for such a source of rows."""
-    data, task = config.data, get_task(config.data.task)
+    """Raise ConfigError for a grader or a reward that cannot be used, and DataError or ConfigError for such rows."""
+    data, task = config.data, task_of(config.data)
+    check_grader(task)
     check_rewards(config.rewards, fixed_columns(task, config.rollout.max_new_tokens))
     check_source(task, data.source, data.split, data.columns)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import resolve_model
 from qerl.commands.plan import plan_of, show
-from qerl.tasks import get_task, grade
+from qerl.tasks import grade, task_of
 from training.preflight.checks import read_prompts
 from training.rewards.rewards import Rewards, build_rewards, fixed_columns
 
@@ -45,7 +45,7 @@ def dry_run(config: RunConfig, console: Console) -> bool:
         soft_wrap=True,
     )
     written = Path(mkdtemp(prefix="qerl-dry-run-"))
-    task = get_task(config.data.task)
+    task = task_of(config.data)
     fixed = fixed_columns(task, config.rollout.max_new_tokens)
     try:
         rewards = build_rewards(config.rewards, fixed, [prompt.example for prompt in prompts], written)

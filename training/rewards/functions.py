@@ -30,9 +30,15 @@ def accuracy(
     task: Task,
     question: Sequence[str] | None = None,
     log_metric: Callable[[str, float], None] | None = None,
-    **_: Any,
+    **columns: Any,
 ) -> list[float]:
-    """1 for a correct completion, 0 for any other, by the same grade as in evaluation. Logs why completions failed."""
+    """1 for a correct completion, 0 for any other, by the same grade as in evaluation. Logs why completions failed.
+
+    A grader of the user's own (`data.grader`) may also give numbers between.
+    """
+    if task.grader is not None:
+        given = {**columns, "log_metric": log_metric}
+        return [grade.value for grade in grade_many(task, completions, answer, question, given)]
     grades = grade_many(task, completions, answer, question)
     if log_metric is not None:
         reasons = Counter(grade.reason for grade in grades)
@@ -90,7 +96,7 @@ def length(
     row: Sequence[int],
     task: Task,
     question: Sequence[str] | None = None,
-    **_: Any,
+    **columns: Any,
 ) -> list[float]:
     """Reward completions that are shorter than the others of their prompt (Kimi k1.5, arXiv 2501.12599, section 2.3.3).
 
@@ -101,7 +107,8 @@ def length(
     for group, ids in zip(row, completion_ids, strict=True):
         lengths_by_row[group].append(len(ids))
     rewards = []
-    for grade, group, ids in zip(grade_many(task, completions, answer, question), row, completion_ids, strict=True):
+    grades = grade_many(task, completions, answer, question, {**columns, "completion_ids": completion_ids, "row": row})
+    for grade, group, ids in zip(grades, row, completion_ids, strict=True):
         shortest, longest = min(lengths_by_row[group]), max(lengths_by_row[group])
         share = 0.5 - (len(ids) - shortest) / (longest - shortest) if longest > shortest else 0.0
         rewards.append(share if grade.correct else min(0.0, share))

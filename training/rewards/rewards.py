@@ -6,7 +6,7 @@ A reward is a function that takes columns and returns one finite number per comp
         return [float(len(text) < 500) for text in completions]
 
 It is called with the columns that training/rewards/functions.py lists, as keyword arguments; a function that does not
-end in `**columns` gets only the columns it names. It runs in a process of its own (training/rewards/own.py), within
+end in `**columns` gets only the columns it names. It runs in a process of its own (qerl/own/function.py), within
 `timeout_s`, and may be async. A reward that raises, is late, ends its process, or returns None, NaN or the wrong number
 of values, stops the run, and the completion it failed on is saved as failed_reward.json in the run directory. If the
 name is a URL, the reward is a reward server (training/rewards/server.py).
@@ -17,20 +17,22 @@ from __future__ import annotations
 import difflib
 import inspect
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
 from qerl.config.rules_rewards import OWN, is_url
-from qerl.errors import ConfigError, QerlError, RewardError
+from qerl.data.examples import check_answers
+from qerl.errors import ConfigError, RewardError
+from qerl.own.columns import COLUMNS, check_columns, first_to_fail
+from qerl.own.function import TIMEOUT_S, LateError, Named, OwnFunction, OwnFunctionError, own_function
+from qerl.own.returned import ReturnedError, numbers
 from qerl.tasks import Example
+from qerl.tasks.own_grader import check_grader
 from training.rewards import functions as reward_functions
 from training.rewards.judge import Judge
-from training.rewards.own import TIMEOUT_S, LateError, OwnReward, OwnRewardError, own_function
-from training.rewards.returned import ReturnedError, numbers
 from training.rewards.server import RewardServer
 from training.run_dir.log import RUN_FOLDERS, RUN_METRICS, is_own
 
@@ -49,9 +51,8 @@ REWARDS: dict[str, Reward] = {
     "judge": Judge(),
 }
 
-COLUMNS = ("completions", "completion_ids", "prompts", "question", "answer", "row", "task", "max_new_tokens", "step")
+GRADED = ("accuracy", "length")  # rewards that use the task's grading
 FAILED = "failed_reward.json"
-LEAST_SHARE_S = 1.0  # a completion that takes less is not named as the one on which a reward was late
 TRIED = 2  # rows that a reward server has to grade before training starts
 
 
@@ -80,8 +81,11 @@ def build_rewards(
     Raises ConfigError for an unknown reward, or for arguments that it does not take.
     """
     functions: list[Reward] = []
+    check_grader(fixed["task"], examples)
+    if any(reward.name in GRADED for reward in wanted):
+        check_answers(fixed["task"], examples)
     for reward, function in zip(wanted, check_rewards(wanted, fixed), strict=True):
-        _check_columns(reward, function, examples)
+        check_columns(f"reward {reward.name}", inspect.signature(function).parameters, reward.args, examples)
         guarded = _GuardedReward(_metric_name(reward.name, functions), reward, function, fixed, examples, run_dir)
         if is_url(reward.name) or isinstance(function, Judge):
             _try_server(guarded, examples[:TRIED])
@@ -116,7 +120,8 @@ def find_reward(name: str, timeout_s: float | None = None) -> Reward:
         near = difflib.get_close_matches(name, REWARDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"there is no reward {name!r}{hint} (rewards: {', '.join(REWARDS)}; {OWN})")
-    return own_function(place, attribute, name, REWARDS, timeout_s)
+    others = f"one of {', '.join(REWARDS)}"
+    return own_function(place, attribute, Named("reward", name, others), timeout_s)
 
 
 def _check_arguments(reward: RewardConfig, function: Reward) -> None:
@@ -132,18 +137,6 @@ def _check_arguments(reward: RewardConfig, function: Reward) -> None:
             hint = f"; did you mean {near[0]!r}?" if near else ""
             raise ConfigError(
                 f"reward {reward.name} takes no argument {key!r}{hint} (its arguments: {', '.join(options) or 'none'})"
-            )
-
-
-def _check_columns(reward: RewardConfig, function: Reward, examples: Sequence[Example]) -> None:
-    """Raise ConfigError if the function needs a value that is neither an argument in the recipe nor a column."""
-    columns = (*COLUMNS, *sorted({key for example in examples for key in example.extra}), "log_metric")
-    for key, parameter in inspect.signature(function).parameters.items():
-        named = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
-        if named and parameter.default is parameter.empty and key not in (*columns, *reward.args):
-            raise ConfigError(
-                f"reward {reward.name} asks for {key!r}, which is neither among its args nor a column (columns: "
-                f"{', '.join(columns)})"
             )
 
 
@@ -211,11 +204,12 @@ class _GuardedReward:
         run_dir: Path,
     ) -> None:
         self.__name__ = name
-        self.waits = isinstance(
-            function, OwnReward | RewardServer | Judge
-        )  # for another process, so that others can be asked
+        self._task_grades = reward.name in GRADED and fixed["task"].grader is not None
+        # For another process, so that others can be asked.
+        self.waits = self._task_grades or isinstance(function, OwnFunction | RewardServer | Judge)
         self._function = function
-        self._timeout_s = TIMEOUT_S if reward.timeout_s is None else reward.timeout_s
+        limit_s = fixed["task"].grader_timeout_s if self._task_grades else reward.timeout_s
+        self._timeout_s = TIMEOUT_S if limit_s is None else limit_s
         self._examples = examples
         self._run_dir = run_dir
         self._fixed = {**fixed, **reward.args}
@@ -233,8 +227,9 @@ class _GuardedReward:
             return self._run(columns, fixed, self._timeout_s)
         except ReturnedError as error:
             self._fail(error.what, columns, error.index, fixed)
-        except OwnRewardError as error:
-            self._fail(str(error), columns, self._first_to_fail(columns, fixed), fixed, error)
+        except OwnFunctionError as error:
+            index = error.index if error.index is not None else self._first_to_fail(columns, fixed)
+            self._fail(str(error), columns, index, fixed, error)
 
     def _columns(self, completions: list[str], row: list[int], given: Mapping[str, Any]) -> dict[str, list[Any]]:
         examples = [self._examples[index] for index in row]
@@ -251,38 +246,22 @@ class _GuardedReward:
 
     def _run(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any], timeout_s: float) -> list[float]:
         """Call the function. It gets copies of the lists, since other rewards read the same columns."""
+        completions = columns["completions"]
         wanted = {**columns, **fixed}.keys() if self._wanted is None else self._wanted
-        if isinstance(self._function, OwnReward):
-            given = {key: value for key, value in {**columns, **fixed}.items() if key in wanted}
-            return self._function(len(columns["completions"]), timeout_s, **given)
-        own = {
-            key: [list(value) if isinstance(value, list) else value for value in values]
-            for key, values in columns.items()
-            if key in wanted
-        }
-        returned = self._function(**own, **{key: value for key, value in fixed.items() if key in wanted})
-        return numbers(returned, len(columns["completions"]))
+        fixed = {key: value for key, value in fixed.items() if key in wanted}
+        columns = {key: values for key, values in columns.items() if key in wanted and key not in fixed}
+        if isinstance(self._function, OwnFunction):
+            return self._function(len(completions), timeout_s, fixed, **columns)
+        if self._task_grades:
+            fixed["task"] = replace(fixed["task"], grader_timeout_s=timeout_s)
+        own = {key: [list(value) if isinstance(value, list) else value for value in columns[key]] for key in columns}
+        return numbers(self._function(**own, **fixed), len(completions))
 
     def _first_to_fail(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> int | None:
-        """The first completion with which alone the function fails, or takes ten times its share of the time limit.
+        def call(index: int, timeout_s: float) -> None:
+            self._run({key: [values[index]] for key, values in columns.items()}, fixed, timeout_s)
 
-        None if there is no such one, or if it is not found within twice the limit.
-        """
-        count, end = len(columns["completions"]), time.monotonic() + 2 * self._timeout_s
-        share_s = min(self._timeout_s, max(LEAST_SHARE_S, 10 * self._timeout_s / count))
-        for index in range(count):
-            left_s = end - time.monotonic()
-            if left_s <= 0:
-                return None
-            try:
-                self._run({key: [values[index]] for key, values in columns.items()}, fixed, min(share_s, left_s))
-            except LateError:
-                return index if left_s >= share_s else None
-            except OwnRewardError:
-                return index
-            except (ReturnedError, QerlError):
-                continue
-        return None
+        return first_to_fail(call, len(columns["completions"]), self._timeout_s)
 
     def _fail(
         self,
@@ -304,7 +283,8 @@ class _GuardedReward:
             path.write_text(text, "utf-8", "backslashreplace")
         except OSError as error:
             saved += f", which could not be written ({error.strerror})"
-        late = f", within rewards.N.timeout_s ({self._timeout_s:g})" if isinstance(cause, LateError) else ""
+        limit = "data.grader_timeout_s" if self._task_grades else "rewards.N.timeout_s"
+        late = f", within {limit} ({self._timeout_s:g})" if isinstance(cause, LateError) else ""
         raise RewardError(
             f"reward {self.__name__} {what}; the completion it failed on is in {saved}. A reward has to return one "
             f"finite number for each completion{late}, 0 for one that it cannot judge"

@@ -58,6 +58,6 @@ class GradingAhead:
 
 def grading_ahead(task: Task, rewards: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> GradingAhead | None:
     """What grades ahead for rewards of these names; None if they compare no formulas."""
-    if task.answer_kind == "number" or not any(name in GRADING_REWARDS for name in rewards):
+    if task.answer_kind != "math" or task.grader is not None or not any(name in GRADING_REWARDS for name in rewards):
         return None
     return GradingAhead(task, tokenizer)

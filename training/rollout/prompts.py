@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from qerl.errors import DataError
-from qerl.tasks import build_messages, get_task, load_examples, render_prompt
+from qerl.tasks import load_examples, messages_of, render_prompt, task_of
 from training.rollout.groups import Prompt
 from training.rollout.seeds import derive_seed
 
@@ -32,7 +32,7 @@ def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, at_leas
 
     Raises DataError if fewer than `at_least` (the prompts of one step) are left.
     """
-    task = get_task(config.task)
+    task = task_of(config)
     examples, _ = load_examples(
         task,
         source=config.source,
@@ -111,7 +111,7 @@ def _epoch_order(rows: int, prompts_per_step: int, seed: int, epoch: int) -> lis
 
 
 def _render(config: DataConfig, example: Example, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    messages = build_messages(get_task(config.task), example.question, config.system_prompt, config.prompt_template)
+    messages = messages_of(task_of(config), example, config.system_prompt, config.prompt_template)
     return render_prompt(tokenizer, messages)
 
 

@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING
 from qerl.config.rules_rewards import is_url
 from qerl.errors import ConfigError
 from qerl.files.disk import replace_text
+from qerl.tasks.own_grader import find_grader
 from training.rewards.rewards import REWARDS, find_reward
 from training.run_dir.folder import read_about
 
 if TYPE_CHECKING:
     from qerl.config.schema import RewardConfig
+    from qerl.own.function import OwnFunction
+    from qerl.tasks import Task
     from training.rollout.groups import Prompt
 
 logger = logging.getLogger(__name__)
@@ -28,8 +31,9 @@ PACKAGES = ("qerl", "torch", "transformers", "trl", "peft", "accelerate", "compr
 Inputs = Mapping[str, str]  # what it is, in words -> digest or version
 
 
-def inputs_of(prompts: Sequence[Prompt], rewards: Sequence[RewardConfig]) -> dict[str, str]:
-    """Digests of the rows, of the prompts as token ids, and of the files of own rewards, in the order of the recipe."""
+def inputs_of(prompts: Sequence[Prompt], task: Task, rewards: Sequence[RewardConfig]) -> dict[str, str]:
+    """Digests of the rows, of the prompts as token ids, and of the files of the grader and of own rewards, in the order
+    of the recipe."""
     rows, ids = hashlib.sha256(), hashlib.sha256()
     for prompt in prompts:
         example = prompt.example
@@ -37,9 +41,11 @@ def inputs_of(prompts: Sequence[Prompt], rewards: Sequence[RewardConfig]) -> dic
         rows.update(json.dumps(row, sort_keys=True, default=repr).encode(errors="surrogatepass") + b"\n")
         ids.update(json.dumps(prompt.ids).encode())
     digests = {"the rows of the data": rows.hexdigest(), "the prompts as tokens": ids.hexdigest()}
-    for reward in rewards:
-        for file in _sources(reward):
-            what = f"the reward's source {file.name}"
+    own = [("grader", find_grader(task))] if task.grader is not None else []
+    own += [("reward", find_reward(each.name, each.timeout_s)) for each in rewards if _is_own(each)]
+    for kind, function in own:
+        for file in _sources(function):
+            what = f"the {kind}'s source {file.name}"
             digests[what] = hashlib.sha256(digests.get(what, "").encode() + file.read_bytes()).hexdigest()
     return {what: digest[:16] for what, digest in digests.items()}
 
@@ -90,11 +96,13 @@ def _differing(before: Inputs, now: Inputs) -> list[str]:
     return [what for what in dict.fromkeys([*before, *now]) if before.get(what) != now.get(what)]
 
 
-def _sources(reward: RewardConfig) -> list[Path]:
-    """The files of a user's own reward: that of its function, and those of the user's that it imports."""
-    if reward.name in REWARDS or is_url(reward.name):
-        return []
-    own, *imported = map(Path, find_reward(reward.name, reward.timeout_s).files)
+def _is_own(reward: RewardConfig) -> bool:
+    return reward.name not in REWARDS and not is_url(reward.name)
+
+
+def _sources(function: OwnFunction) -> list[Path]:
+    """The files of a user's own function: its own, and those of the user's that it imports."""
+    own, *imported = map(Path, function.files)
     return [own, *(file for file in imported if not _installed(file) and file.is_file())]
 
 

@@ -1,4 +1,4 @@
-"""The process in which a user's reward function runs; training/rewards/own.py starts it and says why it is one.
+"""The process in which a user's function runs; qerl/own/function.py starts it and says why it is one.
 
 It reads requests (pickled) from a socket and answers each with one JSON object: what a function returned as numbers, or
 what went wrong in words. It ends with the process that started it, whatever the function is doing.
@@ -26,7 +26,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from training.rewards.returned import ReturnedError, numbers, one_line
+from qerl.own.returned import ReturnedError, numbers, one_line
 
 
 def main(descriptor: int) -> None:
@@ -57,6 +57,8 @@ class _Worker:
     def __init__(self, home: str) -> None:
         self._home = home
         self._function: Callable[..., Any] | None = None
+        self._alone = False  # it takes one completion at a time
+        self._index: int | None = None  # the completion that it is called with
         self._file: str | None = None
         self._runner: asyncio.Runner | None = None
 
@@ -69,13 +71,14 @@ class _Worker:
             if not isinstance(error, Exception):
                 self._close_loop()
             said = one_line(error)
-            reply = {"raised": f"{type(error).__name__}{f': {said}' if said else ''}{self._line(error)}"}
+            what = f"{type(error).__name__}{f': {said}' if said else ''}{self._line(error)}"
+            reply = {"raised": what, "index": self._index}
         return reply | self._back_home()
 
     def _load(self, place: str, attribute: str) -> dict[str, Any]:
         if place.endswith(".py"):
             path = Path(place)
-            spec = importlib.util.spec_from_file_location(f"qerl_reward_{path.stem}", path)
+            spec = importlib.util.spec_from_file_location(f"qerl_own_{path.stem}", path)
             module = importlib.util.module_from_spec(spec)
             sys.modules[spec.name] = module  # dataclasses and pickle look up the module of a class here
             spec.loader.exec_module(module)
@@ -88,24 +91,41 @@ class _Worker:
             return {"missing": difflib.get_close_matches(attribute, names, n=1)}
         parameters = inspect.signature(function).parameters.values()
         self._function = function
+        self._alone = {"completion", "completions"} & {p.name for p in parameters} == {"completion"}
         files = {getattr(each, "__file__", None) for each in list(sys.modules.values())} - {None, self._file}
         return {
             "parameters": [[p.name, int(p.kind), p.default is not p.empty] for p in parameters],
+            "alone": self._alone,
             "files": [*([self._file] if self._file else []), *sorted(files)],
         }
 
     def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The rewards, and what the function logged."""
-        columns, logged = request["columns"], []
+        """The numbers, and what the function logged."""
+        columns, fixed, expected, logged = request["columns"], request["fixed"], request["expected"], []
         _seed(request["seed"])
+        self._index = None
         if request["logs"]:
-            columns["log_metric"] = lambda name, value: logged.append([str(name), float(value)])
-        returned = self._function(**columns)
+            fixed["log_metric"] = lambda name, value: logged.append([str(name), float(value)])
+        returned = self._one_by_one(columns, fixed) if self._alone else self._called(expected, **columns, **fixed)
+        return {"rewards": numbers(returned, expected), "logged": logged}
+
+    def _called(self, expected: int, /, **arguments: Any) -> Any:
+        """What the function returns, awaited if it has to be."""
+        returned = self._function(**arguments)
         if inspect.isawaitable(returned):
             returned = self._run(_awaited(returned))
         if isinstance(returned, AsyncIterator):
-            returned = self._run(_listed(returned, request["expected"]))
-        return {"rewards": numbers(returned, request["expected"]), "logged": logged}
+            returned = self._run(_listed(returned, expected))
+        return returned
+
+    def _one_by_one(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> list[Any]:
+        """What the function returns for each completion. An error says at which one it was."""
+        names = ["completion" if name == "completions" else name for name in columns]
+        returned = []
+        for index, row in enumerate(zip(*columns.values(), strict=True)):
+            self._index = index
+            returned.append(self._called(1, **dict(zip(names, row, strict=True)), **fixed))
+        return returned
 
     def _run(self, coroutine: Any) -> Any:
         self._runner = self._runner or asyncio.Runner()

@@ -1,4 +1,4 @@
-"""What a reward returned, as one finite number per completion."""
+"""What a reward or a grader returned, as one finite number per completion."""
 
 from __future__ import annotations
 

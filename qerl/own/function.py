@@ -1,4 +1,4 @@
-"""A user's own reward function, from a file or an importable module, in a process of its own.
+"""A user's own reward or grader, a function of a file or of an importable module, in a process of its own.
 
 The function cannot be trusted to return. Within the process of a run, nothing could end an endless loop in C, os._exit
 would end the run without a word, a thread that goes on would keep it from ending, and os.chdir or a seed would change
@@ -7,7 +7,7 @@ function, when the recipe is checked, and keeps what the function keeps, such as
 start and a copy of the columns that the function takes at each call.
 
 Departures from a call in the run's process: two functions of one file share no variables, the columns are copies, and
-what the function prints goes into the run's log.
+what the function prints goes into the log.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ import sys
 import threading
 import weakref
 import zlib
-from collections.abc import Iterable, Mapping
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from multiprocessing import Pipe
 from pathlib import Path
@@ -34,37 +34,48 @@ from typing import Any
 
 from qerl.errors import ConfigError
 from qerl.files.nearby import close_to
+from qerl.own.returned import ReturnedError, one_line
 from qerl.tasks import Task
-from training.rewards.returned import ReturnedError, one_line
 
-TIMEOUT_S = 300.0  # of one call, where the recipe's `timeout_s` says nothing
-LOAD_S = 60.0  # that loading the file may take at least, however short `timeout_s` is
+TIMEOUT_S = 300.0  # of one call, where the recipe says nothing
+LOAD_S = 60.0  # that loading the file may take at least, however short the limit of a call is
 LONGEST_LINE = 1000  # characters of a printed line
 BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); descriptor = int(sys.argv[2]); sys.argv[:] = ['']; "
-    "from training.rewards.own_worker import main; main(descriptor)"
+    "from qerl.own.worker import main; main(descriptor)"
 )
 
 logger = logging.getLogger(__name__)
 
 
-class OwnRewardError(Exception):
-    """The function raised, or its process ended. Says what happened, beginning with a verb."""
+class OwnFunctionError(Exception):
+    """The function raised, or its process ended. Says what happened, beginning with a verb.
+
+    `index` is the number of the completion that it was called with alone; None if it got several, or is not known.
+    """
+
+    def __init__(self, what: str, index: int | None = None) -> None:
+        super().__init__(what)
+        self.index = index
 
 
-class LateError(OwnRewardError):
+class LateError(OwnFunctionError):
     """The function did not return in time."""
 
 
-class OwnReward:
-    """A reward function in its process, to be called with columns. Thread-safe, one call at a time."""
+class OwnFunction:
+    """A function in its process, to be called with columns. Thread-safe, one call at a time.
 
-    def __init__(self, place: str, attribute: str, timeout_s: float = TIMEOUT_S) -> None:
-        """Load the function within `timeout_s` or LOAD_S, whichever is longer.
+    A function that names `completion`, and not `completions`, is called with one completion at a time, and with its
+    row's value of each column. In `__signature__` it takes `completions` all the same, as every caller gives them.
+    """
 
-        Raises OwnRewardError, or AttributeError with names that are near.
+    def __init__(self, place: str, attribute: str, timeout_s: float = TIMEOUT_S, kind: str = "reward") -> None:
+        """Load the function within `timeout_s` or LOAD_S, whichever is longer; `kind` is how the log names it.
+
+        Raises OwnFunctionError, or AttributeError with names that are near.
         """
-        self.__name__ = attribute
+        self.__name__, self._kind = attribute, kind
         self._load_s = max(timeout_s, LOAD_S)
         self._place, self._attribute = place, attribute
         self._process: _Process | None = None
@@ -77,20 +88,31 @@ class OwnReward:
             self.close()
             raise
         self.files: list[str] = loaded["files"]  # of all modules that it has loaded, beginning with its own
+        self._alone: bool = loaded["alone"]  # it takes one completion at a time
         kinds = {int(kind): kind for kind in (inspect.Parameter.POSITIONAL_ONLY, *_KINDS)}
+        names = {"completion": "completions"} if self._alone else {}
         self.__signature__ = inspect.Signature(
             [
-                inspect.Parameter(name, kinds[kind], default=None if optional else inspect.Parameter.empty)
+                inspect.Parameter(
+                    names.get(name, name), kinds[kind], default=None if optional else inspect.Parameter.empty
+                )
                 for name, kind, optional in loaded["parameters"]
             ]
         )
 
-    def __call__(self, expected: int, timeout_s: float, /, **columns: Any) -> list[float]:
-        """`expected` numbers, one per completion. Raises OwnRewardError, and ReturnedError for what it returned."""
-        log_metric = columns.pop("log_metric", None)
+    def __call__(
+        self, expected: int, timeout_s: float, fixed: Mapping[str, Any] | None = None, /, **columns: Any
+    ) -> list[float]:
+        """`expected` numbers, one per completion. `fixed` are arguments that are the same for all of them.
+
+        Raises OwnFunctionError, and ReturnedError for what it returned.
+        """
+        fixed = dict(fixed or {})
+        log_metric = fixed.pop("log_metric", None)
         request = {
-            "columns": _picklable(columns),
-            "seed": zlib.crc32(repr((columns.get("step"), columns.get("completions"))).encode("utf-8", "replace")),
+            "columns": dict(columns),
+            "fixed": _picklable(fixed),
+            "seed": zlib.crc32(repr((fixed.get("step"), columns.get("completions"))).encode("utf-8", "replace")),
             "logs": log_metric is not None,
             "expected": expected,
         }
@@ -99,7 +121,9 @@ class OwnReward:
                 self._start()
             reply = self._ask(request, timeout_s)
         if reply.get("moved"):
-            logger.warning("reward %s changed the working directory, which is changed back after each call", self)
+            logger.warning(
+                "%s %s changed the working directory, which is changed back after each call", self._kind, self
+            )
         if "returned" in reply:
             raise ReturnedError(reply["returned"], reply["index"])
         for name, value in reply["logged"]:
@@ -116,7 +140,7 @@ class OwnReward:
             self._process = None
 
     def _start(self) -> dict[str, Any]:
-        self._process = _Process(self._attribute)
+        self._process = _Process(f"{self._kind} {self._attribute}")
         return self._ask({"place": self._place, "attribute": self._attribute}, self._load_s)
 
     def _ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -127,7 +151,7 @@ class OwnReward:
             self.close()
             raise
         if "raised" in reply:
-            raise OwnRewardError(f"raised {reply['raised']}")
+            raise OwnFunctionError(f"raised {reply['raised']}", reply.get("index"))
         return reply
 
 
@@ -140,7 +164,7 @@ _KINDS = (
 
 
 class _Process:
-    """A process that runs training/rewards/own_worker.py, in a session of its own: Ctrl-C does not reach it, and what
+    """A process that runs qerl/own/worker.py, in a session of its own: Ctrl-C does not reach it, and what
     it starts ends with it."""
 
     def __init__(self, name: str) -> None:
@@ -159,7 +183,7 @@ class _Process:
         _running.add(self)
 
     def ask(self, request: bytes, timeout_s: float) -> dict[str, Any]:
-        """The reply to a request. Raises LateError or OwnRewardError; the process has then ended."""
+        """The reply to a request. Raises LateError or OwnFunctionError; the process has then ended."""
         late = threading.Event()
 
         def end() -> None:
@@ -181,7 +205,7 @@ class _Process:
         except (EOFError, OSError, ValueError) as error:
             if late.is_set():
                 raise LateError(f"did not return within {timeout_s:g} s") from None
-            raise OwnRewardError(self._ending()) from error
+            raise OwnFunctionError(self._ending()) from error
         finally:
             timer.cancel()
 
@@ -220,16 +244,16 @@ def _log_lines(output: Any, name: str) -> None:
     with output:
         while line := output.readline(LONGEST_LINE):
             if text := one_line(line.decode("utf-8", "replace")):
-                logger.info("reward %s: %s", name, text)
+                logger.info("%s: %s", name, text)
 
 
-def _picklable(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns as another process can have them: a task without functions that were not made in a module."""
-    task = columns.get("task")
+def _picklable(fixed: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments as another process can have them: a task without functions that were not made in a module."""
+    task = fixed.get("task")
     if not isinstance(task, Task):
-        return dict(columns)
+        return dict(fixed)
     lost = {field.name: None for field in fields(task) if not _can_pickle(getattr(task, field.name))}
-    return {**columns, "task": replace(task, **lost)}
+    return {**fixed, "task": replace(task, **lost)}
 
 
 def _can_pickle(value: Any) -> bool:
@@ -240,34 +264,43 @@ def _can_pickle(value: Any) -> bool:
     return True
 
 
-def own_function(
-    place: str, attribute: str, name: str, registered: Iterable[str], timeout_s: float | None = None
-) -> OwnReward:
-    """The function `attribute` of the file or module `place`. Raises ConfigError, which names the recipe's `name`."""
+@dataclass(frozen=True)
+class Named:
+    """What a recipe or a command named, for errors: its `kind` ("reward"), its `name`, and the `others` that could be
+    written there."""
+
+    kind: str
+    name: str
+    others: str
+
+
+def own_function(place: str, attribute: str, named: Named, timeout_s: float | None = None) -> OwnFunction:
+    """The function `attribute` of the file or module `place`. Raises ConfigError."""
     path, is_file = Path(place).expanduser(), place.endswith(".py")
+    kind, name = named.kind, named.name
     if is_file and not path.is_file():
         near = close_to(place, files=True)
         raise ConfigError(
-            f"reward file {place!r} does not exist here ({Path.cwd()}): "
+            f"{kind} file {place!r} does not exist here ({Path.cwd()}): "
             f"{f'{near} ' if near else ''}write its path from here, or whole"
         )
     whole, changed = (str(path.resolve()), path.stat().st_mtime_ns) if is_file else (place, 0)
     try:
-        return _loaded(whole, attribute, timeout_s or TIMEOUT_S, changed)
-    except OwnRewardError as error:
+        return _loaded(whole, attribute, timeout_s or TIMEOUT_S, kind, changed)
+    except OwnFunctionError as error:
         why = str(error).removeprefix("raised ")
         if is_file:
-            raise ConfigError(f"reward file {place!r} cannot be imported: {why}") from error
+            raise ConfigError(f"{kind} file {place!r} cannot be imported: {why}") from error
         raise ConfigError(
-            f"reward {name!r}: module {place!r} cannot be imported ({why}); write package.module:function of an "
-            f"installed package, path/to/file.py:function, or one of {', '.join(registered)}"
+            f"{kind} {name!r}: module {place!r} cannot be imported ({why}); write package.module:function of an "
+            f"installed package, path/to/file.py:function, or {named.others}"
         ) from error
     except AttributeError as error:
         hint = f"; did you mean {error.args[0]!r}?" if error.args else "; give one that is there"
-        raise ConfigError(f"reward {name!r}: {place} has no function {attribute!r}{hint}") from None
+        raise ConfigError(f"{kind} {name!r}: {place} has no function {attribute!r}{hint}") from None
 
 
 @cache
-def _loaded(place: str, attribute: str, timeout_s: float, _mtime_ns: int) -> OwnReward:
+def _loaded(place: str, attribute: str, timeout_s: float, kind: str, _mtime_ns: int) -> OwnFunction:
     """A file is loaded again only after it has changed."""
-    return OwnReward(place, attribute, timeout_s)
+    return OwnFunction(place, attribute, timeout_s, kind)

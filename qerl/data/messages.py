@@ -1,0 +1,42 @@
+"""A row's messages, as chats are stored: a list of {"role": "user", "content": text}."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from qerl.tasks import Message
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+@dataclass(frozen=True)
+class Asked:
+    """The last message of the user, those `earlier`, and the assistant's `reply` to it, if it is there."""
+
+    question: str
+    earlier: tuple[Message, ...] = ()
+    reply: str = ""
+
+
+def read_messages(cell: Sequence[Any]) -> Asked:
+    """The messages of a row. Raises ValueError, in words, for what is no chat that a model can continue."""
+    messages = [_message(each, number) for number, each in enumerate(cell, start=1)]
+    reply = messages.pop()["content"] if messages and messages[-1]["role"] == "assistant" else ""
+    if not messages or messages[-1]["role"] != "user":
+        last = f"the last one is of the role {messages[-1]['role']!r}" if messages else "there is none of the user"
+        raise ValueError(f"its messages ask nothing: {last}")
+    *earlier, question = messages
+    return Asked(question["content"].strip(), tuple(earlier), reply.strip())
+
+
+def _message(value: Any, number: int) -> Message:
+    if not isinstance(value, Mapping) or not isinstance(value.get("content"), str) or value.get("role") not in ROLES:
+        raise ValueError(f"its message {number} is no object with a role ({', '.join(ROLES)}) and a text as content")
+    text = value["content"]
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"its message {number} holds half a character") from None
+    return {"role": value["role"], "content": text}
