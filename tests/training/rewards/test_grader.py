@@ -36,6 +36,14 @@ def test_the_rewards_that_grade_use_the_grader(tmp_path):
     assert length.waits
 
 
+def test_an_own_reward_may_take_one_completion_too(tmp_path):
+    (tmp_path / "own.py").write_text("async def size(completion, level, factor=1): return len(completion) * factor\n")
+    reward = RewardConfig(name=f"{tmp_path / 'own.py'}:size", args={"factor": 3})
+    fixed = fixed_columns(get_task("gsm8k"), 9)
+    (function,) = build_rewards([reward], fixed, EXAMPLES, tmp_path / "run").functions
+    assert call(function, ["a", "xyz"], [0, 1]) == [3, 9]
+
+
 @pytest.mark.parametrize(
     ("body", "message", "timeout_s"),
     [
@@ -69,7 +77,6 @@ def test_a_resumed_run_notices_another_grader(nvfp4_base, tmp_path, one_thread):
     own = (f"data.grader={tmp_path / 'grader.py'}", "data.task=own", "rewards=[{name: accuracy}]")
     config = small_config(nvfp4_base, tmp_path, *own, "noise.enabled=false", steps=1)
     run = start(config, "tiny").run_dir
-    assert '"grader.py"' not in (run / "config.yaml").read_text()
     (tmp_path / "grader.py").write_text("def grade(completion): return 0.5\n")
     with pytest.raises(ConfigError, match=r"the grader's source grader\.py changed"):
         resume(run, steps=2)

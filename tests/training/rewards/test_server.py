@@ -255,10 +255,10 @@ def test_a_column_that_the_data_does_not_have_is_named(tmp_path):
 
 def test_the_server_in_the_documentation_works(tmp_path, monkeypatch):
     """The code block of the page, unchanged except for the port."""
-    (source,) = re.findall(r"```python\n(# grader\.py\n.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
+    (source,) = re.findall(r"```python\n(# server\.py\n.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL)
     made = []
     monkeypatch.setattr(ThreadingHTTPServer, "serve_forever", lambda http: made.append(http))
-    exec(compile(source.replace("8000", "0"), "grader.py", "exec"), {"__name__": "grader"})
+    exec(compile(source.replace("8000", "0"), "server.py", "exec"), {"__name__": "grader"})
     monkeypatch.undo()
     (http,) = made
     threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
