@@ -23,7 +23,7 @@ from transformers import PrinterCallback
 
 from qerl.checkpoint.adapter import ADAPTER_FILES
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.resolve import ModelRef, describe, resolve_base_of_run, resolve_model
+from qerl.checkpoint.resolve import ModelRef, describe, resolve_model
 from qerl.checkpoint.sealed import adapter_damage, seal
 from qerl.checkpoint.weights_digest import weights_digest
 from qerl.config.recipe import save_config
@@ -45,7 +45,14 @@ from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, newest
 from training.run_dir.folder import make_aside, new_run_dir, only_writer, written
 from training.run_dir.inputs import Inputs, check_same_inputs, inputs_of, note_inputs, versions
 from training.run_dir.log import RunLog, read_metrics
-from training.run_dir.resume import check_same_base, config_to_resume, prolong_, rewind_
+from training.run_dir.resume import (
+    base_to_resume,
+    check_same_base,
+    config_to_resume,
+    note_base_,
+    prolong_,
+    rewind_,
+)
 from training.run_dir.stop import stop_on_signals, train_until_stopped
 from training.run_dir.terminal_gone import terminal_may_go
 from training.trainer import QerlTrainer
@@ -72,12 +79,16 @@ def start(config: RunConfig, name: str) -> TrainResult:
 
 
 def resume(
-    run_dir: Path, step: int | None = None, steps: int | None = None, accept_changes: bool = False
+    run_dir: Path,
+    step: int | None = None,
+    steps: int | None = None,
+    accept_changes: bool = False,
+    model: str | None = None,
 ) -> TrainResult:
     """Continue a run from its newest good checkpoint (from the beginning, if it has none), or from that of `step`; to
-    `steps` in all, if that is given. Raises ConfigError if rows, rewards or packages are others than when it began,
-    unless that is accepted."""
-    config, _ = config_to_resume(run_dir, step, steps)
+    `steps` in all, if that is given; on its base at `model`, if that has moved. Raises ConfigError if rows, rewards or
+    packages are others than when it began, unless that is accepted."""
+    config, _ = config_to_resume(run_dir, step, steps, model)
     if step is not None:
         rewind_(run_dir, step)
     checkpoint = newest_checkpoint(run_dir)
@@ -86,7 +97,7 @@ def resume(
         logger.info("%s has already finished its %d steps; --steps N with N above %d prolongs it", run_dir, done, done)
         return _finish(run_dir, done, config.run.steps)
     logger.info("resuming %s after step %d", run_dir, done)
-    base = resolve_base_of_run(config.model.base, config.model.format, run_dir)
+    base = base_to_resume(run_dir, config)
     return _train(config, base, run_dir, run_dir.name, checkpoint, accept_changes)
 
 
@@ -116,6 +127,7 @@ def _train(
         _open_run_dir(run_dir, config, name, base, plan, inputs)
         note_inputs(run_dir, inputs, start_step)
         prolong_(run_dir, config, start_step)
+        note_base_(run_dir, config, base.base)
         log.start_at(start_step)
         parts = make_parts(config, given, engine, policy, plan, log)
         trainer = QerlTrainer(parts, args, [stop], start_step)
@@ -158,7 +170,7 @@ def _open_run_dir(
     (run_dir / "metrics.jsonl").touch()
     if not (run_dir / "run.json").exists():
         about = {"recipe": name, "base": base.base, "command": sys.argv, "versions": versions()}
-        about |= {"inputs": dict(inputs)}
+        about |= {"inputs": dict(inputs), "on_adapter": base.adapter is not None}
         about |= {"weights": weights_digest(local_folder(base.base)), "micro_batches": as_record(plan)}
         replace_text(run_dir / "run.json", json.dumps(about, indent=1))
     logger.info("writing to %s", run_dir)

@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 SAME = ("task", "data", "system_prompt", "prompt_template", "grader", "steps", "seed")  # options that are keys
 NOT_WITH_RESUME = (
-    "model",
     "task",
     "data",
     "columns",
@@ -83,7 +82,8 @@ class TrainOptions:
         typer.Option(
             metavar="[RUN|STEP]",
             help="Continue a run: this one; this step of the last one; without a value the last one "
-            "(of --recipe, or that at --out). Of the other options only --steps goes with it.",
+            "(of --recipe, or that at --out). Of the other options --steps goes with it, and --model for a base that "
+            "has moved.",
         ),
     ] = None
     accept_changes: Annotated[
@@ -164,21 +164,21 @@ def _dry_run(config: RunConfig) -> None:
 def _resume(options: TrainOptions, resume: str) -> None:
     if any(getattr(options, name) != getattr(TrainOptions, name) for name in NOT_WITH_RESUME):
         raise ConfigError(
-            "--resume continues a run as it was configured; of the options that change it --steps alone goes with it: "
-            "leave the others out"
+            "--resume continues a run as it was configured; of the options that change it --steps goes with it, and "
+            "--model for a base that has moved: leave the others out"
         )
     from training.preflight.checks import check_resumed
     from training.run_dir.resume import find_run
 
     run_dir, step = find_run(resume, options.recipe, options.out)
-    check_resumed(run_dir, step, options.steps)
+    check_resumed(run_dir, step, options.steps, options.model)
     _take_one_card()
-    choose_threads(str(run_dir))
+    choose_threads(options.model or str(run_dir))
     with interrupts_counted():
         logger.info("loading torch, transformers and trl")
         from training.run import resume as resume_run
 
-    _exit_if_stopped(resume_run(run_dir, step, options.steps, options.accept_changes))
+    _exit_if_stopped(resume_run(run_dir, step, options.steps, options.accept_changes, options.model))
 
 
 def _take_one_card() -> None:

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING
 from qerl.checkpoint.adapter import PROJECTIONS, read_adapter
 from qerl.checkpoint.adapter_fit import A_SUFFIX, check_fit, is_block_norm
 from qerl.checkpoint.load import load_tokenizer, local_folder
-from qerl.checkpoint.resolve import resolve_base_of_run
 from qerl.checkpoint.shards import read_json
 from qerl.config.rules import vllm_only
 from qerl.data.examples import check_source
@@ -34,7 +33,7 @@ from qerl.tasks import task_of
 from qerl.tasks.own_grader import check_grader
 from training.rewards.rewards import check_rewards, fixed_columns
 from training.run_dir.checkpoint import checkpoints
-from training.run_dir.resume import config_to_resume
+from training.run_dir.resume import base_to_resume, config_to_resume
 
 if TYPE_CHECKING:
     import torch
@@ -57,15 +56,16 @@ def check_config(config: RunConfig) -> None:
     check_source(task, data.source, data.split, data.columns)
 
 
-def check_resumed(run_dir: Path, step: int | None = None, steps: int | None = None) -> None:
+def check_resumed(run_dir: Path, step: int | None = None, steps: int | None = None, model: str | None = None) -> None:
     """Raise QerlError if a run cannot continue from `step` (None: its last one) to `steps` (None: its present total).
 
-    Unless the run is finished, the base and data it was started with have to be there.
+    Unless the run is finished, the base and data it was started with have to be there; `model` says where the base is
+    now, if it has moved.
     """
-    config, done = config_to_resume(run_dir, step, steps)
+    config, done = config_to_resume(run_dir, step, steps, model)
     if done < config.run.steps:
         check_config(config)
-        resolve_base_of_run(config.model.base, config.model.format, run_dir)
+        base_to_resume(run_dir, config)
 
 
 def read_prompts(config: RunConfig, base: ModelRef) -> tuple[PreTrainedTokenizerBase, list[Prompt]]:

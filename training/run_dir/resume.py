@@ -5,6 +5,8 @@
 --resume 40                  the run as in the first line, from its checkpoint of step 40
 --resume runs/x/checkpoints/step-000040
 
+With --model BASE the run's base is taken from where it is now; its weights have to be those that the run began with.
+
 With --steps N the run has N steps in all, finished before or not. Learning rate and noise depend on the step and on N.
 From the next step on they have the values of a run that was started with N steps, so they may jump: after the end of a
 cosine schedule the learning rate rises again, and so does sigma. What was trained before stays as it is.
@@ -23,18 +25,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.resolve import RUNS
+from qerl.checkpoint.resolve import RUNS, beside, resolve_base_of_run
 from qerl.checkpoint.weights_digest import weights_digest
 from qerl.config.recipe import load_config, save_config
-from qerl.errors import ConfigError, DataError
+from qerl.errors import CheckpointError, ConfigError, DataError
 from qerl.files.disk import replace_text
-from qerl.files.nearby import no_folder
+from qerl.files.nearby import expanded, is_path, no_folder
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, checkpoints, damage_of
 from training.run_dir.folder import make_aside, only_writer, read_about, written
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
 
+    from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import NoiseConfig, RunConfig
 
 LAST = "last"  # the value of `--resume` if none is given
@@ -136,14 +139,17 @@ def _steps(run_dir: Path) -> str:
     return f"there are steps {', '.join(steps)}" if steps else "it has none yet, write --resume and the run"
 
 
-def config_to_resume(run_dir: Path, step: int | None = None, steps: int | None = None) -> tuple[RunConfig, int]:
+def config_to_resume(
+    run_dir: Path, step: int | None = None, steps: int | None = None, model: str | None = None
+) -> tuple[RunConfig, int]:
     """The recipe of a run that continues from `step` to `steps`, and the number of steps done.
 
     Without `step` the run continues from its last checkpoint, damaged or not; without `steps` the number of steps is
-    the run's own. Raises ConfigError if this is no run, or if it cannot continue to that number.
+    the run's own, and without `model` the base is where it was. Raises ConfigError if this is no run, or if it cannot
+    continue to that number.
     """
     check_run(run_dir)
-    config = load_config(run_dir / "config.yaml")
+    config = load_config(run_dir / "config.yaml", base=model)
     done = max(map(checkpoint_step, checkpoints(run_dir)), default=0) if step is None else step
     if steps is None:
         return config, done
@@ -160,7 +166,41 @@ def config_to_resume(run_dir: Path, step: int | None = None, steps: int | None =
             f"{run_dir} ended between two updates on one rollout (step {done}, loss.num_iterations {updates}), which "
             f"is not kept: {remedy}"
         )
-    return load_config(run_dir / "config.yaml", steps=steps), done
+    return load_config(run_dir / "config.yaml", base=model, steps=steps), done
+
+
+def base_to_resume(run_dir: Path, config: RunConfig) -> ModelRef:
+    """The base of a run that continues.
+
+    Raises CheckpointError, which names --model, if it is not there; ConfigError if it is an adapter and the run began
+    without one, or the other way round.
+    """
+    base = config.model.base
+    try:
+        found = resolve_base_of_run(base, config.model.format, run_dir)
+    except CheckpointError as error:
+        if not is_path(base) or expanded(beside(run_dir, base)).exists():
+            raise
+        raise CheckpointError(
+            f"{run_dir} was trained on {base}, which is not here: write `qerl train --resume {run_dir} --model BASE` "
+            f"with the place where it is now ({error})"
+        ) from error
+    on_adapter = read_about(run_dir).get("on_adapter", found.adapter is not None)
+    if on_adapter != (found.adapter is not None):
+        kinds = ("a base", "a run or an adapter")
+        raise ConfigError(
+            f"{run_dir} began from {kinds[on_adapter]} and {base} is {kinds[not on_adapter]}: give the model that it "
+            "began from as --model"
+        )
+    return found
+
+
+def note_base_(run_dir: Path, config: RunConfig, base: str) -> None:
+    """Let the run's files name its base by the place where it is now. The caller has to hold the run's lock."""
+    if load_config(run_dir / "config.yaml").model.base != config.model.base:
+        replace_text(run_dir / "run.json", json.dumps(read_about(run_dir) | {"base": base}, indent=1))
+        save_config(config, run_dir / "config.yaml")
+        logger.info("the base of %s is %s from here on", run_dir, base)
 
 
 def prolong_(run_dir: Path, config: RunConfig, done: int) -> None:

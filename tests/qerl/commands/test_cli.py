@@ -220,7 +220,10 @@ REFUSALS = {
     ),
     "reward's file": (["train", "--recipe", "tiny", "--set", "rewards=[{name: 'no.py:f'}]"], "'no.py' does not exist"),
     "resume nothing": (["train", "--resume", "nowhere"], "no folder nowhere"),
-    "resume and more": (["train", "--resume", "x", "--seed", "3"], "--steps alone goes with it"),
+    "resume and more": (
+        ["train", "--resume", "x", "--seed", "3"],
+        "for a base that has moved: leave the others",
+    ),
     "quantize nothing": (["quantize", "--model", "./nowhere"], "nowhere"),
     "awq without rows": (["quantize", "--model", "tiny", "--method", "awq"], "--calibration"),
     "eval without model": (["eval", "gsm8k"], "qerl quantize"),

@@ -193,7 +193,7 @@ def test_the_command_works_as_typed(short, tmp_path, here):
     assert "has already finished its 3 steps; --steps N with N above 3 prolongs it" in err
     code, _, err = here("train", "--resume", run_dir, "--set", "run.steps=4")
     assert code == 2
-    assert "--resume continues a run as it was configured; of the options that change it --steps alone" in err
+    assert "--resume continues a run as it was configured; of the options that change it --steps goes with it" in err
     code, _, err = here("train", "--resume", run_dir, "--steps", 4)
     assert code == 0, err
     assert [row["step"] for row in numbers(run_dir)] == [1, 2, 3, 4]

@@ -2,16 +2,20 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
+from killed import killed_in
 from small_run import small_config
 
+from qerl.checkpoint.resolve import resolve_model
 from qerl.commands.train import with_resume_value
 from qerl.config.recipe import load_recipe, save_config
 from qerl.errors import ConfigError, DataError
 from training.preflight.checks import check_resumed
+from training.rollout.sampler import Sampler
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.folder import make_aside
@@ -129,3 +133,37 @@ def test_an_earlier_step_gives_the_same_numbers_and_replaced_files_are_kept(nvfp
     assert sorted(path.name for path in aside.iterdir()) == ["adapter", "step-000004", "step-000006"]
     assert [path.name for path in checkpoints(run_dir)] == ["step-000002", "step-000004", "step-000006"]
     assert (run_dir / "adapter" / "adapter_model.safetensors").is_file()
+
+
+def test_a_run_whose_base_has_moved_continues_with_model(nvfp4_base, base, tmp_path, here, caplog):
+    """The numbers are those of a run that nobody stopped, and later commands find the base without --model."""
+    old, new = shutil.copytree(nvfp4_base, tmp_path / "old"), tmp_path / "new"
+    settings = ("run.save_every=1", "noise.enabled=false")
+    whole = start(small_config(old, tmp_path, *settings, steps=3, out="whole"), "tiny").run_dir
+    with killed_in(Sampler, "sample", 3):
+        start(small_config(old, tmp_path, *settings, steps=3), "tiny")
+    old.rename(new)
+    run_dir = tmp_path / "run"
+    code, _, err = here("train", "--resume", run_dir)
+    assert code == 2
+    assert (
+        f"{run_dir} was trained on {old}, which is not here: write `qerl train --resume {run_dir} --model BASE`" in err
+    )
+    code, _, err = here("train", "--resume", run_dir, "--model", shutil.copytree(base, tmp_path / "other"))
+    assert code == 2, "other weights, or not quantized"
+    code, _, err = here("train", "--resume", run_dir, "--model", whole)
+    assert code == 2, "a run, whose own base is not here"
+    code, _, err = here("train", "--resume", run_dir, "--model", new)
+    assert code == 0, err
+    assert [deterministic(row) for row in read_metrics(run_dir)] == [deterministic(row) for row in read_metrics(whole)]
+    found = resolve_model(str(run_dir))
+    assert (found.base, json.loads((run_dir / "run.json").read_text())["base"]) == (str(new), str(new))
+
+
+def test_a_base_is_not_taken_for_the_adapter_that_a_run_began_from(nvfp4_base, tmp_path):
+    first = start(small_config(nvfp4_base, tmp_path, "noise.enabled=false", steps=1, out="first"), "tiny").run_dir
+    with killed_in(Sampler, "sample", 2):
+        start(small_config(first, tmp_path, "noise.enabled=false", "run.save_every=1", steps=2), "tiny")
+    check_resumed(tmp_path / "run", model=str(first))
+    with pytest.raises(ConfigError, match=r"began from a run or an adapter and .* is a base: give the model"):
+        check_resumed(tmp_path / "run", model=str(nvfp4_base))
