@@ -1,7 +1,8 @@
-"""Calibration data for awq and gptq: rows of a file, task or hub data set, cut into sequences of equal length.
+"""Rows of a file, task or hub data set, cut into sequences of equal length to calibrate on, and others to measure on.
 
 Rows are shuffled with a fixed seed, rendered with the model's chat template, joined, and cut every `sequence_length`
-tokens. So `256 x 2048` is that many tokens however long the rows are, and no padding enters the statistics.
+tokens. So `256 x 2048` is that many tokens however long the rows are, and no padding enters the statistics. The first
+rows are held out for the measurement, so that they do not depend on how many others are used.
 """
 
 from __future__ import annotations
@@ -9,18 +10,20 @@ from __future__ import annotations
 import logging
 import random
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from qerl.data.rows import Row, generated_rows, hub_rows, is_local, local_rows
 from qerl.errors import DataError
 from qerl.tasks import TASKS
+from quantize.output_error import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SEED = 0
+HELD_OUT = 16  # sequences to measure on
 MAX_ROWS = 100_000  # more than any recipe needs; the rest of a larger data set is not read
 TEXT = ("text", "content")
 CHAT = ("messages", "conversation", "conversations", "prompt")
@@ -35,13 +38,18 @@ class Calibration:
     """Token sequences of one length, and what they were made of."""
 
     data: str
-    sequences: list[list[int]]
+    sequences: list[list[int]]  # to calibrate on
     rows: int  # that were used
     unusable_rows: int
+    held_out: list[list[int]] = field(default_factory=list)  # to measure on, from other rows
+
+    def measured(self) -> Rows:
+        """The rows to measure on: those held out, or if there are none those of the calibration."""
+        return Rows(self.data, self.held_out or self.sequences, bool(self.held_out))
 
     def summary(self) -> dict:
         """The entry of quantize_report.json."""
-        length = len(self.sequences[0])
+        length = len((self.sequences or self.held_out)[0])
         return {
             "data": self.data,
             "sequences": len(self.sequences),
@@ -52,40 +60,72 @@ class Calibration:
         }
 
 
-def load_calibration(data: str, tokenizer: PreTrainedTokenizerBase, size: int, sequence_length: int) -> Calibration:
+def load_calibration(
+    data: str, tokenizer: PreTrainedTokenizerBase, size: int, sequence_length: int, held_out: int = 0
+) -> Calibration:
     """Up to `size` sequences of `sequence_length` tokens from `data` (a file, a task's name, or a hub id).
 
+    Up to `held_out` more come from other rows; if there are few rows, an eighth of all sequences, or none of one.
     Raises DataError if the data cannot be read, has no usable row, or too few tokens for one sequence.
     """
+    rows: list[list[int]] = []
+    held: list[int] = []
     tokens: list[int] = []
-    used = unusable = 0
+    unusable = 0
     example: Any = None
     for row in _shuffled_rows(data):
-        ids = _tokens(row, tokenizer)
-        if not ids:
+        if not (ids := _tokens(row, tokenizer)):
             unusable, example = unusable + 1, row
             continue
-        tokens += ids
-        used += 1
-        if len(tokens) >= size * sequence_length:
+        rows.append(ids)
+        part = held if len(held) < held_out * sequence_length else tokens
+        part += ids
+        if len(tokens) >= size * sequence_length and len(held) >= held_out * sequence_length:
             break
-    count = min(size, len(tokens) // sequence_length)
-    if used == 0:
-        raise DataError(
-            f"{data}: none of {unusable} rows can be used for calibration (fields of one: {_fields(example)}): a row "
-            "needs `messages`, `text`, or a question with an answer"
-        )
-    if count == 0:
-        raise DataError(
-            f"{data} gives {len(tokens)} tokens from {used} rows, less than one sequence of {sequence_length}: give "
-            f"more rows, or write --sequence-length {len(tokens)} or less"
-        )
-    if count < size:
-        logger.warning("%s is enough for %d sequences of %d tokens, not for %d", data, count, sequence_length, size)
+    _check_tokens(data, rows, sequence_length, (unusable, example))
+    if held_out and len(tokens) < size * sequence_length:
+        held, tokens = _few_rows(rows, held_out, sequence_length)
+    sequences = _cut(tokens, size, sequence_length)
+    if len(sequences) < size:
+        found = len(sequences)
+        logger.warning("%s is enough for %d sequences of %d tokens, not for %d", data, found, sequence_length, size)
     if unusable:
         logger.warning("%s: %d rows have no usable text (fields of one: %s)", data, unusable, _fields(example))
-    cut = [tokens[start : start + sequence_length] for start in range(0, count * sequence_length, sequence_length)]
-    return Calibration(data, cut, used, unusable)
+    return Calibration(data, sequences, len(rows), unusable, _cut(held, held_out, sequence_length))
+
+
+def _check_tokens(data: str, rows: list[list[int]], sequence_length: int, unusable: tuple[int, Any]) -> None:
+    """Raise DataError unless the rows are enough for one sequence."""
+    count, example = unusable
+    if not rows:
+        raise DataError(
+            f"{data}: none of {count} rows can be used for calibration (fields of one: {_fields(example)}): a row "
+            "needs `messages`, `text`, or a question with an answer"
+        )
+    tokens = sum(map(len, rows))
+    if tokens < sequence_length:
+        raise DataError(
+            f"{data} gives {tokens} tokens from {len(rows)} rows, less than one sequence of {sequence_length}: give "
+            f"more rows, or write --sequence-length {tokens} or less"
+        )
+
+
+def _few_rows(rows: list[list[int]], held_out: int, sequence_length: int) -> tuple[list[int], list[int]]:
+    """The tokens to hold out and those to use, of rows that are fewer than was asked for."""
+    there = sum(map(len, rows)) // sequence_length
+    wanted = min(held_out, max(1, there // 8)) if there > 1 else 0
+    held: list[int] = []
+    tokens: list[int] = []
+    for ids in rows:
+        part = held if len(held) < wanted * sequence_length else tokens
+        part += ids
+    if len(tokens) < sequence_length:  # one long row
+        return [], [token for ids in rows for token in ids]
+    return held, tokens
+
+
+def _cut(tokens: list[int], size: int, length: int) -> list[list[int]]:
+    return [tokens[start : start + length] for start in range(0, min(size, len(tokens) // length) * length, length)]
 
 
 def _shuffled_rows(data: str) -> list[Any]:

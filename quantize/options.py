@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 import typer
 
 from qerl.errors import ConfigError
 
-METHODS = ("rtn", "awq", "gptq")
+METHODS = ("auto", "rtn", "awq", "gptq")
 GLOBAL_SCALES = ("amax", "pow2")  # see `qerl.nvfp4.reference.shared_global_scale`
 
 
 @dataclass(frozen=True)
 class QuantizeOptions:
-    """How to quantize. The calibration fields are for awq and gptq."""
+    """How to quantize. awq and gptq calibrate on some of the rows; all methods are measured on others of them."""
 
-    method: Annotated[Literal[METHODS], typer.Option(help="rtn needs no data; awq is the paper's.")] = "rtn"
+    method: Annotated[
+        Literal[METHODS], typer.Option(help="auto: gptq with --calibration, else rtn, which needs no data.")
+    ] = "auto"
     global_scale: Annotated[
         Literal[GLOBAL_SCALES], typer.Option(help="amax uses all of the format; pow2 is exact in bfloat16.")
     ] = "amax"
@@ -27,7 +29,7 @@ class QuantizeOptions:
             help="Linears to leave in 16 bits, as llm-compressor writes them: 're:.*self_attn.*'. Repeatable."
         ),
     ] = ()
-    calibration: Annotated[str | None, typer.Option(help="Rows for awq and gptq: jsonl file or hub name.")] = None
+    calibration: Annotated[str | None, typer.Option(help="Rows: jsonl file, task or hub name.")] = None
     calibration_size: Annotated[int, typer.Option(help="Calibration rows (the paper: 256).")] = 256
     sequence_length: Annotated[int, typer.Option(help="Tokens of each (the paper: 2048).")] = 2048
     batch_size: Annotated[int, typer.Option(help="Calibration rows per forward pass.")] = 1
@@ -37,15 +39,17 @@ class QuantizeOptions:
     ] = False
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
 
+    def chosen(self) -> QuantizeOptions:
+        """The same with the method that auto stands for."""
+        return replace(self, method="gptq" if self.calibration else "rtn") if self.method == "auto" else self
+
     def check(self) -> None:
         """Raise ConfigError for values that cannot be used together."""
         if self.method not in METHODS:
             raise ConfigError(f"--method {self.method!r} is not known: write {', '.join(METHODS)}")
         if self.global_scale not in GLOBAL_SCALES:
             raise ConfigError(f"--global-scale {self.global_scale!r} is not known: write {', '.join(GLOBAL_SCALES)}")
-        if self.method == "rtn" and self.calibration:
-            raise ConfigError("--method rtn uses no data: leave --calibration out, or write --method awq")
-        if self.method != "rtn" and not self.calibration:
+        if self.method in ("awq", "gptq") and not self.calibration:
             raise ConfigError(
                 f"--method {self.method} needs data: write --calibration FILE.jsonl or a hub data set's name"
             )

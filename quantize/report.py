@@ -11,7 +11,11 @@ from qerl import formats
 from qerl.checkpoint.verify import LayerCheck
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
     from rich.table import Table
+
+    from quantize.output_error import ModelError, OutputErrors
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class QuantizeReport:
     bytes_before: int  # of all tensors
     bytes_after: int = 0
     calibration: dict | None = None
+    outputs: OutputErrors | None = None  # None if no rows were given
     copied_files: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -54,7 +59,12 @@ class QuantizeReport:
         worst = self.worst()
         values = asdict(self)
         del values["out"]
+        outputs = values.pop("outputs")
+        linears, rounded = (outputs.pop(key) if outputs else {} for key in ("linears", "rounded_linears"))
         layers = [{**layer, "sqnr_db": _rounded(layer["sqnr_db"])} for layer in values.pop("layers")]
+        for layer in layers if outputs else ():
+            layer["output_error"] = _rounded(linears[layer["name"]])
+            layer["output_error_by_rounding"] = _rounded(rounded.get(layer["name"]))
         return {
             "format": formats.DEFAULT.layout,
             **values,
@@ -63,6 +73,7 @@ class QuantizeReport:
                 "min": _rounded(worst.sqnr_db if worst else None),
                 "worst": worst.name if worst else None,
             },
+            "outputs": outputs,
             "layers": layers,
         }
 
@@ -79,13 +90,30 @@ class QuantizeReport:
         table.add_row("linears", f"{len(self.layers)} quantized, {len(self.kept_linears)} kept by --ignore")
         if self.global_scale == "pow2":
             table.add_row("global scales", "powers of two")
-        if self.calibration:
+        if self.calibration and self.method != "rtn":
             sequences, length = self.calibration["sequences"], self.calibration["sequence_length"]
             table.add_row("calibration", f"{sequences} x {length} tokens of {self.calibration['data']}")
         if worst and mean is not None:
             table.add_row("SQNR", f"mean {mean:.1f} dB, lowest {worst.sqnr_db:.1f} dB ({worst.name})")
+        for label, value in _output_rows(self.outputs) if self.outputs else ():
+            table.add_row(label, value)
         table.add_row("time", f"{self.seconds:.1f} s")
         return table
+
+
+def _output_rows(outputs: OutputErrors) -> Iterator[tuple[str, str]]:
+    """Rows of the table: the errors of the outputs, and in brackets those by rounding to nearest."""
+    written, rounded = outputs.written, outputs.rounded
+
+    def beside(text: Callable[[ModelError], str]) -> str:
+        return text(written) + (f" (rounding to nearest: {text(rounded)})" if rounded else "")
+
+    worst = max(outputs.linears, key=outputs.linears.get)
+    yield "outputs", f"of {outputs.rows()}, beside the 16-bit model's:"
+    yield "  linears", f"wrong by at most {outputs.linears[worst]:.1%} ({worst})"
+    yield "  logits", beside(lambda model: f"wrong by {model.logit_error:.1%}")
+    yield "  KL", beside(lambda model: f"{model.kl:.2g} nats per token")
+    yield "  top token", beside(lambda model: f"the same at {model.same_top_token:.1%}")
 
 
 def _rounded(value: float | None) -> float | None:

@@ -65,7 +65,9 @@ CASES = {
     ),
     "ignore is no pattern": ("quantize --model base --ignore re:([", "re:\\(\\[.*regular expression", "correct it"),
     "awq without rows": ("quantize --model base --method awq", "awq", "--calibration"),
-    "rows without awq": ("quantize --model base --calibration rows.jsonl", "rtn uses no data", "--method awq"),
+    "rows that are too few": (
+        "quantize --model base --calibration rows.jsonl --sequence-length 9999", "9999", "--sequence-length",
+    ),
     "data in no home": (f"{TRAIN} --data ~nobody-here/a.csv", "no file or folder '~nobody-here/a.csv'", "write a path"),
     "data of too long a name": (f"{TRAIN} --data {'x' * 300}", "neither a file nor a hub id", "write a path"),
     "no calibration rows": (

@@ -170,7 +170,7 @@ def _load_16bit(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> Pr
 
 def check_config_fits(folder: Path, tensors: Mapping[str, TensorInfo], trust_remote_code: bool = False) -> None:
     """Raise CheckpointError if config.json describes another model than the 16-bit `tensors`; reads headers only."""
-    model = _empty_model(folder, None, trust_remote_code)
+    model = empty_model(folder, None, trust_remote_code)
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
     there = {name: info.shape for name, info in tensors.items() if not name.endswith(COMPUTED)}
     shapes = {
@@ -196,7 +196,7 @@ def _unloadable(folder: Path, error: Exception) -> CheckpointError:
     return CheckpointError(f"{folder} cannot be loaded: {_first_line(error)}; take Qwen2, Qwen3, Llama or Mistral")
 
 
-def _empty_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
+def empty_model(folder: Path, dtype: torch.dtype | None, trust_remote_code: bool) -> PreTrainedModel:
     """The modules that config.json describes, on the meta device and without quantization."""
     from accelerate import init_empty_weights
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -217,7 +217,7 @@ def _load_packed(folder: Path, format: Format, dtype: torch.dtype, trust_remote_
 
     from qerl.formats.linear import swap_linears
 
-    model = _empty_model(folder, dtype, trust_remote_code)
+    model = empty_model(folder, dtype, trust_remote_code)
     tensors = read_tensors(folder)
     names = format.quantized_linears(tensors)
     with torch.device("meta"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import itertools
 import os
 import shutil
 from collections.abc import Iterator
@@ -89,6 +90,16 @@ def staged_folder(out: Path) -> Iterator[Path]:
         with suppress(OSError):  # raised if `out` is in it, which then has to stay
             for folder in new_folders:
                 folder.rmdir()
+
+
+def set_aside(staging: Path, out: Path) -> Path:
+    """Move what was written beside `out`, where it stays when its block raises. Returns the new folder."""
+    out = out.resolve() if out.is_symlink() else out.absolute()
+    numbers = itertools.chain([""], (f"-{number}" for number in itertools.count(2)))
+    names = (f"{out.name}-unverified{number}" for number in numbers)
+    kept = next(path for path in map(out.with_name, names) if not path.exists())
+    staging.rename(kept)
+    return kept
 
 
 def _claim(staging: Path) -> int:

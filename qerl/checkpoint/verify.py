@@ -36,16 +36,29 @@ class LayerCheck:
     sqnr_db: float | None
 
 
+class FailedCheck(CheckpointError):
+    """The written checkpoint is not what it should be; `detail` says where."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(
+            f"the written checkpoint does not pass its check and was removed: {detail}. If the model itself is sound, "
+            "try again, and report it with this line if it stays"
+        )
+        self.detail = detail
+
+
 def verify(
     folder: Path,
     source: Source,
     dense: ReadTensor,
     device: torch.device,
     advance: Callable[[], None] = lambda: None,
+    judge_weights: bool = True,
 ) -> list[LayerCheck]:
     """Check the checkpoint in `folder`; `dense(name)` gives each tensor as it was before encoding, on the CPU.
 
-    `advance` is called after each tensor of the source. Raises CheckpointError for the first mismatch.
+    `advance` is called after each tensor of the source. Raises FailedCheck for the first mismatch and, if the weights
+    are to be judged, for an SQNR below the format's least, which rounding leaves only with wrong scales.
     """
     tensors = read_tensors(folder)
     _check_headers(source, tensors)
@@ -56,7 +69,10 @@ def verify(
         for names in source.groups():
             for name in names:
                 if name in chosen:
-                    checks[chosen[name]] = _check_linear(chosen[name], source.format, read, dense(name).to(device))
+                    check = _check_linear(chosen[name], source.format, read, dense(name).to(device))
+                    if judge_weights:
+                        _check_sqnr(check, source.format)
+                    checks[check.name] = check
                 else:
                     _check_same(name, read(name), dense(name))
                 advance()
@@ -74,19 +90,20 @@ def _check_headers(source: Source, tensors: Mapping[str, TensorInfo]) -> None:
             expected[name] = TensorSpec(info.dtype, info.shape)
     wrong = sorted(expected.keys() ^ tensors.keys())
     if wrong:
-        raise _failed(f"{wrong[0]} is {'missing' if wrong[0] in expected else 'unexpected'} ({len(wrong)} such names)")
+        how = "missing" if wrong[0] in expected else "unexpected"
+        raise FailedCheck(f"{wrong[0]} is {how} ({len(wrong)} such names)")
     for name, spec in expected.items():
         found = TensorSpec(tensors[name].dtype, tensors[name].shape)
         if found != spec:
-            raise _failed(f"{name} is {found.dtype} {found.shape}, not {spec.dtype} {spec.shape}")
+            raise FailedCheck(f"{name} is {found.dtype} {found.shape}, not {spec.dtype} {spec.shape}")
 
 
 def _check_config(folder: Path, source: Source) -> None:
     if format_of(folder).name != source.format.name:
-        raise _failed(f"config.json does not say that it is {source.format.label}")
+        raise FailedCheck(f"config.json does not say that it is {source.format.label}")
     found = read_json(folder / "config.json")["quantization_config"].get("ignore")
     if found != ["lm_head", *source.kept]:
-        raise _failed(f"config.json ignores {found}, not {['lm_head', *source.kept]}")
+        raise FailedCheck(f"config.json ignores {found}, not {['lm_head', *source.kept]}")
 
 
 def _check_linear(module: str, format: Format, read: TensorReader, dense: torch.Tensor) -> LayerCheck:
@@ -96,12 +113,15 @@ def _check_linear(module: str, format: Format, read: TensorReader, dense: torch.
     try:
         decoded = format.dequantize(tensors, torch.float32)
     except CheckpointError as error:
-        raise _failed(f"{module}: {error}") from error
+        raise FailedCheck(f"{module}: {error}") from error
     value = sqnr_db(dense.to(torch.float32), decoded)
-    if value is not None and value < format.min_sqnr_db:
-        raise _failed(f"{module} has an SQNR of {value:.1f} dB, less than {format.min_sqnr_db:.0f}")
     shared = float(tensors[format.shared_tensor]) if format.shared_tensor else None
     return LayerCheck(module, tuple(dense.shape), shared, value)
+
+
+def _check_sqnr(check: LayerCheck, format: Format) -> None:
+    if check.sqnr_db is not None and check.sqnr_db < format.min_sqnr_db:
+        raise FailedCheck(f"{check.name} has an SQNR of {check.sqnr_db:.1f} dB, less than {format.min_sqnr_db:.0f}")
 
 
 def sqnr_db(weight: torch.Tensor, decoded: torch.Tensor) -> float | None:
@@ -119,20 +139,13 @@ def _check_same(name: str, written: torch.Tensor, dense: torch.Tensor) -> None:
     import torch
 
     if not torch.equal(written.view(torch.uint8), dense.contiguous().view(torch.uint8)):
-        raise _failed(f"{name} is not the tensor that was to be written")
+        raise FailedCheck(f"{name} is not the tensor that was to be written")
 
 
 def _check_shared(source: Source, checks: Mapping[str, LayerCheck]) -> None:
     for modules in source.fused_sets():
         scales = {checks[module].global_scale for module in modules}
         if len(scales) != 1:
-            raise _failed(
+            raise FailedCheck(
                 f"{modules[0]}.{source.format.shared_tensor} is not that of {', '.join(modules[1:])}: {sorted(scales)}"
             )
-
-
-def _failed(detail: str) -> CheckpointError:
-    return CheckpointError(
-        f"the written checkpoint does not pass its check and was removed: {detail}. If the model itself is sound, "
-        "try again, and report it with this line if it stays"
-    )

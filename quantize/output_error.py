@@ -1,0 +1,256 @@
+"""The error of a quantized model's outputs, on rows that it was not calibrated on.
+
+Weights are no measure of a calibrated method: GPTQ lets them be wrong wherever the inputs are small, and a sound result
+can be further from the source than rounding, in weights, and nearer in outputs. So each linear's outputs are compared,
+with the inputs that it has in the 16-bit model, and the logits of the whole model. Rounding to nearest is measured on
+the same rows beside it. Each layer's weights are read when its turn comes (`quantize.streams`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+from qerl.checkpoint.packed import power_of_two_scale_of, weight_for_scales
+from qerl.checkpoint.reader import TensorReader
+from qerl.checkpoint.source import Source
+from qerl.checkpoint.verify import ReadTensor
+from quantize.streams import LayeredModel
+
+if TYPE_CHECKING:
+    import torch
+
+LOGIT_ROWS = 256  # tokens whose logits exist at once
+WRITTEN, ROUNDED = "written", "rounded"
+
+
+@dataclass(frozen=True)
+class ModelError:
+    """How far a model is from the 16-bit one, over all positions of the rows."""
+
+    logit_error: float  # root of the mean square, relative to that of the 16-bit logits, both without their mean
+    kl: float  # KL(16-bit || quantized) in nats per token
+    same_top_token: float  # share of positions
+    accuracy: float  # share of positions whose next token is the most probable one
+
+
+@dataclass(frozen=True)
+class OutputErrors:
+    """The errors on some rows. Those of linears are relative: |x W - x W'| / |x W|, over all tokens."""
+
+    data: str
+    sequences: int
+    sequence_length: int
+    held_out: bool  # false: the rows are those of the calibration, because there were too few
+    accuracy_16bit: float
+    written: ModelError
+    rounded: ModelError | None  # of rounding to nearest; None if that is what was written
+    linears: dict[str, float] = field(repr=False)  # by module
+    rounded_linears: dict[str, float] = field(repr=False)
+
+    def rows(self) -> str:
+        """The rows in words."""
+        kind = "held-out" if self.held_out else "calibration"
+        return f"{self.sequences} x {self.sequence_length} {kind} tokens"
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Token sequences of one length to measure on."""
+
+    data: str
+    sequences: Sequence[Sequence[int]]
+    held_out: bool
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """What to compare: functions that give a group of tensors by full name, decoded.
+
+    `rescaled` is the source as AWQ rescales it, which computes the same and has other inputs; None for other methods.
+    """
+
+    source: ReadTensor
+    rescaled: ReadTensor | None
+    written: TensorReader
+    global_scale: str
+    rounds: bool  # whether what was written is rounding to nearest
+
+
+def measure_outputs(
+    source: Source, checkpoints: Checkpoints, rows: Rows, device: torch.device, advance: Callable[[], None]
+) -> OutputErrors:
+    """The errors of what was written, and of rounding to nearest beside it. `advance` is called after each layer."""
+    import torch
+
+    with torch.inference_mode():
+        accuracy, models, linears = _Comparison(source, checkpoints, device).run(rows.sequences, advance)
+    return OutputErrors(
+        data=rows.data,
+        sequences=len(rows.sequences),
+        sequence_length=len(rows.sequences[0]),
+        held_out=rows.held_out,
+        accuracy_16bit=accuracy,
+        written=models[WRITTEN],
+        rounded=models.get(ROUNDED),
+        linears=linears[WRITTEN],
+        rounded_linears=linears.get(ROUNDED, {}),
+    )
+
+
+class _Comparison:
+    def __init__(self, source: Source, checkpoints: Checkpoints, device: torch.device) -> None:
+        import torch
+
+        self._source, self._device = source, device
+        self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+        self._quantized = {f"{module}.weight": module for module in source.quantized}
+        self._weights: dict[str, Callable[[list[str]], dict[str, torch.Tensor]]] = {
+            "source": partial(_read, checkpoints.source),
+            WRITTEN: partial(_decode, source, checkpoints.written, device),
+        }
+        self._reference = {WRITTEN: "source"}
+        if checkpoints.rescaled is not None:
+            self._weights["rescaled"] = partial(_read, checkpoints.rescaled)
+            self._reference[WRITTEN] = "rescaled"
+        if not checkpoints.rounds:
+            self._weights[ROUNDED] = partial(_round, source, checkpoints, device)
+            self._reference[ROUNDED] = "source"
+
+    def run(
+        self, rows: Sequence[Sequence[int]], advance: Callable[[], None]
+    ) -> tuple[float, dict[str, ModelError], dict[str, dict[str, float]]]:
+        import torch
+
+        ids = [torch.tensor([row], device=self._device) for row in rows]
+        before, *layers, after = self._source.groups()
+        model = LayeredModel(self._source, self._dtype, self._device)
+        outside = self._load("source", before + after)  # no method changes these
+        first = model.embed(ids, outside)
+        hidden = {name: list(first) for name in self._weights}
+        linears: dict[str, dict[str, float]] = {name: {} for name in self._reference}
+        for number, names in enumerate(layers):
+            weights = {name: self._load(name, names) for name in self._weights}
+            for name in self._weights:
+                of = [each for each, reference in self._reference.items() if reference == name]
+                sums = _OutputSums(weights[name], {each: weights[each] for each in of}, self._quantized.values())
+                model.step(number, weights[name], hidden[name], sums.add if of else None)
+                for each, errors in sums.errors().items():
+                    linears[each] |= errors
+            advance()
+        errors = _LogitErrors(list(self._reference))
+        for row, tokens in enumerate(ids):
+            for start in range(0, tokens.shape[1] - 1, LOGIT_ROWS):
+                part = slice(start, min(start + LOGIT_ROWS, tokens.shape[1] - 1))
+                logits = {name: model.logits(hidden[name][row][0, part], outside) for name in self._weights}
+                errors.add(logits, tokens[0, part.start + 1 : part.stop + 1])
+        return errors.accuracy_16bit(), errors.result(), linears
+
+    def _load(self, checkpoint: str, names: list[str]) -> dict[str, torch.Tensor]:
+        tensors = self._weights[checkpoint](names)
+        return {name: tensor.to(self._device, self._dtype) for name, tensor in tensors.items()}
+
+
+class _OutputSums:
+    """Sums of squares of one layer's outputs x W, and of those of x (W - W') for each other checkpoint."""
+
+    def __init__(self, weights: dict, others: dict[str, dict], modules: Sequence[str]) -> None:
+        self._weights = {f"{module}.weight" for module in modules} & weights.keys()
+        self._matrices = {
+            name: {"": weights[name]} | {other: weights[name] - tensors[name] for other, tensors in others.items()}
+            for name in self._weights
+        }
+        self._others = list(others)
+        self._sums: dict[tuple[str, str], float] = dict.fromkeys(
+            ((name, key) for name, matrices in self._matrices.items() for key in matrices), 0.0
+        )
+
+    def add(self, module: str, inputs: torch.Tensor) -> None:
+        import torch
+
+        for key, matrix in self._matrices.get(f"{module}.weight", {}).items():
+            norm = torch.linalg.vector_norm(inputs @ matrix.T, dtype=torch.float64)
+            self._sums[f"{module}.weight", key] += float(norm) ** 2
+
+    def errors(self) -> dict[str, dict[str, float]]:
+        """By checkpoint and module: the relative error of the outputs."""
+        return {
+            other: {
+                name.removesuffix(".weight"): _relative(self._sums[name, other], self._sums[name, ""])
+                for name in self._matrices
+            }
+            for other in self._others
+        }
+
+
+class _LogitErrors:
+    def __init__(self, names: list[str]) -> None:
+        self._tokens = self._right_16bit = 0
+        self._power = 0.0
+        self._sums = {name: [0.0, 0.0, 0, 0] for name in names}  # squares, KL, same top token, right
+
+    def add(self, logits: dict[str, torch.Tensor], next_T: torch.Tensor) -> None:
+        source = logits["source"]
+        top, log_p = source.argmax(-1), source.log_softmax(-1)
+        self._tokens += len(next_T)
+        self._right_16bit += int((top == next_T).sum())
+        self._power += float((source - source.mean(-1, keepdim=True)).double().square().sum())
+        for name, sums in self._sums.items():
+            other = logits[name]
+            difference = other - source
+            sums[0] += float((difference - difference.mean(-1, keepdim=True)).double().square().sum())
+            sums[1] += float((log_p.exp() * (log_p - other.log_softmax(-1))).double().sum())
+            sums[2] += int((other.argmax(-1) == top).sum())
+            sums[3] += int((other.argmax(-1) == next_T).sum())
+
+    def accuracy_16bit(self) -> float:
+        return self._right_16bit / self._tokens
+
+    def result(self) -> dict[str, ModelError]:
+        return {
+            name: ModelError(
+                _relative(squares, self._power), max(0.0, kl / self._tokens), same / self._tokens, right / self._tokens
+            )
+            for name, (squares, kl, same, right) in self._sums.items()
+        }
+
+
+def _relative(noise: float, signal: float) -> float:
+    if noise == 0:
+        return 0.0
+    return math.sqrt(noise / signal) if signal else math.inf
+
+
+def _read(read: ReadTensor, names: list[str]) -> dict[str, torch.Tensor]:
+    return {name: read(name) for name in names}
+
+
+def _decode(source: Source, read: TensorReader, device: torch.device, names: list[str]) -> dict[str, torch.Tensor]:
+    import torch
+
+    chosen = {f"{module}.weight": module for module in source.quantized}
+    tensors = {name: read(name) for name in names if name not in chosen}
+    for name in names:
+        if name in chosen:
+            parts = {part: read(f"{chosen[name]}.{part}").to(device) for part in source.format.tensors}
+            tensors[name] = source.format.dequantize(parts, torch.float32)
+    return tensors
+
+
+def _round(source: Source, checkpoints: Checkpoints, device: torch.device, names: list[str]) -> dict[str, torch.Tensor]:
+    import torch
+
+    tensors = _read(checkpoints.source, names)
+    scale_of = power_of_two_scale_of() if checkpoints.global_scale == "pow2" else None
+    for modules in source.fused_sets():
+        own = [f"{module}.weight" for module in modules]
+        if own[0] not in tensors:
+            continue
+        weights = [weight_for_scales(name, tensors[name]).to(device) for name in own]
+        packed = source.format.quantize(weights, scale_of(modules, weights) if scale_of else None)
+        for name, parts in zip(own, packed, strict=True):
+            tensors[name] = source.format.dequantize(parts, torch.float32)
+    return tensors
