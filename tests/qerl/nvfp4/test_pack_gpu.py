@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from gemm_cases import assert_rounded
 
-from qerl.nvfp4 import pack, reference, slab_layout
+from qerl.nvfp4 import gemm, pack, reference, slab_layout
 from qerl.nvfp4.kernel_layout import MARLIN, QERL, KernelWeight
 from qerl.nvfp4.kernel_linear import KernelLinear
 
@@ -153,3 +154,19 @@ def test_a_linear_packs_as_on_a_cpu():
     linear.pack_(matrix.cuda())
     expected = reference.dequantize(*reference.quantize(matrix, scale), torch.float32)
     assert torch.equal(linear.unpack(torch.float32).cpu(), expected)
+
+
+@pytest.mark.gpu
+def test_a_product_after_a_synchronize_multiplies_by_the_new_weight():
+    """The product reads its weight before the launch ahead of it has ended."""
+    weight, x = empty_weight(3584, 3584, 512.0), torch.randn(8, 3584, device="cuda").bfloat16()
+    matrices = [normal(3584, 3584).cuda() for _ in range(2)]
+    expected = []
+    for turn in range(20):
+        pack.pack_(weight, 0, matrices[turn % 2])
+        torch.cuda.synchronize()
+        out = gemm.product(x, weight)
+        if turn < 2:
+            assert_rounded(out, gemm.reference_product(x, weight))
+            expected.append(out)
+        assert torch.equal(out, expected[turn % 2])
