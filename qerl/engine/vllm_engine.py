@@ -253,9 +253,7 @@ class VLLMEngine:
         """Pack the matrices into the tensors that the captured graphs read, which are the policy model's too."""
         import torch
 
-        from qerl.vllm_plugin.policy import linear_views
-
-        views = linear_views(self.found.model)
+        views = self.found.linears
         check_fit(update, views, {name: norm.gain for name, norm in self.found.gains.norms.items()})
         pack_weights_(update.weights, views)
         self.found.gains.set_trained_(update.norms)

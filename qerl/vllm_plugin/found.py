@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from qerl.vllm_plugin.gains import Gains
@@ -24,6 +25,13 @@ class Found:
     slots: Mapping[str, AdapterSlot]
     kernel: str  # what multiplies the base weights
     attention: str
+
+    @cached_property
+    def linears(self) -> Mapping[str, nn.Linear]:
+        """A frozen linear over its rows for each linear of the checkpoint, which syncs of whole weights write to."""
+        from qerl.vllm_plugin.policy import linear_views
+
+        return linear_views(self.model)
 
 
 def find(llm: Any, options: EngineOptions) -> Found:
