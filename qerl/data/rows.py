@@ -11,18 +11,19 @@ import gzip
 import json
 import os
 import re
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from qerl.checkpoint.hub import HUB_ID, reachable
+from qerl.data.unpacked import COLUMNS, ROW_BYTES, Budget, lines_of, size_of
 from qerl.errors import DataError
 from qerl.files.nearby import close_to, expanded, is_path, no_folder
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
+PARQUET_ROWS = 16  # made at once: each may be as large as a row may be
 Row = tuple[str, Mapping[str, Any] | None]  # its place ("row 17"), and its columns, None if it cannot be read as a row
 
 
@@ -46,7 +47,7 @@ def local_rows(source: str, split: str) -> Iterator[Row]:
         try:
             for number, row in enumerate(_read_file(file), start=1):
                 yield f"{prefix}row {number}", row if isinstance(row, Mapping) else None
-        except (OSError, EOFError, zlib.error, UnicodeDecodeError, csv.Error) as error:
+        except (OSError, EOFError, zlib.error, UnicodeError, csv.Error) as error:
             raise DataError(f"{file} cannot be read: {error}; is it complete, and UTF-8 text or parquet?") from error
 
 
@@ -123,33 +124,63 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
 def _read_file(file: Path) -> Iterator[Any]:
     """The rows of one file, None for a broken line."""
     kind = _format(file)
+    if kind not in FORMATS:
+        raise DataError(f"{file} has the ending {kind!r}, which is not read: write a path to {_kinds()}")
+    if not file.is_file():
+        raise DataError(f"{file} is no regular file, and it is read twice: write the rows to a file first")
     if kind == ".parquet":
         yield from _read_parquet(file)
-    elif kind in FORMATS:
-        opened = gzip.open if file.name.endswith(".gz") else open
-        with opened(file, "rt", encoding="utf-8-sig", newline="") as text:
-            if kind == ".json":
-                yield from _read_json(text.read())
-            elif kind in (".csv", ".tsv"):
-                csv.field_size_limit(min(sys.maxsize, 2**31 - 1))
-                rows = csv.DictReader(text, delimiter="\t" if kind == ".tsv" else ",")
-                if twice := [name for name, count in Counter(rows.fieldnames or ()).items() if count > 1]:
-                    raise DataError(f"{file} has two columns {twice[0]!r}, of which one would be lost: rename one")
-                yield from (None if None in row else row for row in rows)  # more cells than columns: an unquoted comma
-            else:
-                yield from (_parse_line(line) for line in text if line.strip())
-    else:
-        raise DataError(f"{file} has the ending {kind!r}, which is not read: write a path to {_kinds()}")
+        return
+    packed = file.name.endswith(".gz")
+    budget = Budget(file, packed)
+    with (gzip.open if packed else open)(file, "rt", encoding="utf-8-sig", newline="") as text:
+        if kind == ".json":
+            yield from _read_json(_whole(text, budget))
+        elif kind in (".csv", ".tsv"):
+            yield from _read_csv(file, lines_of(text, budget), "\t" if kind == ".tsv" else ",")
+        else:
+            yield from (_parse_line(line) for line in lines_of(text, budget) if line.strip())
+
+
+def _read_csv(file: Path, lines: Iterator[str], delimiter: str) -> Iterator[dict[str, Any] | None]:
+    csv.field_size_limit(ROW_BYTES)
+    rows = csv.DictReader(lines, delimiter=delimiter)
+    names = rows.fieldnames or ()
+    if len(names) > COLUMNS:
+        raise DataError(f"{file} has more than {COLUMNS} columns, and a row needs a question and an answer: keep these")
+    if twice := [name for name, count in Counter(names).items() if count > 1]:
+        raise DataError(f"{file} has two columns {twice[0]!r}, of which one would be lost: rename one")
+    yield from (None if None in row else row for row in rows)  # more cells than columns: an unquoted comma
+
+
+def _whole(text: TextIO, budget: Budget) -> str:
+    """A text that is read at once, and so may be an eighth of what is read row by row."""
+    whole = text.read(budget.left // 8 + 1)
+    budget.check(8 * len(whole), "JSON that has to be read at once (.jsonl is read by rows)")
+    return whole
 
 
 def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
     import pyarrow
     from pyarrow import parquet
 
+    budget = Budget(file, packed=False)  # a text that many rows share is stored once, so that growth says little
     try:
-        for batch in parquet.ParquetFile(file).iter_batches(batch_size=1000):
-            yield from batch.to_pylist()
-    except pyarrow.ArrowException as error:
+        with parquet.ParquetFile(file) as opened:
+            paths = [opened.schema.column(number).path for number in range(len(opened.schema))]
+            columns = [
+                opened.metadata.row_group(group).column(number)
+                for group in range(opened.metadata.num_row_groups)
+                for number in range(len(paths))
+            ]
+            budget.check(sum(max(each.total_uncompressed_size, 8 * each.num_values) for each in columns), "values")
+        with parquet.ParquetFile(file, read_dictionary=paths) as opened:  # texts that rows share stay shared
+            for batch in opened.iter_batches(batch_size=1000):
+                for start in range(0, len(batch), PARQUET_ROWS):
+                    for row in batch.slice(start, PARQUET_ROWS).to_pylist():
+                        budget.take(sum(map(size_of, row.values())))
+                        yield row
+    except (pyarrow.ArrowException, OSError, MemoryError) as error:
         raise DataError(f"{file} is no parquet file that can be read: {error}") from error
 
 
