@@ -33,7 +33,8 @@ class QuantizeOptions:
     calibration_size: Annotated[int, typer.Option(help="Calibration rows (the paper: 256).")] = 256
     sequence_length: Annotated[int, typer.Option(help="Tokens of each (the paper: 2048).")] = 2048
     batch_size: Annotated[int, typer.Option(help="Calibration rows per forward pass.")] = 1
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output folder.")] = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output folder that qerl wrote.")] = False
+    force: Annotated[bool, typer.Option("--force", help="Replace it even if it holds files of others.")] = False
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run Python code of the checkpoint.")
     ] = False

@@ -69,7 +69,7 @@ def quantize_checkpoint(model: str, out: Path | None = None, options: QuantizeOp
     check_installed()
     out = default_quantized_dir(model) if out is None else Path(out).expanduser()
     source = read_source(model, options.ignore, options.trust_remote_code)
-    check_target(out, source.folder, options.overwrite)
+    check_target(out, source.folder, options.overwrite, options.force)
     check_space(out, source.output_bytes())
     _check_length(source, options)
     logger.info("quantizing %s to %s: %s by %s", source.name, out, SCHEME, options.method)

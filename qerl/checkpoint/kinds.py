@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal
 
 from qerl import formats
+from qerl.checkpoint.links import check_links
 from qerl.checkpoint.shards import read_json
 from qerl.errors import CheckpointError
 from qerl.formats.base import Format
@@ -15,7 +16,10 @@ ModelKind = Literal["base16", "quantized", "adapter", "run"]
 
 def kind_of(folder: Path) -> ModelKind:
     """What a folder holds, decided from its files. Raises CheckpointError for anything qerl cannot use."""
-    if (kind := resting_kind(folder)) is not None:
+    if (kind := resting_kind(folder)) == "run":
+        return kind
+    check_links(folder)
+    if kind is not None:
         return kind
     if (folder / "config.json").is_file():
         return "quantized" if format_of(folder).quantized else "base16"

@@ -19,6 +19,7 @@ from huggingface_hub.errors import StrictDataclassError
 from qerl import formats
 from qerl.checkpoint.hub import download_model
 from qerl.checkpoint.kinds import format_of
+from qerl.checkpoint.links import check_links
 from qerl.checkpoint.resolve import TINY, TINY_FOLDER
 from qerl.checkpoint.shards import TensorInfo, read_json, read_tensors
 from qerl.errors import CheckpointError
@@ -105,6 +106,7 @@ def local_folder(path: str | Path, trust_remote_code: bool = False) -> Path:
     if str(path) == TINY:
         return TINY_FOLDER
     if Path(path).is_dir():
+        check_links(Path(path))
         return Path(path)
     return download_model(str(path), trust_remote_code)
 

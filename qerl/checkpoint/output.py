@@ -14,20 +14,31 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from fnmatch import fnmatchcase
 from pathlib import Path
 
+from qerl.checkpoint.links import TEMPLATES
 from qerl.checkpoint.resolve import REPORT
-from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.shards import INDEX, read_json
+from qerl.checkpoint.writer import SMALL_FILES
 from qerl.errors import CheckpointError
 from qerl.files.disk import fsync
 
 MERGE_REPORT = "merge_report.json"
 SPARE_BYTES = 64 * 2**20  # for tokenizer, config, report, and the file system's own needs
+WRITTEN = (
+    *("config.json", "adapter_config.json", "*.safetensors", INDEX, "README.md", REPORT, MERGE_REPORT),
+    *(*SMALL_FILES, "*.py"),
+)
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # renameat2(2)
 
 
-def check_target(out: Path, source: Path, overwrite: bool) -> None:
-    """Raise CheckpointError if `out` must not be written: it exists, is not a model of ours, or overlaps the source."""
+def check_target(out: Path, source: Path, overwrite: bool, force: bool = False) -> None:
+    """Raise CheckpointError if `out` must not be written: it exists, or overlaps the source.
+
+    `overwrite` allows to replace a folder that holds nothing but what qerl wrote, `force` one that holds other files,
+    but never the current folder, the home folder, or one above them.
+    """
     try:
         out.is_file()
     except OSError as error:  # we may not enter a folder above it
@@ -39,16 +50,23 @@ def check_target(out: Path, source: Path, overwrite: bool) -> None:
         raise CheckpointError(f"--out {out} is a file: give a folder that does not exist yet")
     if not out.is_dir() or not any(out.iterdir()):
         return
-    if not overwrite:
+    if not overwrite and not force:
         raise CheckpointError(f"{out} exists: write `--overwrite` to replace it, or another folder as --out")
-    config = out / "config.json"
-    reports = any((out / name).is_file() for name in (REPORT, MERGE_REPORT))
-    ours = reports or (config.is_file() and "quantization_config" in read_json(config))
-    if not ours:
+    if any(inside[0] in (place, *place.parents) for place in (Path.cwd(), Path.home().resolve())):
+        raise CheckpointError(f"--out {out} holds the current or the home folder: give another folder as --out")
+    if not force and (foreign := _not_ours(out)):
         raise CheckpointError(
-            f"{out} holds something else than a model that qerl made, and --overwrite would delete it: give another "
-            "folder as --out, or remove that one by hand"
+            f"{out} holds something else than a model that qerl made ({foreign}), and --overwrite would delete it: "
+            "give another folder as --out, remove that one by hand, or write `--force` to delete all of it"
         )
+
+
+def _not_ours(out: Path) -> str | None:
+    """What in a folder was not written by quantize or merge; None if all of it was."""
+    if not any((out / name).is_file() and read_json(out / name) for name in (REPORT, MERGE_REPORT)):
+        return f"it has no {REPORT} or {MERGE_REPORT}"
+    names = sorted(path.name for path in out.iterdir() if path.name != TEMPLATES)
+    return next((name for name in names if not any(fnmatchcase(name, pattern) for pattern in WRITTEN)), None)
 
 
 def check_space(out: Path, needed_bytes: int) -> None:

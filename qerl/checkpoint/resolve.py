@@ -18,6 +18,7 @@ from pathlib import Path
 from qerl import formats
 from qerl.checkpoint.hub import config_folder, is_hub_id
 from qerl.checkpoint.kinds import ModelKind, format_of, kind_of, resting_kind
+from qerl.checkpoint.links import check_links
 from qerl.checkpoint.sealed import CHECKSUMS, adapter_damage, adapters_of_run
 from qerl.checkpoint.shards import read_json, weight_files
 from qerl.errors import CheckpointError
@@ -291,6 +292,7 @@ def adapter_folder(ref: str) -> Path:
 
 
 def _checked_adapter(folder: Path) -> Path:
+    check_links(folder)
     if not (folder / "adapter_model.safetensors").is_file():
         raise CheckpointError(f"{folder} has an adapter_config.json but no adapter_model.safetensors: save it again")
     if damage := adapter_damage(folder):

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.links import TEMPLATES
 from qerl.checkpoint.shards import INDEX, SINGLE
 from qerl.files.disk import mode_by_umask
 
@@ -20,7 +21,6 @@ SMALL_FILES = (
     "generation_config.json", "tokenizer*", "*.model", "vocab*", "merges.txt", "special_tokens_map.json",
     "added_tokens.json", "chat_template*", "*.tiktoken", "LICENSE*", "NOTICE*",
 )  # fmt: skip
-TEMPLATES = "additional_chat_templates"
 
 
 def write_weights(folder: Path, groups: Iterable[dict[str, torch.Tensor]], shard_bytes: int = SHARD_BYTES) -> int:

@@ -44,7 +44,8 @@ class MergeOptions:
     max_new_tokens: Annotated[int, typer.Option(help="Tokens of each completion.")] = 128
     push_to_hub: Annotated[str | None, typer.Option(help="Upload to this hub id (owner/name).")] = None
     public: Annotated[bool, typer.Option("--public", help="A new hub repository is public; default private.")] = False
-    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing output folder.")] = False
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output folder that qerl wrote.")] = False
+    force: Annotated[bool, typer.Option("--force", help="Replace it even if it holds files of others.")] = False
     device: Annotated[str, typer.Option(help="What merges: auto, cpu or cuda.")] = "auto"
 
     def check(self) -> None:

@@ -70,7 +70,7 @@ def _write_adapter(options: MergeOptions, adapter: Adapter, out: Path) -> MergeR
     from quantize.merge.adapter import find_base_name, write_adapter
 
     base = find_base_name(adapter, options.base_name or options.model)
-    check_target(out, adapter.folder, options.overwrite)
+    check_target(out, adapter.folder, options.overwrite, options.force)
     dtype = None if options.dtype == "keep" else getattr(torch, options.dtype)
     line = serve_adapter_line(out, base, adapter.rank, bool(adapter.norms))
     report = replace(
@@ -113,7 +113,7 @@ def _write_model(options: MergeOptions, adapter: Adapter, out: Path) -> MergeRep
         check_original(base, trained)
     # A quantized model replaces the base that was trained on; a 16-bit one replaces what it was merged onto.
     plan = plan_merge(base, trained if to.quantized else base, adapter, to)
-    check_target(out, base.folder, options.overwrite)
+    check_target(out, base.folder, options.overwrite, options.force)
     check_space(out, plan.source.output_bytes())
     device = resolve_device(options.device)
     report = replace(

@@ -2,6 +2,7 @@
 
 import collections
 import errno
+import json
 import os
 import shutil
 import signal
@@ -201,7 +202,7 @@ def test_too_little_space_says_how_much_is_needed(tmp_path, monkeypatch):
 def test_targets_that_are_accepted(tmp_path):
     source = fake_checkpoint(tmp_path / "source")
     (tmp_path / "empty").mkdir()
-    fake_checkpoint(tmp_path / "done", quantization_config=QUANTIZED)
+    written(tmp_path / "done")
     check_target(tmp_path / "new", source, overwrite=False)
     check_target(tmp_path / "empty", source, overwrite=False)
     check_target(tmp_path / "done", source, overwrite=True)
@@ -231,3 +232,39 @@ def test_targets_that_are_refused(tmp_path, out, overwrite, message):
     (tmp_path / "link").symlink_to(source)
     with pytest.raises(CheckpointError, match=message):
         check_target(tmp_path / out, source, overwrite)
+
+
+def written(folder, *others):
+    """A folder that quantize may have written, with files of others in it."""
+    fake_checkpoint(folder)
+    (folder / "quantize_report.json").write_text('{"format": "nvfp4-pack-quantized"}')
+    for name in others:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("mine")
+    return folder
+
+
+def test_only_what_qerl_wrote_is_replaced_without_force(tmp_path):
+    check_target(written(tmp_path / "ours"), tmp_path / "source", overwrite=True)
+    for number, name in enumerate(("thesis.docx", "checkpoints/state.pt", ".git/config", "eval/result.json")):
+        out = written(tmp_path / f"mixed-{number}", name)
+        with pytest.raises(CheckpointError, match=rf"something else .*\({name.split('/')[0]}\).*`--force`"):
+            check_target(out, tmp_path / "source", overwrite=True)
+        check_target(out, tmp_path / "source", overwrite=False, force=True)
+
+
+def test_a_quantized_model_of_another_program_is_not_replaced_without_force(tmp_path):
+    out = fake_checkpoint(tmp_path / "theirs")
+    (out / "config.json").write_text(json.dumps({"quantization_config": QUANTIZED}))
+    with pytest.raises(CheckpointError, match="something else than a model that qerl made"):
+        check_target(out, tmp_path / "source", overwrite=True)
+
+
+@pytest.mark.parametrize("place", ["home", "work", "."])
+def test_force_never_replaces_the_current_or_the_home_folder(tmp_path, monkeypatch, place):
+    for name in ("home", "work"):
+        written(tmp_path / name)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.chdir(tmp_path / "work")
+    with pytest.raises(CheckpointError, match="current or the home folder"):
+        check_target(tmp_path / place, tmp_path.parent / "source", overwrite=True, force=True)
