@@ -22,15 +22,18 @@ from typing import Any
 from transformers import PrinterCallback
 
 from qerl.checkpoint.adapter import ADAPTER_FILES
-from qerl.checkpoint.load import local_folder
+from qerl.checkpoint.load import load_tokenizer, local_folder
+from qerl.checkpoint.named_base import beside, model_of_adapter
+from qerl.checkpoint.peft_folder import TrainedOn, complete_
 from qerl.checkpoint.resolve import ModelRef, describe, resolve_model
 from qerl.checkpoint.sealed import adapter_damage, seal
 from qerl.checkpoint.weights_digest import weights_digest
-from qerl.config.recipe import save_config
-from qerl.config.schema import RunConfig
+from qerl.config.recipe import load_config, save_config
+from qerl.config.schema import ModelConfig, RunConfig
 from qerl.engine.interface import Engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
+from qerl.errors import CheckpointError
 from qerl.files.disk import replace_text
 from qerl.plan.micro_batch_plan import MicroBatchPlan
 from qerl.plan.plan import trainer_bytes, wishes_of
@@ -188,6 +191,7 @@ def _finish(run_dir: Path, steps: int, of: int) -> TrainResult:
         partial.mkdir()
         for name in ADAPTER_FILES:
             shutil.copy(checkpoint_path(run_dir, steps) / name, partial / name)
+        _complete_adapter_(partial, final, load_config(run_dir / "config.yaml").model)
         seal(partial)
         if final.exists():
             final.rename(make_aside(run_dir) / final.name)
@@ -197,6 +201,16 @@ def _finish(run_dir: Path, steps: int, of: int) -> TrainResult:
     if sampling := sampling_text(rows):
         logger.info("dynamic sampling: %s", sampling)
     return TrainResult(run_dir, final, steps)
+
+
+def _complete_adapter_(folder: Path, final: Path, model: ModelConfig) -> None:
+    """Add what plain PEFT needs. The base is not needed for the adapter itself, so that its absence is a warning."""
+    base = beside(final, model_of_adapter(folder)[0])
+    try:
+        tokenizer = load_tokenizer(base, model.trust_remote_code)
+        complete_(folder, str(final), TrainedOn(base, model.format), tokenizer)
+    except CheckpointError as error:
+        logger.warning("%s has neither tokenizer nor card: %s", final, error)
 
 
 def _reward_text(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> str:

@@ -1,7 +1,8 @@
 """Find out from its files what a `--model` is: 16-bit base, quantized checkpoint, adapter or run; folder or hub id.
 
     config.json                          -> "base16", or "quantized" if it has a quantization_config (`qerl.formats`)
-    adapter_config.json                  -> "adapter"; its base_model_name_or_path is the base
+    adapter_config.json                  -> "adapter"; its base_model_name_or_path is the base, unless
+                                            trained_on.json beside it names another
     config.yaml and metrics.jsonl        -> "run"; its model.base is the base, its newest saved adapter the adapter
 
 A folder's name says nothing. The word `tiny` is the model that ships with the package (a folder of that
@@ -19,14 +20,13 @@ from qerl import formats
 from qerl.checkpoint.hub import config_folder, is_hub_id
 from qerl.checkpoint.kinds import ModelKind, format_of, kind_of, resting_kind
 from qerl.checkpoint.links import check_links
+from qerl.checkpoint.named_base import TINY, TINY_FOLDER, beside, model_of_adapter
 from qerl.checkpoint.sealed import CHECKSUMS, adapter_damage, adapters_of_run
 from qerl.checkpoint.shards import read_json, weight_files
 from qerl.errors import CheckpointError
 from qerl.files.nearby import close_to, expanded, is_path, no_folder
 from qerl.formats.base import Format
 
-TINY = "tiny"
-TINY_FOLDER = Path(__file__).parents[1] / "tiny"
 CHECKPOINTS, RUNS = Path("checkpoints"), Path("runs")
 REPORT = "quantize_report.json"
 
@@ -188,7 +188,8 @@ def resolve_base_of_run(base: str, load: str, run: Path) -> ModelRef:
 
 def _resolve_adapter(folder: Path, load: str) -> ModelRef:
     model_under(str(folder))  # refuses adapters that name one another
-    base = _model_of_adapter(folder)
+    base, own = model_of_adapter(folder)
+    load = own if own and load == "auto" else load
     try:
         stacked = kind_of(_locate(beside(folder, base))[0]) in ("adapter", "run")
         found = None if stacked else resolve_model(beside(folder, base), load)
@@ -199,15 +200,6 @@ def _resolve_adapter(folder: Path, load: str) -> ModelRef:
     if found is None:
         raise CheckpointError(f"the base of {folder} is itself an adapter ({base}): merge that one first")
     return replace(found, kind="adapter", path=folder, adapter=_checked_adapter(folder))
-
-
-def _model_of_adapter(folder: Path) -> str:
-    base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
-    if not base or not isinstance(base, str):
-        raise CheckpointError(
-            f"{folder / 'adapter_config.json'} names no base: write `--model BASE --adapter {folder}`"
-        )
-    return base
 
 
 def model_under(ref: str) -> str:
@@ -240,21 +232,8 @@ def _named_base(ref: str) -> tuple[Path, str] | None:
         case "run":
             return folder / "config.yaml", beside(folder, _model_of_run(folder)[0])
         case "adapter":
-            return folder / "adapter_config.json", beside(folder, _model_of_adapter(folder))
+            return folder / "adapter_config.json", beside(folder, model_of_adapter(folder)[0])
     return None
-
-
-def beside(owner: Path, base: str) -> str:
-    """Find a relative folder `base` that a run or an adapter (`owner`) names.
-
-    The folders above the owner are searched from the nearest up, since the current folder may hold another model of
-    that name. If it is the current folder that has the base, or none has, the name stays relative.
-    """
-    if not Path(base).is_absolute() and base != TINY:
-        for parent in owner.resolve().parents:
-            if any((parent / base / name).is_file() for name in ("config.json", "config.yaml", "adapter_config.json")):
-                return base if parent == Path.cwd() else str(parent / base)
-    return base
 
 
 def _run_adapter(run: Path) -> Path:

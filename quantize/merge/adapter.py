@@ -1,4 +1,7 @@
-"""Write the adapter as a standard PEFT folder: adapter_config.json and adapter_model.safetensors, nothing of our own.
+"""Write the adapter as a standard PEFT folder: adapter_config.json, adapter_model.safetensors and the tokenizer.
+
+For PEFT it names the 16-bit model of its base, and trained_on.json beside it names the base itself
+(qerl/checkpoint/peft_folder.py).
 
 PEFT, transformers and qerl load it as it is. So does vLLM, unless norms were trained with it: PEFT keeps those as
 `modules_to_save`, which vLLM 0.25 refuses.
@@ -12,7 +15,9 @@ from typing import TYPE_CHECKING
 
 from qerl.checkpoint.adapter import PEFT_PREFIX
 from qerl.checkpoint.hub import is_hub_id
-from qerl.checkpoint.resolve import TINY, TINY_FOLDER, beside
+from qerl.checkpoint.load import load_tokenizer
+from qerl.checkpoint.named_base import TINY, TINY_FOLDER, TRAINED_ON, beside, model_of_adapter
+from qerl.checkpoint.peft_folder import name_bases_, plain_base, trained_on
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.writer import write_json
 from qerl.errors import CheckpointError
@@ -41,6 +46,16 @@ def write_adapter(adapter: Adapter, folder: Path, base_name: str, dtype: torch.d
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
+def add_for_peft(adapter: Adapter, folder: Path, base: str) -> None:
+    """Let the folder name a base that plain PEFT can open, and give it a tokenizer, if there is one on this machine."""
+    if Path(base).is_dir():
+        origin = trained_on(base)
+        name_bases_(folder, origin, plain_base(origin) or base)
+    places = [place for place in (adapter.folder, Path(base)) if (place / "tokenizer_config.json").is_file()]
+    if places:
+        load_tokenizer(places[0]).save_pretrained(folder)
+
+
 def peft_config(adapter: Adapter, base_name: str) -> dict:
     """The adapter's adapter_config.json, set to inference on `base_name`."""
     config = read_json(adapter.folder / CONFIG)
@@ -52,8 +67,13 @@ def peft_config(adapter: Adapter, base_name: str) -> dict:
 
 def find_base_name(adapter: Adapter, asked: str | None) -> str:
     """The base to name: `asked`, else the one that the adapter names; a local folder as its full path."""
-    own = read_json(adapter.folder / CONFIG).get("base_model_name_or_path")
-    name = asked or (own and beside(adapter.folder, own))
+    if asked:
+        name = asked
+    elif (adapter.folder / TRAINED_ON).is_file():
+        name = beside(adapter.folder, model_of_adapter(adapter.folder)[0])
+    else:
+        own = read_json(adapter.folder / CONFIG).get("base_model_name_or_path")
+        name = own and beside(adapter.folder, own)
     if not name:
         raise CheckpointError(f"{adapter.folder / CONFIG} names no base: write `--base-name BASE` (hub id or folder)")
     if name == TINY:

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qerl.checkpoint.hub import HUB_ID
+from qerl.checkpoint.peft_folder import loading, trained_on
 from qerl.checkpoint.resolve import TINY, TINY_FOLDER, quantized_from
 from qerl.config.saved import read_config
 from qerl.errors import DataError
@@ -142,27 +143,18 @@ def _measured(report: MergeReport) -> str:
 
 
 def _loading(report: MergeReport) -> str:
-    lines = ["## How to load it", "", *(f"    {command}" for command in report.commands.values()), "", "```python"]
+    text = "\n".join(["## How to load it", "", *(f"    {command}" for command in report.commands.values())])
     if report.to == "adapter":
-        lines += [
-            "from peft import PeftModel",
-            "from transformers import AutoModelForCausalLM, CompressedTensorsConfig",
-            "",
-            f'base = "{report.onto}"',
-            "# PEFT needs the decoded weights of an NVFP4 base; leave quantization_config out for a 16-bit base",
-            "model = AutoModelForCausalLM.from_pretrained(",
-            '    base, dtype="bfloat16", quantization_config=CompressedTensorsConfig(dequantize=True)',
-            ")",
-            f'model = PeftModel.from_pretrained(model, "{report.out.name}")',
-        ]
-    else:
-        lines += [
-            "from transformers import AutoModelForCausalLM, AutoTokenizer",
-            "",
-            f'model = AutoModelForCausalLM.from_pretrained("{report.out.name}", dtype="bfloat16")',
-            f'tokenizer = AutoTokenizer.from_pretrained("{report.out.name}")',
-        ]
-    return "\n".join([*lines, "```"])
+        return f"{text}\n\n{loading(str(report.out), trained_on(report.onto))}"
+    lines = [
+        "```python",
+        "from transformers import AutoModelForCausalLM, AutoTokenizer",
+        "",
+        f'model = AutoModelForCausalLM.from_pretrained("{report.out.name}", dtype="bfloat16")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{report.out.name}")',
+        "```",
+    ]
+    return "\n".join([text, "", *lines])
 
 
 def _training(run: Path) -> str:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 from qerl import formats
 from qerl.checkpoint.output import MERGE_REPORT, check_space, check_target, staged_folder
+from qerl.checkpoint.peft_folder import plain_base, trained_on
 from qerl.checkpoint.publish import check_push, push
 from qerl.checkpoint.resolve import ModelRef, adapter_folder, describe, resolve_model
 from qerl.errors import QerlError
@@ -67,7 +68,7 @@ def _label(adapter: str) -> str:
 def _write_adapter(options: MergeOptions, adapter: Adapter, out: Path) -> MergeReport:
     import torch
 
-    from quantize.merge.adapter import find_base_name, write_adapter
+    from quantize.merge.adapter import add_for_peft, find_base_name, write_adapter
 
     base = find_base_name(adapter, options.base_name or options.model)
     check_target(out, adapter.folder, options.overwrite, options.force)
@@ -80,6 +81,7 @@ def _write_adapter(options: MergeOptions, adapter: Adapter, out: Path) -> MergeR
     )
     with staged_folder(out) as staging:
         report = replace(report, bytes=write_adapter(adapter, staging, base, dtype))
+        add_for_peft(adapter, staging, base)
         _write_texts(report, adapter, staging)
     return report
 
@@ -92,10 +94,11 @@ def _adapter_notes(options: MergeOptions, adapter: Adapter, base: str) -> tuple[
             f"refuses such a folder; for vLLM merge to {' or '.join(each.name for each in formats.writable())}, where "
             "norms become part of the model"
         )
-    if options.push_to_hub and Path(base).is_dir():
+    named = plain_base(trained_on(base)) or base
+    if options.push_to_hub and Path(named).is_dir():
         notes.append(
-            f"the pushed adapter names the folder {base} as its base, which others do not have: push the base too, and "
-            "write `--base-name ID`"
+            f"the pushed adapter names the folder {named} as its base, which others do not have: push the base too, "
+            "and write `--base-name ID`"
         )
     return tuple(notes)
 

@@ -17,7 +17,7 @@ from qerl import formats
 from qerl.checkpoint.adapter import read_adapter
 from qerl.checkpoint.kinds import format_of, kind_of
 from qerl.checkpoint.load import load_tokenizer
-from qerl.checkpoint.resolve import resolve_model
+from qerl.checkpoint.resolve import TINY_FOLDER, resolve_model
 from qerl.checkpoint.writer import write_weights
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_model
@@ -102,7 +102,8 @@ def test_peft_alone_gives_the_engines_tokens_from_the_adapter_folder(exported, d
     import peft
 
     config = json.loads((exported.out / "adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(base)
+    assert config["base_model_name_or_path"] == str(TINY_FOLDER)  # from which `base` was quantized
+    assert (exported.out / "tokenizer_config.json").is_file()
     assert config["target_modules"] == sorted(config["target_modules"])
     model = peft.PeftModel.from_pretrained(decoded, exported.out)
     try:

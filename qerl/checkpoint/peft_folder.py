@@ -1,0 +1,139 @@
+"""What an adapter's folder needs so that plain PEFT opens it: the name of a 16-bit base, a tokenizer, and a card.
+
+PEFT loads the base that adapter_config.json names. Over a quantized folder that fails, because transformers keeps the
+weights packed and PEFT asks for `.weight`. So the folder names the 16-bit model that the base was quantized from, where
+that is known, and trained_on.json remembers the base that was trained on, which qerl goes by.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl import formats
+from qerl.checkpoint.hub import HUB_ID
+from qerl.checkpoint.kinds import format_of
+from qerl.checkpoint.named_base import TINY, TINY_FOLDER, TRAINED_ON
+from qerl.checkpoint.resolve import REPORT, quantized_from
+from qerl.checkpoint.shards import read_json
+from qerl.files.disk import replace_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+CARD, CONFIG = "README.md", "adapter_config.json"
+RESCALING = ("awq",)  # these methods change the weights, so that the adapter does not fit the model they began from
+
+
+@dataclass(frozen=True)
+class TrainedOn:
+    """The base that an adapter was trained on, and its number format."""
+
+    base: str
+    format: str
+
+    @property
+    def quantized(self) -> bool:
+        return formats.get(self.format).quantized
+
+
+def trained_on(base: str) -> TrainedOn:
+    """The base of a run; one that is not a folder here is a 16-bit model of the hub."""
+    folder = TINY_FOLDER if base == TINY else Path(base)
+    return TrainedOn(base, (format_of(folder) if folder.is_dir() else formats.BF16).name)
+
+
+def plain_base(base: TrainedOn) -> str | None:
+    """The 16-bit model that plain PEFT can load under the adapter; None if it is not known, or does not fit."""
+    name = base.base
+    if base.quantized:
+        name = None if _rescaled(base) else quantized_from(Path(base.base))
+    return str(TINY_FOLDER) if name == TINY else name
+
+
+def on_hub(name: str | None) -> str | None:
+    """The name, if it is a hub id."""
+    return name if name and HUB_ID.fullmatch(name) and not Path(name).is_dir() else None
+
+
+def complete_(folder: Path, shown: str, base: TrainedOn, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Make an adapter's folder one that plain PEFT opens. `shown` is the path by which its card loads it."""
+    name_bases_(folder, base, plain_base(base) or base.base)
+    tokenizer.save_pretrained(folder)
+    replace_text(folder / CARD, card_text(shown, base))
+
+
+def name_bases_(folder: Path, base: TrainedOn, for_peft: str) -> None:
+    """Let the folder name one base for PEFT, and the one that was trained on for qerl."""
+    config = read_json(folder / CONFIG) | {"base_model_name_or_path": for_peft}
+    replace_text(folder / CONFIG, json.dumps(config, indent=2) + "\n")
+    replace_text(folder / TRAINED_ON, json.dumps(asdict(base), indent=1) + "\n")
+
+
+def card_text(shown: str, base: TrainedOn) -> str:
+    """The card of a run's adapter."""
+    from huggingface_hub import ModelCardData
+
+    data = ModelCardData(
+        base_model=on_hub(plain_base(base)),
+        library_name="peft",
+        pipeline_tag="text-generation",
+        tags=["qerl", "grpo", "lora"],
+    )
+    label = formats.get(base.format).folder_label
+    text = f"# LoRA adapter\n\nTrained by qerl on `{base.base}` ({label}).\n\n{loading(shown, base)}\n"
+    return f"---\n{data.to_yaml().strip()}\n---\n\n{text}"
+
+
+def loading(shown: str, base: TrainedOn) -> str:
+    """How to load the folder with PEFT, as Markdown; each code block runs as it stands."""
+    exact = f"## On the base that was trained on\n\n```python\n{_exact(shown, base)}\n```"
+    plain = plain_base(base)
+    if plain is None:
+        rescaled = "was rescaled when it was quantized, so that the adapter does not fit" if _rescaled(base) else ""
+        why = f"Its 16-bit model {rescaled or 'is not known: the folder of the base does not name it'}."
+        return f"{why} PEFT needs the decoded weights of the base:\n\n{exact}"
+    parts = [f"## With PEFT\n\n```python\n{_plain(shown)}\n```"]
+    if base.quantized:
+        parts[0] += (
+            f"\n\nThis loads the 16-bit `{plain}`, from which the base was quantized. What was trained is the adapter "
+            "on the rounded weights, and the two differ slightly:"
+        )
+        parts.append(exact)
+    return "\n\n".join(parts)
+
+
+def _rescaled(base: TrainedOn) -> bool:
+    return (Path(base.base) / REPORT).is_file() and read_json(Path(base.base) / REPORT).get("method") in RESCALING
+
+
+def _plain(shown: str) -> str:
+    return f"""\
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+model = AutoPeftModelForCausalLM.from_pretrained({shown!r})
+tokenizer = AutoTokenizer.from_pretrained({shown!r})
+{_ASK}"""
+
+
+def _exact(shown: str, base: TrainedOn) -> str:
+    return f"""\
+from peft import PeftModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, CompressedTensorsConfig
+
+base = AutoModelForCausalLM.from_pretrained(
+    {base.base!r}, dtype="bfloat16", quantization_config=CompressedTensorsConfig(dequantize=True)
+)
+model = PeftModel.from_pretrained(base, {shown!r})
+tokenizer = AutoTokenizer.from_pretrained({shown!r})
+{_ASK}"""
+
+
+_ASK = """
+messages = [{"role": "user", "content": "What is 3 times 4?"}]
+prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+completion = model.generate(**prompt, max_new_tokens=32)[0, prompt["input_ids"].shape[1] :]
+print(tokenizer.decode(completion, skip_special_tokens=True))"""
