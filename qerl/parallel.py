@@ -18,6 +18,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import time
 from collections.abc import Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -33,6 +34,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 TIME_LIMIT_S = 1800.0  # of one call: the slowest rank's rollout and grading must fit
+CARDS_LIMIT_S = 45.0  # of a sum on the cards, which all ranks have reached; NCCL's first one connects them
 NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # What torchrun sets beside them. With TORCHELASTIC_USE_AGENT_STORE left in place vLLM's own group of one process would
 # join the launcher's store as a client and hang.
@@ -58,6 +60,10 @@ class Parallel:
         """Whether this is the process that writes files."""
         return self.rank == 0
 
+    def span(self, count: int) -> slice:
+        """This rank's part of `count` things in their order; the parts of two ranks differ by at most one."""
+        return slice(count * self.rank // self.size, count * (self.rank + 1) // self.size)
+
     def barrier(self) -> None:
         """Wait until all ranks are here."""
         if self.group is not None:
@@ -82,6 +88,14 @@ class Parallel:
             self.group.sum_(tensor)
         return tensor
 
+    def leave(self) -> None:
+        """Make no further call: there is no time to wait for the other ranks, which may be anywhere."""
+        if self.group is not None:
+            self.group.leave()
+
+
+ALONE = Parallel()  # a run of one process
+
 
 @contextmanager
 def open_parallel(
@@ -96,7 +110,7 @@ def open_parallel(
     launched = {name: environ.pop(name) for name in (*NEEDED, *OTHERS) if name in environ}
     elastic = {name: environ.pop(name) for name in list(environ) if name.startswith(ELASTIC)}
     if int(launched.get("WORLD_SIZE", 1)) == 1:
-        yield Parallel()
+        yield ALONE
         return
     if missing := [name for name in NEEDED if name not in launched]:
         raise ConfigError(
@@ -107,7 +121,7 @@ def open_parallel(
     group = _connect(launched, elastic, timedelta(seconds=time_limit_s))
     try:
         yield Parallel(rank, size, local_rank, group)
-        group.exchange("end", None)
+        group.end()
     except BaseException as error:  # Ctrl-C as well
         group.tell(error)
         raise
@@ -159,11 +173,20 @@ class Group:
         """Make `error` the answer to what the other ranks call next, unless one of them has failed before."""
         if self._over:
             return
-        logger.error("rank %d failed and tells the other ranks: %s", self._rank, _described(error))
+        logger.info("rank %d failed and tells the other ranks: %s", self._rank, _described(error))
         try:
             self._all_gather((FAILED, _described(error)))
         except ParallelError as gone:
             logger.warning("%s", gone)
+        self._over = True
+
+    def end(self) -> None:
+        """Wait for the other ranks at the end, unless this one has left them."""
+        if not self._over:
+            self.exchange("end", None)
+
+    def leave(self) -> None:
+        """See `Parallel.leave`."""
         self._over = True
 
     def close(self) -> None:
@@ -175,9 +198,19 @@ class Group:
     def sum_(self, tensor: torch.Tensor) -> None:
         """See `Parallel.sum_`."""
         kind = f"sum of {tensor.dtype} {tuple(tensor.shape)}"
+        if not tensor.is_cuda:
+            self.exchange(kind, None)
+            with self._failing():
+                self._gloo.allreduce([tensor]).wait()
+            return
+        import torch
+
+        torch.cuda.current_stream(tensor.device).synchronize()  # so that the sum is all that the card has to do
         self.exchange(kind, None)
         with self._failing():
-            (self._on_cards() if tensor.is_cuda else self._gloo).allreduce([tensor]).wait()
+            work = self._on_cards().allreduce([tensor])
+            self._wait_for(work)
+            work.wait()
 
     def _all_gather(self, value: object) -> list[Any]:
         """Values of any size: their lengths first, then their bytes, padded to the longest."""
@@ -205,6 +238,14 @@ class Group:
             options._timeout = self._time_limit
             self._nccl = ProcessGroupNCCL(PrefixStore("nccl", self._store), self._rank, self._size, options)
         return self._nccl
+
+    def _wait_for(self, work: Any) -> None:
+        """Wait for a sum on the cards. A rank that dies within it would leave the others' cards waiting for ever."""
+        limit = time.monotonic() + CARDS_LIMIT_S
+        while not work.is_completed():
+            if time.monotonic() > limit:
+                raise RuntimeError(f"a sum on the cards did not end in {CARDS_LIMIT_S:.0f} s")
+            time.sleep(0.0005)
 
     @contextmanager
     def _failing(self) -> Iterator[None]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.engine.interface import SamplingParams
+from qerl.parallel import ALONE, Parallel
 from qerl.tasks import task_of
 from training.policy.packed_policy import PackedPolicy
 from training.policy.policy import Policy, check_reference
@@ -35,6 +36,7 @@ class Given:
     tokenizer: PreTrainedTokenizerBase
     prompts: Sequence[Prompt]
     rewards: Rewards
+    parallel: Parallel = ALONE
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class Parts:
     plan: MicroBatchPlan
     log: RunLog
     times: PhaseTimes
+    parallel: Parallel = ALONE
 
     @property
     def run_dir(self) -> Path:
@@ -81,6 +84,7 @@ def make_parts(
         plan=plan,
         log=log,
         times=PhaseTimes(packed.device),
+        parallel=given.parallel,
     )
 
 

@@ -14,7 +14,8 @@ import json
 import logging
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,8 @@ from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.errors import CheckpointError
 from qerl.files.disk import replace_text
-from qerl.plan.micro_batch_plan import MicroBatchPlan
+from qerl.parallel import ALONE, Parallel
+from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
 from qerl.plan.plan import trainer_bytes, wishes_of
 from qerl.report.sampling import sampling_text
 from qerl.tasks import task_of
@@ -43,11 +45,12 @@ from training.parts import Given, make_parts
 from training.policy.build import build_policy
 from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
 from training.preflight.checks import check_engine, check_memory, check_room, free_bytes, read_prompts, sizes_at
+from training.ranks import check_dealt, check_same
 from training.rewards.rewards import build_rewards, fixed_columns
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
 from training.run_dir.folder import make_aside, new_run_dir, only_writer, written
 from training.run_dir.inputs import Inputs, check_same_inputs, inputs_of, note_inputs, versions
-from training.run_dir.log import RunLog, read_metrics
+from training.run_dir.log import NoLog, RunLog, read_metrics
 from training.run_dir.resume import (
     base_to_resume,
     check_same_base,
@@ -74,11 +77,20 @@ class TrainResult:
     stopped_by: int | None = None  # the number of the signal that asked it to stop, if one did
 
 
-def start(config: RunConfig, name: str) -> TrainResult:
+@dataclass(frozen=True)
+class Place:
+    """The folder of a run, its recipe's name, and which of its processes this is."""
+
+    run_dir: Path
+    name: str
+    parallel: Parallel
+
+
+def start(config: RunConfig, name: str, parallel: Parallel = ALONE) -> TrainResult:
     """Begin a new run of the recipe called `name`. Raises ConfigError if its directory is already in use."""
-    run_dir = new_run_dir(config.run.out, name)
+    run_dir = parallel.broadcast(new_run_dir(config.run.out, name) if parallel.first else None)
     base = resolve_model(config.model.base, config.model.format)
-    return _train(config, base, run_dir, name, checkpoint=None)
+    return _train(config, base, Place(run_dir, name, parallel), checkpoint=None)
 
 
 def resume(
@@ -87,50 +99,59 @@ def resume(
     steps: int | None = None,
     accept_changes: bool = False,
     model: str | None = None,
+    parallel: Parallel = ALONE,
 ) -> TrainResult:
     """Continue a run from its newest good checkpoint (from the beginning, if it has none), or from that of `step`; to
     `steps` in all, if that is given; on its base at `model`, if that has moved. Raises ConfigError if rows, rewards or
     packages are others than when it began, unless that is accepted."""
     config, _ = config_to_resume(run_dir, step, steps, model)
-    if step is not None:
+    if step is not None and parallel.first:
         rewind_(run_dir, step)
-    checkpoint = newest_checkpoint(run_dir)
+    checkpoint = parallel.broadcast(newest_checkpoint(run_dir) if parallel.first else None)
+    check_same(parallel, {f"view of {checkpoint}": checkpoint is None or checkpoint.is_dir()})
     done = checkpoint_step(checkpoint) if checkpoint else 0
     if done >= config.run.steps:
         logger.info("%s has already finished its %d steps; --steps N with N above %d prolongs it", run_dir, done, done)
-        return _finish(run_dir, done, config.run.steps)
+        return _finished(run_dir, done, config.run.steps, parallel)
     logger.info("resuming %s after step %d", run_dir, done)
     base = base_to_resume(run_dir, config)
-    return _train(config, base, run_dir, run_dir.name, checkpoint, accept_changes)
+    return _train(config, base, Place(run_dir, run_dir.name, parallel), checkpoint, accept_changes)
 
 
 def _train(
-    config: RunConfig, base: ModelRef, run_dir: Path, name: str, checkpoint: Path | None, accept_changes: bool = False
+    config: RunConfig, base: ModelRef, place: Place, checkpoint: Path | None, accept_changes: bool = False
 ) -> TrainResult:
     """Check, open, plan, train, finish. What can be refused is refused before anything heavy is loaded or written."""
+    run_dir, parallel = place.run_dir, place.parallel
     found = written(run_dir)
-    given = _check(config, base, run_dir)
+    given = _check(config, base, place)
     inputs = inputs_of(given.prompts, task_of(config.data), config.rewards)
-    check_same_inputs(run_dir, inputs, accept_changes)
+    if parallel.size > 1:
+        check_same(parallel, {"recipe": config.model_dump(), **inputs, "version of a package": versions()})
+    if parallel.first:
+        check_same_inputs(run_dir, inputs, accept_changes)
     engine = open_rollout_engine(config, base)
     logger.info("%s; engine %s (%s)", describe(base), engine.name, engine.kernel)
     policy = build_policy(engine, base, config.adapter, config.run.seed)
     args = trl_config(config, run_dir, given.rewards.weights)  # what it refuses is refused before anything is written
-    plan = recorded_plan(run_dir, config.run.micro_batch_tokens) or plan_run(
-        policy, engine, wishes_of(config), config.adapter.rank, config.loss.entropy_coef > 0, config.memory.cap_gib
-    )
+    if not parallel.first:
+        args.report_to = []
+    plan = recorded_plan(run_dir, config.run.micro_batch_tokens) if parallel.first else None
+    if (plan := parallel.broadcast(plan)) is None:
+        entropy, cap = config.loss.entropy_coef > 0, config.memory.cap_gib
+        own = plan_run(policy, engine, wishes_of(config), config.adapter.rank, entropy, cap)
+        plan = smallest_plan(parallel.gather(own))
     engine.sleep()  # a resumed run loads its optimizer before its first rollout
     start_step = checkpoint_step(checkpoint) if checkpoint else 0
     with (
-        only_writer(run_dir, found),
-        terminal_may_go(run_dir),
-        RunLog(run_dir, config.run.steps) as log,
-        stop_on_signals(config.run, config.loss.num_iterations, run_dir) as stop,
+        _log(place, config, found) as log,
+        stop_on_signals(config.run, config.loss.num_iterations, run_dir, parallel) as stop,
     ):
-        _open_run_dir(run_dir, config, name, base, plan, inputs)
-        note_inputs(run_dir, inputs, start_step)
-        prolong_(run_dir, config, start_step)
-        note_base_(run_dir, config, base.base)
+        if parallel.first:
+            _open_run_dir(place, config, base, plan, inputs)
+            note_inputs(run_dir, inputs, start_step)
+            prolong_(run_dir, config, start_step)
+            note_base_(run_dir, config, base.base)
         log.start_at(start_step)
         parts = make_parts(config, given, engine, policy, plan, log)
         trainer = QerlTrainer(parts, args, [stop], start_step)
@@ -140,21 +161,22 @@ def _train(
             warn_of_retries()
             parts.sampler.clear_noise()
             engine.close()
-        return replace(_finish(run_dir, steps, config.run.steps), stopped_by=stop.asked)
+        return replace(_finished(run_dir, steps, config.run.steps, parallel), stopped_by=stop.asked)
 
 
-def _check(config: RunConfig, base: ModelRef, run_dir: Path) -> Given:
+def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     """Read the data, find the rewards, and raise QerlError for whatever this base, card or run directory refuses."""
     engine_name = check_engine(config)
     check_installed(config)
     tokenizer, prompts = read_prompts(config, base)
-    check_same_base(run_dir, base.base)
-    check_room(run_dir, trainer_bytes(config, sizes_at(base)))
+    check_dealt(config.rollout.prompts_per_step, place.parallel)
+    check_same_base(place.run_dir, base.base)
+    check_room(place.run_dir, trainer_bytes(config, sizes_at(base)))
     if engine_name == "vllm":
         check_memory(config, base, free_bytes())
     fixed = fixed_columns(task_of(config.data), config.rollout.max_new_tokens)
     examples = [prompt.example for prompt in prompts]
-    return Given(tokenizer, prompts, build_rewards(config.rewards, fixed, examples, run_dir))
+    return Given(tokenizer, prompts, build_rewards(config.rewards, fixed, examples, place.run_dir), place.parallel)
 
 
 def open_rollout_engine(config: RunConfig, base: ModelRef) -> Engine:
@@ -163,20 +185,37 @@ def open_rollout_engine(config: RunConfig, base: ModelRef) -> Engine:
     return open_engine(base.base, base.format, options)
 
 
-def _open_run_dir(
-    run_dir: Path, config: RunConfig, name: str, base: ModelRef, plan: MicroBatchPlan, inputs: Inputs
-) -> None:
+@contextmanager
+def _log(place: Place, config: RunConfig, found: list[str]) -> Iterator[RunLog]:
+    """The run's log, of which only the first rank writes; it holds the lock of the run directory."""
+    run_dir, steps = place.run_dir, config.run.steps
+    if not place.parallel.first:
+        yield NoLog(run_dir, steps)
+        return
+    with only_writer(run_dir, found), terminal_may_go(run_dir), RunLog(run_dir, steps) as log:
+        yield log
+
+
+def _open_run_dir(place: Place, config: RunConfig, base: ModelRef, plan: MicroBatchPlan, inputs: Inputs) -> None:
     """Create the directory, or what a kill kept from being made; config.yaml comes first: with it a run can resume."""
+    run_dir = place.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     if not (run_dir / "config.yaml").exists():
         save_config(config, run_dir / "config.yaml")
     (run_dir / "metrics.jsonl").touch()
     if not (run_dir / "run.json").exists():
-        about = {"recipe": name, "base": base.base, "command": sys.argv, "versions": versions()}
+        about = {"recipe": place.name, "base": base.base, "command": sys.argv, "versions": versions()}
         about |= {"inputs": dict(inputs), "on_adapter": base.adapter is not None}
         about |= {"weights": weights_digest(local_folder(base.base)), "micro_batches": as_record(plan)}
         replace_text(run_dir / "run.json", json.dumps(about, indent=1))
     logger.info("writing to %s", run_dir)
+
+
+def _finished(run_dir: Path, steps: int, of: int, parallel: Parallel) -> TrainResult:
+    """`_finish` by the rank that writes; the others only say where the run stands."""
+    if parallel.first:
+        return _finish(run_dir, steps, of)
+    return TrainResult(run_dir, run_dir / "adapter" if steps >= of else None, steps)
 
 
 def _finish(run_dir: Path, steps: int, of: int) -> TrainResult:

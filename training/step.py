@@ -8,6 +8,8 @@
 calls the first where TRL asks for a step's inputs and the second where it asks for their loss. A rollout may serve
 several optimizer steps (`loss.num_iterations`), so `backward` may run several times on one batch.
 
+Of several ranks (training/ranks.py) each samples its share of the prompts and trains on its share of the micro-batches.
+
 Axis suffixes: P prompts, G completions per prompt, B = P * G rows, L prompt tokens, T completion tokens, F reward
 functions.
 """
@@ -17,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -26,6 +28,7 @@ from training.loss.batch import Batch, LossInputs, padded_batch
 from training.loss.correction import Mismatch, importance_weights
 from training.loss.micro_batches import Metrics, MicroBatch, merge_metrics, row_metrics, split
 from training.policy.train_memory import make_gradients_, training_memory
+from training.ranks import dealt, largest, merged_grades, merged_rollouts, sum_gradients_
 from training.rewards.grading import Graded, reward_metrics
 from training.rollout.dynamic_sampling import extra_order, fill_batch
 from training.rollout.metrics import length_metrics, logged_means, logged_means_by_groups, sampled_metrics
@@ -33,6 +36,7 @@ from training.rollout.sampler import Moment, Rollout, rollout_metrics
 from training.rollout.seeds import derive_seed
 
 if TYPE_CHECKING:
+    from qerl.config.schema import CorrectionConfig
     from training.parts import Parts
     from training.policy.packing import PackedRow
     from training.rollout.groups import GradedGroup, Prompt
@@ -65,6 +69,25 @@ class StepResult:
     mismatch: Mismatch
 
 
+class Queued(NamedTuple):
+    """What the GPU was asked to compute of one micro-batch; `index` is its place in the step."""
+
+    index: int
+    loss: torch.Tensor
+    metrics: Metrics
+    old: torch.Tensor  # logprobs before the first update
+
+
+@dataclass(frozen=True)
+class Done:
+    """What came out, in numbers that the ranks can send each other."""
+
+    index: int
+    loss: float
+    metrics: Metrics
+    mismatch: Mismatch
+
+
 def collect(parts: Parts, prompts: Sequence[Prompt], moment: Moment) -> Collected:
     """Sample, grade and score the prompts of one rollout with the policy as it is now."""
     config, started = parts.config, time.perf_counter()
@@ -77,6 +100,8 @@ def collect(parts: Parts, prompts: Sequence[Prompt], moment: Moment) -> Collecte
     batch = padded_batch(groups, advantages_P_G, parts.tokenizer.pad_token_id, config.loss.mask_truncated)
     batch = score(parts, batch)
     batch = batch.rows(torch.randperm(len(batch)))
+    if parts.parallel.rank:  # the dropout of each rank is its own
+        torch.manual_seed(derive_seed(config.run.seed, moment.step, f"training/{parts.parallel.rank}"))
     metrics |= {
         **length_metrics(groups),
         **reward_metrics(groups, parts.rewards.names),
@@ -90,12 +115,18 @@ def collect(parts: Parts, prompts: Sequence[Prompt], moment: Moment) -> Collecte
 def sample_and_grade(
     parts: Parts, prompts: Sequence[Prompt], moment: Moment
 ) -> tuple[list[GradedGroup], dict[str, float]]:
-    """The groups to train on and the metrics of their rollouts; with dynamic sampling there may be several rollouts."""
+    """The groups to train on and the metrics of their rollouts; with dynamic sampling there may be several rollouts.
+
+    Each rank samples and grades its share of the prompts, and all get all groups.
+    """
     dynamic, rollouts, graded = parts.config.rollout.dynamic_sampling, [], []
 
     def draw(rows: Sequence[int]) -> list[GradedGroup]:
-        rollouts.append(sample(parts, [parts.prompts[row] for row in rows], moment, attempt=len(rollouts)))
-        graded.append(grade(parts, rollouts[-1], moment))
+        prompts, own = [parts.prompts[row] for row in rows], parts.parallel.span(len(rows))
+        rollout = sample(parts, prompts[own], moment, attempt=len(rollouts), first=own.start)
+        of_ranks = parts.parallel.gather((rollout, grade(parts, rollout, moment)))
+        rollouts.append(merged_rollouts([sampled for sampled, _ in of_ranks]))
+        graded.append(merged_grades([grades for _, grades in of_ranks]))
         return list(graded[-1].groups)
 
     rows = [prompt.row for prompt in prompts]
@@ -108,10 +139,13 @@ def sample_and_grade(
     return chosen.kept, {**rollout_metrics(rollouts), **chosen.metrics(), **of_all}
 
 
-def sample(parts: Parts, prompts: Sequence[Prompt], moment: Moment, attempt: int) -> Rollout:
-    """One rollout: a group of completions for each prompt, by the engine with the step's noise in its norms."""
+def sample(parts: Parts, prompts: Sequence[Prompt], moment: Moment, attempt: int, first: int) -> Rollout:
+    """One rollout: a group of completions for each prompt, by the engine with the step's noise in its norms.
+
+    `first` is the place of the first prompt in the rollout of all ranks.
+    """
     parts.log.phase("rollout")
-    return parts.sampler.sample(prompts, moment, attempt)
+    return parts.sampler.sample(prompts, moment, attempt, first)
 
 
 def grade(parts: Parts, rollout: Rollout, moment: Moment) -> Graded:
@@ -127,24 +161,31 @@ def score(parts: Parts, batch: Batch) -> Batch:
     old = reference = None
     with parts.times.phase("forward"):
         if loss.num_iterations > 1:  # with one update per rollout they equal the current ones
-            old = parts.packed.score(*tokens)
+            old = _score(parts, tokens)
         if loss.kl_coef:
             with parts.policy.reference():
-                reference = parts.packed.score(*tokens)
+                reference = _score(parts, tokens)
     return replace(batch, old_logprobs_B_T=old, reference_logprobs_B_T=reference)
 
 
+def _score(parts: Parts, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """Logprobs (B, T) of all rows, of which each rank computes its share."""
+    own = parts.parallel.span(len(tokens[0]))
+    scored = parts.packed.score(*(tensor[own] for tensor in tokens))
+    return torch.cat([part.to(scored.device) for part in parts.parallel.gather(scored.cpu())])
+
+
 def backward(parts: Parts, batch: Batch, loss: Loss, differentiate: Callable[[torch.Tensor], None]) -> StepResult:
-    """Add the gradient of a whole step to the policy's parameters, one micro-batch after another."""
+    """Add the gradient of a whole step to the policy's parameters: each rank's micro-batches, then one sum."""
     parts.log.phase("training")
-    config = parts.config.loss
+    config, parallel, found = parts.config.loss, parts.parallel, []
     advantage_only = config.kl_coef == 0 and config.entropy_coef == 0
-    micro_batches = split(batch, parts.plan.micro_batch_tokens, config.type, advantage_only)
+    micro_batches = split(batch, parts.plan.micro_batch_tokens, config.type, advantage_only, parallel.size)
     step_tokens = batch.loss_mask_B_T.sum()
-    total, found, mismatch = torch.zeros((), device=parts.packed.device), [], Mismatch()
     with parts.packed.training(), training_memory(parts.plan) as memory:
         make_gradients_(parts.policy.parameters())
-        for micro_batch in micro_batches:
+        for index in dealt([micro_batch.cost for micro_batch in micro_batches], parallel.size)[parallel.rank]:
+            micro_batch = micro_batches[index]
             row = micro_batch.packed(parts.packed.device)  # on the CPU, while the GPU is busy with the one before
             with parts.times.phase("forward"):
                 inputs = loss_inputs(parts, micro_batch, row, step_tokens)
@@ -152,15 +193,39 @@ def backward(parts: Parts, batch: Batch, loss: Loss, differentiate: Callable[[to
                 value = value * micro_batch.loss_share
             with parts.times.phase("backward"):  # layers that recompute their activations do it here
                 differentiate(value)
-            total += value.detach()
-            found.append((micro_batch, metrics, old_logprobs(inputs)))
-    for micro_batch, _, old in found:  # only now: counting waits for the GPU
-        rows = micro_batch.rows
-        mismatch.add(old, rows.sampling_logprobs_B_T, rows.loss_mask_B_T, config.correction)
-    merged = merge_metrics([part[:2] for part in found], row_metrics(config.type, config.level))
-    trained = sum(len(micro_batch.rows) for micro_batch in micro_batches) / len(batch)
+            found.append(Queued(index, value.detach(), metrics, old_logprobs(inputs)))
+    if parallel.size > 1:
+        with parts.times.phase("reduce"):
+            sum_gradients_(parts.policy.parameters(), parallel)
     planned = {"memory/train_planned_gib": parts.packed.planned / 2**30} if parts.packed.planned else {}
-    return StepResult(total, {**merged, **memory.metrics, **planned, "completions/trained_share": trained}, mismatch)
+    # Counting waits for the GPU, so it comes only now.
+    done = [_done(micro_batches[each.index], config.correction, each) for each in found]
+    return _result(parts, batch, micro_batches, parallel.gather((done, {**memory.metrics, **planned})))
+
+
+def _done(micro_batch: MicroBatch, config: CorrectionConfig, queued: Queued) -> Done:
+    rows, mismatch = micro_batch.rows, Mismatch()
+    mismatch.add(queued.old, rows.sampling_logprobs_B_T, rows.loss_mask_B_T, config)
+    return Done(queued.index, queued.loss.item(), queued.metrics, mismatch)
+
+
+def _result(
+    parts: Parts,
+    batch: Batch,
+    micro_batches: Sequence[MicroBatch],
+    of_ranks: Sequence[tuple[list[Done], dict[str, float]]],
+) -> StepResult:
+    """The same on every rank: what was measured is counted in the order of the micro-batches."""
+    config, total, mismatch = parts.config.loss, torch.zeros((), device=parts.packed.device), Mismatch()
+    in_order = sorted((each for done, _ in of_ranks for each in done), key=lambda each: each.index)
+    for each in in_order:
+        total += each.loss
+        mismatch.merge(each.mismatch)
+    of_losses = [(micro_batches[each.index], each.metrics) for each in in_order]
+    metrics = merge_metrics(of_losses, row_metrics(config.type, config.level))
+    trained = sum(len(micro_batch.rows) for micro_batch in micro_batches) / len(batch)
+    memory = largest([measured for _, measured in of_ranks])
+    return StepResult(total, {**metrics, **memory, "completions/trained_share": trained}, mismatch)
 
 
 def loss_inputs(parts: Parts, micro_batch: MicroBatch, row: PackedRow, step_tokens: torch.Tensor) -> LossInputs:

@@ -26,6 +26,7 @@ from trl import GRPOTrainer
 
 from training.loss.correction import MismatchGate
 from training.loss.finite import check_gradient, check_loss
+from training.ranks import check_replicas
 from training.rollout.prompts import StepPrompts
 from training.rollout.sampler import Moment
 from training.run_dir.checkpoint import write_checkpoint
@@ -178,10 +179,16 @@ class QerlTrainer(GRPOTrainer):
             self.parts.log.write_completions(step, spread(rows, config.completions_count))
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any = None) -> None:
+        check_replicas(self.parts.policy.parameters(), self.parts.parallel)
+        self.save_now()
+
+    def save_now(self) -> None:
+        """Write a checkpoint of the policy and the optimizer as they are; it may be called outside of the loop."""
         self.parts.log.phase("saving")
         self.parts.sampler.clear_noise()
-        keep = self.parts.config.run.keep_checkpoints
-        write_checkpoint(self.parts.run_dir, self.state.global_step, keep, self._write_state)
+        if self.parts.parallel.first:
+            keep = self.parts.config.run.keep_checkpoints
+            write_checkpoint(self.parts.run_dir, self.state.global_step, keep, self._write_state)
 
     def _write_state(self, folder: Path) -> None:
         """Write all that a resumed run reads."""
@@ -189,10 +196,6 @@ class QerlTrainer(GRPOTrainer):
         self._save_optimizer_and_scheduler(str(folder))
         self._save_rng_state(str(folder))
         self.state.save_to_json(str(folder / "trainer_state.json"))
-
-    def save_now(self) -> None:
-        """Write a checkpoint of the policy and the optimizer as they are, outside of the training loop."""
-        self._save_checkpoint(self.model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -22,6 +23,7 @@ from qerl.threads import choose_threads
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
+    from qerl.parallel import Parallel
     from training.run import TrainResult
 
 logger = logging.getLogger(__name__)
@@ -114,16 +116,19 @@ def train(options: TrainOptions) -> None:
     name = recipe_label(options.recipe)
     new_run_dir(config.run.out, name)
     check_config(config)
-    _take_one_card()
-    choose_threads(config.model.base)
-    _check_base(config, options.recipe, options.quantize_first)
-    if options.dry:
-        _dry_run(config)
-    with interrupts_counted():
-        logger.info("loading torch, transformers and trl")
-        from training.run import start
+    with _one_card_each() as parallel:
+        choose_threads(config.model.base)
+        if parallel.first:
+            _check_base(config, options.recipe, options.quantize_first)
+        parallel.barrier()  # rank 0 may have to quantize
+        if options.dry:
+            _dry_run(config)
+        with interrupts_counted():
+            logger.info("loading torch, transformers and trl")
+            from training.run import start
 
-    _exit_if_stopped(start(config, name))
+        result = start(config, name, parallel)
+    _exit_if_stopped(result)
 
 
 def with_resume_value(arguments: list[str]) -> list[str]:
@@ -172,26 +177,30 @@ def _resume(options: TrainOptions, resume: str) -> None:
 
     run_dir, step = find_run(resume, options.recipe, options.out)
     check_resumed(run_dir, step, options.steps, options.model)
-    _take_one_card()
-    choose_threads(options.model or str(run_dir))
-    with interrupts_counted():
-        logger.info("loading torch, transformers and trl")
-        from training.run import resume as resume_run
+    with _one_card_each() as parallel:
+        choose_threads(options.model or str(run_dir))
+        with interrupts_counted():
+            logger.info("loading torch, transformers and trl")
+            from training.run import resume as resume_run
 
-    _exit_if_stopped(resume_run(run_dir, step, options.steps, options.accept_changes, options.model))
+        result = resume_run(run_dir, step, options.steps, options.accept_changes, options.model, parallel)
+    _exit_if_stopped(result)
 
 
-def _take_one_card() -> None:
-    """Before torch and the libraries on it are imported, which would find other cards and other processes."""
+@contextmanager
+def _one_card_each() -> Iterator[Parallel]:
+    """Before the libraries on torch are imported, which would find other cards and other processes.
+
+    Of several processes each takes the card of its local rank, and only the first one logs what is no warning.
+    """
     from qerl.devices import choose_card
     from qerl.parallel import open_parallel
 
     with open_parallel() as parallel:
-        if parallel.size > 1:
-            raise ConfigError(
-                f"qerl trains on one GPU and was started as {parallel.size} processes: leave torchrun out"
-            )
-    choose_card()
+        choose_card(parallel.local_rank if parallel.size > 1 else None)
+        if not parallel.first:
+            logging.getLogger().setLevel(logging.WARNING)
+        yield parallel
 
 
 def _exit_if_stopped(result: TrainResult) -> None:

@@ -10,7 +10,8 @@ compares the combinations that fit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -146,9 +147,17 @@ def plan_micro_batches(footprint: Footprint, wishes: Wishes, available: int | No
     return replace(plan, micro_batch_tokens=min(near))
 
 
-def even_budget(budget: int, count: Callable[[int], int]) -> int:
-    """The least budget with as many micro-batches as `budget` has; `count` tells how many there are with a budget."""
-    low, high, most = 1, budget, count(budget)
+def smallest_plan(plans: Sequence[MicroBatchPlan]) -> MicroBatchPlan:
+    """Of the plans for several cards the one for the card with the least memory, which is good for all of them."""
+    return min(plans, key=lambda plan: math.inf if plan.usable is None else plan.usable)
+
+
+def even_budget(budget: int, count: Callable[[int], int], ranks: int = 1) -> int:
+    """The least budget with as many micro-batches as `budget` has, rounded up to as many for each of the ranks.
+
+    `count` tells how many there are with a budget.
+    """
+    low, high, most = 1, budget, -(-count(budget) // ranks) * ranks
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if count(middle) <= most else (middle + 1, high)

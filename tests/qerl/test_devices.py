@@ -158,22 +158,3 @@ def test_a_command_chooses_before_it_asks_cuda(reports, tmp_path, command):
     assert result.stdout.splitlines()[-1:] == ["CUDA was asked with 1"], result.stderr
     if "doctor" not in command:
         assert "using card 1 (NVIDIA H200, 140 of 140 GiB free) of 3" in result.stderr
-
-
-def test_training_by_torchrun_is_refused(tmp_path):
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "qerl.cli",
-    ]
-    command = [*launcher, "train", "--recipe", "tiny", "--set", "model.format=bf16", "--out", "run"]
-    environ = os.environ | {"PYTHONPATH": os.getcwd()}
-    result = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=240)
-    assert result.returncode != 0
-    assert "error: qerl trains on one GPU and was started as 2 processes: leave torchrun out" in result.stderr
-    assert not (tmp_path / "run").exists()

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -85,6 +85,13 @@ class Mismatch:
             self.outside += _outside(old_logprobs, sampling_logprobs, mask, config)
         self.weights += weights.sum().item()
         self.squared_weights += weights.square().sum().item()
+
+    def merge(self, other: Mismatch) -> None:
+        """Count what `other` has counted."""
+        largest = [self.max_difference, other.max_difference]
+        for field in fields(self):
+            setattr(self, field.name, getattr(self, field.name) + getattr(other, field.name))
+        self.max_difference = torch.tensor(largest, dtype=torch.float64).max().item()
 
     @property
     def mean_kl(self) -> float:

@@ -44,25 +44,31 @@ class MicroBatch:
     mask: torch.Tensor
     loss_mask: torch.Tensor  # (rows, T)
 
+    @property
+    def cost(self) -> int:
+        """About the tokens that it computes."""
+        return int(self.mask.sum())
+
     def packed(self, device: torch.device) -> PackedRow:
         """Its rows laid end to end, on `device`; packing on the CPU overlaps with the GPU's work."""
         return pack(self.ids, self.mask, self.rows.width, device, self.loss_mask)
 
 
-def split(batch: Batch, budget: int, loss_type: str, advantage_only: bool) -> list[MicroBatch]:
+def split(batch: Batch, budget: int, loss_type: str, advantage_only: bool, ranks: int = 1) -> list[MicroBatch]:
     """Cut a step into micro-batches of at most `budget` tokens, a prompt counted once for its rows.
 
     Rows without a loss are left out, since their gradient is exactly 0: those masked entirely and, where the loss has
     no term but the advantage's (`advantage_only`), those with advantage 0. If that leaves none, one micro-batch with
-    advantage 0 stays, so that the step has its entropy and mismatch.
+    advantage 0 stays, so that the step has its entropy and mismatch. If there are rows enough, `ranks` divides the
+    number of micro-batches.
     """
     ids, mask = (tensor.cpu() for tensor in batch.tokens())
     loss_mask = batch.loss_mask_B_T.cpu()
     step_tokens = max(1, int(loss_mask.sum()))
     completion_tokens = batch.completion_mask_B_T.sum(1) * batch.loss_mask_B_T.any(1)
-    groups = _groups(batch, completion_tokens, budget)
+    groups = _groups(batch, completion_tokens, budget, ranks)
     if advantage_only:
-        groups = _groups(batch, completion_tokens * (batch.advantages_B != 0), budget) or groups[:1]
+        groups = _groups(batch, completion_tokens * (batch.advantages_B != 0), budget, ranks) or groups[:1]
     micro_batches = []
     for group in groups:
         index = torch.tensor(group)
@@ -97,6 +103,6 @@ def merge_metrics(parts: Iterable[tuple[MicroBatch, Metrics]], by_row: tuple[str
     return {name: sums[name] / weights[name] for name in sums}
 
 
-def _groups(batch: Batch, completion_tokens: torch.Tensor, budget: int) -> list[list[int]]:
+def _groups(batch: Batch, completion_tokens: torch.Tensor, budget: int, ranks: int) -> list[list[int]]:
     lengths = row_lengths(batch.prompt_ids_B_L, batch.prompt_mask_B_L, completion_tokens.tolist())
-    return split_by_tokens(lengths, budget)
+    return split_by_tokens(lengths, budget, ranks)

@@ -75,17 +75,17 @@ def row_lengths(prompt_ids: torch.Tensor, prompt_mask: torch.Tensor, completion_
     return [Lengths(*row) for row in zip(prompts, prompt_mask.sum(1).tolist(), completion_tokens, strict=True)]
 
 
-def split_by_tokens(rows: Sequence[Lengths], budget: int) -> list[list[int]]:
+def split_by_tokens(rows: Sequence[Lengths], budget: int, ranks: int = 1) -> list[list[int]]:
     """Groups of row indices that pack into at most `budget` tokens; a longer row is a group of its own.
 
     Rows of one prompt stand together, in the order of the prompts' numbers, and a group is closed when the next row
-    does not fit: the groups follow from the lengths alone. There are no more groups than that takes, and the largest is
-    as small as that many allow: full groups and a rest would take longer, and more memory. Rows keep their order within
-    a group. The largest group is the first: torch's allocator fits a smaller one into what that leaves, and would keep
-    both otherwise.
+    does not fit: the groups follow from the lengths alone. There are no more groups than that takes, rounded up to as
+    many for each of the `ranks`, and the largest is as small as that many allow: full groups and a rest would take
+    longer, and more memory. Rows keep their order within a group. The largest group is the first: torch's allocator
+    fits a smaller one into what that leaves, and would keep both otherwise.
     """
     order = sorted((i for i in range(len(rows)) if rows[i].completion_tokens), key=lambda i: (rows[i].prompt, i))
-    groups = _filled(rows, order, even_budget(budget, lambda tokens: len(_filled(rows, order, tokens))))
+    groups = _filled(rows, order, even_budget(budget, lambda tokens: len(_filled(rows, order, tokens)), ranks))
     return [sorted(group) for _, group in sorted(groups, key=lambda entry: -entry[0])]
 
 

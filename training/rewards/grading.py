@@ -29,6 +29,8 @@ class Grader:
 
     def grade(self, groups: Sequence[Group], step: int) -> Graded:
         """Call each reward once, with all completions; at the same time if they wait for others. Raises RewardError."""
+        if not groups:
+            return Graded([])
         samples = [sample for group in groups for sample in group.samples]
         prompts = [group.prompt for group in groups for _ in group.samples]
         texts = self.decode([sample.token_ids for sample in samples])

@@ -78,8 +78,11 @@ class Sampler:
         deliver(self._policy.update(), self._engine)
         return time.perf_counter() - started
 
-    def sample(self, prompts: Sequence[Prompt], moment: Moment, attempt: int = 0) -> Rollout:
-        """A group for each prompt. `attempt` counts the rollouts of a step, each of which has seeds of its own."""
+    def sample(self, prompts: Sequence[Prompt], moment: Moment, attempt: int = 0, first: int = 0) -> Rollout:
+        """A group for each prompt. `attempt` counts the rollouts of a step, each of which has seeds of its own.
+
+        `first` is the place of the first prompt in the whole rollout, of which other ranks sample the rest.
+        """
         noise, size = self._noise.at(moment.step, moment.history), self._options.group_size
         each = [prompt for prompt in prompts for _ in range(size)]
         ahead = nullcontext() if self._ahead is None else self._ahead.rollout([one.example.answer for one in each])
@@ -89,7 +92,8 @@ class Sampler:
             started = time.perf_counter()
             touched = self._set_noise(noise)
             seed = derive_seed(self._options.seed, moment.step, f"rollout/{attempt}" if attempt else "rollout")
-            completions = self._engine.generate([one.ids for one in each], self._options.sampling, seed, finished)
+            ids, sampling = [one.ids for one in each], self._options.sampling
+            completions = self._engine.generate(ids, sampling, seed, finished, first * size)
             seconds = time.perf_counter() - started
             graded = None if self._ahead is None else self._ahead.graded
             self._after_rollout(noise)

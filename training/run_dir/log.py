@@ -195,6 +195,25 @@ class RunLog:
             self._console.print(line, highlight=False, soft_wrap=True)
 
 
+class NoLog(RunLog):
+    """The log of a rank that writes nothing."""
+
+    def __enter__(self) -> NoLog:
+        return self
+
+    def phase(self, name: str) -> None:
+        pass
+
+    def start_at(self, step: int) -> None:
+        pass
+
+    def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        pass
+
+    def write_completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        pass
+
+
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl. A damaged line, such as one truncated by a kill, is left out with a warning."""
     path = run_dir / "metrics.jsonl"

@@ -1,9 +1,10 @@
 """Stop a run early without losing what it has done, and save by the clock between the checkpoints that steps bring.
 
 Ctrl-C, SIGTERM (a preempted job) and SIGHUP (a closed terminal) finish the updates of the present rollout, save, and
-stop. A second Ctrl-C stops at once. After SIGTERM or SIGHUP there is `run.stop_within_s` for that, since whoever sent
-it soon sends SIGKILL. If a step takes longer, it is abandoned: until its update the policy and the optimizer are those
-after the step before, which are saved instead. A signal that was ignored when the run began (nohup) stays ignored.
+stop, all ranks of the run after the same step. A second Ctrl-C stops at once. After SIGTERM or SIGHUP there is
+`run.stop_within_s` for that, since whoever sent it soon sends SIGKILL. If a step takes longer, it is abandoned: until
+its update the policy and the optimizer are those after the step before, which are saved instead. A signal that was
+ignored when the run began (nohup) stays ignored.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
+from qerl.parallel import ALONE, Parallel
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, damage_of, newest_checkpoint
 
 if TYPE_CHECKING:
@@ -40,9 +42,9 @@ class _OutOfTimeError(BaseException):
 class Stop(TrainerCallback):
     """Ends the training loop after a step if a signal asks for it, and saves every `run.save_every_minutes`."""
 
-    def __init__(self, run: LoopConfig, updates: int, run_dir: Path) -> None:
+    def __init__(self, run: LoopConfig, updates: int, run_dir: Path, parallel: Parallel = ALONE) -> None:
         """`updates` is the number of optimizer steps on one rollout."""
-        self._run, self._updates, self._run_dir = run, updates, run_dir
+        self._run, self._updates, self._run_dir, self._parallel = run, updates, run_dir, parallel
         self.asked: int | None = None  # the signal
         self.abandoned = False  # a step was left before its end
         self._deadline: float | None = None
@@ -70,9 +72,12 @@ class Stop(TrainerCallback):
         if state.global_step % self._updates:
             return  # a checkpoint between two updates on one rollout could not be resumed
         minutes = self._run.save_every_minutes
-        if minutes is not None and self._step_ended_at - self._saved_at >= 60 * minutes:
+        due = minutes is not None and self._step_ended_at - self._saved_at >= 60 * minutes
+        of_ranks = self._parallel.gather((due, self.asked))  # signals and clocks are each rank's own
+        if of_ranks[0][0]:
             control.should_save = True
-        if self.asked is not None:
+        if asked := next((asked for _, asked in of_ranks if asked is not None), None):
+            self.asked = self.asked or asked
             control.should_save = control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -125,6 +130,7 @@ class Stop(TrainerCallback):
         """Save the state before the abandoned step if it can be resumed from; returns the step of the checkpoint that
         the run continues from."""
         self.close()
+        self._parallel.leave()  # the other ranks may be anywhere
         self._interruptible, self.abandoned = False, True
         step = trainer.state.global_step
         if step and step % self._updates == 0:
@@ -141,9 +147,9 @@ class Stop(TrainerCallback):
 
 
 @contextmanager
-def stop_on_signals(run: LoopConfig, updates: int, run_dir: Path) -> Iterator[Stop]:
+def stop_on_signals(run: LoopConfig, updates: int, run_dir: Path, parallel: Parallel = ALONE) -> Iterator[Stop]:
     """While the block runs, SIGNALS stop the training loop. Outside the main thread the caller handles them."""
-    stop = Stop(run, updates, run_dir)
+    stop = Stop(run, updates, run_dir, parallel)
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return

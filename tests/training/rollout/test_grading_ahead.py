@@ -57,13 +57,13 @@ def compared(monkeypatch):
         seen.append((threading.current_thread().name, gold, answer))
         return in_worker(worker, gold, answer)
 
-    def slowly(engine, prompts, sampling, seed, finished):
+    def slowly(engine, prompts, sampling, seed, finished, *place):
         def wait(index, completion):
             grading = finished(index, completion)
             if index < len(prompts) - BATCH:
                 grading.result(120)
 
-        return generate(engine, prompts, sampling, seed, finished and wait)
+        return generate(engine, prompts, sampling, seed, finished and wait, *place)
 
     monkeypatch.setattr(math_pool.Worker, "compare", compare)
     monkeypatch.setattr(TransformersEngine, "generate", slowly)

@@ -1,0 +1,87 @@
+"""Runs of several ranks, each in a process of its own, which talk over gloo on this machine."""
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+from run_process import forked
+
+
+def ranks(size, target, *arguments):
+    """Started processes that run `target(environ, *arguments)` with the variables that a launcher gives each rank."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = str(found.getsockname()[1])
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(size)}
+    return [forked(target, common | {"RANK": str(rank), "LOCAL_RANK": str(rank)}, *arguments) for rank in range(size)]
+
+
+def train(environ, recipe, output=None, resumed=None):
+    """Train one rank, by the recipe or by its own of several; completions do not depend on which rank samples them.
+
+    What it says goes to files in `output`.
+    """
+    import torch
+
+    torch.set_num_threads(1)
+    if output is not None:
+        descriptor = os.open(Path(output) / f"rank-{environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(descriptor, 1)
+        os.dup2(descriptor, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    from qerl.config.recipe import load_config
+    from qerl.engine.transformers_engine import TransformersEngine
+    from qerl.errors import QerlError
+    from qerl.parallel import open_parallel
+    from training.run import resume, start
+
+    TransformersEngine.generate = drawn
+    recipe = recipe if isinstance(recipe, str) else recipe[int(environ["RANK"])]
+    try:
+        with open_parallel(environ, time_limit_s=60) as parallel:
+            if resumed is None:
+                start(load_config(recipe), "tiny", parallel)
+            else:
+                resume(Path(resumed), parallel=parallel)
+    except QerlError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(1)
+
+
+def drawn(engine, prompts, sampling, seed=None, finished=None, first_index=0):
+    """In place of `Engine.generate`: completions that follow from the seed and the place in the whole batch."""
+    import torch
+
+    from qerl.engine.interface import Completion
+    from qerl.engine.seeds import request_seed
+
+    tokens = []
+    for index in range(first_index, first_index + len(prompts)):
+        generator = torch.Generator().manual_seed(request_seed(seed, index))
+        length = int(torch.randint(2, sampling.max_new_tokens + 1, (1,), generator=generator))
+        tokens.append(torch.randint(1, 40, (length,), generator=generator).tolist())
+    logprobs = engine.score(prompts, tokens, sampling.temperature)
+    reasons = ["length" if len(ids) == sampling.max_new_tokens else "stop" for ids in tokens]
+    done = [Completion(*one) for one in zip(tokens, logprobs, reasons, strict=True)]
+    for index, completion in enumerate(done):
+        if finished is not None:
+            finished(index, completion)
+    return done
+
+
+def run(size, recipe, output=None, resumed=None):
+    """Train with so many ranks to the end; returns the exit codes."""
+    processes = ranks(size, train, str(recipe), output and str(output), resumed and str(resumed))
+    for process in processes:
+        process.join(180)
+    codes = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return codes
+
+
+def rows_of(run_dir):
+    """The lines of a run's metrics."""
+    return [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]

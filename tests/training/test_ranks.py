@@ -1,0 +1,146 @@
+"""Runs of two ranks over gloo: the numbers of one, the same again after a kill, and no wait without end."""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from ranks import ranks, rows_of, run, train
+from run_process import go, hold_in, wait_for
+from small_run import numbers, small_config
+
+from qerl.checkpoint.adapter import read_adapter
+from qerl.config.recipe import save_config
+from qerl.errors import ConfigError
+from qerl.parallel import Parallel
+from training.ranks import check_dealt, dealt, largest
+
+# The learning rate of the large recipes: the first steps of AdamW move a weight by about that, whatever its gradient
+# is, also where that is the rounding of 0.
+VARIED = ("rollout.prompts_per_step=3", "run.micro_batch_tokens=40", "optim.learning_rate=1e-5")
+CASES = {
+    "dapo": (),
+    "dynamic": ("rollout.dynamic_sampling.enabled=true", "loss.kl_coef=0.02", "loss.mask_truncated=true"),
+    "iterations": ("loss.num_iterations=2", "loss.type=bnpo", "loss.entropy_coef=0.01"),
+}
+
+
+def recipe(base, folder, *overrides, out="run", steps=4):
+    folder.mkdir(exist_ok=True)
+    config = small_config(base, folder, "noise.enabled=false", *VARIED, *overrides, steps=steps, out=out)
+    save_config(config, folder / f"{out}.yaml")
+    return folder / f"{out}.yaml"
+
+
+def close(one, other):
+    """Whether two metrics are equal within the rounding of sums in another order."""
+    return one == other or one == pytest.approx(other, rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize("overrides", CASES.values(), ids=CASES)
+def test_two_ranks_compute_what_one_does(nvfp4_base, tmp_path, overrides):
+    assert run(1, recipe(nvfp4_base, tmp_path, *overrides, out="one")) == [0]
+    assert run(2, recipe(nvfp4_base, tmp_path, *overrides, out="two")) == [0, 0]
+    one, two = (numbers(tmp_path / name) for name in ("one", "two"))
+    assert len(one) == len(two) == 4
+    for step, (row, other) in enumerate(zip(one, two, strict=True), 1):
+        assert set(row) == set(other)
+        apart = {name: (row[name], other[name]) for name in row if not close(row[name], other[name])}
+        assert not apart, f"step {step}"
+    assert all(row["time/reduce_s"] >= 0 for row in rows_of(tmp_path / "two"))
+    first, second = (read_adapter(tmp_path / name / "adapter")[0] for name in ("one", "two"))
+    for name, tensor in first.items():
+        assert torch.allclose(tensor, second[name], rtol=0, atol=1e-6), name
+
+
+def test_a_killed_rank_ends_the_other_and_the_run_goes_on_with_one_rank(nvfp4_base, tmp_path):
+    whole = recipe(nvfp4_base, tmp_path, out="whole", steps=6)
+    assert run(2, whole) == [0, 0]
+    killed = recipe(nvfp4_base, tmp_path / "killed", steps=6)
+    hold_in(tmp_path / "killed", step=3)
+    first, second = ranks(2, train, str(killed), str(tmp_path))
+    wait_for((tmp_path / "killed" / "held").exists, second)
+    second.kill()
+    started = time.monotonic()
+    go(tmp_path / "killed")
+    first.join(60)
+    assert first.exitcode == 1
+    assert time.monotonic() - started < 60
+    assert "error: another rank is gone" in (tmp_path / "rank-0.log").read_text()
+    run_dir = tmp_path / "killed" / "run"
+    assert len(rows_of(run_dir)) == 3
+    assert run(1, killed, resumed=run_dir) == [0]
+    for row, other in zip(numbers(tmp_path / "whole"), numbers(run_dir), strict=True):
+        assert all(close(row[name], other[name]) for name in row)
+
+
+def test_sigterm_to_one_rank_saves_once_and_stops_both(nvfp4_base, tmp_path):
+    started = recipe(nvfp4_base, tmp_path, "run.save_every=100", steps=6)
+    hold_in(tmp_path, step=2)
+    processes = ranks(2, train, str(started), str(tmp_path))
+    wait_for((tmp_path / "held").exists, processes[1])
+    processes[1].terminate()
+    time.sleep(0.3)
+    go(tmp_path)
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [0, 0]
+    assert len(rows_of(tmp_path / "run")) == 3
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
+    assert "SIGTERM: stopping after this step" in (tmp_path / "rank-1.log").read_text()
+
+
+def test_a_reward_that_raises_on_one_rank_is_the_message_of_both(nvfp4_base, tmp_path):
+    started = recipe(nvfp4_base, tmp_path)
+    reward = "def digits(completions, row, **columns):\n    assert 5 not in row, 'row 5'\n    return [0.5] * len(row)\n"
+    (tmp_path / "reward.py").write_text(reward)
+    assert run(2, started, tmp_path) == [1, 1]
+    said = [(tmp_path / f"rank-{rank}.log").read_text() for rank in range(2)]
+    assert said[1].startswith("error: reward digits raised AssertionError: row 5")
+    assert "error: rank 1 failed: reward digits raised AssertionError: row 5" in said[0]
+
+
+def test_ranks_with_different_recipes_are_refused(nvfp4_base, tmp_path):
+    one, other = recipe(nvfp4_base, tmp_path), recipe(nvfp4_base, tmp_path, "optim.learning_rate=1e-3", out="other")
+    processes = ranks(2, train, [str(one), str(other)], str(tmp_path))
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [1, 1]
+    assert "rank 1 has another recipe than rank 0" in (tmp_path / "rank-0.log").read_text()
+    assert not (tmp_path / "run").exists()
+
+
+def test_torchrun_starts_the_ranks_of_a_run(tmp_path):
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2 -m qerl.cli train --recipe tiny --out run"
+    small = {"model.format": "bf16", "rollout.prompts_per_step": 2, "rollout.group_size": 2, "run.steps": 1}
+    small |= {"rollout.max_new_tokens": 4, "data.limit": 8, "noise.enabled": "false"}
+    overrides = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
+    environ = os.environ | {"PYTHONPATH": os.getcwd()}
+    command = [sys.executable, *launcher.split(), *overrides]
+    result = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr.count("finished 1 steps") == 1
+    assert len(rows_of(tmp_path / "run")) == 1
+
+
+def test_costly_micro_batches_are_dealt_first():
+    assert dealt([5, 5, 4, 3, 1], 2) == [[0, 2], [1, 3, 4]]
+    assert dealt([7], 3) == [[0], [], []]
+    assert dealt([3, 2, 1], 1) == [[0, 1, 2]]
+
+
+def test_fewer_groups_than_ranks_are_refused():
+    with pytest.raises(ConfigError, match="prompts_per_step: 1 gives 2 processes less than a group each: write 2"):
+        check_dealt(1, Parallel(0, 2))
+
+
+def test_the_largest_of_each_metric_counts():
+    assert largest([{"a": 1.0, "b": 2.0}, {"a": 3.0}, {}]) == {"a": 3.0, "b": 2.0}
+
+
+def test_shares_cover_everything_once():
+    for size, count in [(2, 3), (3, 2), (4, 16), (1, 5)]:
+        shares = [list(range(count))[Parallel(rank, size).span(count)] for rank in range(size)]
+        assert [item for share in shares for item in share] == list(range(count))

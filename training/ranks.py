@@ -1,0 +1,126 @@
+"""What the ranks of a run share. Everything else each of them does as if it were alone.
+
+Every rank has an engine, a trainer and a replica of the policy on its own card, and control is replicated: all of them
+see the same groups, advantages, metrics and decisions. Three things are distributed:
+
+    rollout        whole groups are dealt to the ranks, graded where they were sampled, and gathered
+    micro-batches  planned for the whole batch, then dealt by cost
+    gradient       one sum over the ranks, before clipping
+
+The sum has the same bits on every rank, so the replicas stay equal without being sent. One process does the same with
+nothing to share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from qerl.errors import ConfigError, ParallelError
+from training.rewards.grading import Graded, Logged
+from training.rollout.sampler import Rollout
+
+if TYPE_CHECKING:
+    from qerl.parallel import Parallel
+
+BUCKET_BYTES = 2**28  # gradients that are summed at once
+
+
+def merged_rollouts(parts: Sequence[Rollout]) -> Rollout:
+    """One rollout from those of the ranks, which took as long as the slowest of them."""
+    first, ahead = parts[0], [part.graded_ahead for part in parts if part.graded_ahead is not None]
+    return Rollout(
+        groups=[group for part in parts for group in part.groups],
+        seconds=max(part.seconds for part in parts),
+        graded_ahead=sum(ahead) if ahead else None,
+        noise=first.noise,
+        memory=largest([part.memory for part in parts]),
+    )
+
+
+def merged_grades(parts: Sequence[Graded]) -> Graded:
+    """The graded groups of all ranks, and what the rewards logged on each, in the order of the ranks."""
+    logged: Logged = {}
+    for part in parts:
+        for name, values in part.logged.items():
+            logged.setdefault(name, []).extend(values)
+    return Graded([group for part in parts for group in part.groups], logged)
+
+
+def largest(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The largest value of each name."""
+    names = dict.fromkeys(name for part in parts for name in part)
+    return {name: max(part[name] for part in parts if name in part) for name in names}
+
+
+def dealt(costs: Sequence[int], ranks: int) -> list[list[int]]:
+    """For each rank the indices of what it takes, ascending: the costliest first, each to the rank with the least."""
+    taken: list[list[int]] = [[] for _ in range(ranks)]
+    loads = [0] * ranks
+    for index in sorted(range(len(costs)), key=lambda index: -costs[index]):
+        rank = loads.index(min(loads))
+        taken[rank].append(index)
+        loads[rank] += costs[index]
+    return [sorted(indices) for indices in taken]
+
+
+def sum_gradients_(parameters: Iterable[torch.nn.Parameter], parallel: Parallel) -> None:
+    """Replace each gradient by the sum over the ranks. Every parameter needs one, also where a rank had no work."""
+    if parallel.size == 1:
+        return
+    for bucket in _buckets([parameter.grad for parameter in parameters]):
+        if len(bucket) == 1:
+            parallel.sum_(bucket[0])
+            continue
+        flat = parallel.sum_(torch.cat([gradient.flatten() for gradient in bucket]))
+        for gradient, part in zip(bucket, flat.split([gradient.numel() for gradient in bucket]), strict=True):
+            gradient.copy_(part.view_as(gradient))
+
+
+def check_replicas(parameters: Iterable[torch.nn.Parameter], parallel: Parallel) -> None:
+    """Raise ParallelError unless the parameters have the same bits on all ranks."""
+    if parallel.size == 1:
+        return
+    kinds = {4: torch.int32, 2: torch.int16}
+    bits = [parameter.detach().view(kinds[parameter.element_size()]).sum(dtype=torch.int64) for parameter in parameters]
+    sums = parallel.gather(torch.stack(bits).tolist())
+    if others := [rank for rank, other in enumerate(sums) if other != sums[0]]:
+        raise ParallelError(
+            f"the weights of rank {others[0]} are not those of rank 0, although each step sums their gradients to the "
+            "same bits: check the cards (`nvidia-smi -q -d ECC`), and resume from the last checkpoint"
+        )
+
+
+def check_dealt(prompts_per_step: int, parallel: Parallel) -> None:
+    """Raise ConfigError if there are fewer groups in a step than ranks."""
+    if prompts_per_step < parallel.size:
+        raise ConfigError(
+            f"rollout.prompts_per_step: {prompts_per_step} gives {parallel.size} processes less than a group each: "
+            f"write {parallel.size} or more, or start fewer"
+        )
+
+
+def check_same(parallel: Parallel, facts: Mapping[str, object]) -> None:
+    """Raise ConfigError if a rank has something else than rank 0 under one of the names of `facts`."""
+    of_ranks = parallel.gather(dict(facts))
+    for rank, of_rank in enumerate(of_ranks):
+        if different := [name for name in facts if of_rank.get(name) != of_ranks[0][name]]:
+            raise ConfigError(
+                f"rank {rank} has another {different[0]} than rank 0: give all processes the same command, the same "
+                "files and the same packages"
+            )
+
+
+def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """The gradients in their order, as many of one dtype together as BUCKET_BYTES hold."""
+    bucket: list[torch.Tensor] = []
+    for gradient in gradients:
+        used = sum(each.nbytes for each in bucket)
+        if bucket and (used + gradient.nbytes > BUCKET_BYTES or gradient.dtype != bucket[0].dtype):
+            yield bucket
+            bucket = []
+        bucket.append(gradient)
+    if bucket:
+        yield bucket
