@@ -14,8 +14,9 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from qerl.checkpoint.sandbox import SandboxError, render_chat
 from qerl.data.rows import Row, generated_rows, hub_rows, is_local, local_rows
-from qerl.errors import DataError
+from qerl.errors import CheckpointError, DataError
 from qerl.tasks import TASKS
 from quantize.output_error import Rows
 
@@ -156,7 +157,13 @@ def _tokens(row: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
         return []
     messages = _messages(row)
     if messages and tokenizer.chat_template:
-        return tokenizer.apply_chat_template(messages, tokenize=True, return_dict=False)
+        try:
+            return render_chat(tokenizer, messages, add_generation_prompt=False)
+        except SandboxError as error:
+            raise CheckpointError(
+                f"the chat template of {tokenizer.name_or_path!r} refuses a row with the roles "
+                f"{[message['role'] for message in messages]}: {error}; leave such rows out"
+            ) from error
     text = "\n\n".join(message["content"] for message in messages) or _first_text(row, TEXT)
     ids = tokenizer(text)["input_ids"] if text else []
     end = tokenizer.eos_token_id

@@ -21,6 +21,7 @@ from qerl.checkpoint.hub import download_model
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.links import check_links
 from qerl.checkpoint.resolve import TINY, TINY_FOLDER
+from qerl.checkpoint.sandbox import try_tokenizer
 from qerl.checkpoint.shards import TensorInfo, read_json, read_tensors
 from qerl.errors import CheckpointError
 from qerl.formats.base import Format
@@ -73,6 +74,8 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
 
     folder = local_folder(path, trust_remote_code)
     try:
+        if (folder / "tokenizer.json").is_file():
+            try_tokenizer(folder / "tokenizer.json")
         tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=trust_remote_code)
     except StrictDataclassError as error:
         raise CheckpointError(

@@ -199,18 +199,17 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
             "model expects them: use the instruct version of the checkpoint, or put a chat_template.jinja beside its "
             "tokenizer_config.json"
         )
+    from qerl.checkpoint.sandbox import SandboxError, render_chat
+
     try:
-        ids = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=False
-        )
-    except Exception as error:  # templates raise various errors of jinja2
+        return render_chat(tokenizer, messages, add_generation_prompt=True)
+    except SandboxError as error:
         roles = [message["role"] for message in messages]
         raise CheckpointError(
             'the chat template of %r refuses messages with the roles %s: %s; if it has no system role, set %s to "" '
             "and put the instruction into %s",
             *(tokenizer.name_or_path, roles, error, SYSTEM_PROMPT, PROMPT_TEMPLATE),
         ) from error
-    return list(ids)
 
 
 def load_examples(
