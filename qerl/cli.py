@@ -9,7 +9,7 @@ import platform
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -31,6 +31,9 @@ try:
 except ImportError:  # names that other projects use too
     refuse_clashes()
     raise
+
+if TYPE_CHECKING:
+    from qerl.report.verdict import Judged
 
 STACK = ("torch", "transformers", "trl", "peft", "vllm", "compressed-tensors", "llmcompressor")
 
@@ -96,7 +99,7 @@ def report(
     """Show what a run did: a page (report.html), curves as PNG, evaluation before and after, completions."""
     from qerl.report.write import write_report
 
-    write_report(runs, before, after, out, _verdict(before, after) if before and after else None)
+    write_report(runs, before, after, out, _judged(before, after) if before and after else None)
 
 
 def doctor(
@@ -115,15 +118,17 @@ def doctor(
         sys.exit(1)
 
 
-def _verdict(before: Path, after: Path) -> str | None:
+def _judged(before: Path, after: Path) -> Judged | None:
     """What a difference between two evaluations means, or why that cannot be said; None if a folder holds none."""
     from eval.compare import compare
     from qerl.errors import CheckpointError
+    from qerl.report.verdict import Judged
 
     try:
-        return compare(before, after).sentence()
+        found = compare(before, after)
+        return Judged(found.paired.verdict, found.sentence())
     except ConfigError as error:
-        return f"No test of the difference: {error}."
+        return Judged(None, f"No test of the difference: {error}.")
     except CheckpointError:
         return None
 

@@ -1,14 +1,18 @@
-"""Draws a run's metrics over its steps: all panels in curves.png, and each panel alone for the page."""
+"""Draws a run's metrics over its steps, and its time by phase: all in curves.png, and each drawing alone for the page.
+
+No line is drawn twice, and none that is flat: a metric that does not change in three digits is a number in a table.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from qerl.report.read import Row, Run
 from qerl.report.stages import stages
+from qerl.report.summary import Table, phases, rounded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,19 +63,7 @@ PANELS = (
             ("without a signal, trained on", "dynamic_sampling/filled_groups"),
         ),
     ),
-    Panel(
-        "seconds per step",
-        (
-            ("rollout", "time/rollout_s"),
-            ("training", "time/train_s"),
-            ("grading", "time/reward_s"),
-            ("sync", "time/sync_s"),
-        ),
-    ),
-    Panel(
-        "seconds of training per step",
-        (("forward", "time/forward_s"), ("backward", "time/backward_s"), ("optimizer", "time/optimizer_s")),
-    ),
+    Panel("seconds per step", (("seconds per step", "time/step_s"),)),
     Panel(
         "GPU memory (GiB)",
         (
@@ -85,30 +77,79 @@ PANELS = (
 
 
 def panels(runs: Sequence[Run]) -> list[Panel]:
-    """The panels for which any run has data. If there are several rewards, one more panel shows each by its name."""
+    """The panels with the lines that change and that no panel before has; panels without a line are left out.
+
+    If there are several rewards, one panel shows each by its name.
+    """
+    found: list[Panel] = []
+    drawn: list[tuple[Any, int]] = []  # the points of a line, and the number of its panel
+    for panel in _candidates(runs):
+        lines, same = [], None
+        for label, key in panel.lines:
+            points = [_points(run.rows, key) for run in runs]
+            if all(map(_is_flat, points)):
+                continue
+            if (place := next((number for other, number in drawn if other == points), None)) is None:
+                drawn.append((points, len(found)))
+                lines.append((label, key))
+            elif same is None:
+                same = place
+        if lines:
+            found.append(replace(panel, lines=tuple(lines)))
+        elif same is not None:
+            found[same] = replace(found[same], title=f"{found[same].title} ({panel.title} is the same)")
+    return found
+
+
+def constant_table(runs: Sequence[Run]) -> Table | None:
+    """The metrics that were logged and did not change in any run, with their values; None if there are none. Those of
+    time and memory are left out: they have tables of their own."""
+    cells = []
+    for panel in _candidates(runs):
+        for label, key in panel.lines:
+            points = [_points(run.rows, key) for run in runs]
+            if not any(points) or not all(map(_is_flat, points)) or key.startswith(("time/", "memory/")):
+                continue
+            name = panel.title if len(panel.lines) == 1 else f"{panel.title}: {label}"
+            row = [name, *(rounded(each[-1][1]) if each else "" for each in points)]
+            cells += [row] if row not in cells else []
+    heading = ["constant", *(run.name for run in runs)] if len(runs) > 1 else ["constant", "value"]
+    return (heading, cells) if cells else None
+
+
+def _candidates(runs: Sequence[Run]) -> list[Panel]:
     names = sorted({key for run in runs for row in run.rows for key in row if key.startswith("rewards/")})
     found = list(PANELS)
     if len(names) > 1:
         found.insert(2, Panel("rewards by name", tuple((name.removeprefix("rewards/"), name) for name in names)))
-    return [panel for panel in found if any(_points(run.rows, key) for run in runs for _, key in panel.lines)]
+    return found
+
+
+def _is_flat(points: Sequence[tuple[int, float]]) -> bool:
+    return len({rounded(value) for _, value in points}) < 2
 
 
 def draw_curves(run: Run, path: Path) -> None:
-    """Draw every panel for which the run has data into one picture."""
+    """Draw every panel and the time by phase into one picture."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     found = panels([run])
-    columns = 4 if len(found) % 4 == 0 else 3
-    height = -(-len(found) // columns)
+    count = len(found) + bool(phases(run.rows))
+    columns = min(4 if count % 4 == 0 else 3, max(1, count))
+    height = max(1, -(-count // columns))
     figure = Figure(figsize=(4.3 * columns, 3.1 * height + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
     figure.suptitle(run.name, parse_math=False)
     axes = figure.subplots(height, columns, squeeze=False).flatten()
     for axis, panel in zip(axes, found, strict=False):
         draw_panel(axis, panel, [run])
-    for axis in axes[len(found) :]:
+    if len(found) < count:
+        draw_time(axes[len(found)], [run])
+    for axis in axes[count:]:
         axis.set_axis_off()
+    if not count:
+        axes[0].text(0.5, 0.5, "no metric changed", ha="center")
     figure.savefig(path, dpi=110)
 
 
@@ -140,6 +181,27 @@ def draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run]) -> None:
     if len(axis.get_legend_handles_labels()[1]) > (0 if len(runs) > 1 else 1):
         for text in axis.legend(fontsize=8).get_texts():
             text.set_parse_math(False)  # the name of a run may contain dollar signs
+
+
+def draw_time(axis: Axes, runs: Sequence[Run]) -> None:
+    """Draw where the time of each run went as one bar, stacked by phase; shares stand in the legend of a single run."""
+    import matplotlib.ticker
+
+    columns = [{phase.name: phase for phase in phases(run.rows)} for run in runs]
+    names = dict.fromkeys(name for column in columns for name in column)
+    starts = [0.0] * len(runs)
+    for index, name in enumerate(names):
+        widths = [column[name].share if name in column else 0.0 for column in columns]
+        label = f"{name} {widths[0]:.0%}" if len(runs) == 1 else name
+        axis.barh(range(len(runs)), widths, left=starts, color=f"C{index}", label=label, height=0.6)
+        starts = [start + width for start, width in zip(starts, widths, strict=True)]
+    axis.set_yticks(range(len(runs)), [run.name for run in runs] if len(runs) > 1 else [""], parse_math=False)
+    axis.set_ylim(len(runs) - 0.5, -0.5)
+    axis.set_xlim(0, 1)
+    axis.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
+    axis.set_title("time by phase", fontsize=10)
+    axis.tick_params(labelsize=8)
+    axis.legend(fontsize=8, ncols=3, loc="upper center", bbox_to_anchor=(0.5, -0.18), frameon=False)
 
 
 def _draw_noise(axis: Axes, runs: Sequence[Run]) -> None:

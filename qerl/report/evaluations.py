@@ -36,7 +36,7 @@ def evaluation_cells(evaluation: Evaluation) -> dict[str, str]:
     if result.get("questions") is not None:
         cells["questions"] = f"{result['questions']} x {result.get('samples', 1)}"
     if result.get("completion_tokens") is not None and result.get("completions"):
-        cells["tokens per completion"] = f"{result['completion_tokens'] / result['completions']:.0f}"
+        cells["tokens per completion"] = f"{result['completion_tokens'] / result['completions']:,.0f}"
     return {**cells, "model": str(result.get("model", ""))}  # last, because it is long
 
 
@@ -84,8 +84,8 @@ def _suite_cells(scores: dict[str, dict[str, float]]) -> dict[str, str]:
         for name, value in metrics.items():
             if not name.endswith("_stderr"):
                 error = metrics.get(f"{name}_stderr")
-                spread = "" if error is None else f" ± {error:.4f}"
-                cells[name if len(scores) == 1 else f"{task} {name}"] = f"{value:.4f}{spread}"
+                spread = "" if error is None else f" ± {error:.3f}"
+                cells[name if len(scores) == 1 else f"{task} {name}"] = f"{value:.3f}{spread}"
     return cells
 
 

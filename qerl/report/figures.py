@@ -8,9 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl.report.curves import Panel, draw_panel, panels
+from qerl.report.curves import Panel, draw_panel, draw_time, panels
 from qerl.report.evaluations import draw_evaluations
 from qerl.report.read import Evaluation, Run
+from qerl.report.summary import phases, rounded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,6 +25,8 @@ DRAWN = (
     ("#b3261e", "#ff8f87"),
     ("#7549b1", "#c2a2f5"),
     ("#8a6d00", "#e0c341"),
+    ("#0b7a75", "#5fd4cd"),
+    ("#6e7781", "#9aa4af"),
 )
 
 
@@ -39,6 +42,16 @@ class Picture:
 def curve_pictures(runs: Sequence[Run]) -> list[Picture]:
     """A picture of each panel that has something to draw."""
     return [_panel_picture(panel, runs) for panel in panels(runs)]
+
+
+def time_picture(runs: Sequence[Run]) -> Picture | None:
+    """A picture of where the time went, by phase; None if no run logged times."""
+    timed = [run for run in runs if phases(run.rows)]
+    if not timed:
+        return None
+    texts = [f"{run.name}: {phase.name} {phase.share:.0%}" for run in timed for phase in phases(run.rows)]
+    light = _draw(lambda axis: draw_time(axis, timed), 1.7 + 0.35 * (len(timed) - 1), 6.4)
+    return _picture(light, "time by phase: " + "; ".join(texts))
 
 
 def evaluation_picture(results: Sequence[Evaluation]) -> Picture | None:
@@ -72,17 +85,17 @@ def _ends(panel: Panel, runs: Sequence[Run]) -> list[str]:
             points = [(row["step"], row[key]) for row in run.rows if row.get(key) is not None]
             if points:
                 (first, start), (last, end) = points[0], points[-1]
-                found.append(f"{run.name} {label} {start:.3g} at step {first}, {end:.3g} at step {last}")
+                found.append(f"{run.name} {label} {rounded(start)} at step {first}, {rounded(end)} at step {last}")
     return found
 
 
-def _draw(draw: Callable[[Axes], None], height: float) -> str:
+def _draw(draw: Callable[[Axes], None], height: float, width: float = 4.6) -> str:
     """A drawing as SVG, in the colours for light screens."""
     import matplotlib
     from matplotlib.figure import Figure
 
     with matplotlib.rc_context(_style()):
-        figure = Figure(figsize=(4.6, height), layout="constrained")
+        figure = Figure(figsize=(width, height), layout="constrained")
         draw(figure.subplots())
         out = io.BytesIO()
         figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})

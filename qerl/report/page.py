@@ -13,21 +13,23 @@ from typing import Any
 
 from qerl.printable import printable
 from qerl.report.completions import extremes, shorten
+from qerl.report.curves import constant_table
 from qerl.report.evaluations import evaluation_table, mistakes, pairs
-from qerl.report.figures import curve_pictures, evaluation_picture
+from qerl.report.figures import curve_pictures, evaluation_picture, time_picture
 from qerl.report.read import Evaluation, Run
 from qerl.report.sampling import sampling_text
 from qerl.report.stages import held_note, stage_table, stages
 from qerl.report.summary import change_table, differences, fifth, memory_table, phase_table
+from qerl.report.verdict import Judged, verdict
 from qerl.report.warnings import latest_warnings
 
 
 def render_page(
-    runs: Sequence[Run], compared: tuple[Evaluation, Evaluation] | None = None, verdict: str | None = None
+    runs: Sequence[Run], compared: tuple[Evaluation, Evaluation] | None = None, judged: Judged | None = None
 ) -> str:
     """The page of one run, or of several side by side.
 
-    `compared` are the evaluations before and after training; `verdict` says whether their difference is significant.
+    `compared` are the evaluations before and after training; `judged` says whether their difference is significant.
     """
     import jinja2
 
@@ -41,15 +43,17 @@ def render_page(
     )
     return environment.get_template("page.html.j2").render(
         title=f"{'Runs' if len(runs) > 1 else 'Run'} {' and '.join(run.name for run in runs)}",
-        runs=[_run(run) for run in runs],
+        runs=[_run(run, compared if len(runs) == 1 else None, judged) for run in runs],
         changes=change_table(runs),
         fifths=sorted({fifth(run.rows) for run in runs}),
         pictures=curve_pictures(runs),
+        constants=constant_table(runs),
+        time=time_picture(runs),
         phases=phase_table(runs),
         memory=memory_table(runs),
         evaluations=_evaluations(_all_evaluations(runs, compared)),
         pairs=pairs(*compared) if compared else [],
-        verdict=verdict,
+        judged=judged.text if judged else None,
         differences=differences(runs) if len(runs) > 1 else [],
         shorten=shorten,
     )
@@ -70,10 +74,11 @@ def _all_evaluations(runs: Sequence[Run], compared: tuple[Evaluation, Evaluation
     return named + [evaluation for evaluation in found if evaluation.folder.resolve() not in first]
 
 
-def _run(run: Run) -> dict[str, Any]:
+def _run(run: Run, compared: tuple[Evaluation, Evaluation] | None, judged: Judged | None) -> dict[str, Any]:
     found = stages(run.rows)
     return {
         "name": run.name,
+        "verdict": verdict(run, compared, judged),
         "facts": _facts(run),
         "stages": stage_table(found) if any(stage.sigma_high for stage in found) else None,
         "held": held_note(run.rows),

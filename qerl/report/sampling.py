@@ -29,6 +29,6 @@ def sampling_text(rows: Sequence[Mapping[str, Any]]) -> str | None:
     return (
         f"{trained - totals['filled_groups']:.0f} of the {trained:.0f} groups trained on had a "
         f"signal; {totals['sampled_groups']:.0f} were sampled and {totals['discarded_groups']:.0f} discarded "
-        f"({totals['discarded_tokens']:.0f} tokens), in {totals['extra_rollouts']:.0f} extra rollouts of "
+        f"({totals['discarded_tokens']:,.0f} tokens), in {totals['extra_rollouts']:.0f} extra rollouts of "
         f"{totals['extra_s']:.0f} s, {totals['share_of_time']:.0%} of the run's time"
     )

@@ -93,6 +93,14 @@ def memory(rows: Sequence[Row]) -> list[tuple[str, float, float]]:
     return found
 
 
+def rounded(value: float) -> str:
+    """A number with three digits that count, without an exponent from 0.001 to a million."""
+    size = abs(float(f"{value:.3g}"))  # 0.99999 is shown as 1.00
+    if size >= 1e6 or 0 < size < 0.001:
+        return f"{value:.1e}"
+    return f"{value:,.{0 if size >= 100 or not size else 1 if size >= 10 else 2 if size >= 1 else 3}f}"
+
+
 def change_table(runs: Sequence[Run]) -> Table:
     """The changes of each run, side by side."""
     columns = [{change.label: change for change in changes(run.rows)} for run in runs]
@@ -100,7 +108,7 @@ def change_table(runs: Sequence[Run]) -> Table:
     cells = []
     for label in [label for label, _ in CHANGES if any(label in column for column in columns)]:
         ends = [column[label][1:] if label in column else (None, None) for column in columns]
-        cells.append([label, *("" if value is None else f"{value:.4g}" for pair in ends for value in pair)])
+        cells.append([label, *("" if value is None else rounded(value) for pair in ends for value in pair)])
     return ["mean", *heading], cells
 
 
@@ -142,7 +150,7 @@ def _of(run: Run, runs: Sequence[Run]) -> str:
 
 
 def _phase_cells(phase: Phase) -> tuple[str, str, str]:
-    return f"{phase.mean_s:.2f}", f"{phase.total_s:.0f} s", f"{phase.share:.0%}"
+    return rounded(phase.mean_s), f"{phase.total_s:,.0f} s", f"{phase.share:.0%}"
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:

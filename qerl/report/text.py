@@ -9,17 +9,19 @@ from qerl.report.evaluations import Pair, pairs
 from qerl.report.read import Evaluation, Row, Run
 from qerl.report.sampling import sampling_text
 from qerl.report.stages import held_note, stage_table, stages
-from qerl.report.summary import changes, fifth
+from qerl.report.summary import changes, fifth, rounded
+from qerl.report.verdict import Judged, verdict
 from qerl.report.warnings import latest_warnings
 
 
-def render_text(run: Run, compared: tuple[Evaluation, Evaluation] | None = None, verdict: str | None = None) -> str:
-    """The report in Markdown; `compared` and `verdict` are those of `page.render_page`."""
-    sections = [f"# {run.name}", *_warnings(run), _training(run.rows), *_stages(run.rows)]
+def render_text(run: Run, compared: tuple[Evaluation, Evaluation] | None = None, judged: Judged | None = None) -> str:
+    """The report in Markdown; `compared` and `judged` are those of `page.render_page`."""
+    first = f"**{verdict(run, compared, judged)}**"
+    sections = [f"# {run.name}", first, *_warnings(run), _training(run.rows), *_stages(run.rows)]
     if compared:
         sections += [
             _comparison(*compared),
-            *([verdict] if verdict else []),
+            *([judged.text] if judged else []),
             *(_pair(pair) for pair in pairs(*compared)),
         ]
     return printable("\n\n".join(sections)) + "\n"
@@ -32,7 +34,7 @@ def _warnings(run: Run) -> list[str]:
 
 def _training(rows: Sequence[Row]) -> str:
     lines = ["| training | first steps | last steps |", "|---|---|---|"]
-    lines += [f"| {change.label} | {change.first:.4g} | {change.last:.4g} |" for change in changes(rows)]
+    lines += [f"| {change.label} | {rounded(change.first)} | {rounded(change.last)} |" for change in changes(rows)]
     note = f"{len(rows)} steps; each column is the mean of {fifth(rows)}. Curves: curves.png"
     sampling = sampling_text(rows)
     return "\n".join(lines) + f"\n\n{note}" + (f"\n\nDynamic sampling: {sampling}." if sampling else "")

@@ -16,6 +16,7 @@ from qerl.report.page import render_page
 from qerl.report.read import read_evaluation, read_runs
 from qerl.report.shapes import ComparedResult
 from qerl.report.text import render_text
+from qerl.report.verdict import Judged
 
 logger = logging.getLogger(__name__)
 
@@ -25,11 +26,11 @@ def write_report(
     before: Path | None = None,
     after: Path | None = None,
     out: Path | None = None,
-    verdict: str | None = None,
+    judged: Judged | None = None,
 ) -> Path:
     """Write the page, and for a single run also curves.png and report.md; print the report and return the page's path.
 
-    `verdict` says in words whether `before` and `after` differ significantly. The page is written to `out`, by default
+    `judged` says whether `before` and `after` differ significantly. The page is written to `out`, by default
     report.html in the run's folder, or comparison.html in that of the first of several runs. Raises DataError for a run
     without metrics, ConfigError for options that do not go together.
     """
@@ -42,9 +43,9 @@ def write_report(
     compared = (read(before), read(after)) if before and after else None
     page = out or runs[0].folder / ("report.html" if len(runs) == 1 else "comparison.html")
     page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(render_page(runs, compared, verdict), encoding="utf-8")
+    page.write_text(render_page(runs, compared, judged), encoding="utf-8")
     for run in runs:
-        text = render_text(run, compared, verdict)
+        text = render_text(run, compared, judged)
         SafeConsole().print(Markdown(text))
         if len(runs) == 1:
             (run.folder / "report.md").write_text(text, encoding="utf-8")

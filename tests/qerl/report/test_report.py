@@ -5,7 +5,7 @@ from matplotlib.figure import Figure
 from report_factory import DYNAMIC, ROWS, write_run
 
 from qerl.errors import ConfigError, DataError
-from qerl.report.curves import PANELS, draw_panel, panels
+from qerl.report.curves import PANELS, constant_table, draw_panel, draw_time, panels
 from qerl.report.read import read_run
 from qerl.report.stages import held_note, sigma_text, stage_table, stages
 from qerl.report.write import write_report
@@ -93,11 +93,48 @@ def test_the_cost_of_dynamic_sampling_is_reported(tmp_path):
 
 
 def test_several_rewards_are_drawn_by_name(tmp_path):
-    rows = [{"step": 1, "reward": 1.5, "rewards/accuracy": 1.0, "rewards/format": 0.5}]
+    rows = [{"step": i, "reward": 1.5 * i, "rewards/accuracy": 1.0 * i, "rewards/format": 0.5 * i} for i in (1, 2)]
     several = {panel.title: panel.lines for panel in panels([read_run(write_run(tmp_path, rows))])}
-    assert several["rewards by name"] == (("accuracy", "rewards/accuracy"), ("format", "rewards/format"))
-    one = panels([read_run(write_run(tmp_path, [{"step": 1, "reward": 1.0, "rewards/accuracy": 1.0}]))])
-    assert [panel.title for panel in one] == ["reward", "accuracy"]
+    assert several["rewards by name"] == (("format", "rewards/format"),)  # accuracy has its panel
+
+
+def test_no_curve_is_drawn_twice_and_none_that_is_flat(tmp_path):
+    rows = [
+        {
+            "step": i,
+            "reward": 0.1 * i,
+            "rewards/accuracy": 0.1 * i,
+            "sampled/reward": 0.1 * i,
+            "correction/ess": 1 - 1e-9 * i,
+        }
+        | {"completions/mean_tokens": 5.0 + i, "completions/max_tokens": 8.0, "memory/train_gib": 3.0}
+        for i in range(1, 4)
+    ]
+    run = read_run(write_run(tmp_path, rows))
+    found = {panel.title: [label for label, _ in panel.lines] for panel in panels([run])}
+    assert found == {"reward (accuracy is the same)": ["trained on"], "tokens per completion": ["mean"]}
+    heading, cells = constant_table([run])
+    assert heading == ["constant", "value"]
+    assert cells == [
+        ["importance weights (shares of tokens): effective sample size", "1.00"],
+        ["tokens per completion: longest", "8.00"],
+    ]
+    page = write_report([run.folder]).read_text()
+    assert page.count("<figure>") == 2
+    assert '<th scope="row">tokens per completion: longest</th><td>8.00</td>' in page
+
+
+def test_time_is_one_bar_stacked_by_phase(tmp_path):
+    rows = [{"step": i, "time/step_s": 10.0, "time/rollout_s": 6.0, "time/reward_s": 1.0} for i in (1, 2)]
+    figure = Figure()
+    draw_time(figure.subplots(), [read_run(write_run(tmp_path, rows))])
+    (axis,) = figure.axes
+    assert [(bar.get_x(), bar.get_width()) for bar in axis.patches] == [
+        (0, 0.6),
+        (pytest.approx(0.6), pytest.approx(0.1)),
+        (pytest.approx(0.7), pytest.approx(0.3)),
+    ]
+    assert axis.get_legend_handles_labels()[1] == ["rollout 60%", "grading 10%", "the rest 30%"]
 
 
 def test_a_line_truncated_by_a_kill_is_left_out(tmp_path):

@@ -15,6 +15,7 @@ from qerl.report.figures import DRAWN, LINES, TEXT
 from qerl.report.page import render_page
 from qerl.report.read import read_evaluation, read_run, read_runs
 from qerl.report.summary import changes, differences, memory, phases
+from qerl.report.verdict import Judged
 from qerl.report.write import write_report
 
 HOSTILE = "</pre></details><script>alert(1)</script><img src=x onerror=alert(2)>{{ 7 * 7 }}<a href='//evil.example'>"
@@ -113,12 +114,12 @@ def test_evaluations_of_the_run_and_others(tmp_path):
     run = full_run(tmp_path / "run")
     evaluated(run / "eval" / "last", True)
     compared = (read_evaluation(evaluated(tmp_path / "base", False, "no")), read_evaluation(run / "eval" / "last"))
-    html = render_page([read_run(run)], compared, "cannot tell")
+    html = render_page([read_run(run)], compared, Judged("cannot tell", "After training: cannot tell."))
     page = Page(html)
     names = re.findall(r'<th scope="row">(base|last)<', html)
     assert names == ["base", "last"]  # the one before training comes first
     assert "cannot tell" in page.text
-    assert page.text.count("5.0% to 95.0%") == 2  # each once, although one is both given and found
+    assert page.text.count("5.0% to 95.0%") == 2 + 2  # in the verdict and in the table, where one is given and found
     assert "100.0%" in page.text
     assert "Before (wrong)" in page.text
     assert "After (right)" in page.text
@@ -135,7 +136,7 @@ def test_a_result_of_another_suite_is_shown_as_far_as_possible(tmp_path):
     (run / "eval" / "other" / "lighteval.json").write_text(json.dumps(result))
     page = Page(render_page([read_run(run)]))
     assert "ifeval|0" in page.text
-    assert "0.2500 ± 0.1250" in page.text
+    assert "0.250 ± 0.125" in page.text
     assert "Graded wrong" not in page.text
 
 
