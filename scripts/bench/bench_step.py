@@ -4,11 +4,11 @@
     python3 scripts/bench/bench_step.py --model checkpoints/random-7b-NVFP4A16 --out benchmarks/step-7b-qerl.json
 
 The default is workload A: rank 32, 16 prompts x 8 completions, 128 prompt tokens, exactly 512 new ones (or mixed
-lengths up to --new-tokens, if the checkpoint was made with --mean-tokens). The weights are random, and the reward of a
-completion is computed from its text as if at random, so that groups have advantages. Seconds are those of
-metrics.jsonl. Peak memory is what the driver reports for the whole card, read every 10 ms. After the run, the same
-process measures the card's matrix rate, and adds to each step the share of it that training reached, counting only the
-needed flops (scripts/bench/limits.py).
+lengths up to --new-tokens, if the checkpoint was made with --mean-tokens). Started by torchrun, it trains on several
+cards. The weights are random, and the reward of a completion is computed from its text as if at random, so that groups
+have advantages. Seconds are those of metrics.jsonl. Peak memory is what the driver reports for the whole card, read
+every 10 ms. After the run, the same process measures the card's matrix rate, and adds to each step the share of it that
+training reached, counting only the needed flops (scripts/bench/limits.py).
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
+    from qerl.parallel import Parallel
 
 GIB = 2**30
 STAGES = 3  # the fewest noise stages that the recipe allows; a run of fewer steps has no noise
@@ -50,6 +51,18 @@ def main() -> None:
     import logging
 
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    from qerl.devices import choose_card
+    from qerl.parallel import open_parallel
+
+    with open_parallel() as parallel:
+        choose_card(parallel.local_rank if parallel.size > 1 else None)
+        report = measure(arguments, parallel)
+    if parallel.first:
+        print(json.dumps(report, indent=1))
+
+
+def measure(arguments: argparse.Namespace, parallel: Parallel) -> dict[str, Any]:
+    """Train, and write the report; of several ranks, which torchrun starts, the first one writes."""
     from qerl.config.recipe import load_recipe
     from scripts.bench.provenance import machine
     from training.policy import packing, train_memory
@@ -58,24 +71,30 @@ def main() -> None:
     if arguments.fixed_segments:
         train_memory.growing_segments = contextlib.nullcontext
     packing.SHARE_PROMPTS = not arguments.no_shared_prompts
-    with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak:
-        config = load_recipe("dapo_7b", overrides(arguments, Path(folder)))
+    with tempfile.TemporaryDirectory() as own, PeakMemory() as peak:
+        folder = Path(parallel.broadcast(own))
+        config = load_recipe("dapo_7b", overrides(arguments, folder) if parallel.first else [])
+        config = parallel.broadcast(config)
         started = time.monotonic()
-        result = start(config, "bench")
+        result = start(config, "bench", parallel)
         lines = (result.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         seconds = time.monotonic() - started
+        peaks = parallel.gather(round(peak.gib, 2))
     report = {
         "command": " ".join(sys.argv),
         **machine(),
         "run_s": round(seconds, 1),
-        "peak_driver_gib": round(peak.gib, 2),
+        "peak_driver_gib": max(peaks),
+        "cards": parallel.size,
         "steps": [json.loads(line) for line in lines],
     }
+    if not parallel.first:
+        return report
     write(report, arguments.out)  # already here, because the next measurement may fail after a long run
     # The flops are counted for prompts of one length.
     add_shares(report, config, None if arguments.varied_prompts else matrix_rate())
     write(report, arguments.out)
-    print(json.dumps(report, indent=1))
+    return report
 
 
 def write(report: dict[str, Any], path: Path | None) -> None:

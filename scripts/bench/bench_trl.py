@@ -5,7 +5,8 @@
 
 Everything that the workload does not determine is TRL's default, except vLLM's sleep mode (without it, two copies of a
 7B model and a cache stay on the card), gradient checkpointing, and LoRA on the seven projections. `--tuned` turns
-checkpointing off and Liger's kernels on, and `--full` trains all weights. `--model` is a 16-bit checkpoint from
+checkpointing off and Liger's kernels on, and `--full` trains all weights.
+torchrun spreads the batch over several cards. `--model` is a 16-bit checkpoint from
 scripts/models/make_random_checkpoint.py. Prompts and lengths are those of bench_step.py. All rewards are 0, which does
 not change the work that TRL does.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import tempfile
 import time
@@ -58,6 +60,8 @@ def main() -> None:
         "peak_torch_gib": torch_peak_gib(),
         "steps": steps,
     }
+    if int(os.environ.get("RANK", 0)):
+        return
     text = json.dumps(report, indent=1)
     if arguments.out:
         arguments.out.write_text(text + "\n", encoding="utf-8")
@@ -71,13 +75,13 @@ def build(arguments: argparse.Namespace, folder: str):
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    on_gpu = torch.cuda.is_available()
+    on_gpu, world = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", 1))
     vllm = {} if arguments.no_vllm else {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True}
     args = GRPOConfig(
         output_dir=folder,
         max_steps=arguments.steps,
         per_device_train_batch_size=arguments.micro_batch,
-        gradient_accumulation_steps=arguments.prompts * arguments.group // arguments.micro_batch,
+        gradient_accumulation_steps=arguments.prompts * arguments.group // arguments.micro_batch // world,
         num_generations=arguments.group,
         max_completion_length=arguments.new_tokens,
         model_init_kwargs={"dtype": "bfloat16"},

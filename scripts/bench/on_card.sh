@@ -32,6 +32,8 @@
 #     marlin32 560 s  the same at 32B with three: ours with an adapter and without, and vLLM's with Marlin
 #     mixed    330 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
 #     varied   200 s  prompts and completions of varied length: memory and seconds with segments that grow, and without
+#     ranks    550 s  workload A on one card and on two of one machine, also with twice the batch and with mixed lengths;
+#                     TRL's step on two
 #     shapes   320 s  3B, 8B and 14B: one step each under a cap
 #     large    480 s  workloads B and C: a step of 32B, and one of 70B, under 80 GiB
 #     peaks    200 s  memory while training, resuming and evaluating under 24 GiB
@@ -248,6 +250,25 @@ batch_varied() {
     checkpoint qwen2.5-7b 7b-mixed --mean-tokens 300
     script step-7b-varied 200 bench_step 7b-mixed "${work[@]}"
     script step-7b-varied-fixed 200 bench_step 7b-mixed "${work[@]}" --fixed-segments
+}
+
+ranks() { # NAME LIMIT_S CARDS SCRIPT MODEL ARGUMENTS...
+    run "$1" "$2" "$python" -m torch.distributed.run --standalone --nproc-per-node "$3" scripts/*/"$4.py" \
+        --model "$checkpoints/$5" --out "$out/$1.json" "${@:6}"
+}
+
+batch_ranks() {
+    checkpoint qwen2.5-7b 7b &
+    checkpoint qwen2.5-7b 7b-16 --format bf16 &
+    checkpoint qwen2.5-7b 7b-mixed --mean-tokens 300 &
+    wait
+    tests nccl 60 tests/qerl/test_parallel_gpu.py
+    script step-7b-cards1 150 bench_step 7b --steps 4
+    ranks step-7b-cards2 150 2 bench_step 7b --steps 4
+    ranks step-7b-cards2-weak 120 2 bench_step 7b --steps 4 --prompts 32
+    ranks step-7b-trl-cards2 200 2 bench_trl 7b-16 --steps 3 --tuned
+    script step-7b-mixed-cards1 120 bench_step 7b-mixed --steps 4 --new-tokens 1024
+    ranks step-7b-mixed-cards2 120 2 bench_step 7b-mixed --steps 4 --new-tokens 1024
 }
 
 batch_shapes() {
