@@ -4,6 +4,7 @@ runs/<name>/
     config.yaml         the resolved recipe            run.json      versions, recipe, base, command
     metrics.jsonl       one line per step              completions/  samples of what was written
     checkpoints/        to resume from                 adapter/      the result, a standard PEFT folder
+    base/, model/       instead of adapter/ if whole weights are trained: the packed base, and the result
     warnings.jsonl      what was wrong, in words; only if something was
     terminal.log        what was shown after the terminal had gone; only if it had
 """
@@ -26,23 +27,27 @@ from qerl.checkpoint.adapter import ADAPTER_FILES
 from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.named_base import beside, model_of_adapter
 from qerl.checkpoint.peft_folder import TrainedOn, complete_
-from qerl.checkpoint.resolve import ModelRef, describe, resolve_model
+from qerl.checkpoint.resolve import ModelRef, describe
 from qerl.checkpoint.sealed import adapter_damage, seal
+from qerl.checkpoint.start import starting_model
 from qerl.checkpoint.weights_digest import weights_digest
 from qerl.config.recipe import load_config, save_config
 from qerl.config.schema import ModelConfig, RunConfig
 from qerl.engine.interface import Engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
-from qerl.errors import CheckpointError
+from qerl.errors import CheckpointError, ConfigError
 from qerl.files.disk import replace_text
 from qerl.parallel import ALONE, Parallel
 from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
 from qerl.plan.plan import trainer_bytes, wishes_of
+from qerl.plan.trained import adapter_rank
 from qerl.report.sampling import sampling_text
 from qerl.tasks import task_of
 from training.parts import Given, make_parts
-from training.policy.build import build_policy
+from training.policy.build import build_policy, build_weights_policy
+from training.policy.policy import Policy
+from training.policy.start_base import start_base
 from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
 from training.preflight.checks import check_engine, check_memory, check_room, free_bytes, read_prompts, sizes_at
 from training.ranks import check_dealt, check_same
@@ -51,6 +56,7 @@ from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, newest
 from training.run_dir.folder import make_aside, new_run_dir, only_writer, written
 from training.run_dir.inputs import Inputs, check_same_inputs, inputs_of, note_inputs, versions
 from training.run_dir.log import NoLog, RunLog, read_metrics
+from training.run_dir.model import settle_model, trains_weights
 from training.run_dir.resume import (
     base_to_resume,
     check_same_base,
@@ -72,7 +78,7 @@ class TrainResult:
     """Where a run stands when `train` returns."""
 
     run_dir: Path
-    adapter: Path | None  # None if it was stopped before its last step
+    adapter: Path | None  # the folder of the adapter, or of the model; None if it was stopped before its last step
     steps: int
     stopped_by: int | None = None  # the number of the signal that asked it to stop, if one did
 
@@ -89,7 +95,7 @@ class Place:
 def start(config: RunConfig, name: str, parallel: Parallel = ALONE) -> TrainResult:
     """Begin a new run of the recipe called `name`. Raises ConfigError if its directory is already in use."""
     run_dir = parallel.broadcast(new_run_dir(config.run.out, name) if parallel.first else None)
-    base = resolve_model(config.model.base, config.model.format)
+    base = starting_model(config)
     return _train(config, base, Place(run_dir, name, parallel), checkpoint=None)
 
 
@@ -130,16 +136,17 @@ def _train(
         check_same(parallel, {"recipe": config.model_dump(), **inputs, "version of a package": versions()})
     if parallel.first:
         check_same_inputs(run_dir, inputs, accept_changes)
-    engine = open_rollout_engine(config, base)
-    logger.info("%s; engine %s (%s)", describe(base), engine.name, engine.kernel)
-    policy = build_policy(engine, base, config.adapter, config.run.seed)
+    served = base if config.qat is None else start_base(config, base, run_dir)
+    engine = open_rollout_engine(config, served)
+    logger.info("%s; engine %s (%s)", describe(served), engine.name, engine.kernel)
+    policy = _policy(config, engine, base)
     args = trl_config(config, run_dir, given.rewards.weights)  # what it refuses is refused before anything is written
     if not parallel.first:
         args.report_to = []
     plan = recorded_plan(run_dir, config.run.micro_batch_tokens) if parallel.first else None
     if (plan := parallel.broadcast(plan)) is None:
         entropy, cap = config.loss.entropy_coef > 0, config.memory.cap_gib
-        own = plan_run(policy, engine, wishes_of(config), config.adapter.rank, entropy, cap)
+        own = plan_run(policy, engine, wishes_of(config), adapter_rank(config), entropy, cap)
         plan = smallest_plan(parallel.gather(own))
     engine.sleep()  # a resumed run loads its optimizer before its first rollout
     start_step = checkpoint_step(checkpoint) if checkpoint else 0
@@ -170,6 +177,8 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     check_installed(config)
     tokenizer, prompts = read_prompts(config, base)
     check_dealt(config.rollout.prompts_per_step, place.parallel)
+    if config.qat is not None and place.parallel.size > 1:
+        raise ConfigError("qat trains whole weights on one GPU: leave torchrun out")
     check_same_base(place.run_dir, base.base)
     check_room(place.run_dir, trainer_bytes(config, sizes_at(base)))
     if engine_name == "vllm":
@@ -177,6 +186,12 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     fixed = fixed_columns(task_of(config.data), config.rollout.max_new_tokens)
     examples = [prompt.example for prompt in prompts]
     return Given(tokenizer, prompts, build_rewards(config.rewards, fixed, examples, place.run_dir), place.parallel)
+
+
+def _policy(config: RunConfig, engine: Engine, base: ModelRef) -> Policy:
+    if config.qat is None:
+        return build_policy(engine, base, config.adapter, config.run.seed)
+    return build_weights_policy(engine, base, config, sizes_at(base))
 
 
 def open_rollout_engine(config: RunConfig, base: ModelRef) -> Engine:
@@ -223,6 +238,10 @@ def _finish(run_dir: Path, steps: int, of: int) -> TrainResult:
     if steps < of:
         logger.warning("stopped after step %d; continue with `qerl train --resume %s`", steps, run_dir)
         return TrainResult(run_dir, None, steps)
+    if trains_weights(run_dir):
+        final = settle_model(run_dir, steps)
+        logger.info("finished %d steps: %s; model in %s", steps, _reward_text(read_metrics(run_dir), run_dir), final)
+        return TrainResult(run_dir, final, steps)
     final = run_dir / "adapter"
     if not all((final / name).is_file() for name in ADAPTER_FILES) or adapter_damage(final):
         partial = run_dir / ".adapter.partial"

@@ -2,13 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
+
+from qerl.errors import ConfigError
 
 # llm-compressor gives those that are fused the same global scale (llmcompressor 0.14, observers/helpers.py,
 # FUSED_LAYER_NAMES; its MLA and MoE groups are left out here).
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 FUSED = (QKV, ("o_proj",), GATE_UP, ("down_proj",))
 PROJECTIONS = tuple(name for group in FUSED for name in group)
+IN_LAYER = (*(f"self_attn.{name}" for name in (*QKV, "o_proj")), *(f"mlp.{name}" for name in (*GATE_UP, "down_proj")))
+
+
+def projections(layers: int) -> list[str]:
+    """The module names of all linears of a decoder of so many layers, in order."""
+    return [f"model.layers.{n}.{part}" for n in range(layers) for part in IN_LAYER]
+
+
+def matching(linears: Sequence[str], patterns: Iterable[str], option: str) -> list[str]:
+    """The linears that a pattern names. As in llm-compressor it is a name, or `re:` and a regex for the name's start.
+
+    Raises ConfigError, which names `option`, for a pattern that is no regex or matches nothing. It may name `lm_head`.
+    """
+    kept: set[str] = set()
+    for pattern in patterns:
+        try:
+            found = {module for module in (*linears, "lm_head") if _matches(module, pattern)}
+        except re.error as error:
+            raise ConfigError(f"{option} {pattern!r} is not a regular expression ({error}): correct it") from error
+        if not found:
+            raise ConfigError(
+                f"{option} {pattern!r} matches no layer: write a full name such as {linears[0]}, or a regex from the "
+                "start of the name such as 're:.*self_attn.*'"
+            )
+        kept |= found
+    return [module for module in linears if module in kept]
+
+
+def _matches(module: str, pattern: str) -> bool:
+    if pattern.startswith("re:"):
+        return re.match(pattern.removeprefix("re:"), module) is not None
+    return module == pattern
 
 
 def fused(linears: Iterable[str]) -> list[tuple[str, ...]]:

@@ -16,7 +16,7 @@ from pathlib import Path
 from qerl import formats
 from qerl.checkpoint.hub import download_model, is_hub_id
 from qerl.checkpoint.kinds import kind_of
-from qerl.checkpoint.linears import fused
+from qerl.checkpoint.linears import fused, matching, projections
 from qerl.checkpoint.load import COMPUTED
 from qerl.checkpoint.resolve import TINY, TINY_FOLDER, resolve_model
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
@@ -24,10 +24,6 @@ from qerl.errors import CheckpointError, ConfigError
 from qerl.formats.base import Format
 from qerl.plan.sizes import check_numbers, check_uncapped
 
-PROJECTIONS = (
-    "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj",
-    "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj",
-)  # fmt: skip
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 OUTSIDE_LAYERS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 WEIGHT_DTYPES = ("BF16", "F16", "F32")
@@ -50,12 +46,8 @@ class Source:
     format: Format = formats.DEFAULT  # what `quantized` will be
 
     def groups(self) -> list[list[str]]:
-        """Tensor names in groups and in the order of writing: embeddings, each layer, final norm and head."""
-        layers: dict[int, list[str]] = {}
-        for name in self.tensors:
-            if not name.endswith(COMPUTED):
-                layers.setdefault(_position(name), []).append(name)
-        return [sorted(layers[position]) for position in sorted(layers)]
+        """Tensor names in groups and in the order of writing."""
+        return by_layer(self.tensors)
 
     def fused_sets(self) -> list[tuple[str, ...]]:
         """The quantized modules in sets that engines fuse: q/k/v, gate/up, and the others alone, of each layer."""
@@ -87,7 +79,7 @@ def read_source(
     _check_config(folder, config)
     tensors = read_tensors(folder)
     linears = check_layout(folder, config, tensors)
-    kept = ignored(linears, ignore, option)
+    kept = matching(linears, ignore, option)
     _check_fused(linears, kept, option)
     quantized = tuple(module for module in linears if module not in kept)
     if not quantized:
@@ -133,7 +125,7 @@ def _check_config(folder: Path, config: dict) -> None:
 
 def check_layout(folder: Path, config: dict, tensors: dict[str, TensorInfo]) -> list[str]:
     """All linears of the decoder, in order. Raises CheckpointError, which names a tensor, for another layout."""
-    linears = [f"model.layers.{n}.{part}" for n in range(config["num_hidden_layers"]) for part in PROJECTIONS]
+    linears = projections(config["num_hidden_layers"])
     expected = {f"{module}.weight" for module in linears}
     for name, info in tensors.items():
         layer = LAYER.fullmatch(name)
@@ -153,32 +145,6 @@ def check_layout(folder: Path, config: dict, tensors: dict[str, TensorInfo]) -> 
             f"copy or download it again. {SUPPORTED}"
         )
     return linears
-
-
-def ignored(linears: Sequence[str], patterns: Iterable[str], option: str = "--ignore") -> list[str]:
-    """The linears that stay in 16 bits. As in llm-compressor a pattern is a name, or `re:` and a regex for its start.
-
-    Raises ConfigError for a pattern that is no regex or matches nothing. It may name `lm_head`, which always stays.
-    """
-    kept: set[str] = set()
-    for pattern in patterns:
-        try:
-            found = {module for module in (*linears, "lm_head") if _matches(module, pattern)}
-        except re.error as error:
-            raise ConfigError(f"{option} {pattern!r} is not a regular expression ({error}): correct it") from error
-        if not found:
-            raise ConfigError(
-                f"{option} {pattern!r} matches no layer: write a full name such as {linears[0]}, or a regex from the "
-                "start of the name such as 're:.*self_attn.*'"
-            )
-        kept |= found
-    return [module for module in linears if module in kept]
-
-
-def _matches(module: str, pattern: str) -> bool:
-    if pattern.startswith("re:"):
-        return re.match(pattern.removeprefix("re:"), module) is not None
-    return module == pattern
 
 
 def _check_fused(linears: Sequence[str], kept: Sequence[str], option: str) -> None:
@@ -214,7 +180,17 @@ def _check_tokenizer(folder: Path) -> None:
         read_json(folder / "tokenizer.json")
 
 
-def _position(name: str) -> int:
+def by_layer(names: Iterable[str]) -> list[list[str]]:
+    """Tensor names in groups: embeddings, each decoder layer, final norm and head."""
+    layers: dict[int, list[str]] = {}
+    for name in names:
+        if not name.endswith(COMPUTED):
+            layers.setdefault(layer_of(name), []).append(name)
+    return [sorted(layers[position]) for position in sorted(layers)]
+
+
+def layer_of(name: str) -> int:
+    """The decoder layer of a tensor; -1 for embeddings, and a number above all layers for final norm and head."""
     layer = LAYER.fullmatch(name)
     if layer:
         return int(layer.group(1))

@@ -100,7 +100,7 @@ class TrainOptions:
 
 
 def train(options: TrainOptions) -> None:
-    """Train a LoRA adapter by reinforcement learning, as a recipe says."""
+    """Train a LoRA adapter, or whole weights in 4 bits, by reinforcement learning, as a recipe says."""
     if options.resume is not None:
         _resume(options, options.resume)
         return
@@ -214,6 +214,13 @@ def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
     from qerl.checkpoint.resolve import default_quantized_dir, resolve_model
 
     base = config.model.base
+    if config.qat is not None:
+        from qerl.checkpoint.start import starting_model
+
+        if quantize_first:
+            raise ConfigError("--quantize is for an adapter's base; qat quantizes its own: leave it out")
+        starting_model(config)
+        return
     try:
         resolve_model(base, config.model.format)
     except CheckpointError as error:

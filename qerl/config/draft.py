@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from qerl.config.conflict import Conflict
 from qerl.config.keys import field_at, is_list, is_mapping, section_at
 from qerl.config.messages import shown, unknown_key
+from qerl.config.quant import expanded
 from qerl.config.yaml_text import Path, YamlError, parse
 from qerl.errors import ConfigError
+
+QUANT_CFG = ("qat", "quant_cfg")
 
 
 @dataclass
@@ -52,16 +56,18 @@ class Draft:
     def put(self, key: str, value: object, origin: str) -> None:
         """Set one dotted key. Raises ConfigError if there is no such key or item."""
         path: Path = ()
-        for part in key.split("."):
-            path = (*path, self._step(path, part, origin))
+        parts = key.split(".")
+        for index, part in enumerate(parts):
+            path = (*path, self._step(path, part, tuple(parts[index + 1 :]), origin))
         self._assign(path, value, lambda _: origin)
 
-    def _step(self, parent: Path, part: str, origin: str) -> str | int:
-        """One part of a dotted key as the data holds it: a key of a mapping, or the number of a list item."""
+    def _step(self, parent: Path, part: str, rest: Path, origin: str) -> str | int:
+        """One part of a dotted key as the data holds it: a key of a mapping, or the number of a list item. `rest` are
+        the parts after it."""
         holder = field_at(parent)
         of_items = holder is not None and is_list(holder) and not isinstance(parent[-1], int)
         if not of_items and field_at((*parent, part)) is None and not self._is_free(parent):
-            raise ConfigError(f"{origin}: {unknown_key((*parent, part))}")
+            raise ConfigError(f"{origin}: {unknown_key((*parent, part), rest)}")
         container = self._container((*parent, part))
         if isinstance(container, dict):
             return part
@@ -105,12 +111,20 @@ class Draft:
             here, part = path[:length], path[length - 1]
             if isinstance(container, dict) and container.get(part) is None:
                 container[part] = _default(here)
+            if here == QUANT_CFG and isinstance(container[part], str):
+                container[part] = self._keys_of(container[part])  # of which one is to change
             container = container[part]
             if not isinstance(container, dict | list):
                 place = self.origins.get(here, self.source)
                 dotted = ".".join(map(str, here))
                 raise ConfigError(f"{place}: {dotted}: got {shown(container)}, expected keys; write them under it")
         return container
+
+    def _keys_of(self, quant_cfg: str) -> object:
+        try:
+            return expanded(quant_cfg)
+        except Conflict as conflict:
+            raise ConfigError(f"{self.origins.get(QUANT_CFG, self.source)}: {conflict}") from None
 
 
 def _default(path: Path) -> dict | list:

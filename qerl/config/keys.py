@@ -10,10 +10,11 @@ from typing import Annotated, Literal, NamedTuple, Union, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from qerl.config.choice import OneOf
-from qerl.config.schema import RunConfig, Section
+from qerl.config.schema import RunConfig
+from qerl.config.section import Section
 from qerl.config.yaml_text import Path
 
-# What other trainers (TRL, verl, open-r1, PEFT) call our keys. Their names are too different for difflib.
+# What other trainers (TRL, verl, NeMo RL, open-r1, PEFT) call our keys. Their names are too different for difflib.
 OTHER_NAMES = {
     "num_generations": "rollout.group_size",
     "max_completion_length": "rollout.max_new_tokens",
@@ -51,6 +52,20 @@ OTHER_NAMES = {
     "dataset_name": "data.source",
     "reward_funcs": "rewards",
     "noise_scheduler": "noise.enabled",
+    "quant_cfg": "qat.quant_cfg",
+    "quant_calib_data": "qat.quant_cfg.calibration.data",
+    "quant_calib_size": "qat.quant_cfg.calibration.rows",
+    "quant_batch_size": "qat.quant_cfg.calibration.batch",
+    "quant_sequence_length": "qat.quant_cfg.calibration.length",
+    "ignore_patterns": "qat.quant_cfg.ignore",
+    "activation_observer": "qat.quant_cfg.activations",
+    "quantization_config_path": "qat.quant_cfg",
+    "qat.enable": "qat.mode",
+    "qat.group_size": "qat.quant_cfg.weights.group",
+}
+OTHER_VALUES = {  # (key, another trainer's value of it) -> what to write
+    ("qat.mode", "w4a16"): "qat.quant_cfg: nvfp4_w4a16",
+    ("qat.mode", "w4a4"): "qat.quant_cfg: nvfp4_w4a4",
 }
 
 
@@ -109,11 +124,9 @@ def section_at(path: Path) -> type[Section] | None:
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """The Section that a field holds, alone or as the items of a list."""
-    kind = field.annotation
-    if get_origin(kind) is tuple:
-        kind = get_args(kind)[0]
-    return kind if isinstance(kind, type) and issubclass(kind, Section) else None
+    """The Section that a field holds, alone, as the items of a list, or unless it is null."""
+    kinds = get_args(field.annotation)[:1] if is_list(field) else _alternatives(field.annotation)
+    return next((kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Section)), None)
 
 
 def is_list(field: FieldInfo) -> bool:
@@ -134,6 +147,8 @@ def nearest(word: str, words: list[str] | tuple[str, ...], cutoff: float = 0.6) 
 
 def nearest_key(path: Path) -> str | None:
     """The dotted key that an unknown one was probably meant to be: a sibling, another trainer's name, a namesake."""
+    if (dotted := ".".join(map(str, path))) in OTHER_NAMES:
+        return OTHER_NAMES[dotted]
     *parent, word = path
     word = str(word)
     section = section_at(tuple(parent))
@@ -150,6 +165,26 @@ def nearest_key(path: Path) -> str | None:
         return prefix + close
     close = nearest(word, list(leaves), 0.8)
     return leaves[close] if close else None
+
+
+def foreign_key(path: Path, rest: Path = ()) -> tuple[str, str] | None:
+    """(a key, ours) if an unknown path, together with the `rest` under it, ends in another trainer's key or in ours."""
+    words = [str(part) for part in (*path, *rest)]
+    own = {row.key for row in describe_config()}
+    for start in range(len(words)):
+        dotted = ".".join(words[start:])
+        if (found := OTHER_NAMES.get(dotted, dotted if dotted in own else None)) is not None:
+            return ".".join(words), found
+    return None
+
+
+def paths_below(value: object, path: Path = ()) -> Iterator[Path]:
+    """The path of each leaf of nested mappings."""
+    if not isinstance(value, dict):
+        yield path
+        return
+    for key, inner in value.items():
+        yield from paths_below(inner, (*path, key))
 
 
 def _leaves(

@@ -9,7 +9,17 @@ from pydantic import ValidationError
 from pydantic.fields import FieldInfo
 
 from qerl.config.conflict import Conflict
-from qerl.config.keys import default_text, field_at, nearest, nearest_key, section_at, type_text
+from qerl.config.keys import (
+    OTHER_VALUES,
+    default_text,
+    field_at,
+    foreign_key,
+    nearest,
+    nearest_key,
+    paths_below,
+    section_at,
+    type_text,
+)
 from qerl.config.yaml_text import Path
 from qerl.errors import ConfigError
 
@@ -27,10 +37,15 @@ def to_config_error(error: ValidationError, origins: Mapping[Path, str], source:
     return ConfigError(line + (f" ({more} more after this one)" if more > 0 else ""))
 
 
-def unknown_key(path: Path) -> str:
-    """What an error says of a key that does not exist; it names the nearest one that does."""
+def unknown_key(path: Path, *below: Path) -> str:
+    """What an error says of a key that does not exist; it names the nearest one that does.
+
+    `below`: the paths of what was written under it, one of which may be a key of another trainer.
+    """
     dotted = ".".join(map(str, path))
     close = nearest_key(path)
+    if close is None and (foreign := next(filter(None, (foreign_key(path, rest) for rest in below)), None)):
+        dotted, close = foreign
     if close is not None:
         return f"{dotted}: unknown key; did you mean {close}?"
     section = section_at(path[:-1])
@@ -69,7 +84,7 @@ def _line(detail: Mapping, origins: Mapping[Path, str], source: str) -> str:
     path = detail["loc"]
     place = origin_of(path, origins) or source
     if detail["type"] == "extra_forbidden":
-        return f"{place}: {unknown_key(path)}"
+        return f"{place}: {unknown_key(path, *paths_below(detail['input']))}"
     dotted = ".".join(map(str, path))
     field = field_at(path)
     if detail["type"] == "missing":
@@ -101,6 +116,8 @@ def _expected(path: Path, field: FieldInfo | None) -> str:
 def _remedy(detail: Mapping, field: FieldInfo | None) -> str:
     kind, value = detail["type"], detail["input"]
     if kind == "literal_error" and isinstance(value, str):
+        if (write := OTHER_VALUES.get((".".join(map(str, detail["loc"])), value))) is not None:
+            return f"; write {write}"
         close = nearest(value, detail["ctx"]["expected"].replace("'", "").replace(" or ", ", ").split(", "))
         return f"; did you mean {close}?" if close else ""
     if kind == "bool_type" and isinstance(value, str) and value.lower() in ("yes", "on", "no", "off", "y", "n"):
@@ -134,6 +151,8 @@ def _section_remedy(path: Path, value: object) -> str:
     dotted = ".".join(map(str, path))
     keys = section_at(path).model_fields
     switch = next((key for key in ("enabled", "mode") if key in keys), None)
+    if field_at(path).default is None:
+        return f"; write keys under it, or {dotted}: null"
     if switch and value in (None, False, "off", "no", "none"):
         return (
             f"; write {dotted}.{switch}: {'false' if switch == 'enabled' else 'off'}, or leave it out for the defaults"

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.config.conflict import Conflict, Conflicts
 from qerl.config.rules_noise import noise, noise_controller
+from qerl.config.rules_qat import qat
 from qerl.config.rules_rewards import rewards
 from qerl.engine.interface import MIN_TEMPERATURE
 
@@ -244,6 +245,7 @@ RULES = (
     rewards,
     engine,
     number_format,
+    qat,
     loss,
     correction,
     sampling_filters,

@@ -12,23 +12,19 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from qerl import formats
 from qerl.checkpoint.linears import PROJECTIONS
 from qerl.config.choice import OneOf
+from qerl.config.quant import QatConfig
 from qerl.config.rules import RULES
+from qerl.config.section import Section
 from qerl.engine.options import ENGINES, KERNELS
 from qerl.plan.engine_memory import KV_CACHE_DTYPES
 
 # Sequences arrive as YAML lists and are kept as tuples: strict mode would refuse the list.
 Projections = Annotated[tuple[Literal[PROJECTIONS], ...], Field(strict=False, min_length=1)]
-
-
-class Section(BaseModel):
-    """Frozen, no unknown keys, no conversion between types: `"8"` is not 8, and true is not 1."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False, protected_namespaces=())
 
 
 class ModelConfig(Section):
@@ -295,6 +291,7 @@ class RunConfig(Section):
 
     model: ModelConfig = Field(description=ModelConfig.__doc__)
     adapter: AdapterConfig = Field(default_factory=AdapterConfig, description=AdapterConfig.__doc__)
+    qat: QatConfig | None = Field(None, description="train whole weights through the quantizer; null: an adapter")
     data: DataConfig = Field(description=DataConfig.__doc__)
     rewards: Annotated[tuple[RewardConfig, ...], Field(strict=False, min_length=1)] = Field(
         (RewardConfig(name="accuracy"),), description="rewards and their weights"

@@ -61,11 +61,11 @@ def deliver(update: Update, engine: Engine) -> int:
 
 
 def check_fit(update: WeightsUpdate, linears: Mapping[str, nn.Linear], norms: Mapping[str, torch.Tensor]) -> None:
-    """Raise EngineError for names that have no place, or no update, and for norms of another size.
+    """Raise EngineError for names that have no place, norms that lack an update, and norms of another size.
 
-    `norms` has the weights (d,) of the norms that can be trained.
+    Any linears may be trained, also those of some layers only. `norms` has the weights (d,) of the norms that can be.
     """
-    check_names("linear", update.weights, linears)
+    check_places("linear", update.weights, linears)
     check_names("norm", update.norms, norms)
     for name, tensor in update.norms.items():
         if tensor.shape != norms[name].shape:
@@ -119,14 +119,19 @@ def check_names(kind: str, given: Collection[str], places: Collection[str], what
 
     Layers are alike by a module's last name and depth: where block norms are given, a final norm is not missed.
     """
-    if unknown := sorted(set(given) - set(places)):
-        raise EngineError(
-            f"the engine has no {kind} for {unknown[:4]} ({len(unknown)} of {len(given)}): the {what} is of another "
-            "base"
-        )
+    check_places(kind, given, places, what)
     alike = {(name.rpartition(".")[2], name.count(".")) for name in given}
     lacking = [name for name in set(places) - set(given) if (name.rpartition(".")[2], name.count(".")) in alike]
     if lacking:
         raise EngineError(
             f"the {what} has nothing for {sorted(lacking)[:4]} ({len(lacking)} places): it is of another base"
+        )
+
+
+def check_places(kind: str, given: Collection[str], places: Collection[str], what: str = "update") -> None:
+    """Raise EngineError unless each name has a place."""
+    if unknown := sorted(set(given) - set(places)):
+        raise EngineError(
+            f"the engine has no {kind} for {unknown[:4]} ({len(unknown)} of {len(given)}): the {what} is of another "
+            "base"
         )

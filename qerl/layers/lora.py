@@ -1,14 +1,16 @@
-"""Frozen linears that read the same input, each with a LoRA, computed as one product and one autograd node.
+"""Linears that read the same input, each with a LoRA or a master, computed as one product and one autograd node.
 
 For parts i with weight W_i, bias b_i, adapter factors A_i (r, K), B_i (N_i, r) and scale s_i:
 
     h_i = x A_i^T            y_i = x W_i^T + b_i + s_i h_i B_i^T         the y_i are column ranges of one y (T, N)
     g_i = s_i dy_i B_i       dx = sum_i dy_i W_i + g_i A_i
     dA_i = g_i^T x           dB_i = s_i dy_i^T h_i                       summed in float32, never rounded to 16 bits
+    dM_i = dy_i^T x          for a master M_i: the weight that W_i is packed from, as if packing were the identity
 
 All A_i take one product, and so do all W_i if the engine keeps them in one tensor (q/k/v, gate/up), which is decoded
 into a work buffer once per direction. Only x and h are kept for the backward pass. The small products come first, and
-the base product is added to them in its float32 accumulator, so that y is rounded once.
+the base product is added to them in its float32 accumulator, so that y is rounded once. The gradient of a master is
+added to its `grad` in place, since a tensor of the weight's size for autograd to add would be too much.
 """
 
 from __future__ import annotations
@@ -22,17 +24,19 @@ from torch.autograd.function import once_differentiable
 
 from qerl.formats.linear import PackedLinear
 from qerl.layers.factors import cast, diagonal, stacked
+from qerl.layers.master import add_gradient_, master_of
 from qerl.nvfp4.kernel_linear import adjacent, unscaled
 
 
 @dataclass(frozen=True)
 class Part:
-    """A frozen linear and its adapter; `a` and `b` are None if it has none."""
+    """A linear whose own weight is frozen, with its adapter and its master; `a`, `b`, `master` are None without."""
 
     base: nn.Linear
     a: torch.Tensor | None = None
     b: torch.Tensor | None = None
     scale: float = 1.0
+    master: nn.Parameter | None = None
 
 
 def part_of(module: nn.Module) -> Part | None:
@@ -43,8 +47,9 @@ def part_of(module: nn.Module) -> Part | None:
         return module.lora_part()
     if type(module) is not nn.Linear and not isinstance(module, PackedLinear):
         return None
-    frozen = not any(parameter.requires_grad for parameter in module.parameters(recurse=False))
-    return Part(module) if frozen else None
+    master = master_of(module)
+    own = (parameter for parameter in module.parameters(recurse=False) if parameter is not master)
+    return Part(module, master=master) if not any(parameter.requires_grad for parameter in own) else None
 
 
 def parts_of(*modules: nn.Module) -> tuple[Part, ...] | None:
@@ -61,8 +66,8 @@ def lora_linear(x: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
 
 
 def factors(parts: Sequence[Part]) -> list[torch.Tensor]:
-    """A and B of each part that has an adapter: the tensors that receive gradients."""
-    return [factor for part in parts if part.a is not None for factor in (part.a, part.b)]
+    """A and B of each part that has an adapter, and its master: the tensors that receive gradients."""
+    return [tensor for part in parts for tensor in (part.a, part.b, part.master) if tensor is not None]
 
 
 def product_dtype(x: torch.Tensor, parts: Sequence[Part]) -> torch.dtype:
@@ -118,15 +123,21 @@ def backward_to_h(grad: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor | N
 
 def backward_to_factors(
     grad: torch.Tensor, x: torch.Tensor, h: torch.Tensor | None, g: torch.Tensor | None, parts: Sequence[Part]
-) -> list[torch.Tensor]:
-    """dA and dB of each part that has an adapter, in the order of `factors` and the dtypes of A and B."""
-    grads = []
-    if g is not None:
-        da = _product_32(g.t(), x)
-        for part, rows, columns in _adapted(parts):
+) -> list[torch.Tensor | None]:
+    """dA and dB of each part that has an adapter, in the order of `factors` and the dtypes of A and B.
+
+    For a master there is None, as its gradient has been added to it.
+    """
+    grads: list[torch.Tensor | None] = []
+    da = None if g is None else _product_32(g.t(), x)
+    for part, rows, columns in _columns(parts):
+        if part.a is not None:
             db = _product_32(grad[:, columns].t(), h[:, rows])
             db = db if part.scale == 1.0 else db.mul_(part.scale)
             grads += [da[rows].to(part.a.dtype), db.to(part.b.dtype)]
+        if part.master is not None:
+            add_gradient_(part.master, grad[:, columns], x)
+            grads.append(None)
     return grads
 
 

@@ -41,7 +41,7 @@ class Footprint:
     layer: int  # what a layer keeps for its backward pass
     layer_input: int  # what a layer keeps if it recomputes
     working: int  # gradients while one layer runs backward
-    fixed: int  # the adapter's gradients, optimizer state and 16-bit factors, and one decoded weight
+    fixed: int  # gradients and optimizer state of what is trained, and one decoded weight
     head: int = 0  # outside the layers while a chunk's logits exist, when no layer runs backward
     logits: int = 0  # the logits of one chunk and their slopes
 
@@ -68,11 +68,12 @@ class Shapes:
     layers: int
     vocabulary: int
     rank: int
-    trained: int  # parameters of the adapter
+    trained: int  # parameters that are trained
     head_norms: bool = False  # norms on queries and keys (Qwen3)
+    trained_bytes: float = 16.0  # for each of them: an adapter's gradient, optimizer state and 16-bit factors
 
     def footprint(self, entropy_gradient: bool = False) -> Footprint:
-        """For 16-bit activations and LoRA on every linear, as `qerl.layers` computes them.
+        """For 16-bit activations, as `qerl.layers` computes them.
 
         A chunk's logits are float32, and their slope is in 16 bits; `entropy_gradient` adds a second slope. A test
         compares `layer` with what autograd saves, and training replaces it by what it measures.
@@ -85,7 +86,7 @@ class Shapes:
             # The MLP needs the gradients of gate, up and activation. The second term is more than it needs, and covers
             # attention where the MLP is narrow: gradients of q, k and v, also in float32, and for each head.
             working=2 * (3 * self.intermediate + 8 * self.hidden),
-            fixed=16 * self.trained + 2 * self.hidden * 2 * self.intermediate,
+            fixed=int(self.trained_bytes * self.trained) + 2 * self.hidden * 2 * self.intermediate,
             # the residual stream, its norm, the rows of it that predict, and one or two slopes of these
             head=2 * 5 * self.hidden,
             logits=LOGIT_TOKENS * self.vocabulary * (8 if entropy_gradient else 6),

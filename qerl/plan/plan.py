@@ -46,6 +46,7 @@ from qerl.plan.micro_batch_plan import (
     plan_micro_batches,
 )
 from qerl.plan.sizes import ModelSizes
+from qerl.plan.trained import adapter_rank, trained_of
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -94,7 +95,6 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     """Plan a run with the vllm engine. `problems` says what does not fit; the rest is planned nevertheless."""
     room = _Room(int(card.memory_gib * GIB), *_weights_and_outside(config, sizes))
     limit, _ = room.limit_and_budget(config)
-    trained = sizes.adapter(config.adapter.rank, config.adapter.targets)
     context = config.data.max_prompt_tokens + config.rollout.max_new_tokens + 1
     common = {"weights": room.weights, **_trainer(config, sizes)}
     common |= {"context": CONTEXT, "kernels": KERNELS, "CUDA graphs": GRAPHS}
@@ -107,7 +107,7 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
         )
         problems.append(Problem(text))
     cache = _cache_bytes(config, sizes, room, context, problems)
-    footprint = _footprint(config, sizes, trained)
+    footprint = _footprint(config, sizes)
     micro_batches = _micro_batches(config, footprint, limit, sum(common.values()), problems)
     tokens = _largest(config, micro_batches)[1]
     least = footprint.needed(tokens, 0 if config.run.gradient_checkpointing is False else sizes.layers)
@@ -141,11 +141,8 @@ def wishes_of(config: RunConfig) -> Wishes:
 
 
 def _trainer(config: RunConfig, sizes: ModelSizes) -> dict[str, int]:
-    trained = sizes.adapter(config.adapter.rank, config.adapter.targets)
-    return {
-        "adapter": trained * (4 if config.adapter.dtype == "float32" else 2),
-        "optimizer": trained * (2 if config.optim.name in ("auto", "adamw_8bit") else 8),
-    }
+    trained = trained_of(config, sizes)
+    return {trained.name: trained.count * trained.kept_bytes, "optimizer": trained.count * trained.state_bytes}
 
 
 @dataclass(frozen=True)
@@ -161,7 +158,7 @@ class _Room:
 
 
 def _weights_and_outside(config: RunConfig, sizes: ModelSizes) -> tuple[int, int]:
-    weights = int(sizes.weights_bytes(config.model.format)) + sizes.engine_adapter_bytes(config.adapter.rank)
+    weights = int(sizes.weights_bytes(config.model.format)) + sizes.engine_adapter_bytes(adapter_rank(config))
     return weights, outside_bytes(trainer_bytes(config, sizes), MAX_SEQUENCES, sizes.vocabulary)
 
 
@@ -210,7 +207,8 @@ def _lower_budget(config: RunConfig, room: _Room, limit: int) -> str:
     return f"lower rollout.memory to {math.floor(100 * fitting / limit) / 100:g}"
 
 
-def _footprint(config: RunConfig, sizes: ModelSizes, trained: int) -> Footprint:
+def _footprint(config: RunConfig, sizes: ModelSizes) -> Footprint:
+    trained = trained_of(config, sizes)
     return Shapes(
         hidden=sizes.hidden,
         intermediate=sizes.projections["gate_proj"][0],
@@ -218,8 +216,9 @@ def _footprint(config: RunConfig, sizes: ModelSizes, trained: int) -> Footprint:
         key_value=sizes.projections["k_proj"][0],
         layers=sizes.layers,
         vocabulary=sizes.vocabulary,
-        rank=config.adapter.rank,
-        trained=trained,
+        rank=adapter_rank(config),
+        trained=trained.count,
+        trained_bytes=trained.gradient_bytes,
         head_norms=sizes.head_norms,
     ).footprint(config.loss.entropy_coef > 0)
 

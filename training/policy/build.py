@@ -1,4 +1,4 @@
-"""The policy: the engine's base model, frozen, with a trainable LoRA adapter on it."""
+"""The policy on the engine's own model: a LoRA adapter on a frozen base, or masters behind its packed weights."""
 
 from __future__ import annotations
 
@@ -8,12 +8,18 @@ from typing import TYPE_CHECKING
 import torch
 
 from qerl.checkpoint.adapter import attach_lora, name_base_, set_dtype_
-from training.policy.policy import AdapterPolicy
+from qerl.checkpoint.load import local_folder
+from qerl.checkpoint.reader import TensorReader
+from qerl.checkpoint.shards import read_tensors
+from qerl.layers.norms import block_norms
+from qerl.plan.trained import masters_dtype, trained_linears, trained_of
+from training.policy.policy import AdapterPolicy, WeightsPolicy
 
 if TYPE_CHECKING:
     from qerl.checkpoint.resolve import ModelRef
-    from qerl.config.schema import AdapterConfig
+    from qerl.config.schema import AdapterConfig, RunConfig
     from qerl.engine.interface import Engine
+    from qerl.plan.sizes import ModelSizes
 
 logger = logging.getLogger(__name__)
 
@@ -41,4 +47,19 @@ def build_policy(engine: Engine, base: ModelRef, adapter: AdapterConfig, seed: i
     logger.info("adapter: rank %d, %.2f M parameters in %s", adapter.rank, trained / 1e6, adapter.dtype)
     if base.adapter is not None:
         logger.info("starting from the adapter %s (%d tensors)", base.adapter, policy.load(base.adapter))
+    return policy
+
+
+def build_weights_policy(engine: Engine, start: ModelRef, config: RunConfig, sizes: ModelSizes) -> WeightsPolicy:
+    """Put masters behind the engine's packed weights, read from the 16-bit model that the run starts from."""
+    qat, model = config.qat, engine.policy_model()
+    tensors = read_tensors(local_folder(start.base, config.model.trust_remote_code))
+    names = trained_linears(qat, sizes.layers)
+    norms = block_norms(model) if qat.train_norms else ()
+    dtype = masters_dtype(qat)
+    with TensorReader(tensors) as read:
+        weights = ((name, read(f"{name}.weight")) for name in names)
+        policy = WeightsPolicy(model, weights, norms, getattr(torch, dtype), trained_of(config, sizes).work_bytes)
+    trained = sum(parameter.numel() for parameter in policy.parameters())
+    logger.info("masters: %d linears, %.2f M parameters in %s", len(names), trained / 1e6, dtype)
     return policy

@@ -7,7 +7,7 @@ in a checkpoint, and for the policy that a KL term compares with. Nothing else n
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -20,9 +20,13 @@ from qerl.checkpoint.adapter import (
     reference_adapter,
     save_adapter,
 )
+from qerl.checkpoint.reader import TensorReader
+from qerl.checkpoint.shards import TensorSpec, read_tensors
+from qerl.checkpoint.source import by_layer
+from qerl.checkpoint.writer import write_weights
 from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate
 from qerl.errors import CheckpointError, ConfigError
-from qerl.files.disk import mode_by_umask
+from qerl.plan.trained import ADAPTER_WORK
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +34,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-WEIGHTS_FILE = "weights.safetensors"
+WEIGHTS = "weights"  # the folder of the masters in a checkpoint
+DTYPES = {"torch.float32": "F32", "torch.bfloat16": "BF16"}  # of masters, as safetensors names them
 
 
 class Policy(Protocol):
@@ -38,6 +43,7 @@ class Policy(Protocol):
 
     model: nn.Module  # what the trainer is given: its parameters that require a gradient are trained
     base_model: PreTrainedModel  # the transformers model in it, over the engine's weights
+    trained_bytes: float  # per trained parameter, what training needs beside it: gradient, optimizer state, copies
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """The trained parameters."""
@@ -58,6 +64,8 @@ class Policy(Protocol):
 
 class AdapterPolicy:
     """A LoRA adapter, and perhaps norms, on a frozen base."""
+
+    trained_bytes = ADAPTER_WORK
 
     def __init__(self, model: PeftModel) -> None:
         self.model = model
@@ -87,17 +95,26 @@ class AdapterPolicy:
 
 
 class WeightsPolicy:
-    """Whole weights: float32 masters of linears and norms, which the engine packs into the model at each sync.
+    """Whole weights: masters of linears and norms. A sync packs those of linears into the model; norms act as they are.
 
-    This is what a run reads and writes of them. A forward pass whose gradient reaches the masters is not part of it.
+    The gradient of a linear's master is that of its packed weight (`qerl.layers.master`).
     """
 
     def __init__(
-        self, model: PreTrainedModel, weights: Mapping[str, torch.Tensor], norms: Mapping[str, torch.Tensor]
+        self,
+        model: PreTrainedModel,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        norms: Iterable[str] = (),
+        dtype: torch.dtype | None = None,
+        trained_bytes: float = 12.0,
     ) -> None:
-        """`weights` (out, in) and `norms` (d,) by module name are where training starts; they are copied."""
+        """`weights` (out, in) by module name are where training starts; they are copied, to `dtype` (float32 if None).
+        `norms` are trained from their present weights, in float32."""
         self.model = self.base_model = model
-        self._weights, self._norms = _masters(weights), _masters(norms)
+        self.trained_bytes = trained_bytes
+        modules = dict(model.named_modules())
+        self._weights = {name: _set_linear_(modules[name], weight, dtype) for name, weight in weights}
+        self._norms = {name: _set_norm_(modules[name]) for name in norms}
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return iter([*self._weights.values(), *self._norms.values()])
@@ -106,27 +123,24 @@ class WeightsPolicy:
         return WeightsUpdate(self._weights, self._norms)
 
     def save(self, folder: Path) -> None:
-        from safetensors.torch import save_file
-
-        save_file(self._named(), Path(folder) / WEIGHTS_FILE)
-        mode_by_umask(Path(folder) / WEIGHTS_FILE)
+        named = self._named()
+        (Path(folder) / WEIGHTS).mkdir()
+        write_weights(
+            Path(folder) / WEIGHTS, ({name: named[name].cpu() for name in names} for names in by_layer(named))
+        )
 
     def load(self, folder: Path) -> int:
         import torch
-        from safetensors import SafetensorError
-        from safetensors.torch import load_file
 
-        file, own = Path(folder) / WEIGHTS_FILE, self._named()
-        try:
-            saved = load_file(file)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{file} cannot be read ({error}): take another checkpoint") from error
-        wrong = sorted(set(own) ^ set(saved)) or [name for name in own if own[name].shape != saved[name].shape]
-        if wrong:
-            raise CheckpointError(f"{file} does not fit what is trained: {wrong[:4]} are of other shapes or missing")
-        with torch.no_grad():
+        place, own = Path(folder) / WEIGHTS, self._named()
+        saved = read_tensors(place)
+        specs = {name: TensorSpec(DTYPES[str(tensor.dtype)], tuple(tensor.shape)) for name, tensor in own.items()}
+        found = {name: TensorSpec(info.dtype, info.shape) for name, info in saved.items()}
+        if wrong := sorted(name for name in {*specs, *found} if specs.get(name) != found.get(name)):
+            raise CheckpointError(f"{place} does not fit what is trained: {wrong[:4]} are of another kind or missing")
+        with TensorReader(saved) as read, torch.no_grad():
             for name, master in own.items():
-                master.copy_(saved[name])
+                master.copy_(read(name))
         return len(own)
 
     def reference(self) -> None:
@@ -136,10 +150,21 @@ class WeightsPolicy:
         return {f"{name}.weight": master.detach() for name, master in {**self._weights, **self._norms}.items()}
 
 
-def _masters(tensors: Mapping[str, torch.Tensor]) -> dict[str, nn.Parameter]:
+def _set_linear_(linear: nn.Linear, weight: torch.Tensor, dtype: torch.dtype | None) -> nn.Parameter:
     import torch
 
-    return {name: torch.nn.Parameter(tensor.detach().to(torch.float32, copy=True)) for name, tensor in tensors.items()}
+    from qerl.formats.linear import PackedLinear
+    from qerl.layers.master import set_master_
+
+    device = linear.weight_device if isinstance(linear, PackedLinear) else linear.weight.device
+    return set_master_(linear, weight.detach().to(device, dtype or torch.float32, copy=True))
+
+
+def _set_norm_(norm: nn.Module) -> nn.Parameter:
+    import torch
+
+    norm.weight = torch.nn.Parameter(norm.weight.detach().to(torch.float32, copy=True))
+    return norm.weight
 
 
 def check_reference(policy: Policy, kl_coef: float) -> None:

@@ -38,10 +38,12 @@ def plan_run(
 ) -> MicroBatchPlan:
     """Plan a new run's micro-batches from what is free on the card while the engine sleeps.
 
-    `rank` is the adapter's; `entropy_gradient` says whether the loss has an entropy bonus.
+    `rank` is the adapter's, 0 without one; `entropy_gradient` says whether the loss has an entropy bonus.
     """
     trained = sum(parameter.numel() for parameter in policy.parameters())
-    shapes = model_shapes(policy.base_model.config.get_text_config(), rank, trained)
+    shapes = replace(
+        model_shapes(policy.base_model.config.get_text_config(), rank, trained), trained_bytes=policy.trained_bytes
+    )
     footprint = shapes.footprint(entropy_gradient)
     available = _available(engine, cap_gib)
     if available is not None:

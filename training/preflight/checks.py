@@ -29,6 +29,7 @@ from qerl.plan.cards import Card
 from qerl.plan.kv_cache import check_kv_cache
 from qerl.plan.plan import GIB, plan
 from qerl.plan.sizes import ModelSizes, sizes_of
+from qerl.plan.trained import trained_linears
 from qerl.tasks import task_of
 from qerl.tasks.own_grader import check_grader
 from training.rewards.rewards import check_rewards, fixed_columns
@@ -86,7 +87,7 @@ def read_prompts(config: RunConfig, base: ModelRef) -> tuple[PreTrainedTokenizer
 
 
 def check_limits(config: RunConfig, sizes: ModelSizes, prompts: Sequence[Prompt]) -> None:
-    """Raise ConfigError if completions can outgrow the model's positions, or if the rank exceeds every linear.
+    """Raise ConfigError if completions can outgrow the model's positions, or if what is trained does not fit it.
 
     Raises EngineError if a prompt has a token outside of the model's vocabulary.
     """
@@ -98,6 +99,9 @@ def check_limits(config: RunConfig, sizes: ModelSizes, prompts: Sequence[Prompt]
             f"{sizes.positions} positions: write rollout.max_new_tokens: {max(1, sizes.positions - longest)}, or lower "
             "data.max_prompt_tokens"
         )
+    if config.qat is not None:
+        trained_linears(config.qat, sizes.layers)
+        return
     width = max(min(sizes.projections[target]) for target in config.adapter.targets)
     if config.adapter.rank > width:
         raise ConfigError(
@@ -199,6 +203,6 @@ def check_room(run_dir: Path, needed: int) -> None:
     free = shutil.disk_usage(above).free
     if free + older < needed:
         raise CheckpointError(
-            f"a checkpoint (adapter and optimizer) takes {needed / 2**20:,.1f} MiB, and the disk of {run_dir} has "
+            f"a checkpoint (weights and optimizer) takes {needed / 2**20:,.1f} MiB, and the disk of {run_dir} has "
             f"{free / 2**20:,.1f} MiB left: free some disk space, or write to another disk with --out"
         )

@@ -10,7 +10,7 @@ from tempfile import mkdtemp
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.resolve import resolve_model
+from qerl.checkpoint.start import starting_model
 from qerl.commands.plan import plan_of, show
 from qerl.tasks import grade, task_of
 from training.preflight.checks import read_prompts
@@ -34,7 +34,7 @@ def dry_run(config: RunConfig, console: Console) -> bool:
     For the first rows the rewards are given the answer itself and an empty completion. Raises the errors that the run
     itself would raise for its model, adapter, data or rewards.
     """
-    base = resolve_model(config.model.base, config.model.format)
+    base = starting_model(config)
     _, prompts = read_prompts(config, base)
     lengths = sorted(len(prompt.ids) for prompt in prompts)
     console.print(

@@ -5,7 +5,7 @@ never touched.
 
 runs/<name>/checkpoints/step-000040/
     adapter_config.json, adapter_model.safetensors    a standard PEFT folder, usable as it is (for a run that trains
-                                                      whole weights: weights.safetensors)
+                                                      whole weights: weights/, its masters)
     optimizer.pt, scheduler.pt, rng_state.pth, trainer_state.json
     checksums.json                                    written last; a folder without it is no checkpoint
 """
@@ -24,7 +24,7 @@ from qerl.checkpoint import sealed
 from qerl.checkpoint.adapter import ADAPTER_FILES
 from qerl.errors import CheckpointError
 from qerl.files.disk import fsync, refusal_of
-from training.policy.policy import WEIGHTS_FILE
+from training.policy.policy import WEIGHTS
 
 logger = logging.getLogger(__name__)
 
@@ -136,5 +136,5 @@ def checkpoint_step(path: Path) -> int:
 
 def damage_of(folder: Path) -> str | None:
     """What is wrong with a checkpoint folder; None if it is good."""
-    of_weights = WEIGHTS_FILE in (sealed.read_sums(folder) or {})
+    of_weights = any(name.startswith(f"{WEIGHTS}/") for name in sealed.read_sums(folder) or {})
     return sealed.damage_of(folder, TRAINER_FILES if of_weights else FILES)

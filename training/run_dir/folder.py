@@ -22,7 +22,9 @@ from training.run_dir.checkpoint import checkpoints
 from training.run_dir.terminal_gone import TERMINAL_LOG
 
 LOCK = ".lock"
-UNBEGUN = {LOCK, "config.partial", TERMINAL_LOG}  # what may be there if a kill or a full disk came before config.yaml
+BASE, MODEL = "base", "model"  # of a run that trains whole weights: its packed base, its result
+# What may be there if a kill or a full disk came before config.yaml.
+UNBEGUN = {LOCK, "config.partial", TERMINAL_LOG, BASE, f".{BASE}.partial"}
 
 
 def new_run_dir(out: str | None, name: str) -> Path:

@@ -25,14 +25,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.resolve import RUNS, beside, resolve_base_of_run
+from qerl.checkpoint.resolve import RUNS, beside
+from qerl.checkpoint.start import starting_model
 from qerl.checkpoint.weights_digest import weights_digest
 from qerl.config.recipe import load_config, save_config
 from qerl.errors import CheckpointError, ConfigError, DataError
 from qerl.files.disk import replace_text
 from qerl.files.nearby import expanded, is_path, no_folder
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, checkpoints, damage_of
-from training.run_dir.folder import make_aside, only_writer, read_about, written
+from training.run_dir.folder import MODEL, make_aside, only_writer, read_about, written
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
@@ -108,7 +109,7 @@ def rewind_(run_dir: Path, step: int) -> None:
     if damage := damage_of(checkpoint_path(run_dir, step)):
         raise ConfigError(f"the checkpoint of step {step} is damaged ({damage}): {_steps(run_dir)}")
     later = [path for path in checkpoints(run_dir) if checkpoint_step(path) > step]
-    later += [path for path in (run_dir / "adapter",) if later and path.is_dir()]
+    later += [path for path in _results(run_dir) if later]
     if not later:
         return
     with only_writer(run_dir, written(run_dir)):
@@ -177,7 +178,7 @@ def base_to_resume(run_dir: Path, config: RunConfig) -> ModelRef:
     """
     base = config.model.base
     try:
-        found = resolve_base_of_run(base, config.model.format, run_dir)
+        found = starting_model(config, run_dir)
     except CheckpointError as error:
         if not is_path(base) or expanded(beside(run_dir, base)).exists():
             raise
@@ -203,6 +204,11 @@ def note_base_(run_dir: Path, config: RunConfig, base: str) -> None:
         logger.info("the base of %s is %s from here on", run_dir, base)
 
 
+def _results(run_dir: Path) -> list[Path]:
+    """What a finished run has made: its adapter or its model."""
+    return [path for path in (run_dir / "adapter", run_dir / MODEL) if path.is_dir()]
+
+
 def prolong_(run_dir: Path, config: RunConfig, done: int) -> None:
     """Make `config.run.steps` the run's number of steps. The caller has to hold the lock of the run directory."""
     before, about = load_config(run_dir / "config.yaml").run.steps, read_about(run_dir)
@@ -210,9 +216,9 @@ def prolong_(run_dir: Path, config: RunConfig, done: int) -> None:
     changed = before != config.run.steps
     if not changed and all(change["after"] <= done for change in changes):
         return
-    if changed and (run_dir / "adapter").is_dir():
+    for result in _results(run_dir) if changed else ():
         aside = make_aside(run_dir)
-        (run_dir / "adapter").rename(aside / "adapter")
+        result.rename(aside / result.name)
         logger.info("the result of %d steps is in %s now", done, aside)
     about["totals"] = _changes(changes, done, before, config.run.steps)
     replace_text(run_dir / "run.json", json.dumps(about, indent=1))

@@ -5,8 +5,9 @@ import json
 import pytest
 from checkpoint_factory import PROJECTIONS, fake_checkpoint, layout_tensors, make_checkpoint
 
+from qerl.checkpoint.linears import matching
 from qerl.checkpoint.resolve import TINY_FOLDER
-from qerl.checkpoint.source import ignored, read_source
+from qerl.checkpoint.source import read_source
 from qerl.errors import CheckpointError, ConfigError
 
 
@@ -98,10 +99,10 @@ def test_ignore_patterns_match_as_in_compressed_tensors(folder):
     for pattern in ["re:.*mlp", "re:mlp", "re:.*q_proj$", "re:.*q_pro$", "mlp", linears[3], "re:.*0"]:
         expected = [name for name in linears if match_name(name, pattern)]
         if expected:
-            assert ignored(linears, [pattern]) == expected
+            assert matching(linears, [pattern], "--ignore") == expected
         else:
             with pytest.raises(ConfigError, match="matches no layer"):
-                ignored(linears, [pattern])
+                matching(linears, [pattern], "--ignore")
 
 
 @pytest.mark.parametrize(

@@ -7,13 +7,14 @@ from small_run import small_config
 
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora
 from qerl.checkpoint.load import load_model
+from qerl.checkpoint.shards import SINGLE
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import deliver
 from qerl.errors import CheckpointError, ConfigError
 from qerl.nvfp4 import reference
-from training.policy.policy import WEIGHTS_FILE, AdapterPolicy, WeightsPolicy, check_reference
+from training.policy.policy import WEIGHTS, AdapterPolicy, WeightsPolicy, check_reference
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
 SAMPLED = SamplingParams(max_new_tokens=12, temperature=1.0)
@@ -65,11 +66,11 @@ def test_an_adapter_s_reference_is_the_base(base):
 
 
 def dense_weights(base):
-    """(weights of the linears, of the norms) by module name, from the 16-bit base."""
+    """(names and weights of the linears, names of the norms), from the 16-bit base."""
     model = load_model(base, "bf16", "float32")
     named = {name.removesuffix(".weight"): p.detach() for name, p in model.named_parameters() if ".layers." in name}
-    linears = {name: tensor for name, tensor in named.items() if tensor.dim() == 2}
-    return linears, {name: tensor for name, tensor in named.items() if name.endswith("layernorm")}
+    linears = [(name, tensor) for name, tensor in named.items() if tensor.dim() == 2]
+    return linears, [name for name in named if name.endswith("layernorm")]
 
 
 @pytest.fixture
@@ -79,6 +80,7 @@ def engine(nvfp4_base):
 
 @pytest.fixture
 def policy(engine, base):
+    """Masters of all linears and block norms; the norms act as they are, so an update reaches them before the sync."""
     return WeightsPolicy(engine.policy_model(), *dense_weights(base))
 
 
@@ -91,20 +93,29 @@ def descend(policy, steps=4, rate=2e-3):
         optimizer.step()
 
 
-def test_changed_masters_reach_the_engine_and_change_what_it_samples(policy, engine):
-    assert deliver(policy.update(), engine) == 14 + 4
+def test_changed_masters_reach_the_engine_and_change_what_it_samples(engine, base):
+    policy = WeightsPolicy(engine.policy_model(), dense_weights(base)[0])
+    assert deliver(policy.update(), engine) == 14
     before = engine.generate(PROMPTS, SAMPLED, seed=1)
     assert engine.generate(PROMPTS, SAMPLED, seed=1) == before
     descend(policy)
     assert engine.generate(PROMPTS, SAMPLED, seed=1) == before  # nothing moves without a sync
-    assert deliver(policy.update(), engine) == 18
+    assert deliver(policy.update(), engine) == 14
     assert engine.generate(PROMPTS, SAMPLED, seed=1) != before
     modules = dict(engine.policy_model().named_modules())
     for name, master in policy.update().weights.items():
         expected = reference.quantize(master.detach(), modules[name].weight_global_scale)
         assert torch.equal(modules[name].weight_packed, expected.packed)
-    for name, master in policy.update().norms.items():
-        assert torch.equal(modules[name].weight, master)
+
+
+def test_trained_norms_act_in_float32(policy, engine):
+    assert deliver(policy.update(), engine) == 14 + 4
+    before = engine.score(PROMPTS, [[1, 2], [3]])
+    with torch.no_grad():
+        for name, norm in policy.update().norms.items():
+            assert engine.policy_model().get_submodule(name).weight is norm
+            norm.add_(1e-6)  # which bfloat16 would swallow
+    assert engine.score(PROMPTS, [[1, 2], [3]]) != before
 
 
 def test_masters_start_as_the_base_that_was_quantized(policy, engine):
@@ -125,7 +136,7 @@ def test_masters_are_copies_that_can_be_trained(policy, base):
 def test_saved_masters_come_back_to_the_bit(policy, engine, base, tmp_path):
     descend(policy)
     policy.save(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == [WEIGHTS_FILE]
+    assert [path.name for path in tmp_path.iterdir()] == [WEIGHTS]
     other = WeightsPolicy(engine.policy_model(), *dense_weights(base))
     masters = list(other.parameters())
     assert other.load(tmp_path) == 18
@@ -139,15 +150,16 @@ def test_saved_masters_come_back_to_the_bit(policy, engine, base, tmp_path):
         (lambda t: {k: v for k, v in t.items() if "q_proj" not in k}, "does not fit what is trained"),
         (lambda t: t | {"lm_head.weight": torch.zeros(2)}, "does not fit what is trained"),
         (lambda t: {k: v[:1] for k, v in t.items()}, "does not fit what is trained"),
-        (None, "cannot be read"),
+        (lambda t: {k: v.bfloat16() for k, v in t.items()}, "does not fit what is trained"),
+        (None, "has no model.safetensors"),
     ],
-    ids=["missing", "extra", "shape", "no file"],
+    ids=["missing", "extra", "shape", "dtype", "no file"],
 )
 def test_masters_that_do_not_fit_are_refused(policy, tmp_path, change, message):
     before = [master.detach().clone() for master in policy.parameters()]
     if change is not None:
         policy.save(tmp_path)
-        save_file(change(load_file(tmp_path / WEIGHTS_FILE)), tmp_path / WEIGHTS_FILE)
+        save_file(change(load_file(tmp_path / WEIGHTS / SINGLE)), tmp_path / WEIGHTS / SINGLE)
     with pytest.raises(CheckpointError, match=message):
         policy.load(tmp_path)
     assert all(torch.equal(one, two) for one, two in zip(before, policy.parameters(), strict=True))

@@ -1,0 +1,137 @@
+"""Training through the quantizer: the section `qat`, and how weights and activations are quantized as one value.
+
+Trainer, engine and export read the same `QuantConfig`. A recipe gives it by the name of a preset, as a YAML file, or as
+keys; what a run writes down is always complete. Importing this loads pydantic and nothing heavier.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BeforeValidator, Field
+
+from qerl import formats
+from qerl.config import yaml_text
+from qerl.config.choice import OneOf
+from qerl.config.conflict import Conflict
+from qerl.config.section import Section
+
+Patterns = Annotated[tuple[str, ...], Field(strict=False)]
+
+FFN_ONLY = ["lm_head", "re:.*self_attn.*"]
+PRESETS: dict[str, dict[str, object]] = {
+    "nvfp4_w4a16": {},
+    "nvfp4_w4a16_ffn": {"ignore": FFN_ONLY},
+    "nvfp4_w4a4": {"activations": "dynamic"},
+    "nvfp4_w4a4_static": {"activations": "static"},
+}
+OTHER_PRESETS = {  # of NVIDIA ModelOpt, which NeMo RL's quant_cfg names
+    "NVFP4_DEFAULT_CFG": "nvfp4_w4a4",
+    "NVFP4_MLP_WEIGHT_ONLY_CFG": "nvfp4_w4a16_ffn",
+}
+
+
+class WeightQuantConfig(Section):
+    """How quantized linears keep their weights."""
+
+    format: Annotated[str, OneOf(lambda: [each.name for each in formats.all_formats() if each.quantized])] = Field(
+        formats.DEFAULT.name, description="format of the packed weights; model.format is the same"
+    )
+    group: Literal[16] = Field(16, description="weights that share a block scale")
+    global_scale: Literal["pow2"] = Field(
+        "pow2", description="scale of a linear, computed once from the starting weights and never changed"
+    )
+    headroom_bits: int = Field(
+        2, ge=0, le=5, description="weights may grow by this many powers of two before a block scale saturates"
+    )
+
+
+class CalibrationConfig(Section):
+    """Rows from which static activation scales are computed."""
+
+    data: str | None = Field(None, min_length=1, description="jsonl file or hub name; null: the run's own prompts")
+    rows: int = Field(512, ge=1, description="rows")
+    batch: int = Field(1, ge=1, description="rows per forward pass")
+    length: int = Field(2048, ge=1, description="tokens of each")
+
+
+class QuantConfig(Section):
+    """How trainer, engine and export quantize."""
+
+    weights: WeightQuantConfig = Field(
+        default_factory=WeightQuantConfig, description="how quantized linears keep their weights"
+    )
+    activations: Literal["none", "dynamic", "static"] = Field(
+        "none", description="none: 16 bits; else 4 bits, by scales computed on the fly or from calibration"
+    )
+    ignore: Patterns = Field(
+        ("lm_head",), description="linears that stay in 16 bits, as for `qerl quantize --ignore`; embeddings always do"
+    )
+    keep_first: int = Field(0, ge=0, description="first decoder layers that stay in 16 bits")
+    keep_last: int = Field(0, ge=0, description="last decoder layers that stay in 16 bits")
+    calibration: CalibrationConfig = Field(
+        default_factory=CalibrationConfig, description="rows for static activation scales"
+    )
+
+    def ignored(self, layers: int) -> tuple[str, ...]:
+        """The patterns of all linears that stay in 16 bits, in a model of so many decoder layers."""
+        kept = [n for n in range(layers) if n < self.keep_first or n >= layers - self.keep_last]
+        return self.ignore + tuple(rf"re:model\.layers\.{n}\." for n in kept)
+
+    def digest(self) -> str:
+        """A short hash of the whole value, for run.json and the folders that were made by it."""
+        return hashlib.sha256(json.dumps(self.model_dump(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def expanded(given: object) -> object:
+    """The keys that a preset's name or the path of a YAML file stands for; anything else as it is. Raises Conflict."""
+    if not isinstance(given, str):
+        return given
+    if given in PRESETS:
+        return {**PRESETS[given]}
+    if Path(given).suffix in (".yaml", ".yml"):
+        return _read(given)
+    if given in OTHER_PRESETS:
+        raise _conflict(given, "that is ModelOpt's name", f"qat.quant_cfg: {OTHER_PRESETS[given]}")
+    near = difflib.get_close_matches(given, PRESETS, n=1, cutoff=0.5)
+    presets = f"presets: {', '.join(PRESETS)}"
+    hint = f"qat.quant_cfg: {near[0]} ({presets})" if near else f"one of the {presets}"
+    raise _conflict(given, "there is no such preset", f"{hint}, a YAML file, or keys under it")
+
+
+def _read(path: str) -> dict:
+    try:
+        data = yaml_text.parse(Path(path).read_bytes().decode("utf-8-sig")).data
+    except (OSError, UnicodeDecodeError, yaml_text.YamlError) as error:
+        raise _conflict(path, f"that file cannot be read ({error})", "another file, or the name of a preset") from None
+    if not isinstance(data, dict):
+        raise _conflict(path, "that file holds no keys", f"keys in it, such as {', '.join(QuantConfig.model_fields)}")
+    return data
+
+
+def _conflict(given: str, why: str, write: str) -> Conflict:
+    return Conflict({"qat.quant_cfg": given}, why, write)
+
+
+class QatConfig(Section):
+    """Training through the quantizer: what is trained is what is served in 4 bits."""
+
+    mode: Literal["weights", "adapter"] = Field(
+        "weights",
+        description="weights: whole weights, by masters in 16 or 32 bits; adapter: a LoRA",
+    )
+    quant_cfg: Annotated[QuantConfig, BeforeValidator(expanded)] = Field(
+        default_factory=QuantConfig, description="a preset's name, a YAML file, or keys"
+    )
+    targets: Patterns | None = Field(
+        None, description="linears that are trained, with the syntax of `ignore`; null: all that are quantized"
+    )
+    masters: Literal["auto", "float32", "bfloat16"] = Field(
+        "auto",
+        description="dtype of the trained weights; auto: float32",
+    )
+    train_norms: bool = Field(False, description="train the decoder layers' norms too, in float32")

@@ -1,0 +1,63 @@
+"""The rules of `qerl/config/rules.py` about training through the quantizer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qerl.config.conflict import Conflict, Conflicts
+
+if TYPE_CHECKING:
+    from qerl.config.schema import RunConfig
+
+PACKING_KERNELS = ("auto", "qerl")  # the others take factors from the weights when these are loaded
+
+
+def qat(config: RunConfig) -> Conflicts:
+    """What is trained is what is served, and what is asked for exists."""
+    if config.qat is None:
+        return
+    quant, own = config.qat.quant_cfg, config.model.format
+    if config.qat.mode == "adapter":
+        yield Conflict(
+            {"qat.mode": "adapter"},
+            "a LoRA through the quantizer is not trained yet",
+            "qat.mode: weights, or leave the section qat out for a LoRA beside the 4-bit base",
+        )
+    if quant.activations != "none":
+        yield Conflict(
+            {"qat.quant_cfg.activations": quant.activations},
+            "only weights are quantized in training so far",
+            "qat.quant_cfg: nvfp4_w4a16, or activations: none",
+        )
+    if own != quant.weights.format:
+        yield Conflict(
+            {"model.format": own, "qat.quant_cfg.weights.format": quant.weights.format},
+            "the engine would sample from other weights than those that are trained",
+            f"model.format: {quant.weights.format}, or leave it out",
+        )
+    if config.rollout.kernel not in PACKING_KERNELS:
+        yield Conflict(
+            {"rollout.kernel": config.rollout.kernel, "qat.mode": config.qat.mode},
+            "that kernel cannot take weights that change",
+            f"rollout.kernel: {' or '.join(PACKING_KERNELS)}",
+        )
+    yield from _whole_weights(config)
+
+
+def _whole_weights(config: RunConfig) -> Conflicts:
+    """Without an adapter there is no reference, and keys of the adapter are not read."""
+    if config.loss.kl_coef:
+        yield Conflict(
+            {"loss.kl_coef": config.loss.kl_coef, "qat.mode": "weights"},
+            "a run that trains whole weights does not keep those that it started with",
+            "loss.kl_coef: 0",
+        )
+    for key, write in (("train_norms", "qat.train_norms: true"), ("dropout", "adapter.dropout: 0")):
+        if value := getattr(config.adapter, key):
+            yield Conflict({f"adapter.{key}": value, "qat.mode": "weights"}, "there is no adapter", write)
+    if config.qat.masters == "bfloat16":
+        yield Conflict(
+            {"qat.masters": "bfloat16"},
+            "no optimizer here rounds them at random yet, and rounding to nearest loses small steps",
+            "qat.masters: float32",
+        )

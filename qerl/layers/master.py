@@ -1,0 +1,48 @@
+"""Masters: the weights behind packed ones, which are trained by the gradient of the packed weight (straight-through).
+
+A linear with a master keeps it as a parameter named `master`. Its forward pass multiplies by the packed weight as
+before; its backward pass adds the weight's gradient to `master.grad`. The optimizer changes the master, and a sync
+packs it over the weight (`qerl.engine.update`).
+"""
+
+from __future__ import annotations
+
+import types
+
+import torch
+from torch import nn
+
+NAME = "master"
+
+
+def master_of(module: nn.Module) -> nn.Parameter | None:
+    """The module's master; None if it has none."""
+    return module._parameters.get(NAME)
+
+
+def set_master_(linear: nn.Linear, weight: torch.Tensor) -> nn.Parameter:
+    """Let `linear` train `weight` (out, in), which becomes its master without a copy. Returns the master."""
+    master = nn.Parameter(weight)
+    linear.register_parameter(NAME, master)
+    # Called as a module it takes the path of the fused layers, too: its own forward pass knows frozen weights only.
+    linear.forward = types.MethodType(_forward, linear)
+    return master
+
+
+def add_gradient_(master: nn.Parameter, grad: torch.Tensor, x: torch.Tensor) -> None:
+    """master.grad += grad^T x for grad (T, out) and x (T, in), summed in float32 where the gradient is that wide."""
+    if master.grad is None:
+        master.grad = torch.zeros_like(master)
+    total, left = master.grad, grad.t()
+    if total.dtype == x.dtype:
+        total.addmm_(left, x)
+    elif x.is_cuda:
+        total.add_(torch.mm(left, x, out_dtype=torch.float32))
+    else:
+        total.add_(left.to(total.dtype) @ x.to(total.dtype))
+
+
+def _forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    from qerl.layers.lora import Part, lora_linear
+
+    return lora_linear(x, [Part(self, master=master_of(self))])

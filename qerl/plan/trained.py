@@ -1,0 +1,75 @@
+"""What a run trains, and the bytes that it takes: an adapter, or whole weights behind packed ones. Pure numbers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qerl.checkpoint.linears import matching, projections
+from qerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from qerl.config.quant import QatConfig
+    from qerl.config.schema import RunConfig
+    from qerl.plan.sizes import ModelSizes
+
+BYTES = {"float32": 4, "bfloat16": 2}
+ADAPTER_WORK = 16.0  # per parameter of an adapter: its gradient, optimizer state and copies in 16 bits
+
+
+@dataclass(frozen=True)
+class Trained:
+    """How many parameters are trained, and bytes for each of them."""
+
+    name: str  # what they are called in a plan
+    count: int
+    kept_bytes: int  # the parameter
+    state_bytes: int  # the optimizer's moments
+    gradient_bytes: float  # in a training phase; for an adapter with all that training adds
+
+    @property
+    def work_bytes(self) -> float:
+        """What training adds to the parameters before the optimizer's first step, and that step itself."""
+        return self.gradient_bytes if self.gradient_bytes == ADAPTER_WORK else self.gradient_bytes + self.state_bytes
+
+
+def trained_of(config: RunConfig, sizes: ModelSizes) -> Trained:
+    """What `config` trains of a model. Raises ConfigError for patterns that do not fit it."""
+    state = 2 if config.optim.name in ("auto", "adamw_8bit") else 8
+    if config.qat is None:
+        count = sizes.adapter(config.adapter.rank, config.adapter.targets)
+        return Trained("adapter", count, BYTES[config.adapter.dtype], state, ADAPTER_WORK)
+    names = trained_linears(config.qat, sizes.layers)
+    count = sum(rows * columns for rows, columns in (sizes.projections[name.rpartition(".")[2]] for name in names))
+    count += 2 * sizes.layers * sizes.hidden if config.qat.train_norms else 0
+    kept = BYTES[masters_dtype(config.qat)]
+    return Trained("masters", count, kept, state, kept)
+
+
+def adapter_rank(config: RunConfig) -> int:
+    """The rank of the adapter that a run trains; 0 if it trains whole weights."""
+    return config.adapter.rank if config.qat is None else 0
+
+
+def quantized_linears(qat: QatConfig, layers: int) -> list[str]:
+    """The linears of a model of so many layers that are packed. Raises ConfigError for patterns that do not fit."""
+    linears = projections(layers)
+    kept = set(matching(linears, qat.quant_cfg.ignored(layers), "qat.quant_cfg.ignore"))
+    if len(kept) == len(linears):
+        raise ConfigError(
+            f"qat.quant_cfg keeps all {layers} decoder layers in 16 bits: write narrower patterns in ignore, or "
+            "smaller keep_first and keep_last"
+        )
+    return [name for name in linears if name not in kept]
+
+
+def trained_linears(qat: QatConfig, layers: int) -> list[str]:
+    """The linears that are trained. Raises ConfigError for patterns that do not fit."""
+    if qat.targets is None:
+        return quantized_linears(qat, layers)
+    return matching(projections(layers), qat.targets, "qat.targets")
+
+
+def masters_dtype(qat: QatConfig) -> str:
+    """The dtype of the masters; `auto` is float32."""
+    return "float32" if qat.masters == "auto" else qat.masters

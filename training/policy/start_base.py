@@ -1,0 +1,99 @@
+"""The packed base that the engine opens in a run that trains whole weights: RUN/base, made of the 16-bit model.
+
+It is rounded to nearest by the format's own arithmetic, from weights in the masters' dtype, so that its bytes are those
+that a sync writes of masters which have not changed. Its global scales are powers of two with head room, and stay for
+the whole run.
+"""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from qerl.checkpoint import sealed
+from qerl.checkpoint.output import check_space
+from qerl.checkpoint.packed import packed_groups, power_of_two_scale_of
+from qerl.checkpoint.reader import TensorReader
+from qerl.checkpoint.resolve import REPORT, ModelRef, resolve_model
+from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.source import Source, read_source
+from qerl.checkpoint.writer import copy_small_files, write_json, write_weights
+from qerl.errors import ConfigError
+from qerl.plan.trained import masters_dtype
+from training.run_dir.folder import BASE, only_writer, written
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from qerl.config.quant import QatConfig
+    from qerl.config.schema import RunConfig
+
+logger = logging.getLogger(__name__)
+
+
+def start_base(config: RunConfig, start: ModelRef, run_dir: Path) -> ModelRef:
+    """The packed base of a run, which is made if it is not there. `start` is its 16-bit model.
+
+    Raises ConfigError if it was made by another quant_cfg, and CheckpointError if it cannot be made.
+    """
+    folder = run_dir / BASE
+    if (damage := sealed.damage_of(folder, {"config.json"})) is None:
+        _check_same(folder, config.qat, run_dir)
+        return resolve_model(str(folder))
+    if folder.exists():
+        logger.warning("%s is damaged (%s) and is made again", folder, damage)
+    with only_writer(run_dir, written(run_dir)):
+        _make(folder, config, start)
+    return resolve_model(str(folder))
+
+
+def _check_same(folder: Path, qat: QatConfig, run_dir: Path) -> None:
+    made_by, own = read_json(folder / REPORT).get("quant_cfg"), qat.quant_cfg.digest()
+    if made_by != own:
+        raise ConfigError(
+            f"{folder}, from which the engine samples, was made by another qat.quant_cfg ({made_by}) than the one in "
+            f"{run_dir / 'config.yaml'} ({own}), and both have to be the same: put that one back, or start a new run"
+        )
+
+
+def _make(folder: Path, config: RunConfig, start: ModelRef) -> None:
+    quant = config.qat.quant_cfg
+    source = _source(start, config)
+    check_space(folder, source.output_bytes())
+    logger.info("quantizing %s to %s", source.name, folder)
+    partial = folder.with_name(f".{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        with TensorReader(source.tensors) as read:
+            scale_of = power_of_two_scale_of(headroom_bits=quant.weights.headroom_bits)
+            wide = _as_masters(source, read, getattr(torch, masters_dtype(config.qat)))
+            write_weights(partial, packed_groups(source, wide, device, scale_of))
+        copy_small_files(source.folder, partial, code="auto_map" in source.config)
+        entry = source.format.quantization_config(["lm_head", *source.kept])
+        write_json(partial / "config.json", {**source.config, "quantization_config": entry})
+        made = {"source": start.base, "method": "rtn", "quant_cfg": quant.digest(), **quant.model_dump(mode="json")}
+        write_json(partial / REPORT, made)
+        sealed.seal(partial)
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _source(start: ModelRef, config: RunConfig) -> Source:
+    trust, quant = config.model.trust_remote_code, config.qat.quant_cfg
+    layers = read_json(start.path / "config.json").get("num_hidden_layers", 0)
+    return read_source(start.base, quant.ignored(layers), trust, "qat.quant_cfg.ignore")
+
+
+def _as_masters(
+    source: Source, read: Callable[[str], torch.Tensor], dtype: torch.dtype
+) -> Callable[[str], torch.Tensor]:
+    packed = {f"{module}.weight" for module in source.quantized}
+    return lambda name: read(name).to(dtype) if name in packed else read(name)

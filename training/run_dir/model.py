@@ -1,0 +1,35 @@
+"""RUN/model: what a finished run with masters has trained, as a packed model that stock vLLM and transformers read."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import torch
+
+from qerl.checkpoint import sealed
+from qerl.checkpoint.export import read_masters, write_trained
+from training.policy.policy import WEIGHTS
+from training.run_dir.checkpoint import checkpoint_path
+from training.run_dir.folder import BASE, MODEL, make_aside
+
+
+def trains_weights(run_dir: Path) -> bool:
+    """Whether a run that has begun trains whole weights."""
+    return (run_dir / BASE).is_dir()
+
+
+def settle_model(run_dir: Path, step: int) -> Path:
+    """Make RUN/model of the checkpoint of `step`, unless it is there and whole; a damaged one is moved aside."""
+    final, partial = run_dir / MODEL, run_dir / f".{MODEL}.partial"
+    if sealed.damage_of(final, {"config.json"}) is None:
+        return final
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed here
+    partial.mkdir()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    write_trained(read_masters(run_dir / BASE, checkpoint_path(run_dir, step) / WEIGHTS), partial, device)
+    sealed.seal(partial)
+    if final.exists():
+        final.rename(make_aside(run_dir) / final.name)
+    partial.rename(final)
+    return final
