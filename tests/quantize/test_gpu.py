@@ -1,6 +1,6 @@
 """Quantization on a CUDA device gives almost the CPU's bits, and holds only a small part of the model there.
 
-Last run on an H200, 2026-11-22.
+Last run on an H200, 2026-11-22, before outputs were measured; the measurement alone agreed with the CPU's there.
 """
 
 import json
@@ -67,7 +67,8 @@ def test_calibrated_methods_run_and_verify(tmp_path, method, layout):
         ),
     )
     assert len(report.layers) == 14
-    assert report.worst().sqnr_db > 12
+    assert report.outputs.held_out
+    assert 0 < report.outputs.written.kl < report.outputs.rounded.kl
     before, after = load_all(source), load_all(tmp_path / "out")
     changed = {name for name in before if name in after and not torch.equal(before[name], after[name])}
     assert all(name.endswith(("layernorm.weight", "v_proj.bias")) for name in changed)
