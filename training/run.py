@@ -50,6 +50,7 @@ from training.policy.policy import Policy
 from training.policy.start_base import start_base
 from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
 from training.preflight.checks import check_engine, check_memory, check_room, free_bytes, read_prompts, sizes_at
+from training.preflight.trackers import check_trackers
 from training.ranks import check_dealt, check_same
 from training.rewards.rewards import build_rewards, fixed_columns
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
@@ -67,6 +68,7 @@ from training.run_dir.resume import (
 )
 from training.run_dir.stop import stop_on_signals, train_until_stopped
 from training.run_dir.terminal_gone import terminal_may_go
+from training.run_dir.trackers import open_trackers
 from training.trainer import QerlTrainer
 from training.trl_config import check_installed, trl_config
 
@@ -151,7 +153,7 @@ def _train(
     engine.sleep()  # a resumed run loads its optimizer before its first rollout
     start_step = checkpoint_step(checkpoint) if checkpoint else 0
     with (
-        _log(place, config, found) as log,
+        _log(place, config, found, start_step) as log,
         stop_on_signals(config.run, config.loss.num_iterations, run_dir, parallel) as stop,
     ):
         if parallel.first:
@@ -175,6 +177,7 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     """Read the data, find the rewards, and raise QerlError for whatever this base, card or run directory refuses."""
     engine_name = check_engine(config)
     check_installed(config)
+    check_trackers(config.logging.report_to)
     tokenizer, prompts = read_prompts(config, base)
     check_dealt(config.rollout.prompts_per_step, place.parallel)
     if config.qat is not None and place.parallel.size > 1:
@@ -201,13 +204,18 @@ def open_rollout_engine(config: RunConfig, base: ModelRef) -> Engine:
 
 
 @contextmanager
-def _log(place: Place, config: RunConfig, found: list[str]) -> Iterator[RunLog]:
-    """The run's log, of which only the first rank writes; it holds the lock of the run directory."""
+def _log(place: Place, config: RunConfig, found: list[str], start_step: int) -> Iterator[RunLog]:
+    """The run's log, with the trackers, of which only the first rank writes; it holds the lock of the run directory."""
     run_dir, steps = place.run_dir, config.run.steps
     if not place.parallel.first:
         yield NoLog(run_dir, steps)
         return
-    with only_writer(run_dir, found), terminal_may_go(run_dir), RunLog(run_dir, steps) as log:
+    with (
+        only_writer(run_dir, found),
+        terminal_may_go(run_dir),
+        open_trackers(config, run_dir, start_step) as trackers,
+        RunLog(run_dir, steps, trackers=trackers) as log,
+    ):
         yield log
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 from trl import GRPOConfig
 
-from qerl.errors import ConfigError, EngineError
+from qerl.errors import EngineError
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -64,29 +63,15 @@ def trl_config(config: RunConfig, run_dir: Path, reward_weights: list[float]) ->
         ignore_data_skip=True,  # the sampler starts at the resumed step itself
         logging_steps=1,
         logging_nan_inf_filter=False,  # a loss that is not finite stops the run
-        report_to=_trackers(config.logging.report_to) or "none",
+        report_to="none",  # training/run_dir/trackers.py reports
         disable_tqdm=True,
         remove_unused_columns=False,
     )
 
 
 def check_installed(config: RunConfig) -> None:
-    """Raise ConfigError for a tracker, EngineError for an optimizer, that this machine lacks."""
-    _trackers(config.logging.report_to)
+    """Raise EngineError for an optimizer that this machine lacks."""
     _optimizer_name(config.optim.name, torch.cuda.is_available())
-
-
-def _trackers(names: Sequence[str]) -> list[str]:
-    """The trackers asked for. Raises ConfigError for one that is not installed."""
-    import importlib.util
-
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            raise ConfigError(
-                f"logging.report_to names {name}, which is not installed: run `pip install {name}`, or leave it out "
-                "(metrics.jsonl is written in any case)"
-            )
-    return list(names)
 
 
 def _optimizer_name(name: str, on_gpu: bool) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
 from qerl.config.conflict import Conflict, Conflicts
@@ -82,6 +82,20 @@ def header_mistake(name: object, value: object) -> tuple[str, str] | None:
             f"${{{variable}}} in its place, and put the key into that variable of the environment",
         )
     return None
+
+
+def without_secrets(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """A recipe as plain values, with "(not shown)" for what may be a key in the arguments of its rewards."""
+    return {**recipe, "rewards": [{**each, "args": _hidden(each["args"])} for each in recipe["rewards"]]}
+
+
+def _hidden(value: Any, name: str = "") -> Any:
+    if isinstance(value, Mapping):
+        return {key: _hidden(each, str(key)) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_hidden(each, name) for each in value]
+    secret = isinstance(value, str) and (_SECRET.search(name) or _SECRET_VALUE.match(value))
+    return "(not shown)" if secret and not VARIABLE.search(value) else value
 
 
 def rewards(config: RunConfig) -> Conflicts:

@@ -282,6 +282,12 @@ class LoggingConfig(Section):
     report_to: Annotated[tuple[Literal["trackio", "tensorboard", "wandb"], ...], Field(strict=False)] = Field(
         (), description="trackers to report to"
     )
+    project: str | None = Field(
+        None, min_length=1, description="project at the trackers; null: what WANDB_PROJECT says, else qerl"
+    )
+    run_name: str | None = Field(
+        None, min_length=1, description="the run's name at the trackers; null: that of its directory"
+    )
     completions_every: int = Field(10, ge=1, description="steps between logged samples of completions")
     completions_count: int = Field(4, ge=0, description="completions in a sample, spread over its prompts; 0: none")
 

@@ -32,6 +32,7 @@ from qerl.plan.sizes import ModelSizes, sizes_of
 from qerl.plan.trained import trained_linears
 from qerl.tasks import task_of
 from qerl.tasks.own_grader import check_grader
+from training.preflight.trackers import check_trackers
 from training.rewards.rewards import check_rewards, fixed_columns
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.resume import base_to_resume, config_to_resume
@@ -50,9 +51,10 @@ logger = logging.getLogger(__name__)
 
 
 def check_config(config: RunConfig) -> None:
-    """Raise ConfigError for a grader or a reward that cannot be used, and DataError or ConfigError for such rows."""
+    """Raise ConfigError for a grader, a tracker or a reward that cannot be used, DataError or ConfigError for rows."""
     data, task = config.data, task_of(config.data)
     check_grader(task)
+    check_trackers(config.logging.report_to)
     check_rewards(config.rewards, fixed_columns(task, config.rollout.max_new_tokens))
     check_source(task, data.source, data.split, data.columns)
 

@@ -20,11 +20,12 @@ from qerl.files.read_back import read_object
 from qerl.report.shapes import About
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.terminal_gone import TERMINAL_LOG
+from training.run_dir.trackers import IDS
 
 LOCK = ".lock"
 BASE, MODEL = "base", "model"  # of a run that trains whole weights: its packed base, its result
-# What may be there if a kill or a full disk came before config.yaml.
-UNBEGUN = {LOCK, "config.partial", TERMINAL_LOG, BASE, f".{BASE}.partial"}
+# What may be there if a kill, a full disk or a tracker that failed came before config.yaml.
+UNBEGUN = {LOCK, "config.partial", TERMINAL_LOG, BASE, f".{BASE}.partial", IDS, "wandb", "tensorboard"}
 
 
 def new_run_dir(out: str | None, name: str) -> Path:

@@ -22,6 +22,7 @@ from qerl.files.disk import replace_text
 from qerl.printable import SafeConsole
 from qerl.report.read import completions_step
 from training.run_dir.progress import Display, completions_table, numbers
+from training.run_dir.trackers import Trackers
 from training.run_dir.watch import due, findings
 
 if TYPE_CHECKING:
@@ -99,9 +100,12 @@ def deterministic(metrics: Mapping[str, Any]) -> dict[str, Any]:
 class RunLog:
     """Writes the log of one run. It is a context manager around the training loop."""
 
-    def __init__(self, run_dir: Path, steps: int, console: Console | None = None) -> None:
+    def __init__(
+        self, run_dir: Path, steps: int, console: Console | None = None, trackers: Trackers | None = None
+    ) -> None:
         self.run_dir = run_dir
         self._steps = steps
+        self._trackers = trackers or Trackers()
         self._console = console or SafeConsole(stderr=True)
         self._display: Display | None = None
         self._rows: list[dict[str, Any]] = []  # of all steps so far
@@ -154,6 +158,7 @@ class RunLog:
                 f"--resume {self.run_dir}`, which continues after the last checkpoint"
             ) from error
         self._rows.append(row)
+        self._trackers.log(step, metrics)
         self._show(step)
         self._warn(step)
 
@@ -164,6 +169,7 @@ class RunLog:
         folder.mkdir(exist_ok=True)
         text = "".join(json.dumps(dict(row), ensure_ascii=False) + "\n" for row in rows)
         (folder / f"step-{step:06d}.jsonl").write_text(text, encoding="utf-8")
+        self._trackers.table(step, rows)
         if self._display is not None:
             self._console.print(completions_table(step, rows))
 

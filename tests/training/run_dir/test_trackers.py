@@ -1,0 +1,188 @@
+"""Trackers, for real: wandb offline, trackio in a local database, TensorBoard's files; and those that fail."""
+
+import importlib.util
+import json
+import logging
+
+import pytest
+from small_run import small_config
+
+import training.run
+from qerl.config.recipe import load_recipe
+from qerl.config.rules_rewards import without_secrets
+from qerl.errors import ConfigError
+from training.preflight.checks import check_config
+from training.run import resume, start
+from training.run_dir.folder import new_run_dir
+from training.run_dir.log import read_metrics
+from training.run_dir.trackers import ROWS, TEXT, Trackers, open_trackers
+
+NAMES = ("wandb", "trackio", "tensorboard")
+MISSING = [name for name in NAMES if importlib.util.find_spec(name) is None]
+installed = pytest.mark.skipif(bool(MISSING), reason=f"qerl[trackers] is not installed ({', '.join(MISSING)})")
+pytestmark = pytest.mark.usefixtures("one_thread")
+REPORTS = ("logging.report_to=[wandb, trackio, tensorboard]", "logging.completions_every=1", "noise.enabled=false")
+
+
+@pytest.fixture
+def no_key(monkeypatch, tmp_path):
+    """wandb without a key, in a home and a folder of its own."""
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_PROJECT", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "wandb-config"))
+    monkeypatch.chdir(tmp_path)
+    if importlib.util.find_spec("wandb"):
+        import wandb
+
+        wandb.teardown()  # it reads its environment once
+
+
+@pytest.fixture(scope="module")
+def reported(nvfp4_base, tmp_path_factory):
+    """The directory of a run of 2 steps, resumed after its first, that reported to all three, and trackio's project."""
+    folder = tmp_path_factory.mktemp("reported")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
+        import trackio.utils
+
+        patch.setattr(trackio.utils, "TRACKIO_DIR", folder / "trackio")
+        patch.setattr("trackio.sqlite_storage.TRACKIO_DIR", folder / "trackio")
+        given = (*REPORTS, "run.save_every=1", "logging.project=mine", "logging.run_name=the run")
+        run = start(small_config(nvfp4_base, folder, *given, steps=1), "tiny").run_dir
+        resume(run, steps=2)
+        from trackio.sqlite_storage import SQLiteStorage
+
+        yield run, SQLiteStorage.get_logs("mine", "the run"), SQLiteStorage.get_all_run_configs("mine")
+
+
+@installed
+def test_tensorboard_has_the_metrics_the_recipe_and_completions(reported):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    run, _, _ = reported
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    rows = read_metrics(run)
+    assert [event.step for event in events.Scalars("reward")] == [1, 2]
+    assert [event.value for event in events.Scalars("reward")] == pytest.approx([row["reward"] for row in rows])
+    texts = {name: events.Tensors(f"{name}/text_summary") for name in ("recipe", "samples")}
+    assert b"learning_rate" in texts["recipe"][0].tensor_proto.string_val[0]
+    assert (
+        texts["samples"][0]
+        .tensor_proto.string_val[0]
+        .startswith(b"| step | prompt | completion | advantage | digits |")
+    )
+
+
+@installed
+def test_wandb_has_its_files_in_the_run_and_one_id_for_a_resumed_one(reported):
+    run, _, _ = reported
+    (ident,) = json.loads((run / ".trackers.json").read_text()).values()
+    folders = sorted((run / "wandb").glob("offline-run-*"))
+    assert len(folders) == 2
+    assert all(folder.name.endswith(ident) for folder in folders)
+    logged = (folders[0] / f"run-{ident}.wandb").read_bytes()
+    for text in (b"mine", b"the run", b"learning_rate", b"rewards/digits"):
+        assert text in logged
+    (table,) = folders[0].glob("files/media/table/samples_*.json")
+    table = json.loads(table.read_text())
+    assert table["columns"] == ["step", "prompt", "completion", "advantage", "digits"]
+    assert len(table["data"]) == 4
+
+
+@installed
+def test_trackio_has_the_metrics_the_recipe_and_completions(reported):
+    run, logs, configs = reported
+    rewards = [(log["step"], log["reward"]) for log in logs if "reward" in log]
+    assert rewards == [(row["step"], pytest.approx(row["reward"])) for row in read_metrics(run)]
+    tables = [log["samples"]["_value"] for log in logs if "samples" in log]
+    assert [set(table[0]) for table in tables] == [{"step", "prompt", "completion", "advantage", "digits"}] * 2
+    (config,) = configs.values()
+    assert (config["optim"]["name"], config["run"]["save_every"]) == ("adamw", 1)
+
+
+@installed
+def test_wandb_without_a_key_is_one_line_before_anything_is_loaded(no_key, tmp_path, monkeypatch, nvfp4_base):
+    with pytest.raises(ConfigError, match=r"wandb, which has no key here: run `wandb login`, set WANDB_API_KEY, or"):
+        check_config(load_recipe("tiny", ["logging.report_to=[wandb]"]))
+    monkeypatch.setattr(training.run, "open_rollout_engine", lambda *_: pytest.fail("an engine was opened"))
+    config = small_config(nvfp4_base, tmp_path, "logging.report_to=[wandb]")
+    with pytest.raises(ConfigError, match="has no key here"):
+        start(config, "tiny")
+    assert not (tmp_path / "run").exists()
+    import wandb
+
+    host = wandb.setup().settings.base_url.removeprefix("https://")
+    (tmp_path / "netrc").write_text(f"machine {host} login user password {40 * 'a'}\n")
+    check_config(load_recipe("tiny", ["logging.report_to=[wandb]"]))
+
+
+@installed
+def test_a_tracker_that_cannot_be_opened_leaves_nothing_that_blocks_the_next_try(tmp_path, monkeypatch):
+    def broken(*_):
+        raise OSError("no network\nat all")
+
+    monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", broken)
+    run_dir = tmp_path / "run"
+    (run_dir / "tensorboard").mkdir(parents=True)
+    config = load_recipe("tiny", ["logging.report_to=[tensorboard]"])
+    with (
+        pytest.raises(ConfigError, match=r"names tensorboard, which cannot be opened \(no network\): correct that"),
+        open_trackers(config, run_dir, 0),
+    ):
+        pass
+    for name in ("wandb", ".trackers.json"):
+        (run_dir / name).touch()
+    assert new_run_dir(str(run_dir), "tiny") == run_dir
+
+
+class Recorded:
+    def __init__(self, fails_at=None):
+        self.fails_at, self.metrics, self.tables = fails_at, [], []
+
+    def log(self, step, metrics):
+        if step == self.fails_at:
+            raise RuntimeError("quota\nexceeded")
+        self.metrics.append((step, metrics))
+
+    def table(self, step, columns, rows):
+        self.tables.append((columns, rows))
+
+
+def test_a_tracker_that_fails_in_the_run_is_dropped_with_a_warning(caplog):
+    good, bad = Recorded(), Recorded(fails_at=2)
+    trackers = Trackers({"one": bad, "other": good})
+    with caplog.at_level(logging.WARNING):
+        for step in (1, 2, 3):
+            trackers.log(step, {"loss": None, "reward": 1.0})
+    assert [step for step, _ in bad.metrics] == [1]
+    assert good.metrics == [(step, {"reward": 1.0}) for step in (1, 2, 3)]
+    (record,) = caplog.records
+    assert record.getMessage() == "one failed (quota), and gets no more; metrics.jsonl has everything"
+
+
+def test_tables_are_bounded():
+    row = {"prompt": "p", "completion": "c" * 10 * TEXT, "advantage": 0.5, "rewards": {"a": 1.0, "b": 0.0}}
+    tracker = Recorded()
+    Trackers({"one": tracker}).table(3, [row] * 10 * ROWS)
+    ((columns, rows),) = tracker.tables
+    assert columns == ["step", "prompt", "completion", "advantage", "a", "b"]
+    assert (len(rows), rows[0][0], rows[0][3:]) == (ROWS, 3, [0.5, 1.0, 0.0])
+    assert len(rows[0][2]) == TEXT + 3
+
+
+def test_the_recipe_goes_there_without_secrets():
+    args = (
+        "{api_key: abcdef, deep: {password: p, n: 3, list: ['Bearer xyz', plain]}, max_tokens: 5, token_env: '${KEY}'}"
+    )
+    recipe = load_recipe("tiny", [f"rewards=[{{name: 'a.py:f', args: {args}}}, {{name: accuracy}}]"])
+    shown = without_secrets(recipe.model_dump(mode="json"))
+    assert shown["rewards"][0]["args"] == {
+        "api_key": "(not shown)",
+        "deep": {"password": "(not shown)", "n": 3, "list": ["(not shown)", "plain"]},
+        "max_tokens": 5,
+        "token_env": "${KEY}",
+    }
+    assert shown["data"] == recipe.model_dump(mode="json")["data"]
