@@ -121,7 +121,7 @@ def test_wandb_without_a_key_is_one_line_before_anything_is_loaded(no_key, tmp_p
 
 @installed
 def test_a_tracker_that_cannot_be_opened_leaves_nothing_that_blocks_the_next_try(tmp_path, monkeypatch):
-    def broken(*_):
+    def broken(*_, **__):
         raise OSError("no network\nat all")
 
     monkeypatch.setattr("torch.utils.tensorboard.SummaryWriter", broken)
