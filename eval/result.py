@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from eval.metrics import MANY_SAMPLES, ONE_SAMPLE, Estimate, estimate, pass_at_k
 from eval.store import Row
+from qerl.tasks.intervals import MANY_SAMPLES, ONE_SAMPLE, Estimate, estimate, pass_at_k
 
 if TYPE_CHECKING:
     from rich.table import Table

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from training.rewards.rewards import Rewards
     from training.rollout.groups import Prompt
     from training.run_dir.log import RunLog
+    from training.validation.questions import Questions
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,7 @@ class Given:
     prompts: Sequence[Prompt]
     rewards: Rewards
     parallel: Parallel = ALONE
+    questions: Questions | None = None  # of a run that validates
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ runs/<name>/
     metrics.jsonl       one line per step              completions/  samples of what was written
     checkpoints/        to resume from                 adapter/      the result, a standard PEFT folder
     base/, model/       instead of adapter/ if whole weights are trained: the packed base, and the result
+    best/               the adapter of the best validation; only if the recipe validates
     warnings.jsonl      what was wrong, in words; only if something was
     terminal.log        what was shown after the terminal had gone; only if it had
 """
@@ -13,7 +14,6 @@ from __future__ import annotations
 
 import json
 import logging
-import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,20 +23,16 @@ from typing import Any
 
 from transformers import PrinterCallback
 
-from qerl.checkpoint.adapter import ADAPTER_FILES
-from qerl.checkpoint.load import load_tokenizer, local_folder
-from qerl.checkpoint.named_base import beside, model_of_adapter
-from qerl.checkpoint.peft_folder import TrainedOn, complete_
+from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import ModelRef, describe
-from qerl.checkpoint.sealed import adapter_damage, seal
 from qerl.checkpoint.start import starting_model
 from qerl.checkpoint.weights_digest import weights_digest
-from qerl.config.recipe import load_config, save_config
-from qerl.config.schema import ModelConfig, RunConfig
+from qerl.config.recipe import save_config
+from qerl.config.schema import RunConfig
 from qerl.engine.interface import Engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
-from qerl.errors import CheckpointError, ConfigError
+from qerl.errors import ConfigError
 from qerl.files.disk import replace_text
 from qerl.parallel import ALONE, Parallel
 from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
@@ -53,11 +49,12 @@ from training.preflight.checks import check_engine, check_memory, check_room, fr
 from training.preflight.trackers import check_trackers
 from training.ranks import check_dealt, check_same
 from training.rewards.rewards import build_rewards, fixed_columns
-from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, newest_checkpoint
-from training.run_dir.folder import make_aside, new_run_dir, only_writer, written
+from training.run_dir.checkpoint import checkpoint_step, newest_checkpoint
+from training.run_dir.folder import new_run_dir, only_writer, written
 from training.run_dir.inputs import Inputs, check_same_inputs, inputs_of, note_inputs, versions
 from training.run_dir.log import NoLog, RunLog, read_metrics
 from training.run_dir.model import settle_model, trains_weights
+from training.run_dir.result import ADAPTER, BEST, settle_best, settle_result
 from training.run_dir.resume import (
     base_to_resume,
     check_same_base,
@@ -71,6 +68,9 @@ from training.run_dir.terminal_gone import terminal_may_go
 from training.run_dir.trackers import open_trackers
 from training.trainer import QerlTrainer
 from training.trl_config import check_installed, trl_config
+from training.validation.questions import read_questions
+from training.validation.validation import Validation
+from training.validation.verdict import best_kept, best_of, ending, shown, validations
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +120,11 @@ def resume(
     done = checkpoint_step(checkpoint) if checkpoint else 0
     if done >= config.run.steps:
         logger.info("%s has already finished its %d steps; --steps N with N above %d prolongs it", run_dir, done, done)
-        return _finished(run_dir, done, config.run.steps, parallel)
+        return _finished(run_dir, done, config, parallel)
+    ended = ending(read_metrics(run_dir), config.validation, done) if parallel.first else None
+    if step is None and steps is None and (reason := parallel.broadcast(ended)):
+        logger.info("%s ended at step %d: %s; --steps N lets it go on", run_dir, done, reason)
+        return _finished(run_dir, done, config, parallel, ended=True)
     logger.info("resuming %s after step %d", run_dir, done)
     base = base_to_resume(run_dir, config)
     return _train(config, base, Place(run_dir, run_dir.name, parallel), checkpoint, accept_changes)
@@ -133,13 +137,14 @@ def _train(
     run_dir, parallel = place.run_dir, place.parallel
     found = written(run_dir)
     given = _check(config, base, place)
-    inputs = inputs_of(given.prompts, task_of(config.data), config.rewards)
+    validated = given.questions.prompts if given.questions else ()
+    inputs = inputs_of(given.prompts, task_of(config.data), config.rewards, validated)
     if parallel.size > 1:
         check_same(parallel, {"recipe": config.model_dump(), **inputs, "version of a package": versions()})
     if parallel.first:
         check_same_inputs(run_dir, inputs, accept_changes)
     served = base if config.qat is None else start_base(config, base, run_dir)
-    engine = open_rollout_engine(config, served)
+    engine = open_rollout_engine(config, served, given.questions.context if given.questions else 0)
     logger.info("%s; engine %s (%s)", describe(served), engine.name, engine.kernel)
     policy = _policy(config, engine, base)
     args = trl_config(config, run_dir, given.rewards.weights)  # what it refuses is refused before anything is written
@@ -162,15 +167,19 @@ def _train(
             prolong_(run_dir, config, start_step)
             note_base_(run_dir, config, base.base)
         log.start_at(start_step)
+        if parallel.first:
+            settle_best(run_dir, best_kept(log.validations, config.validation))
         parts = make_parts(config, given, engine, policy, plan, log)
-        trainer = QerlTrainer(parts, args, [stop], start_step)
+        validation = Validation(parts, given.questions, stop) if given.questions else None
+        trainer = QerlTrainer(parts, args, [stop], start_step, validation)
         trainer.remove_callback(PrinterCallback)
         steps = train_until_stopped(trainer, stop, checkpoint)
         if not stop.abandoned:  # else the engine may be in the midst of a rollout, and there is no time
             warn_of_retries()
             parts.sampler.clear_noise()
             engine.close()
-        return replace(_finished(run_dir, steps, config.run.steps, parallel), stopped_by=stop.asked)
+        ended = validation is not None and validation.ended(steps)
+        return replace(_finished(run_dir, steps, config, parallel, ended), stopped_by=stop.asked)
 
 
 def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
@@ -188,7 +197,9 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
         check_memory(config, base, free_bytes())
     fixed = fixed_columns(task_of(config.data), config.rollout.max_new_tokens)
     examples = [prompt.example for prompt in prompts]
-    return Given(tokenizer, prompts, build_rewards(config.rewards, fixed, examples, place.run_dir), place.parallel)
+    rewards = build_rewards(config.rewards, fixed, examples, place.run_dir)
+    questions = read_questions(config, tokenizer, prompts, sizes_at(base), place.run_dir)
+    return Given(tokenizer, prompts, rewards, place.parallel, questions)
 
 
 def _policy(config: RunConfig, engine: Engine, base: ModelRef) -> Policy:
@@ -197,9 +208,10 @@ def _policy(config: RunConfig, engine: Engine, base: ModelRef) -> Policy:
     return build_weights_policy(engine, base, config, sizes_at(base))
 
 
-def open_rollout_engine(config: RunConfig, base: ModelRef) -> Engine:
-    """The engine that the recipe asks for, over the base that was resolved."""
+def open_rollout_engine(config: RunConfig, base: ModelRef, context: int = 0) -> Engine:
+    """The engine that the recipe asks for, over the base that was resolved, with room for `context` tokens at least."""
     options = EngineOptions.of_recipe(config, trainer_bytes(config, sizes_at(base)))
+    options = replace(options, max_context=max(options.max_context, context))
     return open_engine(base.base, base.format, options)
 
 
@@ -234,49 +246,42 @@ def _open_run_dir(place: Place, config: RunConfig, base: ModelRef, plan: MicroBa
     logger.info("writing to %s", run_dir)
 
 
-def _finished(run_dir: Path, steps: int, of: int, parallel: Parallel) -> TrainResult:
-    """`_finish` by the rank that writes; the others only say where the run stands."""
+def _finished(run_dir: Path, steps: int, config: RunConfig, parallel: Parallel, ended: bool = False) -> TrainResult:
+    """`_finish` by the rank that writes; the others only say where the run stands. `ended`: by a validation."""
     if parallel.first:
-        return _finish(run_dir, steps, of)
-    return TrainResult(run_dir, run_dir / "adapter" if steps >= of else None, steps)
+        return _finish(run_dir, steps, config)
+    return TrainResult(run_dir, run_dir / ADAPTER if ended or steps >= config.run.steps else None, steps)
 
 
-def _finish(run_dir: Path, steps: int, of: int) -> TrainResult:
-    """Say how a run ended; after its last step (`steps` == `of`), its last checkpoint's adapter is the result."""
-    if steps < of:
+def _finish(run_dir: Path, steps: int, config: RunConfig) -> TrainResult:
+    """Say how a run ended; after its last step, or one that validation made the last, its adapter is the result."""
+    rows = read_metrics(run_dir)
+    settle_best(run_dir, best_kept(rows, config.validation))
+    if steps < config.run.steps and not ending(rows, config.validation, steps):
         logger.warning("stopped after step %d; continue with `qerl train --resume %s`", steps, run_dir)
         return TrainResult(run_dir, None, steps)
     if trains_weights(run_dir):
         final = settle_model(run_dir, steps)
-        logger.info("finished %d steps: %s; model in %s", steps, _reward_text(read_metrics(run_dir), run_dir), final)
+        logger.info("finished %d steps: %s; model in %s", steps, _reward_text(rows, run_dir), final)
+        _say_best(run_dir, rows, config)
         return TrainResult(run_dir, final, steps)
-    final = run_dir / "adapter"
-    if not all((final / name).is_file() for name in ADAPTER_FILES) or adapter_damage(final):
-        partial = run_dir / ".adapter.partial"
-        shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed here
-        partial.mkdir()
-        for name in ADAPTER_FILES:
-            shutil.copy(checkpoint_path(run_dir, steps) / name, partial / name)
-        _complete_adapter_(partial, final, load_config(run_dir / "config.yaml").model)
-        seal(partial)
-        if final.exists():
-            final.rename(make_aside(run_dir) / final.name)
-        partial.rename(final)
-    rows = read_metrics(run_dir)
+    final = settle_result(run_dir, steps)
     logger.info("finished %d steps: %s; adapter in %s", steps, _reward_text(rows, run_dir), final)
     if sampling := sampling_text(rows):
         logger.info("dynamic sampling: %s", sampling)
+    _say_best(run_dir, rows, config)
     return TrainResult(run_dir, final, steps)
 
 
-def _complete_adapter_(folder: Path, final: Path, model: ModelConfig) -> None:
-    """Add what plain PEFT needs. The base is not needed for the adapter itself, so that its absence is a warning."""
-    base = beside(final, model_of_adapter(folder)[0])
-    try:
-        tokenizer = load_tokenizer(base, model.trust_remote_code)
-        complete_(folder, str(final), TrainedOn(base, model.format), tokenizer)
-    except CheckpointError as error:
-        logger.warning("%s has neither tokenizer nor card: %s", final, error)
+def _say_best(run_dir: Path, rows: Sequence[Mapping[str, Any]], config: RunConfig) -> None:
+    best = best_of(rows, config.validation)
+    if best is None:
+        return
+    where = f", adapter in {run_dir / BEST}" if (run_dir / BEST).is_dir() else ""
+    logger.info("best validation: %s%s", best, where)
+    first = validations(rows)[0]
+    if first["step"] == 0 and (value := first[f"validation/{best.metric}"]) > best.value:
+        logger.warning("before the first step it was better: %s", shown(best.metric, value))
 
 
 def _reward_text(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> str:

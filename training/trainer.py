@@ -10,6 +10,7 @@ equal the current ones. Where the two meet (TRL 1.16.0, transformers 5.17.0; hel
     compute_loss             forward and backward of the whole step: `backward`
     _get_per_token_logps_... TRL's loss asks its model for logprobs; its model is here the logprobs themselves
     training_step            what stops a run before a bad update is made
+    evaluate                 a validation, where the recipe asks for one (training/validation)
     log, _save_checkpoint    one dict per step in our names; checkpoints that survive a kill (training/run_dir)
 """
 
@@ -31,6 +32,7 @@ from training.rollout.prompts import StepPrompts
 from training.rollout.sampler import Moment
 from training.run_dir.checkpoint import write_checkpoint
 from training.run_dir.log import completion_rows, rename, spread
+from training.run_dir.result import settle_best
 from training.run_dir.resume import set_rates_
 from training.step import Collected, StepResult, backward, collect
 
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from training.loss.micro_batches import Metrics
     from training.parts import Parts
     from training.rollout.groups import Prompt
+    from training.validation.validation import Validation
 
 
 class Logprobs(NamedTuple):
@@ -54,12 +57,21 @@ class Logprobs(NamedTuple):
 class QerlTrainer(GRPOTrainer):
     """See the module docstring."""
 
-    def __init__(self, parts: Parts, args: GRPOConfig, callbacks: list[TrainerCallback], start_step: int = 0) -> None:
+    def __init__(
+        self,
+        parts: Parts,
+        args: GRPOConfig,
+        callbacks: list[TrainerCallback],
+        start_step: int = 0,
+        validation: Validation | None = None,
+    ) -> None:
         """`args` are those of `trl_config`; `start_step` is the optimizer step that a resumed run continues at."""
         config = parts.config
         self.parts, self._start_step = parts, start_step
         self._collected: Collected | None = None
         self._result: StepResult | None = None
+        self._validation = validation
+        self._unwritten: Metrics = {}  # of the step that is validated
         self.gate = MismatchGate(config.loss.mismatch_gate, config.adapter.dropout)
         super().__init__(
             model=parts.policy.model,
@@ -67,7 +79,7 @@ class QerlTrainer(GRPOTrainer):
             args=args,
             train_dataset=Dataset.from_dict({"prompt": [prompt.text for prompt in parts.prompts[:1]]}),  # likewise
             processing_class=parts.tokenizer,
-            callbacks=callbacks,
+            callbacks=[*callbacks, *([validation] if validation else [])],
         )
         # TRL's switches for "the loss is multiplied by importance weights".
         self.use_vllm = True
@@ -162,8 +174,26 @@ class QerlTrainer(GRPOTrainer):
             metrics["memory/peak_gib"] = max(card)  # of this step
         # A tracker cannot draw what is not finite; metrics.jsonl says null.
         Trainer.log(self, {key: value for key, value in metrics.items() if value is not None}, start_time)
-        parts.log.write_step(step, metrics)
+        if self.control.should_evaluate:
+            self._unwritten = metrics
+        else:
+            parts.log.write_step(step, metrics)
         self._log_completions(step)
+
+    def evaluate(self, *_: object, **__: object) -> dict[str, float]:
+        """Validate between a step's metrics and its checkpoint, and before the first step of this process."""
+        step, metrics = self.state.global_step, self._unwritten
+        self.control.should_evaluate, self._unwritten = False, {}
+        if not metrics:
+            found = self._validation.at_start(step)
+        else:
+            found = {}
+            try:
+                found = self._validation.run(step)
+            finally:  # the step has ended, whatever becomes of its validation
+                self.parts.log.write_step(step, metrics | found)
+            self._validation.decide(step, self.control)
+        return found
 
     def _rollout_metrics(self) -> dict[str, float]:
         """The metrics of the rollout; a further update on the same rollout repeats those of its noise alone."""
@@ -188,7 +218,9 @@ class QerlTrainer(GRPOTrainer):
         self.parts.sampler.clear_noise()
         if self.parts.parallel.first:
             keep = self.parts.config.run.keep_checkpoints
-            write_checkpoint(self.parts.run_dir, self.state.global_step, keep, self._write_state)
+            best = self._validation.best if self._validation else None
+            write_checkpoint(self.parts.run_dir, self.state.global_step, keep, self._write_state, best and best.step)
+            settle_best(self.parts.run_dir, best)
 
     def _write_state(self, folder: Path) -> None:
         """Write all that a resumed run reads."""

@@ -65,6 +65,7 @@ def trl_config(config: RunConfig, run_dir: Path, reward_weights: list[float]) ->
         logging_nan_inf_filter=False,  # a loss that is not finite stops the run
         report_to="none",  # training/run_dir/trackers.py reports
         disable_tqdm=True,
+        eval_on_start=config.validation.every is not None,  # the trainer knows whether that validation is due
         remove_unused_columns=False,
     )
 

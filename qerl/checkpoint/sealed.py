@@ -67,10 +67,11 @@ def adapter_damage(folder: Path) -> str | None:
 
 
 def adapters_of_run(run: Path) -> list[Path]:
-    """The folders with an adapter that a run has saved: its result first, then checkpoints from the newest back."""
+    """The folders with an adapter that a run has saved: its result first, then checkpoints from the newest back, then
+    the adapter of its best validation."""
     saved = [file.parent for file in run.glob("checkpoints/[!.]*/adapter_config.json")]
     saved.sort(key=lambda folder: ([int(number) for number in re.findall(r"\d+", folder.name)], folder), reverse=True)
-    return [path for path in (run / "adapter", *saved) if (path / "adapter_config.json").is_file()]
+    return [path for path in (run / "adapter", *saved, run / "best") if (path / "adapter_config.json").is_file()]
 
 
 def _sha256(file: Path) -> str:

@@ -145,6 +145,7 @@ def tables(made: Plan) -> list[Table]:
 def sentences(config: RunConfig, made: Plan) -> list[str]:
     """What fits, in words, or what to change."""
     from qerl.plan.advice import advice, largest_completion
+    from qerl.plan.validation import validation_sentences
 
     if made.problems:
         fitting = advice(config, made.sizes, made.card)
@@ -165,4 +166,5 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
             "layers recompute their activations"
             f"{f', {more} in a row of {longest} tokens' if more > recomputed else ''}."
         )
+    lines += validation_sentences(config, made)
     return [*lines, f"Seconds are for completions of the full {rollout.max_new_tokens} tokens, by the cost model."]

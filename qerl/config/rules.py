@@ -14,6 +14,7 @@ from qerl.config.conflict import Conflict, Conflicts
 from qerl.config.rules_noise import noise, noise_controller
 from qerl.config.rules_qat import qat
 from qerl.config.rules_rewards import rewards
+from qerl.config.rules_validation import COLUMNS, validation
 from qerl.engine.interface import MIN_TEMPERATURE
 
 if TYPE_CHECKING:
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 SUMMED_LOSSES = ("dapo", "bnpo", "dr_grpo", "cispo")  # sum over tokens: a sequence's ratio would count for each
 TOKEN_BOUND = 0.01  # of a clipped ratio: GSPO clips a sequence's at 0.0004, and other losses a token's at 0.2
-COLUMNS = ("question", "answer", "id")  # the columns that a task reads
 UNCLIPPED_LOSSES = ("cispo", "sapo", "vespo")  # they ignore `delta`
 
 
@@ -253,4 +253,5 @@ RULES = (
     noise,
     noise_controller,
     checkpoints,
+    validation,
 )

@@ -20,6 +20,7 @@ from qerl.config.choice import OneOf
 from qerl.config.quant import QatConfig
 from qerl.config.rules import RULES
 from qerl.config.section import Section
+from qerl.config.validation import ValidationConfig
 from qerl.engine.options import ENGINES, KERNELS
 from qerl.plan.engine_memory import KV_CACHE_DTYPES
 
@@ -307,8 +308,15 @@ class RunConfig(Section):
     noise: NoiseConfig = Field(default_factory=NoiseConfig, description=NoiseConfig.__doc__)
     optim: OptimConfig = Field(default_factory=OptimConfig, description=OptimConfig.__doc__)
     run: LoopConfig = Field(description=LoopConfig.__doc__)
+    validation: ValidationConfig = Field(default_factory=ValidationConfig, description=ValidationConfig.__doc__)
     memory: MemoryConfig = Field(default_factory=MemoryConfig, description=MemoryConfig.__doc__)
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description=LoggingConfig.__doc__)
+
+    @property
+    def longest_completion(self) -> int:
+        """Tokens for which the engine needs room beside a prompt: those of a rollout, or more for validation."""
+        new = self.rollout.max_new_tokens
+        return new if self.validation.every is None else max(new, self.validation.max_new_tokens or new)
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:

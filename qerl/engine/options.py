@@ -62,7 +62,7 @@ class EngineOptions:
             deterministic=rollout.deterministic,
             tune_kernels=rollout.tune_kernels,
             kv_cache_dtype=rollout.kv_cache_dtype,
-            max_context=config.data.max_prompt_tokens + rollout.max_new_tokens,
+            max_context=config.data.max_prompt_tokens + config.longest_completion,
             max_rank=config.adapter.rank if config.qat is None else 0,
             seed=config.run.seed,
         )

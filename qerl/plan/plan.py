@@ -95,14 +95,14 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     """Plan a run with the vllm engine. `problems` says what does not fit; the rest is planned nevertheless."""
     room = _Room(int(card.memory_gib * GIB), *_weights_and_outside(config, sizes))
     limit, _ = room.limit_and_budget(config)
-    context = config.data.max_prompt_tokens + config.rollout.max_new_tokens + 1
+    context = config.data.max_prompt_tokens + config.longest_completion + 1
     common = {"weights": room.weights, **_trainer(config, sizes)}
     common |= {"context": CONTEXT, "kernels": KERNELS, "CUDA graphs": GRAPHS}
     common["sampler"] = sampler_bytes(MAX_SEQUENCES, sizes.vocabulary)
     problems: list[Problem] = []
     if sizes.positions is not None and context - 1 > sizes.positions:
         text = (
-            f"a prompt of {config.data.max_prompt_tokens} and a completion of {config.rollout.max_new_tokens} tokens "
+            f"a prompt of {config.data.max_prompt_tokens} and a completion of {config.longest_completion} tokens "
             f"are more than the model's {sizes.positions} positions: lower rollout.max_new_tokens"
         )
         problems.append(Problem(text))

@@ -23,6 +23,15 @@ VARIED = ("rollout.prompts_per_step=3", "run.micro_batch_tokens=40", "optim.lear
 CASES = {
     "dapo": (),
     "dynamic": ("rollout.dynamic_sampling.enabled=true", "loss.kl_coef=0.02", "loss.mask_truncated=true"),
+    "validated": (
+        "validation.every=2",
+        "validation.at_start=false",
+        "validation.task=arith_chain",
+        "validation.limit=3",
+        "validation.samples=2",
+        "validation.temperature=1.0",
+        "validation.metric=rewards/digits",
+    ),
     "iterations": ("loss.num_iterations=2", "loss.type=bnpo", "loss.entropy_coef=0.01"),
 }
 

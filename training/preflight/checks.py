@@ -36,6 +36,7 @@ from training.preflight.trackers import check_trackers
 from training.rewards.rewards import check_rewards, fixed_columns
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.resume import base_to_resume, config_to_resume
+from training.validation.questions import check_rows
 
 if TYPE_CHECKING:
     import torch
@@ -57,6 +58,7 @@ def check_config(config: RunConfig) -> None:
     check_trackers(config.logging.report_to)
     check_rewards(config.rewards, fixed_columns(task, config.rollout.max_new_tokens))
     check_source(task, data.source, data.split, data.columns)
+    check_rows(config)
 
 
 def check_resumed(run_dir: Path, step: int | None = None, steps: int | None = None, model: str | None = None) -> None:

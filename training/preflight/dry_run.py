@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.start import starting_model
 from qerl.commands.plan import plan_of, show
+from qerl.plan.validation import validation_count
 from qerl.tasks import grade, task_of
-from training.preflight.checks import read_prompts
+from training.preflight.checks import read_prompts, sizes_at
 from training.rewards.rewards import Rewards, build_rewards, fixed_columns
+from training.validation.questions import Questions, read_questions
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -35,7 +37,7 @@ def dry_run(config: RunConfig, console: Console) -> bool:
     itself would raise for its model, adapter, data or rewards.
     """
     base = starting_model(config)
-    _, prompts = read_prompts(config, base)
+    tokenizer, prompts = read_prompts(config, base)
     lengths = sorted(len(prompt.ids) for prompt in prompts)
     console.print(
         f"data: {len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens, half of them under "
@@ -49,6 +51,8 @@ def dry_run(config: RunConfig, console: Console) -> bool:
     fixed = fixed_columns(task, config.rollout.max_new_tokens)
     try:
         rewards = build_rewards(config.rewards, fixed, [prompt.example for prompt in prompts], written)
+        if questions := read_questions(config, tokenizer, prompts, sizes_at(base), written):
+            console.print(_validation_text(config, questions), highlight=False, soft_wrap=True)
         console.print(reward_table(task, prompts, rewards))
     finally:
         if not any(written.iterdir()):  # else an error names a file in it
@@ -56,6 +60,14 @@ def dry_run(config: RunConfig, console: Console) -> bool:
     made = plan_of(config, model=str(local_folder(base.base)))
     show(config, made, console)
     return not made.problems
+
+
+def _validation_text(config: RunConfig, questions: Questions) -> str:
+    lengths = sorted(len(prompt.ids) for prompt in questions.prompts)
+    return (
+        f"validation: {len(lengths)} questions of {questions.name}, prompts of {lengths[0]} to {lengths[-1]} tokens; "
+        f"{validation_count(config)} times in a run of {config.run.steps} steps"
+    )
 
 
 def reward_table(task: Task, prompts: Sequence[Prompt], rewards: Rewards):

@@ -8,8 +8,8 @@ loss sees the policy that sampled.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ from training.rollout.noise import NoiseSchedule, StepNoise
 from training.rollout.seeds import derive_seed
 
 if TYPE_CHECKING:
+    import torch
+
     from qerl.config.schema import NoiseConfig
     from training.policy.policy import Policy
     from training.rollout.grading_ahead import GradingAhead
@@ -71,6 +73,7 @@ class Sampler:
         sizes = {name: module.weight.numel() for name, module in self._norms.items()}
         self._noise = NoiseSchedule(options.noise, sizes, options.steps, options.seed)
         self._ahead = ahead
+        self._in_policy: Mapping[str, torch.Tensor] | None = None  # noise that stays while the policy trains
 
     def sync(self) -> float:
         """Send the policy's update to the engine; returns seconds. Raises EngineError unless it finds its place."""
@@ -106,10 +109,26 @@ class Sampler:
         ]
         return Rollout(groups, seconds, graded, {**_noise_metrics(noise), "noise/norms": touched}, memory)
 
+    @contextmanager
+    def clean_engine(self) -> Iterator[Engine]:
+        """The engine, awake, with clean norms in it and in the policy. The policy's noise is put back afterwards."""
+        noise = self._in_policy
+        self._engine.wake()
+        self.clear_noise()
+        try:
+            yield self._engine
+            self._engine.sleep()  # not after an error: the engine may be in the midst of a rollout
+        finally:
+            self._set_policy_noise(noise)
+
     def clear_noise(self) -> None:
         """Clean norms in engine and policy, bit-exactly."""
         self._engine.set_noise(None)
-        set_norm_noise_(self._norms, None)
+        self._set_policy_noise(None)
+
+    def _set_policy_noise(self, noise: Mapping[str, torch.Tensor] | None) -> None:
+        set_norm_noise_(self._norms, noise)
+        self._in_policy = noise
 
     def _set_noise(self, noise: StepNoise) -> int:
         self.clear_noise()
@@ -123,7 +142,7 @@ class Sampler:
     def _after_rollout(self, noise: StepNoise) -> None:
         self.clear_noise()
         if self._options.noise.where == "both" and noise.vectors is not None:
-            set_norm_noise_(self._norms, noise.vectors)
+            self._set_policy_noise(noise.vectors)
 
 
 def _noise_metrics(noise: StepNoise) -> dict[str, float]:

@@ -33,14 +33,16 @@ FILES = TRAINER_FILES.union(ADAPTER_FILES)
 REFUSALS = (OSError, RuntimeError, SafetensorError)  # raised if a file cannot be written
 
 
-def write_checkpoint(run_dir: Path, step: int, keep: int, write: Callable[[Path], None]) -> None:
-    """Have `write` fill the folder of a checkpoint, then delete all but the last `keep` checkpoints.
+def write_checkpoint(
+    run_dir: Path, step: int, keep: int, write: Callable[[Path], None], best: int | None = None
+) -> None:
+    """Have `write` fill the folder of a checkpoint, then delete all but the last `keep` checkpoints and that of `best`.
 
-    If the disk is full, the checkpoints before the newest good one are deleted first. Raises CheckpointError if the
-    files cannot be written; the newest good checkpoint stays as it was.
+    If the disk is full, the checkpoints before the newest good one are deleted first, that of `best` last. Raises
+    CheckpointError if the files cannot be written; the newest good checkpoint stays as it was.
     """
     try:
-        _write_or_make_room(run_dir, step, write)
+        _write_or_make_room(run_dir, step, write, best)
     except REFUSALS as error:
         before = newest_checkpoint(run_dir)
         kept = f"{before.name} is untouched" if before else "there is none before it, and a resumed run begins anew"
@@ -49,16 +51,17 @@ def write_checkpoint(run_dir: Path, step: int, keep: int, write: Callable[[Path]
             f"run `qerl train --resume {run_dir}`"
         ) from error
     for old in checkpoints(run_dir)[:-keep]:
-        shutil.rmtree(old)
+        if checkpoint_step(old) != best:
+            shutil.rmtree(old)
 
 
-def _write_or_make_room(run_dir: Path, step: int, write: Callable[[Path], None]) -> None:
+def _write_or_make_room(run_dir: Path, step: int, write: Callable[[Path], None], best: int | None) -> None:
     final = checkpoint_path(run_dir, step)
     try:
         _write(final, write)
         return
     except REFUSALS as error:
-        if not _make_room(run_dir, step, _reason(error)):
+        if not _make_room(run_dir, step, _reason(error), best):
             raise
     _write(final, write)  # outside of `except`: the error keeps the half-written file open, and so its space in use
 
@@ -86,10 +89,14 @@ def _reason(error: Exception) -> str:
     return refusal_of(error) or ("the disk took only a part of a file" if in_torch else str(error))
 
 
-def _make_room(run_dir: Path, step: int, reason: str) -> bool:
-    """If the disk has no room for a checkpoint, delete those before the newest good one. True if any was deleted."""
+def _make_room(run_dir: Path, step: int, reason: str, best: int | None) -> bool:
+    """If the disk has no room for a checkpoint, delete those before the newest good one. True if any was deleted.
+
+    That of `best` goes only if there is no other: its adapter has a copy in the run's best/.
+    """
     newest = newest_checkpoint(run_dir)
     older = [path for path in checkpoints(run_dir) if newest and checkpoint_step(path) < checkpoint_step(newest)]
+    older = [path for path in older if checkpoint_step(path) != best] or older
     if not older:
         return False
     size = sum(file.stat().st_size for file in newest.rglob("*"))

@@ -31,16 +31,15 @@ PACKAGES = ("qerl", "torch", "transformers", "trl", "peft", "accelerate", "compr
 Inputs = Mapping[str, str]  # what it is, in words -> digest or version
 
 
-def inputs_of(prompts: Sequence[Prompt], task: Task, rewards: Sequence[RewardConfig]) -> dict[str, str]:
-    """Digests of the rows, of the prompts as token ids, and of the files of the grader and of own rewards, in the order
-    of the recipe."""
-    rows, ids = hashlib.sha256(), hashlib.sha256()
-    for prompt in prompts:
-        example = prompt.example
-        row = [example.id, example.question, example.answer, dict(example.extra)]
-        rows.update(json.dumps(row, sort_keys=True, default=repr).encode(errors="surrogatepass") + b"\n")
-        ids.update(json.dumps(prompt.ids).encode())
-    digests = {"the rows of the data": rows.hexdigest(), "the prompts as tokens": ids.hexdigest()}
+def inputs_of(
+    prompts: Sequence[Prompt], task: Task, rewards: Sequence[RewardConfig], validated: Sequence[Prompt] = ()
+) -> dict[str, str]:
+    """Digests of the rows, of the prompts as token ids, of those of validation if there are any, and of the files of
+    the grader and of own rewards, in the order of the recipe."""
+    rows, ids = _digests(prompts)
+    digests = {"the rows of the data": rows, "the prompts as tokens": ids}
+    if validated:
+        digests["the validation's rows"], digests["the validation's prompts as tokens"] = _digests(validated)
     own = [("grader", find_grader(task))] if task.grader is not None else []
     own += [("reward", find_reward(each.name, each.timeout_s)) for each in rewards if _is_own(each)]
     for kind, function in own:
@@ -48,6 +47,17 @@ def inputs_of(prompts: Sequence[Prompt], task: Task, rewards: Sequence[RewardCon
             what = f"the {kind}'s source {file.name}"
             digests[what] = hashlib.sha256(digests.get(what, "").encode() + file.read_bytes()).hexdigest()
     return {what: digest[:16] for what, digest in digests.items()}
+
+
+def _digests(prompts: Sequence[Prompt]) -> tuple[str, str]:
+    """Of the rows and of the token ids."""
+    rows, ids = hashlib.sha256(), hashlib.sha256()
+    for prompt in prompts:
+        example = prompt.example
+        row = [example.id, example.question, example.answer, dict(example.extra)]
+        rows.update(json.dumps(row, sort_keys=True, default=repr).encode(errors="surrogatepass") + b"\n")
+        ids.update(json.dumps(prompt.ids).encode())
+    return rows.hexdigest(), ids.hexdigest()
 
 
 def versions() -> dict[str, str]:

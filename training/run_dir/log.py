@@ -10,7 +10,8 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,7 @@ from qerl.report.read import completions_step
 from training.run_dir.progress import Display, completions_table, numbers
 from training.run_dir.trackers import Trackers
 from training.run_dir.watch import due, findings
+from training.validation.verdict import sentence, validations
 
 if TYPE_CHECKING:
     import torch
@@ -50,7 +52,7 @@ RUN_METRICS = (
 )
 RUN_FOLDERS = (
     *("rewards/", "sampled/", "completions/", "groups/", "clip/", "clip_ratio/", "sampling/", "mismatch/"),
-    *("correction/", "vespo/", "noise/", "dynamic_sampling/", "time/", "speed/", "memory/"),
+    *("correction/", "vespo/", "noise/", "dynamic_sampling/", "validation/", "time/", "speed/", "memory/"),
 )
 WARNINGS = "warnings.jsonl"
 MACHINE_PREFIXES = ("time/", "speed/", "memory/")
@@ -109,6 +111,7 @@ class RunLog:
         self._console = console or SafeConsole(stderr=True)
         self._display: Display | None = None
         self._rows: list[dict[str, Any]] = []  # of all steps so far
+        self._at_start: dict[str, Any] | None = None  # the validation before the first step
         self._told: dict[str, int] = {}  # kind of warning -> the step at which it was written last
 
     def __enter__(self) -> RunLog:
@@ -126,7 +129,7 @@ class RunLog:
             self._display = None
 
     def phase(self, name: str) -> None:
-        """Show on a terminal what the run is doing from now on: rollout, grading, training or saving."""
+        """Show on a terminal what the run is doing from now on: rollout, grading, training, validation, saving."""
         if not self._console.is_terminal:  # it may have gone
             self._end_display()
         if self._display is not None:
@@ -135,10 +138,13 @@ class RunLog:
     def start_at(self, step: int) -> None:
         """Drop what a killed run wrote after `step`, so that the files continue as one run."""
         kept = [row for row in read_metrics(self.run_dir) if row["step"] <= step]
-        replace_text(self.run_dir / "metrics.jsonl", "".join(json.dumps(row) + "\n" for row in kept))
-        self._rows = kept
-        if self._display is not None and kept:
-            self._display.step(kept, self._steps)
+        self._at_start = next((row for row in kept if row["step"] == 0), None)
+        self._rows = [row for row in kept if row["step"] > 0]
+        self._rewrite()
+        if self._display is not None and self._rows:
+            self._display.step(self._rows, self._steps)
+        if self._display is not None and (found := self.validations):
+            self._display.validated(found[-1])
         self._keep_warnings(step)
         for file in (self.run_dir / "completions").glob("step-*.jsonl"):
             if (completions_step(file) or 0) > step:
@@ -147,20 +153,51 @@ class RunLog:
     def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
         """Append one line, flush it to disk, and show it. Raises CheckpointError if it cannot be written."""
         row = {"step": step, **dict(sorted(metrics.items()))}
+        with self._written(step), (self.run_dir / "metrics.jsonl").open("a", encoding="utf-8") as handle:
+            handle.write(json.dumps(row, allow_nan=False) + "\n")
+            handle.flush()
+            os.fsync(handle.fileno())
+        self._rows.append(row)
+        self._trackers.log(step, metrics)
+        self._show(step)
+        self._show_validation(row)
+        self._warn(step)
+
+    @property
+    def validations(self) -> list[Mapping[str, Any]]:
+        """The rows with a validation so far, that before the first step included."""
+        return validations(self._all())
+
+    def write_validation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Add a validation to the line of a step that is already there; step 0, before the first one, has only this."""
+        earlier = next((row for row in self._rows if row["step"] == step), {"step": step})
+        both = {key: value for key, value in {**earlier, **metrics}.items() if key != "step"}
+        row = {"step": step, **dict(sorted(both.items()))}
+        if step:
+            self._rows = [row if each["step"] == step else each for each in self._rows]
+        else:
+            self._at_start = row
+        with self._written(step):
+            self._rewrite()
+        self._trackers.log(step, metrics)
+        self._show_validation(row)
+
+    def _all(self) -> list[dict[str, Any]]:
+        return [*([self._at_start] if self._at_start else []), *self._rows]
+
+    def _rewrite(self) -> None:
+        text = "".join(json.dumps(row, allow_nan=False) + "\n" for row in self._all())
+        replace_text(self.run_dir / "metrics.jsonl", text)
+
+    @contextmanager
+    def _written(self, step: int) -> Iterator[None]:
         try:
-            with (self.run_dir / "metrics.jsonl").open("a", encoding="utf-8") as handle:
-                handle.write(json.dumps(row, allow_nan=False) + "\n")
-                handle.flush()
-                os.fsync(handle.fileno())
+            yield
         except OSError as error:
             raise CheckpointError(
                 f"the metrics of step {step} could not be written ({error}): free some disk space and run `qerl train "
                 f"--resume {self.run_dir}`, which continues after the last checkpoint"
             ) from error
-        self._rows.append(row)
-        self._trackers.log(step, metrics)
-        self._show(step)
-        self._warn(step)
 
     def write_completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write a sample of the step's completions, one JSON object per line, and show some of them on a terminal."""
@@ -193,6 +230,13 @@ class RunLog:
             replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
             self._told = {row["kind"]: row["step"] for row in kept}
 
+    def _show_validation(self, row: Mapping[str, Any]) -> None:
+        if not validations([row]):
+            return
+        if self._display is not None:
+            self._display.validated(row)
+        self._console.print(sentence(row), highlight=False, soft_wrap=True)
+
     def _show(self, step: int) -> None:
         if self._display is not None:
             self._display.step(self._rows, self._steps)
@@ -214,6 +258,9 @@ class NoLog(RunLog):
         pass
 
     def write_step(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        pass
+
+    def write_validation(self, step: int, metrics: Mapping[str, float]) -> None:
         pass
 
     def write_completions(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:

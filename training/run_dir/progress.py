@@ -63,7 +63,7 @@ class Display(Progress):
 
     def __init__(self, steps: int, console: Console) -> None:
         columns = [TextColumn("step"), MofNCompleteColumn(), BarColumn(20), _Phase(), TextColumn("{task.fields[left]}")]
-        self._numbers = ""  # set first, since super() already renders
+        self._numbers = self._validation = ""  # set first, since super() already renders
         super().__init__(*columns, console=console, refresh_per_second=REFRESH_PER_S)
         self._task = self.add_task("", total=steps, phase="starting", since=time.monotonic(), left="")
         self._handlers: list[logging.StreamHandler] = []
@@ -94,9 +94,15 @@ class Display(Progress):
         self._numbers = numbers(rows[-1], NUMBERS | MACHINE_NUMBERS)
         self.update(self._task, completed=rows[-1]["step"], left=time_left(rows, steps))
 
+    def validated(self, row: Mapping[str, Any]) -> None:
+        """Show this validation's accuracy, or its reward if it has none, from now on."""
+        accuracy, reward = row.get("validation/accuracy"), row["validation/reward"]
+        value = f"reward {reward:.3f}" if accuracy is None else f"{accuracy:.1%}"
+        self._validation = f"  validation {value} at step {row['step']}"
+
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
-        yield Text(self._numbers, no_wrap=True, overflow="ellipsis")
+        yield Text(self._numbers + self._validation, no_wrap=True, overflow="ellipsis")
 
 
 class _Phase(ProgressColumn):

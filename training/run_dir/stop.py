@@ -3,8 +3,9 @@
 Ctrl-C, SIGTERM (a preempted job) and SIGHUP (a closed terminal) finish the updates of the present rollout, save, and
 stop, all ranks of the run after the same step. A second Ctrl-C stops at once. After SIGTERM or SIGHUP there is
 `run.stop_within_s` for that, since whoever sent it soon sends SIGKILL. If a step takes longer, it is abandoned: until
-its update the policy and the optimizer are those after the step before, which are saved instead. A signal that was
-ignored when the run began (nohup) stays ignored.
+its update the policy and the optimizer are those after the step before, which are saved instead. A validation is left
+at once: the step before it has ended, and a resumed run begins with that validation. A signal that was ignored when the
+run began (nohup) stays ignored.
 """
 
 from __future__ import annotations
@@ -39,6 +40,14 @@ class _OutOfTimeError(BaseException):
     """Leaves a step that does not end in time. No library takes it for an error of its own."""
 
 
+class EndedError(Exception):
+    """Ends the training loop where transformers offers no other way: before the first step of this process."""
+
+
+class AskedError(Exception):
+    """Leaves a validation because a signal came."""
+
+
 class Stop(TrainerCallback):
     """Ends the training loop after a step if a signal asks for it, and saves every `run.save_every_minutes`."""
 
@@ -49,6 +58,7 @@ class Stop(TrainerCallback):
         self.abandoned = False  # a step was left before its end
         self._deadline: float | None = None
         self._interruptible = False  # within a step, before its update
+        self._validated: int | None = None  # the step whose validation is going on
         self._tokens = 0  # that the steps before this one have seen
         self._saved_at = self._step_ended_at = time.monotonic()
         self._save_s: float | None = None  # that the latest checkpoint took
@@ -77,7 +87,7 @@ class Stop(TrainerCallback):
         if of_ranks[0][0]:
             control.should_save = True
         if asked := next((asked for _, asked in of_ranks if asked is not None), None):
-            self.asked = self.asked or asked
+            self.agree(asked)
             control.should_save = control.should_training_stop = True
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -93,12 +103,30 @@ class Stop(TrainerCallback):
                 logger.warning("stopped at once; continue with `qerl train --resume %s`", self._run_dir)
                 raise KeyboardInterrupt
             self.asked = number
-            logger.warning("stopping after this step; interrupt again to stop at once and lose the step")
+            what = "stopping after this step" if self._validated is None else "leaving the validation to save and stop"
+            logger.warning("%s; interrupt again to stop at once and lose the step", what)
             return
         self._leave_if_late()
         if self._deadline is None:
             self.asked = number
             self._set_deadline(signal.Signals(number).name)
+
+    @contextmanager
+    def validating(self, step: int) -> Iterator[None]:
+        """A block that a late signal ends: the validation after `step`, which has ended."""
+        self._interruptible, self._validated = True, step
+        self._leave_if_late()
+        yield
+        self._interruptible, self._validated = False, None
+
+    def leave_if_asked(self, *_: object) -> None:
+        """Raise AskedError, which leaves a validation between two completions, if a signal came to this process."""
+        if self.asked is not None:
+            raise AskedError
+
+    def agree(self, asked: int | None) -> None:
+        """Take over a signal that another rank got."""
+        self.asked = self.asked or asked
 
     def close(self) -> None:
         """From now on no step is interrupted."""
@@ -133,6 +161,11 @@ class Stop(TrainerCallback):
         self._parallel.leave()  # the other ranks may be anywhere
         self._interruptible, self.abandoned = False, True
         step = trainer.state.global_step
+        if self._validated is not None:
+            if step and damage_of(checkpoint_path(self._run_dir, step)):
+                trainer.save_now()
+            logger.warning("the validation after step %d was left before its end; a resumed run makes it first", step)
+            return step
         if step and step % self._updates == 0:
             trainer.state.num_input_tokens_seen = self._tokens
             if damage_of(checkpoint_path(self._run_dir, step)):
@@ -169,4 +202,6 @@ def train_until_stopped(trainer: QerlTrainer, stop: Stop, checkpoint: Path | Non
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     except _OutOfTimeError:
         return stop.save_abandoned(trainer)
+    except EndedError:
+        pass
     return trainer.state.global_step

@@ -17,6 +17,7 @@ RUNS = {
     "terms": ("loss.kl_coef=0.1", "loss.entropy_coef=0.01", "rollout.dynamic_sampling.enabled=true"),
     "masked": ("loss.correction.mode=token_mask", "noise.controller.metric=ess", "noise.controller.target=0.9"),
     "vespo": ("loss.type=vespo",),
+    "validated": ("validation.every=3", "validation.limit=4", "validation.task=arith_chain"),
     "formulas": ("data.task=math500", "data.columns={question: question}", "rewards=[{name: accuracy}]"),
 }
 

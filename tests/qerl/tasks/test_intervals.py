@@ -7,7 +7,7 @@ import os
 import numpy as np
 import pytest
 
-from eval.metrics import estimate, lower_limit, pass_at_k, wilson
+from qerl.tasks.intervals import estimate, lower_limit, pass_at_k, wilson
 
 
 @pytest.mark.parametrize(

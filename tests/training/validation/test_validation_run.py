@@ -1,0 +1,206 @@
+"""Whole runs with validation: their numbers, their best checkpoint, what ends them, and how they resume."""
+
+import json
+import shutil
+import signal
+
+import pytest
+import torch
+from killed import killed_in
+from small_run import numbers, same_adapters, small_config
+from validated_run import validated_config, validated_steps, without_validation
+
+import training.validation.measure
+import training.validation.validation
+from qerl.checkpoint.resolve import resolve_model
+from qerl.engine.transformers_engine import TransformersEngine
+from qerl.errors import ConfigError
+from training.run import resume, start
+from training.run_dir.checkpoint import checkpoints
+from training.run_dir.log import read_metrics
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def plain(nvfp4_base, tmp_path_factory):
+    """A run of 6 steps without validation."""
+    torch.set_num_threads(1)
+    return start(small_config(nvfp4_base, tmp_path_factory.mktemp("plain")), "tiny").run_dir
+
+
+@pytest.fixture(scope="module")
+def validated(nvfp4_base, tmp_path_factory):
+    """The same run with a validation every second step, which keeps one checkpoint beside the best."""
+    torch.set_num_threads(1)
+    folder = tmp_path_factory.mktemp("validated")
+    return start(validated_config(nvfp4_base, folder, "run.keep_checkpoints=1"), "tiny").run_dir
+
+
+def rewards(run_dir):
+    return {row["step"]: row["validation/reward"] for row in read_metrics(run_dir) if "validation/reward" in row}
+
+
+def best_step(run_dir):
+    values = rewards(run_dir)
+    return max((step for step in values if step), key=lambda step: (values[step], -step))
+
+
+def test_validation_changes_no_number_of_the_run(plain, validated):
+    assert validated_steps(validated) == [0, 2, 4, 6]
+    assert without_validation(validated) == numbers(plain)
+    assert same_adapters(validated / "adapter", plain / "adapter")
+
+
+def test_what_a_validation_writes(validated):
+    rows = {row["step"]: row for row in read_metrics(validated)}
+    assert {key for key in rows[0] if not key.startswith("validation/")} == {"step", "time/validation_s"}
+    assert rows[4]["validation/accuracy_low"] <= rows[4]["validation/accuracy"] <= rows[4]["validation/accuracy_high"]
+    assert rows[4]["validation/mean_tokens"] <= 8
+    assert 0 <= rows[4]["validation/truncated_share"] <= 1
+    assert rows[4]["validation/rewards/digits"] == rows[4]["validation/reward"]
+    assert len(set(rewards(validated).values())) > 1  # else no test here tells one validation from another
+
+
+def test_the_best_checkpoint_and_its_adapter_are_kept(validated):
+    best = best_step(validated)
+    assert [path.name for path in checkpoints(validated)] == [f"step-{step:06d}" for step in sorted({best, 6})]
+    assert same_adapters(validated / "best", validated / "checkpoints" / f"step-{best:06d}")
+    said = json.loads((validated / "best" / "validation.json").read_text())
+    assert said == {"step": best, "metric": "reward", "value": rewards(validated)[best]}
+    found = resolve_model(str(validated / "best"))
+    assert (found.kind, found.adapter) == ("adapter", validated / "best")
+    assert resolve_model(str(validated)).adapter == validated / "adapter"
+
+
+def test_noise_that_stays_in_the_policy_is_off_in_a_validation_and_put_back(nvfp4_base, tmp_path, monkeypatch):
+    """A validation after each second update on a rollout finds the noise of `where: both` in the policy's norms."""
+    both = ("noise.where=both", "loss.num_iterations=2")
+    plain = start(small_config(nvfp4_base, tmp_path, *both, out="plain", steps=4), "tiny").run_dir
+    norms, original = [], TransformersEngine.generate
+
+    def watched(self, *args, **kwargs):
+        modules = self.policy_model().named_modules()
+        norms.append({"forward" in vars(module) for name, module in modules if "norm" in name})
+        return original(self, *args, **kwargs)
+
+    monkeypatch.setattr(TransformersEngine, "generate", watched)
+    run_dir = start(validated_config(nvfp4_base, tmp_path, *both, steps=4), "tiny").run_dir
+    assert without_validation(run_dir) == numbers(plain)
+    assert [row["noise/sigma"] for row in numbers(plain)] == [0, 0, 0.05, 0.05]
+    noisy = [any(each) for each in norms]  # validation, rollout, validation, rollout, validation
+    assert noisy == [False, False, False, True, False]
+
+
+def test_a_run_that_died_in_a_validation_resumes_to_the_same_numbers(validated, nvfp4_base, tmp_path):
+    config = validated_config(nvfp4_base, tmp_path, "run.keep_checkpoints=1")
+    with killed_in(training.validation.measure, "reward_metrics", 3):  # the one after step 4
+        start(config, "tiny")
+    run_dir = resume(tmp_path / "run").run_dir
+    assert numbers(run_dir) == numbers(validated)
+    assert same_adapters(run_dir / "best", validated / "best")
+    assert same_adapters(run_dir / "adapter", validated / "adapter")
+
+
+@pytest.fixture
+def signalled(monkeypatch):
+    """Let a signal come in the first batch of a validation, after which the engine asks whether to go on."""
+
+    def at(number, validation):
+        original, calls = training.validation.validation.measure, []
+
+        def measure(parts, questions, step, stop):
+            calls.append(step)
+            if len(calls) == validation:
+                leave = stop.leave_if_asked
+                stop.leave_if_asked = lambda *given: (signal.raise_signal(number), leave(*given))
+            return original(parts, questions, step, stop)
+
+        monkeypatch.setattr(training.validation.validation, "measure", measure)
+
+    return at
+
+
+def test_a_signal_in_a_validation_saves_and_stops_and_the_run_resumes_with_it(
+    validated, nvfp4_base, tmp_path, monkeypatch, caplog, signalled
+):
+    signalled(signal.SIGINT, 3)
+    result = start(validated_config(nvfp4_base, tmp_path, "run.keep_checkpoints=1"), "tiny")
+    assert (result.steps, result.adapter, result.stopped_by) == (4, None, signal.SIGINT)
+    assert "leaving the validation to save and stop; interrupt again to stop at once" in caplog.text
+    assert "the validation after step 4 was left before its end; a resumed run makes it first" in caplog.text
+    assert [row["step"] for row in read_metrics(result.run_dir)] == [0, 1, 2, 3, 4]
+    assert validated_steps(result.run_dir) == [0, 2]
+    monkeypatch.undo()
+    result = resume(result.run_dir)
+    assert numbers(result.run_dir) == numbers(validated)
+    assert same_adapters(result.adapter, validated / "adapter")
+    assert same_adapters(result.run_dir / "best", validated / "best")
+
+
+def test_a_signal_in_the_validation_before_the_first_step_stops_before_it(nvfp4_base, tmp_path, signalled):
+    signalled(signal.SIGTERM, 1)
+    result = start(validated_config(nvfp4_base, tmp_path), "tiny")
+    assert (result.steps, result.adapter, result.stopped_by) == (0, None, signal.SIGTERM)
+    assert read_metrics(result.run_dir) == []
+
+
+def test_a_validation_that_takes_too_long_after_sigterm_is_abandoned(nvfp4_base, tmp_path, monkeypatch, caplog):
+    original = training.validation.measure.reward_metrics
+    rounds = []
+
+    def slow(*given):
+        rounds.append(1)
+        if len(rounds) == 2:
+            signal.raise_signal(signal.SIGTERM)
+            signal.pause()  # until the deadline
+        return original(*given)
+
+    monkeypatch.setattr(training.validation.measure, "reward_metrics", slow)
+    result = start(validated_config(nvfp4_base, tmp_path, "run.stop_within_s=0.01"), "tiny")
+    assert (result.steps, result.adapter, result.stopped_by) == (2, None, signal.SIGTERM)
+    assert [path.name for path in checkpoints(result.run_dir)] == ["step-000002"]
+    assert "the validation after step 2 was left before its end" in caplog.text
+    assert [row["step"] for row in read_metrics(result.run_dir)] == [0, 1, 2]
+
+
+def test_a_run_that_reaches_its_target_is_finished(validated, nvfp4_base, tmp_path, caplog):
+    values = rewards(validated)
+    target = max(values[2], values[4])
+    ends = 2 if values[2] >= target else 4
+    caplog.set_level("INFO")
+    result = start(validated_config(nvfp4_base, tmp_path, f"validation.target={target!r}"), "tiny")
+    assert result.steps == ends
+    assert same_adapters(result.adapter, result.run_dir / "checkpoints" / f"step-{ends:06d}")
+    assert f"has reached validation.target {target:g}: the run ends after step {ends}" in caplog.text
+    before = (result.run_dir / "metrics.jsonl").read_bytes()
+    shutil.rmtree(result.run_dir / "adapter")  # as if it was killed before its end
+    shutil.rmtree(result.run_dir / "best")
+    again = resume(result.run_dir)
+    assert (again.steps, again.adapter) == (ends, result.adapter)
+    assert (result.run_dir / "best").is_dir()
+    assert (result.run_dir / "metrics.jsonl").read_bytes() == before
+
+
+def test_an_interrupted_validation_that_ends_the_run_does_so_when_it_is_made_up_for(
+    validated, nvfp4_base, tmp_path, monkeypatch, signalled
+):
+    signalled(signal.SIGINT, 2)
+    rule = "validation.target=-1"  # any value reaches it, but the validation before the first step ends no run
+    result = start(validated_config(nvfp4_base, tmp_path, rule), "tiny")
+    assert (result.steps, result.adapter) == (2, None)
+    monkeypatch.undo()
+    result = resume(result.run_dir)
+    assert (result.steps, validated_steps(result.run_dir)) == (2, [0, 2])
+    assert same_adapters(result.adapter, result.run_dir / "checkpoints" / "step-000002")
+
+
+def test_changed_validation_rows_are_noticed_on_resume(validated, tmp_path):
+    run_dir = tmp_path / "run"
+    shutil.copytree(validated, run_dir)
+    config = (run_dir / "config.yaml").read_text()
+    rows = validated.parent / "questions.jsonl"
+    (tmp_path / "questions.jsonl").write_text("".join(rows.read_text().splitlines(keepends=True)[:-1]))
+    (run_dir / "config.yaml").write_text(config.replace(str(rows), str(tmp_path / "questions.jsonl")))
+    with pytest.raises(ConfigError, match="the validation's rows changed"):
+        resume(run_dir, steps=8)

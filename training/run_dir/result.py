@@ -1,0 +1,115 @@
+"""The adapters that a run offers beside its checkpoints: adapter/ after its last step, best/ of its best validation.
+
+Each is a copy of a checkpoint's adapter with what plain PEFT needs and with checksums, written beside and then renamed.
+best/ has a validation.json besides, which says of which step it is.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl.checkpoint.adapter import ADAPTER_FILES
+from qerl.checkpoint.load import load_tokenizer
+from qerl.checkpoint.named_base import beside, model_of_adapter
+from qerl.checkpoint.peft_folder import TrainedOn, complete_
+from qerl.checkpoint.sealed import adapter_damage, read_sums, seal
+from qerl.config.recipe import load_config
+from qerl.errors import CheckpointError
+from training.run_dir.checkpoint import checkpoint_path, damage_of
+from training.run_dir.folder import make_aside
+from training.run_dir.model import trains_weights
+from training.validation.verdict import Best
+
+if TYPE_CHECKING:
+    from qerl.config.schema import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+ADAPTER, BEST = "adapter", "best"
+VALIDATION = "validation.json"
+TENSORS = "adapter_model.safetensors"
+
+
+def settle_result(run_dir: Path, step: int) -> Path:
+    """Make adapter/ that of the checkpoint of `step`; an earlier result is moved aside."""
+    final, checkpoint = run_dir / ADAPTER, checkpoint_path(run_dir, step)
+    if not _is_copy(final, checkpoint):
+        partial = _copied(final, checkpoint)
+        if final.exists():
+            final.rename(make_aside(run_dir) / final.name)
+        partial.rename(final)
+    return final
+
+
+def settle_best(run_dir: Path, best: Best | None) -> Path | None:
+    """Make best/ that of the best validation; None if there is none, or if it cannot be made.
+
+    A run that trains whole weights keeps the checkpoint alone. A best/ of another step is replaced. If nothing can
+    replace it, because its run was taken up at an earlier step, it is moved aside.
+    """
+    if trains_weights(run_dir):
+        return None
+    final = run_dir / BEST
+    checkpoint = None if best is None else checkpoint_path(run_dir, best.step)
+    if checkpoint is not None and _best_in(final) == asdict(best) and _is_copy(final, checkpoint):
+        return final
+    if checkpoint is None or damage_of(checkpoint):
+        if final.exists():
+            aside = make_aside(run_dir)
+            final.rename(aside / final.name)
+            logger.warning("%s is not of the best validation that the run has now: it is in %s", final, aside)
+        return None
+    try:
+        partial = _copied(final, checkpoint, {VALIDATION: json.dumps(asdict(best))})
+    except OSError as error:
+        logger.warning("%s could not be written (%s): take %s", final, error.strerror, checkpoint)
+        return None
+    if final.exists():
+        shutil.rmtree(final)
+    partial.rename(final)
+    return final
+
+
+def _copied(final: Path, checkpoint: Path, texts: dict[str, str] | None = None) -> Path:
+    """A complete and sealed copy of a checkpoint's adapter, beside where it will be, and files with these texts."""
+    partial = final.with_name(f".{final.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed here
+    partial.mkdir()
+    for name in ADAPTER_FILES:
+        shutil.copy(checkpoint / name, partial / name)
+    if (config := final.parent / "config.yaml").is_file():
+        _complete_(partial, final, load_config(config).model)
+    for name, text in (texts or {}).items():
+        (partial / name).write_text(text, encoding="utf-8")
+    seal(partial)
+    return partial
+
+
+def _complete_(folder: Path, final: Path, model: ModelConfig) -> None:
+    """Add what plain PEFT needs. The base is not needed for the adapter itself, so that its absence is a warning."""
+    base = beside(final, model_of_adapter(folder)[0])
+    try:
+        tokenizer = load_tokenizer(base, model.trust_remote_code)
+        complete_(folder, str(final), TrainedOn(base, model.format), tokenizer)
+    except CheckpointError as error:
+        logger.warning("%s has neither tokenizer nor card: %s", final, error)
+
+
+def _is_copy(final: Path, checkpoint: Path) -> bool:
+    """Whether a folder is whole and has the checkpoint's tensors, as far as the checkpoint is still there."""
+    if not all((final / name).is_file() for name in ADAPTER_FILES) or adapter_damage(final):
+        return False
+    ours, theirs = read_sums(final), read_sums(checkpoint)
+    return theirs is None or ours is None or ours.get(TENSORS) == theirs.get(TENSORS)
+
+
+def _best_in(folder: Path) -> object:
+    try:
+        return json.loads((folder / VALIDATION).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,102 @@
+"""One validation: the questions answered by the policy as it is now, on the open engine and without noise.
+
+It leaves the run as it was: the noise is put back, the global random streams are restored, the engine's seeds depend on
+the run's seed alone, and rewards have processes of their own. A run with validation therefore has the numbers of one
+without. All validations of a run sample with the same seeds, so that their difference is the policy's.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy
+import torch
+
+from qerl.tasks.intervals import estimate
+from qerl.tasks.own_grader import CORRECT_FROM
+from training.ranks import merged_grades
+from training.rewards.grading import Graded, Grader, reward_metrics
+from training.rollout.groups import Group, Sample
+from training.rollout.metrics import logged_means_by_groups
+from training.rollout.seeds import derive_seed
+from training.run_dir.stop import AskedError
+
+if TYPE_CHECKING:
+    from training.parts import Parts
+    from training.run_dir.stop import Stop
+    from training.validation.questions import Questions
+
+
+def measure(parts: Parts, questions: Questions, step: int, stop: Stop) -> dict[str, float]:
+    """The metrics of a validation after `step` steps, under validation/, and time/validation_s.
+
+    Each rank asks its share of the questions. Empty if a signal came to a rank before its share was sampled.
+    """
+    started = time.perf_counter()
+    with _random_state_kept():
+        parts.sampler.sync()
+        of_ranks = parts.parallel.gather((_share(parts, questions, step, stop), stop.asked))
+    stop.agree(next((asked for _, asked in of_ranks if asked is not None), None))
+    shares = [graded for graded, _ in of_ranks if graded is not None]
+    if len(shares) < len(of_ranks):
+        return {}
+    named = {f"validation/{name}": value for name, value in _metrics(questions, shares).items()}
+    return {**named, "time/validation_s": time.perf_counter() - started}
+
+
+def _share(parts: Parts, questions: Questions, step: int, stop: Stop) -> Graded | None:
+    """This rank's questions, answered and graded; None if a signal came meanwhile."""
+    own, size = parts.parallel.span(len(questions.prompts)), questions.samples
+    prompts = questions.prompts[own]
+    if not prompts:
+        return Graded([])
+    each = [prompt.ids for prompt in prompts for _ in range(size)]
+    seed = derive_seed(parts.config.run.seed, 0, "validation")
+    try:
+        with parts.sampler.clean_engine() as engine:
+            completions = engine.generate(each, questions.sampling, seed, stop.leave_if_asked, own.start * size)
+    except AskedError:
+        return None
+    samples = [Sample.of(completion) for completion in completions]
+    groups = [
+        Group(prompt, tuple(samples[first : first + size]))
+        for prompt, first in zip(prompts, range(0, len(samples), size), strict=True)
+    ]
+    return Grader(questions.rewards, parts.grader.decode, mask_truncated=False).grade(groups, step)
+
+
+def _metrics(questions: Questions, shares: Sequence[Graded]) -> dict[str, float]:
+    """Lengths, the recipe's rewards and, where rows have answers, the accuracy with its interval over questions."""
+    graded, means = merged_grades(shares), logged_means_by_groups(shares)
+    samples = [sample for group in graded.groups for sample in group.group.samples]
+    rewards = reward_metrics(graded.groups, questions.reward_names)
+    metrics = {
+        "mean_tokens": sum(len(sample.token_ids) for sample in samples) / len(samples),
+        "truncated_share": sum(sample.truncated for sample in samples) / len(samples),
+        **{name: value for name, value in rewards.items() if name != "reward_std"},
+    }
+    if questions.accuracy is None:
+        return metrics
+    correct_P_G = [group.rewards_G_F[:, questions.accuracy] >= CORRECT_FROM for group in graded.groups]
+    accuracy = estimate([correct_G.double().mean().item() for correct_G in correct_P_G])
+    metrics |= {"accuracy": accuracy.value, "accuracy_low": accuracy.low, "accuracy_high": accuracy.high}
+    if (no_answer := means.get("grades/no_answer_share")) is not None:
+        metrics["no_answer_share"] = no_answer
+    return metrics
+
+
+@contextmanager
+def _random_state_kept() -> Iterator[None]:
+    """Leave Python's, numpy's and torch's global generators as they were."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    python, arrays = random.getstate(), numpy.random.get_state()
+    with torch.random.fork_rng(devices=devices):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            numpy.random.set_state(arrays)

@@ -1,0 +1,90 @@
+"""What follows from a run's validations: the best one, and whether the run ends. Pure functions of metrics.jsonl.
+
+Nothing else is kept, so that a resumed run knows what an uninterrupted one knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qerl.config.validation import ValidationConfig
+
+Rows = Sequence[Mapping[str, Any]]
+
+SHARES = ("accuracy", "accuracy_low", "accuracy_high")
+
+
+@dataclass(frozen=True)
+class Best:
+    """The step with the best validation by `metric`, the first of equals, and its value."""
+
+    step: int
+    metric: str
+    value: float
+
+    def __str__(self) -> str:
+        return f"{self.metric} {shown(self.metric, self.value)} after step {self.step}"
+
+
+def validations(rows: Rows) -> list[Mapping[str, Any]]:
+    """The rows of metrics.jsonl that hold a validation."""
+    return [row for row in rows if row.get("validation/reward") is not None]
+
+
+def best_of(rows: Rows, config: ValidationConfig) -> Best | None:
+    """The best validation after a step; None if there is none. The one before the first step has no checkpoint."""
+    found = [(row["step"], row[f"validation/{config.metric}"]) for row in validations(rows) if row["step"]]
+    if not found:
+        return None
+    value = max(value for _, value in found)
+    return Best(next(step for step, each in found if each == value), config.metric, value)
+
+
+def best_kept(rows: Rows, config: ValidationConfig) -> Best | None:
+    """The best validation if its checkpoint is to be kept."""
+    return best_of(rows, config) if config.keep_best else None
+
+
+def ending(rows: Rows, config: ValidationConfig, step: int) -> str | None:
+    """Why the validation after `step` ends the run, in words; None if it does not. The one before step 1 never does."""
+    values = [(row["step"], row[f"validation/{config.metric}"]) for row in validations(rows)]
+    if config.every is None or not step or not values or values[-1][0] != step:
+        return None
+    last = shown(config.metric, values[-1][1])
+    if config.target is not None and values[-1][1] >= config.target:
+        return f"validation {config.metric} {last} has reached validation.target {config.target:g}"
+    since = _without_improvement([value for _, value in values], config.min_improvement)
+    if config.stop_after is not None and since >= config.stop_after:
+        return (
+            f"validation {config.metric} ({last}) has not improved in {since} validations (validation.stop_after "
+            f"{config.stop_after})"
+        )
+    return None
+
+
+def _without_improvement(values: Sequence[float], least: float) -> int:
+    """How many of the last values are not more than `least` above the best one that counted as an improvement."""
+    count, reference = 0, float("-inf")
+    for value in values:
+        improved = value > reference + least
+        count, reference = (0, value) if improved else (count + 1, reference)
+    return count
+
+
+def shown(metric: str, value: float) -> str:
+    """A value as people read it."""
+    return f"{value:.1%}" if metric in SHARES else f"{value:.3f}"
+
+
+def sentence(row: Mapping[str, Any]) -> str:
+    """A validation in one line."""
+    when = f"after step {row['step']}" if row["step"] else "before the first step"
+    found = [shown(name, row[f"validation/{name}"]) for name in SHARES if row.get(f"validation/{name}") is not None]
+    accuracy = f"accuracy {found[0]} ({found[1]} to {found[2]}), " if len(found) == len(SHARES) else ""
+    return (
+        f"validation {when}: {accuracy}reward {row['validation/reward']:.3f}, "
+        f"{row['validation/mean_tokens']:.0f} tokens, {row['validation/truncated_share']:.1%} truncated"
+    )
