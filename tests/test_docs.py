@@ -1,5 +1,6 @@
 """The documentation against the source: commands parse, keys and errors exist, the pages build and load nothing."""
 
+import html
 import importlib.util
 import os
 import re
@@ -259,8 +260,44 @@ def test_the_pages_build_and_load_nothing_from_elsewhere(tmp_path):
     assert len(pages) >= len(PAGES) + 2
     loaded = re.compile(r"<(?:script|img|link|iframe)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^\"' >]+")
     for page in pages:
-        html = page.read_text(encoding="utf-8")
-        assert loaded.findall(html) == [], page.name
-        assert "<!-- made" not in html, page.name
-        assert "recordings/" not in html, page.name  # each is shown where its link stood
+        text = page.read_text(encoding="utf-8")
+        assert loaded.findall(text) == [], page.name
+        assert "<!-- made" not in text, page.name
+        assert "recordings/" not in text, page.name  # each is shown where its link stood
     assert "noise.sigma_start" in (tmp_path / "recipe-keys.html").read_text(encoding="utf-8")
+    check_commands((tmp_path / "commands.html").read_text(encoding="utf-8"))
+    check_copies((tmp_path / "quickstart.html").read_text(encoding="utf-8"))
+    check_phone(tmp_path)
+
+
+def check_commands(page):
+    """Each command with each of its options, as the command line has them."""
+    parts = dict(re.findall(r'<h2 id="[^"]*">(qerl [a-z ]+)<.*?</h2>(.*?)(?=<h2|</article>)', page, re.DOTALL))
+    known = dict(script("docs_commands").all_commands())
+    assert set(parts) == {f"qerl {name}" for name in known}
+    for name, command in known.items():
+        options = {option for each in command.params for option in each.opts if option.startswith("--")} - {"--help"}
+        shown = html.unescape(re.sub(r"<[^>]*>", "", parts[f"qerl {name}"]))
+        assert {option for option in options if not re.search(rf"{option}\b", shown)} == set(), name
+
+
+def check_copies(page):
+    """The copy button belongs to blocks of commands, which hold no prompt; output has none."""
+    blocks = re.findall(r'<div class="([^"]*highlight[^"]*)">(.*?)</div>', page, re.DOTALL)
+    texts = [(kind, html.unescape(re.sub(r"<[^>]*>", "", block))) for kind, block in blocks]
+    copied = [text.strip() for kind, text in texts if "no-copy" not in kind]
+    printed = [text for kind, text in texts if "no-copy" in kind]
+    assert "qerl train --recipe tiny --steps 12 --set run.save_every=6 --out runs/demo" in copied
+    assert any("step 12/12" in text for text in printed)
+    assert not any(re.search(r"^\$ |step 12/12|[│┃]", text, re.MULTILINE) for text in copied)
+
+
+def check_phone(site):
+    """On a narrow screen each key is a block of its own, and each page leads to its neighbours."""
+    keys, styles = ((site / name).read_text(encoding="utf-8") for name in ("recipe-keys.html", "extra.css"))
+    assert keys.count('<div class="keys">') == len({row.key.split(".")[0] for row in describe_config()})
+    narrow = styles.partition("@media screen and (max-width")[2]
+    assert re.search(r"\.keys td:not\(\[class\]\) \{[^}]*display: block", narrow)
+    assert 'name="viewport" content="width=device-width' in keys
+    assert "md-footer__link--prev" in keys
+    assert "md-footer__link--next" in keys

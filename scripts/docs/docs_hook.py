@@ -1,7 +1,8 @@
 """What mkdocs calls while it builds docs/, so that one set of pages serves a reader of the repository and of the site.
 
 1. `<!-- made: NAME -->` in a page is replaced by what MADE reads from the source, so that it cannot become outdated.
-2. A link to a recording, a study's table or a source file that is alone on its line becomes that file's content.
+2. A link to a recording, a study's table or a source file that is alone on its line becomes that file's content. Of a
+   recording, the button copies the commands alone, without prompts and output.
 3. Pages outside docs/ (PAGES) are part of the site.
 4. A link to a source file leads to a page with that file; one to a folder or to data stays as its words.
 """
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(folder) for folder in (ROOT, ROOT / "scripts" / "docs", ROOT / "scripts" / "checks")]
 
 import plan_check  # noqa: E402
+from docs_commands import commands_page  # noqa: E402
 from docs_errors import headings, messages  # noqa: E402
 from docs_links import links, replace_links, target  # noqa: E402
 
@@ -72,9 +74,21 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
 def _embedded(path: str, indent: str) -> str:
     """The content of a file, to replace its link: a table as it is, anything else as code."""
     text = (ROOT / path).read_text(encoding="utf-8").rstrip("\n")
-    if not path.endswith(".md"):
+    if path.startswith("docs/recordings/"):
+        text = "\n\n".join(_session(text))
+    elif not path.endswith(".md"):
         text = f"```{LANGUAGES.get(Path(path).suffix, 'text')}\n{text}\n```"
     return textwrap.indent(text, indent)
+
+
+def _session(text: str) -> Iterator[str]:
+    """A recorded session as one block for each command, and one without a button for what it printed."""
+    for part in re.split(r"^\$ ", text, flags=re.MULTILINE)[1:]:
+        command, _, output = part.partition("\n")
+        yield f"```bash\n{command}\n```"
+        if output.strip():
+            lines = output.rstrip().strip("\n")
+            yield f"``` {{ .text .no-copy }}\n{lines}\n```"
 
 
 def _for_the_site(link: re.Match[str], origin: str) -> str:
@@ -112,11 +126,13 @@ def keys_table() -> str:
     """Every key of a recipe, one table per section."""
     lines = []
     for section, keys in groupby(describe_config(), key=lambda key: key.key.split(".")[0]):
-        lines += ["", f"## {section}", "", "| key | type | default | meaning |", "|---|---|---|---|"]
+        lines += ["", f"## {section}", "", '<div class="keys" markdown>', ""]
+        lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         lines += [
             f'| <a id="{k.key}"></a>`{k.key}` | {_cell(k.type)} | `{_cell(k.default)}` | {_cell(k.description)} |'
             for k in keys
         ]
+        lines += ["", "</div>"]
     return "\n".join(lines) + "\n"
 
 
@@ -165,6 +181,7 @@ def seconds_model() -> str:
 
 
 MADE = {
+    "commands": commands_page,
     "keys": keys_table,
     "errors": errors_list,
     "tasks": tasks_table,
