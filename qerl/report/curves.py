@@ -136,7 +136,7 @@ def draw_curves(run: Run, path: Path) -> None:
 
     found = panels([run])
     count = len(found) + bool(phases(run.rows))
-    columns = min(4 if count % 4 == 0 else 3, max(1, count))
+    columns = min(4 if count % 4 in (0, 3) else 3, max(1, count))
     height = max(1, -(-count // columns))
     figure = Figure(figsize=(4.3 * columns, 3.1 * height + 0.4), layout="constrained")
     FigureCanvasAgg(figure)
@@ -195,7 +195,8 @@ def draw_time(axis: Axes, runs: Sequence[Run]) -> None:
         label = f"{name} {widths[0]:.0%}" if len(runs) == 1 else name
         axis.barh(range(len(runs)), widths, left=starts, color=f"C{index}", label=label, height=0.6)
         starts = [start + width for start, width in zip(starts, widths, strict=True)]
-    axis.set_yticks(range(len(runs)), [run.name for run in runs] if len(runs) > 1 else [""], parse_math=False)
+    named = runs if len(runs) > 1 else []
+    axis.set_yticks(range(len(named)), [run.name for run in named], parse_math=False)
     axis.set_ylim(len(runs) - 0.5, -0.5)
     axis.set_xlim(0, 1)
     axis.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1))
