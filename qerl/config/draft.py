@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from qerl.config.conflict import Conflict
-from qerl.config.keys import field_at, is_list, is_mapping, section_at
+from qerl.config.keys import field_at, is_list, is_mapping, paths_below, section_at
 from qerl.config.messages import shown, unknown_key
 from qerl.config.quant import expanded
 from qerl.config.yaml_text import Path, YamlError, parse
@@ -58,16 +58,17 @@ class Draft:
         path: Path = ()
         parts = key.split(".")
         for index, part in enumerate(parts):
-            path = (*path, self._step(path, part, tuple(parts[index + 1 :]), origin))
+            below = [(*parts[index + 1 :], *under) for under in paths_below(value)]
+            path = (*path, self._step(path, part, below, origin))
         self._assign(path, value, lambda _: origin)
 
-    def _step(self, parent: Path, part: str, rest: Path, origin: str) -> str | int:
-        """One part of a dotted key as the data holds it: a key of a mapping, or the number of a list item. `rest` are
-        the parts after it."""
+    def _step(self, parent: Path, part: str, below: list[Path], origin: str) -> str | int:
+        """One part of a dotted key as the data holds it: a key of a mapping, or the number of a list item. `below` are
+        the paths of what is written under it, for an error."""
         holder = field_at(parent)
         of_items = holder is not None and is_list(holder) and not isinstance(parent[-1], int)
         if not of_items and field_at((*parent, part)) is None and not self._is_free(parent):
-            raise ConfigError(f"{origin}: {unknown_key((*parent, part), rest)}")
+            raise ConfigError(f"{origin}: {unknown_key((*parent, part), *below)}")
         container = self._container((*parent, part))
         if isinstance(container, dict):
             return part

@@ -1,0 +1,89 @@
+"""The section qat: presets, files and keys give one value; names of other trainers lead to ours."""
+
+import pytest
+
+from qerl.config.quant import PRESETS, QuantConfig
+from qerl.config.recipe import load_config, load_recipe, save_config
+from qerl.errors import ConfigError
+
+ON = "qat.mode=weights"
+
+
+def quant_of(*overrides):
+    return load_recipe("tiny", [*overrides]).qat.quant_cfg
+
+
+def test_a_recipe_without_it_trains_an_adapter():
+    assert load_recipe("tiny").qat is None
+    assert load_recipe("qat_tiny", ["qat=null"]).qat is None
+
+
+def test_presets_files_and_keys_give_the_same_value(tmp_path):
+    file = tmp_path / "ffn.yaml"
+    file.write_text("ignore: [lm_head, 're:.*self_attn.*']\n")
+    by_name, by_file = quant_of("qat.quant_cfg=nvfp4_w4a16_ffn"), quant_of(f"qat.quant_cfg={file}")
+    by_keys = quant_of(ON, "qat.quant_cfg.ignore=[lm_head, 're:.*self_attn.*']")
+    assert by_name == by_file == by_keys != QuantConfig()
+    assert by_name.digest() == by_file.digest() != QuantConfig().digest()
+    assert quant_of(ON) == quant_of("qat.quant_cfg=nvfp4_w4a16") == QuantConfig()
+
+
+def test_keys_change_a_preset_and_what_is_saved_is_complete(tmp_path):
+    config = load_recipe("tiny", ["qat.quant_cfg=nvfp4_w4a16_ffn", "qat.quant_cfg.keep_last=1"])
+    assert config.qat.quant_cfg.ignored(3) == ("lm_head", "re:.*self_attn.*", r"re:model\.layers\.2\.")
+    save_config(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path / "config.yaml") == config
+
+
+def test_every_preset_is_a_value():
+    assert [QuantConfig.model_validate(keys).activations for keys in PRESETS.values()] == [
+        *("none", "none", "dynamic", "static")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("qat.quant_cfg=nvfp4_w4a1", "there is no such preset; write qat.quant_cfg: nvfp4_w4a16 "),
+        ("qat.quant_cfg=NVFP4_DEFAULT_CFG", "that is ModelOpt's name; write qat.quant_cfg: nvfp4_w4a4"),
+        ("qat.quant_cfg=none.yaml", "that file cannot be read"),
+        ("qat={quant_cfg: {wieghts: 3}}", "unknown key; did you mean qat.quant_cfg.weights?"),
+        ("qat.mode=w4a16", "expected one of weights, adapter; write qat.quant_cfg: nvfp4_w4a16"),
+        ("qat=off", "write keys under it, or qat: null"),
+        ("qat.quant_cfg=nvfp4_w4a4", "only weights are quantized in training so far"),
+        ("qat.mode=adapter", "a LoRA through the quantizer is not trained yet"),
+        ("qat.targets=down_proj", "write [down_proj]"),
+        # NeMo RL
+        ("policy.quant_cfg=NVFP4_DEFAULT_CFG", "policy.quant_cfg: unknown key; did you mean qat.quant_cfg?"),
+        ("policy.quant_calib_size=512", "did you mean qat.quant_cfg.calibration.rows?"),
+        ("policy={quant_sequence_length: 2048}", "did you mean qat.quant_cfg.calibration.length?"),
+        ("rollout.quant_cfg=nvfp4_w4a16", "rollout.quant_cfg: unknown key; did you mean qat.quant_cfg?"),
+        # verl
+        ("actor_rollout_ref.actor.qat.mode=w4a16", "did you mean qat.mode?"),
+        ("qat.enable=true", "qat.enable: unknown key; did you mean qat.mode?"),
+        ("qat.group_size=16", "did you mean qat.quant_cfg.weights.group?"),
+        ("qat.ignore_patterns=[lm_head]", "did you mean qat.quant_cfg.ignore?"),
+    ],
+)
+def test_a_mistake_is_one_line_that_says_what_to_write(override, says):
+    with pytest.raises(ConfigError) as refused:
+        load_recipe("tiny", [override])
+    assert says in str(refused.value)
+    assert str(refused.value).startswith(f"--set {override}") or "so far" in says
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("model.format=bf16", "the engine would sample from other weights than those that are trained"),
+        ("loss.kl_coef=0.1", "does not keep those that it started with; write loss.kl_coef: 0"),
+        ("rollout.kernel=marlin", "that kernel cannot take weights that change"),
+        ("adapter.dropout=0.1", "there is no adapter; write adapter.dropout: 0"),
+        ("adapter.train_norms=true", "there is no adapter; write qat.train_norms: true"),
+    ],
+)
+def test_what_cannot_be_combined_is_refused(override, says):
+    load_recipe("dapo_7b", [override, "noise.where=rollout"])
+    with pytest.raises(ConfigError, match=says):
+        load_recipe("dapo_7b", [ON, override])

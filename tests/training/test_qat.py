@@ -1,0 +1,214 @@
+"""Runs that train whole weights through the quantizer, on the transformers engine."""
+
+import shutil
+
+import pytest
+import torch
+from killed import killed_in
+from small_run import numbers, small_config
+
+import training.run
+from qerl.checkpoint.load import load_model
+from qerl.checkpoint.reader import TensorReader
+from qerl.checkpoint.shards import read_json, read_tensors
+from qerl.config.recipe import load_config, save_config
+from qerl.errors import ConfigError
+from qerl.nvfp4 import reference
+from training.run import resume, start
+from training.trainer import QerlTrainer
+
+QAT = (
+    "qat.mode=weights",
+    "run.save_every=1",
+    "run.keep_checkpoints=9",
+    "noise.enabled=false",
+    "optim.learning_rate=1e-3",
+)
+EVERY = 14  # linears of the base
+
+
+def config_of(base, folder, *overrides, steps=3, out="run"):
+    return small_config(base, folder, *QAT, *overrides, steps=steps, out=out)
+
+
+def tensors_in(folder):
+    infos = read_tensors(folder)
+    with TensorReader(infos) as read:
+        return {name: read(name) for name in infos}
+
+
+def packed_of(master, scale):
+    """The reference's bytes of a master, by tensor."""
+    named = reference.quantize(master, scale).named()
+    return {name: tensor.view(torch.uint8) for name, tensor in named.items()}
+
+
+@pytest.fixture(scope="module")
+def ran(base, tmp_path_factory):
+    """(the finished run, the model that its engine held in the end)."""
+    torch.set_num_threads(1)
+    opened = []
+    with pytest.MonkeyPatch.context() as patch:
+        original = training.run.open_rollout_engine
+
+        def watched(*given):
+            engine = original(*given)
+            opened.append(engine.policy_model())
+            return engine
+
+        patch.setattr(training.run, "open_rollout_engine", watched)
+        run = start(config_of(base, tmp_path_factory.mktemp("qat")), "qat").run_dir
+    return run, opened[0]
+
+
+def test_the_engine_holds_the_reference_s_bytes_of_every_master(ran):
+    """The last rollout sampled from the masters after the step before the last."""
+    run, model = ran
+    masters = tensors_in(run / "checkpoints/step-000002/weights")
+    assert len(masters) == EVERY
+    for name, master in masters.items():
+        linear = model.get_submodule(name.removesuffix(".weight"))
+        expected = packed_of(master, linear.weight_global_scale)
+        for part, tensor in expected.items():
+            assert torch.equal(getattr(linear, part).view(torch.uint8), tensor), name
+
+
+def test_the_base_has_the_bytes_of_unchanged_masters_and_scales_with_room(ran, base):
+    run, _ = ran
+    begun, dense = tensors_in(run / "base"), tensors_in(base)
+    for name in tensors_in(run / "checkpoints/step-000001/weights"):
+        module = name.removesuffix(".weight")
+        scale = begun[f"{module}.weight_global_scale"]
+        for part, tensor in packed_of(dense[name].float(), scale).items():
+            assert torch.equal(begun[f"{module}.{part}"].view(torch.uint8), tensor), name
+        assert reference.saturated_blocks(3.9 * dense[name].float(), scale) == 0
+    queries, keys = (begun[f"model.layers.0.self_attn.{name}_proj.weight_global_scale"] for name in "qk")
+    assert torch.equal(queries, keys)
+
+
+def test_the_result_is_the_last_masters_packed(ran):
+    run, _ = ran
+    masters, begun, model = (tensors_in(run / name) for name in ("checkpoints/step-000003/weights", "base", "model"))
+    assert set(model) == set(begun)
+    for name, tensor in model.items():
+        module, _, part = name.rpartition(".")
+        if f"{module}.weight" in masters:
+            expected = packed_of(masters[f"{module}.weight"], begun[f"{module}.weight_global_scale"])[part]
+            assert torch.equal(tensor.view(torch.uint8), expected), name
+        else:
+            assert torch.equal(tensor, begun[name])
+    assert any(not torch.equal(model[name], begun[name]) for name in model if name.endswith("packed"))
+    assert read_json(run / "model" / "config.json")["quantization_config"]["format"] == "nvfp4-pack-quantized"
+    load_model(run / "model", "nvfp4")
+
+
+def same_checkpoints(one, other, step):
+    for name in ("weights/model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt"):
+        files = [run / f"checkpoints/step-{step:06d}" / name for run in (one, other)]
+        assert files[0].read_bytes() == files[1].read_bytes(), name
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(ran, base, tmp_path):
+    whole, _ = ran
+    with killed_in(QerlTrainer, "training_step", call=3):
+        start(config_of(base, tmp_path), "qat")
+    run = tmp_path / "run"
+    shutil.rmtree(run / "base")  # it is made again
+    resume(run)
+    assert numbers(run) == numbers(whole)
+    same_checkpoints(run, whole, 3)
+    assert (run / "model/model.safetensors").read_bytes() == (whole / "model/model.safetensors").read_bytes()
+
+
+def test_a_run_that_is_prolonged_makes_its_model_anew(ran, base, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(ran[0], run)
+    resume(run, steps=4)
+    (aside,) = run.glob("replaced-*")
+    before, after = (tensors_in(folder / "model") for folder in (aside, run))
+    assert any(not torch.equal(before[name], after[name]) for name in after if name.endswith("packed"))
+
+
+def test_a_quant_cfg_that_differs_from_that_of_the_base_is_refused(ran, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(ran[0], run)
+    shutil.rmtree(run / "checkpoints/step-000003")
+    config = load_config(run / "config.yaml")
+    quant = config.qat.quant_cfg.model_copy(update={"keep_last": 1})
+    save_config(
+        config.model_copy(update={"qat": config.qat.model_copy(update={"quant_cfg": quant})}), run / "config.yaml"
+    )
+    with pytest.raises(ConfigError, match=r"base.* was made by another qat\.quant_cfg .* put that one back"):
+        resume(run)
+
+
+def changed_linears(run):
+    """Names of the linears that differ between the packed base and the result."""
+    begun, model = tensors_in(run / "base"), tensors_in(run / "model")
+    assert set(begun) == set(model)
+    return {name.rpartition(".")[0] for name in model if not torch.equal(begun[name], model[name])}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "trained", "packed"),
+    [
+        (("qat.quant_cfg=nvfp4_w4a16_ffn",), ".mlp.", 6),
+        (("qat.targets=['re:.*layers.1.*(q|down)_proj']",), "layers.1.", 14),
+        (("qat.quant_cfg.keep_first=1", "qat.train_norms=true"), "", 7),
+    ],
+    ids=["ffn", "targets", "norms"],
+)
+def test_a_part_of_the_linears_is_trained(base, tmp_path, overrides, trained, packed):
+    run = start(config_of(base, tmp_path, *overrides, "run.seed=3", steps=1), "qat").run_dir
+    found = tensors_in(run / "model")
+    assert sum(name.endswith("weight_packed") for name in found) == packed
+    changed = changed_linears(run)
+    assert changed
+    assert all(trained in name for name in changed)
+    masters, begun = tensors_in(run / "checkpoints/step-000001/weights"), tensors_in(run / "base")
+    norms = {name: tensor for name, tensor in masters.items() if "norm" in name}
+    assert len(norms) == (4 if "qat.train_norms=true" in overrides else 0)
+    assert all(not torch.equal(tensor, begun[name].float()) for name, tensor in norms.items())
+    assert all(trained in name and ".layers." in name for name in masters)
+
+
+@pytest.mark.parametrize(
+    ("given", "overrides", "message"),
+    [
+        ("nvfp4_base", (), r"already quantized \(NVFP4\).*write model\.base: "),
+        ("base", ("qat.targets=['re:.*gate']", "qat.quant_cfg.ignore=['re:nothing']"), "'re:nothing' matches no layer"),
+        ("base", ("qat.targets=[q_proj]",), r"qat\.targets 'q_proj' matches no layer: write a full name"),
+        ("base", ("qat.quant_cfg.keep_last=2",), "keeps all 2 decoder layers in 16 bits"),
+        (
+            "base",
+            ("qat.quant_cfg.ignore=['re:.*q_proj']",),
+            r"qat\.quant_cfg\.ignore keeps .*q_proj in 16 bits but not",
+        ),
+    ],
+    ids=["4 bits", "ignore", "targets", "all kept", "split"],
+)
+def test_what_cannot_be_trained_is_refused_and_nothing_is_written(given, overrides, message, request, tmp_path):
+    model = request.getfixturevalue(given)
+    with pytest.raises(ConfigError, match=message) as refused:
+        start(config_of(model, tmp_path, *overrides), "qat")
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("[!.]*"))
+
+
+def test_a_folder_that_a_kill_left_before_the_run_began_is_taken_again(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(training.run, "open_rollout_engine", lambda *_: pytest.fail("stopped here"))
+    with pytest.raises(pytest.fail.Exception):
+        start(config_of(base, tmp_path), "qat")
+    assert [path.name for path in (tmp_path / "run").glob("[!.]*")] == ["base"]
+    monkeypatch.undo()
+    assert start(config_of(base, tmp_path, steps=1), "qat").steps == 1
+
+
+def test_the_embedded_model_learns(tmp_path):
+    """It writes more digits when these are rewarded, in seconds."""
+    torch.set_num_threads(1)
+    more = ("rollout.prompts_per_step=4", "rollout.group_size=8", "run.micro_batch_tokens=8192", "run.save_every=50")
+    run = start(config_of("tiny", tmp_path, *more, "optim.schedule=constant", steps=7), "qat").run_dir
+    rewards = [row["reward"] for row in numbers(run)]
+    assert sum(rewards[-2:]) > 1.15 * sum(rewards[:2]), rewards
+    assert max(row["mismatch_kl"] for row in numbers(run)) < 1e-6
