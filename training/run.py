@@ -45,7 +45,15 @@ from training.policy.build import build_policy, build_weights_policy
 from training.policy.policy import Policy
 from training.policy.start_base import start_base
 from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
-from training.preflight.checks import check_engine, check_memory, check_room, free_bytes, read_prompts, sizes_at
+from training.preflight.checks import (
+    check_engine,
+    check_memory,
+    check_room,
+    free_bytes,
+    read_prompts,
+    settle_masters,
+    sizes_at,
+)
 from training.preflight.trackers import check_trackers
 from training.ranks import check_dealt, check_same
 from training.rewards.rewards import build_rewards, fixed_columns
@@ -98,6 +106,7 @@ def start(config: RunConfig, name: str, parallel: Parallel = ALONE) -> TrainResu
     """Begin a new run of the recipe called `name`. Raises ConfigError if its directory is already in use."""
     run_dir = parallel.broadcast(new_run_dir(config.run.out, name) if parallel.first else None)
     base = starting_model(config)
+    config = parallel.broadcast(settle_masters(config, base) if parallel.first else None)
     return _train(config, base, Place(run_dir, name, parallel), checkpoint=None)
 
 

@@ -7,6 +7,7 @@ equal the current ones. Where the two meet (TRL 1.16.0, transformers 5.17.0; hel
 
     get_train_dataloader     the prompts of each step, which depend on (seed, step) alone; a resumed run continues there
     _prepare_inputs          a step's inputs: `collect` samples, grades and pads them, once for `num_iterations` steps
+    create_optimizer         bfloat16 masters are rounded at random after each update (training/policy/rounding.py)
     compute_loss             forward and backward of the whole step: `backward`
     _get_per_token_logps_... TRL's loss asks its model for logprobs; its model is here the logprobs themselves
     training_step            what stops a run before a bad update is made
@@ -27,6 +28,7 @@ from trl import GRPOTrainer
 
 from training.loss.correction import MismatchGate
 from training.loss.finite import check_gradient, check_loss
+from training.policy.rounding import RandomlyRounded
 from training.ranks import check_replicas
 from training.rollout.prompts import StepPrompts
 from training.rollout.sampler import Moment
@@ -105,6 +107,14 @@ class QerlTrainer(GRPOTrainer):
             self._collected = collect(self.parts, prompts, Moment(step, self.state.log_history))
             self.state.num_input_tokens_seen += self._collected.tokens
         return self._collected.batch
+
+    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
+        """transformers' choice; around it, for masters in bfloat16, what rounds them at random."""
+        optimizer, config = super().create_optimizer(model), self.parts.config
+        masters = () if config.qat is None else self.parts.policy.parameters()
+        if any(master.dtype == torch.bfloat16 for master in masters):
+            self.optimizer = optimizer = RandomlyRounded(optimizer, config.run.seed)
+        return optimizer
 
     # -- loss and gradient
 

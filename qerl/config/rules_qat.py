@@ -55,9 +55,3 @@ def _whole_weights(config: RunConfig) -> Conflicts:
     for key, write in (("train_norms", "qat.train_norms: true"), ("dropout", "adapter.dropout: 0")):
         if value := getattr(config.adapter, key):
             yield Conflict({f"adapter.{key}": value, "qat.mode": "weights"}, "there is no adapter", write)
-    if config.qat.masters == "bfloat16":
-        yield Conflict(
-            {"qat.masters": "bfloat16"},
-            "no optimizer here rounds them at random yet, and rounding to nearest loses small steps",
-            "qat.masters: float32",
-        )

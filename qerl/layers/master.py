@@ -30,16 +30,20 @@ def set_master_(linear: nn.Linear, weight: torch.Tensor) -> nn.Parameter:
 
 
 def add_gradient_(master: nn.Parameter, grad: torch.Tensor, x: torch.Tensor) -> None:
-    """master.grad += grad^T x for grad (T, out) and x (T, in), summed in float32 where the gradient is that wide."""
+    """master.grad += grad^T x for grad (T, out) and x (T, in), summed in float32 where the gradient is that wide.
+
+    Where it is not, as for a master in bfloat16, each product is summed in float32 and rounded once.
+    """
     if master.grad is None:
         master.grad = torch.zeros_like(master)
     total, left = master.grad, grad.t()
     if total.dtype == x.dtype:
         total.addmm_(left, x)
-    elif x.is_cuda:
-        total.add_(torch.mm(left, x, out_dtype=torch.float32))
+    elif x.is_cuda and total.dtype == torch.float32:
+        torch.addmm(total, left, x, out_dtype=torch.float32, out=total)  # in place: no product of the weight's size
     else:
-        total.add_(left.to(total.dtype) @ x.to(total.dtype))
+        wide = torch.promote_types(total.dtype, x.dtype)
+        total.add_(left.to(wide) @ x.to(wide))
 
 
 def _forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:

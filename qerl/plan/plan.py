@@ -46,7 +46,7 @@ from qerl.plan.micro_batch_plan import (
     plan_micro_batches,
 )
 from qerl.plan.sizes import ModelSizes
-from qerl.plan.trained import adapter_rank, trained_of
+from qerl.plan.trained import BYTES, adapter_rank, trained_of
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -93,6 +93,7 @@ class Plan:
 
 def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     """Plan a run with the vllm engine. `problems` says what does not fit; the rest is planned nevertheless."""
+    config = with_masters(config, sizes, card)
     room = _Room(int(card.memory_gib * GIB), *_weights_and_outside(config, sizes))
     limit, _ = room.limit_and_budget(config)
     context = config.data.max_prompt_tokens + config.longest_completion + 1
@@ -126,6 +127,16 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
         context,
         tuple(problems),
     )
+
+
+def with_masters(config: RunConfig, sizes: ModelSizes, card: Card) -> RunConfig:
+    """The same with a dtype instead of `qat.masters: auto`: float32 if the card holds that, otherwise bfloat16."""
+    if config.qat is None or config.qat.masters != "auto":
+        return config
+    wide, narrow = (
+        config.model_copy(update={"qat": config.qat.model_copy(update={"masters": dtype})}) for dtype in BYTES
+    )
+    return narrow if any(problem.needed for problem in plan(wide, sizes, card).found) else wide
 
 
 def trainer_bytes(config: RunConfig, sizes: ModelSizes) -> int:

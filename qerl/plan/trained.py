@@ -42,8 +42,8 @@ def trained_of(config: RunConfig, sizes: ModelSizes) -> Trained:
     names = trained_linears(config.qat, sizes.layers)
     count = sum(rows * columns for rows, columns in (sizes.projections[name.rpartition(".")[2]] for name in names))
     count += 2 * sizes.layers * sizes.hidden if config.qat.train_norms else 0
-    kept = BYTES[masters_dtype(config.qat)]
-    return Trained("masters", count, kept, state, kept)
+    dtype = masters_dtype(config.qat)
+    return Trained(f"masters ({dtype})", count, BYTES[dtype], state, BYTES[dtype])
 
 
 def adapter_rank(config: RunConfig) -> int:
@@ -71,5 +71,5 @@ def trained_linears(qat: QatConfig, layers: int) -> list[str]:
 
 
 def masters_dtype(qat: QatConfig) -> str:
-    """The dtype of the masters; `auto` is float32."""
+    """The dtype of the masters; `auto`, which `qerl.plan.plan.with_masters` settles for a card, is float32."""
     return "float32" if qat.masters == "auto" else qat.masters

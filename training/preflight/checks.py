@@ -27,7 +27,7 @@ from qerl.errors import CheckpointError, ConfigError, EngineError
 from qerl.plan.advice import with_values
 from qerl.plan.cards import Card
 from qerl.plan.kv_cache import check_kv_cache
-from qerl.plan.plan import GIB, plan
+from qerl.plan.plan import GIB, plan, with_masters
 from qerl.plan.sizes import ModelSizes, sizes_of
 from qerl.plan.trained import trained_linears
 from qerl.tasks import task_of
@@ -179,6 +179,13 @@ def check_memory(config: RunConfig, base: ModelRef, free: int) -> None:
     for problem in made.found:
         if problem.needed:
             logger.warning("by the plan this will hardly fit: %s", problem.text)
+
+
+def settle_masters(config: RunConfig, base: ModelRef) -> RunConfig:
+    """The recipe of a new run, with the dtype of masters that this machine's card holds where it says auto."""
+    if config.qat is None or choose_engine(config.rollout.engine) != "vllm":
+        return config
+    return with_masters(config, sizes_at(base), card_of_bytes(free_bytes()))
 
 
 def sizes_at(base: ModelRef) -> ModelSizes:

@@ -8,7 +8,7 @@ from layer_policies import TOKENS, tiny_model
 from torch.utils.checkpoint import checkpoint
 
 from qerl.layers.lora import lora_linear, parts_of
-from qerl.layers.master import master_of, set_master_
+from qerl.layers.master import add_gradient_, master_of, set_master_
 from qerl.layers.place import fuse_
 from qerl.layers.recompute import recompute_by_
 from qerl.nvfp4 import reference
@@ -142,3 +142,25 @@ def test_the_master_is_not_the_weight_that_is_multiplied_by():
     assert torch.equal(packed(torch.eye(32)), before)
     packed.pack_(master_of(packed).detach() - 1.0)
     assert torch.equal(packed.unpack(torch.float32), reference.dequantize(*packed._buffers.values(), torch.float32))
+
+
+# Not yet run on a card.
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_on_a_card_is_added_without_a_product_of_the_weights_size(dtype):
+    torch.manual_seed(0)
+    rows, columns, tokens = 2048, 4096, 512
+    master = torch.nn.Parameter(torch.zeros(rows, columns, device="cuda", dtype=dtype))
+    grad = torch.randn(tokens, rows + 64, device="cuda").bfloat16()[:, 32:-32]  # columns of a wider one
+    x = torch.randn(tokens, columns, device="cuda").bfloat16()
+    add_gradient_(master, grad, x)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    address = master.grad.data_ptr()
+    add_gradient_(master, grad, x)
+    assert torch.cuda.max_memory_allocated() - before < master.grad.nbytes / 2
+    assert master.grad.data_ptr() == address
+    expected = 2 * grad.double().t() @ x.double()
+    error = (master.grad.double() - expected).norm() / expected.norm()
+    assert error < (1e-6 if dtype == torch.float32 else 4e-3)

@@ -1,0 +1,53 @@
+"""A run with masters in bfloat16: they move by small steps, the engine holds their bytes, and a resumed run has the
+same bits."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_run import numbers, small_config
+
+from qerl.plan.cards import CARDS
+from qerl.plan.plan import plan, with_masters
+from qerl.plan.sizes import KNOWN, sizes_of
+from training.policy.policy import WEIGHTS
+from training.run import resume, start
+from training.run_dir.checkpoint import checkpoint_path
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+QAT = ("qat.mode=weights", "noise.enabled=false", "optim.learning_rate=1e-6", "optim.weight_decay=0")
+
+
+def masters(run, step):
+    folder = checkpoint_path(run, step) / WEIGHTS
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def test_masters_in_bfloat16_move_by_small_steps_and_resume_to_the_same_bits(base, tmp_path):
+    config = small_config(base, tmp_path, *QAT, "qat.masters=bfloat16", steps=4)
+    whole = start(config, "tiny").run_dir
+    early, late = masters(whole, 2), masters(whole, 4)
+    assert {tensor.dtype for tensor in late.values()} == {torch.bfloat16}
+    moved = [(late[name] != early[name]).float().mean().item() for name in late]
+    assert all(0 < share < 0.2 for share in moved)  # by steps far below the last place: few of them, and each is whole
+    expected = numbers(whole)
+    resumed = resume(whole, step=2).run_dir
+    assert numbers(resumed) == expected
+    again = masters(resumed, 4)
+    assert all(torch.equal(again[name], tensor) for name, tensor in late.items())
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size", "card", "dtype"),
+    [("qat_3b", "qwen2.5-3b", "h200", "float32"), ("qat_3b", "qwen2.5-3b", "4090", "bfloat16")],
+)
+def test_auto_takes_float32_where_the_card_holds_it(recipe, size, card, dtype):
+    from qerl.config.recipe import load_recipe
+
+    config, sizes = load_recipe(recipe, ["qat.masters=auto"]), sizes_of(KNOWN[size], size)
+    settled = with_masters(config, sizes, CARDS[card])
+    assert settled.qat.masters == dtype
+    made = plan(config, sizes, CARDS[card])
+    assert made.memory == plan(settled, sizes, CARDS[card]).memory
+    assert not made.problems
+    assert f"masters ({dtype})" in made.memory["training"]
+    assert with_masters(settled, sizes, CARDS["h200"]) == settled
