@@ -47,7 +47,7 @@ SHOWN = {
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
-    parser.add_argument("--masters", default="float32", choices=("float32", "bfloat16"))
+    parser.add_argument("--masters", default="float32", choices=("auto", "float32", "bfloat16"))
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     from scripts.bench.provenance import machine, require_card

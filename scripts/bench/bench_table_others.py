@@ -154,6 +154,36 @@ def peaks(result: Result) -> list[str]:
     return table(head, rows)
 
 
+def pack(result: Result) -> list[str]:
+    """Milliseconds of packing all masters against the limit, and of stock vLLM's reload."""
+    rows, reload = [], result.get("stock_reload", {})
+    for dtype, found in result["masters"].items():
+        for part, taken in found["ms"].items():
+            limit, share = found["limit_ms"][part], found["share_of_limit"][part]
+            rows.append([f"{dtype} masters, {part}", f"{taken:.1f}", f"{limit:.1f}", _percent(share)])
+        rows.append([f"{dtype} masters, in plain torch", f"{found['twin_ms']:.0f}", "", ""])
+    if "median_s" in reload:
+        rows.append(["stock vLLM's `reload_weights`", f"{1e3 * reload['median_s']:.0f}", "", ""])
+    return table(["", "ms", "limit ms", "of the limit"], rows)
+
+
+def qat(result: Result) -> list[str]:
+    """Seconds, memory and mismatch of the first, the second and the last step, and the bytes after it."""
+    keys = ("time/step_s", "time/rollout_s", "time/train_s", "time/optimizer_s", "time/sync_s")
+    more = ("memory/peak_gib", "mismatch_kl")
+    steps = result["steps"]
+    chosen = [step for number, step in enumerate(steps) if number in (0, 1, len(steps) - 1)]
+    rows = [
+        [f"{step['step']}", *(f"{step[k]:.3g}" for k in keys), *(f"{step[k]:.3g}" for k in more)] for step in chosen
+    ]
+    lines = table(["step", "s", "rollout s", "training s", "optimizer s", "sync s", "peak GiB", "mismatch_kl"], rows)
+    if sync := result.get("sync"):
+        wrong, moved = len(sync["different"]), len(sync["moved"])
+        lines += ["", f"After the last step {wrong} of {sync['linears']} linears differ from the reference's bytes of"]
+        lines[-1] += f" their masters, and {moved} have moved. Driver's peak: {result['peak_driver_gib']} GiB."
+    return lines
+
+
 def engines(result: Result) -> list[str]:
     last = max(1, len(result["runs"][0]["reward"]) // 3)
     rows = [
@@ -184,5 +214,7 @@ KINDS: dict[str, tuple[str, Callable[[Result], list[str]]]] = {  # in the order 
     "gemm": ("Ways to multiply by a weight, {shape} shape, by number of tokens", gemm),
     "startup": ("Starting the engine, {shape} shape", startup),
     "peaks": ("GPU memory of training, resuming and evaluating, {shape} shape", peaks),
+    "pack": ("Packing all masters, {shape} shape", pack),
+    "qat": ("Training through the quantizer, {shape} shape", qat),
     "engines": ("Both rollout engines, {shape} model", engines),
 }

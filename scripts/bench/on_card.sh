@@ -10,9 +10,10 @@
 #     engine   510 s  the vllm engine on small models, with each kernel: every check of check_engine; other attention
 #     told     130 s  completions reported as they end, and an engine after an interrupted call
 #     kernels  100 s  kernels, packing with shared prompts, layers, sampling, quantization, doctor
-#     pack     150 s  packing weights: the kernel's bytes, and all masters of a 7B beside stock vLLM's reload_weights
+#     pack     170 s  packing weights: the kernel's bytes, and all masters of a 7B beside stock vLLM's reload_weights
 #     qat      480 s  a 7B: 20 steps of full-weight training through the quantizer, and 3 of an adapter, without noise
-#     qatpeer  330 s  the same workload by TRL: all weights in BF16 with 8-bit AdamW, tuned and as it comes
+#     qatcap   320 s  two such steps under 80 GiB, with masters in float32 and in bfloat16
+#     qatpeer  250 s  the same workload by TRL: all weights in BF16 with 8-bit AdamW, tuned and as it comes
 #     cache    350 s  fp8 KV cache, a KV cache that overflows, a cap that is too small, memory while weights load, one
 #                     copy of the base
 #     closing  110 s  an engine closed, also while asleep, and opened again; nothing else may run on the card, whose
@@ -132,7 +133,7 @@ batch_kernels() {
 
 batch_pack() {
     checkpoint qwen2.5-7b 7b
-    tests pack 120 tests/qerl/nvfp4/test_pack_gpu.py
+    tests pack 150 tests/qerl/nvfp4/test_pack_gpu.py tests/qerl/layers/test_masters.py tests/training/policy/test_rounding.py
     script pack-7b 300 bench_pack 7b
 }
 
@@ -141,6 +142,14 @@ batch_qat() {
     checkpoint qwen2.5-7b 7b-16 --format bf16
     script qat-7b 460 bench_qat 7b-16 --steps 20
     script qat-7b-adapter 200 bench_step 7b --steps 3 --set noise.enabled=false
+}
+
+batch_qatcap() {
+    local dtype
+    checkpoint qwen2.5-7b 7b-16 --format bf16
+    for dtype in float32 bfloat16; do
+        script "qat-7b-cap80-$dtype" 200 bench_qat 7b-16 --steps 2 --cap-gib 80 --masters "$dtype"
+    done
 }
 
 batch_qatpeer() {
