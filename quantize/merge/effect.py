@@ -28,7 +28,7 @@ from qerl.engine.open import open_model
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
 from qerl.errors import DataError, QerlError
-from qerl.tasks import build_messages, load_examples, render_prompt
+from qerl.tasks import load_examples, messages_of, render_prompt
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -143,7 +143,7 @@ def _task_prompts(tokenizer: PreTrainedTokenizerBase, run: Path, count: int) -> 
         logger.info("the run's data cannot be read here, fewer prompts are compared: %s", error)
         return []
     prompt = (data.system_prompt, data.prompt_template)
-    return [render_prompt(tokenizer, build_messages(data.task, example.question, *prompt)) for example in examples]
+    return [render_prompt(tokenizer, messages_of(data.task, example, *prompt)) for example in examples]
 
 
 def _column(file: Path, name: str) -> list[str]:
