@@ -7,6 +7,7 @@
     verdict.py      whether it learned, in one sentence
     summary.py      first steps against last, time and memory by phase, how configurations differ
     completions.py  the best and the worst of the sampled completions
+    validations.py  the validations of a run as a table
     evaluations.py  results of `qerl eval`: a table, a drawing, completions before and after
     warnings.py     the warnings that a run logged
     curves.py       metrics drawn over the steps, and time by phase as a bar (curves.png)

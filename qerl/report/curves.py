@@ -33,6 +33,14 @@ PANELS = (
     Panel("reward", (("trained on", "reward"), ("all sampled", "sampled/reward")), smooth=True),
     Panel("accuracy", (("trained on", "rewards/accuracy"), ("all sampled", "sampled/accuracy")), smooth=True),
     Panel(
+        "validation accuracy, with its 95% interval",
+        (
+            ("accuracy", "validation/accuracy"),
+            ("lower bound", "validation/accuracy_low"),
+            ("upper bound", "validation/accuracy_high"),
+        ),
+    ),
+    Panel(
         "entropy (nats per token) and sigma, by stage",
         (("policy", "entropy"), ("as sampled", "sampling/entropy")),
         noise=True,

@@ -20,6 +20,7 @@ from qerl.report.read import Evaluation, Run
 from qerl.report.sampling import sampling_text
 from qerl.report.stages import held_note, stage_table, stages
 from qerl.report.summary import change_table, differences, fifth, memory_table, phase_table
+from qerl.report.validations import validation_table
 from qerl.report.verdict import Judged, verdict
 from qerl.report.warnings import latest_warnings
 
@@ -82,6 +83,7 @@ def _run(run: Run, compared: tuple[Evaluation, Evaluation] | None, judged: Judge
         "facts": _facts(run),
         "stages": stage_table(found) if any(stage.sigma_high for stage in found) else None,
         "held": held_note(run.rows),
+        "validations": validation_table(run),
         "warnings": latest_warnings(run),
         "samples": extremes(run),
         "config": run.config_text,

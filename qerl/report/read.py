@@ -33,7 +33,10 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Run:
-    """What a run wrote: in `rows` the metrics of each step, in `samples` the logged completions with their steps."""
+    """What a run wrote: in `rows` the metrics of each step, in `samples` the logged completions with their steps.
+
+    `validations` are the rows with one, that of step 0 included, which was made before the first step.
+    """
 
     folder: Path
     name: str  # distinguishes it from the other runs shown
@@ -44,6 +47,7 @@ class Run:
     samples: list[Row] = field(default_factory=list, repr=False)
     evaluations: list[Evaluation] = field(default_factory=list, repr=False)
     warnings: list[Row] = field(default_factory=list, repr=False)  # step, kind and text, in order
+    validations: list[Row] = field(default_factory=list, repr=False)
 
 
 def read_runs(folders: Sequence[Path]) -> list[Run]:
@@ -62,7 +66,8 @@ def read_run(folder: Path, name: str | None = None) -> Run:
     """Read one run. Raises DataError if it has no metrics, or has a file that is not what a run writes."""
     if not (folder / "metrics.jsonl").is_file():
         raise DataError(_no_run(folder))
-    rows = read_rows(folder / "metrics.jsonl", Metrics, OF_RUN)
+    logged = read_rows(folder / "metrics.jsonl", Metrics, OF_RUN)
+    rows = [row for row in logged if row["step"] > 0]  # line 0 is the validation before the first step
     if not rows:
         raise DataError(f"{folder} has no steps in metrics.jsonl: give the directory of a run that has them")
     about, warnings = folder / "run.json", folder / "warnings.jsonl"
@@ -77,6 +82,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         _samples(folder),
         [read_evaluation(path) for path in sorted(folder.glob("eval/*")) if _result_file(path).exists()],
         [*(read_rows(warnings, Warned, OF_RUN) if warnings.exists() else []), *_damaged(folder, rows[-1]["step"])],
+        [row for row in logged if row.get("validation/reward") is not None],
     )
 
 

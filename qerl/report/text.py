@@ -10,6 +10,7 @@ from qerl.report.read import Evaluation, Row, Run
 from qerl.report.sampling import sampling_text
 from qerl.report.stages import held_note, stage_table, stages
 from qerl.report.summary import changes, fifth, rounded
+from qerl.report.validations import validation_table
 from qerl.report.verdict import Judged, verdict
 from qerl.report.warnings import latest_warnings
 
@@ -17,7 +18,7 @@ from qerl.report.warnings import latest_warnings
 def render_text(run: Run, compared: tuple[Evaluation, Evaluation] | None = None, judged: Judged | None = None) -> str:
     """The report in Markdown; `compared` and `judged` are those of `page.render_page`."""
     first = f"**{verdict(run, compared, judged)}**"
-    sections = [f"# {run.name}", first, *_warnings(run), _training(run.rows), *_stages(run.rows)]
+    sections = [f"# {run.name}", first, *_warnings(run), _training(run.rows), *_validations(run), *_stages(run.rows)]
     if compared:
         sections += [
             _comparison(*compared),
@@ -38,6 +39,15 @@ def _training(rows: Sequence[Row]) -> str:
     note = f"{len(rows)} steps; each column is the mean of {fifth(rows)}. Curves: curves.png"
     sampling = sampling_text(rows)
     return "\n".join(lines) + f"\n\n{note}" + (f"\n\nDynamic sampling: {sampling}." if sampling else "")
+
+
+def _validations(run: Run) -> list[str]:
+    found = validation_table(run)
+    if found is None:
+        return []
+    heading, cells = found
+    table = [heading, ["---"] * len(heading), *cells]
+    return ["Validation:\n\n" + "\n".join(f"| {' | '.join(line)} |" for line in table)]
 
 
 def _stages(rows: Sequence[Row]) -> list[str]:

@@ -15,6 +15,10 @@ import training.validation.validation
 from qerl.checkpoint.resolve import resolve_model
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import ConfigError
+from qerl.report.page import render_page
+from qerl.report.read import read_run
+from qerl.report.text import render_text
+from qerl.report.validations import validation_table
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.log import read_metrics
@@ -60,6 +64,17 @@ def test_what_a_validation_writes(validated):
     assert 0 <= rows[4]["validation/truncated_share"] <= 1
     assert rows[4]["validation/rewards/digits"] == rows[4]["validation/reward"]
     assert len(set(rewards(validated).values())) > 1  # else no test here tells one validation from another
+
+
+def test_the_report_shows_the_validations(validated):
+    run = read_run(validated)
+    assert [row["step"] for row in run.rows] == [1, 2, 3, 4, 5, 6]
+    _, cells = validation_table(run)
+    assert [(line[0], line[-1]) for line in cells] == [
+        (str(step), "best" if step == best_step(validated) else "") for step in (0, 2, 4, 6)
+    ]
+    assert "| step | accuracy | 95% interval |" in render_text(run)
+    assert '<h2 id="validation">' in render_page([run])
 
 
 def test_the_best_checkpoint_and_its_adapter_are_kept(validated):
