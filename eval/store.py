@@ -95,9 +95,12 @@ class Store:
 
     def _row(self, number: int, line: bytes) -> Row:
         try:
-            return parse_json(line.decode("utf-8"))
+            row = parse_json(line.decode("utf-8"))
         except ValueError as error:
             raise self._foreign(number) from error
+        if not isinstance(row, dict):
+            raise self._foreign(number)
+        return row
 
     def _foreign(self, number: int) -> CheckpointError:
         return CheckpointError(
@@ -158,8 +161,10 @@ def read_settings(folder: Path) -> dict[str, Any] | None:
     if (folder / SETTINGS).is_file():
         with contextlib.suppress(ValueError):
             settings = parse_json(read_text(folder / SETTINGS, JSON_BYTES))
-            if isinstance(settings, dict) and "identity" in settings:
-                return settings
+            read = settings if isinstance(settings, dict) else {}
+            engine = read.get("engine", {"kernel": None})
+            if isinstance(read.get("identity"), dict) and isinstance(engine, dict) and "kernel" in engine:
+                return read
     elif all(path.name.startswith(".") for path in folder.iterdir()):
         return None
     raise CheckpointError(f"--out {folder} is not empty and holds no evaluation: give a new folder")

@@ -77,6 +77,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
         if (folder / "tokenizer.json").is_file():
             try_tokenizer(folder / "tokenizer.json")
         tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", trust_remote_code=trust_remote_code)
+        tokenizer("3 + 4")  # odd values of tokenizer_config.json show only here
     except StrictDataclassError as error:
         raise CheckpointError(
             f"{folder}/config.json cannot be read ({' '.join(str(error).split())}): copy it from the original model"

@@ -139,3 +139,16 @@ def test_write_json_replaces_the_whole_file(tmp_path):
 
 def test_differences_names_new_and_missing_settings():
     assert differences({"a": 1, "b": "x"}, {"a": 1, "c": [2]}) == "b x, now null; c null, now [2]"
+
+
+@pytest.mark.parametrize("settings", [[], {"identity": []}, {"identity": IDENTITY, "engine": [1]}, {"identity": 7}])
+def test_settings_of_another_shape_are_no_evaluation(tmp_path, settings):
+    (tmp_path / SETTINGS).write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="holds no evaluation"):
+        resume(tmp_path)
+
+
+def test_a_row_that_is_no_object_is_foreign(tmp_path):
+    fill(tmp_path).write_text("[1]\n" * 5)
+    with pytest.raises(CheckpointError, match=r"line 1 of .* was not written by this evaluation"):
+        resume(tmp_path)

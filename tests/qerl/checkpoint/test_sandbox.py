@@ -92,3 +92,13 @@ def test_a_tokenizer_without_end_is_one_error(tmp_path, monkeypatch, name):
     (folder / "tokenizer.json").write_text(json.dumps({**content, key: value}))
     with pytest.raises(CheckpointError, match="has no tokenizer that can be read"):
         load_tokenizer(folder)
+
+
+@pytest.mark.parametrize("value", ["many", [1], {"a": 1}])
+def test_an_odd_value_of_a_tokenizer_is_one_error(tmp_path, value):
+    folder = tmp_path / "model"
+    shutil.copytree(TINY, folder)
+    content = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps({**content, "model_max_length": value}))
+    with pytest.raises(CheckpointError, match="has no tokenizer that can be read"):
+        load_tokenizer(folder)

@@ -1,0 +1,266 @@
+"""Damage files one by one, and let everything that reads them read them. Run as a process:
+
+    python tests/helpers/fuzz.py CORPUS PROGRESS SEED COUNT FIRST KIND...
+
+Of each kind COUNT files are damaged; FIRST of all these are left out.
+
+It writes one JSON line to PROGRESS before each damaged file and one for each finding: an error that is not one line for
+the user. A reader that takes more than CPU_S is interrupted; one that cannot be interrupted ends this process, as does
+one that takes more than MEMORY_BYTES, and the parent counts that as a finding too.
+"""
+
+import contextlib
+import io
+import json
+import logging
+import os
+import random
+import resource
+import shutil
+import signal
+import sys
+import tempfile
+import traceback
+import warnings
+from functools import partial
+from pathlib import Path
+
+from mutations import mutated
+
+MEMORY_BYTES = 2 * 2**30  # beside what the imports take
+CPU_S = 20
+
+
+class HangError(BaseException):
+    pass
+
+
+def command(*arguments):
+    from qerl.cli import app
+    from qerl.commands.terminal import run_command
+
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as said:
+        try:
+            run_command(app, list(map(str, arguments)))
+        except SystemExit as ended:
+            if ended.code not in (0, 1, 2):
+                raise AssertionError(f"exit code {ended.code}") from ended
+            if any(ord(each) < 32 and each not in "\n\t" for each in said.getvalue()):
+                raise AssertionError("control characters") from ended
+
+
+def shown(run, *compared):
+    """What `qerl report` does; the curves, which take a second to draw, only where many files are tried."""
+    from qerl.report.curves import draw_curves
+    from qerl.report.page import render_page
+    from qerl.report.read import read_evaluation, read_run
+    from qerl.report.shapes import ComparedResult
+    from qerl.report.text import render_text
+
+    found = read_run(run)
+    both = tuple(read_evaluation(each, ComparedResult) for each in compared) or None
+    render_page([found], both, None)
+    render_text(found, both, None)
+    if "QERL_TEST_MUTATIONS" in os.environ:
+        draw_curves(found, run / "curves.png")
+
+
+def read_model(folder):
+    from qerl.checkpoint.load import load_model
+    from qerl.checkpoint.source import read_source
+    from qerl.plan.sizes import read_sizes
+
+    model = folder / "model"
+    yield lambda: read_sizes(str(model))
+    yield lambda: read_source(str(model))
+    yield lambda: load_model(model, "bf16")
+    yield lambda: command("plan", "--model", model, "--recipe", "tiny")
+
+
+def read_tokenizer(folder):
+    from transformers import PreTrainedConfig
+
+    from qerl.checkpoint.load import end_token_ids, load_tokenizer
+    from qerl.tasks import render_prompt
+
+    def all_of_it():
+        tokenizer = load_tokenizer(folder / "model")
+        end_token_ids(folder / "model", PreTrainedConfig(), tokenizer)
+        render_prompt(tokenizer, [{"role": "system", "content": "a"}, {"role": "user", "content": "3+4?"}])
+
+    yield all_of_it
+
+
+def read_recipe(folder):
+    from qerl.config.recipe import load_recipe
+
+    yield lambda: load_recipe(folder / "recipe.yaml")
+
+
+def read_run(folder):
+    from qerl.checkpoint.adapter_fit import read_fitting_adapter
+    from qerl.checkpoint.resolve import resolve_model
+    from qerl.config.recipe import load_config
+    from training.preflight.checks import check_resumed
+    from training.run_dir.folder import read_about
+    from training.run_dir.log import RunLog
+
+    run = folder / "run"
+    yield lambda: command("compare", run / "eval" / "before", run / "eval" / "after")
+    yield lambda: resolve_model(str(run))
+    yield lambda: read_fitting_adapter(resolve_model(str(run)).adapter, str(folder / "model"))
+    yield lambda: (load_config(run / "config.yaml"), read_about(run), check_resumed(run))
+    yield lambda: shown(run)
+    yield lambda: RunLog(run, 5).start_at(3)
+
+
+def read_evaluation(folder):
+    from eval.store import open_store, read_settings
+
+    place = folder / "run" / "eval" / "after"
+
+    def continued():
+        read_settings(place)
+        with open_store(place, {"task": "arith"}, False) as store:
+            store.resume([[(0, 0), (1, 0)], [(2, 0), (3, 0)]])
+
+    yield continued
+    yield lambda: shown(folder / "run", folder / "run" / "eval" / "before", place)
+    yield lambda: command("compare", folder / "run" / "eval" / "before", place)
+
+
+def read_adapter(folder):
+    from qerl.checkpoint.adapter_fit import read_fitting_adapter
+    from qerl.checkpoint.resolve import resolve_model
+
+    yield lambda: resolve_model(str(folder / "adapter"))
+    yield lambda: read_fitting_adapter(folder / "adapter", str(folder / "model"))
+
+
+def read_written(folder):
+    from qerl.checkpoint.output import check_target
+    from qerl.checkpoint.resolve import quantized_from
+
+    yield lambda: quantized_from(folder / "written")
+    yield lambda: check_target(folder / "written", folder / "model", overwrite=True)
+
+
+def read_rows(folder):
+    from qerl.tasks import load_examples
+
+    (file,) = (folder / "rows").iterdir()
+    yield lambda: load_examples("arith", str(file))
+    yield lambda: command("grade", "--task", "arith", file)
+
+
+CHECKPOINT = "run/checkpoints/step-000004/"
+KINDS = {  # kind of file -> file in the corpus, its readers
+    **{f"{name} of a model": (f"model/{name}", read_model) for name in ("config.json", "model.safetensors.index.json")},
+    "weights": ("model/model-00001-of-00003.safetensors", read_model),
+    **{
+        f"{name} of a tokenizer": (f"model/{name}", read_tokenizer)
+        for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+    },
+    "recipe": ("recipe.yaml", read_recipe),
+    **{
+        f"{name} of a run": (f"run/{name}", read_run)
+        for name in ("config.yaml", "run.json", "metrics.jsonl", "warnings.jsonl", "completions/step-000004.jsonl")
+    },
+    **{
+        f"{name} of a checkpoint": (CHECKPOINT + name, read_run)
+        for name in ("checksums.json", "adapter_config.json", "adapter_model.safetensors", "trainer_state.json")
+    },
+    **{
+        f"{name} of an evaluation": (f"run/eval/after/{name}", read_evaluation)
+        for name in ("settings.json", "result.json", "completions.jsonl")
+    },
+    **{
+        f"{name} of an adapter": (f"adapter/{name}", read_adapter)
+        for name in ("adapter_config.json", "adapter_model.safetensors")
+    },
+    "report of quantize": ("written/quantize_report.json", read_written),
+    **{
+        f"rows in {name}": (f"data/{name}", read_rows)
+        for name in ("rows.jsonl", "rows.json", "rows.csv", "rows.tsv", "rows.parquet", "rows.jsonl.gz")
+    },
+}
+
+
+def copied(corpus, name, folder):
+    """What the readers of a file need, in a folder of its own, and where the file is there."""
+    if name.startswith("data/"):
+        (folder / "rows").mkdir()
+        return shutil.copy(corpus / name, folder / "rows")
+    needed = {name.split("/")[0], *(["model"] if name.startswith(("adapter", "written", "run")) else [])}
+    for each in needed:
+        if (corpus / each).is_dir():
+            shutil.copytree(corpus / each, folder / each)
+        else:
+            shutil.copy(corpus / each, folder / each)
+    return folder / name
+
+
+def finding(error):
+    """What tells one mistake from another: the error, and the last lines of ours that it passed."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/tests/" not in frame.filename]
+    own = [frame for frame in frames if "site-packages" not in frame.filename and "/lib/python" not in frame.filename]
+    place = " < ".join(f"{Path(frame.filename).name}:{frame.lineno}" for frame in reversed(own[-2:]))
+    return f"{type(error).__name__}: {str(error)[:100]!r} at {place}"
+
+
+def interrupt(number, frame):
+    raise HangError("it takes too long")
+
+
+def tried(readers, report, sound):
+    from qerl.errors import QerlError
+
+    for reader in readers:
+        signal.setitimer(signal.ITIMER_PROF, CPU_S)
+        try:
+            reader()
+        except QerlError as error:
+            if sound:
+                report(finding(error))
+        except BaseException as error:  # among them panics of libraries in Rust, which are no Exception
+            report(finding(error))
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def damage_one(corpus, kind, seed, report):
+    name, readers = KINDS[kind]
+    report()
+    with tempfile.TemporaryDirectory() as temporary:
+        file = Path(copied(corpus, name, Path(temporary)))
+        sound = seed.endswith(" 0")  # the first file of each kind is not damaged, and has to be read
+        if not sound:
+            file.write_bytes(mutated(file.name, file.read_bytes(), random.Random(seed)))
+        os.chdir(temporary)
+        tried(readers(Path(temporary)), lambda text: report(finding=text), sound)
+        os.chdir("/")
+
+
+def write_line(log, job, seed, **said):
+    log.write(json.dumps({"job": job, "seed": seed, **said}) + "\n")
+
+
+def main(corpus, progress, seed, count, first, *kinds):
+    import torch
+
+    torch.set_num_threads(1)
+    logging.getLogger().addHandler(logging.NullHandler())
+    warnings.simplefilter("ignore")
+    with open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY_BYTES, resource.RLIM_INFINITY))
+    signal.signal(signal.SIGPROF, interrupt)
+    with open(progress, "a", buffering=1) as log:
+        jobs = [(kind, number) for number in range(int(count)) for kind in kinds]
+        for job, (kind, number) in enumerate(jobs[int(first) :], start=int(first)):
+            damage_one(Path(corpus), kind, f"{seed} {kind} {number}", partial(write_line, log, job, f"{kind} {number}"))
+        log.write(json.dumps({"done": True}) + "\n")
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

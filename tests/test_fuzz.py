@@ -1,0 +1,97 @@
+"""Every kind of file that qerl reads, damaged at random: each ends in success or in one error for the user, within
+limits of time and memory (tests/helpers/fuzz.py).
+
+QERL_TEST_MUTATIONS sets how many damaged files of each kind are tried (default: a few), QERL_TEST_SEED which.
+"""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from bases import write_base
+from eval_factory import make_adapter
+from fuzz import KINDS
+from report_factory import ROWS, full_run, sample
+from row_files import write
+
+from qerl.checkpoint.sealed import seal
+from qerl.config.recipe import load_recipe, save_config
+
+pytestmark = pytest.mark.timeout(36000)
+ROOT = Path(__file__).parents[1]
+COUNT = int(os.environ.get("QERL_TEST_MUTATIONS", "2"))
+SEED = os.environ.get("QERL_TEST_SEED", "0")
+IDENTITY = {"task": "arith", "questions": 4, "data": "d", "samples": 1, "temperature": 0, "top_p": 1, "seed": 0}
+
+
+def write_evaluation(folder):
+    folder.mkdir(parents=True)
+    shares = {"accuracy": {"value": 0.5, "low": 0.1, "high": 0.9}, "truncated_share": 0.0, "no_answer_share": 0.0}
+    result = {"task": "arith", "model": "tiny", "samples": 1, "completions": 4, "questions": 4, **shares}
+    (folder / "result.json").write_text(json.dumps(result | {"identity": IDENTITY}))
+    (folder / "settings.json").write_text(json.dumps({"identity": {"task": "arith"}, "engine": {"kernel": "x"}}))
+    row = {"sample": 0, "question": "3+4?", "answer": "7", "completion": "#### 7", "truncated": False, "correct": True}
+    rows = [{**row, "row": number, "id": str(number)} for number in range(4)]
+    (folder / "completions.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """A sound file of each kind."""
+    return write_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+def write_corpus(folder):
+    base = write_base(folder / "model")
+    make_adapter(folder / "adapter", base, random_b=True)
+    run = full_run(folder / "run", [sample("good", 1.0), sample("bad", 0.0)])
+    config = load_recipe("tiny", ["model.base=tiny", "model.format=bf16", "run.steps=5"])
+    for file in (run / "config.yaml", folder / "recipe.yaml"):
+        file.unlink(missing_ok=True)
+        save_config(config, file)
+    (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    (run / "warnings.jsonl").write_text(json.dumps({"step": 3, "kind": "no_variance", "text": "all alike"}) + "\n")
+    for name in ("before", "after"):
+        write_evaluation(run / "eval" / name)
+    checkpoint = make_adapter(run / "checkpoints" / "step-000004", base, random_b=True)
+    for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
+        (checkpoint / name).write_bytes(b"state")
+    (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": 4, "log_history": []}))
+    seal(checkpoint)
+    (folder / "written").mkdir()
+    (folder / "written" / "quantize_report.json").write_text(json.dumps({"format": "x", "source": "tiny"}))
+    (folder / "data").mkdir()
+    rows = [{"question": f"What is {n}+1?", "answer": str(n + 1), "completion": f"#### {n}"} for n in range(5)]
+    for kind in KINDS:
+        if kind.startswith("rows in "):
+            write(folder / "data" / kind.removeprefix("rows in "), rows)
+    return folder
+
+
+def found(corpus, folder, kinds):
+    """Findings among COUNT damaged files of each kind. A process that dies is one too; the next goes on after it."""
+    first, findings = 0, []
+    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    for attempt in itertools.count():
+        progress, errors = folder / f"progress-{attempt}", folder / f"errors-{attempt}"
+        command = [sys.executable, "-P", ROOT / "tests" / "helpers" / "fuzz.py", corpus, progress, SEED, COUNT, first]
+        with errors.open("w") as stderr:
+            code = subprocess.run([*map(str, command), *kinds], env=environment, stderr=stderr, check=False).returncode
+        lines = [json.loads(line) for line in progress.read_text().splitlines()] if progress.exists() else []
+        assert lines, errors.read_text()
+        findings += [line for line in lines if "finding" in line]
+        if "done" in lines[-1]:
+            return findings
+        last = errors.read_text().strip().split("\n")[-1]
+        findings.append({**lines[-1], "finding": f"the process ended with {code}: {last}"})
+        first = lines[-1]["job"] + 1
+
+
+@pytest.mark.parametrize("part", range(2))
+def test_damaged_files_end_in_one_error(corpus, tmp_path, part):
+    assert found(corpus, tmp_path, list(KINDS)[part::2]) == []
