@@ -1,7 +1,7 @@
 """Every kind of file that qerl reads, damaged at random: each ends in success or in one error for the user, within
 limits of time and memory (tests/helpers/fuzz.py).
 
-QERL_TEST_MUTATIONS sets how many damaged files of each kind are tried (default: the sound file and a damaged one), QERL_TEST_SEED which.
+QERL_TEST_MUTATIONS sets how many files of each kind are tried, the first of them sound, and QERL_TEST_SEED which.
 """
 
 import itertools
