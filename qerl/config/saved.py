@@ -15,4 +15,7 @@ def read_config(path: Path) -> tuple[dict[str, Any], str]:
     data = yaml_text.parse(text).data
     if not isinstance(data, dict):
         raise ValueError("it holds no sections such as `model:`")
+    for section in ("model", "data", "run"):
+        if not isinstance(data.get(section) or {}, dict):
+            raise ValueError(f"its section `{section}` holds no keys")
     return data, text

@@ -84,13 +84,15 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     ("text", "said"),
     [
         (BOMB, "anchor or alias"),
+        ("[]", "no sections"),
+        ("run: text", "`run` holds no keys"),
         ("[" * DEEP, "nested"),
         ("- " * DEEP, "nested"),
         ("{a: " * 50_000, "nested"),
         ("? " * DEEP, "nested"),
         ("a:\n" + " " * 300 + "x: 1\n" * 200_000, "more than"),
     ],
-    ids=["aliases", "lists", "dashes", "mappings", "keys", "size"],
+    ids=["aliases", "no mapping", "section", "lists", "dashes", "mappings", "keys", "size"],
 )
 def test_yaml_that_grows_or_nests_is_refused(tmp_path, text, said):
     file = tmp_path / "config.yaml"
