@@ -16,6 +16,7 @@ import typer
 from qerl import formats
 from qerl.commands.columns import parse_columns
 from qerl.commands.from_dataclass import Text
+from qerl.commands.launch import launch
 from qerl.commands.shell_values import key_values, recipe_values, task_values
 from qerl.commands.terminal import interrupts_counted
 from qerl.errors import CheckpointError, ConfigError
@@ -94,6 +95,9 @@ class TrainOptions:
     quantize_first: Annotated[
         bool, typer.Option("--quantize", help="Quantize the base first if that has not been done.")
     ] = False
+    gpus: Annotated[
+        int | None, typer.Option(min=1, help="Cards of this machine to train on; for several machines use torchrun.")
+    ] = None
     dry: Annotated[bool, typer.Option("--dry-run", help="Only the plan, the data and the rewards on five rows.")] = (
         False
     )
@@ -101,6 +105,8 @@ class TrainOptions:
 
 def train(options: TrainOptions) -> None:
     """Train a LoRA adapter, or whole weights in 4 bits, by reinforcement learning, as a recipe says."""
+    if options.gpus is not None and options.gpus > 1:
+        launch(options.gpus, sys.argv[1:])
     if options.resume is not None:
         _resume(options, options.resume)
         return

@@ -12,6 +12,7 @@ from run_process import go, hold_in, wait_for
 from small_run import numbers, small_config
 
 from qerl.checkpoint.adapter import read_adapter
+from qerl.commands.launch import launch, without_option
 from qerl.config.recipe import save_config
 from qerl.errors import ConfigError
 from qerl.parallel import Parallel
@@ -121,17 +122,35 @@ def test_ranks_with_different_recipes_are_refused(nvfp4_base, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
-def test_torchrun_starts_the_ranks_of_a_run(tmp_path):
-    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2 -m qerl.cli train --recipe tiny --out run"
+CARDS = """#!/bin/sh
+echo '0, GPU-a, NVIDIA H200, 1000, 1000, Disabled'
+echo '1, GPU-b, NVIDIA H200, 1000, 1000, Disabled'
+"""
+
+
+def test_ranks_are_started_for_each_card(tmp_path):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(CARDS)
+    tool.chmod(0o755)
     small = {"model.format": "bf16", "rollout.prompts_per_step": 2, "rollout.group_size": 2, "run.steps": 1}
     small |= {"rollout.max_new_tokens": 4, "data.limit": 8, "noise.enabled": "false"}
     overrides = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
-    environ = os.environ | {"PYTHONPATH": os.getcwd()}
-    command = [sys.executable, *launcher.split(), *overrides]
+    environ = os.environ | {"PYTHONPATH": os.getcwd(), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    command = [sys.executable, "-m", "qerl.cli", "train", "--gpus", "2", "--recipe", "tiny", "--out", "run", *overrides]
     result = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
     assert result.stderr.count("finished 1 steps") == 1
     assert len(rows_of(tmp_path / "run")) == 1
+
+
+def test_more_cards_than_there_are_is_refused(monkeypatch):
+    monkeypatch.setattr("qerl.commands.launch.visible_cards", lambda: [])
+    with pytest.raises(ConfigError, match="--gpus 2 asks for more cards than the 0 that are visible here"):
+        launch(2, [])
+
+
+def test_the_ranks_get_the_command_without_the_number_of_cards():
+    assert without_option(["train", "--gpus", "2", "--set", "a=1", "--gpus=4"]) == ["train", "--set", "a=1"]
 
 
 def test_costly_micro_batches_are_dealt_first():
