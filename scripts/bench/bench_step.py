@@ -177,6 +177,7 @@ def overrides(arguments: argparse.Namespace, folder: Path) -> list[str]:
         "rollout.dynamic_sampling.enabled": "false",  # at random, it would add rollouts that TRL does not have
         "loss.mask_truncated": "false",
         "loss.mismatch_gate": "null",  # the mismatch is reported instead
+        "validation.every": "null",  # its questions would come from the hub
         "noise.num_stages": STAGES,
         "noise.enabled": str(arguments.steps >= STAGES).lower(),
         "run.steps": arguments.steps,

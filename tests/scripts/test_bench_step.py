@@ -15,6 +15,7 @@ def test_any_number_of_steps_is_valid_and_gives_noise_enough_steps(tmp_path, ste
     asked = parser.parse_args(["--model", "somewhere", "--steps", str(steps)])
     config = load_recipe("dapo_7b", bench_step.overrides(asked, tmp_path))
     assert (config.run.steps, config.noise.enabled) == (steps, noisy)
+    assert config.validation.every is None  # a measurement reads nothing from the hub
 
 
 def test_values_set_by_hand_win(tmp_path):
