@@ -199,7 +199,7 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     tokenizer, prompts = read_prompts(config, base)
     check_dealt(config.rollout.prompts_per_step, place.parallel)
     if config.qat is not None and place.parallel.size > 1:
-        raise ConfigError("qat trains whole weights on one GPU: leave torchrun out")
+        raise ConfigError("qat trains whole weights on one GPU: write --gpus 1, or leave torchrun out")
     check_same_base(place.run_dir, base.base)
     check_room(place.run_dir, trainer_bytes(config, sizes_at(base)))
     if engine_name == "vllm":

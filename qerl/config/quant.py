@@ -132,6 +132,6 @@ class QatConfig(Section):
     )
     masters: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="dtype of the trained weights; auto: float32",
+        description="dtype of the trained weights; bfloat16 rounds at random; auto: float32 where the card holds it",
     )
     train_norms: bool = Field(False, description="train the decoder layers' norms too, in float32")
