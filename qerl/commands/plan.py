@@ -12,6 +12,7 @@ import typer
 from qerl.commands.shell_values import card_values, key_values, recipe_values
 from qerl.engine.options import MAX_SEQUENCES
 from qerl.errors import ConfigError
+from qerl.plan.duration import MEAN_COMPLETION, Likely, duration, likely
 from qerl.plan.sizes import KNOWN
 
 if TYPE_CHECKING:
@@ -50,6 +51,13 @@ def plan_command(
             f"{', '.join(KNOWN)}. Default: the recipe's."
         ),
     ] = None,
+    mean_completion: Annotated[
+        float,
+        typer.Option(
+            help="Mean length of completions, of which the likely hours follow: tokens (300), or a share of "
+            "rollout.max_new_tokens (0.25)."
+        ),
+    ] = MEAN_COMPLETION,
     overrides: Annotated[
         list[str] | None,
         typer.Option(
@@ -57,7 +65,7 @@ def plan_command(
         ),
     ] = None,
 ) -> None:
-    """What a run will take of a card, before anything is loaded: memory and seconds by phase, and what fits."""
+    """What a run will take of a card, before anything is loaded: memory by phase, hours, and what fits."""
     from qerl.config.recipe import load_recipe
     from qerl.printable import SafeConsole
 
@@ -69,8 +77,9 @@ def plan_command(
             "no --recipe given: planning with %s, whose lengths and batch are for math with long answers", recipe
         )
     config = load_recipe(recipe, overrides or [], base=model)
+    expected = likely(config, mean_completion)
     made = plan_of(config, gpu)
-    show(config, made, SafeConsole())
+    show(config, made, SafeConsole(), expected)
     if made.problems:
         sys.exit(1)
 
@@ -115,12 +124,13 @@ def this_card() -> Card:
     return replace(nearest, name=f"a card of {gib:g} GiB, as fast as a {nearest.name}", memory_gib=gib)
 
 
-def show(config: RunConfig, made: Plan, console: SafeConsole) -> None:
-    """Print the tables, what fits, and what to change if the run does not fit."""
+def show(config: RunConfig, made: Plan, console: SafeConsole, expected: Likely) -> None:
+    """Print the tables, what fits and how long it takes, or what to change if the run does not fit."""
     console.print(f"Memory on {made.card.name}", highlight=False, soft_wrap=True)
     for table in tables(made):
         console.print(table)
-    console.print(*sentences(config, made), sep="\n", highlight=False, soft_wrap=True)
+    lines = sentences(config, made) + ([] if made.problems else duration(config, made, expected))
+    console.print(*lines, sep="\n", highlight=False, soft_wrap=True)
 
 
 def tables(made: Plan) -> list[Table]:

@@ -1,14 +1,7 @@
 """What a run of a recipe takes on a card, known before anything is loaded: memory and seconds by phase. No torch.
 
 Memory follows the code that allocates it: the engine's budget and KV cache (`engine_memory.py`), the micro-batches
-(`micro_batch_plan.py`), and the adapter with its optimizer state. Seconds follow a model with few constants that were
-fitted to the steps in benchmarks/ (docs/cost-model.md):
-
-    decode step = layers * LAUNCH + weight bytes / bandwidth
-                  + 2 weights * sequences / (DECODE_RATE * rate) + keys and values read / bandwidth
-    training    = (4 + 2 * recomputed share) weights * tokens / (TRAIN_RATE * rate)
-
-where the tokens of a prompt count once per micro-batch.
+(`micro_batch_plan.py`), and the adapter with its optimizer state. Seconds follow the model in `seconds.py`.
 """
 
 from __future__ import annotations
@@ -42,9 +35,9 @@ from qerl.plan.micro_batch_plan import (
     MicroBatchPlan,
     Shapes,
     Wishes,
-    largest_micro_batch,
     plan_micro_batches,
 )
+from qerl.plan.seconds import full_lengths, largest_rows, step_seconds
 from qerl.plan.sizes import ModelSizes
 from qerl.plan.trained import BYTES, adapter_rank, trained_of
 
@@ -52,8 +45,6 @@ if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
 
 ENGINE_WORK = int(1.2 * GIB)  # activations of a prefill of 8192 tokens and logits of a full batch
-LAUNCH = 33e-6  # seconds that a decoder layer takes beside reading its weights
-DECODE_RATE, TRAIN_RATE = 0.88, 0.74  # shares of the card's rate that are reached
 
 
 @dataclass(frozen=True)
@@ -110,7 +101,8 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     cache = _cache_bytes(config, sizes, room, context, problems)
     footprint = _footprint(config, sizes)
     micro_batches = _micro_batches(config, footprint, limit, sum(common.values()), problems)
-    tokens = _largest(config, micro_batches)[1]
+    lengths = full_lengths(config)
+    tokens = largest_rows(config, micro_batches, lengths)[1]
     least = footprint.needed(tokens, 0 if config.run.gradient_checkpointing is False else sizes.layers)
     memory = {
         "rollout": {**common, "KV cache": cache, "engine's work": ENGINE_WORK},
@@ -121,7 +113,7 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
         sizes,
         limit,
         memory,
-        _seconds(config, sizes, card, micro_batches),
+        step_seconds(config, sizes, card, micro_batches, lengths),
         micro_batches,
         int(cache / sizes.kv_bytes(config.rollout.kv_cache_dtype)),
         context,
@@ -246,42 +238,3 @@ def _micro_batches(
         least = footprint.needed(max(wishes.tokens or 0, wishes.longest), recomputed)
         problems.append(Problem(str(error), common + least / (1 - MARGIN), limit))
         return None
-
-
-def _largest(config: RunConfig, micro_batches: MicroBatchPlan | None) -> tuple[int, int]:
-    """(rows, tokens) of the largest micro-batch of a step in which every completion has full length."""
-    budget = 0 if micro_batches is None else micro_batches.micro_batch_tokens
-    rollout = config.rollout
-    groups = (rollout.prompts_per_step, rollout.group_size)
-    return largest_micro_batch(budget, *groups, config.data.max_prompt_tokens, rollout.max_new_tokens)
-
-
-def decode_seconds(sizes: ModelSizes, card: Card, format: str, sequences: int, cached: float) -> float:
-    """Seconds of a decode step of `sequences`, which reads `cached` bytes of keys and values."""
-    read = (sizes.weights_bytes(format) + cached) / (card.gb_per_s * 1e9)
-    computed = 2 * (sizes.body + sizes.head) * sequences / (DECODE_RATE * card.tflops * 1e12)
-    return sizes.layers * LAUNCH + read + computed
-
-
-def _seconds(
-    config: RunConfig, sizes: ModelSizes, card: Card, micro_batches: MicroBatchPlan | None
-) -> dict[str, float]:
-    """Seconds by phase of a step in which every completion has full length."""
-    rollout = config.rollout
-    sequences = rollout.prompts_per_step * rollout.group_size
-    prompt, new = config.data.max_prompt_tokens, rollout.max_new_tokens
-    rate, at_once = card.tflops * 1e12, min(sequences, MAX_SEQUENCES)
-    cached = at_once * (prompt + new / 2) * sizes.kv_bytes(config.rollout.kv_cache_dtype)
-    step = decode_seconds(sizes, card, config.model.format, at_once, cached)
-    prefill = 2 * sizes.body * prompt * rollout.prompts_per_step / (TRAIN_RATE * rate)
-    rows_at_once, tokens_at_once = _largest(config, micro_batches)
-    recomputed = micro_batches.recomputed(tokens_at_once) / sizes.layers if micro_batches else 0.0
-    micro_batches_per_group = -(-rollout.group_size // rows_at_once)
-    prompts = rollout.prompts_per_step * micro_batches_per_group  # each micro-batch computes a prompt once
-    tokens = prompts * prompt + sequences * new
-    flops = (4 + 2 * recomputed) * sizes.body * tokens + 4 * sizes.head * sequences * new
-    passes = config.loss.num_iterations
-    return {
-        "rollout": -(-sequences // MAX_SEQUENCES) * new * step + prefill,
-        "training": passes * flops / (TRAIN_RATE * rate),
-    }

@@ -16,7 +16,8 @@ from typing import Any
 
 from qerl.config.recipe import load_recipe
 from qerl.plan.cards import card_of
-from qerl.plan.plan import Plan, decode_seconds, plan
+from qerl.plan.plan import Plan, plan
+from qerl.plan.seconds import decode_seconds
 from qerl.plan.sizes import read_sizes
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"

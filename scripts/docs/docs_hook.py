@@ -32,7 +32,7 @@ from docs_errors import headings, messages  # noqa: E402
 from docs_links import links, replace_links, target  # noqa: E402
 
 from qerl.config.keys import describe_config  # noqa: E402
-from qerl.plan import plan  # noqa: E402
+from qerl.plan import seconds  # noqa: E402
 from qerl.tasks import TASKS, Task  # noqa: E402
 
 # Pages of the site that lie elsewhere in the repository.
@@ -168,15 +168,15 @@ def tasks_table() -> str:
 def constants() -> str:
     """The constants of the cost model: the lines that define them."""
     blocks = []
-    for name in ("qerl/plan/plan.py", "qerl/plan/micro_batch_plan.py"):
+    for name in ("qerl/plan/plan.py", "qerl/plan/seconds.py", "qerl/plan/micro_batch_plan.py"):
         lines = re.findall(r"^[A-Z][A-Z_, ]+ = [^{\n]*$", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
         blocks.append("\n".join([f"# {name}", *lines]))
     return "\n".join(["```python", "\n\n".join(blocks), "```"])
 
 
 def seconds_model() -> str:
-    """The formula of the seconds, from the docstring of qerl/plan/plan.py."""
-    formula = textwrap.dedent("\n".join(line for line in plan.__doc__.splitlines() if line.startswith("    ")))
+    """The formula of the seconds, from the docstring of qerl/plan/seconds.py."""
+    formula = textwrap.dedent("\n".join(line for line in seconds.__doc__.splitlines() if line.startswith("    ")))
     return f"```text\n{formula}\n```"
 
 

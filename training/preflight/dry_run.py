@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.start import starting_model
 from qerl.commands.plan import plan_of, show
+from qerl.plan.duration import likely
 from qerl.plan.validation import validation_count
 from qerl.tasks import grade, task_of
 from training.preflight.checks import read_prompts, sizes_at
@@ -58,7 +59,7 @@ def dry_run(config: RunConfig, console: Console) -> bool:
         if not any(written.iterdir()):  # else an error names a file in it
             shutil.rmtree(written)
     made = plan_of(config, model=str(local_folder(base.base)))
-    show(config, made, console)
+    show(config, made, console, likely(config, prompts=lengths))
     return not made.problems
 
 

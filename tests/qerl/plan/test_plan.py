@@ -22,7 +22,8 @@ from qerl.commands.plan import sentences
 from qerl.config.recipe import load_recipe
 from qerl.errors import CheckpointError
 from qerl.plan.cards import card_of
-from qerl.plan.plan import decode_seconds, plan
+from qerl.plan.plan import plan
+from qerl.plan.seconds import decode_seconds
 from qerl.plan.sizes import KNOWN, read_sizes, sizes_of
 
 ROOT = Path(__file__).resolve().parents[3]

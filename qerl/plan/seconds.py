@@ -1,0 +1,99 @@
+"""Seconds of a step on a card. No torch. The model has few constants, fitted to the steps in benchmarks/.
+
+docs/cost-model.md shows it beside the measurements:
+
+    decode step = layers * LAUNCH + weight bytes / bandwidth
+                  + 2 weights * sequences / (DECODE_RATE * rate) + keys and values read / bandwidth
+    training    = (4 + 2 * recomputed share) weights * tokens / (TRAIN_RATE * rate)
+
+where the tokens of a prompt count once per micro-batch.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from qerl.engine.options import MAX_SEQUENCES
+from qerl.plan.cards import Card
+from qerl.plan.micro_batch_plan import MicroBatchPlan, largest_micro_batch
+from qerl.plan.sizes import ModelSizes
+
+if TYPE_CHECKING:
+    from qerl.config.schema import RunConfig
+
+LAUNCH = 33e-6  # seconds that a decoder layer takes beside reading its weights
+DECODE_RATE, TRAIN_RATE = 0.88, 0.74  # shares of the card's rate that are reached
+SLICES = 64  # of a rollout, in each of which the number of sequences that still decode is taken as constant
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Mean tokens of prompts and of completions; completions end at any token with the same probability."""
+
+    prompt: float
+    new: float
+
+
+def full_lengths(config: RunConfig) -> Lengths:
+    """Every prompt and every completion as long as the recipe allows."""
+    return Lengths(config.data.max_prompt_tokens, config.rollout.max_new_tokens)
+
+
+def decode_seconds(sizes: ModelSizes, card: Card, format: str, sequences: float, cached: float) -> float:
+    """Seconds of a decode step of `sequences`, which reads `cached` bytes of keys and values."""
+    read = (sizes.weights_bytes(format) + cached) / (card.gb_per_s * 1e9)
+    computed = 2 * (sizes.body + sizes.head) * sequences / (DECODE_RATE * card.tflops * 1e12)
+    return sizes.layers * LAUNCH + read + computed
+
+
+def step_seconds(
+    config: RunConfig, sizes: ModelSizes, card: Card, micro_batches: MicroBatchPlan | None, lengths: Lengths
+) -> dict[str, float]:
+    """Seconds per optimizer step by phase; a rollout serves `loss.num_iterations` of them."""
+    rollout = config.rollout
+    sequences = rollout.prompts_per_step * rollout.group_size
+    rate = TRAIN_RATE * card.tflops * 1e12
+    prefill = 2 * sizes.body * lengths.prompt * rollout.prompts_per_step / rate
+    rows, tokens_at_once = largest_rows(config, micro_batches, lengths)
+    recomputed = micro_batches.recomputed(tokens_at_once) / sizes.layers if micro_batches else 0.0
+    prompts = rollout.prompts_per_step * -(-rollout.group_size // rows)  # each micro-batch computes a prompt once
+    tokens = prompts * lengths.prompt + sequences * lengths.new
+    flops = (4 + 2 * recomputed) * sizes.body * tokens + 4 * sizes.head * sequences * lengths.new
+    decoding = -(-sequences // MAX_SEQUENCES) * _decoding(config, sizes, card, lengths)
+    return {"rollout": (decoding + prefill) / config.loss.num_iterations, "training": flops / rate}
+
+
+def largest_rows(config: RunConfig, micro_batches: MicroBatchPlan | None, lengths: Lengths) -> tuple[int, int]:
+    """(rows, tokens) of the largest micro-batch of a step whose rows all have these lengths."""
+    budget = 0 if micro_batches is None else micro_batches.micro_batch_tokens
+    rollout = config.rollout
+    prompt, new = round(lengths.prompt), max(1, round(lengths.new))
+    return largest_micro_batch(budget, rollout.prompts_per_step, rollout.group_size, prompt, new)
+
+
+def _decoding(config: RunConfig, sizes: ModelSizes, card: Card, lengths: Lengths) -> float:
+    """Seconds of decoding as many sequences as fit at once, from the first token to the end of the longest one."""
+    rollout, kv_bytes = config.rollout, sizes.kv_bytes(config.rollout.kv_cache_dtype)
+    started = min(rollout.prompts_per_step * rollout.group_size, MAX_SEQUENCES)
+    scale = _scale(min(lengths.new / rollout.max_new_tokens, 1.0))
+    seconds, idle = 0.0, decode_seconds(sizes, card, config.model.format, 0, 0)
+    for part in range(SLICES):
+        middle = (part + 0.5) / SLICES
+        share = math.exp(-middle / scale)  # of the sequences, which has not ended
+        cached = started * share * (lengths.prompt + middle * rollout.max_new_tokens) * kv_bytes
+        step = decode_seconds(sizes, card, config.model.format, started * share, cached)
+        seconds += step - (1 - share) ** started * idle  # no step at all if every sequence has ended
+    return seconds * rollout.max_new_tokens / SLICES
+
+
+def _scale(share: float) -> float:
+    """Of an exponential distribution that is cut off at 1 and then has the mean `share`; infinite for a share of 1."""
+    if share >= 1.0:
+        return math.inf
+    low, high = 1e-6, 1e6
+    for _ in range(100):
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if -middle * math.expm1(-1 / middle) < share else (low, middle)
+    return low

@@ -1,0 +1,114 @@
+"""Hours of a run: steps with full and with likely lengths, and what the plan assumes of them."""
+
+import json
+import random
+from statistics import mean
+
+import pytest
+from typer.testing import CliRunner
+
+from qerl.cli import app
+from qerl.config.recipe import load_recipe
+from qerl.errors import ConfigError
+from qerl.plan.cards import card_of
+from qerl.plan.duration import duration, in_words, likely
+from qerl.plan.plan import plan
+from qerl.plan.seconds import Lengths, decode_seconds, full_lengths, step_seconds
+from qerl.plan.sizes import read_sizes
+
+
+def planned(*overrides, recipe="dapo_7b", gpu="24"):
+    config = load_recipe(recipe, list(overrides))
+    return config, plan(config, read_sizes(config.model.base), card_of(gpu))
+
+
+def seconds(config, made, lengths):
+    return step_seconds(config, made.sizes, made.card, made.micro_batches, lengths)
+
+
+@pytest.mark.parametrize(("gpu", "said"), [("24", "239 hours (9.9 days)"), ("4090", "134 hours (5.6 days)")])
+def test_the_plan_says_what_a_whole_run_takes(gpu, said):
+    config, made = planned(gpu=gpu)
+    assert sum(made.seconds.values()) * 500 / 3600 == pytest.approx(float(said.split()[0]), abs=0.5)
+    first, second = duration(config, made, likely(config))
+    assert first == f"All 500 steps take {said} if completions and prompts have their full length."
+    assert "if completions have 2048 tokens on average (--mean-completion) and prompts 1024 (the most that" in second
+    assert second.endswith("not here), and what dynamic sampling discards comes on top.")
+
+
+def test_the_first_evening_takes_less_than_an_hour_on_the_smallest_card():
+    config, made = planned(recipe="first_evening")
+    assert made.problems == ()
+    assert 30 * 60 < config.run.steps * sum(made.seconds.values()) < 60 * 60
+
+
+def test_a_rollout_that_serves_several_steps_counts_once():
+    once, several = (planned("loss.clip_high=0.2", f"loss.num_iterations={n}", "run.save_every=48") for n in (1, 4))
+    assert several[1].seconds["rollout"] == pytest.approx(once[1].seconds["rollout"] / 4)
+    assert several[1].seconds["training"] == once[1].seconds["training"]
+
+
+def test_decoding_ends_as_the_completions_do():
+    """The same rollout token by token, for random lengths of the mean that is assumed, some of them cut off."""
+    config, made = planned("rollout.max_new_tokens=512", "rollout.dynamic_sampling.enabled=false")
+    prompt, kv_bytes, random_ = 100, made.sizes.kv_bytes(), random.Random(0)
+    for scale in (80, 300):
+        rollouts = [[min(512, 1 + int(random_.expovariate(1 / scale))) for _ in range(128)] for _ in range(20)]
+        simulated = []
+        for ends in rollouts:
+            alive = [sum(end > token for end in ends) for token in range(max(ends))]
+            steps = (
+                decode_seconds(made.sizes, made.card, "nvfp4", count, count * (prompt + token) * kv_bytes)
+                for token, count in enumerate(alive)
+            )
+            simulated.append(sum(steps))
+        lengths = Lengths(prompt, mean(map(mean, rollouts)))
+        without_prompts = seconds(config, made, Lengths(0, lengths.new))["rollout"]
+        prefill = seconds(config, made, Lengths(1, 1))["rollout"] - seconds(config, made, Lengths(0, 1))["rollout"]
+        assert seconds(config, made, lengths)["rollout"] - prompt * prefill == pytest.approx(mean(simulated), rel=0.03)
+        assert without_prompts < mean(simulated)
+
+
+def test_shorter_completions_and_prompts_take_less():
+    config, made = planned()
+    full = full_lengths(config)
+    lengths = [full, Lengths(full.prompt, full.new / 2), Lengths(60, full.new / 2), Lengths(60, full.new / 20)]
+    rollouts, training = zip(*(seconds(config, made, each).values() for each in lengths), strict=True)
+    assert list(rollouts) == sorted(rollouts, reverse=True)
+    assert list(training) == sorted(training, reverse=True)
+    assert made.seconds == seconds(config, made, full)
+
+
+def test_the_mean_completion_is_tokens_or_a_share():
+    config = load_recipe("dapo_7b", [])
+    assert [likely(config, given).lengths.new for given in (0.25, 1, 300, 8192)] == [2048, 8192, 300, 8192]
+    for wrong in (0, -1, 9000):
+        with pytest.raises(ConfigError, match=rf"--mean-completion {wrong} is no mean of completions of at most 8192"):
+            likely(config, wrong)
+
+
+def test_prompts_are_the_runs_own_where_they_are_at_hand(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"question": "x" * 400, "answer": "1"}) + "\n" for _ in range(300)))
+    config = load_recipe("first_evening", ["data.prompt_template='{question}'"], data=str(rows))
+    estimated = likely(config)
+    template = 20 + len(config.data.system_prompt if config.data.system_prompt != "default" else "") / 4
+    assert estimated.lengths.prompt == pytest.approx(100 + template, abs=30)  # and the task's system prompt
+    assert estimated.prompts == "estimated from the text of 200 rows"
+    assert likely(config, prompts=[10, 30]).lengths.prompt == 20
+    rows.unlink()
+    assert likely(config).lengths.prompt == config.data.max_prompt_tokens  # the run itself names the missing file
+
+
+def test_the_command_takes_a_mean_length():
+    done = CliRunner().invoke(app, ["plan", "--recipe", "first_evening", "--gpu", "24", "--mean-completion", "200"])
+    assert "All 200 steps take 54 minutes if" in done.stdout
+    assert "if completions have 200 tokens on average" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(50, "less than 2 minutes"), (3240, "54 minutes"), (9000, "2.5 hours"), (860400, "239 hours (10.0 days)")],
+)
+def test_times_are_said_in_the_unit_that_reads_best(seconds, said):
+    assert in_words(seconds) == said
