@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from eval.settings import EvalSettings, flag
+from qerl.commands.next_step import after_evaluating, say_next
 from qerl.commands.option_names import ENGINE_OPTIONS
 from qerl.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, ConfigError
 
@@ -45,6 +46,8 @@ def show(settings: EvalSettings) -> None:
     console.print(render_table(results, labels))
     for result in results:
         console.print(f"completions and result: {result.out}", soft_wrap=True)
+    best = max(results, key=lambda result: result.summary.accuracy.value).details
+    say_next(after_evaluating(best["base"], best["adapter"], best["format"]))
 
 
 def show_suite(settings: EvalSettings) -> None:

@@ -8,6 +8,7 @@ process its own card by its local rank.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import subprocess
@@ -93,6 +94,15 @@ def installed_cards() -> list[VisibleCard]:
         for index, uuid, name, free, total, mig in rows
         if mig != "Enabled"
     ]
+
+
+def has_driver() -> bool:
+    """Whether NVIDIA's driver is installed: without its library CUDA finds no card. Loading it does not start CUDA."""
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return True
 
 
 def driver_version() -> str | None:

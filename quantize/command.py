@@ -17,6 +17,7 @@ def quantize_command(
     options: QuantizeOptions,
 ) -> None:
     """Turn a 16-bit checkpoint into NVFP4 (4-bit weights, 16-bit activations), and verify it."""
+    from qerl.commands.next_step import after_quantizing, say_next
     from qerl.devices import choose_card
     from qerl.printable import SafeConsole
     from qerl.threads import choose_threads
@@ -27,3 +28,4 @@ def quantize_command(
     choose_threads(model)
     report = quantize_checkpoint(model, out, options)
     SafeConsole().print(report.table())
+    say_next(after_quantizing(report.out))

@@ -4,24 +4,23 @@ import html
 import importlib.util
 import os
 import re
-import shlex
 import subprocess
 import sys
 from io import StringIO
 from pathlib import Path
 
 import pytest
-import typer
+from parsed import check_parses
 from rich.console import Console
 
-from qerl.cli import app
 from qerl.commands.plan import plan_of, show
-from qerl.commands.train import with_resume_value
 from qerl.config.keys import describe_config
 from qerl.config.recipe import load_recipe, recipe_names
 from qerl.config.schema import RunConfig
 from qerl.plan.advice import largest_completion
 from qerl.plan.cards import card_of
+from qerl.plan.duration import likely
+from qerl.plan.seconds import full_lengths, step_seconds
 from qerl.plan.sizes import read_sizes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -44,25 +43,14 @@ def script(name):
 def commands():
     """(file, command) for each `qerl ...` line of the recordings and of the code in the pages."""
     for path in (*RECORDINGS, *TEXTS):
-        prefix = r"^\$ " if path.suffix == ".txt" else r"^    "
+        prefix = r"^(?:\$|Next:) " if path.suffix == ".txt" else r"^    "
         for line in re.findall(prefix + r"(.*\bqerl .*)$", path.read_text(encoding="utf-8"), re.MULTILINE):
             yield pytest.param(line.rpartition(" | ")[2], id=f"{path.stem}: {line[:60]}")
 
 
 @pytest.mark.parametrize("command", list(commands()))
 def test_each_command_that_is_shown_parses(command):
-    program, *words = shlex.split(command, comments=True)
-    assert program == "qerl"
-    if words == ["--help"]:
-        return
-    words = with_resume_value(words)
-    here = typer.main.get_command(app)
-    context = here.make_context("qerl", [words[0]], resilient_parsing=True)
-    while hasattr(here, "commands"):
-        if not words:
-            return  # a group that runs by itself, such as `qerl recipes`
-        name, here, words = here.resolve_command(context, words)
-    here.make_context(name, words, parent=context)
+    check_parses(command)
 
 
 def test_the_recordings_are_those_of_the_script():
@@ -86,8 +74,11 @@ def test_the_plans_that_are_shown_are_what_is_planned(name, recipe, gpu, overrid
     """But for the card's name: a dry run without a card plans for 24 GiB."""
     config = load_recipe(recipe, overrides)
     said = Console(file=StringIO(), width=80)
-    show(config, plan_of(config, gpu), said)
-    shown = (DOCS / "recordings" / f"{name}.txt").read_text(encoding="utf-8").partition("Memory on ")[2].splitlines()
+    recorded = (DOCS / "recordings" / f"{name}.txt").read_text(encoding="utf-8")
+    prompts = re.search(r"and prompts (\d+) \(as its (\d+) prompts have\)", recorded)  # a dry run reads its rows
+    expected = likely(config, prompts=[int(prompts[1])] * int(prompts[2]) if prompts else None)
+    show(config, plan_of(config, gpu), said, expected)
+    shown = recorded.partition("Memory on ")[2].splitlines()
     planned = [line.rstrip() for line in said.file.getvalue().splitlines()][1:]
     assert [line.rstrip() for line in shown[1:] if not line.startswith("(exit code")] == planned
 
@@ -173,7 +164,7 @@ def rows(text, width):
 
 def test_what_a_page_says_fits_is_what_the_plan_says():
     table = [row for row in rows((DOCS / "memory.md").read_text(encoding="utf-8"), 5) if row[0] in recipe_names()]
-    assert len(table) == 6
+    assert len(table) == 7
     for name, own, *fitting in table:
         config = load_recipe(name)
         sizes = read_sizes(config.model.base)
@@ -185,6 +176,23 @@ def test_what_a_page_says_fits_is_what_the_plan_says():
 def test_the_readme_is_short():
     """Code, tables and their marks counted."""
     assert len(README.read_text(encoding="utf-8").split()) <= WORDS
+
+
+def test_the_readme_s_days_are_those_of_the_plan():
+    """At full length, and with the mean that the plan assumes."""
+    text, config = " ".join(README.read_text(encoding="utf-8").split()), load_recipe("dapo_7b")
+    days, share = {}, []
+    for gpu in ("24", "4090"):
+        made, expected = plan_of(config, gpu), likely(config)
+        seconds = [
+            sum(step_seconds(config, made.sizes, made.card, made.micro_batches, lengths).values())
+            for lengths in (full_lengths(config), expected.lengths)
+        ]
+        days[gpu] = config.run.steps * seconds[0] / 86400
+        share.append(seconds[1] / seconds[0])
+    assert f"takes {days['24']:.1f} days on 24 GiB and {days['4090']:.1f} on a 4090" in text
+    assert f"full {config.rollout.max_new_tokens} tokens, and a quarter of that if they have 2048 on average" in text
+    assert share == pytest.approx([0.25, 0.25], abs=0.03)
 
 
 def test_the_readme_has_its_two_commands_and_one_table():

@@ -17,6 +17,7 @@ from qerl import formats
 from qerl.commands.columns import parse_columns
 from qerl.commands.from_dataclass import Text
 from qerl.commands.launch import launch
+from qerl.commands.next_step import after_training, say_next
 from qerl.commands.shell_values import key_values, recipe_values, task_values
 from qerl.commands.terminal import interrupts_counted
 from qerl.errors import CheckpointError, ConfigError
@@ -115,6 +116,7 @@ def train(options: TrainOptions) -> None:
     if options.accept_changes:
         raise ConfigError("--accept-changes is about a run that began before: leave it out, or add --resume")
     from qerl.config.recipe import recipe_label
+    from qerl.engine.open import refuse_without_driver
     from training.preflight.checks import check_config
     from training.run_dir.folder import new_run_dir
 
@@ -129,12 +131,13 @@ def train(options: TrainOptions) -> None:
         parallel.barrier()  # rank 0 may have to quantize
         if options.dry:
             _dry_run(config)
+        refuse_without_driver(config.rollout.engine)
         with interrupts_counted():
             logger.info("loading torch, transformers and trl")
             from training.run import start
 
         result = start(config, name, parallel)
-    _exit_if_stopped(result)
+    _end(result, parallel.first)
 
 
 def with_resume_value(arguments: list[str]) -> list[str]:
@@ -190,7 +193,7 @@ def _resume(options: TrainOptions, resume: str) -> None:
             from training.run import resume as resume_run
 
         result = resume_run(run_dir, step, options.steps, options.accept_changes, options.model, parallel)
-    _exit_if_stopped(result)
+    _end(result, parallel.first)
 
 
 @contextmanager
@@ -209,14 +212,20 @@ def _one_card_each() -> Iterator[Parallel]:
         yield parallel
 
 
-def _exit_if_stopped(result: TrainResult) -> None:
-    """After a run that a signal stopped, exit as the shell reports the signal. The run has said how to continue."""
+def _end(result: TrainResult, first: bool) -> None:
+    """After a run that a signal stopped, exit as the shell reports the signal; the run has said how to continue.
+
+    After a finished run the `first` process names the next command.
+    """
     if result.adapter is None:
         sys.exit(128 + (result.stopped_by or signal.SIGINT))
+    if first:
+        say_next(after_training(result.run_dir))
 
 
 def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
     """See that a quantized base is there before anything heavy is loaded; with --quantize it is made."""
+    from qerl.checkpoint.chat_template import check_chat_template
     from qerl.checkpoint.resolve import default_quantized_dir, resolve_model
 
     base = config.model.base
@@ -228,7 +237,7 @@ def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
         starting_model(config)
         return
     try:
-        resolve_model(base, config.model.format)
+        check_chat_template(resolve_model(base, config.model.format))
     except CheckpointError as error:
         missing = config.model.format == formats.DEFAULT.name and not default_quantized_dir(base).exists()
         if not missing or resolve_model(base).kind != "base16":

@@ -6,6 +6,7 @@ from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
 
+from qerl.devices import has_driver
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
 from qerl.errors import ENGINE, ConfigError, EngineError
@@ -32,16 +33,27 @@ def open_engine(base: str, format: str, options: EngineOptions) -> Engine:
 def choose_engine(engine: str, device: str = "auto") -> Literal["transformers", "vllm"]:
     """Which engine "auto" stands for on this machine: vllm where there is a CUDA device and vllm is installed, else
     transformers. Raises EngineError for a vllm that cannot run here."""
+    refuse_without_driver(engine)
     import torch
 
     has_gpu = torch.cuda.is_available() and device in ("auto", "cuda")
     if engine == "auto":
         return "vllm" if has_gpu and find_spec("vllm") else "transformers"
     if engine == "vllm" and not has_gpu:
-        raise EngineError("%s is vllm, but there is no CUDA device here: write transformers or auto", ENGINE)
+        raise _no_device()
     if engine not in ("transformers", "vllm"):
         raise EngineError(f"engine {engine!r} is not known: write auto, transformers or vllm")
     return engine
+
+
+def refuse_without_driver(engine: str) -> None:
+    """Raise EngineError for vllm on a machine without NVIDIA's driver, which needs no torch to find out."""
+    if engine == "vllm" and not has_driver():
+        raise _no_device()
+
+
+def _no_device() -> EngineError:
+    return EngineError("%s is vllm, but there is no CUDA device here: write transformers or auto", ENGINE)
 
 
 def with_chosen_engine(options: EngineOptions) -> EngineOptions:

@@ -10,6 +10,7 @@ def merge_command(options: MergeOptions) -> None:
 
     Prints how much of the adapter is left after rounding, and how to serve the result.
     """
+    from qerl.commands.next_step import say_next
     from qerl.devices import choose_card
     from qerl.printable import SafeConsole
     from quantize.merge.run import merge
@@ -19,5 +20,7 @@ def merge_command(options: MergeOptions) -> None:
     report = merge(options)
     console = SafeConsole()
     console.print(report.table())
-    for command in report.commands.values():
-        console.print(command, soft_wrap=True, highlight=False, markup=False)
+    first, *others = report.commands.values()
+    say_next(first)
+    for command in others:
+        console.print(f"or: {command}", soft_wrap=True, highlight=False, markup=False)

@@ -1,0 +1,68 @@
+"""The command that comes next, as it can be typed: quantize, train, eval and merge print it at their end. No torch."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+
+from qerl import formats
+from qerl.checkpoint.output import MERGE_REPORT
+from qerl.checkpoint.resolve import REPORT, TINY, TINY_FOLDER, default_quantized_dir, quantized_from
+
+DEFAULT_RECIPE = "first_evening"  # for models that no recipe names
+
+
+def say_next(command: str) -> None:
+    """Print the line; it is not wrapped, so that it can be copied."""
+    from qerl.printable import SafeConsole
+
+    SafeConsole().print(f"Next: {command}", soft_wrap=True, highlight=False, markup=False)
+
+
+def after_quantizing(folder: Path) -> str:
+    """Train on a quantized folder, by the recipe of its source if one ships."""
+    return _training(str(folder))
+
+
+def after_training(run_dir: Path) -> str:
+    """Evaluate a run on its task's test rows, or on a task like it; a run on its own rows is read in its report."""
+    from qerl.config.recipe import load_config
+    from qerl.tasks import get_task
+
+    data = load_config(run_dir / "config.yaml").data
+    task = get_task(data.task)
+    if data.source is not None:
+        return _line("report", str(run_dir))
+    like = task.name if "test" in task.splits else {"number": "gsm8k", "math": "math500"}[task.answer_kind]
+    return _line("eval", like, "--model", str(run_dir))
+
+
+def after_evaluating(base: str, adapter: str | None, format: str) -> str:
+    """Merge the adapter that was evaluated; without one train on the base, or try it if it is merged already."""
+    if adapter is not None:
+        folder = Path(adapter)
+        whole = folder.parent if folder.name == "adapter" and (folder.parent / "config.yaml").is_file() else folder
+        return _line("merge", "--adapter", str(whole), "--to", format)
+    return _line("chat", "--model", base) if (Path(base) / MERGE_REPORT).is_file() else _training(base)
+
+
+def _training(model: str) -> str:
+    """`qerl train` on a 16-bit model or a quantized folder; a 16-bit model is quantized first where that is missing."""
+    source = TINY if Path(model) == TINY_FOLDER else quantized_from(Path(model)) or model
+    recipe = _recipe_of(source)
+    made = default_quantized_dir(source)
+    named = [] if recipe and model in (source, str(made), str(TINY_FOLDER)) else ["--model", model]
+    quantized = (Path(model) / REPORT).is_file() or made.exists()
+    return _line("train", "--recipe", recipe or DEFAULT_RECIPE, *named, *([] if quantized else ["--quantize"]))
+
+
+def _recipe_of(base: str) -> str | None:
+    """The first shipped recipe that trains the 4-bit form of `base`."""
+    from qerl.config.recipe import load_recipe, recipe_names
+
+    models = ((name, load_recipe(name).model) for name in recipe_names())
+    return next((name for name, of in models if (of.base, of.format) == (base, formats.DEFAULT.name)), None)
+
+
+def _line(*words: str) -> str:
+    return shlex.join(["qerl", *words])

@@ -1,0 +1,24 @@
+"""Whether a command line would be accepted: it is parsed as typed, and nothing runs."""
+
+import shlex
+
+import typer
+
+from qerl.cli import app
+from qerl.commands.train import with_resume_value
+
+
+def check_parses(command):
+    """Parse `qerl ...`. Raises click's usage error where the command line does not take it."""
+    program, *words = shlex.split(command, comments=True)
+    assert program == "qerl"
+    if words == ["--help"]:
+        return
+    words = with_resume_value(words)
+    here = typer.main.get_command(app)
+    context = here.make_context("qerl", [words[0]], resilient_parsing=True)
+    while hasattr(here, "commands"):
+        if not words:
+            return  # a group that runs by itself, such as `qerl recipes`
+        name, here, words = here.resolve_command(context, words)
+    here.make_context(name, words, parent=context)
