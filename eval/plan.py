@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from eval.identity import describe_identity, digest
 from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
 from eval.store import Key
+from qerl.checkpoint.chat_template import check_chat_template
 from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model
 from qerl.checkpoint.shards import read_json
 from qerl.data.examples import check_answers, check_source
@@ -72,6 +73,7 @@ def make_plan(settings: EvalSettings) -> Plan:
     check_grader(asked)
     check_source(asked, settings.data, "test", settings.columns)  # torch is imported below
     ref = find_model(settings)
+    check_chat_template(ref)
     logger.info("model: %s", describe(ref))
     settings = with_engine(settings)
     settings = replace(settings, batch_size=settings.batch_size or BATCH_SIZE[settings.engine])

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TypeVar
 from urllib.parse import urlsplit
 
+from qerl.checkpoint.hub_refusal import refusal
 from qerl.errors import CheckpointError
 from qerl.files.nearby import is_path, no_folder
 
@@ -81,6 +82,8 @@ def _from_hub(ref: str, fetch: Callable[[], T], offline: bool = False) -> T:
     try:
         return fetch()
     except Exception as error:  # of httpx, of the hub's client, or an OSError; in each case there is no model
+        if (refused := refusal(error, ref)) is not None:
+            raise CheckpointError(f"{_not_here(ref)}, and {refused}; or give a folder with the model") from error
         raise CheckpointError(
             f"{_not_here(ref)}, and it cannot be fetched from the hub ({type(error).__name__}: "
             f"{(str(error).splitlines() or [''])[0]}): check the name and the network, or give a folder with the model"

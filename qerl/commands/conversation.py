@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TextIO
 
+from qerl.checkpoint.chat_template import check_chat_template
 from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.resolve import describe, resolve_model
 from qerl.checkpoint.shards import read_json
@@ -96,6 +97,7 @@ def chat(options: ChatOptions) -> None:
     """
     sampling = SamplingParams(options.max_new_tokens, options.temperature, options.top_p)
     ref = resolve_model(options.model, adapter=options.adapter)
+    check_chat_template(ref)
     asked = EngineOptions(engine=options.engine, kernel=options.kernel, memory=options.memory, cap_gib=options.cap_gib)
     engine_options = with_chosen_engine(asked)
     tokenizer = load_tokenizer(ref.base)

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from qerl.checkpoint.hub import HUB_ID, reachable
+from qerl.checkpoint.hub_refusal import refusal
 from qerl.data.unpacked import COLUMNS, ROW_BYTES, Budget, lines_of, size_of
 from qerl.errors import DataError
 from qerl.files.nearby import close_to, expanded, is_path, no_folder
@@ -71,6 +72,10 @@ def hub_rows(name: str, config: str | None, split: str) -> Iterator[Row]:
     try:
         data = datasets.load_dataset(name, config, split=split)
     except Exception as error:  # the hub's client, its HTTP library and the format readers raise their own
+        if (refused := refusal(error, name, data=True)) is not None:
+            raise DataError(
+                f"{refused}; or pass its rows with --data FILE (training: --set data.source=FILE)"
+            ) from error
         reason = str(error).strip().split("\n")[0] or type(error).__name__
         meant = f"{no_folder(name)}, and " if is_path(name) else ""
         raise DataError(

@@ -46,7 +46,7 @@ def checks() -> list[Check]:
         from qerl.doctor.kernels import kernel_checks
 
         found += [_gpu(), *kernel_checks(), _kernel_cache(), _engine()]
-    return [*found, _plugin(), _disk(), _hub()]
+    return [*found, _plugin(), _disk(), _hub(), _token()]
 
 
 def table(found: list[Check]) -> Table:
@@ -230,6 +230,15 @@ def _hub() -> Check:
         remedy = "give models and data as folders, or check the network and HF_ENDPOINT"
         return Check("warning", "hub", f"{constants.ENDPOINT}: {trouble[-1]}", remedy)
     return Check("ok", "hub", constants.ENDPOINT)
+
+
+def _token() -> Check:
+    """Whether there is a token for the hub. What it is, is nobody's business."""
+    from qerl.checkpoint.hub_refusal import LOG_IN, has_token
+
+    if has_token():
+        return Check("ok", "hub token", "present: gated models whose licence you accepted can be fetched")
+    return Check("ok", "hub token", "none", f"gated models (llama3_8b) need one: {LOG_IN}")
 
 
 def _first_line(error: object) -> str:

@@ -39,6 +39,19 @@ def found(what):
     return check
 
 
+@pytest.mark.parametrize(("token", "said"), [("hf_secret", "present"), (None, "none")])
+def test_a_token_for_the_hub_is_looked_for_and_never_shown(monkeypatch, tmp_path, token, said):
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    for name in ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    if token:
+        monkeypatch.setenv("HF_TOKEN", token)
+    check = found("hub token")
+    assert (check.level, check.found.partition(":")[0]) == ("ok", said)
+    assert ("hf auth login" in check.remedy) == (token is None)
+    assert "secret" not in as_json(checks())
+
+
 pytestmark = pytest.mark.skipif(not is_installed(), reason="the tested versions are those of the installed package")
 
 
