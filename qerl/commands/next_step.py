@@ -57,11 +57,14 @@ def _training(model: str) -> str:
 
 
 def _recipe_of(base: str) -> str | None:
-    """The first shipped recipe that trains the 4-bit form of `base`."""
+    """The first shipped recipe that trains an adapter on the 4-bit form of `base`."""
     from qerl.config.recipe import load_recipe, recipe_names
 
-    models = ((name, load_recipe(name).model) for name in recipe_names())
-    return next((name for name, of in models if (of.base, of.format) == (base, formats.DEFAULT.name)), None)
+    for name in recipe_names():
+        config = load_recipe(name)
+        if config.qat is None and (config.model.base, config.model.format) == (base, formats.DEFAULT.name):
+            return name
+    return None
 
 
 def _line(*words: str) -> str:
