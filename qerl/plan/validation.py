@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from qerl.engine.options import MAX_SEQUENCES
-from qerl.plan.plan import TRAIN_RATE, decode_seconds
+from qerl.plan.seconds import TRAIN_RATE, decode_seconds
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig

@@ -43,7 +43,8 @@ def test_the_first_evening_takes_less_than_an_hour_on_the_smallest_card():
 
 
 def test_a_rollout_that_serves_several_steps_counts_once():
-    once, several = (planned("loss.clip_high=0.2", f"loss.num_iterations={n}", "run.save_every=48") for n in (1, 4))
+    every = ("run.save_every=48", "validation.every=48", "loss.clip_high=0.2")
+    once, several = (planned(*every, f"loss.num_iterations={n}") for n in (1, 4))
     assert several[1].seconds["rollout"] == pytest.approx(once[1].seconds["rollout"] / 4)
     assert several[1].seconds["training"] == once[1].seconds["training"]
 
