@@ -52,6 +52,12 @@ def _whole_weights(config: RunConfig) -> Conflicts:
             "a run that trains whole weights does not keep those that it started with",
             "loss.kl_coef: 0",
         )
+    if config.loss.num_iterations > 1:
+        yield Conflict(
+            {"loss.num_iterations": config.loss.num_iterations, "qat.mode": "weights"},
+            "masters are packed when a rollout begins, and a second update on it would not see the first",
+            "loss.num_iterations: 1",
+        )
     for key, write in (("train_norms", "qat.train_norms: true"), ("dropout", "adapter.dropout: 0")):
         if value := getattr(config.adapter, key):
             yield Conflict({f"adapter.{key}": value, "qat.mode": "weights"}, "there is no adapter", write)

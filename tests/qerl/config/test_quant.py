@@ -78,6 +78,7 @@ def test_a_mistake_is_one_line_that_says_what_to_write(override, says):
     [
         ("model.format=bf16", "the engine would sample from other weights than those that are trained"),
         ("loss.kl_coef=0.1", "does not keep those that it started with; write loss.kl_coef: 0"),
+        ("loss.num_iterations=2", "a second update on it would not see the first; write loss.num_iterations: 1"),
         ("rollout.kernel=marlin", "that kernel cannot take weights that change"),
         ("adapter.dropout=0.1", "there is no adapter; write adapter.dropout: 0"),
         ("adapter.train_norms=true", "there is no adapter; write qat.train_norms: true"),
