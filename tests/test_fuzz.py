@@ -87,6 +87,7 @@ def found(corpus, folder, kinds):
         findings += [line for line in lines if "finding" in line]
         if "done" in lines[-1]:
             return findings
+        assert lines[-1]["job"] >= len(kinds), (lines[-1], errors.read_text())  # else the file was sound
         last = errors.read_text().strip().split("\n")[-1]
         findings.append({**lines[-1], "finding": f"the process ended with {code}: {last}"})
         first = lines[-1]["job"] + 1

@@ -23,7 +23,8 @@ DIGITS = 64  # of a whole number; transformers writes one of 31 where a tokenize
 def read_bytes(path: Path, limit: int) -> bytes:
     """The content of a file. Raises ValueError if it has more than `limit` bytes or is no regular file."""
     with _open(path) as file:
-        if os.fstat(file.fileno()).st_size > limit or len(data := file.read(limit + 1)) > limit:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit or len(data := file.read(size + 1)) > limit:  # reading takes memory for all that is asked for
             raise ValueError(f"it has more than {limit} bytes, and no such file is that large")
         return data
 

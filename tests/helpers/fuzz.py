@@ -2,7 +2,7 @@
 
     python tests/helpers/fuzz.py CORPUS PROGRESS SEED COUNT FIRST KIND...
 
-Of each kind COUNT files are damaged; FIRST of all these are left out.
+Of each kind COUNT files are damaged; FIRST of all these are left out, except the sound ones, which come first.
 
 It writes one JSON line to PROGRESS before each damaged file and one for each finding: an error that is not one line for
 the user. A reader that takes more than CPU_S is interrupted; one that cannot be interrupted ends this process, as does
@@ -27,7 +27,7 @@ from pathlib import Path
 
 from mutations import mutated
 
-MEMORY_BYTES = 2 * 2**30  # beside what the imports take
+MEMORY_BYTES = 2 * 2**30  # beside what a process takes that has read the sound files
 CPU_S = 20
 
 
@@ -245,20 +245,27 @@ def write_line(log, job, seed, **said):
     log.write(json.dumps({"job": job, "seed": seed, **said}) + "\n")
 
 
+def limit_memory():
+    with open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY_BYTES, resource.RLIM_INFINITY))
+
+
 def main(corpus, progress, seed, count, first, *kinds):
     import torch
 
     torch.set_num_threads(1)
     logging.getLogger().addHandler(logging.NullHandler())
     warnings.simplefilter("ignore")
-    with open("/proc/self/statm") as file:
-        taken = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY_BYTES, resource.RLIM_INFINITY))
     signal.signal(signal.SIGPROF, interrupt)
+    jobs = list(enumerate((kind, number) for number in range(int(count)) for kind in kinds))
+    sound, damaged = jobs[: len(kinds)], jobs[max(int(first), len(kinds)) :]
     with open(progress, "a", buffering=1) as log:
-        jobs = [(kind, number) for number in range(int(count)) for kind in kinds]
-        for job, (kind, number) in enumerate(jobs[int(first) :], start=int(first)):
-            damage_one(Path(corpus), kind, f"{seed} {kind} {number}", partial(write_line, log, job, f"{kind} {number}"))
+        for part in (sound, damaged):
+            for job, (kind, number) in part:
+                report = partial(write_line, log, job, f"{kind} {number}")
+                damage_one(Path(corpus), kind, f"{seed} {kind} {number}", report)
+            limit_memory()  # only now: the sound files have made every reader import and start what it needs
         log.write(json.dumps({"done": True}) + "\n")
 
 
