@@ -5,8 +5,26 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from pydantic import FiniteFloat, ValidationError
+
 from qerl.config import yaml_text
 from qerl.files.bounded import read_text
+from qerl.files.read_back import Shape
+
+
+class _Reward(Shape):
+    name: str
+    weight: FiniteFloat = 1.0
+
+
+class _Saved(Shape):
+    """What reports and cards read of a configuration."""
+
+    model: dict[str, Any] | None = None
+    data: dict[str, Any] | None = None
+    run: dict[str, Any] | None = None
+    validation: dict[str, Any] | None = None
+    rewards: list[_Reward] | None = None
 
 
 def read_config(path: Path) -> tuple[dict[str, Any], str]:
@@ -15,7 +33,9 @@ def read_config(path: Path) -> tuple[dict[str, Any], str]:
     data = yaml_text.parse(text).data
     if not isinstance(data, dict):
         raise ValueError("it holds no sections such as `model:`")
-    for section in ("model", "data", "run"):
-        if not isinstance(data.get(section) or {}, dict):
-            raise ValueError(f"its section `{section}` holds no keys")
+    try:
+        _Saved.model_validate(data)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
     return data, text

@@ -85,14 +85,29 @@ BOMB = "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
     [
         (BOMB, "anchor or alias"),
         ("[]", "no sections"),
-        ("run: text", "`run` holds no keys"),
+        ("run: text", "run: Input should be a valid dictionary"),
+        ("rewards: 7", "rewards: Input should be a valid list"),
+        ("rewards: [{name: 7}]", "rewards.0.name: Input should be a valid string"),
+        ("validation: [1]", "validation: Input"),
         ("[" * DEEP, "nested"),
         ("- " * DEEP, "nested"),
         ("{a: " * 50_000, "nested"),
         ("? " * DEEP, "nested"),
         ("a:\n" + " " * 300 + "x: 1\n" * 200_000, "more than"),
     ],
-    ids=["aliases", "no mapping", "section", "lists", "dashes", "mappings", "keys", "size"],
+    ids=[
+        "aliases",
+        "no mapping",
+        "section",
+        "rewards",
+        "reward",
+        "validation",
+        "lists",
+        "dashes",
+        "mappings",
+        "keys",
+        "size",
+    ],
 )
 def test_yaml_that_grows_or_nests_is_refused(tmp_path, text, said):
     file = tmp_path / "config.yaml"
