@@ -15,19 +15,19 @@ from eval.settings import EvalSettings
 from eval.show import OPTIONS, show, show_suite
 from qerl.checkpoint.resolve import newest_model
 from qerl.commands.from_dataclass import command_of
-from qerl.commands.option_names import options_named
+from qerl.commands.option_names import Gpu, options_named
 from qerl.commands.terminal import run_command
 from qerl.devices import choose_card
 from qerl.errors import ConfigError
 from qerl.threads import choose_threads
 
 
-def evaluate(settings: EvalSettings) -> None:
+def evaluate(settings: EvalSettings, gpu: Gpu = None) -> None:
     """Measure a model on a task: accuracy with its 95% interval, every completion saved.
 
     A killed evaluation continues with the same command, to the same numbers.
     """
-    choose_card()
+    choose_card(gpu=gpu)
     model = settings.run or settings.model
     if model is None and (newest := newest_model(settings.load)) is not None:
         model = newest.path

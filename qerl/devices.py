@@ -39,11 +39,18 @@ class VisibleCard:
         return f"{self.index} ({self.name}, {self.free_gib:.0f} of {self.total_gib:.0f} GiB free)"
 
 
-def choose_card(local_rank: int | None = None, environ: MutableMapping[str, str] = os.environ) -> None:
-    """Leave one card visible to CUDA: that of this process's `local_rank`, or the one with the most free memory.
+def choose_card(
+    local_rank: int | None = None, environ: MutableMapping[str, str] = os.environ, gpu: int | None = None
+) -> None:
+    """Leave one card visible to CUDA: card `gpu`, that of this process's `local_rank`, or the one with the most free
+    memory.
 
-    Does nothing where there is at most one. Raises ConfigError for a host with fewer cards than processes.
+    Does nothing where there is at most one. Raises ConfigError for a host with fewer cards than processes, and for a
+    `gpu` that is not visible.
     """
+    if gpu is not None:
+        _take(gpu, environ)
+        return
     named = named_cards(environ)
     if named is not None and len(named) < 2:
         return
@@ -53,9 +60,8 @@ def choose_card(local_rank: int | None = None, environ: MutableMapping[str, str]
         logger.info("using %s of %s: free memory is not known here", environ[VISIBLE], ", ".join(named))
     elif len(cards) > 1:
         card = best_card(cards) if local_rank is None else _at(cards, local_rank)
-        # Numbers in the order of the bus: vLLM 0.25.1 reads CUDA_VISIBLE_DEVICES itself and knows no UUIDs.
-        environ |= {ORDER: "PCI_BUS_ID", VISIBLE: str(card.index)}
-        logger.info("using card %s of %d; CUDA_VISIBLE_DEVICES picks another", card, len(cards))
+        _show(card, environ)
+        logger.info("using card %s of %d; --gpu or CUDA_VISIBLE_DEVICES picks another", card, len(cards))
 
 
 def best_card(cards: Sequence[VisibleCard]) -> VisibleCard:
@@ -120,6 +126,21 @@ def nvidia_smi(*fields: str) -> list[list[str]]:
         return []
     rows = [[cell.strip() for cell in line.split(",")] for line in result.stdout.splitlines()]
     return [row for row in rows if len(row) == len(fields)] if result.returncode == 0 else []
+
+
+def _take(gpu: int, environ: MutableMapping[str, str]) -> None:
+    cards = {card.index: card for card in visible_cards(environ)}
+    if gpu not in cards:
+        seen = ", ".join(map(str, cards.values())) or "none"
+        within = f" within CUDA_VISIBLE_DEVICES={environ[VISIBLE]}" if VISIBLE in environ else ""
+        raise ConfigError(f"--gpu {gpu}: nvidia-smi shows these cards{within}: {seen}; name one, or leave it out")
+    _show(cards[gpu], environ)
+    logger.info("using card %s, by --gpu", cards[gpu])
+
+
+def _show(card: VisibleCard, environ: MutableMapping[str, str]) -> None:
+    """Let CUDA see this card alone, by its number on the bus: vLLM 0.25.1 reads the variable and knows no UUIDs."""
+    environ |= {ORDER: "PCI_BUS_ID", VISIBLE: str(card.index)}
 
 
 def _named(name: str, cards: Sequence[VisibleCard], same_order: bool) -> VisibleCard | None:

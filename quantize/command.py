@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from qerl.commands.option_names import Gpu
+from qerl.errors import ConfigError
 from quantize.options import QuantizeOptions
 
 
@@ -14,6 +16,7 @@ def quantize_command(
     *,
     model: Annotated[str, typer.Option(help="Folder, hub id, or `tiny` (the model that ships with qerl).")],
     out: Annotated[Path | None, typer.Option(help="Default: checkpoints/<name>-NVFP4A16.")] = None,
+    gpu: Gpu = None,
     options: QuantizeOptions,
 ) -> None:
     """Turn a 16-bit checkpoint into NVFP4 (4-bit weights, 16-bit activations), and verify it."""
@@ -24,7 +27,9 @@ def quantize_command(
     from quantize.run import quantize_checkpoint
 
     if options.device in ("auto", "cuda"):
-        choose_card()
+        choose_card(gpu=gpu)
+    elif gpu is not None:
+        raise ConfigError(f"--gpu {gpu} and --device {options.device} name two devices: leave one of them out")
     choose_threads(model)
     report = quantize_checkpoint(model, out, options)
     SafeConsole().print(report.table())

@@ -93,15 +93,6 @@ def check_replicas(parameters: Iterable[torch.nn.Parameter], parallel: Parallel)
         )
 
 
-def check_dealt(prompts_per_step: int, parallel: Parallel) -> None:
-    """Raise ConfigError if there are fewer groups in a step than ranks."""
-    if prompts_per_step < parallel.size:
-        raise ConfigError(
-            f"rollout.prompts_per_step: {prompts_per_step} gives {parallel.size} processes less than a group each: "
-            f"write {parallel.size} or more, or start fewer"
-        )
-
-
 def check_same(parallel: Parallel, facts: Mapping[str, object]) -> None:
     """Raise ConfigError if a rank has something else than rank 0 under one of the names of `facts`."""
     of_ranks = parallel.gather(dict(facts))

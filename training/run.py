@@ -32,7 +32,6 @@ from qerl.config.schema import RunConfig
 from qerl.engine.interface import Engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
-from qerl.errors import ConfigError
 from qerl.files.disk import replace_text
 from qerl.parallel import ALONE, Parallel
 from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
@@ -48,6 +47,7 @@ from training.policy.train_memory import as_record, plan_run, recorded_plan, war
 from training.preflight.checks import (
     check_engine,
     check_memory,
+    check_ranks,
     check_room,
     free_bytes,
     read_prompts,
@@ -55,7 +55,7 @@ from training.preflight.checks import (
     sizes_at,
 )
 from training.preflight.trackers import check_trackers
-from training.ranks import check_dealt, check_same
+from training.ranks import check_same
 from training.rewards.rewards import build_rewards, fixed_columns
 from training.run_dir.checkpoint import checkpoint_step, newest_checkpoint
 from training.run_dir.folder import new_run_dir, only_writer, written
@@ -197,9 +197,7 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     check_installed(config)
     check_trackers(config.logging.report_to)
     tokenizer, prompts = read_prompts(config, base)
-    check_dealt(config.rollout.prompts_per_step, place.parallel)
-    if config.qat is not None and place.parallel.size > 1:
-        raise ConfigError("qat trains whole weights on one GPU: write --gpus 1, or leave torchrun out")
+    check_ranks(config, place.parallel.size)
     check_same_base(place.run_dir, base.base)
     check_room(place.run_dir, trainer_bytes(config, sizes_at(base)))
     if engine_name == "vllm":

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from qerl.commands.option_names import Gpu
+
 
 @dataclass(frozen=True)
 class ChatOptions:
@@ -28,6 +30,7 @@ class ChatOptions:
     cap_gib: Annotated[
         float | None, typer.Option(min=0, help="The process takes no more GPU memory than this (vllm). Default: all.")
     ] = None
+    gpu: Gpu = None
 
 
 def chat_command(options: ChatOptions) -> None:
@@ -37,7 +40,7 @@ def chat_command(options: ChatOptions) -> None:
     from qerl.devices import choose_card
     from qerl.threads import choose_threads
 
-    choose_card()
+    choose_card(gpu=options.gpu)
     choose_threads(options.model)
     with options_named(OPTIONS):
         chat(options)

@@ -9,6 +9,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import Annotated
+
+import typer
 
 from qerl.errors import CAP_GIB, ENGINE, KERNEL, MAX_NEW_TOKENS, MEMORY, Key, QerlError
 
@@ -19,6 +22,11 @@ ENGINE_OPTIONS = {  # what every command that opens an engine has
     ENGINE: "--engine",
     MAX_NEW_TOKENS: "--max-new-tokens",
 }
+
+Gpu = Annotated[
+    int | None,
+    typer.Option(min=0, help="Card of this machine, as `qerl doctor` counts; default: that with the most free memory."),
+]  # what every command that uses one card has
 
 
 @contextmanager

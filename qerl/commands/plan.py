@@ -114,6 +114,8 @@ def this_card() -> Card:
     if not seen:
         return replace(card_of("24"), name="a card of 24 GiB, as fast as a 3090 (no GPU was found here)")
     found = best_card(seen)
+    if len(seen) > 1:
+        logger.info("planning for card %s of %d; --gpu names another kind", found, len(seen))
     gib, words = round(found.total_gib, 1), found.name.lower().replace("-", " ").split()
     named = [card for key, card in CARDS.items() if key.split("-")[0] in words]
     if not named:

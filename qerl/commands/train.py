@@ -18,6 +18,7 @@ from qerl.commands.columns import parse_columns
 from qerl.commands.from_dataclass import Text
 from qerl.commands.launch import launch
 from qerl.commands.next_step import after_training, say_next
+from qerl.commands.option_names import Gpu
 from qerl.commands.shell_values import key_values, recipe_values, task_values
 from qerl.commands.terminal import interrupts_counted
 from qerl.errors import CheckpointError, ConfigError
@@ -96,6 +97,7 @@ class TrainOptions:
     quantize_first: Annotated[
         bool, typer.Option("--quantize", help="Quantize the base first if that has not been done.")
     ] = False
+    gpu: Gpu = None
     gpus: Annotated[
         int | None, typer.Option(min=1, help="Cards of this machine to train on; for several machines use torchrun.")
     ] = None
@@ -106,8 +108,8 @@ class TrainOptions:
 
 def train(options: TrainOptions) -> None:
     """Train a LoRA adapter, or whole weights in 4 bits, by reinforcement learning, as a recipe says."""
-    if options.gpus is not None and options.gpus > 1:
-        launch(options.gpus, sys.argv[1:])
+    if options.gpu is not None and options.gpus is not None:
+        raise ConfigError("--gpu names one card and --gpus asks for several: leave one of them out")
     if options.resume is not None:
         _resume(options, options.resume)
         return
@@ -117,20 +119,25 @@ def train(options: TrainOptions) -> None:
         raise ConfigError("--accept-changes is about a run that began before: leave it out, or add --resume")
     from qerl.config.recipe import recipe_label
     from qerl.engine.open import refuse_without_driver
-    from training.preflight.checks import check_config
+    from training.preflight.checks import check_config, check_ranks
     from training.run_dir.folder import new_run_dir
 
     config = _config(options, options.recipe)
     name = recipe_label(options.recipe)
     new_run_dir(config.run.out, name)
     check_config(config)
-    with _one_card_each() as parallel:
+    check_ranks(config, options.gpus or 1)
+    if options.gpus is not None and options.gpus > 1 and not options.dry:
+        if not options.quantize_first:
+            _check_base(config, options.recipe, quantize_first=False)
+        launch(options.gpus, sys.argv[1:])
+    with _one_card_each(options.gpu) as parallel:
         choose_threads(config.model.base)
         if parallel.first:
             _check_base(config, options.recipe, options.quantize_first)
         parallel.barrier()  # rank 0 may have to quantize
         if options.dry:
-            _dry_run(config)
+            sys.exit(0 if parallel.broadcast(_dry_run(config) if parallel.first else None) else 1)
         refuse_without_driver(config.rollout.engine)
         with interrupts_counted():
             logger.info("loading torch, transformers and trl")
@@ -165,14 +172,15 @@ def _config(options: TrainOptions, recipe: str) -> RunConfig:
     return load_recipe(recipe, overrides, base=options.model, out=out, **same)
 
 
-def _dry_run(config: RunConfig) -> None:
+def _dry_run(config: RunConfig) -> bool:
+    """Show what the run would do, and return whether it would fit."""
     from qerl.printable import SafeConsole
 
     with interrupts_counted():
         logger.info("loading torch and transformers")
         from training.preflight.dry_run import dry_run
 
-    sys.exit(0 if dry_run(config, SafeConsole()) else 1)
+    return dry_run(config, SafeConsole())
 
 
 def _resume(options: TrainOptions, resume: str) -> None:
@@ -186,7 +194,9 @@ def _resume(options: TrainOptions, resume: str) -> None:
 
     run_dir, step = find_run(resume, options.recipe, options.out)
     check_resumed(run_dir, step, options.steps, options.model)
-    with _one_card_each() as parallel:
+    if options.gpus is not None and options.gpus > 1:
+        launch(options.gpus, sys.argv[1:])
+    with _one_card_each(options.gpu) as parallel:
         choose_threads(options.model or str(run_dir))
         with interrupts_counted():
             logger.info("loading torch, transformers and trl")
@@ -197,16 +207,19 @@ def _resume(options: TrainOptions, resume: str) -> None:
 
 
 @contextmanager
-def _one_card_each() -> Iterator[Parallel]:
+def _one_card_each(gpu: int | None) -> Iterator[Parallel]:
     """Before the libraries on torch are imported, which would find other cards and other processes.
 
-    Of several processes each takes the card of its local rank, and only the first one logs what is no warning.
+    One process takes `gpu`, if that is given. Of several each takes the card of its local rank, and only the first one
+    logs what is no warning.
     """
     from qerl.devices import choose_card
     from qerl.parallel import open_parallel
 
     with open_parallel() as parallel:
-        choose_card(parallel.local_rank if parallel.size > 1 else None)
+        if gpu is not None and parallel.size > 1:
+            raise ConfigError(f"--gpu {gpu} is for one process, and {parallel.size} were started: leave it out")
+        choose_card(parallel.local_rank if parallel.size > 1 else None, gpu=gpu)
         if not parallel.first:
             logging.getLogger().setLevel(logging.WARNING)
         yield parallel

@@ -135,7 +135,7 @@ def _cards() -> list[Check]:
     choose_card()
     if len(seen) < 2:
         return []
-    return [Check("ok", "card", f"of {len(seen)} visible ones {best_card(seen)}; CUDA_VISIBLE_DEVICES picks another")]
+    return [Check("ok", "card", f"of {len(seen)} visible ones {best_card(seen)}; --gpu picks another")]
 
 
 def _gpu() -> Check:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from qerl.commands.option_names import Gpu
+from qerl.errors import ConfigError
 from quantize.merge.options import MergeOptions
 
 
-def merge_command(options: MergeOptions) -> None:
+def merge_command(options: MergeOptions, gpu: Gpu = None) -> None:
     """Turn an adapter into a folder to publish: a PEFT adapter, a merged BF16 model, or a merged NVFP4 model.
 
     Prints how much of the adapter is left after rounding, and how to serve the result.
@@ -15,8 +17,10 @@ def merge_command(options: MergeOptions) -> None:
     from qerl.printable import SafeConsole
     from quantize.merge.run import merge
 
-    if ":" not in options.device:
-        choose_card()
+    if options.device in ("auto", "cuda"):
+        choose_card(gpu=gpu)
+    elif gpu is not None:
+        raise ConfigError(f"--gpu {gpu} and --device {options.device} name two devices: leave one of them out")
     report = merge(options)
     console = SafeConsole()
     console.print(report.table())

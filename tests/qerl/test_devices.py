@@ -34,9 +34,9 @@ def reports(tmp_path, monkeypatch):
     return put
 
 
-def seen_after(given, local_rank=None):
+def seen_after(given, local_rank=None, gpu=None):
     environ = dict(given)
-    choose_card(local_rank, environ)
+    choose_card(local_rank, environ, gpu)
     return environ
 
 
@@ -97,6 +97,32 @@ def test_without_a_driver_the_first_named_card_is_taken_if_any_is_named(reports)
     reports("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver", code=9)
     assert seen_after({}) == {}
     assert driver_version() is None
+
+
+@pytest.mark.parametrize(
+    ("host", "given", "gpu"),
+    [(ALIKE, {}, 2), (ALIKE, {"CUDA_VISIBLE_DEVICES": "GPU-a,GPU-c"}, 2), (ONE, {}, 0), (PARTLY_SPLIT, {}, 1)],
+    ids=["all", "uuids", "one card", "one whole card"],
+)
+def test_a_card_can_be_named(reports, host, given, gpu):
+    reports(host)
+    assert seen_after(given, gpu=gpu) == given | BUS | {"CUDA_VISIBLE_DEVICES": str(gpu)}
+
+
+@pytest.mark.parametrize(
+    ("host", "given", "gpu", "said"),
+    [
+        (ALIKE, {}, 3, r"--gpu 3: nvidia-smi shows these cards: 0 \(NVIDIA H200, 20 of 140 GiB free\), 1 "),
+        (ALIKE, {"CUDA_VISIBLE_DEVICES": "2"}, 0, r"these cards within CUDA_VISIBLE_DEVICES=2: 2 \("),
+        (PARTLY_SPLIT, {}, 0, r"these cards: 1 \(NVIDIA H100"),
+        ("", {}, 0, "these cards: none; name one"),
+    ],
+    ids=["no such card", "hidden", "split into MIG devices", "no card"],
+)
+def test_a_card_that_is_not_there_is_refused(reports, host, given, gpu, said):
+    reports(host)
+    with pytest.raises(ConfigError, match=said):
+        seen_after(given, gpu=gpu)
 
 
 def test_each_process_of_a_host_takes_its_own_card(reports):

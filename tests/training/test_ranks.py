@@ -13,10 +13,11 @@ from small_run import numbers, small_config
 
 from qerl.checkpoint.adapter import read_adapter
 from qerl.commands.launch import launch, without_option
-from qerl.config.recipe import save_config
+from qerl.config.recipe import load_recipe, save_config
 from qerl.errors import ConfigError
 from qerl.parallel import Parallel
-from training.ranks import check_dealt, dealt, largest
+from training.preflight.checks import check_ranks
+from training.ranks import dealt, largest
 
 # The learning rate of the large recipes: the first steps of AdamW move a weight by about that, whatever its gradient
 # is, also where that is the rounding of 0.
@@ -161,7 +162,7 @@ def test_costly_micro_batches_are_dealt_first():
 
 def test_fewer_groups_than_ranks_are_refused():
     with pytest.raises(ConfigError, match="prompts_per_step: 1 gives 2 processes less than a group each: write 2"):
-        check_dealt(1, Parallel(0, 2))
+        check_ranks(load_recipe("tiny", ["rollout.prompts_per_step=1"]), 2)
 
 
 def test_the_largest_of_each_metric_counts():
