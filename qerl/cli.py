@@ -27,6 +27,7 @@ from qerl.errors import ConfigError
 try:
     from eval.command import compare_results, evaluate
     from quantize.command import quantize_command
+    from quantize.export.command import export_command
     from quantize.merge.command import merge_command
 except ImportError:  # names that other projects use too
     refuse_clashes()
@@ -143,6 +144,7 @@ COMMANDS = {  # name -> command and its line in `qerl --help`, in the order in w
     "report": (report, "Write a page about a run, or about several side by side."),
     "grade": (grade, "Grade saved completions again."),
     "merge": (command_of(merge_command), "Turn an adapter into a folder to serve or publish."),
+    "export": (command_of(export_command), "Turn a run with whole weights into a folder to serve or publish."),
     "chat": (command_of(chat_command), "Talk to a base, a run, an adapter or a merged model."),
 }
 for _name, (_command, _line) in COMMANDS.items():

@@ -27,6 +27,7 @@ from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import ModelRef, describe
 from qerl.checkpoint.start import starting_model
 from qerl.checkpoint.weights_digest import weights_digest
+from qerl.checkpoint.weights_run import trains_weights
 from qerl.config.recipe import save_config
 from qerl.config.schema import RunConfig
 from qerl.engine.interface import Engine
@@ -61,7 +62,7 @@ from training.run_dir.checkpoint import checkpoint_step, newest_checkpoint
 from training.run_dir.folder import new_run_dir, only_writer, written
 from training.run_dir.inputs import Inputs, check_same_inputs, inputs_of, note_inputs, versions
 from training.run_dir.log import NoLog, RunLog, read_metrics
-from training.run_dir.model import settle_model, trains_weights
+from training.run_dir.model import settle_model
 from training.run_dir.result import ADAPTER, BEST, settle_best, settle_result
 from training.run_dir.resume import (
     base_to_resume,

@@ -2,6 +2,8 @@
 
 The bytes are those that the engine held after a sync of these masters: the same arithmetic, under the base's own global
 scales, which never change in a run. Trained norms and linears that the base keeps in 16 bits are rounded to its dtype.
+
+In bfloat16 the masters are rounded once, and linears that were packed but not trained are decoded, which is exact.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.kinds import format_of
-from qerl.checkpoint.packed import Tensors
+from qerl.checkpoint.packed import Tensors, finite
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import TensorInfo, read_json, read_tensors
 from qerl.checkpoint.source import by_layer
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
     import torch
 
     from qerl.formats.base import Format
+
+DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json, in new and in older files
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,18 @@ class Masters:
     def packed(self) -> set[str]:
         """The base's packed linears."""
         return set(self.format.quantized_linears(self.tensors))
+
+    def output_bytes(self, dense: bool = False) -> int:
+        """Bytes of the tensors to write."""
+        total = sum(info.nbytes for info in self.tensors.values())
+        return int(total + (2 - self.format.bytes_per_weight) * self._packed_weights()) if dense else total
+
+    def _packed_weights(self) -> int:
+        shapes = (
+            self.format.dense_shape({part: self.tensors[f"{module}.{part}"].shape for part in self.format.tensors})
+            for module in self.packed
+        )
+        return sum(rows * columns for rows, columns in shapes)
 
 
 def read_masters(base: Path, weights: Path) -> Masters:
@@ -60,18 +76,55 @@ def packed_tensors(masters: Masters, device: torch.device) -> Iterator[Tensors]:
             for name in names:
                 module = name.rpartition(".")[0]
                 if module not in packed or f"{module}.weight" not in masters.trained:
-                    written[name] = new(name).to(old(name).dtype) if name in masters.trained else old(name)
+                    written[name] = _master(new, name).to(old(name).dtype) if name in masters.trained else old(name)
                 elif name == f"{module}.{format.tensors[0]}":
                     shared = old(f"{module}.{format.shared_tensor}").to(device) if format.shared_tensor else None
-                    (tensors,) = format.quantize([new(f"{module}.weight").to(device)], shared)
+                    (tensors,) = format.quantize([_master(new, f"{module}.weight").to(device)], shared)
                     written |= {f"{module}.{part}": tensor.cpu() for part, tensor in tensors.items()}
             yield written
 
 
-def write_trained(masters: Masters, folder: Path, device: torch.device, track: Callable = iter) -> int:
-    """Fill an empty `folder` with the trained model. Returns the bytes of its weights; `track` sees the layers pass."""
-    written = write_weights(folder, track(packed_tensors(masters, device)))
+def dense_tensors(masters: Masters) -> Iterator[Tensors]:
+    """The tensors of the trained model in bfloat16, with the masters in place of packed weights, a layer at a time."""
+    import torch
+
+    packed, format = masters.packed, masters.format
+    with TensorReader(masters.tensors) as old, TensorReader(masters.trained) as new:
+        for names in by_layer(masters.tensors):
+            written: Tensors = {}
+            for name in names:
+                module = name.rpartition(".")[0]
+                weight = f"{module}.weight" if module in packed else name
+                if weight in written:
+                    continue
+                if weight in masters.trained:
+                    tensor = _master(new, weight)
+                elif module in packed:
+                    parts = {part: old(f"{module}.{part}") for part in format.tensors}
+                    tensor = format.dequantize(parts, torch.bfloat16)
+                else:
+                    tensor = old(name)
+                written[weight] = tensor.to(torch.bfloat16)
+            yield written
+
+
+def _master(read: Callable[[str], torch.Tensor], name: str) -> torch.Tensor:
+    return finite(name, read(name))
+
+
+def write_trained(
+    masters: Masters, folder: Path, device: torch.device, track: Callable = iter, dense: bool = False
+) -> int:
+    """Fill an empty `folder` with the trained model; `dense`: in bfloat16, not packed.
+
+    Returns the bytes of its weights; `track` sees the layers pass.
+    """
+    groups = dense_tensors(masters) if dense else packed_tensors(masters, device)
+    written = write_weights(folder, track(groups))
     config = read_json(masters.base / "config.json")
     copy_small_files(masters.base, folder, code="auto_map" in config)
+    if dense:
+        del config["quantization_config"]
+        config |= dict.fromkeys([key for key in DTYPE_KEYS if key in config] or DTYPE_KEYS[:1], "bfloat16")
     write_json(folder / "config.json", config)
     return written

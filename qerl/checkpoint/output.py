@@ -19,15 +19,18 @@ from pathlib import Path
 
 from qerl.checkpoint.links import TEMPLATES
 from qerl.checkpoint.resolve import REPORT
+from qerl.checkpoint.sealed import CHECKSUMS
 from qerl.checkpoint.shards import INDEX, read_json
 from qerl.checkpoint.writer import SMALL_FILES
 from qerl.errors import CheckpointError
 from qerl.files.disk import fsync
 
-MERGE_REPORT = "merge_report.json"
+MERGE_REPORT, EXPORT_REPORT = "merge_report.json", "export_report.json"
+REPORTS = (REPORT, MERGE_REPORT, EXPORT_REPORT)
 SPARE_BYTES = 64 * 2**20  # for tokenizer, config, report, and the file system's own needs
 WRITTEN = (
     *("config.json", "adapter_config.json", "*.safetensors", INDEX, "README.md", REPORT, MERGE_REPORT),
+    *(EXPORT_REPORT, CHECKSUMS),
     *(*SMALL_FILES, "*.py"),
 )
 AT_FDCWD, RENAME_EXCHANGE = -100, 2  # renameat2(2)
@@ -62,9 +65,9 @@ def check_target(out: Path, source: Path, overwrite: bool, force: bool = False) 
 
 
 def _not_ours(out: Path) -> str | None:
-    """What in a folder was not written by quantize or merge; None if all of it was."""
-    if not any((out / name).is_file() and read_json(out / name) for name in (REPORT, MERGE_REPORT)):
-        return f"it has no {REPORT} or {MERGE_REPORT}"
+    """What in a folder was not written by quantize, merge or export; None if all of it was."""
+    if not any((out / name).is_file() and read_json(out / name) for name in REPORTS):
+        return f"it has no {' or '.join(REPORTS)}"
     names = sorted(path.name for path in out.iterdir() if path.name != TEMPLATES)
     return next((name for name in names if not any(fnmatchcase(name, pattern) for pattern in WRITTEN)), None)
 

@@ -3,7 +3,8 @@
     config.json                          -> "base16", or "quantized" if it has a quantization_config (`qerl.formats`)
     adapter_config.json                  -> "adapter"; its base_model_name_or_path is the base, unless
                                             trained_on.json beside it names another
-    config.yaml and metrics.jsonl        -> "run"; its model.base is the base, its newest saved adapter the adapter
+    config.yaml and metrics.jsonl        -> "run"; its model.base is the base, its newest saved adapter the adapter;
+                                            if it trains whole weights, its model/ is the base, and it has no adapter
 
 A folder's name says nothing. The word `tiny` is the model that ships with the package (a folder of that
 name is `./tiny`). Importing this module loads neither torch nor transformers.
@@ -23,6 +24,7 @@ from qerl.checkpoint.links import check_links
 from qerl.checkpoint.named_base import TINY, TINY_FOLDER, beside, model_of_adapter
 from qerl.checkpoint.sealed import CHECKSUMS, adapter_damage, adapters_of_run
 from qerl.checkpoint.shards import read_json, weight_files
+from qerl.checkpoint.weights_run import export_line, model_of, trains_weights
 from qerl.errors import CheckpointError
 from qerl.files.nearby import close_to, expanded, is_path, no_folder
 from qerl.formats.base import Format
@@ -146,6 +148,8 @@ def _resolve_run(run: Path, load: str) -> ModelRef:
 
     If the run began from another adapter, the base is the one under that adapter: the run's own adapter continues it.
     """
+    if trains_weights(run):
+        return replace(resolve_model(str(model_of(run)), load), kind="run", path=run, run=run)
     model_under(str(run))  # refuses runs that name one another
     base, recipe_format = _model_of_run(run)
     try:
@@ -239,6 +243,10 @@ def _named_base(ref: str) -> tuple[Path, str] | None:
 def _run_adapter(run: Path) -> Path:
     """The adapter that a finished run wrote, or else that of its last checkpoint (`checkpoints/step-000040`). Damaged
     ones are passed over, with a warning."""
+    if trains_weights(run):
+        raise CheckpointError(
+            f"{run} trains whole weights and has no adapter: write `{export_line(run)}`, which makes a model of it"
+        )
     saved, damaged = adapters_of_run(run), []
     for folder in saved:
         if damage := adapter_damage(folder):

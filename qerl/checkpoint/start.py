@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.checkpoint.resolve import ModelRef, beside, quantized_from, resolve_base_of_run, resolve_model
+from qerl.checkpoint.weights_run import export_line
 from qerl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ def starting_model(config: RunConfig, run: Path | None = None) -> ModelRef:
             f"model.base {base} is already quantized ({label}), and qat trains 16-bit weights, since small updates "
             f"vanish between the values of {label}: {remedy}"
         )
+    command = f"qerl merge --adapter {base}" if found.adapter else export_line(found.path)
     raise ConfigError(
         f"model.base {base} is {'an adapter' if found.kind == 'adapter' else 'a run'}, and qat starts from a whole "
-        f"16-bit model: write `qerl merge --adapter {base}` and give the folder that it makes"
+        f"16-bit model: write `{command} --to bf16` and give the folder that it makes"
     )

@@ -36,7 +36,7 @@ LICENCES = {  # words near the top of a licence's text -> its name on the hub
 }
 METRICS = ("reward", "entropy", "mismatch_kl", "completions/mean_tokens", "completions/truncated_share")
 GOES_WITHOUT = "the model card goes without the training; put the file back and merge again to have it"
-RECIPE_SECTIONS = ("adapter", "data", "rollout", "loss", "noise", "optim")
+RECIPE_SECTIONS = ("adapter", "qat", "data", "rollout", "loss", "noise", "optim")
 
 
 def write_card(report: MergeReport, adapter: Path, path: Path) -> None:
@@ -50,9 +50,9 @@ def card_text(report: MergeReport, adapter: Path) -> str:
     results = read_results(run) if run else []
     parts = [_title(report), _measured(report), _loading(report)]
     if run is not None:
-        parts.append(_training(run))
+        parts.append(training_text(run))
     if results:
-        parts.append(_evaluation(results))
+        parts.append(evaluation_text(results, "base + adapter"))
     parts.append("## Versions\n\n" + ", ".join(f"{name} {version}" for name, version in report.versions.items()))
     return f"---\n{_metadata(report, results)}\n---\n\n" + "\n\n".join(part for part in parts if part) + "\n"
 
@@ -134,30 +134,39 @@ def _title(report: MergeReport) -> str:
     if report.onto != report.base:
         rows["merged onto"] = f"`{report.onto}`"
     notes = "".join(f"\n> {note}\n" for note in report.warnings())
-    return f"# {report.out.name}\n\n{_table(rows)}\n{notes}".rstrip()
+    return f"# {report.out.name}\n\n{table_text(rows)}\n{notes}".rstrip()
 
 
 def _measured(report: MergeReport) -> str:
     found = report.measured()
-    return f"## What is left of the adapter\n\n{_table(found)}" if found else ""
+    return f"## What is left of the adapter\n\n{table_text(found)}" if found else ""
 
 
 def _loading(report: MergeReport) -> str:
-    text = "\n".join(["## How to load it", "", *(f"    {command}" for command in report.commands.values())])
-    if report.to == "adapter":
-        return f"{text}\n\n{loading(str(report.out), trained_on(report.onto))}"
+    if report.to != "adapter":
+        return loading_lines(report.out, report.commands.values())
+    return f"{_commands(report.commands.values())}\n\n{loading(str(report.out), trained_on(report.onto))}"
+
+
+def _commands(commands: Iterable[str]) -> str:
+    return "\n".join(["## How to load it", "", *(f"    {command}" for command in commands)])
+
+
+def loading_lines(out: Path, commands: Iterable[str]) -> str:
+    """How a whole model is loaded: by these commands, or in Python."""
     lines = [
         "```python",
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",
-        f'model = AutoModelForCausalLM.from_pretrained("{report.out.name}", dtype="bfloat16")',
-        f'tokenizer = AutoTokenizer.from_pretrained("{report.out.name}")',
+        f'model = AutoModelForCausalLM.from_pretrained("{out.name}", dtype="bfloat16")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{out.name}")',
         "```",
     ]
-    return "\n".join([text, "", *lines])
+    return "\n".join([_commands(commands), "", *lines])
 
 
-def _training(run: Path) -> str:
+def training_text(run: Path) -> str:
+    """The recipe of a run and the means of its metrics; empty, with a warning, if its files cannot be read."""
     import yaml
 
     try:
@@ -171,7 +180,7 @@ def _training(run: Path) -> str:
     if rows:
         last = {name: _number(rows, name) for name in METRICS}
         shown = {name: value for name, value in last.items() if value}
-        text += f" Mean of the first and the last fifth of the steps:\n\n{_table(shown)}"
+        text += f" Mean of the first and the last fifth of the steps:\n\n{table_text(shown)}"
     recipe = {section: config[section] for section in RECIPE_SECTIONS if section in config}
     return f"{text}\n\n```yaml\n{yaml.safe_dump(recipe, sort_keys=False).strip()}\n```"
 
@@ -184,7 +193,8 @@ def _number(rows: list[dict], name: str) -> str | None:
     return f"{sum(values[:fifth]) / fifth:.4g} -> {sum(values[-fifth:]) / fifth:.4g}"
 
 
-def _evaluation(results: list[dict]) -> str:
+def evaluation_text(results: list[dict], of: str) -> str:
+    """A table of evaluations `of` a model."""
     lines = ["## Evaluation", "", "| task | accuracy | 95% interval | questions | samples | truncated |"]
     lines.append("|---|---|---|---|---|---|")
     for result in results:
@@ -196,8 +206,9 @@ def _evaluation(results: list[dict]) -> str:
             f"| {result['task']} | {accuracy['value']:.1%} | {interval} | {result['questions']} | "
             f"{result.get('samples', 1)} | {truncated} |"
         )
-    return "\n".join([*lines, "", "Measured by `qerl eval` for base + adapter, on the engine of the training."])
+    return "\n".join([*lines, "", f"Measured by `qerl eval` for {of}, on the engine of the training."])
 
 
-def _table(rows: dict[str, str]) -> str:
+def table_text(rows: dict[str, str]) -> str:
+    """Names and texts as a table."""
     return "\n".join(["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in rows.items())])

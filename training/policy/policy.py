@@ -23,6 +23,7 @@ from qerl.checkpoint.adapter import (
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import TensorSpec, read_tensors
 from qerl.checkpoint.source import by_layer
+from qerl.checkpoint.weights_run import WEIGHTS
 from qerl.checkpoint.writer import write_weights
 from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate
 from qerl.errors import CheckpointError, ConfigError
@@ -34,7 +35,6 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
-WEIGHTS = "weights"  # the folder of the masters in a checkpoint
 DTYPES = {"torch.float32": "F32", "torch.bfloat16": "BF16"}  # of masters, as safetensors names them
 
 

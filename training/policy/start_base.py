@@ -21,10 +21,11 @@ from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.resolve import REPORT, ModelRef, resolve_model
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.source import Source, read_source
+from qerl.checkpoint.weights_run import BASE
 from qerl.checkpoint.writer import copy_small_files, write_json, write_weights
 from qerl.errors import ConfigError
 from qerl.plan.trained import masters_dtype
-from training.run_dir.folder import BASE, only_writer, written
+from training.run_dir.folder import only_writer, written
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -22,9 +22,9 @@ from safetensors import SafetensorError
 
 from qerl.checkpoint import sealed
 from qerl.checkpoint.adapter import ADAPTER_FILES
+from qerl.checkpoint.weights_run import WEIGHTS
 from qerl.errors import CheckpointError
 from qerl.files.disk import fsync, refusal_of
-from training.policy.policy import WEIGHTS
 
 logger = logging.getLogger(__name__)
 

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from qerl.checkpoint.weights_run import BASE
 from qerl.errors import ConfigError
 from qerl.files.nearby import expanded
 from qerl.files.read_back import read_object
@@ -23,7 +24,6 @@ from training.run_dir.terminal_gone import TERMINAL_LOG
 from training.run_dir.trackers import IDS
 
 LOCK = ".lock"
-BASE, MODEL = "base", "model"  # of a run that trains whole weights: its packed base, its result
 # What may be there if a kill, a full disk or a tracker that failed came before config.yaml.
 UNBEGUN = {LOCK, "config.partial", TERMINAL_LOG, BASE, f".{BASE}.partial", IDS, "wandb", "tensorboard"}
 

@@ -9,14 +9,9 @@ import torch
 
 from qerl.checkpoint import sealed
 from qerl.checkpoint.export import read_masters, write_trained
-from training.policy.policy import WEIGHTS
+from qerl.checkpoint.weights_run import BASE, MODEL, WEIGHTS
 from training.run_dir.checkpoint import checkpoint_path
-from training.run_dir.folder import BASE, MODEL, make_aside
-
-
-def trains_weights(run_dir: Path) -> bool:
-    """Whether a run that has begun trains whole weights."""
-    return (run_dir / BASE).is_dir()
+from training.run_dir.folder import make_aside
 
 
 def settle_model(run_dir: Path, step: int) -> Path:

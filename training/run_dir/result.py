@@ -18,11 +18,11 @@ from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.named_base import beside, model_of_adapter
 from qerl.checkpoint.peft_folder import TrainedOn, complete_
 from qerl.checkpoint.sealed import adapter_damage, read_sums, seal
+from qerl.checkpoint.weights_run import trains_weights
 from qerl.config.recipe import load_config
 from qerl.errors import CheckpointError
 from training.run_dir.checkpoint import checkpoint_path, damage_of
 from training.run_dir.folder import make_aside
-from training.run_dir.model import trains_weights
 from training.validation.verdict import Best
 
 if TYPE_CHECKING:

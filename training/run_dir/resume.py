@@ -28,12 +28,13 @@ from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import RUNS, beside
 from qerl.checkpoint.start import starting_model
 from qerl.checkpoint.weights_digest import weights_digest
+from qerl.checkpoint.weights_run import MODEL
 from qerl.config.recipe import load_config, save_config
 from qerl.errors import CheckpointError, ConfigError, DataError
 from qerl.files.disk import replace_text
 from qerl.files.nearby import expanded, is_path, no_folder
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, checkpoints, damage_of
-from training.run_dir.folder import MODEL, make_aside, only_writer, read_about, written
+from training.run_dir.folder import make_aside, only_writer, read_about, written
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR

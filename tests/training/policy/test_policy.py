@@ -8,13 +8,14 @@ from small_run import small_config
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora
 from qerl.checkpoint.load import load_model
 from qerl.checkpoint.shards import SINGLE
+from qerl.checkpoint.weights_run import WEIGHTS
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import deliver
 from qerl.errors import CheckpointError, ConfigError
 from qerl.nvfp4 import reference
-from training.policy.policy import WEIGHTS, AdapterPolicy, WeightsPolicy, check_reference
+from training.policy.policy import AdapterPolicy, WeightsPolicy, check_reference
 
 PROMPTS = [[5, 6, 7], [8, 9, 10, 11]]
 SAMPLED = SamplingParams(max_new_tokens=12, temperature=1.0)

@@ -6,10 +6,10 @@ import torch
 from safetensors.torch import load_file
 from small_run import numbers, small_config
 
+from qerl.checkpoint.weights_run import WEIGHTS
 from qerl.plan.cards import CARDS
 from qerl.plan.plan import plan, with_masters
 from qerl.plan.sizes import KNOWN, sizes_of
-from training.policy.policy import WEIGHTS
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoint_path
 
