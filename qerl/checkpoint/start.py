@@ -37,5 +37,5 @@ def starting_model(config: RunConfig, run: Path | None = None) -> ModelRef:
     command = f"qerl merge --adapter {base}" if found.adapter else export_line(found.path)
     raise ConfigError(
         f"model.base {base} is {'an adapter' if found.kind == 'adapter' else 'a run'}, and qat starts from a whole "
-        f"16-bit model: write `{command} --to bf16` and give the folder that it makes"
+        f"16-bit model: write `{command} --to {formats.BF16.name}` and give the folder that it makes"
     )

@@ -59,7 +59,7 @@ def masters_of(run: Path, step: int | None = None) -> tuple[int, Path]:
             f"{run} has saved no weights yet: let it reach its first checkpoint (run.save_every), or give another run"
         )
     if step is not None and step not in found:
-        raise ConfigError(f"--step {step}: {run} has checkpoints of the steps {', '.join(map(str, found))}")
+        raise ConfigError(f"--step {step}: {run} has no checkpoint of it: give one of {', '.join(map(str, found))}")
     for one in [step] if step is not None else reversed(found):
         if (damage := _damage(found[one].parent)) is None:
             return one, found[one]

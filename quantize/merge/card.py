@@ -36,7 +36,7 @@ LICENCES = {  # words near the top of a licence's text -> its name on the hub
 }
 METRICS = ("reward", "entropy", "mismatch_kl", "completions/mean_tokens", "completions/truncated_share")
 GOES_WITHOUT = "the model card goes without the training; put the file back and merge again to have it"
-RECIPE_SECTIONS = ("adapter", "qat", "data", "rollout", "loss", "noise", "optim")
+RECIPE_SECTIONS = ("data", "rollout", "loss", "noise", "optim")
 
 
 def write_card(report: MergeReport, adapter: Path, path: Path) -> None:
@@ -181,7 +181,8 @@ def training_text(run: Path) -> str:
         last = {name: _number(rows, name) for name in METRICS}
         shown = {name: value for name, value in last.items() if value}
         text += f" Mean of the first and the last fifth of the steps:\n\n{table_text(shown)}"
-    recipe = {section: config[section] for section in RECIPE_SECTIONS if section in config}
+    trained = "qat" if config.get("qat") else "adapter"
+    recipe = {section: config[section] for section in (trained, *RECIPE_SECTIONS) if section in config}
     return f"{text}\n\n```yaml\n{yaml.safe_dump(recipe, sort_keys=False).strip()}\n```"
 
 
