@@ -128,4 +128,4 @@ def render_chat(
 
 def try_tokenizer(file: Path) -> None:
     """Load a tokenizer.json and encode a text with it. Raises SandboxError if that fails or takes too long."""
-    _worker(os.getpid()).ask({"tokenizer": str(file)})
+    _worker(os.getpid()).ask({"tokenizer": os.path.abspath(file)})  # the worker stays where it was started

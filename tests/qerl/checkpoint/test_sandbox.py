@@ -102,3 +102,10 @@ def test_an_odd_value_of_a_tokenizer_is_one_error(tmp_path, value):
     (folder / "tokenizer_config.json").write_text(json.dumps({**content, "model_max_length": value}))
     with pytest.raises(CheckpointError, match="has no tokenizer that can be read"):
         load_tokenizer(folder)
+
+
+def test_a_folder_is_found_from_wherever_the_process_is_by_now(tmp_path, monkeypatch):
+    load_tokenizer("tiny")  # the worker starts here, and stays
+    shutil.copytree(TINY, tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    load_tokenizer("model")
