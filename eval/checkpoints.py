@@ -19,6 +19,7 @@ from qerl.checkpoint.kinds import kind_of
 from qerl.checkpoint.weights_run import export_line, trains_weights
 from qerl.errors import CheckpointError, ConfigError
 from qerl.files.nearby import no_folder
+from qerl.parallel import ALONE, Parallel
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +60,9 @@ def choose(found: dict[int, Path], asked: str) -> dict[int, Path]:
     return {step: found[step] for step in sorted(map(int, parts))}
 
 
-def run_checkpoints(settings: EvalSettings, on_batch: OnBatch | None = None) -> list[EvalResult]:
+def run_checkpoints(
+    settings: EvalSettings, on_batch: OnBatch | None = None, parallel: Parallel = ALONE
+) -> list[EvalResult]:
     """Evaluate checkpoints of a run (--run, --checkpoints) in the order of their steps; finished ones are only read.
 
     With --out, each has its own folder in it. Raises QerlError as `run_eval` does.
@@ -72,5 +75,5 @@ def run_checkpoints(settings: EvalSettings, on_batch: OnBatch | None = None) -> 
             logger.info("checkpoint of step %d", step)
             out = None if settings.out is None else settings.out / folder.name
             one = replace(whole, adapter=str(folder), out=out, step=step)
-            results.append(run_eval(one, on_batch, holder))
+            results.append(run_eval(one, on_batch, holder, parallel))
     return results

@@ -6,6 +6,7 @@ before the options are known to be good.
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -15,19 +16,31 @@ from eval.settings import EvalSettings
 from eval.show import OPTIONS, show, show_suite
 from qerl.checkpoint.resolve import newest_model
 from qerl.commands.from_dataclass import command_of
+from qerl.commands.launch import check_gpus, launch, one_card_each
 from qerl.commands.option_names import Gpu, options_named
 from qerl.commands.terminal import run_command
-from qerl.devices import choose_card
 from qerl.errors import ConfigError
+from qerl.parallel import Parallel
 from qerl.threads import choose_threads
 
+Gpus = Annotated[int | None, typer.Option(min=1, help="Cards of this machine that share the questions; default: one.")]
 
-def evaluate(settings: EvalSettings, gpu: Gpu = None) -> None:
+
+def evaluate(settings: EvalSettings, gpu: Gpu = None, gpus: Gpus = None) -> None:
     """Measure a model on a task: accuracy with its 95% interval, every completion saved.
 
     A killed evaluation continues with the same command, to the same numbers.
     """
-    choose_card(gpu=gpu)
+    check_gpus(gpu, gpus)
+    if gpus is not None and gpus > 1:
+        if settings.suite is not None:
+            raise ConfigError("--gpus does not go with --suite lighteval, which runs in one process: leave it out")
+        launch(gpus, sys.argv[1:])
+    with one_card_each(gpu) as parallel:
+        _evaluate(settings, parallel)
+
+
+def _evaluate(settings: EvalSettings, parallel: Parallel) -> None:
     model = settings.run or settings.model
     if model is None and (newest := newest_model(settings.load)) is not None:
         model = newest.path
@@ -35,7 +48,7 @@ def evaluate(settings: EvalSettings, gpu: Gpu = None) -> None:
         choose_threads(str(model))
     with options_named(OPTIONS):
         if settings.suite is None:
-            show(settings)
+            show(settings, parallel)
         else:
             show_suite(settings)
 

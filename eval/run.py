@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -25,6 +26,7 @@ from qerl.engine.interface import Completion, Engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
+from qerl.parallel import ALONE, Parallel, check_same
 
 if TYPE_CHECKING:
     import torch
@@ -65,17 +67,24 @@ class EngineHolder:
         self.engine = None
 
 
-def run_eval(settings: EvalSettings, on_batch: OnBatch | None = None, holder: EngineHolder | None = None) -> EvalResult:
+def run_eval(
+    settings: EvalSettings,
+    on_batch: OnBatch | None = None,
+    holder: EngineHolder | None = None,
+    parallel: Parallel = ALONE,
+) -> EvalResult:
     """Run or continue an evaluation and write its folder. A finished one is read and not run again.
 
     `on_batch` is called at the start and after each batch; without it progress is logged. `holder` keeps the engine
-    open for the caller's next evaluation; without it the engine is closed at the end. Raises QerlError of the kind that
+    open for the caller's next evaluation; without it the engine is closed at the end. Several processes sample a share
+    of each batch; the first one writes, and all return the result. Raises QerlError of the kind that
     fits, with what to write instead.
     """
     plan = make_plan(settings)
+    check_same(parallel, plan.identity)
     on_batch = on_batch or _Log()
-    with open_store(plan.out, plan.identity, settings.overwrite) as store:
-        rows = store.resume(plan.batches)
+    with _store(plan, parallel) as store:
+        rows = parallel.broadcast(store.resume(plan.batches) if store else [])
         missing = sum(map(len, plan.batches)) - len(rows)
         if rows:
             logger.info("%s holds %d completions; %d are missing", plan.out, len(rows), missing)
@@ -83,14 +92,28 @@ def run_eval(settings: EvalSettings, on_batch: OnBatch | None = None, holder: En
             own = holder or EngineHolder()
             try:
                 engine = own.take(plan)
-                store.bind_engine({"name": engine.name, "kernel": engine.kernel, "versions": versions()})
-                complete(plan, engine, store, rows, on_batch)
+                facts = {"name": engine.name, "kernel": engine.kernel, "versions": versions()}
+                check_same(parallel, {"engine": facts})
+                if store:
+                    store.bind_engine(facts)
+                complete(plan, engine, store, rows, on_batch, parallel)
             finally:
                 if own is not holder:
                     own.close()
-        result = _result(plan, store, rows)
-        store.finish(result.to_json())
+        result = parallel.broadcast(_result(plan, store, rows) if store else None)
+        if store:
+            store.finish(result.to_json())
     return result
+
+
+@contextmanager
+def _store(plan: Plan, parallel: Parallel) -> Iterator[Store | None]:
+    """The evaluation's folder, which the first process holds."""
+    if not parallel.first:
+        yield None
+        return
+    with open_store(plan.out, plan.identity, plan.settings.overwrite) as store:
+        yield store
 
 
 def engine_options(plan: Plan, rank: int) -> EngineOptions:
@@ -113,8 +136,13 @@ def _read_adapter(ref: ModelRef) -> _Adapter:
     return _Adapter(tensors, scaling, max(t.shape[0] for name, t in tensors.items() if name.endswith("lora_A.weight")))
 
 
-def complete(plan: Plan, engine: Engine, store: Store, rows: list[Row], on_batch: OnBatch) -> None:
-    """Sample and grade the batches that `rows` lacks, and append them to `rows` and to the store."""
+def complete(
+    plan: Plan, engine: Engine, store: Store | None, rows: list[Row], on_batch: OnBatch, parallel: Parallel = ALONE
+) -> None:
+    """Sample and grade the batches that `rows` lacks, and append them to `rows` and to the store, if it is here.
+
+    Each process takes its share of every batch, so that what is saved does not depend on how many there are.
+    """
     total = sum(map(len, plan.batches))
     on_batch(len(rows), total, _correct(rows))
     done = 0
@@ -123,12 +151,16 @@ def complete(plan: Plan, engine: Engine, store: Store, rows: list[Row], on_batch
         if done <= len(rows):
             continue
         start = time.perf_counter()
-        prompts = [plan.prompts[row] for row, _ in batch]
-        completions = engine.generate(prompts, plan.sampling, seed=batch_seed(plan.settings.seed, number))
-        graded = grade_batch(plan, number, batch, completions)
+        share = parallel.span(len(batch))
+        prompts = [plan.prompts[row] for row, _ in batch[share]]
+        seed = batch_seed(plan.settings.seed, number)
+        completions = engine.generate(prompts, plan.sampling, seed, first_index=share.start) if prompts else []
+        graded = grade_batch(plan, number, batch[share], completions) if prompts else []
+        graded = [row for part in parallel.gather(graded) for row in part]
         seconds = round(time.perf_counter() - start, 3)
         graded = [{**row, "batch_seconds": seconds} for row in graded]
-        store.append(graded)
+        if store:
+            store.append(graded)
         rows += graded
         on_batch(len(rows), total, _correct(rows))
 

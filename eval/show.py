@@ -11,6 +11,7 @@ from eval.settings import EvalSettings, flag
 from qerl.commands.next_step import after_evaluating, say_next
 from qerl.commands.option_names import ENGINE_OPTIONS
 from qerl.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, ConfigError
+from qerl.parallel import ALONE, Parallel
 
 if TYPE_CHECKING:
     from eval.run import OnBatch
@@ -25,10 +26,10 @@ OPTIONS = {  # what errors name here in place of keys of a recipe
 logger = logging.getLogger(__name__)
 
 
-def show(settings: EvalSettings) -> None:
+def show(settings: EvalSettings, parallel: Parallel = ALONE) -> None:
     """Evaluate with a progress bar on a terminal, and print the table and where the files are.
 
-    With --run, its checkpoints are evaluated, one column each.
+    With --run, its checkpoints are evaluated, one column each. Of several processes the first one shows.
     """
     from eval.checkpoints import run_checkpoints
     from eval.result import render_table
@@ -36,11 +37,16 @@ def show(settings: EvalSettings) -> None:
     from qerl.printable import SafeConsole
 
     try:
-        with _progress() as on_batch:
-            results = run_checkpoints(settings, on_batch) if settings.run else [run_eval(settings, on_batch)]
+        with _progress(parallel) as on_batch:
+            if settings.run:
+                results = run_checkpoints(settings, on_batch, parallel)
+            else:
+                results = [run_eval(settings, on_batch, parallel=parallel)]
     except KeyboardInterrupt:
         logger.warning("stopped: the same command continues from the last whole batch")
         raise SystemExit(130) from None
+    if not parallel.first:
+        return
     console = SafeConsole()
     labels = None if settings.run is None else [f"step {result.details['step']}" for result in results]
     console.print(render_table(results, labels))
@@ -65,12 +71,12 @@ def show_suite(settings: EvalSettings) -> None:
 
 
 @contextlib.contextmanager
-def _progress() -> Iterator[OnBatch | None]:
+def _progress(parallel: Parallel) -> Iterator[OnBatch | None]:
     """A progress bar on a terminal. Elsewhere None, so that progress is logged."""
     from qerl.printable import SafeConsole
 
     console = SafeConsole(stderr=True)
-    if not console.is_terminal:
+    if not parallel.first or not console.is_terminal:
         yield None
         return
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn

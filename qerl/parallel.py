@@ -146,6 +146,17 @@ def _connect(launched: Mapping[str, str], elastic: Mapping[str, str], time_limit
         raise ParallelError(text) from error
 
 
+def check_same(parallel: Parallel, facts: Mapping[str, object]) -> None:
+    """Raise ConfigError if a rank has something else than rank 0 under one of the names of `facts`."""
+    of_ranks = parallel.gather(dict(facts))
+    for rank, of_rank in enumerate(of_ranks):
+        if different := [name for name in facts if of_rank.get(name) != of_ranks[0][name]]:
+            raise ConfigError(
+                f"rank {rank} has another {different[0]} than rank 0: give all processes the same command, the same "
+                "files and the same packages"
+            )
+
+
 class Group:
     """The connections between the ranks: gloo for messages and for tensors on a CPU, NCCL for tensors on a card."""
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qerl.errors import ConfigError, ParallelError
+from qerl.errors import ParallelError
 from training.rewards.grading import Graded, Logged
 from training.rollout.sampler import Rollout
 
@@ -91,17 +91,6 @@ def check_replicas(parameters: Iterable[torch.nn.Parameter], parallel: Parallel)
             f"the weights of rank {others[0]} are not those of rank 0, although each step sums their gradients to the "
             "same bits: check the cards (`nvidia-smi -q -d ECC`), and resume from the last checkpoint"
         )
-
-
-def check_same(parallel: Parallel, facts: Mapping[str, object]) -> None:
-    """Raise ConfigError if a rank has something else than rank 0 under one of the names of `facts`."""
-    of_ranks = parallel.gather(dict(facts))
-    for rank, of_rank in enumerate(of_ranks):
-        if different := [name for name in facts if of_rank.get(name) != of_ranks[0][name]]:
-            raise ConfigError(
-                f"rank {rank} has another {different[0]} than rank 0: give all processes the same command, the same "
-                "files and the same packages"
-            )
 
 
 def _buckets(gradients: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

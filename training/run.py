@@ -34,7 +34,7 @@ from qerl.engine.interface import Engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.files.disk import replace_text
-from qerl.parallel import ALONE, Parallel
+from qerl.parallel import ALONE, Parallel, check_same
 from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
 from qerl.plan.plan import trainer_bytes, wishes_of
 from qerl.plan.trained import adapter_rank
@@ -56,7 +56,6 @@ from training.preflight.checks import (
     sizes_at,
 )
 from training.preflight.trackers import check_trackers
-from training.ranks import check_same
 from training.rewards.rewards import build_rewards, fixed_columns
 from training.run_dir.checkpoint import checkpoint_step, newest_checkpoint
 from training.run_dir.folder import new_run_dir, only_writer, written

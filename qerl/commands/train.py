@@ -5,8 +5,7 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,7 +15,7 @@ import typer
 from qerl import formats
 from qerl.commands.columns import parse_columns
 from qerl.commands.from_dataclass import Text
-from qerl.commands.launch import launch
+from qerl.commands.launch import check_gpus, launch, one_card_each
 from qerl.commands.next_step import after_training, say_next
 from qerl.commands.option_names import Gpu
 from qerl.commands.shell_values import key_values, recipe_values, task_values
@@ -108,8 +107,7 @@ class TrainOptions:
 
 def train(options: TrainOptions) -> None:
     """Train a LoRA adapter, or whole weights in 4 bits, by reinforcement learning, as a recipe says."""
-    if options.gpu is not None and options.gpus is not None:
-        raise ConfigError("--gpu names one card and --gpus asks for several: leave one of them out")
+    check_gpus(options.gpu, options.gpus)
     if options.resume is not None:
         _resume(options, options.resume)
         return
@@ -118,7 +116,6 @@ def train(options: TrainOptions) -> None:
     if options.accept_changes:
         raise ConfigError("--accept-changes is about a run that began before: leave it out, or add --resume")
     from qerl.config.recipe import recipe_label
-    from qerl.engine.open import refuse_without_driver
     from training.preflight.checks import check_config, check_ranks
     from training.run_dir.folder import new_run_dir
 
@@ -131,19 +128,17 @@ def train(options: TrainOptions) -> None:
         if not options.quantize_first:
             _check_base(config, options.recipe, quantize_first=False)
         launch(options.gpus, sys.argv[1:])
-    with _one_card_each(options.gpu) as parallel:
+    with one_card_each(options.gpu) as parallel:
         choose_threads(config.model.base)
         if parallel.first:
             _check_base(config, options.recipe, options.quantize_first)
         parallel.barrier()  # rank 0 may have to quantize
         if options.dry:
-            sys.exit(0 if parallel.broadcast(_dry_run(config) if parallel.first else None) else 1)
-        refuse_without_driver(config.rollout.engine)
-        with interrupts_counted():
-            logger.info("loading torch, transformers and trl")
-            from training.run import start
-
-        result = start(config, name, parallel)
+            fits = parallel.broadcast(_dry_run(config) if parallel.first else None)
+        else:
+            result = _start(config, name, parallel)
+    if options.dry:
+        sys.exit(0 if fits else 1)
     _end(result, parallel.first)
 
 
@@ -172,6 +167,17 @@ def _config(options: TrainOptions, recipe: str) -> RunConfig:
     return load_recipe(recipe, overrides, base=options.model, out=out, **same)
 
 
+def _start(config: RunConfig, name: str, parallel: Parallel) -> TrainResult:
+    from qerl.engine.open import refuse_without_driver
+
+    refuse_without_driver(config.rollout.engine)
+    with interrupts_counted():
+        logger.info("loading torch, transformers and trl")
+        from training.run import start
+
+    return start(config, name, parallel)
+
+
 def _dry_run(config: RunConfig) -> bool:
     """Show what the run would do, and return whether it would fit."""
     from qerl.printable import SafeConsole
@@ -196,7 +202,7 @@ def _resume(options: TrainOptions, resume: str) -> None:
     check_resumed(run_dir, step, options.steps, options.model)
     if options.gpus is not None and options.gpus > 1:
         launch(options.gpus, sys.argv[1:])
-    with _one_card_each(options.gpu) as parallel:
+    with one_card_each(options.gpu) as parallel:
         choose_threads(options.model or str(run_dir))
         with interrupts_counted():
             logger.info("loading torch, transformers and trl")
@@ -204,25 +210,6 @@ def _resume(options: TrainOptions, resume: str) -> None:
 
         result = resume_run(run_dir, step, options.steps, options.accept_changes, options.model, parallel)
     _end(result, parallel.first)
-
-
-@contextmanager
-def _one_card_each(gpu: int | None) -> Iterator[Parallel]:
-    """Before the libraries on torch are imported, which would find other cards and other processes.
-
-    One process takes `gpu`, if that is given. Of several each takes the card of its local rank, and only the first one
-    logs what is no warning.
-    """
-    from qerl.devices import choose_card
-    from qerl.parallel import open_parallel
-
-    with open_parallel() as parallel:
-        if gpu is not None and parallel.size > 1:
-            raise ConfigError(f"--gpu {gpu} is for one process, and {parallel.size} were started: leave it out")
-        choose_card(parallel.local_rank if parallel.size > 1 else None, gpu=gpu)
-        if not parallel.first:
-            logging.getLogger().setLevel(logging.WARNING)
-        yield parallel
 
 
 def _end(result: TrainResult, first: bool) -> None:

@@ -23,14 +23,7 @@ def train(environ, recipe, output=None, resumed=None):
 
     What it says goes to files in `output`.
     """
-    import torch
-
-    torch.set_num_threads(1)
-    if output is not None:
-        descriptor = os.open(Path(output) / f"rank-{environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
+    say_to(output, environ)
     from qerl.config.recipe import load_config
     from qerl.engine.transformers_engine import TransformersEngine
     from qerl.errors import QerlError
@@ -48,6 +41,35 @@ def train(environ, recipe, output=None, resumed=None):
     except QerlError as error:
         sys.stderr.write(f"error: {error}\n")
         sys.exit(1)
+
+
+def evaluate(environ, settings, output):
+    """Evaluate as one rank; what it says goes to a file in `output`."""
+    say_to(output, environ)
+    from eval.run import run_eval
+    from eval.settings import EvalSettings
+    from qerl.errors import QerlError
+    from qerl.parallel import open_parallel
+
+    try:
+        with open_parallel(environ, time_limit_s=60) as parallel:
+            run_eval(EvalSettings(**settings), parallel=parallel)
+    except QerlError as error:
+        sys.stderr.write(f"error: {error}\n")
+        sys.exit(1)
+
+
+def say_to(output, environ):
+    """Compute with one thread, and write what this rank says into a file in `output`, if that is given."""
+    import torch
+
+    torch.set_num_threads(1)
+    if output is None:
+        return
+    descriptor = os.open(Path(output) / f"rank-{environ['RANK']}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w", buffering=1)
 
 
 def drawn(engine, prompts, sampling, seed=None, finished=None, first_index=0):
