@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
 
 TOKEN_STEP = 256  # lengths of completions are advised in multiples of this
+FFN = "re:.*mlp.*"  # the feed-forward layers alone, in `qat.targets`
 USEFUL = 512  # tokens; shorter completions are not advised
 
 
@@ -72,10 +73,26 @@ def _changes(config: RunConfig) -> Iterator[dict[str, object]]:
         yield free
     if config.memory.cap_gib is not None:
         yield {**free, "memory.cap_gib": None}
+    yield from ({**free, **less} for less in _leaner_masters(config))
     own = formats.get(config.model.format)
     for other in formats.all_formats():
         if other.scheme is not None and other.bytes_per_weight < own.bytes_per_weight:
             yield {**free, "model.format": other.name}
+
+
+def _leaner_masters(config: RunConfig) -> Iterator[dict[str, object]]:
+    """For a run that trains whole weights: fewer bytes for each of them, then the feed-forward layers alone."""
+    if config.qat is None:
+        return
+    less: dict[str, object] = {}
+    if config.qat.masters != "bfloat16":
+        less["qat.masters"] = "bfloat16"
+    if config.optim.name == "adamw":
+        less["optim.name"] = "adamw_8bit"
+    if less:
+        yield less
+    if config.qat.targets is None and not any("self_attn" in pattern for pattern in config.qat.quant_cfg.ignore):
+        yield {**less, "qat.targets": [FFN]}
 
 
 def _smaller_base(config: RunConfig, card: Card) -> list[str]:
@@ -126,4 +143,8 @@ def _least(fits: Callable[[float], bool], low: int, high: int) -> int | None:
 
 
 def _options(values: dict[str, object]) -> str:
-    return " ".join(f"--set {key}={'null' if value is None else value}" for key, value in values.items())
+    return " ".join(f"--set {_shown(key, value)}" for key, value in values.items())
+
+
+def _shown(key: str, value: object) -> str:
+    return f'"{key}={value}"' if isinstance(value, list) else f"{key}={'null' if value is None else value}"

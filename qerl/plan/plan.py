@@ -106,7 +106,7 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     least = footprint.needed(tokens, 0 if config.run.gradient_checkpointing is False else sizes.layers)
     memory = {
         "rollout": {**common, "KV cache": cache, "engine's work": ENGINE_WORK},
-        "training": {**common, "micro-batch": micro_batches.needed(tokens) if micro_batches else least},
+        "training": {**common, **_training(config, sizes, micro_batches.needed(tokens) if micro_batches else least)},
     }
     return Plan(
         card,
@@ -146,6 +146,13 @@ def wishes_of(config: RunConfig) -> Wishes:
 def _trainer(config: RunConfig, sizes: ModelSizes) -> dict[str, int]:
     trained = trained_of(config, sizes)
     return {trained.name: trained.count * trained.kept_bytes, "optimizer": trained.count * trained.state_bytes}
+
+
+def _training(config: RunConfig, sizes: ModelSizes, needed: float) -> dict[str, float]:
+    """What a micro-batch needs; gradients of whole weights, which do not depend on its tokens, are listed apart."""
+    trained = trained_of(config, sizes)
+    gradients = 0 if config.qat is None else trained.count * trained.gradient_bytes
+    return {**({"gradients": gradients} if gradients else {}), "micro-batch": needed - gradients}
 
 
 @dataclass(frozen=True)

@@ -193,3 +193,13 @@ def test_unknown_cards_are_refused(text, words):
 @pytest.mark.parametrize("name", CARDS)
 def test_every_card_trains_a_3b_model(name):
     assert not Workload("dapo_3b", "Qwen/Qwen2.5-3B", 16, 8, 256, 1024, 32).plan(name).problems
+
+
+def test_masters_that_do_not_fit_become_leaner_or_fewer():
+    settings = ("qat.masters=float32", "optim.name=adamw")
+    config, sizes, card = load_recipe("qat_7b", settings), read_sizes("Qwen/Qwen2.5-7B"), card_of("h100")
+    found = advice(config, sizes, card)
+    assert found[0] == "--set qat.masters=bfloat16 --set optim.name=adamw_8bit"
+    sixteen = advice(load_recipe("qat_7b", ["qat.masters=bfloat16"]), sizes, card_of("a6000"))
+    assert any("--set \"qat.targets=['re:.*mlp.*']\"" in each for each in sixteen), sixteen
+    load_recipe("qat_7b", ["qat.targets=['re:.*mlp.*']"])

@@ -202,3 +202,21 @@ def test_the_command_says_what_fits_and_fails_if_nothing_does():
     assert done.exit_code == 1
     assert "Does not fit: the weights take" in done.stdout
     assert "Fits with --model Qwen/Qwen2.5-14B-Instruct." in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("base", "wide", "eight_bit", "narrow"),
+    [("3b", 43, 28, 17.5), ("7b", 103, 66, 42), ("14b", 207, 133, 84), ("32b", 484, 310, 194)],
+)
+def test_whole_weights_take_their_bytes(base, wide, eight_bit, narrow):
+    """GiB of packed weights, embeddings, masters, moments and gradients: 16.6, 10.6 and 6.6 bytes per weight."""
+    parts = ("weights", "optimizer", "gradients")
+    for gib, masters, optimizer in (
+        (wide, "float32", "adamw"),
+        (eight_bit, "float32", "adamw_8bit"),
+        (narrow, "bfloat16", "adamw_8bit"),
+    ):
+        config = load_recipe("qat_7b", [f"qat.masters={masters}", f"optim.name={optimizer}"])
+        memory = plan(config, sizes_of(KNOWN[f"qwen2.5-{base}"], base), card_of("h200")).memory["training"]
+        assert sum(memory[name] for name in (*parts, f"masters ({masters})")) / GIB == pytest.approx(gib, rel=0.015)
+        assert memory["micro-batch"] > 0
