@@ -10,7 +10,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -226,7 +226,7 @@ class RunLog:
         """Drop the warnings after `step`. Earlier ones keep their cool-down."""
         path = self.run_dir / WARNINGS
         if path.exists():
-            kept = [row for row in _read_rows(path) if row["step"] <= step]
+            kept = [row for row in _read_rows(path, _is_warning) if row["step"] <= step]
             replace_text(path, "".join(json.dumps(row) + "\n" for row in kept))
             self._told = {row["kind"]: row["step"] for row in kept}
 
@@ -270,17 +270,25 @@ class NoLog(RunLog):
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl. A damaged line, such as one truncated by a kill, is left out with a warning."""
     path = run_dir / "metrics.jsonl"
-    return _read_rows(path) if path.exists() else []
+    return _read_rows(path, _is_metrics) if path.exists() else []
 
 
-def _read_rows(path: Path) -> list[dict[str, Any]]:
+def _is_metrics(row: Mapping[str, Any]) -> bool:
+    return all(value is None or isinstance(value, int | float) for value in row.values())
+
+
+def _is_warning(row: Mapping[str, Any]) -> bool:
+    return isinstance(row.get("kind"), str)
+
+
+def _read_rows(path: Path, fits: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
     rows = []
     for number, line in enumerate(read_lines(path), start=1):
         try:
             row = parse_json(line.decode("utf-8"))
         except ValueError:  # not UTF-8, or not JSON
             row = None
-        if isinstance(row, dict) and isinstance(row.get("step"), int):
+        if isinstance(row, dict) and isinstance(row.get("step"), int) and fits(row):
             rows.append(row)
         else:
             logger.warning("%s: line %d is not the record of a step and is dropped", path, number)
