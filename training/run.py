@@ -37,6 +37,7 @@ from qerl.files.disk import replace_text
 from qerl.parallel import ALONE, Parallel, check_same
 from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
 from qerl.plan.plan import trainer_bytes, wishes_of
+from qerl.plan.several import check_ranks
 from qerl.plan.trained import adapter_rank
 from qerl.report.sampling import sampling_text
 from qerl.tasks import task_of
@@ -48,7 +49,6 @@ from training.policy.train_memory import as_record, plan_run, recorded_plan, war
 from training.preflight.checks import (
     check_engine,
     check_memory,
-    check_ranks,
     check_room,
     free_bytes,
     read_prompts,

@@ -58,6 +58,9 @@ def plan_command(
             "rollout.max_new_tokens (0.25)."
         ),
     ] = MEAN_COMPLETION,
+    gpus: Annotated[
+        int, typer.Option(min=1, help="Cards that share the run, as for `qerl train`; the plan is that of one of them.")
+    ] = 1,
     overrides: Annotated[
         list[str] | None,
         typer.Option(
@@ -67,27 +70,30 @@ def plan_command(
 ) -> None:
     """What a run will take of a card, before anything is loaded: memory by phase, hours, and what fits."""
     from qerl.config.recipe import load_recipe
+    from qerl.plan.several import share_of
     from qerl.printable import SafeConsole
 
     if recipe is None:
         if model is None:
             raise ConfigError("no recipe was given: write `qerl plan --recipe NAME`, or name a model with --model")
         recipe = DEFAULT_RECIPE
-        logger.info(
-            "no --recipe given: planning with %s, whose lengths and batch are for math with long answers", recipe
-        )
+        logger.info("no --recipe given: planning with %s, whose lengths are for math with long answers", recipe)
     config = load_recipe(recipe, overrides or [], base=model)
     expected = likely(config, mean_completion)
-    made = plan_of(config, gpu)
-    show(config, made, SafeConsole(), expected)
+    share = share_of(config, gpus)
+    made = plan_of(share, gpu, gpus=gpus)
+    if gpus > 1:
+        prompts = f"{share.rollout.prompts_per_step} of the {config.rollout.prompts_per_step} prompts of a step"
+        SafeConsole().print(f"One of {gpus} cards, with {prompts}, and its share of validations:", soft_wrap=True)
+    show(share, made, SafeConsole(), expected)
     if made.problems:
         sys.exit(1)
 
 
-def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None) -> Plan:
+def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None, gpus: int = 1) -> Plan:
     """The plan for the card `gpu`. None means this machine's card, or one of 24 GiB where there is none.
 
-    `model`: where the recipe's model was found, if that is known already.
+    `model`: where the recipe's model was found, if that is known already. Of `gpus` cards here the smallest counts.
     """
     from qerl.checkpoint.resolve import model_under
     from qerl.plan.cards import card_of
@@ -98,11 +104,11 @@ def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None)
     base = model_under(model or config.model.base)
     sizes = read_sizes(base)
     check_kv_cache(config.rollout.kv_cache_dtype, sizes, base)
-    return plan(config, sizes, this_card() if gpu is None else card_of(gpu))
+    return plan(config, sizes, this_card(gpus) if gpu is None else card_of(gpu))
 
 
-def this_card() -> Card:
-    """The card that a run would take here.
+def this_card(gpus: int = 1) -> Card:
+    """The card that a run would take here; of several the one with the least memory, which decides.
 
     That is the known card of the same name and size. If only the name is known, it has that card's speed and the memory
     that it reports (a laptop's 4090 has 16 GiB). Otherwise it is described by its memory alone.
@@ -113,9 +119,9 @@ def this_card() -> Card:
     seen = [card for card in visible_cards() if card.total_gib]
     if not seen:
         return replace(card_of("24"), name="a card of 24 GiB, as fast as a 3090 (no GPU was found here)")
-    found = best_card(seen)
+    found = best_card(seen) if gpus == 1 else min(seen[:gpus], key=lambda card: card.total_gib)
     if len(seen) > 1:
-        logger.info("planning for card %s of %d; --gpu names another kind", found, len(seen))
+        logger.info("planning for card %s of %d visible ones", found, len(seen))
     gib, words = round(found.total_gib, 1), found.name.lower().replace("-", " ").split()
     named = [card for key, card in CARDS.items() if key.split("-")[0] in words]
     if not named:

@@ -116,7 +116,8 @@ def train(options: TrainOptions) -> None:
     if options.accept_changes:
         raise ConfigError("--accept-changes is about a run that began before: leave it out, or add --resume")
     from qerl.config.recipe import recipe_label
-    from training.preflight.checks import check_config, check_ranks
+    from qerl.plan.several import check_ranks
+    from training.preflight.checks import check_config
     from training.run_dir.folder import new_run_dir
 
     config = _config(options, options.recipe)

@@ -16,7 +16,7 @@ from qerl.commands.launch import launch, without_option
 from qerl.config.recipe import load_recipe, save_config
 from qerl.errors import ConfigError
 from qerl.parallel import Parallel
-from training.preflight.checks import check_ranks
+from qerl.plan.several import check_ranks
 from training.ranks import dealt, largest
 
 # The learning rate of the large recipes: the first steps of AdamW move a weight by about that, whatever its gradient

@@ -61,17 +61,6 @@ def check_config(config: RunConfig) -> None:
     check_rows(config)
 
 
-def check_ranks(config: RunConfig, size: int) -> None:
-    """Raise ConfigError for a run that cannot be shared by so many processes."""
-    if config.rollout.prompts_per_step < size:
-        raise ConfigError(
-            f"rollout.prompts_per_step: {config.rollout.prompts_per_step} gives {size} processes less than a group "
-            f"each: write {size} or more, or start fewer"
-        )
-    if config.qat is not None and size > 1:
-        raise ConfigError("qat trains whole weights on one GPU: write --gpus 1, or leave torchrun out")
-
-
 def check_resumed(run_dir: Path, step: int | None = None, steps: int | None = None, model: str | None = None) -> None:
     """Raise QerlError if a run cannot continue from `step` (None: its last one) to `steps` (None: its present total).
 

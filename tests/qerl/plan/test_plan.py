@@ -20,14 +20,16 @@ from typer.testing import CliRunner
 from qerl.cli import app
 from qerl.commands.plan import sentences
 from qerl.config.recipe import load_recipe
-from qerl.errors import CheckpointError
+from qerl.errors import CheckpointError, ConfigError
 from qerl.plan.cards import card_of
 from qerl.plan.plan import plan
 from qerl.plan.seconds import decode_seconds
+from qerl.plan.several import share_of
 from qerl.plan.sizes import KNOWN, read_sizes, sizes_of
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 2**30
+WORKLOAD_A = ("rollout.group_size=8", "rollout.max_new_tokens=512", "data.max_prompt_tokens=128", "adapter.rank=32")
 LONG = Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 16, 512, 4096, 32)
 
 
@@ -75,6 +77,26 @@ def test_planned_seconds_are_within_15_percent_of_the_measured_ones(name):
     """For 32B and 70B only first steps of older code were measured; the page shows them."""
     for one in compare_seconds(name, WORKLOADS[name]):
         assert one.planned == pytest.approx(one.measured, rel=0.15), one.what
+
+
+@pytest.mark.parametrize(("prompts", "measured"), [(16, 4.41), (32, 7.45)])
+def test_planned_seconds_of_one_of_two_cards_are_within_15_percent_of_the_measured_ones(prompts, measured):
+    """The measurements of docs/several-gpus.md."""
+    shared = share_of(load_recipe("dapo_7b", [*WORKLOAD_A, f"rollout.prompts_per_step={prompts}"]), 2)
+    made = plan(shared, read_sizes("Qwen/Qwen2.5-7B"), card_of("h200"))
+    assert sum(made.seconds.values()) == pytest.approx(measured, rel=0.15)
+
+
+def test_a_share_is_that_of_the_card_with_the_most_work():
+    config = load_recipe("dapo_7b", ["rollout.prompts_per_step=5", "validation.limit=9"])
+    shared = share_of(config, 2)
+    assert (shared.rollout.prompts_per_step, shared.validation.limit) == (3, 5)
+    assert share_of(config, 1) == config
+    with pytest.raises(ConfigError, match="5 gives 6 processes less than a group each"):
+        share_of(config, 6)
+    shown = CliRunner().invoke(app, ["plan", "--recipe", "dapo_7b", "--gpu", "h200", "--gpus", "2"])
+    assert shown.exit_code == 0, shown.output
+    assert shown.stdout.startswith("One of 2 cards, with 4 of the 8 prompts of a step")
 
 
 def test_the_page_shows_planned_beside_measured_seconds(tmp_path, monkeypatch):
