@@ -59,7 +59,8 @@ def test_a_run_and_its_adapter_are_planned_by_their_base(run_of_three_steps, nvf
     assert planned.exit_code == 0, planned.output
     dry = CliRunner().invoke(app, ["train", "--recipe", "tiny", *model, "--dry-run"])
     assert dry.exit_code == 0, dry.output
-    assert planned.stdout[-200:] == dry.stdout[-200:]
+    memory, _, _ = planned.stdout.partition("They take")  # a dry run knows the lengths of the prompts
+    assert memory[-200:] in dry.stdout
 
 
 def test_for_an_adapter_of_a_known_model_the_base_is_not_needed(tmp_path):

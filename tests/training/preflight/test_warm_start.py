@@ -1,12 +1,14 @@
 """Starting from a saved adapter: a misfit is refused before an engine is opened, and nothing is written."""
 
 import json
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from small_run import small_config
 
+from qerl.checkpoint.named_base import TRAINED_ON
 from qerl.errors import CheckpointError, ConfigError
 from training import run as training_run
 from training.run import start
@@ -29,6 +31,7 @@ def copy_of(adapter, folder, change=None, **settings):
     folder.mkdir()
     config = json.loads((adapter / "adapter_config.json").read_text(encoding="utf-8"))
     (folder / "adapter_config.json").write_text(json.dumps(config | settings), encoding="utf-8")
+    shutil.copy(adapter / TRAINED_ON, folder)
     tensors = load_file(adapter / "adapter_model.safetensors")
     save_file(change(tensors) if change else tensors, folder / "adapter_model.safetensors")
     return folder
