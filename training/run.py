@@ -105,6 +105,7 @@ class Place:
 def start(config: RunConfig, name: str, parallel: Parallel = ALONE) -> TrainResult:
     """Begin a new run of the recipe called `name`. Raises ConfigError if its directory is already in use."""
     run_dir = parallel.broadcast(new_run_dir(config.run.out, name) if parallel.first else None)
+    check_same(parallel, {"recipe": config.model_dump()})
     base = starting_model(config)
     config = parallel.broadcast(settle_masters(config, base) if parallel.first else None)
     return _train(config, base, Place(run_dir, name, parallel), checkpoint=None)
