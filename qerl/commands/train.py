@@ -221,7 +221,10 @@ def _end(result: TrainResult, first: bool) -> None:
     if result.adapter is None:
         sys.exit(128 + (result.stopped_by or signal.SIGINT))
     if first:
-        say_next(after_training(result.run_dir))
+        from training.run_dir.terminal_gone import terminal_may_go
+
+        with terminal_may_go(result.run_dir):
+            say_next(after_training(result.run_dir))
 
 
 def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
