@@ -126,7 +126,7 @@ def add_shares(report: dict[str, Any], config: RunConfig, tflops: float | None) 
     work = Work.of(config, read_sizes(config.model.base))
     for step in report["steps"]:
         share = None if tflops is None else train_share(work, step, tflops)
-        step["train_share_of_matrix_rate"] = None if share is None else round(share, 4)
+        step["train_share_of_matrix_rate"] = None if share is None else round(share / report["cards"], 4)
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

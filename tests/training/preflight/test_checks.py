@@ -162,3 +162,14 @@ def test_on_a_card_too_small_a_cap_is_refused_before_the_engine_opens(nvfp4_base
     with pytest.raises(EngineError, match=r"memory\.cap_gib"):
         start(config, "x")
     assert 0 < checks.free_bytes() <= torch.cuda.get_device_properties(0).total_memory
+
+
+@pytest.mark.parametrize(
+    ("found", "optimizer", "masters"), [(True, "adamw_8bit", "float32"), (False, "adamw", "bfloat16")]
+)
+def test_masters_are_planned_with_the_optimizer_that_is_installed(seven, monkeypatch, found, optimizer, masters):
+    monkeypatch.setattr(checks, "choose_engine", lambda name: "vllm")
+    monkeypatch.setattr(checks, "free_bytes", lambda: 100 * GIB)
+    monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: object() if found else None)
+    settled = checks.settle_masters(load_recipe("qat_7b", []), seven)
+    assert (settled.optim.name, settled.qat.masters) == (optimizer, masters)
