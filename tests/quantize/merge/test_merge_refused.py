@@ -24,7 +24,7 @@ def refuse(*_):
 def test_a_merge_that_fails_half_way_leaves_the_old_folder(run, tmp_path, monkeypatch, to):
     out = tmp_path / "out"
     out.mkdir()
-    (out / "merge_report.json").write_text("{}")
+    (out / "merge_report.json").write_text('{"to": "bf16"}')
     with monkeypatch.context() as patch:
         patch.setattr(quantize.merge.card, "write_card", refuse)
         with pytest.raises(CheckpointError, match="free some space"):
