@@ -31,7 +31,7 @@ def test_each_step_gets_its_share_of_the_rate_measured_after_it(tmp_path):
     asked = parser.parse_args(["--model", "Qwen/Qwen2.5-7B"])
     config = load_recipe("dapo_7b", bench_step.overrides(asked, tmp_path))
     full = {"completions/mean_tokens": 512.0, "completions/trained_share": 1.0, "time/train_s": 4.0}
-    report = {"steps": [dict(full), full | {"time/train_s": 8.0}]}
+    report = {"cards": 1, "steps": [dict(full), full | {"time/train_s": 8.0}]}
     bench_step.add_shares(report, config, 800.0)
     # In the body 16 prompts of 128 tokens, once each, and 128 completions of 512; in the head these completions only.
     # All count for forward and backward.
