@@ -172,6 +172,8 @@ def _score(parts: Parts, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """Logprobs (B, T) of all rows, of which each rank computes its share."""
     own = parts.parallel.span(len(tokens[0]))
     scored = parts.packed.score(*(tensor[own] for tensor in tokens))
+    if parts.parallel.size == 1:
+        return scored
     return torch.cat([part.to(scored.device) for part in parts.parallel.gather(scored.cpu())])
 
 

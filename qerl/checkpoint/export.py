@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
     from qerl.formats.base import Format
 
+    Read = Callable[[str], torch.Tensor]  # a tensor by its name
+
 DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json, in new and in older files
 
 
@@ -70,18 +72,17 @@ def read_masters(base: Path, weights: Path) -> Masters:
 def packed_tensors(masters: Masters, device: torch.device) -> Iterator[Tensors]:
     """The tensors of the trained model, on the CPU, one decoder layer at a time."""
     packed, format = masters.packed, masters.format
-    with TensorReader(masters.tensors) as old, TensorReader(masters.trained) as new:
-        for names in by_layer(masters.tensors):
-            written: Tensors = {}
-            for name in names:
-                module = name.rpartition(".")[0]
-                if module not in packed or f"{module}.weight" not in masters.trained:
-                    written[name] = _master(new, name).to(old(name).dtype) if name in masters.trained else old(name)
-                elif name == f"{module}.{format.tensors[0]}":
-                    shared = old(f"{module}.{format.shared_tensor}").to(device) if format.shared_tensor else None
-                    (tensors,) = format.quantize([_master(new, f"{module}.weight").to(device)], shared)
-                    written |= {f"{module}.{part}": tensor.cpu() for part, tensor in tensors.items()}
-            yield written
+    for names, old, new in _layers(masters):
+        written: Tensors = {}
+        for name in names:
+            module = name.rpartition(".")[0]
+            if module not in packed or f"{module}.weight" not in masters.trained:
+                written[name] = _master(new, name).to(old(name).dtype) if name in masters.trained else old(name)
+            elif name == f"{module}.{format.tensors[0]}":
+                shared = old(f"{module}.{format.shared_tensor}").to(device) if format.shared_tensor else None
+                (tensors,) = format.quantize([_master(new, f"{module}.weight").to(device)], shared)
+                written |= {f"{module}.{part}": tensor.cpu() for part, tensor in tensors.items()}
+        yield written
 
 
 def dense_tensors(masters: Masters) -> Iterator[Tensors]:
@@ -89,26 +90,33 @@ def dense_tensors(masters: Masters) -> Iterator[Tensors]:
     import torch
 
     packed, format = masters.packed, masters.format
+    for names, old, new in _layers(masters):
+        written: Tensors = {}
+        for name in names:
+            module = name.rpartition(".")[0]
+            weight = f"{module}.weight" if module in packed else name
+            if weight in written:
+                continue
+            if weight in masters.trained:
+                tensor = _master(new, weight)
+            elif module in packed:
+                parts = {part: old(f"{module}.{part}") for part in format.tensors}
+                tensor = format.dequantize(parts, torch.bfloat16)
+            else:
+                tensor = old(name)
+            written[weight] = tensor.to(torch.bfloat16)
+        yield written
+
+
+def _layers(masters: Masters) -> Iterator[tuple[list[str], Read, Read]]:
+    """For each decoder layer, and for what is outside of them: the names of the base's tensors, and what reads a tensor
+    of the base, and one of the masters."""
     with TensorReader(masters.tensors) as old, TensorReader(masters.trained) as new:
         for names in by_layer(masters.tensors):
-            written: Tensors = {}
-            for name in names:
-                module = name.rpartition(".")[0]
-                weight = f"{module}.weight" if module in packed else name
-                if weight in written:
-                    continue
-                if weight in masters.trained:
-                    tensor = _master(new, weight)
-                elif module in packed:
-                    parts = {part: old(f"{module}.{part}") for part in format.tensors}
-                    tensor = format.dequantize(parts, torch.bfloat16)
-                else:
-                    tensor = old(name)
-                written[weight] = tensor.to(torch.bfloat16)
-            yield written
+            yield names, old, new
 
 
-def _master(read: Callable[[str], torch.Tensor], name: str) -> torch.Tensor:
+def _master(read: Read, name: str) -> torch.Tensor:
     return finite(name, read(name))
 
 

@@ -4,9 +4,10 @@ import json
 import threading
 import time
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 
 import pytest
+from http_server import serving
 
 from qerl.config.recipe import load_recipe
 from qerl.config.schema import RewardConfig
@@ -42,14 +43,8 @@ def judge_server(reply, status=200, wait=lambda: None):
         def log_message(self, *_):
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{http.server_address[1]}/v1", received
-        finally:
-            http.shutdown()
-            thread.join()
+    with serving(Handler) as url:
+        yield f"{url}/v1", received
 
 
 def wanted(**args):

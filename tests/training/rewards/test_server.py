@@ -10,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from http_server import serving
 
 from qerl.config.schema import RewardConfig
 from qerl.errors import ConfigError, RewardError
@@ -59,15 +60,11 @@ def server(*answers, path="/grade"):
             pass
 
     stopped = threading.Event()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.01})
-        thread.start()
+    with serving(Handler) as url:
         try:
-            yield f"http://127.0.0.1:{http.server_address[1]}{path}", received
+            yield f"{url}{path}", received
         finally:
             stopped.set()
-            http.shutdown()
-            thread.join()
 
 
 FIXED = fixed_columns(get_task("gsm8k"), 100)
