@@ -4,6 +4,7 @@ import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -115,6 +116,13 @@ def test_the_command_line_loads_nothing_heavy():
     code = f"import sys, qerl.cli; print([name for name in {heavy!r} if name in sys.modules])"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert printed.stdout.strip() == "[]"
+
+
+def test_every_package_is_installed():
+    """They are listed by hand, and one that is not listed is missing from the wheel alone."""
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    made = [path.parent for package in PACKAGES for path in (ROOT / package).rglob("__init__.py")]
+    assert sorted(listed) == sorted(".".join(path.relative_to(ROOT).parts) for path in made)
 
 
 def test_no_test_folder_is_a_package():
