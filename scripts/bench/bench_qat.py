@@ -19,15 +19,11 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.bench_step import PeakMemory, add_options, overrides, write
-
-if TYPE_CHECKING:
-    from qerl.engine.update import WeightsUpdate
-    from qerl.engine.vllm_engine import VLLMEngine
 
 SHOWN = {
     "step_s": "time/step_s",
@@ -61,6 +57,8 @@ def main() -> None:
 def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     """Train, and what was seen."""
     from qerl.config.recipe import load_recipe
+    from qerl.engine.vllm_engine import VLLMEngine
+    from scripts.bench.watch import Finished, Watch
     from training import run as training_run
 
     with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak:
@@ -69,7 +67,7 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
         arguments.steps += 1  # the last one ends with its sync
         config = load_recipe("dapo_7b", overrides(arguments, Path(folder)))
         training_run.check_room = lambda *arguments: None  # for a checkpoint that is not written
-        watch, started = Watch(arguments.steps), time.monotonic()
+        watch, started = Watch(VLLMEngine, arguments.steps, ends=True), time.monotonic()
         try:
             with watch:
                 training_run.start(config, "bench")
@@ -84,77 +82,6 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
         "sync": watch.seen,
         "steps": [json.loads(line) for line in lines],
     }
-
-
-class Finished(Exception):
-    """Ends a run after what was to be seen of it."""
-
-
-class Watch:
-    """Within it, each sync of an engine is timed; the one number `last` is checked and ends the run by `Finished`."""
-
-    def __init__(self, last: int) -> None:
-        self.last, self.seen = last, {"s": []}
-        self._addresses: dict[str, int] = {}
-
-    def __enter__(self) -> Watch:
-        from qerl.engine.vllm_engine import VLLMEngine
-
-        self._kind, self._sync = VLLMEngine, VLLMEngine.sync
-        watch = self
-
-        def sync(engine: VLLMEngine, update: WeightsUpdate) -> int:
-            return watch._on_sync(engine, update)
-
-        VLLMEngine.sync = sync
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._kind.sync = self._sync
-
-    def _on_sync(self, engine: VLLMEngine, update: WeightsUpdate) -> int:
-        import torch
-
-        self._addresses = self._addresses or _addresses(engine)
-        torch.cuda.synchronize()
-        started = time.perf_counter()
-        count = self._sync(engine, update)
-        torch.cuda.synchronize()
-        self.seen["s"].append(time.perf_counter() - started)
-        if len(self.seen["s"]) == self.last:
-            moved = [name for name, address in _addresses(engine).items() if address != self._addresses[name]]
-            self.seen |= {"linears": len(update.weights), "moved": moved, "different": _different(engine, update)}
-            raise Finished
-        return count
-
-
-def _addresses(engine: VLLMEngine) -> dict[str, int]:
-    from qerl.vllm_plugin.policy import linear_views
-
-    views = linear_views(engine.found.model)
-    return {name: view.kernel_weight.words.data_ptr() for name, view in views.items() if hasattr(view, "kernel_weight")}
-
-
-def _different(engine: VLLMEngine, update: WeightsUpdate) -> list[str]:
-    """The linears whose codes or block scales in the engine are not the reference's of their masters."""
-    import torch
-
-    from qerl.nvfp4 import kernel_layout, reference
-    from qerl.vllm_plugin.policy import linear_views
-
-    wrong, read = [], {}
-    for name, view in linear_views(engine.found.model).items():
-        if name not in update.weights:
-            continue
-        weight, rows = view.kernel_weight, slice(view.row_start, view.row_start + view.out_features)
-        if (key := weight.words.data_ptr()) not in read:  # a fused linear is read once for all of its parts
-            read = {key: (kernel_layout.codes(weight), kernel_layout.block_scales(weight))}
-        codes, scales = (part[rows] for part in read[key])
-        scale = torch.tensor([weight.global_scale], device=codes.device)
-        expected = reference.quantize(update.weights[name].detach(), scale)
-        same_codes = torch.equal(codes, reference.unpack_codes(expected.packed))
-        wrong += [] if same_codes and torch.equal(scales, expected.block_scale.float()) else [name]
-    return wrong
 
 
 def table(report: dict[str, Any]) -> str:

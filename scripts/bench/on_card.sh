@@ -11,6 +11,7 @@
 #     told     130 s  completions reported as they end, and an engine after an interrupted call
 #     kernels  100 s  kernels, packing with shared prompts, layers, sampling, quantization, doctor
 #     pack     170 s  packing weights: the kernel's bytes, and all masters of a 7B beside stock vLLM's reload_weights
+#     qatsmall 150 s  full-weight training on the embedded model: bytes, exports in stock vLLM and transformers, evaluations
 #     qat      480 s  a 7B: 20 steps of full-weight training through the quantizer, and 3 of an adapter, without noise
 #     qatcap   320 s  two such steps under 80 GiB, with masters in float32 and in bfloat16
 #     qatpeer  250 s  the same workload by TRL: all weights in BF16 with 8-bit AdamW, tuned and as it comes
@@ -136,6 +137,8 @@ batch_pack() {
     tests pack 150 tests/qerl/nvfp4/test_pack_gpu.py tests/qerl/layers/test_masters.py tests/training/policy/test_rounding.py
     script pack-7b 300 bench_pack 7b
 }
+
+batch_qatsmall() { tests qatsmall 300 tests/training/test_qat_gpu.py --junitxml="$out/qatsmall.xml" -o junit_family=xunit1; }
 
 batch_qat() {
     checkpoint qwen2.5-7b 7b

@@ -1,4 +1,7 @@
-"""The packing kernels against the reference, byte for byte, on fresh random weights and on awkward ones."""
+"""The packing kernels against the reference, byte for byte, on fresh random weights and on awkward ones.
+
+All last passed on an H200 on 2026-11-22.
+"""
 
 import pytest
 import torch

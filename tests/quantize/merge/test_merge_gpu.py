@@ -5,14 +5,12 @@ All last passed on an H200 on 2026-11-22, vLLM 0.25.1.
 
 import importlib.util
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from stock_vllm import stock_tokens
 
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
@@ -33,18 +31,6 @@ pytestmark = [
 ]
 ROOT = Path(__file__).parents[3]
 TOKENS = 48
-STOCK = """
-import json, sys
-from vllm import LLM, SamplingParams
-from vllm.lora.request import LoRARequest
-model, adapter, prompts = sys.argv[1], sys.argv[2], json.loads(open(sys.argv[3]).read())
-lora = {"enable_lora": True, "max_lora_rank": 8} if adapter else {}
-llm = LLM(model, max_model_len=512, gpu_memory_utilization=0.2, enforce_eager=True, **lora)
-params = SamplingParams(temperature=0.0, max_tokens=int(sys.argv[5]))
-request = LoRARequest("adapter", 1, adapter) if adapter else None
-outputs = llm.generate([{"prompt_token_ids": p} for p in prompts], params, lora_request=request)
-open(sys.argv[4], "w").write(json.dumps([list(output.outputs[0].token_ids) for output in outputs]))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -66,15 +52,7 @@ def work(tmp_path_factory):
 
 
 def vllm_tokens(work, model, adapter=""):
-    """Greedy tokens of stock vLLM, in a separate process where qerl's plugin is off."""
-    environment = {name: value for name, value in os.environ.items() if name != "QERL_VLLM_PLUGIN"}
-    environment |= {"VLLM_USE_FLASHINFER_SAMPLER": "0", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    out = work / "tokens.json"
-    arguments = (model, adapter, work / "prompts.json", out, TOKENS)
-    command = [sys.executable, "-c", STOCK, *map(str, arguments)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=280)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(out.read_text())
+    return stock_tokens(model, json.loads((work / "prompts.json").read_text()), work, TOKENS, adapter)
 
 
 def same(work, tokens):
