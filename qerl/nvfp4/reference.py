@@ -31,7 +31,7 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0..7; bit 3 is t
 # Midpoints of neighbouring values, and whether a tie goes up to the next code, which it does if that code is even.
 _E2M1_STEPS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 _SATURATED = 464.0  # the next e4m3 value would be 480; 448 is the nearest value up to this midpoint
-_ZERO_SCALE = 0.125  # what llm-compressor writes for a block scale that rounds to zero
+ZERO_SCALE = 0.125  # what llm-compressor writes for a block scale that rounds to zero
 _WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 GlobalScaleKind = Literal["amax", "pow2"]
@@ -128,7 +128,7 @@ def faults(weight: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
     """int32 (2,): how many blocks of `weight` (out, in) hold inf or NaN, and how many others saturate their scale."""
     blocks = weight.unflatten(1, (-1, BLOCK))
     finite = blocks.isfinite().all(dim=-1)
-    saturated = finite & (_exact_block_scales(blocks, global_scale) > _SATURATED)
+    saturated = finite & (exact_block_scales(blocks, global_scale) > _SATURATED)
     return torch.stack([(~finite).sum(), saturated.sum()]).int()
 
 
@@ -143,14 +143,14 @@ def quantize(weight: torch.Tensor, global_scale: torch.Tensor | None = None) -> 
         global_scale = shared_global_scale([weight])
     _check_global_scale(global_scale)
     blocks = weight.unflatten(1, (-1, BLOCK))
-    block_scale = _exact_block_scales(blocks, global_scale).clamp(max=SCALE_MAX).to(torch.float8_e4m3fn)
+    block_scale = exact_block_scales(blocks, global_scale).clamp(max=SCALE_MAX).to(torch.float8_e4m3fn)
     step = block_scale.to(torch.float32)
-    step = step.where(step != 0, _ZERO_SCALE)
+    step = step.where(step != 0, ZERO_SCALE)
     codes = encode_e2m1(blocks / (step / global_scale).unsqueeze(-1))
     return NVFP4Tensor(pack_codes(codes.flatten(1)), step.to(torch.float8_e4m3fn), global_scale.clone())
 
 
-def _exact_block_scales(blocks: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
+def exact_block_scales(blocks: torch.Tensor, global_scale: torch.Tensor) -> torch.Tensor:
     """The block scales (out, in / 16) of blocks (out, in / 16, 16), before they are rounded to e4m3."""
     amax = blocks.abs().amax(dim=-1)
     # Divide by a tensor, because CUDA would multiply by the reciprocal of a Python 6, which rounds differently.
