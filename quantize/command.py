@@ -15,11 +15,11 @@ from quantize.options import QuantizeOptions
 def quantize_command(
     *,
     model: Annotated[str, typer.Option(help="Folder, hub id, or `tiny` (the model that ships with qerl).")],
-    out: Annotated[Path | None, typer.Option(help="Default: checkpoints/<name>-NVFP4A16.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Default: checkpoints/<name>-<SCHEME>.")] = None,
     gpu: Gpu = None,
     options: QuantizeOptions,
 ) -> None:
-    """Turn a 16-bit checkpoint into NVFP4 (4-bit weights, 16-bit activations), and verify it."""
+    """Turn a 16-bit checkpoint into NVFP4 (4-bit weights) or FP8 (8-bit weights), and verify it."""
     from qerl.commands.next_step import after_quantizing, say_next
     from qerl.devices import choose_card
     from qerl.printable import SafeConsole

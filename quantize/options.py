@@ -7,10 +7,14 @@ from typing import Annotated, Literal
 
 import typer
 
+from qerl import formats
 from qerl.errors import ConfigError
+from qerl.formats.base import Format
 
+SCHEMES = tuple(each.name for each in formats.all_formats() if each.scheme)
 METHODS = ("auto", "rtn", "awq", "gptq")
 GLOBAL_SCALES = ("amax", "pow2")  # see `qerl.nvfp4.reference.shared_global_scale`
+SCALES = ("pow2", "fp32")  # see `qerl.fp8.reference`
 
 
 @dataclass(frozen=True)
@@ -18,11 +22,17 @@ class QuantizeOptions:
     """How to quantize. awq and gptq calibrate on some of the rows; all methods are measured on others of them."""
 
     method: Annotated[
-        Literal[METHODS], typer.Option(help="auto: gptq with --calibration, else rtn, which needs no data.")
+        Literal[METHODS], typer.Option(help="auto: gptq with --calibration (nvfp4), else rtn, which needs no data.")
     ] = "auto"
     global_scale: Annotated[
         Literal[GLOBAL_SCALES], typer.Option(help="amax uses all of the format; pow2 is exact in bfloat16.")
     ] = "amax"
+    scheme: Annotated[
+        Literal[SCHEMES], typer.Option(help="nvfp4: 4-bit weights; fp8_block: 8-bit weights, by rtn.")
+    ] = formats.DEFAULT.name
+    scales: Annotated[
+        Literal[SCALES], typer.Option(help="Of fp8_block: powers of two, which decode exactly, or any float32.")
+    ] = "pow2"
     ignore: Annotated[
         tuple[str, ...],
         typer.Option(
@@ -42,10 +52,18 @@ class QuantizeOptions:
 
     def chosen(self) -> QuantizeOptions:
         """The same with the method that auto stands for."""
-        return replace(self, method="gptq" if self.calibration else "rtn") if self.method == "auto" else self
+        calibrates = self.calibration and formats.get(self.scheme).scales is None
+        return replace(self, method="gptq" if calibrates else "rtn") if self.method == "auto" else self
+
+    @property
+    def format(self) -> Format:
+        """What is written."""
+        own = formats.get(self.scheme)
+        return own if own.scales is None else replace(own, scales=self.scales)
 
     def check(self) -> None:
         """Raise ConfigError for values that cannot be used together."""
+        self._check_scheme()
         if self.method not in METHODS:
             raise ConfigError(f"--method {self.method!r} is not known: write {', '.join(METHODS)}")
         if self.global_scale not in GLOBAL_SCALES:
@@ -57,3 +75,25 @@ class QuantizeOptions:
         for name in ("calibration_size", "sequence_length", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
+
+    def _check_scheme(self) -> None:
+        if self.scheme not in SCHEMES:
+            raise ConfigError(f"--scheme {self.scheme!r} is not known: write {', '.join(SCHEMES)}")
+        if self.scales not in SCALES:
+            raise ConfigError(f"--scales {self.scales!r} is not known: write {', '.join(SCALES)}")
+        default, own = QuantizeOptions, formats.get(self.scheme)
+        if own.scales is None:
+            if self.scales != default.scales:
+                raise ConfigError(
+                    f"--scales {self.scales} is of 8-bit weights, not of --scheme {self.scheme}: leave it out"
+                )
+            return
+        if self.global_scale != default.global_scale:
+            raise ConfigError(
+                f"--global-scale {self.global_scale}: --scheme {self.scheme} has none: write --scales pow2 or fp32"
+            )
+        if self.method not in ("auto", "rtn"):
+            raise ConfigError(
+                f"--method {self.method}: --scheme {self.scheme} rounds to nearest, which leaves nothing to calibrate: "
+                "leave it out"
+            )

@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl import formats
 from qerl.checkpoint.verify import LayerCheck
 
 if TYPE_CHECKING:
@@ -25,12 +24,14 @@ class QuantizeReport:
     out: Path
     source: str  # hub id, `tiny`, or absolute folder
     method: str
-    global_scale: str  # amax or pow2
+    global_scale: str | None  # amax or pow2; None: the format has none
     scheme: str
+    layout: str  # `quantization_config.format`
     ignore: tuple[str, ...]  # patterns as given
     kept_linears: tuple[str, ...]  # kept in 16 bits by these patterns, apart from lm_head, which always is
     sqnr_reference: str  # what the weights are compared with
     layers: list[LayerCheck]
+    scales: str | None  # of blocks: pow2 or fp32; None: the format has one kind
     created: str  # ISO 8601, UTC
     versions: dict[str, str]
     bytes_before: int  # of all tensors
@@ -61,12 +62,13 @@ class QuantizeReport:
         del values["out"]
         outputs = values.pop("outputs")
         linears, rounded = (outputs.pop(key) if outputs else {} for key in ("linears", "rounded_linears"))
+        layout = values.pop("layout")
         layers = [{**layer, "sqnr_db": _rounded(layer["sqnr_db"])} for layer in values.pop("layers")]
         for layer in layers if outputs else ():
             layer["output_error"] = _rounded(linears[layer["name"]])
             layer["output_error_by_rounding"] = _rounded(rounded.get(layer["name"]))
         return {
-            "format": formats.DEFAULT.layout,
+            "format": layout,
             **values,
             "sqnr_db": {
                 "mean": _rounded(self.mean_sqnr_db()),
@@ -90,6 +92,8 @@ class QuantizeReport:
         table.add_row("linears", f"{len(self.layers)} quantized, {len(self.kept_linears)} kept by --ignore")
         if self.global_scale == "pow2":
             table.add_row("global scales", "powers of two")
+        if self.scales is not None:
+            table.add_row("scales of blocks", "powers of two" if self.scales == "pow2" else "float32")
         if self.calibration and self.method != "rtn":
             sequences, length = self.calibration["sequences"], self.calibration["sequence_length"]
             table.add_row("calibration", f"{sequences} x {length} tokens of {self.calibration['data']}")

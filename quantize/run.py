@@ -1,13 +1,15 @@
-"""`qerl quantize`: turn a 16-bit checkpoint into an NVFP4 one (NVFP4A16) in the format of compressed-tensors.
+"""`qerl quantize`: turn a 16-bit checkpoint into a quantized one in the format of compressed-tensors.
 
     qerl quantize --model Qwen/Qwen2.5-7B-Instruct                          # checkpoints/Qwen2.5-7B-Instruct-NVFP4A16
     qerl quantize --model M --calibration rows.jsonl                        # GPTQ on 256 x 2048 tokens
     qerl quantize --model M --method awq --calibration rows.jsonl           # as the paper does
     qerl quantize --model M --global-scale pow2                             # scales that may stay while weights change
+    qerl quantize --model M --scheme fp8_block                              # 8 bits: checkpoints/M-FP8_BLOCK
     qerl quantize --model M --ignore 're:.*self_attn.*' --out ffn-only      # feed-forward layers only
 
 First everything is refused that the files' headers show to be impossible. Then the tensors stream through
-llm-compressor into a hidden folder, which is opened again, verified, and moved to its place in one step.
+llm-compressor (FP8: through our own reference) into a hidden folder, which is opened again, verified, and moved to its
+place in one step.
 
 Departure from the paper (arXiv 2510.11696), which quantizes with AWQ: with rows the default is GPTQ, whose outputs have
 the smallest error (benchmarks/quantization), and without rows rounding to nearest, which the paper's published code
@@ -39,7 +41,7 @@ from qerl.errors import CheckpointError, ConfigError
 from qerl.formats.scheme import config_entry, make_config
 from quantize.calibrated import Recipe, calibrate, calibrated_groups, check_device, dense_tensor
 from quantize.calibration import HELD_OUT, Calibration, load_calibration
-from quantize.compressor import SCHEME, check_installed, load_compressor
+from quantize.compressor import check_installed, load_compressor
 from quantize.judge import judge, kept_if_calibrated
 from quantize.options import QuantizeOptions
 from quantize.output_error import Checkpoints, measure_outputs
@@ -57,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 
 def quantize_checkpoint(model: str, out: Path | None = None, options: QuantizeOptions | None = None) -> QuantizeReport:
-    """Quantize `model` (folder, hub id or `tiny`) into `out`, default `checkpoints/<name>-NVFP4A16`, and verify it.
+    """Quantize `model` (folder, hub id or `tiny`) into `out`, default `checkpoints/<name>-<SCHEME>`, and verify it.
 
     Raises ConfigError for wrong options, CheckpointError for the model or the folder, DataError for calibration rows,
     and MissingExtraError without llm-compressor. After any error `out` is as it was before; what a calibration made and
@@ -66,13 +68,15 @@ def quantize_checkpoint(model: str, out: Path | None = None, options: QuantizeOp
     started = time.perf_counter()
     options = (options or QuantizeOptions()).chosen()
     options.check()
-    check_installed()
-    out = default_quantized_dir(model) if out is None else Path(out).expanduser()
-    source = read_source(model, options.ignore, options.trust_remote_code)
+    format = options.format
+    if format.shared_tensor is not None:
+        check_installed()
+    out = default_quantized_dir(model, format) if out is None else Path(out).expanduser()
+    source = read_source(model, options.ignore, options.trust_remote_code, format=format)
     check_target(out, source.folder, options.overwrite, options.force)
     check_space(out, source.output_bytes())
     _check_length(source, options)
-    logger.info("quantizing %s to %s: %s by %s", source.name, out, SCHEME, options.method)
+    logger.info("quantizing %s to %s: %s by %s", source.name, out, format.scheme, options.method)
     with staged_folder(out) as staging:
         report = _quantize(source, options, staging, out)
         report = replace(report, seconds=round(time.perf_counter() - started, 3))
@@ -92,8 +96,9 @@ def _check_length(source: Source, options: QuantizeOptions) -> None:
 
 def _quantize(source: Source, options: QuantizeOptions, staging: Path, out: Path) -> QuantizeReport:
     """Fill the staging folder with everything but the report, and verify it."""
-    logger.info("loading llm-compressor")
-    load_compressor()
+    if source.format.shared_tensor is not None:
+        logger.info("loading llm-compressor")
+        load_compressor()
     import torch
 
     try:
@@ -143,8 +148,10 @@ def _report(source: Source, options: QuantizeOptions, out: Path, layers: list[La
         out=out,
         source=source.name,
         method=options.method,
-        global_scale=options.global_scale,
-        scheme=SCHEME,
+        global_scale=options.global_scale if source.format.shared_tensor else None,
+        scales=source.format.scales,
+        layout=source.format.layout,
+        scheme=source.format.scheme,
         ignore=options.ignore,
         kept_linears=source.kept,
         bytes_before=source.size_bytes(),
@@ -172,6 +179,8 @@ def _groups(
     source: Source, options: QuantizeOptions, read: TensorReader, rows: Calibration | None, device: torch.device
 ) -> tuple[Iterator[dict[str, torch.Tensor]], ReadTensor | None]:
     """The tensors to write, and where AWQ rescales the source, what it makes of it."""
+    if source.format.shared_tensor is None:
+        return packed_groups(source, read, device), None
     if options.method == "rtn" and options.global_scale == "pow2":
         return packed_groups(source, read, device, power_of_two_scale_of()), None
     config = make_config(source.format, ["lm_head", *source.kept])

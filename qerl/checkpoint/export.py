@@ -79,8 +79,8 @@ def packed_tensors(masters: Masters, device: torch.device) -> Iterator[Tensors]:
             if module not in packed or f"{module}.weight" not in masters.trained:
                 written[name] = _master(new, name).to(old(name).dtype) if name in masters.trained else old(name)
             elif name == f"{module}.{format.tensors[0]}":
-                shared = old(f"{module}.{format.shared_tensor}").to(device) if format.shared_tensor else None
-                (tensors,) = format.quantize([_master(new, f"{module}.weight").to(device)], shared)
+                before = {part: old(f"{module}.{part}").to(device) for part in format.tensors}
+                tensors = format.quantize_like(before, _master(new, f"{module}.weight").to(device))
                 written |= {f"{module}.{part}": tensor.cpu() for part, tensor in tensors.items()}
         yield written
 

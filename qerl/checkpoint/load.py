@@ -20,9 +20,9 @@ from qerl import formats
 from qerl.checkpoint.hub import download_model
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.links import check_links
-from qerl.checkpoint.resolve import TINY, TINY_FOLDER
+from qerl.checkpoint.resolve import TINY, TINY_FOLDER, quantize_line
 from qerl.checkpoint.sandbox import try_tokenizer
-from qerl.checkpoint.shards import TensorInfo, read_json, read_tensors
+from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
 from qerl.errors import CheckpointError
 from qerl.formats.base import Format
 from qerl.plan.sizes import check_numbers
@@ -151,13 +151,15 @@ def _check_format(folder: Path, wanted: Format, found: Format) -> None:
             f"{folder} holds {found.label} weights: load it with format {found.name}, or give the 16-bit model"
         )
     if wanted.quantized and found is not wanted:
-        raise CheckpointError(f"{folder} holds 16-bit weights: run `qerl quantize --model {folder}` first")
+        raise CheckpointError(f"{folder} holds 16-bit weights: run `{quantize_line(str(folder), wanted)}` first")
 
 
 def _load_16bit(folder: Path, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
     from transformers import AutoModelForCausalLM
 
-    check_config_fits(folder, read_tensors(folder), trust_remote_code)  # before memory is taken for what it describes
+    tensors = read_tensors(folder)
+    _refuse_bare_codes(folder, tensors)
+    check_config_fits(folder, tensors, trust_remote_code)  # before memory is taken for what it describes
     try:
         model, found = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -228,7 +230,9 @@ def _load_packed(folder: Path, format: Format, dtype: torch.dtype, trust_remote_
     names = format.quantized_linears(tensors)
     with torch.device("meta"):
         swap_linears(model, names, format)
-    _fill_(model, tensors, {f"{name}.{part}" for name in names for part in format.tensors}, dtype)
+    packed = {f"{name}.{part}" for name in names for part in format.tensors}
+    _refuse_bare_codes(folder, tensors, packed)
+    _fill_(model, tensors, packed, dtype)
     if (folder / "generation_config.json").exists():
         model.generation_config = _generation_config(folder)
     logger.info("opened %s: %d packed linears, dtype %s", folder, len(names), dtype)
@@ -249,7 +253,8 @@ def _fill_(
     if unexpected := sorted(set(tensors) - set(model.state_dict())):
         raise CheckpointError(f"{folder} holds tensors that the model has no place for: {unexpected[:5]}")
     for file in dict.fromkeys(info.file for info in tensors.values()):
-        read = {name: value for name, value in load_file(file).items() if name in tensors}
+        stored = load_file(file)
+        read = {name: stored[info.stored_as or name] for name, info in tensors.items() if info.file == file}
         values = {name: value if name in packed else value.to(dtype) for name, value in read.items()}
         try:
             model.load_state_dict(values, strict=False, assign=True)
@@ -263,6 +268,16 @@ def _fill_(
     empty = [name for name, tensor in model.state_dict().items() if tensor.is_meta]
     if empty:
         raise CheckpointError(f"{folder} lacks tensors: {empty[:5]} ({len(empty)} in all)")
+
+
+def _refuse_bare_codes(folder: Path, tensors: Mapping[str, TensorInfo], packed: Collection[str] = ()) -> None:
+    """Tensors of 8 bits are codes, which mean nothing without their scales."""
+    bare = [name for name, info in tensors.items() if name not in packed and DTYPE_BYTES.get(info.dtype) == 1]
+    if bare:
+        raise CheckpointError(
+            f"{folder} holds {bare[0]} in 8 bits without scales ({len(bare)} such tensors): the checkpoint is "
+            "incomplete or of another format, give the 16-bit model"
+        )
 
 
 def _first_line(error: Exception) -> str:

@@ -36,11 +36,12 @@ class TensorReader:
         """The tensor on the CPU, in the dtype of the file. Raises CheckpointError if the file cannot be read."""
         from safetensors import SafetensorError, safe_open
 
-        file = self._tensors[name].file
+        info = self._tensors[name]
+        file = info.file
         try:
             if self._open is None or self._open[0] != file:
                 self._stack.close()
                 self._open = (file, self._stack.enter_context(safe_open(file, framework="pt")))
-            return self._open[1].get_tensor(name)
+            return self._open[1].get_tensor(info.stored_as or name)
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{name} cannot be read from {file} ({error}): copy or download it again") from error

@@ -123,13 +123,13 @@ def _quantized_of(name: str, wanted: Format, own: Format) -> ModelRef:
     out = default_quantized_dir(name, wanted)
     if not (out / "config.json").is_file():
         raise CheckpointError(
-            f"{model} is a 16-bit model and {out} does not exist: run `qerl quantize --model {model}` first, "
+            f"{model} is a 16-bit model and {out} does not exist: run `{quantize_line(model, wanted)}` first, "
             f"or write `--load {own.name}`"
         )
     source = quantized_from(out)
     if source is not None and not _same_model(source, name):
         raise CheckpointError(
-            f"{out} was made from {source}, not from {model}: run `qerl quantize --model {model} --out DIR` and "
+            f"{out} was made from {source}, not from {model}: run `{quantize_line(model, wanted)} --out DIR` and "
             "give DIR as --model"
         )
     return resolve_model(str(out))
@@ -296,9 +296,14 @@ def quantized_from(folder: Path) -> str | None:
 
 
 def default_quantized_dir(model: str, format: Format = formats.DEFAULT) -> Path:
-    """Where `qerl quantize --model M` writes without --out: `checkpoints/<name>-NVFP4A16` under the current folder."""
+    """Where `qerl quantize --model M` writes without --out: `checkpoints/<name>-<SCHEME>` under the current folder."""
     name = TINY if model == TINY else Path(model).expanduser().resolve().name if Path(model).exists() else model
     return CHECKPOINTS / f"{name.rstrip('/').rsplit('/', 1)[-1]}{format.folder_suffix}"
+
+
+def quantize_line(model: str, format: Format) -> str:
+    """The command that makes the folder of a model in a quantized format."""
+    return f"qerl quantize --model {model}{'' if format is formats.DEFAULT else f' --scheme {format.name}'}"
 
 
 def newest_model(load: str = "auto") -> ModelRef | None:

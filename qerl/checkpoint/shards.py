@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ DTYPE_BYTES = {
 }  # fmt: skip
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 MAX_AXES = 16
+OTHER_NAMES = {"weight_scale_inv": "weight_scale"}  # what DeepSeek and Qwen call the scales of FP8 weights
 
 
 class TensorSpec(NamedTuple):
@@ -41,6 +42,7 @@ class TensorInfo:
     shape: tuple[int, ...]
     file: Path
     nbytes: int
+    stored_as: str | None = None  # its name in the file, where `read_tensors` gives it another
 
 
 def read_json(path: Path) -> dict:
@@ -145,7 +147,7 @@ def _is_file_name(value: object) -> bool:
 
 
 def read_tensors(folder: Path) -> dict[str, TensorInfo]:
-    """All tensors of a checkpoint by name, from the headers of all its files.
+    """All tensors of a checkpoint by name, from the headers of all its files; `OTHER_NAMES` are replaced by ours.
 
     Raises CheckpointError for what `weight_files` and `read_header` refuse, and if the index names a tensor that its
     file does not hold.
@@ -158,4 +160,15 @@ def read_tensors(folder: Path) -> dict[str, TensorInfo]:
         for name, file in read_json(index)["weight_map"].items():
             if name not in tensors or tensors[name].file.name != file:
                 raise CheckpointError(f"{index} says that {name} is in {file}, and it is not: download both again")
-    return tensors
+    return _renamed(tensors)
+
+
+def _renamed(tensors: dict[str, TensorInfo]) -> dict[str, TensorInfo]:
+    """The same with our names. A name that is there already is not taken away from its tensor."""
+    found = {}
+    for name, info in tensors.items():
+        module, _, leaf = name.rpartition(".")
+        own = f"{module}.{OTHER_NAMES.get(leaf, leaf)}"
+        renamed = leaf in OTHER_NAMES and own not in tensors
+        found[own if renamed else name] = replace(info, stored_as=name) if renamed else info
+    return found

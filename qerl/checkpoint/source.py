@@ -69,11 +69,15 @@ class Source:
 
 
 def read_source(
-    model: str, ignore: Sequence[str] = (), trust_remote_code: bool = False, option: str = "--ignore"
+    model: str,
+    ignore: Sequence[str] = (),
+    trust_remote_code: bool = False,
+    option: str = "--ignore",
+    format: Format = formats.DEFAULT,
 ) -> Source:
-    """Open `model` (folder, hub id or `tiny`) as far as its headers. Raises CheckpointError or ConfigError.
+    """Open `model` (folder, hub id or `tiny`) as far as its headers, to make `format` of it.
 
-    `option` is what gives the patterns of `ignore`, for the messages.
+    `option` is what gives the patterns of `ignore`, for the messages. Raises CheckpointError or ConfigError.
     """
     name, folder = _locate(model, trust_remote_code)
     config = read_json(folder / "config.json")
@@ -86,9 +90,9 @@ def read_source(
     if not quantized:
         raise ConfigError(f"{option} {' '.join(ignore)} leaves no layer to quantize: write narrower patterns")
     for module in quantized:
-        _check_weight(module, tensors[f"{module}.weight"])
+        _check_weight(module, tensors[f"{module}.weight"], format)
     _check_tokenizer(folder)
-    return Source(name, folder, config, tensors, quantized, tuple(kept), trust_remote_code)
+    return Source(name, folder, config, tensors, quantized, tuple(kept), trust_remote_code, format)
 
 
 def _locate(model: str, trust_remote_code: bool) -> tuple[str, Path]:
@@ -162,7 +166,7 @@ def _check_fused(linears: Sequence[str], kept: Sequence[str], option: str) -> No
             )
 
 
-def _check_weight(module: str, info: TensorInfo) -> None:
+def _check_weight(module: str, info: TensorInfo, format: Format) -> None:
     if info.dtype not in WEIGHT_DTYPES:
         raise CheckpointError(
             f"{module}.weight is {info.dtype}, which is no 16-bit (or 32-bit) float: the model is quantized already, "
@@ -170,7 +174,7 @@ def _check_weight(module: str, info: TensorInfo) -> None:
         )
     if len(info.shape) != 2:
         raise CheckpointError(f"{module}.weight has shape {list(info.shape)}, a linear has two axes: {SUPPORTED}")
-    formats.DEFAULT.check_features(*info.shape, name=module)
+    format.check_features(*info.shape, name=module)
 
 
 def _check_tokenizer(folder: Path) -> None:

@@ -230,7 +230,7 @@ def _end(result: TrainResult, first: bool) -> None:
 def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
     """See that a quantized base is there before anything heavy is loaded; with --quantize it is made."""
     from qerl.checkpoint.chat_template import check_chat_template
-    from qerl.checkpoint.resolve import default_quantized_dir, resolve_model
+    from qerl.checkpoint.resolve import default_quantized_dir, quantize_line, resolve_model
 
     base = config.model.base
     if config.qat is not None:
@@ -243,15 +243,18 @@ def _check_base(config: RunConfig, recipe: str, quantize_first: bool) -> None:
     try:
         check_chat_template(resolve_model(base, config.model.format))
     except CheckpointError as error:
-        missing = config.model.format == formats.DEFAULT.name and not default_quantized_dir(base).exists()
+        format = formats.get(config.model.format)
+        made = default_quantized_dir(base, format)
+        missing = format.scheme is not None and not made.exists()
         if not missing or resolve_model(base).kind != "base16":
             raise
         if not quantize_first:
             raise CheckpointError(
-                f"recipe {recipe} trains on {default_quantized_dir(base)}, which does not exist: run `qerl quantize "
-                f"--model {base}` first, or add --quantize"
+                f"recipe {recipe} trains on {made}, which does not exist: run `{quantize_line(base, format)}` first, "
+                "or add --quantize"
             ) from error
         from quantize.options import QuantizeOptions
         from quantize.run import quantize_checkpoint
 
-        quantize_checkpoint(base, options=QuantizeOptions(trust_remote_code=config.model.trust_remote_code))
+        options = QuantizeOptions(scheme=format.name, trust_remote_code=config.model.trust_remote_code)
+        quantize_checkpoint(base, options=options)

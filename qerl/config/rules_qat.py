@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from qerl import formats
 from qerl.config.conflict import Conflict, Conflicts
+from qerl.config.quant import WeightQuantConfig
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
 
+_HEADROOM_BITS = WeightQuantConfig.model_fields["headroom_bits"].default
 PACKING_KERNELS = ("auto", "qerl")  # the others take factors from the weights when these are loaded
 
 
@@ -34,6 +37,16 @@ def qat(config: RunConfig) -> Conflicts:
             {"model.format": own, "qat.quant_cfg.weights.format": quant.weights.format},
             "the engine would sample from other weights than those that are trained",
             f"model.format: {quant.weights.format}, or leave it out",
+        )
+    weights = quant.weights
+    if formats.get(weights.format).shared_tensor is None and weights.headroom_bits != _HEADROOM_BITS:
+        yield Conflict(
+            {
+                "qat.quant_cfg.weights.headroom_bits": weights.headroom_bits,
+                "qat.quant_cfg.weights.format": weights.format,
+            },
+            "scales of this format follow the weights, so that none saturates",
+            f"headroom_bits: {_HEADROOM_BITS}, or leave it out",
         )
     if config.rollout.kernel not in PACKING_KERNELS:
         yield Conflict(

@@ -1,4 +1,4 @@
-"""Number formats of a model's linears, registered by name: nvfp4 and bf16.
+"""Number formats of a model's linears, registered by name: nvfp4, fp8_block and bf16.
 
 A format is a value (`base.Format`) that everything else asks instead of comparing names: bytes per weight, how a folder
 is recognised, how it is opened, packed, quantized, merged and served. A new one is a file beside `nvfp4.py`, its linear
@@ -10,6 +10,7 @@ from __future__ import annotations
 from qerl.errors import CheckpointError
 from qerl.formats.base import Format
 from qerl.formats.bf16 import BF16
+from qerl.formats.fp8_block import FP8_BLOCK
 from qerl.formats.nvfp4 import NVFP4
 
 DEFAULT = NVFP4  # of recipes, and what `qerl quantize` writes
@@ -53,4 +54,5 @@ def writable() -> tuple[Format, ...]:
 
 
 register(NVFP4)
+register(FP8_BLOCK)
 register(BF16)

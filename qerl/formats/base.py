@@ -33,6 +33,7 @@ class Format:
     shared_tensor: str | None = None  # the one of these that must be equal in linears that an engine fuses
     layout: str | None = None  # `quantization_config.format` of config.json
     scheme: str | None = None  # llm-compressor's name for what `qerl quantize` does; None: it does not make this format
+    scales: str | None = None  # the kind that is written, where there are several
     min_sqnr_db: float = 0.0  # quantized weights with less than this are not those of the model
     kernels: tuple[str, ...] = ()  # values of rollout.kernel, beside auto; () if there is nothing to choose
     vllm_method: str | None = None  # what the plugin registers with vLLM; None: only the transformers engine serves it
@@ -103,6 +104,13 @@ class Format:
         Raises CheckpointError for weights that cannot be packed.
         """
         raise NotImplementedError
+
+    def quantize_like(self, tensors: Mapping[str, torch.Tensor], weight: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The `tensors` of a float weight (out_features, in_features) that takes the place of the one in `tensors`.
+
+        They are what the linear of that one writes for it (`PackedLinear.write_`).
+        """
+        return self.quantize([weight], tensors[self.shared_tensor] if self.shared_tensor else None)[0]
 
     def quantization_config(self, unquantized: Sequence[str]) -> dict[str, Any] | None:
         """The quantization_config of a folder in which all linears but `unquantized` (module names) are packed."""

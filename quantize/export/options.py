@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -20,8 +20,9 @@ class ExportOptions:
 
     run: Annotated[Path, typer.Option(help="Directory of a run that trains whole weights.")]
     to: Annotated[
-        Literal[TARGETS], typer.Option(help="nvfp4: as it was trained; bf16: the masters, rounded to bfloat16.")
-    ] = formats.DEFAULT.name
+        Literal[TARGETS] | None,
+        typer.Option(help="Default: as it was trained; bf16: the masters, rounded to bfloat16."),
+    ] = None
     out: Annotated[
         Path | None, typer.Option(help="Default: exported/<run>-<to>, with --step exported/<run>-N-<to>.")
     ] = None
@@ -32,10 +33,14 @@ class ExportOptions:
 
     def check(self) -> None:
         """Raise ConfigError for a format that cannot be written."""
-        if self.to not in TARGETS:
+        if self.to not in (None, *TARGETS):
             raise ConfigError(f"--to {self.to!r} is not known: write {' or '.join(TARGETS)}")
 
+    def of(self, trained: str) -> ExportOptions:
+        """The same for a run that trains weights of the format `trained`."""
+        return replace(self, to=self.to or trained)
+
     def folder(self) -> Path:
-        """Where the model is written."""
+        """Where the model is written; call it on what `of` returns."""
         step = "" if self.step is None else f"-{self.step}"
         return self.out or Path("exported") / f"{self.run.expanduser().resolve().name}{step}-{self.to}"

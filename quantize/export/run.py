@@ -95,8 +95,10 @@ class ExportReport:
 def export(options: ExportOptions) -> ExportReport:
     """Export as `options` say. Raises ConfigError or CheckpointError; after an error `out` is as it was before."""
     options.check()
-    run, out = options.run.expanduser(), options.folder().expanduser()
+    run = options.run.expanduser()
     step, masters = _read(run, options)
+    options = options.of(masters.format.name)
+    out = options.folder().expanduser()
     dense = not formats.get(options.to).quantized
     check_target(out, run / BASE, options.overwrite, options.force)
     check_target(out, run / "checkpoints", options.overwrite, options.force)
@@ -124,7 +126,8 @@ def _read(run: Path, options: ExportOptions) -> tuple[int, Masters]:
         raise CheckpointError(f"--run {run} is no run directory: give one that `qerl train` made (runs/NAME)")
     if not trains_weights(run):
         raise CheckpointError(
-            f"{run} trains an adapter, not whole weights: write `qerl merge --adapter {run} --to {options.to}`"
+            f"{run} trains an adapter, not whole weights: write `qerl merge --adapter {run} --to "
+            f"{options.to or formats.DEFAULT.name}`"
         )
     step, weights = masters_of(run, options.step)
     if damage := sealed.damage_of(run / BASE, {"config.json"}):
@@ -133,7 +136,7 @@ def _read(run: Path, options: ExportOptions) -> tuple[int, Masters]:
             f"that has steps left makes it again, `qerl train --resume {run}`"
         )
     masters = read_masters(run / BASE, weights)
-    if formats.get(options.to).quantized and options.to != masters.format.name:
+    if options.to and formats.get(options.to).quantized and options.to != masters.format.name:
         raise ConfigError(
             f"--to {options.to}: {run} trains {masters.format.label} weights: write {masters.format.name}"
         )

@@ -20,7 +20,8 @@ class MergeOptions:
 
     adapter: Annotated[str, typer.Option(help="Adapter folder, run directory, or hub id of an adapter.")]
     to: Annotated[
-        Literal[TARGETS], typer.Option(help="adapter: PEFT folder; bf16: whole model; nvfp4: whole model in 4 bits.")
+        Literal[TARGETS],
+        typer.Option(help="adapter: PEFT folder; bf16, nvfp4, fp8_block: whole model in 16, 4, 8 bits."),
     ]
     out: Annotated[Path | None, typer.Option(help="Default: merged/<name>-<to>.")] = None
     model: Annotated[str | None, typer.Option(help="Base, if it is not the one that the adapter names.")] = None
@@ -28,7 +29,7 @@ class MergeOptions:
         Literal["auto", "trained", "original"],
         typer.Option(
             help="trained: the weights that were trained on; original: the 16-bit model behind them. "
-            "auto: original for nvfp4 where it is here, else trained."
+            "auto: original for nvfp4 and fp8_block where it is here, else trained."
         ),
     ] = "auto"
     dtype: Annotated[Literal["keep", "bfloat16", "float32"], typer.Option(help="Of an adapter folder's tensors.")] = (

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from qerl import formats
 from qerl.checkpoint import sealed
 from qerl.checkpoint.output import check_space
 from qerl.checkpoint.packed import packed_groups, power_of_two_scale_of
@@ -72,7 +73,8 @@ def _make(folder: Path, config: RunConfig, start: ModelRef) -> None:
     try:
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         with TensorReader(source.tensors) as read:
-            scale_of = power_of_two_scale_of(headroom_bits=quant.weights.headroom_bits)
+            shares = source.format.shared_tensor is not None
+            scale_of = power_of_two_scale_of(headroom_bits=quant.weights.headroom_bits) if shares else None
             wide = _as_masters(source, read, getattr(torch, masters_dtype(config.qat)))
             write_weights(partial, packed_groups(source, wide, device, scale_of))
         copy_small_files(source.folder, partial, code="auto_map" in source.config)
@@ -90,7 +92,9 @@ def _make(folder: Path, config: RunConfig, start: ModelRef) -> None:
 def _source(start: ModelRef, config: RunConfig) -> Source:
     trust, quant = config.model.trust_remote_code, config.qat.quant_cfg
     layers = read_json(start.path / "config.json").get("num_hidden_layers", 0)
-    return read_source(start.base, quant.ignored(layers), trust, "qat.quant_cfg.ignore")
+    return read_source(
+        start.base, quant.ignored(layers), trust, "qat.quant_cfg.ignore", formats.get(quant.weights.format)
+    )
 
 
 def _as_masters(

@@ -167,7 +167,7 @@ def test_the_base_beside_a_run_comes_before_one_of_the_same_name_here(tmp_path, 
 
 
 def test_load_has_three_values():
-    with pytest.raises(CheckpointError, match="write auto, nvfp4 or bf16"):
+    with pytest.raises(CheckpointError, match="write auto, nvfp4, fp8_block or bf16"):
         resolve_model(str(make_base()), "fp8")
 
 

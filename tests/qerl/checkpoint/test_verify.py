@@ -133,7 +133,7 @@ def test_a_config_without_quantization_is_found(made, copy):
 
 def test_a_failed_check_publishes_nothing(made, tmp_path, monkeypatch):
     strict = replace(made[0], format=replace(NVFP4, min_sqnr_db=60.0))
-    monkeypatch.setattr("quantize.run.read_source", lambda *arguments: strict)
+    monkeypatch.setattr("quantize.run.read_source", lambda *arguments, **more: strict)
     with pytest.raises(CheckpointError, match=r"does not pass its check and was removed: .*less than 60"):
         quantize_checkpoint(str(made[0].folder), tmp_path / "out")
     assert list(tmp_path.iterdir()) == []

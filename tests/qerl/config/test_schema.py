@@ -54,7 +54,11 @@ TYPES = [
     ("  learning_rate: 1e-5", "  learning_rate: 1,5", "optim.learning_rate: got '1,5' (text), expected number"),
     ("  learning_rate: 1e-5", "  learning_rate: .nan", "optim.learning_rate: got nan, expected number"),
     ("  learning_rate: 1e-5", "  learning_rate:", "optim.learning_rate: got null, expected number"),
-    ("  format: nvfp4", "  format: nvfp8", "got 'nvfp8' (text), expected one of nvfp4, bf16; did you mean nvfp4?"),
+    (
+        "  format: nvfp4",
+        "  format: nvfp8",
+        "got 'nvfp8' (text), expected one of nvfp4, fp8_block, bf16; did you mean nvfp4?",
+    ),
     ("  base: Qwen/Qwen2.5-7B-Instruct", "  base: 7", "model.base: got 7, expected text; write '7' in quotes"),
     ("  base: Qwen/Qwen2.5-7B-Instruct", "  base: ''", "model.base: got '' (text), expected text"),
     ("  targets: [q_proj, v_proj]", "  targets: q_proj", "got 'q_proj' (text), expected list of one of q_proj,"),

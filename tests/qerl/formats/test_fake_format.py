@@ -187,8 +187,8 @@ def test_it_trains_and_merges(folder, tmp_path):
 def test_afterwards_it_is_unknown_again():
     formats.unregister("int8_rows")
     try:
-        assert formats.names() == ("nvfp4", "bf16")
-        with pytest.raises(CheckpointError, match="format 'int8_rows' is not known: write 'nvfp4' or 'bf16'"):
+        assert "int8_rows" not in formats.names()
+        with pytest.raises(CheckpointError, match="format 'int8_rows' is not known: write 'nvfp4' or "):
             formats.get("int8_rows")
     finally:
         formats.register(INT8_ROWS)

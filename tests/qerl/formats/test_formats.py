@@ -8,16 +8,16 @@ import torch
 from qerl import formats
 from qerl.checkpoint.linears import fused
 from qerl.errors import CheckpointError
-from qerl.formats import BF16, NVFP4
+from qerl.formats import BF16, FP8_BLOCK, NVFP4
 from qerl.nvfp4 import reference
 
 
 def test_formats_are_known_by_name_in_order():
-    assert formats.names() == ("nvfp4", "bf16")
-    assert formats.all_formats() == (NVFP4, BF16)
-    assert formats.writable() == (BF16, NVFP4)
+    assert formats.names() == ("nvfp4", "fp8_block", "bf16")
+    assert formats.all_formats() == (NVFP4, FP8_BLOCK, BF16)
+    assert formats.writable() == (BF16, NVFP4, FP8_BLOCK)
     assert formats.get("nvfp4") is NVFP4 is formats.DEFAULT
-    with pytest.raises(CheckpointError, match="format 'fp8' is not known: write 'nvfp4' or 'bf16'"):
+    with pytest.raises(CheckpointError, match="format 'fp8' is not known: write 'nvfp4' or 'fp8_block' or 'bf16'"):
         formats.get("fp8")
     with pytest.raises(ValueError, match="there is a format nvfp4 already"):
         formats.register(NVFP4)
@@ -25,10 +25,12 @@ def test_formats_are_known_by_name_in_order():
 
 def test_what_a_weight_takes():
     assert (NVFP4.bytes_per_weight, BF16.bytes_per_weight) == (4 / 8 + 1 / 16, 2)
+    assert FP8_BLOCK.bytes_per_weight == 1 + 4 / 128**2
 
 
 def test_quantized_folders_have_the_schemes_name():
     assert (NVFP4.folder_suffix, NVFP4.quantized, BF16.quantized) == ("-NVFP4A16", True, False)
+    assert (FP8_BLOCK.folder_suffix, FP8_BLOCK.quantized) == ("-FP8_BLOCK", True)
 
 
 @pytest.mark.parametrize(
@@ -37,6 +39,8 @@ def test_quantized_folders_have_the_schemes_name():
         (None, BF16),
         ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, NVFP4),
         ({"quant_method": "compressed-tensors", "format": "pack-quantized"}, None),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, FP8_BLOCK),
+        ({"quant_method": "fp8", "weight_block_size": [128, 128]}, FP8_BLOCK),
         ({"quant_method": "gptq"}, None),
         ({}, None),
     ],
@@ -46,11 +50,36 @@ def test_a_folder_is_recognised_by_its_quantization_config(quantization, found):
 
 
 def test_the_quantization_config_is_one_that_it_recognises(tmp_path):
-    written = json.loads(json.dumps(NVFP4.quantization_config(["lm_head"])))
-    assert NVFP4.recognises(written)
-    NVFP4.check_config(tmp_path, written)
-    assert written["ignore"] == ["lm_head"]
+    for format in (NVFP4, FP8_BLOCK):
+        written = json.loads(json.dumps(format.quantization_config(["lm_head"])))
+        assert [each for each in formats.all_formats() if each.recognises(written)] == [format]
+        format.check_config(tmp_path, written)
+        assert written["ignore"] == ["lm_head"]
     assert BF16.quantization_config(["lm_head"]) is None
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "fp8"}, r"FP8 with \{'weight_block_size': None\}, and qerl reads FP8 with .*\[128, 128\]"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 128]}, r"\[64, 128\]"),
+        (
+            {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "static"},
+            "'activation_scheme': 'static'",
+        ),
+        (
+            {"config_groups": {"group_0": {"weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}}},
+            "channel",
+        ),
+        ({"config_groups": []}, "cannot be read"),
+    ],
+)
+def test_other_kinds_of_fp8_are_refused(tmp_path, quantization, message):
+    given = {"quant_method": "compressed-tensors", "format": "float-quantized"} | quantization
+    assert FP8_BLOCK.recognises(given)
+    with pytest.raises(CheckpointError, match=message) as refused:
+        FP8_BLOCK.check_config(tmp_path, given)
+    assert "\n" not in str(refused.value)
 
 
 def test_weights_that_are_fused_share_their_global_scale():

@@ -1,0 +1,126 @@
+"""The linear of a block-scaled FP8 checkpoint in the trainer: `PackedLinear` over the two tensors of `layout.py`.
+
+In a state dict the codes are `weight`, as in a checkpoint; on the module that name is `PackedLinear.weight`, so the
+buffer is `weight_codes`. The tensors may be rows of a larger weight of an engine, which is then shared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import nn
+
+from qerl.errors import CheckpointError, EngineError
+from qerl.formats.linear import PackedLinear
+from qerl.fp8 import layout, reference
+from qerl.fp8.reference import E4M3, FP8Tensor, ScaleKind
+
+CODES = "weight_codes"
+
+Dequantizer = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
+
+DEQUANTIZERS: dict[str, Dequantizer] = {}  # device type -> faster twin of reference.dequantize_unchecked, bit-exact
+
+
+class FP8Linear(PackedLinear):
+    """See `PackedLinear`. Raises CheckpointError if tensors do not fit when they are loaded."""
+
+    _scales: ScaleKind | None = None  # of the weight that was loaded; None until it is asked for
+
+    @classmethod
+    def from_tensors(
+        cls,
+        codes: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> FP8Linear:
+        """A linear that holds the given tensors, without a copy (of scales in 16 bits: a float32 copy).
+
+        The compute dtype defaults to that of the bias, or without a bias to torch's default.
+        """
+        tensors = FP8Tensor(codes, scale.float()).named()
+        out_features, in_features = layout.check_tensors(tensors)
+        layout.check_values(tensors)
+        if bias is not None and tuple(bias.shape) != (out_features,):
+            raise CheckpointError(f"linear.bias: has shape {tuple(bias.shape)}, must be ({out_features},)")
+        dtype = compute_dtype or (torch.get_default_dtype() if bias is None else bias.dtype)
+        linear = cls(in_features, out_features, bias=bias is not None, device="meta", dtype=dtype)
+        linear.weight_codes, linear.weight_scale = tensors.values()
+        if bias is not None:
+            linear.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
+        return linear
+
+    @classmethod
+    def from_linear(cls, linear: nn.Linear, scales: ScaleKind = "pow2") -> FP8Linear:
+        """Quantize a dense linear."""
+        quantized = reference.quantize(linear.weight.detach(), scales)
+        return cls.from_tensors(*quantized, bias=linear.bias, compute_dtype=linear.weight.dtype)
+
+    def empty_tensors(self, device: torch.device | str | None) -> dict[str, torch.Tensor]:
+        specs = layout.tensor_specs(self.out_features, self.in_features)
+        codes = torch.zeros(specs[layout.CODES].shape, dtype=E4M3, device=device)
+        return {CODES: codes, layout.SCALE: torch.ones(specs[layout.SCALE].shape, device=device)}
+
+    def unpack(self, dtype: torch.dtype) -> torch.Tensor:
+        decode = DEQUANTIZERS.get(self.weight_codes.device.type, reference.dequantize_unchecked)
+        return decode(self.weight_codes, self.weight_scale, dtype)
+
+    @property
+    def scales(self) -> ScaleKind:
+        """Whether scales are powers of two, which they stay when the weight is written."""
+        if self._scales is None:
+            self._scales = reference.scale_kind(self.weight_scale)
+        return self._scales
+
+    def write_(self, matrix: torch.Tensor) -> None:
+        """See `PackedLinear.write_`: the bits are those of `reference.quantize`, with scales of the same kind."""
+        tensors = reference.quantize_unchecked(matrix.to(self.weight_codes.device), self.scales)
+        self.weight_codes.copy_(tensors.codes)
+        self.weight_scale.copy_(tensors.scale)
+        self.drop_cached()
+
+    def faults(self, matrix: torch.Tensor) -> torch.Tensor:
+        """See `reference.faults`."""
+        return reference.faults(matrix.to(self.weight_codes.device))
+
+    def refuse(self, faults: Sequence[int], name: str) -> None:
+        """Raise EngineError if the matrix has inf or NaN. Scales follow the weights, so nothing else can go wrong."""
+        if faults[0]:
+            raise EngineError(f"the update of {name} holds inf or NaN: lower optim.learning_rate")
+
+    def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + layout.CODES] = destination.pop(prefix + CODES)
+
+    def _load_from_state_dict(self, state_dict, prefix, *rest) -> None:
+        """Load what a checkpoint calls `weight`, and make codes of another dtype an error, which torch would cast."""
+        errors: list[str] = rest[-1]
+        named = {name: state_dict[prefix + name] for name in layout.TENSORS if prefix + name in state_dict}
+        self._scales = None
+        try:
+            if len(named) == len(layout.TENSORS):
+                layout.check_tensors(named, prefix.rstrip("."))
+            layout.check_values({n: t for n, t in named.items() if not t.is_meta}, prefix.rstrip("."))
+        except CheckpointError as error:
+            errors.append(str(error))
+            return
+        if layout.CODES in named:
+            state_dict[prefix + CODES] = state_dict.pop(prefix + layout.CODES)
+        if layout.SCALE in named:
+            state_dict[prefix + layout.SCALE] = named[layout.SCALE].float()
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+    def __getstate__(self) -> dict:
+        """Pickle codes as bytes, because torch 2.13's pickle writes float8 tensors but cannot read them back."""
+        state = super().__getstate__()
+        return {**state, "_buffers": _viewed(state["_buffers"], torch.uint8)}
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__({**state, "_buffers": _viewed(state["_buffers"], E4M3)})
+
+
+def _viewed(buffers: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The buffers, with the bytes of the codes viewed as `dtype`."""
+    return {name: value.view(dtype) if name == CODES else value for name, value in buffers.items()}

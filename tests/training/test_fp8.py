@@ -1,0 +1,216 @@
+"""FP8 models from end to end on the transformers engine: quantized, read, trained, evaluated, merged, exported."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from merged import random_adapter
+from safetensors.torch import load_file, save_file
+from small_run import numbers, small_config
+from transformers import AutoModelForCausalLM
+from transformers.utils.quantization_config import CompressedTensorsConfig
+
+from eval.run import run_eval
+from eval.settings import EvalSettings
+from qerl.checkpoint.kinds import format_of
+from qerl.checkpoint.load import load_model
+from qerl.checkpoint.reader import TensorReader
+from qerl.checkpoint.resolve import resolve_model
+from qerl.checkpoint.shards import read_json, read_tensors
+from qerl.errors import CheckpointError, ConfigError
+from qerl.formats import FP8_BLOCK
+from qerl.fp8 import reference
+from qerl.fp8.linear import FP8Linear
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
+from quantize.merge.options import MergeOptions
+from quantize.merge.run import merge
+from quantize.options import QuantizeOptions
+from quantize.run import quantize_checkpoint
+from training.run import start
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+IN_FP8 = ("model.format=fp8_block", "noise.enabled=false", "run.save_every=1")
+QAT = (*IN_FP8, "qat.mode=weights", "qat.quant_cfg.weights.format=fp8_block", "optim.learning_rate=1e-3")
+
+
+def tensors_in(folder):
+    infos = read_tensors(folder)
+    with TensorReader(infos) as read:
+        return {name: read(name) for name in infos}
+
+
+def same_weight(tensors, module, weight, scales="pow2"):
+    expected = reference.quantize(weight, scales).named()
+    return all(
+        torch.equal(tensors[f"{module}.{n}"].view(torch.uint8), t.view(torch.uint8)) for n, t in expected.items()
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(base, tmp_path_factory):
+    out = tmp_path_factory.mktemp("fp8") / "qwen3-FP8_BLOCK"
+    quantize_checkpoint(str(base), out, QuantizeOptions(scheme="fp8_block", ignore=("re:.*layers.1.self_attn.*",)))
+    return out
+
+
+@pytest.fixture
+def of_others(folder, tmp_path):
+    """The same model as DeepSeek and Qwen lay it out, with scales that are no powers of two."""
+    out = shutil.copytree(folder, tmp_path / "others")
+    config = read_json(out / "config.json")
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128], "fmt": "e4m3"}
+    (out / "config.json").write_text(json.dumps(config))
+    tensors = tensors_in(folder)
+    for file in out.glob("*.safetensors*"):
+        file.unlink()
+    scales = [name for name in tensors if name.endswith("weight_scale")]
+    tensors |= {f"{name}_inv": 0.9 * tensors.pop(name) for name in scales}
+    save_file(tensors, out / "model.safetensors")
+    return out
+
+
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+def test_a_quantized_folder_holds_the_reference_s_bytes(base, tmp_path, scales):
+    options = QuantizeOptions(scheme="fp8_block", scales=scales)
+    report = quantize_checkpoint(str(base), tmp_path / "out", options)
+    assert (report.scheme, report.scales, report.method) == ("FP8_BLOCK", scales, "rtn")
+    assert report.worst().sqnr_db > 30
+    dense, written = tensors_in(base), tensors_in(tmp_path / "out")
+    modules = [layer.name for layer in report.layers]
+    assert len(modules) == 14
+    assert all(same_weight(written, module, dense[f"{module}.weight"], scales) for module in modules)
+    assert all(torch.equal(written[name], dense[name]) for name in written if "_proj" not in name)
+    made = read_json(tmp_path / "out" / "quantize_report.json")
+    assert (made["format"], made["scales"], made["global_scale"]) == ("float-quantized", scales, None)
+
+
+def test_a_folder_opens_as_the_model_of_its_decoded_weights(folder):
+    """compressed-tensors decodes the same, and so it is a standard file."""
+    model = load_model(folder, "fp8_block", "float32")
+    packed = [module for module in model.modules() if isinstance(module, FP8Linear)]
+    assert len(packed) == 10  # 4 stay in 16 bits
+    whole = CompressedTensorsConfig(dequantize=True)
+    twin = AutoModelForCausalLM.from_pretrained(folder, quantization_config=whole, dtype=torch.float32)
+    for name, module in model.named_modules():
+        if isinstance(module, FP8Linear):
+            assert torch.equal(twin.get_submodule(name).weight, module.unpack(torch.float32)), name
+
+
+def test_a_folder_in_the_layout_of_others_is_read_as_it_is(of_others, folder):
+    assert format_of(of_others) is FP8_BLOCK
+    assert resolve_model(str(of_others)).format == "fp8_block"
+    model, own = load_model(of_others, "fp8_block", "float32"), load_model(folder, "fp8_block", "float32")
+    for name, module in model.named_modules():
+        if isinstance(module, FP8Linear):
+            theirs = own.get_submodule(name)
+            assert torch.equal(module.weight_codes.view(torch.uint8), theirs.weight_codes.view(torch.uint8))
+            assert torch.equal(module.weight_scale, 0.9 * theirs.weight_scale)
+            assert module.scales == "fp32"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors, name: tensors[name + "_scale"].zero_(), "1 of 1 scales are zero, negative, infinite or NaN"),
+        (lambda tensors, name: tensors[name + "_scale"].fill_(float("nan")), "1 of 1 scales"),
+        (lambda tensors, name: tensors.pop(name + "_scale"), "in 8 bits without scales"),
+        (lambda tensors, name: tensors.update({name: tensors[name].float()}), "FP8 weights are torch.float8_e4m3fn"),
+        (lambda tensors, name: tensors.update({name + "_scale_inv": torch.ones(1, 1)}), "no place for"),
+    ],
+    ids=["zero", "nan", "no scale", "cast", "twice"],
+)
+def test_a_damaged_folder_is_refused_in_one_line(folder, tmp_path, change, message):
+    out = shutil.copytree(folder, tmp_path / "damaged")
+    for file in out.glob("*.safetensors*"):
+        file.unlink()
+    tensors = tensors_in(folder)
+    change(tensors, "model.layers.0.mlp.up_proj.weight")
+    save_file(tensors, out / "model.safetensors")
+    with pytest.raises(CheckpointError, match=message) as refused:
+        load_model(out, "fp8_block", "float32")
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"method": "gptq", "calibration": "rows.jsonl"}, "--method gptq: --scheme fp8_block rounds to nearest"),
+        ({"global_scale": "pow2"}, "--global-scale pow2: --scheme fp8_block has none: write --scales"),
+        ({"scales": "int"}, "--scales 'int' is not known: write pow2, fp32"),
+        ({"scheme": "fp8"}, "--scheme 'fp8' is not known: write nvfp4, fp8_block"),
+        ({"scheme": "nvfp4", "scales": "fp32"}, "--scales fp32 is of 8-bit weights, not of --scheme nvfp4"),
+    ],
+)
+def test_options_that_do_not_go_together_are_refused(base, tmp_path, options, message):
+    with pytest.raises(ConfigError, match=message):
+        quantize_checkpoint(str(base), tmp_path / "out", QuantizeOptions(**{"scheme": "fp8_block"} | options))
+
+
+def test_a_quantized_model_is_not_quantized_again(folder, of_others, tmp_path):
+    for given in (folder, of_others):
+        with pytest.raises(CheckpointError, match=r"is already quantized \(FP8\): use it as it is"):
+            quantize_checkpoint(str(given), tmp_path / "out", QuantizeOptions(scheme="fp8_block"))
+    bare = shutil.copytree(folder, tmp_path / "bare")
+    config = read_json(bare / "config.json")
+    del config["quantization_config"]
+    (bare / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match="in 8 bits without scales"):
+        load_model(bare, "bf16", "float32")
+
+
+def test_an_adapter_is_trained_beside_the_base_and_merged(folder, of_others, base, tmp_path):
+    run = start(small_config(folder, tmp_path, *IN_FP8, steps=2), "tiny").run_dir
+    assert [row["step"] for row in numbers(run)] == [1, 2]
+    assert numbers(run)[0]["mismatch_kl"] < 1e-8
+    assert resolve_model(str(run)).format == "fp8_block"
+    result = run_eval(EvalSettings(task="arith", model=str(run), limit=2, max_new_tokens=4, out=tmp_path / "eval"))
+    assert result is not None
+    adapter = random_adapter(tmp_path / "adapter", base)
+    for number, model in enumerate((folder, of_others)):
+        options = MergeOptions(
+            str(adapter), "fp8_block", tmp_path / f"merged{number}", str(model), prompt_count=0, onto="trained"
+        )
+        merged = merge(options)
+        assert (format_of(merged.out), merged.kind) == (FP8_BLOCK, "FP8 model")
+        module = "model.layers.0.mlp.up_proj"
+        factors = load_file(adapter / "adapter_model.safetensors")
+        a, b = (factors[f"base_model.model.{module}.lora_{which}.weight"].float() for which in "AB")
+        before = tensors_in(model)
+        weight = reference.dequantize(before[f"{module}.weight"], before[f"{module}.weight_scale"], torch.float32)
+        assert same_weight(tensors_in(merged.out), module, weight.add_(2.0 * b @ a))
+        load_model(merged.out, "fp8_block", "float32")
+
+
+@pytest.fixture(scope="module")
+def trained(base, tmp_path_factory):
+    """A run of two steps that trains whole weights, rewritten in place in FP8."""
+    torch.set_num_threads(1)
+    config = small_config(
+        base, tmp_path_factory.mktemp("qat"), *QAT, "qat.quant_cfg.keep_last=1", "run.keep_checkpoints=9", steps=2
+    )
+    return start(config, "qat").run_dir
+
+
+def test_the_model_of_trained_weights_is_the_masters_quantized(trained, base, tmp_path):
+    masters = tensors_in(trained / "checkpoints/step-000002/weights")
+    begun, model, dense = tensors_in(trained / "base"), tensors_in(trained / "model"), tensors_in(base)
+    assert len(masters) == 7
+    for name, master in masters.items():
+        module = name.removesuffix(".weight")
+        assert same_weight(begun, module, dense[name].float())
+        assert same_weight(model, module, master)
+        assert not torch.equal(begun[name].view(torch.uint8), model[name].view(torch.uint8))
+    assert numbers(trained)[1]["mismatch_kl"] < 1e-8
+    exported = export(ExportOptions(trained, out=tmp_path / "out"))
+    assert exported.to == "fp8_block"
+    assert (exported.out / "model.safetensors").read_bytes() == (trained / "model/model.safetensors").read_bytes()
+    dense = export(ExportOptions(trained, "bf16", out=tmp_path / "dense"))
+    assert torch.equal(tensors_in(dense.out)[name], masters[name].bfloat16())
+
+
+def test_head_room_is_of_formats_whose_scale_is_fixed(base, tmp_path):
+    with pytest.raises(ConfigError, match=r"headroom_bits 1 .*this format follow the weights.*write headroom_bits: 2"):
+        small_config(base, tmp_path, *QAT, "qat.quant_cfg.weights.headroom_bits=1")
