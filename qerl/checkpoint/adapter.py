@@ -26,10 +26,12 @@ if TYPE_CHECKING:
     import torch
     from peft import PeftModel
     from torch import nn
+    from transformers import PreTrainedModel
 
 PEFT_PREFIX = "base_model.model."
 ADAPTER_NAME = "default"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+_TRAINED = f".modules_to_save.{ADAPTER_NAME}."  # in the name of a parameter of a trained norm
 OTHER_ADAPTERS = (
     "use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "alora_invocation_tokens", "arrow_config",
     "kasa_config", "layer_replication", "megatron_config", "monteclora_config", "target_parameters",
@@ -73,6 +75,32 @@ def attach_lora(
     if train_norms:
         _let_wrappers_say_what_acts_(peft_model)
     return peft_model
+
+
+def pack_in_(model: nn.Module) -> None:
+    """Let the attached adapter act through packed weights alone: whoever packs them adds s B A (`qerl.layers.lora`)."""
+    for module in model.modules():
+        if hasattr(module, "lora_part"):
+            module.packed_in = True
+
+
+def base_name(name: str) -> str | None:
+    """The name that a module or parameter of a model with an adapter has in the base; None for one of the adapter.
+
+    A norm that is trained has the name of the one that it stands for, which has None.
+    """
+    if ".lora_" in name or ".original_module" in name or ".modules_to_save." in name.replace(_TRAINED, "."):
+        return None
+    return name.replace(_TRAINED, ".").replace(".base_layer", "")
+
+
+def base_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
+    """The linears whose weights can change, by base module name: all but the head, which may be the embeddings."""
+    import torch
+
+    head = model.get_output_embeddings()
+    named = ((base_name(name), module) for name, module in model.named_modules() if module is not head)
+    return {name: module for name, module in named if name and isinstance(module, torch.nn.Linear)}
 
 
 def set_dtype_(model: nn.Module, dtype: torch.dtype) -> None:
@@ -277,13 +305,17 @@ def _fused_lora() -> dict[type, type]:
     from qerl.layers.lora import Part, lora_linear, part_of
 
     class FusedLoraLinear(Linear):
-        """LoRA on a linear."""
+        """LoRA on a linear; `packed_in`: see `pack_in_`."""
+
+        packed_in = False
 
         def lora_part(self) -> Part | None:
             """The parts of this layer if it now computes plain LoRA with one adapter and no dropout; None otherwise."""
             base = part_of(self.base_layer)
             if base is None or self.disable_adapters or self.merged or self.fan_in_fan_out:
                 return base if self.disable_adapters and not self.merged else None
+            if self.packed_in and not torch.is_grad_enabled():
+                return base
             names = [name for name in self.active_adapters if name in self.lora_A]
             if len(names) != 1:
                 return None
@@ -292,10 +324,15 @@ def _fused_lora() -> dict[type, type]:
             drops = isinstance(dropout, torch.nn.Dropout) and dropout.p > 0 and self.training
             if drops or name in self.lora_variant or a.bias is not None or b.bias is not None:
                 return None
-            return Part(base.base, a.weight, b.weight, self.scaling[name])
+            return Part(base.base, a.weight, b.weight, self.scaling[name], packed_in=self.packed_in)
 
         def forward(self, x: torch.Tensor, *args, **kwargs) -> torch.Tensor:
             part = None if args or kwargs else self.lora_part()
+            if part is None and self.packed_in:
+                raise CheckpointError(
+                    "the adapter of a linear is in its packed weight, and something (dropout, a hook, a second "
+                    "adapter) asks for it beside the weight, where it would count twice: leave that out"
+                )
             return super().forward(x, *args, **kwargs) if part is None else lora_linear(x, [part])
 
     class PackedLoraLinear(FusedLoraLinear):

@@ -24,7 +24,14 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from qerl.checkpoint.adapter import adapter_tensors, attach_saved_, load_tensors_, set_scaling_
+from qerl.checkpoint.adapter import (
+    adapter_tensors,
+    attach_saved_,
+    base_linears,
+    base_name,
+    load_tensors_,
+    set_scaling_,
+)
 from qerl.checkpoint.load import end_token_ids, load_model, load_tokenizer, local_folder
 from qerl.engine.interface import Completion, Finished, SamplingParams, check_context, check_tokens, each_sampling
 from qerl.engine.seeds import request_seed
@@ -112,7 +119,7 @@ class TransformersEngine:
         model = self._open()
         if isinstance(update, AdapterUpdate):
             return _take_adapter_(model, update)
-        linears, norms = _linears(model), _norm_weights(model)
+        linears, norms = base_linears(model), _norm_weights(model)
         check_fit(update, linears, norms)
         with torch.no_grad():
             for name, tensor in update.norms.items():
@@ -208,17 +215,10 @@ def _take_adapter_(model: PreTrainedModel, update: AdapterUpdate) -> int:
     return count
 
 
-def _linears(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
-    """The linears whose weights an update may bring: all but the head, which may be tied to the embeddings."""
-    head = model.get_output_embeddings()
-    modules = model.named_modules()
-    return {name: module for name, module in modules if isinstance(module, torch.nn.Linear) and module is not head}
-
-
 def _norm_weights(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    """Parameters named `weight` that are vectors, by module name."""
-    parameters = model.named_parameters()
-    return {name.removesuffix(".weight"): p for name, p in parameters if name.endswith(".weight") and p.dim() == 1}
+    """Parameters named `weight` that are vectors, by module name; those that act, where an adapter trains norms."""
+    named = ((base_name(name), parameter) for name, parameter in model.named_parameters() if parameter.dim() == 1)
+    return {name.removesuffix(".weight"): p for name, p in named if name and name.endswith(".weight")}
 
 
 class _OwnLimits(StoppingCriteria):

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from torch import nn
 
     from qerl.engine.interface import Engine
+    from qerl.layers.low_rank import LowRankSum
+
+    Matrix = torch.Tensor | LowRankSum
 
 
 @dataclass(frozen=True)
@@ -39,10 +42,11 @@ class WeightsUpdate:
     """Whole weights: dense matrices (out, in) by the linear's module name, trained norms (d,) by the norm's.
 
     A quantized linear gets the matrix rounded to its format, with the scales that depend on the matrix's dtype. All
-    matrices are read to be checked, and then again to be written; `weights` may compute one on access and hold none.
+    matrices are read to be checked, and then again to be written; `weights` may compute one on access and hold none,
+    and a `LowRankSum` is computed a piece of its rows at a time.
     """
 
-    weights: Mapping[str, torch.Tensor]
+    weights: Mapping[str, Matrix]
     norms: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     def __len__(self) -> int:
@@ -72,7 +76,7 @@ def check_fit(update: WeightsUpdate, linears: Mapping[str, nn.Linear], norms: Ma
             raise EngineError(f"trained norm {name} has shape {tuple(tensor.shape)}: the update is of another base")
 
 
-def pack_weights_(weights: Mapping[str, torch.Tensor], linears: Mapping[str, nn.Linear]) -> int:
+def pack_weights_(weights: Mapping[str, Matrix], linears: Mapping[str, nn.Linear]) -> int:
     """Write each matrix over the weight of the linear of that name, in place; returns how many were written.
 
     Raises EngineError, before anything is written, for a matrix that its linear cannot hold.
@@ -80,23 +84,26 @@ def pack_weights_(weights: Mapping[str, torch.Tensor], linears: Mapping[str, nn.
     import torch
 
     from qerl.formats.linear import PackedLinear
+    from qerl.layers.low_rank import pieces_of
 
     with torch.no_grad():
         check_matrices(weights, linears)
         for name in weights:
-            matrix, linear = weights[name].detach(), linears[name]
-            if isinstance(linear, PackedLinear):
-                linear.write_(matrix)
-            else:
-                linear.weight.copy_(matrix)
+            linear = linears[name]
+            for first, rows in pieces_of(weights[name].detach(), _device(linear)):
+                if isinstance(linear, PackedLinear):
+                    linear.write_(rows, first)
+                else:
+                    linear.weight[first : first + len(rows)].copy_(rows)
     return len(weights)
 
 
-def check_matrices(weights: Mapping[str, torch.Tensor], linears: Mapping[str, nn.Linear]) -> None:
+def check_matrices(weights: Mapping[str, Matrix], linears: Mapping[str, nn.Linear]) -> None:
     """Raise EngineError for a matrix that the linear of that name cannot hold. The card is asked once for all."""
     import torch
 
     from qerl.formats.linear import PackedLinear
+    from qerl.layers.low_rank import pieces_of
 
     counted: dict[str, torch.Tensor] = {}
     for name in weights:
@@ -106,12 +113,20 @@ def check_matrices(weights: Mapping[str, torch.Tensor], linears: Mapping[str, nn
                 f"the update's {name} is {tuple(matrix.shape)}, and the linear ({linear.out_features}, "
                 f"{linear.in_features}): the update is of another base"
             )
-        faults = linear.faults(matrix) if isinstance(linear, PackedLinear) else None
-        if faults is not None:
-            counted[name] = faults
+        if not isinstance(linear, PackedLinear):
+            continue
+        faults = [linear.faults(rows) for _, rows in pieces_of(matrix, _device(linear))]
+        if None not in faults:
+            counted[name] = sum(faults)
     if counted:
         for name, faults in zip(counted, torch.stack([*counted.values()]).tolist(), strict=True):
             linears[name].refuse(faults, name)
+
+
+def _device(linear: nn.Linear) -> torch.device:
+    from qerl.formats.linear import PackedLinear
+
+    return linear.weight_device if isinstance(linear, PackedLinear) else linear.weight.device
 
 
 def check_names(kind: str, given: Collection[str], places: Collection[str], what: str = "update") -> None:

@@ -57,15 +57,15 @@ class PackedLinear(nn.Linear):
         """The dequantized weight (out_features, in_features), computed anew."""
         raise NotImplementedError
 
-    def write_(self, matrix: torch.Tensor) -> None:
-        """Overwrite the weight by `matrix` (out_features, in_features), rounded; the tensors keep their addresses.
+    def write_(self, matrix: torch.Tensor, row_start: int = 0) -> None:
+        """Overwrite the rows from `row_start` on by `matrix` (rows, in_features), rounded; tensors keep their places.
 
-        A matrix without `faults` is expected.
+        A matrix without `faults` is expected; a part of the rows begins at a multiple of 16.
         """
         raise NotImplementedError
 
     def faults(self, matrix: torch.Tensor) -> torch.Tensor | None:
-        """What keeps `matrix` from being written, as counts on the weight's device; None if any matrix can be.
+        """What keeps `matrix`, some rows or all, from being written, as counts on its device; None if any can be.
 
         Nothing is read back from the card, so that the matrices of an update can be checked one behind another. Raises
         EngineError for a weight that cannot change.

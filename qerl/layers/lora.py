@@ -7,6 +7,9 @@ For parts i with weight W_i, bias b_i, adapter factors A_i (r, K), B_i (N_i, r) 
     dA_i = g_i^T x           dB_i = s_i dy_i^T h_i                       summed in float32, never rounded to 16 bits
     dM_i = dy_i^T x          for a master M_i: the weight that W_i is packed from, as if packing were the identity
 
+An adapter that is trained through the quantizer is in W_i = Q(W0_i + s_i B_i A_i) already: y_i and dx have no term of
+their own for it, and dA_i and dB_i are those above (straight-through).
+
 All A_i take one product, and so do all W_i if the engine keeps them in one tensor (q/k/v, gate/up), which is decoded
 into a work buffer once per direction. Only x and h are kept for the backward pass. The small products come first, and
 the base product is added to them in its float32 accumulator, so that y is rounded once. The gradient of a master is
@@ -30,13 +33,22 @@ from qerl.nvfp4.kernel_linear import adjacent, unscaled
 
 @dataclass(frozen=True)
 class Part:
-    """A linear whose own weight is frozen, with its adapter and its master; `a`, `b`, `master` are None without."""
+    """A linear whose own weight is frozen, with its adapter and its master; `a`, `b`, `master` are None without.
+
+    `packed_in`: the weight has been packed with the adapter in it. Of the parts of one product all have it, or none.
+    """
 
     base: nn.Linear
     a: torch.Tensor | None = None
     b: torch.Tensor | None = None
     scale: float = 1.0
     master: nn.Parameter | None = None
+    packed_in: bool = False
+
+    @property
+    def adds(self) -> bool:
+        """Whether the adapter is a product of its own."""
+        return self.a is not None and not self.packed_in
 
 
 def part_of(module: nn.Module) -> Part | None:
@@ -83,7 +95,7 @@ def forward(x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, torch
     """Return y (T, N) and h (T, ranks) for x (T, K); h is None without an adapter."""
     h = None if (a := _stacked_a(parts, x.dtype)) is None else x @ a.t()
     y = x.new_empty(len(x), sum(part.base.out_features for part in parts))
-    started = any(part.a is not None or part.base.bias is not None for part in parts)
+    started = any(part.adds or part.base.bias is not None for part in parts)
     if started and _can_fuse_bias(parts):
         bias, b = stacked([p.base.bias for p in parts], y.dtype), diagonal([p.b for p in parts], y.dtype)
         torch.addmm(bias, h, b, alpha=parts[0].scale, out=y)
@@ -99,7 +111,7 @@ def forward(x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, torch
 
 def backward_to_input(grad: torch.Tensor, g: torch.Tensor | None, parts: Sequence[Part]) -> torch.Tensor:
     """dx (T, K) from dy and the `g` that `backward_to_h` returned."""
-    if g is None:
+    if g is None or not any(part.adds for part in parts):
         dx, started = grad.new_empty(len(grad), parts[0].base.in_features), False
     else:
         dx, started = g @ _stacked_a(parts, grad.dtype), True
@@ -199,15 +211,13 @@ def _can_fuse_bias(parts: Sequence[Part]) -> bool:
 
     Then cuBLAS adds the bias of all columns within its product; a bias of only some columns has to be copied first.
     """
-    return len({part.scale for part in parts}) == 1 and all(
-        part.a is not None and part.base.bias is not None for part in parts
-    )
+    return len({part.scale for part in parts}) == 1 and all(part.adds and part.base.bias is not None for part in parts)
 
 
 def _write_bias_and_lora_(out: torch.Tensor, h: torch.Tensor | None, part: Part) -> None:
     """Fill `out`, the part's columns of y, with its bias and LoRA term."""
     bias = part.base.bias
-    if part.a is not None:
+    if part.adds:
         addend = out if bias is None else bias.to(out.dtype)
         torch.addmm(addend, h, cast(part.b, out.dtype).t(), beta=int(bias is not None), alpha=part.scale, out=out)
     elif bias is not None:

@@ -39,17 +39,17 @@ class KernelLinear(NVFP4Linear):
     def fixed_scale(self) -> float:
         return self.kernel_weight.global_scale
 
-    def write_(self, matrix: torch.Tensor) -> None:
+    def write_(self, matrix: torch.Tensor, row_start: int = 0) -> None:
         """See `NVFP4Linear.write_`: this writes its rows of the words and block scales that the kernel reads.
 
         A product of ours may read its weight before the launch ahead of it has ended, so synchronize before the next.
         """
-        weight, matrix = self.kernel_weight, matrix.to(self.weight_device)
-        if pack.takes(weight, self.row_start, matrix):
-            pack.pack_(weight, self.row_start, matrix)
+        weight, matrix, first = self.kernel_weight, matrix.to(self.weight_device), self.row_start + row_start
+        if pack.takes(weight, first, matrix):
+            pack.pack_(weight, first, matrix)
         else:
             tensors = reference.quantize(matrix, self._scale_tensor())
-            slab_layout.pack_(weight.words, weight.scales, self.row_start, tensors.packed, tensors.block_scale)
+            slab_layout.pack_(weight.words, weight.scales, first, tensors.packed, tensors.block_scale)
         self.drop_cached()
 
     def faults(self, matrix: torch.Tensor) -> torch.Tensor:

@@ -82,11 +82,12 @@ class NVFP4Linear(PackedLinear):
         """The global scale. It never changes, because captured CUDA graphs contain it as a number."""
         return float(self.weight_global_scale)
 
-    def write_(self, matrix: torch.Tensor) -> None:
+    def write_(self, matrix: torch.Tensor, row_start: int = 0) -> None:
         """See `PackedLinear.write_`: the bits are those of `reference.quantize` with the fixed scale."""
         tensors = reference.quantize(matrix.to(self.weight_packed.device), self.weight_global_scale)
-        self.weight_packed.copy_(tensors.packed)
-        self.weight_scale.copy_(tensors.block_scale)
+        rows = slice(row_start, row_start + len(matrix))
+        self.weight_packed[rows].copy_(tensors.packed)
+        self.weight_scale[rows].copy_(tensors.block_scale)
         self.drop_cached()
 
     def faults(self, matrix: torch.Tensor) -> torch.Tensor:

@@ -51,9 +51,9 @@ class RowsLinear(PackedLinear):
     def unpack(self, dtype):
         return dequantized(self.weight_codes, self.row_scale, dtype)
 
-    def write_(self, matrix):
+    def write_(self, matrix, row_start=0):
         for part, tensor in quantized(matrix).items():
-            getattr(self, part).copy_(tensor)
+            getattr(self, part)[row_start : row_start + len(matrix)].copy_(tensor)
         self.drop_cached()
 
 
