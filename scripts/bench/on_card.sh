@@ -12,6 +12,8 @@
 #     kernels  100 s  kernels, packing with shared prompts, layers, sampling, quantization, doctor
 #     pack     170 s  packing weights: the kernel's bytes, and all masters of a 7B beside stock vLLM's reload_weights
 #     qatsmall 150 s  full-weight training on the embedded model: bytes, exports in stock vLLM and transformers, evaluations
+#     qatstudy 380 s  learning with 21 M parameters: an adapter, and whole weights in three ways, three seeds each, at two
+#                     rates (with QATSTUDY_RATES=1e-4 at one, 270 s); another call with the same CHECKPOINTS goes on
 #     qat      480 s  a 7B: 20 steps of full-weight training through the quantizer, and 3 of an adapter, without noise
 #     qatcap   320 s  two such steps under 80 GiB, with masters in float32 and in bfloat16
 #     qatpeer  250 s  the same workload by TRL: all weights in BF16 with 8-bit AdamW, tuned and as it comes
@@ -139,6 +141,15 @@ batch_pack() {
 }
 
 batch_qatsmall() { tests qatsmall 300 tests/training/test_qat_gpu.py --junitxml="$out/qatsmall.xml" -o junit_family=xunit1; }
+
+batch_qatstudy() {
+    local model="$checkpoints/arith-21m" results="$checkpoints/study-qat-21m.json"
+    [ -e "$model" ] || run make-arith-21m 120 "$python" scripts/models/pretrain_arith.py --out "$model"
+    run study-qat-21m 580 "$python" scripts/study/study_qat.py run --base "$model" --seeds 0 1 2 --steps 50 --parallel 18 \
+        --weights-rates ${QATSTUDY_RATES:-1e-4 3e-4} --memory-gib 6.5 --test-rows 768 --validation-rows 256 --minutes 5.5 \
+        --work "$checkpoints/study-qat" --out "$results"
+    cp "$results" "$model/pretrain.json" "$out/"
+}
 
 batch_qat() {
     checkpoint qwen2.5-7b 7b

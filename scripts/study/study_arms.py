@@ -1,4 +1,5 @@
-"""The arms of study_noise.py, and one run of an arm, which trains by the recipe, evaluates and returns plain values."""
+"""The arms of study_noise.py and study_qat.py, and one run of an arm, which trains by the recipe, evaluates and returns
+plain values."""
 
 from __future__ import annotations
 
@@ -7,6 +8,8 @@ import logging
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from study_ways import DENSE, MASTERS, PACKED, trained_by
 
 from qerl.formats import BF16, NVFP4
 
@@ -22,18 +25,30 @@ KEPT = (
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm of the comparison: its base, a folder in the study's work directory, and its noise."""
+    """One arm of the comparison: its base, a folder in the study's work directory, and what is trained of it."""
 
     title: str
     base: str  # "bf16", "nvfp4" or "nf4"
     overrides: tuple[str, ...] = ("noise.enabled=false",)
+    way: str = ""  # of training whole weights, in scripts/study/study_ways.py; "": an adapter
+
+    @property
+    def served(self) -> str:
+        """The folder that has the weights with which the run begins to sample."""
+        return NVFP4.name if self.way in (PACKED, MASTERS) else self.base
 
     @property
     def format(self) -> str:
-        """The format of the base for `qerl`. NF4 values are stored in 16 bits: see scripts/study/study_nf4.py."""
-        return NVFP4.name if self.base == NVFP4.name else BF16.name
+        """The format of what is served. NF4 values are stored in 16 bits: see scripts/study/study_nf4.py."""
+        return NVFP4.name if self.served == NVFP4.name else BF16.name
+
+    @property
+    def caches(self) -> str:
+        """The folder of caches of vLLM, which compiles something else with an adapter."""
+        return f"{self.format}-weights" if self.way else self.format
 
 
+WEIGHTS = ("noise.enabled=false", "qat.mode=weights")
 ARMS = {
     "bf16": Arm("BF16 LoRA", "bf16"),
     "nvfp4": Arm("NVFP4 LoRA", "nvfp4"),
@@ -45,7 +60,12 @@ ARMS = {
         "nvfp4",
         ("noise.enabled=true", "noise.where=rollout", "noise.sigma_start=1e-1", "noise.sigma_end=5e-3"),
     ),  # not in the paper; shows how strong noise has to be to have an effect
+    "qat": Arm("QAT: whole weights, through NVFP4", "bf16", WEIGHTS, PACKED),
+    "no_qat": Arm("whole weights in 16 bits, NVFP4 rollouts", "bf16", (*WEIGHTS, "loss.mismatch_gate=null"), MASTERS),
+    "bf16_weights": Arm("BF16, whole weights", "bf16", WEIGHTS, DENSE),
 }
+NOISE_ARMS = tuple(name for name, arm in ARMS.items() if not arm.way)
+QAT_ARMS = ("nvfp4", "qat", "bf16_weights", "no_qat")
 
 
 @dataclass(frozen=True)
@@ -94,9 +114,10 @@ def execute(job: Job, settings: JobSettings, work: Path) -> dict[str, Any]:
     arm, run_dir = ARMS[job.arm], work / "runs" / job.key
     row: dict[str, Any] = asdict(job)
     if job.rate is not None:
-        _train(job, settings, work, run_dir)
+        with trained_by(arm.way):
+            _train(job, settings, work, run_dir)
         row["steps"] = _steps(run_dir)
-    model = work / arm.base if job.rate is None else run_dir
+    model = work / arm.served if job.rate is None else run_dir
     return row | _evaluate(model, arm.format, settings, work / "evals" / job.key)
 
 
@@ -105,13 +126,11 @@ def overrides_of(job: Job, settings: JobSettings, work: Path) -> list[str]:
     arm = ARMS[job.arm]
     own = [
         f"model.base={work / arm.base}",
-        f"model.format={arm.format}",
+        f"model.format={NVFP4.name if arm.way else arm.format}",  # with masters, a way may pack nothing all the same
         f"optim.learning_rate={job.rate}",
         f"data.task={settings.task}",
         f"rollout.engine={settings.engine}",
     ]
-    if settings.engine == "vllm" and arm.format == NVFP4.name:
-        own.append("rollout.kernel=marlin")  # with Humming, wrong at 56 tokens, the mismatch gate stopped the first run
     return [*own, *arm.overrides, *settings.overrides]
 
 

@@ -1,4 +1,7 @@
-"""The picture for scripts/study/study_noise.py: reward and entropy over the steps, accuracy with its interval."""
+"""The picture for scripts/study/study_noise.py: reward and entropy over the steps, accuracy with its interval.
+
+For scripts/study/study_qat.py it has `mismatch_kl` in place of the entropy.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,14 @@ from typing import Any
 import matplotlib
 import numpy as np
 from study_arms import ARMS
-from study_report import answers, estimate, finals, present
+from study_report import answers, estimate, finals, of_weights, present
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 COLOURS = {
     "bf16": "#4c72b0", "nvfp4": "#dd8452", "nvfp4_aqn": "#55a868", "nvfp4_aqn_both": "#c44e52", "nf4": "#8172b3",
-    "nvfp4_aqn_x10": "#937860",
+    "nvfp4_aqn_x10": "#937860", "qat": "#c44e52", "no_qat": "#937860", "bf16_weights": "#4c72b0",
 }  # fmt: skip
 DASHES = {"nvfp4_aqn": (4, 2), "nvfp4_aqn_both": (1, 1)}  # keep curves visible that coincide with others
 SMOOTH = 5  # steps of the moving mean
@@ -24,14 +27,16 @@ SMOOTH = 5  # steps of the moving mean
 def draw(results: dict[str, Any], path: Path) -> None:
     """Draw the picture; a curve is the mean over the seeds at the chosen rate, its shade their range."""
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
-    for place, name in zip(axes, ("reward", "sampling/entropy"), strict=False):
+    whole = of_weights(results)
+    for place, name in zip(axes, ("reward", "mismatch_kl" if whole else "sampling/entropy"), strict=False):
         for arm in present(results):
             _curve(place, arm, np.array([_smooth(run["steps"][name]) for run in finals(results, arm)]))
         place.set_xlabel("step")
     _accuracies(axes[2], results)
-    for place, title in zip(
-        axes, ("reward", "entropy of the sampler (nats per token)", "unseen problems"), strict=True
-    ):
+    if whole:
+        axes[1].set_yscale("log")
+    second = "mismatch_kl of sampler and trainer (nats)" if whole else "entropy of the sampler (nats per token)"
+    for place, title in zip(axes, ("reward", second, "unseen problems"), strict=True):
         place.set_title(title, fontsize=10)
         place.spines[["top", "right"]].set_visible(False)
     axes[0].legend(fontsize=7)

@@ -12,31 +12,33 @@ own process, so the seconds per step are those of a shared device.
 
 1. Runs whose results are in `--out` are not repeated, and an interrupted run continues under `--work`. After
    `--minutes` no run is started, those that are running are ended, and the results so far are written.
-2. With vLLM, the first run of each format starts alone until its first step is done, because it fills the caches of
-   vLLM and of its kernels, which processes that start at the same time cannot share.
+2. With vLLM, the first run that needs other caches starts alone until its first step is done, because it fills the
+   caches of vLLM and of its kernels, which processes that start at the same time cannot share.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def arguments() -> argparse.Namespace:
-    """The options of the command line."""
+def arguments(about: str, arms: Sequence[str], rates: Sequence[float]) -> argparse.Namespace:
+    """The options of a study's command line, with its default arms and learning rates."""
     from study_arms import ARMS, TASK, TEST_ROWS, VALIDATION_ROWS
 
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser = argparse.ArgumentParser(description=about)
     commands = parser.add_subparsers(dest="command", required=True)
     run = commands.add_parser("run", help="train and evaluate the arms")
     run.add_argument("--base", type=Path, required=True, help="16-bit checkpoint that solves a part of the task")
     run.add_argument("--out", type=Path, required=True, help="JSON file for results; those already in it are kept")
-    run.add_argument("--work", type=Path, default=Path("/tmp/study-noise"), help="runs, logs and caches")
-    run.add_argument("--arms", nargs="*", choices=ARMS, default=list(ARMS))
-    run.add_argument("--rates", type=float, nargs="*", default=[3e-4, 1e-3, 3e-3], help="learning rates of the sweep")
+    run.add_argument("--work", type=Path, default=Path("/tmp/qerl-study"), help="runs, logs and caches")
+    run.add_argument("--arms", nargs="*", choices=ARMS, default=[*arms])
+    run.add_argument("--rates", type=float, nargs="*", default=[*rates], help="learning rates of adapters")
+    run.add_argument("--weights-rates", type=float, nargs="*", default=[1e-4, 3e-4], help="those of whole weights")
     run.add_argument("--seeds", type=int, nargs="*", default=[0, 1, 2, 3])
     run.add_argument("--steps", type=int, default=80)
     run.add_argument("--parallel", type=int, default=12, help="runs that share the device")
@@ -61,9 +63,8 @@ def arguments() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def main() -> None:
+def follow(args: argparse.Namespace) -> None:
     """Run, report or do one job."""
-    args = arguments()
     if args.command == "job":
         import study_arms
 
@@ -76,6 +77,12 @@ def main() -> None:
         import study_queue
 
         sys.exit(1 if study_queue.Study(args).run() else 0)
+
+
+def main() -> None:
+    from study_arms import NOISE_ARMS
+
+    follow(arguments(__doc__.splitlines()[0], NOISE_ARMS, (3e-4, 1e-3, 3e-3)))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
-"""The queue of scripts/study/study_noise.py: the next jobs, the running processes, and the results so far."""
+"""The queue of study_noise.py and study_qat.py: the next jobs, the running processes, and the results so far."""
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -36,7 +37,7 @@ class Study:
         self.results: dict = {"settings": asdict(self.settings), "machine": {}, "runs": {}, "failed": {}}
         self.running: dict[str, tuple[Job, subprocess.Popen, float]] = {}
         self.durations: list[float] = []
-        self.warm = {"bf16", "nvfp4"} if args.engine == "transformers" else set()
+        self.warm = {arm.caches for arm in ARMS.values()} if args.engine == "transformers" else set()
         for folder in ("jobs", "runs", "evals", "cache"):
             (self.work / folder).mkdir(parents=True, exist_ok=True)
         if args.out.exists():
@@ -71,7 +72,7 @@ class Study:
         check_rows(self.settings)
         if not (self.work / "bf16").exists():
             (self.work / "bf16").symlink_to(self.args.base.resolve(), target_is_directory=True)
-        bases = {ARMS[arm].base for arm in self.args.arms}
+        bases = {ARMS[arm].served for arm in self.args.arms}
         if "nvfp4" in bases and not (self.work / "nvfp4").exists():
             command = ["quantize", "--model", str(self.args.base.resolve()), "--out", str(self.work / "nvfp4")]
             subprocess.run([sys.executable, "-m", "qerl.cli", *command], cwd=self.work, env=environment(), check=True)
@@ -104,34 +105,36 @@ class Study:
         args, known = self.args, {*self.results["runs"], *self.results["failed"], *self.running}
         firsts: dict[str, str] = {}
         for arm in args.arms:
-            firsts.setdefault(ARMS[arm].base, arm)
-        known_bases = {ARMS[row["arm"]].base for row in self.results["runs"].values() if row["rate"] is None}
+            firsts.setdefault(ARMS[arm].served, arm)
+        known_bases = {ARMS[row["arm"]].served for row in self.results["runs"].values() if row["rate"] is None}
         jobs = [Job(arm, None, 0) for base, arm in firsts.items() if base not in known_bases]
-        jobs += [Job(arm, rate, seed) for seed in args.seeds for rate in args.rates for arm in args.arms]
+        rates = {arm: args.weights_rates if ARMS[arm].way else args.rates for arm in args.arms}
+        for seed, index in itertools.product(args.seeds, range(max(map(len, rates.values()), default=0))):
+            jobs += [Job(arm, rates[arm][index], seed) for arm in args.arms if index < len(rates[arm])]
         return [job for job in jobs if job.key not in known]
 
     def may_start(self, job: Job) -> bool:
-        """Whether the time suffices, judging by other jobs, and the caches of the job's format are filled."""
+        """Whether the time suffices, judging by other jobs, and the job's caches are filled."""
         if job.rate is None:
             return True
         expected = sorted(self.durations)[len(self.durations) // 2] if self.durations else 0.0
-        format = ARMS[job.arm].format
-        leads = not any(ARMS[other.arm].format == format and other.rate for other, _, _ in self.running.values())
-        return self.elapsed() + expected <= 60 * self.args.minutes and (format in self.warm or leads)
+        caches = ARMS[job.arm].caches
+        leads = not any(ARMS[other.arm].caches == caches and other.rate for other, _, _ in self.running.values())
+        return self.elapsed() + expected <= 60 * self.args.minutes and (caches in self.warm or leads)
 
     def note_warm(self) -> None:
-        """Note the formats whose caches are filled: those of which a run has written a step."""
+        """Note the caches that are filled: those of arms of which a run has written a step."""
         for job, _, _ in self.running.values():
             metrics = self.work / "runs" / job.key / "metrics.jsonl"
             if metrics.exists() and metrics.stat().st_size:
-                self.warm.add(ARMS[job.arm].format)
+                self.warm.add(ARMS[job.arm].caches)
 
     def launch(self, job: Job) -> None:
         spec, out = self.work / "jobs" / f"{job.key}.spec.json", self.work / "jobs" / f"{job.key}.json"
         given = {"job": asdict(job), "settings": asdict(self.settings), "work": str(self.work)}
         spec.write_text(json.dumps(given), encoding="utf-8")
         command = [sys.executable, str(Path(__file__).with_name("study_noise.py")), "job", str(spec), str(out)]
-        cache = self.work / "cache" / ARMS[job.arm].format
+        cache = self.work / "cache" / ARMS[job.arm].caches
         with (self.work / "jobs" / f"{job.key}.log").open("a") as log:
             process = subprocess.Popen(command, cwd=self.work, env=environment(cache), stdout=log, stderr=log)
         self.running[job.key] = (job, process, time.monotonic())
@@ -144,7 +147,7 @@ class Study:
             self.results["runs"][key] = json.loads(out.read_text(encoding="utf-8"))
             if job.rate is not None:
                 self.durations.append(seconds)
-                self.warm.add(ARMS[job.arm].format)
+                self.warm.add(ARMS[job.arm].caches)
         else:
             log = (self.work / "jobs" / f"{key}.log").read_text(encoding="utf-8", errors="replace")
             self.results["failed"][key] = {"exit": process.returncode, "log": log[-LOG_TAIL:]}
@@ -165,7 +168,7 @@ class Study:
 
 
 def environment(cache: Path | None = None) -> dict[str, str]:
-    """The environment of a job: this checkout, one thread, and the caches of its format."""
+    """The environment of a job: this checkout, one thread, and its caches."""
     own = {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
     own |= {"TOKENIZERS_PARALLELISM": "false", "TORCHINDUCTOR_COMPILE_THREADS": "4"}
     if cache is not None:

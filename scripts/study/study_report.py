@@ -1,4 +1,4 @@
-"""The tables and the picture of scripts/study/study_noise.py, from its results; needs no GPU.
+"""The tables and the picture of scripts/study/study_noise.py and study_qat.py, from their results; needs no GPU.
 
 Accuracy is greedy, on rows that were used neither in training nor to choose the rate. Intervals are 95%:
 
@@ -27,6 +27,7 @@ T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365}  
 PAIRS = (  # reference, arm
     ("bf16", "nvfp4"), ("bf16", "nf4"), ("bf16", "nvfp4_aqn"), ("bf16", "nvfp4_aqn_both"),
     ("nvfp4", "nvfp4_aqn"), ("nvfp4", "nvfp4_aqn_both"), ("nvfp4", "nvfp4_aqn_x10"),
+    ("nvfp4", "qat"), ("bf16_weights", "qat"), ("no_qat", "qat"),
 )  # fmt: skip
 
 Runs = Sequence[dict[str, Any]]
@@ -39,15 +40,17 @@ def write_report(results: Path, images: Path) -> None:
     found = json.loads(results.read_text(encoding="utf-8"))
     images.mkdir(parents=True, exist_ok=True)
     study_figure.draw(found, images / f"{results.stem}.png")
-    results.with_suffix(".md").write_text(page(found, results.name), encoding="utf-8")
+    place = f"qat/{results.name}" if of_weights(found) else results.name
+    results.with_suffix(".md").write_text(page(found, place), encoding="utf-8")
 
 
 def page(results: dict[str, Any], name: str) -> str:
-    """The whole text of the Markdown file beside the results."""
+    """The whole text of the Markdown file beside the results, which are `name` in benchmarks/."""
+    script = "study_qat" if of_weights(results) else "study_noise"
     settings, machine = results["settings"], results["machine"]
     versions = ", ".join(f"{key} {machine['versions'][key]}" for key in ("torch", "transformers", "trl", "peft"))
     lines = [
-        f"Drawn by `python scripts/study/study_noise.py report benchmarks/{name}` from that file: {settings['base']}, "
+        f"Drawn by `python scripts/study/{script}.py report benchmarks/{name}` from that file: {settings['base']}, "
         f"task {settings['task']}, {settings['steps']} steps, {settings['test_rows']} test and "
         f"{settings['validation_rows']} validation problems, engine {settings['engine']}; {machine['device']}, "
         f"{versions}.",
@@ -57,11 +60,19 @@ def page(results: dict[str, Any], name: str) -> str:
         ("Arms against each other", pairs_table(results)),
         ("The sweep", sweep_table(results)),
         ("What the noise did to the sampler", noise_table(results)),
+        ("Sampler against trainer", mismatch_table(results)),
     ):
+        if len(table) < 2:
+            continue
         lines += ["", f"**{title}**", "", *table]
     if results["failed"]:
         lines += ["", f"Failed: {', '.join(results['failed'])}."]
     return "\n".join(lines) + "\n"
+
+
+def of_weights(results: dict[str, Any]) -> bool:
+    """Whether these are the results of scripts/study/study_qat.py, which has arms that train whole weights."""
+    return any(ARMS[run["arm"]].way for run in results["runs"].values())
 
 
 def trained(results: dict[str, Any], arm: str) -> dict[float, Runs]:
@@ -147,7 +158,7 @@ def arms_table(results: dict[str, Any]) -> list[str]:
     rows = [_head(head)]
     for arm in present(results):
         runs = finals(results, arm)
-        base = [r for r in results["runs"].values() if r["rate"] is None and ARMS[r["arm"]].base == ARMS[arm].base]
+        base = [r for r in results["runs"].values() if r["rate"] is None and ARMS[r["arm"]].served == ARMS[arm].served]
         slopes = [slope(run) for run in runs]
         cells = [
             ARMS[arm].title,
@@ -202,7 +213,7 @@ def noise_table(results: dict[str, Any]) -> list[str]:
     columns = ["runs", "sigma", "entropy of the sampler", "without", "mismatch_kl", "points more than without"]
     rows = [_head(["at the first step with noise", *columns])]
     clean = {(rate, run["seed"]): run for rate, runs in trained(results, "nvfp4").items() for run in runs}
-    for arm in (arm for arm in present(results) if ARMS[arm].base == "nvfp4" and arm != "nvfp4"):
+    for arm in (arm for arm in present(results) if "aqn" in arm):
         found = []
         for rate, runs in trained(results, arm).items():
             for run in (run for run in runs if (rate, run["seed"]) in clean):
@@ -216,6 +227,19 @@ def noise_table(results: dict[str, Any]) -> list[str]:
             gains = [row[-1] for row in found]
             cells = [ARMS[arm].title, str(len(found)), f"{sigma:g}", f"{noisy:.4f}", f"{quiet:.4f}", f"{mismatch:.1e}"]
             rows.append(_line([*cells, f"{gain:+.1f} ({min(gains):+.1f} to {max(gains):+.1f})"]))
+    return rows
+
+
+def mismatch_table(results: dict[str, Any]) -> list[str]:
+    """`mismatch_kl` over the run, averaged over the seeds; only where whole weights were trained."""
+    rows = [_head(["mismatch_kl", "first step", "first fifth", "last fifth", "largest", "last fifth / first"])]
+    for arm in present(results) if of_weights(results) else ():
+        runs = finals(results, arm)
+        first, last = (_fifth(runs, "mismatch_kl", late) for late in (False, True))
+        begun = mean(run["steps"]["mismatch_kl"][0] for run in runs)
+        largest = max(value for run in runs for value in run["steps"]["mismatch_kl"])
+        values = (f"{value:.1e}" for value in (begun, first, last, largest))
+        rows.append(_line([ARMS[arm].title, *values, f"{last / first:.1f}" if first else ""]))
     return rows
 
 

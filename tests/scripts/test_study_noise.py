@@ -41,7 +41,7 @@ def settings(arms):
 def arguments(tmp_path, **given) -> argparse.Namespace:
     values = {
         "base": TINY, "out": tmp_path / "out.json", "work": tmp_path / "work", "arms": ["bf16", "nf4"],
-        "rates": [1e-3, 2e-3], "seeds": [0, 1], "steps": 2, "parallel": 2, "minutes": 5.0,
+        "rates": [1e-3, 2e-3], "weights_rates": [1e-4], "seeds": [0, 1], "steps": 2, "parallel": 2, "minutes": 5.0,
         "engine": "transformers", "task": "arith", "memory_gib": 7, "test_rows": 3, "validation_rows": 2,
         "set": [*SMALL],
     }  # fmt: skip
