@@ -7,8 +7,8 @@ see the same groups, advantages, metrics and decisions. Three things are distrib
     micro-batches  planned for the whole batch, then dealt by cost
     gradient       one sum over the ranks, before clipping
 
-The sum has the same bits on every rank, so the replicas stay equal without being sent. One process does the same with
-nothing to share.
+The sum has the same bits on every rank, so the replicas stay equal without being sent. Whole weights are too
+large to be replicated: `training/policy/shards.py`. One process does the same with nothing to share.
 """
 
 from __future__ import annotations
@@ -79,12 +79,12 @@ def sum_gradients_(parameters: Iterable[torch.nn.Parameter], parallel: Parallel)
             gradient.copy_(part.view_as(gradient))
 
 
-def check_replicas(parameters: Iterable[torch.nn.Parameter], parallel: Parallel) -> None:
-    """Raise ParallelError unless the parameters have the same bits on all ranks."""
+def check_replicas(tensors: Iterable[torch.Tensor], parallel: Parallel) -> None:
+    """Raise ParallelError unless the tensors have the same bits on all ranks."""
     if parallel.size == 1:
         return
-    kinds = {4: torch.int32, 2: torch.int16}
-    bits = [parameter.detach().view(kinds[parameter.element_size()]).sum(dtype=torch.int64) for parameter in parameters]
+    kinds = {4: torch.int32, 2: torch.int16, 1: torch.uint8}
+    bits = [tensor.detach().view(kinds[tensor.element_size()]).sum(dtype=torch.int64) for tensor in tensors]
     sums = parallel.gather(torch.stack(bits).tolist())
     if others := [rank for rank, other in enumerate(sums) if other != sums[0]]:
         raise ParallelError(

@@ -24,10 +24,10 @@ from typing import Any
 from transformers import PrinterCallback
 
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.resolve import ModelRef, describe
+from qerl.checkpoint.resolve import ModelRef, describe, resolve_model
 from qerl.checkpoint.start import starting_model
 from qerl.checkpoint.weights_digest import weights_digest
-from qerl.checkpoint.weights_run import trains_weights
+from qerl.checkpoint.weights_run import BASE, trains_weights
 from qerl.config.recipe import save_config
 from qerl.config.schema import RunConfig
 from qerl.engine.interface import Engine
@@ -58,7 +58,7 @@ from training.preflight.checks import (
 from training.preflight.trackers import check_trackers
 from training.rewards.rewards import build_rewards, fixed_columns
 from training.run_dir.checkpoint import checkpoint_step, newest_checkpoint
-from training.run_dir.folder import new_run_dir, only_writer, written
+from training.run_dir.folder import check_shared, new_run_dir, only_writer, written
 from training.run_dir.inputs import Inputs, check_same_inputs, inputs_of, note_inputs, versions
 from training.run_dir.log import NoLog, RunLog, read_metrics
 from training.run_dir.model import settle_model
@@ -107,7 +107,7 @@ def start(config: RunConfig, name: str, parallel: Parallel = ALONE) -> TrainResu
     run_dir = parallel.broadcast(new_run_dir(config.run.out, name) if parallel.first else None)
     check_same(parallel, {"recipe": config.model_dump()})
     base = starting_model(config)
-    config = parallel.broadcast(settle_masters(config, base) if parallel.first else None)
+    config = parallel.broadcast(settle_masters(config, base, parallel.size) if parallel.first else None)
     return _train(config, base, Place(run_dir, name, parallel), checkpoint=None)
 
 
@@ -153,10 +153,11 @@ def _train(
         check_same(parallel, {"recipe": config.model_dump(), **inputs, "version of a package": versions()})
     if parallel.first:
         check_same_inputs(run_dir, inputs, accept_changes)
-    served = base if config.qat is None else start_base(config, base, run_dir)
-    engine = open_rollout_engine(config, served, given.questions.context if given.questions else 0)
+    served = base if config.qat is None else _packed_base(config, base, place)
+    context = given.questions.context if given.questions else 0
+    engine = open_rollout_engine(config, served, context, parallel.size)
     logger.info("%s; engine %s (%s)", describe(served), engine.name, engine.kernel)
-    policy = _policy(config, engine, base)
+    policy = _policy(config, engine, base, parallel)
     args = trl_config(config, run_dir, given.rewards.weights)  # what it refuses is refused before anything is written
     if not parallel.first:
         args.report_to = []
@@ -202,7 +203,7 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     check_same_base(place.run_dir, base.base)
     check_room(place.run_dir, trainer_bytes(config, sizes_at(base)))
     if engine_name == "vllm":
-        check_memory(config, base, free_bytes())
+        check_memory(config, base, free_bytes(), place.parallel.size)
     fixed = fixed_columns(task_of(config.data), config.rollout.max_new_tokens)
     examples = [prompt.example for prompt in prompts]
     rewards = build_rewards(config.rewards, fixed, examples, place.run_dir)
@@ -210,15 +211,27 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     return Given(tokenizer, prompts, rewards, place.parallel, questions)
 
 
-def _policy(config: RunConfig, engine: Engine, base: ModelRef) -> Policy:
+def _packed_base(config: RunConfig, base: ModelRef, place: Place) -> ModelRef:
+    """The packed base of a run that trains whole weights, which the first rank makes."""
+    check_shared(place.run_dir, place.parallel)
+    if place.parallel.first:
+        start_base(config, base, place.run_dir)
+    place.parallel.barrier()
+    return resolve_model(str(place.run_dir / BASE))
+
+
+def _policy(config: RunConfig, engine: Engine, base: ModelRef, parallel: Parallel) -> Policy:
     if config.qat is None:
         return build_policy(engine, base, config.adapter, config.run.seed)
-    return build_weights_policy(engine, base, config, sizes_at(base))
+    return build_weights_policy(engine, base, config, sizes_at(base), parallel)
 
 
-def open_rollout_engine(config: RunConfig, base: ModelRef, context: int = 0) -> Engine:
-    """The engine that the recipe asks for, over the base that was resolved, with room for `context` tokens at least."""
-    options = EngineOptions.of_recipe(config, trainer_bytes(config, sizes_at(base)))
+def open_rollout_engine(config: RunConfig, base: ModelRef, context: int = 0, ranks: int = 1) -> Engine:
+    """The engine that the recipe asks for, over the base that was resolved, with room for `context` tokens at least.
+
+    It is one of `ranks`.
+    """
+    options = EngineOptions.of_recipe(config, trainer_bytes(config, sizes_at(base), ranks))
     options = replace(options, max_context=max(options.max_context, context))
     return open_engine(base.base, base.format, options)
 

@@ -186,7 +186,8 @@ def backward(parts: Parts, batch: Batch, loss: Loss, differentiate: Callable[[to
     step_tokens = batch.loss_mask_B_T.sum()
     with parts.packed.training(), training_memory(parts.plan) as memory:
         make_gradients_(parts.policy.parameters())
-        for index in dealt([micro_batch.cost for micro_batch in micro_batches], parallel.size)[parallel.rank]:
+        of_ranks = dealt([micro_batch.cost for micro_batch in micro_batches], parallel.size)
+        for index in of_ranks[parallel.rank]:
             micro_batch = micro_batches[index]
             row = micro_batch.packed(parts.packed.device)  # on the CPU, while the GPU is busy with the one before
             with parts.times.phase("forward"):
@@ -196,9 +197,12 @@ def backward(parts: Parts, batch: Batch, loss: Loss, differentiate: Callable[[to
             with parts.times.phase("backward"):  # layers that recompute their activations do it here
                 differentiate(value)
             found.append(Queued(index, value.detach(), metrics, old_logprobs(inputs)))
+        if (shards := parts.policy.shards) is not None:  # which are summed in each backward pass
+            for _ in range(max(map(len, of_ranks)) - len(of_ranks[parallel.rank])):
+                shards.add_nothing_()
     if parallel.size > 1:
         with parts.times.phase("reduce"):
-            sum_gradients_(parts.policy.parameters(), parallel)
+            sum_gradients_(parts.policy.replicas(), parallel)
     planned = {"memory/train_planned_gib": parts.packed.planned / 2**30} if parts.packed.planned else {}
     # Counting waits for the GPU, so it comes only now.
     done = [_done(micro_batches[each.index], config.correction, each) for each in found]

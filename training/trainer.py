@@ -12,23 +12,27 @@ equal the current ones. Where the two meet (TRL 1.16.0, transformers 5.17.0; hel
     _get_per_token_logps_... TRL's loss asks its model for logprobs; its model is here the logprobs themselves
     training_step            what stops a run before a bad update is made
     evaluate                 a validation, where the recipe asks for one (training/validation)
+    _clip_grad_norm, ...     of ranks that share masters out each has a part of the optimizer (shared_optimizer.py)
     log, _save_checkpoint    one dict per step in our names; checkpoints that survive a kill (training/run_dir)
 """
 
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from datasets import Dataset
 from transformers import Trainer
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from trl import GRPOTrainer
 
 from training.loss.correction import MismatchGate
 from training.loss.finite import check_gradient, check_loss
 from training.policy.rounding import RandomlyRounded
+from training.policy.shared_optimizer import clip_shared_, own_state, whole_state
 from training.ranks import check_replicas
 from training.rollout.prompts import StepPrompts
 from training.rollout.sampler import Moment
@@ -45,6 +49,7 @@ if TYPE_CHECKING:
     from training.loss.batch import Batch, LossInputs
     from training.loss.micro_batches import Metrics
     from training.parts import Parts
+    from training.policy.shards import Answer
     from training.rollout.groups import Prompt
     from training.validation.validation import Validation
 
@@ -111,9 +116,11 @@ class QerlTrainer(GRPOTrainer):
     def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
         """transformers' choice; around it, for masters in bfloat16, what rounds them at random."""
         optimizer, config = super().create_optimizer(model), self.parts.config
-        masters = () if config.qat is None else self.parts.policy.parameters()
+        shards = self.parts.policy.shards
+        masters = [] if config.qat is None else [*self.parts.policy.parameters(), *(shards.elsewhere if shards else ())]
         if any(master.dtype == torch.bfloat16 for master in masters):
-            self.optimizer = optimizer = RandomlyRounded(optimizer, config.run.seed)
+            elsewhere = shards.elsewhere if shards else {}
+            self.optimizer = optimizer = RandomlyRounded(optimizer, config.run.seed, elsewhere)
         return optimizer
 
     # -- loss and gradient
@@ -218,19 +225,37 @@ class QerlTrainer(GRPOTrainer):
             rows = completion_rows(self._collected.groups, self._collected.advantages_P_G, self.parts.rewards.names)
             self.parts.log.write_completions(step, spread(rows, config.completions_count))
 
+    def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor:
+        if self.parts.policy.shards is None:
+            return super()._clip_grad_norm(model)
+        return clip_shared_(self.optimizer, self.args.max_grad_norm, self.parts.parallel)
+
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any = None) -> None:
-        check_replicas(self.parts.policy.parameters(), self.parts.parallel)
+        policy = self.parts.policy
+        packed = policy.shards.packed() if policy.shards else []
+        check_replicas([*policy.replicas(), *packed], self.parts.parallel)
         self.save_now()
 
     def save_now(self) -> None:
         """Write a checkpoint of the policy and the optimizer as they are; it may be called outside of the loop."""
         self.parts.log.phase("saving")
         self.parts.sampler.clear_noise()
-        if self.parts.parallel.first:
-            keep = self.parts.config.run.keep_checkpoints
-            best = self._validation.best if self._validation else None
-            write_checkpoint(self.parts.run_dir, self.state.global_step, keep, self._write_state, best and best.step)
-            settle_best(self.parts.run_dir, best)
+        shards = self.parts.policy.shards
+        if not self.parts.parallel.first:
+            if shards is not None:
+                shards.serve(self._answers())
+            return
+        keep = self.parts.config.run.keep_checkpoints
+        best = self._validation.best if self._validation else None
+        write_checkpoint(self.parts.run_dir, self.state.global_step, keep, self._write_state, best and best.step)
+        settle_best(self.parts.run_dir, best)
+        if shards is not None:
+            shards.end()
+
+    def _answers(self) -> Answer:
+        """What this rank has of a checkpoint: a master under its name, an optimizer's state under its number."""
+        policy, states = self.parts.policy, self.optimizer.state_dict()["state"]
+        return lambda key: policy.answer(key) if isinstance(key, str) else states.get(key)
 
     def _write_state(self, folder: Path) -> None:
         """Write all that a resumed run reads."""
@@ -239,8 +264,22 @@ class QerlTrainer(GRPOTrainer):
         self._save_rng_state(str(folder))
         self.state.save_to_json(str(folder / "trainer_state.json"))
 
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if (shards := self.parts.policy.shards) is None:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        whole = whole_state(self.optimizer, lambda number: shards.ask(number, lambda _: None))
+        torch.save(whole, Path(output_dir) / OPTIMIZER_NAME)
+        torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self.parts.policy.shards is not None:
+            read = partial(torch.load, map_location="cpu", weights_only=True)
+            whole = read(Path(checkpoint) / OPTIMIZER_NAME, mmap=True)
+            self.optimizer.load_state_dict(own_state(self.optimizer, whole))
+            self.lr_scheduler.load_state_dict(read(Path(checkpoint) / SCHEDULER_NAME))
+        else:
+            super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
             set_rates_(self.lr_scheduler)
 

@@ -104,7 +104,8 @@ def plan_of(config: RunConfig, gpu: str | None = None, model: str | None = None,
     base = model_under(model or config.model.base)
     sizes = read_sizes(base)
     check_kv_cache(config.rollout.kv_cache_dtype, sizes, base)
-    return plan(config, sizes, this_card(gpus) if gpu is None else card_of(gpu))
+    card = this_card(gpus) if gpu is None else card_of(gpu)
+    return plan(config, sizes, replace(card, ranks=gpus))
 
 
 def this_card(gpus: int = 1) -> Card:

@@ -82,6 +82,10 @@ class PackedLinear(nn.Linear):
             self.refuse(faults.tolist(), name)
         self.write_(matrix)
 
+    def bits(self) -> list[torch.Tensor]:
+        """The tensors that `write_` writes to: sent to an equal linear, they bring it the weight."""
+        return list(self._buffers.values())
+
     @property
     def weight_device(self) -> torch.device:
         """Where the packed weight is."""

@@ -2,17 +2,30 @@
 
 A linear with a master keeps it as a parameter named `master`. Its forward pass multiplies by the packed weight as
 before; its backward pass adds the weight's gradient to `master.grad`. The optimizer changes the master, and a sync
-packs it over the weight (`qerl.engine.update`).
+packs it over the weight (`qerl.engine.update`). Where several ranks share the masters out, the gradient goes to the
+rank that has this one (`receive_by_`), and the others keep an empty parameter in its place.
 """
 
 from __future__ import annotations
 
 import types
+from typing import Protocol
 
 import torch
 from torch import nn
 
 NAME = "master"
+RECEIVER = "gradient_receiver"
+
+
+class Receiver(Protocol):
+    """Takes the gradient of a master, once per backward pass."""
+
+    def place(self) -> torch.Tensor:
+        """Where to add the gradient (out, in)."""
+
+    def added(self) -> None:
+        """The gradient has been added."""
 
 
 def master_of(module: nn.Module) -> nn.Parameter | None:
@@ -29,14 +42,27 @@ def set_master_(linear: nn.Linear, weight: torch.Tensor) -> nn.Parameter:
     return master
 
 
+def receive_by_(master: nn.Parameter, receiver: Receiver) -> None:
+    """Let `receiver` take the gradient of `master`."""
+    setattr(master, RECEIVER, receiver)
+
+
 def add_gradient_(master: nn.Parameter, grad: torch.Tensor, x: torch.Tensor) -> None:
     """master.grad += grad^T x for grad (T, out) and x (T, in), summed in float32 where the gradient is that wide.
 
     Where it is not, as for a master in bfloat16, each product is summed in float32 and rounded once.
     """
+    receiver: Receiver | None = getattr(master, RECEIVER, None)
+    if receiver is not None:
+        _add_product_(receiver.place(), grad.t(), x)
+        receiver.added()
+        return
     if master.grad is None:
         master.grad = torch.zeros_like(master)
-    total, left = master.grad, grad.t()
+    _add_product_(master.grad, grad.t(), x)
+
+
+def _add_product_(total: torch.Tensor, left: torch.Tensor, x: torch.Tensor) -> None:
     if total.dtype == x.dtype:
         total.addmm_(left, x)
     elif x.is_cuda and total.dtype == torch.float32:

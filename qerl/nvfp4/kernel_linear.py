@@ -35,6 +35,10 @@ class KernelLinear(NVFP4Linear):
     def weight_device(self) -> torch.device:
         return self.kernel_weight.words.device
 
+    def bits(self) -> list[torch.Tensor]:
+        """See `PackedLinear.bits`: those of all linears in the kernel's weight."""
+        return [self.kernel_weight.words, self.kernel_weight.scales]
+
     @property
     def fixed_scale(self) -> float:
         return self.kernel_weight.global_scale

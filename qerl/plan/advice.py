@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from qerl import formats
@@ -122,7 +123,7 @@ def _more_memory(config: RunConfig, sizes: ModelSizes, card: Card) -> list[str]:
         return [] if least is None else [f"--set memory.cap_gib={least}"]
 
     def fits(gib: float) -> bool:
-        return not plan(config, sizes, Card("", gib, card.gb_per_s, card.tflops)).problems
+        return not plan(config, sizes, replace(card, memory_gib=gib)).problems
 
     gib = _least(fits, int(card.memory_gib), 1024)
     if gib is None:

@@ -18,6 +18,7 @@ class Card:
     memory_gib: float
     gb_per_s: float
     tflops: float
+    ranks: int = 1  # cards that share a run, of which this is one
 
 
 CARDS = {

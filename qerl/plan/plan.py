@@ -85,10 +85,10 @@ class Plan:
 def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     """Plan a run with the vllm engine. `problems` says what does not fit; the rest is planned nevertheless."""
     config = with_masters(config, sizes, card)
-    room = _Room(int(card.memory_gib * GIB), *_weights_and_outside(config, sizes))
+    room = _Room(int(card.memory_gib * GIB), *_weights_and_outside(config, sizes, card.ranks))
     limit, _ = room.limit_and_budget(config)
     context = config.data.max_prompt_tokens + config.longest_completion + 1
-    common = {"weights": room.weights, **_trainer(config, sizes)}
+    common = {"weights": room.weights, **_trainer(config, sizes, card.ranks)}
     common |= {"context": CONTEXT, "kernels": KERNELS, "CUDA graphs": GRAPHS}
     common["sampler"] = sampler_bytes(MAX_SEQUENCES, sizes.vocabulary)
     problems: list[Problem] = []
@@ -99,14 +99,15 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
         )
         problems.append(Problem(text))
     cache = _cache_bytes(config, sizes, room, context, problems)
-    footprint = _footprint(config, sizes)
+    footprint = _footprint(config, sizes, card.ranks)
     micro_batches = _micro_batches(config, footprint, limit, sum(common.values()), problems)
     lengths = full_lengths(config)
     tokens = largest_rows(config, micro_batches, lengths)[1]
     least = footprint.needed(tokens, 0 if config.run.gradient_checkpointing is False else sizes.layers)
+    needed = micro_batches.needed(tokens) if micro_batches else least
     memory = {
         "rollout": {**common, "KV cache": cache, "engine's work": ENGINE_WORK},
-        "training": {**common, **_training(config, sizes, micro_batches.needed(tokens) if micro_batches else least)},
+        "training": {**common, **_training(config, sizes, card.ranks, needed)},
     }
     return Plan(
         card,
@@ -131,9 +132,9 @@ def with_masters(config: RunConfig, sizes: ModelSizes, card: Card) -> RunConfig:
     return narrow if any(problem.needed for problem in plan(wide, sizes, card).found) else wide
 
 
-def trainer_bytes(config: RunConfig, sizes: ModelSizes) -> int:
-    """What the trainer keeps on the card during a rollout."""
-    return sum(_trainer(config, sizes).values())
+def trainer_bytes(config: RunConfig, sizes: ModelSizes, ranks: int = 1) -> int:
+    """What the trainer keeps on the card during a rollout, as one of `ranks`."""
+    return sum(_trainer(config, sizes, ranks).values())
 
 
 def wishes_of(config: RunConfig) -> Wishes:
@@ -143,14 +144,14 @@ def wishes_of(config: RunConfig) -> Wishes:
     return Wishes(config.run.micro_batch_tokens, config.run.gradient_checkpointing, longest, longest * rows)
 
 
-def _trainer(config: RunConfig, sizes: ModelSizes) -> dict[str, int]:
-    trained = trained_of(config, sizes)
+def _trainer(config: RunConfig, sizes: ModelSizes, ranks: int) -> dict[str, int]:
+    trained = trained_of(config, sizes, ranks)
     return {trained.name: trained.count * trained.kept_bytes, "optimizer": trained.count * trained.state_bytes}
 
 
-def _training(config: RunConfig, sizes: ModelSizes, needed: float) -> dict[str, float]:
+def _training(config: RunConfig, sizes: ModelSizes, ranks: int, needed: float) -> dict[str, float]:
     """What a micro-batch needs; gradients of whole weights, which do not depend on its tokens, are listed apart."""
-    trained = trained_of(config, sizes)
+    trained = trained_of(config, sizes, ranks)
     gradients = 0 if config.qat is None else trained.count * trained.gradient_bytes
     return {**({"gradients": gradients} if gradients else {}), "micro-batch": needed - gradients}
 
@@ -167,9 +168,9 @@ class _Room:
         return budget_bytes(self.total, config.rollout.memory, config.memory.cap_gib, self.outside)
 
 
-def _weights_and_outside(config: RunConfig, sizes: ModelSizes) -> tuple[int, int]:
+def _weights_and_outside(config: RunConfig, sizes: ModelSizes, ranks: int) -> tuple[int, int]:
     weights = int(sizes.weights_bytes(config.model.format)) + sizes.engine_adapter_bytes(adapter_rank(config))
-    return weights, outside_bytes(trainer_bytes(config, sizes), MAX_SEQUENCES, sizes.vocabulary)
+    return weights, outside_bytes(trainer_bytes(config, sizes, ranks), MAX_SEQUENCES, sizes.vocabulary)
 
 
 def _cache_bytes(config: RunConfig, sizes: ModelSizes, room: _Room, context: int, problems: list[Problem]) -> int:
@@ -217,8 +218,8 @@ def _lower_budget(config: RunConfig, room: _Room, limit: int) -> str:
     return f"lower rollout.memory to {math.floor(100 * fitting / limit) / 100:g}"
 
 
-def _footprint(config: RunConfig, sizes: ModelSizes) -> Footprint:
-    trained = trained_of(config, sizes)
+def _footprint(config: RunConfig, sizes: ModelSizes, ranks: int) -> Footprint:
+    trained = trained_of(config, sizes, ranks)
     return Shapes(
         hidden=sizes.hidden,
         intermediate=sizes.projections["gate_proj"][0],

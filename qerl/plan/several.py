@@ -18,8 +18,6 @@ def check_ranks(config: RunConfig, size: int) -> None:
             f"rollout.prompts_per_step: {config.rollout.prompts_per_step} gives {size} processes less than a group "
             f"each: write {size} or more, or start fewer"
         )
-    if config.qat is not None and size > 1:
-        raise ConfigError("qat trains whole weights on one GPU: write --gpus 1, or leave torchrun out")
 
 
 def share_of(config: RunConfig, gpus: int) -> RunConfig:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.linears import matching, projections
+from qerl.checkpoint.source import by_layer
 from qerl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -33,17 +37,37 @@ class Trained:
         return self.gradient_bytes if self.gradient_bytes == ADAPTER_WORK else self.gradient_bytes + self.state_bytes
 
 
-def trained_of(config: RunConfig, sizes: ModelSizes) -> Trained:
-    """What `config` trains of a model. Raises ConfigError for patterns that do not fit it."""
+def trained_of(config: RunConfig, sizes: ModelSizes, ranks: int = 1) -> Trained:
+    """What `config` trains of a model; of whole weights that `ranks` share out, what the rank with the most has.
+
+    There the gradient of one layer exists beside those, until it has been summed. Raises ConfigError for patterns that
+    do not fit the model.
+    """
     state = 2 if config.optim.name in ("auto", "adamw_8bit") else 8
     if config.qat is None:
         count = sizes.adapter(config.adapter.rank, config.adapter.targets)
         return Trained("adapter", count, BYTES[config.adapter.dtype], state, ADAPTER_WORK)
-    names = trained_linears(config.qat, sizes.layers)
-    count = sum(rows * columns for rows, columns in (sizes.projections[name.rpartition(".")[2]] for name in names))
-    count += 2 * sizes.layers * sizes.hidden if config.qat.train_norms else 0
-    dtype = masters_dtype(config.qat)
-    return Trained(f"masters ({dtype})", count, BYTES[dtype], state, BYTES[dtype])
+    dealt = shared_out(trained_linears(config.qat, sizes.layers), ranks)
+    of_ranks = [[sum(_numbers(name, sizes) for name in layer) for layer in layers] for layers in dealt]
+    count = max(map(sum, of_ranks)) + (2 * sizes.layers * sizes.hidden if config.qat.train_norms else 0)
+    passing = max(numbers for layers in of_ranks for numbers in layers) if ranks > 1 else 0
+    width = BYTES[masters_dtype(config.qat)]
+    gradient = width * (count + passing) / count
+    return Trained(f"masters ({masters_dtype(config.qat)})", count, width, state, gradient)
+
+
+def shared_out(linears: Sequence[str], ranks: int) -> list[list[list[str]]]:
+    """For each rank the decoder layers that it has the masters of: neighbours, each layer as the names of its linears.
+
+    Two ranks differ by at most one layer.
+    """
+    layers = by_layer(linears)
+    parts = [len(layers) * rank // ranks for rank in range(ranks + 1)]
+    return [layers[first:end] for first, end in pairwise(parts)]
+
+
+def _numbers(linear: str, sizes: ModelSizes) -> int:
+    return math.prod(sizes.projections[linear.rpartition(".")[2]])
 
 
 def adapter_rank(config: RunConfig) -> int:

@@ -14,7 +14,6 @@ from qerl.checkpoint.shards import read_json, read_tensors
 from qerl.config.recipe import load_config, save_config
 from qerl.errors import ConfigError
 from qerl.nvfp4 import reference
-from qerl.parallel import Parallel
 from training.run import resume, start
 from training.trainer import QerlTrainer
 
@@ -194,11 +193,6 @@ def test_what_cannot_be_trained_is_refused_and_nothing_is_written(given, overrid
         start(config_of(model, tmp_path, *overrides), "qat")
     assert "\n" not in str(refused.value)
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").glob("[!.]*"))
-
-
-def test_several_processes_are_refused(base, tmp_path):
-    with pytest.raises(ConfigError, match="one GPU: write --gpus 1, or leave torchrun out"):
-        start(config_of(base, tmp_path), "qat", Parallel(size=2))
 
 
 def test_a_folder_that_a_kill_left_before_the_run_began_is_taken_again(base, tmp_path, monkeypatch):

@@ -23,7 +23,6 @@ from training.ranks import dealt, largest
 # is, also where that is the rounding of 0.
 VARIED = ("rollout.prompts_per_step=3", "run.micro_batch_tokens=40", "optim.learning_rate=1e-5")
 CASES = {
-    "dapo": (),
     "dynamic": ("rollout.dynamic_sampling.enabled=true", "loss.kl_coef=0.02", "loss.mask_truncated=true"),
     "validated": (
         "validation.every=2",

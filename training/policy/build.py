@@ -12,8 +12,10 @@ from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_tensors
 from qerl.layers.norms import block_norms
+from qerl.parallel import ALONE, Parallel
 from qerl.plan.trained import masters_dtype, trained_linears, trained_of
 from training.policy.policy import AdapterPolicy, WeightsPolicy
+from training.policy.shards import Shards
 
 if TYPE_CHECKING:
     from qerl.checkpoint.resolve import ModelRef
@@ -50,16 +52,24 @@ def build_policy(engine: Engine, base: ModelRef, adapter: AdapterConfig, seed: i
     return policy
 
 
-def build_weights_policy(engine: Engine, start: ModelRef, config: RunConfig, sizes: ModelSizes) -> WeightsPolicy:
-    """Put masters behind the engine's packed weights, read from the 16-bit model that the run starts from."""
+def build_weights_policy(
+    engine: Engine, start: ModelRef, config: RunConfig, sizes: ModelSizes, parallel: Parallel = ALONE
+) -> WeightsPolicy:
+    """Put masters behind the engine's packed weights, read from the 16-bit model that the run starts from.
+
+    Of several ranks each has those of its layers.
+    """
     qat, model = config.qat, engine.policy_model()
     tensors = read_tensors(local_folder(start.base, config.model.trust_remote_code))
     names = trained_linears(qat, sizes.layers)
     norms = block_norms(model) if qat.train_norms else ()
-    dtype = masters_dtype(qat)
+    dtype, work_bytes = masters_dtype(qat), trained_of(config, sizes, parallel.size).work_bytes
+    modules = dict(model.named_modules())
+    shards = Shards({name: modules[name] for name in names}, parallel) if parallel.size > 1 else None
+    own = [name for name in names if shards is None or shards.mine(name)]
     with TensorReader(tensors) as read:
-        weights = ((name, read(f"{name}.weight")) for name in names)
-        policy = WeightsPolicy(model, weights, norms, getattr(torch, dtype), trained_of(config, sizes).work_bytes)
+        weights = ((name, read(f"{name}.weight") if name in own else torch.empty(0)) for name in names)
+        policy = WeightsPolicy(model, weights, norms, getattr(torch, dtype), work_bytes, shards)
     trained = sum(parameter.numel() for parameter in policy.parameters())
-    logger.info("masters: %d linears, %.2f M parameters in %s", len(names), trained / 1e6, dtype)
+    logger.info("masters: %d linears, %.2f M parameters in %s", len(own), trained / 1e6, dtype)
     return policy

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from torch import nn
     from transformers import PreTrainedModel
 
+    from training.policy.shards import Shards
+
 DTYPES = {"torch.float32": "F32", "torch.bfloat16": "BF16"}  # of masters, as safetensors names them
 
 
@@ -44,9 +46,13 @@ class Policy(Protocol):
     model: nn.Module  # what the trainer is given: its parameters that require a gradient are trained
     base_model: PreTrainedModel  # the transformers model in it, over the engine's weights
     trained_bytes: float  # per trained parameter, what training needs beside it: gradient, optimizer state, copies
+    shards: Shards | None  # of several ranks that share the parameters out
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """The trained parameters."""
+        """The trained parameters, of a policy that is shared out those of this rank."""
+
+    def replicas(self) -> Iterator[nn.Parameter]:
+        """Those that every rank has and updates by the same gradient."""
 
     def update(self) -> Update:
         """What a sync sends: the parameters as they are now, not copied."""
@@ -66,6 +72,7 @@ class AdapterPolicy:
     """A LoRA adapter, and perhaps norms, on a frozen base."""
 
     trained_bytes = ADAPTER_WORK
+    shards = None
 
     def __init__(self, model: PeftModel) -> None:
         self.model = model
@@ -73,6 +80,8 @@ class AdapterPolicy:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return (parameter for parameter in self.model.parameters() if parameter.requires_grad)
+
+    replicas = parameters
 
     def update(self) -> AdapterUpdate:
         return AdapterUpdate(adapter_tensors(self.model), adapter_scaling(self.model))
@@ -97,7 +106,8 @@ class AdapterPolicy:
 class WeightsPolicy:
     """Whole weights: masters of linears and norms. A sync packs those of linears into the model; norms act as they are.
 
-    The gradient of a linear's master is that of its packed weight (`qerl.layers.master`).
+    The gradient of a linear's master is that of its packed weight (`qerl.layers.master`). Of several ranks each has the
+    masters of some layers (`shards`) and an empty parameter for every other one; all have the norms.
     """
 
     def __init__(
@@ -107,27 +117,37 @@ class WeightsPolicy:
         norms: Iterable[str] = (),
         dtype: torch.dtype | None = None,
         trained_bytes: float = 12.0,
+        shards: Shards | None = None,
     ) -> None:
         """`weights` (out, in) by module name are where training starts; they are copied, to `dtype` (float32 if None).
-        `norms` are trained from their present weights, in float32."""
+        Those of other ranks may be empty. `norms` are trained from their present weights, in float32."""
         self.model = self.base_model = model
-        self.trained_bytes = trained_bytes
+        self.trained_bytes, self.shards = trained_bytes, shards
         modules = dict(model.named_modules())
         self._weights = {name: _set_linear_(modules[name], weight, dtype) for name, weight in weights}
         self._norms = {name: _set_norm_(modules[name]) for name in norms}
+        if shards is not None:
+            shards.receive_gradients_(self._weights)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        return iter([*self._weights.values(), *self._norms.values()])
+        return iter([*self._own().values(), *self._norms.values()])
+
+    def replicas(self) -> Iterator[nn.Parameter]:
+        return self.parameters() if self.shards is None else iter(self._norms.values())
 
     def update(self) -> WeightsUpdate:
-        return WeightsUpdate(self._weights, self._norms)
+        return WeightsUpdate(self._own(), self._norms)
 
     def save(self, folder: Path) -> None:
-        named = self._named()
+        """Of several ranks the first writes, while the others `shards.serve` what `answer` finds."""
         (Path(folder) / WEIGHTS).mkdir()
-        write_weights(
-            Path(folder) / WEIGHTS, ({name: named[name].cpu() for name in names} for names in by_layer(named))
-        )
+        names = [f"{name}.weight" for name in (*self._weights, *self._norms)]
+        write_weights(Path(folder) / WEIGHTS, ({name: self._read(name) for name in names} for names in by_layer(names)))
+
+    def answer(self, name: str) -> dict[str, torch.Tensor] | None:
+        """What this rank has of a checkpoint's tensor."""
+        tensor = self._named().get(name)
+        return None if tensor is None else {name: tensor}
 
     def load(self, folder: Path) -> int:
         import torch
@@ -135,6 +155,11 @@ class WeightsPolicy:
         place, own = Path(folder) / WEIGHTS, self._named()
         saved = read_tensors(place)
         specs = {name: TensorSpec(DTYPES[str(tensor.dtype)], tuple(tensor.shape)) for name, tensor in own.items()}
+        specs |= {
+            f"{name}.weight": TensorSpec(DTYPES[str(master.dtype)], self.shards.shape(name))
+            for name, master in self._weights.items()
+            if f"{name}.weight" not in specs
+        }
         found = {name: TensorSpec(info.dtype, info.shape) for name, info in saved.items()}
         if wrong := sorted(name for name in {*specs, *found} if specs.get(name) != found.get(name)):
             raise CheckpointError(f"{place} does not fit what is trained: {wrong[:4]} are of another kind or missing")
@@ -146,8 +171,17 @@ class WeightsPolicy:
     def reference(self) -> None:
         """The masters are the only copy."""
 
+    def _own(self) -> dict[str, nn.Parameter]:
+        """The masters of linears that this rank has."""
+        return {n: master for n, master in self._weights.items() if self.shards is None or self.shards.mine(n)}
+
     def _named(self) -> dict[str, torch.Tensor]:
-        return {f"{name}.weight": master.detach() for name, master in {**self._weights, **self._norms}.items()}
+        return {f"{name}.weight": master.detach() for name, master in {**self._own(), **self._norms}.items()}
+
+    def _read(self, name: str) -> torch.Tensor:
+        """A checkpoint's tensor on the CPU, from the rank that has it."""
+        own = self._named().get(name)
+        return self.shards.ask(name, self.answer)[name] if own is None else own.cpu()
 
 
 def _set_linear_(linear: nn.Linear, weight: torch.Tensor, dtype: torch.dtype | None) -> nn.Parameter:

@@ -8,7 +8,7 @@ update itself, bitsandbytes' with 8-bit moments as well: it is given one weight 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -31,6 +31,13 @@ def round_randomly_(target: torch.Tensor, value: torch.Tensor, generator: torch.
         to.copy_(of)
 
 
+def pass_over_(count: int, device: torch.device, generator: torch.Generator) -> None:
+    """Draw the random bits for so many weights and drop them, so that the next weights get the bits that are theirs."""
+    for start in range(0, count, PIECE):
+        shape = (min(PIECE, count - start),)
+        torch.randint(0, 2**16, shape, dtype=torch.int32, device=device, generator=generator)
+
+
 class RandomlyRounded(torch.optim.Optimizer):
     """`inner`, with parameters in bfloat16 updated in float32 and then rounded at random; others are left to it.
 
@@ -39,8 +46,12 @@ class RandomlyRounded(torch.optim.Optimizer):
     memory beside the state is a float32 copy of one weight and of its gradient.
     """
 
-    def __init__(self, inner: torch.optim.Optimizer, seed: int) -> None:
+    def __init__(
+        self, inner: torch.optim.Optimizer, seed: int, elsewhere: Mapping[nn.Parameter, int] | None = None
+    ) -> None:
+        """`elsewhere` has the number of weights behind each empty parameter that another rank updates."""
         super().__init__(inner.param_groups, inner.defaults)
+        self._elsewhere = dict(elsewhere or {})
         self.param_groups[0].setdefault("updates", 0)
         self._inner, self._seed = inner, seed
 
@@ -50,13 +61,17 @@ class RandomlyRounded(torch.optim.Optimizer):
         updates, generators = self.param_groups[0]["updates"], {}
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
+                elsewhere = self._elsewhere.get(parameter, 0)
+                if parameter.grad is None and not elsewhere:
                     continue
                 if (device := parameter.device) not in generators:
                     generators[device] = torch.Generator(device).manual_seed(
                         derive_seed(self._seed, updates, "rounding")
                     )
-                self._update_(parameter, group, generators[device])
+                if elsewhere:
+                    pass_over_(elsewhere, device, generators[device])
+                else:
+                    self._update_(parameter, group, generators[device])
         self.param_groups[0]["updates"] = updates + 1
         return loss
 

@@ -168,12 +168,12 @@ def check_engine(config: RunConfig) -> str:
     return engine
 
 
-def check_memory(config: RunConfig, base: ModelRef, free: int) -> None:
+def check_memory(config: RunConfig, base: ModelRef, free: int, ranks: int = 1) -> None:
     """Raise EngineError if a run with the vllm engine needs far more than `free` bytes of the card, or than its cap.
 
     An excess within the error of the plan is only a warning: the run measures, once the engine is open.
     """
-    made = plan(with_values(config, {"model.format": base.format}), sizes_at(base), card_of_bytes(free))
+    made = plan(with_values(config, {"model.format": base.format}), sizes_at(base), card_of_bytes(free, ranks))
     for problem in made.found:
         if problem.exceeds(PLAN_ERROR):
             raise EngineError(f"{problem.text}; `qerl plan` shows what takes it and what would fit")
@@ -182,17 +182,18 @@ def check_memory(config: RunConfig, base: ModelRef, free: int) -> None:
             logger.warning("by the plan this will hardly fit: %s", problem.text)
 
 
-def settle_masters(config: RunConfig, base: ModelRef) -> RunConfig:
+def settle_masters(config: RunConfig, base: ModelRef, ranks: int = 1) -> RunConfig:
     """The recipe of a new run, with what this machine takes where it says auto: optimizer, and dtype of the masters.
 
-    The moments of a 7B's weights take 13 GB in 8 bits and 52 GB in 32, so the plan has to know which they will be.
+    `ranks` processes share the masters out. The moments of a 7B's weights take 13 GB in 8 bits and 52 GB in 32, so the
+    plan has to know which they will be.
     """
     if config.qat is None or choose_engine(config.rollout.engine) != "vllm":
         return config
     if config.optim.name == "auto":
         has_8bit = importlib.util.find_spec("bitsandbytes") is not None
         config = with_values(config, {"optim.name": "adamw_8bit" if has_8bit else "adamw"})
-    return with_masters(config, sizes_at(base), card_of_bytes(free_bytes()))
+    return with_masters(config, sizes_at(base), card_of_bytes(free_bytes(), ranks))
 
 
 def sizes_at(base: ModelRef) -> ModelSizes:
@@ -200,9 +201,9 @@ def sizes_at(base: ModelRef) -> ModelSizes:
     return sizes_of(read_json(local_folder(base.base) / "config.json"), base.base)
 
 
-def card_of_bytes(memory: int) -> Card:
-    """A card of which only the memory matters."""
-    return Card("this card", memory / GIB, 1.0, 1.0)
+def card_of_bytes(memory: int, ranks: int = 1) -> Card:
+    """One of `ranks` cards, of which only the memory matters."""
+    return Card("this card", memory / GIB, 1.0, 1.0, ranks)
 
 
 def free_bytes() -> int:

@@ -79,6 +79,8 @@ class Sampler:
         """Send the policy's update to the engine; returns seconds. Raises EngineError unless it finds its place."""
         started = time.perf_counter()
         deliver(self._policy.update(), self._engine)
+        if (shards := self._policy.shards) is not None:
+            shards.send_packed_()
         return time.perf_counter() - started
 
     def sample(self, prompts: Sequence[Prompt], moment: Moment, attempt: int = 0, first: int = 0) -> Rollout:

@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qerl.checkpoint.weights_run import BASE
 from qerl.errors import ConfigError
@@ -22,6 +22,9 @@ from qerl.report.shapes import About
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.terminal_gone import TERMINAL_LOG
 from training.run_dir.trackers import IDS
+
+if TYPE_CHECKING:
+    from qerl.parallel import Parallel
 
 LOCK = ".lock"
 # What may be there if a kill, a full disk or a tracker that failed came before config.yaml.
@@ -50,6 +53,25 @@ def new_run_dir(out: str | None, name: str) -> Path:
         what = "may not be written" if above.is_dir() else "is a file"
         raise ConfigError(f"--out {run_dir} cannot be made: {above} {what}; give another --out")
     return run_dir
+
+
+def check_shared(run_dir: Path, parallel: Parallel) -> None:
+    """Raise ConfigError unless all ranks see the same folder, as ranks on hosts without a shared file system do not."""
+    if parallel.size == 1:
+        return
+    mark = run_dir / parallel.broadcast(f"{LOCK}.{os.getpid()}.{time.time_ns()}")
+    if parallel.first:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        mark.touch()
+    parallel.barrier()
+    seen = parallel.gather(mark.exists())
+    if parallel.first:
+        mark.unlink()
+    if not all(seen):
+        raise ConfigError(
+            f"rank {seen.index(False)} does not see {run_dir}, where rank 0 writes and all ranks of a run that trains "
+            "whole weights read: give an --out on a file system that all hosts share"
+        )
 
 
 def read_about(run_dir: Path) -> dict[str, Any]:

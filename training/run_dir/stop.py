@@ -156,17 +156,17 @@ class Stop(TrainerCallback):
 
     def save_abandoned(self, trainer: QerlTrainer) -> int:
         """Save the state before the abandoned step if it can be resumed from; returns the step of the checkpoint that
-        the run continues from."""
+        the run continues from. Ranks that share whole weights out could save only together."""
         self.close()
         self._parallel.leave()  # the other ranks may be anywhere
         self._interruptible, self.abandoned = False, True
-        step = trainer.state.global_step
-        if self._validated is not None:
+        step, shared = trainer.state.global_step, trainer.parts.policy.shards is not None
+        if self._validated is not None and not shared:
             if step and damage_of(checkpoint_path(self._run_dir, step)):
                 trainer.save_now()
             logger.warning("the validation after step %d was left before its end; a resumed run makes it first", step)
             return step
-        if step and step % self._updates == 0:
+        if step and step % self._updates == 0 and not shared:
             trainer.state.num_input_tokens_seen = self._tokens
             if damage_of(checkpoint_path(self._run_dir, step)):
                 trainer.save_now()

@@ -26,6 +26,7 @@ from qerl.plan.plan import plan
 from qerl.plan.seconds import decode_seconds
 from qerl.plan.several import share_of
 from qerl.plan.sizes import KNOWN, read_sizes, sizes_of
+from qerl.plan.trained import trained_of
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 2**30
@@ -97,6 +98,20 @@ def test_a_share_is_that_of_the_card_with_the_most_work():
     shown = CliRunner().invoke(app, ["plan", "--recipe", "dapo_7b", "--gpu", "h200", "--gpus", "2"])
     assert shown.exit_code == 0, shown.output
     assert shown.stdout.startswith("One of 2 cards, with 4 of the 8 prompts of a step")
+
+
+def test_cards_share_whole_weights_out():
+    config = load_recipe("qat_7b", ["qat.masters=float32", "optim.name=adamw_8bit"])
+    sizes = sizes_of(KNOWN["qwen2.5-7b"], "7b")
+    alone, one_of_4 = (
+        plan(config, sizes, replace(card_of("h200"), ranks=ranks)).memory["training"] for ranks in (1, 4)
+    )
+    for name in ("masters (float32)", "optimizer"):
+        assert one_of_4[name] == pytest.approx(alone[name] / 4)  # 7 of 28 layers
+    layer = alone["gradients"] / 28  # exists whole until it has been summed
+    assert one_of_4["gradients"] == pytest.approx(alone["gradients"] / 4 + layer)
+    assert one_of_4["weights"] == alone["weights"]
+    assert trained_of(config, sizes, 8).count == trained_of(config, sizes).count // 7  # 4 layers, of 28 on 8 cards
 
 
 def test_the_page_shows_planned_beside_measured_seconds(tmp_path, monkeypatch):
