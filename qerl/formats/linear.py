@@ -60,7 +60,7 @@ class PackedLinear(nn.Linear):
     def write_(self, matrix: torch.Tensor, row_start: int = 0) -> None:
         """Overwrite the rows from `row_start` on by `matrix` (rows, in_features), rounded; tensors keep their places.
 
-        A matrix without `faults` is expected; a part of the rows begins at a multiple of 16.
+        A matrix without `faults` is expected; a part of the rows begins at a multiple of 128.
         """
         raise NotImplementedError
 

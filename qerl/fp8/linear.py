@@ -74,11 +74,12 @@ class FP8Linear(PackedLinear):
             self._scales = reference.scale_kind(self.weight_scale)
         return self._scales
 
-    def write_(self, matrix: torch.Tensor) -> None:
+    def write_(self, matrix: torch.Tensor, row_start: int = 0) -> None:
         """See `PackedLinear.write_`: the bits are those of `reference.quantize`, with scales of the same kind."""
         tensors = reference.quantize_unchecked(matrix.to(self.weight_codes.device), self.scales)
-        self.weight_codes.copy_(tensors.codes)
-        self.weight_scale.copy_(tensors.scale)
+        first = row_start // layout.BLOCK
+        self.weight_codes[row_start : row_start + len(matrix)].copy_(tensors.codes)
+        self.weight_scale[first : first + len(tensors.scale)].copy_(tensors.scale)
         self.drop_cached()
 
     def faults(self, matrix: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from layer_policies import TOKENS, tiny_model
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora, base_linears, pack_in_
 from qerl.engine.update import pack_weights_
 from qerl.errors import CheckpointError
-from qerl.formats import NVFP4
+from qerl.formats import NVFP4, all_formats
 from qerl.formats.linear import swap_linears
 from qerl.layers import low_rank
 from qerl.layers.lora import Part, lora_linear
@@ -105,19 +105,20 @@ def test_an_adapter_that_would_count_twice_is_an_error():
         model(TOKENS)
 
 
-def test_the_sum_does_not_depend_on_how_many_rows_are_added_at_once(monkeypatch):
+@pytest.mark.parametrize("format", [each for each in all_formats() if each.quantized], ids=lambda each: each.name)
+def test_the_sum_does_not_depend_on_how_many_rows_are_added_at_once(format, monkeypatch):
     torch.manual_seed(1)
-    start, a, b = torch.randn(200, 64).bfloat16(), torch.randn(32, 64), torch.randn(200, 32)
+    start, a, b = torch.randn(400, 64).bfloat16(), torch.randn(32, 64), torch.randn(400, 32)
     exact = (start.double() + 0.5 * b.double() @ a.double()).float()
     whole = LowRankSum(start, a, b, 0.5)
     assert torch.equal(whole.dense(CPU), exact)
-    linear, other = (NVFP4Linear(64, 200, bias=False) for _ in range(2))
+    linear, other = (format.linear()(64, 400, bias=False) for _ in range(2))
     other.pack_(exact)
-    monkeypatch.setattr(low_rank, "PIECE", 48 * 64)
-    assert [first for first, _ in whole.pieces(CPU)] == [0, 48, 96, 144, 192]
+    monkeypatch.setattr(low_rank, "PIECE", 200 * 64)
+    assert [first for first, _ in whole.pieces(CPU)] == [0, 128, 256, 384]
     pack_weights_({"one": whole}, {"one": linear})
-    assert torch.equal(linear.weight_packed, other.weight_packed)
-    assert torch.equal(linear.weight_scale.view(torch.uint8), other.weight_scale.view(torch.uint8))
-    dense = torch.nn.Linear(64, 200, bias=False, dtype=torch.bfloat16)
+    for name, tensor in other.named_buffers():
+        assert torch.equal(linear.get_buffer(name).view(torch.uint8), tensor.view(torch.uint8)), name
+    dense = torch.nn.Linear(64, 400, bias=False, dtype=torch.bfloat16)
     pack_weights_({"one": whole}, {"one": dense})
     assert torch.equal(dense.weight, exact.bfloat16())
