@@ -41,9 +41,8 @@ class AdapterUpdate:
 class WeightsUpdate:
     """Whole weights: dense matrices (out, in) by the linear's module name, trained norms (d,) by the norm's.
 
-    A quantized linear gets the matrix rounded to its format, with the scales that depend on the matrix's dtype. All
-    matrices are read to be checked, and then again to be written; `weights` may compute one on access and hold none,
-    and a `LowRankSum` is computed a piece of its rows at a time.
+    A quantized linear gets the matrix rounded to its format, with the scales that depend on the matrix's dtype. Each
+    matrix is read once. `weights` may compute it on access; a `LowRankSum` is computed a piece of its rows at a time.
     """
 
     weights: Mapping[str, Matrix]
@@ -79,48 +78,42 @@ def check_fit(update: WeightsUpdate, linears: Mapping[str, nn.Linear], norms: Ma
 def pack_weights_(weights: Mapping[str, Matrix], linears: Mapping[str, nn.Linear]) -> int:
     """Write each matrix over the weight of the linear of that name, in place; returns how many were written.
 
-    Raises EngineError, before anything is written, for a matrix that its linear cannot hold.
+    Raises EngineError for a matrix that its linear cannot hold. The engine then holds a part of the update, from which
+    nothing may be sampled; masters and checkpoints are as they were.
     """
     import torch
 
-    from qerl.formats.linear import PackedLinear
-    from qerl.layers.low_rank import pieces_of
-
-    with torch.no_grad():
-        check_matrices(weights, linears)
-        for name in weights:
-            linear = linears[name]
-            for first, rows in pieces_of(weights[name].detach(), _device(linear)):
-                if isinstance(linear, PackedLinear):
-                    linear.write_(rows, first)
-                else:
-                    linear.weight[first : first + len(rows)].copy_(rows)
-    return len(weights)
-
-
-def check_matrices(weights: Mapping[str, Matrix], linears: Mapping[str, nn.Linear]) -> None:
-    """Raise EngineError for a matrix that the linear of that name cannot hold. The card is asked once for all."""
-    import torch
-
-    from qerl.formats.linear import PackedLinear
     from qerl.layers.low_rank import pieces_of
 
     counted: dict[str, torch.Tensor] = {}
-    for name in weights:
-        matrix, linear = weights[name].detach(), linears[name]
-        if tuple(matrix.shape) != (linear.out_features, linear.in_features):
-            raise EngineError(
-                f"the update's {name} is {tuple(matrix.shape)}, and the linear ({linear.out_features}, "
-                f"{linear.in_features}): the update is of another base"
-            )
-        if not isinstance(linear, PackedLinear):
-            continue
-        faults = [linear.faults(rows) for _, rows in pieces_of(matrix, _device(linear))]
-        if None not in faults:
-            counted[name] = sum(faults)
-    if counted:
+    with torch.no_grad():
+        for name in weights:
+            matrix, linear = weights[name].detach(), linears[name]
+            _check_shape(matrix, linear, name)
+            of_pieces = [_write_(linear, rows, first) for first, rows in pieces_of(matrix, _device(linear))]
+            if None not in of_pieces:
+                counted[name] = sum(of_pieces)
+    if counted:  # the card is asked once for all
         for name, faults in zip(counted, torch.stack([*counted.values()]).tolist(), strict=True):
             linears[name].refuse(faults, name)
+    return len(weights)
+
+
+def _check_shape(matrix: Matrix, linear: nn.Linear, name: str) -> None:
+    if tuple(matrix.shape) != (linear.out_features, linear.in_features):
+        raise EngineError(
+            f"the update's {name} is {tuple(matrix.shape)}, and the linear ({linear.out_features}, "
+            f"{linear.in_features}): the update is of another base"
+        )
+
+
+def _write_(linear: nn.Linear, rows: torch.Tensor, first: int) -> torch.Tensor | None:
+    from qerl.formats.linear import PackedLinear
+
+    if isinstance(linear, PackedLinear):
+        return linear.write_(rows, first)
+    linear.weight[first : first + len(rows)].copy_(rows)
+    return None
 
 
 def _device(linear: nn.Linear) -> torch.device:

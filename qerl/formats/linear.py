@@ -57,30 +57,24 @@ class PackedLinear(nn.Linear):
         """The dequantized weight (out_features, in_features), computed anew."""
         raise NotImplementedError
 
-    def write_(self, matrix: torch.Tensor, row_start: int = 0) -> None:
+    def write_(self, matrix: torch.Tensor, row_start: int = 0) -> torch.Tensor | None:
         """Overwrite the rows from `row_start` on by `matrix` (rows, in_features), rounded; tensors keep their places.
 
-        A matrix without `faults` is expected; a part of the rows begins at a multiple of 128.
+        A part of the rows begins at a multiple of 128. Returns the faults of `matrix`, which are counts of what the
+        format cannot hold, on the weight's device, or None for a format that holds everything. A weight from a matrix
+        with faults is of no use: give the counts to `refuse`. They are not read back here, so that the matrices of an
+        update follow one another without a wait. Raises EngineError for a weight that cannot change.
         """
         raise NotImplementedError
-
-    def faults(self, matrix: torch.Tensor) -> torch.Tensor | None:
-        """What keeps `matrix`, some rows or all, from being written, as counts on its device; None if any can be.
-
-        Nothing is read back from the card, so that the matrices of an update can be checked one behind another. Raises
-        EngineError for a weight that cannot change.
-        """
-        return None
 
     def refuse(self, faults: Sequence[int], name: str) -> None:
         """Raise EngineError if a count of `faults` is not 0; `name` is that of the linear, for the message."""
 
     def pack_(self, matrix: torch.Tensor, name: str = "linear") -> None:
-        """`write_` a matrix after a check. Raises EngineError, with the weight as it was, for one that has faults."""
-        faults = self.faults(matrix)
+        """`write_` a matrix. Raises EngineError for one that has faults."""
+        faults = self.write_(matrix)
         if faults is not None:
             self.refuse(faults.tolist(), name)
-        self.write_(matrix)
 
     def bits(self) -> list[torch.Tensor]:
         """The tensors that `write_` writes to: sent to an equal linear, they bring it the weight."""

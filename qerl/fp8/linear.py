@@ -74,17 +74,19 @@ class FP8Linear(PackedLinear):
             self._scales = reference.scale_kind(self.weight_scale)
         return self._scales
 
-    def write_(self, matrix: torch.Tensor, row_start: int = 0) -> None:
-        """See `PackedLinear.write_`: the bits are those of `reference.quantize`, with scales of the same kind."""
-        tensors = reference.quantize_unchecked(matrix.to(self.weight_codes.device), self.scales)
-        first = row_start // layout.BLOCK
-        self.weight_codes[row_start : row_start + len(matrix)].copy_(tensors.codes)
-        self.weight_scale[first : first + len(tensors.scale)].copy_(tensors.scale)
-        self.drop_cached()
+    def write_(self, matrix: torch.Tensor, row_start: int = 0) -> torch.Tensor:
+        """See `PackedLinear.write_`: the bits are those of `reference.quantize`, with scales of the same kind.
 
-    def faults(self, matrix: torch.Tensor) -> torch.Tensor:
-        """See `reference.faults`."""
-        return reference.faults(matrix.to(self.weight_codes.device))
+        A part of the rows begins with a block and ends with one or with the weight. The faults are those of
+        `reference.faults`.
+        """
+        matrix = matrix.to(self.weight_codes.device)
+        tensors = reference.quantize_unchecked(matrix, self.scales)
+        first, blocks = row_start // layout.BLOCK, len(tensors.scale)
+        self.weight_codes[row_start : row_start + len(matrix)].copy_(tensors.codes)
+        self.weight_scale[first : first + blocks].copy_(tensors.scale)
+        self.drop_cached()
+        return reference.faults(matrix)
 
     def refuse(self, faults: Sequence[int], name: str) -> None:
         """Raise EngineError if the matrix has inf or NaN. Scales follow the weights, so nothing else can go wrong."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 PIECE = 2**22  # weights that are added up at once: 32 MiB in float64
-ROWS = 128  # a piece has a multiple of this many rows, so that it holds whole blocks of every format
+ROWS = 128  # a piece has a multiple of this many rows: a block of FP8, and 8 slabs of the kernel that packs NVFP4
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,31 +43,27 @@ class KernelLinear(NVFP4Linear):
     def fixed_scale(self) -> float:
         return self.kernel_weight.global_scale
 
-    def write_(self, matrix: torch.Tensor, row_start: int = 0) -> None:
+    def write_(self, matrix: torch.Tensor, row_start: int = 0) -> torch.Tensor:
         """See `NVFP4Linear.write_`: this writes its rows of the words and block scales that the kernel reads.
 
         A product of ours may read its weight before the launch ahead of it has ended, so synchronize before the next.
+        Raises EngineError for any layout but our own.
         """
         weight, matrix, first = self.kernel_weight, matrix.to(self.weight_device), self.row_start + row_start
-        if pack.takes(weight, first, matrix):
-            pack.pack_(weight, first, matrix)
-        else:
-            tensors = reference.quantize(matrix, self._scale_tensor())
-            slab_layout.pack_(weight.words, weight.scales, first, tensors.packed, tensors.block_scale)
-        self.drop_cached()
-
-    def faults(self, matrix: torch.Tensor) -> torch.Tensor:
-        """See `reference.faults`. Raises EngineError for any layout but our own."""
-        weight, matrix = self.kernel_weight, matrix.to(self.weight_device)
         if weight.layout is not QERL:
             raise EngineError(
                 "the %s kernel multiplies by factors that it took from the weights when they were loaded, so they "
                 "cannot change: write %s (Hopper), or %s",
                 *(weight.layout.name, KERNEL.set_to("qerl"), ENGINE.set_to("transformers")),
             )
-        if pack.takes(weight, self.row_start, matrix):
-            return pack.faults(matrix, weight.global_scale)
-        return reference.faults(matrix, self._scale_tensor())
+        self.drop_cached()
+        if pack.takes(weight, first, matrix):
+            return pack.pack_(weight, first, matrix)
+        faults = reference.faults(matrix, self._scale_tensor())
+        if not faults[0]:
+            tensors = reference.quantize(matrix, self._scale_tensor())
+            slab_layout.pack_(weight.words, weight.scales, first, tensors.packed, tensors.block_scale)
+        return faults
 
     def _scale_tensor(self) -> torch.Tensor:
         return torch.tensor([self.fixed_scale], device=self.weight_device)

@@ -82,17 +82,20 @@ class NVFP4Linear(PackedLinear):
         """The global scale. It never changes, because captured CUDA graphs contain it as a number."""
         return float(self.weight_global_scale)
 
-    def write_(self, matrix: torch.Tensor, row_start: int = 0) -> None:
-        """See `PackedLinear.write_`: the bits are those of `reference.quantize` with the fixed scale."""
-        tensors = reference.quantize(matrix.to(self.weight_packed.device), self.weight_global_scale)
-        rows = slice(row_start, row_start + len(matrix))
-        self.weight_packed[rows].copy_(tensors.packed)
-        self.weight_scale[rows].copy_(tensors.block_scale)
-        self.drop_cached()
+    def write_(self, matrix: torch.Tensor, row_start: int = 0) -> torch.Tensor:
+        """See `PackedLinear.write_`: the bits are those of `reference.quantize` with the fixed scale.
 
-    def faults(self, matrix: torch.Tensor) -> torch.Tensor:
-        """See `reference.faults`."""
-        return reference.faults(matrix.to(self.weight_packed.device), self.weight_global_scale)
+        The faults are those of `reference.faults`. A matrix with inf or NaN is not written.
+        """
+        matrix = matrix.to(self.weight_packed.device)
+        faults = reference.faults(matrix, self.weight_global_scale)
+        if not faults[0]:
+            tensors = reference.quantize(matrix, self.weight_global_scale)
+            rows = slice(row_start, row_start + len(matrix))
+            self.weight_packed[rows].copy_(tensors.packed)
+            self.weight_scale[rows].copy_(tensors.block_scale)
+            self.drop_cached()
+        return faults
 
     def refuse(self, faults: Sequence[int], name: str) -> None:
         """Raise EngineError if the matrix has inf or NaN, or has grown beyond the fixed scale."""

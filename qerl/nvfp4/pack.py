@@ -1,7 +1,7 @@
 """Packing a dense weight into our own layout at the speed of memory: the fast twin of `reference.quantize`.
 
-Its limit is the time to read the matrix and to write the packed weight, 4.56 bytes per float32 weight. `faults` reads
-the matrix once before, so that nothing is written until every matrix of an update is known to fit.
+Its limit is the time to read the matrix and to write the packed weight, 4.56 bytes per float32 weight. What does not
+fit is counted on the way: a check before would read every matrix twice.
 """
 
 from __future__ import annotations
@@ -38,25 +38,16 @@ def takes(weight: KernelWeight, row_start: int, matrix: torch.Tensor) -> bool:
     )
 
 
-def pack_(weight: KernelWeight, row_start: int, matrix: torch.Tensor) -> None:
+def pack_(weight: KernelWeight, row_start: int, matrix: torch.Tensor) -> torch.Tensor:
     """Overwrite the rows of `weight` from row_start on by `matrix`, quantized as by `reference.quantize`, in place.
 
-    Call it only if `takes` says so. Block scales that do not fit saturate, and inf and NaN give any code.
+    Call it only if `takes` says so. Returns `reference.faults` of the matrix, int32 (2,) on the card. Block scales that
+    do not fit saturate, and inf and NaN give any code.
     """
     rows, columns = matrix.shape
-    arguments = (matrix, weight.words, weight.scales, row_start // SLAB, rows, columns, float(weight.global_scale))
-    kernel("pack.cu", "nvfp4_pack", DEFINES[matrix.dtype])(_launch(matrix), *arguments)
-
-
-def faults(matrix: torch.Tensor, global_scale: float) -> torch.Tensor:
-    """`reference.faults`, for a matrix that `takes` has accepted."""
-    rows, columns = matrix.shape
     counts = torch.zeros(2, dtype=torch.int32, device=matrix.device)
-    count = kernel("pack.cu", "nvfp4_faults", DEFINES[matrix.dtype])
-    count(_launch(matrix), matrix, counts, rows, columns, float(global_scale))
+    launch = Launch((-(-columns // (UNIT * WARPS)), -(-rows // SLAB), 1), 32 * WARPS)
+    tensors = (matrix, weight.words, weight.scales, counts)
+    arguments = (row_start // SLAB, rows, columns, float(weight.global_scale))
+    kernel("pack.cu", "nvfp4_pack", DEFINES[matrix.dtype])(launch, *tensors, *arguments)
     return counts
-
-
-def _launch(matrix: torch.Tensor) -> Launch:
-    rows, columns = matrix.shape
-    return Launch((-(-columns // (UNIT * WARPS)), -(-rows // SLAB), 1), 32 * WARPS)

@@ -1,5 +1,5 @@
-// nvfp4_pack:    codes and block scales of a float32 or bfloat16 weight, in qerl's own layout (slab_layout.py).
-// nvfp4_faults:  how many of its blocks hold inf or NaN, and how many of its block scales saturate.
+// nvfp4_pack: codes and block scales of a float32 or bfloat16 weight, in qerl's own layout (slab_layout.py), and how
+// many of its blocks hold inf or NaN, and how many of its block scales saturate.
 //
 // The bits are those of qerl/nvfp4/reference.py. So every division is rounded to nearest, amax / 6 once more to the
 // weight's own dtype, and nothing else is contracted to a fused multiply-add.
@@ -116,9 +116,11 @@ static __device__ __forceinline__ u32 word_of(u32 left, u32 left_below, u32 righ
 
 // grid (ceil(units / WARPS), slabs), 32 * WARPS threads. `matrix` (rows, columns) becomes the rows of the weight from
 // slab `first_slab` on. Columns are a multiple of 16. What is left of the last unit and of the last slab becomes zero.
+// The blocks that hold inf or NaN, whose codes mean nothing, are added to counts[0], and the block scales that saturate
+// to counts[1].
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
-nvfp4_pack(const Number* __restrict__ matrix, uint4* __restrict__ words, u8* __restrict__ scales, int first_slab,
-           int rows, int columns, float global_scale) {
+nvfp4_pack(const Number* __restrict__ matrix, uint4* __restrict__ words, u8* __restrict__ scales,
+           int* __restrict__ counts, int first_slab, int rows, int columns, float global_scale) {
     const int lane = threadIdx.x & 31, hi = lane >> 2, lo = lane & 3;
     const int units = (columns + 63) / 64, unit = blockIdx.x * WARPS + (threadIdx.x >> 5);
     if (unit >= units) return;
@@ -129,7 +131,10 @@ nvfp4_pack(const Number* __restrict__ matrix, uint4* __restrict__ words, u8* __r
     float own_step[2], own_inverse[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-        const float nearest = to_e4m3(exact_scale(own_amax(v[half], lo), global_scale));
+        const u32 amax = own_amax(v[half], lo);
+        const float exact = exact_scale(amax, global_scale), nearest = to_e4m3(exact);
+        if (amax >= INF_BITS) atomicAdd(counts, 1);
+        else if (exact > SATURATED) atomicAdd(counts + 1, 1);
         const float scale = nearest == 0.0f ? ZERO_SCALE : nearest;
         const bool inside = row + 8 * half < rows && column + 16 * lo < columns;
         scales[place * 64 + 8 * hi + 4 * (lo / 2) + 2 * half + lo % 2] = inside ? scale_byte(scale) : 0;
@@ -150,19 +155,4 @@ nvfp4_pack(const Number* __restrict__ matrix, uint4* __restrict__ words, u8* __r
         word[block] = word_of(codes[0][0], codes[0][1], codes[1][0], codes[1][1]);
     }
     words[place * 32 + lane] = make_uint4(word[0], word[1], word[2], word[3]);
-}
-
-// The same grid. Adds to counts[0] the blocks that hold inf or NaN, to counts[1] the block scales that saturate.
-extern "C" __global__ void __launch_bounds__(32 * WARPS)
-nvfp4_faults(const Number* __restrict__ matrix, int* __restrict__ counts, int rows, int columns, float global_scale) {
-    const int lane = threadIdx.x & 31, hi = lane >> 2, lo = lane & 3;
-    const int unit = blockIdx.x * WARPS + (threadIdx.x >> 5);
-    float2 v[2][4][2];
-    load_unit(v, matrix, 16 * blockIdx.y + hi, 64 * unit + 2 * lo, rows, columns);
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-        const u32 amax = own_amax(v[half], lo);
-        if (amax >= INF_BITS) atomicAdd(counts, 1);
-        else if (exact_scale(amax, global_scale) > SATURATED) atomicAdd(counts + 1, 1);
-    }
 }
