@@ -6,7 +6,7 @@ docs/cost-model.md shows it beside the measurements:
                   + 2 weights * sequences / (DECODE_RATE * rate) + keys and values read / bandwidth
     training    = (4 + 2 * recomputed share) weights * tokens / (TRAIN_RATE * rate)
 
-where the tokens of a prompt count once per micro-batch.
+where the tokens of a prompt count once per micro-batch. Weights that are trained themselves take 6 instead of 4.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from qerl.engine.options import MAX_SEQUENCES
 from qerl.plan.cards import Card
 from qerl.plan.micro_batch_plan import MicroBatchPlan, largest_micro_batch
 from qerl.plan.sizes import ModelSizes
+from qerl.plan.trained import trained_of
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -61,6 +62,8 @@ def step_seconds(
     prompts = rollout.prompts_per_step * -(-rollout.group_size // rows)  # each micro-batch computes a prompt once
     tokens = prompts * lengths.prompt + sequences * lengths.new
     flops = (4 + 2 * recomputed) * sizes.body * tokens + 4 * sizes.head * sequences * lengths.new
+    if config.qat is not None and config.qat.mode == "weights":
+        flops += 2 * trained_of(config, sizes).count * tokens
     decoding = -(-sequences // MAX_SEQUENCES) * _decoding(config, sizes, card, lengths)
     return {"rollout": (decoding + prefill) / config.loss.num_iterations, "training": flops / rate}
 

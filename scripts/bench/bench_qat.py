@@ -84,6 +84,14 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def growth(steps: list[dict[str, Any]]) -> str:
+    """The mismatch of the first and of the last step, in one line."""
+    first, last = (steps[at]["mismatch_kl"] for at in (0, -1))
+    return (
+        f"mismatch_kl of step 1 {first:.2e}, of step {steps[-1]['step']} {last:.2e}, {last / first:.2f} times as much"
+    )
+
+
 def table(report: dict[str, Any]) -> str:
     """One line per step, then what the last sync showed."""
     lines = ["".join(f"{name:>12}" for name in ("step", *SHOWN))]
@@ -91,6 +99,7 @@ def table(report: dict[str, Any]) -> str:
         cells = [step["step"], *(step.get(key) for key in SHOWN.values())]
         lines.append("".join(f"{cell:12.4g}" if isinstance(cell, int | float) else f"{'-':>12}" for cell in cells))
     sync = report["sync"]
+    lines.append(growth(report["steps"]))
     lines.append("syncs, ms: " + " ".join(f"{1e3 * seconds:.1f}" for seconds in sync["s"]))
     if "linears" in sync:
         wrong, moved = (len(sync[key]) for key in ("different", "moved"))

@@ -5,7 +5,9 @@
 
 Everything that the workload does not determine is TRL's default, except vLLM's sleep mode (without it, two copies of a
 7B model and a cache stay on the card), gradient checkpointing, and LoRA on the seven projections. `--tuned` turns
-checkpointing off and Liger's kernels on, and `--full` trains all weights.
+checkpointing off and Liger's kernels on, and `--full` trains all weights in BF16 with 8-bit AdamW. `--cap-gib` stands
+for a smaller card: torch gets no more, vLLM the same share of that as of a whole card, and the 8-bit state of AdamW may
+be paged to the host. A run that then lacks memory is reported with the error, and is no failure of the script.
 torchrun spreads the batch over several cards. `--model` is a 16-bit checkpoint from
 scripts/models/make_random_checkpoint.py. Prompts and lengths are those of bench_step.py. All rewards are 0, which does
 not change the work that TRL does.
@@ -29,7 +31,10 @@ from scripts.bench.bench_step import PeakMemory
 from scripts.bench.provenance import machine
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from peft import LoraConfig
+    from trl import GRPOTrainer
 
 
 def main() -> None:
@@ -44,20 +49,32 @@ def main() -> None:
     parser.add_argument("--micro-batch", type=int, default=16)
     parser.add_argument("--full", action="store_true", help="train all weights in BF16 with 8-bit AdamW, without LoRA")
     parser.add_argument("--tuned", action="store_true", help="no gradient checkpointing, and Liger's kernels and loss")
+    parser.add_argument("--checkpointing", action="store_true", help="gradient checkpointing with --tuned, too")
+    parser.add_argument("--cap-gib", type=float, help="memory of the card that this run stands for")
     parser.add_argument("--no-vllm", action="store_true", help="transformers' generate, to try this script on a CPU")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    started = time.monotonic()
+    started, error, steps = time.monotonic(), None, []
+    share = capped(arguments.cap_gib)
     with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak:
-        trainer = build(arguments, folder)
-        trainer.train()
-        steps = [row for row in trainer.state.log_history if "step_time" in row]
+        try:
+            trainer = build(arguments, folder, share)
+            seconds = timed(trainer)
+            trainer.train()
+            steps = [row for row in trainer.state.log_history if "step_time" in row]
+            steps = [row | {key: each[at] for key, each in seconds.items() if each} for at, row in enumerate(steps)]
+        except Exception as raised:
+            if arguments.cap_gib is None or "out of memory" not in str(raised).lower():
+                raise
+            error = str(raised)
     report = {
         "command": " ".join(sys.argv),
         **machine(),
         "run_s": round(time.monotonic() - started, 1),
         "peak_driver_gib": round(peak.gib, 2),
         "peak_torch_gib": torch_peak_gib(),
+        "cap_gib": arguments.cap_gib,
+        "out_of_memory": error,
         "steps": steps,
     }
     if int(os.environ.get("RANK", 0)):
@@ -68,8 +85,41 @@ def main() -> None:
     print(text)
 
 
-def build(arguments: argparse.Namespace, folder: str):
-    """The trainer of TRL for this workload."""
+def capped(cap_gib: float | None) -> float:
+    """The share of the card that `cap_gib` is, which torch is held to; 1 without a cap."""
+    import torch
+
+    if cap_gib is None or not torch.cuda.is_available():
+        return 1.0
+    share = cap_gib * 2**30 / torch.cuda.mem_get_info()[1]
+    torch.cuda.set_per_process_memory_fraction(share)
+    return share
+
+
+def timed(trainer: GRPOTrainer) -> dict[str, list[float]]:
+    """Seconds of each rollout and of each sync, one of both per step, filled in while the trainer trains."""
+    seconds: dict[str, list[float]] = {"rollout_s": [], "sync_s": []}
+    engine = getattr(trainer, "vllm_generation", None)
+    for key, name in (("rollout_s", "generate"), ("sync_s", "sync_weights")):
+        if engine is not None:
+            setattr(engine, name, clocked(getattr(engine, name), seconds[key]))
+    return seconds
+
+
+def clocked(call: Callable, seconds: list[float]) -> Callable:
+    """The same call, of which each adds its seconds to the list."""
+
+    def clock(*given: object, **named: object) -> object:
+        started = time.perf_counter()
+        result = call(*given, **named)
+        seconds.append(time.perf_counter() - started)
+        return result
+
+    return clock
+
+
+def build(arguments: argparse.Namespace, folder: str, share: float = 1.0) -> GRPOTrainer:
+    """The trainer of TRL for this workload, on a card of which it is to use this share."""
     import torch
     from datasets import Dataset
     from transformers import AutoTokenizer
@@ -77,6 +127,9 @@ def build(arguments: argparse.Namespace, folder: str):
 
     on_gpu, world = torch.cuda.is_available(), int(os.environ.get("WORLD_SIZE", 1))
     vllm = {} if arguments.no_vllm else {"use_vllm": True, "vllm_mode": "colocate", "vllm_enable_sleep_mode": True}
+    if share < 1 and vllm:
+        vllm["vllm_gpu_memory_utilization"] = GRPOConfig.vllm_gpu_memory_utilization * share
+    eight_bits = "paged_adamw_8bit" if share < 1 else "adamw_8bit"
     args = GRPOConfig(
         output_dir=folder,
         max_steps=arguments.steps,
@@ -85,9 +138,9 @@ def build(arguments: argparse.Namespace, folder: str):
         num_generations=arguments.group,
         max_completion_length=arguments.new_tokens,
         model_init_kwargs={"dtype": "bfloat16"},
-        gradient_checkpointing=not arguments.tuned,
+        gradient_checkpointing=arguments.checkpointing or not arguments.tuned,
         use_liger_kernel=arguments.tuned,
-        **({"optim": "adamw_8bit" if on_gpu else "adamw_torch"} if arguments.full else {}),
+        **({"optim": eight_bits if on_gpu else "adamw_torch"} if arguments.full else {}),
         bf16=on_gpu,
         use_cpu=not on_gpu,
         logging_steps=1,

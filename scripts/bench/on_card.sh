@@ -15,8 +15,8 @@
 #     qatstudy 380 s  learning with 21 M parameters: an adapter, and whole weights in three ways, three seeds each, at two
 #                     rates (with QATSTUDY_RATES=1e-4 at one, 270 s); another call with the same CHECKPOINTS goes on
 #     qat      480 s  a 7B: 20 steps of full-weight training through the quantizer, and 3 of an adapter, without noise
-#     qatcap   320 s  two such steps under 80 GiB, with masters in float32 and in bfloat16
-#     qatpeer  250 s  the same workload by TRL: all weights in BF16 with 8-bit AdamW, tuned and as it comes
+#     qatcap   170 s  two such steps under 80 GiB, with the masters that the plan takes
+#     qatpeer  310 s  the same workload by TRL: all weights in BF16 with 8-bit AdamW, tuned, and what fits best under 80 GiB
 #     cache    350 s  fp8 KV cache, a KV cache that overflows, a cap that is too small, memory while weights load, one
 #                     copy of the base
 #     closing  110 s  an engine closed, also while asleep, and opened again; nothing else may run on the card, whose
@@ -159,17 +159,14 @@ batch_qat() {
 }
 
 batch_qatcap() {
-    local dtype
     checkpoint qwen2.5-7b 7b-16 --format bf16
-    for dtype in float32 bfloat16; do
-        script "qat-7b-cap80-$dtype" 200 bench_qat 7b-16 --steps 2 --cap-gib 80 --masters "$dtype"
-    done
+    script qat-7b-cap80 250 bench_qat 7b-16 --steps 2 --cap-gib 80 --masters auto
 }
 
 batch_qatpeer() {
     checkpoint qwen2.5-7b 7b-16 --format bf16
     script step-7b-trl-full 280 bench_trl 7b-16 --full --tuned --steps 3
-    script step-7b-trl-full-checkpointing 280 bench_trl 7b-16 --full --steps 2
+    script step-7b-trl-full-cap80 280 bench_trl 7b-16 --full --tuned --checkpointing --micro-batch 8 --cap-gib 80 --steps 2
 }
 
 batch_cache() {

@@ -37,6 +37,7 @@ class Workload:
     new_tokens: int
     rank: int
     cap: int | None = None
+    weights: str | None = None  # the masters' dtype, if whole weights are trained
 
     @property
     def description(self) -> str:
@@ -55,6 +56,8 @@ class Workload:
             "adapter.rank": self.rank,
             "memory.cap_gib": "null" if self.cap is None else self.cap,
         }
+        if self.weights:
+            values |= {"qat.mode": "weights", "qat.masters": self.weights, "noise.enabled": "false"}
         config = load_recipe(self.recipe, [f"{key}={value}" for key, value in values.items()])
         return plan(config, read_sizes(self.base), card_of(gpu))
 
@@ -92,9 +95,11 @@ def compare(name: str, workload: Workload) -> list[Compared]:
     if "memory/rollout_card_gib" not in steps[0]:
         return [peak]
     rollout, training = (max(s[f"memory/{key}_gib"] for s in steps) for key in ("rollout_card", "train"))
+    rows = made.memory["training"]
+    allocated = rows["micro-batch"] + rows.get("gradients", 0)  # of whole weights; an adapter's are in the first
     return [
         Compared("card in a rollout", made.peak("rollout") / GIB, rollout),
-        Compared("allocated by training", made.memory["training"]["micro-batch"] / GIB, training),
+        Compared("allocated by training", allocated / GIB, training),
         peak,
     ]
 
