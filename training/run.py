@@ -46,6 +46,7 @@ from training.policy.build import build_policy, build_weights_policy
 from training.policy.policy import Policy
 from training.policy.start_base import start_base
 from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
+from training.preflight.activations import check_activations
 from training.preflight.checks import (
     check_engine,
     check_memory,
@@ -198,6 +199,7 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     engine_name = check_engine(config)
     check_installed(config)
     check_trackers(config.logging.report_to)
+    check_activations(config, base)
     tokenizer, prompts = read_prompts(config, base)
     check_ranks(config, place.parallel.size)
     check_same_base(place.run_dir, base.base)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from huggingface_hub.errors import StrictDataclassError
 
 from qerl import formats
+from qerl.checkpoint.activations import INPUT_SCALE, kind_of_activations, place_activations_
 from qerl.checkpoint.hub import download_model
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.links import check_links
@@ -61,6 +62,7 @@ def load_model(
     else:
         model = _load_16bit(folder, torch_dtype, trust_remote_code)
     model.to(device)
+    place_activations_(model, folder, wanted)
     fuse_(model)
     return model.requires_grad_(False).eval()
 
@@ -228,6 +230,8 @@ def _load_packed(folder: Path, format: Format, dtype: torch.dtype, trust_remote_
     model = empty_model(folder, dtype, trust_remote_code)
     tensors = read_tensors(folder)
     names = format.quantized_linears(tensors)
+    if kind_of_activations(folder, format) == "static":  # these are no part of the modules
+        tensors = {name: info for name, info in tensors.items() if not name.endswith(f".{INPUT_SCALE}")}
     with torch.device("meta"):
         swap_linears(model, names, format)
     packed = {f"{name}.{part}" for name in names for part in format.tensors}

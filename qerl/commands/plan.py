@@ -163,6 +163,7 @@ def tables(made: Plan) -> list[Table]:
 
 def sentences(config: RunConfig, made: Plan) -> list[str]:
     """What fits, in words, or what to change."""
+    from qerl.checkpoint.activations import GRPO_WARNING
     from qerl.plan.advice import advice, largest_completion
     from qerl.plan.validation import validation_sentences
 
@@ -186,4 +187,6 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
             f"{f', {more} in a row of {longest} tokens' if more > recomputed else ''}."
         )
     lines += validation_sentences(config, made)
+    if config.qat is not None and config.qat.quant_cfg.activations != "none":
+        lines.append(f"Note: {GRPO_WARNING}.")
     return [*lines, f"Seconds are for completions of the full {rollout.max_new_tokens} tokens, by the cost model."]

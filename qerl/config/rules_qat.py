@@ -26,11 +26,18 @@ def qat(config: RunConfig) -> Conflicts:
             "a LoRA through the quantizer is not trained yet",
             "qat.mode: weights, or leave the section qat out for a LoRA beside the 4-bit base",
         )
-    if quant.activations != "none":
+    if quant.activations == "static":
         yield Conflict(
             {"qat.quant_cfg.activations": quant.activations},
-            "only weights are quantized in training so far",
-            "qat.quant_cfg: nvfp4_w4a16, or activations: none",
+            "activations are quantized by dynamic scales only so far",
+            "qat.quant_cfg: nvfp4_w4a4, or activations: dynamic",
+        )
+    packed = formats.get(quant.weights.format)
+    if quant.activations != "none" and not packed.rounds_inputs:
+        yield Conflict(
+            {"qat.quant_cfg.activations": quant.activations, "qat.quant_cfg.weights.format": quant.weights.format},
+            f"activations in 4 bits do not go with {packed.label} weights",
+            "qat.quant_cfg.activations: none",
         )
     if own != quant.weights.format:
         yield Conflict(

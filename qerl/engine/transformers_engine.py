@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING
 from weakref import WeakSet
 
@@ -24,6 +25,8 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
+from qerl import formats
+from qerl.checkpoint.activations import check_served, read_activations
 from qerl.checkpoint.adapter import (
     adapter_tensors,
     attach_saved_,
@@ -38,12 +41,14 @@ from qerl.engine.seeds import request_seed
 from qerl.engine.update import AdapterUpdate, Update, check_fit, pack_weights_
 from qerl.errors import EngineError
 from qerl.formats.linear import PackedLinear, cached_weights
+from qerl.layers.lora import lora_linear, parts_of
 from qerl.layers.norms import block_norms, set_norm_noise_
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from qerl.engine.options import EngineOptions
+    from qerl.nvfp4.activations import Activations
 
 
 SCORED_TOKENS = 4096  # per forward pass of `score`: their float32 logits take 2.3 GiB at a vocabulary of 152k
@@ -63,6 +68,7 @@ class TransformersEngine:
         self._model: PreTrainedModel | None = load_model(base, format, options.dtype, device, trust)
         self._tokenizer = load_tokenizer(base, trust)
         folder = local_folder(base, trust)
+        rounded = check_activations(self._model, read_activations(folder, formats.get(format)))
         self.end_token_ids = end_token_ids(folder, self._model.config.get_text_config(), self._tokenizer)
         # transformers takes fields that a call leaves out from the checkpoint's generation config, which would bias the
         # policy (Qwen2.5 ships a repetition penalty of 1.05). Of that config only the end tokens are kept.
@@ -72,7 +78,7 @@ class TransformersEngine:
         self._checked_norms: WeakSet[torch.nn.Module] = WeakSet()
         self._noisy = False
         packed = any(isinstance(module, PackedLinear) for module in self._model.modules())
-        self.kernel = f"{'unpack + ' if packed else ''}torch {self._model.dtype} on {self._model.device}"
+        self.kernel = f"{'unpack + ' if packed else ''}torch {self._model.dtype} on {self._model.device}{rounded}"
 
     def policy_model(self) -> PreTrainedModel:
         return self._open()
@@ -200,6 +206,26 @@ class TransformersEngine:
         logits = logits.float() / (temperature or 1.0)
         picked = (logits.gather(-1, input_ids[:, -keep:, None])[..., 0] - logits.logsumexp(-1)).tolist()
         return [values[keep - len(completion) :] for values, (_, completion) in zip(picked, rows, strict=True)]
+
+
+def check_activations(model: PreTrainedModel, expected: Mapping[str, Activations]) -> str:
+    """What to add to the kernel's name. Raises EngineError unless each linear rounds its input as is `expected`.
+
+    One linear of each shape is run, on the path that the decoder layers take.
+    """
+    shapes = set()
+    for name, activations in expected.items():
+        linear = model.get_submodule(name)
+        if linear.activations != activations:
+            raise EngineError(f"{name} rounds its input as {linear.activations}, not as {activations}")
+        if (shape := (linear.out_features, linear.in_features)) not in shapes:
+            shapes.add(shape)
+            x = torch.randn(8, linear.in_features, generator=torch.Generator().manual_seed(0))
+            x = x.to(linear.weight_device, linear.compute_dtype)
+            weight, serve = linear.unpack(torch.float32), partial(lora_linear, parts=parts_of(linear))
+            check_served(name, serve, weight, linear.bias, x, activations)
+    kinds = {activations.kind for activations in expected.values()}
+    return "".join(f", {kind} 4-bit activations" for kind in kinds)
 
 
 def _take_adapter_(model: PreTrainedModel, update: AdapterUpdate) -> int:

@@ -37,6 +37,7 @@ class Format:
     min_sqnr_db: float = 0.0  # quantized weights with less than this are not those of the model
     kernels: tuple[str, ...] = ()  # values of rollout.kernel, beside auto; () if there is nothing to choose
     vllm_method: str | None = None  # what the plugin registers with vLLM; None: only the transformers engine serves it
+    rounds_inputs: bool = False  # whether linears can round their input to 4 bits
     writable: bool = True  # whether `qerl merge` can write a model in this format
     card_tags: tuple[str, ...] = ()  # of the model card of a merged model
 
@@ -56,6 +57,10 @@ class Format:
 
     def check_config(self, folder: Path, quantization: Mapping[str, Any] | None) -> None:
         """Raise CheckpointError for a variant of this format that qerl cannot use."""
+
+    def activations(self, quantization: Mapping[str, Any] | None) -> str:
+        """How packed linears round their input, by a quantization_config: none, dynamic or static."""
+        return "none"
 
     def quantized_linears(self, tensor_names: Iterable[str]) -> list[str]:
         """Module names of the packed linears among a checkpoint's tensor names, in order of appearance.
@@ -112,8 +117,9 @@ class Format:
         """
         return self.quantize([weight], tensors[self.shared_tensor] if self.shared_tensor else None)[0]
 
-    def quantization_config(self, unquantized: Sequence[str]) -> dict[str, Any] | None:
-        """The quantization_config of a folder in which all linears but `unquantized` (module names) are packed."""
+    def quantization_config(self, unquantized: Sequence[str], activations: str = "none") -> dict[str, Any] | None:
+        """The quantization_config of a folder in which all linears but `unquantized` (module names) are packed, and
+        round their input as `activations` says."""
         return None
 
     def check_for_vllm(self, folder: Path, kernel: str) -> None:

@@ -89,7 +89,7 @@ class _FP8Block(Format):
 
         return quantize(weight, scale_kind(tensors[layout.SCALE])).named()
 
-    def quantization_config(self, unquantized: Sequence[str]) -> dict[str, Any]:
+    def quantization_config(self, unquantized: Sequence[str], activations: str = "none") -> dict[str, Any]:
         from qerl.formats.scheme import config_entry, make_config
 
         return config_entry(make_config(self, unquantized))

@@ -22,6 +22,7 @@ from qerl.errors import CheckpointError, QerlError
 
 if TYPE_CHECKING:
     from qerl.formats.base import Format
+    from qerl.nvfp4.activations import Activations
 
 
 class PackedLinear(nn.Linear):
@@ -31,6 +32,7 @@ class PackedLinear(nn.Linear):
     """
 
     _cache: WeightCache | None = None  # set while inside `cached_weights`
+    activations: Activations | None = None  # how the input is rounded; None: it is not
 
     def __init__(
         self,
@@ -100,6 +102,7 @@ class PackedLinear(nn.Linear):
         device, dtype = input.device.type, self.compute_dtype
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)  # F.linear casts input and bias itself, also inside a Function
+        input = rounded_input(input.to(dtype), self.activations) if self.activations else input
         if torch.is_grad_enabled() and (input.requires_grad or (self.bias is not None and self.bias.requires_grad)):
             return _FrozenLinear.apply(input, self.bias, self, dtype)
         return F.linear(input, self.dense(dtype), self.bias)
@@ -133,6 +136,22 @@ class PackedLinear(nn.Linear):
 
     def __getstate__(self) -> dict:
         return {name: value for name, value in super().__getstate__().items() if name != "_cache"}
+
+
+def rounded_input(x: torch.Tensor, activations: Activations) -> torch.Tensor:
+    """x rounded; its gradient is as if rounding were the identity, for clipped values too."""
+    return _Rounded.apply(x, activations) if torch.is_grad_enabled() and x.requires_grad else activations(x)
+
+
+class _Rounded(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: torch.Tensor, activations: Activations) -> torch.Tensor:
+        return activations(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        return grad, None
 
 
 class _FrozenLinear(torch.autograd.Function):

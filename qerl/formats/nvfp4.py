@@ -1,7 +1,12 @@
-"""NVFP4: 4-bit e2m1 weights with a scale for each block of 16 and one for each linear; activations stay in 16 bits.
+"""NVFP4: 4-bit e2m1 weights with a scale for each block of 16 and one for each linear.
 
 In files this is compressed-tensors' `nvfp4-pack-quantized` under llm-compressor's scheme NVFP4A16. The tensors are
 described in `qerl/nvfp4/layout.py`, the arithmetic in `qerl/nvfp4/reference.py`.
+
+Linears may round their input too (`qerl/nvfp4/activations.py`). The config says so under `input_activations`: static
+scales are the scheme NVFP4 (dynamic "local", with an `input_global_scale` for each linear). Ours per row have no name
+in compressed-tensors; they are written as dynamic groups of 16, which stock vLLM refuses for NVFP4 weights instead of
+serving them in another way.
 """
 
 from __future__ import annotations
@@ -23,6 +28,10 @@ if TYPE_CHECKING:
 
 METHOD = "compressed-tensors"
 WEIGHTS = {"num_bits": 4, "type": "float", "group_size": layout.BLOCK}
+INPUTS: dict[str, dict[str, Any]] = {  # `input_activations`, by what a recipe calls them
+    "static": {**WEIGHTS, "strategy": "tensor_group", "dynamic": "local"},
+    "dynamic": {**WEIGHTS, "strategy": "group", "dynamic": True},
+}
 
 
 @dataclass(frozen=True)
@@ -41,10 +50,12 @@ class _NVFP4(Format):
                 f"{folder / 'config.json'} has a quantization_config that cannot be read: copy or download the file "
                 "again"
             )
-        if any(group.get("input_activations") for group in groups.values()):
+        if self.activations(quantization) == "unknown":
+            given = [group.get("input_activations") for group in groups.values()]
             raise CheckpointError(
-                f"{folder} quantizes activations too (NVFP4 W4A4), and qerl trains on 16-bit activations: run "
-                "`qerl quantize` on the model that it was made from"
+                f"{folder} quantizes activations in a way that qerl does not compute ({given!s:.200}): it reads NVFP4 "
+                "with 16-bit activations and with those of llm-compressor's scheme NVFP4; run `qerl quantize` on the "
+                "model that it was made from"
             )
         for group in groups.values():
             weights = group.get("weights") or {}
@@ -54,6 +65,12 @@ class _NVFP4(Format):
                     f"{folder / 'config.json'} calls its weights {self.layout} with {other}, and NVFP4 is {WEIGHTS}: "
                     "copy or download it again, or run `qerl quantize` on the model that it was made from"
                 )
+
+    def activations(self, quantization: Mapping[str, Any] | None) -> str:
+        """Also "unknown", for what `check_config` refuses."""
+        groups = (quantization or {}).get("config_groups", {}).values()
+        kinds = {_kind_of(group.get("input_activations"), group.get("output_activations")) for group in groups}
+        return kinds.pop() if len(kinds) == 1 else "unknown" if kinds else "none"
 
     def check_features(self, out_features: int, in_features: int, name: str = "linear") -> None:
         layout.check_features(out_features, in_features, name)
@@ -83,15 +100,27 @@ class _NVFP4(Format):
         scale = shared_global_scale(weights) if shared is None else shared
         return [quantize(weight, scale).named() for weight in weights]
 
-    def quantization_config(self, unquantized: Sequence[str]) -> dict[str, Any]:
+    def quantization_config(self, unquantized: Sequence[str], activations: str = "none") -> dict[str, Any]:
         from qerl.formats.scheme import config_entry, make_config
 
-        return config_entry(make_config(self, unquantized))
+        return config_entry(make_config(self, unquantized, INPUTS.get(activations)))
 
     def check_for_vllm(self, folder: Path, kernel: str) -> None:
         from qerl.vllm_plugin.checkpoint import check_checkpoint
 
         check_checkpoint(folder, kernel)
+
+
+def _kind_of(inputs: Any, outputs: Any) -> str:
+    if outputs or not (inputs is None or isinstance(inputs, dict)):
+        return "unknown"
+    if not inputs:
+        return "none"
+    symmetric = inputs.get("symmetric", True)
+    return next(
+        (kind for kind, own in INPUTS.items() if symmetric and all(inputs.get(key) == own[key] for key in own)),
+        "unknown",
+    )
 
 
 NVFP4 = _NVFP4(
@@ -107,5 +136,6 @@ NVFP4 = _NVFP4(
     min_sqnr_db=10.0,  # rounding leaves about 20 dB on any weights; a wrong scale or another model's leaves 0 or less
     kernels=("qerl", "humming", "marlin"),
     vllm_method="qerl_nvfp4",
+    rounds_inputs=True,
     card_tags=("nvfp4", "compressed-tensors"),
 )

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from compressed_tensors.quantization import QuantizationConfig
@@ -11,13 +11,23 @@ if TYPE_CHECKING:
     from qerl.formats.base import Format
 
 
-def make_config(format: Format, unquantized: Iterable[str]) -> QuantizationConfig:
-    """The format's scheme over all linears but `unquantized` (module names)."""
+def make_config(
+    format: Format, unquantized: Iterable[str], inputs: Mapping[str, Any] | None = None
+) -> QuantizationConfig:
+    """The format's scheme over all linears but `unquantized` (module names); `inputs`: of their input_activations."""
     from compressed_tensors.config import CompressionFormat
-    from compressed_tensors.quantization import QuantizationConfig, QuantizationStatus, preset_name_to_scheme
+    from compressed_tensors.quantization import (
+        QuantizationArgs,
+        QuantizationConfig,
+        QuantizationStatus,
+        preset_name_to_scheme,
+    )
 
     scheme = preset_name_to_scheme(format.scheme, ["Linear"])
     scheme.format = CompressionFormat(format.layout)
+    if inputs is not None:
+        dtypes = {key: getattr(scheme.weights, key) for key in ("scale_dtype", "zp_dtype")}
+        scheme.input_activations = QuantizationArgs(**inputs, **dtypes)
     return QuantizationConfig(
         config_groups={"group_0": scheme},
         format=format.layout,

@@ -10,6 +10,9 @@ For parts i with weight W_i, bias b_i, adapter factors A_i (r, K), B_i (N_i, r) 
 An adapter that is trained through the quantizer is in W_i = Q(W0_i + s_i B_i A_i) already: y_i and dx have no term of
 their own for it, and dA_i and dB_i are those above (straight-through).
 
+Where the base rounds its input (`qerl.nvfp4.activations`), x stands for the rounded one throughout: adapters and
+masters read it too. The gradient to it goes to the input as if rounding were the identity, for clipped values too.
+
 All A_i take one product, and so do all W_i if the engine keeps them in one tensor (q/k/v, gate/up), which is decoded
 into a work buffer once per direction. Only x and h are kept for the backward pass. The small products come first, and
 the base product is added to them in its float32 accumulator, so that y is rounded once. The gradient of a master is
@@ -28,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from qerl.formats.linear import PackedLinear
 from qerl.layers.factors import cast, diagonal, stacked
 from qerl.layers.master import add_gradient_, master_of
+from qerl.nvfp4.activations import Activations
 from qerl.nvfp4.kernel_linear import adjacent, unscaled
 
 
@@ -65,9 +69,11 @@ def part_of(module: nn.Module) -> Part | None:
 
 
 def parts_of(*modules: nn.Module) -> tuple[Part, ...] | None:
-    """`part_of` for each module; None if it is None for any of them."""
+    """`part_of` for each module; None if it is None for any of them, or if they do not round their input alike."""
     parts = tuple(part_of(module) for module in modules)
-    return None if None in parts else parts
+    if None in parts or len({_activations(part) for part in parts}) > 1:
+        return None
+    return parts
 
 
 def lora_linear(x: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
@@ -75,6 +81,16 @@ def lora_linear(x: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
     rows = x.reshape(-1, x.shape[-1])
     y = _LoraLinear.apply(rows, tuple(parts), product_dtype(x, parts), *factors(parts))
     return y if x.dim() == 2 else y.view(*x.shape[:-1], y.shape[1])  # a view cannot be rotated in place
+
+
+def input_of(x: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor:
+    """What the parts multiply by: x (T, K) in the dtype of the products, rounded if they round their input."""
+    activations = _activations(parts[0])
+    return x if activations is None else activations(x)
+
+
+def _activations(part: Part) -> Activations | None:
+    return getattr(part.base, "activations", None)
 
 
 def factors(parts: Sequence[Part]) -> list[torch.Tensor]:
@@ -160,6 +176,7 @@ class _LoraLinear(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, parts: tuple[Part, ...], dtype: torch.dtype, *adapter: torch.Tensor):
         ctx.parts, ctx.x_dtype, x = parts, x.dtype, x.to(dtype)
         with torch.autocast(x.device.type, enabled=False):
+            x = input_of(x, parts)
             y, h = forward(x, parts)
         ctx.save_for_backward(x, h, *adapter)
         return y

@@ -32,8 +32,9 @@ class _MLP(torch.autograd.Function):
         gate_up, down, dtype = block
         ctx.gate_up, ctx.down, ctx.x_dtype, x = gate_up, down, x.dtype, x.to(dtype)
         with torch.autocast(x.device.type, enabled=False):
+            x = lora.input_of(x, gate_up)
             inner, h_gate_up = lora.forward(x, gate_up)
-            y, h_down = lora.forward(kernels_for(x).swiglu_forward(inner), down)
+            y, h_down = lora.forward(lora.input_of(kernels_for(x).swiglu_forward(inner), down), down)
         ctx.save_for_backward(x, inner, h_gate_up, h_down, *adapter)
         return y
 
@@ -47,6 +48,7 @@ class _MLP(torch.autograd.Function):
             activation = lora.backward_to_input(grad, g, ctx.down)
             # `activation` held its own gradient until here; this call overwrites it with the activation itself.
             grad_inner = kernels_for(x).swiglu_backward_(inner, activation)
+            activation = lora.input_of(activation, ctx.down)
             down_grads = lora.backward_to_factors(grad, activation, h_down, g, ctx.down)
             del activation
             g = lora.backward_to_h(grad_inner, ctx.gate_up)

@@ -14,6 +14,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from qerl.errors import ENGINE, KERNEL, EngineError
+from qerl.formats.linear import rounded_input
 from qerl.nvfp4 import kernel_layout, pack, reference, slab_layout
 from qerl.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.nvfp4.linear import NVFP4Linear
@@ -69,7 +70,9 @@ class KernelLinear(NVFP4Linear):
         return torch.tensor([self.fixed_scale], device=self.weight_device)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        return _KernelProduct.apply(input.to(self.compute_dtype), self)
+        input = input.to(self.compute_dtype)
+        input = rounded_input(input, self.activations) if self.activations else input
+        return _KernelProduct.apply(input, self)
 
     def unscaled(self) -> torch.Tensor:
         """The exact bfloat16 weight (out_features, in_features) without `kernel_weight.alpha`, in the work buffer."""

@@ -1,14 +1,20 @@
 """Folders that --model may name: a 16-bit model, an NVFP4 checkpoint, an adapter and a run."""
 
 import json
+import shutil
 
+import torch
 from checkpoint_factory import fake_checkpoint
+
+from qerl import formats
 
 NVFP4 = {
     "quant_method": "compressed-tensors",
     "format": "nvfp4-pack-quantized",
     "config_groups": {"group_0": {"targets": ["Linear"], "weights": {"num_bits": 4}, "input_activations": None}},
 }
+
+DYNAMIC = {"num_bits": 4, "type": "float", "group_size": 16, "strategy": "group", "dynamic": True}
 
 
 def make_base(folder="models/Small-1B"):
@@ -47,3 +53,21 @@ def hub_snapshot(cache, repo, fill):
     (folder / "refs" / "main").write_text("0123456789abcdef")
     fill(snapshot)
     return snapshot
+
+
+def with_activations(folder, kind, out):
+    """A copy of an NVFP4 checkpoint that rounds its input, with static scales that differ by layer; returns `out`."""
+    from safetensors.torch import load_file, save_file
+
+    shutil.copytree(folder, out)
+    config = json.loads((out / "config.json").read_text())
+    ignored = config["quantization_config"]["ignore"]
+    config["quantization_config"] = formats.NVFP4.quantization_config(ignored, kind)
+    (out / "config.json").write_text(json.dumps(config))
+    if kind == "static":
+        (file,) = out.glob("*.safetensors")
+        tensors = load_file(file)
+        modules = [name.removesuffix(".weight_packed") for name in tensors if name.endswith(".weight_packed")]
+        scales = {f"{name}.input_global_scale": torch.tensor([400.0 + int(name.split(".")[2])]) for name in modules}
+        save_file({**tensors, **scales}, file, {"format": "pt"})
+    return out

@@ -78,7 +78,7 @@ def _make(folder: Path, config: RunConfig, start: ModelRef) -> None:
             wide = _as_masters(source, read, getattr(torch, masters_dtype(config.qat)))
             write_weights(partial, packed_groups(source, wide, device, scale_of))
         copy_small_files(source.folder, partial, code="auto_map" in source.config)
-        entry = source.format.quantization_config(["lm_head", *source.kept])
+        entry = source.format.quantization_config(["lm_head", *source.kept], quant.activations)
         write_json(partial / "config.json", {**source.config, "quantization_config": entry})
         made = {"source": start.base, "method": "rtn", "quant_cfg": quant.digest(), **quant.model_dump(mode="json")}
         write_json(partial / REPORT, made)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 from checkpoint_factory import fake_checkpoint
-from model_folders import NVFP4, hub_snapshot, make_adapter, make_base, make_nvfp4, make_run
+from model_folders import DYNAMIC, NVFP4, hub_snapshot, make_adapter, make_base, make_nvfp4, make_run
 
 from qerl.checkpoint import hub
 from qerl.checkpoint.kinds import kind_of
@@ -57,7 +57,15 @@ def test_paths_that_are_no_model_are_refused(tmp_path, ref, message):
         ),
         (
             {**NVFP4, "config_groups": {"g": {"input_activations": {"num_bits": 4}}}},
-            "quantizes activations too .NVFP4 W4A4.",
+            "quantizes activations in a way that qerl does not compute",
+        ),
+        (
+            {**NVFP4, "config_groups": {"a": {"input_activations": DYNAMIC}, "b": {"input_activations": None}}},
+            "in a way that qerl does not compute",
+        ),
+        (
+            {**NVFP4, "config_groups": {"a": {"input_activations": {**DYNAMIC, "symmetric": False}}}},
+            "in a way that qerl does not compute",
         ),
         ({**NVFP4, "config_groups": {"g": {"weights": {"num_bits": 4, "group_size": 32}}}}, "with {'group_size': 32}"),
         (

@@ -50,7 +50,7 @@ def test_every_preset_is_a_value():
         ("qat={quant_cfg: {wieghts: 3}}", "unknown key; did you mean qat.quant_cfg.weights?"),
         ("qat.mode=w4a16", "expected one of weights, adapter; write qat.quant_cfg: nvfp4_w4a16"),
         ("qat=off", "write keys under it, or qat: null"),
-        ("qat.quant_cfg=nvfp4_w4a4", "only weights are quantized in training so far"),
+        ("qat.quant_cfg=nvfp4_w4a4_static", "by dynamic scales only so far; write qat.quant_cfg: nvfp4_w4a4"),
         ("qat.mode=adapter", "a LoRA through the quantizer is not trained yet"),
         ("qat.targets=down_proj", "write [down_proj]"),
         # NeMo RL

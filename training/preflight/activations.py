@@ -1,0 +1,35 @@
+"""What a run with 4-bit activations is told, or refused for, before an engine is opened. No torch on import."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING
+
+from qerl import formats
+from qerl.checkpoint.activations import GRPO_WARNING, kind_of_activations
+from qerl.checkpoint.load import local_folder
+from qerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from qerl.checkpoint.resolve import ModelRef
+    from qerl.config.schema import RunConfig
+
+logger = logging.getLogger(__name__)
+
+
+def check_activations(config: RunConfig, base: ModelRef) -> None:
+    """Warn that GRPO may not converge with 4-bit activations, by the recipe or of a frozen base.
+
+    Raises ConfigError for dropout on an adapter's input: the engine's adapter reads what its linear reads.
+    """
+    if config.qat is not None:
+        kind = config.qat.quant_cfg.activations
+    else:
+        kind = kind_of_activations(local_folder(base.base, config.model.trust_remote_code), formats.get(base.format))
+        if kind != "none" and config.adapter.dropout:
+            raise ConfigError(
+                f"adapter.dropout: {config.adapter.dropout:g} does not go with {base.base}, whose linears round their "
+                "input to 4 bits: write adapter.dropout: 0"
+            )
+    if kind != "none":
+        logger.warning(GRPO_WARNING)
