@@ -27,7 +27,7 @@ from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import ModelRef, describe, resolve_model
 from qerl.checkpoint.start import starting_model
 from qerl.checkpoint.weights_digest import weights_digest
-from qerl.checkpoint.weights_run import BASE, trains_weights
+from qerl.checkpoint.weights_run import BASE, export_line, trains_weights
 from qerl.config.recipe import save_config
 from qerl.config.schema import RunConfig
 from qerl.engine.interface import Engine
@@ -301,6 +301,8 @@ def _say_best(run_dir: Path, rows: Sequence[Mapping[str, Any]], config: RunConfi
     if best is None:
         return
     where = f", adapter in {run_dir / BEST}" if (run_dir / BEST).is_dir() else ""
+    if trains_weights(run_dir) and config.validation.keep_best:
+        where = f", of which `{export_line(run_dir)} --step {best.step}` makes a model"
     logger.info("best validation: %s%s", best, where)
     first = validations(rows)[0]
     if first["step"] == 0 and (value := first[f"validation/{best.metric}"]) > best.value:

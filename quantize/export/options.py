@@ -27,6 +27,8 @@ class ExportOptions:
         Path | None, typer.Option(help="Default: exported/<run>-<to>, with --step exported/<run>-N-<to>.")
     ] = None
     step: Annotated[int | None, typer.Option(min=1, help="Of this checkpoint; default: the last.")] = None
+    push_to_hub: Annotated[str | None, typer.Option(help="Upload to this hub id (owner/name).")] = None
+    public: Annotated[bool, typer.Option("--public", help="A new hub repository is public; default private.")] = False
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an output folder that qerl wrote.")] = False
     force: Annotated[bool, typer.Option("--force", help="Replace it even if it holds files of others.")] = False
     device: Annotated[str, typer.Option(help="What packs: auto, cpu or cuda.")] = "auto"

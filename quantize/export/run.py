@@ -3,10 +3,11 @@
     qerl export --run runs/qat_7b-20260101                    # -> exported/qat_7b-20260101-nvfp4
     qerl export --run R --to bf16                             # the masters, rounded to bfloat16
     qerl export --run R --step 40 --out DIR                   # an earlier checkpoint
+    qerl export --run R --push-to-hub me/name                 # uploaded, with its model card
 
-First everything is refused that the files' headers show to be impossible. Then one layer at a time is packed by the
-format's own arithmetic, under the global scales of RUN/base, into a hidden folder. It is opened again, compared bit by
-bit with what the masters give, and moved to its place in one step.
+First everything is refused that the files' headers (and the hub, before a push) show to be impossible. Then one layer
+at a time is packed by the format's own arithmetic, under the global scales of RUN/base, into a hidden folder. It is
+opened again, compared bit by bit with what the masters give, and moved to its place in one step.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from qerl.checkpoint import sealed
 from qerl.checkpoint.export import Masters, read_masters, write_trained
 from qerl.checkpoint.kinds import kind_of
 from qerl.checkpoint.output import EXPORT_REPORT, check_space, check_target, staged_folder
+from qerl.checkpoint.publish import check_push, push
 from qerl.checkpoint.resolve import REPORT
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.source import by_layer
@@ -93,8 +95,13 @@ class ExportReport:
 
 
 def export(options: ExportOptions) -> ExportReport:
-    """Export as `options` say. Raises ConfigError or CheckpointError; after an error `out` is as it was before."""
+    """Export as `options` say. Raises ConfigError or CheckpointError.
+
+    After an error `out` is as it was before; after one of the push it is complete.
+    """
     options.check()
+    if options.push_to_hub:
+        check_push(options.push_to_hub)
     run = options.run.expanduser()
     step, masters = _read(run, options)
     options = options.of(masters.format.name)
@@ -115,6 +122,8 @@ def export(options: ExportOptions) -> ExportReport:
         _write_texts(report, run, staging)
         sealed.seal(staging)
     logger.info("wrote %s", out)
+    if options.push_to_hub:
+        logger.info("pushed to %s", push(out, options.push_to_hub, not options.public, "export"))
     return report
 
 

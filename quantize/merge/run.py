@@ -54,7 +54,7 @@ def merge(options: MergeOptions) -> MergeReport:
     for warning in report.warnings():
         logger.warning("warning: %s", warning)
     if options.push_to_hub:
-        logger.info("pushed to %s", push(out, options.push_to_hub, private=not options.public))
+        logger.info("pushed to %s", push(out, options.push_to_hub, not options.public, "merge"))
     return report
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from killed import killed_in
 from small_run import numbers, small_config
+from validated_run import validated_config
 
 import training.run
 from qerl.checkpoint.load import load_model
@@ -15,6 +16,7 @@ from qerl.config.recipe import load_config, save_config
 from qerl.errors import ConfigError
 from qerl.nvfp4 import reference
 from training.run import resume, start
+from training.run_dir.log import read_metrics
 from training.trainer import QerlTrainer
 
 QAT = (
@@ -212,3 +214,15 @@ def test_the_embedded_model_learns(tmp_path):
     rewards = [row["reward"] for row in numbers(run)]
     assert sum(rewards[-2:]) > 1.15 * sum(rewards[:2]), rewards
     assert max(row["mismatch_kl"] for row in numbers(run)) < 1e-6
+
+
+def test_the_best_validation_keeps_its_checkpoint_and_names_the_export(base, tmp_path, caplog):
+    more = ("validation.every=1", "run.keep_checkpoints=1", "optim.learning_rate=3e-2")
+    with caplog.at_level("INFO"):
+        run = start(validated_config(base, tmp_path, *QAT, *more, steps=3), "qat").run_dir
+    values = {row["step"]: row["validation/reward"] for row in read_metrics(run) if "validation/reward" in row}
+    best = max((step for step in values if step), key=lambda step: (values[step], -step))
+    kept = sorted({best, 3})
+    assert [path.name for path in sorted((run / "checkpoints").iterdir())] == [f"step-{step:06d}" for step in kept]
+    assert not (run / "best").exists()
+    assert f"`qerl export --run {run} --step {best}` makes a model" in caplog.text

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -212,3 +213,19 @@ def test_a_bit_that_is_lost_in_writing_is_found(finished, tmp_path, monkeypatch)
     with pytest.raises(FailedCheck, match="is not the tensor that was to be written"):
         export(ExportOptions(finished, out=tmp_path / "out"))
     assert not list(tmp_path.iterdir())
+
+
+def test_a_push_follows_the_export_and_is_checked_before_it(finished, tmp_path, monkeypatch):
+    """tests/quantize/merge/test_publish.py has both against a hub."""
+    seen = []
+    monkeypatch.setattr(
+        quantize.export.run, "check_push", lambda repo: seen.append((repo, (tmp_path / "out").exists()))
+    )
+    monkeypatch.setattr(quantize.export.run, "push", lambda *given: seen.append(given) or "the hub")
+    options = ExportOptions(finished, out=tmp_path / "out", push_to_hub="me/model")
+    report = export(options)
+    assert seen == [("me/model", False), (report.out, "me/model", True, "export")]
+    monkeypatch.undo()
+    with pytest.raises(ConfigError, match="is no hub id"):
+        export(replace(options, push_to_hub="model", out=tmp_path / "other"))
+    assert not (tmp_path / "other").exists()
