@@ -16,7 +16,7 @@ from eval.result import EvalResult
 from eval.run import EngineHolder, OnBatch, run_eval
 from eval.settings import EvalSettings
 from qerl.checkpoint.kinds import kind_of
-from qerl.checkpoint.weights_run import export_line, trains_weights
+from qerl.checkpoint.weights_run import export_line, through_quantizer
 from qerl.errors import CheckpointError, ConfigError
 from qerl.files.nearby import no_folder
 from qerl.parallel import ALONE, Parallel
@@ -32,10 +32,11 @@ def checkpoints_of(run: Path) -> dict[int, Path]:
         raise CheckpointError(f"--run {run}: {no_folder(str(run))}: give one that `qerl train` made (runs/NAME)")
     if kind_of(run) != "run":
         raise CheckpointError(f"--run {run} is no run directory: give one that `qerl train` made (runs/NAME)")
-    if trains_weights(run):
+    if through_quantizer(run):
         raise CheckpointError(
-            f"--run {run} trains whole weights: write `{export_line(run)} --step STEP`, and give the folder that it "
-            "makes as --model; the finished run itself is taken as --model too"
+            f"--run {run} trains through the quantizer, so that its checkpoints are no adapters beside a base: write "
+            f"`{export_line(run)} --step STEP`, and give the folder that it makes as --model; the finished run itself "
+            "is taken as --model too"
         )
     named = ((STEP.fullmatch(file.parent.name), file.parent) for file in run.glob("checkpoints/*/adapter_config.json"))
     found = dict(sorted((int(match[1]), folder) for match, folder in named if match))

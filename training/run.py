@@ -4,7 +4,7 @@ runs/<name>/
     config.yaml         the resolved recipe            run.json      versions, recipe, base, command
     metrics.jsonl       one line per step              completions/  samples of what was written
     checkpoints/        to resume from                 adapter/      the result, a standard PEFT folder
-    base/, model/       instead of adapter/ if whole weights are trained: the packed base, and the result
+    base/, model/       of a run through the quantizer: the packed base, and the result (no adapter/ of whole weights)
     best/               the adapter of the best validation; only if the recipe validates
     warnings.jsonl      what was wrong, in words; only if something was
     terminal.log        what was shown after the terminal had gone; only if it had
@@ -36,13 +36,13 @@ from qerl.engine.options import EngineOptions
 from qerl.files.disk import replace_text
 from qerl.parallel import ALONE, Parallel, check_same
 from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
-from qerl.plan.plan import trainer_bytes, wishes_of
+from qerl.plan.plan import checkpoint_bytes, trainer_bytes, wishes_of
 from qerl.plan.several import check_ranks
-from qerl.plan.trained import adapter_rank
+from qerl.plan.trained import adapter_rank, trains_masters
 from qerl.report.sampling import sampling_text
 from qerl.tasks import task_of
 from training.parts import Given, make_parts
-from training.policy.build import build_policy, build_weights_policy
+from training.policy.build import build_packed_in_policy, build_policy, build_weights_policy
 from training.policy.policy import Policy
 from training.policy.start_base import start_base
 from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
@@ -53,7 +53,7 @@ from training.preflight.checks import (
     check_room,
     free_bytes,
     read_prompts,
-    settle_masters,
+    settle_qat,
     sizes_at,
 )
 from training.preflight.trackers import check_trackers
@@ -108,7 +108,7 @@ def start(config: RunConfig, name: str, parallel: Parallel = ALONE) -> TrainResu
     run_dir = parallel.broadcast(new_run_dir(config.run.out, name) if parallel.first else None)
     check_same(parallel, {"recipe": config.model_dump()})
     base = starting_model(config)
-    config = parallel.broadcast(settle_masters(config, base, parallel.size) if parallel.first else None)
+    config = parallel.broadcast(settle_qat(config, base, parallel.size) if parallel.first else None)
     return _train(config, base, Place(run_dir, name, parallel), checkpoint=None)
 
 
@@ -203,7 +203,7 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     tokenizer, prompts = read_prompts(config, base)
     check_ranks(config, place.parallel.size)
     check_same_base(place.run_dir, base.base)
-    check_room(place.run_dir, trainer_bytes(config, sizes_at(base)))
+    check_room(place.run_dir, checkpoint_bytes(config, sizes_at(base)))
     if engine_name == "vllm":
         check_memory(config, base, free_bytes(), place.parallel.size)
     fixed = fixed_columns(task_of(config.data), config.rollout.max_new_tokens)
@@ -225,6 +225,8 @@ def _packed_base(config: RunConfig, base: ModelRef, place: Place) -> ModelRef:
 def _policy(config: RunConfig, engine: Engine, base: ModelRef, parallel: Parallel) -> Policy:
     if config.qat is None:
         return build_policy(engine, base, config.adapter, config.run.seed)
+    if config.qat.mode == "adapter":
+        return build_packed_in_policy(engine, base, config)
     return build_weights_policy(engine, base, config, sizes_at(base), parallel)
 
 
@@ -283,8 +285,10 @@ def _finish(run_dir: Path, steps: int, config: RunConfig) -> TrainResult:
     if steps < config.run.steps and not ending(rows, config.validation, steps):
         logger.warning("stopped after step %d; continue with `qerl train --resume %s`", steps, run_dir)
         return TrainResult(run_dir, None, steps)
-    if trains_weights(run_dir):
+    if config.qat is not None:
         final = settle_model(run_dir, steps)
+        if not trains_masters(config):
+            settle_result(run_dir, steps)
         logger.info("finished %d steps: %s; model in %s", steps, _reward_text(rows, run_dir), final)
         _say_best(run_dir, rows, config)
         return TrainResult(run_dir, final, steps)

@@ -29,6 +29,7 @@ from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from trl import GRPOTrainer
 
+from qerl.plan.trained import trains_masters
 from training.loss.correction import MismatchGate
 from training.loss.finite import check_gradient, check_loss
 from training.policy.rounding import RandomlyRounded
@@ -117,7 +118,8 @@ class QerlTrainer(GRPOTrainer):
         """transformers' choice; around it, for masters in bfloat16, what rounds them at random."""
         optimizer, config = super().create_optimizer(model), self.parts.config
         shards = self.parts.policy.shards
-        masters = [] if config.qat is None else [*self.parts.policy.parameters(), *(shards.elsewhere if shards else ())]
+        trained = [*self.parts.policy.parameters(), *(shards.elsewhere if shards else ())]
+        masters = trained if trains_masters(config) else ()
         if any(master.dtype == torch.bfloat16 for master in masters):
             elsewhere = shards.elsewhere if shards else {}
             self.optimizer = optimizer = RandomlyRounded(optimizer, config.run.seed, elsewhere)

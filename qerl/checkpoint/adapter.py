@@ -26,12 +26,10 @@ if TYPE_CHECKING:
     import torch
     from peft import PeftModel
     from torch import nn
-    from transformers import PreTrainedModel
 
 PEFT_PREFIX = "base_model.model."
-ADAPTER_NAME = "default"
+ADAPTER_NAME, REFERENCE = "default", "ref"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-_TRAINED = f".modules_to_save.{ADAPTER_NAME}."  # in the name of a parameter of a trained norm
 OTHER_ADAPTERS = (
     "use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "alora_invocation_tokens", "arrow_config",
     "kasa_config", "layer_replication", "megatron_config", "monteclora_config", "target_parameters",
@@ -77,32 +75,6 @@ def attach_lora(
     return peft_model
 
 
-def pack_in_(model: nn.Module) -> None:
-    """Let the attached adapter act through packed weights alone: whoever packs them adds s B A (`qerl.layers.lora`)."""
-    for module in model.modules():
-        if hasattr(module, "lora_part"):
-            module.packed_in = True
-
-
-def base_name(name: str) -> str | None:
-    """The name that a module or parameter of a model with an adapter has in the base; None for one of the adapter.
-
-    A norm that is trained has the name of the one that it stands for, which has None.
-    """
-    if ".lora_" in name or ".original_module" in name or ".modules_to_save." in name.replace(_TRAINED, "."):
-        return None
-    return name.replace(_TRAINED, ".").replace(".base_layer", "")
-
-
-def base_linears(model: PreTrainedModel) -> dict[str, nn.Linear]:
-    """The linears whose weights can change, by base module name: all but the head, which may be the embeddings."""
-    import torch
-
-    head = model.get_output_embeddings()
-    named = ((base_name(name), module) for name, module in model.named_modules() if module is not head)
-    return {name: module for name, module in named if name and isinstance(module, torch.nn.Linear)}
-
-
 def set_dtype_(model: nn.Module, dtype: torch.dtype) -> None:
     """Convert what is trained to `dtype`."""
     for parameter in model.parameters():
@@ -110,16 +82,16 @@ def set_dtype_(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.data = parameter.data.to(dtype)
 
 
-def adapter_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+def adapter_tensors(model: nn.Module, adapter: str = ADAPTER_NAME) -> dict[str, torch.Tensor]:
     """The adapter's tensors by base module name (see the module docstring); these are the model's own, not copies."""
     tensors = {}
     for name, parameter in model.named_parameters():
-        base_name = name.removeprefix(PEFT_PREFIX)
-        for mark, clean in ((f".lora_A.{ADAPTER_NAME}.", ".lora_A."), (f".lora_B.{ADAPTER_NAME}.", ".lora_B.")):
-            if mark in base_name:
-                tensors[base_name.replace(mark, clean)] = parameter
-        if (mark := f".modules_to_save.{ADAPTER_NAME}.") in base_name:
-            tensors[base_name.replace(mark, ".")] = parameter
+        plain = name.removeprefix(PEFT_PREFIX)
+        for mark, clean in ((f".lora_A.{adapter}.", ".lora_A."), (f".lora_B.{adapter}.", ".lora_B.")):
+            if mark in plain:
+                tensors[plain.replace(mark, clean)] = parameter
+        if (mark := f".modules_to_save.{adapter}.") in plain:
+            tensors[plain.replace(mark, ".")] = parameter
     return tensors
 
 
@@ -166,18 +138,28 @@ def _check_factors(weights: Path, tensors: Mapping[str, torch.Tensor], rank: int
             )
 
 
+def reference_tensors(model: PeftModel) -> dict[str, torch.Tensor]:
+    """The factors that act within `reference_adapter`, named as by `adapter_tensors`; B is zero where none does."""
+    import torch
+
+    if REFERENCE in model.peft_config:
+        return adapter_tensors(model, REFERENCE)
+    own = adapter_tensors(model)
+    return {name: torch.zeros_like(t) if name.endswith(".lora_B.weight") else t for name, t in own.items()}
+
+
 @contextmanager
 def reference_adapter(model: PeftModel) -> Iterator[None]:
     """The policy that a KL term holds on to: the adapter as it was when the trainer took it, or none if it was new.
 
     TRL 1.16 keeps that copy under the name "ref" (GRPOTrainer.__init__).
     """
-    if "ref" not in model.peft_config:
+    if REFERENCE not in model.peft_config:
         with model.disable_adapter():
             yield
         return
     previous = model.active_adapter
-    model.set_adapter("ref")
+    model.set_adapter(REFERENCE)
     try:
         yield
     finally:
@@ -305,7 +287,7 @@ def _fused_lora() -> dict[type, type]:
     from qerl.layers.lora import Part, lora_linear, part_of
 
     class FusedLoraLinear(Linear):
-        """LoRA on a linear; `packed_in`: see `pack_in_`."""
+        """LoRA on a linear; `packed_in`: see `qerl.checkpoint.base_modules.pack_in_`."""
 
         packed_in = False
 

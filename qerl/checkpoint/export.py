@@ -1,23 +1,30 @@
-"""Write the model that a run with masters has trained: its packed base, with the trained weights packed anew.
+"""Write the model that a run has trained through the quantizer: its packed base, with the trained weights packed anew.
 
 The bytes are those that the engine held after a sync of these masters: the same arithmetic, under the base's own global
 scales, which never change in a run. Trained norms and linears that the base keeps in 16 bits are rounded to its dtype.
+Where an adapter was trained, W0 + s B A stands for a master (`qerl.layers.low_rank`).
 
 In bfloat16 the masters are rounded once, and linears that were packed but not trained are decoded, which is exact.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.adapter_fit import A_SUFFIX, B_SUFFIX, check_fit
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.packed import Tensors, finite
 from qerl.checkpoint.reader import TensorReader
+from qerl.checkpoint.resolve import beside, model_in_recipe, resolve_model
 from qerl.checkpoint.shards import TensorInfo, read_json, read_tensors
 from qerl.checkpoint.source import by_layer
+from qerl.checkpoint.weights_digest import weights_digest
+from qerl.checkpoint.weights_run import BASE, MODEL, WEIGHTS
 from qerl.checkpoint.writer import copy_small_files, write_json, write_weights
 from qerl.errors import CheckpointError
 
@@ -32,13 +39,36 @@ DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json, in new and in older fil
 
 
 @dataclass(frozen=True)
+class PackedIn:
+    """An adapter as `qerl.checkpoint.adapter.read_adapter` reads it, that is packed into the weights it is added to."""
+
+    tensors: Mapping[str, torch.Tensor]
+    scaling: float
+
+
+@dataclass(frozen=True)
 class Masters:
-    """A run's packed base, and the masters of a checkpoint that belong to it."""
+    """A run's packed base, and the masters of a checkpoint that belong to it.
+
+    With an `adapter`, `trained` are the 16-bit weights that it changes, and what is read of them has the adapter in it.
+    """
 
     base: Path
     tensors: dict[str, TensorInfo]  # of the base
     trained: dict[str, TensorInfo]  # masters by tensor name, such as model.norm.weight
     format: Format
+    adapter: PackedIn | None = None
+
+    @property
+    def what(self) -> str:
+        """What was trained, for a report."""
+        return "masters" if self.adapter is None else "16-bit weights with the adapter"
+
+    @contextmanager
+    def reader(self) -> Iterator[Read]:
+        """Reads masters by tensor name, on the CPU."""
+        with TensorReader(self.trained) as read:
+            yield read if self.adapter is None else partial(_with_adapter, read, self.adapter)
 
     @property
     def packed(self) -> set[str]:
@@ -56,6 +86,55 @@ class Masters:
             for module in self.packed
         )
         return sum(rows * columns for rows, columns in shapes)
+
+
+def _with_adapter(read: Read, adapter: PackedIn, name: str) -> torch.Tensor:
+    import torch
+
+    from qerl.layers.low_rank import LowRankSum
+
+    if name in adapter.tensors:  # a norm
+        return adapter.tensors[name]
+    a, b = (adapter.tensors[name.removesuffix(".weight") + suffix] for suffix in (A_SUFFIX, B_SUFFIX))
+    return LowRankSum(read(name), a, b, adapter.scaling).dense(torch.device("cpu"))
+
+
+def read_trained(run: Path, checkpoint: Path) -> Masters:
+    """What a checkpoint of `run` has trained: masters, or an adapter together with the run's 16-bit model.
+
+    Raises CheckpointError if something is missing or of another run.
+    """
+    from qerl.checkpoint.adapter import read_adapter
+
+    if (checkpoint / WEIGHTS).is_dir():
+        return read_masters(run / BASE, checkpoint / WEIGHTS)
+    start = _start_of(run)
+    adapter = PackedIn(*read_adapter(checkpoint))
+    check_fit(checkpoint, adapter.tensors, str(start))
+    infos = read_tensors(start)
+    names = {name.replace(A_SUFFIX, ".weight") for name in adapter.tensors if not name.endswith(B_SUFFIX)}
+    base = run / BASE
+    return Masters(base, read_tensors(base), {name: infos[name] for name in sorted(names)}, format_of(base), adapter)
+
+
+def _start_of(run: Path) -> Path:
+    """The folder of the 16-bit model that a run began from. Raises CheckpointError if it is gone or another by now."""
+    from qerl.checkpoint.load import local_folder
+
+    name, about = model_in_recipe(run)[0], run / "run.json"
+    try:
+        folder = local_folder(resolve_model(beside(run, name)).base)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the adapter of {run} is added to the 16-bit weights of {name}, which is not here: put it back, or take "
+            f"{run / MODEL}, which a finished run has ({error})"
+        ) from error
+    if about.is_file() and (began := read_json(about).get("weights")) not in (None, weights_digest(folder)):
+        raise CheckpointError(
+            f"{folder} holds other weights than when {run} began ({began}), and its adapter is added to those: put "
+            f"them back, or take {run / MODEL}, which a finished run has"
+        )
+    return folder
 
 
 def read_masters(base: Path, weights: Path) -> Masters:
@@ -111,7 +190,7 @@ def dense_tensors(masters: Masters) -> Iterator[Tensors]:
 def _layers(masters: Masters) -> Iterator[tuple[list[str], Read, Read]]:
     """For each decoder layer, and for what is outside of them: the names of the base's tensors, and what reads a tensor
     of the base, and one of the masters."""
-    with TensorReader(masters.tensors) as old, TensorReader(masters.trained) as new:
+    with TensorReader(masters.tensors) as old, masters.reader() as new:
         for names in by_layer(masters.tensors):
             yield names, old, new
 

@@ -58,11 +58,12 @@ def on_hub(name: str | None) -> str | None:
     return name if name and HUB_ID.fullmatch(name) and not Path(name).is_dir() else None
 
 
-def complete_(folder: Path, shown: str, base: TrainedOn, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make an adapter's folder one that plain PEFT opens. `shown` is the path by which its card loads it."""
+def complete_(folder: Path, shown: str, base: TrainedOn, tokenizer: PreTrainedTokenizerBase, note: str = "") -> None:
+    """Make an adapter's folder one that plain PEFT opens. `shown` is the path by which its card loads it, and `note`
+    what else the card says."""
     name_bases_(folder, base, plain_base(base) or base.base)
     tokenizer.save_pretrained(folder)
-    replace_text(folder / CARD, card_text(shown, base))
+    replace_text(folder / CARD, card_text(shown, base, note))
 
 
 def name_bases_(folder: Path, base: TrainedOn, for_peft: str) -> None:
@@ -72,8 +73,8 @@ def name_bases_(folder: Path, base: TrainedOn, for_peft: str) -> None:
     replace_text(folder / TRAINED_ON, json.dumps(asdict(base), indent=1) + "\n")
 
 
-def card_text(shown: str, base: TrainedOn) -> str:
-    """The card of a run's adapter."""
+def card_text(shown: str, base: TrainedOn, note: str = "") -> str:
+    """The card of a run's adapter, with a `note` of how it was trained."""
     from huggingface_hub import ModelCardData
 
     data = ModelCardData(
@@ -83,7 +84,8 @@ def card_text(shown: str, base: TrainedOn) -> str:
         tags=["qerl", "grpo", "lora"],
     )
     label = formats.get(base.format).folder_label
-    text = f"# LoRA adapter\n\nTrained by qerl on `{base.base}` ({label}).\n\n{loading(shown, base)}\n"
+    trained = f"Trained by qerl on `{base.base}` ({label}). {note}".strip()
+    text = f"# LoRA adapter\n\n{trained}\n\n{loading(shown, base)}\n"
     return f"---\n{data.to_yaml().strip()}\n---\n\n{text}"
 
 

@@ -4,7 +4,7 @@
     adapter_config.json                  -> "adapter"; its base_model_name_or_path is the base, unless
                                             trained_on.json beside it names another
     config.yaml and metrics.jsonl        -> "run"; its model.base is the base, its newest saved adapter the adapter;
-                                            if it trains whole weights, its model/ is the base, and it has no adapter
+                                            if it trains through the quantizer, its model/ is the base, with no adapter
 
 A folder's name says nothing. The word `tiny` is the model that ships with the package (a folder of that
 name is `./tiny`). Importing this module loads neither torch nor transformers.
@@ -24,7 +24,7 @@ from qerl.checkpoint.links import check_links
 from qerl.checkpoint.named_base import TINY, TINY_FOLDER, beside, model_of_adapter
 from qerl.checkpoint.sealed import CHECKSUMS, adapter_damage, adapters_of_run
 from qerl.checkpoint.shards import read_json, weight_files
-from qerl.checkpoint.weights_run import export_line, model_of, trains_weights
+from qerl.checkpoint.weights_run import export_line, model_of, through_quantizer, trains_weights
 from qerl.errors import CheckpointError
 from qerl.files.nearby import close_to, expanded, is_path, no_folder
 from qerl.formats.base import Format
@@ -148,10 +148,10 @@ def _resolve_run(run: Path, load: str) -> ModelRef:
 
     If the run began from another adapter, the base is the one under that adapter: the run's own adapter continues it.
     """
-    if trains_weights(run):
+    if through_quantizer(run):
         return replace(resolve_model(str(model_of(run)), load), kind="run", path=run, run=run)
     model_under(str(run))  # refuses runs that name one another
-    base, recipe_format = _model_of_run(run)
+    base, recipe_format = model_in_recipe(run)
     try:
         found = resolve_base_of_run(base, recipe_format if load == "auto" else load, run)
     except CheckpointError as error:
@@ -163,7 +163,7 @@ def _resolve_run(run: Path, load: str) -> ModelRef:
     return replace(found, kind="run", path=run, run=run, adapter=_run_adapter(run))
 
 
-def _model_of_run(run: Path) -> tuple[str, str]:
+def model_in_recipe(run: Path) -> tuple[str, str]:
     """model.base and model.format of the run's recipe."""
     from qerl.config.saved import read_config
 
@@ -234,7 +234,7 @@ def _named_base(ref: str) -> tuple[Path, str] | None:
         return None
     match resting_kind(folder):
         case "run":
-            return folder / "config.yaml", beside(folder, _model_of_run(folder)[0])
+            return folder / "config.yaml", beside(folder, model_in_recipe(folder)[0])
         case "adapter":
             return folder / "adapter_config.json", beside(folder, model_of_adapter(folder)[0])
     return None
@@ -245,7 +245,8 @@ def _run_adapter(run: Path) -> Path:
     ones are passed over, with a warning."""
     if trains_weights(run):
         raise CheckpointError(
-            f"{run} trains whole weights and has no adapter: write `{export_line(run)}`, which makes a model of it"
+            f"{run} trains whole weights, or has saved nothing yet, and has no adapter: write "
+            f"`{export_line(run)}`, which makes a model of it"
         )
     saved, damaged = adapters_of_run(run), []
     for folder in saved:

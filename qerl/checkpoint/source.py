@@ -20,7 +20,7 @@ from qerl.checkpoint.linears import fused, matching, projections
 from qerl.checkpoint.load import COMPUTED
 from qerl.checkpoint.resolve import TINY, TINY_FOLDER, resolve_model
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
-from qerl.checkpoint.weights_run import export_line, trains_weights
+from qerl.checkpoint.weights_run import export_line, through_quantizer
 from qerl.errors import CheckpointError, ConfigError
 from qerl.formats.base import Format
 from qerl.plan.sizes import check_numbers, check_uncapped
@@ -98,7 +98,7 @@ def read_source(
 def _locate(model: str, trust_remote_code: bool) -> tuple[str, Path]:
     kind = kind_of(Path(model)) if Path(model).is_dir() else "base16"
     if kind in ("adapter", "run"):  # checked first, since `resolve_model` would look for its base
-        whole = kind == "run" and trains_weights(Path(model))
+        whole = kind == "run" and through_quantizer(Path(model))
         command = export_line(Path(model)) if whole else f"qerl merge --adapter {model}"
         raise CheckpointError(
             f"{model} is {'an adapter' if kind == 'adapter' else 'a run'}, not a model: write "

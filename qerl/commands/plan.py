@@ -165,6 +165,8 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
     """What fits, in words, or what to change."""
     from qerl.checkpoint.activations import GRPO_WARNING
     from qerl.plan.advice import advice, largest_completion
+    from qerl.plan.plan import START
+    from qerl.plan.trained import start_bytes
     from qerl.plan.validation import validation_sentences
 
     if made.problems:
@@ -185,6 +187,11 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
             f"Training takes micro-batches of {tokens} tokens; {recomputed} of {made.micro_batches.footprint.layers} "
             "layers recompute their activations"
             f"{f', {more} in a row of {longest} tokens' if more > recomputed else ''}."
+        )
+    if (start := start_bytes(config, made.sizes)) and START not in made.memory["rollout"]:
+        lines.append(
+            f"The 16-bit weights that the adapter is added to, {start / 2**30:.1f} GiB, lie in the machine's own "
+            "memory, and each sync streams them."
         )
     lines += validation_sentences(config, made)
     if config.qat is not None and config.qat.quant_cfg.activations != "none":

@@ -122,16 +122,24 @@ class QatConfig(Section):
 
     mode: Literal["weights", "adapter"] = Field(
         "weights",
-        description="weights: whole weights, by masters in 16 or 32 bits; adapter: a LoRA",
+        description="weights: whole weights, by masters in 16 or 32 bits; adapter: a LoRA, which each sync packs into "
+        "the 16-bit weights",
     )
     quant_cfg: Annotated[QuantConfig, BeforeValidator(expanded)] = Field(
         default_factory=QuantConfig, description="a preset's name, a YAML file, or keys"
     )
     targets: Patterns | None = Field(
-        None, description="linears that are trained, with the syntax of `ignore`; null: all that are quantized"
+        None,
+        description="mode weights: linears that are trained, with the syntax of `ignore`; null: all that are quantized",
     )
     masters: Literal["auto", "float32", "bfloat16"] = Field(
         "auto",
-        description="dtype of the trained weights; bfloat16 rounds at random; auto: float32 where the card holds it",
+        description="mode weights: dtype of the trained weights; bfloat16 rounds at random; auto: float32 where the "
+        "card holds it",
     )
-    train_norms: bool = Field(False, description="train the decoder layers' norms too, in float32")
+    train_norms: bool = Field(False, description="mode weights: train the decoder layers' norms too, in float32")
+    start_in: Literal["auto", "card", "host"] = Field(
+        "auto",
+        description="mode adapter: where the 16-bit weights lie that the adapter is added to; host: in the machine's "
+        "memory, from where each sync streams them; auto: card where it holds them",
+    )

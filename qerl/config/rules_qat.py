@@ -20,12 +20,6 @@ def qat(config: RunConfig) -> Conflicts:
     if config.qat is None:
         return
     quant, own = config.qat.quant_cfg, config.model.format
-    if config.qat.mode == "adapter":
-        yield Conflict(
-            {"qat.mode": "adapter"},
-            "a LoRA through the quantizer is not trained yet",
-            "qat.mode: weights, or leave the section qat out for a LoRA beside the 4-bit base",
-        )
     if quant.activations == "static":
         yield Conflict(
             {"qat.quant_cfg.activations": quant.activations},
@@ -61,22 +55,52 @@ def qat(config: RunConfig) -> Conflicts:
             "that kernel cannot take weights that change",
             f"rollout.kernel: {' or '.join(PACKING_KERNELS)}",
         )
-    yield from _whole_weights(config)
+    yield from _packed_once(config)
+    yield from _adapter(config) if config.qat.mode == "adapter" else _whole_weights(config)
+
+
+def _packed_once(config: RunConfig) -> Conflicts:
+    if config.loss.num_iterations > 1:
+        what = "masters are" if config.qat.mode == "weights" else "the adapter is"
+        yield Conflict(
+            {"loss.num_iterations": config.loss.num_iterations, "qat.mode": config.qat.mode},
+            f"{what} packed when a rollout begins, and a second update on it would not see the first",
+            "loss.num_iterations: 1",
+        )
+
+
+def _adapter(config: RunConfig) -> Conflicts:
+    """There are no masters, and the adapter is in the packed weights alone."""
+    if config.adapter.dropout:
+        yield Conflict(
+            {"adapter.dropout": config.adapter.dropout, "qat.mode": "adapter"},
+            "the adapter is in the packed weights, and has no input of its own to drop out",
+            "adapter.dropout: 0",
+        )
+    own, none = config.qat, type(config.qat).model_fields
+    for key, write in (
+        ("targets", "adapter.targets: [gate_proj, up_proj, down_proj], or whatever it is to change"),
+        ("masters", "adapter.dtype"),
+        ("train_norms", "adapter.train_norms: true"),
+    ):
+        if (value := getattr(own, key)) != none[key].default:
+            shown = list(value) if isinstance(value, tuple) else value
+            yield Conflict({f"qat.{key}": shown, "qat.mode": "adapter"}, "it is about whole weights", write)
 
 
 def _whole_weights(config: RunConfig) -> Conflicts:
     """Without an adapter there is no reference, and keys of the adapter are not read."""
+    if config.qat.start_in != "auto":
+        yield Conflict(
+            {"qat.start_in": config.qat.start_in, "qat.mode": "weights"},
+            "the weights that masters start from are not kept",
+            "qat.mode: adapter, or leave qat.start_in out",
+        )
     if config.loss.kl_coef:
         yield Conflict(
             {"loss.kl_coef": config.loss.kl_coef, "qat.mode": "weights"},
             "a run that trains whole weights does not keep those that it started with",
             "loss.kl_coef: 0",
-        )
-    if config.loss.num_iterations > 1:
-        yield Conflict(
-            {"loss.num_iterations": config.loss.num_iterations, "qat.mode": "weights"},
-            "masters are packed when a rollout begins, and a second update on it would not see the first",
-            "loss.num_iterations: 1",
         )
     for key, write in (("train_norms", "qat.train_norms: true"), ("dropout", "adapter.dropout: 0")):
         if value := getattr(config.adapter, key):

@@ -298,7 +298,7 @@ class RunConfig(Section):
 
     model: ModelConfig = Field(description=ModelConfig.__doc__)
     adapter: AdapterConfig = Field(default_factory=AdapterConfig, description=AdapterConfig.__doc__)
-    qat: QatConfig | None = Field(None, description="train whole weights through the quantizer; null: an adapter")
+    qat: QatConfig | None = Field(None, description="train through the quantizer; null: an adapter beside the base")
     data: DataConfig = Field(description=DataConfig.__doc__)
     rewards: Annotated[tuple[RewardConfig, ...], Field(strict=False, min_length=1)] = Field(
         (RewardConfig(name="accuracy"),), description="rewards and their weights"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl import formats
+from qerl.plan.trained import engine_rank
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -63,7 +64,7 @@ class EngineOptions:
             tune_kernels=rollout.tune_kernels,
             kv_cache_dtype=rollout.kv_cache_dtype,
             max_context=config.data.max_prompt_tokens + config.longest_completion,
-            max_rank=config.adapter.rank if config.qat is None else 0,
+            max_rank=engine_rank(config),
             seed=config.run.seed,
         )
 

@@ -27,14 +27,8 @@ from transformers.generation import (
 
 from qerl import formats
 from qerl.checkpoint.activations import check_served, read_activations
-from qerl.checkpoint.adapter import (
-    adapter_tensors,
-    attach_saved_,
-    base_linears,
-    base_name,
-    load_tensors_,
-    set_scaling_,
-)
+from qerl.checkpoint.adapter import adapter_tensors, attach_saved_, load_tensors_, set_scaling_
+from qerl.checkpoint.base_modules import base_linears, base_norms
 from qerl.checkpoint.load import end_token_ids, load_model, load_tokenizer, local_folder
 from qerl.engine.interface import Completion, Finished, SamplingParams, check_context, check_tokens, each_sampling
 from qerl.engine.seeds import request_seed
@@ -125,7 +119,7 @@ class TransformersEngine:
         model = self._open()
         if isinstance(update, AdapterUpdate):
             return _take_adapter_(model, update)
-        linears, norms = base_linears(model), _norm_weights(model)
+        linears, norms = base_linears(model), base_norms(model)
         check_fit(update, linears, norms)
         with torch.no_grad():
             for name, tensor in update.norms.items():
@@ -239,12 +233,6 @@ def _take_adapter_(model: PreTrainedModel, update: AdapterUpdate) -> int:
     count = load_tensors_(model, tensors)
     set_scaling_(model, update.scaling)
     return count
-
-
-def _norm_weights(model: PreTrainedModel) -> dict[str, torch.nn.Parameter]:
-    """Parameters named `weight` that are vectors, by module name; those that act, where an adapter trains norms."""
-    named = ((base_name(name), parameter) for name, parameter in model.named_parameters() if parameter.dim() == 1)
-    return {name.removesuffix(".weight"): p for name, p in named if name and name.endswith(".weight")}
 
 
 class _OwnLimits(StoppingCriteria):

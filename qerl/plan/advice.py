@@ -11,6 +11,7 @@ from qerl import formats
 from qerl.plan.cards import CARDS, Card
 from qerl.plan.plan import plan
 from qerl.plan.sizes import KNOWN, ModelSizes, sizes_of
+from qerl.plan.trained import trains_masters
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -74,16 +75,21 @@ def _changes(config: RunConfig) -> Iterator[dict[str, object]]:
         yield free
     if config.memory.cap_gib is not None:
         yield {**free, "memory.cap_gib": None}
-    yield from ({**free, **less} for less in _leaner_masters(config))
+    yield from ({**free, **less} for less in _leaner_training(config))
     own = formats.get(config.model.format)
     for other in formats.all_formats():
         if other.scheme is not None and other.bytes_per_weight < own.bytes_per_weight:
             yield {**free, "model.format": other.name}
 
 
-def _leaner_masters(config: RunConfig) -> Iterator[dict[str, object]]:
-    """For a run that trains whole weights: fewer bytes for each of them, then the feed-forward layers alone."""
-    if config.qat is None:
+def _leaner_training(config: RunConfig) -> Iterator[dict[str, object]]:
+    """For a run that trains whole weights: fewer bytes for each of them, then the feed-forward layers alone.
+
+    For an adapter that is packed in, the weights that it is added to in host memory.
+    """
+    if config.qat is not None and config.qat.mode == "adapter" and config.qat.start_in != "host":
+        yield {"qat.start_in": "host"}
+    if not trains_masters(config):
         return
     less: dict[str, object] = {}
     if config.qat.masters != "bfloat16":

@@ -39,11 +39,12 @@ from qerl.plan.micro_batch_plan import (
 )
 from qerl.plan.seconds import full_lengths, largest_rows, step_seconds
 from qerl.plan.sizes import ModelSizes
-from qerl.plan.trained import BYTES, adapter_rank, trained_of
+from qerl.plan.trained import BYTES, adapter_rank, engine_rank, start_bytes, trained_of, trains_masters
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
 
+START = "16-bit weights"  # that the adapter is added to
 ENGINE_WORK = int(1.2 * GIB)  # activations of a prefill of 8192 tokens and logits of a full batch
 
 
@@ -84,7 +85,7 @@ class Plan:
 
 def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     """Plan a run with the vllm engine. `problems` says what does not fit; the rest is planned nevertheless."""
-    config = with_masters(config, sizes, card)
+    config = settled_for(config, sizes, card)
     room = _Room(int(card.memory_gib * GIB), *_weights_and_outside(config, sizes, card.ranks))
     limit, _ = room.limit_and_budget(config)
     context = config.data.max_prompt_tokens + config.longest_completion + 1
@@ -122,19 +123,28 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     )
 
 
-def with_masters(config: RunConfig, sizes: ModelSizes, card: Card) -> RunConfig:
-    """The same with a dtype instead of `qat.masters: auto`: float32 if the card holds that, otherwise bfloat16."""
-    if config.qat is None or config.qat.masters != "auto":
+def settled_for(config: RunConfig, sizes: ModelSizes, card: Card) -> RunConfig:
+    """The same with values for the card instead of `auto` in the section qat.
+
+    `masters` become float32 if the card holds that, otherwise bfloat16; `start_in` the card if it holds them, otherwise
+    the host.
+    """
+    key, values = ("masters", tuple(BYTES)) if trains_masters(config) else ("start_in", ("card", "host"))
+    if config.qat is None or getattr(config.qat, key) != "auto":
         return config
-    wide, narrow = (
-        config.model_copy(update={"qat": config.qat.model_copy(update={"masters": dtype})}) for dtype in BYTES
-    )
-    return narrow if any(problem.needed for problem in plan(wide, sizes, card).found) else wide
+    first, second = (config.model_copy(update={"qat": config.qat.model_copy(update={key: value})}) for value in values)
+    return second if any(problem.needed for problem in plan(first, sizes, card).found) else first
 
 
 def trainer_bytes(config: RunConfig, sizes: ModelSizes, ranks: int = 1) -> int:
     """What the trainer keeps on the card during a rollout, as one of `ranks`."""
     return sum(_trainer(config, sizes, ranks).values())
+
+
+def checkpoint_bytes(config: RunConfig, sizes: ModelSizes) -> int:
+    """What a checkpoint takes on the disk: the trained parameters and the optimizer's state."""
+    trained = trained_of(config, sizes)
+    return trained.count * (trained.kept_bytes + trained.state_bytes)
 
 
 def wishes_of(config: RunConfig) -> Wishes:
@@ -146,13 +156,15 @@ def wishes_of(config: RunConfig) -> Wishes:
 
 def _trainer(config: RunConfig, sizes: ModelSizes, ranks: int) -> dict[str, int]:
     trained = trained_of(config, sizes, ranks)
-    return {trained.name: trained.count * trained.kept_bytes, "optimizer": trained.count * trained.state_bytes}
+    kept = {trained.name: trained.count * trained.kept_bytes, "optimizer": trained.count * trained.state_bytes}
+    start = start_bytes(config, sizes)
+    return {**kept, START: start} if start and config.qat.start_in != "host" else kept
 
 
 def _training(config: RunConfig, sizes: ModelSizes, ranks: int, needed: float) -> dict[str, float]:
     """What a micro-batch needs; gradients of whole weights, which do not depend on its tokens, are listed apart."""
     trained = trained_of(config, sizes, ranks)
-    gradients = 0 if config.qat is None else trained.count * trained.gradient_bytes
+    gradients = 0 if not trains_masters(config) else trained.count * trained.gradient_bytes
     return {**({"gradients": gradients} if gradients else {}), "micro-batch": needed - gradients}
 
 
@@ -169,7 +181,7 @@ class _Room:
 
 
 def _weights_and_outside(config: RunConfig, sizes: ModelSizes, ranks: int) -> tuple[int, int]:
-    weights = int(sizes.weights_bytes(config.model.format)) + sizes.engine_adapter_bytes(adapter_rank(config))
+    weights = int(sizes.weights_bytes(config.model.format)) + sizes.engine_adapter_bytes(engine_rank(config))
     return weights, outside_bytes(trainer_bytes(config, sizes, ranks), MAX_SEQUENCES, sizes.vocabulary)
 
 

@@ -44,7 +44,7 @@ def trained_of(config: RunConfig, sizes: ModelSizes, ranks: int = 1) -> Trained:
     do not fit the model.
     """
     state = 2 if config.optim.name in ("auto", "adamw_8bit") else 8
-    if config.qat is None:
+    if not trains_masters(config):
         count = sizes.adapter(config.adapter.rank, config.adapter.targets)
         return Trained("adapter", count, BYTES[config.adapter.dtype], state, ADAPTER_WORK)
     dealt = shared_out(trained_linears(config.qat, sizes.layers), ranks)
@@ -70,9 +70,27 @@ def _numbers(linear: str, sizes: ModelSizes) -> int:
     return math.prod(sizes.projections[linear.rpartition(".")[2]])
 
 
+def trains_masters(config: RunConfig) -> bool:
+    """Whether a run trains whole weights, and not an adapter."""
+    return config.qat is not None and config.qat.mode == "weights"
+
+
 def adapter_rank(config: RunConfig) -> int:
     """The rank of the adapter that a run trains; 0 if it trains whole weights."""
+    return 0 if trains_masters(config) else config.adapter.rank
+
+
+def engine_rank(config: RunConfig) -> int:
+    """The rank of the adapter that the engine multiplies by; 0 where all that is trained is in the packed weights."""
     return config.adapter.rank if config.qat is None else 0
+
+
+def start_bytes(config: RunConfig, sizes: ModelSizes) -> int:
+    """The 16-bit weights that an adapter is added to when it is packed; 0 in runs that keep none."""
+    if config.qat is None or config.qat.mode != "adapter":
+        return 0
+    shapes = (sizes.projections[name] for name in config.adapter.targets)
+    return 2 * sizes.layers * sum(rows * columns for rows, columns in shapes)
 
 
 def quantized_linears(qat: QatConfig, layers: int) -> list[str]:
@@ -95,5 +113,5 @@ def trained_linears(qat: QatConfig, layers: int) -> list[str]:
 
 
 def masters_dtype(qat: QatConfig) -> str:
-    """The dtype of the masters; `auto`, which `qerl.plan.plan.with_masters` settles for a card, is float32."""
+    """The dtype of the masters; `auto`, which `qerl.plan.plan.settled_for` settles for a card, is float32."""
     return "float32" if qat.masters == "auto" else qat.masters

@@ -29,7 +29,7 @@ def check_written(
         raise FailedCheck(f"config.json says that it is {format_of(folder).label}")
     found, lowest = read_tensors(folder), math.inf
     left = set(found)
-    with TensorReader(found) as read, TensorReader(masters.trained) as wide:
+    with TensorReader(found) as read, masters.reader() as wide:
         for group in track(dense_tensors(masters) if dense else packed_tensors(masters, device)):
             for name, tensor in group.items():
                 if name not in left:

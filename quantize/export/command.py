@@ -6,9 +6,9 @@ from quantize.export.options import ExportOptions
 
 
 def export_command(options: ExportOptions) -> None:
-    """Write the model of a run that trains whole weights: in 4 bits as it was trained, or its masters in bfloat16.
+    """Write the model of a run that trains through the quantizer: as it was trained, or in bfloat16 without rounding.
 
-    In 4 bits the bytes are those that the engine sampled from after its sync. Prints how to serve the result.
+    Packed, the bytes are those that the engine sampled from after its sync. Prints how to serve the result.
     """
     from qerl.devices import choose_card
     from qerl.printable import SafeConsole

@@ -18,10 +18,10 @@ TARGETS = tuple(each.name for each in formats.writable())
 class ExportOptions:
     """What to export and how."""
 
-    run: Annotated[Path, typer.Option(help="Directory of a run that trains whole weights.")]
+    run: Annotated[Path, typer.Option(help="Directory of a run that trains through the quantizer.")]
     to: Annotated[
         Literal[TARGETS] | None,
-        typer.Option(help="Default: as it was trained; bf16: the masters, rounded to bfloat16."),
+        typer.Option(help="Default: as it was trained; bf16: the masters, or 16-bit weights with adapter."),
     ] = None
     out: Annotated[
         Path | None, typer.Option(help="Default: exported/<run>-<to>, with --step exported/<run>-N-<to>.")

@@ -1,4 +1,4 @@
-"""`qerl export`: write the model that a run with whole weights has trained.
+"""`qerl export`: write the model that a run has trained through the quantizer.
 
     qerl export --run runs/qat_7b-20260101                    # -> exported/qat_7b-20260101-nvfp4
     qerl export --run R --to bf16                             # the masters, rounded to bfloat16
@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.checkpoint import sealed
-from qerl.checkpoint.export import Masters, read_masters, write_trained
+from qerl.checkpoint.export import Masters, read_trained, write_trained
 from qerl.checkpoint.kinds import kind_of
 from qerl.checkpoint.output import EXPORT_REPORT, check_space, check_target, staged_folder
 from qerl.checkpoint.publish import check_push, push
 from qerl.checkpoint.resolve import REPORT
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.source import by_layer
-from qerl.checkpoint.weights_run import BASE, masters_of, trains_weights
+from qerl.checkpoint.weights_run import BASE, checkpoint_of, through_quantizer
 from qerl.checkpoint.writer import write_json
 from qerl.errors import CheckpointError, ConfigError
 from qerl.files.nearby import no_folder
@@ -58,6 +58,7 @@ class ExportReport:
     begun_from: str  # the 16-bit model
     quant_cfg: str | None  # digest of the run's, for a packed model
     linears: int  # trained
+    trained: str  # masters, or 16-bit weights with the adapter
     bytes: int
     created: str
     versions: dict[str, str]
@@ -76,7 +77,7 @@ class ExportReport:
             "weights": f"{self.linears} trained linears, {self._how()}",
         }
         if self.lowest_sqnr_db is not None:
-            rows["beside the masters"] = f"at least {self.lowest_sqnr_db:.1f} dB"
+            rows[f"beside the {self.trained}"] = f"at least {self.lowest_sqnr_db:.1f} dB"
         return rows
 
     def table(self) -> Table:
@@ -91,7 +92,7 @@ class ExportReport:
     def _how(self) -> str:
         if formats.get(self.to).quantized:
             return "packed as the engine holds them"
-        return "the masters rounded to bfloat16, which is not the model that was sampled from"
+        return f"the {self.trained} rounded to bfloat16, which is not the model that was sampled from"
 
 
 def export(options: ExportOptions) -> ExportReport:
@@ -128,23 +129,23 @@ def export(options: ExportOptions) -> ExportReport:
 
 
 def _read(run: Path, options: ExportOptions) -> tuple[int, Masters]:
-    """(step, masters) of the checkpoint to export. Raises QerlError for what is no run that trains whole weights."""
+    """(step, masters) of the checkpoint to export. Raises QerlError for what does not train through the quantizer."""
     if not run.is_dir():
         raise CheckpointError(f"--run {run}: {no_folder(str(run))}: give one that `qerl train` made (runs/NAME)")
     if kind_of(run) != "run":
         raise CheckpointError(f"--run {run} is no run directory: give one that `qerl train` made (runs/NAME)")
-    if not trains_weights(run):
+    if not through_quantizer(run):
         raise CheckpointError(
-            f"{run} trains an adapter, not whole weights: write `qerl merge --adapter {run} --to "
+            f"{run} trains an adapter beside its base: write `qerl merge --adapter {run} --to "
             f"{options.to or formats.DEFAULT.name}`"
         )
-    step, weights = masters_of(run, options.step)
+    step, checkpoint = checkpoint_of(run, options.step)
     if damage := sealed.damage_of(run / BASE, {"config.json"}):
         raise CheckpointError(
             f"{run / BASE}, whose scales the weights are packed by, is damaged ({damage}): put its files back; a run "
             f"that has steps left makes it again, `qerl train --resume {run}`"
         )
-    masters = read_masters(run / BASE, weights)
+    masters = read_trained(run, checkpoint)
     if options.to and formats.get(options.to).quantized and options.to != masters.format.name:
         raise ConfigError(
             f"--to {options.to}: {run} trains {masters.format.label} weights: write {masters.format.name}"
@@ -162,6 +163,7 @@ def _report(run: Path, out: Path, step: int, masters: Masters, options: ExportOp
         begun_from=str(made.get("source")),
         quant_cfg=made.get("quant_cfg"),
         linears=sum(len(info.shape) == 2 for info in masters.trained.values()),
+        trained=masters.what,
         bytes=0,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions={package: package_version(package) for package in PACKAGES},

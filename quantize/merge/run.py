@@ -22,11 +22,15 @@ from qerl.checkpoint.output import MERGE_REPORT, check_space, check_target, stag
 from qerl.checkpoint.peft_folder import plain_base, trained_on
 from qerl.checkpoint.publish import check_push, push
 from qerl.checkpoint.resolve import ModelRef, adapter_folder, describe, resolve_model
+from qerl.checkpoint.weights_run import through_quantizer
 from qerl.errors import QerlError
 from qerl.files.disk import replace_text
+from quantize.export.run import ExportReport
 from quantize.merge.base import Adapter, read_base
+from quantize.merge.effect import run_of
 from quantize.merge.options import MergeOptions
 from quantize.merge.original import check_original, choose_base
+from quantize.merge.packed_in import export_of_adapter
 from quantize.merge.report import MergeReport
 from quantize.merge.serve import chat_line, serve_adapter_line, serve_model_line
 from quantize.run import package_version, progress_bar, resolve_device
@@ -37,10 +41,11 @@ CARD = "README.md"
 logger = logging.getLogger(__name__)
 
 
-def merge(options: MergeOptions) -> MergeReport:
+def merge(options: MergeOptions) -> MergeReport | ExportReport:
     """Merge as `options` say. Raises ConfigError or CheckpointError.
 
-    After an error that comes before the push, `out` is either as it was before or complete.
+    Where the adapter was trained through the quantizer, the model is exported from its run. After an error that comes
+    before the push, `out` is either as it was before or complete.
     """
     from qerl.checkpoint.adapter import read_adapter
 
@@ -48,8 +53,10 @@ def merge(options: MergeOptions) -> MergeReport:
     if options.push_to_hub:
         check_push(options.push_to_hub)
     folder = adapter_folder(options.adapter)
-    adapter = Adapter(folder, *read_adapter(folder))
     out = options.out or Path("merged") / f"{_label(options.adapter)}-{options.to}"
+    if options.to != "adapter" and (run := run_of(folder)) is not None and through_quantizer(run):
+        return export_of_adapter(options, run, folder, out)
+    adapter = Adapter(folder, *read_adapter(folder))
     report = _write_adapter(options, adapter, out) if options.to == "adapter" else _write_model(options, adapter, out)
     for warning in report.warnings():
         logger.warning("warning: %s", warning)

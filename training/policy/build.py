@@ -7,13 +7,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qerl.checkpoint.adapter import attach_lora, name_base_, set_dtype_
+from qerl.checkpoint.adapter import adapter_tensors, attach_lora, name_base_, set_dtype_
+from qerl.checkpoint.adapter_fit import A_SUFFIX
+from qerl.checkpoint.base_modules import base_linears
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_tensors
 from qerl.layers.norms import block_norms
 from qerl.parallel import ALONE, Parallel
 from qerl.plan.trained import masters_dtype, trained_linears, trained_of
+from training.policy.packed_in import PackedInPolicy
 from training.policy.policy import AdapterPolicy, WeightsPolicy
 from training.policy.shards import Shards
 
@@ -50,6 +53,30 @@ def build_policy(engine: Engine, base: ModelRef, adapter: AdapterConfig, seed: i
     if base.adapter is not None:
         logger.info("starting from the adapter %s (%d tensors)", base.adapter, policy.load(base.adapter))
     return policy
+
+
+def build_packed_in_policy(engine: Engine, start: ModelRef, config: RunConfig) -> PackedInPolicy:
+    """Attach the recipe's adapter, to be packed into the engine's weights together with those that the run starts from.
+
+    These are read once and kept in their own dtype: on the card if `qat.start_in` says so, else in pinned host memory.
+    """
+    adapter = build_policy(engine, start, config.adapter, config.run.seed)
+    linears = base_linears(adapter.base_model)
+    device = next(iter(linears.values())).weight.device
+    on_card = device.type == "cuda" and config.qat.start_in != "host"
+    names = [name.removesuffix(A_SUFFIX) for name in adapter_tensors(adapter.model) if name.endswith(A_SUFFIX)]
+    weights: dict[str, torch.Tensor] = {}
+    with TensorReader(read_tensors(local_folder(start.base, config.model.trust_remote_code))) as read:
+        for name in names:
+            weight = read(f"{name}.weight")
+            pinned = device.type == "cuda" and not on_card
+            weights[name] = weight.to(device) if on_card else weight.pin_memory() if pinned else weight.clone()
+    size = sum(weight.nbytes for weight in weights.values()) / 2**30
+    where = f"on {device}" if on_card else "in host memory"
+    logger.info(
+        "the adapter is packed into %d linears; their 16-bit weights are %s (%.1f GiB)", len(names), where, size
+    )
+    return PackedInPolicy(adapter, weights)
 
 
 def build_weights_policy(

@@ -14,15 +14,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from qerl.checkpoint.adapter import (
-    adapter_scaling,
-    adapter_tensors,
-    base_linears,
-    pack_in_,
-    reference_adapter,
-    reference_tensors,
-)
+from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors, reference_adapter, reference_tensors
 from qerl.checkpoint.adapter_fit import A_SUFFIX, B_SUFFIX
+from qerl.checkpoint.base_modules import base_linears, pack_in_
 from qerl.engine.update import WeightsUpdate, pack_weights_
 from qerl.layers.low_rank import LowRankSum
 
@@ -35,6 +29,8 @@ if TYPE_CHECKING:
 class PackedInPolicy:
     """See the module docstring. Parameters and files are those of the adapter, an `AdapterPolicy`."""
 
+    shards = None
+
     def __init__(self, adapter: AdapterPolicy, start: Mapping[str, torch.Tensor]) -> None:
         """`start` has W0 (out, in) of each adapted linear by its module name, on the card or in host memory."""
         self.model, self.base_model, self._adapter, self._start = adapter.model, adapter.base_model, adapter, start
@@ -43,6 +39,8 @@ class PackedInPolicy:
 
     def parameters(self) -> Iterator[nn.Parameter]:
         return self._adapter.parameters()
+
+    replicas = parameters
 
     def update(self) -> WeightsUpdate:
         """The sums, which are computed while they are packed, and trained norms."""

@@ -28,9 +28,9 @@ from qerl.errors import CheckpointError, ConfigError, EngineError
 from qerl.plan.advice import with_values
 from qerl.plan.cards import Card
 from qerl.plan.kv_cache import check_kv_cache
-from qerl.plan.plan import GIB, plan, with_masters
+from qerl.plan.plan import GIB, plan, settled_for
 from qerl.plan.sizes import ModelSizes, sizes_of
-from qerl.plan.trained import trained_linears
+from qerl.plan.trained import trained_linears, trains_masters
 from qerl.tasks import task_of
 from qerl.tasks.own_grader import check_grader
 from training.preflight.trackers import check_trackers
@@ -106,6 +106,7 @@ def check_limits(config: RunConfig, sizes: ModelSizes, prompts: Sequence[Prompt]
         )
     if config.qat is not None:
         trained_linears(config.qat, sizes.layers)
+    if trains_masters(config):
         return
     width = max(min(sizes.projections[target]) for target in config.adapter.targets)
     if config.adapter.rank > width:
@@ -182,8 +183,8 @@ def check_memory(config: RunConfig, base: ModelRef, free: int, ranks: int = 1) -
             logger.warning("by the plan this will hardly fit: %s", problem.text)
 
 
-def settle_masters(config: RunConfig, base: ModelRef, ranks: int = 1) -> RunConfig:
-    """The recipe of a new run, with what this machine takes where it says auto: optimizer, and dtype of the masters.
+def settle_qat(config: RunConfig, base: ModelRef, ranks: int = 1) -> RunConfig:
+    """The recipe of a new run, with what this machine takes where it says auto: optimizer, and what qat leaves open.
 
     `ranks` processes share the masters out. The moments of a 7B's weights take 13 GB in 8 bits and 52 GB in 32, so the
     plan has to know which they will be.
@@ -193,7 +194,7 @@ def settle_masters(config: RunConfig, base: ModelRef, ranks: int = 1) -> RunConf
     if config.optim.name == "auto":
         has_8bit = importlib.util.find_spec("bitsandbytes") is not None
         config = with_values(config, {"optim.name": "adamw_8bit" if has_8bit else "adamw"})
-    return with_masters(config, sizes_at(base), card_of_bytes(free_bytes(), ranks))
+    return settled_for(config, sizes_at(base), card_of_bytes(free_bytes(), ranks))
 
 
 def sizes_at(base: ModelRef) -> ModelSizes:

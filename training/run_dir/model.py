@@ -1,4 +1,7 @@
-"""RUN/model: what a finished run with masters has trained, as a packed model that stock vLLM and transformers read."""
+"""RUN/model: what a finished run has trained through the quantizer, as a packed model.
+
+Stock vLLM and transformers read it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +11,8 @@ from pathlib import Path
 import torch
 
 from qerl.checkpoint import sealed
-from qerl.checkpoint.export import read_masters, write_trained
-from qerl.checkpoint.weights_run import BASE, MODEL, WEIGHTS
+from qerl.checkpoint.export import read_trained, write_trained
+from qerl.checkpoint.weights_run import MODEL
 from training.run_dir.checkpoint import checkpoint_path
 from training.run_dir.folder import make_aside
 
@@ -22,7 +25,7 @@ def settle_model(run_dir: Path, step: int) -> Path:
     shutil.rmtree(partial, ignore_errors=True)  # of a run that was killed here
     partial.mkdir()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    write_trained(read_masters(run_dir / BASE, checkpoint_path(run_dir, step) / WEIGHTS), partial, device)
+    write_trained(read_trained(run_dir, checkpoint_path(run_dir, step)), partial, device)
     sealed.seal(partial)
     if final.exists():
         final.rename(make_aside(run_dir) / final.name)

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from qerl.checkpoint.adapter import ADAPTER_FILES
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.named_base import beside, model_of_adapter
-from qerl.checkpoint.peft_folder import TrainedOn, complete_
+from qerl.checkpoint.peft_folder import TrainedOn, complete_, trained_on
 from qerl.checkpoint.sealed import adapter_damage, read_sums, seal
 from qerl.checkpoint.weights_run import trains_weights
 from qerl.config.recipe import load_config
@@ -26,7 +26,7 @@ from training.run_dir.folder import make_aside
 from training.validation.verdict import Best
 
 if TYPE_CHECKING:
-    from qerl.config.schema import ModelConfig
+    from qerl.config.schema import RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -83,21 +83,35 @@ def _copied(final: Path, checkpoint: Path, texts: dict[str, str] | None = None) 
     for name in ADAPTER_FILES:
         shutil.copy(checkpoint / name, partial / name)
     if (config := final.parent / "config.yaml").is_file():
-        _complete_(partial, final, load_config(config).model)
+        _complete_(partial, final, load_config(config))
     for name, text in (texts or {}).items():
         (partial / name).write_text(text, encoding="utf-8")
     seal(partial)
     return partial
 
 
-def _complete_(folder: Path, final: Path, model: ModelConfig) -> None:
-    """Add what plain PEFT needs. The base is not needed for the adapter itself, so that its absence is a warning."""
+def _complete_(folder: Path, final: Path, config: RunConfig) -> None:
+    """Add what plain PEFT needs. The base is not needed for the adapter itself, so that its absence is a warning.
+
+    What an adapter through the quantizer is added to are the 16-bit weights.
+    """
     base = beside(final, model_of_adapter(folder)[0])
     try:
-        tokenizer = load_tokenizer(base, model.trust_remote_code)
-        complete_(folder, str(final), TrainedOn(base, model.format), tokenizer)
+        tokenizer = load_tokenizer(base, config.model.trust_remote_code)
+        if config.qat is None:
+            complete_(folder, str(final), TrainedOn(base, config.model.format), tokenizer)
+        else:
+            complete_(folder, str(final), trained_on(base), tokenizer, _packed_note(final))
     except CheckpointError as error:
         logger.warning("%s has neither tokenizer nor card: %s", final, error)
+
+
+def _packed_note(final: Path) -> str:
+    return (
+        "It was trained through the quantizer: what was sampled from is the 16-bit model with the adapter in it, "
+        f"packed. `qerl export --run {final.parent}` writes that model; without rounding the adapter acts a little "
+        "differently."
+    )
 
 
 def _is_copy(final: Path, checkpoint: Path) -> bool:

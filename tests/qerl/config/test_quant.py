@@ -51,7 +51,6 @@ def test_every_preset_is_a_value():
         ("qat.mode=w4a16", "expected one of weights, adapter; write qat.quant_cfg: nvfp4_w4a16"),
         ("qat=off", "write keys under it, or qat: null"),
         ("qat.quant_cfg=nvfp4_w4a4_static", "by dynamic scales only so far; write qat.quant_cfg: nvfp4_w4a4"),
-        ("qat.mode=adapter", "a LoRA through the quantizer is not trained yet"),
         ("qat.targets=down_proj", "write [down_proj]"),
         # NeMo RL
         ("policy.quant_cfg=NVFP4_DEFAULT_CFG", "policy.quant_cfg: unknown key; did you mean qat.quant_cfg?"),
@@ -82,9 +81,32 @@ def test_a_mistake_is_one_line_that_says_what_to_write(override, says):
         ("rollout.kernel=marlin", "that kernel cannot take weights that change"),
         ("adapter.dropout=0.1", "there is no adapter; write adapter.dropout: 0"),
         ("adapter.train_norms=true", "there is no adapter; write qat.train_norms: true"),
+        ("qat.start_in=host", "are not kept; write qat.mode: adapter"),
     ],
 )
 def test_what_cannot_be_combined_is_refused(override, says):
-    load_recipe("dapo_7b", [override, "noise.where=rollout"])
+    if not override.startswith("qat"):
+        load_recipe("dapo_7b", [override, "noise.where=rollout"])
     with pytest.raises(ConfigError, match=says):
         load_recipe("dapo_7b", [ON, override])
+
+
+@pytest.mark.parametrize(
+    ("override", "says"),
+    [
+        ("loss.num_iterations=2", "the adapter is packed when a rollout begins.*write loss.num_iterations: 1"),
+        ("adapter.dropout=0.1", "has no input of its own to drop out; write adapter.dropout: 0"),
+        (
+            "qat.targets=['re:.*mlp.*']",
+            r"qat.targets \['re:.*mlp.*'\].* about whole weights; write adapter.targets: \[",
+        ),
+        ("qat.masters=float32", "about whole weights; write adapter.dtype"),
+        ("qat.train_norms=true", "write adapter.train_norms: true"),
+        ("rollout.kernel=marlin", "that kernel cannot take weights that change"),
+    ],
+)
+def test_what_an_adapter_through_the_quantizer_cannot_have(override, says):
+    given = ["qat.mode=adapter", "loss.kl_coef=0.1", "adapter.train_norms=true", "noise.where=rollout"]
+    assert load_recipe("dapo_7b", given).qat.start_in == "auto"
+    with pytest.raises(ConfigError, match=says):
+        load_recipe("dapo_7b", [*given, override])

@@ -4,7 +4,8 @@ import pytest
 import torch
 from layer_policies import TOKENS, tiny_model
 
-from qerl.checkpoint.adapter import adapter_tensors, attach_lora, base_linears, pack_in_
+from qerl.checkpoint.adapter import adapter_tensors, attach_lora
+from qerl.checkpoint.base_modules import base_linears, pack_in_
 from qerl.engine.update import pack_weights_
 from qerl.errors import CheckpointError
 from qerl.formats import NVFP4, all_formats

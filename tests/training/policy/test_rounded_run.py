@@ -8,7 +8,7 @@ from small_run import numbers, small_config
 
 from qerl.checkpoint.weights_run import WEIGHTS
 from qerl.plan.cards import CARDS
-from qerl.plan.plan import plan, with_masters
+from qerl.plan.plan import plan, settled_for
 from qerl.plan.sizes import KNOWN, sizes_of
 from training.run import resume, start
 from training.run_dir.checkpoint import checkpoint_path
@@ -44,10 +44,10 @@ def test_auto_takes_float32_where_the_card_holds_it(recipe, size, card, dtype):
     from qerl.config.recipe import load_recipe
 
     config, sizes = load_recipe(recipe, ["qat.masters=auto"]), sizes_of(KNOWN[size], size)
-    settled = with_masters(config, sizes, CARDS[card])
+    settled = settled_for(config, sizes, CARDS[card])
     assert settled.qat.masters == dtype
     made = plan(config, sizes, CARDS[card])
     assert made.memory == plan(settled, sizes, CARDS[card]).memory
     assert not made.problems
     assert f"masters ({dtype})" in made.memory["training"]
-    assert with_masters(settled, sizes, CARDS["h200"]) == settled
+    assert settled_for(settled, sizes, CARDS["h200"]) == settled

@@ -171,5 +171,5 @@ def test_masters_are_planned_with_the_optimizer_that_is_installed(seven, monkeyp
     monkeypatch.setattr(checks, "choose_engine", lambda name: "vllm")
     monkeypatch.setattr(checks, "free_bytes", lambda: 100 * GIB)
     monkeypatch.setattr(checks.importlib.util, "find_spec", lambda name: object() if found else None)
-    settled = checks.settle_masters(load_recipe("qat_7b", []), seven)
+    settled = checks.settle_qat(load_recipe("qat_7b", []), seven)
     assert (settled.optim.name, settled.qat.masters) == (optimizer, masters)

@@ -1,0 +1,226 @@
+"""Runs that train an adapter through the quantizer, on the transformers engine. One run of three steps is shared."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from killed import killed_in
+from small_run import numbers, same_adapters, small_config
+
+import training.run
+from qerl.checkpoint.adapter import attach_lora, read_adapter
+from qerl.checkpoint.adapter_fit import A_SUFFIX, B_SUFFIX
+from qerl.checkpoint.base_modules import base_linears
+from qerl.checkpoint.reader import TensorReader
+from qerl.checkpoint.resolve import resolve_model
+from qerl.checkpoint.shards import read_tensors
+from qerl.engine.open import open_engine
+from qerl.engine.options import EngineOptions
+from qerl.errors import CheckpointError, ConfigError
+from qerl.nvfp4 import reference
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
+from quantize.merge.options import MergeOptions
+from quantize.merge.run import merge
+from training.policy.packed_in import PackedInPolicy
+from training.policy.policy import AdapterPolicy
+from training.run import resume, start
+from training.trainer import QerlTrainer
+
+QAT = (
+    "qat.mode=adapter",
+    "adapter.train_norms=true",
+    "loss.kl_coef=0.05",
+    "run.save_every=1",
+    "run.keep_checkpoints=9",
+    "optim.learning_rate=1e-3",
+)
+LINEARS = 14
+PARTS = ("weight_packed", "weight_scale", "weight_global_scale")
+
+
+def config_of(base, folder, *overrides, steps=3):
+    return small_config(base, folder, *QAT, *overrides, steps=steps)
+
+
+def tensors_in(folder):
+    infos = read_tensors(folder)
+    with TensorReader(infos) as read:
+        return {name: read(name) for name in infos}
+
+
+def same_tensors(one, other):
+    first, second = tensors_in(one), tensors_in(other)
+    assert set(first) == set(second)
+    return all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first)
+
+
+def sums(adapter, start):
+    """W0 + s B A of each linear by the definition, float32, from the tensors of a 16-bit model."""
+    tensors, scaling = read_adapter(adapter)
+    names = [name.removesuffix(A_SUFFIX) for name in tensors if name.endswith(A_SUFFIX)]
+    factors = {name: (tensors[name + B_SUFFIX].double(), tensors[name + A_SUFFIX].double()) for name in names}
+    return {name: (start[f"{name}.weight"].double() + scaling * (b @ a)).float() for name, (b, a) in factors.items()}
+
+
+def packed(weights, base):
+    """The reference's bytes of each weight under the global scales of a packed model's tensors."""
+    found = {name: reference.quantize(w, base[f"{name}.{PARTS[2]}"]).named() for name, w in weights.items()}
+    return {f"{name}.{part}": tensor.view(torch.uint8) for name, own in found.items() for part, tensor in own.items()}
+
+
+@pytest.fixture(scope="module")
+def ran(base, tmp_path_factory):
+    """(the finished run, the model that its engine held in the end, where its codes lay at the beginning)."""
+    torch.set_num_threads(1)
+    opened, places = [], {}
+    with pytest.MonkeyPatch.context() as patch:
+        original = training.run.open_rollout_engine
+
+        def watched(*given):
+            engine = original(*given)
+            opened.append(engine.policy_model())
+            places.update({name: buffer.data_ptr() for name, buffer in opened[0].named_buffers()})
+            return engine
+
+        patch.setattr(training.run, "open_rollout_engine", watched)
+        run = start(config_of(base, tmp_path_factory.mktemp("qat")), "qat").run_dir
+    return run, opened[0], places
+
+
+def test_the_engine_holds_the_reference_s_bytes_of_base_and_adapter_in_place(ran, base):
+    """The last rollout sampled from the adapter after the step before the last; its KL term put that back."""
+    run, model, places = ran
+    held = {name.replace(".base_layer", ""): tensor for name, tensor in model.named_buffers() if name.endswith(PARTS)}
+    expected = packed(sums(run / "checkpoints/step-000002", tensors_in(base)), tensors_in(run / "base"))
+    assert len(expected) == 3 * LINEARS
+    assert all(torch.equal(held[name].view(torch.uint8), tensor) for name, tensor in expected.items())
+    begun = tensors_in(run / "base")
+    assert any(not torch.equal(begun[name].view(torch.uint8), tensor) for name, tensor in expected.items())
+    now = {name.replace(".base_layer", ""): buffer.data_ptr() for name, buffer in model.named_buffers()}
+    assert all(now[name] == place for name, place in places.items() if name.endswith(PARTS))
+
+
+def test_the_reference_is_the_packed_base_and_the_policies_agree(ran):
+    rows = numbers(ran[0])
+    assert rows[0]["kl"] == 0 < rows[2]["kl"]
+    assert rows[0]["mismatch_kl"] < 1e-6  # without noise, which begins with the second step
+
+
+def test_model_export_and_merge_have_the_same_bytes(ran, base, tmp_path):
+    run = ran[0]
+    model, adapter = tensors_in(run / "model"), read_adapter(run / "adapter")[0]
+    assert same_adapters(run / "adapter", run / "checkpoints/step-000003")
+    for name, tensor in packed(sums(run / "adapter", tensors_in(base)), tensors_in(run / "base")).items():
+        assert torch.equal(model[name].view(torch.uint8), tensor), name
+    norm = "model.layers.1.input_layernorm.weight"
+    assert torch.equal(model[norm], adapter[norm].to(model[norm].dtype))
+    assert same_tensors(export(ExportOptions(run, out=tmp_path / "exported")).out, run / "model")
+    for place in (run, run / "adapter"):
+        merged = merge(MergeOptions(str(place), "nvfp4", tmp_path / "merged", overwrite=True))
+        assert same_tensors(merged.out, run / "model")
+        assert merged.step == 3
+    early = merge(MergeOptions(str(run / "checkpoints/step-000001"), "nvfp4", tmp_path / "early"))
+    assert early.step == 1
+    assert not same_tensors(early.out, run / "model")
+
+
+def test_in_16_bits_the_sum_is_rounded_once(ran, base, tmp_path):
+    report = merge(MergeOptions(str(ran[0]), "bf16", tmp_path / "wide"))
+    found = tensors_in(report.out)
+    for name, weight in sums(ran[0] / "adapter", tensors_in(base)).items():
+        assert torch.equal(found[f"{name}.weight"], weight.bfloat16())
+    card = (report.out / "README.md").read_text()
+    assert "the 16-bit weights with the adapter rounded to bfloat16, which is not the model" in card
+
+
+def test_the_adapter_s_folder_names_the_16_bit_model(ran, base, tmp_path):
+    run = ran[0]
+    named = json.loads((run / "adapter/trained_on.json").read_text())
+    assert named == {"base": str(base), "format": "bf16"}
+    assert "through the quantizer" in (run / "adapter/README.md").read_text()
+    of_run, alone = resolve_model(str(run)), resolve_model(str(run / "adapter"))
+    assert (of_run.base, of_run.adapter, of_run.format) == (str(run / "model"), None, "nvfp4")
+    assert (alone.base, alone.adapter, alone.format) == (str(base), run / "adapter", "bf16")
+    merge(MergeOptions(str(run), "adapter", tmp_path / "peft"))
+    assert same_adapters(tmp_path / "peft", run / "adapter")
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(ran, base, tmp_path):
+    whole = ran[0]
+    with killed_in(QerlTrainer, "training_step", call=3):
+        start(config_of(base, tmp_path), "qat")
+    run = tmp_path / "run"
+    shutil.rmtree(run / "base")  # it is made again
+    resume(run)
+    assert numbers(run) == numbers(whole)
+    for name in ("checkpoints/step-000003/adapter_model.safetensors", "model/model.safetensors"):
+        assert (run / name).read_bytes() == (whole / name).read_bytes()
+    optimizers = [folder / "checkpoints/step-000003/optimizer.pt" for folder in (run, whole)]
+    assert optimizers[0].read_bytes() == optimizers[1].read_bytes()
+
+
+def decoded(tensors):
+    """The values of packed weights, under the names of dense ones."""
+    names = [name.removesuffix(f".{PARTS[0]}") for name in tensors if name.endswith(PARTS[0])]
+    return {
+        f"{name}.weight": reference.dequantize(*(tensors[f"{name}.{part}"] for part in PARTS), torch.float32)
+        for name in names
+    }
+
+
+def test_from_packed_weights_the_same_adapter_would_change_nothing(ran, base):
+    """The negative control: why the 16-bit weights are kept."""
+    tensors = tensors_in(ran[0] / "base")
+    begun, changed = decoded(tensors), {}
+    for kind, added_to in (("16 bits", tensors_in(base)), ("packed", begun)):
+        changed[kind] = 0
+        for name, weight in sums(ran[0] / "adapter", added_to).items():
+            tensor = reference.quantize(weight, tensors[f"{name}.{PARTS[2]}"])
+            changed[kind] += int((reference.dequantize(*tensor, torch.float32) != begun[f"{name}.weight"]).sum())
+    assert changed["16 bits"] > 500, changed
+    assert changed["packed"] == 0, changed
+
+
+def test_linears_that_stay_in_16_bits_have_the_sum_rounded_to_their_dtype(base, tmp_path):
+    """Layers that are not quantized are adapted all the same, and a base in float32 loses nothing."""
+    given = ("qat.quant_cfg=nvfp4_w4a16_ffn", "adapter.train_norms=false", "loss.kl_coef=0", "noise.enabled=false")
+    run = start(config_of(base, tmp_path, *given, steps=1), "qat").run_dir
+    model, name = tensors_in(run / "model"), "model.layers.0.self_attn.q_proj"
+    expected = sums(run / "adapter", tensors_in(base))[name]
+    assert torch.equal(model[f"{name}.weight"], expected.to(model[f"{name}.weight"].dtype))
+    assert sum(part.endswith("weight_packed") for part in model) == 6
+
+
+def test_within_the_reference_the_weights_are_the_packed_base_s(base, nvfp4_base):
+    engine = open_engine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers", device="cpu"))
+    model, start = engine.policy_model(), tensors_in(base)
+    names = [name for name in base_linears(model) if name.endswith("_proj")]
+    policy = PackedInPolicy(AdapterPolicy(attach_lora(model, 4, 8)), {name: start[f"{name}.weight"] for name in names})
+    codes = {name: linear.weight_packed for name, linear in base_linears(model).items() if name in names}
+    engine.sync(policy.update())
+    begun = {name: tensor.clone() for name, tensor in codes.items()}
+    with torch.no_grad():
+        for parameter in policy.parameters():
+            parameter.copy_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
+    engine.sync(policy.update())
+    trained = {name: tensor.clone() for name, tensor in codes.items()}
+    assert any(not torch.equal(begun[name], trained[name]) for name in names)
+    with policy.reference():
+        assert all(torch.equal(codes[name], begun[name]) for name in names)
+    assert all(torch.equal(codes[name], trained[name]) for name in names)
+
+
+def test_what_is_refused_is_refused_in_one_line(ran, nvfp4_base, tmp_path):
+    with pytest.raises(ConfigError, match=r"already quantized \(NVFP4\).*write model\.base: "):
+        start(config_of(nvfp4_base, tmp_path), "qat")
+    with pytest.raises(ConfigError, match=r"--onto trained: .* within the packed weights .*leave --onto out$"):
+        merge(MergeOptions(str(ran[0]), "nvfp4", tmp_path / "out", onto="trained"))
+    run = tmp_path / "copy"
+    shutil.copytree(ran[0], run)
+    about = json.loads((run / "run.json").read_text())
+    (run / "run.json").write_text(json.dumps({**about, "weights": "0" * 16}))
+    with pytest.raises(CheckpointError, match=r"holds other weights than when .* take .*/model, which"):
+        export(ExportOptions(run, out=tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
