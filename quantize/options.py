@@ -15,6 +15,7 @@ SCHEMES = tuple(each.name for each in formats.all_formats() if each.scheme)
 METHODS = ("auto", "rtn", "awq", "gptq")
 GLOBAL_SCALES = ("amax", "pow2")  # see `qerl.nvfp4.reference.shared_global_scale`
 SCALES = ("pow2", "fp32")  # see `qerl.fp8.reference`
+ACTIVATIONS = ("dynamic", "none")
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,10 @@ class QuantizeOptions:
     scales: Annotated[
         Literal[SCALES], typer.Option(help="Of fp8_block: powers of two, which decode exactly, or any float32.")
     ] = "pow2"
+    activations: Annotated[
+        Literal[ACTIVATIONS],
+        typer.Option(help="Of fp8_block: in 8 bits in each product, or none, which leaves 16 bits."),
+    ] = "dynamic"
     ignore: Annotated[
         tuple[str, ...],
         typer.Option(
@@ -81,12 +86,15 @@ class QuantizeOptions:
             raise ConfigError(f"--scheme {self.scheme!r} is not known: write {', '.join(SCHEMES)}")
         if self.scales not in SCALES:
             raise ConfigError(f"--scales {self.scales!r} is not known: write {', '.join(SCALES)}")
+        if self.activations not in ACTIVATIONS:
+            raise ConfigError(f"--activations {self.activations!r} is not known: write {', '.join(ACTIVATIONS)}")
         default, own = QuantizeOptions, formats.get(self.scheme)
         if own.scales is None:
-            if self.scales != default.scales:
-                raise ConfigError(
-                    f"--scales {self.scales} is of 8-bit weights, not of --scheme {self.scheme}: leave it out"
-                )
+            for name in ("scales", "activations"):
+                if (value := getattr(self, name)) != getattr(default, name):
+                    raise ConfigError(
+                        f"--{name} {value} is of 8-bit weights, not of --scheme {self.scheme}: leave it out"
+                    )
             return
         if self.global_scale != default.global_scale:
             raise ConfigError(

@@ -38,7 +38,7 @@ from qerl.checkpoint.source import Source, read_source
 from qerl.checkpoint.verify import LayerCheck, ReadTensor, verify
 from qerl.checkpoint.writer import copy_small_files, write_json, write_weights
 from qerl.errors import CheckpointError, ConfigError
-from qerl.formats.scheme import config_entry, make_config
+from qerl.formats.scheme import make_config
 from quantize.calibrated import Recipe, calibrate, calibrated_groups, check_device, dense_tensor
 from quantize.calibration import HELD_OUT, Calibration, load_calibration
 from quantize.compressor import check_installed, load_compressor
@@ -125,8 +125,7 @@ def _write_and_verify(source: Source, options: QuantizeOptions, staging: Path, o
         steps = len(source.groups())
         written = write_weights(staging, progress.track(groups, total=steps, description="quantizing"))
         copied = copy_small_files(source.folder, staging, code="auto_map" in source.config)
-        config = config_entry(make_config(source.format, ["lm_head", *source.kept]))
-        write_json(staging / "config.json", {**source.config, "quantization_config": config})
+        write_json(staging / "config.json", {**source.config, "quantization_config": _config(source, options)})
         stack.enter_context(kept_if_calibrated(options.method, staging, out))
         task = progress.add_task("verifying", total=len(source.tensors))
         rounds = options.method == "rtn"
@@ -141,6 +140,13 @@ def _write_and_verify(source: Source, options: QuantizeOptions, staging: Path, o
             write_json(staging / REPORT, report.to_json())
             judge(outputs, source.format.min_sqnr_db)
     return report
+
+
+def _config(source: Source, options: QuantizeOptions) -> dict:
+    kept = ["lm_head", *source.kept]
+    if source.format.shared_tensor is None:
+        return source.format.quantization_config(kept, options.activations)
+    return source.format.quantization_config(kept)
 
 
 def _report(source: Source, options: QuantizeOptions, out: Path, layers: list[LayerCheck]) -> QuantizeReport:

@@ -234,6 +234,9 @@ def _load_packed(folder: Path, format: Format, dtype: torch.dtype, trust_remote_
         tensors = {name: info for name, info in tensors.items() if not name.endswith(f".{INPUT_SCALE}")}
     with torch.device("meta"):
         swap_linears(model, names, format)
+    quantization = read_json(folder / "config.json").get("quantization_config")
+    for name in names:
+        format.configure_(model.get_submodule(name), quantization)
     packed = {f"{name}.{part}" for name in names for part in format.tensors}
     _refuse_bare_codes(folder, tensors, packed)
     _fill_(model, tensors, packed, dtype)

@@ -30,7 +30,7 @@ def qat(config: RunConfig) -> Conflicts:
     if quant.activations != "none" and not packed.rounds_inputs:
         yield Conflict(
             {"qat.quant_cfg.activations": quant.activations, "qat.quant_cfg.weights.format": quant.weights.format},
-            f"activations in 4 bits do not go with {packed.label} weights",
+            f"activations are not rounded before {packed.label} weights",
             "qat.quant_cfg.activations: none",
         )
     if own != quant.weights.format:

@@ -37,7 +37,7 @@ class Format:
     min_sqnr_db: float = 0.0  # quantized weights with less than this are not those of the model
     kernels: tuple[str, ...] = ()  # values of rollout.kernel, beside auto; () if there is nothing to choose
     vllm_method: str | None = None  # what the plugin registers with vLLM; None: only the transformers engine serves it
-    rounds_inputs: bool = False  # whether linears can round their input to 4 bits
+    rounds_inputs: bool = False  # whether linears can round their input, by dynamic scales
     writable: bool = True  # whether `qerl merge` can write a model in this format
     card_tags: tuple[str, ...] = ()  # of the model card of a merged model
 
@@ -95,6 +95,9 @@ class Format:
     def linear(self) -> type[PackedLinear]:
         """The transformers-side module for a packed linear, which unpacks its weight and packs another in place."""
         raise NotImplementedError
+
+    def configure_(self, linear: PackedLinear, quantization: Mapping[str, Any] | None) -> None:
+        """Tell a linear of a folder what the folder's quantization_config says beside the weights."""
 
     def dequantize(self, tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """The weight (out_features, in_features) in `dtype`. Raises CheckpointError for damaged tensors."""

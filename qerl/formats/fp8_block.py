@@ -89,10 +89,36 @@ class _FP8Block(Format):
 
         return quantize(weight, scale_kind(tensors[layout.SCALE])).named()
 
-    def quantization_config(self, unquantized: Sequence[str], activations: str = "none") -> dict[str, Any]:
+    def configure_(self, linear: PackedLinear, quantization: Mapping[str, Any] | None) -> None:
+        linear.rounds_input = rounds_input(quantization)
+
+    def quantization_config(self, unquantized: Sequence[str], activations: str = "dynamic") -> dict[str, Any]:
+        """As for any format; `activations` are "dynamic" in groups of 128 (8 bits), or "none" (16 bits)."""
         from qerl.formats.scheme import config_entry, make_config
 
-        return config_entry(make_config(self, unquantized))
+        config = make_config(self, unquantized)
+        if activations == "none":
+            for group in config.config_groups.values():
+                group.input_activations = None
+        return config_entry(config)
+
+    def check_for_vllm(self, folder: Path, kernel: str) -> None:
+        from qerl.vllm_plugin.checkpoint import check_fp8
+
+        check_fp8(folder, self)
+
+
+def rounds_input(quantization: Mapping[str, Any] | None) -> bool:
+    """Whether linears multiply activations in 8 bits, by a folder's quantization_config."""
+    if quantization is None or quantization.get("quant_method") == OTHER_METHOD:
+        return quantization is not None
+    return any(group.get("input_activations") for group in quantization.get("config_groups", {}).values())
+
+
+def unquantized_modules(quantization: Mapping[str, Any]) -> list[str]:
+    """The names or `re:` patterns of linears that stay in 16 bits, by a folder's quantization_config."""
+    keys = ("ignore", "modules_to_not_convert", "ignored_layers")
+    return [name for key in keys for name in quantization.get(key) or ()]
 
 
 def _refuse(folder: Path, found: Mapping[str, Any], own: Mapping[str, Any]) -> None:
@@ -116,5 +142,7 @@ FP8_BLOCK = _FP8Block(
     scheme="FP8_BLOCK",
     scales="pow2",  # 0.1 dB less than with any float32 scales, and exact when decoded to 16 bits
     min_sqnr_db=20.0,  # rounding leaves about 31 dB on any weights; a wrong scale or another model's leaves 0 or less
+    rounds_inputs=True,
+    vllm_method="qerl_fp8",
     card_tags=("fp8", "compressed-tensors"),
 )

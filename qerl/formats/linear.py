@@ -98,6 +98,14 @@ class PackedLinear(nn.Linear):
             return self._cache.get(self, dtype)
         return self.unpack(dtype)
 
+    def product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        """x W^T + b with the weight in `dtype`."""
+        return F.linear(x, self.dense(dtype), self.bias)
+
+    def own_product(self, x: torch.Tensor) -> torch.Tensor | None:
+        """x W^T (T, out) for x (T, in) if the linear does not multiply by its dense weight, else None."""
+        return None
+
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         device, dtype = input.device.type, self.compute_dtype
         if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
@@ -105,7 +113,7 @@ class PackedLinear(nn.Linear):
         input = rounded_input(input.to(dtype), self.activations) if self.activations else input
         if torch.is_grad_enabled() and (input.requires_grad or (self.bias is not None and self.bias.requires_grad)):
             return _FrozenLinear.apply(input, self.bias, self, dtype)
-        return F.linear(input, self.dense(dtype), self.bias)
+        return self.product(input, dtype)
 
     def reset_parameters(self) -> None:
         raise QerlError("a packed linear has no random initialization: load packed tensors, or quantize a dense linear")
@@ -164,7 +172,7 @@ class _FrozenLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, bias: torch.Tensor | None, linear: PackedLinear, dtype: torch.dtype):
         ctx.linear, ctx.dtype = linear, dtype
-        return F.linear(x, linear.dense(dtype), bias)
+        return linear.product(x, dtype)
 
     @staticmethod
     @once_differentiable

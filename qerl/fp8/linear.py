@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from qerl.errors import CheckpointError, EngineError
@@ -18,14 +19,15 @@ from qerl.fp8.reference import E4M3, FP8Tensor, ScaleKind
 
 CODES = "weight_codes"
 
-Dequantizer = Callable[[torch.Tensor, torch.Tensor, torch.dtype], torch.Tensor]
+Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, ScaleKind], torch.Tensor]
 
-DEQUANTIZERS: dict[str, Dequantizer] = {}  # device type -> faster twin of reference.dequantize_unchecked, bit-exact
+PRODUCTS: dict[str, Product] = {}  # device type -> faster twin of reference.product; an engine brings that of its card
 
 
 class FP8Linear(PackedLinear):
     """See `PackedLinear`. Raises CheckpointError if tensors do not fit when they are loaded."""
 
+    rounds_input = True  # whether both sides of the product are in FP8; the gradient to the input is in 16 bits
     _scales: ScaleKind | None = None  # of the weight that was loaded; None until it is asked for
 
     @classmethod
@@ -64,8 +66,24 @@ class FP8Linear(PackedLinear):
         return {CODES: codes, layout.SCALE: torch.ones(specs[layout.SCALE].shape, device=device)}
 
     def unpack(self, dtype: torch.dtype) -> torch.Tensor:
-        decode = DEQUANTIZERS.get(self.weight_codes.device.type, reference.dequantize_unchecked)
         return decode(self.weight_codes, self.weight_scale, dtype)
+
+    def product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+        if not self.rounds_input:
+            return super().product(x, dtype)
+        y = self.own_product(x.to(dtype))
+        return y if self.bias is None else y + self.bias.to(dtype)
+
+    def own_product(self, x: torch.Tensor) -> torch.Tensor | None:
+        """x W^T (..., out) with x rounded too, under scales of the weight's kind; None if x is not to be rounded."""
+        if not self.rounds_input:
+            return None
+        if (product := PRODUCTS.get(x.device.type)) is not None:
+            y = product(x.reshape(-1, x.shape[-1]), self.weight_codes, self.weight_scale, self.scales)
+            return y.view(*x.shape[:-1], self.out_features)
+        wide = reference.dequantize_input(*reference.quantize_input(x, self.scales))
+        with torch.autocast(x.device.type, enabled=False):
+            return F.linear(wide, self.dense(torch.float32)).to(x.dtype)
 
     @property
     def scales(self) -> ScaleKind:
@@ -73,6 +91,11 @@ class FP8Linear(PackedLinear):
         if self._scales is None:
             self._scales = reference.scale_kind(self.weight_scale)
         return self._scales
+
+    @scales.setter
+    def scales(self, kind: ScaleKind) -> None:
+        """For rows of a weight whose other rows decide it, too."""
+        self._scales = kind
 
     def write_(self, matrix: torch.Tensor, row_start: int = 0) -> torch.Tensor:
         """See `PackedLinear.write_`: the bits are those of `reference.quantize`, with scales of the same kind.
@@ -122,6 +145,15 @@ class FP8Linear(PackedLinear):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__({**state, "_buffers": _viewed(state["_buffers"], E4M3)})
+
+
+def decode(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`reference.dequantize_unchecked`, by our kernel on a card."""
+    if not codes.is_cuda:
+        return reference.dequantize_unchecked(codes, scale, dtype)
+    from qerl.fp8 import kernels
+
+    return kernels.dequantize(codes, scale, dtype)
 
 
 def _viewed(buffers: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:

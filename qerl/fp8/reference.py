@@ -9,8 +9,9 @@ Weights are bit-equal with vLLM 0.25.1's `per_block_cast_to_fp8` (vllm/utils/dee
    that is at most 3e-7 above a power of two down to it; we go by the bits. No bfloat16 weight has such a scale.
 4. Codes are weight * (1 / scale) in float32, rounded to the nearest e4m3 value, ties to even. Nothing saturates.
 
-Activations follow vLLM's kernel `per_token_group_fp8_quant`: amax in float32, at least 1e-10; codes are x / scale,
-clamped to 448.
+Activations follow vLLM's kernel `per_token_group_fp8_quant`: amax in float32, at least 1e-10; the scale is amax / 448,
+or that rounded up to a power of two that is at least 1e-10; codes are x / scale, clamped to 448. With powers of two on
+both sides every product is that of two bfloat16 numbers: an FP8 product differs from one in 16 bits only in its sums.
 """
 
 from __future__ import annotations
@@ -80,11 +81,13 @@ def dequantize_unchecked(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.
     return (codes.float() * each).to(dtype)
 
 
-def quantize_input(x: torch.Tensor, scales: ScaleKind = "fp32") -> FP8Tensor:
+def quantize_input(x: torch.Tensor, scales: ScaleKind = "pow2") -> FP8Tensor:
     """Quantize activations (..., in) in groups of 128 neighbours: codes (..., in) and scales (..., ceil(in / 128))."""
     columns = x.shape[-1]
     groups = F.pad(x, (0, -columns % BLOCK)).unflatten(-1, (-1, BLOCK)).float()
-    scale = _scale(groups.abs().amax(-1, keepdim=True).clamp(min=LEAST_INPUT), scales)
+    amax = groups.abs().amax(-1, keepdim=True).clamp(min=LEAST_INPUT)
+    scale = amax / torch.full_like(amax, CODE_MAX)  # by a tensor: CUDA multiplies by the reciprocal of a Python number
+    scale = _ceil_pow2(scale.clamp(min=LEAST_INPUT)) if scales == "pow2" else scale
     codes = (groups / scale).clamp(-CODE_MAX, CODE_MAX).to(E4M3)
     return FP8Tensor(codes.flatten(-2)[..., :columns].contiguous(), scale.squeeze(-1))
 
@@ -95,13 +98,15 @@ def dequantize_input(codes: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     return codes.float() * each
 
 
-def product(x: torch.Tensor, weight: FP8Tensor) -> torch.Tensor:
+def product(x: torch.Tensor, weight: FP8Tensor, scales: ScaleKind = "pow2") -> torch.Tensor:
     """x W^T (..., out) in the dtype of x (..., in): both sides in FP8, summed in float32, rounded once.
+
+    `scales` is the kind of x's.
 
     Kernels add the codes' products of 128 columns before they multiply by both scales, which differs from this in
     float32's last bits.
     """
-    wide = dequantize_input(*quantize_input(x))
+    wide = dequantize_input(*quantize_input(x, scales))
     return F.linear(wide, dequantize_unchecked(*weight, torch.float32)).to(x.dtype)
 
 
@@ -118,8 +123,11 @@ def faults(weight: torch.Tensor) -> torch.Tensor:
 def _scale(amax: torch.Tensor, scales: ScaleKind) -> torch.Tensor:
     """The float32 scales of these largest magnitudes."""
     scale = amax * torch.full_like(amax, CODE_MAX).reciprocal()
-    if scales == "fp32":
-        return scale
+    return scale if scales == "fp32" else _ceil_pow2(scale)
+
+
+def _ceil_pow2(scale: torch.Tensor) -> torch.Tensor:
+    """Each float32 number rounded up to a power of two."""
     bits = scale.view(torch.int32)
     return ((bits + _MANTISSA) & ~_MANTISSA).view(torch.float32)
 

@@ -119,9 +119,7 @@ def forward(x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, torch
         for part, ranks, columns in _columns(parts):
             _write_bias_and_lora_(y[:, columns], None if h is None else h[:, ranks], part)
     for columns, block in _blocks(parts):
-        matrix, alpha = _matrix(block, x.dtype)
-        out = y[:, columns]
-        torch.addmm(out, x, matrix.t(), beta=int(started), alpha=alpha, out=out)
+        _add_product_(y[:, columns], x, block, started)
     return y, h
 
 
@@ -212,6 +210,19 @@ def _blocks(parts: Sequence[Part]) -> Iterator[tuple[slice, Sequence[Part]]]:
         end = row + sum(part.base.out_features for part in block)
         yield slice(row, end), block
         row = end
+
+
+def _add_product_(out: torch.Tensor, x: torch.Tensor, block: Sequence[Part], started: bool) -> None:
+    """Add the block's base product to its columns of y, or write it there if y is not `started`."""
+    base = block[0].base
+    own = base.own_product(x) if isinstance(base, PackedLinear) else None
+    if own is None:
+        matrix, alpha = _matrix(block, x.dtype)
+        torch.addmm(out, x, matrix.t(), beta=int(started), alpha=alpha, out=out)
+    elif started:
+        out.add_(own)
+    else:
+        out.copy_(own)
 
 
 def _matrix(block: Sequence[Part], dtype: torch.dtype) -> tuple[torch.Tensor, float]:

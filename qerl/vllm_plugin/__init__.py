@@ -1,7 +1,7 @@
 """What qerl registers with vLLM 0.25 through its own extension points; no file or function of vLLM is replaced.
 
-1. `register_quantization_config`: the methods `qerl_nvfp4` and `qerl_bf16`, linears with one static LoRA, updated in
-   place (`linear.py`).
+1. `register_quantization_config`: the methods `qerl_nvfp4`, `qerl_fp8` and `qerl_bf16`, linears with one static
+   LoRA, updated in place (`linear.py`).
 2. `RMSNorm.register_oot`: NoisyRMSNorm, norm weights in float32, noise included (`norm.py`).
 3. `SleepModeBackendFactory`: the backend `qerl_kv`, a sleep that gives back the KV cache alone, on a subclass of vLLM's
    allocator that replaces it from the first engine on (`sleep.py`).

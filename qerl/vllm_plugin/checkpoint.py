@@ -1,4 +1,4 @@
-"""Checks what vLLM's fused linears and our kernel require of an NVFP4 checkpoint, from its headers and global scales.
+"""Checks what vLLM's fused linears and kernels require of a quantized checkpoint, from its headers and global scales.
 
 Loading would check the same in `linear.py` and `kernel.py`, but only after all weights have been read. No vllm.
 """
@@ -8,11 +8,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+from qerl import formats
 from qerl.checkpoint.linears import fused
-from qerl.checkpoint.shards import read_tensors
-from qerl.errors import KERNEL, EngineError
+from qerl.checkpoint.shards import read_json, read_tensors
+from qerl.errors import ENGINE, KERNEL, EngineError
 from qerl.formats import NVFP4
+from qerl.formats.base import Format
+from qerl.formats.fp8_block import rounds_input
+from qerl.fp8.layout import BLOCK as FP8_BLOCK
+from qerl.fp8.layout import CODES
 from qerl.nvfp4.layout import GLOBAL_SCALE, PACKED
+
+FP8_CAPABILITY = (8, 9)  # products of e4m3
+FP8_ROWS = 16  # of a whole linear: what vLLM's CUTLASS kernel takes
 
 
 def check_checkpoint(folder: Path, kernel: str) -> None:
@@ -39,6 +47,31 @@ def check_checkpoint(folder: Path, kernel: str) -> None:
                 f"vLLM fuses {', '.join(modules)}, to which this checkpoint gives different global scales "
                 f"{sorted(found)}; quantize it again with `qerl quantize`, which shares them"
             )
+
+
+def check_fp8(folder: Path, format: Format) -> None:
+    """Raise EngineError if a linear of an FP8 folder does not suit vLLM's blocks, or the card's products."""
+    import torch
+
+    config = read_json(folder / "config.json")["quantization_config"]
+    capability = torch.cuda.get_device_capability()
+    if rounds_input(config) and capability < FP8_CAPABILITY:
+        raise EngineError(
+            f"{folder} multiplies activations in FP8, which needs compute capability {FP8_CAPABILITY} (Ada, Hopper or "
+            f"newer), and {torch.cuda.get_device_name()} has {capability}: quantize the model with `--scheme "
+            f"{formats.DEFAULT.name}`, whose kernels run there"
+        )
+    tensors = read_tensors(folder)
+    for modules in fused(format.quantized_linears(tensors)):
+        shapes = {module: tensors[f"{module}.{CODES}"].shape for module in modules}
+        for place, (module, (rows, columns)) in enumerate(shapes.items()):
+            last = place == len(shapes) - 1
+            if columns % FP8_BLOCK or rows % (FP8_ROWS if last else FP8_BLOCK) or module == "lm_head":
+                raise EngineError(
+                    "%s is %d x %d, and vLLM takes FP8 in linears of decoder layers with columns (and rows of what it "
+                    "fuses) in whole blocks of %d: leave it in 16 bits (`qerl quantize --ignore`), or write %s",
+                    *(module, rows, columns, FP8_BLOCK, ENGINE.set_to("transformers")),
+                )
 
 
 def _numbers(files: Mapping[str, Path]) -> dict[str, float]:

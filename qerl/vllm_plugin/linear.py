@@ -1,4 +1,4 @@
-"""vLLM linears that carry one LoRA adapter in static buffers: y = base(x) + (x A^T) B^T, for NVFP4 and 16-bit bases.
+"""vLLM linears that carry one LoRA adapter in static buffers: y = base(x) + (x A^T) B^T, over any format's base.
 
 vLLM's own LoRA serves many adapters, which costs time at every batch size; an RL run has one adapter. Its A and B are
 in two buffers per linear. Captured CUDA graphs read them and a sync overwrites them in place, so nothing is captured
@@ -25,12 +25,16 @@ from vllm.model_executor.layers.linear import (
 from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 
 from qerl.errors import KERNEL, EngineError
-from qerl.formats import BF16, NVFP4
+from qerl.formats import BF16, FP8_BLOCK, NVFP4
+from qerl.formats.fp8_block import OTHER_METHOD, rounds_input, unquantized_modules
+from qerl.fp8.layout import SCALE
 from qerl.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, QERL, KernelWeight, scales_marlin_drops
 from qerl.nvfp4.ranks import padded_rank
-from qerl.vllm_plugin import CONFIG_KEY
+from qerl.vllm_plugin import CONFIG_KEY, fp8
+from qerl.vllm_plugin.fp8 import FP8BlockMethod
 from qerl.vllm_plugin.kernel import QerlNvFp4LinearKernel
 from qerl.vllm_plugin.products import BASES, Base, adapter_of, load_kernels
 
@@ -85,9 +89,11 @@ class AdapterLinearMethod(LinearMethodBase):
             layer.compute_config = json.dumps({**json.loads(layer.compute_config), "use_batch_invariant": True})
         if self.options.max_rank:
             _add_adapter_buffers(layer, self.options.max_rank)
-        layer.qerl_quantized = kernel_name(layer) != "cublas"
+        layer.qerl_quantized = global_scale is not None
         if layer.qerl_quantized:
             BASES[layer.weight.data_ptr()] = Base(self.inner, layer, kernel_weight(layer), adapter_of(layer))
+        elif isinstance(self.inner, FP8BlockMethod):
+            fp8.hold(layer, adapter_of(layer))
         load_kernels(layer)
 
     def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
@@ -98,6 +104,8 @@ class AdapterLinearMethod(LinearMethodBase):
             return self.inner.apply(layer, x, bias)
         if layer.qerl_quantized:
             return torch.ops.qerl.nvfp4_lora_linear(x, layer.weight, bias, layer.lora_a, layer.lora_b, rows)
+        if isinstance(self.inner, FP8BlockMethod):
+            return self.inner.apply_with_adapter(layer, x, bias)
         out = self.inner.apply(layer, x, bias)
         return torch.ops.qerl.add_lora(out, x, layer.lora_a, layer.lora_b, list(layer.output_partition_sizes))
 
@@ -152,13 +160,54 @@ class QerlBF16Config(QuantizationConfig):
         return None
 
 
+@register_quantization_config(FP8_BLOCK.vllm_method)
+class QerlFP8Config(QuantizationConfig):
+    """FP8 in blocks, as compressed-tensors or as DeepSeek and Qwen lay it out; each linear has its adapter."""
+
+    def __init__(self, rounds_input: bool, scale_name: str, unquantized: list[str]) -> None:
+        super().__init__()
+        self.rounds_input, self.scale_name, self.unquantized = rounds_input, scale_name, unquantized
+
+    def get_name(self) -> str:
+        return FP8_BLOCK.vllm_method
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> QerlFP8Config:
+        others = config.get("quant_method") == OTHER_METHOD
+        return cls(rounds_input(config), f"{SCALE}_inv" if others else SCALE, unquantized_modules(config))
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None):
+        return FP8_BLOCK.vllm_method if user_quant == FP8_BLOCK.vllm_method else None
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        if not isinstance(layer, LinearBase):
+            return None
+        kept = should_ignore_layer(prefix, self.unquantized, self.packed_modules_mapping)
+        method = UnquantizedLinearMethod() if kept else FP8BlockMethod(self.rounds_input, self.scale_name)
+        return AdapterLinearMethod(method, Options.current())
+
+
 def register() -> None:
-    """Nothing is left to do: the decorators above have registered both methods on import."""
+    """Nothing is left to do: the decorators above have registered the methods on import."""
 
 
 def kernel_name(layer: LinearBase) -> str:
     """The name of the kernel that multiplies by this linear's base weight."""
-    scheme = getattr(layer, "scheme", None)
+    inner, scheme = getattr(layer.quant_method, "inner", None), getattr(layer, "scheme", None)
+    if isinstance(inner, FP8BlockMethod):
+        return inner.kernel
     if scheme is None:
         return "cublas"
     return type(scheme.kernel).__name__.removesuffix("NvFp4LinearKernel").lower()

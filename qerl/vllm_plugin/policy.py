@@ -1,8 +1,9 @@
 """The trainer's model over the engine's tensors: transformers modules around vLLM's weights, so that each exists once.
 
-Embeddings, head, norms and 16-bit linears are shared by pointer; a part of a fused linear is a range of its rows. A
-quantized linear decodes its rows exactly from the kernel's own layout (`qerl.nvfp4.kernel_linear`), so that trainer and
-sampler differ only in the order of summation. The layers around them are those of `qerl.layers`.
+Embeddings, head, norms and 16-bit linears are shared by pointer; a part of a fused linear is a range of its rows. An
+NVFP4 linear decodes its rows exactly from the kernel's own layout (`qerl.nvfp4.kernel_linear`), so that trainer and
+sampler differ only in the order of summation. An FP8 linear multiplies by the engine's own product. The layers around
+them are those of `qerl.layers`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from vllm.model_executor.layers.linear import LinearBase
 from qerl.errors import ENGINE, EngineError
 from qerl.layers.place import fuse_
 from qerl.nvfp4.kernel_linear import KernelLinear
-from qerl.vllm_plugin.linear import kernel_name, kernel_weight
+from qerl.vllm_plugin import fp8
+from qerl.vllm_plugin.fp8 import FP8BlockMethod
+from qerl.vllm_plugin.linear import kernel_weight
 from qerl.vllm_plugin.sync import parts
 
 
@@ -51,10 +54,12 @@ def linear_views(engine_model: nn.Module) -> dict[str, nn.Linear]:
     for name, layer in engine_model.named_modules():
         if not isinstance(layer, LinearBase):
             continue
-        weight = None if kernel_name(layer) == "cublas" else kernel_weight(layer)
+        weight = kernel_weight(layer) if layer.qerl_quantized else None
         for part, start, rows in parts(name, layer):
             bias = None if layer.qerl_bias is None else layer.qerl_bias[start : start + rows]
-            if weight is None:
+            if isinstance(layer.quant_method.inner, FP8BlockMethod):
+                views[part] = fp8.view(layer, start, rows, bias)
+            elif weight is None:
                 views[part] = _dense_linear(layer, start, rows, bias)
             else:
                 views[part] = KernelLinear(weight, start, rows, bias)

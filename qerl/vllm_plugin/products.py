@@ -24,6 +24,7 @@ from qerl.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.nvfp4.kernels import decode_
 from qerl.nvfp4.lora import Adapter
 from qerl.nvfp4.ways import Shape, way_of
+from qerl.vllm_plugin.fp8 import HELD
 
 HUMMING_WRONG = range(49, 57)  # numbers of tokens for which it would take one block of 56
 
@@ -63,6 +64,7 @@ BASES: dict[int, Base] = {}
 def forget_bases() -> None:
     """Drop all references to an engine's weights. The process may open another engine at the same addresses."""
     BASES.clear()
+    HELD.clear()
     _LOADED.clear()
     gemm.forget_work_space()
 

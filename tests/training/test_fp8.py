@@ -20,6 +20,7 @@ from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import read_json, read_tensors
 from qerl.errors import CheckpointError, ConfigError
 from qerl.formats import FP8_BLOCK
+from qerl.formats.fp8_block import rounds_input
 from qerl.fp8 import reference
 from qerl.fp8.linear import FP8Linear
 from quantize.export.options import ExportOptions
@@ -99,6 +100,23 @@ def test_a_folder_opens_as_the_model_of_its_decoded_weights(folder):
             assert torch.equal(twin.get_submodule(name).weight, module.unpack(torch.float32)), name
 
 
+@pytest.mark.parametrize("activations", ["dynamic", "none"])
+def test_products_are_in_8_bits_where_the_folder_says_so(base, tmp_path, activations):
+    """llm-compressor's FP8_BLOCK rounds activations; without them the model is that of its decoded weights."""
+    out = tmp_path / "out"
+    quantize_checkpoint(str(base), out, QuantizeOptions(scheme="fp8_block", activations=activations))
+    model = load_model(out, "fp8_block", "float32")
+    assert {m.rounds_input for m in model.modules() if isinstance(m, FP8Linear)} == {activations == "dynamic"}
+    twin = load_model(base, "bf16", "float32")
+    for name, module in model.named_modules():
+        if isinstance(module, FP8Linear):
+            twin.get_submodule(name).weight.data = module.unpack(torch.float32)
+    ids = torch.arange(24).view(2, 12)
+    found, decoded = model(ids).logits, twin(ids).logits
+    error = ((found - decoded).norm() / decoded.norm()).item()
+    assert error < 1e-5 if activations == "none" else 1e-3 < error < 0.1
+
+
 def test_a_folder_in_the_layout_of_others_is_read_as_it_is(of_others, folder):
     assert format_of(of_others) is FP8_BLOCK
     assert resolve_model(str(of_others)).format == "fp8_block"
@@ -141,6 +159,8 @@ def test_a_damaged_folder_is_refused_in_one_line(folder, tmp_path, change, messa
         ({"global_scale": "pow2"}, "--global-scale pow2: --scheme fp8_block has none: write --scales"),
         ({"scales": "int"}, "--scales 'int' is not known: write pow2, fp32"),
         ({"scheme": "fp8"}, "--scheme 'fp8' is not known: write nvfp4, fp8_block"),
+        ({"activations": "static"}, "--activations 'static' is not known: write dynamic, none"),
+        ({"scheme": "nvfp4", "activations": "none"}, "--activations none is of 8-bit weights, not of --scheme nvfp4"),
         ({"scheme": "nvfp4", "scales": "fp32"}, "--scales fp32 is of 8-bit weights, not of --scheme nvfp4"),
     ],
 )
@@ -196,6 +216,7 @@ def trained(base, tmp_path_factory):
 
 def test_the_model_of_trained_weights_is_the_masters_quantized(trained, base, tmp_path):
     masters = tensors_in(trained / "checkpoints/step-000002/weights")
+    assert not rounds_input(read_json(trained / "base/config.json")["quantization_config"])
     begun, model, dense = tensors_in(trained / "base"), tensors_in(trained / "model"), tensors_in(base)
     assert len(masters) == 7
     for name, master in masters.items():
@@ -209,6 +230,13 @@ def test_the_model_of_trained_weights_is_the_masters_quantized(trained, base, tm
     assert (exported.out / "model.safetensors").read_bytes() == (trained / "model/model.safetensors").read_bytes()
     dense = export(ExportOptions(trained, "bf16", out=tmp_path / "dense"))
     assert torch.equal(tensors_in(dense.out)[name], masters[name].bfloat16())
+
+
+def test_whole_weights_are_trained_with_rounded_inputs(base, tmp_path):
+    run = start(small_config(base, tmp_path, *QAT, "qat.quant_cfg.activations=dynamic", steps=1), "qat").run_dir
+    for name in ("base", "model"):
+        assert rounds_input(read_json(run / name / "config.json")["quantization_config"])
+    assert numbers(run)[0]["mismatch_kl"] < 1e-8
 
 
 def test_head_room_is_of_formats_whose_scale_is_fixed(base, tmp_path):

@@ -10,8 +10,11 @@ import torch
 from torch import nn
 
 from qerl.errors import CheckpointError, EngineError
+from qerl.fp8 import linear as fp8_linear
 from qerl.fp8 import reference
 from qerl.fp8.linear import FP8Linear
+from qerl.fp8.reference import FP8Tensor
+from qerl.layers.lora import Part, lora_linear
 
 OUT, IN = 200, 300
 
@@ -35,9 +38,11 @@ def same(one, other):
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_output_and_gradient_equal_the_dense_twin(dtype, bias):
+def test_with_16_bit_inputs_output_and_gradient_equal_the_dense_twin(dtype, bias):
     found = []
-    for linear in twins(dtype, bias):
+    packed, dense = twins(dtype, bias)
+    packed.rounds_input = False
+    for linear in (packed, dense):
         torch.manual_seed(1)
         x = torch.randn(2, 5, IN, dtype=dtype, requires_grad=True)
         y = linear(x)
@@ -46,6 +51,47 @@ def test_output_and_gradient_equal_the_dense_twin(dtype, bias):
     (y, grad), (y_dense, grad_dense) = found
     assert torch.equal(y, y_dense)
     assert torch.equal(grad, grad_dense)
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+def test_rounded_inputs_have_the_oracle_s_product_and_the_dense_twin_s_gradient(scales, autocast):
+    packed, dense = twins(scales=scales)
+    weight = FP8Tensor(packed.weight_codes, packed.weight_scale)
+    x = torch.randn(2, 5, IN, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y = packed(x)
+        given, bias = (x.bfloat16(), dense.bias.bfloat16()) if autocast else (x, dense.bias)
+    assert torch.equal(y, reference.product(given.detach(), weight, scales) + bias)
+    with torch.no_grad():
+        assert autocast or torch.equal(packed(x), y)
+    y.float().sum().backward()
+    expected = torch.ones(2, 5, OUT) @ dense.weight
+    assert torch.allclose(x.grad, expected, rtol=0.01 if autocast else 1e-5, atol=0.01 if autocast else 1e-5)
+    assert not torch.equal(y.float(), dense(x))
+
+
+def test_products_of_fused_layers_round_the_base_s_input_alone():
+    """y = Q(x) W^T + b + s (x A^T) B^T, with the gradients of x W^T."""
+    packed, dense = twins()
+    x = torch.randn(7, IN, requires_grad=True)
+    a, b = (torch.randn(shape, requires_grad=True) for shape in ((4, IN), (OUT, 4)))
+    y = lora_linear(x, [Part(packed, a, b, 0.5)])
+    expected = packed(x) + 0.5 * (x @ a.t()) @ b.t()
+    assert torch.allclose(y, expected, atol=1e-5)
+    grad = torch.randn_like(y)
+    found = torch.autograd.grad(y, (x, a, b), grad)
+    right = torch.autograd.grad(dense(x) + 0.5 * (x @ a.t()) @ b.t(), (x, a, b), grad)
+    for ours, theirs in zip(found, right, strict=True):
+        assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
+
+
+def test_a_product_of_the_card_takes_the_place_of_the_oracle(monkeypatch):
+    packed, _ = twins(bias=False)
+    asked = []
+    monkeypatch.setitem(fp8_linear.PRODUCTS, "cpu", lambda *given: asked.append(given) or torch.ones(10, OUT))
+    assert torch.equal(packed(torch.randn(2, 5, IN)), torch.ones(2, 5, OUT))
+    assert (asked[0][0].shape, asked[0][3]) == ((10, IN), "pow2")
 
 
 def test_a_state_dict_has_a_checkpoint_s_names_and_loads_them():

@@ -109,22 +109,25 @@ def test_compressed_tensors_decodes_the_same():
     assert torch.equal(reference.dequantize(codes, scale, torch.float32), theirs)
 
 
+@pytest.mark.parametrize("scales", ["fp32", "pow2"])
 @pytest.mark.parametrize("shape", [(3, 256), (2, 2, 300)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_inputs_are_quantized_in_groups(shape, dtype):
+def test_inputs_are_quantized_in_groups(shape, dtype, scales):
     """The formula of vLLM 0.25.1's Triton kernel for 1 x 128 groups; a group of zeros stays zero."""
-    x = random_weight((math.prod(shape[:-1]), shape[-1]), dtype)
+    tokens = math.prod(shape[:-1])
+    x = random_weight((tokens, shape[-1]), dtype)
     x[0, :128] = 0
-    codes, scale = reference.quantize_input(x.view(shape))
+    codes, scale = reference.quantize_input(x.view(shape), scales)
     assert codes.shape == shape
-    groups = F.pad(x.float(), (0, -shape[-1] % 128)).view(len(x), -1, 128)
-    for row, of_row in enumerate(groups):
-        for number, group in enumerate(of_row):
-            expected = max(group.abs().max().item(), 1e-10) * torch.tensor(1 / 448, dtype=torch.float32).item()
-            assert scale.view(len(x), -1)[row, number].item() == pytest.approx(expected, rel=1e-6)
-    wide = reference.dequantize_input(codes, scale)
-    assert wide.view(len(x), -1)[0, :128].abs().max() == 0
-    assert 20 * math.log10(x.float().norm() / (x.float().view(shape) - wide).norm()) > 30
+    groups = F.pad(x.float(), (0, -shape[-1] % 128)).view(tokens, -1, 128)
+    expected = groups.abs().amax(-1).clamp(1e-10) / torch.tensor(448.0)
+    if scales == "pow2":
+        expected = torch.exp2(torch.ceil(torch.log2(expected.clamp(1e-10))))
+    assert torch.equal(scale.view(tokens, -1), expected)
+    wide = reference.dequantize_input(codes, scale).view(tokens, -1)
+    assert wide[0, :128].abs().max() == 0
+    assert 20 * math.log10(x.float().norm() / (x.float() - wide).norm()) > 30
+    assert scales == "fp32" or torch.equal(wide.bfloat16().float(), wide)
 
 
 def test_the_product_is_that_of_the_decoded_sides():

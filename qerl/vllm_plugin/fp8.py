@@ -1,0 +1,202 @@
+"""vLLM linears with block-scaled FP8 weights, multiplied by vLLM's kernels, and what trainer and engine share of them.
+
+The tensors stay as in the checkpoint, codes (out, in) and float32 scales, whatever the kernel: the trainer's linears
+are rows of them (`view`), and a sync overwrites them in place. Of vLLM's kernels the CUTLASS one is taken where it runs
+(Hopper and newer): one kernel for all shapes, and nothing to compile. On Ada it is vLLM's Triton kernel. DeepGEMM is
+not asked, so VLLM_USE_DEEP_GEMM_E8M0, which is on by default and changes scales, plays no part. The trainer multiplies
+by the same function (`qerl.fp8.linear.PRODUCTS`).
+
+Weights whose activations stay in 16 bits are decoded for each product: exact, and slow for few tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import library
+from vllm import _custom_ops as ops
+from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
+from vllm.model_executor.layers.quantization.utils.fp8_utils import (
+    create_fp8_scale_parameter,
+    create_fp8_weight_parameter,
+    per_token_group_quant_fp8,
+    w8a8_triton_block_scaled_mm,
+)
+from vllm.model_executor.layers.quantization.utils.w8a8_utils import cutlass_block_fp8_supported
+from vllm.model_executor.parameter import BlockQuantScaleParameter
+
+from qerl.errors import CheckpointError, EngineError
+from qerl.formats import DEFAULT
+from qerl.fp8 import layout, reference
+from qerl.fp8 import linear as trainer
+from qerl.fp8.linear import FP8Linear
+from qerl.fp8.reference import FP8Tensor, ScaleKind
+from qerl.nvfp4 import lora
+from qerl.nvfp4.lora import Adapter
+
+SHAPE = [layout.BLOCK, layout.BLOCK]
+TOKENS = 40  # of the check of a product, more than one tile of small batches
+LARGEST_ERROR = 0.01  # rounding to bfloat16 leaves 0.002, inputs that are not rounded would make 0.03
+
+
+class FP8BlockMethod(LinearMethodBase):
+    """A linear with FP8 weights from an FP8 folder. `scale_name` is what the folder calls the scales."""
+
+    def __init__(self, rounds_input: bool, scale_name: str) -> None:
+        self.rounds_input, self.scale_name = rounds_input, scale_name
+
+    @property
+    def kernel(self) -> str:
+        """What multiplies by the weights."""
+        return f"{kernel_of_card()}_fp8" if self.rounds_input else "decoded_fp8"
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **attributes: Any,
+    ) -> None:
+        layer.weight_block_size = SHAPE  # vLLM's loader of fused linears reads it
+        rows, loader = sum(output_partition_sizes), attributes.get("weight_loader")
+        layer.register_parameter("weight", create_fp8_weight_parameter(rows, input_size_per_partition, loader))
+        scale = create_fp8_scale_parameter(
+            BlockQuantScaleParameter, output_partition_sizes, input_size_per_partition, SHAPE, loader
+        )
+        layer.register_parameter(self.scale_name, scale)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        codes, scale = layer.weight.data, getattr(layer, self.scale_name).data
+        try:
+            layout.check_values({layout.CODES: codes, layout.SCALE: scale}, layer.prefix)
+        except CheckpointError as error:
+            raise EngineError(str(error)) from error
+        delattr(layer, self.scale_name)
+        layer.weight = torch.nn.Parameter(codes, requires_grad=False)
+        layer.weight_scale = torch.nn.Parameter(scale, requires_grad=False)
+        layer.qerl_scales = reference.scale_kind(scale)
+        if self.rounds_input and codes.shape not in _CHECKED:
+            check_product(codes, scale, layer.qerl_scales, layer.prefix)
+            _CHECKED.add(codes.shape)
+
+    def apply(self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return torch.ops.qerl.fp8_linear(x, layer.weight, layer.weight_scale, bias)
+
+    def apply_with_adapter(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The same and the adapter's product, for a layer with its buffers."""
+        weights = layer.weight, layer.weight_scale, bias
+        return torch.ops.qerl.fp8_lora_linear(x, *weights, layer.lora_a, layer.lora_b)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a product needs to know of a weight, besides its arguments."""
+
+    inputs: ScaleKind | None  # the kind of the input's scales; None: the input stays in 16 bits
+    adapter: Adapter | None
+
+
+# By the address of the codes, as `products.BASES`, and for the same reason.
+HELD: dict[int, Held] = {}
+
+
+def hold(layer: LinearBase, adapter: Adapter | None) -> None:
+    """Let the products find what they need of a loaded layer."""
+    inputs = layer.qerl_scales if layer.quant_method.inner.rounds_input else None
+    HELD[layer.weight.data_ptr()] = Held(inputs, adapter)
+
+
+def view(layer: LinearBase, start: int, rows: int, bias: torch.Tensor | None) -> FP8Linear:
+    """A frozen linear of the trainer over some rows of the layer, which begin at a block."""
+    first = start // layout.BLOCK
+    codes, scale = layer.weight.data, layer.weight_scale.data
+    linear = FP8Linear.from_tensors(
+        codes[start : start + rows], scale[first : first + layout.blocks(rows)], bias, torch.bfloat16
+    )
+    linear.scales = layer.qerl_scales
+    linear.rounds_input = layer.quant_method.inner.rounds_input
+    return linear
+
+
+def product(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scales: ScaleKind) -> torch.Tensor:
+    """x W^T (T, out) for bfloat16 x (T, in): the card's twin of `reference.product`."""
+    cutlass = kernel_of_card() == "cutlass"
+    rounded, of_groups = per_token_group_quant_fp8(
+        x.contiguous(), layout.BLOCK, column_major_scales=cutlass, use_ue8m0=scales == "pow2"
+    )
+    if cutlass:
+        return ops.cutlass_scaled_mm(rounded, codes.t(), scale_a=of_groups, scale_b=scale.t(), out_dtype=x.dtype)
+    return w8a8_triton_block_scaled_mm(rounded, codes, of_groups, scale, SHAPE, x.dtype)
+
+
+_CHECKED: set[torch.Size] = set()  # shapes whose product was compared in this process
+
+
+def check_product(codes: torch.Tensor, scale: torch.Tensor, scales: ScaleKind, name: str) -> None:
+    """Raise EngineError unless the card's product is the oracle's, for some tokens and the first rows of a weight."""
+    rows = min(len(codes), 2 * layout.BLOCK)
+    generator = torch.Generator(codes.device).manual_seed(0)
+    x = torch.randn(TOKENS, codes.shape[1], device=codes.device, dtype=torch.bfloat16, generator=generator)
+    first = FP8Tensor(codes[:rows], scale[: layout.blocks(rows)])
+    found, right = product(x, codes, scale, scales)[:, :rows].float(), reference.product(x.float(), first, scales)
+    if not (error := float((found - right).norm() / right.norm())) < LARGEST_ERROR:
+        raise EngineError(
+            f"{name}: vLLM's {kernel_of_card()} product in FP8 is wrong by {error:.1%} on this card, against the "
+            f"decoded weights: train on another format (`qerl quantize --scheme {DEFAULT.name}`), and report this"
+        )
+
+
+@cache
+def kernel_of_card() -> str:
+    """cutlass, or triton on a card for which vLLM's CUTLASS kernel is not built."""
+    return "cutlass" if cutlass_block_fp8_supported() else "triton"
+
+
+@library.custom_op("qerl::fp8_linear", mutates_args=())
+def fp8_linear(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x W^T + bias, (tokens, in) -> (tokens, out). Compilers do not look inside."""
+    return _product(x, codes, scale, bias)
+
+
+@fp8_linear.register_fake
+def _(x, codes, scale, bias):
+    return x.new_empty(x.shape[0], codes.shape[0])
+
+
+@library.custom_op("qerl::fp8_lora_linear", mutates_args=())
+def fp8_lora_linear(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora_a: torch.Tensor,
+    lora_b: torch.Tensor,
+) -> torch.Tensor:
+    """x W^T + bias + (x A^T) B^T, where the adapter reads x as it is. A and B are those of `HELD`."""
+    out = _product(x, codes, scale, bias)
+    return lora.add_adapter_(out, x.contiguous(), HELD[codes.data_ptr()].adapter)
+
+
+@fp8_lora_linear.register_fake
+def _(x, codes, scale, bias, lora_a, lora_b):
+    return x.new_empty(x.shape[0], codes.shape[0])
+
+
+def _product(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    inputs = HELD[codes.data_ptr()].inputs
+    if inputs is None:
+        return F.linear(x, trainer.decode(codes, scale, x.dtype), bias)
+    out = product(x, codes, scale, inputs)
+    return out if bias is None else out.add_(bias)
+
+
+trainer.PRODUCTS["cuda"] = product

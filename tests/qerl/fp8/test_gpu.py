@@ -1,0 +1,107 @@
+"""FP8 on a card: our quantizer and products against vLLM's own functions."""
+
+import pytest
+import torch
+
+from qerl.fp8 import reference
+from qerl.fp8.linear import FP8Linear
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(256, 512), (3584, 3584), (200, 384)]
+
+
+def weight(shape, dtype=torch.bfloat16, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return (0.02 * torch.randn(shape, device="cuda", generator=generator)).to(dtype)
+
+
+def same_bits(one, other):
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_weights_are_bit_equal_with_per_block_cast_to_fp8(shape, dtype, scales):
+    from vllm.utils.deep_gemm import per_block_cast_to_fp8
+
+    ours = reference.quantize(weight(shape, dtype), scales)
+    theirs = per_block_cast_to_fp8(weight(shape, dtype), [128, 128], use_ue8m0=scales == "pow2")
+    assert same_bits(ours.codes, theirs[0])
+    assert torch.equal(ours.scale, theirs[1])
+    on_cpu = reference.quantize(weight(shape, dtype).cpu(), scales)
+    assert same_bits(ours.codes.cpu(), on_cpu.codes)
+    assert torch.equal(ours.scale.cpu(), on_cpu.scale)
+
+
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+def test_inputs_are_bit_equal_with_per_token_group_quant_fp8(scales):
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+
+    x = 50 * weight((70, 1024), seed=1)
+    x[3, :128] = 0
+    codes, scale = per_token_group_quant_fp8(x, 128, use_ue8m0=scales == "pow2")
+    ours = reference.quantize_input(x, scales)
+    assert torch.equal(ours.scale, scale)
+    assert same_bits(ours.codes, codes)
+
+
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+@pytest.mark.parametrize("tokens", [1, 3, 17, 64, 200, 1024])
+def test_the_product_is_that_of_the_decoded_sides(tokens, scales):
+    from qerl.vllm_plugin.fp8 import product
+
+    tensors = reference.quantize(weight((3584, 18944)), scales)
+    x = 50 * weight((tokens, 18944), seed=1)
+    found = product(x, *tensors, scales).float()
+    right = reference.product(x.float(), tensors, scales)
+    assert (found - right).norm() / right.norm() < 0.004
+    assert torch.equal(found, product(x, *tensors, scales).float())  # it repeats
+
+
+@pytest.mark.parametrize("tokens", [5, 300])
+def test_a_part_of_a_fused_weight_has_the_rows_of_the_whole_product(tokens):
+    """The trainer multiplies by the parts, the engine by the whole."""
+    from qerl.vllm_plugin.fp8 import product
+
+    codes, scale = reference.quantize(weight((4608, 3584)))
+    x = 50 * weight((tokens, 3584), seed=1)
+    whole = product(x, codes, scale, "pow2").float()
+    parts = [
+        product(x, codes[i:j], scale[i // 128 : -(-j // 128)], "pow2")
+        for i, j in ((0, 3584), (3584, 4096), (4096, 4608))
+    ]
+    error = (torch.cat(parts, 1).float() - whole).norm() / whole.norm()
+    assert error < 0.002, error
+
+
+def test_the_trainer_s_linear_multiplies_by_the_engine_s_product_and_goes_back_in_16_bits():
+    import qerl.vllm_plugin.fp8 as engine
+
+    tensors = reference.quantize(weight((512, 1024)))
+    linear = FP8Linear.from_tensors(*tensors, compute_dtype=torch.bfloat16)
+    x = (50 * weight((40, 1024), seed=1)).requires_grad_()
+    y = linear(x)
+    assert torch.equal(y, engine.product(x.detach(), *tensors, "pow2"))
+    y.sum().backward()
+    right = torch.ones(40, 512, device="cuda") @ reference.dequantize(*tensors, torch.float32)
+    assert (x.grad.float() - right).norm() / right.norm() < 0.004
+
+
+def test_the_ops_are_product_bias_and_adapter():
+    from qerl.nvfp4.lora import Adapter
+    from qerl.vllm_plugin.fp8 import HELD, Held
+
+    tensors = reference.quantize(weight((512, 1024)))
+    x, bias = 50 * weight((33, 1024), seed=1), weight((512,), seed=2)
+    a, b = weight((16, 1024), seed=3), weight((512, 16), seed=4)
+    exact = x.float() @ reference.dequantize(*tensors, torch.float32).t()
+    for inputs, base in (("pow2", reference.product(x.float(), tensors)), (None, exact)):
+        HELD[tensors.codes.data_ptr()] = Held(inputs, Adapter(a, b, (512,)))
+        plain = torch.ops.qerl.fp8_linear(x, *tensors, bias).float()
+        assert (plain - base - bias.float()).norm() / base.norm() < 0.005
+        both = torch.ops.qerl.fp8_lora_linear(x, *tensors, bias, a, b).float()
+        right = base + bias.float() + x.float() @ a.float().t() @ b.float().t()
+        assert (both - right).norm() / right.norm() < 0.006
+    del HELD[tensors.codes.data_ptr()]
