@@ -32,6 +32,10 @@
 #                     attention in decode steps against FlashAttention; the small kernels of training against their limits
 #     decode   450 s  decode speed at 7B, four engines in turns: ours with an adapter and without, vLLM's in BF16 and with
 #                     Marlin; each compiles alone first, on a card of its own if there are four; with one card 750 s
+#     fp8      420 s  FP8: kernels against vLLM's functions, the engine on small models in both kinds of products and scales,
+#                     agreement and one copy at 7B, beside 16 bits
+#     fp8decode 400 s decode speed at 7B with an adapter, in turns: FP8 ours and stock vLLM's, and our NVFP4
+#     fp8step  330 s  workload A with an adapter over FP8, over 16 bits, and over NVFP4
 #     decode32 480 s  the same at 32B with the two engines that fit on a card: ours, and vLLM's in BF16
 #     marlin32 560 s  the same at 32B with three: ours with an adapter and without, and vLLM's with Marlin
 #     mixed    330 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
@@ -231,6 +235,46 @@ batch_decode() {
         $way 7b-bf16 7b-16 0.22 --engine stock
         wait
     done
+}
+
+batch_fp8() {
+    local shape
+    tests fp8 150 tests/qerl/fp8
+    for shape in qwen2 qwen3; do
+        checkpoint "small-$shape" "small-$shape-fp8" --format fp8_block
+        script "engine-small-$shape-fp8" 250 check_engine "small-$shape-fp8" --format fp8_block
+    done
+    checkpoint small-qwen3 small-qwen3-16 --format bf16
+    run quantize-fp8-16 60 "$python" -m qerl.cli quantize --model "$checkpoints/small-qwen3-16" --scheme fp8_block \
+        --activations none --scales fp32 --overwrite --out "$checkpoints/small-qwen3-fp8-16"
+    script engine-small-qwen3-fp8-16 250 check_engine small-qwen3-fp8-16 --format fp8_block
+    checkpoint qwen2.5-7b 7b-fp8 --format fp8_block
+    script agree-7b-fp8 300 check_engine 7b-fp8 --format fp8_block --only shared_memory product agreement adapter
+    checkpoint qwen2.5-7b 7b-16 --format bf16
+    script agree-7b-16 300 check_engine 7b-16 --format bf16 --only agreement adapter
+}
+
+batch_fp8decode() {
+    local way
+    checkpoint qwen2.5-7b 7b &
+    checkpoint qwen2.5-7b 7b-fp8 --format fp8_block &
+    wait
+    turns 3 --sequences 1 8 32 128 256
+    for way in alone turn; do
+        $way 7b-fp8-qerl 7b-fp8 0.25
+        $way 7b-fp8-stock 7b-fp8 0.25 --engine stock
+        $way 7b-qerl 7b 0.22
+        wait
+    done
+}
+
+batch_fp8step() {
+    checkpoint qwen2.5-7b 7b
+    checkpoint qwen2.5-7b 7b-16 --format bf16
+    checkpoint qwen2.5-7b 7b-fp8 --format fp8_block
+    script step-7b-fp8 280 bench_step 7b-fp8 --steps 4 --set model.format=fp8_block
+    script step-7b-bf16 280 bench_step 7b-16 --steps 4 --set model.format=bf16
+    script step-7b-nvfp4 280 bench_step 7b --steps 4
 }
 
 batch_decode32() {

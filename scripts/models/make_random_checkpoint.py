@@ -5,7 +5,7 @@
     python3 scripts/models/make_random_checkpoint.py --shape qwen2.5-7b --mean-tokens 300 --out random-7b-mixed
     python3 scripts/models/make_random_checkpoint.py --shape llama3-70b --format bf16 --layers 4 --out random-70b-4
 
-Weights are normal with standard deviation 0.02, those of norms 1 +- 0.1. NVFP4 tensors are what `qerl quantize` would
+Weights are normal with standard deviation 0.02, those of norms 1 +- 0.1. Packed tensors are what `qerl quantize` would
 write for them, including shared global scales. Layers are generated and quantized one at a time, on the GPU if there is
 one. The tokenizer makes each byte of a text one token.
 """
@@ -24,8 +24,8 @@ from safetensors.torch import save_file
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from qerl import formats
 from qerl.formats import BF16, NVFP4
-from qerl.nvfp4 import reference
 from qerl.plan.sizes import KNOWN
 
 QWEN = {
@@ -68,6 +68,9 @@ SHAPES = {
         "tie_word_embeddings": True,
         **_sizes(256, 496, 2, 4, 2),
     },
+    # For FP8, whose blocks of 128 have to divide what vLLM fuses.
+    "small-qwen3": {**QWEN3, "vocab_size": 1000, **_sizes(512, 1024, 2, 4, 2)},
+    "small-qwen2": {**QWEN, "vocab_size": 1000, **_sizes(512, 1152, 2, 4, 1)},
     "tiny-llama": {**LLAMA, "vocab_size": 1000, **_sizes(256, 720, 2, 4, 2)},
     # Attention that our kernel does not take: with a window, and with more than 8 query heads per key head.
     "tiny-mistral": {
@@ -85,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", required=True, choices=sorted(SHAPES))
     parser.add_argument("--out", required=True, type=Path)
-    parser.add_argument("--format", default=NVFP4.name, choices=(NVFP4.name, BF16.name))
+    parser.add_argument("--format", default=NVFP4.name, choices=formats.names())
     parser.add_argument("--layers", type=int, help="fewer layers than the real model")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
@@ -157,9 +160,8 @@ def _layer(prefix: str, sizes: dict, format: str, generator: torch.Generator) ->
         if format == BF16.name:
             tensors |= {f"{prefix}.{name}.weight": weight for name, weight in weights.items()}
             continue
-        scale = reference.shared_global_scale(list(weights.values()))
-        for name, weight in weights.items():
-            packed = reference.quantize(weight, scale).named()
+        packed_group = formats.get(format).quantize(list(weights.values()))
+        for name, packed in zip(weights, packed_group, strict=True):
             tensors |= {f"{prefix}.{name}.{key}": tensor for key, tensor in packed.items()}
     if sizes["model_type"] == "qwen2":
         for name, (rows, _) in groups[0].items():
@@ -192,8 +194,8 @@ def _write_config(sizes: dict, format: str, out: Path) -> None:
     )
     config.architectures = [f"{sizes['model_type'].capitalize()}ForCausalLM"]
     text = json.loads(config.to_json_string(use_diff=False))
-    if format == NVFP4.name:
-        text["quantization_config"] = NVFP4.quantization_config(["lm_head"])
+    if formats.get(format).quantized:
+        text["quantization_config"] = formats.get(format).quantization_config(["lm_head"])
     (out / "config.json").write_text(json.dumps(text, indent=2), encoding="utf-8")
 
 

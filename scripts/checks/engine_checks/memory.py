@@ -25,7 +25,7 @@ def loading(context: Context) -> dict:
 
 def shared_memory(context: Context) -> dict:
     """Every parameter of the policy is stored inside a tensor of the engine, so the base is in memory once."""
-    from qerl.vllm_plugin.policy import KernelLinear
+    from qerl.formats.linear import PackedLinear
     from qerl.vllm_plugin.sleep import kv_cache_bytes
 
     engine_storages = _storages(context.engine.found.model)
@@ -34,18 +34,15 @@ def shared_memory(context: Context) -> dict:
         if parameter.untyped_storage().data_ptr() not in engine_storages:
             foreign.append(name)
     for name, module in context.policy.named_modules():
-        if isinstance(module, KernelLinear):
+        if isinstance(module, PackedLinear):
             linears += 1
-            pointers = {
-                tensor.untyped_storage().data_ptr()
-                for tensor in (module.kernel_weight.words, module.kernel_weight.scales)
-            }
+            pointers = {tensor.untyped_storage().data_ptr() for tensor in _packed(module)}
             if not pointers <= set(engine_storages):
                 foreign.append(name)
     bias_bytes = sum(
         module.bias.nbytes
         for module in context.policy.modules()
-        if isinstance(module, KernelLinear) and module.bias is not None
+        if isinstance(module, PackedLinear) and module.bias is not None
     )
     files = sum(path.stat().st_size for path in Path(context.arguments.model).glob("*.safetensors"))
     factors = {
@@ -63,6 +60,15 @@ def shared_memory(context: Context) -> dict:
         "checkpoint_gib": files / 2**30,
         "bias_mib_held_twice": bias_bytes / 2**20,
     }
+
+
+def _packed(linear: torch.nn.Linear) -> tuple[torch.Tensor, ...]:
+    """The tensors that hold a packed linear's weight."""
+    from qerl.fp8.linear import FP8Linear
+
+    if isinstance(linear, FP8Linear):
+        return linear.weight_codes, linear.weight_scale
+    return linear.kernel_weight.words, linear.kernel_weight.scales
 
 
 def _storages(model: torch.nn.Module) -> dict[int, int]:

@@ -157,8 +157,13 @@ def _nudged(matrix: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 def _rounded(linear: torch.nn.Linear, matrix: torch.Tensor) -> torch.Tensor:
     """What the linear has to hold for `matrix`, float32 on the CPU."""
     from qerl.formats.linear import PackedLinear
+    from qerl.fp8.linear import FP8Linear
+    from qerl.fp8.reference import dequantize as dequantize_fp8
+    from qerl.fp8.reference import quantize as quantize_fp8
     from qerl.nvfp4 import reference
 
+    if isinstance(linear, FP8Linear):
+        return dequantize_fp8(*quantize_fp8(matrix, linear.scales), torch.float32)
     if not isinstance(linear, PackedLinear):
         return matrix.to(linear.weight.dtype).float()
     packed = reference.quantize(matrix, torch.tensor([linear.kernel_weight.global_scale]))
@@ -166,6 +171,9 @@ def _rounded(linear: torch.nn.Linear, matrix: torch.Tensor) -> torch.Tensor:
 
 
 def _address(linear: torch.nn.Linear) -> int:
-    from qerl.formats.linear import PackedLinear
+    from qerl.fp8.linear import FP8Linear
+    from qerl.nvfp4.kernel_linear import KernelLinear
 
-    return (linear.kernel_weight.words if isinstance(linear, PackedLinear) else linear.weight).data_ptr()
+    if isinstance(linear, FP8Linear):
+        return linear.weight_codes.data_ptr()
+    return (linear.kernel_weight.words if isinstance(linear, KernelLinear) else linear.weight).data_ptr()

@@ -66,11 +66,13 @@ def _different_bits(a: torch.Tensor, b: torch.Tensor) -> int:
 
 def product(context: Context) -> dict:
     """The forward pass and the input gradient of fused parts, against the same products in float64."""
+    from qerl.fp8 import reference
+    from qerl.fp8.linear import FP8Linear
     from qerl.vllm_plugin.policy import KernelLinear
 
     worst = {"forward": 0.0, "backward": 0.0}
     for name, module in context.policy.named_modules():
-        if not isinstance(module, KernelLinear) or ".layers.1." not in f".{name}.":
+        if not isinstance(module, KernelLinear | FP8Linear) or ".layers.1." not in f".{name}.":
             continue
         x = torch.randn(2, 37, module.in_features, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         y = module(x)
@@ -78,7 +80,10 @@ def product(context: Context) -> dict:
         y.backward(grad)
         weight = module.unpack(torch.float32).double()
         bias = 0 if module.bias is None else module.bias.double()
-        expected = x.detach().double() @ weight.t() + bias
+        inputs = x.detach()
+        if isinstance(module, FP8Linear) and module.rounds_input:
+            inputs = reference.dequantize_input(*reference.quantize_input(inputs, module.scales))
+        expected = inputs.double() @ weight.t() + bias
         worst["forward"] = max(worst["forward"], _relative(y, expected))
         worst["backward"] = max(worst["backward"], _relative(x.grad, grad.double() @ weight))
     return worst
