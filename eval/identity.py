@@ -12,6 +12,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eval.environment import identity_of
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.weights_digest import weights_digest
 from qerl.tasks.own_grader import find_grader
@@ -44,6 +45,7 @@ def describe_identity(plan: Plan) -> dict[str, Any]:
         "kernel": settings.kernel,
         "deterministic": settings.deterministic,
         **_grader(plan),
+        **_environment(plan),
     }
 
 
@@ -54,6 +56,13 @@ def _grader(plan: Plan) -> dict[str, str]:
     source = Path(find_grader(plan.task).files[0]).read_text(encoding="utf-8", errors="replace")
     extra = [{key: repr(value) for key, value in example.extra.items()} for example in plan.examples]
     return {"grader": digest([plan.task.grader, source, extra])}
+
+
+def _environment(plan: Plan) -> dict[str, str]:
+    """A digest of what the model talks to; nothing without an environment."""
+    if plan.environments is None:
+        return {}
+    return {"environment": digest(identity_of(plan.environment, plan.environments))}
 
 
 def digest(value: Any) -> str:

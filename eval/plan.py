@@ -14,9 +14,11 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from eval.environment import find_environment
 from eval.identity import describe_identity, digest
 from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
 from eval.store import Key
@@ -35,8 +37,11 @@ from qerl.tasks.own_grader import check_grader
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from qerl.config.environment import EnvironmentConfig
     from qerl.config.schema import DataConfig
     from qerl.data.examples import DropReport
+    from qerl.environments.play import Environments
+    from qerl.tasks import Message
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +61,9 @@ class Plan:
     prompts: list[list[int]]
     sampling: SamplingParams
     batches: list[list[Key]]
+    messages: list[tuple[Message, ...]] = field(default_factory=list)  # of each prompt
+    environment: EnvironmentConfig | None = None
+    environments: Environments | None = None  # of an evaluation by episodes
     identity: dict[str, Any] = field(init=False)  # what decides the numbers, as plain JSON values
     out: Path = field(init=False)
 
@@ -80,6 +88,7 @@ def make_plan(settings: EvalSettings) -> Plan:
     run = run_of(ref)
     settings = with_memory(settings, run)
     task = with_prompt(asked, settings, run)
+    environment = find_environment(settings, run)
     examples, dropped = load_examples(
         task, settings.data, "test", settings.columns, settings.limit, settings.keep_unreadable
     )
@@ -87,11 +96,24 @@ def make_plan(settings: EvalSettings) -> Plan:
     check_grader(task, examples)
     folder = local_folder(ref.base)
     tokenizer = load_tokenizer(folder, settings.trust_remote_code)
-    prompts = [render_prompt(tokenizer, messages_of(task, example)) for example in examples]
+    messages = [tuple(messages_of(task, example)) for example in examples]
+    environments = None
+    if environment is not None:
+        from qerl.environments.play import open_environments
+
+        environments = open_environments(environment, tokenizer, folder, MAX_NEW_TOKENS, MAX_NEW_TOKENS)
+    render = partial(render_prompt, tokenizer) if environments is None else environments.chat.prompt
+    prompts = [render(asked) for asked in messages]
     max_new_tokens = find_max_new_tokens(settings.max_new_tokens, prompts, context_length(folder))
+    if environments is not None:
+        context = max(map(len, prompts)) + max_new_tokens
+        environments = replace(
+            environments, limits=replace(environments.limits, max_tokens=max_new_tokens, context=context)
+        )
     sampling = SamplingParams(max_new_tokens, settings.temperature, settings.top_p)
     batches = plan_batches(prompts, settings.samples, settings.batch_size)
-    return Plan(settings, ref, task, examples, dropped, tokenizer, prompts, sampling, batches)
+    plan = (settings, ref, task, examples, dropped, tokenizer, prompts, sampling, batches)
+    return Plan(*plan, messages, environment, environments)
 
 
 def find_task(settings: EvalSettings) -> tuple[EvalSettings, Task]:

@@ -6,6 +6,7 @@ result.json, from which reports are made (shares are of completions, intervals a
     questions, samples, completions, correct
     accuracy {value, low, high}          mean over questions (mean@n); `interval` says how low and high were made
     pass_at_k {"4": {value, low, high}}  only for the k that were asked for
+    mean_environment_reward              only of an evaluation against an environment
     mean_score                           only of a grader of the user's own
     truncated_share, no_answer_share, unparsed_share, reasons {reason: completions}
     prompt_tokens, completion_tokens, seconds, tokens_per_second
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 UNPARSED = ("no_answer", "unparsable", "too_long")  # no answer could be read from the completion
+OPTIONAL = ("mean_score", "mean_environment_reward")
 RARE = ("unparsable", "too_long", "timeout", "bad_answer")  # the table names these only where they occur
 
 
@@ -48,6 +50,7 @@ class Summary:
     completion_tokens: int
     seconds: float  # spent sampling and grading, over all sessions
     mean_score: float | None = None  # of a grader of the user's own, which may give numbers between 0 and 1
+    mean_environment_reward: float | None = None  # of an evaluation by episodes
 
     @property
     def completions(self) -> int:
@@ -70,7 +73,7 @@ class EvalResult:
         return {
             "task": self.task,
             "model": self.model,
-            **{name: value for name, value in asdict(summary).items() if name != "mean_score" or value is not None},
+            **{name: value for name, value in asdict(summary).items() if name not in OPTIONAL or value is not None},
             "completions": summary.completions,
             "unparsed_share": sum(summary.reasons.get(reason, 0) for reason in UNPARSED) / summary.completions,
             "pass_at_k": {str(k): asdict(value) for k, value in summary.pass_at_k.items()},
@@ -103,7 +106,8 @@ def summarize(rows: Sequence[Row], pass_k: Sequence[int] = ()) -> Summary:
         prompt_tokens=sum(row["prompt_tokens"] for row in rows),
         completion_tokens=sum(row["tokens"] for row in rows),
         seconds=sum(seconds_of_batch.values()),
-        mean_score=sum(row["score"] for row in rows) / len(rows) if "score" in rows[0] else None,
+        mean_score=_mean(rows, "score"),
+        mean_environment_reward=_mean(rows, "environment_reward"),
     )
 
 
@@ -129,6 +133,11 @@ def _cells(summary: Summary) -> dict[str, str]:
         "95% interval": _interval(summary.accuracy),
         **{f"pass@{k}": f"{e.value:.1%}  ({_interval(e)})" for k, e in summary.pass_at_k.items()},
         **({} if summary.mean_score is None else {"mean score": f"{summary.mean_score:.3f}"}),
+        **(
+            {}
+            if summary.mean_environment_reward is None
+            else {"environment's reward": f"{summary.mean_environment_reward:.3f}"}
+        ),
         "correct": f"{summary.correct} of {summary.completions}",
         "truncated": f"{summary.truncated_share:.1%}",
         "no answer": f"{summary.no_answer_share:.1%}",
@@ -145,6 +154,11 @@ def _cells(summary: Summary) -> dict[str, str]:
 
 def _interval(value: Estimate) -> str:
     return f"{value.low:.1%} to {value.high:.1%}"
+
+
+def _mean(rows: Sequence[Row], key: str) -> float | None:
+    """The mean of a field that only some evaluations have."""
+    return sum(row[key] for row in rows) / len(rows) if key in rows[0] else None
 
 
 def _share(flags: Sequence[bool]) -> float:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
+from eval.environment import as_completion, episode_fields, sampled_episodes
 from eval.grading import graded
 from eval.identity import versions
 from eval.plan import Plan, batch_seed, make_plan
@@ -26,6 +27,8 @@ from qerl.engine.interface import Completion, Engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.engine.update import AdapterUpdate, deliver
+from qerl.environments.values import Episode
+from qerl.errors import ConfigError
 from qerl.parallel import ALONE, Parallel, check_same
 
 if TYPE_CHECKING:
@@ -81,6 +84,8 @@ def run_eval(
     fits, with what to write instead.
     """
     plan = make_plan(settings)
+    if plan.environments is not None and parallel.size > 1:
+        raise ConfigError("environments are played by one process: leave out --gpus")
     check_same(parallel, plan.identity)
     on_batch = on_batch or _Log()
     with _store(plan, parallel) as store:
@@ -154,8 +159,12 @@ def complete(
         share = parallel.span(len(batch))
         prompts = [plan.prompts[row] for row, _ in batch[share]]
         seed = batch_seed(plan.settings.seed, number)
-        completions = engine.generate(prompts, plan.sampling, seed, first_index=share.start) if prompts else []
-        graded = grade_batch(plan, number, batch[share], completions) if prompts else []
+        if plan.environments is not None:
+            episodes = sampled_episodes(plan, engine, batch, seed)
+            graded = grade_batch(plan, number, batch, list(map(as_completion, episodes)), episodes)
+        else:
+            completions = engine.generate(prompts, plan.sampling, seed, first_index=share.start) if prompts else []
+            graded = grade_batch(plan, number, batch[share], completions) if prompts else []
         graded = [row for part in parallel.gather(graded) for row in part]
         seconds = round(time.perf_counter() - start, 3)
         graded = [{**row, "batch_seconds": seconds} for row in graded]
@@ -165,12 +174,22 @@ def complete(
         on_batch(len(rows), total, _correct(rows))
 
 
-def grade_batch(plan: Plan, number: int, batch: Sequence[Key], completions: Sequence[Completion]) -> list[Row]:
-    """One row for each completion of a batch."""
+def grade_batch(
+    plan: Plan,
+    number: int,
+    batch: Sequence[Key],
+    completions: Sequence[Completion],
+    episodes: Sequence[Episode] | None = None,
+) -> list[Row]:
+    """One row for each completion of a batch. Of an episode the model's last turn is graded."""
     texts = [plan.tokenizer.decode(completion.token_ids, skip_special_tokens=True) for completion in completions]
+    if episodes is not None:
+        texts = [episode.answer for episode in episodes]
     grades = graded(plan, batch, completions, texts)
     rows = []
-    for (row, sample), completion, text, judged in zip(batch, completions, texts, grades, strict=True):
+    for index, ((row, sample), completion, text, judged) in enumerate(
+        zip(batch, completions, texts, grades, strict=True)
+    ):
         example = plan.examples[row]
         rows.append(
             {
@@ -187,6 +206,7 @@ def grade_batch(plan: Plan, number: int, batch: Sequence[Key], completions: Sequ
                 "correct": judged.correct,
                 "reason": judged.reason,
                 **({} if judged.score is None else {"score": judged.score}),
+                **(episode_fields(episodes[index]) if episodes is not None else {}),
                 "batch": number,
             }
         )

@@ -37,6 +37,11 @@ def parse_pass_k(text: str) -> tuple[int, ...]:
         raise ConfigError(f"--pass-k {text!r} is not a list of numbers: write 1,4,8") from error
 
 
+def parse_names(text: str) -> tuple[str, ...]:
+    """`a,b` as names."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
 @dataclass(frozen=True)
 class EvalSettings:
     """What is asked of `qerl eval`, whose options these are.
@@ -87,6 +92,16 @@ class EvalSettings:
         str | None, typer.Option(help="Your own grading: file.py, file.py:function. Default: the task's.")
     ] = None
     grader_timeout_s: Annotated[float, typer.Option(help="Seconds that one call of --grader may take.")] = 300.0
+    environment: Annotated[
+        str | None,
+        typer.Option(
+            help="Episodes with it: calculator, word_game, file.py:Name, or a URL; none. Default: the run's, if it is "
+            "one of qerl's."
+        ),
+    ] = None
+    tools: Annotated[
+        tuple[str, ...], Text(parse_names), typer.Option(help="Functions that the model may call: file.py:f,file.py:g")
+    ] = ()
     samples: Annotated[int, typer.Option("--samples", "-n", help="Completions per question.")] = 1
     pass_k: Annotated[tuple[int, ...], Text(parse_pass_k), typer.Option(help="Also pass@k for these k: 1,4,8")] = ()
     sampled: Annotated[bool, typer.Option("--sampled", help=SAMPLED_HELP)] = False

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from qerl.config.schema import RunConfig
     from qerl.engine.interface import Engine
+    from qerl.environments.play import Environments
     from qerl.plan.micro_batch_plan import MicroBatchPlan
     from training.rewards.rewards import Rewards
     from training.rollout.groups import Prompt
@@ -39,6 +40,7 @@ class Given:
     rewards: Rewards
     parallel: Parallel = ALONE
     questions: Questions | None = None  # of a run that validates
+    environments: Environments | None = None  # of a run with episodes of several turns
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Parts:
     log: RunLog
     times: PhaseTimes
     parallel: Parallel = ALONE
+    environments: Environments | None = None
 
     @property
     def run_dir(self) -> Path:
@@ -73,6 +76,8 @@ def make_parts(
         policy.base_model, rollout.temperature, plan, config.loss.entropy_coef > 0, rollout.deterministic
     )
     ahead = grading_ahead(task_of(config.data), [reward.name for reward in config.rewards], tokenizer)
+    if given.environments is not None:  # only the last turn is graded, and which one that is shows at the end
+        ahead = None
     decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
     return Parts(
         config=config,
@@ -81,12 +86,13 @@ def make_parts(
         rewards=given.rewards,
         policy=policy,
         packed=packed,
-        sampler=Sampler(engine, policy, sampler_options(config), ahead),
+        sampler=Sampler(engine, policy, sampler_options(config), ahead, given.environments),
         grader=Grader(given.rewards, decode, config.loss.mask_truncated),
         plan=plan,
         log=log,
         times=PhaseTimes(packed.device),
         parallel=given.parallel,
+        environments=given.environments,
     )
 
 

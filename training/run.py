@@ -149,7 +149,8 @@ def _train(
     found = written(run_dir)
     given = _check(config, base, place)
     validated = given.questions.prompts if given.questions else ()
-    inputs = inputs_of(given.prompts, task_of(config.data), config.rewards, validated)
+    files = given.environments.runner.files if given.environments else ()
+    inputs = inputs_of(given.prompts, task_of(config.data), config.rewards, validated, files)
     if parallel.size > 1:
         check_same(parallel, {"recipe": config.model_dump(), **inputs, "version of a package": versions()})
     if parallel.first:
@@ -190,6 +191,8 @@ def _train(
             warn_of_retries()
             parts.sampler.clear_noise()
             engine.close()
+        if given.environments is not None:
+            given.environments.close()
         ended = validation is not None and validation.ended(steps)
         return replace(_finished(run_dir, steps, config, parallel, ended), stopped_by=stop.asked)
 
@@ -200,17 +203,17 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     check_installed(config)
     check_trackers(config.logging.report_to)
     check_activations(config, base)
-    tokenizer, prompts = read_prompts(config, base)
     check_ranks(config, place.parallel.size)
+    tokenizer, prompts, environments = read_prompts(config, base)
     check_same_base(place.run_dir, base.base)
     check_room(place.run_dir, checkpoint_bytes(config, sizes_at(base)))
     if engine_name == "vllm":
         check_memory(config, base, free_bytes(), place.parallel.size)
     fixed = fixed_columns(task_of(config.data), config.rollout.max_new_tokens)
     examples = [prompt.example for prompt in prompts]
-    rewards = build_rewards(config.rewards, fixed, examples, place.run_dir)
-    questions = read_questions(config, tokenizer, prompts, sizes_at(base), place.run_dir)
-    return Given(tokenizer, prompts, rewards, place.parallel, questions)
+    rewards = build_rewards(config.rewards, fixed, examples, place.run_dir, environments is not None)
+    questions = read_questions(config, tokenizer, prompts, sizes_at(base), place.run_dir, environments)
+    return Given(tokenizer, prompts, rewards, place.parallel, questions, environments)
 
 
 def _packed_base(config: RunConfig, base: ModelRef, place: Place) -> ModelRef:

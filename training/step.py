@@ -57,7 +57,8 @@ class Collected:
     def tokens(self) -> int:
         """Tokens of all completions, and of their prompts, each of which counts for every completion."""
         groups = [graded.group for graded in self.groups]
-        return sum(group.tokens + len(group.prompt.ids) * len(group.samples) for group in groups)
+        prompts = sum(len(group.prompt_of(sample)) for group in groups for sample in group.samples)
+        return prompts + sum(group.tokens for group in groups)
 
 
 @dataclass(frozen=True)

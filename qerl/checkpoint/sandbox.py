@@ -114,16 +114,27 @@ def render_chat(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool
 ) -> list[int]:
     """Token ids of the messages in the tokenizer's chat template. Raises SandboxError if the template fails."""
-    text = _worker(os.getpid()).ask(
+    text = render_text(tokenizer, messages, add_generation_prompt)
+    text = text.encode(errors="replace").decode()  # a line of stdin that is not UTF-8 holds half characters
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def render_text(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """The text of the messages in the chat template, which is shown the schemas of `tools`. Raises SandboxError."""
+    return _worker(os.getpid()).ask(
         {
             "template": tokenizer.get_chat_template(),
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
             "special": tokenizer.special_tokens_map,
+            **({"tools": list(tools)} if tools else {}),
         }
     )
-    text = text.encode(errors="replace").decode()  # a line of stdin that is not UTF-8 holds half characters
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
 def try_tokenizer(file: Path) -> None:

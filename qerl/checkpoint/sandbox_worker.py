@@ -30,11 +30,12 @@ def render(request: dict[str, Any]) -> str:
     _limit(request["cpu_s"])
     (text,), _ = render_jinja_template(
         [request["messages"]],
+        tools=request.get("tools"),
         chat_template=request["template"],
         add_generation_prompt=request["add_generation_prompt"],
         **request["special"],
     )
-    most = LONGEST + 8 * sum(len(str(message)) for message in request["messages"])
+    most = LONGEST + 8 * sum(len(str(part)) for part in [*request["messages"], *request.get("tools", ())])
     if len(text) > most:
         raise ValueError(f"it makes {len(text)} characters of a few messages, more than the {most} that are allowed")
     return text

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.config.conflict import Conflict, Conflicts
+from qerl.config.rules_environment import environment
 from qerl.config.rules_noise import noise, noise_controller
 from qerl.config.rules_qat import qat
 from qerl.config.rules_rewards import rewards
@@ -253,5 +254,6 @@ RULES = (
     noise,
     noise_controller,
     checkpoints,
+    environment,
     validation,
 )

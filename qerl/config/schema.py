@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from qerl import formats
 from qerl.checkpoint.linears import PROJECTIONS
 from qerl.config.choice import OneOf
+from qerl.config.environment import EnvironmentConfig
 from qerl.config.quant import QatConfig
 from qerl.config.rules import RULES
 from qerl.config.section import Section
@@ -304,6 +305,9 @@ class RunConfig(Section):
         (RewardConfig(name="accuracy"),), description="rewards and their weights"
     )
     rollout: RolloutConfig = Field(default_factory=RolloutConfig, description=RolloutConfig.__doc__)
+    environment: EnvironmentConfig | None = Field(
+        None, description="an environment or tools, for episodes of several turns; null: one turn"
+    )
     loss: LossConfig = Field(default_factory=LossConfig, description=LossConfig.__doc__)
     noise: NoiseConfig = Field(default_factory=NoiseConfig, description=NoiseConfig.__doc__)
     optim: OptimConfig = Field(default_factory=OptimConfig, description=OptimConfig.__doc__)

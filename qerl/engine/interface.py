@@ -57,6 +57,30 @@ class Completion:
 Finished = Callable[[int, Completion], None]  # called with the index of a prompt and its finished completion
 
 
+@dataclass(frozen=True)
+class Request:
+    """One turn to sample in a conversation: that of number `index`, whose tokens so far are `prompt`.
+
+    `stream` is the number of its random stream, which no other request of the conversations has.
+    """
+
+    index: int
+    prompt: Sequence[int]
+    sampling: SamplingParams
+    stream: int
+
+
+class Conversations(Protocol):
+    """What an engine asks while it samples conversations, whose next turns depend on what it has sampled."""
+
+    def ready(self, wait: bool, everyone: bool = False) -> list[Request]:
+        """The turns that can be sampled now. With `wait` it waits for one, with `everyone` for all that may come; an
+        empty list then says that there are no more."""
+
+    def finished(self, index: int, completion: Completion) -> None:
+        """The turn of conversation `index` has ended."""
+
+
 class Engine(Protocol):
     """What `qerl.engine.open` returns. Calls come in any order; `sleep` and `wake` bracket the training phase."""
 
@@ -79,6 +103,12 @@ class Engine(Protocol):
         exception is raised here, and the engine stays usable. `first_index` is for several processes that share a
         batch: the place of the first prompt in the whole batch, so that random streams do not depend on which process
         samples a prompt. Raises EngineError if a prompt and its completion cannot fit the context.
+        """
+
+    def converse(self, conversations: Conversations, seed: int | None = None) -> None:
+        """Sample conversations until there are no more turns, all of them at once and each as soon as it is ready.
+
+        Where turns have to repeat to the bit, each batch waits for everyone. `generate` says what else holds.
         """
 
     def score(

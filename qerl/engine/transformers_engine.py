@@ -15,24 +15,27 @@ from typing import TYPE_CHECKING
 from weakref import WeakSet
 
 import torch
-from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList
-from transformers.generation import (
-    MinPLogitsWarper,
-    StoppingCriteria,
-    StoppingCriteriaList,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import GenerationConfig, LogitsProcessorList
+from transformers.generation import StoppingCriteriaList
 
 from qerl import formats
 from qerl.checkpoint.activations import check_served, read_activations
 from qerl.checkpoint.adapter import adapter_tensors, attach_saved_, load_tensors_, set_scaling_
 from qerl.checkpoint.base_modules import base_linears, base_norms
 from qerl.checkpoint.load import end_token_ids, load_model, load_tokenizer, local_folder
-from qerl.engine.interface import Completion, Finished, SamplingParams, check_context, check_tokens, each_sampling
+from qerl.engine.interface import (
+    Completion,
+    Conversations,
+    Finished,
+    SamplingParams,
+    check_context,
+    check_tokens,
+    each_sampling,
+)
 from qerl.engine.seeds import request_seed
+from qerl.engine.transformers_sampling import LogprobRecorder, OwnLimits, filters
 from qerl.engine.update import AdapterUpdate, Update, check_fit, pack_weights_
+from qerl.engine.waves import converse_in_waves
 from qerl.errors import EngineError
 from qerl.formats.linear import PackedLinear, cached_weights
 from qerl.layers.lora import lora_linear, parts_of
@@ -102,6 +105,9 @@ class TransformersEngine:
                     finished(row, completions[row])
         return [completions[row] for row in range(len(prompts))]
 
+    def converse(self, conversations: Conversations, seed: int | None = None) -> None:
+        converse_in_waves(self, conversations, seed)
+
     def score(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> list[list[float]]:
@@ -156,13 +162,13 @@ class TransformersEngine:
         model = self._open()
         stop = tuple(dict.fromkeys([*self.end_token_ids, *sampling.stop_token_ids]))
         input_ids, attention_mask = _pad_left(prompts, self._tokenizer.pad_token_id, model.device)
-        recorder = _LogprobRecorder(input_ids.shape[1])
+        recorder = LogprobRecorder(input_ids.shape[1])
         sequences = model.generate(
             input_ids=input_ids,
             attention_mask=attention_mask,
             generation_config=self._generation_config(sampling, stop, max(limits)),
-            logits_processor=LogitsProcessorList([*_filters(sampling), recorder]),
-            stopping_criteria=StoppingCriteriaList([_OwnLimits(input_ids.shape[1], limits)]),
+            logits_processor=LogitsProcessorList([*filters(sampling), recorder]),
+            stopping_criteria=StoppingCriteriaList([OwnLimits(input_ids.shape[1], limits)]),
         )
         new_tokens = sequences[:, input_ids.shape[1] :]
         logprobs = recorder.logprobs(new_tokens)
@@ -172,7 +178,7 @@ class TransformersEngine:
     def _generation_config(
         self, sampling: SamplingParams, stop: tuple[int, ...], max_new_tokens: int
     ) -> GenerationConfig:
-        # Filters are our own processors (`_filters`), so those that transformers would add by default are switched off.
+        # Filters are our own processors (`filters`), so those that transformers would add by default are switched off.
         return GenerationConfig(
             max_new_tokens=max_new_tokens,
             do_sample=sampling.temperature > 0,
@@ -235,45 +241,6 @@ def _take_adapter_(model: PreTrainedModel, update: AdapterUpdate) -> int:
     return count
 
 
-class _OwnLimits(StoppingCriteria):
-    """Ends each row after its own number of new tokens."""
-
-    def __init__(self, prompt_width: int, limits: Sequence[int]) -> None:
-        self._lengths = prompt_width + torch.tensor(limits)
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        self._lengths = self._lengths.to(input_ids.device)
-        return input_ids.shape[1] >= self._lengths
-
-
-class _LogprobRecorder(LogitsProcessor):
-    """The last of the logits processors: records, step by step, the scores from which each token is drawn."""
-
-    def __init__(self, prompt_width: int) -> None:
-        self._prompt_width = prompt_width
-        self._scores: torch.Tensor | None = None
-        self._chosen: list[torch.Tensor] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if input_ids.shape[1] > self._prompt_width:
-            self._take(input_ids[:, -1])
-        if not scores.amax(-1).isfinite().all():
-            raise EngineError(
-                "the model gave a token a logit that is not finite: weights, adapter or noise hold inf or nan"
-            )
-        self._scores = torch.log_softmax(scores.float(), dim=-1)
-        return scores
-
-    def logprobs(self, new_tokens: torch.Tensor) -> torch.Tensor:
-        """Logprobs (rows, tokens) of `new_tokens`, of which the last column was drawn after the last call."""
-        if new_tokens.shape[1] > len(self._chosen):
-            self._take(new_tokens[:, -1])
-        return torch.stack(self._chosen[: new_tokens.shape[1]], dim=1)
-
-    def _take(self, tokens: torch.Tensor) -> None:
-        self._chosen.append(self._scores.gather(1, tokens[:, None])[:, 0])
-
-
 def _batches(each: Sequence[SamplingParams], size: int) -> Iterator[list[int]]:
     """Rows that are sampled together, at most `size`: their parameters differ only in the number of new tokens."""
     alike: dict[SamplingParams, list[int]] = {}
@@ -281,20 +248,6 @@ def _batches(each: Sequence[SamplingParams], size: int) -> Iterator[list[int]]:
         alike.setdefault(replace(one, max_new_tokens=1), []).append(row)
     for rows in alike.values():
         yield from (rows[start : start + size] for start in range(0, len(rows), size))
-
-
-def _filters(sampling: SamplingParams) -> list[LogitsProcessor]:
-    """Temperature and filters, in the order of transformers (vLLM applies min_p before top_k and top_p)."""
-    if sampling.temperature <= 0:
-        return []
-    filters: list[LogitsProcessor] = [TemperatureLogitsWarper(float(sampling.temperature))]
-    if sampling.top_k > 0:
-        filters.append(TopKLogitsWarper(sampling.top_k))
-    if sampling.top_p < 1:
-        filters.append(TopPLogitsWarper(sampling.top_p))
-    if sampling.min_p > 0:
-        filters.append(MinPLogitsWarper(sampling.min_p))
-    return filters
 
 
 def _cut(tokens: list[int], logprobs: list[float], stop: set[int]) -> Completion:

@@ -22,7 +22,15 @@ from typing import TYPE_CHECKING, Any
 
 from qerl import formats
 from qerl.checkpoint.load import local_folder
-from qerl.engine.interface import Completion, Finished, SamplingParams, check_context, check_tokens, each_sampling
+from qerl.engine.interface import (
+    Completion,
+    Conversations,
+    Finished,
+    SamplingParams,
+    check_context,
+    check_tokens,
+    each_sampling,
+)
 from qerl.engine.own_memory import own_bytes
 from qerl.engine.seeds import request_seed
 from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate, check_fit, pack_weights_
@@ -135,6 +143,31 @@ class VLLMEngine:
         completions = requests.run(llm, prompts, params, take)
         self._check_cache(prompts, completions)
         return completions
+
+    def converse(self, conversations: Conversations, seed: int | None = None) -> None:
+        """Each turn is a request of its own, whose earlier turns vLLM has in its prefix cache."""
+        llm = self._open_awake()
+        together = self.options.deterministic  # what else is sampled then does not depend on the environments' speed
+        if together:
+            requests.drop_prefix_cache(llm)
+
+        def ready(wait: bool) -> list[tuple[int, Sequence[int], Any]]:
+            if together and not wait:
+                return []
+            found = conversations.ready(wait, everyone=together)
+            limits = [one.sampling.max_new_tokens for one in found]
+            check_context([one.prompt for one in found], limits, self.max_context)
+            check_tokens((one.prompt for one in found), self._vocabulary)
+            return [
+                (
+                    one.index,
+                    one.prompt,
+                    requests.sampling_params(one.sampling, self.end_token_ids, request_seed(seed, one.stream)),
+                )
+                for one in found
+            ]
+
+        requests.converse(llm, ready, lambda index, output: conversations.finished(index, requests.completion(output)))
 
     def score(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0

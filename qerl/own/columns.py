@@ -12,6 +12,7 @@ from qerl.own.returned import ReturnedError
 from qerl.tasks import Example
 
 COLUMNS = ("completions", "completion_ids", "prompts", "question", "answer", "row", "task", "max_new_tokens", "step")
+EPISODE_COLUMNS = ("episode_reward", "turns", "tool_calls")  # of runs with an environment
 LEAST_SHARE_S = 1.0  # a completion that takes less is not named as the one on which a function was late
 
 

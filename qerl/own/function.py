@@ -12,55 +12,29 @@ what the function prints goes into the log.
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import inspect
-import json
 import logging
-import os
 import pickle
-import signal
-import subprocess
-import sys
 import threading
-import weakref
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
 from qerl.errors import ConfigError
 from qerl.files.nearby import close_to
-from qerl.own.returned import ReturnedError, one_line
+from qerl.own.process import LateError, OwnFunctionError, Process
+from qerl.own.returned import ReturnedError
 from qerl.tasks import Task
+
+__all__ = ["LateError", "Named", "OwnFunction", "OwnFunctionError", "own_function"]
 
 TIMEOUT_S = 300.0  # of one call, where the recipe says nothing
 LOAD_S = 60.0  # that loading the file may take at least, however short the limit of a call is
-LONGEST_LINE = 1000  # characters of a printed line
-BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); descriptor = int(sys.argv[2]); sys.argv[:] = ['']; "
-    "from qerl.own.worker import main; main(descriptor)"
-)
 
 logger = logging.getLogger(__name__)
-
-
-class OwnFunctionError(Exception):
-    """The function raised, or its process ended. Says what happened, beginning with a verb.
-
-    `index` is the number of the completion that it was called with alone; None if it got several, or is not known.
-    """
-
-    def __init__(self, what: str, index: int | None = None) -> None:
-        super().__init__(what)
-        self.index = index
-
-
-class LateError(OwnFunctionError):
-    """The function did not return in time."""
 
 
 class OwnFunction:
@@ -78,7 +52,7 @@ class OwnFunction:
         self.__name__, self._kind = attribute, kind
         self._load_s = max(timeout_s, LOAD_S)
         self._place, self._attribute = place, attribute
-        self._process: _Process | None = None
+        self._process: Process | None = None
         self._lock = threading.Lock()
         try:
             loaded = self._start()
@@ -140,7 +114,7 @@ class OwnFunction:
             self._process = None
 
     def _start(self) -> dict[str, Any]:
-        self._process = _Process(f"{self._kind} {self._attribute}")
+        self._process = Process(f"{self._kind} {self._attribute}")
         return self._ask({"place": self._place, "attribute": self._attribute}, self._load_s)
 
     def _ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -161,90 +135,6 @@ _KINDS = (
     inspect.Parameter.KEYWORD_ONLY,
     inspect.Parameter.VAR_KEYWORD,
 )
-
-
-class _Process:
-    """A process that runs qerl/own/worker.py, in a session of its own: Ctrl-C does not reach it, and what
-    it starts ends with it."""
-
-    def __init__(self, name: str) -> None:
-        self._closed = False
-        self._connection, theirs = Pipe()
-        self._popen = subprocess.Popen(
-            [sys.executable, "-P", "-c", BOOT, json.dumps(sys.path), str(theirs.fileno())],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            pass_fds=[theirs.fileno()],
-            start_new_session=True,
-        )
-        theirs.close()
-        threading.Thread(target=_log_lines, args=(self._popen.stdout, name), daemon=True).start()
-        _running.add(self)
-
-    def ask(self, request: bytes, timeout_s: float) -> dict[str, Any]:
-        """The reply to a request. Raises LateError or OwnFunctionError; the process has then ended."""
-        late = threading.Event()
-
-        def end() -> None:
-            late.set()
-            self.close()
-
-        timer = threading.Timer(timeout_s, end)
-        timer.daemon = True
-        timer.start()
-        try:
-            self._connection.send_bytes(request)
-            while not self._connection.poll(0.5):  # a child of the function's may hold the other end open
-                if self._popen.poll() is not None and not self._connection.poll(0):
-                    raise EOFError
-            reply = json.loads(self._connection.recv_bytes())
-            if late.is_set():
-                raise EOFError
-            return reply
-        except (EOFError, OSError, ValueError) as error:
-            if late.is_set():
-                raise LateError(f"did not return within {timeout_s:g} s") from None
-            raise OwnFunctionError(self._ending()) from error
-        finally:
-            timer.cancel()
-
-    def close(self) -> None:
-        """End the process and all that it has started."""
-        if not self._closed:  # once: later, the number may be that of another process
-            self._closed = True
-            with contextlib.suppress(OSError):
-                os.killpg(self._popen.pid, signal.SIGKILL)
-
-    def _ending(self) -> str:
-        """How the process ended by itself."""
-        try:
-            code = self._popen.wait(5)
-        except subprocess.TimeoutExpired:
-            self.close()
-            return "closed the connection to the run"
-        if code >= 0:
-            return f"ended its process (os._exit or the like, with code {code})"
-        killed = signal.Signals(-code).name
-        hint = ", as the system does when memory runs out" if killed == "SIGKILL" else ""
-        return f"ended its process by the signal {killed}{hint}"
-
-
-_running: weakref.WeakSet[_Process] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_all() -> None:
-    for process in list(_running):
-        process.close()
-
-
-def _log_lines(output: Any, name: str) -> None:
-    """Log what the function prints, line by line."""
-    with output:
-        while line := output.readline(LONGEST_LINE):
-            if text := one_line(line.decode("utf-8", "replace")):
-                logger.info("%s: %s", name, text)
 
 
 def _picklable(fixed: Mapping[str, Any]) -> dict[str, Any]:

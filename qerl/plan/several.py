@@ -18,6 +18,8 @@ def check_ranks(config: RunConfig, size: int) -> None:
             f"rollout.prompts_per_step: {config.rollout.prompts_per_step} gives {size} processes less than a group "
             f"each: write {size} or more, or start fewer"
         )
+    if config.environment is not None and size > 1:
+        raise ConfigError("environments are played by one process: write --gpus 1, or leave torchrun out")
 
 
 def share_of(config: RunConfig, gpus: int) -> RunConfig:

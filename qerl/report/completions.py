@@ -13,6 +13,15 @@ LONGEST = 6000  # characters of a completion that the page shows
 
 
 @dataclass(frozen=True)
+class Turn:
+    """One message of an episode with an environment."""
+
+    role: str
+    text: str
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Sample:
     """One completion. `reward` is the weighted sum that it was trained on."""
 
@@ -21,6 +30,8 @@ class Sample:
     rewards: dict[str, Any]
     prompt: str
     completion: str
+    turns: tuple[Turn, ...] = ()  # of an episode
+    ended: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,7 +83,15 @@ def _weights(run: Run) -> dict[str, float]:
 def _sample(row: Row, weights: dict[str, float]) -> Sample:
     rewards = row.get("rewards") or {}
     total = sum(value * weights.get(name, 1.0) for name, value in rewards.items() if value is not None)
-    return Sample(row["step"], total, rewards, _text(row["prompt"]), _text(row["completion"]))
+    texts = _text(row["prompt"]), _text(row["completion"])
+    return Sample(row["step"], total, rewards, *texts, _turns(row.get("turns")), str(row.get("ended", "")))
+
+
+def _turns(found: Any) -> tuple[Turn, ...]:
+    """The turns of an episode; none if the line is damaged, or of a completion of one turn."""
+    if not isinstance(found, list) or not all(isinstance(turn, dict) for turn in found):
+        return ()
+    return tuple(Turn(str(one.get("role")), str(one.get("text", "")), _count(one.get("tokens"))) for one in found)
 
 
 def _text(value: Any) -> str:
@@ -80,3 +99,7 @@ def _text(value: Any) -> str:
     if isinstance(value, str):
         return value
     return "\n".join(str(message.get("content", message)) for message in value)
+
+
+def _count(value: Any) -> int:
+    return value if isinstance(value, int) else 0

@@ -107,6 +107,7 @@ MODULES = {
     "math500": "qerl.tasks.math500",
     "arith": "qerl.tasks.arith",
     "arith_chain": "qerl.tasks.arith_chain",
+    "word_game": "qerl.tasks.word_game",
     "own": "qerl.tasks.own",
 }
 

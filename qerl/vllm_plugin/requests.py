@@ -31,29 +31,63 @@ def run(llm: Any, prompts: Sequence[Sequence[int]], params: Any, take: Callable[
     `params` are vLLM's, for all prompts or for each. `take` is called as soon as an output is complete, while vLLM
     still works on the others. Raises EngineError if memory runs out, and whatever `take` raises.
     """
-    import torch
-
     taken: dict[int, T] = {}
     ended = 0
-    try:
-        with rare_collections():
-            names = llm.enqueue([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
-            # vLLM 0.25.1 calls a request "NUMBER-RANDOM" (or "NUMBER", by an environment variable) and its output
-            # "NUMBER".
-            indices = {name.partition("-")[0]: index for index, name in enumerate(names)}
-            for output in _as_they_end(llm.llm_engine):
-                ended += 1
-                if (index := indices.get(output.request_id)) is not None:
-                    taken[index] = take(index, output)
-    except BaseException as error:  # Ctrl-C as well
-        abandoned = list(llm.llm_engine.output_processor.request_states)
-        llm.llm_engine.abort_request(abandoned, internal=True)
-        if isinstance(error, torch.OutOfMemoryError):
-            raise out_of_memory(f"a call of {len(prompts)} sequences", error) from error
-        raise
+    with _aborted_on_error(llm, len(prompts)), rare_collections():
+        indices = dict(zip(_enqueued(llm, prompts, params), range(len(prompts)), strict=True))
+        for output in _as_they_end(llm.llm_engine):
+            ended += 1
+            if (index := indices.get(output.request_id)) is not None:
+                taken[index] = take(index, output)
     if not ended == len(taken) == len(prompts):
         raise EngineError(f"vLLM returned {ended} completions for {len(prompts)} prompts: open the engine anew")
     return [taken[index] for index in range(len(prompts))]
+
+
+def converse(
+    llm: Any, ready: Callable[[bool], Sequence[tuple[int, Sequence[int], Any]]], take: Callable[[int, Any], object]
+) -> None:
+    """Run requests that come and go: `ready(wait)` gives (index, token ids, vLLM's parameters) of each that can begin.
+
+    It is asked between vLLM's steps, and with `wait` when vLLM has nothing to do; if it then gives none, all is done.
+    `take(index, output)` is called with each output that is complete. Raises what `run` raises.
+    """
+    indices: dict[str, int] = {}
+    engine = llm.llm_engine
+    with _aborted_on_error(llm, 1), rare_collections():
+        while True:
+            idle = not engine.has_unfinished_requests()
+            new = ready(idle)
+            if idle and not new:
+                return
+            if new:
+                names = _enqueued(llm, [prompt for _, prompt, _ in new], [params for _, _, params in new])
+                indices |= dict(zip(names, (index for index, _, _ in new), strict=True))
+            for output in engine.step():
+                if output.finished and (index := indices.pop(output.request_id, None)) is not None:
+                    take(index, output.outputs[0])
+
+
+def _enqueued(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> list[str]:
+    """The names by which vLLM's outputs call the requests that it now has."""
+    names = llm.enqueue([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
+    # vLLM 0.25.1 calls a request "NUMBER-RANDOM" (or "NUMBER", by an environment variable) and its output "NUMBER".
+    return [name.partition("-")[0] for name in names]
+
+
+@contextmanager
+def _aborted_on_error(llm: Any, sequences: int) -> Iterator[None]:
+    """Take all requests from vLLM if the block raises, Ctrl-C included. Raises EngineError if memory runs out."""
+    import torch
+
+    try:
+        yield
+    except BaseException as error:
+        abandoned = list(llm.llm_engine.output_processor.request_states)
+        llm.llm_engine.abort_request(abandoned, internal=True)
+        if isinstance(error, torch.OutOfMemoryError):
+            raise out_of_memory(f"a call of {sequences} sequences", error) from error
+        raise
 
 
 def _as_they_end(engine: Any) -> Iterator[Any]:

@@ -73,7 +73,7 @@ def padded_batch(
     groups: Sequence[GradedGroup], advantages_P_G: torch.Tensor, pad_id: int, mask_truncated: bool
 ) -> Batch:
     """The groups' completions as rows, group after group, on the CPU."""
-    prompts = [torch.tensor(g.group.prompt.ids) for g in groups for _ in g.group.samples]
+    prompts = [torch.tensor(g.group.prompt_of(sample)) for g in groups for sample in g.group.samples]
     samples = [sample for g in groups for sample in g.group.samples]
     completions = [torch.tensor(sample.token_ids) for sample in samples]
     kept_B = torch.tensor([not (mask_truncated and sample.truncated) for sample in samples])

@@ -11,6 +11,7 @@ import importlib.util
 import logging
 import math
 import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 
     from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import AdapterConfig, RunConfig
+    from qerl.environments.play import Environments
     from training.rollout.groups import Prompt
 
 PLAN_ERROR = 0.10  # the error of a plan, as a share of the limit: measured runs stay within it
@@ -74,8 +76,10 @@ def check_resumed(run_dir: Path, step: int | None = None, steps: int | None = No
         base_to_resume(run_dir, config)
 
 
-def read_prompts(config: RunConfig, base: ModelRef) -> tuple[PreTrainedTokenizerBase, list[Prompt]]:
-    """The tokenizer and the prompts of a run on `base`.
+def read_prompts(
+    config: RunConfig, base: ModelRef
+) -> tuple[PreTrainedTokenizerBase, list[Prompt], Environments | None]:
+    """The tokenizer, the prompts and the environments of a run on `base`.
 
     Raises QerlError if the data cannot be read, or if the base allows neither these prompts nor the adapter.
     """
@@ -86,9 +90,17 @@ def read_prompts(config: RunConfig, base: ModelRef) -> tuple[PreTrainedTokenizer
     sizes = sizes_at(base)
     check_kv_cache(config.rollout.kv_cache_dtype, sizes, local_folder(base.base))
     tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
-    prompts = load_prompts(config.data, tokenizer, config.rollout.prompts_per_step)
+    environments = None
+    if config.environment is not None:
+        from qerl.environments.play import open_environments
+
+        new_tokens = config.rollout.max_new_tokens
+        context = min(config.data.max_prompt_tokens + new_tokens, sizes.positions or sys.maxsize)
+        environments = open_environments(config.environment, tokenizer, local_folder(base.base), new_tokens, context)
+    chat = environments.chat if environments else None
+    prompts = load_prompts(config.data, tokenizer, config.rollout.prompts_per_step, chat)
     check_limits(config, sizes, prompts)
-    return tokenizer, prompts
+    return tokenizer, prompts, environments
 
 
 def check_limits(config: RunConfig, sizes: ModelSizes, prompts: Sequence[Prompt]) -> None:

@@ -38,7 +38,7 @@ def dry_run(config: RunConfig, console: Console) -> bool:
     itself would raise for its model, adapter, data or rewards.
     """
     base = starting_model(config)
-    tokenizer, prompts = read_prompts(config, base)
+    tokenizer, prompts, environments = read_prompts(config, base)
     lengths = sorted(len(prompt.ids) for prompt in prompts)
     console.print(
         f"data: {len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens, half of them under "
@@ -51,8 +51,9 @@ def dry_run(config: RunConfig, console: Console) -> bool:
     task = task_of(config.data)
     fixed = fixed_columns(task, config.rollout.max_new_tokens)
     try:
-        rewards = build_rewards(config.rewards, fixed, [prompt.example for prompt in prompts], written)
-        if questions := read_questions(config, tokenizer, prompts, sizes_at(base), written):
+        examples = [prompt.example for prompt in prompts]
+        rewards = build_rewards(config.rewards, fixed, examples, written, environments is not None)
+        if questions := read_questions(config, tokenizer, prompts, sizes_at(base), written, environments):
             console.print(_validation_text(config, questions), highlight=False, soft_wrap=True)
         console.print(reward_table(task, prompts, rewards))
     finally:

@@ -48,6 +48,11 @@ def accuracy(
     return [float(grade.correct) for grade in grades]
 
 
+def environment(completions: Sequence[str], episode_reward: Sequence[float] = (), **_: Any) -> list[float]:
+    """What the environment gave over the steps of an episode; 0 for a completion of no episode, as in a dry run."""
+    return list(episode_reward) or [0.0] * len(completions)
+
+
 def format(completions: Sequence[str], style: Literal["boxed", "tags", "think"] = "boxed", **_: Any) -> list[float]:
     """1 for a completion that has the form that the prompt asks for, else 0.
 

@@ -14,7 +14,7 @@ import torch
 from training.loss.advantages import deviation
 from training.rewards.rewards import Rewards
 from training.rollout.dynamic_sampling import informative_groups
-from training.rollout.groups import GradedGroup, Group
+from training.rollout.groups import GradedGroup, Group, Sample
 
 Logged = dict[str, list[float]]  # name -> values, as the rewards gave them to `log_metric`
 
@@ -33,13 +33,14 @@ class Grader:
             return Graded([])
         samples = [sample for group in groups for sample in group.samples]
         prompts = [group.prompt for group in groups for _ in group.samples]
-        texts = self.decode([sample.token_ids for sample in samples])
+        texts = self._texts(samples)
         columns = {
             "completions": texts,
-            "completion_ids": [sample.token_ids for sample in samples],
+            "completion_ids": [_written(sample) for sample in samples],
             "prompts": [prompt.text for prompt in prompts],
             "row": [prompt.row for prompt in prompts],
             "step": step,
+            **_episode_columns(samples),
         }
         values_F, logged = _call(self.rewards.functions, columns)
         rewards_B_F = torch.tensor(values_F).T.contiguous()
@@ -52,6 +53,31 @@ class Grader:
             signal = informative_groups(total_B[None, part], torch.tensor([in_loss[part]]))[0]
             graded.append(GradedGroup(group, tuple(texts[part]), rewards_B_F[part], total_B[part], signal))
         return Graded(graded, logged)
+
+    def _texts(self, samples: Sequence[Sample]) -> list[str]:
+        """What rewards read: a completion's text, and of an episode what the policy wrote last."""
+        texts = self.decode([sample.token_ids for sample in samples])
+        pairs = zip(texts, samples, strict=True)
+        return [text if sample.episode is None else sample.episode.answer for text, sample in pairs]
+
+
+def _written(sample: Sample) -> Sequence[int]:
+    """The tokens that the policy wrote."""
+    if sample.episode is None:
+        return sample.token_ids
+    return [token for token, own in zip(sample.token_ids, sample.loss_mask, strict=True) if own]
+
+
+def _episode_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
+    """The further columns of episodes; `turns` is the exchange as messages."""
+    episodes = [sample.episode for sample in samples if sample.episode is not None]
+    if not episodes:
+        return {}
+    return {
+        "episode_reward": [episode.reward for episode in episodes],
+        "turns": [[{"role": turn.role, "content": turn.text} for turn in episode.turns] for episode in episodes],
+        "tool_calls": [episode.tool_calls for episode in episodes],
+    }
 
 
 def _call(functions: Sequence[Any], columns: Mapping[str, Any]) -> tuple[list[list[float]], Logged]:

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 from qerl.config.rules_rewards import OWN, is_url
 from qerl.data.examples import check_answers
 from qerl.errors import ConfigError, RewardError
-from qerl.own.columns import COLUMNS, check_columns, first_to_fail
+from qerl.own.columns import COLUMNS, EPISODE_COLUMNS, check_columns, first_to_fail
 from qerl.own.function import TIMEOUT_S, LateError, Named, OwnFunction, OwnFunctionError, own_function
 from qerl.own.returned import ReturnedError, numbers
 from qerl.tasks import Example
@@ -49,6 +49,7 @@ REWARDS: dict[str, Reward] = {
     "soft_overlong": reward_functions.soft_overlong,
     "length": reward_functions.length,
     "judge": Judge(),
+    "environment": reward_functions.environment,
 }
 
 GRADED = ("accuracy", "length")  # rewards that use the task's grading
@@ -74,9 +75,13 @@ def fixed_columns(task: Task, max_new_tokens: int) -> dict[str, Any]:
 
 
 def build_rewards(
-    wanted: Sequence[RewardConfig], fixed: Mapping[str, Any], examples: Sequence[Example], run_dir: Path
+    wanted: Sequence[RewardConfig],
+    fixed: Mapping[str, Any],
+    examples: Sequence[Example],
+    run_dir: Path,
+    episodes: bool = False,
 ) -> Rewards:
-    """The rewards that a recipe wants; `fixed` comes from `fixed_columns`.
+    """The rewards that a recipe wants; `fixed` comes from `fixed_columns`. Those of `episodes` have further columns.
 
     Raises ConfigError for an unknown reward, or for arguments that it does not take.
     """
@@ -85,7 +90,8 @@ def build_rewards(
     if any(reward.name in GRADED for reward in wanted):
         check_answers(fixed["task"], examples)
     for reward, function in zip(wanted, check_rewards(wanted, fixed), strict=True):
-        check_columns(f"reward {reward.name}", inspect.signature(function).parameters, reward.args, examples)
+        others = (*reward.args, *(EPISODE_COLUMNS if episodes else ()))
+        check_columns(f"reward {reward.name}", inspect.signature(function).parameters, others, examples)
         guarded = _GuardedReward(_metric_name(reward.name, functions), reward, function, fixed, examples, run_dir)
         if is_url(reward.name) or isinstance(function, Judge):
             _try_server(guarded, examples[:TRIED])
@@ -130,7 +136,7 @@ def _check_arguments(reward: RewardConfig, function: Reward) -> None:
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     own = reward.name not in REWARDS and not is_url(reward.name)
     takes_all = own and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    options = [name for name in named if name not in (*COLUMNS, "log_metric")]
+    options = [name for name in named if name not in (*COLUMNS, *EPISODE_COLUMNS, "log_metric")]
     for key in reward.args:
         if key in COLUMNS or (key not in options and not takes_all):
             near = difflib.get_close_matches(key, options, n=1)
@@ -242,6 +248,7 @@ class _GuardedReward:
             "question": [example.question for example in examples],
             "answer": [example.answer for example in examples],
             "row": row,
+            **{name: given[name] for name in EPISODE_COLUMNS if name in given},
         }
 
     def _run(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any], timeout_s: float) -> list[float]:

@@ -5,14 +5,15 @@ Axis suffixes: P prompts, G completions of one prompt, F reward functions, T tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 if TYPE_CHECKING:
     from qerl.engine.interface import Completion
+    from qerl.environments.values import Episode
     from qerl.tasks import Example
 
 
@@ -24,22 +25,34 @@ class Prompt:
     ids: Sequence[int]
     text: str  # for rewards and logs alone: nothing is tokenized again
     example: Example
+    messages: tuple[Mapping[str, Any], ...] = ()  # of which the ids were made; environments may add to them
 
 
 @dataclass(frozen=True)
 class Sample:
-    """One completion. The three sequences have one entry per token."""
+    """One completion, or one episode with an environment. The three sequences have one entry per token."""
 
     token_ids: Sequence[int]
     logprobs: Sequence[float]  # under the policy that sampled, noise included
     loss_mask: Sequence[bool]  # False for tokens that the policy did not write, such as a tool's output
     truncated: bool  # ended by the length limit
+    episode: Episode | None = None
 
     @classmethod
     def of(cls, completion: Completion) -> Sample:
         """A completion of a single turn, all of whose tokens the policy wrote."""
         tokens = len(completion.token_ids)
         return cls(completion.token_ids, completion.logprobs, [True] * tokens, completion.finish_reason == "length")
+
+    @classmethod
+    def of_episode(cls, episode: Episode) -> Sample:
+        """All tokens of an episode after its prompt, of which the policy wrote some."""
+        return cls(episode.token_ids, episode.logprobs, episode.written, episode.truncated, episode)
+
+    @property
+    def written(self) -> int:
+        """How many of the tokens the policy wrote."""
+        return sum(self.loss_mask)
 
 
 @dataclass(frozen=True)
@@ -53,6 +66,10 @@ class Group:
     def tokens(self) -> int:
         """The completions' tokens."""
         return sum(len(sample.token_ids) for sample in self.samples)
+
+    def prompt_of(self, sample: Sample) -> Sequence[int]:
+        """The token ids that a sample continues: an environment may have added to the prompt."""
+        return self.prompt.ids if sample.episode is None else sample.episode.prompt_ids
 
 
 @dataclass(frozen=True)

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def length_metrics(groups: Sequence[GradedGroup]) -> dict[str, float]:
-    """Tokens per completion, and the share of completions that hit the length limit."""
+    """Tokens that the policy wrote per completion, and the share of completions that hit the length limit."""
     samples = [sample for graded in groups for sample in graded.group.samples]
-    tokens_B = torch.tensor([len(sample.token_ids) for sample in samples]).float()
+    tokens_B = torch.tensor([sample.written for sample in samples]).float()
     return {
         "completions/mean_tokens": tokens_B.mean().item(),
         "completions/min_tokens": tokens_B.min().item(),

@@ -22,13 +22,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from qerl.config.schema import DataConfig
-    from qerl.tasks import Example
+    from qerl.environments.chat import Chat
+    from qerl.tasks import Example, Message
 
 logger = logging.getLogger(__name__)
 
 
-def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, at_least: int) -> list[Prompt]:
+def load_prompts(
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, at_least: int, chat: Chat | None = None
+) -> list[Prompt]:
     """Read the examples, render their prompts, and drop the over-long ones (counted and named).
+
+    A `chat` renders them with the tools of an environment.
 
     Raises DataError if fewer than `at_least` (the prompts of one step) are left.
     """
@@ -41,7 +46,7 @@ def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, at_leas
         limit=config.limit,
         keep_unreadable=config.keep_unreadable,
     )
-    rendered = [(example, _render(config, example, tokenizer)) for example in examples]
+    rendered = [(example, _render(config, example, tokenizer, chat)) for example in examples]
     kept = [(example, ids) for example, ids in rendered if len(ids) <= config.max_prompt_tokens]
     _report_long(config, [example for example, ids in rendered if len(ids) > config.max_prompt_tokens])
     if len(kept) < at_least:
@@ -50,7 +55,7 @@ def load_prompts(config: DataConfig, tokenizer: PreTrainedTokenizerBase, at_leas
             "data.max_prompt_tokens, or lower rollout.prompts_per_step"
         )
     return [
-        Prompt(row, ids, tokenizer.decode(ids, skip_special_tokens=False), example)
+        Prompt(row, ids, tokenizer.decode(ids, skip_special_tokens=False), example, messages_of_prompt(config, example))
         for row, (example, ids) in enumerate(kept)
     ]
 
@@ -110,9 +115,14 @@ def _epoch_order(rows: int, prompts_per_step: int, seed: int, epoch: int) -> lis
     return order
 
 
-def _render(config: DataConfig, example: Example, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    messages = messages_of(task_of(config), example, config.system_prompt, config.prompt_template)
-    return render_prompt(tokenizer, messages)
+def messages_of_prompt(config: DataConfig, example: Example) -> tuple[Message, ...]:
+    """The chat messages of a row, as the recipe asks for them."""
+    return tuple(messages_of(task_of(config), example, config.system_prompt, config.prompt_template))
+
+
+def _render(config: DataConfig, example: Example, tokenizer: PreTrainedTokenizerBase, chat: Chat | None) -> list[int]:
+    messages = messages_of_prompt(config, example)
+    return render_prompt(tokenizer, messages) if chat is None else chat.prompt(messages)
 
 
 def _report_long(config: DataConfig, examples: list[Example]) -> None:

@@ -13,8 +13,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl.engine.interface import Engine, SamplingParams
+from qerl.engine.interface import Engine, Finished, SamplingParams
 from qerl.engine.update import deliver
+from qerl.environments.play import Environments, episode_metrics, play, row_of
+from qerl.environments.values import Start
 from qerl.errors import EngineError
 from qerl.layers.norms import block_norms, set_norm_noise_
 from training.policy.train_memory import begin_phase, card_memory
@@ -64,7 +66,12 @@ class Sampler:
     """Samples by its options; `ahead` grades completions while others are still being sampled."""
 
     def __init__(
-        self, engine: Engine, policy: Policy, options: SamplerOptions, ahead: GradingAhead | None = None
+        self,
+        engine: Engine,
+        policy: Policy,
+        options: SamplerOptions,
+        ahead: GradingAhead | None = None,
+        environments: Environments | None = None,
     ) -> None:
         self._engine = engine
         self._policy = policy
@@ -73,6 +80,7 @@ class Sampler:
         sizes = {name: module.weight.numel() for name, module in self._norms.items()}
         self._noise = NoiseSchedule(options.noise, sizes, options.steps, options.seed)
         self._ahead = ahead
+        self._environments = environments
         self._in_policy: Mapping[str, torch.Tensor] | None = None  # noise that stays while the policy trains
 
     def sync(self) -> float:
@@ -97,19 +105,25 @@ class Sampler:
             started = time.perf_counter()
             touched = self._set_noise(noise)
             seed = derive_seed(self._options.seed, moment.step, f"rollout/{attempt}" if attempt else "rollout")
-            ids, sampling = [one.ids for one in each], self._options.sampling
-            completions = self._engine.generate(ids, sampling, seed, finished, first * size)
+            samples = self._samples(each, seed, finished, first * size)
             seconds = time.perf_counter() - started
             graded = None if self._ahead is None else self._ahead.graded
             self._after_rollout(noise)
             memory = card_memory("memory/rollout_card_gib", {})
             self._engine.sleep()
-        samples = [Sample.of(completion) for completion in completions]
         groups = [
             Group(prompt, tuple(samples[first : first + size]))
             for prompt, first in zip(prompts, range(0, len(samples), size), strict=True)
         ]
         return Rollout(groups, seconds, graded, {**_noise_metrics(noise), "noise/norms": touched}, memory)
+
+    def _samples(self, prompts: Sequence[Prompt], seed: int, finished: Finished | None, first: int) -> list[Sample]:
+        """One sample for each prompt; `first` is the place of the first one in the whole rollout."""
+        sampling = self._options.sampling
+        if self._environments is not None:
+            return played(self._engine, self._environments, prompts, sampling, seed)
+        ids = [prompt.ids for prompt in prompts]
+        return [Sample.of(done) for done in self._engine.generate(ids, sampling, seed, finished, first)]
 
     @contextmanager
     def clean_engine(self) -> Iterator[Engine]:
@@ -147,6 +161,21 @@ class Sampler:
             self._set_policy_noise(noise.vectors)
 
 
+def played(
+    engine: Engine,
+    environments: Environments,
+    prompts: Sequence[Prompt],
+    sampling: SamplingParams,
+    seed: int,
+    told: Finished | None = None,
+) -> list[Sample]:
+    """An episode for each prompt. Those of one row begin alike: their environments get the same seed."""
+    starts = [
+        Start(row_of(one.example), one.messages, one.ids, derive_seed(seed, one.row, "environment")) for one in prompts
+    ]
+    return [Sample.of_episode(one) for one in play(engine, environments, starts, sampling, seed, told)]
+
+
 def _noise_metrics(noise: StepNoise) -> dict[str, float]:
     return {"noise/stage": noise.stage, "noise/sigma": noise.sigma, "noise/std": noise.std, **noise.controlled}
 
@@ -154,16 +183,18 @@ def _noise_metrics(noise: StepNoise) -> dict[str, float]:
 def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Metrics of a step over all of its rollouts."""
     samples = [sample for rollout in rollouts for group in rollout.groups for sample in group.samples]
-    tokens = sum(len(sample.token_ids) for sample in samples)
+    tokens = sum(sample.written for sample in samples)
     seconds = sum(rollout.seconds for rollout in rollouts)
     surprise = sum(
         sum(sum(sample.logprobs) for group in rollout.groups for sample in group.samples) for rollout in rollouts
     )
     ahead = [rollout.graded_ahead for rollout in rollouts if rollout.graded_ahead is not None]
+    episodes = [sample.episode for sample in samples if sample.episode is not None]
     memory = {name: max(rollout.memory[name] for rollout in rollouts) for name in rollouts[0].memory}
     return {
         **({"speed/graded_ahead_share": sum(ahead) / len(samples)} if ahead else {}),
         **rollouts[-1].noise,
+        **(episode_metrics(episodes) if episodes else {}),
         **memory,
         # The mean surprise of what was drawn estimates the entropy of the policy that drew it, with its noise.
         "sampling/entropy": -surprise / tokens,

@@ -32,15 +32,21 @@ Inputs = Mapping[str, str]  # what it is, in words -> digest or version
 
 
 def inputs_of(
-    prompts: Sequence[Prompt], task: Task, rewards: Sequence[RewardConfig], validated: Sequence[Prompt] = ()
+    prompts: Sequence[Prompt],
+    task: Task,
+    rewards: Sequence[RewardConfig],
+    validated: Sequence[Prompt] = (),
+    environment: Sequence[str] = (),
 ) -> dict[str, str]:
     """Digests of the rows, of the prompts as token ids, of those of validation if there are any, and of the files of
-    the grader and of own rewards, in the order of the recipe."""
+    the grader, of own rewards in the order of the recipe, and of the `environment`."""
     rows, ids = _digests(prompts)
     digests = {"the rows of the data": rows, "the prompts as tokens": ids}
     if validated:
         digests["the validation's rows"], digests["the validation's prompts as tokens"] = _digests(validated)
     own = [("grader", find_grader(task))] if task.grader is not None else []
+    for file in map(Path, environment):
+        digests[f"the environment's source {file.name}"] = hashlib.sha256(file.read_bytes()).hexdigest()
     own += [("reward", find_reward(each.name, each.timeout_s)) for each in rewards if _is_own(each)]
     for kind, function in own:
         for file in _sources(function):

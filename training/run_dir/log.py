@@ -30,7 +30,7 @@ from training.validation.verdict import sentence, validations
 if TYPE_CHECKING:
     import torch
 
-    from training.rollout.groups import GradedGroup
+    from training.rollout.groups import GradedGroup, Sample
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,17 @@ RUN_METRICS = (
 )
 RUN_FOLDERS = (
     *("rewards/", "sampled/", "completions/", "groups/", "clip/", "clip_ratio/", "sampling/", "mismatch/"),
-    *("correction/", "vespo/", "noise/", "dynamic_sampling/", "validation/", "time/", "speed/", "memory/"),
+    *(
+        "correction/",
+        "vespo/",
+        "noise/",
+        "dynamic_sampling/",
+        "environment/",
+        "validation/",
+        "time/",
+        "speed/",
+        "memory/",
+    ),
 )
 WARNINGS = "warnings.jsonl"
 MACHINE_PREFIXES = ("time/", "speed/", "memory/")
@@ -82,10 +92,22 @@ def completion_rows(
             "completion": text,
             "advantage": advantage,
             "rewards": dict(zip(names, rewards, strict=True)),
+            **_episode_row(sample),
         }
         for graded, advantages in zip(groups, advantages_P_G.tolist(), strict=True)
-        for text, advantage, rewards in zip(graded.texts, advantages, graded.rewards_G_F.tolist(), strict=True)
+        for sample, text, advantage, rewards in zip(
+            graded.group.samples, graded.texts, advantages, graded.rewards_G_F.tolist(), strict=True
+        )
     ]
+
+
+def _episode_row(sample: Sample) -> dict[str, Any]:
+    """What a row says of an episode besides: its turns, and how it ended."""
+    episode = sample.episode
+    if episode is None:
+        return {}
+    turns = [{"role": turn.role, "text": turn.text, "tokens": turn.tokens} for turn in episode.turns]
+    return {"turns": turns, "ended": episode.error or episode.ended}
 
 
 def spread(rows: Sequence[Any], count: int) -> list[Any]:

@@ -27,6 +27,7 @@ NUMBERS = {
     "noise/sigma": ("sigma", ".1e"),
     "mismatch_kl": ("mismatch", ".1e"),
     "completions/mean_tokens": ("tokens", ".0f"),
+    "environment/turns": ("turns", ".1f"),
     "time/step_s": ("s/step", ".1f"),
 }
 MACHINE_NUMBERS = {
@@ -54,7 +55,7 @@ def completions_table(step: int, rows: Iterable[Mapping[str, Any]]) -> Table:
     table = Table("rewards", "prompt", "completion", title=f"step {step}", title_justify="left", show_lines=True)
     for row in list(rows)[:SHOWN_ROWS]:
         rewards = "\n".join(f"{name} {value:.3g}" for name, value in row["rewards"].items() if value is not None)
-        table.add_row(*(Text(text) for text in (rewards, _cut(row["prompt"]), _cut(row["completion"]))))
+        table.add_row(*(Text(text) for text in (rewards, _cut(row["prompt"]), _said(row))))
     return table
 
 
@@ -108,6 +109,13 @@ class Display(Progress):
 class _Phase(ProgressColumn):
     def render(self, task: Task) -> Text:
         return Text(f"{task.fields['phase']} {time.monotonic() - task.fields['since']:.0f} s", style="cyan")
+
+
+def _said(row: Mapping[str, Any]) -> str:
+    """A completion, or the turns of an episode, each in a line of its own."""
+    if len(turns := row.get("turns", ())) < 2:
+        return _cut(row["completion"])
+    return "\n".join(f"{turn['role']}: {_cut(turn['text'])}" for turn in turns)
 
 
 def _cut(text: str) -> str:

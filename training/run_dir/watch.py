@@ -22,6 +22,7 @@ SOLVED = 0.8  # from this accuracy on completions may be alike, since there is l
 MISMATCH_GROWTH = 5.0  # times the mismatch of the first steps with as much noise
 MISMATCH_LEAST = 1e-3  # nats; the mismatch that comes from kernels alone is smaller
 OUTSIDE = 0.1  # share of the tokens
+FAILED = 0.2  # share of the episodes
 INFORMATIVE = 0.1  # share of the sampled groups
 
 # The metrics that say whether completions are right, best first: the accuracy if there is such a reward, and of all
@@ -164,9 +165,20 @@ def _sigma_bound(rows: Rows) -> str | None:
     )
 
 
+def _environment(rows: Rows) -> str | None:
+    share = _mean(rows, "environment/failed_share")
+    if share is None or share < FAILED:
+        return None
+    return (
+        f"{share:.0%} of the episodes were ended by an error or a timeout of their environment: the log says what the "
+        "first one did; correct the environment, or raise environment.timeout_s"
+    )
+
+
 CHECKS: dict[str, Callable[[Rows], str | None]] = {
     "no_variance": _no_variance,
     "truncated": _truncated,
+    "environment_fails": _environment,
     "entropy_collapse": _entropy,
     "mismatch_growing": _mismatch,
     "outside_bounds": _outside,

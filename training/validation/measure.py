@@ -22,6 +22,7 @@ from training.ranks import merged_grades
 from training.rewards.grading import Graded, Grader, reward_metrics
 from training.rollout.groups import Group, Sample
 from training.rollout.metrics import logged_means_by_groups
+from training.rollout.sampler import played
 from training.rollout.seeds import derive_seed
 from training.run_dir.stop import AskedError
 
@@ -54,14 +55,18 @@ def _share(parts: Parts, questions: Questions, step: int, stop: Stop) -> Graded 
     prompts = questions.prompts[own]
     if not prompts:
         return Graded([])
-    each = [prompt.ids for prompt in prompts for _ in range(size)]
+    each = [prompt for prompt in prompts for _ in range(size)]
     seed = derive_seed(parts.config.run.seed, 0, "validation")
     try:
         with parts.sampler.clean_engine() as engine:
-            completions = engine.generate(each, questions.sampling, seed, stop.leave_if_asked, own.start * size)
+            if questions.environments is None:
+                ids = [prompt.ids for prompt in each]
+                done = engine.generate(ids, questions.sampling, seed, stop.leave_if_asked, own.start * size)
+                samples = [Sample.of(completion) for completion in done]
+            else:
+                samples = played(engine, questions.environments, each, questions.sampling, seed, stop.leave_if_asked)
     except AskedError:
         return None
-    samples = [Sample.of(completion) for completion in completions]
     groups = [
         Group(prompt, tuple(samples[first : first + size]))
         for prompt, first in zip(prompts, range(0, len(samples), size), strict=True)
@@ -75,7 +80,7 @@ def _metrics(questions: Questions, shares: Sequence[Graded]) -> dict[str, float]
     samples = [sample for group in graded.groups for sample in group.group.samples]
     rewards = reward_metrics(graded.groups, questions.reward_names)
     metrics = {
-        "mean_tokens": sum(len(sample.token_ids) for sample in samples) / len(samples),
+        "mean_tokens": sum(sample.written for sample in samples) / len(samples),
         "truncated_share": sum(sample.truncated for sample in samples) / len(samples),
         **{name: value for name, value in rewards.items() if name != "reward_std"},
     }

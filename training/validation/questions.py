@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -17,7 +17,7 @@ from qerl.config.schema import RewardConfig
 from qerl.data.examples import check_source
 from qerl.engine.interface import SamplingParams, check_tokens
 from qerl.errors import ConfigError, DataError
-from qerl.tasks import Example, Task, get_task, load_examples, messages_of, render_prompt, task_of
+from qerl.tasks import Example, Message, Task, get_task, load_examples, messages_of, render_prompt, task_of
 from qerl.tasks.own_grader import check_grader
 from training.rewards.rewards import Rewards, build_rewards, fixed_columns
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from qerl.config.schema import RunConfig
+    from qerl.environments.play import Environments
     from qerl.plan.sizes import ModelSizes
     from training.rollout.groups import Prompt
 
@@ -49,6 +50,7 @@ class Questions:
     rewards: Rewards
     reward_names: Sequence[str]  # of the recipe's own
     accuracy: int | None
+    environments: Environments | None = None
 
     @property
     def context(self) -> int:
@@ -68,20 +70,26 @@ def read_questions(
     trained: Sequence[Prompt],
     sizes: ModelSizes,
     run_dir: Path,
+    environments: Environments | None = None,
 ) -> Questions | None:
     """The questions of a recipe that validates, else None. Raises QerlError for what the base or the data refuse."""
     this = config.validation
     if this.every is None:
         return None
     task, name = _task(config), f"{this.source or (this.task or config.data.task)} ({this.split})"
-    prompts = _prompts(config, _unseen(name, _examples(config, task), trained)[: this.limit], tokenizer)
+    prompts = _prompts(config, _unseen(name, _examples(config, task), trained)[: this.limit], tokenizer, environments)
     examples = [prompt.example for prompt in prompts]
     sampling = SamplingParams(this.max_new_tokens or config.rollout.max_new_tokens, this.temperature)
     wanted, accuracy = _with_grading(config.rewards, task, examples)
-    rewards = build_rewards(wanted, fixed_columns(task, sampling.max_new_tokens), examples, run_dir)
+    fixed = fixed_columns(task, sampling.max_new_tokens)
+    rewards = build_rewards(wanted, fixed, examples, run_dir, environments is not None)
     names = rewards.names[: len(config.rewards)]
     _check_metric(this.metric, names, accuracy is not None)
-    questions = Questions(name, prompts, sampling, this.samples, rewards, names, accuracy)
+    if environments is not None:
+        new = sampling.max_new_tokens
+        limits = replace(environments.limits, max_tokens=new, context=config.data.max_prompt_tokens + new)
+        environments = replace(environments, limits=limits)
+    questions = Questions(name, prompts, sampling, this.samples, rewards, names, accuracy, environments)
     check_tokens((prompt.ids for prompt in prompts), sizes.vocabulary)
     if sizes.positions is not None and questions.context > sizes.positions:
         raise ConfigError(
@@ -153,18 +161,26 @@ def _key(question: str) -> str:
     return re.sub(r"\s+", "", question).casefold()
 
 
-def _prompts(config: RunConfig, examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase) -> list[Prompt]:
+def _prompts(
+    config: RunConfig,
+    examples: Sequence[Example],
+    tokenizer: PreTrainedTokenizerBase,
+    environments: Environments | None = None,
+) -> list[Prompt]:
     """The prompts, longest first, which saves padding; each one's `row` is its place in this list."""
     from training.rollout.groups import Prompt  # it imports torch
 
     data, trained = config.data, task_of(config.data)
 
+    def asked(example: Example) -> tuple[Message, ...]:
+        return tuple(messages_of(trained, example, data.system_prompt, data.prompt_template))
+
     def ids_of(example: Example) -> list[int]:
-        return render_prompt(tokenizer, messages_of(trained, example, data.system_prompt, data.prompt_template))
+        return environments.chat.prompt(asked(example)) if environments else render_prompt(tokenizer, asked(example))
 
     rendered = sorted(((ids_of(example), example) for example in examples), key=lambda pair: -len(pair[0]))
     return [
-        Prompt(row, ids, tokenizer.decode(ids, skip_special_tokens=False), example)
+        Prompt(row, ids, tokenizer.decode(ids, skip_special_tokens=False), example, asked(example))
         for row, (ids, example) in enumerate(rendered)
     ]
 

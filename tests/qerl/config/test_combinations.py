@@ -172,7 +172,7 @@ PAIRS = [
     (
         ["rewards=[{name: acuracy}]"],
         "rewards.0.name acuracy: there is no such reward; write rewards.0.name: accuracy (rewards: accuracy, format, "
-        "soft_overlong, length, judge; your own: path/to/file.py:function,",
+        "soft_overlong, length, judge, environment; your own: path/to/file.py:function,",
     ),
     (
         ["rewards=[{name: correctness}]"],

@@ -96,6 +96,32 @@ def assert_same(one, other, metrics=()):
         assert one[2][name] == pytest.approx(other[2][name], rel=1e-5, abs=1e-7)
 
 
+def check_gradient_of_others_is_zero(trainer, batch):
+    """Tokens of tools and environments: the loss does not depend on their logprobs and entropies, to the bit."""
+    mask = batch.loss_mask_B_T.clone()
+    mask[:, 1:3] = 0
+    batch = replace(batch, loss_mask_B_T=mask)
+    others = mask == 0
+
+    def loss_of(changed):
+        torch.manual_seed(1)
+        logprobs = batch.old_logprobs_B_T + 0.1 * torch.randn(mask.shape) + changed * others
+        logprobs, entropies = logprobs.requires_grad_(), (torch.rand(mask.shape) + changed * others).requires_grad_()
+        old, sampling = (each + changed * others for each in (batch.old_logprobs_B_T, batch.sampling_logprobs_B_T))
+        config = trainer.parts.config.loss
+        rows = replace(batch, old_logprobs_B_T=old, sampling_logprobs_B_T=sampling)
+        weights = importance_weights(old, sampling - changed * others, mask, config.correction)
+        loss, _ = trainer.loss_of(LossInputs(rows, logprobs, entropies, weights, mask.sum(), config.entropy_coef))
+        return loss, torch.autograd.grad(loss, (logprobs, entropies))
+
+    (loss, gradients), (other_loss, other_gradients) = loss_of(0.0), loss_of(3.0)
+    assert torch.equal(loss, other_loss)
+    for gradient, other in zip(gradients, other_gradients, strict=True):
+        assert torch.equal(gradient, other)
+        assert (gradient[others] == 0).all()
+        assert (gradient[~others] != 0).any()
+
+
 @pytest.mark.parametrize(("loss_type", "level"), LOSSES)
 def test_every_split_equals_the_whole_batch_of_trl(nvfp4_base, tmp_path, loss_type, level):
     """All terms of the loss are on, so that no row except the masked one may be left out."""
@@ -110,6 +136,7 @@ def test_every_split_equals_the_whole_batch_of_trl(nvfp4_base, tmp_path, loss_ty
         metrics = [name for name in metrics if not name.startswith(("clip_ratio", "vespo"))]
     for tokens in (1, 14, 1000):
         assert_same(cut(trainer, inputs, tokens), reference, metrics)
+    check_gradient_of_others_is_zero(trainer, inputs)
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "llama"])

@@ -219,7 +219,7 @@ def test_rewards_that_wait_run_at_once_and_keep_their_order(tmp_path):
         body += f"    while not all(map(os.path.exists, {flags})): await asyncio.sleep(0.01)\n"
         wanted.append(own(tmp_path, f"{body}    return [{i}.0] * len(completions)", f"own{i}", start="async def"))
     rewards = build(tmp_path, *wanted, RewardConfig(name="format"))
-    sample = SimpleNamespace(token_ids=[1], truncated=False)
+    sample = SimpleNamespace(token_ids=[1], truncated=False, episode=None)
     group = SimpleNamespace(samples=[sample, sample], prompt=SimpleNamespace(text="p", row=0))
     graded = Grader(rewards, lambda ids: ["\\boxed{1}"] * len(ids), mask_truncated=True).grade([group], step=1)
     assert graded.groups[0].rewards_G_F.tolist() == [[0.0, 1.0, 2.0, 1.0]] * 2

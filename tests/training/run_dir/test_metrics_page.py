@@ -18,6 +18,7 @@ RUNS = {
     "masked": ("loss.correction.mode=token_mask", "noise.controller.metric=ess", "noise.controller.target=0.9"),
     "vespo": ("loss.type=vespo",),
     "validated": ("validation.every=3", "validation.limit=4", "validation.task=arith_chain"),
+    "episodes": ("environment={name: word_game, max_turns: 2}",),
     "formulas": ("data.task=math500", "data.columns={question: question}", "rewards=[{name: accuracy}]"),
 }
 

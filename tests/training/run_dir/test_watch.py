@@ -41,6 +41,7 @@ def rows(*changes, before=()):
         (NO_REWARD | {"rewards/format": 0.0}, "reward_zero", "form that the reward format asks for"),
         ({"groups/zero_variance_share": 1.0}, "no_variance", "(mean reward 0.50)"),
         ({"completions/truncated_share": 0.5}, "truncated", "50% of the completions"),
+        ({"environment/failed_share": 0.2}, "environment_fails", "20% of the episodes"),
         ({"entropy": 0.039}, "entropy_collapse", "from 0.4 to 0.039 nats"),
         ({"entropy": 0.039, "rewards/accuracy": 0.79}, "entropy_collapse", "from 0.4 to 0.039 nats"),
         ({"mismatch_kl": 1.1e-3}, "mismatch_growing", "from 2.0e-04 to 1.1e-03"),

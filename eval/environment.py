@@ -1,0 +1,93 @@
+"""An evaluation against an environment: which one, and its episodes as completions that are graded.
+
+It is named, or it is the one that the run was trained with. A run is a model, and a model that is evaluated chooses no
+code to run and no server to ask: if the run's environment is not one of those that ship with qerl, it has to be named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from eval.settings import EvalSettings
+from qerl.config.environment import EnvironmentConfig
+from qerl.engine.interface import Completion
+from qerl.environments.build import KNOWN
+from qerl.environments.play import Environments, play, row_of
+from qerl.environments.values import Episode, Start
+from qerl.errors import ConfigError
+
+if TYPE_CHECKING:
+    from eval.plan import Plan
+    from eval.store import Key
+    from qerl.engine.interface import Engine
+
+NONE = "none"
+
+
+def find_environment(settings: EvalSettings, run: Path | None) -> EnvironmentConfig | None:
+    """What the model talks to; None for completions of one turn. Raises ConfigError if it would have to be named."""
+    trained = None
+    if run is not None:
+        from qerl.config.recipe import load_config
+
+        trained = load_config(run / "config.yaml").environment
+    if settings.environment == NONE:
+        return None
+    if settings.environment is None and not settings.tools:
+        _check_known(trained, run)
+        return trained
+    if trained is not None and (trained.name, trained.tools) == (settings.environment, settings.tools):
+        return trained
+    return EnvironmentConfig(name=settings.environment, tools=settings.tools)
+
+
+def _check_known(trained: EnvironmentConfig | None, run: Path | None) -> None:
+    if trained is None:
+        return
+    named = [*([trained.name] if trained.name else []), *trained.tools]
+    if all(name in KNOWN for name in named):
+        return
+    add = [f"--environment {trained.name}"] if trained.name else []
+    add += [f"--tools {','.join(trained.tools)}"] if trained.tools else []
+    raise ConfigError(
+        f"{run} was trained with the environment {', '.join(named)}, and a model that is evaluated chooses no code: "
+        f"add {' '.join(add)}, or --environment {NONE} for completions of one turn"
+    )
+
+
+def sampled_episodes(plan: Plan, engine: Engine, batch: Sequence[Key], seed: int) -> list[Episode]:
+    """An episode for each (row, sample) of a batch. Those of one row begin alike."""
+    starts = [
+        Start(row_of(plan.examples[row]), plan.messages[row], plan.prompts[row], _seed(plan.settings.seed, row))
+        for row, _ in batch
+    ]
+    return play(engine, plan.environments, starts, plan.sampling, seed)
+
+
+def as_completion(episode: Episode) -> Completion:
+    """What the model wrote in all turns."""
+    own = [place for place, written in enumerate(episode.written) if written]
+    ids, logprobs = [episode.token_ids[i] for i in own], [episode.logprobs[i] for i in own]
+    return Completion(ids, logprobs, "length" if episode.truncated else "stop")
+
+
+def episode_fields(episode: Episode) -> dict[str, Any]:
+    """What a row of the evaluation says of an episode."""
+    turns = [{"role": turn.role, "text": turn.text} for turn in episode.turns]
+    return {"turns": turns, "ended": episode.error or episode.ended, "environment_reward": episode.reward}
+
+
+def identity_of(config: EnvironmentConfig, environments: Environments) -> list[Any]:
+    """What decides the episodes, beside the model: the settings and the files of the user's code."""
+    return [config.model_dump(mode="json"), [_digest(Path(file)) for file in environments.runner.files]]
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
+
+
+def _seed(seed: int, row: int) -> int:
+    return int.from_bytes(hashlib.sha256(f"eval/{seed}/environment/{row}".encode()).digest()[:4], "big") >> 1

@@ -1,0 +1,52 @@
+"""The rules of `qerl/config/rules.py` about environments: they are named, and what they give is asked for."""
+
+from __future__ import annotations
+
+import difflib
+from typing import TYPE_CHECKING
+
+from qerl.config.conflict import Conflict, Conflicts
+
+if TYPE_CHECKING:
+    from qerl.config.schema import RunConfig
+
+OWN = "path/to/file.py:Name, package.module:Name or an http://... URL"
+
+
+def environment(config: RunConfig) -> Conflicts:
+    """An environment or a tool is named in a form that can be found, and a reward of it has one."""
+    this = config.environment
+    if this is None:
+        for i, reward in enumerate(config.rewards):
+            if reward.name == "environment":
+                yield Conflict(
+                    {f"rewards.{i}.name": "environment", "environment": None},
+                    "there is no environment that could give a reward",
+                    "environment: {name: word_game}, or your own",
+                )
+        return
+    if this.name is None and not this.tools:
+        yield Conflict(
+            {"environment.name": None, "environment.tools": []},
+            "nothing would answer the model",
+            f"environment.name: calculator, word_game, {OWN}; or environment.tools: [file.py:function]",
+        )
+    if this.name is not None:
+        yield from _name("environment.name", this.name)
+    for i, tool in enumerate(this.tools):
+        yield from _name(f"environment.tools.{i}", tool)
+
+
+def _name(key: str, name: str) -> Conflicts:
+    from qerl.environments.build import KNOWN, is_url
+
+    if name in KNOWN or is_url(name):
+        return
+    if name.endswith(".py"):
+        yield Conflict({key: name}, "it is a file", f"the name in it too, {name}:NAME")
+    place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
+    if place and attribute.isidentifier():
+        return
+    near = difflib.get_close_matches(name.lower(), KNOWN, n=1)
+    write = f"{key}: {near[0]} (or {OWN})" if near else f"one of {', '.join(KNOWN)}, or your own: {OWN}"
+    yield Conflict({key: name}, "there is no such environment", write)

@@ -1,0 +1,178 @@
+"""Episodes against a scripted engine: which tokens they hold, who wrote them, and what ends them."""
+
+import time
+
+import own_environments
+import pytest
+
+from qerl.checkpoint.load import load_tokenizer
+from qerl.checkpoint.named_base import TINY_TURNS_FOLDER
+from qerl.engine.interface import Completion, SamplingParams
+from qerl.environments.build import Source, UnfitError, build, register
+from qerl.environments.chat import Chat
+from qerl.environments.play import Environments, episode_metrics, play
+from qerl.environments.runner import Runner
+from qerl.environments.values import Limits, Start
+
+OWN = own_environments.__file__
+END = 2
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(str(TINY_TURNS_FOLDER))
+
+
+class Scripted:
+    """An engine that says what a script has for each episode and turn, and notes what it was asked."""
+
+    def __init__(self, tokenizer, *lines, cut=()):
+        self.lines, self.cut, self.asked, self.waves = [list(each) for each in lines], cut, [], []
+        self._encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def converse(self, conversations, seed=None):
+        while requests := conversations.ready(wait=True):
+            self.waves.append([request.index for request in requests])
+            for request in requests:
+                self.asked.append(request)
+                ids = [*self._encode(self.lines[request.index].pop(0)), END]
+                short = ids[: request.sampling.max_new_tokens]
+                reason = "stop" if short == ids else "length"
+                conversations.finished(request.index, Completion(short, [-0.5] * len(short), reason))
+
+
+def environments(tokenizer, *names, processes=1, args=None, **limits):
+    tools = tuple(name for name in names if name.rpartition(":")[2][0].islower())
+    name = next((name for name in names if name not in tools), None)
+    runner = Runner(Source(name, tools, args or {}), processes)
+    return Environments(runner, Chat(tokenizer, runner.schemas, [END]), Limits(**{"timeout_s": 30.0, **limits}))
+
+
+def starts(chat, *answers, question="Say it."):
+    messages = ({"role": "user", "content": question},)
+    return [Start({"answer": answer}, messages, chat.prompt(messages), 7) for answer in answers]
+
+
+def run(tokenizer, made, answers, *lines):
+    engine = Scripted(tokenizer, *lines)
+    try:
+        return engine, play(engine, made, starts(made.chat, *answers), SamplingParams(50), 0)
+    finally:
+        made.close()
+
+
+def test_an_episode_is_one_growing_list_of_tokens_in_which_the_environment_wrote_nothing_that_trains(tokenizer):
+    made = environments(tokenizer, f"{OWN}:Guess")
+    engine, (episode,) = run(tokenizer, made, ["books"], ["pens", "books"])
+    whole = tokenizer.decode(episode.prompt_ids + episode.token_ids)
+    assert whole == (
+        "<|im_start|>user\nSay it.\n\nSeed 7.<|im_end|>\n<|im_start|>assistant\n"
+        "pens<|im_end|>\n<|im_start|>user\nnot pens<|im_end|>\n<|im_start|>assistant\nbooks<|im_end|>"
+    )
+    wrote = [token for token, own in zip(episode.token_ids, episode.written, strict=True) if own]
+    assert tokenizer.decode(wrote) == "pens<|im_end|>books<|im_end|>"
+    assert episode.logprobs == [-0.5 if own else 0.0 for own in episode.written]
+    first, second = engine.asked
+    assert second.prompt == [*first.prompt, *episode.token_ids[: len(second.prompt) - len(first.prompt)]]
+    assert first.stream != second.stream
+    assert (episode.reward, episode.ended, episode.answer) == (pytest.approx(0.9), "done", "books")
+    assert [(turn.role, turn.text) for turn in episode.turns] == [
+        ("assistant", "pens"),
+        ("user", "not pens"),
+        ("assistant", "books"),
+    ]
+
+
+def test_what_ends_an_episode_and_is_counted(tokenizer):
+    """Errors, hangs, wrong values and limits each end their own episode; the others go on."""
+    lines = (["pens", "books"], ["hang"], ["raise"], ["nan"], ["four"], ["pens", "pens", "pens"], ["pens " * 60])
+    made = environments(tokenizer, f"{OWN}:Faulty", timeout_s=1.5, max_turns=3, max_tokens=60, failure_reward=-1.0)
+    began = time.monotonic()
+    _, episodes = run(tokenizer, made, ["books"] * len(lines), *lines)
+    assert time.monotonic() - began < 20
+    assert [episode.ended for episode in episodes] == ["done", *["failed"] * 4, "turns", "tokens"]
+    errors = [episode.error for episode in episodes]
+    assert errors[1] == "did not answer within 1.5 s"
+    assert errors[2].startswith("step raised KeyError: 'nothing\\nhere' (own_environments.py, line ")
+    assert errors[3] == "step returned nan as its reward: return a finite number"
+    assert errors[4].endswith("return (observation, reward, done)")
+    assert [episode.reward for episode in episodes[1:5]] == [-1.0] * 4
+    assert episodes[5].reward == pytest.approx(-0.3)
+    assert [episode.truncated for episode in episodes] == [False] * 6 + [True]
+    metrics = episode_metrics(episodes)
+    assert metrics["environment/failed_share"] == pytest.approx(4 / 7)
+    assert metrics["environment/turn_limit_share"] == pytest.approx(1 / 7)
+
+
+def test_a_process_that_ends_takes_its_episodes_with_it_and_the_next_rollout_has_another(tokenizer):
+    made = environments(tokenizer, f"{OWN}:Faulty")
+    try:
+        for lines, ended in ((["exit"], "failed"), (["books"], "done")):
+            (episode,) = play(Scripted(tokenizer, lines), made, starts(made.chat, "books"), SamplingParams(50), 0)
+            assert episode.ended == ended
+    finally:
+        made.close()
+
+
+def test_a_slow_environment_does_not_hold_the_others(tokenizer):
+    """With one call of 0.3 s at a time, twelve episodes of two turns would take 7.2 s."""
+    made = environments(tokenizer, f"{OWN}:Guess", args={"patience": 0.3}, processes=1)
+    began = time.monotonic()
+    _, episodes = run(tokenizer, made, ["books"] * 12, *[["pens", "books"] for _ in range(12)])
+    assert time.monotonic() - began < 3
+    assert all(episode.waited_s > 0.5 for episode in episodes)
+
+
+def test_an_object_of_trl_plays_as_it_is(tokenizer):
+    call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+    lines = [call % ("increment", '{"by": 3}') + call % ("peek", "{}"), call % ("fly", "{}"), "{broken", "done"]
+    lines[2] = "<tool_call>\n" + lines[2]
+    register("Counter", own_environments.Trl)  # an object of Python, in this process
+    made = environments(tokenizer, "Counter", max_tokens=1000)
+    assert {schema["function"]["name"] for schema in made.runner.schemas} == {"increment", "peek"}
+    _, (episode, lost) = run(tokenizer, made, ["3", "no number"], lines, [])
+    said = [turn.text for turn in episode.turns if turn.role == "tool"]
+    assert said[:2] == ["3", "3"]
+    assert "there is no tool fly; the tools are increment, peek" in said[2]
+    assert "no JSON" in said[3]
+    assert (episode.reward, episode.tool_calls, episode.tool_errors) == (1.0, 4, 2)
+    assert "increment(by)" in tokenizer.decode(episode.prompt_ids)
+    # One that cannot even begin leaves an episode without a token that trains.
+    assert lost.ended == "failed"
+    assert lost.error.startswith("reset raised ValueError")
+    assert (lost.written, len(lost.token_ids)) == ([False], 1)
+
+
+def test_a_long_observation_is_cut(tokenizer):
+    made = environments(tokenizer, f"{OWN}:Guess", max_observation_tokens=2, max_tokens=200)
+    _, (episode,) = run(tokenizer, made, ["books"], ["pens pens pens", "books"])
+    assert episode.cut == 2  # of the reset and of the step
+    assert "the rest is not shown" in episode.turns[1].text
+
+
+def test_functions_are_tools(tokenizer):
+    call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
+    lines = [call % ("double", '{"number": 4}') + call % ("calculate", '{"expression": "7 / (2 - 2)"}'), "8"]
+    register("double", own_environments.double, tool=True)
+    made = environments(tokenizer, "double", "calculator", max_tokens=200)
+    _, (episode,) = run(tokenizer, made, ["8"], lines)
+    assert [turn.text for turn in episode.turns] == [lines[0], "8", "{'error': 'division by zero'}", "8"]
+    assert (episode.tool_calls, episode.tool_errors, episode.answer) == (2, 1, "8")
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        (("Silent",), "has neither step nor a method that could be a tool: write step"),
+        (("Stepless",), "has no reset: write reset"),
+        (("untyped",), "tool untyped has no schema .*give each argument a type hint"),
+        (("Missing",), "has no class or function 'Missing'"),
+        (("Guess", "double"), "has a step, which takes the model's turn: leave out tools"),
+    ],
+)
+def test_what_is_no_environment_is_refused_in_one_line(names, said):
+    tools = tuple(f"{OWN}:{name}" for name in names if name.islower())
+    name = next((f"{OWN}:{name}" for name in names if not name.islower()), None)
+    with pytest.raises(UnfitError, match=said) as raised:
+        build(Source(name, tools))
+    assert "\n" not in str(raised.value)
