@@ -6,7 +6,8 @@ docs/cost-model.md shows it beside the measurements:
                   + 2 weights * sequences / (DECODE_RATE * rate) + keys and values read / bandwidth
     training    = (4 + 2 * recomputed share) weights * tokens / (TRAIN_RATE * rate)
 
-where the tokens of a prompt count once per micro-batch. Weights that are trained themselves take 6 instead of 4.
+where the tokens of a prompt count once per micro-batch. For weights that are trained themselves 2 weights * tokens /
+rate come on top: the products of their gradients are large and stand alone, and reach the whole rate.
 """
 
 from __future__ import annotations
@@ -62,10 +63,11 @@ def step_seconds(
     prompts = rollout.prompts_per_step * -(-rollout.group_size // rows)  # each micro-batch computes a prompt once
     tokens = prompts * lengths.prompt + sequences * lengths.new
     flops = (4 + 2 * recomputed) * sizes.body * tokens + 4 * sizes.head * sequences * lengths.new
+    gradients = 0.0
     if config.qat is not None and config.qat.mode == "weights":
-        flops += 2 * trained_of(config, sizes).count * tokens
+        gradients = 2 * trained_of(config, sizes).count * tokens / (card.tflops * 1e12)
     decoding = -(-sequences // MAX_SEQUENCES) * _decoding(config, sizes, card, lengths)
-    return {"rollout": (decoding + prefill) / config.loss.num_iterations, "training": flops / rate}
+    return {"rollout": (decoding + prefill) / config.loss.num_iterations, "training": flops / rate + gradients}
 
 
 def largest_rows(config: RunConfig, micro_batches: MicroBatchPlan | None, lengths: Lengths) -> tuple[int, int]:

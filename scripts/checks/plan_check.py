@@ -42,8 +42,9 @@ class Workload:
     @property
     def description(self) -> str:
         cap = "" if self.cap is None else f", cap {self.cap} GiB"
+        trained = f"rank {self.rank}" if self.weights is None else f"whole weights, masters in {self.weights}"
         return (
-            f"{self.base.partition('/')[2]} shapes, rank {self.rank}, {self.prompts} x {self.group} completions, "
+            f"{self.base.partition('/')[2]} shapes, {trained}, {self.prompts} x {self.group} completions, "
             f"{self.prompt_tokens} + {self.new_tokens} tokens{cap}"
         )
 
@@ -65,6 +66,7 @@ class Workload:
 WORKLOADS = {  # by the name of the benchmark's file
     "step-7b-qerl": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32),
     "step-7b-qerl-cap24": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32, 24),
+    "qat/qat-7b": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32, weights="float32"),
     "step-32b-qerl-cap80": Workload("dapo_32b", "Qwen/Qwen2.5-32B", 8, 8, 256, 2048, 16, 80),
     "step-70b-qerl-cap80": Workload("dapo_32b", "meta-llama/Llama-3.1-70B", 4, 8, 256, 512, 16, 80),
 }

@@ -49,13 +49,13 @@ def test_a_rollout_that_serves_several_steps_counts_once():
     assert several[1].seconds["training"] == once[1].seconds["training"]
 
 
-def test_the_gradient_of_trained_weights_takes_half_as_long_again():
+def test_the_gradient_of_trained_weights_takes_a_third_as_long_again():
     """A Qwen2.5 7B has 6.53e9 weights in its linears, 5.70e9 of them in the feed-forward layers."""
     config, made = planned(recipe="qat_7b", gpu="h200")
     frozen, ffn = (config.model_copy(update={"qat": qat}) for qat in (None, planned(recipe="qat_7b_ffn")[0].qat))
     whole, half, none = (seconds(one, made, Lengths(100, 400))["training"] for one in (config, ffn, frozen))
     assert (whole - none) / (half - none) == pytest.approx(6.53 / 5.70, rel=2e-3)
-    assert 1.4 < whole / none < 1.5  # the head is frozen
+    assert 1.3 < whole / none < 1 + 0.74 / 2  # a third product beside two, at the whole rate; the head is frozen
 
 
 def test_decoding_ends_as_the_completions_do():

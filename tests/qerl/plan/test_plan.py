@@ -73,7 +73,7 @@ def test_planned_memory_is_within_a_tenth_of_the_measured_one(name):
     assert f"{name}.json" in table()
 
 
-@pytest.mark.parametrize("name", ["step-7b-qerl", "step-7b-qerl-cap24"])
+@pytest.mark.parametrize("name", ["step-7b-qerl", "step-7b-qerl-cap24", "qat/qat-7b"])
 def test_planned_seconds_are_within_15_percent_of_the_measured_ones(name):
     """For 32B and 70B only first steps of older code were measured; the page shows them."""
     for one in compare_seconds(name, WORKLOADS[name]):
@@ -120,6 +120,7 @@ def test_the_page_shows_planned_beside_measured_seconds(tmp_path, monkeypatch):
     written = {f"{name}.json": {"steps": steps[:1] if "0b" in name else steps} for name in WORKLOADS}
     for shape in ("7b", "32b"):
         written[f"rollout-{shape}-qerl.json"] = {"decode_tokens_per_s": {"8": 1000.0}}
+    (tmp_path / "qat").mkdir()
     for name, content in written.items():
         (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")
     monkeypatch.setattr("plan_check.BENCHMARKS", tmp_path)
