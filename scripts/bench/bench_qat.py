@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Seconds, memory and mismatch of full-weight training through the quantizer, and the bytes that the engine then holds.
+"""Seconds, memory and mismatch of training through the quantizer, and the bytes that the engine then holds.
 
     python3 scripts/bench/bench_qat.py --model checkpoints/random-7b --out benchmarks/qat-7b.json
+    python3 scripts/bench/bench_qat.py --model checkpoints/random-7b --mode adapter --set qat.start_in=host --out F
 
 The workload is that of bench_step.py, and `--model` is a 16-bit checkpoint. Noise is off, so that `mismatch_kl` is that
 of the two forward passes alone. After the last step comes one more sync, and then every linear is compared: what the
@@ -44,6 +45,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.add_argument("--masters", default="float32", choices=("auto", "float32", "bfloat16"))
+    parser.add_argument("--mode", default="weights", choices=("weights", "adapter"))
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     from scripts.bench.provenance import machine, require_card
@@ -63,7 +65,9 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
 
     with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak:
         run = Path(folder) / "run"
-        arguments.set += ["qat.mode=weights", f"qat.masters={arguments.masters}", "noise.enabled=false"]
+        arguments.set += [f"qat.mode={arguments.mode}", "noise.enabled=false"]
+        if arguments.mode == "weights":
+            arguments.set.append(f"qat.masters={arguments.masters}")
         arguments.steps += 1  # the last one ends with its sync
         config = load_recipe("dapo_7b", overrides(arguments, Path(folder)))
         training_run.check_room = lambda *arguments: None  # for a checkpoint that is not written
@@ -76,7 +80,8 @@ def measured(arguments: argparse.Namespace) -> dict[str, Any]:
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         seconds = time.monotonic() - started
     return {
-        "masters": arguments.masters,
+        "mode": arguments.mode,
+        "masters": arguments.masters if arguments.mode == "weights" else None,
         "run_s": round(seconds, 1),
         "peak_driver_gib": round(peak.gib, 2),
         "sync": watch.seen,

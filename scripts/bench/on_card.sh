@@ -15,6 +15,7 @@
 #     qatstudy 380 s  learning with 21 M parameters: an adapter, and whole weights in three ways, three seeds each, at two
 #                     rates (with QATSTUDY_RATES=1e-4 at one, 270 s); another call with the same CHECKPOINTS goes on
 #     qat      480 s  a 7B: 20 steps of full-weight training through the quantizer, and 3 of an adapter, without noise
+#     qatlora  400 s  a 7B: 3 steps of an adapter through the quantizer, its 16-bit weights on the card, and in host memory
 #     qatcap   170 s  two such steps under 80 GiB, with the masters that the plan takes
 #     qatpeer  310 s  the same workload by TRL: all weights in BF16 with 8-bit AdamW, tuned, and what fits best under 80 GiB
 #     cache    350 s  fp8 KV cache, a KV cache that overflows, a cap that is too small, memory while weights load, one
@@ -160,6 +161,12 @@ batch_qat() {
     checkpoint qwen2.5-7b 7b-16 --format bf16
     script qat-7b 460 bench_qat 7b-16 --steps 20
     script qat-7b-adapter 200 bench_step 7b --steps 3 --set noise.enabled=false
+}
+
+batch_qatlora() {
+    checkpoint qwen2.5-7b 7b-16 --format bf16
+    script qat-7b-lora-card 240 bench_qat 7b-16 --steps 3 --mode adapter --set qat.start_in=card
+    script qat-7b-lora-host 240 bench_qat 7b-16 --steps 3 --mode adapter --set qat.start_in=host
 }
 
 batch_qatcap() {

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from qerl.checkpoint.base_modules import base_linears
 from qerl.engine.update import WeightsUpdate
 from qerl.formats.linear import PackedLinear
+from qerl.layers.low_rank import LowRankSum
 from qerl.nvfp4 import kernel_layout, reference
 
 
@@ -21,7 +23,8 @@ class Watch:
     """Within it, each sync of an engine of `kind` is timed, and the one number `last` is checked.
 
     `seen` then has `s` for each sync; `linears`, which the last one brought; `packed`, which the engine keeps packed;
-    and the names of those that were `moved`, or are `different` from `reference.quantize` of their master.
+    and the names of those that were `moved`, or are `different` from `reference.quantize` of their master, or of the
+    16-bit weight with the adapter in it.
     """
 
     def __init__(self, kind: type, last: int, ends: bool = False) -> None:
@@ -67,7 +70,7 @@ def packed_linears(engine: Any) -> dict[str, PackedLinear]:
 
         found: dict[str, nn.Module] = linear_views(engine.found.model)
     else:
-        found = dict(engine.policy_model().named_modules())
+        found = base_linears(engine.policy_model())
     return {name: linear for name, linear in found.items() if isinstance(linear, PackedLinear)}
 
 
@@ -87,10 +90,19 @@ def different(linears: dict[str, PackedLinear], update: WeightsUpdate) -> list[s
             read = {key: _held(linear)}
         start = getattr(linear, "row_start", 0)
         codes, scales = (part[start : start + linear.out_features] for part in read[key][:2])
-        expected = reference.quantize(update.weights[name].detach(), read[key][2].to(codes.device))
+        expected = reference.quantize(_dense(update.weights[name], codes.device), read[key][2].to(codes.device))
         same_codes = torch.equal(codes, reference.unpack_codes(expected.packed))
         wrong += [] if same_codes and torch.equal(scales, expected.block_scale.float()) else [name]
     return wrong
+
+
+def _dense(matrix: torch.Tensor | LowRankSum, device: torch.device) -> torch.Tensor:
+    """A master, or the sum of a weight and an adapter, which is computed on the CPU: the card has to agree with it."""
+    if isinstance(matrix, LowRankSum):
+        matrix = LowRankSum(matrix.start.cpu(), matrix.a.cpu(), matrix.b.cpu(), matrix.scaling).dense(
+            torch.device("cpu")
+        )
+    return matrix.detach().to(device)
 
 
 def _held(linear: PackedLinear) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Train whole weights through the quantizer and compare what the engine then holds with the reference; prints JSON.
+"""Train through the quantizer and compare what the engine then holds with the reference; prints JSON.
 
     python3 scripts/checks/check_qat.py --run runs/check [--steps 4] [--engine vllm] [--set KEY=VALUE ...] --out F
 

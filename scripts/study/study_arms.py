@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import logging
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,11 +31,13 @@ class Arm:
     base: str  # "bf16", "nvfp4" or "nf4"
     overrides: tuple[str, ...] = ("noise.enabled=false",)
     way: str = ""  # of training whole weights, in scripts/study/study_ways.py; "": an adapter
+    packed_in: bool = False  # whether the adapter is trained through the quantizer
+    rounded: str = ""  # the arm whose trained adapters are merged to 4 bits, which is all that this arm does
 
     @property
     def served(self) -> str:
         """The folder that has the weights with which the run begins to sample."""
-        return NVFP4.name if self.way in (PACKED, MASTERS) else self.base
+        return NVFP4.name if self.packed_in or self.way in (PACKED, MASTERS) else self.base
 
     @property
     def format(self) -> str:
@@ -45,7 +47,7 @@ class Arm:
     @property
     def caches(self) -> str:
         """The folder of caches of vLLM, which compiles something else with an adapter."""
-        return f"{self.format}-weights" if self.way else self.format
+        return f"{self.format}-weights" if self.way or self.packed_in else self.format
 
 
 WEIGHTS = ("noise.enabled=false", "qat.mode=weights")
@@ -62,9 +64,11 @@ ARMS = {
     ),  # not in the paper; shows how strong noise has to be to have an effect
     "qat": Arm("QAT: whole weights, through NVFP4", "bf16", WEIGHTS, PACKED),
     "no_qat": Arm("whole weights in 16 bits, NVFP4 rollouts", "bf16", (*WEIGHTS, "loss.mismatch_gate=null"), MASTERS),
+    "nvfp4_rounded": Arm("NVFP4 LoRA, rounded to 4 bits at the end", "nvfp4", rounded="nvfp4"),
+    "packed_in": Arm("LoRA through NVFP4", "bf16", ("noise.enabled=false", "qat.mode=adapter"), packed_in=True),
     "bf16_weights": Arm("BF16, whole weights", "bf16", WEIGHTS, DENSE),
 }
-NOISE_ARMS = tuple(name for name, arm in ARMS.items() if not arm.way)
+NOISE_ARMS = tuple(name for name, arm in ARMS.items() if not (arm.way or arm.packed_in or arm.rounded))
 QAT_ARMS = ("nvfp4", "qat", "bf16_weights", "no_qat")
 
 
@@ -113,12 +117,23 @@ def execute(job: Job, settings: JobSettings, work: Path) -> dict[str, Any]:
     """Train, unless that has been done, and evaluate; returns the job's row of the results, as JSON values."""
     arm, run_dir = ARMS[job.arm], work / "runs" / job.key
     row: dict[str, Any] = asdict(job)
+    if arm.rounded and (work / "runs" / replace(job, arm=arm.rounded).key / "adapter").is_dir():
+        run_dir = work / "runs" / replace(job, arm=arm.rounded).key  # has been trained for that arm
     if job.rate is not None:
         with trained_by(arm.way):
             _train(job, settings, work, run_dir)
         row["steps"] = _steps(run_dir)
     model = work / arm.served if job.rate is None else run_dir
+    if arm.rounded and job.rate is not None:
+        model = _merged(run_dir, work / "merged" / job.key)
     return row | _evaluate(model, arm.format, settings, work / "evals" / job.key)
+
+
+def _merged(run_dir: Path, out: Path) -> Path:
+    from quantize.merge.options import MergeOptions
+    from quantize.merge.run import merge
+
+    return merge(MergeOptions(str(run_dir), NVFP4.name, out, prompt_count=0, overwrite=True)).out
 
 
 def overrides_of(job: Job, settings: JobSettings, work: Path) -> list[str]:

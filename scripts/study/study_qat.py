@@ -4,8 +4,10 @@
     python scripts/study/study_qat.py report benchmarks/qat/study-qat-tiny.json   # -> docs/images, and a page
 
 docs/study.md has the complete commands. The queue, the recipe, the choice of the learning rate and the intervals are
-those of scripts/study/study_noise.py; `--rates` are for the adapter and `--weights-rates` for the others. The arms are
-a LoRA beside the NVFP4 base, and the three ways of scripts/study/study_ways.py.
+those of scripts/study/study_noise.py; `--rates` are for adapters and `--weights-rates` for the others. The arms are
+a LoRA beside the NVFP4 base, and the three ways of scripts/study/study_ways.py. `--arms nvfp4 nvfp4_rounded packed_in`
+compares adapters: beside the base, merged to 4 bits at the end, and trained through the quantizer. With `--parallel 1`
+the second of them merges what the first has trained; otherwise it may train the same again.
 """
 
 from __future__ import annotations

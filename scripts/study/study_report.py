@@ -28,6 +28,7 @@ PAIRS = (  # reference, arm
     ("bf16", "nvfp4"), ("bf16", "nf4"), ("bf16", "nvfp4_aqn"), ("bf16", "nvfp4_aqn_both"),
     ("nvfp4", "nvfp4_aqn"), ("nvfp4", "nvfp4_aqn_both"), ("nvfp4", "nvfp4_aqn_x10"),
     ("nvfp4", "qat"), ("bf16_weights", "qat"), ("no_qat", "qat"),
+    ("nvfp4", "nvfp4_rounded"), ("nvfp4", "packed_in"), ("nvfp4_rounded", "packed_in"),
 )  # fmt: skip
 
 Runs = Sequence[dict[str, Any]]
@@ -71,8 +72,9 @@ def page(results: dict[str, Any], name: str) -> str:
 
 
 def of_weights(results: dict[str, Any]) -> bool:
-    """Whether these are the results of scripts/study/study_qat.py, which has arms that train whole weights."""
-    return any(ARMS[run["arm"]].way for run in results["runs"].values())
+    """Whether these are the results of scripts/study/study_qat.py, which has arms that train through the quantizer."""
+    arms = [ARMS[run["arm"]] for run in results["runs"].values()]
+    return any(arm.way or arm.packed_in for arm in arms)
 
 
 def trained(results: dict[str, Any], arm: str) -> dict[float, Runs]:

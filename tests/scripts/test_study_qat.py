@@ -84,6 +84,18 @@ def test_a_job_trains_in_the_way_of_its_arm(load, monkeypatch, tmp_path) -> None
     assert seen == {"nvfp4": plain, "qat": plain, "bf16_weights": (True, False), "no_qat": (False, True)}
 
 
+def test_adapters_are_rounded_of_the_run_that_trained_them_if_there_is_one(load, monkeypatch, tmp_path) -> None:
+    arms, merged, trained = load("study_arms"), [], []
+    monkeypatch.setattr(arms, "_evaluate", lambda model, *given: {"model": model})
+    monkeypatch.setattr(arms, "_steps", lambda run_dir: {})
+    monkeypatch.setattr(arms, "_train", lambda *given: trained.append(given[-1].name))
+    monkeypatch.setattr(arms, "_merged", lambda run, out: merged.append(run.name) or out)
+    (tmp_path / "runs/nvfp4-0.001-0/adapter").mkdir(parents=True)
+    rows = [arms.execute(arms.Job("nvfp4_rounded", 1e-3, seed), None, tmp_path) for seed in (0, 1)]
+    assert merged == trained == ["nvfp4-0.001-0", "nvfp4_rounded-0.001-1"]
+    assert rows[0]["model"] == tmp_path / "merged/nvfp4_rounded-0.001-0"
+
+
 def test_masters_act_in_training_and_packed_weights_while_the_engine_computes(load, nvfp4_base, base) -> None:
     """The oracle is the 16-bit model with the masters as its weights, by autograd."""
     engine = TransformersEngine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers", device="cpu"))
@@ -112,10 +124,11 @@ def test_arms_differ_in_what_is_trained_only(load) -> None:
     settings = arms.JobSettings("tiny", "arith", 80, "transformers", [], 3, 2)
     configs = {
         name: load_recipe(arms.RECIPE, arms.overrides_of(arms.Job(name, 1e-3, 0), settings, Path("w")), steps=80)
-        for name in arms.QAT_ARMS
+        for name in (*arms.QAT_ARMS, "nvfp4_rounded", "packed_in")
     }
     for name, config in configs.items():
-        assert (config.qat is None) == (name == "nvfp4")
+        assert (config.qat is None) == name.startswith("nvfp4")
+        assert (config.qat and config.qat.mode) in (None, "adapter" if name == "packed_in" else "weights")
         assert config.loss.mismatch_gate == (None if name == "no_qat" else 0.01)
         for section in ("data", "rewards", "rollout", "optim", "run"):
             assert getattr(config, section) == getattr(configs["qat"], section)

@@ -1,4 +1,6 @@
-"""Full-weight training through the quantizer on a card: bytes, exports, and what others read of them.
+"""Training through the quantizer on a card: bytes, exports, and what others read of them.
+
+Whole weights are trained, and an adapter.
 
 They have not run on a card yet. To run them on a CPU with the other engine, without what needs vLLM:
 
@@ -19,6 +21,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cli_shell import ROOT, Shell
+from safetensors.torch import load_file
 from stock_vllm import stock_tokens
 
 from qerl.checkpoint.load import load_tokenizer
@@ -36,16 +39,22 @@ pytestmark = [
 ]
 MEMORY_GIB = 8
 STEPS, QUESTIONS, TOKENS = 4, 64, 48
-PRESETS = {"nvfp4_w4a16": 28, "nvfp4_w4a16_ffn": 12}  # linears that are packed and trained, in four layers
+ADAPTER = ("qat.mode=adapter", "optim.learning_rate=2e-3")
+RUNS = {  # by name: linears that are packed and trained, in four layers, and settings
+    "nvfp4_w4a16": (28, ["qat.quant_cfg=nvfp4_w4a16"]),
+    "nvfp4_w4a16_ffn": (12, ["qat.quant_cfg=nvfp4_w4a16_ffn"]),
+    "adapter": (28, [*ADAPTER, "qat.start_in=card"]),
+    "adapter_in_host": (28, [*ADAPTER, "qat.start_in=host"]),
+}
 EVALUATION = ["--limit", QUESTIONS, "--max-new-tokens", TOKENS, "--engine", ENGINE]
 EVALUATION += ["--memory", MEMORY_GIB, "--deterministic"] if ON_CARD else []
 
 
-def check(shell, preset):
-    """The report of scripts/checks/check_qat.py on a run in the shell's folder, which is named like the preset."""
-    out = shell.folder / f"{preset}.json"
-    settings = [f"qat.quant_cfg={preset}", *([f"rollout.memory={MEMORY_GIB}"] if ON_CARD else [])]
-    given = ["--run", shell.folder / preset, "--steps", STEPS, "--engine", ENGINE, "--out", out]
+def check(shell, name):
+    """The report of scripts/checks/check_qat.py on one of RUNS in the shell's folder."""
+    out = shell.folder / f"{name}.json"
+    settings = [*RUNS[name][1], *([f"rollout.memory={MEMORY_GIB}"] if ON_CARD else [])]
+    given = ["--run", shell.folder / name, "--steps", STEPS, "--engine", ENGINE, "--out", out]
     command = [
         sys.executable,
         ROOT / "scripts/checks/check_qat.py",
@@ -74,7 +83,7 @@ def asked_prompts(model):
 
 @pytest.fixture(scope="module")
 def ran(tmp_path_factory):
-    """What was seen of both runs, and what commands and stock vLLM then made of the first."""
+    """What was seen of all runs, and what commands and stock vLLM then made of the first, and of the adapter's."""
     shell = Shell(tmp_path_factory.mktemp("qat"))
     seen = {"nvfp4_w4a16": check(shell, "nvfp4_w4a16")}
     run, exported = shell.folder / "nvfp4_w4a16", shell.folder / "exported"
@@ -85,11 +94,14 @@ def ran(tmp_path_factory):
             "stock": pool.submit(stock_tokens, exported, prompts, shell.folder, TOKENS) if ON_CARD else None,
             "of_run": pool.submit(evaluate, shell, "eval-run", run),
             "of_export": pool.submit(evaluate, shell, "eval-exported", exported),
-            "ffn": pool.submit(check, shell, "nvfp4_w4a16_ffn"),
         }
+        checks = {name: pool.submit(check, shell, name) for name in RUNS if name not in seen}
     done = {name: future and future.result() for name, future in others.items()}
-    seen["nvfp4_w4a16_ffn"] = done.pop("ffn")
-    return SimpleNamespace(exported=exported, prompts=prompts, seen=seen, **done)
+    seen |= {name: future.result() for name, future in checks.items()}
+    merged, adapter = shell.folder / "merged", shell.folder / "adapter"
+    shell.run("merge", "merge", "--adapter", adapter, "--to", "nvfp4", "--device", "cpu", "--out", merged)
+    pair = (merged, adapter / "model")
+    return SimpleNamespace(exported=exported, prompts=prompts, seen=seen, merged=pair, **done)
 
 
 @pytest.fixture(scope="module")
@@ -110,22 +122,29 @@ def gaps(model, prompt, tokens):
     return logits.amax(-1) - logits.gather(1, torch.tensor(tokens)[:, None])[:, 0]
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_the_engine_holds_the_reference_s_bytes_of_every_master_at_the_same_addresses(ran, preset):
-    seen = ran.seen[preset]
+@pytest.mark.parametrize("name", RUNS)
+def test_the_engine_holds_the_reference_s_bytes_of_all_that_is_trained_at_the_same_addresses(ran, name):
+    """Of an adapter they are those of its sum with the 16-bit weights, computed on the CPU."""
+    seen = ran.seen[name]
     assert len(seen.sync["s"]) == STEPS
-    assert seen.sync["linears"] == seen.sync["packed"] == PRESETS[preset]
+    assert seen.sync["linears"] == seen.sync["packed"] == RUNS[name][0]
     assert seen.sync["different"] == seen.sync["moved"] == []
     if ON_CARD:
         assert seen.graphs not in ("", "NONE")
 
 
-@pytest.mark.parametrize("preset", PRESETS)
-def test_captured_graphs_sample_from_the_new_weights(ran, preset, record_property):
-    first, last = ran.seen[preset].greedy
+@pytest.mark.parametrize("name", RUNS)
+def test_captured_graphs_sample_from_the_new_weights(ran, name, record_property):
+    first, last = ran.seen[name].greedy
     assert first != last
-    record_property("mismatch_kl", ran.seen[preset].mismatch_kl)
-    assert max(ran.seen[preset].mismatch_kl) < 5e-4
+    record_property("mismatch_kl", ran.seen[name].mismatch_kl)
+    assert max(ran.seen[name].mismatch_kl) < 5e-4
+
+
+def test_a_merge_on_the_cpu_has_the_bytes_of_the_model_that_the_card_packed(ran):
+    merged, model = (load_file(folder / "model.safetensors") for folder in ran.merged)
+    assert merged.keys() == model.keys()
+    assert all(torch.equal(merged[name].view(torch.uint8), tensor.view(torch.uint8)) for name, tensor in model.items())
 
 
 def greedy_of(model, prompt):

@@ -1,12 +1,15 @@
 """The packing kernels against the reference, byte for byte, on fresh random weights and on awkward ones.
 
-All last passed on an H200 on 2026-11-22.
+All but those that say so last passed on an H200 on 2026-11-22.
 """
 
 import pytest
 import torch
 from gemm_cases import assert_rounded
 
+from qerl.engine.update import pack_weights_
+from qerl.layers import low_rank
+from qerl.layers.low_rank import LowRankSum
 from qerl.nvfp4 import gemm, pack, reference, slab_layout
 from qerl.nvfp4.kernel_layout import MARLIN, QERL, KernelWeight
 from qerl.nvfp4.kernel_linear import KernelLinear
@@ -96,6 +99,24 @@ def test_other_rows_keep_their_bits(start, rows):
     slab_layout.pack_(words, scales, start, expected.packed, expected.block_scale)
     assert torch.equal(weight.words.cpu(), words)
     assert torch.equal(weight.scales.cpu(), scales)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("place", [torch.Tensor.cuda, torch.Tensor.pin_memory], ids=["card", "host"])
+def test_weights_with_an_adapter_are_packed_in_pieces_to_the_bytes_of_a_cpu(place, monkeypatch):
+    """It has not run on a card yet."""
+    start, a, b = normal(656, 176).bfloat16(), torch.randn(32, 176), 1e-3 * torch.randn(656, 32)
+    dense = LowRankSum(start, a, b, 2.0).dense(torch.device("cpu"))
+    expected = reference.quantize(dense, torch.tensor([512.0]))
+    words, scales = slab_layout.pack(expected.packed, expected.block_scale)
+    monkeypatch.setattr(low_rank, "PIECE", 256 * 176)
+    weight = empty_weight(656, 176, 512.0)
+    places = weight.words.data_ptr(), weight.scales.data_ptr()
+    sums = {"one": LowRankSum(place(start), a.cuda(), b.cuda(), 2.0)}
+    pack_weights_(sums, {"one": KernelLinear(weight, 0, 656, None)})
+    assert torch.equal(weight.words.cpu(), words)
+    assert torch.equal(weight.scales.cpu(), scales)
+    assert places == (weight.words.data_ptr(), weight.scales.data_ptr())
 
 
 @pytest.mark.gpu

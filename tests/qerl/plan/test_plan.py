@@ -21,8 +21,9 @@ from qerl.cli import app
 from qerl.commands.plan import sentences
 from qerl.config.recipe import load_recipe
 from qerl.errors import CheckpointError, ConfigError
+from qerl.plan.advice import advice
 from qerl.plan.cards import card_of
-from qerl.plan.plan import plan
+from qerl.plan.plan import START, checkpoint_bytes, plan, settled_for, trainer_bytes
 from qerl.plan.seconds import decode_seconds
 from qerl.plan.several import share_of
 from qerl.plan.sizes import KNOWN, read_sizes, sizes_of
@@ -258,3 +259,24 @@ def test_whole_weights_take_their_bytes(base, wide, eight_bit, narrow):
         memory = plan(config, sizes_of(KNOWN[f"qwen2.5-{base}"], base), card_of("h200")).memory["training"]
         assert sum(memory[name] for name in (*parts, f"masters ({masters})")) / GIB == pytest.approx(gib, rel=0.015)
         assert memory["micro-batch"] > 0
+
+
+@pytest.mark.parametrize(("card", "place"), [("h200", "card"), ("24", "host")])
+def test_an_adapter_that_is_packed_in_needs_the_16_bit_weights_and_no_buffers_of_the_engine(card, place):
+    sizes, card = read_sizes("Qwen/Qwen2.5-7B"), card_of(card)
+    config = load_recipe("dapo_7b", ["qat.mode=adapter"])
+    made, beside = plan(config, sizes, card), plan(load_recipe("dapo_7b"), sizes, card)
+    assert settled_for(config, sizes, card).qat.start_in == place
+    assert not made.problems
+    for phase in made.memory.values():
+        assert phase.get(START) == (2 * sizes.body if place == "card" else None)
+        assert phase["weights"] == int(sizes.weights_bytes("nvfp4"))
+    assert made.memory["rollout"]["adapter"] == beside.memory["rollout"]["adapter"]
+    assert checkpoint_bytes(config, sizes) == trainer_bytes(load_recipe("dapo_7b"), sizes)
+    assert any("12.2 GiB, lie in the machine's own memory" in text for text in sentences(config, made)) == (
+        place == "host"
+    )
+    if place == "host":
+        asked = load_recipe("dapo_7b", ["qat.mode=adapter", "qat.start_in=card"])
+        assert plan(asked, sizes, card).problems
+        assert "--set qat.start_in=host" in advice(asked, sizes, card)
