@@ -6,7 +6,7 @@
     tools                        functions, each named as file.py:name or package.module:name
 
 An object with `reset` and `step` is an environment of the user's own. One with `reset` and no `step` is one as TRL's
-`environment_factory` makes it, whose public methods are tools. One of `verifiers` is played as it is.
+`environment_factory` makes it, whose public methods are tools.
 """
 
 from __future__ import annotations
@@ -84,10 +84,11 @@ def build(source: Source) -> Built:
     factory = _found(name, files)
     first = _made(name, factory, source.args)
     methods = methods_of(first)
-    if callable(getattr(first, "env_response", None)) or hasattr(first, "rubric"):
-        from qerl.environments.verifiers import Verified
-
-        return Built(lambda: Verified(first), (), tuple(files))
+    if callable(getattr(first, "env_response", None)):
+        raise UnfitError(
+            f"environment {name} is one of verifiers, which samples by itself: write a class with reset and step "
+            "around its reward"
+        )
     if not callable(getattr(first, "reset", None)):
         raise UnfitError(f"environment {name} has no reset: write reset(self, example), which begins an episode")
     if callable(getattr(first, "step", None)):

@@ -29,6 +29,7 @@
 #     cap24     80 s  workload A under 24 GiB; nothing else should run, because it waits for the CPU in places
 #     agree    110 s  engine and trainer at 7B: every check of check_engine
 #     startup  220 s  a first and a second start at 7B, with caches of their own
+#     turns    260 s  episodes of four turns at 7B beside the same tokens in one turn, and episodes on a small model
 #     linear   100 s  the linears of a 7B layer: each way against its limit and against BF16, without and with LoRA; its
 #                     attention in decode steps against FlashAttention; the small kernels of training against their limits
 #     decode   450 s  decode speed at 7B, four engines in turns: ours with an adapter and without, vLLM's in BF16 and with
@@ -221,6 +222,12 @@ batch_agree() {
 batch_startup() {
     checkpoint qwen2.5-7b 7b
     script startup-7b 400 bench_startup 7b
+}
+
+batch_turns() {
+    checkpoint qwen2.5-7b 7b
+    script turns-7b 240 bench_turns 7b
+    run turns-tests 120 "$python" -m pytest -m gpu -n0 -q tests/qerl/environments
 }
 
 batch_linear() {

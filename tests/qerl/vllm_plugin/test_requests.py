@@ -10,7 +10,7 @@ import pytest
 import torch
 from vllm_stand_in import opened_engine, vllm_parts
 
-from qerl.engine.interface import SamplingParams
+from qerl.engine.interface import Request, SamplingParams
 from qerl.errors import EngineError
 from qerl.vllm_plugin import requests
 from qerl.vllm_plugin.requests import (
@@ -152,6 +152,39 @@ def test_after_an_error_in_the_callback_nothing_is_left_for_the_next_call():
         run(llm, [[3], [1], [4]], None, refuse)
     assert len(llm.aborted) == 2
     assert run(llm, [[2]], None, length) == [2]
+
+
+class Turns:
+    """Conversations of two turns: the first has as many tokens as the prompt's first id says, the second one fewer."""
+
+    def __init__(self, *lengths):
+        self.waiting = [(index, [length]) for index, length in enumerate(lengths)]
+        self.asked, self.done = [], []
+
+    def ready(self, wait, everyone=False):
+        self.asked.append((wait, everyone))
+        given, self.waiting = self.waiting, []
+        return [Request(index, prompt, SamplingParams(9), 10 * len(prompt) + index) for index, prompt in given]
+
+    def finished(self, index, completion):
+        tokens = len(completion.token_ids)
+        self.done.append((index, tokens))
+        if tokens > 1:
+            self.waiting.append((index, [tokens - 1, *completion.token_ids]))
+
+
+def test_turns_of_a_conversation_join_the_others_as_soon_as_they_are_ready(monkeypatch, tmp_path):
+    llm, turns, seeds = SteppedLLM(), Turns(3, 1), []
+    monkeypatch.setattr(requests, "sampling_params", lambda *given: seeds.append(given[-1]))
+    vars(llm).update(vars(vllm_parts()))
+    engine = opened_engine(monkeypatch, tmp_path, llm)
+    engine.converse(turns, seed=5)
+    assert turns.done == [(1, 1), (0, 3), (0, 2), (0, 1)]
+    assert turns.asked[0] == (True, False)  # nothing runs yet
+    assert (False, False) in turns.asked
+    assert turns.asked[-1] == (True, False)
+    assert len(set(seeds)) == 4
+    assert llm.request_states == {}
 
 
 def test_an_interrupted_call_leaves_nothing_for_the_next():
