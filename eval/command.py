@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from eval.settings import EvalSettings
-from eval.show import OPTIONS, show, show_suite
+from eval.show import OPTIONS, measured, show_results, show_suite
 from qerl.checkpoint.resolve import newest_model
 from qerl.commands.from_dataclass import command_of
 from qerl.commands.launch import check_gpus, launch, one_card_each
@@ -22,6 +22,9 @@ from qerl.commands.terminal import run_command
 from qerl.errors import ConfigError
 from qerl.parallel import Parallel
 from qerl.threads import choose_threads
+
+if TYPE_CHECKING:
+    from eval.result import EvalResult
 
 Gpus = Annotated[int | None, typer.Option(min=1, help="Cards of this machine that share the questions; default: one.")]
 
@@ -37,20 +40,32 @@ def evaluate(settings: EvalSettings, gpu: Gpu = None, gpus: Gpus = None) -> None
             raise ConfigError("--gpus does not go with --suite lighteval, which runs in one process: leave it out")
         launch(gpus, sys.argv[1:])
     with one_card_each(gpu) as parallel:
-        _evaluate(settings, parallel)
+        if settings.suite is None:
+            try:
+                results = measure(settings, parallel)
+            except KeyboardInterrupt:
+                raise SystemExit(130) from None
+            if parallel.first:
+                show_results(settings, results)
+        else:
+            _choose_threads(settings)
+            with options_named(OPTIONS):
+                show_suite(settings)
 
 
-def _evaluate(settings: EvalSettings, parallel: Parallel) -> None:
+def measure(settings: EvalSettings, parallel: Parallel) -> list[EvalResult]:
+    """The result; with settings.run one of each of its checkpoints."""
+    _choose_threads(settings)
+    with options_named(OPTIONS):
+        return measured(settings, parallel)
+
+
+def _choose_threads(settings: EvalSettings) -> None:
     model = settings.run or settings.model
     if model is None and (newest := newest_model(settings.load)) is not None:
         model = newest.path
     if model is not None:
         choose_threads(str(model))
-    with options_named(OPTIONS):
-        if settings.suite is None:
-            show(settings, parallel)
-        else:
-            show_suite(settings)
 
 
 def compare_results(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import json
 from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.environment import identity_of
@@ -53,7 +52,7 @@ def _grader(plan: Plan) -> dict[str, str]:
     """A digest of the grader's file and of the columns that it reads; nothing without a grader."""
     if plan.task.grader is None:
         return {}
-    source = Path(find_grader(plan.task).files[0]).read_text(encoding="utf-8", errors="replace")
+    source = find_grader(plan.task).source.decode("utf-8", "replace")
     extra = [{key: repr(value) for key, value in example.extra.items()} for example in plan.examples]
     return {"grader": digest([plan.task.grader, source, extra])}
 

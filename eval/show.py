@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from eval.settings import EvalSettings, flag
@@ -14,6 +14,7 @@ from qerl.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, Confi
 from qerl.parallel import ALONE, Parallel
 
 if TYPE_CHECKING:
+    from eval.result import EvalResult
     from eval.run import OnBatch
 
 OPTIONS = {  # what errors name here in place of keys of a recipe
@@ -26,27 +27,26 @@ OPTIONS = {  # what errors name here in place of keys of a recipe
 logger = logging.getLogger(__name__)
 
 
-def show(settings: EvalSettings, parallel: Parallel = ALONE) -> None:
-    """Evaluate with a progress bar on a terminal, and print the table and where the files are.
-
-    With --run, its checkpoints are evaluated, one column each. Of several processes the first one shows.
-    """
+def measured(settings: EvalSettings, parallel: Parallel = ALONE) -> list[EvalResult]:
+    """Evaluate with a progress bar on a terminal. With --run, there is a result for each of its checkpoints."""
     from eval.checkpoints import run_checkpoints
-    from eval.result import render_table
     from eval.run import run_eval
-    from qerl.printable import SafeConsole
 
     try:
         with _progress(parallel) as on_batch:
             if settings.run:
-                results = run_checkpoints(settings, on_batch, parallel)
-            else:
-                results = [run_eval(settings, on_batch, parallel=parallel)]
+                return run_checkpoints(settings, on_batch, parallel)
+            return [run_eval(settings, on_batch, parallel=parallel)]
     except KeyboardInterrupt:
         logger.warning("stopped: the same command continues from the last whole batch")
-        raise SystemExit(130) from None
-    if not parallel.first:
-        return
+        raise
+
+
+def show_results(settings: EvalSettings, results: Sequence[EvalResult]) -> None:
+    """Print the table, one column for each result, and where the files are."""
+    from eval.result import render_table
+    from qerl.printable import SafeConsole
+
     console = SafeConsole()
     labels = None if settings.run is None else [f"step {result.details['step']}" for result in results]
     console.print(render_table(results, labels))

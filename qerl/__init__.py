@@ -1,7 +1,60 @@
-"""qerl: reinforcement learning of language models on one GPU, on a frozen NVFP4 base with BF16 LoRA adapters."""
+"""qerl: reinforcement learning of language models on one GPU, on a frozen NVFP4 base with BF16 LoRA adapters.
+
+    import qerl
+
+    recipe = qerl.Recipe.load("tiny").set("run.steps=10")
+    run = qerl.train(recipe, reward=lambda completions, **columns: [-len(text) for text in completions])
+    run.metrics, run.adapter, run.plot()
+
+Importing this loads nothing: a name of the Python interface (docs/python-api.md) is imported when it is first used.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from qerl.telemetry import disable_telemetry
 
+if TYPE_CHECKING:
+    from qerl.api.evaluation import evaluate as evaluate
+    from qerl.api.folders import export as export
+    from qerl.api.folders import merge as merge
+    from qerl.api.folders import quantize as quantize
+    from qerl.api.model import Model as Model
+    from qerl.api.model import load as load
+    from qerl.api.recipe import Recipe as Recipe
+    from qerl.api.run import Run as Run
+    from qerl.api.training import train as train
+    from qerl.errors import QerlError as QerlError
+
 __version__ = "0.1.0"
 
+_PLACES = {  # name -> the module that defines it
+    "Model": "qerl.api.model",
+    "QerlError": "qerl.errors",
+    "Recipe": "qerl.api.recipe",
+    "Run": "qerl.api.run",
+    "evaluate": "qerl.api.evaluation",
+    "export": "qerl.api.folders",
+    "load": "qerl.api.model",
+    "merge": "qerl.api.folders",
+    "quantize": "qerl.api.folders",
+    "train": "qerl.api.training",
+}
+__all__ = ["__version__", *_PLACES]
+
 disable_telemetry()  # before any library is imported
+
+
+def __getattr__(name: str) -> object:
+    """A name of the Python interface, imported now (PEP 562)."""
+    if name not in _PLACES:
+        raise AttributeError(f"module 'qerl' has no attribute {name!r}; it has {', '.join(_PLACES)}")
+    import importlib
+
+    value = globals()[name] = getattr(importlib.import_module(_PLACES[name]), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_PLACES})

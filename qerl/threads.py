@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import MutableMapping
 
 from qerl.devices import installed_cards
@@ -35,6 +36,8 @@ def choose_threads(model: str, environ: MutableMapping[str, str] = os.environ) -
         return
     if weights(sizes) <= SMALL:
         environ["OMP_NUM_THREADS"] = "1"
+        if environ is os.environ and "torch" in sys.modules:  # a program that has imported it already
+            sys.modules["torch"].set_num_threads(1)
         logger.info("computing with one thread, as the model is small; OMP_NUM_THREADS sets another number")
 
 

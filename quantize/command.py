@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from qerl.commands.option_names import Gpu
 from qerl.errors import ConfigError
 from quantize.options import QuantizeOptions
+
+if TYPE_CHECKING:
+    from quantize.report import QuantizeReport
 
 
 def quantize_command(
@@ -21,8 +24,16 @@ def quantize_command(
 ) -> None:
     """Turn a 16-bit checkpoint into NVFP4 (4-bit weights) or FP8 (8-bit weights), and verify it."""
     from qerl.commands.next_step import after_quantizing, say_next
-    from qerl.devices import choose_card
     from qerl.printable import SafeConsole
+
+    report = quantized(model, out, gpu, options)
+    SafeConsole().print(report.table())
+    say_next(after_quantizing(report.out))
+
+
+def quantized(model: str, out: Path | None, gpu: int | None, options: QuantizeOptions) -> QuantizeReport:
+    """The report of the model quantized on one card, or on the CPU."""
+    from qerl.devices import choose_card
     from qerl.threads import choose_threads
     from quantize.run import quantize_checkpoint
 
@@ -31,6 +42,4 @@ def quantize_command(
     elif gpu is not None:
         raise ConfigError(f"--gpu {gpu} and --device {options.device} name two devices: leave one of them out")
     choose_threads(model)
-    report = quantize_checkpoint(model, out, options)
-    SafeConsole().print(report.table())
-    say_next(after_quantizing(report.out))
+    return quantize_checkpoint(model, out, options)

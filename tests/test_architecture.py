@@ -20,8 +20,14 @@ SOLE_IMPORTERS = {
     "trl": ("training/trainer.py", "training/trl_config.py"),
     "llmcompressor": ("quantize/",),
 }
-# The command line starts all stages, and `qerl train --quantize` two of them.
-ENTRY_POINTS = {"qerl/cli.py": {"quantize", "training", "eval"}, "qerl/commands/train.py": {"quantize", "training"}}
+# The command line and the Python interface start all stages, and `qerl train --quantize` two of them.
+ENTRY_POINTS = {
+    "qerl/cli.py": {"quantize", "training", "eval"},
+    "qerl/commands/train.py": {"quantize", "training"},
+    "qerl/api/training.py": {"training"},
+    "qerl/api/evaluation.py": {"eval"},
+    "qerl/api/folders.py": {"quantize"},
+}
 
 
 def sources():

@@ -13,6 +13,7 @@ import pytest
 from parsed import check_parses
 from rich.console import Console
 
+from qerl.api.run import Run
 from qerl.commands.plan import plan_of, show
 from qerl.config.keys import describe_config
 from qerl.config.recipe import load_recipe, recipe_names
@@ -142,6 +143,7 @@ def test_each_key_that_a_page_names_exists(page):
     keys = {row.key for row in describe_config()}
     named = set(re.findall(rf"\b(?:{'|'.join(RunConfig.model_fields)})\.[a-z_]+(?:\.[a-z_]+)*", page.read_text()))
     named -= {name for name in named if name.endswith((".py", ".yaml", ".md", ".json", ".txt"))}
+    named -= {f"run.{name}" for name in dir(Run)}  # of a variable in Python
     sections = {key.rpartition(".")[0] for key in keys}
     assert {name for name in named if name not in keys | sections} == set()
 

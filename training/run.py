@@ -34,6 +34,7 @@ from qerl.engine.interface import Engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.files.disk import replace_text
+from qerl.own.given import write_given_rows
 from qerl.parallel import ALONE, Parallel, check_same
 from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
 from qerl.plan.plan import checkpoint_bytes, trainer_bytes, wishes_of
@@ -260,9 +261,11 @@ def _log(place: Place, config: RunConfig, found: list[str], start_step: int) -> 
 
 
 def _open_run_dir(place: Place, config: RunConfig, base: ModelRef, plan: MicroBatchPlan, inputs: Inputs) -> None:
-    """Create the directory, or what a kill kept from being made; config.yaml comes first: with it a run can resume."""
+    """Create the directory, or what a kill kept from being made. With config.yaml a run can resume, and only the rows
+    that a program gave come before it."""
     run_dir = place.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
+    write_given_rows(run_dir)
     if not (run_dir / "config.yaml").exists():
         save_config(config, run_dir / "config.yaml")
     (run_dir / "metrics.jsonl").touch()

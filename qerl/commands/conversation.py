@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TextIO
 
@@ -17,7 +17,7 @@ from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.resolve import describe, resolve_model
 from qerl.checkpoint.shards import read_json
 from qerl.commands.option_names import ENGINE_OPTIONS
-from qerl.engine.interface import Engine, SamplingParams
+from qerl.engine.interface import Completion, Engine, SamplingParams
 from qerl.engine.open import open_model, with_chosen_engine
 from qerl.engine.options import EngineOptions
 from qerl.errors import MAX_PROMPT_TOKENS, PROMPT_TEMPLATE, SYSTEM_PROMPT, ConfigError, EngineError
@@ -96,24 +96,59 @@ def chat(options: ChatOptions) -> None:
     Raises QerlError for what cannot work, before the weights are loaded.
     """
     sampling = SamplingParams(options.max_new_tokens, options.temperature, options.top_p)
-    ref = resolve_model(options.model, adapter=options.adapter)
-    check_chat_template(ref)
     asked = EngineOptions(engine=options.engine, kernel=options.kernel, memory=options.memory, cap_gib=options.cap_gib)
+    context = max(4096, 2 * sampling.max_new_tokens)
+    opened = open_chat(options.model, options.adapter, asked, context, options)
+    try:
+        given = (sampling, opened.context, options.system_prompt, options.seed)
+        talk(Conversation(opened.engine, opened.tokenizer, *given), sys.stdin, sys.stdout)
+    finally:
+        opened.engine.close()
+
+
+@dataclass(frozen=True)
+class Opened:
+    """An open model, and what renders its prompts."""
+
+    engine: Engine
+    tokenizer: PreTrainedTokenizerBase
+    context: int  # tokens of prompt and answer together
+
+    def rendered(self, messages: Sequence[Mapping[str, str]], max_new_tokens: int) -> list[int]:
+        """Token ids of the messages. Raises EngineError if the context has no room for them and their answer."""
+        prompt = render_prompt(self.tokenizer, messages)
+        if (room := self.context - max_new_tokens) < len(prompt):
+            raise EngineError(
+                f"the prompt has {len(prompt)} tokens, and the context of {self.context} has room for {room} beside "
+                f"the {max_new_tokens} of max_new_tokens: shorten it, lower max_new_tokens, or open a longer context"
+            )
+        return prompt
+
+    def text(self, completion: Completion) -> str:
+        """The completion without special tokens."""
+        return self.tokenizer.decode(completion.token_ids, skip_special_tokens=True)
+
+
+def open_chat(
+    model: str, adapter: str | None, asked: EngineOptions, context: int, chat: ChatOptions | None = None
+) -> Opened:
+    """Open a model for prompts and answers of `context` tokens, or of as many as it has positions.
+
+    Raises QerlError for what cannot work, and for what `chat` cannot, before the weights are loaded.
+    """
+    ref = resolve_model(model, adapter=adapter)
+    check_chat_template(ref)
     engine_options = with_chosen_engine(asked)
     tokenizer = load_tokenizer(ref.base)
     longest = sizes_of(read_json(local_folder(ref.base) / "config.json"), ref.base).positions or 2**31
-    if sampling.max_new_tokens >= longest:
-        raise ConfigError(f"--max-new-tokens {sampling.max_new_tokens} leaves no room in the context of {longest}")
-    context = min(longest, max(4096, 2 * sampling.max_new_tokens))
-    system = [{"role": "system", "content": options.system_prompt}] if options.system_prompt else []
+    if chat is not None and chat.max_new_tokens >= longest:
+        raise ConfigError(f"--max-new-tokens {chat.max_new_tokens} leaves no room in the context of {longest}")
+    system_prompt = None if chat is None else chat.system_prompt
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     render_prompt(tokenizer, [*system, {"role": "user", "content": ""}])  # refuses before weights are loaded
     logger.info("%s", describe(ref))
-    engine = open_model(ref, replace(engine_options, max_context=context))
-    try:
-        conversation = Conversation(engine, tokenizer, sampling, context, options.system_prompt, options.seed)
-        talk(conversation, sys.stdin, sys.stdout)
-    finally:
-        engine.close()
+    context = min(longest, context)
+    return Opened(open_model(ref, replace(engine_options, max_context=context)), tokenizer, context)
 
 
 def talk(conversation: Conversation, questions: TextIO, answers: TextIO) -> None:

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
@@ -61,8 +62,8 @@ def interrupts_counted() -> Iterator[None]:
         raise KeyboardInterrupt
 
     before = signal.getsignal(signal.SIGINT)
-    if before is signal.SIG_IGN:  # a shell starts background jobs so
-        yield
+    if before is signal.SIG_IGN or threading.current_thread() is not threading.main_thread():
+        yield  # a shell starts background jobs so, and a thread can set no handler
         return
     signal.signal(signal.SIGINT, interrupt)
     try:
@@ -104,18 +105,23 @@ def _value_of(parameter: Any, arguments: Sequence[str]) -> str | None:
     return typed[-1] if typed else None
 
 
-def _set_up_logging() -> None:
+def quiet_libraries_() -> None:
+    """Let libraries show neither what concerns only their developers nor bars where there is no terminal."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # its own logger ignores the level set below
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
         os.environ.setdefault("TQDM_DISABLE", "1")  # llm-compressor's bars would fill a pipe
+    for name in NOISY_LOGGERS:
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _set_up_logging() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # a terminal of another encoding than UTF-8
             stream.reconfigure(errors="backslashreplace")
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(PrintableFormatter())
     logging.basicConfig(level=logging.INFO, handlers=[handler])
-    for name in NOISY_LOGGERS:
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet_libraries_()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -109,38 +110,62 @@ def train(options: TrainOptions) -> None:
     """Train a LoRA adapter, or whole weights in 4 bits, by reinforcement learning, as a recipe says."""
     check_gpus(options.gpu, options.gpus)
     if options.resume is not None:
-        _resume(options, options.resume)
+        found = find_resumed(options, options.resume)
+        if options.gpus is not None and options.gpus > 1:
+            launch(options.gpus, sys.argv[1:])
+        _end(*go_on(*found, options))
         return
     if options.recipe is None:
         raise ConfigError("no recipe was given: write `qerl train --recipe NAME`; `qerl recipes` lists the names")
     if options.accept_changes:
         raise ConfigError("--accept-changes is about a run that began before: leave it out, or add --resume")
     from qerl.config.recipe import recipe_label
-    from qerl.plan.several import check_ranks
-    from training.preflight.checks import check_config
-    from training.run_dir.folder import new_run_dir
 
     config = _config(options, options.recipe)
     name = recipe_label(options.recipe)
-    new_run_dir(config.run.out, name)
-    check_config(config)
-    check_ranks(config, options.gpus or 1)
+    check_new(config, name, options.gpus or 1)
     if options.gpus is not None and options.gpus > 1 and not options.dry:
         if not options.quantize_first:
             _check_base(config, options.recipe, quantize_first=False)
         launch(options.gpus, sys.argv[1:])
+    if options.dry:
+        with _ready(config, options.recipe, options) as parallel:
+            fits = parallel.broadcast(_dry_run(config) if parallel.first else None)
+        sys.exit(0 if fits else 1)
+    _end(*begin(config, options.recipe, options))
+
+
+def check_new(config: RunConfig, name: str, gpus: int = 1) -> Path:
+    """The directory of a new run of the recipe called `name`. Raises QerlError for what speaks against it, as far as
+    that can be known without torch."""
+    from qerl.plan.several import check_ranks
+    from training.preflight.checks import check_config
+    from training.run_dir.folder import new_run_dir
+
+    run_dir = new_run_dir(config.run.out, name)
+    check_config(config)
+    check_ranks(config, gpus)
+    return run_dir
+
+
+def begin(config: RunConfig, recipe: str, options: TrainOptions) -> tuple[TrainResult, bool]:
+    """Train a recipe that `check_new` has accepted; and whether this is the process that speaks for the run. Of the
+    options, the card and whether the base is to be quantized first count."""
+    from qerl.config.recipe import recipe_label
+
+    with _ready(config, recipe, options) as parallel:
+        return _start(config, recipe_label(recipe), parallel), parallel.first
+
+
+@contextmanager
+def _ready(config: RunConfig, recipe: str, options: TrainOptions) -> Iterator[Parallel]:
+    """A card for each process, and a base that is there."""
     with one_card_each(options.gpu) as parallel:
         choose_threads(config.model.base)
         if parallel.first:
-            _check_base(config, options.recipe, options.quantize_first)
+            _check_base(config, recipe, options.quantize_first)
         parallel.barrier()  # rank 0 may have to quantize
-        if options.dry:
-            fits = parallel.broadcast(_dry_run(config) if parallel.first else None)
-        else:
-            result = _start(config, name, parallel)
-    if options.dry:
-        sys.exit(0 if fits else 1)
-    _end(result, parallel.first)
+        yield parallel
 
 
 def with_resume_value(arguments: list[str]) -> list[str]:
@@ -190,7 +215,8 @@ def _dry_run(config: RunConfig) -> bool:
     return dry_run(config, SafeConsole())
 
 
-def _resume(options: TrainOptions, resume: str) -> None:
+def find_resumed(options: TrainOptions, resume: str) -> tuple[Path, int | None]:
+    """The run that `resume` means, and the step to continue from. Raises QerlError if it cannot continue so."""
     if any(getattr(options, name) != getattr(TrainOptions, name) for name in NOT_WITH_RESUME):
         raise ConfigError(
             "--resume continues a run as it was configured; of the options that change it --steps goes with it, and "
@@ -201,8 +227,11 @@ def _resume(options: TrainOptions, resume: str) -> None:
 
     run_dir, step = find_run(resume, options.recipe, options.out)
     check_resumed(run_dir, step, options.steps, options.model)
-    if options.gpus is not None and options.gpus > 1:
-        launch(options.gpus, sys.argv[1:])
+    return run_dir, step
+
+
+def go_on(run_dir: Path, step: int | None, options: TrainOptions) -> tuple[TrainResult, bool]:
+    """Continue the run that `find_resumed` has found; and whether this is the process that speaks for it."""
     with one_card_each(options.gpu) as parallel:
         choose_threads(options.model or str(run_dir))
         with interrupts_counted():
@@ -210,7 +239,7 @@ def _resume(options: TrainOptions, resume: str) -> None:
             from training.run import resume as resume_run
 
         result = resume_run(run_dir, step, options.steps, options.accept_changes, options.model, parallel)
-    _end(result, parallel.first)
+        return result, parallel.first
 
 
 def _end(result: TrainResult, first: bool) -> None:

@@ -38,14 +38,21 @@ FLAGS = {  # argument of load_recipe -> the key that it sets, over the recipe an
 }
 
 
-def load_recipe(recipe: str | os.PathLike, overrides: Sequence[str] = (), **flags: object) -> RunConfig:
-    """The configuration of a shipped recipe (by name) or a recipe file, with `a.b=c` overrides and flags on top.
+def load_recipe(
+    recipe: str | os.PathLike, overrides: Sequence[str | tuple[str, object]] = (), **flags: object
+) -> RunConfig:
+    """The configuration of a shipped recipe (by name) or a recipe file, with overrides and flags on top.
 
-    Flags are the names in FLAGS; None means not given. Raises ConfigError for whatever is wrong, in one line.
+    An override is a text `a.b=c`, or a pair of key and value. Flags are the names in FLAGS; None means not given.
+    Raises ConfigError for whatever is wrong, in one line.
     """
     draft = _read(_find(recipe))
     for override in overrides:
-        draft.override(override)
+        if isinstance(override, str):
+            draft.override(override)
+        else:
+            key, value = override
+            draft.put(key, value, f"set {key}")
     return _validate(_with_flags(draft, flags))
 
 

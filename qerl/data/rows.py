@@ -22,6 +22,7 @@ from qerl.checkpoint.hub_refusal import refusal
 from qerl.data.unpacked import COLUMNS, ROW_BYTES, Budget, lines_of, size_of
 from qerl.errors import DataError
 from qerl.files.nearby import close_to, expanded, is_path, no_folder
+from qerl.own.given import given_rows
 
 FORMATS = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet")
 PARQUET_ROWS = 16  # made at once: each may be as large as a row may be
@@ -29,12 +30,17 @@ Row = tuple[str, Mapping[str, Any] | None]  # its place ("row 17"), and its colu
 
 
 def is_local(source: str) -> bool:
-    """Whether a source means a file or folder: it exists, or it cannot be a hub id."""
+    """Whether a source means a file or folder: it exists, or it cannot be a hub id; or rows that a program gave."""
+    if given_rows(source) is not None:
+        return True
     return os.path.exists(source) or source.endswith(".gz") or Path(source).suffix in FORMATS or source[:1] in "./~"
 
 
 def local_rows(source: str, split: str) -> Iterator[Row]:
     """The rows of a file, or of the files of a folder that belong to `split`. Raises DataError."""
+    if (rows := given_rows(source)) is not None:
+        yield from generated_rows(rows)
+        return
     path = expanded(source)
     if not os.path.exists(path):
         close = close_to(source, files=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Literal
@@ -22,12 +24,35 @@ def open_engine(base: str, format: str, options: EngineOptions) -> Engine:
     Raises EngineError or CheckpointError.
     """
     if choose_engine(options.engine, options.device) == "vllm":
-        from qerl.engine.vllm_engine import VLLMEngine
+        from qerl.engine.vllm_engine import VLLMEngine as Chosen
+    else:
+        from qerl.engine.transformers_engine import TransformersEngine as Chosen
 
-        return VLLMEngine(base, format, options)
-    from qerl.engine.transformers_engine import TransformersEngine
+    engine = Chosen(base, format, options)
+    for opened in _opened:
+        opened.append(engine)
+    return engine
 
-    return TransformersEngine(base, format, options)
+
+_opened: list[list[Engine]] = []  # for each `engines_closed_on_error` around, the engines that were opened in it
+
+
+@contextmanager
+def engines_closed_on_error() -> Iterator[None]:
+    """Close the engines that were opened within it if it is left by an exception.
+
+    A command ends with its engine. A program goes on, and an engine holds the card's memory.
+    """
+    opened: list[Engine] = []
+    _opened.append(opened)
+    try:
+        yield
+    except BaseException:
+        for engine in opened:
+            engine.close()
+        raise
+    finally:
+        _opened.pop()
 
 
 def choose_engine(engine: str, device: str = "auto") -> Literal["transformers", "vllm"]:

@@ -104,6 +104,11 @@ class OwnFunction:
             log_metric(name, value)
         return reply["rewards"]
 
+    @property
+    def source(self) -> bytes:
+        """The content of its file."""
+        return Path(self.files[0]).read_bytes()
+
     def __str__(self) -> str:
         return f"{self._place}:{self._attribute}"
 

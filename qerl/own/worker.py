@@ -6,7 +6,6 @@ what went wrong in words. It ends with the process that started it, whatever the
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import difflib
 import importlib
@@ -15,18 +14,18 @@ import inspect
 import json
 import os
 import pickle
-import random
 import signal
 import sys
 import threading
 import traceback
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from qerl.own.returned import ReturnedError, numbers, one_line
+from qerl.own.calling import Caller, seed_all
+from qerl.own.returned import ReturnedError, one_line
 
 
 def main(descriptor: int) -> None:
@@ -52,27 +51,24 @@ def _receive(connection: Connection, requests: SimpleQueue) -> None:
 
 
 class _Worker:
-    """The function, once it is loaded, and the event loop that its coroutines share."""
+    """The function, once it is loaded."""
 
     def __init__(self, home: str) -> None:
         self._home = home
-        self._function: Callable[..., Any] | None = None
-        self._alone = False  # it takes one completion at a time
-        self._index: int | None = None  # the completion that it is called with
+        self._caller: Caller | None = None
         self._file: str | None = None
-        self._runner: asyncio.Runner | None = None
 
     def answer(self, request: bytes) -> dict[str, Any]:
         try:
-            reply = self._load(**pickle.loads(request)) if self._function is None else self._call(pickle.loads(request))
+            reply = self._load(**pickle.loads(request)) if self._caller is None else self._call(pickle.loads(request))
         except ReturnedError as error:
             reply = {"returned": error.what, "index": error.index}
         except BaseException as error:  # also SystemExit, CancelledError, KeyboardInterrupt
-            if not isinstance(error, Exception):
-                self._close_loop()
+            if not isinstance(error, Exception) and self._caller is not None:
+                self._caller.close()
             said = one_line(error)
             what = f"{type(error).__name__}{f': {said}' if said else ''}{self._line(error)}"
-            reply = {"raised": what, "index": self._index}
+            reply = {"raised": what, "index": None if self._caller is None else self._caller.index}
         return reply | self._back_home()
 
     def _load(self, place: str, attribute: str) -> dict[str, Any]:
@@ -89,52 +85,21 @@ class _Worker:
         if not callable(function):
             names = [name for name, _ in inspect.getmembers(module, inspect.isfunction)]
             return {"missing": difflib.get_close_matches(attribute, names, n=1)}
-        parameters = inspect.signature(function).parameters.values()
-        self._function = function
-        self._alone = {"completion", "completions"} & {p.name for p in parameters} == {"completion"}
+        self._caller = Caller(function)
         files = {getattr(each, "__file__", None) for each in list(sys.modules.values())} - {None, self._file}
         return {
-            "parameters": [[p.name, int(p.kind), p.default is not p.empty] for p in parameters],
-            "alone": self._alone,
+            "parameters": [[p.name, int(p.kind), p.default is not p.empty] for p in self._caller.parameters],
+            "alone": self._caller.alone,
             "files": [*([self._file] if self._file else []), *sorted(files)],
         }
 
     def _call(self, request: Mapping[str, Any]) -> dict[str, Any]:
         """The numbers, and what the function logged."""
         columns, fixed, expected, logged = request["columns"], request["fixed"], request["expected"], []
-        _seed(request["seed"])
-        self._index = None
+        seed_all(request["seed"])
         if request["logs"]:
             fixed["log_metric"] = lambda name, value: logged.append([str(name), float(value)])
-        returned = self._one_by_one(columns, fixed) if self._alone else self._called(expected, **columns, **fixed)
-        return {"rewards": numbers(returned, expected), "logged": logged}
-
-    def _called(self, expected: int, /, **arguments: Any) -> Any:
-        """What the function returns, awaited if it has to be."""
-        returned = self._function(**arguments)
-        if inspect.isawaitable(returned):
-            returned = self._run(_awaited(returned))
-        if isinstance(returned, AsyncIterator):
-            returned = self._run(_listed(returned, expected))
-        return returned
-
-    def _one_by_one(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> list[Any]:
-        """What the function returns for each completion. An error says at which one it was."""
-        names = ["completion" if name == "completions" else name for name in columns]
-        returned = []
-        for index, row in enumerate(zip(*columns.values(), strict=True)):
-            self._index = index
-            returned.append(self._called(1, **dict(zip(names, row, strict=True)), **fixed))
-        return returned
-
-    def _run(self, coroutine: Any) -> Any:
-        self._runner = self._runner or asyncio.Runner()
-        return self._runner.run(coroutine)
-
-    def _close_loop(self) -> None:
-        with contextlib.suppress(BaseException):
-            self._runner.close()
-        self._runner = None
+        return {"rewards": self._caller.call(columns, fixed, expected), "logged": logged}
 
     def _line(self, error: BaseException) -> str:
         """Where the user's file raised, as in ` (rewards.py, line 9)`; "" if that is not known."""
@@ -149,25 +114,3 @@ class _Worker:
         with contextlib.suppress(OSError):
             os.chdir(self._home)
         return {"moved": True}
-
-
-async def _awaited(returned: Any) -> Any:
-    return await returned
-
-
-async def _listed(returned: AsyncIterator, expected: int) -> list[Any]:
-    values = []
-    async for value in returned:
-        values.append(value)
-        if len(values) > expected:
-            break
-    return values
-
-
-def _seed(seed: int) -> None:
-    """Make what the function draws at random the same when a run is resumed and grades the same completions."""
-    random.seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed)
-    if "torch" in sys.modules:
-        sys.modules["torch"].manual_seed(seed)

@@ -16,6 +16,7 @@ from qerl.report.summary import Table, phases, rounded
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -139,11 +140,16 @@ def _is_flat(points: Sequence[tuple[int, float]]) -> bool:
 
 def draw_curves(run: Run, path: Path) -> None:
     """Draw every panel and the time by phase into one picture."""
+    curves(run).savefig(path, dpi=110)
+
+
+def curves(run: Run, chosen: Sequence[Panel] | None = None) -> Figure:
+    """A figure of the `chosen` panels, or of every panel and the time by phase."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    found = panels([run])
-    count = len(found) + bool(phases(run.rows))
+    found = panels([run]) if chosen is None else list(chosen)
+    count = len(found) + (chosen is None and bool(phases(run.rows)))
     columns = min(4 if count % 4 in (0, 3) else 3, max(1, count))
     height = max(1, -(-count // columns))
     figure = Figure(figsize=(4.3 * columns, 3.1 * height + 0.4), layout="constrained")
@@ -158,7 +164,7 @@ def draw_curves(run: Run, path: Path) -> None:
         axis.set_axis_off()
     if not count:
         axes[0].text(0.5, 0.5, "no metric changed", ha="center")
-    figure.savefig(path, dpi=110)
+    return figure
 
 
 def draw_panel(axis: Axes, panel: Panel, runs: Sequence[Run]) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from qerl.errors import ConfigError
 from qerl.own.columns import check_columns
 from qerl.own.function import Named, OwnFunction, own_function
+from qerl.own.given import PYTHON, GivenFunction, given_function
 from qerl.own.returned import ReturnedError, short
 from qerl.tasks import Example, Task
 
@@ -25,9 +26,11 @@ CORRECT_FROM = 0.5
 OTHER = "path/to/file.py, whose function `grade` is then taken"
 
 
-def find_grader(task: Task) -> OwnFunction:
+def find_grader(task: Task) -> OwnFunction | GivenFunction:
     """The function that grades the task. Raises ConfigError."""
     place, attribute = grader_place(task.grader)
+    if place == PYTHON:
+        return given_function("grader", attribute)
     return own_function(place, attribute, Named("grader", task.grader, OTHER), task.grader_timeout_s)
 
 

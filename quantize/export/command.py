@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from quantize.export.options import ExportOptions
+
+if TYPE_CHECKING:
+    from quantize.export.run import ExportReport
 
 
 def export_command(options: ExportOptions) -> None:
@@ -10,14 +15,20 @@ def export_command(options: ExportOptions) -> None:
 
     Packed, the bytes are those that the engine sampled from after its sync. Prints how to serve the result.
     """
-    from qerl.devices import choose_card
     from qerl.printable import SafeConsole
-    from quantize.export.run import export
 
-    if ":" not in options.device:
-        choose_card()
-    report = export(options)
+    report = exported(options)
     console = SafeConsole()
     console.print(report.table())
     for command in report.commands.values():
         console.print(command, soft_wrap=True, highlight=False, markup=False)
+
+
+def exported(options: ExportOptions) -> ExportReport:
+    """The report of the model exported on one card, or on the CPU."""
+    from qerl.devices import choose_card
+    from quantize.export.run import export
+
+    if ":" not in options.device:
+        choose_card()
+    return export(options)

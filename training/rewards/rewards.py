@@ -28,6 +28,7 @@ from qerl.data.examples import check_answers
 from qerl.errors import ConfigError, RewardError
 from qerl.own.columns import COLUMNS, EPISODE_COLUMNS, check_columns, first_to_fail
 from qerl.own.function import TIMEOUT_S, LateError, Named, OwnFunction, OwnFunctionError, own_function
+from qerl.own.given import PYTHON, GivenFunction, given_function
 from qerl.own.returned import ReturnedError, numbers
 from qerl.tasks import Example
 from qerl.tasks.own_grader import check_grader
@@ -126,6 +127,8 @@ def find_reward(name: str, timeout_s: float | None = None) -> Reward:
         near = difflib.get_close_matches(name, REWARDS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"there is no reward {name!r}{hint} (rewards: {', '.join(REWARDS)}; {OWN})")
+    if place == PYTHON:
+        return given_function("reward", attribute)
     others = f"one of {', '.join(REWARDS)}"
     return own_function(place, attribute, Named("reward", name, others), timeout_s)
 
@@ -257,7 +260,7 @@ class _GuardedReward:
         wanted = {**columns, **fixed}.keys() if self._wanted is None else self._wanted
         fixed = {key: value for key, value in fixed.items() if key in wanted}
         columns = {key: values for key, values in columns.items() if key in wanted and key not in fixed}
-        if isinstance(self._function, OwnFunction):
+        if isinstance(self._function, OwnFunction | GivenFunction):
             return self._function(len(completions), timeout_s, fixed, **columns)
         if self._task_grades:
             fixed["task"] = replace(fixed["task"], grader_timeout_s=timeout_s)

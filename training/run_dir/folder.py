@@ -18,6 +18,7 @@ from qerl.checkpoint.weights_run import BASE
 from qerl.errors import ConfigError
 from qerl.files.nearby import expanded
 from qerl.files.read_back import read_object
+from qerl.own.given import ROWS
 from qerl.report.shapes import About
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.terminal_gone import TERMINAL_LOG
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 LOCK = ".lock"
 # What may be there if a kill, a full disk or a tracker that failed came before config.yaml.
 UNBEGUN = {LOCK, "config.partial", TERMINAL_LOG, BASE, f".{BASE}.partial", IDS, "wandb", "tensorboard"}
+UNBEGUN |= {ROWS, Path(ROWS).with_suffix(".partial").name}
 
 
 def new_run_dir(out: str | None, name: str) -> Path:

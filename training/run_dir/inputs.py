@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from qerl.config.rules_rewards import is_url
 from qerl.errors import ConfigError
 from qerl.files.disk import replace_text
+from qerl.own.given import GivenFunction
 from qerl.tasks.own_grader import find_grader
 from training.rewards.rewards import REWARDS, find_reward
 from training.run_dir.folder import read_about
@@ -49,9 +50,9 @@ def inputs_of(
         digests[f"the environment's source {file.name}"] = hashlib.sha256(file.read_bytes()).hexdigest()
     own += [("reward", find_reward(each.name, each.timeout_s)) for each in rewards if _is_own(each)]
     for kind, function in own:
-        for file in _sources(function):
-            what = f"the {kind}'s source {file.name}"
-            digests[what] = hashlib.sha256(digests.get(what, "").encode() + file.read_bytes()).hexdigest()
+        for name, content in _sources(function):
+            what = f"the {kind}'s source {name}"
+            digests[what] = hashlib.sha256(digests.get(what, "").encode() + content).hexdigest()
     return {what: digest[:16] for what, digest in digests.items()}
 
 
@@ -116,10 +117,14 @@ def _is_own(reward: RewardConfig) -> bool:
     return reward.name not in REWARDS and not is_url(reward.name)
 
 
-def _sources(function: OwnFunction) -> list[Path]:
-    """The files of a user's own function: its own, and those of the user's that it imports."""
+def _sources(function: OwnFunction | GivenFunction) -> list[tuple[str, bytes]]:
+    """Name and content of a user's own function: of its file, and of those of the user's that it imports; of a function
+    that the program has given, of itself alone."""
+    if isinstance(function, GivenFunction):
+        return [(str(function), function.source)]
     own, *imported = map(Path, function.files)
-    return [own, *(file for file in imported if not _installed(file) and file.is_file())]
+    files = [own, *(file for file in imported if not _installed(file) and file.is_file())]
+    return [(file.name, file.read_bytes()) for file in files]
 
 
 def _installed(file: Path) -> bool:

@@ -22,6 +22,7 @@ from qerl.files.bounded import parse_json, read_lines
 from qerl.files.disk import replace_text
 from qerl.printable import SafeConsole
 from qerl.report.read import completions_step
+from training.run_dir.notebook import NotebookDisplay
 from training.run_dir.progress import Display, completions_table, numbers
 from training.run_dir.trackers import Trackers
 from training.run_dir.watch import due, findings
@@ -131,14 +132,17 @@ class RunLog:
         self._steps = steps
         self._trackers = trackers or Trackers()
         self._console = console or SafeConsole(stderr=True)
-        self._display: Display | None = None
+        self._display: Display | NotebookDisplay | None = None
         self._rows: list[dict[str, Any]] = []  # of all steps so far
         self._at_start: dict[str, Any] | None = None  # the validation before the first step
         self._told: dict[str, int] = {}  # kind of warning -> the step at which it was written last
 
     def __enter__(self) -> RunLog:
-        if self._console.is_terminal and not self._console.is_dumb_terminal:
+        if self._console.is_jupyter:
+            self._display = NotebookDisplay(self._steps)
+        elif self._console.is_terminal and not self._console.is_dumb_terminal:
             self._display = Display(self._steps, self._console)
+        if self._display is not None:
             self._display.start()
         return self
 
@@ -152,7 +156,7 @@ class RunLog:
 
     def phase(self, name: str) -> None:
         """Show on a terminal what the run is doing from now on: rollout, grading, training, validation, saving."""
-        if not self._console.is_terminal:  # it may have gone
+        if not (self._console.is_terminal or self._console.is_jupyter):  # it may have gone
             self._end_display()
         if self._display is not None:
             self._display.phase(name)

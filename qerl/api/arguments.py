@@ -1,0 +1,115 @@
+"""Arguments of Python calls as recipes and commands name them: functions, rows and models."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from qerl.config.keys import nearest
+from qerl.errors import ConfigError, DataError
+from qerl.own.given import PYTHON
+
+Function = Callable[..., Any]
+Rows = Iterable[Mapping[str, Any]]
+
+
+class Functions(dict[str, Function]):
+    """The functions of a call, by their names, which a recipe writes after `python:`."""
+
+    def name_of(self, function: Function) -> str:
+        """The name for a recipe. Raises ConfigError for a second function of the same name."""
+        own = getattr(function, "func", function)  # of a functools.partial
+        name = getattr(own, "__name__", type(own).__name__)
+        name = name if name.isidentifier() else "reward"  # a lambda
+        if self.setdefault(name, function) is not function:
+            raise ConfigError(f"two functions are called {name!r}, and metrics go by names: rename one of them")
+        return f"{PYTHON}:{name}"
+
+
+def rewards_of(reward: object, functions: Functions) -> list[dict[str, Any]]:
+    """`rewards` for a recipe: of a function, a name, a mapping as a recipe has it, or a list of these."""
+    given = reward if isinstance(reward, list | tuple) else [reward]
+    return [_reward(each, functions) for each in given]
+
+
+def _reward(given: object, functions: Functions) -> dict[str, Any]:
+    if isinstance(given, Mapping):
+        name = given.get("name")
+        return {**given, "name": functions.name_of(name)} if callable(name) else dict(given)
+    if callable(given):
+        return {"name": functions.name_of(given)}
+    if isinstance(given, str):
+        return {"name": given}
+    raise ConfigError(
+        f"reward={given!r} is no reward: give a function, a name such as 'accuracy' or 'rewards.py:short', a mapping "
+        "with name, weight and args, or a list of these"
+    )
+
+
+def grader_of(grader: str | Function | None, functions: Functions) -> str | None:
+    """A grader's name for a recipe or an evaluation."""
+    return functions.name_of(grader) if callable(grader) else grader
+
+
+def is_path(data: object) -> bool:
+    """Whether `data` names rows (a file, a folder, a hub id), and is not the rows themselves."""
+    return isinstance(data, str | os.PathLike)
+
+
+def plain_rows(data: Rows) -> list[dict[str, Any]]:
+    """The rows as a jsonl file gives them back: a list of mappings, a data set of `datasets`, a pandas table.
+
+    Raises DataError for what is no table of JSON values.
+    """
+    if hasattr(data, "to_dict") and hasattr(data, "columns"):  # a pandas table, which would give its columns' names
+        data = data.to_dict("records")
+    rows = []
+    try:
+        for number, row in enumerate(data, start=1):
+            if not isinstance(row, Mapping):
+                raise DataError(f"row {number} of data is {_short(row)}: give mappings, such as {{'prompt': ...}}")
+            rows.append(json.loads(json.dumps(dict(row), default=_listed, allow_nan=False)))
+    except (TypeError, ValueError) as error:
+        where = f"row {len(rows) + 1} of data cannot be kept as JSON" if rows or not _is_scalar(data) else "data is"
+        what = f" ({error})" if where != "data is" else f" {_short(data)}"
+        raise DataError(
+            f"{where}{what}: give a list of mappings with text, numbers and lists, or the path of a file"
+        ) from None
+    if not rows:
+        raise DataError("data holds no rows: give at least as many as rollout.prompts_per_step")
+    return rows
+
+
+def check_keywords(given: Iterable[str], known: Sequence[str], function: str) -> None:
+    """Raise ConfigError, with the nearest name, for a keyword that a function does not take."""
+    for name in given:
+        if name not in known:
+            close = nearest(name, known, 0.5)
+            hint = f"did you mean {close}? " if close else ""
+            raise ConfigError(
+                f"{function} takes no argument {name!r}; {hint}it takes {', '.join(known)}, and other keys of a recipe "
+                "go through Recipe.set"
+            )
+
+
+def model_name(model: object) -> str:
+    """A model as commands name it: a name, a path, or a run or model of this interface."""
+    return os.fspath(getattr(model, "path", model))
+
+
+def _is_scalar(data: object) -> bool:
+    return not isinstance(data, Iterable)
+
+
+def _listed(value: Any) -> Any:
+    """A number or array of numpy or torch as plain Python."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"it holds a value of the type {type(value).__name__}")
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

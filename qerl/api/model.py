@@ -1,0 +1,110 @@
+"""`qerl.load`: a base, a run, an adapter or a merged model, open to generate."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
+
+from qerl.api.arguments import model_name
+from qerl.errors import ConfigError, EngineError
+
+if TYPE_CHECKING:
+    from qerl.api.run import Run
+    from qerl.commands.conversation import Opened
+
+Messages = Sequence[Mapping[str, str]]
+
+
+class Model:
+    """An open model. It holds the card's memory until `close`, or until the end of a `with` block."""
+
+    def __init__(self, opened: Opened) -> None:
+        self._opened: Opened | None = opened
+
+    @overload
+    def generate(self, prompt: str | Messages, **sampling: Any) -> str: ...
+
+    @overload
+    def generate(self, prompt: Sequence[str] | Sequence[Messages], **sampling: Any) -> list[str]: ...
+
+    def generate(
+        self,
+        prompt: str | Messages | Sequence[str] | Sequence[Messages],
+        *,
+        max_new_tokens: int = 512,
+        temperature: float = 0.0,
+        top_p: float = 1.0,
+        system_prompt: str | None = None,
+        seed: int = 0,
+    ) -> str | list[str]:
+        """The model's completion of a prompt, or of each prompt of a list.
+
+        A prompt is a text, which becomes a message of the user, or a list of messages (`role`, `content`). It is
+        rendered by the checkpoint's chat template, as in training. Temperature 0 is greedy. Raises EngineError for a
+        prompt that leaves no room in the context.
+        """
+        from qerl.api.process import as_before
+        from qerl.engine.interface import SamplingParams
+
+        if self._opened is None:
+            raise EngineError("this model was closed: open it again with qerl.load")
+        alone = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], Mapping))
+        prompts = [prompt] if alone else list(prompt)
+        sampling = SamplingParams(max_new_tokens, temperature, top_p)
+        with as_before():
+            ids = [self._opened.rendered(_messages(each, system_prompt), max_new_tokens) for each in prompts]
+            completions = self._opened.engine.generate(ids, sampling, seed=seed) if ids else []
+        texts = [self._opened.text(completion) for completion in completions]
+        return texts[0] if alone else texts
+
+    def close(self) -> None:
+        """Give the card's memory back."""
+        if self._opened is not None:
+            self._opened.engine.close()
+        self._opened = None
+
+    def __enter__(self) -> Model:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def load(
+    model: str | os.PathLike | Run,
+    *,
+    adapter: str | os.PathLike | Run | None = None,
+    engine: Literal["auto", "transformers", "vllm"] = "auto",
+    memory: float | None = None,
+    gpu: int | None = None,
+    context: int = 4096,
+) -> Model:
+    """Open a base, NVFP4 folder, run, adapter or merged model, on the engine that trains and evaluates.
+
+    `adapter` is applied to the model; `memory` is vLLM's budget on the card (GiB, or up to 1 a share); `context` is the
+    longest prompt and completion together, in tokens. Raises QerlError, before weights are loaded if possible.
+    """
+    from qerl.api.process import as_before
+    from qerl.commands.conversation import OPTIONS, open_chat
+    from qerl.commands.option_names import options_named
+    from qerl.devices import choose_card
+    from qerl.engine.options import EngineOptions
+
+    if context < 2:
+        raise ConfigError(f"context {context} has no room for a prompt and its completion: write 2 or more")
+    name = model_name(model)
+    with as_before(), options_named(OPTIONS):
+        choose_card(gpu=gpu)
+        options = EngineOptions(engine=engine, memory=memory)
+        return Model(open_chat(name, None if adapter is None else model_name(adapter), options, context))
+
+
+def _messages(prompt: str | Messages, system_prompt: str | None) -> list[dict[str, str]]:
+    system = [{"role": "system", "content": system_prompt}] if system_prompt else []
+    if isinstance(prompt, str):
+        return [*system, {"role": "user", "content": prompt}]
+    for message in prompt:
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str) or "role" not in message:
+            raise ConfigError(f"{message!r} is no message: write {{'role': 'user', 'content': 'text'}}")
+    return [*system, *map(dict, prompt)]

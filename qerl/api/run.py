@@ -1,0 +1,129 @@
+"""`qerl.Run`: what a run has written, as tables, pictures and paths."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qerl.api.recipe import Recipe
+from qerl.errors import ConfigError
+from qerl.files.nearby import expanded, no_folder
+
+if TYPE_CHECKING:
+    import pandas
+    from matplotlib.figure import Figure
+
+
+class Run:
+    """A run directory. `qerl.train` returns one, and `qerl.Run("runs/x")` opens one that is there.
+
+    Everything is read when it is asked for, so that a run can be looked at while another process trains it.
+    """
+
+    def __init__(self, path: str | os.PathLike) -> None:
+        """Raises ConfigError for a folder that is no run."""
+        self.path = expanded(os.fspath(path))
+        if not (self.path / "config.yaml").is_file():
+            what = f"{path} is not a run: it has no config.yaml" if self.path.exists() else no_folder(str(path))
+            raise ConfigError(f"{what}; give the directory that a run was written to")
+
+    @cached_property
+    def recipe(self) -> Recipe:
+        """The recipe of the run, with every key."""
+        return Recipe.load(self.path / "config.yaml")
+
+    @property
+    def metrics(self) -> pandas.DataFrame:
+        """One row for each step, one column for each metric (docs/metrics.md). Row 0, a validation before the first
+        step, is there only if the recipe asks for it."""
+        import pandas
+
+        rows = self._rows("metrics.jsonl")
+        return pandas.DataFrame(rows).set_index("step") if rows else pandas.DataFrame()
+
+    @property
+    def completions(self) -> pandas.DataFrame:
+        """The completions that were kept (`logging.completions_every`): step, prompt, completion, advantage, and a
+        column for each reward."""
+        import pandas
+
+        from qerl.report.read import completions_step
+
+        rows = []
+        for file in sorted((self.path / "completions").glob("step-*.jsonl")):
+            for row in self._rows(file.relative_to(self.path)):
+                rewards = row.pop("rewards", {})
+                rows.append({"step": completions_step(file), **row, **rewards})
+        return pandas.DataFrame(rows)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What the run warned of, in words, with the step."""
+        return [f"step {row['step']}: {row['text']}" for row in self._rows("warnings.jsonl")]
+
+    @property
+    def steps(self) -> int:
+        """How many steps it has made."""
+        return max((row["step"] for row in self._rows("metrics.jsonl")), default=0)
+
+    @property
+    def finished(self) -> bool:
+        """Whether its result is there."""
+        return self.adapter is not None
+
+    @property
+    def adapter(self) -> Path | None:
+        """The folder of the trained adapter, a standard PEFT folder (of a run that trains whole weights: of the model);
+        None until the run is finished."""
+        found = (self.path / name for name in ("adapter", "model"))
+        return next((folder for folder in found if folder.is_dir()), None)
+
+    @property
+    def best(self) -> Path | None:
+        """The adapter of the best validation, if the recipe validates."""
+        return self.path / "best" if (self.path / "best").is_dir() else None
+
+    def plot(self, *metrics: str) -> Figure:
+        """The curves of `qerl report`, or those of the named metrics, as a matplotlib figure; a notebook shows it.
+
+        Raises ConfigError for a metric that the run does not have, and DataError before the first step.
+        """
+        from qerl.report.curves import Panel, curves
+        from qerl.report.read import read_run
+
+        run = read_run(self.path)
+        known = sorted({key for row in run.rows for key in row} - {"step"})
+        for name in metrics:
+            if name not in known:
+                raise ConfigError(f"{self.path} has no metric {name!r}; it has {', '.join(known)}")
+        return curves(run, [Panel(name, ((name, name),)) for name in metrics] if metrics else None)
+
+    def report(self) -> Path:
+        """Write report.html, report.md and curves.png into the run, and return the page's path."""
+        from qerl.report.write import write_report
+
+        return write_report([self.path])
+
+    def _rows(self, name: str | os.PathLike) -> Sequence[dict[str, Any]]:
+        path = self.path / name
+        if not path.is_file():
+            return []
+        lines = path.read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines if line.endswith("}")]  # the last may be half written
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    def __repr__(self) -> str:
+        rewards = [row["reward"] for row in self._rows("metrics.jsonl") if row.get("reward") is not None]
+        learned = f", reward {rewards[0]:.3f} at first, {rewards[-1]:.3f} at last" if rewards else ""
+        state = f"{self.steps} steps" if self.finished else f"not finished after {self.steps} steps"
+        return f"Run({str(self.path)!r}: {state}{learned})"
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{html.escape(repr(self))}</pre>"

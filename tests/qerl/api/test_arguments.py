@@ -1,0 +1,73 @@
+"""Functions and rows as a program gives them."""
+
+import functools
+from datetime import date
+
+import datasets
+import numpy
+import pandas
+import pytest
+
+from qerl.api.arguments import Functions, plain_rows, rewards_of
+from qerl.errors import ConfigError, DataError
+
+ROWS = [
+    {"prompt": "a", "answer": "1", "level": 3, "tags": ["x"]},
+    {"prompt": "b", "answer": "2", "level": 4, "tags": []},
+]
+
+
+def short(completions):
+    return [0.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        ROWS,
+        (dict(row) for row in ROWS),
+        datasets.Dataset.from_list(ROWS),
+        pandas.DataFrame(ROWS),
+        [{**row, "level": numpy.int64(row["level"]), "tags": numpy.array(row["tags"])} for row in ROWS],
+    ],
+    ids=["list", "generator", "datasets", "pandas", "numpy"],
+)
+def test_rows_of_any_table_become_those_of_a_jsonl_file(data):
+    assert plain_rows(data) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("data", "line"),
+    [
+        ([], "data holds no rows"),
+        ([1], "row 1 of data is 1: give mappings"),
+        (
+            [ROWS[0], {"prompt": date(2026, 1, 1)}],
+            "row 2 of data cannot be kept as JSON (it holds a value of the type date)",
+        ),
+        ([{"prompt": "a", "level": float("nan")}], "row 1 of data cannot be kept as JSON"),
+        (3, "data is 3: give a list of mappings"),
+    ],
+)
+def test_what_is_no_table_is_one_line(data, line):
+    with pytest.raises(DataError) as refused:
+        plain_rows(data)
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_rewards_are_named_by_their_functions():
+    functions = Functions()
+    partial = functools.partial(short)
+    given = [short, "accuracy", {"name": short, "weight": 0.5, "args": {}}]
+    assert rewards_of(given, functions) == [
+        {"name": "python:short"},
+        {"name": "accuracy"},
+        {"name": "python:short", "weight": 0.5, "args": {}},
+    ]
+    assert rewards_of(lambda completions: [], functions) == [{"name": "python:reward"}]
+    assert functions["short"] is short
+    with pytest.raises(ConfigError, match="two functions are called 'short'"):
+        rewards_of(partial, functions)
+    with pytest.raises(ConfigError, match=r"reward=3 is no reward: give a function"):
+        rewards_of(3, functions)

@@ -1,0 +1,144 @@
+"""`qerl.train`: the numbers of a run by the command, and a process that is left as it was."""
+
+import json
+import logging
+import os
+import random
+import signal
+import sys
+import types
+
+import pytest
+import torch
+from rich.console import Console
+from small_run import numbers, same_adapters, small_config
+
+import qerl
+from qerl.config.recipe import save_config
+from qerl.own.given import ROWS
+from training.run import start
+from training.run_dir.log import RunLog
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def digits(completions, **columns):
+    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
+
+
+@pytest.fixture(scope="module")
+def by_command(nvfp4_base, tmp_path_factory):
+    """A finished run of 3 steps, and the recipe and the rows for another one."""
+    folder = tmp_path_factory.mktemp("command")
+    config = small_config(nvfp4_base, folder, steps=3)
+    save_config(config, folder / "recipe.yaml")
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    return start(config, "tiny").run_dir, qerl.Recipe.load(folder / "recipe.yaml"), rows
+
+
+def state():
+    handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
+    levels = [logging.getLogger(name).level for name in ("", "transformers", "trl", "datasets")]
+    settings = torch.get_default_dtype(), torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    streams = sys.stdout, sys.stderr
+    drawn = random.getstate(), torch.get_rng_state().tolist()
+    return dict(os.environ), handlers, levels, logging.getLogger().handlers[:], settings, streams, drawn
+
+
+def test_a_run_of_functions_and_rows_is_that_of_the_command(by_command, tmp_path):
+    """It is interrupted in its second step, and resumed in the same process."""
+    expected, recipe, rows = by_command
+    interrupted = []
+
+    def reward(completions, step):
+        if step == 1 and not interrupted:
+            interrupted.append(os.kill(os.getpid(), signal.SIGINT))
+        return digits(completions)
+
+    before = state()
+    run = qerl.train(recipe, reward=reward, data=rows, out=tmp_path / "run")
+    assert (run.steps, run.finished, interrupted) == (2, False, [None])
+    assert state() == before
+    run = qerl.train(resume=run, reward=reward)
+    assert state() == before
+    assert (run.steps, run.finished, run.warnings) == (3, True, [])
+
+    def shared(row):
+        return {key.replace("rewards/reward", "rewards/digits"): value for key, value in row.items()}
+
+    assert [shared(row) for row in numbers(run.path)] == numbers(expected)
+    assert same_adapters(run.adapter, expected / "adapter")
+    assert [json.loads(line) for line in (run.path / ROWS).read_text().splitlines()] == rows
+    assert list(run.metrics.index) == [1, 2, 3]
+    assert {"step", "prompt", "completion", "advantage", "reward"} <= set(run.completions.columns)
+    assert [axis.get_title() for axis in run.plot("reward", "loss").axes][:2] == ["reward", "loss"]
+    assert "3 steps, reward" in repr(run)
+    with pytest.raises(qerl.QerlError, match="has no metric 'rewad'; it has"):
+        run.plot("rewad")
+
+
+def test_a_reward_that_raises_ends_the_run_and_closes_its_engine(by_command, tmp_path, monkeypatch):
+    _, recipe, _ = by_command
+    closed = []
+    monkeypatch.setattr("qerl.engine.transformers_engine.TransformersEngine.close", lambda self: closed.append(self))
+    before = state()
+    with pytest.raises(qerl.QerlError, match="reward broken raised KeyError: 'x'") as raised:
+        qerl.train(recipe, reward={"name": broken, "weight": 2.0}, out=tmp_path / "run")
+    assert isinstance(raised.value.__cause__.__cause__, KeyError)
+    assert (len(closed), state()) == (1, before)
+
+
+ROWS_8 = [{"question": f"{n} + 1?", "answer": str(n + 1)} for n in range(8)]
+VALIDATED = {f"validation/{name}": 0.25 for name in ("accuracy", "reward", "mean_tokens", "truncated_share")}
+
+
+def broken(completions):
+    return {}["x"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ({}, "no recipe was given: write qerl.train('tiny'), or qerl.train(resume=RUN)"),
+        ({"recipe": "tinny"}, "no recipe is named 'tinny'; did you mean tiny?"),
+        ({"recipe": "tiny", "step": 3}, "qerl.train takes no argument 'step'; did you mean steps?"),
+        ({"recipe": "tiny", "reward": "acuracy"}, "there is no such reward; write rewards.0.name: accuracy"),
+        (
+            {"recipe": "tiny", "reward": lambda x: [1], "data": ROWS_8},
+            "asks for 'x', which is neither among its args nor a column",
+        ),
+        ({"recipe": "tiny", "steps": 0}, "set run.steps"),
+        ({"recipe": "tiny", "accept_changes": True}, "leave it out, or give resume=RUN"),
+        ({"recipe": "tiny", "data": [{"text": "a"}]}, "has no column"),
+        ({"recipe": "tiny", "data": "nowhere.jsonl"}, "there is no file or folder 'nowhere.jsonl'"),
+        ({"resume": "nowhere"}, "nowhere"),
+        ({"resume": "nowhere", "data": [{}]}, "resume continues a run as it was configured, and data would change"),
+        ({"resume": "nowhere", "seed": 3}, "resume continues a run as it was configured, and seed would change"),
+    ],
+)
+def test_a_mistake_is_one_line_and_writes_nothing(arguments, line, tmp_path, monkeypatch, nvfp4_base):
+    monkeypatch.chdir(tmp_path)
+    if "recipe" in arguments:
+        arguments = {"model": nvfp4_base} | arguments
+    with pytest.raises(qerl.QerlError) as refused:
+        qerl.train(**arguments)
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_notebook_shows_progress_and_the_reward_s_curve(tmp_path, monkeypatch):
+    shown = []
+    handle = types.SimpleNamespace(update=shown.append)
+    display = types.SimpleNamespace(HTML=str, display=lambda page, **_: shown.append(page) or handle)
+    monkeypatch.setitem(sys.modules, "IPython", types.SimpleNamespace(display=display))
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    with RunLog(tmp_path, 4, Console(force_jupyter=True, quiet=True)) as log:
+        for step, reward in enumerate((0.0, 1.0, 0.5), start=1):
+            log.phase("rollout")
+            log.write_step(step, {"reward": reward, "note": 1.0})
+        log.write_validation(3, VALIDATED)
+    assert "step 0/4 · starting" in shown[0]
+    assert 'points="0.0,90.0 240.0,0.0 480.0,45.0"' in shown[-1]
+    assert "step 3/4 · ended" in shown[-1]
+    assert "validation 25.0% at step 3" in shown[-1]
