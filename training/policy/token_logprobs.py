@@ -82,7 +82,7 @@ def kernel_chunk(
     """
     from training.policy import logprob_kernels
 
-    logits = _logits(hidden, head)
+    logits = head_logits(hidden, head)
     measured = logprob_kernels.measure(logits, targets, head.temperature)
     outputs[0], outputs[1] = measured.logprobs, measured.entropies
     if slopes:
@@ -98,7 +98,7 @@ def reference_chunk(
 ) -> None:
     """The same as `kernel_chunk` in plain torch, on any device."""
     rows = torch.arange(len(targets), device=targets.device)
-    logits = _logits(hidden, head)
+    logits = head_logits(hidden, head)
     log_p = torch.log_softmax(logits if head.temperature == 1.0 else logits.div_(head.temperature), -1)
     del logits
     outputs[0] = log_p[rows, targets]
@@ -106,13 +106,13 @@ def reference_chunk(
     outputs[1] = -torch.linalg.vecdot(p, log_p)
     if len(slopes) > 1:
         log_p += outputs[1][:, None]
-        _descend(log_p.mul_(p), head, slopes[1])
+        descend(log_p.mul_(p), head, slopes[1])
     if slopes:
         p[rows, targets] -= 1.0
-        _descend(p, head, slopes[0])
+        descend(p, head, slopes[0])
 
 
-def _logits(hidden: torch.Tensor, head: Head) -> torch.Tensor:
+def head_logits(hidden: torch.Tensor, head: Head) -> torch.Tensor:
     """Logits (m, vocabulary) in float32, not divided by the temperature; on a GPU never rounded to 16 bits."""
     if hidden.is_cuda and hidden.dtype != torch.float32:
         logits = torch.mm(hidden, head.weight.t(), out_dtype=torch.float32)
@@ -123,7 +123,7 @@ def _logits(hidden: torch.Tensor, head: Head) -> torch.Tensor:
     return logits
 
 
-def _descend(slope: torch.Tensor, head: Head, out: torch.Tensor) -> None:
+def descend(slope: torch.Tensor, head: Head, out: torch.Tensor) -> None:
     """Turn negative derivatives by the scaled logits (m, vocabulary) into those by the hidden states, `out` (m, d)."""
     torch.mm(slope.to(head.weight.dtype), head.weight, out=out)
     out.mul_(-1.0 / head.temperature)

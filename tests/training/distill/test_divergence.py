@@ -1,0 +1,119 @@
+"""The chunked divergence against a dense one in float64, and against TRL's."""
+
+import math
+
+import pytest
+import torch
+from trl.kernels.chunked_divergence import ChunkedDivergenceFunction
+
+from training.distill.divergence import Divergences, Measure, Pair, token_divergences
+from training.policy.token_logprobs import Head
+
+BETAS = (0.0, 0.3, 0.5, 1.0)
+TOKENS, SHARED = 11, 20
+VALUES = ("loss", "forward", "reverse", "entropy", "logprob", "gradient")
+
+
+def dense(hidden, taught, targets, pair, measure):
+    """The same by all logits in float64, written as the equations in the module's docstring."""
+    student, teacher = (
+        states @ head.weight.double().t() + (0 if head.bias is None else head.bias.double())
+        for states, head in ((hidden, pair.student), (taught, pair.teacher))
+    )
+    log_p, log_q = (
+        torch.log_softmax(logits[:, : pair.shared] / head.temperature, -1)
+        for logits, head in ((student, pair.student), (teacher, pair.teacher))
+    )
+
+    def kl(of, to):
+        return (of.exp() * (of - to)).sum(-1)
+
+    forward, reverse = kl(log_q, log_p), kl(log_p, log_q)
+    beta = measure.beta
+    if beta in (0.0, 1.0):
+        loss = (forward, reverse)[int(beta)]
+    else:
+        log_m = torch.log((1 - beta) * log_p.exp() + beta * log_q.exp())
+        loss = beta * kl(log_q, log_m) + (1 - beta) * kl(log_p, log_m)
+    logprobs = torch.log_softmax(student / measure.sampling_temperature, -1).gather(1, targets[:, None])[:, 0]
+    return Divergences(loss, forward, reverse, -(log_p.exp() * log_p).sum(-1), logprobs)
+
+
+def problem(beta, temperature=1.0, sampling=1.0, chunk=4, padding=(0, 0), bias=False):
+    """Hidden states of two models of different width whose vocabularies have `padding` beyond what they share."""
+    sizes = [SHARED + each for each in padding]
+    student = Head(torch.randn(sizes[0], 8), torch.randn(sizes[0]) if bias else None, temperature)
+    teacher = Head(torch.randn(sizes[1], 6), None, temperature)
+    pair, measure = Pair(student, teacher, SHARED), Measure(beta, sampling, chunk)
+    return torch.randn(TOKENS, 8), torch.randn(TOKENS, 6), torch.randint(sizes[0], (TOKENS,)), pair, measure
+
+
+def with_gradient(function, hidden, *rest, double=False):
+    leaf = (hidden.double() if double else hidden).clone().requires_grad_()
+    given = [rest[0].double(), *rest[1:]] if double else rest
+    found = function(leaf, *given)
+    weights = torch.linspace(-1, 2, TOKENS)
+    (found[0] * weights).sum().backward()
+    return [*found, leaf.grad]
+
+
+@pytest.mark.parametrize("beta", BETAS)
+@pytest.mark.parametrize(
+    "more",
+    [{}, {"temperature": 0.7, "sampling": 1.3}, {"padding": (3, 0), "bias": True}, {"padding": (0, 5)}],
+    ids=["plain", "temperatures", "padded student", "padded teacher"],
+)
+def test_values_and_gradients_equal_the_dense_ones_in_float64(fresh_seed, beta, more):
+    given = problem(beta, **more)
+    ours, exact = with_gradient(token_divergences, *given), with_gradient(dense, *given, double=True)
+    for name, one, other in zip(VALUES, ours, exact, strict=True):
+        torch.testing.assert_close(one.double(), other, rtol=1e-4, atol=5e-5, msg=lambda text, name=name: name + text)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_values_and_gradients_equal_those_of_trl(fresh_seed, beta):
+    given = problem(beta, temperature=0.8, bias=True)
+    hidden, taught, _, (student, teacher, _), _ = given
+
+    def theirs(leaf, *_):
+        heads = (student.weight, student.bias, taught, teacher.weight, teacher.bias)
+        return ChunkedDivergenceFunction.apply(leaf, *heads, beta, 0.8)
+
+    loss, _, _, entropies, _, gradient = with_gradient(token_divergences, *given)
+    for one, other in zip((loss, entropies, gradient), with_gradient(theirs, hidden, taught), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_the_size_of_a_chunk_changes_no_result(fresh_seed, beta):
+    whole = problem(beta)
+    results = [
+        with_gradient(token_divergences, *whole[:-1], whole[-1]._replace(chunk_tokens=chunk)) for chunk in (1, 3, 64)
+    ]
+    for other in results[1:]:
+        for one, value in zip(results[0], other, strict=True):
+            torch.testing.assert_close(value, one, rtol=1e-4, atol=5e-5)
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_of_equal_models_it_is_zero_and_so_is_its_gradient(beta):
+    torch.manual_seed(0)
+    hidden, _, targets, pair, measure = problem(beta)
+    found = with_gradient(token_divergences, hidden, hidden, targets, pair._replace(teacher=pair.student), measure)
+    for value in (*found[:3], found[-1]):
+        assert value.abs().max() < 1e-6
+
+
+def test_hand_values():
+    """Two tokens, p = (1/4, 3/4), q = (1/2, 1/2)."""
+    eye = Head(torch.eye(2), None, 1.0)
+    hidden, taught = torch.tensor([[0.0, math.log(3)]]), torch.zeros(1, 2)
+    found = token_divergences(hidden, taught, torch.tensor([1]), Pair(eye, eye, 2), Measure(0.5, 1.0, 8))
+    forward = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
+    reverse = 0.25 * math.log(1 / 2) + 0.75 * math.log(3 / 2)
+    middle = 0.5 * (0.5 * math.log(4 / 3) + 0.5 * math.log(4 / 5)) + 0.5 * (
+        0.25 * math.log(2 / 3) + 0.75 * math.log(6 / 5)
+    )
+    entropy = 0.25 * math.log(4) + 0.75 * math.log(4 / 3)
+    expected = Divergences(middle, forward, reverse, entropy, math.log(0.75))
+    torch.testing.assert_close(torch.stack(list(found))[:, 0], torch.tensor(expected))
