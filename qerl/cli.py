@@ -15,6 +15,7 @@ import typer
 
 from qerl import __version__
 from qerl.commands.chat import chat_command
+from qerl.commands.distill import distill
 from qerl.commands.from_dataclass import command_of
 from qerl.commands.plan import plan_command
 from qerl.commands.recipes import app as recipes_app
@@ -139,6 +140,7 @@ COMMANDS = {  # name -> command and its line in `qerl --help`, in the order in w
     "plan": (plan_command, "Plan memory and seconds of a run before anything is loaded."),
     "quantize": (command_of(quantize_command), "Turn a 16-bit checkpoint into NVFP4, and verify it."),
     "train": (command_of(train), "Train a LoRA adapter by RL from a recipe, or resume a run."),
+    "distill": (command_of(distill), "Train a model to follow a 16-bit teacher, on its own completions."),
     "eval": (command_of(evaluate), "Measure a model's accuracy on a task, and save completions."),
     "compare": (compare_results, "Compare two evaluations: better, worse, or cannot tell."),
     "report": (report, "Write a page about a run, or about several side by side."),

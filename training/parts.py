@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from qerl.engine.interface import Engine
     from qerl.environments.play import Environments
     from qerl.plan.micro_batch_plan import MicroBatchPlan
+    from training.distill.teacher import FoundTeacher, Teacher
     from training.rewards.rewards import Rewards
     from training.rollout.groups import Prompt
     from training.run_dir.log import RunLog
@@ -41,6 +42,7 @@ class Given:
     parallel: Parallel = ALONE
     questions: Questions | None = None  # of a run that validates
     environments: Environments | None = None  # of a run with episodes of several turns
+    teacher: FoundTeacher | None = None  # of a run that distills
 
 
 @dataclass(frozen=True)
@@ -60,6 +62,7 @@ class Parts:
     times: PhaseTimes
     parallel: Parallel = ALONE
     environments: Environments | None = None
+    teacher: Teacher | None = None  # of a run that distills
 
     @property
     def run_dir(self) -> Path:

@@ -26,6 +26,7 @@ from transformers import PrinterCallback
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import ModelRef, describe, resolve_model
 from qerl.checkpoint.start import starting_model
+from qerl.checkpoint.teacher import teacher_beside
 from qerl.checkpoint.weights_digest import weights_digest
 from qerl.checkpoint.weights_run import BASE, export_line, trains_weights
 from qerl.config.recipe import save_config
@@ -42,6 +43,7 @@ from qerl.plan.several import check_ranks
 from qerl.plan.trained import adapter_rank, trains_masters
 from qerl.report.sampling import sampling_text
 from qerl.tasks import task_of
+from training.distill.teacher import find_teacher, open_teacher
 from training.parts import Given, make_parts
 from training.policy.build import build_packed_in_policy, build_policy, build_weights_policy
 from training.policy.policy import Policy
@@ -124,7 +126,7 @@ def resume(
     """Continue a run from its newest good checkpoint (from the beginning, if it has none), or from that of `step`; to
     `steps` in all, if that is given; on its base at `model`, if that has moved. Raises ConfigError if rows, rewards or
     packages are others than when it began, unless that is accepted."""
-    config, _ = config_to_resume(run_dir, step, steps, model)
+    config = teacher_beside(config_to_resume(run_dir, step, steps, model)[0], run_dir)
     if step is not None and parallel.first:
         rewind_(run_dir, step)
     checkpoint = parallel.broadcast(newest_checkpoint(run_dir) if parallel.first else None)
@@ -152,6 +154,7 @@ def _train(
     validated = given.questions.prompts if given.questions else ()
     files = given.environments.runner.files if given.environments else ()
     inputs = inputs_of(given.prompts, task_of(config.data), config.rewards, validated, files)
+    inputs |= given.teacher.inputs() if given.teacher else {}
     if parallel.size > 1:
         check_same(parallel, {"recipe": config.model_dump(), **inputs, "version of a package": versions()})
     if parallel.first:
@@ -161,13 +164,14 @@ def _train(
     engine = open_rollout_engine(config, served, context, parallel.size)
     logger.info("%s; engine %s (%s)", describe(served), engine.name, engine.kernel)
     policy = _policy(config, engine, base, parallel)
+    teacher = open_teacher(config, given.teacher, policy.base_model.get_input_embeddings().weight.device)
     args = trl_config(config, run_dir, given.rewards.weights)  # what it refuses is refused before anything is written
     if not parallel.first:
         args.report_to = []
     plan = recorded_plan(run_dir, config.run.micro_batch_tokens) if parallel.first else None
     if (plan := parallel.broadcast(plan)) is None:
         entropy, cap = config.loss.entropy_coef > 0, config.memory.cap_gib
-        own = plan_run(policy, engine, wishes_of(config), adapter_rank(config), entropy, cap)
+        own = plan_run(policy, engine, wishes_of(config, sizes_at(base)), adapter_rank(config), entropy, cap)
         plan = smallest_plan(parallel.gather(own))
     engine.sleep()  # a resumed run loads its optimizer before its first rollout
     start_step = checkpoint_step(checkpoint) if checkpoint else 0
@@ -183,7 +187,7 @@ def _train(
         log.start_at(start_step)
         if parallel.first:
             settle_best(run_dir, best_kept(log.validations, config.validation))
-        parts = make_parts(config, given, engine, policy, plan, log)
+        parts = replace(make_parts(config, given, engine, policy, plan, log), teacher=teacher)
         validation = Validation(parts, given.questions, stop) if given.questions else None
         trainer = QerlTrainer(parts, args, [stop], start_step, validation)
         trainer.remove_callback(PrinterCallback)
@@ -214,7 +218,8 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     examples = [prompt.example for prompt in prompts]
     rewards = build_rewards(config.rewards, fixed, examples, place.run_dir, environments is not None)
     questions = read_questions(config, tokenizer, prompts, sizes_at(base), place.run_dir, environments)
-    return Given(tokenizer, prompts, rewards, place.parallel, questions, environments)
+    teacher = find_teacher(config, base, tokenizer, sizes_at(base))
+    return Given(tokenizer, prompts, rewards, place.parallel, questions, environments, teacher)
 
 
 def _packed_base(config: RunConfig, base: ModelRef, place: Place) -> ModelRef:
@@ -320,9 +325,9 @@ def _say_best(run_dir: Path, rows: Sequence[Mapping[str, Any]], config: RunConfi
 
 
 def _reward_text(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> str:
-    rewards = [row["reward"] for row in rows if row.get("reward") is not None]
-    if not rewards:
-        return f"its metrics are gone ({run_dir / 'metrics.jsonl'} holds no reward)"
-    fifth = max(1, len(rewards) // 5)
-    first, last = (sum(part) / fifth for part in (rewards[:fifth], rewards[-fifth:]))
-    return f"mean reward {first:.3f} in the first {fifth}, {last:.3f} in the last"
+    for key, what in (("kl_to_teacher/forward", "KL to the teacher"), ("reward", "reward")):
+        if values := [row[key] for row in rows if row.get(key) is not None]:
+            fifth, form = max(1, len(values) // 5), ".3f" if key == "reward" else ".2g"
+            first, last = (sum(part) / fifth for part in (values[:fifth], values[-fifth:]))
+            return f"mean {what} {first:{form}} in the first {fifth}, {last:{form}} in the last"
+    return f"its metrics are gone ({run_dir / 'metrics.jsonl'} holds no reward)"

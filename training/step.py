@@ -8,6 +8,9 @@
 calls the first where TRL asks for a step's inputs and the second where it asks for their loss. A rollout may serve
 several optimizer steps (`loss.num_iterations`), so `backward` may run several times on one batch.
 
+A run that distills (training/distill) takes the same way with another loss: a teacher reads each packed row first, and
+the loss is the divergence from it. Rewards are then only logged.
+
 Of several ranks (training/ranks.py) each samples its share of the prompts and trains on its share of the micro-batches.
 
 Axis suffixes: P prompts, G completions per prompt, B = P * G rows, L prompt tokens, T completion tokens, F reward
@@ -23,6 +26,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
+from training.distill.loss import LOSS_TYPE
 from training.loss.advantages import group_advantages
 from training.loss.batch import Batch, LossInputs, padded_batch
 from training.loss.correction import Mismatch, importance_weights
@@ -106,7 +110,7 @@ def collect(parts: Parts, prompts: Sequence[Prompt], moment: Moment) -> Collecte
     metrics |= {
         **length_metrics(groups),
         **reward_metrics(groups, parts.rewards.names),
-        "groups/zero_variance_share": equal_share,
+        **({"groups/zero_variance_share": equal_share} if parts.teacher is None else {}),
         "time/sync_s": sync_s,
         "time/rollout_and_grading_s": time.perf_counter() - started,  # with the scoring of old logprobs
     }
@@ -182,8 +186,9 @@ def backward(parts: Parts, batch: Batch, loss: Loss, differentiate: Callable[[to
     """Add the gradient of a whole step to the policy's parameters: each rank's micro-batches, then one sum."""
     parts.log.phase("training")
     config, parallel, found = parts.config.loss, parts.parallel, []
-    advantage_only = config.kl_coef == 0 and config.entropy_coef == 0
-    micro_batches = split(batch, parts.plan.micro_batch_tokens, config.type, advantage_only, parallel.size)
+    advantage_only = parts.teacher is None and config.kl_coef == 0 and config.entropy_coef == 0
+    loss_type = config.type if parts.teacher is None else LOSS_TYPE
+    micro_batches = split(batch, parts.plan.micro_batch_tokens, loss_type, advantage_only, parallel.size)
     step_tokens = batch.loss_mask_B_T.sum()
     with parts.packed.training(), training_memory(parts.plan) as memory:
         make_gradients_(parts.policy.parameters())
@@ -191,8 +196,9 @@ def backward(parts: Parts, batch: Batch, loss: Loss, differentiate: Callable[[to
         for index in of_ranks[parallel.rank]:
             micro_batch = micro_batches[index]
             row = micro_batch.packed(parts.packed.device)  # on the CPU, while the GPU is busy with the one before
+            taught = teach(parts, row)
             with parts.times.phase("forward"):
-                inputs = loss_inputs(parts, micro_batch, row, step_tokens)
+                inputs = loss_inputs(parts, micro_batch, row, step_tokens, taught)
                 value, metrics = loss(inputs)
                 value = value * micro_batch.loss_share
             with parts.times.phase("backward"):  # layers that recompute their activations do it here
@@ -235,9 +241,26 @@ def _result(
     return StepResult(total, {**metrics, **memory, "completions/trained_share": trained}, mismatch)
 
 
-def loss_inputs(parts: Parts, micro_batch: MicroBatch, row: PackedRow, step_tokens: torch.Tensor) -> LossInputs:
+def teach(parts: Parts, row: PackedRow) -> torch.Tensor | None:
+    """The teacher's hidden states of a packed row, before the policy's layers keep anything; None without a teacher."""
+    if parts.teacher is None:
+        return None
+    with parts.times.phase("teacher"):
+        return parts.teacher.hidden(row)
+
+
+def loss_inputs(
+    parts: Parts,
+    micro_batch: MicroBatch,
+    row: PackedRow,
+    step_tokens: torch.Tensor,
+    taught: torch.Tensor | None = None,
+) -> LossInputs:
     """The forward pass of one micro-batch, and the weights that correct for the sampler being another policy."""
     config, rows = parts.config.loss, micro_batch.rows
+    if taught is not None:
+        found = parts.packed.divergences(row, rows.loss_mask_B_T.shape, parts.teacher, taught)
+        return LossInputs(rows, found.logprobs, found.entropies, None, step_tokens, 0.0, found)
     logprobs, entropies = parts.packed.logprobs(row, rows.loss_mask_B_T.shape)
     # The loss is multiplied by `loss_share`; the entropy bonus in it is a mean over tokens, whatever the loss is.
     entropy_coef = config.entropy_coef * micro_batch.token_share / micro_batch.loss_share

@@ -30,6 +30,7 @@ from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from trl import GRPOTrainer
 
 from qerl.plan.trained import trains_masters
+from training.distill.loss import distillation_loss
 from training.loss.correction import MismatchGate
 from training.loss.finite import check_gradient, check_loss
 from training.policy.rounding import RandomlyRounded
@@ -131,7 +132,8 @@ class QerlTrainer(GRPOTrainer):
         self, model: torch.nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
     ) -> torch.Tensor:
         """Forward and backward of a whole step. The loss that is returned has no graph any more."""
-        self._result = backward(self.parts, inputs, self.loss_of, self.accelerator.backward)
+        loss = self.loss_of if self.parts.teacher is None else distillation_loss
+        self._result = backward(self.parts, inputs, loss, self.accelerator.backward)
         return self._result.loss.requires_grad_()
 
     def loss_of(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:

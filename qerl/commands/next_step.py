@@ -62,7 +62,11 @@ def _recipe_of(base: str) -> str | None:
 
     for name in recipe_names():
         config = load_recipe(name)
-        if config.qat is None and (config.model.base, config.model.format) == (base, formats.DEFAULT.name):
+        if (
+            config.qat is None
+            and config.distill is None
+            and (config.model.base, config.model.format) == (base, formats.DEFAULT.name)
+        ):
             return name
     return None
 

@@ -43,6 +43,7 @@ NOT_WITH_RESUME = (
     "seed",
     "quantize_first",
     "dry",
+    "teacher",
 )  # what --resume refuses
 
 
@@ -104,6 +105,8 @@ class TrainOptions:
     dry: Annotated[bool, typer.Option("--dry-run", help="Only the plan, the data and the rewards on five rows.")] = (
         False
     )
+    teacher: str | None = None  # this and the next: of `qerl distill`
+    distills: bool = False
 
 
 def train(options: TrainOptions) -> None:
@@ -116,7 +119,8 @@ def train(options: TrainOptions) -> None:
         _end(*go_on(*found, options))
         return
     if options.recipe is None:
-        raise ConfigError("no recipe was given: write `qerl train --recipe NAME`; `qerl recipes` lists the names")
+        command = "distill" if options.distills else "train"
+        raise ConfigError(f"no recipe was given: write `qerl {command} --recipe NAME`; `qerl recipes` lists the names")
     if options.accept_changes:
         raise ConfigError("--accept-changes is about a run that began before: leave it out, or add --resume")
     from qerl.config.recipe import recipe_label
@@ -185,12 +189,12 @@ def _config(options: TrainOptions, recipe: str) -> RunConfig:
     """The recipe, with what the options change of it."""
     from qerl.config.recipe import load_recipe
 
-    overrides = list(options.overrides)
+    overrides = ["distill={}"] * options.distills + list(options.overrides)
     if options.columns is not None:
         overrides.append(f"data.columns={{{', '.join(f'{name}: {of!r}' for name, of in options.columns.items())}}}")
     out = options.out and str(options.out)
     same = {name: getattr(options, name) for name in SAME}
-    return load_recipe(recipe, overrides, base=options.model, out=out, **same)
+    return load_recipe(recipe, overrides, base=options.model, teacher=options.teacher, out=out, **same)
 
 
 def _start(config: RunConfig, name: str, parallel: Parallel) -> TrainResult:

@@ -38,6 +38,7 @@ OTHER_NAMES = {
     "lora_dropout": "adapter.dropout",
     "target_modules": "adapter.targets",
     "beta": "loss.kl_coef",
+    **dict.fromkeys(("teacher_model_name_or_path", "teacher_model", "teacher_model_name"), "distill.teacher"),
     "epsilon": "loss.clip_low",
     "epsilon_high": "loss.clip_high",
     "loss_type": "loss.type",

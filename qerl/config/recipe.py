@@ -26,6 +26,7 @@ from qerl.files.disk import replace_text
 
 FLAGS = {  # argument of load_recipe -> the key that it sets, over the recipe and --set, and the name of the option
     "base": ("model.base", "--model"),
+    "teacher": ("distill.teacher", "--teacher"),
     "task": ("data.task", "--task"),
     "data": ("data.source", "--data"),
     "grader": ("data.grader", "--grader"),

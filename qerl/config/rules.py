@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.config.conflict import Conflict, Conflicts
+from qerl.config.rules_distill import distill
 from qerl.config.rules_environment import environment
 from qerl.config.rules_noise import noise, noise_controller
 from qerl.config.rules_qat import qat
@@ -247,6 +248,7 @@ RULES = (
     engine,
     number_format,
     qat,
+    distill,
     loss,
     correction,
     sampling_filters,

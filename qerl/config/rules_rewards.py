@@ -111,7 +111,7 @@ def rewards(config: RunConfig) -> Conflicts:
             yield Conflict(key, mistake, "the judge's URL up to /v1, such as http://localhost:8001/v1")
         if name in names[:i]:
             yield Conflict({f"rewards.{i}.name": name}, "this reward stands twice", "it once, with the weights added")
-    if all(reward.weight == 0 for reward in config.rewards):
+    if config.distill is None and all(reward.weight == 0 for reward in config.rewards):
         yield Conflict(
             {"rewards.0.weight": 0.0}, "no reward has a weight, so nothing would be learned", "rewards.0.weight: 1"
         )

@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from qerl import formats
 from qerl.checkpoint.linears import PROJECTIONS
 from qerl.config.choice import OneOf
+from qerl.config.distill import DistillConfig
 from qerl.config.environment import EnvironmentConfig
 from qerl.config.quant import QatConfig
 from qerl.config.rules import RULES
@@ -309,6 +310,7 @@ class RunConfig(Section):
         None, description="an environment or tools, for episodes of several turns; null: one turn"
     )
     loss: LossConfig = Field(default_factory=LossConfig, description=LossConfig.__doc__)
+    distill: DistillConfig | None = Field(None, description="learn from a teacher; null: from rewards")
     noise: NoiseConfig = Field(default_factory=NoiseConfig, description=NoiseConfig.__doc__)
     optim: OptimConfig = Field(default_factory=OptimConfig, description=OptimConfig.__doc__)
     run: LoopConfig = Field(description=LoopConfig.__doc__)

@@ -13,11 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from qerl.errors import EngineError
 from qerl.layers.saved import kept_bytes
 from qerl.plan.engine_memory import GIB
+
+if TYPE_CHECKING:
+    from qerl.plan.teacher import TeacherWork
 
 CPU_TOKENS = 8192  # per micro-batch on a CPU, where memory is not planned
 MAX_TOKENS = 32768  # more at once is not faster
@@ -44,17 +47,19 @@ class Footprint:
     fixed: int  # gradients and optimizer state of what is trained, and one decoded weight
     head: int = 0  # outside the layers while a chunk's logits exist, when no layer runs backward
     logits: int = 0  # the logits of one chunk and their slopes
+    teacher: int = 0  # while a teacher runs, before the policy keeps anything
 
     def needed(self, tokens: int, recomputed: int) -> int:
         """The peak of a micro-batch whose first `recomputed` layers recompute.
 
-        It is reached at the logits, when the backward pass begins, or during a recompute, which comes last.
+        It is reached in a teacher's forward pass, which comes first, at the logits, when the backward pass begins, or
+        during a recompute, which comes last.
         """
         inputs = recomputed * self.layer_input
         begin = (self.layers - recomputed) * self.layer + inputs
         later = inputs + self.layer if recomputed else 0
         backward = tokens * (max(begin, later) + self.working)
-        return max(backward, tokens * (begin + self.head) + self.logits) + self.fixed
+        return max(backward, tokens * (begin + self.head) + self.logits, tokens * self.teacher) + self.fixed
 
 
 @dataclass(frozen=True)
@@ -123,6 +128,7 @@ class Wishes:
     recompute: Literal["auto"] | bool
     longest: int  # tokens of the longest possible row
     step_tokens: int  # tokens of a step whose rows are all that long
+    teacher: TeacherWork | None = None
 
 
 def plan_micro_batches(footprint: Footprint, wishes: Wishes, available: int | None) -> MicroBatchPlan:

@@ -39,6 +39,7 @@ from qerl.plan.micro_batch_plan import (
 )
 from qerl.plan.seconds import full_lengths, largest_rows, step_seconds
 from qerl.plan.sizes import ModelSizes
+from qerl.plan.teacher import teacher_bytes, teacher_work
 from qerl.plan.trained import BYTES, adapter_rank, engine_rank, start_bytes, trained_of, trains_masters
 
 if TYPE_CHECKING:
@@ -147,16 +148,19 @@ def checkpoint_bytes(config: RunConfig, sizes: ModelSizes) -> int:
     return trained.count * (trained.kept_bytes + trained.state_bytes)
 
 
-def wishes_of(config: RunConfig) -> Wishes:
-    """What a recipe asks of its micro-batches."""
+def wishes_of(config: RunConfig, sizes: ModelSizes | None = None) -> Wishes:
+    """What a recipe asks of its micro-batches; `sizes` are the student's where there is a teacher."""
     longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
     rows = config.rollout.prompts_per_step * config.rollout.group_size
-    return Wishes(config.run.micro_batch_tokens, config.run.gradient_checkpointing, longest, longest * rows)
+    work = None if sizes is None else teacher_work(config, sizes)
+    return Wishes(config.run.micro_batch_tokens, config.run.gradient_checkpointing, longest, longest * rows, work)
 
 
 def _trainer(config: RunConfig, sizes: ModelSizes, ranks: int) -> dict[str, int]:
     trained = trained_of(config, sizes, ranks)
     kept = {trained.name: trained.count * trained.kept_bytes, "optimizer": trained.count * trained.state_bytes}
+    if taught := teacher_bytes(config, sizes):
+        kept["teacher"] = taught
     start = start_bytes(config, sizes)
     return {**kept, START: start} if start and config.qat.start_in != "host" else kept
 
@@ -231,8 +235,8 @@ def _lower_budget(config: RunConfig, room: _Room, limit: int) -> str:
 
 
 def _footprint(config: RunConfig, sizes: ModelSizes, ranks: int) -> Footprint:
-    trained = trained_of(config, sizes, ranks)
-    return Shapes(
+    trained, work = trained_of(config, sizes, ranks), teacher_work(config, sizes)
+    found = Shapes(
         hidden=sizes.hidden,
         intermediate=sizes.projections["gate_proj"][0],
         query=sizes.projections["q_proj"][0],
@@ -244,6 +248,7 @@ def _footprint(config: RunConfig, sizes: ModelSizes, ranks: int) -> Footprint:
         trained_bytes=trained.gradient_bytes,
         head_norms=sizes.head_norms,
     ).footprint(config.loss.entropy_coef > 0)
+    return found if work is None else work.beside(found)
 
 
 def _micro_batches(

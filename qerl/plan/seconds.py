@@ -5,6 +5,7 @@ docs/cost-model.md shows it beside the measurements:
     decode step = layers * LAUNCH + weight bytes / bandwidth
                   + 2 weights * sequences / (DECODE_RATE * rate) + keys and values read / bandwidth
     training    = (4 + 2 * recomputed share) weights * tokens / (TRAIN_RATE * rate)
+    teacher     = 2 of its weights * tokens / (TRAIN_RATE * rate)
 
 where the tokens of a prompt count once per micro-batch. For weights that are trained themselves 2 weights * tokens /
 rate come on top: the products of their gradients are large and stand alone, and reach the whole rate.
@@ -20,6 +21,7 @@ from qerl.engine.options import MAX_SEQUENCES
 from qerl.plan.cards import Card
 from qerl.plan.micro_batch_plan import MicroBatchPlan, largest_micro_batch
 from qerl.plan.sizes import ModelSizes
+from qerl.plan.teacher import teacher_flops
 from qerl.plan.trained import trained_of
 
 if TYPE_CHECKING:
@@ -67,7 +69,12 @@ def step_seconds(
     if config.qat is not None and config.qat.mode == "weights":
         gradients = 2 * trained_of(config, sizes).count * tokens / (card.tflops * 1e12)
     decoding = -(-sequences // MAX_SEQUENCES) * _decoding(config, sizes, card, lengths)
-    return {"rollout": (decoding + prefill) / config.loss.num_iterations, "training": flops / rate + gradients}
+    taught = teacher_flops(config, sizes, tokens, sequences * lengths.new)
+    return {
+        "rollout": (decoding + prefill) / config.loss.num_iterations,
+        **({"teacher": taught / rate} if taught else {}),
+        "training": flops / rate + gradients,
+    }
 
 
 def largest_rows(config: RunConfig, micro_batches: MicroBatchPlan | None, lengths: Lengths) -> tuple[int, int]:

@@ -45,6 +45,7 @@ KNOWN = {  # by the beginning of the name after the organisation: sizes of model
     "qwen2.5-14b": _known(5120, 13824, 48, 40, 8, 152064, **QWEN2),
     "qwen2.5-32b": _known(5120, 27648, 64, 40, 8, 152064, **QWEN2),
     "qwen2.5-72b": _known(8192, 29568, 80, 64, 8, 152064, **QWEN2),
+    "qwen3-1.7b": _known(2048, 6144, 28, 16, 8, 151936, **QWEN3, **TIED),
     "qwen3-4b": _known(2560, 9728, 36, 32, 8, 151936, **QWEN3, **TIED),
     "qwen3-8b": _known(4096, 12288, 36, 32, 8, 151936, **QWEN3),
     "qwen3-14b": _known(5120, 17408, 40, 40, 8, 151936, **QWEN3),

@@ -31,6 +31,12 @@ class Panel:
 
 
 PANELS = (
+    Panel(
+        "KL to the teacher (nats per token)",
+        (("forward", "kl_to_teacher/forward"), ("reverse", "kl_to_teacher/reverse")),
+        log=True,
+        smooth=True,
+    ),
     Panel("reward", (("trained on", "reward"), ("all sampled", "sampled/reward")), smooth=True),
     Panel("accuracy", (("trained on", "rewards/accuracy"), ("all sampled", "sampled/accuracy")), smooth=True),
     Panel(

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 from qerl.report.read import Row, Run
 
 CHANGES = (
+    ("KL to the teacher", "kl_to_teacher/forward"),
+    ("KL from the teacher (reverse)", "kl_to_teacher/reverse"),
     ("reward", "reward"),
     ("reward of all that was sampled", "sampled/reward"),
     ("accuracy", "rewards/accuracy"),
@@ -22,6 +24,7 @@ PHASES = (
     ("rollout", "time/rollout_s"),
     ("adapter sync", "time/sync_s"),
     ("grading", "time/reward_s"),
+    ("teacher", "time/teacher_s"),
     ("forward", "time/forward_s"),
     ("backward", "time/backward_s"),
     ("optimizer", "time/optimizer_s"),

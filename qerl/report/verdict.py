@@ -11,6 +11,11 @@ from typing import Literal
 from qerl.report.read import Evaluation, Row, Run
 from qerl.report.summary import fifth, rounded
 
+LEARNED_FROM = (
+    ("kl_to_teacher/forward", "KL to the teacher"),
+    ("sampled/reward", "reward"),
+    ("reward", "reward"),
+)
 ENOUGH = 5  # steps at each end, below which an interval would say little
 LEADS = {
     "better": "It learned: held-out accuracy rose",
@@ -56,24 +61,31 @@ def verdict(run: Run, compared: tuple[Evaluation, Evaluation] | None = None, jud
 
 
 def reward_sentence(rows: Sequence[Row]) -> str:
-    """The mean reward of the first and of the last fifth of the steps, with dynamic sampling that of all samples."""
-    for key in ("sampled/reward", "reward"):
-        values = [row[key] for row in rows if row.get(key) is not None]
-        if len(values) >= max(1, len(rows) // 2):
-            break
+    """What a run learns from in the first and in the last fifth of its steps: the KL to a teacher, or the mean reward,
+    with dynamic sampling that of all samples."""
+    name, values = _learned_from(rows)
     if not values:
         return "No reward was logged."
     width = fifth(values)
     first, last = mean_of(values[:width]), mean_of(values[-width:])
     if len(values) == 1:
-        return f"The reward of the only step is {first}."
+        return f"The {name} of the only step is {first}."
     ends = f"from {first} in the first {_steps(width)} to {last} in the last {_steps(width)} of {len(values)}"
     if first.half is None or last.half is None:
-        return f"The reward went {ends}, too few steps for an interval."
+        return f"The {name} went {ends}, too few steps for an interval."
     apart = abs(last.value - first.value) > math.hypot(first.half, last.half)
     if not apart:
-        return f"The reward did not change measurably: it went {ends}."
-    return f"The reward {'rose' if last.value > first.value else 'fell'} {ends}."
+        return f"The {name} did not change measurably: it went {ends}."
+    return f"The {name} {'rose' if last.value > first.value else 'fell'} {ends}."
+
+
+def _learned_from(rows: Sequence[Row]) -> tuple[str, list[float]]:
+    """The first of LEARNED_FROM that half of the steps have, and its values; without one the reward's."""
+    for key, name in LEARNED_FROM:
+        values = [row[key] for row in rows if row.get(key) is not None]
+        if len(values) >= max(1, len(rows) // 2):
+            return name, values
+    return name, values
 
 
 def mean_of(values: Sequence[float]) -> Mean:

@@ -9,12 +9,14 @@ from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
 from qerl.plan.plan import wishes_of
 from qerl.tasks import get_task
+from training.distill.teacher import find_teacher, open_teacher
 from training.loss.batch import Batch
 from training.loss.micro_batches import MicroBatch
 from training.parts import Given, make_parts
 from training.policy.build import build_policy
 from training.policy.packed_policy import PackedPolicy
 from training.policy.train_memory import plan_run
+from training.preflight.checks import sizes_at
 from training.rewards.rewards import build_rewards, fixed_columns
 from training.rollout.prompts import load_prompts
 from training.run import open_rollout_engine
@@ -46,7 +48,9 @@ def build_trainer(config, folder):
     entropy, cap_gib = config.loss.entropy_coef > 0, config.memory.cap_gib
     plan = plan_run(policy, engine, wishes_of(config), config.adapter.rank, entropy, cap_gib)
     args = trl_config(config, folder, rewards.weights)
-    trainer = QerlTrainer(make_parts(config, given, engine, policy, plan, log), args, [])
+    teacher = open_teacher(config, find_teacher(config, base, tokenizer, sizes_at(base)), torch.device("cpu"))
+    parts = replace(make_parts(config, given, engine, policy, plan, log), teacher=teacher)
+    trainer = QerlTrainer(parts, args, [])
     trainer.current_gradient_accumulation_steps = 1  # transformers sets it when it begins to train
     trainer.model.train()
     trainer.gate.passed = True  # the gate is not what is tested here

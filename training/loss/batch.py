@@ -14,6 +14,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 if TYPE_CHECKING:
+    from training.distill.divergence import Divergences
     from training.rollout.groups import GradedGroup
 
 
@@ -67,6 +68,7 @@ class LossInputs:
     weights: torch.Tensor | None  # importance weights, (B, T) or (B, 1) per sequence; None: correction off
     step_tokens: torch.Tensor  # (), completion tokens with a loss in the whole step
     entropy_coef: float
+    divergences: Divergences | None = None  # each (B, T): from the teacher, of a run that distills
 
 
 def padded_batch(

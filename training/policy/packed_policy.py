@@ -11,6 +11,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from qerl.layers.factors import kept_factors
 from qerl.layers.recompute import recompute_by_
+from training.distill.divergence import Divergences, token_divergences
 from training.policy.packed_attention import check_config, deterministic_kernels, hidden_states, packed_attention_of
 from training.policy.packing import pack, row_lengths, split_by_tokens
 from training.policy.token_logprobs import dense_head, token_logprobs
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from qerl.plan.micro_batch_plan import MicroBatchPlan
+    from training.distill.teacher import Teacher
     from training.policy.packing import PackedRow
 
 
@@ -69,6 +71,19 @@ class PackedPolicy:
             head = dense_head(self._model.get_output_embeddings(), self._temperature)
             values = token_logprobs(hidden, row.targets, head, self._entropy_gradient)
         return row.scatter(values[0], shape), row.scatter(values[1], shape)
+
+    def divergences(
+        self, row: PackedRow, shape: tuple[int, int], teacher: Teacher, taught: torch.Tensor
+    ) -> Divergences:
+        """How far the policy is from a teacher whose hidden states of the packed row are `taught`, each value in a
+        (B, C) block of zeros."""
+        if self._training:
+            self._recompute_in(row.cost)
+        with packed_attention_of(self._model), self._autocast():
+            hidden = hidden_states(self._model, row)
+            pair = teacher.pair(dense_head(self._model.get_output_embeddings(), self._temperature))
+            found = token_divergences(hidden, taught, row.targets, pair, teacher.measure)
+        return Divergences(*(row.scatter(values, shape) for values in found))
 
     @torch.no_grad()
     def score(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:

@@ -45,6 +45,8 @@ def plan_run(
         model_shapes(policy.base_model.config.get_text_config(), rank, trained), trained_bytes=policy.trained_bytes
     )
     footprint = shapes.footprint(entropy_gradient)
+    if wishes.teacher is not None:
+        footprint = wishes.teacher.beside(footprint)
     available = _available(engine, cap_gib)
     if available is not None:
         footprint = replace(footprint, layer=measure_layer(policy.base_model))

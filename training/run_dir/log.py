@@ -52,18 +52,9 @@ RUN_METRICS = (
     *("mismatch_kl", "grad_norm", "learning_rate", "tokens_total"),
 )
 RUN_FOLDERS = (
-    *("rewards/", "sampled/", "completions/", "groups/", "clip/", "clip_ratio/", "sampling/", "mismatch/"),
-    *(
-        "correction/",
-        "vespo/",
-        "noise/",
-        "dynamic_sampling/",
-        "environment/",
-        "validation/",
-        "time/",
-        "speed/",
-        "memory/",
-    ),
+    *("kl_to_teacher/", "rewards/", "sampled/", "completions/", "groups/", "clip/", "clip_ratio/", "sampling/"),
+    *("mismatch/", "correction/", "vespo/", "noise/", "dynamic_sampling/", "environment/", "validation/"),
+    *("time/", "speed/", "memory/"),
 )
 WARNINGS = "warnings.jsonl"
 MACHINE_PREFIXES = ("time/", "speed/", "memory/")

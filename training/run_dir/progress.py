@@ -22,6 +22,7 @@ LONGEST = 240  # characters of a prompt or completion
 
 # metric -> (name, format), in the order of the display
 NUMBERS = {
+    "kl_to_teacher/forward": ("kl to teacher", ".4f"),
     "reward": ("reward", ".3f"),
     "entropy": ("entropy", ".3f"),
     "noise/sigma": ("sigma", ".1e"),

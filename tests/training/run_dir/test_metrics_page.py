@@ -19,6 +19,7 @@ RUNS = {
     "vespo": ("loss.type=vespo",),
     "validated": ("validation.every=3", "validation.limit=4", "validation.task=arith_chain"),
     "episodes": ("environment={name: word_game, max_turns: 2}",),
+    "distilled": ("distill.beta=1.0", "noise.enabled=false"),
     "formulas": ("data.task=math500", "data.columns={question: question}", "rewards=[{name: accuracy}]"),
 }
 

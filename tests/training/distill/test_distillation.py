@@ -1,0 +1,193 @@
+"""Runs that distill, on the transformers engine: one step against the dense loss, whole runs, and what is refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from bases import write_base
+from killed import killed_in
+from small_run import numbers, small_config
+from trainer_factory import COMPLETION, MASK, PROMPT, batch_of, build_trainer, with_plan
+
+from qerl.checkpoint.load import load_model
+from qerl.checkpoint.weights_digest import weights_digest
+from qerl.errors import CheckpointError, ConfigError
+from qerl.plan.micro_batch_plan import MicroBatchPlan
+from training.distill.loss import distillation_loss
+from training.run import resume, start
+from training.step import backward
+from training.trainer import QerlTrainer
+
+DISTILL = (
+    "distill.beta=1.0",
+    "noise.enabled=false",
+    "rewards=[{name: accuracy}]",
+    "optim.learning_rate=1e-3",
+    "run.save_every=1",
+)
+PADDED = 24  # tokens of the teacher's vocabulary beyond the tokenizer's
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module")
+def teacher(base, tmp_path_factory):
+    """Another random model with the same tokenizer, wider, and with a padded vocabulary."""
+    folder = write_base(tmp_path_factory.mktemp("teacher") / "teacher", seed=1, hidden=96)
+    model = load_model(folder, "bf16")
+    model.resize_token_embeddings(model.config.vocab_size + PADDED, mean_resizing=False)
+    model.save_pretrained(folder)
+    for shard in folder.glob("model-*"):
+        shard.unlink()
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    return folder
+
+
+def config_of(base, folder, *overrides, steps=2, out="run"):
+    return small_config(base, folder, *DISTILL, *overrides, steps=steps, out=out)
+
+
+def dense_loss(trainer, teacher_model, beta, temperature):
+    """The mean divergence over all completion tokens by plain forward passes over unpadded rows, in float64."""
+    found = []
+    for i in range(len(PROMPT)):
+        length = int(MASK[i].sum())
+        ids = torch.cat([PROMPT[i], COMPLETION[i, :length]])[None]
+        models = trainer.model, teacher_model
+        logits = [model(input_ids=ids).logits[0, 2:-1].double() / temperature for model in models]
+        shared = min(each.shape[1] for each in logits)
+        log_p, log_q = (torch.log_softmax(each[:, :shared], -1) for each in logits)
+        log_m = torch.logaddexp(log_p + torch.tensor(1 - beta).log(), log_q + torch.tensor(beta).log())
+        of = {0.0: log_p, 1.0: log_q}.get(beta, log_m)
+        forward, backward = (log_q.exp() * (log_q - of)).sum(-1), (log_p.exp() * (log_p - of)).sum(-1)
+        found.append(beta * forward + (1 - beta) * backward if 0 < beta < 1 else backward if beta else forward)
+    return torch.cat(found).mean()
+
+
+@pytest.mark.parametrize(("beta", "temperature"), [(0.0, None), (0.4, 0.7), (1.0, None)])
+def test_a_step_is_the_dense_loss_however_it_is_cut(base, teacher, tmp_path, beta, temperature):
+    keys = (f"distill.beta={beta}", f"distill.teacher={teacher}", "model.format=bf16", "distill.chunk_tokens=3")
+    more = () if temperature is None else (f"distill.temperature={temperature}",)
+    trainer = build_trainer(config_of(base, tmp_path, *keys, *more, "rollout.temperature=0.9"), tmp_path)
+    expected = dense_loss(trainer, load_model(teacher, "bf16"), beta, temperature or 0.9)
+    expected.backward()
+    parameters = [each for each in trainer.model.parameters() if each.requires_grad]
+    gradients = [each.grad.clone() for each in parameters]
+    for budget in (8, 64):  # several micro-batches, and one
+        trainer.model.zero_grad()
+        parts = with_plan(trainer.parts, MicroBatchPlan(budget))
+        found = backward(parts, batch_of(None, torch.zeros(4, 4)), distillation_loss, trainer.accelerator.backward)
+        torch.testing.assert_close(found.loss.double(), expected.detach(), rtol=1e-5, atol=1e-7)
+        for each, gradient in zip(parameters, gradients, strict=True):
+            torch.testing.assert_close(each.grad, gradient, rtol=2e-4, atol=1e-6)
+        assert found.metrics["kl_to_teacher/forward"] > 0
+
+
+@pytest.fixture(scope="module")
+def ran(base, tmp_path_factory):
+    """Whole weights through the quantizer, taught by the run's own base."""
+    return start(config_of(base, tmp_path_factory.mktemp("qad"), "qat.mode=weights", steps=3), "qad").run_dir
+
+
+def test_a_killed_run_goes_on_to_the_same_bits(ran, base, tmp_path):
+    with killed_in(QerlTrainer, "training_step", call=3):
+        start(config_of(base, tmp_path, "qat.mode=weights", steps=3), "qad")
+    resume(tmp_path / "run")
+    assert numbers(tmp_path / "run") == numbers(ran)
+    for name in ("weights/model.safetensors", "optimizer.pt"):
+        files = [run / "checkpoints/step-000003" / name for run in (tmp_path / "run", ran)]
+        assert files[0].read_bytes() == files[1].read_bytes(), name
+
+
+def test_what_it_logs(ran):
+    """Rounding costs something, engine and trainer agree, accuracy is logged, and every completion is trained on."""
+    rows = numbers(ran)
+    assert all(row["loss"] == pytest.approx(row["kl_to_teacher/reverse"]) and row["loss"] > 1e-3 for row in rows)
+    assert all(row["mismatch_kl"] < 1e-6 and row["completions/trained_share"] == 1.0 for row in rows)
+    assert all("rewards/accuracy" in row and "groups/zero_variance_share" not in row for row in rows)
+
+
+def test_an_adapter_on_a_4_bit_base_learns_from_the_model_that_was_quantized(nvfp4_base, base, tmp_path):
+    """That is its null teacher, as run.json says."""
+    keys = ("distill.teacher=null", "validation.every=1", "validation.limit=4")
+    run = start(config_of(nvfp4_base, tmp_path, *keys, steps=1), "distill").run_dir
+    _, row = numbers(run)
+    assert row["kl_to_teacher/forward"] > 1e-3
+    assert row["validation/accuracy"] is not None
+    inputs = json.loads((run / "run.json").read_text())["inputs"]
+    assert inputs["the teacher's weights"] == weights_digest(base)
+
+
+def test_a_teacher_that_changed_stops_a_resumed_run(ran, base, tmp_path):
+    run, other = tmp_path / "run", tmp_path / "teacher"
+    shutil.copytree(base, other)
+    start(config_of(base, tmp_path, f"distill.teacher={other}", "model.format=bf16", steps=1), "distill")
+    config = json.loads((other / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-5}))
+    with pytest.raises(ConfigError, match="the teacher's weights changed"):
+        resume(run, steps=2)
+
+
+def renamed_token(folder):
+    data = json.loads((folder / "tokenizer.json").read_text())
+    vocabulary = data["model"]["vocab"]
+    token = next(each for each in vocabulary if vocabulary[each] == 300)
+    data["model"]["vocab"] = {"renamed" if each == token else each: number for each, number in vocabulary.items()}
+    data["model"]["merges"] = [pair for pair in data["model"]["merges"] if token not in ("".join(pair), *pair)]
+    (folder / "tokenizer.json").write_text(json.dumps(data))
+
+
+def other_end(folder):
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(config | {"eos_token": config["pad_token"]}))
+
+
+def fewer_positions(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"max_position_embeddings": 100}))
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (renamed_token, r"another tokenizer than the student: \d tokens differ \(.*take a teacher with"),
+        (other_end, "another eos_token than the student"),
+        (fewer_positions, "reads 100 positions, and a prompt with its completion may have"),
+        (shutil.rmtree, "there is no folder"),
+    ],
+    ids=["tokenizer", "end", "positions", "gone"],
+)
+def test_a_teacher_that_cannot_teach_is_refused_and_nothing_is_written(base, tmp_path, change, says):
+    other = tmp_path / "other"
+    shutil.copytree(base, other)
+    change(other)
+    refuses(base, tmp_path, f"distill.teacher={other}", says)
+
+
+def refuses(base, tmp_path, override, says):
+    with pytest.raises((ConfigError, CheckpointError), match=says) as refused:
+        start(config_of(base, tmp_path, "qat.mode=weights", override), "distill")
+    assert "\n" not in str(refused.value)
+    assert not list(tmp_path.glob("run/[!.]*"))
+
+
+def test_a_teacher_that_is_no_whole_16_bit_model_is_refused(ran, base, nvfp4_base, tmp_path):
+    refuses(base, tmp_path, f"distill.teacher={nvfp4_base}", "holds NVFP4 weights, and a teacher is a 16-bit model")
+    refuses(base, tmp_path, f"distill.teacher={ran}", "is a run, and a teacher is .* write `qerl export")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (("loss.kl_coef=0.1",), "has no other term; write loss.kl_coef: 0"),
+        (("loss.entropy_coef=0.1",), "loss.entropy_coef: 0"),
+        (("rollout.dynamic_sampling.enabled=true",), "rollout.dynamic_sampling.enabled: false"),
+        (("model.format=bf16",), "there would be nothing to learn"),
+        (("distill.beta=1.5",), "distill.beta: got 1.5"),
+        (("distill.teacher_model_name_or_path=x",), "did you mean distill.teacher"),
+    ],
+)
+def test_a_combination_that_means_nothing_is_refused(tmp_path, overrides, says):
+    with pytest.raises(ConfigError, match=says):
+        config_of("tiny", tmp_path, "distill.temperature=1.0", *overrides)

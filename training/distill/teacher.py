@@ -1,0 +1,127 @@
+"""The teacher of a run: whether it fits the student, and its forward pass over the student's packed rows."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from qerl.checkpoint.load import load_model, load_tokenizer, local_folder
+from qerl.checkpoint.resolve import describe
+from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.teacher import teacher_model
+from qerl.checkpoint.weights_digest import weights_digest
+from qerl.errors import ConfigError
+from qerl.formats import BF16
+from qerl.plan.sizes import ModelSizes, sizes_of
+from training.distill.divergence import Measure, Pair
+from training.policy.packed_attention import check_config, hidden_states, packed_attention_of
+from training.policy.token_logprobs import Head, dense_head
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from qerl.checkpoint.resolve import ModelRef
+    from qerl.config.schema import RunConfig
+    from training.policy.packing import PackedRow
+
+logger = logging.getLogger(__name__)
+
+
+class Teacher:
+    """A frozen 16-bit model, and how the student is compared with it."""
+
+    def __init__(self, folder: str | Path, config: RunConfig, device: torch.device, shared: int) -> None:
+        """Open the model at `folder` on `device`; `shared`: how many tokens both vocabularies have."""
+        model = config.model
+        self._model = load_model(folder, BF16.name, model.dtype, str(device), model.trust_remote_code)
+        check_config(self._model.config)
+        sampling, distill = config.rollout.temperature, config.distill
+        self._temperature = distill.temperature or sampling
+        self._shared = shared
+        self.measure = Measure(distill.beta, sampling, distill.chunk_tokens)
+
+    @torch.no_grad()
+    def hidden(self, row: PackedRow) -> torch.Tensor:
+        """The last hidden states (M, d) at a packed row's predicting positions."""
+        with packed_attention_of(self._model):
+            return hidden_states(self._model, row)
+
+    def pair(self, student: Head) -> Pair:
+        """The student's head beside the teacher's, at the temperature of the loss."""
+        own = dense_head(self._model.get_output_embeddings(), self._temperature)
+        return Pair(student._replace(temperature=self._temperature), own, self._shared)
+
+
+@dataclass(frozen=True)
+class FoundTeacher:
+    """A teacher that fits, before it is loaded."""
+
+    model: ModelRef
+    folder: Path
+    shared: int  # tokens that both vocabularies have
+
+    def inputs(self) -> dict[str, str]:
+        """Its digest, for run.json: a resumed run does not go on with another teacher."""
+        return {"the teacher's weights": weights_digest(self.folder)}
+
+
+def find_teacher(
+    config: RunConfig, base: ModelRef, tokenizer: PreTrainedTokenizerBase, sizes: ModelSizes
+) -> FoundTeacher | None:
+    """The teacher of a student on `base`, with its tokenizer and sizes; None for a run that learns from rewards.
+
+    Raises QerlError for a model that cannot teach it; nothing is loaded but tokenizers.
+    """
+    if config.distill is None:
+        return None
+    found = teacher_model(config, base)
+    folder = local_folder(found.base, config.model.trust_remote_code)
+    theirs = load_tokenizer(folder, config.model.trust_remote_code)
+    check_tokenizers(tokenizer, theirs, found.base)
+    own = sizes_of(read_json(folder / "config.json"), found.base)
+    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
+    if own.positions is not None and own.positions < min(longest, sizes.positions or longest):
+        raise ConfigError(
+            f"distill.teacher {found.base} reads {own.positions} positions, and a prompt with its completion may have "
+            f"{longest}: lower rollout.max_new_tokens or data.max_prompt_tokens"
+        )
+    return FoundTeacher(found, folder, min(sizes.vocabulary, own.vocabulary))
+
+
+def check_tokenizers(student: PreTrainedTokenizerBase, teacher: PreTrainedTokenizerBase, name: str) -> None:
+    """Raise ConfigError unless both give every token the same number; warn of another chat template."""
+    own, theirs = student.get_vocab(), teacher.get_vocab()
+    differing = sorted(token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token))
+    if differing:
+        shown = ", ".join(f"{token!r} is {_number(own, token)} and {_number(theirs, token)}" for token in differing[:2])
+        raise ConfigError(
+            f"distill.teacher {name} has another tokenizer than the student: {len(differing)} tokens differ ({shown}): "
+            "take a teacher with the student's tokenizer, mostly one of the same family"
+        )
+    for kind in ("eos_token", "bos_token"):
+        if (mine := getattr(student, kind)) != (other := getattr(teacher, kind)):
+            raise ConfigError(
+                f"distill.teacher {name} has another {kind} than the student ({other!r}, not {mine!r}), so that it "
+                "would not teach where completions end: take instruct versions of both models, or base versions of both"
+            )
+    if student.chat_template != teacher.chat_template:
+        logger.warning(
+            "%s has another chat template than the student; it reads prompts that are written by the student's", name
+        )
+
+
+def open_teacher(config: RunConfig, found: FoundTeacher | None, device: torch.device) -> Teacher | None:
+    """Load what `find_teacher` found."""
+    if found is None:
+        return None
+    teacher = Teacher(found.folder, config, device, found.shared)
+    logger.info("teacher: %s, divergence with beta %g", describe(found.model), config.distill.beta)
+    return teacher
+
+
+def _number(vocabulary: dict[str, int], token: str) -> str:
+    return str(vocabulary[token]) if token in vocabulary else "none"
