@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,6 +73,15 @@ def place_activations_(model: nn.Module, folder: Path, format: Format) -> None:
     modules = dict(model.named_modules())
     for name, activations in read_activations(folder, format).items():
         modules[name].activations = activations
+
+
+def check_placed(linears: Mapping[str, nn.Module], expected: Mapping[str, Activations]) -> str:
+    """What to add to a kernel's name. Raises EngineError unless `linears` round their input as `expected`."""
+    for name, activations in expected.items():
+        found = getattr(linears.get(name), "activations", None)
+        if found != activations:
+            raise EngineError(f"{name} rounds its input as {found}, not as {activations}: please report this")
+    return "".join(f", {kind} 4-bit activations" for kind in {each.kind for each in expected.values()})
 
 
 def check_served(

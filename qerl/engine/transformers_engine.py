@@ -19,7 +19,7 @@ from transformers import GenerationConfig, LogitsProcessorList
 from transformers.generation import StoppingCriteriaList
 
 from qerl import formats
-from qerl.checkpoint.activations import check_served, read_activations
+from qerl.checkpoint.activations import check_placed, check_served, read_activations
 from qerl.checkpoint.adapter import adapter_tensors, attach_saved_, load_tensors_, set_scaling_
 from qerl.checkpoint.base_modules import base_linears, base_norms
 from qerl.checkpoint.load import end_token_ids, load_model, load_tokenizer, local_folder
@@ -65,7 +65,7 @@ class TransformersEngine:
         self._model: PreTrainedModel | None = load_model(base, format, options.dtype, device, trust)
         self._tokenizer = load_tokenizer(base, trust)
         folder = local_folder(base, trust)
-        rounded = check_activations(self._model, read_activations(folder, formats.get(format)))
+        rounded = _check_activations(self._model, read_activations(folder, formats.get(format)))
         self.end_token_ids = end_token_ids(folder, self._model.config.get_text_config(), self._tokenizer)
         # transformers takes fields that a call leaves out from the checkpoint's generation config, which would bias the
         # policy (Qwen2.5 ships a repetition penalty of 1.05). Of that config only the end tokens are kept.
@@ -208,24 +208,22 @@ class TransformersEngine:
         return [values[keep - len(completion) :] for values, (_, completion) in zip(picked, rows, strict=True)]
 
 
-def check_activations(model: PreTrainedModel, expected: Mapping[str, Activations]) -> str:
+def _check_activations(model: PreTrainedModel, expected: Mapping[str, Activations]) -> str:
     """What to add to the kernel's name. Raises EngineError unless each linear rounds its input as is `expected`.
 
     One linear of each shape is run, on the path that the decoder layers take.
     """
-    shapes = set()
+    shapes, linears = set(), dict(model.named_modules())
+    kinds = check_placed(linears, expected)
     for name, activations in expected.items():
-        linear = model.get_submodule(name)
-        if linear.activations != activations:
-            raise EngineError(f"{name} rounds its input as {linear.activations}, not as {activations}")
+        linear = linears[name]
         if (shape := (linear.out_features, linear.in_features)) not in shapes:
             shapes.add(shape)
             x = torch.randn(8, linear.in_features, generator=torch.Generator().manual_seed(0))
             x = x.to(linear.weight_device, linear.compute_dtype)
             weight, serve = linear.unpack(torch.float32), partial(lora_linear, parts=parts_of(linear))
             check_served(name, serve, weight, linear.bias, x, activations)
-    kinds = {activations.kind for activations in expected.values()}
-    return "".join(f", {kind} 4-bit activations" for kind in kinds)
+    return kinds
 
 
 def _take_adapter_(model: PreTrainedModel, update: AdapterUpdate) -> int:

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl import formats
+from qerl.checkpoint.activations import check_placed, read_activations
 from qerl.checkpoint.load import local_folder
 from qerl.engine.interface import (
     Completion,
@@ -90,14 +91,17 @@ class VLLMEngine:
         """Open vLLM. If this raises, the caller frees whatever was taken until then."""
         parts = Parts()
         kernel = opening.choose_kernel(self.options.kernel, settings.format)
-        formats.get(settings.format).check_for_vllm(Path(settings.base), kernel)
+        format = formats.get(settings.format)
+        format.check_for_vllm(Path(settings.base), kernel)
+        expected = read_activations(Path(settings.base), format) if format.rounds_inputs else {}
         with parts.part("imports"):
             opening.compile_ahead(settings, kernel)
             opening.import_vllm()
         self.llm = opening.open_llm(settings, kernel)
         self._asleep = self._cache_warned = False
         self.found = found.find(self.llm, self.options)
-        self.kernel, self.attention = self.found.kernel, self.found.attention
+        rounded = check_placed(self.found.linears, expected) if expected else ""
+        self.kernel, self.attention = self.found.kernel + rounded, self.found.attention
         self.max_context, self._model_len = settings.context, settings.model_len
         self._vocabulary = settings.config.vocab_size
         cache = self.llm.llm_engine.vllm_config.cache_config

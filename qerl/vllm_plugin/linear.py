@@ -4,6 +4,9 @@ vLLM's own LoRA serves many adapters, which costs time at every batch size; an R
 in two buffers per linear. Captured CUDA graphs read them and a sync overwrites them in place, so nothing is captured
 again. In a fused linear (q/k/v, gate/up) the A of the parts are stacked, and B is block-diagonal. The products are in
 `products.py`.
+
+A checkpoint with 4-bit activations is opened as one with 16-bit ones, so that vLLM chooses no kernel by its own idea of
+them (without 4-bit hardware it would leave them in 16 bits); the products round their input themselves.
 """
 
 from __future__ import annotations
@@ -26,11 +29,14 @@ from vllm.model_executor.layers.quantization import register_quantization_config
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
 from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
+from vllm.model_executor.parameter import PerTensorScaleParameter
 
+from qerl.checkpoint.activations import INPUT_SCALE
 from qerl.errors import KERNEL, EngineError
 from qerl.formats import BF16, FP8_BLOCK, NVFP4
 from qerl.formats.fp8_block import OTHER_METHOD, rounds_input, unquantized_modules
 from qerl.fp8.layout import SCALE
+from qerl.nvfp4.activations import Activations
 from qerl.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, QERL, KernelWeight, scales_marlin_drops
 from qerl.nvfp4.ranks import padded_rank
 from qerl.vllm_plugin import CONFIG_KEY, fp8
@@ -62,14 +68,29 @@ class Options:
 class AdapterLinearMethod(LinearMethodBase):
     """Wraps vLLM's method for a linear: it keeps what the trainer needs and adds the adapter's product."""
 
-    def __init__(self, inner: LinearMethodBase, options: Options) -> None:
+    def __init__(self, inner: LinearMethodBase, options: Options, activations: str = "none") -> None:
+        """`activations`: how the linear rounds its input."""
         self.inner = inner
         self.options = options
+        self.activations = activations
 
-    def create_weights(self, layer: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
-        self.inner.create_weights(layer, *args, **kwargs)
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        *sizes: Any,
+        weight_loader: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        sizes = (input_size_per_partition, output_partition_sizes, *sizes)
+        self.inner.create_weights(layer, *sizes, weight_loader=weight_loader, **kwargs)
+        if self.activations == "static":
+            scales = torch.empty(len(output_partition_sizes), dtype=torch.float32)
+            layer.register_parameter(INPUT_SCALE, PerTensorScaleParameter(data=scales, weight_loader=weight_loader))
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        layer.qerl_activations = _activations_of(layer, self.activations)
         bias = getattr(layer, "bias", None)
         layer.qerl_bias = None if bias is None else bias.data.clone()  # a kernel may permute its own
         global_scale = getattr(layer, "weight_global_scale", None)
@@ -91,7 +112,8 @@ class AdapterLinearMethod(LinearMethodBase):
             _add_adapter_buffers(layer, self.options.max_rank)
         layer.qerl_quantized = global_scale is not None
         if layer.qerl_quantized:
-            BASES[layer.weight.data_ptr()] = Base(self.inner, layer, kernel_weight(layer), adapter_of(layer))
+            base = Base(self.inner, layer, kernel_weight(layer), adapter_of(layer), layer.qerl_activations)
+            BASES[layer.weight.data_ptr()] = base
         elif isinstance(self.inner, FP8BlockMethod):
             fp8.hold(layer, adapter_of(layer))
         load_kernels(layer)
@@ -114,6 +136,15 @@ class AdapterLinearMethod(LinearMethodBase):
 class QerlNVFP4Config(CompressedTensorsConfig):
     """compressed-tensors' `nvfp4-pack-quantized`; each linear, quantized or not, has its adapter."""
 
+    activations = "none"  # how quantized linears round their input
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> QerlNVFP4Config:
+        groups = {name: {**group, "input_activations": None} for name, group in config["config_groups"].items()}
+        made = super().from_config({**config, "config_groups": groups})
+        made.activations = NVFP4.activations(config)
+        return made
+
     def get_name(self) -> str:
         return NVFP4.vllm_method
 
@@ -129,7 +160,7 @@ class QerlNVFP4Config(CompressedTensorsConfig):
         scheme = getattr(layer, "scheme", None)
         if options.kernel == "qerl" and isinstance(getattr(scheme, "kernel", None), NvFp4LinearKernel):
             scheme.kernel = QerlNvFp4LinearKernel()
-        return AdapterLinearMethod(method, options)
+        return AdapterLinearMethod(method, options, "none" if scheme is None else self.activations)
 
 
 @register_quantization_config(BF16.vllm_method)
@@ -211,6 +242,15 @@ def kernel_name(layer: LinearBase) -> str:
     if scheme is None:
         return "cublas"
     return type(scheme.kernel).__name__.removesuffix("NvFp4LinearKernel").lower()
+
+
+def _activations_of(layer: LinearBase, kind: str) -> Activations | None:
+    """How a linear rounds its input. Parts with different scales get the largest, as in vLLM."""
+    if kind != "static":
+        return Activations() if kind == "dynamic" else None
+    scale = getattr(layer, INPUT_SCALE).data.max().item()
+    delattr(layer, INPUT_SCALE)
+    return Activations(scale)
 
 
 def kernel_weight(layer: LinearBase) -> KernelWeight:

@@ -63,6 +63,7 @@ def linear_views(engine_model: nn.Module) -> dict[str, nn.Linear]:
                 views[part] = _dense_linear(layer, start, rows, bias)
             else:
                 views[part] = KernelLinear(weight, start, rows, bias)
+                views[part].activations = layer.qerl_activations
     return views
 
 

@@ -20,6 +20,7 @@ from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 
 from qerl.cuda.nvrtc import has_kernels
 from qerl.nvfp4 import gemm, lora, tiling
+from qerl.nvfp4.activations import Activations
 from qerl.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.nvfp4.kernels import decode_
 from qerl.nvfp4.lora import Adapter
@@ -37,6 +38,7 @@ class Base:
     layer: torch.nn.Module
     weight: KernelWeight
     adapter: Adapter | None
+    activations: Activations | None = None
     ways: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -47,6 +49,11 @@ class Base:
         ranks = 0 if self.adapter is None else self.adapter.a.shape[0]
         fused = self.weight.layout is QERL and (self.adapter is None or self.adapter.fits_kernels)
         return Shape(self.weight.out_features, self.weight.in_features, ranks, self.weight.layout.name, fused)
+
+    def input(self, x: torch.Tensor) -> torch.Tensor:
+        """What is multiplied for rows x (tokens, in): contiguous, and rounded if the linear rounds its input."""
+        x = x.contiguous()
+        return x if self.activations is None else self.activations(x)
 
 
 def adapter_of(layer: LinearBase) -> Adapter | None:
@@ -73,7 +80,7 @@ def forget_bases() -> None:
 def nvfp4_linear(x: torch.Tensor, words: torch.Tensor, bias: torch.Tensor | None, rows: int) -> torch.Tensor:
     """x W^T + bias, (tokens, in) -> (tokens, rows). Compilers do not look inside."""
     base = BASES[words.data_ptr()]
-    return WAYS[way_of(base.ways, x.shape[0])](base, x.contiguous(), bias, None)
+    return WAYS[way_of(base.ways, x.shape[0])](base, base.input(x), bias, None)
 
 
 @nvfp4_linear.register_fake
@@ -92,7 +99,7 @@ def nvfp4_lora_linear(
 ) -> torch.Tensor:
     """x W^T + bias + (x A^T) B^T. A and B are those of `BASES`; as arguments they tell compilers what is read."""
     base = BASES[words.data_ptr()]
-    return WAYS[way_of(base.ways, x.shape[0])](base, x.contiguous(), bias, base.adapter)
+    return WAYS[way_of(base.ways, x.shape[0])](base, base.input(x), bias, base.adapter)
 
 
 @nvfp4_lora_linear.register_fake

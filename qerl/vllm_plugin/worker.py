@@ -15,6 +15,7 @@ from vllm.v1.worker.gpu_worker import Worker
 from qerl.nvfp4.ways import TOKENS
 from qerl.vllm_plugin.linear import Options
 from qerl.vllm_plugin.products import BASES
+from qerl.vllm_plugin.rounding import check_rounding
 from qerl.vllm_plugin.sampling import FusedSampler
 from qerl.vllm_plugin.sleep import KV_CACHE, allocator
 from qerl.vllm_plugin.startup import Parts, split_compiling
@@ -56,6 +57,7 @@ class QerlWorker(Worker):
             with self.parts.part("kernel choice"):
                 sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or TOKENS
                 choose_ways_(self.measures, [size for size in sizes if size <= TOKENS[-1]])
+        check_rounding(BASES.values())
 
     def _scoped_allocator_max_split(self, max_split_size_mb: int) -> AbstractContextManager[Any]:
         """Lift a limit of vLLM, which forbids torch to split blocks of 20 MiB and more while weights load.
