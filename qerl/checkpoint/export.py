@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.activations import INPUT_SCALE
 from qerl.checkpoint.adapter_fit import A_SUFFIX, B_SUFFIX, check_fit
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.packed import Tensors, finite
@@ -154,10 +155,11 @@ def packed_tensors(masters: Masters, device: torch.device) -> Iterator[Tensors]:
     for names, old, new in _layers(masters):
         written: Tensors = {}
         for name in names:
-            module = name.rpartition(".")[0]
-            if module not in packed or f"{module}.weight" not in masters.trained:
+            module, _, part = name.rpartition(".")
+            trained = module in packed and f"{module}.weight" in masters.trained
+            if not trained or part not in format.tensors:  # such as a bias
                 written[name] = _master(new, name).to(old(name).dtype) if name in masters.trained else old(name)
-            elif name == f"{module}.{format.tensors[0]}":
+            elif part == format.tensors[0]:
                 before = {part: old(f"{module}.{part}").to(device) for part in format.tensors}
                 tensors = format.quantize_like(before, _master(new, f"{module}.weight").to(device))
                 written |= {f"{module}.{part}": tensor.cpu() for part, tensor in tensors.items()}
@@ -172,13 +174,13 @@ def dense_tensors(masters: Masters) -> Iterator[Tensors]:
     for names, old, new in _layers(masters):
         written: Tensors = {}
         for name in names:
-            module = name.rpartition(".")[0]
-            weight = f"{module}.weight" if module in packed else name
-            if weight in written:
+            module, _, part = name.rpartition(".")
+            weight = f"{module}.weight" if module in packed and part in format.tensors else name
+            if weight in written or part == INPUT_SCALE:
                 continue
             if weight in masters.trained:
                 tensor = _master(new, weight)
-            elif module in packed:
+            elif weight != name:
                 parts = {part: old(f"{module}.{part}") for part in format.tensors}
                 tensor = format.dequantize(parts, torch.bfloat16)
             else:
