@@ -8,28 +8,17 @@ rows are held out for the measurement, so that they do not depend on how many ot
 from __future__ import annotations
 
 import logging
-import random
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from qerl.checkpoint.sandbox import SandboxError, render_chat
-from qerl.data.rows import Row, generated_rows, hub_rows, is_local, local_rows
-from qerl.errors import CheckpointError, DataError
-from qerl.tasks import TASKS
+from qerl.data.sequences import fields_of, shuffled_rows, tokens_of
+from qerl.errors import DataError
 from quantize.output_error import Rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-SEED = 0
 HELD_OUT = 16  # sequences to measure on
-MAX_ROWS = 100_000  # more than any recipe needs; the rest of a larger data set is not read
-TEXT = ("text", "content")
-CHAT = ("messages", "conversation", "conversations", "prompt")
-ASK = ("prompt", "question", "problem", "instruction", "input")
-REPLY = ("completion", "response", "answer", "solution", "output")
 
 logger = logging.getLogger(__name__)
 
@@ -74,8 +63,8 @@ def load_calibration(
     tokens: list[int] = []
     unusable = 0
     example: Any = None
-    for row in _shuffled_rows(data):
-        if not (ids := _tokens(row, tokenizer)):
+    for row in shuffled_rows(data, "--calibration"):
+        if not (ids := tokens_of(row, tokenizer)):
             unusable, example = unusable + 1, row
             continue
         rows.append(ids)
@@ -91,7 +80,7 @@ def load_calibration(
         found = len(sequences)
         logger.warning("%s is enough for %d sequences of %d tokens, not for %d", data, found, sequence_length, size)
     if unusable:
-        logger.warning("%s: %d rows have no usable text (fields of one: %s)", data, unusable, _fields(example))
+        logger.warning("%s: %d rows have no usable text (fields of one: %s)", data, unusable, fields_of(example))
     return Calibration(data, sequences, len(rows), unusable, _cut(held, held_out, sequence_length))
 
 
@@ -100,7 +89,7 @@ def _check_tokens(data: str, rows: list[list[int]], sequence_length: int, unusab
     count, example = unusable
     if not rows:
         raise DataError(
-            f"{data}: none of {count} rows can be used for calibration (fields of one: {_fields(example)}): a row "
+            f"{data}: none of {count} rows can be used for calibration (fields of one: {fields_of(example)}): a row "
             "needs `messages`, `text`, or a question with an answer"
         )
     tokens = sum(map(len, rows))
@@ -127,68 +116,3 @@ def _few_rows(rows: list[list[int]], held_out: int, sequence_length: int) -> tup
 
 def _cut(tokens: list[int], size: int, length: int) -> list[list[int]]:
     return [tokens[start : start + length] for start in range(0, min(size, len(tokens) // length) * length, length)]
-
-
-def _shuffled_rows(data: str) -> list[Any]:
-    rows = [row for _, row in islice(_rows(data), MAX_ROWS)]
-    if not rows:
-        raise DataError(f"--calibration {data} is empty: give a file with one JSON object per line")
-    random.Random(SEED).shuffle(rows)
-    return rows
-
-
-def _rows(data: str) -> Iterator[Row]:
-    """Rows of a file, of one of our tasks' training split, or of a hub data set's."""
-    if is_local(data):
-        return local_rows(data, "train")
-    task = next((task for name, task in TASKS.items() if data in (name, task.hub)), None)
-    if task is None:
-        return hub_rows(data, None, "train")
-    if "train" not in task.splits:
-        raise DataError(f"--calibration {data} is for evaluation and has no training rows: give another data set")
-    if task.generate is not None:
-        return generated_rows(task.generate("train"))
-    return hub_rows(task.hub, task.hub_config, task.splits["train"])
-
-
-def _tokens(row: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The tokens of a row, with special tokens; empty if the row has no usable text."""
-    if not isinstance(row, dict):
-        return []
-    messages = _messages(row)
-    if messages and tokenizer.chat_template:
-        try:
-            return render_chat(tokenizer, messages, add_generation_prompt=False)
-        except SandboxError as error:
-            raise CheckpointError(
-                f"the chat template of {tokenizer.name_or_path!r} refuses a row with the roles "
-                f"{[message['role'] for message in messages]}: {error}; leave such rows out"
-            ) from error
-    text = "\n\n".join(message["content"] for message in messages) or _first_text(row, TEXT)
-    ids = tokenizer(text)["input_ids"] if text else []
-    end = tokenizer.eos_token_id
-    return [*ids, end] if ids and end is not None and ids[-1] != end else ids
-
-
-def _messages(row: dict) -> list[dict[str, str]]:
-    for key in CHAT:
-        turns = row.get(key)
-        if isinstance(turns, list) and turns and all(_is_turn(turn) for turn in turns):
-            reply = _first_text(row, REPLY) if key == "prompt" else ""
-            return [*turns, *([{"role": "assistant", "content": reply}] if reply else [])]
-    question, reply = _first_text(row, ASK), _first_text(row, REPLY)
-    if not question:
-        return []
-    return [{"role": "user", "content": question}, *([{"role": "assistant", "content": reply}] if reply else [])]
-
-
-def _is_turn(turn: Any) -> bool:
-    return isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
-
-
-def _first_text(row: dict, keys: Iterable[str]) -> str:
-    return next((row[key] for key in keys if isinstance(row.get(key), str) and row[key].strip()), "")
-
-
-def _fields(row: Any) -> str:
-    return ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__

@@ -61,6 +61,7 @@ from training.preflight.checks import (
 )
 from training.preflight.trackers import check_trackers
 from training.rewards.rewards import build_rewards, fixed_columns
+from training.rollout.groups import Prompt
 from training.run_dir.checkpoint import checkpoint_step, newest_checkpoint
 from training.run_dir.folder import check_shared, new_run_dir, only_writer, written
 from training.run_dir.inputs import Inputs, check_same_inputs, inputs_of, note_inputs, versions
@@ -159,7 +160,7 @@ def _train(
         check_same(parallel, {"recipe": config.model_dump(), **inputs, "version of a package": versions()})
     if parallel.first:
         check_same_inputs(run_dir, inputs, accept_changes)
-    served = base if config.qat is None else _packed_base(config, base, place)
+    served = base if config.qat is None else _packed_base(config, base, place, given.prompts)
     context = given.questions.context if given.questions else 0
     engine = open_rollout_engine(config, served, context, parallel.size)
     logger.info("%s; engine %s (%s)", describe(served), engine.name, engine.kernel)
@@ -222,11 +223,11 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     return Given(tokenizer, prompts, rewards, place.parallel, questions, environments, teacher)
 
 
-def _packed_base(config: RunConfig, base: ModelRef, place: Place) -> ModelRef:
+def _packed_base(config: RunConfig, base: ModelRef, place: Place, prompts: Sequence[Prompt]) -> ModelRef:
     """The packed base of a run that trains whole weights, which the first rank makes."""
     check_shared(place.run_dir, place.parallel)
     if place.parallel.first:
-        start_base(config, base, place.run_dir)
+        start_base(config, base, place.run_dir, prompts)
     place.parallel.barrier()
     return resolve_model(str(place.run_dir / BASE))
 

@@ -175,12 +175,13 @@ def dense_tensors(masters: Masters) -> Iterator[Tensors]:
         written: Tensors = {}
         for name in names:
             module, _, part = name.rpartition(".")
-            weight = f"{module}.weight" if module in packed and part in format.tensors else name
+            is_packed = module in packed and part in format.tensors
+            weight = f"{module}.weight" if is_packed else name
             if weight in written or part == INPUT_SCALE:
                 continue
             if weight in masters.trained:
                 tensor = _master(new, weight)
-            elif weight != name:
+            elif is_packed:
                 parts = {part: old(f"{module}.{part}") for part in format.tensors}
                 tensor = format.dequantize(parts, torch.bfloat16)
             else:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from qerl import formats
 from qerl.commands.shell_values import card_values, key_values, recipe_values
 from qerl.engine.options import MAX_SEQUENCES
 from qerl.errors import ConfigError
@@ -194,6 +195,7 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
             "memory, and each sync streams them."
         )
     lines += validation_sentences(config, made)
-    if config.qat is not None and config.qat.quant_cfg.activations != "none":
+    quant = None if config.qat is None else config.qat.quant_cfg
+    if quant and quant.activations != "none" and formats.get(quant.weights.format).four_bit_inputs:
         lines.append(f"Note: {GRPO_WARNING}.")
     return [*lines, f"Seconds are for completions of the full {rollout.max_new_tokens} tokens, by the cost model."]

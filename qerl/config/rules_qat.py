@@ -20,18 +20,18 @@ def qat(config: RunConfig) -> Conflicts:
     if config.qat is None:
         return
     quant, own = config.qat.quant_cfg, config.model.format
-    if quant.activations == "static":
-        yield Conflict(
-            {"qat.quant_cfg.activations": quant.activations},
-            "activations are quantized by dynamic scales only so far",
-            "qat.quant_cfg: nvfp4_w4a4, or activations: dynamic",
-        )
     packed = formats.get(quant.weights.format)
     if quant.activations != "none" and not packed.rounds_inputs:
         yield Conflict(
             {"qat.quant_cfg.activations": quant.activations, "qat.quant_cfg.weights.format": quant.weights.format},
             f"activations are not rounded before {packed.label} weights",
             "qat.quant_cfg.activations: none",
+        )
+    if quant.activations == "static" and packed.rounds_inputs and not packed.four_bit_inputs:
+        yield Conflict(
+            {"qat.quant_cfg.activations": quant.activations, "qat.quant_cfg.weights.format": quant.weights.format},
+            f"activations before {packed.label} weights have dynamic scales only",
+            "qat.quant_cfg.activations: dynamic, or none",
         )
     if own != quant.weights.format:
         yield Conflict(

@@ -137,5 +137,6 @@ NVFP4 = _NVFP4(
     kernels=("qerl", "humming", "marlin"),
     vllm_method="qerl_nvfp4",
     rounds_inputs=True,
+    four_bit_inputs=True,
     card_tags=("nvfp4", "compressed-tensors"),
 )

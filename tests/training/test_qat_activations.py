@@ -1,13 +1,23 @@
 """Runs with 4-bit activations on the transformers engine: whole weights, and a LoRA on a frozen base."""
 
+import json
 import logging
 
 import pytest
+import torch
+from bases import write_base
 from model_folders import with_activations
 from small_run import numbers, small_config
+from transformers import AutoModelForCausalLM
 
 from qerl.checkpoint.activations import GRPO_WARNING, read_activations
-from qerl.errors import ConfigError, EngineError
+from qerl.checkpoint.export import dense_tensors, read_masters
+from qerl.checkpoint.input_scales import input_scales
+from qerl.checkpoint.load import load_model, load_tokenizer
+from qerl.checkpoint.shards import read_tensors
+from qerl.commands.plan import plan_of, sentences
+from qerl.config.recipe import load_recipe
+from qerl.errors import CheckpointError, ConfigError, DataError, EngineError
 from qerl.formats import NVFP4
 from qerl.layers import lora
 from qerl.nvfp4.activations import Activations
@@ -33,6 +43,61 @@ def test_whole_weights_are_trained_with_activations_that_both_sides_round(base, 
         assert set(read_activations(folder, NVFP4).values()) == {Activations()}
 
 
+def largest_inputs(base, rows):
+    """By transformers' own model: the amax of what a norm, attention and the MLP hand to q/k/v, o and down."""
+    model, found = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), {}
+    for leaf in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj"):
+
+        def watch(_, inputs, name=f"model.layers.1.{leaf}"):
+            found[name] = max(found.get(name, 0.0), inputs[0].abs().max().item())
+
+        model.get_submodule(f"model.layers.1.{leaf}").register_forward_pre_hook(watch)
+    with torch.no_grad():
+        for ids in rows:
+            model(torch.tensor([ids]))
+    return found
+
+
+def test_static_scales_come_from_the_rows_and_stay_through_training_and_export(base, tmp_path):
+    rows = tmp_path / "texts.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"{n} plus {n} is {2 * n}"}) + "\n" for n in range(5)))
+    given = ("qat.quant_cfg=nvfp4_w4a4_static", f"qat.quant_cfg.calibration.data={rows}")
+    run = start(small_config(base, tmp_path, *QAT, *given, steps=2), "static").run_dir
+    assert agrees(run)
+    begun, model = (read_activations(run / name, NVFP4) for name in ("base", "model"))
+    assert begun == model
+    tokenizer = load_tokenizer(base)
+    texts = [json.loads(line)["text"] for line in rows.read_text().splitlines()]
+    ids = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+    for name, amax in largest_inputs(base, ids).items():
+        assert 2688 / 16 < amax * begun[name].global_scale <= 2688 / 4  # a power of two with two bits of head room
+    masters = read_masters(run / "base", run / "checkpoints/step-000002/weights")
+    assert not any("scale" in name for group in dense_tensors(masters) for name in group)
+
+
+def test_a_calibration_that_cannot_be_read_is_refused(base, tmp_path):
+    given = ("qat.quant_cfg=nvfp4_w4a4_static", f"qat.quant_cfg.calibration.data={tmp_path}/none.jsonl")
+    with pytest.raises(DataError, match=r"none\.jsonl"):
+        start(small_config(base, tmp_path, *QAT, *given), "static")
+    assert not (tmp_path / "run" / "base").exists()
+
+
+def test_biases_stay_in_the_result(tmp_path):
+    """Qwen2 has them on q, k and v."""
+    base = write_base(tmp_path / "qwen2", family="qwen2")
+    run = start(small_config(base, tmp_path, *QAT, steps=1), "biases").run_dir
+    masters = read_masters(run / "base", run / "checkpoints/step-000001/weights")
+    dense = {name: tensor for group in dense_tensors(masters) for name, tensor in group.items()}
+    assert set(read_tensors(run / "model")) == set(read_tensors(run / "base"))
+    assert set(dense) == set(read_tensors(base))
+
+
+def test_the_plan_says_that_grpo_may_not_converge():
+    config = load_recipe("qat_tiny", ["qat.quant_cfg=nvfp4_w4a4"])
+    lines = [sentences(each, plan_of(each, "24")) for each in (config, load_recipe("qat_tiny"))]
+    assert [sum(GRPO_WARNING in line for line in each) for each in lines] == [1, 0]
+
+
 def test_a_lora_on_a_base_with_activations(nvfp4_base, tmp_path):
     folder = with_activations(nvfp4_base, "static", tmp_path / "w4a4")
     assert agrees(start(small_config(folder, tmp_path, "noise.enabled=false", steps=2), "lora").run_dir)
@@ -55,3 +120,10 @@ def test_one_side_with_16_bit_activations_is_stopped_by_the_mismatch(base, tmp_p
     config = small_config(base, tmp_path, *QAT, "qat.quant_cfg=nvfp4_w4a4", steps=1)
     with pytest.raises(EngineError, match=r"disagree before the first update: mismatch_kl .*e-02 is above"):
         start(config, "w4a4")
+
+
+def test_rows_from_which_no_scale_follows_are_refused(base):
+    model = load_model(base, "bf16")
+    model.model.layers[1].input_layernorm.weight.data[3] = float("nan")
+    with pytest.raises(CheckpointError, match=r"input of model.layers.1.self_attn.q_proj has the amax nan over 1 cal"):
+        input_scales(model, ["model.layers.1.self_attn.q_proj"], [[5, 6, 7]], 1, 2)

@@ -16,8 +16,9 @@ import torch
 
 from qerl import formats
 from qerl.checkpoint import sealed
+from qerl.checkpoint.activations import INPUT_SCALE
 from qerl.checkpoint.output import check_space
-from qerl.checkpoint.packed import packed_groups, power_of_two_scale_of
+from qerl.checkpoint.packed import Tensors, packed_groups, power_of_two_scale_of
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.resolve import REPORT, ModelRef, resolve_model
 from qerl.checkpoint.shards import read_json
@@ -25,20 +26,25 @@ from qerl.checkpoint.source import Source, read_source
 from qerl.checkpoint.weights_run import BASE
 from qerl.checkpoint.writer import copy_small_files, write_json, write_weights
 from qerl.errors import ConfigError
+from qerl.nvfp4.layout import PACKED
 from qerl.plan.trained import masters_dtype
+from training.policy.calibrate import calibrated_scales
 from training.run_dir.folder import only_writer, written
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from qerl.config.quant import QatConfig
     from qerl.config.schema import RunConfig
+    from training.rollout.groups import Prompt
 
 logger = logging.getLogger(__name__)
 
 
-def start_base(config: RunConfig, start: ModelRef, run_dir: Path) -> ModelRef:
+def start_base(config: RunConfig, start: ModelRef, run_dir: Path, prompts: Sequence[Prompt] = ()) -> ModelRef:
     """The packed base of a run, which is made if it is not there. `start` is its 16-bit model.
+
+    `prompts` are what static scales of activations are calibrated on, unless the recipe names rows.
 
     Raises ConfigError if it was made by another quant_cfg, and CheckpointError if it cannot be made.
     """
@@ -49,7 +55,7 @@ def start_base(config: RunConfig, start: ModelRef, run_dir: Path) -> ModelRef:
     if folder.exists():
         logger.warning("%s is damaged (%s) and is made again", folder, damage)
     with only_writer(run_dir, written(run_dir)):
-        _make(folder, config, start)
+        _make(folder, config, start, prompts)
     return resolve_model(str(folder))
 
 
@@ -62,11 +68,13 @@ def _check_same(folder: Path, qat: QatConfig, run_dir: Path) -> None:
         )
 
 
-def _make(folder: Path, config: RunConfig, start: ModelRef) -> None:
+def _make(folder: Path, config: RunConfig, start: ModelRef, prompts: Sequence[Prompt]) -> None:
     quant = config.qat.quant_cfg
     source = _source(start, config)
     check_space(folder, source.output_bytes())
     logger.info("quantizing %s to %s", source.name, folder)
+    static = quant.activations == "static"
+    inputs = calibrated_scales(source, quant, prompts, config.model.dtype) if static else {}
     partial = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -76,7 +84,7 @@ def _make(folder: Path, config: RunConfig, start: ModelRef) -> None:
             shares = source.format.shared_tensor is not None
             scale_of = power_of_two_scale_of(headroom_bits=quant.weights.headroom_bits) if shares else None
             wide = _as_masters(source, read, getattr(torch, masters_dtype(config.qat)))
-            write_weights(partial, packed_groups(source, wide, device, scale_of))
+            write_weights(partial, _with_inputs(packed_groups(source, wide, device, scale_of), inputs))
         copy_small_files(source.folder, partial, code="auto_map" in source.config)
         entry = source.format.quantization_config(["lm_head", *source.kept], quant.activations)
         write_json(partial / "config.json", {**source.config, "quantization_config": entry})
@@ -87,6 +95,13 @@ def _make(folder: Path, config: RunConfig, start: ModelRef) -> None:
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
+
+
+def _with_inputs(groups: Iterator[Tensors], inputs: Mapping[str, torch.Tensor]) -> Iterator[Tensors]:
+    """The tensors of `groups`, each linear's static scale beside its weight."""
+    for group in groups:
+        own = {f"{module}.{INPUT_SCALE}": scale for module, scale in inputs.items() if f"{module}.{PACKED}" in group}
+        yield group | own
 
 
 def _source(start: ModelRef, config: RunConfig) -> Source:

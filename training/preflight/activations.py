@@ -23,7 +23,8 @@ def check_activations(config: RunConfig, base: ModelRef) -> None:
     Raises ConfigError for dropout on an adapter's input: the engine's adapter reads what its linear reads.
     """
     if config.qat is not None:
-        kind = config.qat.quant_cfg.activations
+        packed = formats.get(config.qat.quant_cfg.weights.format)
+        kind = config.qat.quant_cfg.activations if packed.four_bit_inputs else "none"
     else:
         kind = kind_of_activations(local_folder(base.base, config.model.trust_remote_code), formats.get(base.format))
         if kind != "none" and config.adapter.dropout:

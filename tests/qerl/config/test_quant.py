@@ -50,7 +50,10 @@ def test_every_preset_is_a_value():
         ("qat={quant_cfg: {wieghts: 3}}", "unknown key; did you mean qat.quant_cfg.weights?"),
         ("qat.mode=w4a16", "expected one of weights, adapter; write qat.quant_cfg: nvfp4_w4a16"),
         ("qat=off", "write keys under it, or qat: null"),
-        ("qat.quant_cfg=nvfp4_w4a4_static", "by dynamic scales only so far; write qat.quant_cfg: nvfp4_w4a4"),
+        (
+            "qat.quant_cfg={activations: static, weights: {format: fp8_block}}",
+            "activations before FP8 weights have dynamic scales only; write qat.quant_cfg.activations: dynamic",
+        ),
         ("qat.targets=down_proj", "write [down_proj]"),
         # NeMo RL
         ("policy.quant_cfg=NVFP4_DEFAULT_CFG", "policy.quant_cfg: unknown key; did you mean qat.quant_cfg?"),

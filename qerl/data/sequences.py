@@ -1,0 +1,93 @@
+"""Rows of a file, a task or a hub data set as tokens, to calibrate on.
+
+They are shuffled with a fixed seed and rendered with the model's chat template.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from qerl.checkpoint.sandbox import SandboxError, render_chat
+from qerl.data.rows import Row, generated_rows, hub_rows, is_local, local_rows
+from qerl.errors import CheckpointError, DataError
+from qerl.tasks import TASKS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SEED = 0
+MAX_ROWS = 100_000  # more than any recipe needs; the rest of a larger data set is not read
+TEXT = ("text", "content")
+CHAT = ("messages", "conversation", "conversations", "prompt")
+ASK = ("prompt", "question", "problem", "instruction", "input")
+REPLY = ("completion", "response", "answer", "solution", "output")
+
+
+def shuffled_rows(data: str, option: str) -> list[Any]:
+    """At most MAX_ROWS of its rows. `option` is what names the data. Raises DataError."""
+    rows = [row for _, row in islice(_rows(data, option), MAX_ROWS)]
+    if not rows:
+        raise DataError(f"{option} {data} is empty: give a file with one JSON object per line")
+    random.Random(SEED).shuffle(rows)
+    return rows
+
+
+def _rows(data: str, option: str) -> Iterator[Row]:
+    """Rows of a file, of one of our tasks' training split, or of a hub data set's."""
+    if is_local(data):
+        return local_rows(data, "train")
+    task = next((task for name, task in TASKS.items() if data in (name, task.hub)), None)
+    if task is None:
+        return hub_rows(data, None, "train")
+    if "train" not in task.splits:
+        raise DataError(f"{option} {data} is for evaluation and has no training rows: give another data set")
+    if task.generate is not None:
+        return generated_rows(task.generate("train"))
+    return hub_rows(task.hub, task.hub_config, task.splits["train"])
+
+
+def tokens_of(row: Any, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The tokens of a row, with special tokens; empty if the row has no usable text."""
+    if not isinstance(row, dict):
+        return []
+    messages = _messages(row)
+    if messages and tokenizer.chat_template:
+        try:
+            return render_chat(tokenizer, messages, add_generation_prompt=False)
+        except SandboxError as error:
+            raise CheckpointError(
+                f"the chat template of {tokenizer.name_or_path!r} refuses a row with the roles "
+                f"{[message['role'] for message in messages]}: {error}; leave such rows out"
+            ) from error
+    text = "\n\n".join(message["content"] for message in messages) or _first_text(row, TEXT)
+    ids = tokenizer(text)["input_ids"] if text else []
+    end = tokenizer.eos_token_id
+    return [*ids, end] if ids and end is not None and ids[-1] != end else ids
+
+
+def _messages(row: dict) -> list[dict[str, str]]:
+    for key in CHAT:
+        turns = row.get(key)
+        if isinstance(turns, list) and turns and all(_is_turn(turn) for turn in turns):
+            reply = _first_text(row, REPLY) if key == "prompt" else ""
+            return [*turns, *([{"role": "assistant", "content": reply}] if reply else [])]
+    question, reply = _first_text(row, ASK), _first_text(row, REPLY)
+    if not question:
+        return []
+    return [{"role": "user", "content": question}, *([{"role": "assistant", "content": reply}] if reply else [])]
+
+
+def _is_turn(turn: Any) -> bool:
+    return isinstance(turn, dict) and isinstance(turn.get("role"), str) and isinstance(turn.get("content"), str)
+
+
+def _first_text(row: dict, keys: Iterable[str]) -> str:
+    return next((row[key] for key in keys if isinstance(row.get(key), str) and row[key].strip()), "")
+
+
+def fields_of(row: Any) -> str:
+    """The names of a row's fields, for messages."""
+    return ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
