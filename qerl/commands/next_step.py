@@ -6,8 +6,10 @@ import shlex
 from pathlib import Path
 
 from qerl import formats
+from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.output import MERGE_REPORT
 from qerl.checkpoint.resolve import REPORT, TINY, TINY_FOLDER, default_quantized_dir, quantized_from
+from qerl.formats.base import Format
 
 DEFAULT_RECIPE = "first_evening"  # for models that no recipe names
 
@@ -49,24 +51,29 @@ def after_evaluating(base: str, adapter: str | None, format: str) -> str:
 def _training(model: str) -> str:
     """`qerl train` on a 16-bit model or a quantized folder; a 16-bit model is quantized first where that is missing."""
     source = TINY if Path(model) == TINY_FOLDER else quantized_from(Path(model)) or model
-    recipe = _recipe_of(source)
-    made = default_quantized_dir(source)
+    format = _quantized_format(Path(model))
+    recipe = _recipe_of(source, format.name)
+    made = default_quantized_dir(source, format)
     named = [] if recipe and model in (source, str(made), str(TINY_FOLDER)) else ["--model", model]
     quantized = (Path(model) / REPORT).is_file() or made.exists()
-    return _line("train", "--recipe", recipe or DEFAULT_RECIPE, *named, *([] if quantized else ["--quantize"]))
+    other = [] if recipe or format is formats.DEFAULT else ["--set", f"model.format={format.name}"]
+    return _line("train", "--recipe", recipe or DEFAULT_RECIPE, *named, *other, *([] if quantized else ["--quantize"]))
 
 
-def _recipe_of(base: str) -> str | None:
-    """The first shipped recipe that trains an adapter on the 4-bit form of `base`."""
+def _quantized_format(folder: Path) -> Format:
+    """The format of a quantized folder; the default one for any other model."""
+    made = (folder / REPORT).is_file() and (folder / "config.json").is_file()
+    found = format_of(folder) if made else formats.DEFAULT
+    return found if found.quantized else formats.DEFAULT
+
+
+def _recipe_of(base: str, format: str) -> str | None:
+    """The first shipped recipe that trains an adapter on `base` in this format."""
     from qerl.config.recipe import load_recipe, recipe_names
 
     for name in recipe_names():
         config = load_recipe(name)
-        if (
-            config.qat is None
-            and config.distill is None
-            and (config.model.base, config.model.format) == (base, formats.DEFAULT.name)
-        ):
+        if config.qat is None and config.distill is None and (config.model.base, config.model.format) == (base, format):
             return name
     return None
 

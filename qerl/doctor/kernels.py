@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 
 import torch
 
+from qerl import formats
 from qerl.cuda.nvrtc import has_kernels
 from qerl.doctor.doctor import Check
+from qerl.fp8 import reference as fp8
 from qerl.layers.decode_attention import Batch, Cache, Space, attend_, reference_attend_
 from qerl.nvfp4 import decode, gemm, lora, slab_layout
 from qerl.nvfp4.kernel_layout import HUMMING_WGMMA, MARLIN, QERL, KernelLayout, KernelWeight, dequantize
 from qerl.nvfp4.layout import BLOCK
 
 ROWS, COLUMNS, TOKENS, RANK = 256, 512, 8, 16
+FP8_CAPABILITY = (8, 9)
 ROUNDING = 1e-2  # relative error of a product whose values are stored in bfloat16
 REMEDY = "compare driver and versions with the tested ones above; with those, it is a bug of qerl: report it"
 
@@ -26,18 +30,31 @@ def kernel_checks() -> list[Check]:
         return [Check("ok", "kernels", "need a CUDA card; without one the plain torch twins run")]
     device = torch.device("cuda", torch.cuda.current_device())
     found = kernel_check("kernel decode (triton)", lambda: _triton_decode(device), exact=True)
+    found = [found, *_fp8_checks(device)]
     if not has_kernels(device):
         return [
-            found,
+            *found,
             Check("ok", "kernel decode, product, lora, attention (cuda)", "not used on this card: Hopper alone"),
         ]
     return [
-        found,
+        *found,
         kernel_check("kernel decode (cuda)", lambda: _cuda_decode(device), exact=True),
         kernel_check("kernel product (cuda)", lambda: _cuda_product(device)),
         kernel_check("kernel lora (cuda)", lambda: _cuda_lora(device)),
         kernel_check("kernel attention (cuda)", lambda: _cuda_attention(device)),
     ]
+
+
+def _fp8_checks(device: torch.device) -> list[Check]:
+    """Decoding FP8 weights, which any card can, and the product of both sides in FP8, which vLLM brings."""
+    decoding = kernel_check("kernel decode fp8 (triton)", lambda: _fp8_decode(device), exact=True)
+    what, capability = "kernel product fp8 (vllm)", torch.cuda.get_device_capability(device)
+    if capability < FP8_CAPABILITY:
+        less = f"not on compute capability {capability}, which has no FP8: train on {formats.DEFAULT.label} weights"
+        return [decoding, Check("ok", what, less)]
+    if find_spec("vllm") is None:
+        return [decoding, Check("ok", what, "needs vllm; without it the plain torch twin runs")]
+    return [decoding, kernel_check(what, lambda: _fp8_product(device))]
 
 
 def kernel_check(what: str, run: Callable[[], Pair], exact: bool = False) -> Check:
@@ -64,6 +81,21 @@ def _triton_decode(device: torch.device) -> Pair:
     # torch divides by a number exactly on a CPU alone
     twins = [dequantize(_weight(layout, torch.device("cpu")), torch.float32) for layout in layouts]
     return torch.cat(outs), torch.cat(twins).to(device)
+
+
+def _fp8_decode(device: torch.device) -> Pair:
+    from qerl.fp8 import kernels
+
+    codes, scale = fp8.quantize(_normal((ROWS, COLUMNS), torch.device("cpu")))
+    out = kernels.dequantize(codes.to(device), scale.to(device), torch.float32)
+    return out, fp8.dequantize(codes, scale, torch.float32).to(device)
+
+
+def _fp8_product(device: torch.device) -> Pair:
+    from qerl.vllm_plugin.fp8 import product
+
+    weight, x = fp8.quantize(_normal((ROWS, COLUMNS), device)), _normal((TOKENS, COLUMNS), device)
+    return product(x, *weight, "pow2"), fp8.product(x.float(), weight)
 
 
 def _cuda_decode(device: torch.device) -> Pair:

@@ -126,5 +126,11 @@ class Format:
         round their input as `activations` says."""
         return None
 
+    def quantization_config_like(
+        self, quantization: Mapping[str, Any] | None, unquantized: Sequence[str]
+    ) -> dict[str, Any] | None:
+        """That of a folder that is made from one with `quantization`, in this format or in another."""
+        return self.quantization_config(unquantized)
+
     def check_for_vllm(self, folder: Path, kernel: str) -> None:
         """Raise EngineError for what vLLM or `kernel` would refuse after it has loaded all weights."""

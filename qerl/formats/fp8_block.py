@@ -102,6 +102,13 @@ class _FP8Block(Format):
                 group.input_activations = None
         return config_entry(config)
 
+    def quantization_config_like(
+        self, quantization: Mapping[str, Any] | None, unquantized: Sequence[str]
+    ) -> dict[str, Any]:
+        """Inputs stay in 16 bits where the folder that it is made from is in FP8 and leaves them so."""
+        rounds = not self.recognises(quantization) or rounds_input(quantization)
+        return self.quantization_config(unquantized, "dynamic" if rounds else "none")
+
     def check_for_vllm(self, folder: Path, kernel: str) -> None:
         from qerl.vllm_plugin.checkpoint import check_fp8
 

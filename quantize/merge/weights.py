@@ -90,7 +90,9 @@ def write_merged(merge: Merge, folder: Path, device: torch.device, track: Callab
     with BaseReader(merge.base, device) as base:
         read = MergedReader(base, source, merge.adapter, device)
         if source.format.quantized:
-            config["quantization_config"] = source.format.quantization_config(["lm_head", *source.kept])
+            config["quantization_config"] = source.format.quantization_config_like(
+                source.config.get("quantization_config"), ["lm_head", *source.kept]
+            )
             earlier = power_of_two_scales(merge.reference, source.format)
             groups = packed_groups(source, read, device, power_of_two_scale_of(earlier) if earlier else None)
         else:

@@ -169,6 +169,15 @@ def test_options_that_do_not_go_together_are_refused(base, tmp_path, options, me
         quantize_checkpoint(str(base), tmp_path / "out", QuantizeOptions(**{"scheme": "fp8_block"} | options))
 
 
+def test_a_merged_model_leaves_inputs_in_16_bits_if_its_base_does(base, tmp_path):
+    quantize_checkpoint(str(base), tmp_path / "out", QuantizeOptions(scheme="fp8_block", activations="none"))
+    adapter = str(random_adapter(tmp_path / "adapter", base))
+    for model, rounds in ((tmp_path / "out", False), (base, True)):
+        to = tmp_path / f"merged-{rounds}"
+        merge(MergeOptions(adapter, "fp8_block", to, str(model), prompt_count=0, onto="trained"))
+        assert rounds_input(read_json(to / "config.json")["quantization_config"]) is rounds
+
+
 def test_a_quantized_model_is_not_quantized_again(folder, of_others, tmp_path):
     for given in (folder, of_others):
         with pytest.raises(CheckpointError, match=r"is already quantized \(FP8\): use it as it is"):

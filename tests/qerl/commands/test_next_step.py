@@ -83,6 +83,22 @@ def test_after_evaluating_an_adapter_comes_its_merge(here, format):
         check_parses(command)
 
 
+@pytest.mark.parametrize(
+    ("folder", "source", "said"),
+    [
+        ("checkpoints/tiny-FP8_BLOCK", "tiny", "qerl train --recipe tiny_fp8"),
+        ("mine", "Qwen/Qwen2.5-7B-Instruct", "qerl train --recipe dapo_7b_fp8 --model mine"),
+        ("other", "/models/x", "qerl train --recipe first_evening --model other --set model.format=fp8_block"),
+    ],
+)
+def test_an_fp8_folder_is_trained_in_its_format(here, folder, source, said):
+    made = quantized(folder, source)
+    config = {"quantization_config": {"quant_method": "compressed-tensors", "format": "float-quantized"}}
+    (made / "config.json").write_text(json.dumps(config))
+    assert after_quantizing(made) == said
+    check_parses(said)
+
+
 def test_after_evaluating_a_base_comes_training(here):
     folder = quantized("checkpoints/tiny-NVFP4A16", "tiny")
     before = {

@@ -9,9 +9,11 @@ from qerl.config.schema import PROJECTIONS, RewardConfig
 from qerl.errors import ConfigError
 
 NAMES = [
-    *("calculator", "dapo_3b", "dapo_3b_bf16", "dapo_7b", "dapo_7b_bf16", "dapo_14b", "dapo_14b_bf16", "dapo_32b"),
-    *("dapo_32b_bf16", "first_evening", "grpo_gsm8k_7b", "grpo_gsm8k_7b_bf16", "llama3_8b", "qad_1_7b", "qad_tiny"),
-    *("qat_3b", "qat_7b", "qat_7b_ffn", "qat_tiny", "qwen3_8b", "tiny", "word_game"),
+    *("calculator", "dapo_3b", "dapo_3b_bf16", "dapo_7b", "dapo_7b_bf16", "dapo_7b_fp8"),
+    *("dapo_14b", "dapo_14b_bf16", "dapo_32b", "dapo_32b_bf16", "first_evening", "grpo_gsm8k_7b"),
+    *("grpo_gsm8k_7b_bf16", "llama3_8b", "qad_1_7b", "qad_tiny", "qat_3b", "qat_7b"),
+    *("qat_7b_ffn", "qat_tiny", "qwen3_8b", "qwen3_8b_fp8", "tiny", "tiny_fp8"),
+    *("word_game",),
 ]
 SMALL = "model: {base: tiny}\ndata: {task: arith}\nrun: {steps: 40}\n"
 
@@ -69,8 +71,17 @@ def test_a_bf16_twin_differs_in_format_noise_and_learning_rate_alone(name):
     assert (twin["rewards"], twin["qat"], twin["distill"]) == (base["rewards"], None, None)
 
 
+@pytest.mark.parametrize("name", [name for name in NAMES if name.endswith("_fp8")])
+def test_an_fp8_recipe_differs_in_format_and_noise_alone(name):
+    twin, base = load_recipe(name), load_recipe(name.removesuffix("_fp8"))
+    assert (twin.model.format, twin.noise.enabled) == ("fp8_block", False)
+    put_back = {"model": base.model, "noise": base.noise}
+    assert twin.model_copy(update=put_back) == base
+    assert twin.model.model_copy(update={"format": "nvfp4"}) == base.model
+
+
 @pytest.mark.parametrize(
-    "name", [name for name in NAMES if not name.endswith(("tiny", "evening", "calculator", "game", "1_7b"))]
+    "name", [name for name in NAMES if not name.endswith(("tiny", "tiny_fp8", "evening", "calculator", "game", "1_7b"))]
 )
 def test_a_step_of_the_paper_trains_on_128_completions(name):
     """arXiv 2510.11696, Table 4: batch 128; 8 samples per prompt on GSM8K (4096 tokens), 16 on BigMath (8192)."""
