@@ -63,7 +63,8 @@ class FP8Linear(PackedLinear):
     def empty_tensors(self, device: torch.device | str | None) -> dict[str, torch.Tensor]:
         specs = layout.tensor_specs(self.out_features, self.in_features)
         codes = torch.zeros(specs[layout.CODES].shape, dtype=E4M3, device=device)
-        return {CODES: codes, layout.SCALE: torch.ones(specs[layout.SCALE].shape, device=device)}
+        ones = torch.ones(specs[layout.SCALE].shape, dtype=torch.float32, device=device)
+        return {CODES: codes, layout.SCALE: ones}
 
     def unpack(self, dtype: torch.dtype) -> torch.Tensor:
         return decode(self.weight_codes, self.weight_scale, dtype)
