@@ -102,8 +102,11 @@ class PackedLinear(nn.Linear):
         """x W^T + b with the weight in `dtype`."""
         return F.linear(x, self.dense(dtype), self.bias)
 
-    def own_product(self, x: torch.Tensor) -> torch.Tensor | None:
-        """x W^T (T, out) for x (T, in) if the linear does not multiply by its dense weight, else None."""
+    def own_product(self, x: torch.Tensor, others: Sequence[nn.Module] = ()) -> torch.Tensor | None:
+        """x W^T (T, out) for x (T, in) if the linear does not multiply by its dense weight, else None.
+
+        With `others`, W has their rows too; None unless these follow this linear's in one tensor.
+        """
         return None
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -75,16 +75,21 @@ class FP8Linear(PackedLinear):
         y = self.own_product(x.to(dtype))
         return y if self.bias is None else y + self.bias.to(dtype)
 
-    def own_product(self, x: torch.Tensor) -> torch.Tensor | None:
-        """x W^T (..., out) with x rounded too, under scales of the weight's kind; None if x is not to be rounded."""
-        if not self.rounds_input:
+    def own_product(self, x: torch.Tensor, others: Sequence[nn.Module] = ()) -> torch.Tensor | None:
+        """x W^T (..., out) with x rounded too, under scales of the weight's kind; None if x is not to be rounded.
+
+        With `others`, W has their rows too; None unless these follow this linear's in one weight.
+        """
+        weight = joined([self, *others]) if self.rounds_input else None
+        if weight is None:
             return None
         if (product := PRODUCTS.get(x.device.type)) is not None:
-            y = product(x.reshape(-1, x.shape[-1]), self.weight_codes, self.weight_scale, self.scales)
-            return y.view(*x.shape[:-1], self.out_features)
+            y = product(x.reshape(-1, x.shape[-1]), *weight, self.scales)
+            return y.view(*x.shape[:-1], len(weight.codes))
         wide = reference.dequantize_input(*reference.quantize_input(x, self.scales))
+        dense = reference.dequantize_unchecked(*weight, torch.float32) if others else self.dense(torch.float32)
         with torch.autocast(x.device.type, enabled=False):
-            return F.linear(wide, self.dense(torch.float32)).to(x.dtype)
+            return F.linear(wide, dense).to(x.dtype)
 
     @property
     def scales(self) -> ScaleKind:
@@ -146,6 +151,31 @@ class FP8Linear(PackedLinear):
 
     def __setstate__(self, state: dict) -> None:
         super().__setstate__({**state, "_buffers": _viewed(state["_buffers"], E4M3)})
+
+
+def joined(linears: Sequence[nn.Module]) -> FP8Tensor | None:
+    """The weight whose rows are those of `linears`, without a copy; None unless they follow one another in memory."""
+    codes, scale = linears[0].weight_codes, linears[0].weight_scale
+    rows = 0
+    for linear in linears:
+        if not isinstance(linear, FP8Linear) or not linear.rounds_input or linear.scales != linears[0].scales:
+            return None
+        block = rows // layout.BLOCK
+        if rows % layout.BLOCK or not _is_row(codes, rows, linear.weight_codes):
+            return None
+        if not _is_row(scale, block, linear.weight_scale):
+            return None
+        rows += linear.out_features
+    if len(linears) == 1:
+        return FP8Tensor(codes, scale)
+    whole = codes.as_strided((rows, codes.shape[1]), codes.stride())
+    return FP8Tensor(whole, scale.as_strided((layout.blocks(rows), scale.shape[1]), scale.stride()))
+
+
+def _is_row(first: torch.Tensor, row: int, other: torch.Tensor) -> bool:
+    """Whether `other` begins at that row behind the start of `first`, in the same storage."""
+    same = first.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    return same and first.storage_offset() + row * first.stride(0) == other.storage_offset()
 
 
 def decode(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

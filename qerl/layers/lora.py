@@ -110,6 +110,8 @@ def product_dtype(x: torch.Tensor, parts: Sequence[Part]) -> torch.dtype:
 def forward(x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return y (T, N) and h (T, ranks) for x (T, K); h is None without an adapter."""
     h = None if (a := _stacked_a(parts, x.dtype)) is None else x @ a.t()
+    if (y := _own_output(x, h, parts)) is not None:
+        return y, h
     y = x.new_empty(len(x), sum(part.base.out_features for part in parts))
     started = any(part.adds or part.base.bias is not None for part in parts)
     if started and _can_fuse_bias(parts):
@@ -210,6 +212,20 @@ def _blocks(parts: Sequence[Part]) -> Iterator[tuple[slice, Sequence[Part]]]:
         end = row + sum(part.base.out_features for part in block)
         yield slice(row, end), block
         row = end
+
+
+def _own_output(x: torch.Tensor, h: torch.Tensor | None, parts: Sequence[Part]) -> torch.Tensor | None:
+    """y (T, N) if one product of the bases' own gives all columns, as in the engine; else None."""
+    base, *others = (part.base for part in parts)
+    y = base.own_product(x, others) if isinstance(base, PackedLinear) else None
+    if y is None:
+        return None
+    for part, ranks, columns in _columns(parts):
+        if part.base.bias is not None:
+            y[:, columns].add_(part.base.bias.to(y.dtype))
+        if part.adds:
+            y[:, columns].addmm_(h[:, ranks], cast(part.b, y.dtype).t(), alpha=part.scale)
+    return y
 
 
 def _add_product_(out: torch.Tensor, x: torch.Tensor, block: Sequence[Part], started: bool) -> None:

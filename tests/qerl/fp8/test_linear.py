@@ -86,6 +86,34 @@ def test_products_of_fused_layers_round_the_base_s_input_alone():
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_rows_that_follow_one_another_are_one_product(bias, monkeypatch):
+    """q/k/v in an engine: the same as each alone, with biases and adapters; linears of their own stay apart."""
+    torch.manual_seed(2)
+    codes, scale = reference.quantize(torch.randn(256 + 128 + 72, IN))
+    cuts, products = ((0, 256), (256, 384), (384, 456)), []
+    bias = torch.randn(456) if bias else None
+    linears = [
+        FP8Linear.from_tensors(codes[i:j], scale[i // 128 : -(-j // 128)], None if bias is None else bias[i:j])
+        for i, j in cuts
+    ]
+    adapters = [(torch.randn(4, IN), torch.randn(j - i, 4)) for i, j in cuts]
+    parts = [Part(linear, a, b, 0.5) for linear, (a, b) in zip(linears, adapters, strict=True)]
+    x = torch.randn(7, IN)
+    monkeypatch.setitem(
+        fp8_linear.PRODUCTS, "cpu", lambda x, *w: products.append(len(w[0])) or reference.product(x, w[:2], w[2])
+    )
+    together = lora_linear(x, parts)
+    assert products == [456]
+    assert torch.allclose(together, torch.cat([lora_linear(x, [part]) for part in parts], 1), atol=1e-4)
+    monkeypatch.undo()
+    assert torch.allclose(together, lora_linear(x, parts), atol=1e-4)
+    assert fp8_linear.joined([linears[1], linears[0]]) is None
+    apart = [FP8Linear.from_tensors(*reference.quantize(torch.randn(128, IN))) for _ in range(2)]
+    assert fp8_linear.joined(apart) is None
+    assert lora_linear(x, [Part(each) for each in apart]).shape == (7, 256)
+
+
 def test_a_product_of_the_card_takes_the_place_of_the_oracle(monkeypatch):
     packed, _ = twins(bias=False)
     asked = []
