@@ -18,6 +18,7 @@ from qerl.checkpoint.load import load_model
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import read_json, read_tensors
+from qerl.config.recipe import load_recipe, recipe_names
 from qerl.errors import CheckpointError, ConfigError
 from qerl.formats import FP8_BLOCK
 from qerl.formats.fp8_block import rounds_input
@@ -251,3 +252,11 @@ def test_whole_weights_are_trained_with_rounded_inputs(base, tmp_path):
 def test_head_room_is_of_formats_whose_scale_is_fixed(base, tmp_path):
     with pytest.raises(ConfigError, match=r"headroom_bits 1 .*this format follow the weights.*write headroom_bits: 2"):
         small_config(base, tmp_path, *QAT, "qat.quant_cfg.weights.headroom_bits=1")
+
+
+@pytest.mark.parametrize("name", [name for name in recipe_names() if name.endswith("_fp8")])
+def test_a_recipe_differs_from_that_of_4_bits_in_format_and_noise_alone(name):
+    twin, base = load_recipe(name), load_recipe(name.removesuffix("_fp8"))
+    assert (twin.model.format, twin.noise.enabled) == ("fp8_block", False)
+    assert twin.model_copy(update={"model": base.model, "noise": base.noise}) == base
+    assert twin.model.model_copy(update={"format": "nvfp4"}) == base.model
