@@ -157,7 +157,8 @@ def _train(
     inputs = inputs_of(given.prompts, task_of(config.data), config.rewards, validated, files)
     inputs |= given.teacher.inputs() if given.teacher else {}
     if parallel.size > 1:
-        check_same(parallel, {"recipe": config.model_dump(), **inputs, "version of a package": versions()})
+        facts = {"recipe": config.model_dump(), **inputs, "version of a package": versions()}
+        check_same(parallel, {**facts, "base": weights_digest(local_folder(base.base))})
     if parallel.first:
         check_same_inputs(run_dir, inputs, accept_changes)
     served = base if config.qat is None else _packed_base(config, base, place, given.prompts)

@@ -8,7 +8,7 @@ The workload is that of bench_step.py, and `--model` is a 16-bit checkpoint. Noi
 of the two forward passes alone. After the last step comes one more sync, and then every linear is compared: what the
 engine's tensors hold, read by the inverse of the layout, with `reference.quantize` of the master and the global scale
 that the run began with, and their addresses with those at the first sync. The run ends there, without a checkpoint: at
-7B that would be 40 GB.
+7B that would be 40 GB. Started by torchrun, it trains on several cards; each compares the linears that it packs.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.bench_step import PeakMemory, add_options, overrides, write
+
+if TYPE_CHECKING:
+    from qerl.parallel import Parallel
 
 SHOWN = {
     "step_s": "time/step_s",
@@ -48,43 +51,52 @@ def main() -> None:
     parser.add_argument("--mode", default="weights", choices=("weights", "adapter"))
     arguments = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
+    from qerl.devices import choose_card
+    from qerl.parallel import open_parallel
     from scripts.bench.provenance import machine, require_card
 
     require_card("vllm")
-    report = {"command": " ".join(sys.argv), **machine(), **measured(arguments)}
-    write(report, arguments.out)
-    print(table(report))
+    with open_parallel() as parallel:
+        choose_card(parallel.local_rank if parallel.size > 1 else None)
+        report = {"command": " ".join(sys.argv), **machine(), **measured(arguments, parallel)}
+    if parallel.first:
+        write(report, arguments.out)
+        print(table(report))
 
 
-def measured(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Train, and what was seen."""
+def measured(arguments: argparse.Namespace, parallel: Parallel) -> dict[str, Any]:
+    """Train, and what was seen, of all ranks together."""
     from qerl.config.recipe import load_recipe
     from qerl.engine.vllm_engine import VLLMEngine
     from scripts.bench.watch import Finished, Watch
     from training import run as training_run
 
-    with tempfile.TemporaryDirectory() as folder, PeakMemory() as peak:
+    with tempfile.TemporaryDirectory() as own, PeakMemory() as peak:
+        folder = parallel.broadcast(own)
         run = Path(folder) / "run"
         arguments.set += [f"qat.mode={arguments.mode}", "noise.enabled=false"]
         if arguments.mode == "weights":
             arguments.set.append(f"qat.masters={arguments.masters}")
         arguments.steps += 1  # the last one ends with its sync
-        config = load_recipe("dapo_7b", overrides(arguments, Path(folder)))
+        config = load_recipe("dapo_7b", overrides(arguments, Path(folder)) if parallel.first else [])
+        config = parallel.broadcast(config)
         training_run.check_room = lambda *arguments: None  # for a checkpoint that is not written
         watch, started = Watch(VLLMEngine, arguments.steps, ends=True), time.monotonic()
         try:
             with watch:
-                training_run.start(config, "bench")
+                training_run.start(config, "bench", parallel)
         except Finished:
             pass
         lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         seconds = time.monotonic() - started
+        seen, peaks = parallel.gather(watch.seen), parallel.gather(round(peak.gib, 2))
     return {
+        "cards": parallel.size,
         "mode": arguments.mode,
         "masters": arguments.masters if arguments.mode == "weights" else None,
         "run_s": round(seconds, 1),
-        "peak_driver_gib": round(peak.gib, 2),
-        "sync": watch.seen,
+        "peak_driver_gib": max(peaks),
+        "sync": merged(seen if arguments.mode == "weights" else seen[:1]),
         "steps": [json.loads(line) for line in lines],
     }
 
@@ -95,6 +107,15 @@ def growth(steps: list[dict[str, Any]]) -> str:
     return (
         f"mismatch_kl of step 1 {first:.2e}, of step {steps[-1]['step']} {last:.2e}, {last / first:.2f} times as much"
     )
+
+
+def merged(seen: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the ranks saw: of each sync the slowest, and all linears, of which each rank packs some."""
+    whole = {**seen[0], "s": [max(each) for each in zip(*(one["s"] for one in seen), strict=True)]}
+    for key in ("linears", "moved", "different"):
+        if key in whole:
+            whole[key] = sum((one[key] for one in seen[1:]), seen[0][key])
+    return whole
 
 
 def table(report: dict[str, Any]) -> str:

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Everything that has to run on a card before a release, in batches that take under ten minutes each on one H200
-# (`decode`: on four of one machine). The seconds are estimates.
+# (`decode`: on four of one machine; `ranks` and after it: as said). The seconds are estimates.
 #
 #     scripts/bench/on_card.sh OUT BATCH... [-- BATCH...]...
 #
@@ -44,8 +44,12 @@
 #     marlin32 560 s  the same at 32B with three: ours with an adapter and without, and vLLM's with Marlin
 #     mixed    330 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
 #     varied   200 s  prompts and completions of varied length: memory and seconds with segments that grow, and without
-#     ranks    550 s  workload A on one card and on two of one machine, also with twice the batch and with mixed lengths;
-#                     TRL's step on two
+#     ranks    560 s  two cards: workload A and geometric lengths on one card each at the same time, then on two; twice the
+#                     batch; TRL's step on two
+#     ranksqat 220 s  two cards: whole weights of a 7B, which they share out
+#     faults   280 s  two cards: a rank killed ten times, and whole weights two times, with other faults
+#     ranks4   560 s  four cards: as ranks, without TRL, and whole weights
+#     ranks8   500 s  eight cards: as ranks, without TRL
 #     shapes   320 s  3B, 8B and 14B: one step each under a cap
 #     large    480 s  workloads B and C: a step of 32B, and one of 70B, under 80 GiB
 #     peaks    200 s  memory while training, resuming and evaluating under 24 GiB
@@ -346,18 +350,62 @@ ranks() { # NAME LIMIT_S CARDS SCRIPT MODEL ARGUMENTS...
         --model "$checkpoints/$5" --out "$out/$1.json" "${@:6}"
 }
 
-batch_ranks() {
+one_card() { # CARD BESIDE NAME LIMIT_S SCRIPT MODEL ARGUMENTS...: on one of several cards, while others work, too
+    CUDA_VISIBLE_DEVICES=$1 QERL_BESIDE=$2 script "${@:3}" &
+}
+
+ranks_checkpoints() {
     checkpoint qwen2.5-7b 7b &
-    checkpoint qwen2.5-7b 7b-16 --format bf16 &
     checkpoint qwen2.5-7b 7b-mixed --mean-tokens 300 &
+    checkpoint qwen2.5-7b 7b-16 --format bf16 &
+    tests nccl 120 tests/qerl/test_parallel_gpu.py
     wait
-    tests nccl 60 tests/qerl/test_parallel_gpu.py
-    script step-7b-cards1 150 bench_step 7b --steps 4
-    ranks step-7b-cards2 150 2 bench_step 7b --steps 4
+}
+
+batch_ranks() {
+    ranks_checkpoints
+    one_card 0 "geometric lengths on card 1" step-7b-cards1 300 bench_step 7b --steps 4
+    one_card 1 "workload A on card 0" step-7b-mixed-cards1 300 bench_step 7b-mixed --steps 4 --new-tokens 1024
+    wait
+    ranks step-7b-cards2 200 2 bench_step 7b --steps 4
+    ranks step-7b-mixed-cards2 150 2 bench_step 7b-mixed --steps 4 --new-tokens 1024
     ranks step-7b-cards2-weak 120 2 bench_step 7b --steps 4 --prompts 32
     ranks step-7b-trl-cards2 200 2 bench_trl 7b-16 --steps 3 --tuned
-    script step-7b-mixed-cards1 120 bench_step 7b-mixed --steps 4 --new-tokens 1024
-    ranks step-7b-mixed-cards2 120 2 bench_step 7b-mixed --steps 4 --new-tokens 1024
+}
+
+batch_ranksqat() {
+    checkpoint qwen2.5-7b 7b-16 --format bf16
+    ranks qat-7b-cards2 300 2 bench_qat 7b-16 --steps 4
+}
+
+batch_faults() {
+    check_faults kills --kills 10 --engine vllm
+    check_faults kills-weights --kills 2 --qat
+}
+
+check_faults() { # NAME ARGUMENTS...
+    run "$1" 420 "$python" scripts/checks/check_faults.py --runs "$(mktemp -d)/runs" --out "$out/$1.json" "${@:2}"
+}
+
+batch_ranks4() {
+    ranks_checkpoints
+    one_card 0 "geometric lengths on card 1" step-7b-cards1 300 bench_step 7b --steps 4
+    one_card 1 "workload A on card 0" step-7b-mixed-cards1 300 bench_step 7b-mixed --steps 4 --new-tokens 1024
+    wait
+    ranks step-7b-cards4 200 4 bench_step 7b --steps 4
+    ranks step-7b-mixed-cards4 150 4 bench_step 7b-mixed --steps 4 --new-tokens 1024
+    ranks step-7b-cards4-weak 120 4 bench_step 7b --steps 4 --prompts 64
+    ranks qat-7b-cards4 200 4 bench_qat 7b-16 --steps 3
+}
+
+batch_ranks8() {
+    ranks_checkpoints
+    one_card 0 "geometric lengths on card 1" step-7b-cards1 300 bench_step 7b --steps 4
+    one_card 1 "workload A on card 0" step-7b-mixed-cards1 300 bench_step 7b-mixed --steps 4 --new-tokens 1024
+    wait
+    ranks step-7b-cards8 200 8 bench_step 7b --steps 4
+    ranks step-7b-mixed-cards8 150 8 bench_step 7b-mixed --steps 4 --new-tokens 1024
+    ranks step-7b-cards8-weak 120 8 bench_step 7b --steps 4 --prompts 128
 }
 
 batch_shapes() {

@@ -23,7 +23,10 @@ PACKAGES = (
 
 
 def machine() -> dict[str, object]:
-    """The card (None: a CPU), the commit and the package versions (None: not installed) of this process."""
+    """The card (None: a CPU), the commit and the package versions (None: not installed) of this process.
+
+    QERL_BESIDE, if it is set, says what ran on other cards of the host at the same time.
+    """
     from importlib.metadata import PackageNotFoundError, version
 
     import torch
@@ -35,7 +38,8 @@ def machine() -> dict[str, object]:
         except PackageNotFoundError:
             found[name] = None
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
-    return {"gpu": gpu, "commit": commit(), "versions": found}
+    beside = os.environ.get("QERL_BESIDE")
+    return {"gpu": gpu, "commit": commit(), "versions": found, **({"beside": beside} if beside else {})}
 
 
 def require_card(*packages: str) -> None:

@@ -21,9 +21,11 @@ def ranks(size, target, *arguments):
 def train(environ, recipe, output=None, resumed=None):
     """Train one rank, by the recipe or by its own of several; completions do not depend on which rank samples them.
 
-    What it says goes to files in `output`.
+    What it says goes to files in `output`. If that has a folder `host-RANK`, relative paths begin there.
     """
     say_to(output, environ)
+    if output and (Path(output) / f"host-{environ['RANK']}").is_dir():
+        os.chdir(Path(output) / f"host-{environ['RANK']}")
     from qerl.config.recipe import load_config
     from qerl.engine.transformers_engine import TransformersEngine
     from qerl.errors import QerlError

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from qerl.errors import ConfigError, DataError, ParallelError
-from qerl.parallel import Parallel, open_parallel
+from qerl.parallel import Parallel, check_same, open_parallel
 
 
 def launched():
@@ -169,6 +169,31 @@ def test_a_silent_rank_ends_the_other_after_the_time_limit():
     assert isinstance(second, ParallelError)
 
 
+def test_ranks_that_have_other_versions_are_refused():
+    both = in_threads(
+        lambda parallel: check_same(parallel, {"recipe": 1, "version of a package": {"torch": parallel.rank}})
+    )
+    assert {str(error) for error in both} == {
+        "rank 1 has another version of a package than rank 0: give all processes the same command, the same files and "
+        "the same packages"
+    }
+
+
+def test_a_sum_is_on_one_rank_alone_and_tensors_are_sent_from_any():
+    parts = torch.randn(2, 101, generator=torch.Generator().manual_seed(0))
+
+    def run(parallel):
+        part, packed = parts[parallel.rank].clone(), torch.full((3, 5), parallel.rank, dtype=torch.uint8)
+        scales = torch.full((7,), parallel.rank + 0.5).to(torch.float8_e4m3fn)
+        parallel.sum_to_(part, 1)
+        parallel.send_([packed, scales, torch.empty(0)], 1)
+        return part, packed.unique().tolist(), scales.float().unique().tolist()
+
+    first, second = in_threads(run)
+    assert torch.equal(second[0], parts.sum(0))
+    assert first[1:] == second[1:] == ([1], [1.5])
+
+
 def test_ranks_at_different_places_are_an_error_and_no_deadlock():
     def run(parallel):
         return parallel.sum_(torch.ones(2)) if parallel.rank else parallel.barrier()
@@ -178,7 +203,7 @@ def test_ranks_at_different_places_are_an_error_and_no_deadlock():
     assert str(second) == "rank 1 is at 'sum of torch.float32 (2,)' and another at 'barrier'"
 
 
-def test_torchrun_starts_ranks_beside_a_default_group_of_their_own(tmp_path):
+def test_launchers_of_two_hosts_start_ranks_beside_default_groups_of_their_own(tmp_path):
     """Each rank makes and destroys its own default group in torch, as vLLM does."""
     script = tmp_path / "program.py"
     program = f"""
@@ -186,15 +211,21 @@ import torch
 import torch.distributed as dist
 from qerl.parallel import open_parallel
 with open_parallel() as parallel:
+    place = parallel.rank, parallel.local_rank
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/{{parallel.rank}}", rank=0, world_size=1)
     world = dist.get_world_size()
     dist.destroy_process_group()
     total = parallel.sum_(torch.tensor([parallel.rank + 1.0])).item()
-    print(f"{{parallel.rank}}: world {{world}}, sum {{total}}\\n", end="", flush=True)
+    print(f"{{place}}: world {{world}}, sum {{total}}\\n", end="", flush=True)
 """
     script.write_text(program, encoding="utf-8")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    environ = os.environ | {"PYTHONPATH": os.getcwd()}
-    result = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=240)
-    assert result.returncode == 0, result.stderr
-    assert sorted(result.stdout.splitlines()) == ["0: world 1, sum 3.0", "1: world 1, sum 3.0"]
+    port = launched()[0]["MASTER_PORT"]
+    hosts = []
+    for rank in "01":
+        words = ["--nnodes", "2", "--node-rank", rank, "--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}"]
+        command = [sys.executable, "-m", "torch.distributed.run", *words, str(script)]
+        environ = os.environ | {"PYTHONPATH": os.getcwd()}
+        hosts.append(subprocess.Popen(command, env=environ, stdout=-1, stderr=-2, text=True))
+    said = [host.communicate(timeout=240)[0] for host in hosts]
+    assert [host.returncode for host in hosts] == [0, 0], said
+    assert [lines.splitlines()[-1] for lines in said] == [f"({rank}, 0): world 1, sum 3.0" for rank in range(2)]

@@ -56,6 +56,20 @@ def test_engines_open_alone_on_all_cards_and_then_take_turns_on_the_first(tmp_pa
     assert [line.partition("-")[0] for line in lines if "7b" in line] == ["make"] * 2 + ["open"] * 4 + ["rollout"] * 4
 
 
+def test_runs_on_one_card_share_the_host_before_those_on_several(tmp_path):
+    python = tmp_path / "python"
+    python.write_text('#!/bin/sh\necho "card $CUDA_VISIBLE_DEVICES beside $QERL_BESIDE, $3"\n')
+    python.chmod(0o755)
+    given = {"PYTHON": str(python), "CHECKPOINTS": str(tmp_path / "checkpoints"), "CUDA_VISIBLE_DEVICES": ""}
+    call = ["bash", SCRIPT, tmp_path / "out", "ranks"]
+    subprocess.run(call, env={**os.environ, **given}, check=True, capture_output=True, timeout=240)
+    said = {path.stem: path.read_text().strip() for path in (tmp_path / "out").glob("step-*.log")}
+    assert said["step-7b-cards1"].startswith("card 0 beside geometric lengths on card 1, ")
+    assert said["step-7b-mixed-cards1"].startswith("card 1 beside workload A on card 0, ")
+    assert said["step-7b-cards2"] == "card  beside , --standalone"
+    assert len(said) == 6
+
+
 @pytest.mark.parametrize(("driver", "opened"), [("exit 9", "000"), ("echo 0; echo 1", "010")])
 def test_cards_are_counted_by_the_driver_and_without_one_the_engines_fail(tmp_path, driver, opened):
     for name, text in {"python": 'echo "card $CUDA_VISIBLE_DEVICES"', "nvidia-smi": driver}.items():

@@ -1,6 +1,7 @@
 """Runs of two ranks over gloo: the numbers of one, the same again after a kill, and no wait without end."""
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -119,6 +120,26 @@ def test_ranks_with_different_recipes_are_refused(nvfp4_base, tmp_path):
         process.join(60)
     assert [process.exitcode for process in processes] == [1, 1]
     assert "rank 1 has another recipe than rank 0" in (tmp_path / "rank-0.log").read_text()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(("other", "what"), [("rows.jsonl", "the rows of the data"), ("config.json", "base")])
+def test_hosts_with_different_files_are_refused(nvfp4_base, tmp_path, other, what):
+    """Each rank finds another file under the same name."""
+    started = recipe(nvfp4_base, tmp_path)
+    hosts = [tmp_path / f"host-{rank}" for rank in range(2)]
+    for host in hosts:
+        shutil.copytree(nvfp4_base, host / "base")
+        shutil.copy(tmp_path / "rows.jsonl", host / "base")
+    changed = hosts[1] / "base" / other
+    text = changed.read_text()
+    changed.write_text("".join(reversed(text.splitlines(True))) if other == "rows.jsonl" else f"{text}\n")
+    text = started.read_text().replace(str(nvfp4_base), "base").replace(str(tmp_path / "rows.jsonl"), "base/rows.jsonl")
+    started.write_text(text)
+    assert run(2, started, tmp_path) == [1, 1]
+    for rank in range(2):
+        (error,) = (tmp_path / f"rank-{rank}.log").read_text().splitlines()
+        assert error.startswith(f"error: rank 1 has another {what} than rank 0: give all processes the same")
     assert not (tmp_path / "run").exists()
 
 
