@@ -152,13 +152,23 @@ class Ranks:
 
     def kill(self, rank: int) -> None:
         """SIGKILL to a rank, and to what it has started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.processes[rank].pid, signal.SIGKILL)
+        for pid in with_children(self.processes[rank].pid):  # a launcher's ranks have sessions of their own
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         self.processes[rank].wait()
 
     def errors(self) -> list[list[str]]:
         """The lines of each rank that begin with `error:`."""
         return [[line for line in log.read_text().splitlines() if line.startswith("error: ")] for log in self.logs]
+
+
+def with_children(pid: int) -> list[int]:
+    """A process and all that it has started, as far as that still belongs to it."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    except OSError:
+        return []
+    return [pid, *(each for child in children for each in with_children(int(child)))]
 
 
 def alone(rank: int, ranks: int, port: str) -> tuple[list[str], dict[str, str]]:

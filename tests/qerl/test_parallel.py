@@ -228,4 +228,5 @@ with open_parallel() as parallel:
         hosts.append(subprocess.Popen(command, env=environ, stdout=-1, stderr=-2, text=True))
     said = [host.communicate(timeout=240)[0] for host in hosts]
     assert [host.returncode for host in hosts] == [0, 0], said
-    assert [lines.splitlines()[-1] for lines in said] == [f"({rank}, 0): world 1, sum 3.0" for rank in range(2)]
+    for rank, lines in enumerate(said):  # a launcher may add that the other one has ended before it
+        assert f"({rank}, 0): world 1, sum 3.0" in lines
