@@ -19,8 +19,13 @@ import matplotlib.pyplot as plt
 COLOURS = {
     "bf16": "#4c72b0", "nvfp4": "#dd8452", "nvfp4_aqn": "#55a868", "nvfp4_aqn_both": "#c44e52", "nf4": "#8172b3",
     "nvfp4_aqn_x10": "#937860", "qat": "#c44e52", "no_qat": "#937860", "bf16_weights": "#4c72b0",
+    "nvfp4_rounded": "#937860", "packed_in": "#c44e52",
 }  # fmt: skip
-DASHES = {"nvfp4_aqn": (4, 2), "nvfp4_aqn_both": (1, 1)}  # keep curves visible that coincide with others
+DASHES = {
+    "nvfp4_aqn": (4, 2),
+    "nvfp4_aqn_both": (1, 1),
+    "nvfp4_rounded": (4, 2),
+}  # keep curves visible that coincide with others
 SMOOTH = 5  # steps of the moving mean
 
 
