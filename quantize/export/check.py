@@ -59,7 +59,8 @@ def _weights(masters: Masters, group: Tensors) -> Iterator[tuple[str, torch.Tens
     for name in group:
         module, _, part = name.rpartition(".")
         weight = f"{module}.weight"
-        if name in masters.trained:
+        parts = {each: group.get(f"{module}.{each}") for each in format.tensors}
+        if weight in masters.trained and part == format.tensors[0] and None not in parts.values():
+            yield weight, format.dequantize(parts, torch.float32)  # its codes may be named `weight`, too
+        elif name in masters.trained:
             yield name, group[name].float()
-        elif part == format.tensors[0] and weight in masters.trained:
-            yield weight, format.dequantize({each: group[f"{module}.{each}"] for each in format.tensors}, torch.float32)

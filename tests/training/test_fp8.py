@@ -237,6 +237,7 @@ def test_the_model_of_trained_weights_is_the_masters_quantized(trained, base, tm
     assert numbers(trained)[1]["mismatch_kl"] < 1e-8
     exported = export(ExportOptions(trained, out=tmp_path / "out"))
     assert exported.to == "fp8_block"
+    assert exported.lowest_sqnr_db > 25
     assert (exported.out / "model.safetensors").read_bytes() == (trained / "model/model.safetensors").read_bytes()
     dense = export(ExportOptions(trained, "bf16", out=tmp_path / "dense"))
     assert torch.equal(tensors_in(dense.out)[name], masters[name].bfloat16())
