@@ -1,4 +1,7 @@
-"""The kernel that rounds activations against its twin, bit by bit, and inside a captured CUDA graph."""
+"""The kernel that rounds activations against its twin, bit by bit, and inside a captured CUDA graph.
+
+Last run on an H200 on 2026-11-22. All passed but two of vLLM's emulation, whose comparison was changed since.
+"""
 
 import pytest
 import torch
@@ -63,7 +66,10 @@ def test_rows_of_a_wider_tensor_and_no_rows():
 
 @SCALES
 def test_vllms_emulation_differs_in_few_blocks(scale):
-    """It divides amax by 6 in float32, as its kernels on Blackwell do; compressed-tensors does it in bfloat16."""
+    """It divides amax by 6 in float32, as its kernels on Blackwell do; compressed-tensors does it in bfloat16.
+
+    Under a scale that is no power of two, the last bit of a product may differ everywhere.
+    """
     utils = pytest.importorskip("vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils")
     x = torch.randn(64, 3584, device="cuda")
     if scale is None:  # of all rows, by giving each the amax of the first
@@ -72,8 +78,9 @@ def test_vllms_emulation_differs_in_few_blocks(scale):
     else:
         kernel = Activations(scale)
     given = torch.tensor([scale], device="cuda")
-    for dtype, most in ((torch.float32, 0.001), (torch.bfloat16, 0.08)):
+    for dtype, most, last_bit in ((torch.float32, 0.001, 2**-22), (torch.bfloat16, 0.08, 2**-7)):
         ours, theirs = kernel(x.to(dtype)), utils.ref_nvfp4_quant_dequant(x.to(dtype), given, 16)
-        blocks = (ours != theirs).unflatten(1, (-1, 16)).any(-1)
+        same = torch.isclose(ours.float(), theirs.float(), rtol=last_bit, atol=0)
+        blocks = (~same).unflatten(1, (-1, 16)).any(-1)
         assert blocks.float().mean().item() < most
         assert (ours - theirs).float().norm() < 0.05 * ours.float().norm()
