@@ -17,6 +17,7 @@ from qerl import __version__
 from qerl.commands.chat import chat_command
 from qerl.commands.distill import distill
 from qerl.commands.from_dataclass import command_of
+from qerl.commands.init import init_command
 from qerl.commands.plan import plan_command
 from qerl.commands.recipes import app as recipes_app
 from qerl.commands.shell_values import task_values
@@ -137,6 +138,7 @@ def _judged(before: Path, after: Path) -> Judged | None:
 
 COMMANDS = {  # name -> command and its line in `qerl --help`, in the order in which they are needed
     "doctor": (doctor, "Check this machine, and say how to fix what is wrong."),
+    "init": (command_of(init_command), "Write a recipe, a grader and a reward for your own rows."),
     "plan": (plan_command, "Plan memory and seconds of a run before anything is loaded."),
     "quantize": (command_of(quantize_command), "Turn a 16-bit checkpoint into NVFP4, and verify it."),
     "train": (command_of(train), "Train a LoRA adapter by RL from a recipe, or resume a run."),

@@ -1,4 +1,8 @@
-"""A row's messages, as chats are stored: a list of {"role": "user", "content": text}."""
+"""A row's messages, as chats are stored: a list of {"role": "user", "content": text}.
+
+The content may also be OpenAI's list of parts, {"type": "text", "text": text}, and a message may have ShareGPT's form,
+{"from": "human", "value": text}.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +13,7 @@ from typing import Any
 from qerl.tasks import Message
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
+SHAREGPT = {"human": "user", "gpt": "assistant", "system": "system", "user": "user", "assistant": "assistant"}
 
 
 @dataclass(frozen=True)
@@ -32,11 +37,22 @@ def read_messages(cell: Sequence[Any]) -> Asked:
 
 
 def _message(value: Any, number: int) -> Message:
-    if not isinstance(value, Mapping) or not isinstance(value.get("content"), str) or value.get("role") not in ROLES:
+    given = value if isinstance(value, Mapping) else {}
+    role, text = given.get("role"), _text(given.get("content"))
+    if "role" not in given and "from" in given:
+        role, text = SHAREGPT.get(str(given["from"])), _text(given.get("value"))
+    if text is None or role not in ROLES:
         raise ValueError(f"its message {number} is no object with a role ({', '.join(ROLES)}) and a text as content")
-    text = value["content"]
     try:
         text.encode()
     except UnicodeEncodeError:
         raise ValueError(f"its message {number} holds half a character") from None
-    return {"role": value["role"], "content": text}
+    return {"role": role, "content": text}
+
+
+def _text(content: Any) -> str | None:
+    """The text of a content, whose parts follow one another; None for what is no text, such as a picture."""
+    if not isinstance(content, list):
+        return content if isinstance(content, str) else None
+    parts = [part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None for part in content]
+    return "".join(parts) if parts and all(isinstance(part, str) for part in parts) else None

@@ -1,0 +1,106 @@
+"""What the columns of somebody's rows are: which asks, which answers, and of what kind the answers are."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from qerl.data.messages import read_messages
+from qerl.data.rows import local_rows
+from qerl.errors import DataError
+from qerl.tasks.number import parse_number
+
+PEEK, COUNTED = 200, 10_000  # rows that are looked at, and that are counted
+# By the habits of published data sets: OpenAI's, Alpaca's, GSM8K's, verl's and TRL's among them.
+ASKS = ("prompt", "messages", "question", "conversations", "problem", "instruction", "input", "query", "text")
+ANSWERS = ("answer", "solution", "final_answer", "ground_truth", "reward_model.ground_truth", "target", "label")
+ANSWERS += ("expected_answer", "response", "completion", "output")
+OWN = ("prompt", "messages", "question", "answer")  # which the task `own` finds by itself
+
+
+@dataclass(frozen=True)
+class Guess:
+    """`question` and `answer` are columns (a dotted path reaches into nested ones), `answer` None if there is none."""
+
+    question: str
+    answer: str | None
+    kind: Literal["number", "text", "none"]  # of the answers
+    rows: int  # counted up to COUNTED
+    sample: Mapping[str, Any]  # the first row
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """What `data.columns` has to name."""
+        named = {"question": self.question} if self.question not in OWN else {}
+        return named | ({"answer": self.answer} if self.answer not in (None, *OWN) else {})
+
+
+def guess(source: str) -> Guess:
+    """The columns of a file or folder. Raises DataError for one that cannot be read, or in which nothing asks."""
+    read = local_rows(source, "train")
+    first = [row for _, row in itertools.islice(read, PEEK)]
+    rows = [row for row in first if row is not None]
+    if not rows:
+        raise DataError(f"{source} holds no rows: is it the right file, and in the format that its name says?")
+    names = list(dict.fromkeys(str(name) for row in rows for name in row))
+    question = next((name for name in ASKS if _asks(rows, name)), None)
+    if question is None:
+        raise DataError(
+            f"{source} has no column that asks (its columns: {', '.join(names)}): rename one to prompt, with text, "
+            "or to messages, with a list of {role, content}"
+        )
+    answer = next((name for name in ANSWERS if name != question and _some(rows, name)), None)
+    count = len(first) + sum(1 for _ in itertools.islice(read, COUNTED))
+    return Guess(question, answer, _kind(rows, question, answer), count, rows[0])
+
+
+def look_up(row: Mapping[str, Any], path: str) -> Any:
+    """The value at a column, or at a dotted path; None if there is none."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
+
+
+def _asks(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+    """Whether a column holds questions: text, or messages. Raises DataError for lists that are no messages."""
+    values = [row[name] for row in rows if row.get(name) not in (None, "", [])]
+    if not values:
+        return False
+    if isinstance(values[0], list):
+        try:
+            read_messages(values[0])
+        except ValueError as error:
+            raise DataError(
+                f"the first row's {name} cannot be asked: {error}; write a list of {{role, content}} that ends with a "
+                "message of the user, or of the assistant"
+            ) from None
+        return True
+    return all(isinstance(value, str) for value in values)
+
+
+def _some(rows: Sequence[Mapping[str, Any]], name: str) -> bool:
+    return any(isinstance(look_up(row, name), str | int | float) for row in rows)
+
+
+def _kind(rows: Sequence[Mapping[str, Any]], question: str, answer: str | None) -> Literal["number", "text", "none"]:
+    answers = [_reply(row, question) if answer is None else look_up(row, answer) for row in rows]
+    found = [str(each) for each in answers if each not in (None, "")]
+    if not found:
+        return "none"
+    return "number" if all(parse_number(text.rpartition("####")[2].strip()) is not None for text in found) else "text"
+
+
+def _reply(row: Mapping[str, Any], question: str) -> str:
+    """What the assistant says at the end of messages."""
+    cell = row.get(question)
+    if not isinstance(cell, list):
+        return ""
+    try:
+        return read_messages(cell).reply
+    except ValueError:
+        return ""
