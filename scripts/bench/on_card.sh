@@ -25,6 +25,7 @@
 #     closing  110 s  an engine closed, also while asleep, and opened again; nothing else may run on the card, whose
 #                     memory it measures
 #     merge    250 s  merged folders in stock vLLM
+#     python   120 s  runs after one another in one Python process: memory given back, equal numbers
 #     cli      260 s  commands on the embedded model: a killed run, dynamic sampling, eval, memory, report, merge
 #     step     350 s  workload A: our step, TRL's step, the profile of ours
 #     micro    250 s  workload A by tokens per micro-batch, the source of OVERHEAD_TOKENS in qerl/plan/micro_batch_plan.py
@@ -206,6 +207,7 @@ batch_closing() { tests closing 400 tests/qerl/engine/test_vllm_engine_gpu.py -k
 
 batch_merge() { tests merge 300 tests/quantize/merge/test_merge_gpu.py; }
 
+batch_python() { tests python 300 tests/qerl/api/test_training_gpu.py; }
 batch_cli() { tests cli 400 tests/qerl/commands/test_cli_gpu.py --junitxml="$out/cli.xml" -o junit_family=xunit1; }
 
 batch_step() {
