@@ -14,6 +14,7 @@
 #     qatsmall 150 s  full-weight training on the embedded model: bytes, exports in stock vLLM and transformers, evaluations
 #     qatstudy 380 s  learning with 21 M parameters: an adapter, and whole weights in three ways, three seeds each, at two
 #                     rates (with QATSTUDY_RATES=1e-4 at one, 270 s); another call with the same CHECKPOINTS goes on
+#     distill  260 s  21 M parameters: what rounding cost and distillation brings back, three seeds
 #     qat      480 s  a 7B: 20 steps of full-weight training through the quantizer, and 3 of an adapter, without noise
 #     qatlora  400 s  a 7B: 3 steps of an adapter through the quantizer, its 16-bit weights on the card, and in host memory
 #     qatcap   170 s  two such steps under 80 GiB, with the masters that the plan takes
@@ -162,6 +163,13 @@ batch_qatstudy() {
         --weights-rates ${QATSTUDY_RATES:-1e-4 3e-4} --memory-gib 6.5 --test-rows 768 --validation-rows 256 --minutes 5.5 \
         --work "$checkpoints/study-qat" --out "$results"
     cp "$results" "$model/pretrain.json" "$out/"
+}
+
+batch_distill() {
+    local model="$checkpoints/arith-21m"
+    [ -e "$model" ] || run make-arith-21m 120 "$python" scripts/models/pretrain_arith.py --out "$model"
+    run study-distill-21m 400 "$python" scripts/study/study_distill.py --base "$model" --parallel 5 --memory-gib 12 \
+        --out "$out/distill-arith-21m.json"
 }
 
 batch_qat() {
