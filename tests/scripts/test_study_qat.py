@@ -1,6 +1,7 @@
 """scripts/study/study_qat.py: its ways to train whole weights, its arms, and its tables."""
 
 import importlib
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -161,3 +162,22 @@ def test_tables_and_picture_show_the_mismatch_where_weights_are_trained(load, tm
     runs = [{**run, "steps": {k: v * 4 for k, v in run["steps"].items()}} for run in runs if run["rate"]]
     load("study_figure").draw({**results, "runs": dict(enumerate(runs))}, tmp_path / "study.png")
     assert (tmp_path / "study.png").stat().st_size > 10_000
+
+
+SHIPPED = REPOSITORY / "benchmarks" / "qat" / "study-qat-tiny.json"
+
+
+def test_the_page_of_the_shipped_results_is_drawn_from_them(load) -> None:
+    found = json.loads(SHIPPED.read_text(encoding="utf-8"))
+    page = load("study_report").page(found, f"qat/{SHIPPED.name}")
+    written = SHIPPED.with_suffix(".md").read_text(encoding="utf-8")
+    assert written == page, "run python scripts/study/study_qat.py report"
+
+
+def test_in_the_shipped_results_only_what_is_not_trained_through_the_quantizer_has_a_mismatch(load) -> None:
+    found = json.loads(SHIPPED.read_text(encoding="utf-8"))
+    for arm in load("study_arms").QAT_ARMS:
+        finals = load("study_report").finals(found, arm)
+        assert [run["seed"] for run in finals] == [0, 1, 2]
+        values = [value for run in finals for value in run["steps"]["mismatch_kl"]]
+        assert min(values) > 1e-4 if arm == "no_qat" else max(values) < 1e-11
