@@ -46,7 +46,7 @@ def trained_by(way: str) -> Iterator[None]:
         setattr(training.run, name, original)
 
 
-def _copied_base(config: RunConfig, start: ModelRef, run_dir: Path) -> ModelRef:
+def _copied_base(config: RunConfig, start: ModelRef, run_dir: Path, *given: Any) -> ModelRef:
     """RUN/base is the 16-bit model, so that the engine opens that and a sync copies masters over its weights."""
     from qerl.checkpoint.resolve import resolve_model
     from qerl.checkpoint.weights_run import BASE
