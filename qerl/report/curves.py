@@ -136,7 +136,8 @@ def _candidates(runs: Sequence[Run]) -> list[Panel]:
     names = sorted({key for run in runs for row in run.rows for key in row if key.startswith("rewards/")})
     found = list(PANELS)
     if len(names) > 1:
-        found.insert(2, Panel("rewards by name", tuple((name.removeprefix("rewards/"), name) for name in names)))
+        after = next(number for number, panel in enumerate(found, start=1) if panel.title == "accuracy")
+        found.insert(after, Panel("rewards by name", tuple((name.removeprefix("rewards/"), name) for name in names)))
     return found
 
 
