@@ -109,7 +109,7 @@ CASES = {
         "train --recipe tiny --set noise.sigma_end=0.1", "sigma_end 0.1 with noise.sigma_start", "at most 0.01",
     ),
     "more stages than steps": ("train --recipe tiny --steps 3", "num_stages 5", "run.steps: 5 or more"),
-    "no such format": ("train --recipe tiny --set model.format=int8", "model.format: got 'int8'", "nvfp4, bf16"),
+    "no such format": ("train --recipe tiny --set model.format=int8", "model.format: got 'int8'", "fp8_block, bf16"),
     "no such reward": (f"{TRAIN} --set rewards=[{{name: acuracy}}]", "acuracy", "accuracy"),
     "rank of zero": ("train --recipe tiny --set adapter.rank=0", "rank: got 0", "whole number >= 1"),
     "no such target": ("train --recipe tiny --set adapter.targets=[q_prj]", "q_prj", "q_proj"),
