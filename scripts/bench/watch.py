@@ -38,7 +38,7 @@ class Watch:
         watch = self
 
         def sync(engine: Any, update: WeightsUpdate) -> int:
-            return watch._on_sync(engine, update)
+            return watch.on_sync(engine, update)
 
         self._kind.sync = sync
         return self
@@ -46,7 +46,7 @@ class Watch:
     def __exit__(self, *exception: object) -> None:
         self._kind.sync = self._sync
 
-    def _on_sync(self, engine: Any, update: WeightsUpdate) -> int:
+    def on_sync(self, engine: Any, update: WeightsUpdate) -> int:
         linears = packed_linears(engine)
         self._addresses = self._addresses or {name: address(linear) for name, linear in linears.items()}
         _synchronize()

@@ -122,7 +122,7 @@ def execute(job: Job, settings: JobSettings, work: Path) -> dict[str, Any]:
     if job.rate is not None:
         with trained_by(arm.way):
             _train(job, settings, work, run_dir)
-        row["steps"] = _steps(run_dir)
+        row["steps"] = steps_of(run_dir)
     model = work / arm.served if job.rate is None else run_dir
     if arm.rounded and job.rate is not None:
         model = _merged(run_dir, work / "merged" / job.key)
@@ -162,7 +162,7 @@ def _train(job: Job, settings: JobSettings, work: Path, run_dir: Path) -> None:
         start(config, "study_noise")
 
 
-def _steps(run_dir: Path) -> dict[str, list[float | None]]:
+def steps_of(run_dir: Path) -> dict[str, list[float | None]]:
     """The metrics of a run, each as a list over the steps, rounded to the precision of a curve."""
     from training.run_dir.log import read_metrics
 

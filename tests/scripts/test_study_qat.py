@@ -73,7 +73,7 @@ def test_a_job_trains_in_the_way_of_its_arm(load, monkeypatch, tmp_path) -> None
     arms, seen = load("study_arms"), {}
     own = (build.build_weights_policy, start_base.start_base)
     monkeypatch.setattr(arms, "_evaluate", lambda *given: {})
-    monkeypatch.setattr(arms, "_steps", lambda run_dir: {})
+    monkeypatch.setattr(arms, "steps_of", lambda run_dir: {})
     for name in arms.QAT_ARMS:
 
         def train(*given, name=name):
@@ -88,7 +88,7 @@ def test_a_job_trains_in_the_way_of_its_arm(load, monkeypatch, tmp_path) -> None
 def test_adapters_are_rounded_of_the_run_that_trained_them_if_there_is_one(load, monkeypatch, tmp_path) -> None:
     arms, merged, trained = load("study_arms"), [], []
     monkeypatch.setattr(arms, "_evaluate", lambda model, *given: {"model": model})
-    monkeypatch.setattr(arms, "_steps", lambda run_dir: {})
+    monkeypatch.setattr(arms, "steps_of", lambda run_dir: {})
     monkeypatch.setattr(arms, "_train", lambda *given: trained.append(given[-1].name))
     monkeypatch.setattr(arms, "_merged", lambda run, out: merged.append(run.name) or out)
     (tmp_path / "runs/nvfp4-0.001-0/adapter").mkdir(parents=True)
