@@ -10,9 +10,26 @@ import torch
 from bases import write_base
 from card import skip_without_card
 
+SLOW = {  # files that begin first, so that no process is left alone with one of them at the end
+    "test_ranks.py",
+    "test_shards.py",
+    "test_killed_anywhere.py",
+    "test_study_noise.py",
+    "test_dynamic_sampling_run.py",
+    "test_stop.py",
+    "test_fuzz.py",
+    "test_parallel.py",
+    "test_grading_ahead.py",
+    "test_episodes_run.py",
+    "test_validation_run.py",
+    "test_publish.py",
+    "test_merge.py",
+}
+
 
 def pytest_collection_modifyitems(items) -> None:
     skip_without_card(items)
+    items.sort(key=lambda item: item.path.name not in SLOW)
 
 
 def pytest_collection_finish() -> None:

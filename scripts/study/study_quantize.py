@@ -93,7 +93,8 @@ def measured(model: str, rows: str, arguments: argparse.Namespace, work: Path) -
         for scale in SCALES:
             out = work / f"{method}-{scale}"
             size = arguments.size
-            asked = QuantizeOptions(method, scale, (), rows, size, arguments.length, batch_size=min(8, size))
+            data = {"calibration": rows, "calibration_size": size, "sequence_length": arguments.length}
+            asked = QuantizeOptions(method, scale, **data, batch_size=min(8, size))
             report = quantize_checkpoint(model, out, asked)
             found, linears = report.outputs, report.outputs.linears
             row: Row = {"method": method, "global_scale": scale, "seconds": report.seconds}

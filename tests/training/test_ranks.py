@@ -24,8 +24,10 @@ from training.ranks import dealt, largest
 # is, also where that is the rounding of 0.
 VARIED = ("rollout.prompts_per_step=3", "run.micro_batch_tokens=40", "optim.learning_rate=1e-5")
 CASES = {
-    "dynamic": ("rollout.dynamic_sampling.enabled=true", "loss.kl_coef=0.02", "loss.mask_truncated=true"),
-    "validated": (
+    "dynamic": (
+        "rollout.dynamic_sampling.enabled=true",
+        "loss.kl_coef=0.02",
+        "loss.mask_truncated=true",
         "validation.every=2",
         "validation.at_start=false",
         "validation.task=arith_chain",

@@ -81,10 +81,9 @@ def written(run_dir):
     return [path.read_text() for path in sorted((run_dir / "completions").iterdir())]
 
 
-@pytest.mark.parametrize("dynamic", [False, True])
-def test_a_run_is_the_same_with_and_without_grading_ahead(tmp_path, monkeypatch, compared, dynamic):
-    overrides = (f"rollout.dynamic_sampling.enabled={str(dynamic).lower()}",)
-    overrides += ("rollout.dynamic_sampling.max_extra_rollouts=1",)
+def test_a_run_is_the_same_with_and_without_grading_ahead(tmp_path, monkeypatch, compared):
+    """Of each rollout of a step, where there are several."""
+    overrides = ("rollout.dynamic_sampling.enabled=true", "rollout.dynamic_sampling.max_extra_rollouts=1")
     ahead = start(formulas(tmp_path, *overrides), "tiny")
     in_thread = sum(name.startswith(THREAD) for name, *_ in compared)
     asked = pairs(compared)
@@ -101,7 +100,7 @@ def test_a_run_is_the_same_with_and_without_grading_ahead(tmp_path, monkeypatch,
     assert any(row["rewards/accuracy"] > 0 for row in numbers(plain.run_dir))
     shares = [row["speed/graded_ahead_share"] for row in read_metrics(ahead.run_dir)]
     assert len(shares) == STEPS
-    assert any(row.get("dynamic_sampling/extra_rollouts") for row in numbers(ahead.run_dir)) == dynamic
+    assert any(row.get("dynamic_sampling/extra_rollouts") for row in numbers(ahead.run_dir))
     assert all(0.75 <= share <= 1 for share in shares)  # of 8 completions in batches of 2
     assert not any("speed/graded_ahead_share" in row for row in read_metrics(plain.run_dir))
 
