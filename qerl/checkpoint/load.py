@@ -21,7 +21,8 @@ from qerl.checkpoint.activations import INPUT_SCALE, kind_of_activations, place_
 from qerl.checkpoint.hub import download_model
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.links import check_links
-from qerl.checkpoint.resolve import TINY, TINY_FOLDER, quantize_line
+from qerl.checkpoint.named_base import EMBEDDED
+from qerl.checkpoint.resolve import quantize_line
 from qerl.checkpoint.sandbox import try_tokenizer
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
 from qerl.errors import CheckpointError
@@ -108,9 +109,9 @@ def resolve_dtype(dtype: str, device: str) -> torch.dtype:
 
 
 def local_folder(path: str | Path, trust_remote_code: bool = False) -> Path:
-    """`path` if it is a folder here, the shipped model for "tiny", else the hub's snapshot of that id."""
-    if str(path) == TINY:
-        return TINY_FOLDER
+    """`path` if it is a folder here, the embedded model of that name, or else the hub's snapshot of that id."""
+    if str(path) in EMBEDDED:
+        return EMBEDDED[str(path)]
     if Path(path).is_dir():
         check_links(Path(path))
         return Path(path)

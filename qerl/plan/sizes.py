@@ -128,7 +128,7 @@ def read_sizes(base: str) -> ModelSizes:
     Raises CheckpointError for anything else.
     """
     from qerl.checkpoint.load import local_folder
-    from qerl.checkpoint.named_base import TINY, TINY_TURNS
+    from qerl.checkpoint.named_base import EMBEDDED
     from qerl.checkpoint.resolve import model_under, read_json
 
     base = model_under(base)
@@ -136,7 +136,7 @@ def read_sizes(base: str) -> ModelSizes:
     known = next((sizes for prefix, sizes in KNOWN.items() if name.startswith(prefix)), None)
     if known is not None and not os.path.isdir(base):
         return sizes_of(known, base)
-    if base not in (TINY, TINY_TURNS) and not os.path.isdir(base):
+    if base not in EMBEDDED and not os.path.isdir(base):
         what = no_folder(base) if is_path(base) else f"the sizes of {base} are not known here"
         raise CheckpointError(f"{what}: give a folder with its config.json, or one of {', '.join(KNOWN)}")
     return sizes_of(read_json(Path(local_folder(base)) / "config.json"), base)
