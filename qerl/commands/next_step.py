@@ -7,7 +7,7 @@ from pathlib import Path
 
 from qerl import formats
 from qerl.checkpoint.kinds import format_of
-from qerl.checkpoint.output import MERGE_REPORT
+from qerl.checkpoint.output import EXPORT_REPORT, MERGE_REPORT
 from qerl.checkpoint.resolve import REPORT, TINY, TINY_FOLDER, default_quantized_dir, quantized_from
 from qerl.formats.base import Format
 
@@ -40,12 +40,16 @@ def after_training(run_dir: Path) -> str:
 
 
 def after_evaluating(base: str, adapter: str | None, format: str) -> str:
-    """Merge the adapter that was evaluated; without one train on the base, or try it if it is merged already."""
+    """Merge the adapter that was evaluated; without one train on the base, or try it if it was trained already."""
     if adapter is not None:
         folder = Path(adapter)
         whole = folder.parent if folder.name == "adapter" and (folder.parent / "config.yaml").is_file() else folder
         return _line("merge", "--adapter", str(whole), "--to", format)
-    return _line("chat", "--model", base) if (Path(base) / MERGE_REPORT).is_file() else _training(base)
+    folder = Path(base)
+    if folder.name == "model" and (folder.parent / "config.yaml").is_file():  # of a run that trains what is served
+        return _line("chat", "--model", str(folder.parent))
+    trained = any((folder / name).is_file() for name in (MERGE_REPORT, EXPORT_REPORT))
+    return _line("chat", "--model", base) if trained else _training(base)
 
 
 def _training(model: str) -> str:

@@ -99,6 +99,18 @@ def test_an_fp8_folder_is_trained_in_its_format(here, folder, source, said):
     check_parses(said)
 
 
+def test_after_evaluating_weights_that_were_trained_comes_a_chat(here):
+    model = run("runs/demo", recipe="qat_tiny") / "model"
+    exported = Path("exported/demo-nvfp4")
+    for folder in (model, exported):
+        folder.mkdir(parents=True)
+    (exported / "export_report.json").write_text("{}")
+    said = [after_evaluating(str(folder), None, "nvfp4") for folder in (model, exported)]
+    assert said == ["qerl chat --model runs/demo", "qerl chat --model exported/demo-nvfp4"]
+    for command in said:
+        check_parses(command)
+
+
 def test_after_evaluating_a_base_comes_training(here):
     folder = quantized("checkpoints/tiny-NVFP4A16", "tiny")
     before = {
