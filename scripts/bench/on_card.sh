@@ -372,16 +372,27 @@ ranks_checkpoints() {
     wait
 }
 
-batch_ranks() {
+on_cards() { # CARDS: workload A and geometric lengths on one card each, then on CARDS, and CARDS times the batch
     ranks_checkpoints
     one_card 0 "geometric lengths on card 1" step-7b-cards1 300 bench_step 7b --steps 4
     one_card 1 "workload A on card 0" step-7b-mixed-cards1 300 bench_step 7b-mixed --steps 4 --new-tokens 1024
     wait
-    ranks step-7b-cards2 200 2 bench_step 7b --steps 4
-    ranks step-7b-mixed-cards2 150 2 bench_step 7b-mixed --steps 4 --new-tokens 1024
-    ranks step-7b-cards2-weak 120 2 bench_step 7b --steps 4 --prompts 32
+    ranks "step-7b-cards$1" 200 "$1" bench_step 7b --steps 4
+    ranks "step-7b-mixed-cards$1" 150 "$1" bench_step 7b-mixed --steps 4 --new-tokens 1024
+    ranks "step-7b-cards$1-weak" 120 "$1" bench_step 7b --steps 4 --prompts $((16 * $1))
+}
+
+batch_ranks() {
+    on_cards 2
     ranks step-7b-trl-cards2 200 2 bench_trl 7b-16 --steps 3 --tuned
 }
+
+batch_ranks4() {
+    on_cards 4
+    ranks qat-7b-cards4 200 4 bench_qat 7b-16 --steps 3
+}
+
+batch_ranks8() { on_cards 8; }
 
 batch_ranksqat() {
     checkpoint qwen2.5-7b 7b-16 --format bf16
@@ -395,27 +406,6 @@ batch_faults() {
 
 check_faults() { # NAME ARGUMENTS...
     run "$1" 420 "$python" scripts/checks/check_faults.py --runs "$(mktemp -d)/runs" --out "$out/$1.json" "${@:2}"
-}
-
-batch_ranks4() {
-    ranks_checkpoints
-    one_card 0 "geometric lengths on card 1" step-7b-cards1 300 bench_step 7b --steps 4
-    one_card 1 "workload A on card 0" step-7b-mixed-cards1 300 bench_step 7b-mixed --steps 4 --new-tokens 1024
-    wait
-    ranks step-7b-cards4 200 4 bench_step 7b --steps 4
-    ranks step-7b-mixed-cards4 150 4 bench_step 7b-mixed --steps 4 --new-tokens 1024
-    ranks step-7b-cards4-weak 120 4 bench_step 7b --steps 4 --prompts 64
-    ranks qat-7b-cards4 200 4 bench_qat 7b-16 --steps 3
-}
-
-batch_ranks8() {
-    ranks_checkpoints
-    one_card 0 "geometric lengths on card 1" step-7b-cards1 300 bench_step 7b --steps 4
-    one_card 1 "workload A on card 0" step-7b-mixed-cards1 300 bench_step 7b-mixed --steps 4 --new-tokens 1024
-    wait
-    ranks step-7b-cards8 200 8 bench_step 7b --steps 4
-    ranks step-7b-mixed-cards8 150 8 bench_step 7b-mixed --steps 4 --new-tokens 1024
-    ranks step-7b-cards8-weak 120 8 bench_step 7b --steps 4 --prompts 128
 }
 
 batch_shapes() {
