@@ -1,4 +1,4 @@
-"""How scripts/bench/on_card.sh runs its commands, tested with `true` and `false` in place of Python."""
+"""How scripts/bench/on_card.sh runs its commands, tested with small shell scripts in place of Python."""
 
 import os
 import subprocess
@@ -7,13 +7,26 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "bench" / "on_card.sh"
+SAYS_ITS_CARD = 'echo "card $CUDA_VISIBLE_DEVICES"'
+
+
+def command(path, text):
+    path.write_text(f"#!/bin/sh\n{text}\n")
+    path.chmod(0o755)
+
+
+def on_card(folder, python, *batches, **environment):
+    """Call the script with a shell script `python` in place of Python. Returns (the folder of its files, stdout)."""
+    command(folder / "python", python)
+    given = {**os.environ, "PYTHON": str(folder / "python"), "CHECKPOINTS": str(folder / "checkpoints"), **environment}
+    call = ["bash", SCRIPT, folder / "out", *batches]
+    done = subprocess.run(call, env=given, check=True, capture_output=True, text=True, timeout=240)
+    return folder / "out", done.stdout
 
 
 def summary(folder, python, **environment):
     """The summary that a call with one batch writes about its commands."""
-    out = folder / "out"
-    given = {**os.environ, "PYTHON": python, "CHECKPOINTS": str(folder / "checkpoints"), **environment}
-    subprocess.run(["bash", SCRIPT, out, "cap24"], env=given, check=True, capture_output=True, timeout=240)
+    out, _ = on_card(folder, python, "cap24", **environment)
     text = (out / "summary.txt").read_text()
     (out / "summary.txt").unlink()
     return [line.split(",")[0] for line in text.splitlines()]
@@ -27,61 +40,48 @@ def test_a_checkpoint_that_could_not_be_made_is_made_by_the_next_call(tmp_path):
 
 
 def test_batches_for_several_cards_each_run_on_their_own_card(tmp_path):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "card $CUDA_VISIBLE_DEVICES"\n')
-    python.chmod(0o755)
-    given = {**os.environ, "PYTHON": str(python), "CHECKPOINTS": str(tmp_path / "checkpoints")}
-    call = ["bash", SCRIPT, tmp_path / "out", "cap24", "agree", "--", "peaks"]
-    done = subprocess.run(call, env=given, check=True, capture_output=True, text=True, timeout=240)
-    found = {path.parent.name: path.read_text() for path in (tmp_path / "out").glob("*/summary.txt")}
+    out, said = on_card(tmp_path, SAYS_ITS_CARD, "cap24", "agree", "--", "peaks")
+    found = {path.parent.name: path.read_text() for path in out.glob("*/summary.txt")}
     assert {card: text.count("== ") for card, text in found.items()} == {"0": 2, "1": 1}
     for card, text in found.items():
         assert all(line.endswith(f"; card {card}") for line in text.splitlines() if not line.startswith("== "))
     assert sum(text.count("make-7b: ") for text in found.values()) == 1
-    assert "card 1: peaks-7b: exit 0" in done.stdout
+    assert "card 1: peaks-7b: exit 0" in said
 
 
 def test_engines_open_alone_on_all_cards_and_then_take_turns_on_the_first(tmp_path):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "card $CUDA_VISIBLE_DEVICES"\n')
-    python.chmod(0o755)
-    given = {"PYTHON": str(python), "CHECKPOINTS": str(tmp_path / "checkpoints"), "CUDA_VISIBLE_DEVICES": "2,5,7"}
-    call = ["bash", SCRIPT, tmp_path / "out", "decode"]
-    subprocess.run(call, env={**os.environ, **given}, check=True, capture_output=True, timeout=240)
+    out, _ = on_card(tmp_path, SAYS_ITS_CARD, "decode", CUDA_VISIBLE_DEVICES="2,5,7")
     names = ("7b-qerl", "7b-qerl-base", "7b-marlin", "7b-bf16")
-    logs = {way: [tmp_path / "out" / f"{way}-{name}.log" for name in names] for way in ("open", "rollout")}
-    cards = {way: [path.read_text() for path in paths] for way, paths in logs.items()}
+    cards = {way: [(out / f"{way}-{name}.log").read_text() for name in names] for way in ("open", "rollout")}
     assert cards == {"open": [f"card {card}\n" for card in (2, 5, 7, 2)], "rollout": ["card 2\n"] * 4}
-    lines = (tmp_path / "out" / "summary.txt").read_text().splitlines()
+    lines = (out / "summary.txt").read_text().splitlines()
     assert [line.partition("-")[0] for line in lines if "7b" in line] == ["make"] * 2 + ["open"] * 4 + ["rollout"] * 4
 
 
-def test_runs_on_one_card_share_the_host_before_those_on_several(tmp_path):
-    python = tmp_path / "python"
-    python.write_text('#!/bin/sh\necho "card $CUDA_VISIBLE_DEVICES beside $QERL_BESIDE, $3"\n')
-    python.chmod(0o755)
-    given = {"PYTHON": str(python), "CHECKPOINTS": str(tmp_path / "checkpoints"), "CUDA_VISIBLE_DEVICES": ""}
-    call = ["bash", SCRIPT, tmp_path / "out", "ranks"]
-    subprocess.run(call, env={**os.environ, **given}, check=True, capture_output=True, timeout=240)
-    said = {path.stem: path.read_text().strip() for path in (tmp_path / "out").glob("step-*.log")}
-    assert said["step-7b-cards1"].startswith("card 0 beside geometric lengths on card 1, ")
-    assert said["step-7b-mixed-cards1"].startswith("card 1 beside workload A on card 0, ")
-    assert said["step-7b-cards2"] == "card  beside , --standalone"
-    assert len(said) == 6
+@pytest.mark.parametrize(
+    ("batch", "cards", "beside"),
+    [("ranks", 2, "step-7b-trl-cards2"), ("ranks4", 4, "qat-7b-cards4"), ("ranks8", 8, None)],
+)
+def test_runs_on_one_card_share_the_host_before_those_on_several(tmp_path, batch, cards, beside):
+    python = 'echo "card $CUDA_VISIBLE_DEVICES beside $QERL_BESIDE, $3 $5 $*"'
+    out, _ = on_card(tmp_path, python, batch, CUDA_VISIBLE_DEVICES="")
+    said = {path.stem: path.read_text().strip() for path in out.glob("*-7b-*.log") if "make" not in path.stem}
+    assert said.pop("step-7b-cards1").startswith("card 0 beside geometric lengths on card 1, ")
+    assert said.pop("step-7b-mixed-cards1").startswith("card 1 beside workload A on card 0, ")
+    for text in said.values():
+        assert text.startswith(f"card  beside , --standalone {cards} ")
+    assert said[f"step-7b-cards{cards}-weak"].endswith(f"--prompts {16 * cards}")
+    several = {f"step-7b-{name}" for name in (f"cards{cards}", f"mixed-cards{cards}", f"cards{cards}-weak")}
+    assert set(said) == several | ({beside} if beside else set())
 
 
 @pytest.mark.parametrize(("driver", "opened"), [("exit 9", "000"), ("echo 0; echo 1", "010")])
-def test_cards_are_counted_by_the_driver_and_without_one_the_engines_fail(tmp_path, driver, opened):
-    for name, text in {"python": 'echo "card $CUDA_VISIBLE_DEVICES"', "nvidia-smi": driver}.items():
-        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
-        (tmp_path / name).chmod(0o755)
-    given = {**os.environ, "PYTHON": str(tmp_path / "python"), "CHECKPOINTS": str(tmp_path / "checkpoints")}
-    given["PATH"] = f"{tmp_path}:{given['PATH']}"
-    given.pop("CUDA_VISIBLE_DEVICES", None)
-    call = ["bash", SCRIPT, tmp_path / "out", "marlin32", "cap24"]
-    subprocess.run(call, env=given, check=True, capture_output=True, timeout=240)
-    logs = [tmp_path / "out" / f"open-32b-{name}.log" for name in ("qerl-beside", "qerl-base", "marlin")]
-    assert [log.read_text() for log in logs] == [f"card {card}\n" for card in opened]
-    lines = (tmp_path / "out" / "summary.txt").read_text().splitlines()
+def test_cards_are_counted_by_the_driver_and_without_one_the_engines_fail(tmp_path, monkeypatch, driver, opened):
+    command(tmp_path / "nvidia-smi", driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    out, _ = on_card(tmp_path, SAYS_ITS_CARD, "marlin32", "cap24", PATH=f"{tmp_path}:{os.environ['PATH']}")
+    names = ("qerl-beside", "qerl-base", "marlin")
+    assert [(out / f"open-32b-{name}.log").read_text() for name in names] == [f"card {card}\n" for card in opened]
+    lines = (out / "summary.txt").read_text().splitlines()
     assert sum(line.startswith("rollout-32b") for line in lines) == 3
     assert [line.split(":")[0] for line in lines if line.startswith("==")] == ["== marlin32", "== cap24"]
