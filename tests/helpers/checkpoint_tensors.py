@@ -3,6 +3,8 @@
 import torch
 from safetensors.torch import load_file
 
+from qerl.checkpoint.reader import TensorReader
+from qerl.checkpoint.shards import read_tensors
 from quantize.compressor import load_compressor
 
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
@@ -10,6 +12,20 @@ FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 def load_all(folder):
     return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
+
+
+def tensors_in(folder):
+    """The tensors under the names that qerl gives them."""
+    infos = read_tensors(folder)
+    with TensorReader(infos) as read:
+        return {name: read(name) for name in infos}
+
+
+def same_tensors(one, other):
+    """Whether two folders hold the same bytes under the same names; other names are an error."""
+    first, second = tensors_in(one), tensors_in(other)
+    assert set(first) == set(second)
+    return all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first)
 
 
 def assert_same_tensors(ours, theirs):

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from checkpoint_tensors import tensors_in
 from merged import random_adapter
 from safetensors.torch import load_file, save_file
 from small_run import numbers, small_config
@@ -15,9 +16,8 @@ from eval.run import run_eval
 from eval.settings import EvalSettings
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.load import load_model
-from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.resolve import resolve_model
-from qerl.checkpoint.shards import read_json, read_tensors
+from qerl.checkpoint.shards import read_json
 from qerl.config.recipe import load_recipe, recipe_names
 from qerl.errors import CheckpointError, ConfigError
 from qerl.formats import FP8_BLOCK
@@ -36,12 +36,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 IN_FP8 = ("model.format=fp8_block", "noise.enabled=false", "run.save_every=1")
 QAT = (*IN_FP8, "qat.mode=weights", "qat.quant_cfg.weights.format=fp8_block", "optim.learning_rate=1e-3")
-
-
-def tensors_in(folder):
-    infos = read_tensors(folder)
-    with TensorReader(infos) as read:
-        return {name: read(name) for name in infos}
 
 
 def same_weight(tensors, module, weight, scales="pow2"):

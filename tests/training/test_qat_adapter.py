@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from checkpoint_tensors import same_tensors, tensors_in
 from killed import killed_in
 from small_run import numbers, same_adapters, small_config
 
@@ -12,9 +13,7 @@ import training.run
 from qerl.checkpoint.adapter import attach_lora, read_adapter
 from qerl.checkpoint.adapter_fit import A_SUFFIX, B_SUFFIX
 from qerl.checkpoint.base_modules import base_linears
-from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.resolve import resolve_model
-from qerl.checkpoint.shards import read_tensors
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
 from qerl.errors import CheckpointError, ConfigError
@@ -42,18 +41,6 @@ PARTS = ("weight_packed", "weight_scale", "weight_global_scale")
 
 def config_of(base, folder, *overrides, steps=3):
     return small_config(base, folder, *QAT, *overrides, steps=steps)
-
-
-def tensors_in(folder):
-    infos = read_tensors(folder)
-    with TensorReader(infos) as read:
-        return {name: read(name) for name in infos}
-
-
-def same_tensors(one, other):
-    first, second = tensors_in(one), tensors_in(other)
-    assert set(first) == set(second)
-    return all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first)
 
 
 def sums(adapter, start):

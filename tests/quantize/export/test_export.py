@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from checkpoint_tensors import same_tensors, tensors_in
 from killed import killed_in
 from small_run import small_config
 
@@ -15,9 +16,8 @@ from eval.run import run_eval
 from eval.settings import EvalSettings
 from qerl.checkpoint import sealed
 from qerl.checkpoint.load import load_model
-from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.resolve import adapter_folder, resolve_model
-from qerl.checkpoint.shards import read_json, read_tensors
+from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.verify import FailedCheck
 from qerl.errors import CheckpointError, ConfigError
 from qerl.formats import BF16
@@ -54,18 +54,6 @@ def run(finished, tmp_path):
 @pytest.fixture(scope="module")
 def packed(finished, tmp_path_factory):
     return export(ExportOptions(finished, out=tmp_path_factory.mktemp("out") / "packed"))
-
-
-def tensors_in(folder):
-    infos = read_tensors(folder)
-    with TensorReader(infos) as read:
-        return {name: read(name) for name in infos}
-
-
-def same_tensors(one, other):
-    first, second = tensors_in(one), tensors_in(other)
-    assert set(first) == set(second)
-    return all(torch.equal(first[name].view(torch.uint8), second[name].view(torch.uint8)) for name in first)
 
 
 def test_the_export_has_the_bytes_of_the_run_s_model(finished, packed):
