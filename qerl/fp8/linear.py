@@ -110,12 +110,10 @@ class FP8Linear(PackedLinear):
         `reference.faults`.
         """
         matrix = matrix.to(self.weight_codes.device)
-        tensors = reference.quantize_unchecked(matrix, self.scales)
-        first, blocks = row_start // layout.BLOCK, len(tensors.scale)
-        self.weight_codes[row_start : row_start + len(matrix)].copy_(tensors.codes)
-        self.weight_scale[first : first + blocks].copy_(tensors.scale)
+        first, end = row_start // layout.BLOCK, layout.blocks(row_start + len(matrix))
+        codes, scale = self.weight_codes[row_start : row_start + len(matrix)], self.weight_scale[first:end]
         self.drop_cached()
-        return reference.faults(matrix)
+        return pack_(matrix, codes, scale, self.scales)
 
     def refuse(self, faults: Sequence[int], name: str) -> None:
         """Raise EngineError if the matrix has inf or NaN. Scales follow the weights, so nothing else can go wrong."""
@@ -185,6 +183,18 @@ def decode(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torc
     from qerl.fp8 import kernels
 
     return kernels.dequantize(codes, scale, dtype)
+
+
+def pack_(matrix: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scales: ScaleKind) -> torch.Tensor:
+    """Overwrite codes and scales by those of `reference.quantize`, and return `reference.faults`, without a wait."""
+    if matrix.is_cuda:
+        from qerl.fp8 import kernels
+
+        return kernels.pack_(matrix.contiguous(), codes, scale, scales)
+    tensors = reference.quantize_unchecked(matrix, scales)
+    codes.copy_(tensors.codes)
+    scale.copy_(tensors.scale)
+    return reference.faults(matrix)
 
 
 def _viewed(buffers: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:

@@ -1,11 +1,11 @@
-"""The decode kernel against its twin in plain torch."""
+"""The kernels that decode and pack against their twins in plain torch."""
 
 import os
 
 import pytest
 import torch
 
-from qerl.fp8 import reference
+from qerl.fp8 import layout, reference
 from qerl.fp8.reference import E4M3
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -40,3 +40,47 @@ def test_every_code_and_rows_of_a_larger_weight(dtype):
     assert same_bits(*decoded(every, torch.tensor([[0.75, 2.0]], device=DEVICE), dtype))
     codes, scale = reference.quantize(torch.randn(328, 256, device=DEVICE))
     assert same_bits(*decoded(codes[256:], scale[2:], dtype))
+
+
+def packed(matrix, scales):
+    """What the kernel writes into rows of a larger weight, and its faults; all that is beside the rows stays."""
+    from qerl.fp8 import kernels
+
+    rows, columns = matrix.shape
+    codes = torch.full((rows + 256, columns), 0x55, dtype=torch.uint8, device=DEVICE).view(E4M3)
+    scale = torch.full((layout.blocks(rows) + 2, layout.blocks(columns)), 7.0, device=DEVICE)
+    inside = codes[128 : 128 + rows], scale[1 : 1 + layout.blocks(rows)]
+    faults = kernels.pack_(matrix, *inside, scales)
+    assert (codes.view(torch.uint8)[[0, 127, -128, -1]] == 0x55).all()
+    assert (scale[[0, -1]] == 7).all()
+    return *inside, int(faults)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+@pytest.mark.parametrize("shape", [(256, 384), (200, 300), (1, 5)], ids=str)
+def test_packing_gives_the_oracle_s_bits(shape, scales, dtype):
+    matrix = (torch.randn(shape, device=DEVICE) * torch.logspace(-9, 2, shape[1], device=DEVICE)).to(dtype)
+    codes, scale, faults = packed(matrix, scales)
+    right = reference.quantize(matrix, scales)
+    assert same_bits(codes, right.codes)
+    assert torch.equal(scale, right.scale)
+    assert faults == 0
+
+
+def test_packing_rounds_every_step_between_codes_as_the_oracle_does():
+    """Each value that lies half way between two codes, and its neighbours in float32."""
+    values = torch.arange(127, dtype=torch.uint8).view(E4M3).float()
+    half = (values[1:] + values[:-1]) / 2
+    near = torch.cat([values, half, torch.nextafter(half, half * 2), torch.nextafter(half, half * 0)])
+    matrix = torch.nn.functional.pad(torch.cat([near, -near]), (0, 10)).view(2, -1).to(DEVICE)
+    matrix[:, ::128] = 448  # a scale of 1 in each block
+    codes, scale, _ = packed(matrix, "pow2")
+    assert (scale == 1).all()
+    assert same_bits(codes, reference.quantize(matrix).codes)
+
+
+def test_packing_counts_what_is_not_finite():
+    matrix = torch.randn(130, 200, device=DEVICE)
+    matrix[0, 0], matrix[129, 199], matrix[5, 5] = torch.inf, torch.nan, -torch.inf
+    assert packed(matrix, "pow2")[2] == 3
