@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -22,12 +23,15 @@ from qerl.config.section import Section
 
 Patterns = Annotated[tuple[str, ...], Field(strict=False)]
 
+FP8 = formats.FP8_BLOCK.name
 FFN_ONLY = ["lm_head", "re:.*self_attn.*"]
 PRESETS: dict[str, dict[str, object]] = {
     "nvfp4_w4a16": {},
     "nvfp4_w4a16_ffn": {"ignore": FFN_ONLY},
     "nvfp4_w4a4": {"activations": "dynamic"},
     "nvfp4_w4a4_static": {"activations": "static"},
+    FP8: {"weights": {"format": FP8}, "activations": "dynamic"},
+    "fp8_block_w8a16": {"weights": {"format": FP8}},
 }
 OTHER_PRESETS = {  # of NVIDIA ModelOpt, which NeMo RL's quant_cfg names
     "NVFP4_DEFAULT_CFG": "nvfp4_w4a4",
@@ -66,7 +70,8 @@ class QuantConfig(Section):
         default_factory=WeightQuantConfig, description="how quantized linears keep their weights"
     )
     activations: Literal["none", "dynamic", "static"] = Field(
-        "none", description="none: 16 bits; else 4 bits, by scales computed on the fly or from calibration"
+        "none",
+        description="none: 16 bits; else as few as the weights, by scales computed on the fly or from calibration",
     )
     ignore: Patterns = Field(
         ("lm_head",), description="linears that stay in 16 bits, as for `qerl quantize --ignore`; embeddings always do"
@@ -103,6 +108,20 @@ def expanded(given: object) -> object:
     raise _conflict(given, "there is no such preset", f"{hint}, a YAML file, or keys under it")
 
 
+def with_its_format(given: object) -> object:
+    """The keys of a whole recipe, and model.format, if they leave it out, as that of what qat.quant_cfg packs."""
+    if not isinstance(given, Mapping) or not isinstance(qat := given.get("qat"), Mapping):
+        return given
+    model = given.get("model")
+    try:
+        weights = expanded(qat.get("quant_cfg"))["weights"]["format"]
+    except (Conflict, KeyError, TypeError):  # which is refused where it belongs
+        return given
+    if not isinstance(model, Mapping) or "format" in model:
+        return given
+    return {**given, "model": {**model, "format": weights}}
+
+
 def _read(path: str) -> dict:
     try:
         data = yaml_text.parse(Path(path).read_bytes().decode("utf-8-sig")).data
@@ -127,6 +146,11 @@ class QatConfig(Section):
     )
     quant_cfg: Annotated[QuantConfig, BeforeValidator(expanded)] = Field(
         default_factory=QuantConfig, description="a preset's name, a YAML file, or keys"
+    )
+    forward: Literal["packed", "masters"] = Field(
+        "packed",
+        description="mode weights: what the trainer multiplies by; masters: 16-bit training, as in NeMo RL and verl, "
+        "with a mismatch to the engine, which samples from packed weights",
     )
     targets: Patterns | None = Field(
         None,

@@ -60,7 +60,7 @@ def qat(config: RunConfig) -> Conflicts:
 
 
 def _packed_once(config: RunConfig) -> Conflicts:
-    if config.loss.num_iterations > 1:
+    if config.loss.num_iterations > 1 and config.qat.forward == "packed":
         what = "masters are" if config.qat.mode == "weights" else "the adapter is"
         yield Conflict(
             {"loss.num_iterations": config.loss.num_iterations, "qat.mode": config.qat.mode},
@@ -81,6 +81,7 @@ def _adapter(config: RunConfig) -> Conflicts:
     for key, write in (
         ("targets", "adapter.targets: [gate_proj, up_proj, down_proj], or whatever it is to change"),
         ("masters", "adapter.dtype"),
+        ("forward", "qat: null, for an adapter beside the weights that are served"),
         ("train_norms", "adapter.train_norms: true"),
     ):
         if (value := getattr(own, key)) != none[key].default:
@@ -101,6 +102,12 @@ def _whole_weights(config: RunConfig) -> Conflicts:
             {"loss.kl_coef": config.loss.kl_coef, "qat.mode": "weights"},
             "a run that trains whole weights does not keep those that it started with",
             "loss.kl_coef: 0",
+        )
+    if config.qat.forward == "masters" and config.loss.correction.mode == "off":
+        yield Conflict(
+            {"qat.forward": "masters", "loss.correction.mode": "off"},
+            "completions of the packed weights would be taken for those of the masters",
+            "loss.correction.mode: token_truncate, or qat.forward: packed",
         )
     for key, write in (("train_norms", "qat.train_norms: true"), ("dropout", "adapter.dropout: 0")):
         if value := getattr(config.adapter, key):

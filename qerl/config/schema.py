@@ -19,7 +19,7 @@ from qerl.checkpoint.linears import PROJECTIONS
 from qerl.config.choice import OneOf
 from qerl.config.distill import DistillConfig
 from qerl.config.environment import EnvironmentConfig
-from qerl.config.quant import QatConfig
+from qerl.config.quant import QatConfig, with_its_format
 from qerl.config.rules import RULES
 from qerl.config.section import Section
 from qerl.config.validation import ValidationConfig
@@ -323,6 +323,11 @@ class RunConfig(Section):
         """Tokens for which the engine needs room beside a prompt: those of a rollout, or more for validation."""
         new = self.rollout.max_new_tokens
         return new if self.validation.every is None else max(new, self.validation.max_new_tokens or new)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _format(cls, given: object) -> object:
+        return with_its_format(given)
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:

@@ -39,6 +39,7 @@ from qerl.engine.waves import converse_in_waves
 from qerl.errors import EngineError
 from qerl.formats.linear import PackedLinear, cached_weights
 from qerl.layers.lora import lora_linear, parts_of
+from qerl.layers.master import serving
 from qerl.layers.norms import block_norms, set_norm_noise_
 
 if TYPE_CHECKING:
@@ -273,6 +274,7 @@ def _sampling_mode(model: PreTrainedModel) -> Iterator[None]:
     training = model.training
     with ExitStack() as stack:
         stack.enter_context(torch.no_grad())
+        stack.enter_context(serving(model))
         if model.device.type == "cpu":
             stack.enter_context(cached_weights(model))
         elif model.dtype == torch.bfloat16:

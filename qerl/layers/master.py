@@ -4,18 +4,26 @@ A linear with a master keeps it as a parameter named `master`. Its forward pass 
 before; its backward pass adds the weight's gradient to `master.grad`. The optimizer changes the master, and a sync
 packs it over the weight (`qerl.engine.update`). Where several ranks share the masters out, the gradient goes to the
 rank that has this one (`receive_by_`), and the others keep an empty parameter in its place.
+
+After `multiply_by_masters_` the forward and backward passes multiply by the masters instead: training in 16 bits, with
+packed weights for sampling alone. An engine that samples with the trainer's own modules says so by `serving`.
 """
 
 from __future__ import annotations
 
 import types
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Protocol
 
 import torch
 from torch import nn
 
+from qerl.formats.linear import PackedLinear
+
 NAME = "master"
 RECEIVER = "gradient_receiver"
+SERVED = "packed_weights_served"
 
 
 class Receiver(Protocol):
@@ -62,6 +70,55 @@ def add_gradient_(master: nn.Parameter, grad: torch.Tensor, x: torch.Tensor) -> 
     _add_product_(master.grad, grad.t(), x)
 
 
+class MasterLinear(PackedLinear):
+    """A linear whose weight is a master, rounded to the dtype of the product. It is no part of a model."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        """`linear` has the master, and a bias, which is shared."""
+        packed = isinstance(linear, PackedLinear)
+        dtype = linear.compute_dtype if packed else linear.weight.dtype
+        super().__init__(linear.in_features, linear.out_features, bias=False, dtype=dtype)
+        self.bias, self.master_of = linear.bias, (linear,)  # a tuple, so that it is no submodule
+
+    def empty_tensors(self, device: torch.device | str | None) -> dict[str, torch.Tensor]:
+        return {}
+
+    def unpack(self, dtype: torch.dtype) -> torch.Tensor:
+        return master_of(self.master_of[0]).detach().to(dtype)
+
+    @property
+    def weight_device(self) -> torch.device:
+        return master_of(self.master_of[0]).device
+
+
+def multiply_by_masters_(model: nn.Module) -> None:
+    """Let each linear that has a master multiply by it, except while an engine is `serving` the model."""
+    from qerl.layers.lora import Part
+
+    served: list[bool] = []  # not empty while it is
+    setattr(model, SERVED, served)
+
+    def choose_(module: nn.Linear) -> None:
+        dense = MasterLinear(module)
+        module.lora_part = lambda: Part(module if served else dense, master=master_of(module))
+        module.forward = types.MethodType(_forward_part, module)
+
+    for module in [*model.modules()]:
+        if master_of(module) is not None:
+            choose_(module)
+
+
+@contextmanager
+def serving(model: nn.Module) -> Iterator[None]:
+    """Within it, `model` multiplies by the packed weights whatever the trainer multiplies by."""
+    served: list[bool] = getattr(model, SERVED, [])
+    served.append(True)
+    try:
+        yield
+    finally:
+        served.pop()
+
+
 def _add_product_(total: torch.Tensor, left: torch.Tensor, x: torch.Tensor) -> None:
     if total.dtype == x.dtype:
         total.addmm_(left, x)
@@ -76,3 +133,9 @@ def _forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     from qerl.layers.lora import Part, lora_linear
 
     return lora_linear(x, [Part(self, master=master_of(self))])
+
+
+def _forward_part(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    from qerl.layers.lora import lora_linear
+
+    return lora_linear(x, [self.lora_part()])

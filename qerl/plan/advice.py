@@ -76,6 +76,8 @@ def _changes(config: RunConfig) -> Iterator[dict[str, object]]:
     if config.memory.cap_gib is not None:
         yield {**free, "memory.cap_gib": None}
     yield from ({**free, **less} for less in _leaner_training(config))
+    if config.qat is not None:  # its format is that of its quant_cfg, with keys of its own
+        return
     own = formats.get(config.model.format)
     for other in formats.all_formats():
         if other.scheme is not None and other.bytes_per_weight < own.bytes_per_weight:

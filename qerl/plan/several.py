@@ -18,6 +18,11 @@ def check_ranks(config: RunConfig, size: int) -> None:
             f"rollout.prompts_per_step: {config.rollout.prompts_per_step} gives {size} processes less than a group "
             f"each: write {size} or more, or start fewer"
         )
+    if size > 1 and config.qat is not None and config.qat.forward == "masters":
+        raise ConfigError(
+            "qat.forward: masters multiplies by weights of which each process has a part: write --gpus 1, or "
+            "qat.forward: packed"
+        )
     if config.environment is not None and size > 1:
         raise ConfigError("environments are played by one process: write --gpus 1, or leave torchrun out")
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from study_ways import DENSE, MASTERS, PACKED, trained_by
+from study_ways import DENSE, PACKED, trained_by
 
 from qerl.formats import BF16, NVFP4
 
@@ -37,7 +37,7 @@ class Arm:
     @property
     def served(self) -> str:
         """The folder that has the weights with which the run begins to sample."""
-        return NVFP4.name if self.packed_in or self.way in (PACKED, MASTERS) else self.base
+        return NVFP4.name if self.packed_in or self.way == PACKED else self.base
 
     @property
     def format(self) -> str:
@@ -63,7 +63,12 @@ ARMS = {
         ("noise.enabled=true", "noise.where=rollout", "noise.sigma_start=1e-1", "noise.sigma_end=5e-3"),
     ),  # not in the paper; shows how strong noise has to be to have an effect
     "qat": Arm("QAT: whole weights, through NVFP4", "bf16", WEIGHTS, PACKED),
-    "no_qat": Arm("whole weights in 16 bits, NVFP4 rollouts", "bf16", (*WEIGHTS, "loss.mismatch_gate=null"), MASTERS),
+    "no_qat": Arm(
+        "whole weights in 16 bits, NVFP4 rollouts",
+        "bf16",
+        (*WEIGHTS, "qat.forward=masters", "loss.mismatch_gate=null"),
+        PACKED,
+    ),
     "nvfp4_rounded": Arm("NVFP4 LoRA, rounded to 4 bits at the end", "nvfp4", rounded="nvfp4"),
     "packed_in": Arm("LoRA through NVFP4", "bf16", ("noise.enabled=false", "qat.mode=adapter"), packed_in=True),
     "bf16_weights": Arm("BF16, whole weights", "bf16", WEIGHTS, DENSE),

@@ -16,8 +16,8 @@ from qerl.checkpoint.shards import read_json, read_tensors
 from qerl.config.recipe import load_recipe
 from qerl.engine.options import EngineOptions
 from qerl.engine.transformers_engine import TransformersEngine
-from qerl.layers.master import master_of
-from training.policy import build, start_base
+from qerl.layers.master import master_of, multiply_by_masters_
+from training.policy import start_base
 from training.policy.policy import WeightsPolicy
 from training.run import start
 from training.run_dir.log import read_metrics
@@ -36,12 +36,12 @@ def load():
 
 @pytest.fixture(scope="module")
 def runs(load, base, tmp_path_factory):
-    """The folder of a run of two steps on a random base for the two ways that `qerl train` does not have."""
+    """The folder of a run of two steps on a random base for training in 16 bits, with and without packed rollouts."""
     ways, folder = load("study_ways"), tmp_path_factory.mktemp("ways")
     settings = ("qat.mode=weights", "noise.enabled=false", "loss.mismatch_gate=null", "optim.learning_rate=1e-3")
-    for way in (ways.MASTERS, ways.DENSE):
+    for name, way, own in (("masters", ways.PACKED, ["qat.forward=masters"]), ("dense", ways.DENSE, [])):
         with ways.trained_by(way):
-            start(small_config(base, folder, *settings, steps=2, out=way), "study")
+            start(small_config(base, folder, *settings, *own, steps=2, out=name), "study")
     return folder
 
 
@@ -65,24 +65,21 @@ def test_the_result_of_each_way_is_what_its_engine_samples_from(runs) -> None:
 
 
 def test_the_ways_are_over_after_a_run(runs) -> None:
-    assert training.run.build_weights_policy is build.build_weights_policy
     assert training.run.start_base is start_base.start_base
 
 
 def test_a_job_trains_in_the_way_of_its_arm(load, monkeypatch, tmp_path) -> None:
     arms, seen = load("study_arms"), {}
-    own = (build.build_weights_policy, start_base.start_base)
     monkeypatch.setattr(arms, "_evaluate", lambda *given: {})
     monkeypatch.setattr(arms, "steps_of", lambda run_dir: {})
     for name in arms.QAT_ARMS:
 
         def train(*given, name=name):
-            seen[name] = (training.run.build_weights_policy is own[0], training.run.start_base is own[1])
+            seen[name] = training.run.start_base is start_base.start_base
 
         monkeypatch.setattr(arms, "_train", train)
         arms.execute(arms.Job(name, 1e-3, 0), None, tmp_path)
-    plain = (True, True)
-    assert seen == {"nvfp4": plain, "qat": plain, "bf16_weights": (True, False), "no_qat": (False, True)}
+    assert seen == {"nvfp4": True, "qat": True, "bf16_weights": False, "no_qat": True}
 
 
 def test_adapters_are_rounded_of_the_run_that_trained_them_if_there_is_one(load, monkeypatch, tmp_path) -> None:
@@ -97,14 +94,14 @@ def test_adapters_are_rounded_of_the_run_that_trained_them_if_there_is_one(load,
     assert rows[0]["model"] == tmp_path / "merged/nvfp4_rounded-0.001-0"
 
 
-def test_masters_act_in_training_and_packed_weights_while_the_engine_computes(load, nvfp4_base, base) -> None:
+def test_masters_act_in_training_and_packed_weights_while_the_engine_computes(nvfp4_base, base) -> None:
     """The oracle is the 16-bit model with the masters as its weights, by autograd."""
     engine = TransformersEngine(str(nvfp4_base), "nvfp4", EngineOptions(engine="transformers", device="cpu"))
     model, dense = engine.policy_model(), load_model(base, "bf16")
     ids, names = torch.arange(1, 25)[None], [n for n, m in dense.named_modules() if n.endswith("_proj")]
     packed, scores = model(ids).logits, engine.score([[1, 2, 3]], [[4, 5]])
     WeightsPolicy(model, ((name, dense.get_submodule(name).weight) for name in names))
-    load("study_ways").multiply_by_masters_(model, engine)
+    multiply_by_masters_(model)
     for name in names:
         dense.get_submodule(name).weight.requires_grad_(True)
     own, expected = model(ids).logits, dense(ids).logits

@@ -13,6 +13,7 @@ from qerl.checkpoint.base_modules import base_linears
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_tensors
+from qerl.layers.master import multiply_by_masters_
 from qerl.layers.norms import block_norms
 from qerl.parallel import ALONE, Parallel
 from qerl.plan.trained import masters_dtype, trained_linears, trained_of
@@ -97,6 +98,9 @@ def build_weights_policy(
     with TensorReader(tensors) as read:
         weights = ((name, read(f"{name}.weight") if name in own else torch.empty(0)) for name in names)
         policy = WeightsPolicy(model, weights, norms, getattr(torch, dtype), work_bytes, shards)
+    if qat.forward == "masters":
+        multiply_by_masters_(model)
+        logger.info("the trainer multiplies by the masters and the engine by packed weights: see mismatch_kl")
     trained = sum(parameter.numel() for parameter in policy.parameters())
     logger.info("masters: %d linears, %.2f M parameters in %s", len(own), trained / 1e6, dtype)
     return policy

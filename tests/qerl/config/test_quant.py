@@ -5,6 +5,7 @@ import pytest
 from qerl.config.quant import PRESETS, QuantConfig
 from qerl.config.recipe import load_config, load_recipe, save_config
 from qerl.errors import ConfigError
+from qerl.plan.several import check_ranks
 
 ON = "qat.mode=weights"
 
@@ -37,8 +38,28 @@ def test_keys_change_a_preset_and_what_is_saved_is_complete(tmp_path):
 
 def test_every_preset_is_a_value():
     assert [QuantConfig.model_validate(keys).activations for keys in PRESETS.values()] == [
-        *("none", "none", "dynamic", "static")
+        *("none", "none", "dynamic", "static", "dynamic", "none")
     ]
+
+
+def test_the_model_s_format_is_that_of_what_is_packed(tmp_path):
+    config = load_recipe("qat_tiny", ["qat.quant_cfg=fp8_block"])
+    assert (config.model.format, config.qat.quant_cfg.activations) == ("fp8_block", "dynamic")
+    file = tmp_path / "fp8.yaml"
+    file.write_text("weights: {format: fp8_block}\n")
+    assert load_recipe("qat_tiny", [f"qat.quant_cfg={file}"]).model.format == "fp8_block"
+    with pytest.raises(ConfigError, match="or leave it out"):
+        load_recipe("qat_tiny", ["qat.quant_cfg=fp8_block", "model.format=nvfp4"])
+
+
+def test_masters_that_the_trainer_multiplies_by_are_corrected_for_and_see_a_second_update():
+    config = load_recipe("dapo_7b", [ON, "qat.forward=masters", "loss.num_iterations=2"])
+    with pytest.raises(ConfigError, match="write --gpus 1, or"):
+        check_ranks(config, 2)
+    given = ["noise.enabled=false", "loss.correction.mode=off"]
+    assert load_recipe("dapo_7b", [ON, *given]).qat.forward == "packed"
+    with pytest.raises(ConfigError, match="completions of the packed weights would be taken for those of the masters"):
+        load_recipe("dapo_7b", [ON, *given, "qat.forward=masters"])
 
 
 @pytest.mark.parametrize(
@@ -105,6 +126,7 @@ def test_what_cannot_be_combined_is_refused(override, says):
         ),
         ("qat.masters=float32", "about whole weights; write adapter.dtype"),
         ("qat.train_norms=true", "write adapter.train_norms: true"),
+        ("qat.forward=masters", "about whole weights; write qat: null"),
         ("rollout.kernel=marlin", "that kernel cannot take weights that change"),
     ],
 )
