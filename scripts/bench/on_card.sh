@@ -14,7 +14,8 @@
 #     qatsmall 200 s  weights and adapters through the quantizer on the embedded model: bytes, exports in stock vLLM, evaluations
 #     qatstudy 380 s  learning with 21 M parameters: an adapter, and whole weights in three ways, three seeds each, at two
 #                     rates (with QATSTUDY_RATES=1e-4 at one, 270 s); another call with the same CHECKPOINTS goes on
-#     distill  260 s  21 M parameters: what rounding cost and distillation brings back, three seeds
+#     distill  520 s  21 M parameters: what rounding cost and distillation brings back, three seeds; then with 4-bit
+#                     activations
 #     qat      480 s  a 7B: 20 steps of full-weight training through the quantizer, and 3 of an adapter, without noise
 #     qatlora  400 s  a 7B: 3 steps of an adapter through the quantizer, its 16-bit weights on the card, and in host memory
 #     qatcap   170 s  two such steps under 80 GiB, with the masters that the plan takes
@@ -168,8 +169,9 @@ batch_qatstudy() {
 batch_distill() {
     local model="$checkpoints/arith-21m"
     [ -e "$model" ] || run make-arith-21m 120 "$python" scripts/models/pretrain_arith.py --out "$model"
-    run study-distill-21m 400 "$python" scripts/study/study_distill.py --base "$model" --parallel 5 --memory-gib 12 \
-        --out "$out/distill-arith-21m.json"
+    local study=("$python" scripts/study/study_distill.py --base "$model" --parallel 5 --memory-gib 12)
+    run study-distill-21m 400 "${study[@]}" --out "$out/distill-arith-21m.json"
+    run study-distill-21m-w4a4 400 "${study[@]}" --quant-cfg nvfp4_w4a4 --out "$out/distill-arith-21m-w4a4.json"
 }
 
 batch_qat() {

@@ -2,15 +2,18 @@
 """What does distillation bring back of what rounding to 4 bits cost? Accuracy on held-out questions, and the KL.
 
     python scripts/study/study_distill.py --base qerl/tiny --task arith --engine transformers --parallel 1 \\
-        --steps 40 --prompts 32 --rate 2e-4 --questions 1000 --out benchmarks/distillation/tiny.json
-    python scripts/study/study_distill.py --base checkpoints/arith-21m --task arith_chain --parallel 5 \\
-        --memory-gib 12 --out benchmarks/distillation/arith-21m.json
+        --steps 100 --prompts 32 --tokens 48 --questions 1024 --out benchmarks/distillation/tiny.json
+    python scripts/study/study_distill.py --base checkpoints/arith-21m --parallel 5 --memory-gib 12 \\
+        --out benchmarks/distillation/arith-21m.json
 
 For each seed the recipe qad_tiny runs on the 16-bit model: whole weights through the quantizer, with that model as the
-teacher. Then the 16-bit model, the packed model that the runs begin with (rounded to nearest) and each result answer
-the same questions of the test split, greedily. The share that came back is (result - rounded) / (16 bits - rounded), of
-accuracies over all seeds; its interval is by bootstrap over questions. Of the KL, "before" is that of the first step of
-each run, before its first update, and "after" the mean over the last tenth of its steps.
+teacher. Then the 16-bit model, the packed model that the runs begin with (rounded to nearest) and the results answer
+the same problems of the test split, greedily. The share that came back is (result - rounded) / (16 bits - rounded), of
+accuracies over all seeds; its interval is by bootstrap over questions.
+
+The KL is measured on completions that the 16-bit model samples once, at temperature 1, for other problems of the test
+split (scripts/study/held_out_kl.py). There the mean of KL(teacher || student) per token is that of whole completions.
+A step's own KL is of so few tokens that it scatters by more than training changes; the file has those of all steps.
 """
 
 from __future__ import annotations
@@ -31,29 +34,37 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 DRAWS = 2000  # of the bootstrap
 KEYS = ("kl_to_teacher/forward", "kl_to_teacher/reverse")
+KL_QUESTIONS = 1024  # at most: each costs a forward pass of each model, and they are many tokens
 
 
 def main() -> None:
     given = options()
+    sys.path.insert(0, str(Path(__file__).resolve().parent))
+    from held_out_kl import divergences, write_problems
+
     from scripts.bench.provenance import machine
 
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as work, ThreadPoolExecutor(given.parallel) as pool:
+        problems = Path(work) / "problems.jsonl"
+        others = write_problems(given.task, given.questions, problems)
         runs = [Path(work) / f"run-{seed}" for seed in given.seeds]
         list(pool.map(lambda job: distilled(given, *job), zip(given.seeds, runs, strict=True)))
-        models = [Path(given.base), runs[0] / "base", *(run / "model" for run in runs)]
-        folders = [Path(work) / f"eval-{number}" for number in range(len(models))]
-        list(pool.map(lambda job: evaluated(given, *job), zip(models, folders, strict=True)))
+        models = [runs[0] / "base", *(run / "model" for run in runs)]
+        folders = [Path(work) / f"eval-{number}" for number in range(1 + len(models))]
+        jobs = zip([Path(given.base), *models], folders, strict=True)
+        list(pool.map(lambda job: evaluated(given, problems, *job), jobs))
         right = [correct(folder) for folder in folders]
-        rows = [metrics(run) for run in runs]
+        kls = divergences(given.base, models, given.task, others[:KL_QUESTIONS], given.tokens)
+        steps = [[[row[key] for key in KEYS] for row in metrics(run)] for run in runs]
     result = {
         "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items()},
         "seconds": round(time.perf_counter() - began, 1),
         "machine": machine(),
         "accuracy": accuracies(right),
         "came_back": share_back(right[0], right[1], right[2:]),
-        "kl": {key: kl(rows, key) for key in KEYS},
-        "steps": [[[row[key] for key in KEYS] for row in of_run] for of_run in rows],
+        "kl": {direction: falls([each[direction] for each in kls]) for direction in ("forward", "reverse")},
+        "steps": steps,
     }
     given.out.parent.mkdir(parents=True, exist_ok=True)
     given.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -65,12 +76,13 @@ def options() -> argparse.Namespace:
     parser.add_argument("--base", required=True, help="16-bit model")
     parser.add_argument("--task", default="arith_chain")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--quant-cfg", default="nvfp4_w4a16", help="preset or file: qat.quant_cfg")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--prompts", type=int, default=128, help="prompts per step, of two completions each")
     parser.add_argument("--rate", type=float, default=1e-4, help="learning rate")
     parser.add_argument("--beta", type=float, default=1.0)
     parser.add_argument("--tokens", type=int, default=96, help="new tokens at most")
-    parser.add_argument("--questions", type=int, default=4096, help="test questions")
+    parser.add_argument("--questions", type=int, default=8192, help="test problems")
     parser.add_argument("--engine", default="vllm")
     parser.add_argument("--parallel", type=int, default=1, help="processes at once")
     parser.add_argument("--memory-gib", type=float, help="of the card for each process")
@@ -88,6 +100,7 @@ def distilled(given: argparse.Namespace, seed: int, out: Path) -> None:
     """One run of the recipe."""
     keys = {
         "data.task": given.task,
+        "qat.quant_cfg": given.quant_cfg,
         "distill.beta": given.beta,
         "optim.learning_rate": given.rate,
         "optim.beta2": 0.95,
@@ -99,27 +112,15 @@ def distilled(given: argparse.Namespace, seed: int, out: Path) -> None:
         **({"memory.cap_gib": given.memory_gib} if given.memory_gib else {}),
     }
     sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
-    qerl(
-        "distill",
-        "--recipe",
-        "qad_tiny",
-        "--model",
-        given.base,
-        "--steps",
-        given.steps,
-        "--seed",
-        seed,
-        *sets,
-        "--out",
-        out,
-    )
+    named = ["--model", given.base, "--steps", given.steps, "--seed", seed]
+    qerl("distill", "--recipe", "qad_tiny", *named, *sets, "--out", out)
 
 
-def evaluated(given: argparse.Namespace, model: Path, out: Path) -> None:
-    """Greedy answers of a model to the test questions."""
+def evaluated(given: argparse.Namespace, problems: Path, model: Path, out: Path) -> None:
+    """Greedy answers of a model to the problems."""
     more = ["--cap-gib", given.memory_gib] if given.memory_gib else []
     more += ["--load", "bf16"] if model == Path(given.base) else []
-    words = ["eval", given.task, "--model", model, "--limit", given.questions, "--max-new-tokens", given.tokens]
+    words = ["eval", given.task, "--model", model, "--data", problems, "--max-new-tokens", given.tokens]
     qerl(*words, "--temperature", 0, "--engine", given.engine, *more, "--out", out)
 
 
@@ -156,12 +157,10 @@ def share_back(whole: np.ndarray, rounded: np.ndarray, distilled: Sequence[np.nd
     return {**named, "share": [None if each is None else float(each) for each in share]}
 
 
-def kl(runs: Sequence[Sequence[dict]], key: str) -> dict[str, object]:
-    """Before the first update and over the last tenth of the steps, by seed, and by what factor their means fell."""
-    last = [rows[-max(1, len(rows) // 10) :] for rows in runs]
-    before = [rows[0][key] for rows in runs]
-    after = [float(np.mean([row[key] for row in rows])) for rows in last]
-    return {"before": before, "after": after, "falls": float(np.mean(before) / np.mean(after))}
+def falls(kls: Sequence[float]) -> dict[str, object]:
+    """The KL of the rounded model, of each distilled one, and by what factor their mean is smaller."""
+    rounded, *distilled = kls
+    return {"rounded": rounded, "distilled": distilled, "falls": float(rounded / np.mean(distilled))}
 
 
 def table(result: dict) -> str:
@@ -175,8 +174,8 @@ def table(result: dict) -> str:
         lines.append(f"{name}: {value:.1f} points ({low:.1f} to {high:.1f})")
     share = back["share"]
     lines.append("share: cannot be told" if share[0] is None else "share: {:.2f} ({:.2f} to {:.2f})".format(*share))
-    for key, found in result["kl"].items():
-        lines.append(f"{key}: {np.mean(found['before']):.4f} to {np.mean(found['after']):.4f}, {found['falls']:.1f} x")
+    for direction, kl in result["kl"].items():
+        lines.append(f"{direction} KL: {kl['rounded']:.5f} to {np.mean(kl['distilled']):.5f}, {kl['falls']:.1f} x")
     return "\n".join([*lines, f"{result['seconds']:.0f} s"])
 
 

@@ -1,8 +1,16 @@
 """What the study of distillation computes from answers and logs."""
 
+import json
+from itertools import islice
+
 import numpy as np
 import pytest
-from study_distill import accuracies, correct, kl, share_back
+import torch
+from held_out_kl import divergences, sampled, write_problems
+from study_distill import accuracies, correct, falls, share_back
+
+from qerl.checkpoint.load import load_model, load_tokenizer
+from qerl.tasks import arith, build_messages
 
 WHOLE, ROUNDED = np.array([1.0] * 80 + [0.0] * 20), np.array([1.0] * 60 + [0.0] * 40)
 
@@ -24,9 +32,34 @@ def test_a_share_of_no_cost_is_not_given():
     assert share_back(WHOLE, WHOLE, [WHOLE])["share"] == [None, None, None]
 
 
-def test_the_kl_is_that_of_the_first_step_and_of_the_last_tenth():
-    runs = [[{"kl": value} for value in (first, *[9.0] * 17, 0.1, 0.3)] for first in (1.0, 2.0)]
-    assert kl(runs, "kl") == {"before": [1.0, 2.0], "after": pytest.approx([0.2, 0.2]), "falls": pytest.approx(7.5)}
+def test_the_kl_falls_from_the_rounded_model_to_the_mean_of_the_others():
+    assert falls([0.3, 0.1, 0.2]) == {"rounded": 0.3, "distilled": [0.1, 0.2], "falls": pytest.approx(2.0)}
+
+
+def test_the_kl_of_a_packed_model_is_that_of_dense_logits_row_by_row(base, nvfp4_base):
+    """Rows have different lengths, so that a wrong mask or place of a completion would show."""
+    questions = ["What is 2 + 3?", "Tom has 4 apples and gives 1 to Ann. How many apples does he have?"]
+    (found,) = divergences(str(base), [nvfp4_base], "arith", questions, 5)
+    whole, packed = load_model(base, "bf16"), load_model(nvfp4_base, "nvfp4")
+    messages = [build_messages("arith", question) for question in questions]
+    totals = []
+    for prompt, completion in sampled(whole, load_tokenizer(base), messages, 5):
+        ids = torch.tensor([prompt + completion])
+        log_q, log_p = (
+            model(ids).logits[0, len(prompt) - 1 : -1].detach().double().log_softmax(-1) for model in (whole, packed)
+        )
+        totals.append([(one.exp() * (one - other)).sum(-1) for one, other in ((log_q, log_p), (log_p, log_q))])
+    forward, reverse = (torch.cat(each).mean().item() for each in zip(*totals, strict=True))
+    assert found == pytest.approx({"forward": forward, "reverse": reverse}, rel=1e-4)
+    assert forward > 1e-6
+
+
+def test_problems_are_those_of_the_task_and_the_others_are_different(tmp_path):
+    others = write_problems("arith", 20, tmp_path / "rows.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    own = [{"question": row["question"], "answer": row["answer"]} for row in islice(arith.rows("test"), 40)]
+    assert rows == own[:20]
+    assert others == [row["question"] for row in own[20:]]
 
 
 def test_answers_are_in_the_order_of_their_questions(tmp_path):
