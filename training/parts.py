@@ -45,28 +45,34 @@ class Given:
     teacher: FoundTeacher | None = None  # of a run that distills
 
 
-@dataclass(frozen=True)
-class Parts:
-    """What a run is made of."""
+@dataclass(frozen=True, kw_only=True)
+class TrainingParts:
+    """What every run is made of: a policy, how it is packed, and where its numbers go."""
 
     config: RunConfig
     tokenizer: PreTrainedTokenizerBase
-    prompts: Sequence[Prompt]
-    rewards: Rewards
     policy: Policy
     packed: PackedPolicy  # the policy's log probabilities over packed rows
-    sampler: Sampler
-    grader: Grader
     plan: MicroBatchPlan
     log: RunLog
     times: PhaseTimes
     parallel: Parallel = ALONE
-    environments: Environments | None = None
     teacher: Teacher | None = None  # of a run that distills
 
     @property
     def run_dir(self) -> Path:
         return self.log.run_dir
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts(TrainingParts):
+    """What a run is made of that samples what it trains on."""
+
+    prompts: Sequence[Prompt]
+    rewards: Rewards
+    sampler: Sampler
+    grader: Grader
+    environments: Environments | None = None
 
 
 def make_parts(

@@ -12,43 +12,30 @@ runs/<name>/
 
 from __future__ import annotations
 
-import json
 import logging
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
 
-from transformers import PrinterCallback
-
-from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import ModelRef, describe, resolve_model
 from qerl.checkpoint.start import starting_model
 from qerl.checkpoint.teacher import teacher_beside
-from qerl.checkpoint.weights_digest import weights_digest
-from qerl.checkpoint.weights_run import BASE, export_line, trains_weights
-from qerl.config.recipe import save_config
+from qerl.checkpoint.weights_run import BASE
 from qerl.config.schema import RunConfig
 from qerl.engine.interface import Engine
 from qerl.engine.open import open_engine
 from qerl.engine.options import EngineOptions
-from qerl.files.disk import replace_text
-from qerl.own.given import write_given_rows
 from qerl.parallel import ALONE, Parallel, check_same
-from qerl.plan.micro_batch_plan import MicroBatchPlan, smallest_plan
-from qerl.plan.plan import checkpoint_bytes, trainer_bytes, wishes_of
+from qerl.plan.plan import checkpoint_bytes, trainer_bytes
 from qerl.plan.several import check_ranks
-from qerl.plan.trained import adapter_rank, trains_masters
-from qerl.report.sampling import sampling_text
 from qerl.tasks import task_of
+from training.course import Course, Place, TrainResult, agree_on_inputs, carry_out, finished, settled_plan
 from training.distill.teacher import find_teacher, open_teacher
 from training.parts import Given, make_parts
 from training.policy.build import build_packed_in_policy, build_policy, build_weights_policy
 from training.policy.policy import Policy
 from training.policy.start_base import start_base
-from training.policy.train_memory import as_record, plan_run, recorded_plan, warn_of_retries
 from training.preflight.activations import check_activations
 from training.preflight.checks import (
     check_engine,
@@ -63,48 +50,24 @@ from training.preflight.trackers import check_trackers
 from training.rewards.rewards import build_rewards, fixed_columns
 from training.rollout.groups import Prompt
 from training.run_dir.checkpoint import checkpoint_step, newest_checkpoint
-from training.run_dir.folder import check_shared, new_run_dir, only_writer, written
-from training.run_dir.inputs import Inputs, check_same_inputs, inputs_of, note_inputs, versions
-from training.run_dir.log import NoLog, RunLog, read_metrics
-from training.run_dir.model import settle_model
-from training.run_dir.result import ADAPTER, BEST, settle_best, settle_result
+from training.run_dir.folder import check_shared, new_run_dir, written
+from training.run_dir.inputs import inputs_of
+from training.run_dir.log import RunLog, read_metrics
 from training.run_dir.resume import (
     base_to_resume,
     check_same_base,
     config_to_resume,
-    note_base_,
-    prolong_,
     rewind_,
 )
-from training.run_dir.stop import stop_on_signals, train_until_stopped
-from training.run_dir.terminal_gone import terminal_may_go
-from training.run_dir.trackers import open_trackers
+from training.run_dir.stop import Stop
 from training.trainer import QerlTrainer
 from training.trl_config import check_installed, trl_config
+from training.validation.measure import measure
 from training.validation.questions import read_questions
 from training.validation.validation import Validation
-from training.validation.verdict import best_kept, best_of, ending, shown, validations
+from training.validation.verdict import ending
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TrainResult:
-    """Where a run stands when `train` returns."""
-
-    run_dir: Path
-    adapter: Path | None  # the folder of the adapter, or of the model; None if it was stopped before its last step
-    steps: int
-    stopped_by: int | None = None  # the number of the signal that asked it to stop, if one did
-
-
-@dataclass(frozen=True)
-class Place:
-    """The folder of a run, its recipe's name, and which of its processes this is."""
-
-    run_dir: Path
-    name: str
-    parallel: Parallel
 
 
 def start(config: RunConfig, name: str, parallel: Parallel = ALONE) -> TrainResult:
@@ -135,11 +98,11 @@ def resume(
     done = checkpoint_step(checkpoint) if checkpoint else 0
     if done >= config.run.steps:
         logger.info("%s has already finished its %d steps; --steps N with N above %d prolongs it", run_dir, done, done)
-        return _finished(run_dir, done, config, parallel)
+        return finished(run_dir, done, config, parallel)
     ended = ending(read_metrics(run_dir), config.validation, done) if parallel.first else None
     if step is None and steps is None and (reason := parallel.broadcast(ended)):
         logger.info("%s ended at step %d: %s; --steps N lets it go on", run_dir, done, reason)
-        return _finished(run_dir, done, config, parallel, ended=True)
+        return finished(run_dir, done, config, parallel, ended=True)
     logger.info("resuming %s after step %d", run_dir, done)
     base = base_to_resume(run_dir, config)
     return _train(config, base, Place(run_dir, run_dir.name, parallel), checkpoint, accept_changes)
@@ -156,11 +119,7 @@ def _train(
     files = given.environments.runner.files if given.environments else ()
     inputs = inputs_of(given.prompts, task_of(config.data), config.rewards, validated, files)
     inputs |= given.teacher.inputs() if given.teacher else {}
-    if parallel.size > 1:
-        facts = {"recipe": config.model_dump(), **inputs, "version of a package": versions()}
-        check_same(parallel, {**facts, "base": weights_digest(local_folder(base.base))})
-    if parallel.first:
-        check_same_inputs(run_dir, inputs, accept_changes)
+    agree_on_inputs(config, base, place, inputs, accept_changes)
     served = base if config.qat is None else _packed_base(config, base, place, given.prompts)
     context = given.questions.context if given.questions else 0
     engine = open_rollout_engine(config, served, context, parallel.size)
@@ -170,38 +129,24 @@ def _train(
     args = trl_config(config, run_dir, given.rewards.weights)  # what it refuses is refused before anything is written
     if not parallel.first:
         args.report_to = []
-    plan = recorded_plan(run_dir, config.run.micro_batch_tokens) if parallel.first else None
-    if (plan := parallel.broadcast(plan)) is None:
-        entropy, cap = config.loss.entropy_coef > 0, config.memory.cap_gib
-        own = plan_run(policy, engine, wishes_of(config, sizes_at(base)), adapter_rank(config), entropy, cap)
-        plan = smallest_plan(parallel.gather(own))
+    plan = settled_plan(config, base, place, policy, engine)
     engine.sleep()  # a resumed run loads its optimizer before its first rollout
-    start_step = checkpoint_step(checkpoint) if checkpoint else 0
-    with (
-        _log(place, config, found, start_step) as log,
-        stop_on_signals(config.run, config.loss.num_iterations, run_dir, parallel) as stop,
-    ):
-        if parallel.first:
-            _open_run_dir(place, config, base, plan, inputs)
-            note_inputs(run_dir, inputs, start_step)
-            prolong_(run_dir, config, start_step)
-            note_base_(run_dir, config, base.base)
-        log.start_at(start_step)
-        if parallel.first:
-            settle_best(run_dir, best_kept(log.validations, config.validation))
+    course = Course(config, base, place, checkpoint, found, inputs, plan)
+
+    def begin(log: RunLog, stop: Stop) -> QerlTrainer:
         parts = replace(make_parts(config, given, engine, policy, plan, log), teacher=teacher)
-        validation = Validation(parts, given.questions, stop) if given.questions else None
-        trainer = QerlTrainer(parts, args, [stop], start_step, validation)
-        trainer.remove_callback(PrinterCallback)
-        steps = train_until_stopped(trainer, stop, checkpoint)
-        if not stop.abandoned:  # else the engine may be in the midst of a rollout, and there is no time
-            warn_of_retries()
-            parts.sampler.clear_noise()
+        measured = given.questions and partial(measure, parts, given.questions)
+        validation = Validation(parts, measured, stop) if measured else None
+        return QerlTrainer(parts, args, [stop], course.start_step, validation)
+
+    def close(trainer: QerlTrainer, abandoned: bool) -> None:
+        if not abandoned:  # else the engine may be in the midst of a rollout, and there is no time
+            trainer.parts.sampler.clear_noise()
             engine.close()
         if given.environments is not None:
             given.environments.close()
-        ended = validation is not None and validation.ended(steps)
-        return replace(_finished(run_dir, steps, config, parallel, ended), stopped_by=stop.asked)
+
+    return carry_out(course, begin, close)
 
 
 def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
@@ -249,87 +194,3 @@ def open_rollout_engine(config: RunConfig, base: ModelRef, context: int = 0, ran
     options = EngineOptions.of_recipe(config, trainer_bytes(config, sizes_at(base), ranks))
     options = replace(options, max_context=max(options.max_context, context))
     return open_engine(base.base, base.format, options)
-
-
-@contextmanager
-def _log(place: Place, config: RunConfig, found: list[str], start_step: int) -> Iterator[RunLog]:
-    """The run's log, with the trackers, of which only the first rank writes; it holds the lock of the run directory."""
-    run_dir, steps = place.run_dir, config.run.steps
-    if not place.parallel.first:
-        yield NoLog(run_dir, steps)
-        return
-    with (
-        only_writer(run_dir, found),
-        terminal_may_go(run_dir),
-        open_trackers(config, run_dir, start_step) as trackers,
-        RunLog(run_dir, steps, trackers=trackers) as log,
-    ):
-        yield log
-
-
-def _open_run_dir(place: Place, config: RunConfig, base: ModelRef, plan: MicroBatchPlan, inputs: Inputs) -> None:
-    """Create the directory, or what a kill kept from being made. With config.yaml a run can resume, and only the rows
-    that a program gave come before it."""
-    run_dir = place.run_dir
-    run_dir.mkdir(parents=True, exist_ok=True)
-    write_given_rows(run_dir)
-    if not (run_dir / "config.yaml").exists():
-        save_config(config, run_dir / "config.yaml")
-    (run_dir / "metrics.jsonl").touch()
-    if not (run_dir / "run.json").exists():
-        about = {"recipe": place.name, "base": base.base, "command": sys.argv, "versions": versions()}
-        about |= {"inputs": dict(inputs), "on_adapter": base.adapter is not None}
-        about |= {"weights": weights_digest(local_folder(base.base)), "micro_batches": as_record(plan)}
-        replace_text(run_dir / "run.json", json.dumps(about, indent=1))
-    logger.info("writing to %s", run_dir)
-
-
-def _finished(run_dir: Path, steps: int, config: RunConfig, parallel: Parallel, ended: bool = False) -> TrainResult:
-    """`_finish` by the rank that writes; the others only say where the run stands. `ended`: by a validation."""
-    if parallel.first:
-        return _finish(run_dir, steps, config)
-    return TrainResult(run_dir, run_dir / ADAPTER if ended or steps >= config.run.steps else None, steps)
-
-
-def _finish(run_dir: Path, steps: int, config: RunConfig) -> TrainResult:
-    """Say how a run ended; after its last step, or one that validation made the last, its adapter is the result."""
-    rows = read_metrics(run_dir)
-    settle_best(run_dir, best_kept(rows, config.validation))
-    if steps < config.run.steps and not ending(rows, config.validation, steps):
-        logger.warning("stopped after step %d; continue with `qerl train --resume %s`", steps, run_dir)
-        return TrainResult(run_dir, None, steps)
-    if config.qat is not None:
-        final = settle_model(run_dir, steps)
-        if not trains_masters(config):
-            settle_result(run_dir, steps)
-        logger.info("finished %d steps: %s; model in %s", steps, _reward_text(rows, run_dir), final)
-        _say_best(run_dir, rows, config)
-        return TrainResult(run_dir, final, steps)
-    final = settle_result(run_dir, steps)
-    logger.info("finished %d steps: %s; adapter in %s", steps, _reward_text(rows, run_dir), final)
-    if sampling := sampling_text(rows):
-        logger.info("dynamic sampling: %s", sampling)
-    _say_best(run_dir, rows, config)
-    return TrainResult(run_dir, final, steps)
-
-
-def _say_best(run_dir: Path, rows: Sequence[Mapping[str, Any]], config: RunConfig) -> None:
-    best = best_of(rows, config.validation)
-    if best is None:
-        return
-    where = f", adapter in {run_dir / BEST}" if (run_dir / BEST).is_dir() else ""
-    if trains_weights(run_dir) and config.validation.keep_best:
-        where = f", of which `{export_line(run_dir)} --step {best.step}` makes a model"
-    logger.info("best validation: %s%s", best, where)
-    first = validations(rows)[0]
-    if first["step"] == 0 and (value := first[f"validation/{best.metric}"]) > best.value:
-        logger.warning("before the first step it was better: %s", shown(best.metric, value))
-
-
-def _reward_text(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> str:
-    for key, what in (("kl_to_teacher/forward", "KL to the teacher"), ("reward", "reward")):
-        if values := [row[key] for row in rows if row.get(key) is not None]:
-            fifth, form = max(1, len(values) // 5), ".3f" if key == "reward" else ".2g"
-            first, last = (sum(part) / fifth for part in (values[:fifth], values[-fifth:]))
-            return f"mean {what} {first:{form}} in the first {fifth}, {last:{form}} in the last"
-    return f"its metrics are gone ({run_dir / 'metrics.jsonl'} holds no reward)"

@@ -9,7 +9,8 @@ calls the first where TRL asks for a step's inputs and the second where it asks 
 several optimizer steps (`loss.num_iterations`), so `backward` may run several times on one batch.
 
 A run that distills (training/distill) takes the same way with another loss: a teacher reads each packed row first, and
-the loss is the divergence from it. Rewards are then only logged.
+the loss is the divergence from it. Rewards are then only logged. A run on given conversations (training/sft) samples
+nothing and takes the second half, `backward`, alone.
 
 Of several ranks (training/ranks.py) each samples its share of the prompts and trains on its share of the micro-batches.
 
@@ -26,7 +27,6 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from training.distill.loss import LOSS_TYPE
 from training.loss.advantages import group_advantages
 from training.loss.batch import Batch, LossInputs, padded_batch
 from training.loss.correction import Mismatch, importance_weights
@@ -41,11 +41,19 @@ from training.rollout.seeds import derive_seed
 
 if TYPE_CHECKING:
     from qerl.config.schema import CorrectionConfig
-    from training.parts import Parts
+    from training.parts import Parts, TrainingParts
     from training.policy.packing import PackedRow
     from training.rollout.groups import GradedGroup, Prompt
 
 Loss = Callable[[LossInputs], tuple[torch.Tensor, Metrics]]  # a micro-batch's loss () and its metrics
+
+
+class Objective(NamedTuple):
+    """What a step minimizes: the loss of a micro-batch, and how the micro-batches share that of the step."""
+
+    loss: Loss
+    loss_type: str  # as `micro_batches` knows it
+    advantage_only: bool = False  # rows without an advantage have no gradient
 
 
 @dataclass(frozen=True)
@@ -182,12 +190,13 @@ def _score(parts: Parts, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.cat([part.to(scored.device) for part in parts.parallel.gather(scored.cpu())])
 
 
-def backward(parts: Parts, batch: Batch, loss: Loss, differentiate: Callable[[torch.Tensor], None]) -> StepResult:
+def backward(
+    parts: TrainingParts, batch: Batch, objective: Objective, differentiate: Callable[[torch.Tensor], None]
+) -> StepResult:
     """Add the gradient of a whole step to the policy's parameters: each rank's micro-batches, then one sum."""
     parts.log.phase("training")
     config, parallel, found = parts.config.loss, parts.parallel, []
-    advantage_only = parts.teacher is None and config.kl_coef == 0 and config.entropy_coef == 0
-    loss_type = config.type if parts.teacher is None else LOSS_TYPE
+    loss, loss_type, advantage_only = objective
     micro_batches = split(batch, parts.plan.micro_batch_tokens, loss_type, advantage_only, parallel.size)
     step_tokens = batch.loss_mask_B_T.sum()
     with parts.packed.training(), training_memory(parts.plan) as memory:
@@ -218,12 +227,13 @@ def backward(parts: Parts, batch: Batch, loss: Loss, differentiate: Callable[[to
 
 def _done(micro_batch: MicroBatch, config: CorrectionConfig, queued: Queued) -> Done:
     rows, mismatch = micro_batch.rows, Mismatch()
-    mismatch.add(queued.old, rows.sampling_logprobs_B_T, rows.loss_mask_B_T, config)
+    if rows.sampling_logprobs_B_T is not None:
+        mismatch.add(queued.old, rows.sampling_logprobs_B_T, rows.loss_mask_B_T, config)
     return Done(queued.index, queued.loss.item(), queued.metrics, mismatch)
 
 
 def _result(
-    parts: Parts,
+    parts: TrainingParts,
     batch: Batch,
     micro_batches: Sequence[MicroBatch],
     of_ranks: Sequence[tuple[list[Done], dict[str, float]]],
@@ -236,12 +246,13 @@ def _result(
         mismatch.merge(each.mismatch)
     of_losses = [(micro_batches[each.index], each.metrics) for each in in_order]
     metrics = merge_metrics(of_losses, row_metrics(config.type, config.level))
-    trained = sum(len(micro_batch.rows) for micro_batch in micro_batches) / len(batch)
     memory = largest([measured for _, measured in of_ranks])
-    return StepResult(total, {**metrics, **memory, "completions/trained_share": trained}, mismatch)
+    if batch.sampling_logprobs_B_T is not None:
+        metrics["completions/trained_share"] = sum(len(each.rows) for each in micro_batches) / len(batch)
+    return StepResult(total, {**metrics, **memory}, mismatch)
 
 
-def teach(parts: Parts, row: PackedRow) -> torch.Tensor | None:
+def teach(parts: TrainingParts, row: PackedRow) -> torch.Tensor | None:
     """The teacher's hidden states of a packed row, before the policy's layers keep anything; None without a teacher."""
     if parts.teacher is None:
         return None
@@ -250,7 +261,7 @@ def teach(parts: Parts, row: PackedRow) -> torch.Tensor | None:
 
 
 def loss_inputs(
-    parts: Parts,
+    parts: TrainingParts,
     micro_batch: MicroBatch,
     row: PackedRow,
     step_tokens: torch.Tensor,
@@ -265,9 +276,9 @@ def loss_inputs(
     # The loss is multiplied by `loss_share`; the entropy bonus in it is a mean over tokens, whatever the loss is.
     entropy_coef = config.entropy_coef * micro_batch.token_share / micro_batch.loss_share
     inputs = LossInputs(rows, logprobs, entropies, None, step_tokens, entropy_coef)
-    if config.correction.mode == "off":
-        return inputs
     old, sampling = old_logprobs(inputs), rows.sampling_logprobs_B_T
+    if config.correction.mode == "off" or sampling is None:
+        return inputs
     return replace(inputs, weights=importance_weights(old, sampling, rows.loss_mask_B_T, config.correction))
 
 

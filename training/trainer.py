@@ -1,4 +1,4 @@
-"""The trainer: transformers' training loop and TRL's losses around the step of `training/step.py`.
+"""The trainer of runs that sample: transformers' training loop and TRL's losses around the step of `training/step.py`.
 
 transformers' Trainer keeps the loop, the optimizer, its schedule, gradient clipping, callbacks and trackers; TRL's
 GRPOTrainer keeps the losses. The step is ours, because TRL has no engine that shares its base weights, syncs every
@@ -7,9 +7,12 @@ equal the current ones. Where the two meet (TRL 1.16.0, transformers 5.17.0; hel
 
     get_train_dataloader     the prompts of each step, which depend on (seed, step) alone; a resumed run continues there
     _prepare_inputs          a step's inputs: `collect` samples, grades and pads them, once for `num_iterations` steps
+    _get_per_token_logps_... TRL's loss asks its model for logprobs; its model is here the logprobs themselves
+
+and in `run_trainer.py`, for every kind of run:
+
     create_optimizer         bfloat16 masters are rounded at random after each update (training/policy/rounding.py)
     compute_loss             forward and backward of the whole step: `backward`
-    _get_per_token_logps_... TRL's loss asks its model for logprobs; its model is here the logprobs themselves
     training_step            what stops a run before a bad update is made
     evaluate                 a validation, where the recipe asks for one (training/validation)
     _clip_grad_norm, ...     of ranks that share masters out each has a part of the optimizer (shared_optimizer.py)
@@ -19,30 +22,19 @@ equal the current ones. Where the two meet (TRL 1.16.0, transformers 5.17.0; hel
 from __future__ import annotations
 
 import math
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from datasets import Dataset
-from transformers import Trainer
-from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 from trl import GRPOTrainer
 
-from qerl.plan.trained import trains_masters
-from training.distill.loss import distillation_loss
+from training.distill.loss import LOSS_TYPE, distillation_loss
 from training.loss.correction import MismatchGate
-from training.loss.finite import check_gradient, check_loss
-from training.policy.rounding import RandomlyRounded
-from training.policy.shared_optimizer import clip_shared_, own_state, whole_state
-from training.ranks import check_replicas
 from training.rollout.prompts import StepPrompts
 from training.rollout.sampler import Moment
-from training.run_dir.checkpoint import write_checkpoint
-from training.run_dir.log import completion_rows, rename, spread
-from training.run_dir.result import settle_best
-from training.run_dir.resume import set_rates_
-from training.step import Collected, StepResult, backward, collect
+from training.run_dir.log import completion_rows, spread
+from training.run_trainer import RunTrainer
+from training.step import Collected, Objective, collect
 
 if TYPE_CHECKING:
     from transformers import TrainerCallback
@@ -51,7 +43,6 @@ if TYPE_CHECKING:
     from training.loss.batch import Batch, LossInputs
     from training.loss.micro_batches import Metrics
     from training.parts import Parts
-    from training.policy.shards import Answer
     from training.rollout.groups import Prompt
     from training.validation.validation import Validation
 
@@ -63,8 +54,10 @@ class Logprobs(NamedTuple):
     entropies: torch.Tensor
 
 
-class QerlTrainer(GRPOTrainer):
+class QerlTrainer(RunTrainer, GRPOTrainer):
     """See the module docstring."""
+
+    parts: Parts
 
     def __init__(
         self,
@@ -76,11 +69,8 @@ class QerlTrainer(GRPOTrainer):
     ) -> None:
         """`args` are those of `trl_config`; `start_step` is the optimizer step that a resumed run continues at."""
         config = parts.config
-        self.parts, self._start_step = parts, start_step
+        self.parts, self._start_step, self.validation = parts, start_step, validation
         self._collected: Collected | None = None
-        self._result: StepResult | None = None
-        self._validation = validation
-        self._unwritten: Metrics = {}  # of the step that is validated
         self.gate = MismatchGate(config.loss.mismatch_gate, config.adapter.dropout)
         super().__init__(
             model=parts.policy.model,
@@ -115,26 +105,14 @@ class QerlTrainer(GRPOTrainer):
             self.state.num_input_tokens_seen += self._collected.tokens
         return self._collected.batch
 
-    def create_optimizer(self, model: torch.nn.Module | None = None) -> torch.optim.Optimizer:
-        """transformers' choice; around it, for masters in bfloat16, what rounds them at random."""
-        optimizer, config = super().create_optimizer(model), self.parts.config
-        shards = self.parts.policy.shards
-        trained = [*self.parts.policy.parameters(), *(shards.elsewhere if shards else ())]
-        masters = trained if trains_masters(config) else ()
-        if any(master.dtype == torch.bfloat16 for master in masters):
-            elsewhere = shards.elsewhere if shards else {}
-            self.optimizer = optimizer = RandomlyRounded(optimizer, config.run.seed, elsewhere)
-        return optimizer
+    # -- the loss
 
-    # -- loss and gradient
-
-    def compute_loss(
-        self, model: torch.nn.Module, inputs: Batch, return_outputs: bool = False, num_items_in_batch: Any = None
-    ) -> torch.Tensor:
-        """Forward and backward of a whole step. The loss that is returned has no graph any more."""
-        loss = self.loss_of if self.parts.teacher is None else distillation_loss
-        self._result = backward(self.parts, inputs, loss, self.accelerator.backward)
-        return self._result.loss.requires_grad_()
+    def objective(self) -> Objective:
+        """TRL's loss, or the divergence from a teacher."""
+        if self.parts.teacher is not None:
+            return Objective(distillation_loss, LOSS_TYPE)
+        loss = self.parts.config.loss
+        return Objective(self.loss_of, loss.type, advantage_only=loss.kl_coef == 0 and loss.entropy_coef == 0)
 
     def loss_of(self, inputs: LossInputs) -> tuple[torch.Tensor, Metrics]:
         """TRL's loss of one micro-batch, and the metrics that TRL logs of it."""
@@ -162,59 +140,21 @@ class QerlTrainer(GRPOTrainer):
     ) -> tuple[torch.Tensor, torch.Tensor, None]:
         return model.logprobs, model.entropies, None
 
-    def training_step(self, model: torch.nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
-        times = self.parts.times
-        times.begin_step()
-        loss = super().training_step(model, inputs, num_items_in_batch)
-        check_loss(loss, self.state.global_step + 1, self.parts.run_dir)
+    # -- around an update
+
+    def before_update(self) -> None:
         sigma = self._collected.metrics.get("noise/sigma", 0.0)
-        self.gate.check(self._result.mismatch, sigma, self.state.log_history)  # the update comes next
-        times.begin("optimizer")  # until `log`, with the clipping of the gradient
-        if not self.optimizer.state:
-            # This update allocates it. In cached blocks of the micro-batches it would keep torch from freeing them.
-            torch.cuda.empty_cache()
-        return loss
+        self.gate.check(self._result.mismatch, sigma, self.state.log_history)
 
-    # -- logging and checkpoints
+    def before_saving(self) -> None:
+        self.parts.sampler.clear_noise()
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """One dict per step, in our names, for metrics.jsonl and every tracker."""
-        if "loss" not in logs:  # the closing summary of transformers' Trainer repeats what the steps said
-            return
-        parts, step = self.parts, self.state.global_step
-        parts.times.end()
-        check_gradient(logs.get("grad_norm"), step, parts.run_dir)
+    # -- logging
+
+    def step_metrics(self) -> dict[str, float]:
+        """The metrics of the rollout, and how far the sampler was from the policy."""
         self._metrics["train"].clear()
-        metrics = {**logs, **self._rollout_metrics(), **self._result.metrics}
-        metrics |= self._result.mismatch.metrics(parts.config.loss.correction)
-        rollout_and_grading_s = metrics.pop("time/rollout_and_grading_s", 0.0)
-        counted_s = sum(metrics.get(key, 0.0) for key in ("time/rollout_s", "time/sync_s"))
-        metrics = rename(metrics) | parts.times.metrics(counted_s)
-        metrics["time/train_s"] = metrics["time/step_s"] - metrics["time/optimizer_s"] - rollout_and_grading_s
-        if card := [metrics[key] for key in metrics if key.endswith("_card_gib")]:
-            metrics["memory/peak_gib"] = max(card)  # of this step
-        # A tracker cannot draw what is not finite; metrics.jsonl says null.
-        Trainer.log(self, {key: value for key, value in metrics.items() if value is not None}, start_time)
-        if self.control.should_evaluate:
-            self._unwritten = metrics
-        else:
-            parts.log.write_step(step, metrics)
-        self._log_completions(step)
-
-    def evaluate(self, *_: object, **__: object) -> dict[str, float]:
-        """Validate between a step's metrics and its checkpoint, and before the first step of this process."""
-        step, metrics = self.state.global_step, self._unwritten
-        self.control.should_evaluate, self._unwritten = False, {}
-        if not metrics:
-            found = self._validation.at_start(step)
-        else:
-            found = {}
-            try:
-                found = self._validation.run(step)
-            finally:  # the step has ended, whatever becomes of its validation
-                self.parts.log.write_step(step, metrics | found)
-            self._validation.decide(step, self.control)
-        return found
+        return {**self._rollout_metrics(), **self._result.mismatch.metrics(self.parts.config.loss.correction)}
 
     def _rollout_metrics(self) -> dict[str, float]:
         """The metrics of the rollout; a further update on the same rollout repeats those of its noise alone."""
@@ -223,69 +163,8 @@ class QerlTrainer(GRPOTrainer):
             return {**metrics, "tokens_total": float(self.state.num_input_tokens_seen)}
         return {key: value for key, value in metrics.items() if key.startswith("noise/")}
 
-    def _log_completions(self, step: int) -> None:
+    def after_logging(self, step: int) -> None:
         config = self.parts.config.logging
         if config.completions_count and (step == 1 or step % config.completions_every == 0):
             rows = completion_rows(self._collected.groups, self._collected.advantages_P_G, self.parts.rewards.names)
             self.parts.log.write_completions(step, spread(rows, config.completions_count))
-
-    def _clip_grad_norm(self, model: torch.nn.Module) -> torch.Tensor:
-        if self.parts.policy.shards is None:
-            return super()._clip_grad_norm(model)
-        return clip_shared_(self.optimizer, self.args.max_grad_norm, self.parts.parallel)
-
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any = None) -> None:
-        policy = self.parts.policy
-        packed = policy.shards.packed() if policy.shards else []
-        check_replicas([*policy.replicas(), *packed], self.parts.parallel)
-        self.save_now()
-
-    def save_now(self) -> None:
-        """Write a checkpoint of the policy and the optimizer as they are; it may be called outside of the loop."""
-        self.parts.log.phase("saving")
-        self.parts.sampler.clear_noise()
-        shards = self.parts.policy.shards
-        if not self.parts.parallel.first:
-            if shards is not None:
-                shards.serve(self._answers())
-            return
-        keep = self.parts.config.run.keep_checkpoints
-        best = self._validation.best if self._validation else None
-        write_checkpoint(self.parts.run_dir, self.state.global_step, keep, self._write_state, best and best.step)
-        settle_best(self.parts.run_dir, best)
-        if shards is not None:
-            shards.end()
-
-    def _answers(self) -> Answer:
-        """What this rank has of a checkpoint: a master under its name, an optimizer's state under its number."""
-        policy, states = self.parts.policy, self.optimizer.state_dict()["state"]
-        return lambda key: policy.answer(key) if isinstance(key, str) else states.get(key)
-
-    def _write_state(self, folder: Path) -> None:
-        """Write all that a resumed run reads."""
-        self.parts.policy.save(folder)
-        self._save_optimizer_and_scheduler(str(folder))
-        self._save_rng_state(str(folder))
-        self.state.save_to_json(str(folder / "trainer_state.json"))
-
-    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        if (shards := self.parts.policy.shards) is None:
-            super()._save_optimizer_and_scheduler(output_dir)
-            return
-        whole = whole_state(self.optimizer, lambda number: shards.ask(number, lambda _: None))
-        torch.save(whole, Path(output_dir) / OPTIMIZER_NAME)
-        torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER_NAME)
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        if checkpoint is not None and self.parts.policy.shards is not None:
-            read = partial(torch.load, map_location="cpu", weights_only=True)
-            whole = read(Path(checkpoint) / OPTIMIZER_NAME, mmap=True)
-            self.optimizer.load_state_dict(own_state(self.optimizer, whole))
-            self.lr_scheduler.load_state_dict(read(Path(checkpoint) / SCHEDULER_NAME))
-        else:
-            super()._load_optimizer_and_scheduler(checkpoint)
-        if checkpoint is not None:
-            set_rates_(self.lr_scheduler)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        self.parts.policy.load(Path(resume_from_checkpoint))

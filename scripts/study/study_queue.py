@@ -182,7 +182,7 @@ def machine() -> dict:
     """The card, the number of cores and the versions of packages."""
     import torch
 
-    from training.run import versions
+    from training.run_dir.inputs import versions
 
     card = torch.cuda.get_device_name(0) if torch.cuda.is_available() else "CPU"
     return {"device": card, "cores": os.cpu_count(), "versions": versions()}

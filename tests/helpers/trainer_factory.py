@@ -92,4 +92,4 @@ def inputs_of(trainer, batch):
 
 def run_backward(trainer, batch, parts=None):
     """`training.step.backward` as the trainer calls it."""
-    return backward(parts or trainer.parts, batch, trainer.loss_of, trainer.accelerator.backward)
+    return backward(parts or trainer.parts, batch, trainer.objective(), trainer.accelerator.backward)

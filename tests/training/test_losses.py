@@ -12,8 +12,8 @@ import torch
 from small_run import small_config
 from trainer_factory import ADVANTAGES, MASK, batch_of, build_trainer, inputs_of, scores
 
+import training.run_trainer
 import training.step
-import training.trainer
 from qerl.checkpoint.adapter import adapter_tensors
 from training.loss.advantages import group_advantages
 from training.loss.batch import padded_batch
@@ -228,7 +228,7 @@ def test_a_further_update_keeps_the_logprobs_from_before_the_first(nvfp4_base, t
     """With num_iterations the ratio is pi_now / pi_rollout: old logprobs are those from before the first update."""
     seen, calls, original = {}, [], training.step.backward
 
-    def spied(parts, batch, loss, differentiate):
+    def spied(parts, batch, objective, differentiate):
         def noted(inputs):
             columns = zip(
                 inputs.rows.completion_ids_B_T, inputs.rows.completion_mask_B_T, inputs.logprobs_B_T.detach(),
@@ -238,13 +238,13 @@ def test_a_further_update_keeps_the_logprobs_from_before_the_first(nvfp4_base, t
                 length = int(mask.sum())
                 rows = seen.setdefault(len(calls), {})
                 rows[tuple(ids[:length].tolist())] = (now[:length].clone(), old[:length].clone())
-            return loss(inputs)
+            return objective.loss(inputs)
 
-        update = original(parts, batch, noted, differentiate)
+        update = original(parts, batch, objective._replace(loss=noted), differentiate)
         calls.append(1)
         return update
 
-    monkeypatch.setattr(training.trainer, "backward", spied)
+    monkeypatch.setattr(training.run_trainer, "backward", spied)
     # the temperature makes completions of the random base differ, and so their rewards
     settings = (
         "loss.num_iterations=3",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Batch:
-    """Rows of one rollout. A mask is 1 where there is a token; a truncated completion may be masked entirely."""
+    """Rows of one step. A mask is 1 where there is a token; a truncated completion may be masked entirely."""
 
     prompt_ids_B_L: torch.Tensor
     prompt_mask_B_L: torch.Tensor
@@ -28,7 +28,7 @@ class Batch:
     completion_mask_B_T: torch.Tensor
     loss_mask_B_T: torch.Tensor  # 1 on the tokens that train
     advantages_B: torch.Tensor
-    sampling_logprobs_B_T: torch.Tensor
+    sampling_logprobs_B_T: torch.Tensor | None  # None: nobody sampled them
     old_logprobs_B_T: torch.Tensor | None = None  # None: equal to the current ones, one update per rollout
     reference_logprobs_B_T: torch.Tensor | None = None  # of the policy that the KL term holds on to
 

@@ -7,18 +7,17 @@ step of this process. A validation that a signal cut off is made there when the 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from transformers import TrainerCallback
 
 from training.run_dir.stop import EndedError
-from training.validation.measure import measure
 from training.validation.verdict import best_kept, ending
 
 if TYPE_CHECKING:
-    from training.parts import Parts
+    from training.parts import TrainingParts
     from training.run_dir.stop import Stop
-    from training.validation.questions import Questions
     from training.validation.verdict import Best
 
 logger = logging.getLogger(__name__)
@@ -27,8 +26,9 @@ logger = logging.getLogger(__name__)
 class Validation(TrainerCallback):
     """See the module docstring. Every rank of the run has the same `rows` and decides the same."""
 
-    def __init__(self, parts: Parts, questions: Questions, stop: Stop) -> None:
-        self._parts, self._questions, self._stop = parts, questions, stop
+    def __init__(self, parts: TrainingParts, measure: Callable[[int, Stop], dict[str, float]], stop: Stop) -> None:
+        """`measure` makes the validation after so many steps; it returns nothing if a signal ended it."""
+        self._parts, self._measure, self._stop = parts, measure, stop
         self._config = parts.config.validation
         self._rows = list(parts.parallel.broadcast(parts.log.validations))
         self._left = False  # a signal came to one of the ranks
@@ -50,7 +50,7 @@ class Validation(TrainerCallback):
         """The metrics of the validation after `step`; empty if a signal ended it before its end."""
         self._parts.log.phase("validation")
         with self._stop.validating(step):
-            found = measure(self._parts, self._questions, step, self._stop)
+            found = self._measure(step, self._stop)
             self._left = self._stop.asked is not None
         if found:
             self._rows.append({"step": step, **found})

@@ -14,7 +14,6 @@ from qerl.checkpoint.load import load_model
 from qerl.checkpoint.weights_digest import weights_digest
 from qerl.errors import CheckpointError, ConfigError
 from qerl.plan.micro_batch_plan import MicroBatchPlan
-from training.distill.loss import distillation_loss
 from training.run import resume, start
 from training.step import backward
 from training.trainer import QerlTrainer
@@ -77,7 +76,7 @@ def test_a_step_is_the_dense_loss_however_it_is_cut(base, teacher, tmp_path, bet
     for budget in (8, 64):  # several micro-batches, and one
         trainer.model.zero_grad()
         parts = with_plan(trainer.parts, MicroBatchPlan(budget))
-        found = backward(parts, batch_of(None, torch.zeros(4, 4)), distillation_loss, trainer.accelerator.backward)
+        found = backward(parts, batch_of(None, torch.zeros(4, 4)), trainer.objective(), trainer.accelerator.backward)
         torch.testing.assert_close(found.loss.double(), expected.detach(), rtol=1e-5, atol=1e-7)
         for each, gradient in zip(parameters, gradients, strict=True):
             torch.testing.assert_close(each.grad, gradient, rtol=2e-4, atol=1e-6)

@@ -10,8 +10,8 @@ from killed import killed_in
 from small_run import numbers, same_adapters, small_config
 from validated_run import validated_config, validated_steps, without_validation
 
+import training.run
 import training.validation.measure
-import training.validation.validation
 from qerl.checkpoint.resolve import resolve_model
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import ConfigError
@@ -122,7 +122,7 @@ def signalled(monkeypatch):
     """Let a signal come in the first batch of a validation, after which the engine asks whether to go on."""
 
     def at(number, validation):
-        original, calls = training.validation.validation.measure, []
+        original, calls = training.run.measure, []
 
         def measure(parts, questions, step, stop):
             calls.append(step)
@@ -131,7 +131,7 @@ def signalled(monkeypatch):
                 stop.leave_if_asked = lambda *given: (signal.raise_signal(number), leave(*given))
             return original(parts, questions, step, stop)
 
-        monkeypatch.setattr(training.validation.validation, "measure", measure)
+        monkeypatch.setattr(training.run, "measure", measure)
 
     return at
 
