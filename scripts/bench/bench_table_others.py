@@ -158,9 +158,8 @@ def pack(result: Result) -> list[str]:
     """Milliseconds of packing all masters against the limit, and of stock vLLM's reload."""
     rows, reload = [], result.get("stock_reload", {})
     for dtype, found in result["masters"].items():
-        for part, taken in found["ms"].items():
-            limit, share = found["limit_ms"][part], found["share_of_limit"][part]
-            rows.append([f"{dtype} masters, {part}", f"{taken:.1f}", f"{limit:.1f}", _percent(share)])
+        share = _percent(found["share_of_limit"])
+        rows.append([f"{dtype} masters", f"{found['ms']:.1f}", f"{found['limit_ms']:.1f}", share])
         rows.append([f"{dtype} masters, in plain torch", f"{found['twin_ms']:.0f}", "", ""])
     if "median_s" in reload:
         rows.append(["stock vLLM's `reload_weights`", f"{1e3 * reload['median_s']:.0f}", "", ""])
