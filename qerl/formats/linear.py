@@ -8,9 +8,9 @@ storage. A format's own linear adds its buffers and `unpack`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +50,30 @@ class PackedLinear(nn.Linear):
             self.register_buffer(name, tensor)
         zeros = torch.zeros(out_features, dtype=self.compute_dtype, device=device) if bias else None
         self.register_parameter("bias", None if zeros is None else nn.Parameter(zeros, requires_grad=False))
+
+    @classmethod
+    def of_buffers(
+        cls,
+        buffers: Mapping[str, torch.Tensor],
+        shape: tuple[int, int],
+        bias: torch.Tensor | None,
+        compute_dtype: torch.dtype | None,
+    ) -> Self:
+        """A linear of `shape` (out_features, in_features) over these buffers, without a copy.
+
+        The compute dtype defaults to that of the bias, or without a bias to torch's default. Raises CheckpointError
+        for a bias of another size.
+        """
+        out_features, in_features = shape
+        if bias is not None and tuple(bias.shape) != (out_features,):
+            raise CheckpointError(f"linear.bias: has shape {tuple(bias.shape)}, must be ({out_features},)")
+        dtype = compute_dtype or (torch.get_default_dtype() if bias is None else bias.dtype)
+        linear = cls(in_features, out_features, bias=False, device="meta", dtype=dtype)
+        for name, tensor in buffers.items():
+            setattr(linear, name, tensor)
+        if bias is not None:
+            linear.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
+        return linear
 
     def empty_tensors(self, device: torch.device | str | None) -> dict[str, torch.Tensor]:
         """The buffers of a linear of this size, of a weight that is zero."""
@@ -146,7 +170,19 @@ class PackedLinear(nn.Linear):
         super()._load_from_state_dict(*args)
 
     def __getstate__(self) -> dict:
-        return {name: value for name, value in super().__getstate__().items() if name != "_cache"}
+        """Pickle e4m3 buffers as bytes, because torch 2.13's pickle writes them but cannot read them back."""
+        state = {name: value for name, value in super().__getstate__().items() if name != "_cache"}
+        names = [name for name, buffer in state["_buffers"].items() if buffer.dtype == torch.float8_e4m3fn]
+        return {**state, "_buffers": _viewed(state["_buffers"], names, torch.uint8), "_e4m3": names}
+
+    def __setstate__(self, state: dict) -> None:
+        names = state["_e4m3"]
+        super().__setstate__({**state, "_buffers": _viewed(state["_buffers"], names, torch.float8_e4m3fn)})
+
+
+def _viewed(buffers: dict[str, torch.Tensor], names: Sequence[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The buffers, with the bytes of those called `names` viewed as `dtype`."""
+    return {name: value.view(dtype) if name in names else value for name, value in buffers.items()}
 
 
 def rounded_input(x: torch.Tensor, activations: Activations) -> torch.Tensor:

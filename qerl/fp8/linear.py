@@ -38,21 +38,11 @@ class FP8Linear(PackedLinear):
         bias: torch.Tensor | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> FP8Linear:
-        """A linear that holds the given tensors, without a copy (of scales in 16 bits: a float32 copy).
-
-        The compute dtype defaults to that of the bias, or without a bias to torch's default.
-        """
+        """See `PackedLinear.of_buffers`. Of scales in 16 bits there is a float32 copy."""
         tensors = FP8Tensor(codes, scale.float()).named()
-        out_features, in_features = layout.check_tensors(tensors)
+        shape = layout.check_tensors(tensors)
         layout.check_values(tensors)
-        if bias is not None and tuple(bias.shape) != (out_features,):
-            raise CheckpointError(f"linear.bias: has shape {tuple(bias.shape)}, must be ({out_features},)")
-        dtype = compute_dtype or (torch.get_default_dtype() if bias is None else bias.dtype)
-        linear = cls(in_features, out_features, bias=bias is not None, device="meta", dtype=dtype)
-        linear.weight_codes, linear.weight_scale = tensors.values()
-        if bias is not None:
-            linear.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
-        return linear
+        return cls.of_buffers({CODES: codes, layout.SCALE: tensors[layout.SCALE]}, shape, bias, compute_dtype)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, scales: ScaleKind = "pow2") -> FP8Linear:
@@ -142,14 +132,6 @@ class FP8Linear(PackedLinear):
             state_dict[prefix + layout.SCALE] = named[layout.SCALE].float()
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
-    def __getstate__(self) -> dict:
-        """Pickle codes as bytes, because torch 2.13's pickle writes float8 tensors but cannot read them back."""
-        state = super().__getstate__()
-        return {**state, "_buffers": _viewed(state["_buffers"], torch.uint8)}
-
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__({**state, "_buffers": _viewed(state["_buffers"], E4M3)})
-
 
 def joined(linears: Sequence[nn.Module]) -> FP8Tensor | None:
     """The weight whose rows are those of `linears`, without a copy; None unless they follow one another in memory."""
@@ -195,8 +177,3 @@ def pack_(matrix: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scales
     codes.copy_(tensors.codes)
     scale.copy_(tensors.scale)
     return reference.faults(matrix)
-
-
-def _viewed(buffers: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The buffers, with the bytes of the codes viewed as `dtype`."""
-    return {name: value.view(dtype) if name == CODES else value for name, value in buffers.items()}

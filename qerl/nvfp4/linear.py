@@ -41,22 +41,11 @@ class NVFP4Linear(PackedLinear):
         bias: torch.Tensor | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> NVFP4Linear:
-        """A linear that holds the given tensors, without a copy.
-
-        The compute dtype defaults to that of the bias, or without a bias to torch's default.
-        """
+        """See `PackedLinear.of_buffers`."""
         tensors = reference.NVFP4Tensor(packed, block_scale, global_scale).named()
-        out_features, in_features = layout.check_tensors(tensors)
+        shape = layout.check_tensors(tensors)
         layout.check_values(tensors)
-        if bias is not None and tuple(bias.shape) != (out_features,):
-            raise CheckpointError(f"linear.bias: has shape {tuple(bias.shape)}, must be ({out_features},)")
-        dtype = compute_dtype or (torch.get_default_dtype() if bias is None else bias.dtype)
-        linear = cls(in_features, out_features, bias=bias is not None, device="meta", dtype=dtype)
-        for name, tensor in tensors.items():
-            setattr(linear, name, tensor)
-        if bias is not None:
-            linear.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
-        return linear
+        return cls.of_buffers(tensors, shape, bias, compute_dtype)
 
     @classmethod
     def from_linear(cls, linear: nn.Linear, global_scale: torch.Tensor | None = None) -> NVFP4Linear:
@@ -122,16 +111,3 @@ class NVFP4Linear(PackedLinear):
                 errors.append(str(error))
                 return
         super()._load_from_state_dict(state_dict, prefix, *rest)
-
-    def __getstate__(self) -> dict:
-        """Pickle block scales as bytes, because torch 2.13's pickle writes float8 tensors but cannot read them back."""
-        state = super().__getstate__()
-        return {**state, "_buffers": _viewed(state["_buffers"], torch.uint8)}
-
-    def __setstate__(self, state: dict) -> None:
-        super().__setstate__({**state, "_buffers": _viewed(state["_buffers"], torch.float8_e4m3fn)})
-
-
-def _viewed(buffers: dict[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The buffers, with the bytes of the block scales viewed as `dtype`."""
-    return {name: value.view(dtype) if name == layout.BLOCK_SCALE else value for name, value in buffers.items()}
