@@ -37,7 +37,8 @@ from qerl.engine.transformers_sampling import LogprobRecorder, OwnLimits, filter
 from qerl.engine.update import AdapterUpdate, Update, check_fit, pack_weights_
 from qerl.engine.waves import converse_in_waves
 from qerl.errors import EngineError
-from qerl.formats.linear import PackedLinear, cached_weights
+from qerl.formats.linear import PackedLinear
+from qerl.formats.weight_cache import cached_weights
 from qerl.layers.lora import lora_linear, parts_of
 from qerl.layers.master import serving
 from qerl.layers.norms import block_norms, set_norm_noise_

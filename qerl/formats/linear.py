@@ -8,8 +8,7 @@ storage. A format's own linear adds its buffers and `unpack`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -22,6 +21,7 @@ from qerl.errors import CheckpointError, QerlError
 
 if TYPE_CHECKING:
     from qerl.formats.base import Format
+    from qerl.formats.weight_cache import WeightCache
     from qerl.nvfp4.activations import Activations
 
 
@@ -31,7 +31,7 @@ class PackedLinear(nn.Linear):
     Casting the module (`.to(dtype)`, `.half()`) changes `compute_dtype` and the bias, never the bits of the buffers.
     """
 
-    _cache: WeightCache | None = None  # set while inside `cached_weights`
+    cache: WeightCache | None = None  # set while inside `weight_cache.cached_weights`
     activations: Activations | None = None  # how the input is rounded; None: it is not
 
     def __init__(
@@ -118,8 +118,8 @@ class PackedLinear(nn.Linear):
 
     def dense(self, dtype: torch.dtype) -> torch.Tensor:
         """The dequantized weight (out_features, in_features); fresh unless inside `cached_weights`."""
-        if self._cache is not None:
-            return self._cache.get(self, dtype)
+        if self.cache is not None:
+            return self.cache.get(self, dtype)
         return self.unpack(dtype)
 
     def product(self, x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -150,8 +150,8 @@ class PackedLinear(nn.Linear):
 
     def drop_cached(self) -> None:
         """Forget the dense weight of `cached_weights`: call it after the buffers were written to."""
-        if self._cache is not None:
-            self._cache.drop(self)
+        if self.cache is not None:
+            self.cache.drop(self)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedLinear:
         """`.to`, `.half`, `.cuda`, ...: devices apply to all, dtypes to the bias and the compute dtype only."""
@@ -171,7 +171,7 @@ class PackedLinear(nn.Linear):
 
     def __getstate__(self) -> dict:
         """Pickle e4m3 buffers as bytes, because torch 2.13's pickle writes them but cannot read them back."""
-        state = {name: value for name, value in super().__getstate__().items() if name != "_cache"}
+        state = {name: value for name, value in super().__getstate__().items() if name != "cache"}
         names = [name for name, buffer in state["_buffers"].items() if buffer.dtype == torch.float8_e4m3fn]
         return {**state, "_buffers": _viewed(state["_buffers"], names, torch.uint8), "_e4m3": names}
 
@@ -266,51 +266,6 @@ def _write_error(weight: PackedWeight) -> QerlError:
         "an update, so it would be lost; keep the adapter beside the base, or merge into the 16-bit model with "
         "`qerl merge`"
     )
-
-
-class WeightCache:
-    """Dense weights kept by `cached_weights`, at most `max_bytes` of them; `bytes` is what they take now."""
-
-    def __init__(self, max_bytes: int | None) -> None:
-        self.max_bytes = max_bytes
-        self.bytes = 0
-        self._weights: dict[tuple[int, torch.dtype], torch.Tensor] = {}
-
-    def get(self, linear: PackedLinear, dtype: torch.dtype) -> torch.Tensor:
-        """The dense weight, from the cache, or dequantized and kept if it still fits."""
-        key = (id(linear), dtype)
-        if key in self._weights:
-            return self._weights[key]
-        weight = linear.unpack(dtype)
-        if self.max_bytes is None or self.bytes + weight.nbytes <= self.max_bytes:
-            self._weights[key] = weight
-            self.bytes += weight.nbytes
-        return weight
-
-    def drop(self, linear: PackedLinear) -> None:
-        """Forget one linear, whose tensors change."""
-        for key in [key for key in self._weights if key[0] == id(linear)]:
-            self.bytes -= self._weights.pop(key).nbytes
-
-
-@contextmanager
-def cached_weights(model: nn.Module, max_bytes: int | None = None) -> Iterator[WeightCache]:
-    """Keep the dense weights of the model's packed linears from their first use until the block ends, then free them.
-
-    For token-by-token generation on a CPU, where dequantizing takes longer than multiplying. It costs the dense model
-    in memory: `max_bytes` bounds that, and layers beyond it are dequantized at each call. Casting and loading inside
-    the block are noticed; code that writes to the packed buffers in place has to call `drop_cached`.
-    """
-    cache = WeightCache(max_bytes)
-    linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
-    before = [linear._cache for linear in linears]
-    for linear in linears:
-        linear._cache = cache
-    try:
-        yield cache
-    finally:
-        for linear, outer in zip(linears, before, strict=True):
-            linear._cache = outer
 
 
 def swap_linears(model: nn.Module, quantized: Iterable[str], format: Format) -> int:

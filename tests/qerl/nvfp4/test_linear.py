@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from qerl.errors import CheckpointError, QerlError
-from qerl.formats.linear import cached_weights
+from qerl.formats.weight_cache import cached_weights
 from qerl.nvfp4 import linear as nvfp4_linear
 from qerl.nvfp4 import reference
 from qerl.nvfp4.linear import NVFP4Linear
