@@ -21,7 +21,7 @@ from typing import Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from qerl.errors import CheckpointError
+from qerl.formats.dense import check_dense
 from qerl.fp8 import layout
 from qerl.fp8.layout import BLOCK, CODE_MAX, blocks
 
@@ -29,7 +29,6 @@ ScaleKind = Literal["fp32", "pow2"]
 
 E4M3 = torch.float8_e4m3fn
 LEAST_WEIGHT, LEAST_INPUT = 1e-4, 1e-10  # what amax is at least
-_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MANTISSA = 0x7FFFFF  # of float32
 
 
@@ -49,7 +48,7 @@ def quantize(weight: torch.Tensor, scales: ScaleKind = "pow2") -> FP8Tensor:
 
     Raises CheckpointError for unsuitable shapes and dtypes, inf and NaN.
     """
-    _check_weight(weight)
+    check_dense(weight, "FP8", layout.check_features)
     return quantize_unchecked(weight, scales)
 
 
@@ -130,14 +129,3 @@ def _ceil_pow2(scale: torch.Tensor) -> torch.Tensor:
     """Each float32 number rounded up to a power of two."""
     bits = scale.view(torch.int32)
     return ((bits + _MANTISSA) & ~_MANTISSA).view(torch.float32)
-
-
-def _check_weight(weight: torch.Tensor) -> None:
-    if weight.ndim != 2 or weight.dtype not in _WEIGHT_DTYPES:
-        raise CheckpointError(
-            f"cannot quantize {weight.dtype} {tuple(weight.shape)} to FP8: it takes a 16- or 32-bit float weight (out, "
-            "in), so a model that is quantized already has to be made from its 16-bit one"
-        )
-    layout.check_features(*weight.shape)
-    if not weight.isfinite().all():
-        raise CheckpointError("cannot quantize a weight that holds inf or NaN: find out where it went wrong")

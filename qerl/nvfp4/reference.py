@@ -24,6 +24,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from qerl.errors import CheckpointError
+from qerl.formats.dense import check_dense
 from qerl.nvfp4 import layout
 from qerl.nvfp4.layout import BLOCK, CODE_MAX, SCALE_MAX
 
@@ -32,7 +33,6 @@ E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # codes 0..7; bit 3 is t
 _E2M1_STEPS = ((0.25, False), (0.75, True), (1.25, False), (1.75, True), (2.5, False), (3.5, True), (5.0, False))
 _SATURATED = 464.0  # the next e4m3 value would be 480; 448 is the nearest value up to this midpoint
 ZERO_SCALE = 0.125  # what llm-compressor writes for a block scale that rounds to zero
-_WEIGHT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 GlobalScaleKind = Literal["amax", "pow2"]
 
@@ -112,7 +112,7 @@ def shared_global_scale(
     With `kind` "pow2" it is the power of two below that, see `power_of_two_scale`; only this kind has head room.
     """
     for weight in weights:
-        _check_weight(weight)
+        check_dense(weight, "NVFP4", layout.check_features)
     amax = torch.stack([weight.abs().amax() for weight in weights]).amax()
     if kind == "amax":
         return global_scale(amax)
@@ -138,7 +138,7 @@ def quantize(weight: torch.Tensor, global_scale: torch.Tensor | None = None) -> 
     `global_scale` is float32 (1,) from `shared_global_scale`, or None for that of the weight alone. Raises
     CheckpointError for unsuitable shapes and dtypes, inf and NaN.
     """
-    _check_weight(weight)
+    check_dense(weight, "NVFP4", layout.check_features)
     if global_scale is None:
         global_scale = shared_global_scale([weight])
     _check_global_scale(global_scale)
@@ -189,19 +189,6 @@ def _byte_table(device: torch.device) -> torch.Tensor:
     """
     every_byte = torch.arange(256, dtype=torch.uint8, device=device).unsqueeze(1)
     return decode_e2m1(unpack_codes(every_byte)).view(torch.int64).flatten()
-
-
-def _check_weight(weight: torch.Tensor) -> None:
-    if weight.ndim != 2 or weight.dtype not in _WEIGHT_DTYPES:
-        raise CheckpointError(
-            f"cannot quantize a {weight.dtype} tensor of shape {tuple(weight.shape)}: a weight is (out, in) in "
-            "float32, bfloat16 or float16"
-        )
-    layout.check_features(*weight.shape)
-    if not weight.isfinite().all():
-        raise CheckpointError(
-            f"cannot quantize a weight of shape {tuple(weight.shape)} with inf or NaN: the 16-bit checkpoint is damaged"
-        )
 
 
 def _check_global_scale(scale: torch.Tensor) -> None:
