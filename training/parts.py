@@ -15,6 +15,7 @@ from training.policy.packed_policy import PackedPolicy
 from training.policy.policy import Policy, check_reference
 from training.rewards.grading import Grader
 from training.rollout.grading_ahead import grading_ahead
+from training.rollout.kept import CarryOver
 from training.rollout.sampler import Sampler, SamplerOptions
 from training.run_dir.phase_times import PhaseTimes
 
@@ -73,6 +74,7 @@ class Parts(TrainingParts):
     sampler: Sampler
     grader: Grader
     environments: Environments | None = None
+    carry_over: CarryOver | None = None  # of a run whose completions go on from step to step
 
 
 def make_parts(
@@ -102,6 +104,7 @@ def make_parts(
         times=PhaseTimes(packed.device),
         parallel=given.parallel,
         environments=given.environments,
+        carry_over=CarryOver(config, given.prompts, given.parallel) if rollout.carry_over else None,
     )
 
 

@@ -29,7 +29,7 @@ BUCKET_BYTES = 2**28  # gradients that are summed at once
 
 
 def merged_rollouts(parts: Sequence[Rollout]) -> Rollout:
-    """One rollout from those of the ranks, which took as long as the slowest of them."""
+    """One rollout from those of the ranks, which took as long as the slowest of them; `kept` is that of the first."""
     first, ahead = parts[0], [part.graded_ahead for part in parts if part.graded_ahead is not None]
     return Rollout(
         groups=[group for part in parts for group in part.groups],
@@ -37,6 +37,8 @@ def merged_rollouts(parts: Sequence[Rollout]) -> Rollout:
         graded_ahead=sum(ahead) if ahead else None,
         noise=first.noise,
         memory=largest([part.memory for part in parts]),
+        kept=first.kept,
+        drawn_tokens=None if first.kept is None else sum(part.drawn_tokens for part in parts),
     )
 
 

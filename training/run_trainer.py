@@ -61,6 +61,12 @@ class RunTrainer(Trainer):
     def before_saving(self) -> None:
         """Take out of the model what does not belong into a checkpoint."""
 
+    def write_besides(self, folder: Path) -> None:
+        """Write into a checkpoint what this kind of run needs besides, to go on."""
+
+    def read_besides(self, folder: Path) -> None:
+        """Take over what `write_besides` wrote."""
+
     def after_logging(self, step: int) -> None:
         """Write what is kept of a step beside its metrics."""
 
@@ -175,6 +181,7 @@ class RunTrainer(Trainer):
         self._save_optimizer_and_scheduler(str(folder))
         self._save_rng_state(str(folder))
         self.state.save_to_json(str(folder / "trainer_state.json"))
+        self.write_besides(folder)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if (shards := self.parts.policy.shards) is None:
@@ -197,3 +204,4 @@ class RunTrainer(Trainer):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         self.parts.policy.load(Path(resume_from_checkpoint))
+        self.read_besides(Path(resume_from_checkpoint))

@@ -138,6 +138,8 @@ def sample_and_grade(
         prompts, own = [parts.prompts[row] for row in rows], parts.parallel.span(len(rows))
         rollout = sample(parts, prompts[own], moment, attempt=len(rollouts), first=own.start)
         of_ranks = parts.parallel.gather((rollout, grade(parts, rollout, moment)))
+        if parts.carry_over is not None:
+            parts.carry_over.keep(moment.step, [sampled.kept for sampled, _ in of_ranks])
         rollouts.append(merged_rollouts([sampled for sampled, _ in of_ranks]))
         graded.append(merged_grades([grades for _, grades in of_ranks]))
         return list(graded[-1].groups)
@@ -145,7 +147,8 @@ def sample_and_grade(
     rows = [prompt.row for prompt in prompts]
     if not dynamic.enabled:
         groups = draw(rows)
-        return groups, {**rollout_metrics(rollouts), **logged_means(graded[0])}
+        carried = {} if parts.carry_over is None else parts.carry_over.metrics(moment.step, groups)
+        return groups, {**rollout_metrics(rollouts), **carried, **logged_means(graded[0])}
     order = extra_order(len(parts.prompts), parts.config.run.seed, moment.step)
     chosen = fill_batch(draw, rows, order, dynamic.max_extra_rollouts)
     of_all = {**sampled_metrics(chosen.sampled, parts.rewards.names), **logged_means_by_groups(graded)}
@@ -155,9 +158,12 @@ def sample_and_grade(
 def sample(parts: Parts, prompts: Sequence[Prompt], moment: Moment, attempt: int, first: int) -> Rollout:
     """One rollout: a group of completions for each prompt, by the engine with the step's noise in its norms.
 
-    `first` is the place of the first prompt in the rollout of all ranks.
+    `first` is the place of the first prompt in the rollout of all ranks. Where completions are carried over, those in
+    progress go on instead, and which prompts begin follows from them.
     """
     parts.log.phase("rollout")
+    if parts.carry_over is not None:
+        return parts.sampler.go_on(parts.carry_over.pool(moment.step, parts.sampler.sampling), moment)
     return parts.sampler.sample(prompts, moment, attempt, first)
 
 

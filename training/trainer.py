@@ -37,6 +37,8 @@ from training.run_trainer import RunTrainer
 from training.step import Collected, Objective, collect
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from transformers import TrainerCallback
     from trl import GRPOConfig
 
@@ -144,10 +146,19 @@ class QerlTrainer(RunTrainer, GRPOTrainer):
 
     def before_update(self) -> None:
         sigma = self._collected.metrics.get("noise/sigma", 0.0)
-        self.gate.check(self._result.mismatch, sigma, self.state.log_history)
+        older = self._collected.metrics.get("carry_over/old_tokens_share", 0.0) > 0
+        self.gate.check(self._result.mismatch, sigma, self.state.log_history, older)
 
     def before_saving(self) -> None:
         self.parts.sampler.clear_noise()
+
+    def write_besides(self, folder: Path) -> None:
+        if self.parts.carry_over is not None:
+            self.parts.carry_over.save(folder, self.state.global_step)
+
+    def read_besides(self, folder: Path) -> None:
+        if self.parts.carry_over is not None:
+            self.parts.carry_over.load(folder, self._start_step)
 
     # -- logging
 

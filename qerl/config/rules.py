@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.config.conflict import Conflict, Conflicts
+from qerl.config.rules_carry_over import carry_over
 from qerl.config.rules_distill import distill
 from qerl.config.rules_environment import environment
 from qerl.config.rules_noise import noise, noise_controller
@@ -243,6 +244,7 @@ def checkpoints(config: RunConfig) -> Conflicts:
 
 RULES = (
     batch,
+    carry_over,
     task,
     rewards,
     engine,

@@ -124,6 +124,12 @@ class RolloutConfig(Section):
     dynamic_sampling: DynamicSamplingConfig = Field(
         default_factory=DynamicSamplingConfig, description="groups without a signal are replaced (DAPO)"
     )
+    carry_over: int = Field(
+        0,
+        ge=0,
+        description="further steps in which an unfinished completion may go on, so that no step waits for its longest; "
+        "0: each step ends its own",
+    )
     batch_size: int | None = Field(
         None, ge=1, description="completions sampled at once (transformers engine only); null: as many as a step has"
     )

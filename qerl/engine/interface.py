@@ -46,12 +46,13 @@ class Completion:
 
     `logprobs` holds, for each token of `token_ids`, the natural log of its probability under the distribution it was
     drawn from (after temperature and filters). A greedy completion carries the unfiltered log probability at
-    temperature 1. `token_ids` includes the stop token if one was sampled; `finish_reason` "length" means truncated.
+    temperature 1. `token_ids` includes the stop token if one was sampled; `finish_reason` "length" means truncated, and
+    "unfinished" that sampling ended before the completion did (`Engine.sample_from` alone).
     """
 
     token_ids: list[int]
     logprobs: list[float]
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "unfinished"]
 
 
 Finished = Callable[[int, Completion], None]  # called with the index of a prompt and its finished completion
@@ -79,6 +80,22 @@ class Conversations(Protocol):
 
     def finished(self, index: int, completion: Completion) -> None:
         """The turn of conversation `index` has ended."""
+
+
+class Supply(Protocol):
+    """What an engine asks while it samples completions until there are enough, some of which then stay unfinished."""
+
+    def begin(self) -> list[Request] | None:
+        """What is sampled from now on as well; asked at first and whenever `ended` said so.
+
+        None says that there is enough, and nothing while nothing else is sampled ends the call too.
+        """
+
+    def ended(self, indices: Sequence[int]) -> bool:
+        """These completions have their last token. True if `begin` is to be asked now."""
+
+    def finished(self, index: int, completion: Completion) -> None:
+        """A completion that has ended, perhaps a while after `ended` was told of it."""
 
 
 class Engine(Protocol):
@@ -109,6 +126,12 @@ class Engine(Protocol):
         """Sample conversations until there are no more turns, all of them at once and each as soon as it is ready.
 
         Where turns have to repeat to the bit, each batch waits for everyone. `generate` says what else holds.
+        """
+
+    def sample_from(self, supply: Supply, seed: int | None = None) -> dict[int, Completion]:
+        """Sample what `supply` gives until it has enough; returns what had begun by then and has not ended.
+
+        Which requests run together follows from the completions' lengths alone. `generate` says what else holds.
         """
 
     def score(

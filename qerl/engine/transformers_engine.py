@@ -7,7 +7,7 @@ Logprobs are recorded during sampling, from the scores that each token was drawn
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -27,15 +27,17 @@ from qerl.engine.interface import (
     Completion,
     Conversations,
     Finished,
+    Request,
     SamplingParams,
+    Supply,
     check_context,
     check_tokens,
     each_sampling,
 )
 from qerl.engine.seeds import request_seed
-from qerl.engine.transformers_sampling import LogprobRecorder, OwnLimits, filters
+from qerl.engine.transformers_sampling import Ended, LogprobRecorder, OwnLimits, filters
 from qerl.engine.update import AdapterUpdate, Update, check_fit, pack_weights_
-from qerl.engine.waves import converse_in_waves
+from qerl.engine.waves import converse_in_waves, sample_in_waves
 from qerl.errors import EngineError
 from qerl.formats.linear import PackedLinear
 from qerl.formats.weight_cache import cached_weights
@@ -110,6 +112,9 @@ class TransformersEngine:
     def converse(self, conversations: Conversations, seed: int | None = None) -> None:
         converse_in_waves(self, conversations, seed)
 
+    def sample_from(self, supply: Supply, seed: int | None = None) -> dict[int, Completion]:
+        return sample_in_waves(self.wave, supply, seed)
+
     def score(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
     ) -> list[list[float]]:
@@ -157,25 +162,47 @@ class TransformersEngine:
             raise EngineError("this engine was closed: open a new one")
         return self._model
 
-    def _generate_batch(
-        self, prompts: Sequence[Sequence[int]], sampling: SamplingParams, limits: Sequence[int]
+    def wave(
+        self, requests: Sequence[Request], seed: int | None, ended: Callable[[list[int]], bool]
     ) -> list[Completion]:
-        """Sample for prompts with their own `limits` of new tokens; the rest of `sampling` holds for all of them."""
+        """See `qerl.engine.waves.sample_in_waves`."""
+        model, limits = self._open(), [one.sampling.max_new_tokens for one in requests]
+        prompts = [one.prompt for one in requests]
+        check_context(prompts, limits, model.config.get_text_config().max_position_embeddings)
+        check_tokens(prompts, model.get_input_embeddings().weight.shape[0])
+        with _sampling_mode(model), _forked_rng(model.device, seed):
+            return self._generate_batch(prompts, requests[0].sampling, limits, ended)
+
+    def _generate_batch(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: SamplingParams,
+        limits: Sequence[int],
+        told: Callable[[list[int]], bool] | None = None,
+    ) -> list[Completion]:
+        """Sample for prompts with their own `limits` of new tokens; the rest of `sampling` holds for all of them.
+
+        `told` is called with the rows that have ended, and ends the others if it returns True.
+        """
         model = self._open()
         stop = tuple(dict.fromkeys([*self.end_token_ids, *sampling.stop_token_ids]))
         input_ids, attention_mask = _pad_left(prompts, self._tokenizer.pad_token_id, model.device)
-        recorder = LogprobRecorder(input_ids.shape[1])
+        width = input_ids.shape[1]
+        recorder, ended = LogprobRecorder(width), None if told is None else Ended(width, limits, stop, told)
         sequences = model.generate(
             input_ids=input_ids,
             attention_mask=attention_mask,
             generation_config=self._generation_config(sampling, stop, max(limits)),
             logits_processor=LogitsProcessorList([*filters(sampling), recorder]),
-            stopping_criteria=StoppingCriteriaList([OwnLimits(input_ids.shape[1], limits)]),
+            stopping_criteria=StoppingCriteriaList([OwnLimits(width, limits), *([ended] if ended else [])]),
         )
-        new_tokens = sequences[:, input_ids.shape[1] :]
+        new_tokens = sequences[:, width:]
         logprobs = recorder.logprobs(new_tokens)
         rows = zip(new_tokens.tolist(), logprobs.tolist(), limits, strict=True)
-        return [_cut(tokens[:limit], values[:limit], set(stop)) for tokens, values, limit in rows]
+        done = [_cut(tokens[:limit], values[:limit], set(stop)) for tokens, values, limit in rows]
+        if ended is None:
+            return done
+        return [one if row in ended.rows else replace(one, finish_reason="unfinished") for row, one in enumerate(done)]
 
     def _generation_config(
         self, sampling: SamplingParams, stop: tuple[int, ...], max_new_tokens: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 from transformers import LogitsProcessor
@@ -27,6 +27,28 @@ class OwnLimits(StoppingCriteria):
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
         self._lengths = self._lengths.to(input_ids.device)
         return input_ids.shape[1] >= self._lengths
+
+
+class Ended(StoppingCriteria):
+    """Says which rows have ended, after each token, and ends all of them if the answer is True."""
+
+    def __init__(
+        self, prompt_width: int, limits: Sequence[int], stop: Collection[int], told: Callable[[list[int]], bool]
+    ) -> None:
+        self.rows: set[int] = set()
+        self._lengths = [prompt_width + limit for limit in limits]
+        self._stop, self._told = frozenset(stop), told
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
+        width, last = input_ids.shape[1], input_ids[:, -1].tolist()
+        new = [
+            row
+            for row, token in enumerate(last)
+            if row not in self.rows and (token in self._stop or width >= self._lengths[row])
+        ]
+        self.rows.update(new)
+        over = bool(new) and self._told(new)
+        return torch.full((len(last),), over, device=input_ids.device)
 
 
 class LogprobRecorder(LogitsProcessor):

@@ -27,7 +27,9 @@ from qerl.engine.interface import (
     Completion,
     Conversations,
     Finished,
+    Request,
     SamplingParams,
+    Supply,
     check_context,
     check_tokens,
     each_sampling,
@@ -40,6 +42,7 @@ from qerl.plan.kv_cache import check_kv_cache
 from qerl.plan.sizes import read_sizes
 from qerl.vllm_plugin import found, opening, requests
 from qerl.vllm_plugin.startup import Parts, line, whole
+from qerl.vllm_plugin.supplied import run_supplied
 
 if TYPE_CHECKING:
     import torch
@@ -158,20 +161,20 @@ class VLLMEngine:
         def ready(wait: bool) -> list[tuple[int, Sequence[int], Any]]:
             if together and not wait:
                 return []
-            found = conversations.ready(wait, everyone=together)
-            limits = [one.sampling.max_new_tokens for one in found]
-            check_context([one.prompt for one in found], limits, self.max_context)
-            check_tokens((one.prompt for one in found), self._vocabulary)
-            return [
-                (
-                    one.index,
-                    one.prompt,
-                    requests.sampling_params(one.sampling, self.end_token_ids, request_seed(seed, one.stream)),
-                )
-                for one in found
-            ]
+            return self._turns(conversations.ready(wait, everyone=together), seed)
 
         requests.converse(llm, ready, lambda index, output: conversations.finished(index, requests.completion(output)))
+
+    def sample_from(self, supply: Supply, seed: int | None = None) -> dict[int, Completion]:
+        llm = self._open_awake()
+        if self.options.deterministic:
+            requests.drop_prefix_cache(llm)
+
+        def begin() -> list[tuple[int, Sequence[int], Any]] | None:
+            return None if (new := supply.begin()) is None else self._turns(new, seed)
+
+        told = supply.finished
+        return run_supplied(llm, begin, lambda index, done: told(index, requests.completion(done)), supply.ended)
 
     def score(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
@@ -278,6 +281,16 @@ class VLLMEngine:
         closing.give_back_()
         if self._cap_bytes is not None:
             self._limit_torch(0)  # while the cache slept, the limit allowed for it
+
+    def _turns(self, found: Sequence[Request], seed: int | None) -> list[tuple[int, Sequence[int], Any]]:
+        """(index, token ids, vLLM's parameters) of each request. Raises EngineError if one does not fit."""
+        check_context([one.prompt for one in found], [one.sampling.max_new_tokens for one in found], self.max_context)
+        check_tokens((one.prompt for one in found), self._vocabulary)
+
+        def params(one: Request) -> Any:
+            return requests.sampling_params(one.sampling, self.end_token_ids, request_seed(seed, one.stream))
+
+        return [(one.index, one.prompt, params(one)) for one in found]
 
     def _take_adapter_(self, update: AdapterUpdate) -> None:
         from qerl.vllm_plugin.sync import copy_adapter_, split_adapter

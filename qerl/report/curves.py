@@ -78,6 +78,7 @@ PANELS = (
             ("without a signal, trained on", "dynamic_sampling/filled_groups"),
         ),
     ),
+    Panel("carried over (steps)", (("mean age of tokens", "carry_over/mean_age"), ("largest", "carry_over/max_age"))),
     Panel("seconds per step", (("seconds per step", "time/step_s"),)),
     Panel(
         "GPU memory (GiB)",

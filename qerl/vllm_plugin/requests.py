@@ -33,8 +33,8 @@ def run(llm: Any, prompts: Sequence[Sequence[int]], params: Any, take: Callable[
     """
     taken: dict[int, T] = {}
     ended = 0
-    with _aborted_on_error(llm, len(prompts)), rare_collections():
-        indices = dict(zip(_enqueued(llm, prompts, params), range(len(prompts)), strict=True))
+    with aborted_on_error(llm, len(prompts)), rare_collections():
+        indices = dict(zip(enqueued(llm, prompts, params), range(len(prompts)), strict=True))
         for output in _as_they_end(llm.llm_engine):
             ended += 1
             if (index := indices.get(output.request_id)) is not None:
@@ -54,21 +54,21 @@ def converse(
     """
     indices: dict[str, int] = {}
     engine = llm.llm_engine
-    with _aborted_on_error(llm, 1), rare_collections():
+    with aborted_on_error(llm, 1), rare_collections():
         while True:
             idle = not engine.has_unfinished_requests()
             new = ready(idle)
             if idle and not new:
                 return
             if new:
-                names = _enqueued(llm, [prompt for _, prompt, _ in new], [params for _, _, params in new])
+                names = enqueued(llm, [prompt for _, prompt, _ in new], [params for _, _, params in new])
                 indices |= dict(zip(names, (index for index, _, _ in new), strict=True))
             for output in engine.step():
                 if output.finished and (index := indices.pop(output.request_id, None)) is not None:
                     take(index, output.outputs[0])
 
 
-def _enqueued(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> list[str]:
+def enqueued(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> list[str]:
     """The names by which vLLM's outputs call the requests that it now has."""
     names = llm.enqueue([{"prompt_token_ids": list(prompt)} for prompt in prompts], params, use_tqdm=False)
     # vLLM 0.25.1 calls a request "NUMBER-RANDOM" (or "NUMBER", by an environment variable) and its output "NUMBER".
@@ -76,7 +76,7 @@ def _enqueued(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> list[s
 
 
 @contextmanager
-def _aborted_on_error(llm: Any, sequences: int) -> Iterator[None]:
+def aborted_on_error(llm: Any, sequences: int) -> Iterator[None]:
     """Take all requests from vLLM if the block raises, Ctrl-C included. Raises EngineError if memory runs out."""
     import torch
 
@@ -149,12 +149,24 @@ def completion(output: Any) -> Completion:
     """vLLM's output as our value. Raises EngineError if it was aborted or if a logprob is not finite."""
     if output.finish_reason not in ("stop", "length"):
         raise EngineError(f"vLLM ended a completion with {output.finish_reason!r}: see its log for the reason")
+    return Completion(list(output.token_ids), _finite_logprobs(output), output.finish_reason)
+
+
+def sampled_part(state: Any) -> Completion:
+    """What vLLM has sampled so far for a request that is about to be aborted. Raises as `completion` does."""
+    from vllm.v1.engine import FinishReason
+
+    output = state.make_request_output([], None, FinishReason.ABORT, None).outputs[0]
+    return Completion(list(output.token_ids), _finite_logprobs(output), "unfinished")
+
+
+def _finite_logprobs(output: Any) -> list[float]:
     logprobs = first_at_each_position(output.logprobs)
     if not all(map(math.isfinite, logprobs)):
         raise EngineError(
             "the model gave a token a logprob that is not finite: its weights, the adapter or the noise hold inf or nan"
         )
-    return Completion(list(output.token_ids), logprobs, output.finish_reason)
+    return logprobs
 
 
 def first_at_each_position(flat: Any) -> list[float]:

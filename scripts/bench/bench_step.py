@@ -5,7 +5,9 @@
 
 The default is workload A: rank 32, 16 prompts x 8 completions, 128 prompt tokens, exactly 512 new ones (or mixed
 lengths up to --new-tokens, if the checkpoint was made with --mean-tokens). Started by torchrun, it trains on several
-cards. The weights are random, and the reward of a completion is computed from its text as if at random, so that groups
+cards. With `--set rollout.carry_over=4` the first steps fill the engine and the last ones have no further prompts to
+begin, so `middle_step_s` is of the others. The weights are random, and the reward of a completion is computed from its
+text as if at random, so that groups
 have advantages. Seconds are those of metrics.jsonl. Peak memory is what the driver reports for the whole card, read
 every 10 ms. After the run, the same process measures the card's matrix rate, and adds to each step the share of it that
 training reached, counting only the needed flops (scripts/bench/limits.py).
@@ -23,6 +25,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -86,6 +89,7 @@ def measure(arguments: argparse.Namespace, parallel: Parallel) -> dict[str, Any]
         "run_s": round(seconds, 1),
         "peak_driver_gib": max(peaks),
         "cards": parallel.size,
+        "middle_step_s": middle([json.loads(line)["time/step_s"] for line in lines]),
         "steps": [json.loads(line) for line in lines],
     }
     if not parallel.first:
@@ -95,6 +99,12 @@ def measure(arguments: argparse.Namespace, parallel: Parallel) -> dict[str, Any]
     add_shares(report, config, None if arguments.varied_prompts else matrix_rate())
     write(report, arguments.out)
     return report
+
+
+def middle(seconds: list[float]) -> list[float] | None:
+    """(smallest, mean, largest) without the first and the last three of at least nine steps."""
+    kept = seconds[3:-3]
+    return [round(value, 2) for value in (min(kept), mean(kept), max(kept))] if len(kept) >= 3 else None
 
 
 def write(report: dict[str, Any], path: Path | None) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from engine_checks.agreement import agreement, oracle, temperature
+from engine_checks.carried import carried_over
 from engine_checks.context import Context
 from engine_checks.memory import exhausted_cache, loading, reopened, shared_memory, sleep_and_wake
 from engine_checks.noise import noise
@@ -89,7 +90,7 @@ CHECKS = [
     sampler,
     whole_weights,
 ]
-ON_REQUEST = [exhausted_cache, loading, told, told_of_while, reopened]  # run only if --only names them
+ON_REQUEST = [exhausted_cache, loading, told, told_of_while, carried_over, reopened]  # run only if --only names them
 KNOWN = [check.__name__ for check in (*CHECKS, *ON_REQUEST)]
 
 if __name__ == "__main__":

@@ -131,20 +131,24 @@ class MismatchGate:
         self.passed = limit is None
         self._told = False
 
-    def check(self, mismatch: Mismatch, sigma: float, history: Sequence[Mapping[str, Any]] = ()) -> None:
+    def check(
+        self, mismatch: Mismatch, sigma: float, history: Sequence[Mapping[str, Any]] = (), older: bool = False
+    ) -> None:
         """Judge a step before its update. Raises EngineError if the mismatch is above the limit.
 
         Noise and dropout make the two policies differ even where their logprobs agree. A run that is resumed at a noisy
         step has no clean step to be judged by, so its limit is GROWTH times the largest mismatch that its `history`
-        (the metrics of its steps) has with as much noise. A step without tokens in the loss is not judged.
+        (the metrics of its steps) has with as much noise. So has one in which an `older` policy drew tokens. A step
+        without tokens in the loss is not judged.
         """
         if self.passed or not mismatch.tokens:
             return
         limit, name = self._limit, f"loss.mismatch_gate {self._limit:g}"
-        if sigma or self._dropout:
+        if sigma or self._dropout or older:
             known = None if self._dropout or self._told else _largest_kl(history, sigma)
             if known is None:
-                self._tell(f"its noise (sigma {sigma:g})" if sigma else f"the adapter's dropout ({self._dropout:g})")
+                dropout = f"the adapter's dropout ({self._dropout:g})" if self._dropout else "what it carried over"
+                self._tell(f"its noise (sigma {sigma:g})" if sigma else dropout)
                 return
             if GROWTH * known > limit:
                 limit, name = GROWTH * known, f"{GROWTH:g} times what the run had with that much noise"

@@ -37,6 +37,7 @@ class Sample:
     loss_mask: Sequence[bool]  # False for tokens that the policy did not write, such as a tool's output
     truncated: bool  # ended by the length limit
     episode: Episode | None = None
+    drawn: tuple[tuple[int, int], ...] = ()  # (rollout, tokens) of each part, where completions are carried over
 
     @classmethod
     def of(cls, completion: Completion) -> Sample:

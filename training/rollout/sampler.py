@@ -8,10 +8,10 @@ loss sees the policy that sampled.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from qerl.engine.interface import Engine, Finished, SamplingParams
 from qerl.engine.update import deliver
@@ -29,7 +29,10 @@ if TYPE_CHECKING:
 
     from qerl.config.schema import NoiseConfig
     from training.policy.policy import Policy
+    from training.rollout.carry_over import Kept, Pool
     from training.rollout.grading_ahead import GradingAhead
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,8 @@ class Rollout:
     graded_ahead: int | None  # completions graded before the engine was done; None where nothing is graded ahead
     noise: Mapping[str, float]
     memory: Mapping[str, float]  # empty on a CPU
+    kept: Kept | None = None  # what goes on in the next rollout; None where nothing is carried over
+    drawn_tokens: int | None = None  # if they are not those of `groups`
 
 
 @dataclass(frozen=True)
@@ -96,26 +101,51 @@ class Sampler:
 
         `first` is the place of the first prompt in the whole rollout, of which other ranks sample the rest.
         """
-        noise, size = self._noise.at(moment.step, moment.history), self._options.group_size
+        size = self._options.group_size
         each = [prompt for prompt in prompts for _ in range(size)]
         ahead = nullcontext() if self._ahead is None else self._ahead.rollout([one.example.answer for one in each])
         with ahead as finished:
-            self._engine.wake()
-            begin_phase()
-            started = time.perf_counter()
-            touched = self._set_noise(noise)
-            seed = derive_seed(self._options.seed, moment.step, f"rollout/{attempt}" if attempt else "rollout")
-            samples = self._samples(each, seed, finished, first * size)
-            seconds = time.perf_counter() - started
-            graded = None if self._ahead is None else self._ahead.graded
-            self._after_rollout(noise)
-            memory = card_memory("memory/rollout_card_gib", {})
-            self._engine.sleep()
+
+            def draw(seed: int) -> tuple[list[Sample], int | None]:
+                samples = self._samples(each, seed, finished, first * size)
+                return samples, None if self._ahead is None else self._ahead.graded
+
+            (samples, graded), cost = self._drawn(moment, attempt, draw)
         groups = [
             Group(prompt, tuple(samples[first : first + size]))
             for prompt, first in zip(prompts, range(0, len(samples), size), strict=True)
         ]
-        return Rollout(groups, seconds, graded, {**_noise_metrics(noise), "noise/norms": touched}, memory)
+        return Rollout(groups, graded_ahead=graded, **cost)
+
+    def go_on(self, pool: Pool, moment: Moment) -> Rollout:
+        """A rollout that goes on with what is in `pool`, and ends as soon as that has groups enough."""
+
+        def draw(seed: int) -> tuple[list[Group], Kept]:
+            return pool.settle(self._engine.sample_from(pool, seed))
+
+        ahead = nullcontext() if self._ahead is None else self._ahead.rollout(pool.answers)
+        with ahead as pool.told:
+            (groups, kept), cost = self._drawn(moment, 0, draw)
+        return Rollout(groups, graded_ahead=None, kept=kept, drawn_tokens=pool.drawn_tokens, **cost)
+
+    @property
+    def sampling(self) -> SamplingParams:
+        """How completions are sampled."""
+        return self._options.sampling
+
+    def _drawn(self, moment: Moment, attempt: int, draw: Callable[[int], T]) -> tuple[T, dict[str, Any]]:
+        """What `draw(seed)` gives on the engine with the step's noise, and what it cost by the fields of Rollout."""
+        noise = self._noise.at(moment.step, moment.history)
+        self._engine.wake()
+        begin_phase()
+        started = time.perf_counter()
+        touched = self._set_noise(noise)
+        drawn = draw(derive_seed(self._options.seed, moment.step, f"rollout/{attempt}" if attempt else "rollout"))
+        seconds = time.perf_counter() - started
+        self._after_rollout(noise)
+        memory = card_memory("memory/rollout_card_gib", {})
+        self._engine.sleep()
+        return drawn, {"seconds": seconds, "noise": {**_noise_metrics(noise), "noise/norms": touched}, "memory": memory}
 
     def _samples(self, prompts: Sequence[Prompt], seed: int, finished: Finished | None, first: int) -> list[Sample]:
         """One sample for each prompt; `first` is the place of the first one in the whole rollout."""
@@ -184,6 +214,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     """Metrics of a step over all of its rollouts."""
     samples = [sample for rollout in rollouts for group in rollout.groups for sample in group.samples]
     tokens = sum(sample.written for sample in samples)
+    drawn = sum(rollout.drawn_tokens for rollout in rollouts) if rollouts[0].kept is not None else tokens
     seconds = sum(rollout.seconds for rollout in rollouts)
     surprise = sum(
         sum(sum(sample.logprobs) for group in rollout.groups for sample in group.samples) for rollout in rollouts
@@ -199,5 +230,5 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         # The mean surprise of what was drawn estimates the entropy of the policy that drew it, with its noise.
         "sampling/entropy": -surprise / tokens,
         "time/rollout_s": seconds,
-        "speed/rollout_tokens_per_s": tokens / seconds,
+        "speed/rollout_tokens_per_s": drawn / seconds,
     }

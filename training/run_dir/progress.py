@@ -29,6 +29,7 @@ NUMBERS = {
     "mismatch_kl": ("mismatch", ".1e"),
     "completions/mean_tokens": ("tokens", ".0f"),
     "environment/turns": ("turns", ".1f"),
+    "carry_over/mean_age": ("age", ".2f"),
     "time/step_s": ("s/step", ".1f"),
 }
 MACHINE_NUMBERS = {

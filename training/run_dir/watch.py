@@ -128,13 +128,20 @@ def _mismatch(rows: Rows) -> str | None:
     if now is None or now < MISMATCH_LEAST:
         return None
     sigma = max(_recent(rows, "noise/sigma") or [0.0])
-    first = _mean([row for row in rows if (row.get("noise/sigma") or 0.0) >= sigma][:WINDOW], "mismatch_kl")
+    older = _age(rows[-1]) / 2  # policies that are twice as old differ more
+    alike = [row for row in rows if (row.get("noise/sigma") or 0.0) >= sigma and _age(row) >= older]
+    first = _mean(alike[:WINDOW], "mismatch_kl")
     if first is None or now < MISMATCH_GROWTH * first:
         return None
     return (
         f"mismatch_kl grew from {first:.1e} to {now:.1e} nats at no more noise: engine and trainer drift apart; lower "
         "optim.learning_rate, or resume from an earlier checkpoint if the reward falls too"
     )
+
+
+def _age(row: Mapping[str, Any]) -> float:
+    """How many steps before its own, on average, the tokens of a step were drawn."""
+    return row.get("carry_over/mean_age") or 0.0
 
 
 def _outside(rows: Rows) -> str | None:

@@ -243,6 +243,24 @@ def test_reported_completions_get_the_usual_scores(told):
 
 
 @pytest.mark.timeout(300)
+def test_completions_that_a_call_leaves_go_on_in_the_next_after_a_sleep(tmp_path):
+    model, out = tmp_path / "model", tmp_path / "report.json"
+    run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
+    asked = ("--deterministic", "--memory", 8, "--only", "carried_over")
+    run_script("check_engine.py", "--model", model, *asked, "--out", out)
+    found = SimpleNamespace(**json.loads(out.read_text(encoding="utf-8"))["carried_over"])
+    assert len(found.ended_first) >= 3
+    assert found.left
+    assert found.left_reasons == ["unfinished"]
+    assert min(found.left.values()) > 0
+    assert found.unfinished == found.rest == 0
+    assert sorted(found.lengths) == sorted([*map(str, found.ended_first), *found.left])
+    assert found.begins_as_before
+    assert found.score["kl"] < 5e-5
+    assert found.same_afterwards == {"tokens": 1.0, "logprobs": 1.0}
+
+
+@pytest.mark.timeout(300)
 def test_attention_that_our_kernel_does_not_support_is_done_by_flash_attention(tmp_path):
     """A window of 48 tokens in sequences of up to 192, with ten query heads for one key head."""
     for shape in ("tiny-mistral", "tiny-llama-10-heads"):

@@ -1,0 +1,240 @@
+"""Completions that a step leaves unfinished go on in the next step, so that no step waits for its longest one.
+
+("Partial rollouts", as in Kimi k1.5, arXiv 2501.12599, section 2.6.2, and APRIL, arXiv 2509.18521.)
+
+Each rank samples as many completions at once as it does without this, and begins the next prompts of its share as soon
+as there is room for a whole group. Its call of the engine ends when its share of the step's groups has ended. What is
+unfinished then is kept as token ids and logprobs and goes on in the next step: a request whose prompt is the prompt and
+the tokens so far, since keys and values of the older weights are of no use. The rules:
+
+1. Prompts begin in the order of the data, and every rank takes its own share of it. So a rank needs no word from the
+   others while it samples; the step waits for the slowest. A run trains on the same prompts with and without this.
+2. Of the groups that have ended the oldest are trained on. None is trained on later than `rollout.carry_over` rollouts
+   after its first token: at most (carry_over + 1) times a rank's share is in progress, and a call does not end before
+   the groups have ended that could otherwise come too late.
+3. A token's logprob is that of the policy that drew it, so the importance weights correct for each token's own policy.
+4. What a rollout leaves follows from (seed, step) and what the rollout before left, which is part of a checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+from qerl.engine.interface import Completion, Request, SamplingParams
+from training.rollout.groups import Group, Sample
+
+if TYPE_CHECKING:
+    from qerl.engine.interface import Finished
+    from training.rollout.groups import GradedGroup, Prompt
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A completion so far; `drawn` says how many of its tokens each rollout drew, oldest first."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    drawn: tuple[tuple[int, int], ...] = ()  # (rollout, tokens)
+    ended: Literal["stop", "length"] | None = None
+
+    def continued(self, rest: Completion, rollout: int) -> Begun:
+        """With the tokens that `rollout` drew."""
+        tokens = len(rest.token_ids)
+        return Begun(
+            (*self.token_ids, *rest.token_ids),
+            (*self.logprobs, *rest.logprobs),
+            (*self.drawn, (rollout, tokens)) if tokens else self.drawn,
+            None if rest.finish_reason == "unfinished" else rest.finish_reason,
+        )
+
+    def sample(self) -> Sample:
+        """The completion, once it has ended."""
+        written = [True] * len(self.token_ids)
+        return Sample(self.token_ids, self.logprobs, written, self.ended == "length", drawn=self.drawn)
+
+
+@dataclass(frozen=True)
+class BegunGroup:
+    """The completions of one prompt, number `row` of the run's, whose turn came in rollout `since`."""
+
+    row: int
+    since: int
+    completions: tuple[Begun, ...]
+
+    @property
+    def untouched(self) -> bool:
+        """Whether nothing has been sampled yet."""
+        return not any(each.token_ids for each in self.completions)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """What a rank has in progress between two rollouts, oldest first; `taken` prompts of its share have begun."""
+
+    groups: tuple[BegunGroup, ...] = ()
+    taken: int = 0
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one of `ranks` samples: `groups` of the `all_groups` of each rollout, the first of which is number `first`.
+
+    `row(n)` is the nth row of its share of the data, which has `rows` rows in the whole run.
+    """
+
+    prompts: Sequence[Prompt]
+    row: Callable[[int], int]
+    rows: int
+    groups: int
+    group_size: int
+    first: int = 0
+    rank: int = 0
+    ranks: int = 1
+    all_groups: int = 0
+
+    def stream(self, number: int) -> int:
+        """The random stream of the rank's request of that number in a rollout, which no other request has.
+
+        The first requests have those that they would have without carry-over.
+        """
+        own = self.groups * self.group_size
+        if number < own:
+            return self.first * self.group_size + number
+        return self.all_groups * self.group_size + (number - own) * self.ranks + self.rank
+
+
+class Pool:
+    """The groups that a rank has in progress during one rollout. It is what the engine asks (`Supply`)."""
+
+    def __init__(self, kept: Kept, share: Share, sampling: SamplingParams, rollout: int, longest: int) -> None:
+        """`longest` is `rollout.carry_over`."""
+        self.answers: list[str] = []  # one for each request
+        self.told: Finished | None = None  # is called with each whole completion
+        self._share, self._sampling, self._rollout = share, sampling, rollout
+        self._taken, self._most = kept.taken, (longest + 1) * share.groups
+        self._groups = list(kept.groups)
+        self._left = [sum(each.ended is None for each in group.completions) for group in kept.groups]
+        self._due = due([group.since for group in kept.groups], share.groups, rollout, longest)
+        self._waiting = [place for place, group in enumerate(kept.groups) if group.untouched]
+        self._places: list[tuple[int, int]] = []  # the group and the member of each request
+        self._running, self._begun = 0, False
+
+    # -- what the engine asks
+
+    def begin(self) -> list[Request] | None:
+        if self._enough():
+            return None
+        new = [] if self._begun else self._carried()
+        self._begun = True
+        while self._has_room():
+            place = self._next_group()
+            new += [self._request(place, member) for member in range(self._share.group_size)]
+        return new
+
+    def ended(self, indices: Sequence[int]) -> bool:
+        for index in indices:
+            self._left[self._places[index][0]] -= 1
+        self._running -= len(indices)
+        return self._enough() or self._has_room()
+
+    def finished(self, index: int, completion: Completion) -> None:
+        whole = self._take(index, completion)
+        if self.told is not None:
+            self.told(index, Completion(list(whole.token_ids), list(whole.logprobs), completion.finish_reason))
+
+    # -- what comes of it
+
+    def settle(self, unfinished: Mapping[int, Completion]) -> tuple[list[Group], Kept]:
+        """The groups to train on, and what is kept; `unfinished` is what the engine's call left."""
+        for index, completion in unfinished.items():
+            self._take(index, completion)
+        chosen = [place for place, left in enumerate(self._left) if not left][: self._share.groups]
+        assert len(chosen) == self._share.groups, "the engine stopped before there was enough"
+        kept = tuple(group for place, group in enumerate(self._groups) if place not in chosen)
+        return [self._whole(self._groups[place]) for place in chosen], Kept(kept, self._taken)
+
+    @property
+    def drawn_tokens(self) -> int:
+        """Tokens that this rollout drew."""
+        parts = [part for group in self._groups for each in group.completions for part in each.drawn]
+        return sum(tokens for rollout, tokens in parts if rollout == self._rollout)
+
+    def _whole(self, group: BegunGroup) -> Group:
+        return Group(self._share.prompts[group.row], tuple(each.sample() for each in group.completions))
+
+    def _take(self, index: int, completion: Completion) -> Begun:
+        place, member = self._places[index]
+        group = self._groups[place]
+        completions = list(group.completions)
+        completions[member] = completions[member].continued(completion, self._rollout)
+        self._groups[place] = replace(group, completions=tuple(completions))
+        return completions[member]
+
+    def _enough(self) -> bool:
+        return self._left.count(0) >= self._share.groups and not any(self._left[: self._due])
+
+    def _has_room(self) -> bool:
+        size = self._share.group_size
+        if self._running + size > self._share.groups * size:
+            return False
+        return bool(self._waiting) or (self._taken < self._share.rows and len(self._groups) < self._most)
+
+    def _carried(self) -> list[Request]:
+        return [
+            self._request(place, member)
+            for place, group in enumerate(self._groups)
+            for member, each in enumerate(group.completions)
+            if each.ended is None and not group.untouched
+        ]
+
+    def _next_group(self) -> int:
+        """The place of a group that begins: one that was left waiting, or one of the next prompt."""
+        if self._waiting:
+            return self._waiting.pop(0)
+        row, size = self._share.row(self._taken), self._share.group_size
+        self._groups.append(BegunGroup(row, self._rollout, (Begun(),) * size))
+        self._left.append(size)
+        self._taken += 1
+        return len(self._groups) - 1
+
+    def _request(self, place: int, member: int) -> Request:
+        group = self._groups[place]
+        prompt, begun = self._share.prompts[group.row], group.completions[member].token_ids
+        index = len(self._places)
+        self._places.append((place, member))
+        self.answers.append(prompt.example.answer)
+        self._running += 1
+        sampling = replace(self._sampling, max_new_tokens=self._sampling.max_new_tokens - len(begun))
+        return Request(index, [*prompt.ids, *begun], sampling, self._share.stream(index))
+
+
+def due(since: Sequence[int], groups: int, rollout: int, longest: int) -> int:
+    """How many of the oldest groups have to end in this rollout, so that none is trained on after `longest` rollouts.
+
+    `since` are the rollouts in which the groups began, oldest first, and each rollout trains on `groups` of them. By
+    each later rollout only so many more can have been trained on.
+    """
+    last = range(rollout, rollout + longest + 1)
+    needed = [sum(each + longest <= by for each in since) - (by - rollout) * groups for by in last]
+    return max(0, min(max(needed), groups))
+
+
+def carry_over_metrics(groups: Sequence[GradedGroup], kept: Sequence[Kept], rollout: int) -> dict[str, float]:
+    """How old what a step trains on is, in rollouts, and what the step leaves to the next."""
+    samples = [sample for graded in groups for sample in graded.group.samples]
+    ages = [(rollout - drawn, tokens) for sample in samples for drawn, tokens in sample.drawn]
+    tokens = sum(count for _, count in ages)
+    left = [each for one in kept for group in one.groups for each in group.completions if each.ended is None]
+    return {
+        "carry_over/continued_share": sum(len(sample.drawn) > 1 for sample in samples) / len(samples),
+        "carry_over/old_tokens_share": sum(count for age, count in ages if age) / tokens,
+        "carry_over/mean_age": sum(age * count for age, count in ages) / tokens,
+        "carry_over/max_age": max(age for age, _ in ages),
+        "carry_over/kept_groups": sum(len(one.groups) for one in kept),
+        "carry_over/kept_completions": len(left),
+        "carry_over/kept_tokens": sum(
+            len(each.token_ids) for one in kept for group in one.groups for each in group.completions
+        ),
+    }
