@@ -15,7 +15,8 @@ SCHEMES = tuple(each.name for each in formats.all_formats() if each.scheme)
 METHODS = ("auto", "rtn", "awq", "gptq")
 GLOBAL_SCALES = ("amax", "pow2")  # see `qerl.nvfp4.reference.shared_global_scale`
 SCALES = ("pow2", "fp32")  # see `qerl.fp8.reference`
-ACTIVATIONS = ("dynamic", "none")
+ACTIVATIONS = ("auto", "none", "dynamic", "static")
+FOUR_BITS = "NVFP4"  # llm-compressor's scheme of 4-bit weights and activations
 
 
 @dataclass(frozen=True)
@@ -36,8 +37,11 @@ class QuantizeOptions:
     ] = "pow2"
     activations: Annotated[
         Literal[ACTIVATIONS],
-        typer.Option(help="Of fp8_block: in 8 bits in each product, or none, which leaves 16 bits."),
-    ] = "dynamic"
+        typer.Option(
+            help="none: in 16 bits (auto for nvfp4); else rounded in each product as weights are: dynamic (auto for "
+            "fp8_block), or for nvfp4 by static scales, from --calibration."
+        ),
+    ] = "auto"
     ignore: Annotated[
         tuple[str, ...],
         typer.Option(
@@ -56,15 +60,31 @@ class QuantizeOptions:
     device: Annotated[str, typer.Option(help="auto, cpu or cuda.")] = "auto"
 
     def chosen(self) -> QuantizeOptions:
-        """The same with the method that auto stands for."""
-        calibrates = self.calibration and formats.get(self.scheme).scales is None
-        return replace(self, method="gptq" if calibrates else "rtn") if self.method == "auto" else self
+        """The same with the method and the activations that auto stands for."""
+        own = formats.get(self.scheme)
+        calibrates = self.calibration and own.scales is None
+        method = ("gptq" if calibrates else "rtn") if self.method == "auto" else self.method
+        usual = "none" if own.four_bit_inputs else "dynamic"
+        return replace(self, method=method, activations=usual if self.activations == "auto" else self.activations)
 
     @property
     def format(self) -> Format:
         """What is written."""
         own = formats.get(self.scheme)
         return own if own.scales is None else replace(own, scales=self.scales)
+
+    @property
+    def scheme_name(self) -> str:
+        """What is written, as llm-compressor calls it; dynamic 4-bit activations have no name there."""
+        own = self.format
+        if not own.four_bit_inputs or self.activations not in ("static", "dynamic"):
+            return own.scheme
+        return FOUR_BITS if self.activations == "static" else f"{FOUR_BITS}-DYNAMIC"
+
+    @property
+    def uses_rows(self) -> bool:
+        """Whether rows decide what is written; otherwise they only measure it."""
+        return self.method != "rtn" or self.activations == "static"
 
     def check(self) -> None:
         """Raise ConfigError for values that cannot be used together."""
@@ -90,12 +110,16 @@ class QuantizeOptions:
             raise ConfigError(f"--activations {self.activations!r} is not known: write {', '.join(ACTIVATIONS)}")
         default, own = QuantizeOptions, formats.get(self.scheme)
         if own.scales is None:
-            for name in ("scales", "activations"):
-                if (value := getattr(self, name)) != getattr(default, name):
-                    raise ConfigError(
-                        f"--{name} {value} is of 8-bit weights, not of --scheme {self.scheme}: leave it out"
-                    )
+            if self.scales != default.scales:
+                raise ConfigError(
+                    f"--scales {self.scales} is of 8-bit weights, not of --scheme {self.scheme}: leave it out"
+                )
+            self._check_four_bit_inputs()
             return
+        if self.activations == "static":
+            raise ConfigError(
+                f"--activations static: --scheme {self.scheme} has dynamic scales only: write dynamic or none"
+            )
         if self.global_scale != default.global_scale:
             raise ConfigError(
                 f"--global-scale {self.global_scale}: --scheme {self.scheme} has none: write --scales pow2 or fp32"
@@ -104,4 +128,16 @@ class QuantizeOptions:
             raise ConfigError(
                 f"--method {self.method}: --scheme {self.scheme} rounds to nearest, which leaves nothing to calibrate: "
                 "leave it out"
+            )
+
+    def _check_four_bit_inputs(self) -> None:
+        if self.activations == "static" and not self.calibration:
+            raise ConfigError(
+                "--activations static computes its scales from rows: write --calibration FILE.jsonl or a hub data "
+                "set's name, or --activations dynamic"
+            )
+        if self.activations in ("static", "dynamic") and self.method == "awq":
+            raise ConfigError(
+                f"--method awq --activations {self.activations}: AWQ moves what is hard to round from weights to "
+                "activations, which it takes for 16 bits: write --method gptq or rtn"
             )

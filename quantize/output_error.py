@@ -9,7 +9,7 @@ the same rows beside it. Each layer's weights are read when its turn comes (`qua
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -22,6 +22,8 @@ from quantize.streams import LayeredModel
 
 if TYPE_CHECKING:
     import torch
+
+    from qerl.nvfp4.activations import Activations
 
 LOGIT_ROWS = 256  # tokens whose logits exist at once
 WRITTEN, ROUNDED = "written", "rounded"
@@ -78,6 +80,7 @@ class Checkpoints:
     written: TensorReader
     global_scale: str
     rounds: bool  # whether what was written is rounding to nearest
+    activations: Mapping[str, Activations]  # how quantized linears round their input, by module; empty: 16 bits
 
 
 def measure_outputs(
@@ -105,7 +108,7 @@ class _Comparison:
     def __init__(self, source: Source, checkpoints: Checkpoints, device: torch.device) -> None:
         import torch
 
-        self._source, self._device = source, device
+        self._source, self._device, self._activations = source, device, checkpoints.activations
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
         self._quantized = {f"{module}.weight": module for module in source.quantized}
         self._weights: dict[str, Callable[[list[str]], dict[str, torch.Tensor]]] = {
@@ -137,7 +140,8 @@ class _Comparison:
             for name in self._weights:
                 of = [each for each, reference in self._reference.items() if reference == name]
                 sums = _OutputSums(weights[name], {each: weights[each] for each in of}, self._quantized.values())
-                model.step(number, weights[name], hidden[name], sums.add if of else None)
+                inputs = self._activations if name in (WRITTEN, ROUNDED) else None
+                model.step(number, weights[name], hidden[name], sums.add if of else None, inputs)
                 for each, errors in sums.errors().items():
                     linears[each] |= errors
             advance()

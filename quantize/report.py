@@ -26,6 +26,7 @@ class QuantizeReport:
     method: str
     global_scale: str | None  # amax or pow2; None: the format has none
     scheme: str
+    activations: str  # none, dynamic or static scales
     layout: str  # `quantization_config.format`
     ignore: tuple[str, ...]  # patterns as given
     kept_linears: tuple[str, ...]  # kept in 16 bits by these patterns, apart from lm_head, which always is
@@ -94,7 +95,9 @@ class QuantizeReport:
             table.add_row("global scales", "powers of two")
         if self.scales is not None:
             table.add_row("scales of blocks", "powers of two" if self.scales == "pow2" else "float32")
-        if self.calibration and self.method != "rtn":
+        if self.activations != "none":
+            table.add_row("activations", f"rounded as well, by {self.activations} scales")
+        if self.calibration and self.calibration["sequences"]:
             sequences, length = self.calibration["sequences"], self.calibration["sequence_length"]
             table.add_row("calibration", f"{sequences} x {length} tokens of {self.calibration['data']}")
         if worst and mean is not None:

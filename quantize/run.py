@@ -5,6 +5,7 @@
     qerl quantize --model M --method awq --calibration rows.jsonl           # as the paper does
     qerl quantize --model M --global-scale pow2                             # scales that may stay while weights change
     qerl quantize --model M --scheme fp8_block                              # 8 bits: checkpoints/M-FP8_BLOCK
+    qerl quantize --model M --activations static --calibration rows.jsonl   # W4A4: checkpoints/M-NVFP4
     qerl quantize --model M --ignore 're:.*self_attn.*' --out ffn-only      # feed-forward layers only
 
 First everything is refused that the files' headers show to be impossible. Then the tensors stream through
@@ -29,19 +30,22 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.activations import read_activations
+from qerl.checkpoint.input_scales import with_input_scales
 from qerl.checkpoint.output import check_space, check_target, staged_folder
 from qerl.checkpoint.packed import packed_groups, power_of_two_scale_of
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.resolve import REPORT, default_quantized_dir
 from qerl.checkpoint.shards import read_tensors
 from qerl.checkpoint.source import Source, read_source
-from qerl.checkpoint.verify import LayerCheck, ReadTensor, verify
+from qerl.checkpoint.verify import LayerCheck, ReadTensor, check_input_scales, verify
 from qerl.checkpoint.writer import copy_small_files, write_json, write_weights
 from qerl.errors import CheckpointError, ConfigError
 from qerl.formats.scheme import make_config
 from quantize.calibrated import Recipe, calibrate, calibrated_groups, check_device, dense_tensor
 from quantize.calibration import HELD_OUT, Calibration, load_calibration
 from quantize.compressor import check_installed, load_compressor
+from quantize.input_amax import streamed_input_scales
 from quantize.judge import judge, kept_if_calibrated
 from quantize.options import QuantizeOptions
 from quantize.output_error import Checkpoints, measure_outputs
@@ -71,12 +75,13 @@ def quantize_checkpoint(model: str, out: Path | None = None, options: QuantizeOp
     format = options.format
     if format.shared_tensor is not None:
         check_installed()
-    out = default_quantized_dir(model, format) if out is None else Path(out).expanduser()
+    named = replace(format, scheme=options.scheme_name)
+    out = default_quantized_dir(model, named) if out is None else Path(out).expanduser()
     source = read_source(model, options.ignore, options.trust_remote_code, format=format)
     check_target(out, source.folder, options.overwrite, options.force)
     check_space(out, source.output_bytes())
     _check_length(source, options)
-    logger.info("quantizing %s to %s: %s by %s", source.name, out, format.scheme, options.method)
+    logger.info("quantizing %s to %s: %s by %s", source.name, out, options.scheme_name, options.method)
     with staged_folder(out) as staging:
         report = _quantize(source, options, staging, out)
         report = replace(report, seconds=round(time.perf_counter() - started, 3))
@@ -122,6 +127,11 @@ def _write_and_verify(source: Source, options: QuantizeOptions, staging: Path, o
         rows = _rows(source, options, device)
         groups, rescaled = _groups(source, options, read, rows, device)
         progress = stack.enter_context(progress_bar())
+        inputs: dict[str, torch.Tensor] = {}
+        if options.activations == "static":
+            task = progress.add_task("calibrating activations", total=len(source.groups()) - 2)
+            inputs = streamed_input_scales(source, read, rows.sequences, device, lambda: progress.advance(task))
+            groups = with_input_scales(groups, inputs)
         steps = len(source.groups())
         written = write_weights(staging, progress.track(groups, total=steps, description="quantizing"))
         copied = copy_small_files(source.folder, staging, code="auto_map" in source.config)
@@ -130,11 +140,13 @@ def _write_and_verify(source: Source, options: QuantizeOptions, staging: Path, o
         task = progress.add_task("verifying", total=len(source.tensors))
         rounds = options.method == "rtn"
         layers = verify(staging, source, rescaled or read, device, lambda: progress.advance(task), rounds)
+        check_input_scales(staging, inputs)
+        activations = read_activations(staging, source.format) if source.format.four_bit_inputs else {}
         report = replace(_report(source, options, out, layers), bytes_after=written, copied_files=copied)
         if rows is not None:
             task = progress.add_task("measuring", total=len(source.groups()) - 2)
             decoded = stack.enter_context(TensorReader(read_tensors(staging)))
-            checkpoints = Checkpoints(read, rescaled, decoded, options.global_scale, rounds)
+            checkpoints = Checkpoints(read, rescaled, decoded, options.global_scale, rounds, activations)
             outputs = measure_outputs(source, checkpoints, rows.measured(), device, lambda: progress.advance(task))
             report = replace(report, calibration=rows.summary(), outputs=outputs)
             write_json(staging / REPORT, report.to_json())
@@ -143,10 +155,7 @@ def _write_and_verify(source: Source, options: QuantizeOptions, staging: Path, o
 
 
 def _config(source: Source, options: QuantizeOptions) -> dict:
-    kept = ["lm_head", *source.kept]
-    if source.format.shared_tensor is None:
-        return source.format.quantization_config(kept, options.activations)
-    return source.format.quantization_config(kept)
+    return source.format.quantization_config(["lm_head", *source.kept], options.activations)
 
 
 def _report(source: Source, options: QuantizeOptions, out: Path, layers: list[LayerCheck]) -> QuantizeReport:
@@ -157,7 +166,8 @@ def _report(source: Source, options: QuantizeOptions, out: Path, layers: list[La
         global_scale=options.global_scale if source.format.shared_tensor else None,
         scales=source.format.scales,
         layout=source.format.layout,
-        scheme=source.format.scheme,
+        scheme=options.scheme_name,
+        activations=options.activations,
         ignore=options.ignore,
         kept_linears=source.kept,
         bytes_before=source.size_bytes(),
@@ -177,7 +187,7 @@ def _rows(source: Source, options: QuantizeOptions, device: torch.device) -> Cal
     if options.calibration is None:
         return None
     tokenizer = load_tokenizer(source.folder, options.trust_remote_code)
-    size = 0 if options.method == "rtn" else options.calibration_size
+    size = options.calibration_size if options.uses_rows else 0
     return load_calibration(options.calibration, tokenizer, size, options.sequence_length, HELD_OUT)
 
 

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 Tensors = Mapping[str, "torch.Tensor"]
+Inputs = Mapping[str, Callable[["torch.Tensor"], "torch.Tensor"]]
 EMBEDDINGS, NORM, HEAD = "model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"
 
 
@@ -69,19 +70,23 @@ class LayeredModel:
         weights: Tensors,
         hidden: list[torch.Tensor],
         see: Callable[[str, torch.Tensor], None] | None = None,
+        inputs: Inputs | None = None,
     ) -> None:
         """Replace the hidden states by what layer `number` with `weights` (full names) makes of them.
 
-        `see(module, inputs)` is called with each linear's full name and its inputs (1, T, in).
+        `see(module, inputs)` is called with each linear's full name and its inputs (1, T, in). `inputs` has functions
+        that give what a linear multiplies by instead, by full name.
         """
         import torch
 
         prefix, layer = f"model.layers.{number}.", self._layers[number]
         own = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
-        hooks = [] if see is None else [_watch(prefix, name, module, see) for name, module in _linears(layer)]
+        linears = [(f"{prefix}{name}", module) for name, module in _linears(layer)]
+        hooks = [] if see is None else [_watch(name, module, see) for name, module in linears]
+        hooks += [_replace(module, inputs[name]) for name, module in linears if name in (inputs or {})]
         try:
-            for row, inputs in enumerate(hidden):
-                out = torch.func.functional_call(layer, own, (inputs,), self._arguments[number])
+            for row, states in enumerate(hidden):
+                out = torch.func.functional_call(layer, own, (states,), self._arguments[number])
                 hidden[row] = out[0] if isinstance(out, tuple) else out
         finally:
             for hook in hooks:
@@ -104,5 +109,9 @@ def _linears(layer: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, module) for name, module in layer.named_modules() if isinstance(module, nn.Linear)]
 
 
-def _watch(prefix: str, name: str, module: nn.Module, see: Callable[[str, torch.Tensor], None]) -> Any:
-    return module.register_forward_pre_hook(lambda _, inputs: see(prefix + name, inputs[0]))
+def _watch(name: str, module: nn.Module, see: Callable[[str, torch.Tensor], None]) -> Any:
+    return module.register_forward_pre_hook(lambda _, inputs: see(name, inputs[0]))
+
+
+def _replace(module: nn.Module, rounded: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    return module.register_forward_pre_hook(lambda _, inputs: (rounded(inputs[0]),))

@@ -7,16 +7,20 @@ amax, so that those which engines fuse share their scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.activations import INPUT_SCALE
 from qerl.errors import CheckpointError
+from qerl.nvfp4.layout import PACKED
 from qerl.nvfp4.reference import power_of_two_scale
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
+
+    from qerl.checkpoint.packed import Tensors
 
 
 def input_scales(
@@ -32,15 +36,27 @@ def input_scales(
     with torch.no_grad(), _largest_inputs(model, modules) as amax:
         for ids in _batches(rows, batch):
             model(input_ids=torch.tensor(ids, device=model.device), use_cache=False, logits_to_keep=1)
+    return scales_of(amax, headroom_bits, f"{len(rows)} calibration rows (qat.quant_cfg.calibration)")
+
+
+def scales_of(amax: Mapping[str, torch.Tensor], headroom_bits: int, rows: str) -> dict[str, torch.Tensor]:
+    """float32 (1,) by module name, for the amax of each linear's input over `rows`, in words."""
     scales = {}
     for name, value in amax.items():
         if not 0 < (largest := value.item()) < float("inf"):
             raise CheckpointError(
-                f"the input of {name} has the amax {largest:g} over {len(rows)} calibration rows, from which no scale "
-                "follows: check the rows (qat.quant_cfg.calibration) and the 16-bit model, or take dynamic scales"
+                f"the input of {name} has the amax {largest:g} over {rows}, from which no scale follows: check the "
+                "rows and the 16-bit model, or take dynamic scales"
             )
         scales[name] = power_of_two_scale(largest, headroom_bits)
     return scales
+
+
+def with_input_scales(groups: Iterable[Tensors], scales: Mapping[str, torch.Tensor]) -> Iterator[Tensors]:
+    """The tensors of `groups`, each packed linear's static scale beside its weight."""
+    for group in groups:
+        own = {f"{module}.{INPUT_SCALE}": scale for module, scale in scales.items() if f"{module}.{PACKED}" in group}
+        yield group | own
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.activations import INPUT_SCALE, kind_of_activations
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.load import COMPUTED
 from qerl.checkpoint.reader import TensorReader
@@ -61,7 +62,7 @@ def verify(
     are to be judged, for an SQNR below the format's least, which rounding leaves only with wrong scales.
     """
     tensors = read_tensors(folder)
-    _check_headers(source, tensors)
+    _check_headers(folder, source, tensors)
     _check_config(folder, source)
     checks: dict[str, LayerCheck] = {}
     chosen = {f"{module}.weight": module for module in source.quantized}
@@ -80,8 +81,17 @@ def verify(
     return [checks[module] for module in source.quantized]
 
 
-def _check_headers(source: Source, tensors: Mapping[str, TensorInfo]) -> None:
+def check_input_scales(folder: Path, scales: Mapping[str, torch.Tensor]) -> None:
+    """Raise FailedCheck unless the static scales of activations in `folder` are `scales`, float32 (1,) by module."""
+    with TensorReader(read_tensors(folder)) as read:
+        for module, scale in scales.items():
+            _check_same(f"{module}.{INPUT_SCALE}", read(f"{module}.{INPUT_SCALE}"), scale)
+
+
+def _check_headers(folder: Path, source: Source, tensors: Mapping[str, TensorInfo]) -> None:
     expected: dict[str, TensorSpec] = {}
+    if kind_of_activations(folder, source.format) == "static":
+        expected |= {f"{module}.{INPUT_SCALE}": TensorSpec("F32", (1,)) for module in source.quantized}
     for name, info in source.tensors.items():
         module = name.removesuffix(".weight")
         if module in source.quantized and name != module:

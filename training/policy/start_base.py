@@ -16,9 +16,9 @@ import torch
 
 from qerl import formats
 from qerl.checkpoint import sealed
-from qerl.checkpoint.activations import INPUT_SCALE
+from qerl.checkpoint.input_scales import with_input_scales
 from qerl.checkpoint.output import check_space
-from qerl.checkpoint.packed import Tensors, packed_groups, power_of_two_scale_of
+from qerl.checkpoint.packed import packed_groups, power_of_two_scale_of
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.resolve import REPORT, ModelRef, resolve_model
 from qerl.checkpoint.shards import read_json
@@ -26,13 +26,12 @@ from qerl.checkpoint.source import Source, read_source
 from qerl.checkpoint.weights_run import BASE
 from qerl.checkpoint.writer import copy_small_files, write_json, write_weights
 from qerl.errors import ConfigError
-from qerl.nvfp4.layout import PACKED
 from qerl.plan.trained import masters_dtype
 from training.policy.calibrate import calibrated_scales
 from training.run_dir.folder import only_writer, written
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Sequence
 
     from qerl.config.quant import QatConfig
     from qerl.config.schema import RunConfig
@@ -84,7 +83,7 @@ def _make(folder: Path, config: RunConfig, start: ModelRef, prompts: Sequence[Pr
             shares = source.format.shared_tensor is not None
             scale_of = power_of_two_scale_of(headroom_bits=quant.weights.headroom_bits) if shares else None
             wide = _as_masters(source, read, getattr(torch, masters_dtype(config.qat)))
-            write_weights(partial, _with_inputs(packed_groups(source, wide, device, scale_of), inputs))
+            write_weights(partial, with_input_scales(packed_groups(source, wide, device, scale_of), inputs))
         copy_small_files(source.folder, partial, code="auto_map" in source.config)
         entry = source.format.quantization_config(["lm_head", *source.kept], quant.activations)
         write_json(partial / "config.json", {**source.config, "quantization_config": entry})
@@ -95,13 +94,6 @@ def _make(folder: Path, config: RunConfig, start: ModelRef, prompts: Sequence[Pr
         partial.rename(folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-
-
-def _with_inputs(groups: Iterator[Tensors], inputs: Mapping[str, torch.Tensor]) -> Iterator[Tensors]:
-    """The tensors of `groups`, each linear's static scale beside its weight."""
-    for group in groups:
-        own = {f"{module}.{INPUT_SCALE}": scale for module, scale in inputs.items() if f"{module}.{PACKED}" in group}
-        yield group | own
 
 
 def _source(start: ModelRef, config: RunConfig) -> Source:
