@@ -33,7 +33,7 @@ from qerl.tasks import task_of
 from training.course import Course, Place, TrainResult, agree_on_inputs, carry_out, finished, settled_plan
 from training.distill.teacher import find_teacher, open_teacher
 from training.parts import Given, make_parts
-from training.policy.build import build_packed_in_policy, build_policy, build_weights_policy
+from training.policy.build import build_packed_in_policy, build_policy, build_weights_policy, round_products_
 from training.policy.policy import Policy
 from training.policy.start_base import start_base
 from training.preflight.activations import check_activations
@@ -180,10 +180,13 @@ def _packed_base(config: RunConfig, base: ModelRef, place: Place, prompts: Seque
 
 def _policy(config: RunConfig, engine: Engine, base: ModelRef, parallel: Parallel) -> Policy:
     if config.qat is None:
-        return build_policy(engine, base, config.adapter, config.run.seed)
-    if config.qat.mode == "adapter":
-        return build_packed_in_policy(engine, base, config)
-    return build_weights_policy(engine, base, config, sizes_at(base), parallel)
+        policy = build_policy(engine, base, config.adapter, config.run.seed)
+    elif config.qat.mode == "adapter":
+        policy = build_packed_in_policy(engine, base, config)
+    else:
+        policy = build_weights_policy(engine, base, config, sizes_at(base), parallel)
+    round_products_(policy.base_model, config.train)
+    return policy
 
 
 def open_rollout_engine(config: RunConfig, base: ModelRef, context: int = 0, ranks: int = 1) -> Engine:

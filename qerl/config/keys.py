@@ -71,6 +71,9 @@ OTHER_NAMES = {
     "activation_observer": "qat.quant_cfg.activations",
     "quantization_config_path": "qat.quant_cfg",
     "qat.enable": "qat.mode",
+    "fp8_recipe": "train.fp8_recipe",
+    "fp8_cfg": "train.fp8_recipe",
+    "fp8_format": "train.fp8",
     "qat.group_size": "qat.quant_cfg.weights.group",
 }
 OTHER_VALUES = {  # (key, another trainer's value of it) -> what to write

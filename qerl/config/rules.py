@@ -18,6 +18,7 @@ from qerl.config.rules_noise import noise, noise_controller
 from qerl.config.rules_qat import qat
 from qerl.config.rules_rewards import rewards
 from qerl.config.rules_validation import COLUMNS, validation
+from qerl.config.train import train
 from qerl.engine.interface import MIN_TEMPERATURE
 
 if TYPE_CHECKING:
@@ -250,6 +251,7 @@ RULES = (
     engine,
     number_format,
     qat,
+    train,
     distill,
     loss,
     correction,

@@ -22,6 +22,7 @@ from qerl.config.environment import EnvironmentConfig
 from qerl.config.quant import QatConfig, with_its_format
 from qerl.config.rules import RULES
 from qerl.config.section import Section
+from qerl.config.train import TrainConfig
 from qerl.config.validation import ValidationConfig
 from qerl.engine.options import ENGINES, KERNELS
 from qerl.plan.engine_memory import KV_CACHE_DTYPES
@@ -318,6 +319,7 @@ class RunConfig(Section):
     loss: LossConfig = Field(default_factory=LossConfig, description=LossConfig.__doc__)
     distill: DistillConfig | None = Field(None, description="learn from a teacher; null: from rewards")
     noise: NoiseConfig = Field(default_factory=NoiseConfig, description=NoiseConfig.__doc__)
+    train: TrainConfig = Field(default_factory=TrainConfig, description=TrainConfig.__doc__)
     optim: OptimConfig = Field(default_factory=OptimConfig, description=OptimConfig.__doc__)
     run: LoopConfig = Field(description=LoopConfig.__doc__)
     validation: ValidationConfig = Field(default_factory=ValidationConfig, description=ValidationConfig.__doc__)

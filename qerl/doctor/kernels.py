@@ -11,6 +11,7 @@ from qerl import formats
 from qerl.cuda.nvrtc import has_kernels
 from qerl.doctor.doctor import Check
 from qerl.fp8 import reference as fp8
+from qerl.fp8 import training
 from qerl.layers.decode_attention import Batch, Cache, Space, attend_, reference_attend_
 from qerl.nvfp4 import decode, gemm, lora, slab_layout
 from qerl.nvfp4.kernel_layout import HUMMING_WGMMA, MARLIN, QERL, KernelLayout, KernelWeight, dequantize
@@ -46,15 +47,19 @@ def kernel_checks() -> list[Check]:
 
 
 def _fp8_checks(device: torch.device) -> list[Check]:
-    """Decoding FP8 weights, which any card can, and the product of both sides in FP8, which vLLM brings."""
-    decoding = kernel_check("kernel decode fp8 (triton)", lambda: _fp8_decode(device), exact=True)
+    """Decoding and packing FP8 weights, which any card can, and the products of both sides in FP8."""
+    found = [
+        kernel_check("kernel decode fp8 (triton)", lambda: _fp8_decode(device), exact=True),
+        kernel_check("kernel pack fp8 (triton)", lambda: _fp8_pack(device), exact=True),
+    ]
     what, capability = "kernel product fp8 (vllm)", torch.cuda.get_device_capability(device)
     if capability < FP8_CAPABILITY:
         less = f"not on compute capability {capability}, which has no FP8: train on {formats.DEFAULT.label} weights"
-        return [decoding, Check("ok", what, less)]
+        return [*found, Check("ok", what, less)]
+    found.append(kernel_check("kernel product fp8, one scale (torch)", lambda: _fp8_tensorwise(device)))
     if find_spec("vllm") is None:
-        return [decoding, Check("ok", what, "needs vllm; without it the plain torch twin runs")]
-    return [decoding, kernel_check(what, lambda: _fp8_product(device))]
+        return [*found, Check("ok", what, "needs vllm; without it the plain torch twin runs")]
+    return [*found, kernel_check(what, lambda: _fp8_product(device))]
 
 
 def kernel_check(what: str, run: Callable[[], Pair], exact: bool = False) -> Check:
@@ -89,6 +94,22 @@ def _fp8_decode(device: torch.device) -> Pair:
     codes, scale = fp8.quantize(_normal((ROWS, COLUMNS), torch.device("cpu")))
     out = kernels.dequantize(codes.to(device), scale.to(device), torch.float32)
     return out, fp8.dequantize(codes, scale, torch.float32).to(device)
+
+
+def _fp8_pack(device: torch.device) -> Pair:
+    from qerl.fp8 import kernels
+
+    weight = _normal((ROWS, COLUMNS), torch.device("cpu"))
+    expected, codes = fp8.quantize(weight), torch.empty(ROWS, COLUMNS, dtype=fp8.E4M3, device=device)
+    scale = torch.empty_like(expected.scale, device=device)
+    kernels.pack_(weight.to(device), codes, scale, "pow2")
+    return fp8.dequantize(codes, scale, torch.float32), fp8.dequantize(*expected, torch.float32).to(device)
+
+
+def _fp8_tensorwise(device: torch.device) -> Pair:
+    weight, x = (training.quantize_tensor(_normal(s, device)) for s in ((ROWS, COLUMNS), (TOKENS, COLUMNS)))
+    twin = (x.codes.float() @ weight.codes.float().t()) * (x.scale * weight.scale)
+    return training.scaled_product(x, weight, torch.bfloat16), twin
 
 
 def _fp8_product(device: torch.device) -> Pair:

@@ -86,7 +86,7 @@ def quantize_input(x: torch.Tensor, scales: ScaleKind = "pow2") -> FP8Tensor:
     groups = F.pad(x, (0, -columns % BLOCK)).unflatten(-1, (-1, BLOCK)).float()
     amax = groups.abs().amax(-1, keepdim=True).clamp(min=LEAST_INPUT)
     scale = amax / torch.full_like(amax, CODE_MAX)  # by a tensor: CUDA multiplies by the reciprocal of a Python number
-    scale = _ceil_pow2(scale.clamp(min=LEAST_INPUT)) if scales == "pow2" else scale
+    scale = ceil_pow2(scale.clamp(min=LEAST_INPUT)) if scales == "pow2" else scale
     codes = (groups / scale).clamp(-CODE_MAX, CODE_MAX).to(E4M3)
     return FP8Tensor(codes.flatten(-2)[..., :columns].contiguous(), scale.squeeze(-1))
 
@@ -122,10 +122,10 @@ def faults(weight: torch.Tensor) -> torch.Tensor:
 def _scale(amax: torch.Tensor, scales: ScaleKind) -> torch.Tensor:
     """The float32 scales of these largest magnitudes."""
     scale = amax * torch.full_like(amax, CODE_MAX).reciprocal()
-    return scale if scales == "fp32" else _ceil_pow2(scale)
+    return scale if scales == "fp32" else ceil_pow2(scale)
 
 
-def _ceil_pow2(scale: torch.Tensor) -> torch.Tensor:
+def ceil_pow2(scale: torch.Tensor) -> torch.Tensor:
     """Each float32 number rounded up to a power of two."""
     bits = scale.view(torch.int32)
     return ((bits + _MANTISSA) & ~_MANTISSA).view(torch.float32)

@@ -16,7 +16,8 @@ masters read it too. The gradient to it goes to the input as if rounding were th
 All A_i take one product, and so do all W_i if the engine keeps them in one tensor (q/k/v, gate/up), which is decoded
 into a work buffer once per direction. Only x and h are kept for the backward pass. The small products come first, and
 the base product is added to them in its float32 accumulator, so that y is rounded once. The gradient of a master is
-added to its `grad` in place, since a tensor of the weight's size for autograd to add would be too much.
+added to its `grad` in place, since a tensor of the weight's size for autograd to add would be too much. The products
+with W_i and of dM_i are those of `qerl.layers.products`, which an FP8 recipe may round.
 """
 
 from __future__ import annotations
@@ -30,9 +31,10 @@ from torch.autograd.function import once_differentiable
 
 from qerl.formats.linear import PackedLinear
 from qerl.layers.factors import cast, diagonal, stacked
-from qerl.layers.master import add_gradient_, master_of
+from qerl.layers.master import master_of
+from qerl.layers.products import add_input_gradient_, add_weight_gradient_, matrix_of, own_product
 from qerl.nvfp4.activations import Activations
-from qerl.nvfp4.kernel_linear import adjacent, unscaled
+from qerl.nvfp4.kernel_linear import adjacent
 
 
 @dataclass(frozen=True)
@@ -132,8 +134,7 @@ def backward_to_input(grad: torch.Tensor, g: torch.Tensor | None, parts: Sequenc
     else:
         dx, started = g @ _stacked_a(parts, grad.dtype), True
     for columns, block in _blocks(parts):
-        matrix, alpha = _matrix(block, grad.dtype)
-        torch.addmm(dx, grad[:, columns], matrix, beta=int(started), alpha=alpha, out=dx)
+        add_input_gradient_(dx, grad[:, columns], [part.base for part in block], started)
         started = True
     return dx
 
@@ -164,7 +165,7 @@ def backward_to_factors(
             db = db if part.scale == 1.0 else db.mul_(part.scale)
             grads += [da[rows].to(part.a.dtype), db.to(part.b.dtype)]
         if part.master is not None:
-            add_gradient_(part.master, grad[:, columns], x)
+            add_weight_gradient_(part.master, grad[:, columns], x, part.base)
             grads.append(None)
     return grads
 
@@ -216,8 +217,7 @@ def _blocks(parts: Sequence[Part]) -> Iterator[tuple[slice, Sequence[Part]]]:
 
 def _own_output(x: torch.Tensor, h: torch.Tensor | None, parts: Sequence[Part]) -> torch.Tensor | None:
     """y (T, N) if one product of the bases' own gives all columns, as in the engine; else None."""
-    base, *others = (part.base for part in parts)
-    y = base.own_product(x, others) if isinstance(base, PackedLinear) else None
+    y = own_product(x, [part.base for part in parts])
     if y is None:
         return None
     for part, ranks, columns in _columns(parts):
@@ -230,24 +230,15 @@ def _own_output(x: torch.Tensor, h: torch.Tensor | None, parts: Sequence[Part]) 
 
 def _add_product_(out: torch.Tensor, x: torch.Tensor, block: Sequence[Part], started: bool) -> None:
     """Add the block's base product to its columns of y, or write it there if y is not `started`."""
-    base = block[0].base
-    own = base.own_product(x) if isinstance(base, PackedLinear) else None
+    bases = [part.base for part in block]
+    own = own_product(x, bases)
     if own is None:
-        matrix, alpha = _matrix(block, x.dtype)
+        matrix, alpha = matrix_of(bases, x.dtype)
         torch.addmm(out, x, matrix.t(), beta=int(started), alpha=alpha, out=out)
     elif started:
         out.add_(own)
     else:
         out.copy_(own)
-
-
-def _matrix(block: Sequence[Part], dtype: torch.dtype) -> tuple[torch.Tensor, float]:
-    """The weight (rows, K) of the block up to a scalar factor, and that factor; valid until the next call."""
-    bases = [part.base for part in block]
-    if adjacent(bases):
-        return unscaled(bases, dtype), bases[0].kernel_weight.alpha
-    base = bases[0]
-    return (base.dense(dtype) if isinstance(base, PackedLinear) else base.weight.to(dtype)), 1.0
 
 
 def _can_fuse_bias(parts: Sequence[Part]) -> bool:

@@ -23,7 +23,7 @@ from qerl.formats.linear import PackedLinear
 
 NAME = "master"
 RECEIVER = "gradient_receiver"
-SERVED = "packed_weights_served"
+SERVED = "served_by_engine"
 
 
 class Receiver(Protocol):
@@ -60,14 +60,27 @@ def add_gradient_(master: nn.Parameter, grad: torch.Tensor, x: torch.Tensor) -> 
 
     Where it is not, as for a master in bfloat16, each product is summed in float32 and rounded once.
     """
+    with _place_of(master) as place:
+        _add_product_(place, grad.t(), x)
+
+
+def add_product_(master: nn.Parameter, product: torch.Tensor) -> None:
+    """master.grad += product (out, in), which is the gradient of one backward pass."""
+    with _place_of(master) as place:
+        place.add_(product)
+
+
+@contextmanager
+def _place_of(master: nn.Parameter) -> Iterator[torch.Tensor]:
+    """Where to add the gradient of `master`, which has been added when this ends."""
     receiver: Receiver | None = getattr(master, RECEIVER, None)
     if receiver is not None:
-        _add_product_(receiver.place(), grad.t(), x)
+        yield receiver.place()
         receiver.added()
         return
     if master.grad is None:
         master.grad = torch.zeros_like(master)
-    _add_product_(master.grad, grad.t(), x)
+    yield master.grad
 
 
 class MasterLinear(PackedLinear):
@@ -87,6 +100,11 @@ class MasterLinear(PackedLinear):
         return master_of(self.master_of[0]).detach().to(dtype)
 
     @property
+    def fp8_recipe(self) -> object:
+        """That of the linear, if it has one (`qerl.layers.products`)."""
+        return getattr(self.master_of[0], "fp8_recipe", (None, ()))
+
+    @property
     def weight_device(self) -> torch.device:
         return master_of(self.master_of[0]).device
 
@@ -95,8 +113,7 @@ def multiply_by_masters_(model: nn.Module) -> None:
     """Let each linear that has a master multiply by it, except while an engine is `serving` the model."""
     from qerl.layers.lora import Part
 
-    served: list[bool] = []  # not empty while it is
-    setattr(model, SERVED, served)
+    served = served_of(model)
 
     def choose_(module: nn.Linear) -> None:
         dense = MasterLinear(module)
@@ -108,10 +125,17 @@ def multiply_by_masters_(model: nn.Module) -> None:
             choose_(module)
 
 
+def served_of(model: nn.Module) -> list[bool]:
+    """A list that is not empty while an engine is `serving` the model."""
+    if not hasattr(model, SERVED):
+        setattr(model, SERVED, [])
+    return getattr(model, SERVED)
+
+
 @contextmanager
 def serving(model: nn.Module) -> Iterator[None]:
-    """Within it, `model` multiplies by the packed weights whatever the trainer multiplies by."""
-    served: list[bool] = getattr(model, SERVED, [])
+    """Within it, `model` multiplies as an engine does: by its packed weights, and by no recipe of the trainer."""
+    served = served_of(model)
     served.append(True)
     try:
         yield

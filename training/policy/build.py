@@ -13,8 +13,11 @@ from qerl.checkpoint.base_modules import base_linears
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_tensors
+from qerl.formats.linear import PackedLinear
+from qerl.fp8.training import recipe_of
 from qerl.layers.master import multiply_by_masters_
 from qerl.layers.norms import block_norms
+from qerl.layers.products import set_recipe_
 from qerl.parallel import ALONE, Parallel
 from qerl.plan.trained import masters_dtype, trained_linears, trained_of
 from training.policy.packed_in import PackedInPolicy
@@ -22,8 +25,11 @@ from training.policy.policy import AdapterPolicy, WeightsPolicy
 from training.policy.shards import Shards
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
     from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import AdapterConfig, RunConfig
+    from qerl.config.train import TrainConfig
     from qerl.engine.interface import Engine
     from qerl.plan.sizes import ModelSizes
 
@@ -78,6 +84,25 @@ def build_packed_in_policy(engine: Engine, start: ModelRef, config: RunConfig) -
         "the adapter is packed into %d linears; their 16-bit weights are %s (%.1f GiB)", len(names), where, size
     )
     return PackedInPolicy(adapter, weights)
+
+
+def round_products_(model: PreTrainedModel, train: TrainConfig) -> None:
+    """Let the trainer's products be rounded by the recipe's `train.fp8_recipe`, if it has one.
+
+    Of a quantized base these are those of its packed linears, so that what is kept in 16 bits stays so.
+    """
+    recipe = recipe_of(train.fp8_recipe, train.fp8)
+    if recipe is None:
+        return
+    linears = [*base_linears(model).values()]
+    packed = [linear for linear in linears if isinstance(linear, PackedLinear)]
+    set_recipe_(model, packed or linears, recipe)
+    logger.info(
+        "training in FP8: %s, gradients in %s, %d linears",
+        recipe.name,
+        str(recipe.gradients).removeprefix("torch.float8_"),
+        len(packed or linears),
+    )
 
 
 def build_weights_policy(

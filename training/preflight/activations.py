@@ -1,4 +1,4 @@
-"""What a run with 4-bit activations is told, or refused for, before an engine is opened. No torch on import."""
+"""What a run that rounds activations is told, or refused for, before an engine is opened. No torch on import."""
 
 from __future__ import annotations
 
@@ -14,14 +14,19 @@ if TYPE_CHECKING:
     from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import RunConfig
 
+FP8_CAPABILITY = (8, 9)  # e4m3
+
 logger = logging.getLogger(__name__)
 
 
 def check_activations(config: RunConfig, base: ModelRef) -> None:
     """Warn that GRPO may not converge with 4-bit activations, by the recipe or of a frozen base.
 
-    Raises ConfigError for dropout on an adapter's input: the engine's adapter reads what its linear reads.
+    Raises ConfigError for dropout on an adapter's input: the engine's adapter reads what its linear reads; and for
+    training in FP8 on a card without.
     """
+    if config.train.fp8_recipe is not None:
+        _check_card(config.train.fp8_recipe)
     if config.qat is not None:
         packed = formats.get(config.qat.quant_cfg.weights.format)
         kind = config.qat.quant_cfg.activations if packed.four_bit_inputs else "none"
@@ -34,3 +39,13 @@ def check_activations(config: RunConfig, base: ModelRef) -> None:
             )
     if kind != "none":
         logger.warning(GRPO_WARNING)
+
+
+def _check_card(recipe: str) -> None:
+    import torch
+
+    if torch.cuda.is_available() and (capability := torch.cuda.get_device_capability()) < FP8_CAPABILITY:
+        raise ConfigError(
+            f"train.fp8_recipe: {recipe} needs compute capability {FP8_CAPABILITY} (Ada, Hopper or newer) and "
+            f"{torch.cuda.get_device_name()} has {capability}: write train.fp8_recipe: null"
+        )

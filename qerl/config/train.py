@@ -1,0 +1,69 @@
+"""How the trainer computes: the section `train`, and its rules. Importing this loads pydantic and nothing heavier."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import Field
+
+from qerl import formats
+from qerl.config.conflict import Conflict, Conflicts
+from qerl.config.section import Section
+
+if TYPE_CHECKING:
+    from qerl.config.schema import RunConfig
+
+
+class TrainConfig(Section):
+    """How the trainer computes; what samples is not asked."""
+
+    fp8_recipe: Literal["tensorwise", "blockwise"] | None = Field(
+        None,
+        description="round products of the decoder's linears and of their gradients to 8 bits, by one scale for each "
+        "matrix or by blocks of 128; null: 16 bits, or as the base does",
+    )
+    fp8: Literal["auto", "e4m3", "hybrid"] = Field(
+        "auto", description="numbers of fp8_recipe; hybrid: gradients in e5m2; auto: hybrid if tensorwise, else e4m3"
+    )
+
+
+def train(config: RunConfig) -> Conflicts:
+    """A recipe in 8 bits acts on all that it is said to act on, and is corrected for."""
+    this, qat = config.train, config.qat
+    if this.fp8_recipe is None:
+        if this.fp8 != "auto":
+            yield Conflict(
+                {"train.fp8": this.fp8, "train.fp8_recipe": "null"},
+                "there is no recipe of which these are the numbers",
+                "train.fp8_recipe: tensorwise or blockwise, or leave train.fp8 out",
+            )
+        return
+    given = {"train.fp8_recipe": this.fp8_recipe}
+    if this.fp8_recipe == "blockwise" and this.fp8 == "hybrid":
+        yield Conflict(
+            {**given, "train.fp8": "hybrid"},
+            "products in blocks take e4m3 on both sides",
+            "train.fp8: e4m3, or train.fp8_recipe: tensorwise",
+        )
+    if config.adapter.dropout:
+        yield Conflict(
+            {**given, "adapter.dropout": config.adapter.dropout},
+            "a linear whose adapter drops out is computed in 16 bits",
+            "adapter.dropout: 0",
+        )
+    if config.loss.correction.mode == "off" and config.distill is None:
+        yield Conflict(
+            {**given, "loss.correction.mode": "off"},
+            "the trainer computes with other roundings than what samples, which has to be corrected for",
+            "loss.correction.mode: token_truncate",
+        )
+    if (
+        qat is not None
+        and qat.quant_cfg.activations != "none"
+        and formats.get(qat.quant_cfg.weights.format).four_bit_inputs
+    ):
+        yield Conflict(
+            {**given, "qat.quant_cfg.activations": qat.quant_cfg.activations},
+            "activations are rounded to 4 bits already",
+            "train.fp8_recipe: null",
+        )

@@ -1,0 +1,152 @@
+"""FP8 recipes of training: what rounds the products of a linear and of its gradients to 8 bits, in the trainer alone.
+
+For x (T, in), a weight W (out, in) and the gradient dy (T, out):
+
+    recipe      y = x W^T                     dx = dy W                      dW = dy^T x
+    tensorwise  one scale for each matrix     one scale for each matrix      one scale for each matrix
+    blockwise   x in groups of 128 per token, W in blocks of 128 x 128, dy in groups of 128 per token; dW in 16 bits
+
+These are the recipes that NeMo RL and Megatron call `fp8_recipe`. Sums are in float32. Weights and inputs are e4m3;
+gradients are e4m3, or e5m2 under `hybrid`.
+
+1. Scales are powers of two, by which values in 16 bits are divided without a rounding. Transformer Engine takes any
+   float32 by default for whole tensors.
+2. A blockwise dW stays in 16 bits, where Transformer Engine rounds it in groups along the tokens: it is a third of the
+   products of whole weights, and none of an adapter's.
+3. The scale of a whole matrix depends on all its rows, so a token's product depends on what is in its micro-batch.
+
+On a card the tensorwise products are torch's `_scaled_mm` and the blockwise ones are `qerl.fp8.linear.PRODUCTS`; on a
+CPU, and for sizes that the card's products do not take, both sides are decoded, which is exact.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from qerl.fp8 import reference
+from qerl.fp8.layout import BLOCK
+from qerl.fp8.linear import PRODUCTS
+from qerl.fp8.reference import E4M3, LEAST_INPUT, FP8Tensor, ScaleKind
+
+E5M2 = torch.float8_e5m2
+ALIGNED = 16  # columns and rows of a weight, and the summed side, of torch._scaled_mm
+
+
+class Scaled(NamedTuple):
+    """A matrix (rows, columns) in 8 bits, codes * scale, with a float32 scale () that is a power of two."""
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+    def t(self) -> Scaled:
+        """Its transpose, copied, since products on a card sum along neighbours."""
+        return Scaled(_transposed(self.codes), self.scale)
+
+
+def quantize_tensor(x: torch.Tensor, dtype: torch.dtype = E4M3) -> Scaled:
+    """x (rows, columns) with one scale, the least power of two under which nothing saturates.
+
+    Codes are rounded to even, once. A matrix that holds inf or NaN gets codes that are NaN.
+    """
+    amax = x.abs().amax().float().clamp(min=LEAST_INPUT)
+    scale = reference.ceil_pow2(amax / torch.full_like(amax, torch.finfo(dtype).max))
+    scale = torch.where(amax.isfinite(), scale, torch.nan)
+    return Scaled((x * scale.reciprocal().to(x.dtype)).to(dtype), scale)
+
+
+def scaled_product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
+    """a b^T (M, N) in `dtype` for a (M, K) and b (N, K), summed in float32 and rounded once.
+
+    `fast` lets a card sum with fewer bits, as Transformer Engine does in the forward pass alone.
+    """
+    if a.codes.is_cuda and not (len(b.codes) % ALIGNED or b.codes.shape[1] % ALIGNED):
+        left, right = a.codes.contiguous(), b.codes.contiguous().t()
+        scales = {"scale_a": a.scale, "scale_b": b.scale}
+        return torch._scaled_mm(left, right, **scales, out_dtype=dtype, use_fast_accum=fast)
+    left, right = a.codes.float(), b.codes.float()
+    return (left @ right.t() * (a.scale * b.scale)).to(dtype)
+
+
+@dataclass(frozen=True)
+class Tensorwise:
+    """One scale for each matrix. `gradients`: the dtype of dy."""
+
+    gradients: torch.dtype = E5M2
+    name = "tensorwise"
+
+    def weight(self, weight: FP8Tensor | torch.Tensor) -> Scaled:
+        """What the other methods multiply by, of a dense matrix (out, in) or of codes in blocks."""
+        return quantize_tensor(weight if isinstance(weight, torch.Tensor) else _decoded(weight))
+
+    def output(self, x: torch.Tensor, weight: Scaled) -> torch.Tensor:
+        """y (T, out) in the dtype of x."""
+        return scaled_product(quantize_tensor(x), weight, x.dtype, fast=True)
+
+    def to_input(self, grad: torch.Tensor, weight: Scaled) -> torch.Tensor:
+        """dx (T, in) in the dtype of dy."""
+        return scaled_product(quantize_tensor(grad, self.gradients), weight.t(), grad.dtype)
+
+    def to_weight(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """dW (out, in), float32."""
+        rows = F.pad(grad, (0, 0, 0, -len(grad) % ALIGNED)), F.pad(x, (0, 0, 0, -len(x) % ALIGNED))
+        left, right = quantize_tensor(rows[0], self.gradients), quantize_tensor(rows[1])
+        return scaled_product(left.t(), right.t(), torch.float32)
+
+
+@dataclass(frozen=True)
+class Blockwise:
+    """Groups of 128 per token, and blocks of 128 x 128: the product of the format FP8 itself."""
+
+    gradients = E4M3
+    name = "blockwise"
+
+    def weight(self, weight: FP8Tensor | torch.Tensor) -> FP8Tensor:
+        """What the other methods multiply by, of a dense matrix (out, in) or of codes in blocks, which stay."""
+        return reference.quantize_unchecked(weight, "pow2") if isinstance(weight, torch.Tensor) else weight
+
+    def output(self, x: torch.Tensor, weight: FP8Tensor) -> torch.Tensor:
+        """y (T, out) in the dtype of x."""
+        return _product(x, weight)
+
+    def to_input(self, grad: torch.Tensor, weight: FP8Tensor) -> torch.Tensor:
+        """dx (T, in) in the dtype of dy. Blocks are square, so the transposed codes keep their scales."""
+        return _product(grad, FP8Tensor(_transposed(weight.codes), weight.scale.t().contiguous()))
+
+    def to_weight(self, grad: torch.Tensor, x: torch.Tensor) -> None:
+        """dW is not rounded."""
+
+
+Recipe = Tensorwise | Blockwise
+
+
+def recipe_of(name: Literal["tensorwise", "blockwise"] | None, gradients: str = "auto") -> Recipe | None:
+    """The recipe of that name, with gradients `e4m3`, or `hybrid` (e5m2); auto is hybrid where there is a choice."""
+    if name is None:
+        return None
+    return Blockwise() if name == "blockwise" else Tensorwise(E4M3 if gradients == "e4m3" else E5M2)
+
+
+def _product(x: torch.Tensor, weight: FP8Tensor, scales: ScaleKind = "pow2") -> torch.Tensor:
+    """x W^T (T, out), both sides in blocks, by the card's product where there is one."""
+    if (product := PRODUCTS.get(x.device.type)) is None:
+        return reference.product(x, weight, scales)
+    lacking = -x.shape[1] % BLOCK  # it takes whole groups alone; codes of zero bits are 0
+    if lacking:
+        codes = F.pad(weight.codes.view(torch.uint8), (0, lacking)).view(E4M3)
+        return product(F.pad(x, (0, lacking)), codes, weight.scale, scales)
+    return product(x, *weight, scales)
+
+
+def _decoded(weight: FP8Tensor) -> torch.Tensor:
+    from qerl.fp8.linear import decode
+
+    return decode(*weight, torch.bfloat16 if weight.codes.is_cuda else torch.float32)
+
+
+def _transposed(codes: torch.Tensor) -> torch.Tensor:
+    """A transposed copy of 8-bit codes, as bytes, which every device can copy."""
+    return codes.view(torch.uint8).t().contiguous().view(codes.dtype)

@@ -1,0 +1,108 @@
+"""The product of a linear's own weight and its gradients, in 16 bits, in the weight's own way, or by an FP8 recipe.
+
+A recipe (`qerl.fp8.training`) rounds the trainer's products alone: while an engine is `serving` the model with the
+trainer's modules, they multiply as the engine does.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from qerl.formats.linear import PackedLinear
+from qerl.fp8.linear import FP8Linear, joined
+from qerl.fp8.reference import FP8Tensor
+from qerl.fp8.training import Blockwise, Recipe
+from qerl.layers.master import add_gradient_, add_product_, master_of, served_of
+from qerl.nvfp4.kernel_linear import adjacent, unscaled
+
+RECIPE = "fp8_recipe"
+
+
+def set_recipe_(model: nn.Module, linears: Sequence[nn.Module], recipe: Recipe) -> None:
+    """Let the trainer's products of these linears of `model`, which is trained next, be rounded by `recipe`."""
+    served = served_of(model)
+    for linear in linears:
+        setattr(linear, RECIPE, (recipe, served))
+        if master_of(linear) is None:  # called as a module it takes the path of the fused layers, too
+            linear.forward = types.MethodType(_forward, linear)
+
+
+def recipe_of(base: nn.Module) -> Recipe | None:
+    """The recipe by which the products of this linear are rounded now."""
+    recipe, served = getattr(base, RECIPE, (None, ()))
+    return None if served else recipe
+
+
+def own_product(x: torch.Tensor, bases: Sequence[nn.Linear]) -> torch.Tensor | None:
+    """x W^T (T, out of all), if that is not a product with the dense weight in 16 bits, else None.
+
+    None, too, for several linears whose weights do not follow one another.
+    """
+    base, *others = bases
+    if (recipe := recipe_of(base)) is None or _is_own(recipe, base):
+        return base.own_product(x, others) if isinstance(base, PackedLinear) else None
+    if (found := _rounded_weight(recipe, bases, x.dtype)) is None:
+        return None
+    weight, alpha = found
+    y = recipe.output(x, weight)
+    return y if alpha == 1.0 else y.mul_(alpha)
+
+
+def add_input_gradient_(dx: torch.Tensor, grad: torch.Tensor, bases: Sequence[nn.Linear], started: bool) -> None:
+    """dx (T, in) += dy W for dy (T, out of all), or = if it is not `started`."""
+    if (recipe := recipe_of(bases[0])) is None:
+        matrix, alpha = matrix_of(bases, grad.dtype)
+        torch.addmm(dx, grad, matrix, beta=int(started), alpha=alpha, out=dx)
+        return
+    weight, alpha = _rounded_weight(recipe, bases, grad.dtype)
+    product = recipe.to_input(grad.contiguous(), weight)
+    torch.add(dx if started else dx.zero_(), product, alpha=alpha, out=dx)
+
+
+def add_weight_gradient_(master: nn.Parameter, grad: torch.Tensor, x: torch.Tensor, base: nn.Linear) -> None:
+    """The gradient of the master behind `base`, dy^T x for dy (T, out) and x (T, in), added to its own."""
+    recipe = recipe_of(base)
+    product = None if recipe is None else recipe.to_weight(grad, x)
+    if product is None:
+        add_gradient_(master, grad, x)
+    else:
+        add_product_(master, product)
+
+
+def matrix_of(bases: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[torch.Tensor, float]:
+    """The weight (rows, in) of one linear, or of several that are `adjacent`, up to a scalar factor, and that factor.
+
+    Valid until the next call.
+    """
+    if adjacent(bases):
+        return unscaled(bases, dtype), bases[0].kernel_weight.alpha
+    base = bases[0]
+    return (base.dense(dtype) if isinstance(base, PackedLinear) else base.weight.to(dtype)), 1.0
+
+
+def _is_own(recipe: Recipe, base: nn.Linear) -> bool:
+    """Whether the recipe's output is what the linear computes anyway, as its engine does."""
+    return isinstance(recipe, Blockwise) and isinstance(base, FP8Linear) and base.rounds_input
+
+
+def _rounded_weight(
+    recipe: Recipe, bases: Sequence[nn.Linear], dtype: torch.dtype
+) -> tuple[tuple[torch.Tensor, torch.Tensor], float] | None:
+    """The weight of all `bases` as the recipe has it, up to a scalar factor, and that factor."""
+    if isinstance(base := bases[0], FP8Linear):
+        weight = joined(bases) if len(bases) > 1 else FP8Tensor(base.weight_codes, base.weight_scale)
+        return None if weight is None else (recipe.weight(weight), 1.0)
+    if len(bases) > 1 and not adjacent(bases):
+        return None
+    matrix, alpha = matrix_of(bases, dtype)
+    return recipe.weight(matrix), alpha
+
+
+def _forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    from qerl.layers.lora import Part, lora_linear
+
+    return lora_linear(x, [Part(self)])

@@ -1,0 +1,97 @@
+"""Products of linears by an FP8 recipe: forward and gradients, beside adapters and masters, on every kind of weight."""
+
+import pytest
+import torch
+
+from qerl.fp8 import reference
+from qerl.fp8.linear import FP8Linear
+from qerl.fp8.training import recipe_of
+from qerl.layers.lora import Part, lora_linear
+from qerl.layers.master import master_of, multiply_by_masters_, serving, set_master_
+from qerl.layers.products import set_recipe_
+from qerl.nvfp4.linear import NVFP4Linear
+
+KINDS = {"dense": lambda linear: linear, "nvfp4": NVFP4Linear.from_linear, "fp8": FP8Linear.from_linear}
+RECIPES = ["tensorwise", "blockwise"]
+
+
+def model_of(kind, rows=(256, 128), rounds_input=True):
+    torch.manual_seed(0)
+    linears = [KINDS[kind](torch.nn.Linear(256, count, bias=False)) for count in rows]
+    for linear in linears:
+        linear.rounds_input = rounds_input
+    return torch.nn.ModuleList(linears).requires_grad_(False)
+
+
+def factors(rows):
+    torch.manual_seed(1)
+    return 0.1 * torch.randn(8, 256), 0.1 * torch.randn(rows, 8)
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapter_is_added_in_16_bits_to_the_recipe_s_products(kind, name):
+    """The recipe's own products are the oracle, which test_training.py holds to float64."""
+    model, recipe = model_of(kind), recipe_of(name)
+    set_recipe_(model, [*model], recipe)
+    pairs = [factors(linear.out_features) for linear in model]
+    parts = [
+        Part(linear, a.requires_grad_(), b.requires_grad_(), 0.5) for linear, (a, b) in zip(model, pairs, strict=True)
+    ]
+    x, upstream = torch.randn(9, 256, requires_grad=True), torch.randn(9, 384)
+    y = lora_linear(x, parts)
+    y.backward(upstream)
+    grad = upstream.split([256, 128], 1)
+    weights = [recipe.weight(torch.as_tensor(linear.weight + 0)) for linear in model]
+    right = [
+        recipe.output(x.detach(), w) + 0.5 * x.detach() @ a.t() @ b.t()
+        for w, (a, b) in zip(weights, pairs, strict=True)
+    ]
+    torch.testing.assert_close(y.detach(), torch.cat(right, 1).detach(), rtol=1e-5, atol=1e-5)
+    dx = sum(recipe.to_input(g, w) + 0.5 * g @ b @ a for g, w, (a, b) in zip(grad, weights, pairs, strict=True))
+    torch.testing.assert_close(x.grad, dx.detach(), rtol=1e-4, atol=1e-4)
+    a, b = pairs[0]
+    torch.testing.assert_close(a.grad, 0.5 * (grad[0] @ b.detach()).t() @ x.detach(), rtol=1e-4, atol=1e-4)
+    exact = sum(g @ (linear.weight + 0) for g, linear in zip(grad, model, strict=True))
+    assert 1e-3 < ((dx - exact).norm() / exact.norm()).item() < 1.0
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("forward", ["packed", "masters"])
+def test_a_master_gets_the_gradient_of_the_rounded_product(name, forward):
+    recipe = recipe_of(name)
+    model = model_of("fp8")
+    for linear in model:
+        set_master_(linear, linear.unpack(torch.float32) + 1e-3)
+    if forward == "masters":
+        multiply_by_masters_(model)
+    set_recipe_(model, [*model], recipe)
+    x, upstream = torch.randn(9, 256), torch.randn(9, 256)
+    for _ in range(2):
+        y = model[0](x)
+        y.backward(upstream)
+    product = recipe.to_weight(upstream, x)
+    right = upstream.t() @ x if product is None else product
+    torch.testing.assert_close(master_of(model[0]).grad, 2 * right, rtol=1e-5, atol=1e-4)
+    weight = master_of(model[0]).detach() if forward == "masters" else model[0].unpack(torch.float32)
+    torch.testing.assert_close(y.detach(), recipe.output(x, recipe.weight(weight)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("rounds_input", [True, False])
+def test_blockwise_training_on_an_fp8_base_computes_forward_what_the_engine_does(rounds_input):
+    model = model_of("fp8", rounds_input=rounds_input)
+    x = torch.randn(5, 256)
+    before = model[0](x)
+    set_recipe_(model, [*model], recipe_of("blockwise"))
+    codes = reference.FP8Tensor(model[0].weight_codes, model[0].weight_scale)
+    torch.testing.assert_close(model[0](x), reference.product(x, codes))
+    assert torch.equal(before, model[0](x)) == rounds_input
+
+
+def test_an_engine_that_serves_the_trainer_s_modules_is_not_rounded():
+    model, x = model_of("dense"), torch.randn(5, 256)
+    before = model[0](x)
+    set_recipe_(model, [*model], recipe_of("tensorwise"))
+    with serving(model):
+        torch.testing.assert_close(model[0](x), before)
+    assert (model[0](x) - before).norm() / before.norm() > 0.005
