@@ -55,9 +55,9 @@ def main() -> None:
     from qerl.parallel import open_parallel
     from scripts.bench.provenance import machine, require_card
 
-    require_card("vllm")
     with open_parallel() as parallel:
         choose_card(parallel.local_rank if parallel.size > 1 else None)
+        require_card("vllm")  # looks at the cards, so each rank has to have its own by then
         report = {"command": " ".join(sys.argv), **machine(), **measured(arguments, parallel)}
     if parallel.first:
         write(report, arguments.out)

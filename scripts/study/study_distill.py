@@ -49,13 +49,17 @@ def main() -> None:
         problems = Path(work) / "problems.jsonl"
         others = write_problems(given.task, given.questions, problems)
         runs = [Path(work) / f"run-{seed}" for seed in given.seeds]
-        list(pool.map(lambda job: distilled(given, *job), zip(given.seeds, runs, strict=True)))
         models = [runs[0] / "base", *(run / "model" for run in runs)]
         folders = [Path(work) / f"eval-{number}" for number in range(1 + len(models))]
-        jobs = zip([Path(given.base), *models], folders, strict=True)
-        list(pool.map(lambda job: evaluated(given, problems, *job), jobs))
-        right = [correct(folder) for folder in folders]
+        training = [pool.submit(distilled, given, *job) for job in zip(given.seeds, runs, strict=True)]
+        answers = [pool.submit(evaluated, given, problems, Path(given.base), folders[0])]
+        for each in training:
+            each.result()
+        answers += [pool.submit(evaluated, given, problems, *job) for job in zip(models, folders[1:], strict=True)]
         kls = divergences(given.base, models, given.task, others[:KL_QUESTIONS], given.tokens)
+        for each in answers:
+            each.result()
+        right = [correct(folder) for folder in folders]
         steps = [[[row[key] for key in KEYS] for row in metrics(run)] for run in runs]
     result = {
         "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in vars(given).items()},
