@@ -69,6 +69,9 @@ def step_seconds(
     if config.qat is not None and config.qat.mode == "weights":
         gradients = 2 * trained_of(config, sizes).count * tokens / (card.tflops * 1e12)
     decoding = -(-sequences // MAX_SEQUENCES) * _decoding(config, sizes, card, lengths)
+    if rollout.carry_over:
+        carried, decoding = _carried_over(config, sizes, card, lengths)
+        prefill += 2 * sizes.body * carried / rate
     taught = teacher_flops(config, sizes, tokens, sequences * lengths.new)
     return {
         "rollout": (decoding + prefill) / config.loss.num_iterations,
@@ -98,6 +101,24 @@ def _decoding(config: RunConfig, sizes: ModelSizes, card: Card, lengths: Lengths
         step = decode_seconds(sizes, card, config.model.format, started * share, cached)
         seconds += step - (1 - share) ** started * idle  # no step at all if every sequence has ended
     return seconds * rollout.max_new_tokens / SLICES
+
+
+def _carried_over(config: RunConfig, sizes: ModelSizes, card: Card, lengths: Lengths) -> tuple[float, float]:
+    """(tokens that are computed again, seconds of decoding) of a step that leaves what is unfinished to the next one.
+
+    As many sequences as a step has are sampled all the time, so a step takes as many decode steps as its completions
+    have tokens on average. Those that go on are as far as the running ones are on average.
+    """
+    rollout, kv_bytes = config.rollout, sizes.kv_bytes(config.rollout.kv_cache_dtype)
+    sequences = rollout.prompts_per_step * rollout.group_size
+    at_once, scale = min(sequences, MAX_SEQUENCES), _scale(min(lengths.new / rollout.max_new_tokens, 1.0))
+    middles = [(part + 0.5) / SLICES for part in range(SLICES)]
+    running = [math.exp(-middle / scale) for middle in middles]  # the share of the sequences that get so far
+    mean_tokens = rollout.max_new_tokens * sum(map(math.prod, zip(middles, running, strict=True))) / sum(running)
+    cached = at_once * (lengths.prompt + mean_tokens) * kv_bytes
+    step = decode_seconds(sizes, card, config.model.format, at_once, cached)
+    carried = 0.0 if math.isinf(scale) else at_once * mean_tokens  # equal lengths end together
+    return carried, lengths.new * sequences / at_once * step
 
 
 def _scale(share: float) -> float:

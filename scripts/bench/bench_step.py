@@ -5,7 +5,7 @@
 
 The default is workload A: rank 32, 16 prompts x 8 completions, 128 prompt tokens, exactly 512 new ones (or mixed
 lengths up to --new-tokens, if the checkpoint was made with --mean-tokens). Started by torchrun, it trains on several
-cards. With `--set rollout.carry_over=4` the first steps fill the engine and the last ones have no further prompts to
+cards. With `--set rollout.carry_over=2` the first steps fill the engine and the last ones have no further prompts to
 begin, so `middle_step_s` is of the others. The weights are random, and the reward of a completion is computed from its
 text as if at random, so that groups
 have advantages. Seconds are those of metrics.jsonl. Peak memory is what the driver reports for the whole card, read

@@ -397,7 +397,7 @@ batch_ranks4() {
 batch_ranks8() { on_cards 8; }
 
 batch_carry() { # completions of geometric length, with and without carrying the unfinished ones over
-    local work=(--steps 12 --new-tokens 1024) over=(--set rollout.carry_over=4)
+    local work=(--steps 12 --new-tokens 1024) over=(--set rollout.carry_over=2)
     checkpoint qwen2.5-7b 7b-mixed --mean-tokens 300
     one_card 0 "carry-over on card 1" step-7b-mixed-12-cards1 250 bench_step 7b-mixed "${work[@]}"
     one_card 1 "no carry-over on card 0" step-7b-carry-cards1 250 bench_step 7b-mixed "${work[@]}" "${over[@]}"

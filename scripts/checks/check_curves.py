@@ -2,10 +2,13 @@
 """Reward curves of one recipe with one and with two ranks, over seeds: do more ranks learn the same?
 
     python3 scripts/checks/check_curves.py --runs runs/curves --out curves.json [--picture curves.png] [--seeds 0 1 2]
+    python3 scripts/checks/check_curves.py --runs runs/curves --out curves.json --against rollout.carry_over=4
+
+With --against both runs have one rank, and the second one has this value of the recipe.
 
 Sampled completions need not be equal: another number of sequences at once rounds differently, and one other token makes
 another completion. So what is compared is the reward at the end (the mean over the last quarter of the steps): the
-difference that the number of ranks makes on each seed, with the 95% interval of its mean, beside what the seed makes.
+difference that the second kind of run makes on each seed, with the 95% interval of its mean, beside what seeds make.
 Ranks talk by gloo on a CPU, and take a card each where there are several.
 """
 
@@ -23,7 +26,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-SIZES = (1, 2)
+RANKS = ("1 rank", "2 ranks")
 T_95 = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}  # Student's t by the number of seeds, two-sided
 LIMIT_S = 3600.0
 
@@ -36,6 +39,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for `qerl train`")
+    parser.add_argument("--against", metavar="KEY=VALUE", help="compare with this value instead of with two ranks")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--picture", type=Path)
     arguments = parser.parse_args()
@@ -44,7 +48,8 @@ def main() -> None:
 
     arguments.runs.mkdir(parents=True)
     arguments.model = arguments.model or packed_base(arguments.runs)
-    rewards = {f"{size}": {f"{seed}": curve(arguments, size, seed) for seed in arguments.seeds} for size in SIZES}
+    kinds = RANKS if arguments.against is None else ("without", arguments.against)
+    rewards = {kind: {f"{seed}": curve(arguments, kind, seed) for seed in arguments.seeds} for kind in kinds}
     found = {"command": " ".join(sys.argv), **machine(), **estimate(rewards), "rewards": rewards}
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -54,12 +59,13 @@ def main() -> None:
     sys.exit(0 if found["within"] else 1)
 
 
-def curve(arguments: argparse.Namespace, size: int, seed: int) -> list[float]:
-    """The reward of each step of a run with so many ranks."""
+def curve(arguments: argparse.Namespace, kind: str, seed: int) -> list[float]:
+    """The reward of each step of a run of that kind."""
     from scripts.checks.check_faults import Ranks
 
-    run = arguments.runs / f"ranks{size}-seed{seed}"
-    given = [word for each in (f"run.seed={seed}", *arguments.set) for word in ("--set", each)]
+    size, own = 2 if kind == RANKS[1] else 1, [kind] if kind == arguments.against else []
+    run = arguments.runs / f"{kind.replace(' ', '-')}-seed{seed}"
+    given = [word for each in (f"run.seed={seed}", *arguments.set, *own) for word in ("--set", each)]
     words = [
         "--recipe",
         arguments.recipe,
@@ -74,7 +80,7 @@ def curve(arguments: argparse.Namespace, size: int, seed: int) -> list[float]:
     ranks = Ranks(argparse.Namespace(ranks=size, hosts=False), arguments.runs, words)
     codes = ranks.ended(LIMIT_S)
     if any(codes):
-        sys.exit(f"the run of {size} ranks and seed {seed} ended with {codes}: {ranks.errors()}")
+        sys.exit(f"the run of {kind} and seed {seed} ended with {codes}: {ranks.errors()}")
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["reward"] for line in lines]
 
@@ -85,9 +91,9 @@ def last(rewards: Sequence[float]) -> float:
 
 
 def estimate(rewards: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
-    """The reward at the end by ranks and seed, and the difference of two ranks and one with its 95% interval."""
-    ends = {size: {seed: last(curve) for seed, curve in seeds.items()} for size, seeds in rewards.items()}
-    one, two = (ends[str(size)] for size in SIZES)
+    """The reward at the end by kind and seed, and the difference of the second kind with its 95% interval."""
+    ends = {kind: {seed: last(curve) for seed, curve in seeds.items()} for kind, seeds in rewards.items()}
+    one, two = ends.values()
     differences = [two[seed] - one[seed] for seed in one]
     spread = stdev(differences) if len(differences) > 1 else math.nan
     half = T_95.get(len(differences), 1.96) * spread / math.sqrt(len(differences))
@@ -98,25 +104,24 @@ def estimate(rewards: dict[str, dict[str, list[float]]]) -> dict[str, Any]:
 
 def summary(found: dict[str, Any]) -> str:
     """In two lines."""
-    ends = {size: mean(seeds.values()) for size, seeds in found["ends"].items()}
+    ends = ", ".join(f"{kind} {mean(seeds.values()):.4f}" for kind, seeds in found["ends"].items())
     return (
-        f"reward at the end: {ends['1']:.4f} with one rank and {ends['2']:.4f} with two; standard deviation between "
-        f"seeds {found['seeds_stdev']:.4f}\n"
+        f"reward at the end: {ends}; standard deviation between seeds {found['seeds_stdev']:.4f}\n"
         f"difference {found['difference']:+.4f} +- {found['half_width']:.4f} (95%)"
     )
 
 
 def draw(rewards: dict[str, dict[str, list[float]]], path: Path) -> None:
-    """The curves: a line for each run, one colour for each number of ranks."""
+    """The curves: a line for each run, one colour for each kind."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
     figure, place = pyplot.subplots(figsize=(5.2, 3.4), layout="constrained")
-    for (size, seeds), colour, style in zip(rewards.items(), ("#4c72b0", "#dd8452"), ("-", "--"), strict=True):
+    for (kind, seeds), colour, style in zip(rewards.items(), ("#4c72b0", "#dd8452"), ("-", "--"), strict=True):
         for index, curve in enumerate(seeds.values()):
-            label = None if index else f"{size} rank{'s' if size != '1' else ''}"
+            label = None if index else kind
             place.plot(range(1, len(curve) + 1), curve, style, color=colour, label=label, linewidth=1.3)
     place.set(xlabel="step", ylabel="reward")
     place.legend()

@@ -12,9 +12,11 @@ recorded run for example, from which groups are drawn. The ways, per 128 complet
     split           some cards sample a whole batch while the others train on the one before, at the best split
     no tail         as the first, with completions that go on in the next step, so that the samplers are always full
     split, no tail  both
+    carry over N    the first with `rollout.carry_over: N`, by its rules: each card waits for whole groups of its own,
+                    and computes the keys and values of what goes on once more, which "no tail" leaves out
 
-The three last train on completions of an older policy. Sending the adapter, gathering completions and imbalances of
-training are not counted.
+All but the two first train on completions of an older policy, with `rollout.carry_over` on tokens of the mean age that
+is given, in steps. Sending the adapter, gathering completions and imbalances of training are not counted.
 """
 
 from __future__ import annotations
@@ -22,16 +24,23 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
 PROMPTS, GROUP, PROMPT_TOKENS, LONGEST = 16, 8, 128, 1024
 OTHER_S = 0.30  # of a step, on every card: putting the engine to sleep, batches, logs (docs/several-gpus.md)
 TRAIN_S = 3.58 / (PROMPTS * (PROMPT_TOKENS + GROUP * 512))  # of a token on one card (benchmarks/step-7b-qerl.json)
 DRAWS = 200
+PREFILL_S = 0.3877 / (PROMPTS * GROUP * PROMPT_TOKENS)  # of a token (benchmarks/rollout-7b-qerl.json)
+CARRIED = (1, 2, 4)  # values of `rollout.carry_over`
+STEPS_CARRIED = 100
 Lengths = Callable[[random.Random], int]
 
 
@@ -50,7 +59,7 @@ def main() -> None:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     for name, of_cards in found.items():
         for cards, ways in of_cards.items():
-            print(f"{name}, {cards} cards: " + ", ".join(f"{way} {value:.2f} s" for way, value in ways.items()))
+            print(f"{name}, {cards} cards: " + ", ".join(f"{way} {value:.2f}" for way, value in ways.items()))
 
 
 def geometric(wanted: int) -> Lengths:
@@ -75,7 +84,68 @@ def seconds(lengths: Lengths, cards: int) -> dict[str, float]:
     found["split"] = min(max(apart[n], train / (cards - n)) for n in splits) + OTHER_S
     found["no tail"] = full(tokens, cards) + train / cards + OTHER_S
     found["split, no tail"] = min(max(full(tokens, n), train / (cards - n)) for n in splits) + OTHER_S
+    for longest in CARRIED:
+        sampling, found[f"age {longest}"] = carried_over(lengths, cards, longest)
+        found[f"carry over {longest}"] = sampling + prefill(PROMPTS / cards) + train / cards + OTHER_S
     return found
+
+
+@dataclass
+class Going:
+    """A group in progress: the step in which it began, the tokens each completion has drawn, and will have."""
+
+    since: int
+    drawn: list[int]
+    lengths: list[int]
+    age: int = 0  # the sum over the drawn tokens of the step that drew them
+
+    def left(self) -> list[int]:
+        return [length - drawn for drawn, length in zip(self.drawn, self.lengths, strict=True) if length > drawn]
+
+    def advance(self, tokens: int, step: int) -> None:
+        """Each completion that has not ended draws so many tokens."""
+        self.age += len(self.left()) * tokens * step
+        self.drawn = [min(drawn + tokens, length) for drawn, length in zip(self.drawn, self.lengths, strict=True)]
+
+
+def carried_over(lengths: Lengths, cards: int, longest: int) -> tuple[float, float]:
+    """Seconds of sampling per step of the slowest card, and the mean age of the tokens that are trained on."""
+    drawn, groups = random.Random(0), max(1, PROMPTS // cards)
+    pools: list[list[Going]] = [[] for _ in range(cards)]
+    slowest, ages, tokens = [], 0, 0
+    for step in range(STEPS_CARRIED):
+        of_cards = [sample(pool, groups, step, longest, lambda: lengths(drawn)) for pool in pools]
+        if step < 2 * longest:  # until the cards are full
+            continue
+        slowest.append(max(taken for taken, _ in of_cards))
+        for group in (group for _, trained in of_cards for group in trained):
+            tokens += sum(group.lengths)
+            ages += step * sum(group.lengths) - group.age
+    return mean(slowest), ages / tokens
+
+
+def sample(
+    pool: list[Going], groups: int, step: int, longest: int, length: Callable[[], int]
+) -> tuple[float, list[Going]]:
+    """One card's sampling in a step: its seconds, and the groups that it trains on, which leave the pool."""
+    from training.rollout.carry_over import due
+
+    needed = due([group.since for group in pool], groups, step, longest)
+    begun = [(drawn, length) for group in pool for drawn, length in zip(group.drawn, group.lengths, strict=True)]
+    total = PREFILL_S * sum(drawn for drawn, length in begun if drawn < length)
+    while True:
+        while sum(len(group.left()) for group in pool) <= (groups - 1) * GROUP and len(pool) < (longest + 1) * groups:
+            pool.append(Going(step, [0] * GROUP, [length() for _ in range(GROUP)]))
+        ended = [group for group in pool if not group.left()]
+        if len(ended) >= groups and not any(group.left() for group in pool[:needed]):
+            break
+        left = [tokens for group in pool for tokens in group.left()]
+        total += min(left) * decode(len(left))
+        for group in pool:
+            group.advance(min(left), step)
+    trained = ended[:groups]
+    pool[:] = [group for group in pool if not any(group is other for other in trained)]
+    return total, trained
 
 
 def full(tokens: float, cards: int) -> float:
