@@ -144,7 +144,7 @@ def test_each_key_that_a_page_names_exists(page):
     named = set(re.findall(rf"\b(?:{'|'.join(RunConfig.model_fields)})\.[a-z0-9_]+(?:\.[a-z_]+)*", page.read_text()))
     named -= {name for name in named if name.endswith((".py", ".yaml", ".md", ".json", ".txt"))}
     named -= {f"run.{name}" for name in dir(Run)} | {"train.torch"}  # of a variable in Python, and of a module of Ray
-    sections = {key.rpartition(".")[0] for key in keys}
+    sections = {key.rpartition(".")[0].removesuffix(".N") for key in keys}
     assert {name for name in named if name not in keys | sections} == set()
 
 

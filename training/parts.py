@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.data.sources import sources_of
 from qerl.engine.interface import SamplingParams
 from qerl.parallel import ALONE, Parallel
 from qerl.tasks import task_of
@@ -86,7 +87,8 @@ def make_parts(
     packed = PackedPolicy(
         policy.base_model, rollout.temperature, plan, config.loss.entropy_coef > 0, rollout.deterministic
     )
-    ahead = grading_ahead(task_of(config.data), [reward.name for reward in config.rewards], tokenizer)
+    graded = [(task_of(source.data), [reward.name for reward in source.rewards]) for source in sources_of(config)]
+    ahead = grading_ahead(graded, tokenizer)
     if given.environments is not None:  # only the last turn is graded, and which one that is shows at the end
         ahead = None
     decode = partial(tokenizer.batch_decode, skip_special_tokens=True)

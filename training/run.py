@@ -29,7 +29,6 @@ from qerl.engine.options import EngineOptions
 from qerl.parallel import ALONE, Parallel, check_same
 from qerl.plan.plan import checkpoint_bytes, trainer_bytes
 from qerl.plan.several import check_ranks
-from qerl.tasks import task_of
 from training.course import Course, Place, TrainResult, agree_on_inputs, carry_out, finished, settled_plan
 from training.distill.teacher import find_teacher, open_teacher
 from training.parts import Given, make_parts
@@ -47,11 +46,11 @@ from training.preflight.checks import (
     sizes_at,
 )
 from training.preflight.trackers import check_trackers
-from training.rewards.rewards import build_rewards, fixed_columns
+from training.rewards.rewards import rewards_of_run
 from training.rollout.groups import Prompt
 from training.run_dir.checkpoint import checkpoint_step, newest_checkpoint
 from training.run_dir.folder import check_shared, new_run_dir, written
-from training.run_dir.inputs import inputs_of
+from training.run_dir.inputs import inputs_of_run
 from training.run_dir.log import RunLog, read_metrics
 from training.run_dir.resume import (
     base_to_resume,
@@ -117,7 +116,7 @@ def _train(
     given = _check(config, base, place)
     validated = given.questions.prompts if given.questions else ()
     files = given.environments.runner.files if given.environments else ()
-    inputs = inputs_of(given.prompts, task_of(config.data), config.rewards, validated, files)
+    inputs = inputs_of_run(config, given.prompts, validated, files)
     inputs |= given.teacher.inputs() if given.teacher else {}
     agree_on_inputs(config, base, place, inputs, accept_changes)
     served = base if config.qat is None else _packed_base(config, base, place, given.prompts)
@@ -161,9 +160,7 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     check_room(place.run_dir, checkpoint_bytes(config, sizes_at(base)))
     if engine_name == "vllm":
         check_memory(config, base, free_bytes(), place.parallel.size)
-    fixed = fixed_columns(task_of(config.data), config.rollout.max_new_tokens)
-    examples = [prompt.example for prompt in prompts]
-    rewards = build_rewards(config.rewards, fixed, examples, place.run_dir, environments is not None)
+    rewards = rewards_of_run(config, prompts, place.run_dir, environments is not None)
     questions = read_questions(config, tokenizer, prompts, sizes_at(base), place.run_dir, environments)
     teacher = find_teacher(config, base, tokenizer, sizes_at(base))
     return Given(tokenizer, prompts, rewards, place.parallel, questions, environments, teacher)

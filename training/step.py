@@ -33,7 +33,7 @@ from training.loss.correction import Mismatch, importance_weights
 from training.loss.micro_batches import Metrics, MicroBatch, merge_metrics, row_metrics, split
 from training.policy.train_memory import make_gradients_, training_memory
 from training.ranks import dealt, largest, merged_grades, merged_rollouts, sum_gradients_
-from training.rewards.grading import Graded, reward_metrics
+from training.rewards.grading import Graded, reward_metrics, source_metrics
 from training.rollout.dynamic_sampling import extra_order, fill_batch
 from training.rollout.metrics import length_metrics, logged_means, logged_means_by_groups, sampled_metrics
 from training.rollout.sampler import Moment, Rollout, rollout_metrics
@@ -118,6 +118,7 @@ def collect(parts: Parts, prompts: Sequence[Prompt], moment: Moment) -> Collecte
     metrics |= {
         **length_metrics(groups),
         **reward_metrics(groups, parts.rewards.names),
+        **source_metrics(groups, parts.rewards),
         **({"groups/zero_variance_share": equal_share} if parts.teacher is None else {}),
         "time/sync_s": sync_s,
         "time/rollout_and_grading_s": time.perf_counter() - started,  # with the scoring of old logprobs
@@ -150,7 +151,7 @@ def sample_and_grade(
         carried = {} if parts.carry_over is None else parts.carry_over.metrics(moment.step, groups)
         return groups, {**rollout_metrics(rollouts), **carried, **logged_means(graded[0])}
     order = extra_order(len(parts.prompts), parts.config.run.seed, moment.step)
-    chosen = fill_batch(draw, rows, order, dynamic.max_extra_rollouts)
+    chosen = fill_batch(draw, rows, order, dynamic.max_extra_rollouts, lambda row: parts.prompts[row].source)
     of_all = {**sampled_metrics(chosen.sampled, parts.rewards.names), **logged_means_by_groups(graded)}
     return chosen.kept, {**rollout_metrics(rollouts), **chosen.metrics(), **of_all}
 

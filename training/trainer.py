@@ -21,7 +21,6 @@ and in `run_trainer.py`, for every kind of run:
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -30,7 +29,7 @@ from trl import GRPOTrainer
 
 from training.distill.loss import LOSS_TYPE, distillation_loss
 from training.loss.correction import MismatchGate
-from training.rollout.prompts import StepPrompts
+from training.rollout.prompts import StepPrompts, step_prompts
 from training.rollout.sampler import Moment
 from training.run_dir.log import completion_rows, spread
 from training.run_trainer import RunTrainer
@@ -89,16 +88,7 @@ class QerlTrainer(RunTrainer, GRPOTrainer):
     # -- a step's inputs
 
     def get_train_dataloader(self) -> StepPrompts:
-        config = self.parts.config
-        updates = config.loss.num_iterations
-        return StepPrompts(
-            self.parts.prompts,
-            config.rollout.prompts_per_step,
-            updates,
-            rollouts=math.ceil(config.run.steps / updates),
-            seed=config.run.seed,
-            first=self._start_step // updates,
-        )
+        return step_prompts(self.parts.config, self.parts.prompts, self._start_step)
 
     def _prepare_inputs(self, prompts: list[Prompt]) -> Batch:
         step = self.state.global_step
@@ -177,5 +167,5 @@ class QerlTrainer(RunTrainer, GRPOTrainer):
     def after_logging(self, step: int) -> None:
         config = self.parts.config.logging
         if config.completions_count and (step == 1 or step % config.completions_every == 0):
-            rows = completion_rows(self._collected.groups, self._collected.advantages_P_G, self.parts.rewards.names)
+            rows = completion_rows(self._collected.groups, self._collected.advantages_P_G, self.parts.rewards)
             self.parts.log.write_completions(step, spread(rows, config.completions_count))

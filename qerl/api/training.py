@@ -21,6 +21,7 @@ from qerl.api.arguments import (
 )
 from qerl.api.recipe import Recipe
 from qerl.api.run import Run
+from qerl.api.sources import brings_prompts, is_sources, sources_of
 from qerl.commands.train import TrainOptions, begin, check_new, find_resumed, go_on
 from qerl.errors import ConfigError
 from qerl.own.given import ROWS, given
@@ -41,7 +42,7 @@ KEYS = {  # argument -> the key of a recipe that it sets
     "seed": "run.seed",
     "out": "run.out",
 }
-CHAT = ("prompt", "messages")  # columns by which rows show that they bring their own prompt
+Sources = Mapping[str, Any]  # name -> rows, a path, or a mapping with data, reward, weight and what a source may have
 
 
 class TrainArguments(TypedDict, total=False):
@@ -65,7 +66,7 @@ def train(
     recipe: Recipe | str | os.PathLike | None = None,
     *,
     reward: str | Function | Mapping[str, Any] | Sequence[str | Function | Mapping[str, Any]] | None = None,
-    data: str | os.PathLike | Rows | None = None,
+    data: str | os.PathLike | Rows | Sources | None = None,
     resume: Run | str | os.PathLike | None = None,
     **arguments: Unpack[TrainArguments],
 ) -> Run:
@@ -73,8 +74,9 @@ def train(
 
     `reward` replaces the recipe's rewards: a function, a name as a recipe has it, a mapping with name, weight and args,
     or a list of these. A function is called in this process with the columns that it names, and returns one number for
-    each completion (docs/own-data-and-reward.md#reward). `data` are rows or the path of a file with rows. The first
-    interrupt ends the run after its step; it is saved, and the returned run is not finished.
+    each completion (docs/own-data-and-reward.md#reward). `data` are rows, the path of a file with rows, or several
+    sources by name (docs/python-api.md#several-sources). The first interrupt ends the run after its step; it is saved,
+    and the returned run is not finished.
 
     Raises QerlError for what the user can fix, in the words of the command, and leaves this process as it was.
     """
@@ -107,17 +109,25 @@ def train(
     return _begin(chosen, functions, data, options)
 
 
-def _begin(recipe: Recipe, functions: Functions, data: str | os.PathLike | Rows | None, options: TrainOptions) -> Run:
+def _begin(
+    recipe: Recipe, functions: Functions, data: str | os.PathLike | Rows | Sources | None, options: TrainOptions
+) -> Run:
     from qerl.api.process import as_before
     from training.run_dir.folder import new_run_dir
 
-    rows = None
+    rows: Mapping[str, Rows] = {}
     if data is not None:
-        rows = None if is_path(data) else plain_rows(data)
         run_dir = new_run_dir(recipe.config.run.out, recipe.name)
-        source = os.fspath(data) if rows is None else str(run_dir / ROWS)
-        recipe = recipe.set({"data.source": source, "run.out": str(run_dir), **_own_task(recipe, rows or [])})
-    with given(functions, {} if rows is None else {source: rows}):
+        if is_sources(data):
+            sources, rows = sources_of(data, functions, run_dir)
+            changes = {"data.sources": sources, "data.source": None, "data.limit": None}
+        elif is_path(data):
+            changes = {"data.source": os.fspath(data)}
+        else:
+            rows = {str(run_dir / ROWS): plain_rows(data)}
+            changes = {"data.source": str(run_dir / ROWS), **_own_task(recipe, rows[str(run_dir / ROWS)])}
+        recipe = recipe.set({**changes, "run.out": str(run_dir)})
+    with given(functions, rows):
         check_new(recipe.config, recipe.name)
         with as_before():
             return _run_of(begin(recipe.config, recipe.source, options)[0])
@@ -125,11 +135,10 @@ def _begin(recipe: Recipe, functions: Functions, data: str | os.PathLike | Rows 
 
 def _own_task(recipe: Recipe, rows: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     """The task `own` for rows that bring their prompts, where the recipe's task finds no question in them."""
-    config, columns = recipe.config.data, {name for row in rows for name in row}
+    config = recipe.config.data
     task = get_task(config.task)
     asked = task.columns["question"]
-    readable = {"question", *([asked] if isinstance(asked, str) else asked)}
-    if config.columns or columns & readable or not columns & set(CHAT):
+    if config.columns or not brings_prompts(rows, ["question", *([asked] if isinstance(asked, str) else asked)]):
         return {}
     logger.info("the rows bring their own prompts: task own in place of %s", task.name)
     return {"data.task": "own"}

@@ -6,18 +6,19 @@ what to write instead. Rules run in the order of RULES; the first conflict is th
 
 from __future__ import annotations
 
-import difflib
 from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.config.conflict import Conflict, Conflicts
 from qerl.config.rules_carry_over import carry_over
+from qerl.config.rules_data import sources
 from qerl.config.rules_distill import distill
 from qerl.config.rules_environment import environment
 from qerl.config.rules_noise import noise, noise_controller
 from qerl.config.rules_qat import qat
 from qerl.config.rules_rewards import rewards
-from qerl.config.rules_validation import COLUMNS, validation
+from qerl.config.rules_tasks import columns_of, known_task, template_of
+from qerl.config.rules_validation import validation
 from qerl.config.train import train
 from qerl.engine.interface import MIN_TEMPERATURE
 
@@ -42,28 +43,9 @@ def batch(config: RunConfig) -> Conflicts:
 
 def task(config: RunConfig) -> Conflicts:
     """The task exists, its prompt holds the question, and columns that it reads are mapped."""
-    from qerl.tasks import TASKS
-
-    name, template = config.data.task, config.data.prompt_template
-    names = list(TASKS)  # asking TASKS for a name would import its file
-    if name not in names:
-        near = difflib.get_close_matches(name, names, n=1, cutoff=0.4)
-        hint = f"data.task: {near[0]} (tasks: {', '.join(names)})" if near else f"one of {', '.join(names)}"
-        yield Conflict({"data.task": name}, "there is no such task", hint)
-    for column, source in (config.data.columns or {}).items():
-        if column not in COLUMNS:
-            meant = f"{{{source}: {column}}}" if source in COLUMNS else "{question: THEIR_NAME, answer: THEIR_NAME}"
-            yield Conflict(
-                {f"data.columns.{column}": source},
-                f"only our columns can be mapped ({', '.join(COLUMNS)})",
-                f"data.columns: {meant}",
-            )
-    if template != "default" and "{question}" not in template:
-        yield Conflict(
-            {"data.prompt_template": template},
-            "it has no {question}, so no prompt would hold its problem",
-            "data.prompt_template: '{question} Put your final answer within \\boxed{}.', or default",
-        )
+    yield from known_task("data.task", config.data.task)
+    yield from columns_of("data.columns", config.data.columns)
+    yield from template_of("data.prompt_template", config.data.prompt_template)
 
 
 def vllm_only(config: RunConfig) -> dict[str, object]:
@@ -247,6 +229,7 @@ RULES = (
     batch,
     carry_over,
     task,
+    sources,
     rewards,
     engine,
     number_format,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from qerl.config.conflict import Conflict, Conflicts
@@ -17,10 +18,10 @@ def environment(config: RunConfig) -> Conflicts:
     """An environment or a tool is named in a form that can be found, and a reward of it has one."""
     this = config.environment
     if this is None:
-        for i, reward in enumerate(config.rewards):
-            if reward.name == "environment":
+        for key, name in _rewards(config):
+            if name == "environment":
                 yield Conflict(
-                    {f"rewards.{i}.name": "environment", "environment": None},
+                    {key: "environment", "environment": None},
                     "there is no environment that could give a reward",
                     "environment: {name: word_game}, or your own",
                 )
@@ -35,6 +36,15 @@ def environment(config: RunConfig) -> Conflicts:
         yield from _name("environment.name", this.name)
     for i, tool in enumerate(this.tools):
         yield from _name(f"environment.tools.{i}", tool)
+
+
+def _rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
+    """Key and name of each reward, those of the sources as well."""
+    for i, reward in enumerate(config.rewards):
+        yield f"rewards.{i}.name", reward.name
+    for i, source in enumerate(config.data.sources):
+        for j, reward in enumerate(source.rewards):
+            yield f"data.sources.{i}.rewards.{j}.name", reward.name
 
 
 def _name(key: str, name: str) -> Conflicts:

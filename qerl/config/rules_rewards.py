@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 from urllib.parse import parse_qsl, urlsplit
 
 from qerl.config.conflict import Conflict, Conflicts
 
 if TYPE_CHECKING:
+    from qerl.config.data import RewardConfig
     from qerl.config.schema import RunConfig
 
 REWARD_NAMES = ("accuracy", "format", "soft_overlong", "length", "judge", "environment")
@@ -86,7 +87,12 @@ def header_mistake(name: object, value: object) -> tuple[str, str] | None:
 
 def without_secrets(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """A recipe as plain values, with "(not shown)" for what may be a key in the arguments of its rewards."""
-    return {**recipe, "rewards": [{**each, "args": _hidden(each["args"])} for each in recipe["rewards"]]}
+    sources = [{**each, "rewards": _without(each["rewards"])} for each in recipe["data"]["sources"]]
+    return {**recipe, "data": {**recipe["data"], "sources": sources}, "rewards": _without(recipe["rewards"])}
+
+
+def _without(rewards: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return [{**each, "args": _hidden(each["args"])} for each in rewards]
 
 
 def _hidden(value: Any, name: str = "") -> Any:
@@ -100,57 +106,65 @@ def _hidden(value: Any, name: str = "") -> Any:
 
 def rewards(config: RunConfig) -> Conflicts:
     """Some reward has a weight, none is listed twice, and the soft punishment leaves room to answer."""
-    names = [reward.name for reward in config.rewards]
-    for i, name in enumerate(names):
-        yield from _name(i, name)
-        if is_url(name) or name == "judge":  # a function of the user's own may have an argument of this name
-            yield from _headers(i, config.rewards[i].args)
-        url = config.rewards[i].args.get("url") if name == "judge" else None
+    yield from check_rewards(config, "rewards", config.rewards)
+
+
+def check_rewards(config: RunConfig, key: str, listed: Sequence[RewardConfig]) -> Conflicts:
+    """The same for the rewards that stand under `key`."""
+    for i, reward in enumerate(listed):
+        own = f"{key}.{i}"
+        yield from _name(own, reward.name)
+        if is_url(reward.name) or reward.name == "judge":  # a function of the user's own may have such an argument
+            yield from _headers(own, reward.args)
+        url = reward.args.get("url") if reward.name == "judge" else None
         if isinstance(url, str) and (mistake := url_mistake(url)):
-            key = {f"rewards.{i}.args.url": url_shown(url)}
-            yield Conflict(key, mistake, "the judge's URL up to /v1, such as http://localhost:8001/v1")
-        if name in names[:i]:
-            yield Conflict({f"rewards.{i}.name": name}, "this reward stands twice", "it once, with the weights added")
-    if config.distill is None and all(reward.weight == 0 for reward in config.rewards):
+            shown = {f"{own}.args.url": url_shown(url)}
+            yield Conflict(shown, mistake, "the judge's URL up to /v1, such as http://localhost:8001/v1")
+        if any(reward.name == earlier.name for earlier in listed[:i]):
+            yield Conflict({f"{own}.name": reward.name}, "this reward stands twice", "it once, with the weights added")
+    if listed and config.distill is None and all(reward.weight == 0 for reward in listed):
         yield Conflict(
-            {"rewards.0.weight": 0.0}, "no reward has a weight, so nothing would be learned", "rewards.0.weight: 1"
+            {f"{key}.0.weight": 0.0}, "no reward has a weight, so nothing would be learned", f"{key}.0.weight: 1"
         )
-    for i, reward in enumerate(config.rewards):
-        if reward.timeout_s is not None and (is_url(reward.name) or reward.name in REWARD_NAMES):
-            asks = is_url(reward.name) or reward.name == "judge"
-            why = "a server has its limit among its args" if asks else "it ends by itself"
-            write = f"rewards.{i}.args.timeout_s" if asks else "it for your own functions only"
-            yield Conflict({f"rewards.{i}.timeout_s": reward.timeout_s, f"rewards.{i}.name": reward.name}, why, write)
-    longest = config.rollout.max_new_tokens
-    for i, reward in enumerate(config.rewards):
-        cache = reward.args.get("cache")
-        own_limit = reward.args.get("max_length") is not None  # the reward itself refuses a cache above that
-        if reward.name == "soft_overlong" and not own_limit and isinstance(cache, int) and cache >= longest:
-            yield Conflict(
-                {f"rewards.{i}.args.cache": cache, "rollout.max_new_tokens": longest},
-                "the punishment would begin before the first token",
-                f"a cache below {longest}, such as {longest // 4}",
-            )
+    for i, reward in enumerate(listed):
+        yield from _limits(config, f"{key}.{i}", reward)
 
 
-def _headers(i: int, args: Mapping[str, object]) -> Conflicts:
+def _limits(config: RunConfig, own: str, reward: RewardConfig) -> Conflicts:
+    """Only a function of the user's own has a time limit here, and the soft punishment leaves room to answer."""
+    if reward.timeout_s is not None and (is_url(reward.name) or reward.name in REWARD_NAMES):
+        asks = is_url(reward.name) or reward.name == "judge"
+        why = "a server has its limit among its args" if asks else "it ends by itself"
+        write = f"{own}.args.timeout_s" if asks else "it for your own functions only"
+        yield Conflict({f"{own}.timeout_s": reward.timeout_s, f"{own}.name": reward.name}, why, write)
+    longest, cache = config.rollout.max_new_tokens, reward.args.get("cache")
+    own_limit = reward.args.get("max_length") is not None  # the reward itself refuses a cache above that
+    if reward.name == "soft_overlong" and not own_limit and isinstance(cache, int) and cache >= longest:
+        yield Conflict(
+            {f"{own}.args.cache": cache, "rollout.max_new_tokens": longest},
+            "the punishment would begin before the first token",
+            f"a cache below {longest}, such as {longest // 4}",
+        )
+
+
+def _headers(own: str, args: Mapping[str, object]) -> Conflicts:
     """Each header can be sent and holds no key. Its value is left out of the error."""
     headers = args.get("headers")
     for name, value in headers.items() if isinstance(headers, dict) else ():
         if mistake := header_mistake(name, value):
             why, write = mistake
-            yield Conflict({f"rewards.{i}.args.headers.{name}": "(not shown)"}, why, write)
+            yield Conflict({f"{own}.args.headers.{name}": "(not shown)"}, why, write)
 
 
-def _name(i: int, name: str) -> Conflicts:
+def _name(own: str, name: str) -> Conflicts:
     """The name is registered, or has the form of a function's path or of a URL (which are not tried)."""
     if name in REWARD_NAMES or name in UNAVAILABLE:
         return
-    key = {f"rewards.{i}.name": name}
+    key = {f"{own}.name": name}
     if is_url(name):
         mistake = url_mistake(name)
         if mistake:
-            key = {f"rewards.{i}.name": url_shown(name)}
+            key = {f"{own}.name": url_shown(name)}
             yield Conflict(key, mistake, "a URL such as http://localhost:8000/grade")
         return
     if name.endswith(".py"):
@@ -163,5 +177,5 @@ def _name(i: int, name: str) -> Conflicts:
         return
     near = difflib.get_close_matches(name.lower(), REWARD_NAMES, n=1)
     known = ", ".join(REWARD_NAMES)
-    write = f"rewards.{i}.name: {near[0]} (rewards: {known}; {OWN})" if near else f"one of {known} ({OWN})"
+    write = f"{own}.name: {near[0]} (rewards: {known}; {OWN})" if near else f"one of {known} ({OWN})"
     yield Conflict(key, "there is no such reward", write)

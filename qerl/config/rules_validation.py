@@ -6,12 +6,11 @@ import difflib
 from typing import TYPE_CHECKING
 
 from qerl.config.conflict import Conflict, Conflicts
+from qerl.config.rules_tasks import columns_of
 from qerl.engine.interface import MIN_TEMPERATURE
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
-
-COLUMNS = ("question", "answer", "id")  # the columns that a task reads
 
 
 def validation(config: RunConfig) -> Conflicts:
@@ -48,13 +47,7 @@ def _rows(config: RunConfig) -> Conflicts:
         yield Conflict(
             {"validation.task": this.task}, "there is no such task", f"{hint}; a file of rows is validation.source"
         )
-    for column, source in (this.columns or {}).items():
-        if column not in COLUMNS:
-            yield Conflict(
-                {f"validation.columns.{column}": source},
-                f"only our columns can be mapped ({', '.join(COLUMNS)})",
-                "validation.columns: {question: THEIR_NAME, answer: THEIR_NAME}",
-            )
+    yield from columns_of("validation.columns", this.columns)
 
 
 def _sampling(config: RunConfig) -> Conflicts:
@@ -75,11 +68,13 @@ def _sampling(config: RunConfig) -> Conflicts:
 
 def _verdict(config: RunConfig) -> Conflicts:
     this = config.validation
-    if this.metric not in ("accuracy", "reward") and not this.metric.startswith("rewards/"):
+    of_sources = [f"sources/{each.name}/{what}" for each in config.data.sources for what in ("accuracy", "reward")]
+    if this.metric not in ("accuracy", "reward", *of_sources) and not this.metric.startswith("rewards/"):
+        others = f", or of one source {', '.join(of_sources)}" if of_sources else ""
         yield Conflict(
             {"validation.metric": this.metric},
             "no validation gives a value of that name that is the better the higher it is",
-            "validation.metric: accuracy, reward, or one of the rewards as rewards/NAME",
+            f"validation.metric: accuracy, reward, or one of the rewards as rewards/NAME{others}",
         )
     if this.min_improvement and this.stop_after is None:
         yield Conflict(

@@ -17,6 +17,7 @@ from pydantic import Field, model_validator
 from qerl import formats
 from qerl.checkpoint.linears import PROJECTIONS
 from qerl.config.choice import OneOf
+from qerl.config.data import DataConfig, RewardConfig
 from qerl.config.distill import DistillConfig
 from qerl.config.environment import EnvironmentConfig
 from qerl.config.quant import QatConfig, with_its_format
@@ -55,51 +56,6 @@ class AdapterConfig(Section):
     targets: Projections = Field(PROJECTIONS, description="linear layers that get an adapter")
     train_norms: bool = Field(False, description="train the norm weights too, and sync them with the adapter")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the adapter's master weights")
-
-
-class DataConfig(Section):
-    """The prompts and the answers they are graded against."""
-
-    task: str = Field(min_length=1, description="task by name: its rows, prompt and grading")
-    source: str | None = Field(
-        None,
-        min_length=1,
-        description="hub id (`owner/name`, `owner/name:subset`), file or folder to read instead of the task's own rows",
-    )
-    split: str = Field("train", min_length=1, description="split that training reads")
-    columns: dict[str, str] | None = Field(
-        None,
-        description="the source's names for question, answer and id, such as {question: problem, answer: solution}",
-    )
-    system_prompt: str | None = Field("default", description="system message; default: the task's; null: none")
-    prompt_template: str = Field(
-        "default", min_length=1, description="user message, with {question} in it; default: the task's"
-    )
-    max_prompt_tokens: int = Field(1024, ge=1, description="longer prompts are dropped, counted and named")
-    limit: int | None = Field(None, ge=1, description="use only the first rows, this many; null: all")
-    grader: str | None = Field(
-        None,
-        min_length=1,
-        description="your own grading: file.py, file.py:function or package.module:function; null: the task's",
-    )
-    grader_timeout_s: float = Field(300.0, gt=0, description="seconds that one call of the grader may take")
-    keep_unreadable: bool = Field(
-        False, description="keep rows whose answer (prose, broken LaTeX) the grader cannot read; else they are dropped"
-    )
-
-
-class RewardConfig(Section):
-    """One reward; the sum of weight * reward is what training maximizes."""
-
-    name: str = Field(
-        min_length=1,
-        description="registered name, path of a function (`file.py:f`, `package.module:f`), or URL of a reward server",
-    )
-    weight: float = Field(1.0, description="factor in the sum; 0 only logs the reward")
-    args: dict[str, object] = Field(default_factory=dict, description="keyword arguments of the reward")
-    timeout_s: float | None = Field(
-        None, gt=0, description="seconds that one call of your own function may take; null: 300"
-    )
 
 
 class DynamicSamplingConfig(Section):

@@ -34,7 +34,7 @@ class ValidationConfig(Section):
         "accuracy",
         min_length=1,
         description="what decides which checkpoint is best and when to stop, the higher the better: accuracy, reward, "
-        "or one reward as rewards/NAME",
+        "one reward as rewards/NAME, or of one source sources/NAME/accuracy",
     )
     keep_best: bool = Field(
         True, description="keep the checkpoint of the best validation, with its adapter in the run's best/"

@@ -35,6 +35,11 @@ _functions: dict[str, GivenFunction] = {}
 _rows: dict[str, Rows] = {}
 
 
+def rows_file(source: str) -> str:
+    """The name of the file in the run directory that holds the given rows of one of several sources."""
+    return f"given-rows-{source}.jsonl"
+
+
 class GivenFunction:
     """A function of the program, called as an OwnFunction is, in the thread that asks."""
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from operator import mul
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from qerl.data.sources import sources_of
 from qerl.errors import ConfigError, QerlError
 from qerl.plan.plan import Plan
 from qerl.plan.seconds import Lengths, full_lengths, step_seconds
@@ -45,9 +47,13 @@ def likely(config: RunConfig, mean_completion: float = MEAN_COMPLETION, prompts:
         )
     if prompts:
         return Likely(Lengths(mean(prompts), new), f"as its {len(prompts)} prompts have")
-    if texts := _first_prompts(config):
-        tokens = mean(map(len, texts)) / CHARACTERS + TEMPLATE
-        where = f"estimated from the text of {len(texts)} rows"
+    texts = _first_prompts(config)
+    if all(texts):
+        weights = [source.weight for source in sources_of(config)]
+        lengths = [mean(map(len, own)) for own in texts]
+        characters = sum(map(mul, weights, lengths)) / sum(weights)
+        tokens = characters / CHARACTERS + TEMPLATE
+        where = f"estimated from the text of {sum(map(len, texts))} rows"
         return Likely(Lengths(min(tokens, config.data.max_prompt_tokens), new), where)
     return Likely(Lengths(config.data.max_prompt_tokens, new), "the most that they may have: its rows are not here")
 
@@ -75,11 +81,15 @@ def in_words(seconds: float) -> str:
     return f"{hours:.1f} hours" if hours < 48 else f"{hours:.0f} hours ({hours / 24:.1f} days)"
 
 
-def _first_prompts(config: RunConfig) -> list[str]:
-    """The text of the first prompts, where reading them needs no network; rows that cannot be read are for the run."""
+def _first_prompts(config: RunConfig) -> list[list[str]]:
+    """The text of each source's first prompts; none of rows that cannot be read, or not without network."""
+    return [_first_of(source.data) for source in sources_of(config)]
+
+
+def _first_of(data: DataConfig) -> list[str]:
     from qerl.tasks import build_messages, get_task
 
-    data, task = config.data, get_task(config.data.task)
+    task = get_task(data.task)
     try:
         questions = [text for row in _first_rows(data, task) if (text := _question(row, data, task))]
     except QerlError:

@@ -49,7 +49,7 @@ def extremes(run: Run) -> Extremes | None:
 
     A text that occurs several times counts once, and of samples with equal rewards the later one is shown.
     """
-    found = [_sample(row, _weights(run)) for row in run.samples]
+    found = [_sample(row, _weights(run, row.get("source"))) for row in run.samples]
     if not found:
         return None
     steps = sorted({sample.step for sample in found})
@@ -69,12 +69,14 @@ def shorten(text: str) -> str:
     return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
 
 
-def _weights(run: Run) -> dict[str, float]:
-    """The weight of each reward by its name in the log.
+def _weights(run: Run, source: object = None) -> dict[str, float]:
+    """The weight of each reward of a source by its name in the log.
 
     That is the name of the function alone, or the full dotted path if an earlier reward has the same function name.
     """
-    rewards: Sequence[dict[str, Any]] = run.config.get("rewards") or []
+    sources = (run.config.get("data") or {}).get("sources") or []
+    own = next((each.get("rewards") for each in sources if each.get("name") == source), None)
+    rewards: Sequence[dict[str, Any]] = own or run.config.get("rewards") or []
     whole = {reward["name"]: reward.get("weight", 1.0) for reward in rewards}
     short = {name.replace(":", ".").rpartition(".")[2]: weight for name, weight in reversed(whole.items())}
     return short | whole

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl.report.read import Row, Run
 from qerl.report.stages import stages
-from qerl.report.summary import Table, phases, rounded
+from qerl.report.summary import Table, phases, rounded, source_names
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -91,6 +91,11 @@ PANELS = (
     ),
 )
 
+SOURCE_PANELS = (
+    ("reward by source", "sources/{}/reward"),
+    ("validation accuracy by source", "validation/sources/{}/accuracy"),
+)
+
 
 def panels(runs: Sequence[Run]) -> list[Panel]:
     """The panels with the lines that change and that no panel before has; panels without a line are left out.
@@ -136,6 +141,9 @@ def constant_table(runs: Sequence[Run]) -> Table | None:
 def _candidates(runs: Sequence[Run]) -> list[Panel]:
     names = sorted({key for run in runs for row in run.rows for key in row if key.startswith("rewards/")})
     found = list(PANELS)
+    for number, (title, what) in enumerate(SOURCE_PANELS):
+        lines = tuple((name, what.format(name)) for name in source_names([row for run in runs for row in run.rows]))
+        found.insert(1 + number, Panel(title, lines))
     if len(names) > 1:
         after = next(number for number, panel in enumerate(found, start=1) if panel.title == "accuracy")
         found.insert(after, Panel("rewards by name", tuple((name.removeprefix("rewards/"), name) for name in names)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ CHANGES = (
     ("effective sample size", "correction/ess"),
     ("seconds per step", "time/step_s"),
 )
+REWARDS = 4  # the place in CHANGES after which the rewards of sources stand
 PHASES = (
     ("rollout", "time/rollout_s"),
     ("adapter sync", "time/sync_s"),
@@ -30,6 +32,8 @@ PHASES = (
     ("optimizer", "time/optimizer_s"),
 )
 TRAINING = "time/train_s"  # includes packing; older versions logged this instead of the training phases
+
+SOURCE = re.compile(r"sources/([^/]+)/share")
 
 Table = tuple[list[str], list[list[str]]]  # heading, cells
 
@@ -60,11 +64,18 @@ def changes(rows: Sequence[Row]) -> list[Change]:
     """How the metrics changed; those that are missing at the start or at the end are left out."""
     width = fifth(rows)
     found = []
-    for label, key in CHANGES:
+    of_sources = [(f"reward of {name}", f"sources/{name}/reward") for name in source_names(rows)]
+    for label, key in (*CHANGES[:REWARDS], *of_sources, *CHANGES[REWARDS:]):
         first, last = (_mean(part, key) for part in (rows[:width], rows[-width:]))
         if first is not None and last is not None:
             found.append(Change(label, first, last))
     return found
+
+
+def source_names(rows: Sequence[Row]) -> list[str]:
+    """The sources of a run, in the order of their names; none of a run with one."""
+    found = (SOURCE.fullmatch(key) for row in rows for key in row)
+    return sorted({match[1] for match in found if match})
 
 
 def phases(rows: Sequence[Row]) -> list[Phase]:

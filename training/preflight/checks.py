@@ -22,6 +22,7 @@ from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.shards import read_json
 from qerl.config.rules import vllm_only
 from qerl.data.examples import check_source
+from qerl.data.sources import naming, sources_of
 from qerl.engine.interface import check_tokens
 from qerl.engine.open import choose_engine
 from qerl.engine.own_memory import others_bytes
@@ -56,11 +57,13 @@ logger = logging.getLogger(__name__)
 
 def check_config(config: RunConfig) -> None:
     """Raise ConfigError for a grader, a tracker or a reward that cannot be used, DataError or ConfigError for rows."""
-    data, task = config.data, task_of(config.data)
-    check_grader(task)
     check_trackers(config.logging.report_to)
-    check_rewards(config.rewards, fixed_columns(task, config.rollout.max_new_tokens))
-    check_source(task, data.source, data.split, data.columns)
+    for source in sources_of(config):
+        data, task = source.data, task_of(source.data)
+        check_grader(task)
+        check_rewards(source.rewards, fixed_columns(task, config.rollout.max_new_tokens))
+        with naming(source):
+            check_source(task, data.source, data.split, data.columns)
     check_rows(config)
 
 
@@ -83,7 +86,7 @@ def read_prompts(
 
     Raises QerlError if the data cannot be read, or if the base allows neither these prompts nor the adapter.
     """
-    from training.rollout.prompts import load_prompts  # it imports torch
+    from training.rollout.prompts import load_all_prompts  # it imports torch
 
     if base.adapter is not None:
         check_warm_start(base.adapter, base.base, config.adapter)
@@ -98,7 +101,7 @@ def read_prompts(
         context = min(config.data.max_prompt_tokens + new_tokens, sizes.positions or sys.maxsize)
         environments = open_environments(config.environment, tokenizer, local_folder(base.base), new_tokens, context)
     chat = environments.chat if environments else None
-    prompts = load_prompts(config.data, tokenizer, config.rollout.prompts_per_step, chat)
+    prompts = load_all_prompts(config, tokenizer, chat)
     check_limits(config, sizes, prompts)
     return tokenizer, prompts, environments
 

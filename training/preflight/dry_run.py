@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.start import starting_model
 from qerl.commands.plan import plan_of, show
+from qerl.data.sources import sources_of
 from qerl.plan.duration import likely
 from qerl.plan.validation import validation_count
 from qerl.tasks import grade, task_of
 from training.preflight.checks import read_prompts, sizes_at
-from training.rewards.rewards import Rewards, build_rewards, fixed_columns
+from training.rewards.rewards import rewards_of_run
 from training.validation.questions import Questions, read_questions
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 
     from qerl.config.schema import RunConfig
     from qerl.tasks import Task
+    from training.rewards.guarded import Reward
     from training.rollout.groups import Prompt
 
 logger = logging.getLogger(__name__)
@@ -48,14 +50,16 @@ def dry_run(config: RunConfig, console: Console) -> bool:
         soft_wrap=True,
     )
     written = Path(mkdtemp(prefix="qerl-dry-run-"))
-    task = task_of(config.data)
-    fixed = fixed_columns(task, config.rollout.max_new_tokens)
     try:
-        examples = [prompt.example for prompt in prompts]
-        rewards = build_rewards(config.rewards, fixed, examples, written, environments is not None)
+        rewards = rewards_of_run(config, prompts, written, environments is not None)
         if questions := read_questions(config, tokenizer, prompts, sizes_at(base), written, environments):
             console.print(_validation_text(config, questions), highlight=False, soft_wrap=True)
-        console.print(reward_table(task, prompts, rewards))
+        for index, source in enumerate(sources_of(config)):
+            own = [prompt for prompt in prompts if prompt.source == index]
+            if source.name:
+                console.print(_source_text(config, index, own), highlight=False, soft_wrap=True)
+            functions = [rewards.functions[i] for i in rewards.of_source(index)]
+            console.print(reward_table(task_of(source.data), own, functions))
     finally:
         if not any(written.iterdir()):  # else an error names a file in it
             shutil.rmtree(written)
@@ -72,13 +76,24 @@ def _validation_text(config: RunConfig, questions: Questions) -> str:
     )
 
 
-def reward_table(task: Task, prompts: Sequence[Prompt], rewards: Rewards):
+def _source_text(config: RunConfig, index: int, prompts: Sequence[Prompt]) -> str:
+    sources = sources_of(config)
+    share = sources[index].weight / sum(source.weight for source in sources)
+    of_step = share * config.rollout.prompts_per_step
+    lengths = sorted(len(prompt.ids) for prompt in prompts)
+    return (
+        f"source {sources[index].name}: {share:.1%} of each step, {of_step:.3g} prompts on "
+        f"average; {len(prompts)} prompts of {lengths[0]} to {lengths[-1]} tokens"
+    )
+
+
+def reward_table(task: Task, prompts: Sequence[Prompt], rewards: Sequence[Reward]):
     """A table of the rewards that the first rows get for the answer itself and for an empty completion."""
     from rich.table import Table
 
     examples = [prompt.example for prompt in prompts[:ROWS]]
     right = [_graded_right(task, example.answer) for example in examples]
-    table = Table("row", "answer", *(f"{f.__name__}: answer / empty" for f in rewards.functions), box=None)
+    table = Table("row", "answer", *(f"{f.__name__}: answer / empty" for f in rewards), box=None)
     columns = [_score(rewards, prompts, texts) for texts in (right, [""] * len(examples))]
     for index, example in enumerate(examples):
         cells = [f"{given[index]:g} / {empty[index]:g}" for given, empty in zip(*columns, strict=True)]
@@ -98,11 +113,11 @@ def _shown(answer: str) -> str:
     return text if len(text) <= 40 else f"...{text[-37:]}"
 
 
-def _score(rewards: Rewards, prompts: Sequence[Prompt], completions: Sequence[str]) -> list[list[float]]:
-    rows = list(range(len(completions)))
-    texts = [prompts[row].text for row in rows]
+def _score(rewards: Sequence[Reward], prompts: Sequence[Prompt], completions: Sequence[str]) -> list[list[float]]:
+    asked = prompts[: len(completions)]
+    rows, texts = [prompt.row for prompt in asked], [prompt.text for prompt in asked]
     ids = [[0] * max(len(text.split()), 1) for text in completions]
     return [
         list(function(prompts=texts, completions=list(completions), completion_ids=ids, row=rows))
-        for function in rewards.functions
+        for function in rewards
     ]

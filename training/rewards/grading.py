@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -12,9 +13,10 @@ from typing import Any
 import torch
 
 from training.loss.advantages import deviation
+from training.rewards.guarded import Reward
 from training.rewards.rewards import Rewards
 from training.rollout.dynamic_sampling import informative_groups
-from training.rollout.groups import GradedGroup, Group, Sample
+from training.rollout.groups import GradedGroup, Group, Prompt, Sample
 
 Logged = dict[str, list[float]]  # name -> values, as the rewards gave them to `log_metric`
 
@@ -28,23 +30,15 @@ class Grader:
     mask_truncated: bool  # a truncated completion does not enter the loss
 
     def grade(self, groups: Sequence[Group], step: int) -> Graded:
-        """Call each reward once, with all completions; at the same time if they wait for others. Raises RewardError."""
+        """Call each reward once, with all completions of its source; at the same time if they wait for others.
+
+        Raises RewardError.
+        """
         if not groups:
             return Graded([])
         samples = [sample for group in groups for sample in group.samples]
-        prompts = [group.prompt for group in groups for _ in group.samples]
         texts = self._texts(samples)
-        columns = {
-            "completions": texts,
-            "completion_ids": [_written(sample) for sample in samples],
-            "prompts": [prompt.text for prompt in prompts],
-            "row": [prompt.row for prompt in prompts],
-            "step": step,
-            **_episode_columns(samples),
-        }
-        values_F, logged = _call(self.rewards.functions, columns)
-        rewards_B_F = torch.tensor(values_F).T.contiguous()
-        total_B = (rewards_B_F * torch.tensor(self.rewards.weights)).sum(-1)
+        rewards_B_F, total_B, logged = self._graded(groups, samples, texts, step)
         graded, first = [], 0
         in_loss = [not (self.mask_truncated and sample.truncated) for sample in samples]
         for group in groups:
@@ -53,6 +47,33 @@ class Grader:
             signal = informative_groups(total_B[None, part], torch.tensor([in_loss[part]]))[0]
             graded.append(GradedGroup(group, tuple(texts[part]), rewards_B_F[part], total_B[part], signal))
         return Graded(graded, logged)
+
+    def _graded(
+        self, groups: Sequence[Group], samples: Sequence[Sample], texts: Sequence[str], step: int
+    ) -> tuple[torch.Tensor, torch.Tensor, Logged]:
+        """Rewards (B, F) with NaN for those of other sources, totals (B,), and what was logged."""
+        prompts = [group.prompt for group in groups for _ in group.samples]
+        rows_of = {source: [row for row, one in enumerate(prompts) if one.source == source] for source in self._sources}
+        asked: list[tuple[Reward, Mapping[str, Any]]] = []
+        for source, rows in rows_of.items():
+            columns = _columns(rows, samples, prompts, texts, step) if rows else {}
+            asked += [(self.rewards.functions[index], columns) for index in self.rewards.of_source(source) if rows]
+        values, logged = _call(asked)
+        given, names = iter(values), self.rewards.names
+        rewards_B_F, total_B = torch.full((len(samples), len(names)), math.nan), torch.zeros(len(samples))
+        for source, rows in rows_of.items():
+            if not rows:
+                continue
+            own = self.rewards.of_source(source)
+            own_b_f = torch.tensor([next(given) for _ in own]).T.contiguous()
+            at, places = torch.tensor(rows), [names.index(self.rewards.functions[index].__name__) for index in own]
+            rewards_B_F[at[:, None], torch.tensor(places)] = own_b_f
+            total_B[at] = (own_b_f * torch.tensor([self.rewards.weights[i] for i in own])).sum(-1)
+        return rewards_B_F, total_B, logged
+
+    @property
+    def _sources(self) -> range:
+        return range(len(self.rewards.source_names))
 
     def _texts(self, samples: Sequence[Sample]) -> list[str]:
         """What rewards read: a completion's text, and of an episode what the policy wrote last."""
@@ -80,25 +101,40 @@ def _episode_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
     }
 
 
-def _call(functions: Sequence[Any], columns: Mapping[str, Any]) -> tuple[list[list[float]], Logged]:
+def _columns(
+    rows: Sequence[int], samples: Sequence[Sample], prompts: Sequence[Prompt], texts: Sequence[str], step: int
+) -> dict[str, Any]:
+    """What the rewards of one source are called with; `rows` are its places among all."""
+    own = [samples[row] for row in rows]
+    return {
+        "completions": [texts[row] for row in rows],
+        "completion_ids": [_written(sample) for sample in own],
+        "prompts": [prompts[row].text for row in rows],
+        "row": [prompts[row].row for row in rows],
+        "step": step,
+        **_episode_columns(own),
+    }
+
+
+def _call(asked: Sequence[tuple[Reward, Mapping[str, Any]]]) -> tuple[list[list[float]], Logged]:
     """What each reward gives, and what they logged, in their order. Raises what the first one raised that failed.
 
     The threads are daemons: an interrupted run does not wait for a reward.
     """
-    logs: list[Logged] = [defaultdict(list) for _ in functions]
-    given: list[Future[list[float]]] = [Future() for _ in functions]
+    logs: list[Logged] = [defaultdict(list) for _ in asked]
+    given: list[Future[list[float]]] = [Future() for _ in asked]
 
     def call(index: int) -> None:
         try:
-            log = logs[index]
-            given[index].set_result(functions[index](**columns, log_metric=lambda name, value: log[name].append(value)))
+            log, (function, columns) = logs[index], asked[index]
+            given[index].set_result(function(**columns, log_metric=lambda name, value: log[name].append(value)))
         except BaseException as error:
             given[index].set_exception(error)
 
-    for index, function in enumerate(functions):
+    for index, (function, _) in enumerate(asked):
         if function.waits:
             threading.Thread(target=call, args=(index,), name="reward", daemon=True).start()
-    for index, function in enumerate(functions):
+    for index, (function, _) in enumerate(asked):
         if not function.waits:
             call(index)
     values = [each.result() for each in given]
@@ -118,8 +154,37 @@ class Graded:
 
 
 def reward_metrics(groups: Sequence[GradedGroup], names: Sequence[str]) -> dict[str, float]:
-    """Mean reward by function and in all, and the standard deviation of the latter, over all completions."""
+    """Mean reward by function and in all, and the standard deviation of the latter, over all completions.
+
+    The mean of a reward is that of its own sources' completions; NaN if there are none.
+    """
     rewards_B_F = torch.cat([graded.rewards_G_F for graded in groups])
     total_B = torch.cat([graded.total_G for graded in groups])
-    by_name = {f"rewards/{name}": rewards_B_F[:, i].mean().item() for i, name in enumerate(names)}
+    by_name = {f"rewards/{name}": own_mean(rewards_B_F[:, i]) for i, name in enumerate(names)}
     return {**by_name, "reward": total_B.mean().item(), "reward_std": deviation(total_B[None]).item()}
+
+
+def own_mean(rewards_B: torch.Tensor) -> float:
+    """The mean of a reward over the completions that have it."""
+    has = ~rewards_B.isnan()
+    return rewards_B.mean().item() if has.all() else rewards_B[has].mean().item()
+
+
+def source_metrics(groups: Sequence[GradedGroup], rewards: Rewards) -> dict[str, float]:
+    """The rewards of each source, its share of the prompts and its completions' tokens; empty without sources.
+
+    A source without a prompt in this step has a share of 0 and nothing else.
+    """
+    if not any(rewards.source_names):
+        return {}
+    found: dict[str, float] = {}
+    for source, name in enumerate(rewards.source_names):
+        own = [graded for graded in groups if graded.group.prompt.source == source]
+        found[f"sources/{name}/share"] = len(own) / len(groups)
+        if own:
+            means = reward_metrics(own, rewards.names)
+            kept = {key: value for key, value in means.items() if key != "reward_std" and not math.isnan(value)}
+            written = [sample.written for graded in own for sample in graded.group.samples]
+            kept["mean_tokens"] = sum(written) / len(written)
+            found |= {f"sources/{name}/{key}": value for key, value in kept.items()}
+    return found

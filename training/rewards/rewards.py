@@ -16,33 +16,30 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from qerl.config.rules_rewards import OWN, is_url
 from qerl.data.examples import check_answers
-from qerl.errors import ConfigError, RewardError
-from qerl.own.columns import COLUMNS, EPISODE_COLUMNS, check_columns, first_to_fail
-from qerl.own.function import TIMEOUT_S, LateError, Named, OwnFunction, OwnFunctionError, own_function
-from qerl.own.given import PYTHON, GivenFunction, given_function
-from qerl.own.returned import ReturnedError, numbers
-from qerl.tasks import Example
+from qerl.data.sources import sources_of
+from qerl.errors import ConfigError
+from qerl.own.columns import COLUMNS, EPISODE_COLUMNS, check_columns
+from qerl.own.function import Named, own_function
+from qerl.own.given import PYTHON, given_function
+from qerl.tasks import Example, task_of
 from qerl.tasks.own_grader import check_grader
 from training.rewards import functions as reward_functions
+from training.rewards.guarded import GRADED, GuardedReward, Reward, Rows
 from training.rewards.judge import Judge
 from training.rewards.server import RewardServer
-from training.run_dir.log import RUN_FOLDERS, RUN_METRICS, is_own
 
 if TYPE_CHECKING:
-    from qerl.config.schema import RewardConfig
+    from qerl.config.schema import RewardConfig, RunConfig
     from qerl.tasks import Task
-
-Reward = Callable[..., Sequence[float]]
-LogMetric = Callable[[str, float], None]
+    from training.rollout.groups import Prompt
 
 REWARDS: dict[str, Reward] = {
     "accuracy": reward_functions.accuracy,
@@ -53,21 +50,26 @@ REWARDS: dict[str, Reward] = {
     "environment": reward_functions.environment,
 }
 
-GRADED = ("accuracy", "length")  # rewards that use the task's grading
-FAILED = "failed_reward.json"
 TRIED = 2  # rows that a reward server has to grade before training starts
 
 
 @dataclass(frozen=True)
 class Rewards:
-    """The rewards of a run. Each function has the name of its metric."""
+    """The rewards of a run. Each function has the name of its metric; one of another source may have the same."""
 
     functions: list[Reward]
     weights: list[float]
+    sources: tuple[int, ...] = ()  # of each function, whose rewards it gives; empty: there is one source
+    source_names: tuple[str, ...] = ("",)
 
     @property
     def names(self) -> list[str]:
-        return [function.__name__ for function in self.functions]
+        """The metrics, each once."""
+        return list(dict.fromkeys(function.__name__ for function in self.functions))
+
+    def of_source(self, source: int) -> list[int]:
+        """The indices of a source's functions."""
+        return [index for index in range(len(self.functions)) if not self.sources or self.sources[index] == source]
 
 
 def fixed_columns(task: Task, max_new_tokens: int) -> dict[str, Any]:
@@ -86,18 +88,49 @@ def build_rewards(
 
     Raises ConfigError for an unknown reward, or for arguments that it does not take.
     """
-    functions: list[Reward] = []
-    check_grader(fixed["task"], examples)
-    if any(reward.name in GRADED for reward in wanted):
-        check_answers(fixed["task"], examples)
-    for reward, function in zip(wanted, check_rewards(wanted, fixed), strict=True):
-        others = (*reward.args, *(EPISODE_COLUMNS if episodes else ()))
-        check_columns(f"reward {reward.name}", inspect.signature(function).parameters, others, examples)
-        guarded = _GuardedReward(_metric_name(reward.name, functions), reward, function, fixed, examples, run_dir)
-        if is_url(reward.name) or isinstance(function, Judge):
-            _try_server(guarded, examples[:TRIED])
-        functions.append(guarded)
-    return Rewards(functions, [float(reward.weight) for reward in wanted])
+    return build_all_rewards([RewardsOf("", wanted, fixed, examples)], run_dir, episodes)
+
+
+@dataclass(frozen=True)
+class RewardsOf:
+    """What the rewards of one source are made of: the arguments of `build_rewards`."""
+
+    name: str
+    wanted: Sequence[RewardConfig]
+    fixed: Mapping[str, Any]
+    examples: Sequence[Example]
+
+
+def build_all_rewards(sources: Sequence[RewardsOf], run_dir: Path, episodes: bool = False) -> Rewards:
+    """The rewards of all sources, whose examples are the run's rows, one source after another."""
+    names = _metric_names([reward.name for source in sources for reward in source.wanted])
+    functions, weights, places, first = [], [], [], 0
+    for place, source in enumerate(sources):
+        check_grader(source.fixed["task"], source.examples)
+        if any(reward.name in GRADED for reward in source.wanted):
+            check_answers(source.fixed["task"], source.examples)
+        for reward, function in zip(source.wanted, check_rewards(source.wanted, source.fixed), strict=True):
+            others = (*reward.args, *(EPISODE_COLUMNS if episodes else ()))
+            check_columns(f"reward {reward.name}", inspect.signature(function).parameters, others, source.examples)
+            rows = Rows(source.examples, first)
+            guarded = GuardedReward(names[reward.name], reward, function, source.fixed, rows, run_dir)
+            if is_url(reward.name) or isinstance(function, Judge):
+                _try_server(guarded, rows)
+            functions.append(guarded)
+            weights.append(float(reward.weight))
+            places.append(place)
+        first += len(source.examples)
+    return Rewards(functions, weights, tuple(places), tuple(source.name for source in sources))
+
+
+def rewards_of_run(config: RunConfig, prompts: Sequence[Prompt], run_dir: Path, episodes: bool = False) -> Rewards:
+    """The rewards of a recipe over a run's prompts."""
+    given = []
+    for index, source in enumerate(sources_of(config)):
+        fixed = fixed_columns(task_of(source.data), config.rollout.max_new_tokens)
+        examples = [prompt.example for prompt in prompts if prompt.source == index]
+        given.append(RewardsOf(source.name, source.rewards, fixed, examples))
+    return build_all_rewards(given, run_dir, episodes)
 
 
 def check_rewards(wanted: Sequence[RewardConfig], fixed: Mapping[str, Any]) -> list[Reward]:
@@ -157,15 +190,25 @@ def _try_arguments(reward: RewardConfig, function: Reward, fixed: Mapping[str, A
         raise ConfigError(f"reward {reward.name} cannot be called with args {dict(reward.args)}: {error}") from error
 
 
-def _try_server(reward: _GuardedReward, examples: Sequence[Example]) -> None:
+def _try_server(reward: GuardedReward, rows: Rows) -> None:
     """Ask a server about the first rows, with their answers as completions, to see that it answers as it has to."""
+    examples = rows.examples[:TRIED]
     texts = [example.answer for example in examples]
-    rows = list(range(len(examples)))
-    reward(texts, rows, prompts=[example.question for example in examples], completion_ids=[[0] for _ in texts])
+    numbers = list(range(rows.first, rows.first + len(examples)))
+    reward(texts, numbers, prompts=[example.question for example in examples], completion_ids=[[0] for _ in texts])
 
 
-def _metric_name(name: str, earlier: Sequence[Any]) -> str:
-    """The name of the function (for a URL the end of its path, else its host); the full name if that is taken."""
+def _metric_names(rewards: Sequence[str]) -> dict[str, str]:
+    """The metric of each reward: the function's name (for a URL the end of its path, else its host); the full name if
+    that is taken."""
+    found: dict[str, str] = {}
+    for reward in rewards:
+        if reward not in found:
+            found[reward] = _metric_name(reward, found.values())
+    return found
+
+
+def _metric_name(name: str, earlier: Collection[str]) -> str:
     if is_url(name):
         url = urlsplit(name)
         short, name = (
@@ -174,128 +217,4 @@ def _metric_name(name: str, earlier: Sequence[Any]) -> str:
         )
     else:
         short = name if name in REWARDS else name.replace(":", ".").rsplit(".", 1)[-1]
-    return name if any(reward.__name__ == short for reward in earlier) else short
-
-
-def _own_metrics(log: LogMetric, reward: str) -> LogMetric:
-    """`log` with its arguments checked at once, so that an error arises in the function that made the mistake.
-
-    Raises TypeError or ValueError for a value that is no number, and RewardError for a name that the run logs itself:
-    the two metrics would be mixed.
-    """
-
-    def checked(name: str, value: float) -> None:
-        if is_own(str(name)):
-            raise RewardError(
-                f"reward {reward} calls log_metric({name!r}, ...), and the run logs a metric of that name itself: "
-                f"write another name, such as {f'own/{name}'!r}. The run's own are {', '.join(RUN_METRICS)}, and all "
-                f"under {', '.join(RUN_FOLDERS)}"
-            )
-        log(str(name), float(value))
-
-    return checked
-
-
-def _log_nothing(_name: str, _value: float) -> None:
-    """The `log_metric` that rewards get outside of a run."""
-
-
-class _GuardedReward:
-    """A reward as grading calls it: it adds the columns of the examples and checks what the function returns."""
-
-    def __init__(
-        self,
-        name: str,
-        reward: RewardConfig,
-        function: Reward,
-        fixed: Mapping[str, Any],
-        examples: Sequence[Example],
-        run_dir: Path,
-    ) -> None:
-        self.__name__ = name
-        self._task_grades = reward.name in GRADED and fixed["task"].grader is not None
-        # For another process, so that others can be asked.
-        self.waits = self._task_grades or isinstance(function, OwnFunction | RewardServer | Judge)
-        self._function = function
-        limit_s = fixed["task"].grader_timeout_s if self._task_grades else reward.timeout_s
-        self._timeout_s = TIMEOUT_S if limit_s is None else limit_s
-        self._examples = examples
-        self._run_dir = run_dir
-        self._fixed = {**fixed, **reward.args}
-        parameters = inspect.signature(function).parameters
-        takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-        self._wanted = None if takes_all else set(parameters)
-
-    def __call__(
-        self, completions: list[str], row: list[int], step: int = 0, log_metric: LogMetric = _log_nothing, **given: Any
-    ) -> list[float]:
-        """One reward per completion; `row` indexes into the run's examples. Raises RewardError."""
-        columns = self._columns(completions, row, given)
-        fixed = {**self._fixed, "step": step, "log_metric": _own_metrics(log_metric, self.__name__)}
-        try:
-            return self._run(columns, fixed, self._timeout_s)
-        except ReturnedError as error:
-            self._fail(error.what, columns, error.index, fixed)
-        except OwnFunctionError as error:
-            index = error.index if error.index is not None else self._first_to_fail(columns, fixed)
-            self._fail(str(error), columns, index, fixed, error)
-
-    def _columns(self, completions: list[str], row: list[int], given: Mapping[str, Any]) -> dict[str, list[Any]]:
-        examples = [self._examples[index] for index in row]
-        names = dict.fromkeys(key for example in examples for key in example.extra)
-        return {
-            **{key: [example.extra.get(key) for example in examples] for key in names},
-            "completions": completions,
-            "completion_ids": given["completion_ids"],
-            "prompts": given["prompts"],
-            "question": [example.question for example in examples],
-            "answer": [example.answer for example in examples],
-            "row": row,
-            **{name: given[name] for name in EPISODE_COLUMNS if name in given},
-        }
-
-    def _run(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any], timeout_s: float) -> list[float]:
-        """Call the function. It gets copies of the lists, since other rewards read the same columns."""
-        completions = columns["completions"]
-        wanted = {**columns, **fixed}.keys() if self._wanted is None else self._wanted
-        fixed = {key: value for key, value in fixed.items() if key in wanted}
-        columns = {key: values for key, values in columns.items() if key in wanted and key not in fixed}
-        if isinstance(self._function, OwnFunction | GivenFunction):
-            return self._function(len(completions), timeout_s, fixed, **columns)
-        if self._task_grades:
-            fixed["task"] = replace(fixed["task"], grader_timeout_s=timeout_s)
-        own = {key: [list(value) if isinstance(value, list) else value for value in columns[key]] for key in columns}
-        return numbers(self._function(**own, **fixed), len(completions))
-
-    def _first_to_fail(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any]) -> int | None:
-        def call(index: int, timeout_s: float) -> None:
-            self._run({key: [values[index]] for key, values in columns.items()}, fixed, timeout_s)
-
-        return first_to_fail(call, len(columns["completions"]), self._timeout_s)
-
-    def _fail(
-        self,
-        what: str,
-        columns: Mapping[str, list[Any]],
-        index: int | None,
-        fixed: Mapping[str, Any],
-        cause: Exception | None = None,
-    ) -> NoReturn:
-        """Save the completion (the whole batch if `index` is None) and raise RewardError."""
-        picked = range(len(columns["completions"])) if index is None else [index]
-        rows = [{key: values[i] for key, values in columns.items()} for i in picked]
-        report = {"reward": self.__name__, "error": what, "step": fixed["step"], "completions": rows}
-        path = self._run_dir / FAILED
-        text = json.dumps(report, ensure_ascii=False, indent=2, default=repr) + "\n"
-        saved = f"{path}"
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, "utf-8", "backslashreplace")
-        except OSError as error:
-            saved += f", which could not be written ({error.strerror})"
-        limit = "data.grader_timeout_s" if self._task_grades else "rewards.N.timeout_s"
-        late = f", within {limit} ({self._timeout_s:g})" if isinstance(cause, LateError) else ""
-        raise RewardError(
-            f"reward {self.__name__} {what}; the completion it failed on is in {saved}. A reward has to return one "
-            f"finite number for each completion{late}, 0 for one that it cannot judge"
-        ) from cause
+    return name if short in earlier else short

@@ -60,21 +60,28 @@ class Chosen:
 
 
 def fill_batch(
-    draw: Callable[[list[int]], list[GradedGroup]], rows: list[int], order: Sequence[int], max_extra_rollouts: int
+    draw: Callable[[list[int]], list[GradedGroup]],
+    rows: list[int],
+    order: Sequence[int],
+    max_extra_rollouts: int,
+    source_of: Callable[[int], int] = lambda row: 0,
 ) -> Chosen:
-    """The step's groups: those of `rows`, and in place of uninformative ones those of further rows.
+    """The step's groups: those of `rows`, and in place of uninformative ones those of further rows of their source.
 
     `draw` samples and grades one group for each row that it is given; `order` is that of `extra_order`.
     """
     sampled, extra_rollouts = draw(rows), 0
+    wanted = Counter(map(source_of, rows))
     started = time.perf_counter()
-    while (count := extra_prompts([group.informative for group in sampled], len(rows))) and (
-        extra_rollouts < max_extra_rollouts
-    ):
-        kept = {graded.group.prompt.row for graded in sampled if graded.informative}
-        sampled += draw(next_rows(order, [graded.group.prompt.row for graded in sampled], kept, count))
+    while (extra_rollouts < max_extra_rollouts) and (more := _missing_rows(sampled, wanted, order, source_of)):
+        sampled += draw(more)
         extra_rollouts += 1
-    chosen = keep([group.informative for group in sampled], len(rows))
+    chosen = sorted(
+        places[kept]
+        for source, size in wanted.items()
+        for places in [[place for place, graded in enumerate(sampled) if _source(graded) == source]]
+        for kept in keep([sampled[place].informative for place in places], size)
+    )
     extra_s = time.perf_counter() - started if extra_rollouts else 0.0
     chosen_groups = Chosen([sampled[i] for i in chosen], sampled, extra_rollouts, extra_s)
     if filled := sum(not group.informative for group in chosen_groups.kept):
@@ -87,6 +94,24 @@ def fill_batch(
             len(sampled),
         )
     return chosen_groups
+
+
+def _missing_rows(
+    sampled: Sequence[GradedGroup], wanted: Counter[int], order: Sequence[int], source_of: Callable[[int], int]
+) -> list[int]:
+    """The rows of the next extra rollout, for each source that lacks informative groups; none if no source does."""
+    found: list[int] = []
+    for source, size in wanted.items():
+        own = [graded for graded in sampled if _source(graded) == source]
+        if count := extra_prompts([graded.informative for graded in own], size):
+            kept = {graded.group.prompt.row for graded in own if graded.informative}
+            candidates = order if len(wanted) == 1 else [row for row in order if source_of(row) == source]
+            found += next_rows(candidates, [graded.group.prompt.row for graded in own], kept, count)
+    return found
+
+
+def _source(graded: GradedGroup) -> int:
+    return graded.group.prompt.source
 
 
 def _tokens(groups: Sequence[GradedGroup]) -> int:

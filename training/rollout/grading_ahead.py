@@ -10,7 +10,7 @@ Numbers are compared in microseconds, so nothing is done ahead for them.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -29,14 +29,16 @@ GRADING_REWARDS = ("accuracy", "length")
 class GradingAhead:
     """One rollout after another, each with a thread of its own. `graded` counts what is graded of the latest one."""
 
-    def __init__(self, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._task = task
+    def __init__(self, tasks: Task | Sequence[Task | None], tokenizer: PreTrainedTokenizerBase) -> None:
+        """`tasks` has one for each source, None where no formulas are compared; or it is the only source's."""
+        self._tasks = tasks if isinstance(tasks, Sequence) else (tasks,)
         self._tokenizer = tokenizer
         self.graded = 0
 
     @contextmanager
-    def rollout(self, answers: Sequence[str]) -> Iterator[Finished]:
-        """The function that the engine calls with each completion; `answers` has one for each prompt of the rollout.
+    def rollout(self, answers: Sequence[str], sources: Sequence[int] | None = None) -> Iterator[Finished]:
+        """The function that the engine calls with each completion; `answers` has one for each prompt of the rollout,
+        and `sources` (None: there is one) the place of its source.
 
         At the end of the block, completions whose grading has not begun are left to the rewards, which have more
         threads. Grading that is under way is waited for, so that the rewards do not compare the same formulas at the
@@ -44,20 +46,31 @@ class GradingAhead:
         """
         self.graded = 0
         thread, wait = ThreadPoolExecutor(1, THREAD), False
+        tasks = [self._tasks[source] for source in sources or [0] * len(answers)]
+
+        def finished(index: int, completion: Completion) -> Future[None] | None:
+            task = tasks[index]
+            return task and thread.submit(self._grade, task, completion, answers[index])
+
         try:
-            yield lambda index, completion: thread.submit(self._grade, completion, answers[index])
+            yield finished
             wait = True
         finally:
             thread.shutdown(wait, cancel_futures=True)
 
-    def _grade(self, completion: Completion, answer: str) -> None:
+    def _grade(self, task: Task, completion: Completion, answer: str) -> None:
         """An error stays in the thread: the reward that meets it again ends the run and says where it was."""
-        grade(self._task, self._tokenizer.decode(completion.token_ids, skip_special_tokens=True), answer)  # as TRL does
+        grade(task, self._tokenizer.decode(completion.token_ids, skip_special_tokens=True), answer)  # as TRL does
         self.graded += 1
 
 
-def grading_ahead(task: Task, rewards: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> GradingAhead | None:
-    """What grades ahead for rewards of these names; None if they compare no formulas."""
-    if task.answer_kind != "math" or task.grader is not None or not any(name in GRADING_REWARDS for name in rewards):
-        return None
-    return GradingAhead(task, tokenizer)
+def grading_ahead(
+    sources: Sequence[tuple[Task, Sequence[str]]], tokenizer: PreTrainedTokenizerBase
+) -> GradingAhead | None:
+    """What grades ahead for sources with these tasks and names of rewards; None if they compare no formulas."""
+    tasks = [task if _compares_formulas(task, rewards) else None for task, rewards in sources]
+    return GradingAhead(tasks, tokenizer) if any(tasks) else None
+
+
+def _compares_formulas(task: Task, rewards: Sequence[str]) -> bool:
+    return task.answer_kind == "math" and task.grader is None and any(name in GRADING_REWARDS for name in rewards)

@@ -19,13 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One row of the data as the policy reads it; `row` is its index among the run's prompts."""
+    """One row of the data as the policy reads it; `row` is its index among the run's prompts, and `source` that of its
+    source among the recipe's."""
 
     row: int
     ids: Sequence[int]
     text: str  # for rewards and logs alone: nothing is tokenized again
     example: Example
     messages: tuple[Mapping[str, Any], ...] = ()  # of which the ids were made; environments may add to them
+    source: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,6 @@ class GradedGroup:
 
     group: Group
     texts: tuple[str, ...]
-    rewards_G_F: torch.Tensor  # float32 on the CPU
-    total_G: torch.Tensor  # sum over the functions of weight * reward
+    rewards_G_F: torch.Tensor  # float32 on the CPU; NaN for a reward that is of other sources
+    total_G: torch.Tensor  # sum over the source's own functions of weight * reward
     informative: bool  # its rewards differ, and at least one completion enters the loss

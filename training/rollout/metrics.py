@@ -27,9 +27,10 @@ def length_metrics(groups: Sequence[GradedGroup]) -> dict[str, float]:
 
 def sampled_metrics(groups: Sequence[GradedGroup], names: Sequence[str]) -> dict[str, float]:
     """Mean rewards of all that dynamic sampling sampled: the groups that it kept are a choice of undecided ones."""
-    rewards_F = torch.cat([graded.rewards_G_F for graded in groups]).mean(0)
+    rewards_B_F = torch.cat([graded.rewards_G_F for graded in groups])
+    means_F = rewards_B_F.nanmean(0) if rewards_B_F.isnan().any() else rewards_B_F.mean(0)
     total = torch.cat([graded.total_G for graded in groups]).mean().item()
-    by_name = zip((f"sampled/{name}" for name in names), rewards_F.tolist(), strict=True)
+    by_name = zip((f"sampled/{name}" for name in names), means_F.tolist(), strict=True)
     return {"sampled/reward": total, **dict(by_name)}
 
 

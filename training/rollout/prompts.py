@@ -7,21 +7,22 @@ template can slip in between.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 from typing import TYPE_CHECKING
 
-import torch
-
+from qerl.data.sources import naming, sources_of
 from qerl.errors import DataError
 from qerl.tasks import load_examples, messages_of, render_prompt, task_of
 from training.rollout.groups import Prompt
-from training.rollout.seeds import derive_seed
+from training.rollout.order import mixed_rows, most_per_rollout, rollout_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from qerl.config.schema import DataConfig
+    from qerl.config.schema import DataConfig, RunConfig
     from qerl.environments.chat import Chat
     from qerl.tasks import Example, Message
 
@@ -29,23 +30,16 @@ logger = logging.getLogger(__name__)
 
 
 def load_prompts(
-    config: DataConfig, tokenizer: PreTrainedTokenizerBase, at_least: int, chat: Chat | None = None
+    config: DataConfig, tokenizer: PreTrainedTokenizerBase, at_least: int, chat: Chat | None = None, held_out: int = 0
 ) -> list[Prompt]:
     """Read the examples, render their prompts, and drop the over-long ones (counted and named).
 
-    A `chat` renders them with the tools of an environment.
+    A `chat` renders them with the tools of an environment. The last `held_out` examples are left to validation.
 
     Raises DataError if fewer than `at_least` (the prompts of one step) are left.
     """
-    task = task_of(config)
-    examples, _ = load_examples(
-        task,
-        source=config.source,
-        split=config.split,
-        columns=config.columns,
-        limit=config.limit,
-        keep_unreadable=config.keep_unreadable,
-    )
+    examples = training_examples(config)
+    examples = examples[: len(examples) - held_out]
     rendered = [(example, _render(config, example, tokenizer, chat)) for example in examples]
     kept = [(example, ids) for example, ids in rendered if len(ids) <= config.max_prompt_tokens]
     _report_long(config, [example for example, ids in rendered if len(ids) > config.max_prompt_tokens])
@@ -58,6 +52,49 @@ def load_prompts(
         Prompt(row, ids, tokenizer.decode(ids, skip_special_tokens=False), example, messages_of_prompt(config, example))
         for row, (example, ids) in enumerate(kept)
     ]
+
+
+def training_examples(config: DataConfig) -> list[Example]:
+    """The usable rows of one source, those that are held out included."""
+    examples, _ = load_examples(
+        task_of(config),
+        source=config.source,
+        split=config.split,
+        columns=config.columns,
+        limit=config.limit,
+        keep_unreadable=config.keep_unreadable,
+    )
+    return examples
+
+
+def load_all_prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, chat: Chat | None = None) -> list[Prompt]:
+    """The prompts of all sources of a recipe, one source after another. Raises DataError if one has too few."""
+    sources = sources_of(config)
+    needed = most_per_rollout([source.weight for source in sources], config.rollout.prompts_per_step, _rollouts(config))
+    prompts: list[Prompt] = []
+    for index, (source, at_least) in enumerate(zip(sources, needed, strict=True)):
+        with naming(source):
+            own = load_prompts(source.data, tokenizer, at_least, chat, source.held_out)
+        prompts += [replace(prompt, row=len(prompts) + prompt.row, source=index) for prompt in own]
+    return prompts
+
+
+def _rollouts(config: RunConfig) -> int:
+    return math.ceil(config.run.steps / config.loss.num_iterations)
+
+
+def step_prompts(config: RunConfig, prompts: Sequence[Prompt], start_step: int) -> StepPrompts:
+    """The prompts of each step of a run, from `start_step` on."""
+    updates = config.loss.num_iterations
+    return StepPrompts(
+        prompts,
+        config.rollout.prompts_per_step,
+        updates,
+        rollouts=_rollouts(config),
+        seed=config.run.seed,
+        first=start_step // updates,
+        sources=tuple((source.name, source.weight) for source in sources_of(config)),
+    )
 
 
 @dataclass(frozen=True)
@@ -74,45 +111,27 @@ class StepPrompts:
     rollouts: int  # of the whole run
     seed: int
     first: int = 0  # the rollout that a resumed run continues with
+    sources: tuple[tuple[str, float], ...] = (("", 1.0),)  # name and weight of each
 
     def __len__(self) -> int:
         """Steps of the whole run, so that the run is one epoch wherever it starts."""
         return self.rollouts * self.updates
 
     def __iter__(self) -> Iterator[list[Prompt]]:
-        for rollout in range(self.first, self.rollouts):
-            rows = rollout_rows(len(self.prompts), self.per_rollout, self.seed, rollout)
+        for rows in self._rows():
             for _ in range(self.updates):
                 yield [self.prompts[row] for row in rows]
 
-
-def rollout_rows(rows: int, prompts_per_step: int, seed: int, rollout: int) -> list[int]:
-    """The row numbers of one rollout's prompts, none of them twice: a slice of the epochs' orders laid end to end.
-
-    Needs at least as many rows as prompts per step.
-    """
-    epoch, first = divmod(rollout * prompts_per_step, rows)
-    picked = _epoch_order(rows, prompts_per_step, seed, epoch)[first : first + prompts_per_step]
-    if missing := prompts_per_step - len(picked):
-        picked += _epoch_order(rows, prompts_per_step, seed, epoch + 1)[:missing]
-    return picked
-
-
-def _epoch_order(rows: int, prompts_per_step: int, seed: int, epoch: int) -> list[int]:
-    """A permutation of the rows. Those that its first rollout already has, from the epoch before, come right after it.
-
-    Only the last rows of the epoch before matter. Moving rows at that epoch's start cannot change them, unless there
-    are fewer rows than two rollouts take; only then are all epochs before gone through.
-    """
-    order: list[int] = []
-    for number in range(max(epoch - 1, 0) if rows >= 2 * prompts_per_step else 0, epoch + 1):
-        generator = torch.Generator().manual_seed(derive_seed(seed, number, "data"))
-        permutation = torch.randperm(rows, generator=generator).tolist()
-        begun = number * rows % prompts_per_step  # rows of the epoch before in the rollout that this epoch completes
-        taken = set(order[-begun:] if begun else ())
-        head = dict.fromkeys([row for row in permutation if row not in taken][: prompts_per_step - begun])
-        order = [*head, *(row for row in permutation if row not in head)] if taken else permutation
-    return order
+    def _rows(self) -> Iterator[list[int]]:
+        if len(self.sources) == 1:
+            for rollout in range(self.first, self.rollouts):
+                yield rollout_rows(len(self.prompts), self.per_rollout, self.seed, rollout)
+        else:
+            places = [[] for _ in self.sources]
+            for prompt in self.prompts:
+                places[prompt.source].append(prompt.row)
+            mixed = mixed_rows(self.sources, places, self.per_rollout, self.seed)
+            yield from islice(mixed, self.first, self.rollouts)
 
 
 def messages_of_prompt(config: DataConfig, example: Example) -> tuple[Message, ...]:

@@ -103,7 +103,8 @@ class Sampler:
         """
         size = self._options.group_size
         each = [prompt for prompt in prompts for _ in range(size)]
-        ahead = nullcontext() if self._ahead is None else self._ahead.rollout([one.example.answer for one in each])
+        answers, sources = [one.example.answer for one in each], [one.source for one in each]
+        ahead = nullcontext() if self._ahead is None else self._ahead.rollout(answers, sources)
         with ahead as finished:
 
             def draw(seed: int) -> tuple[list[Sample], int | None]:

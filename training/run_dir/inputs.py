@@ -13,15 +13,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.config.rules_rewards import is_url
+from qerl.data.sources import sources_of
 from qerl.errors import ConfigError
 from qerl.files.disk import replace_text
 from qerl.own.given import GivenFunction
+from qerl.tasks import task_of
 from qerl.tasks.own_grader import find_grader
 from training.rewards.rewards import REWARDS, find_reward
 from training.run_dir.folder import read_about
 
 if TYPE_CHECKING:
-    from qerl.config.schema import RewardConfig
+    from qerl.config.schema import RewardConfig, RunConfig
     from qerl.own.function import OwnFunction
     from qerl.tasks import Task
     from training.rollout.groups import Prompt
@@ -30,6 +32,21 @@ logger = logging.getLogger(__name__)
 
 PACKAGES = ("qerl", "torch", "transformers", "trl", "peft", "accelerate", "compressed-tensors", "vllm")
 Inputs = Mapping[str, str]  # what it is, in words -> digest or version
+
+
+def inputs_of_run(
+    config: RunConfig, prompts: Sequence[Prompt], validated: Sequence[Prompt] = (), environment: Sequence[str] = ()
+) -> dict[str, str]:
+    """The digests of a run with one source as `inputs_of`; with several, rows, prompts and functions of each."""
+    sources = sources_of(config)
+    if len(sources) == 1:
+        return inputs_of(prompts, task_of(sources[0].data), sources[0].rewards, validated, environment)
+    found: dict[str, str] = {}
+    for index, source in enumerate(sources):
+        own, asked = ([one for one in each if one.source == index] for each in (prompts, validated))
+        of_source = inputs_of(own, task_of(source.data), source.rewards, asked, environment)
+        found |= {what if "environment" in what else f"{what} of {source.name}": it for what, it in of_source.items()}
+    return found
 
 
 def inputs_of(

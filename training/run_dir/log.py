@@ -31,6 +31,7 @@ from training.validation.verdict import sentence, validations
 if TYPE_CHECKING:
     import torch
 
+    from training.rewards.rewards import Rewards
     from training.rollout.groups import GradedGroup, Sample
 
 logger = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ RUN_METRICS = (
 RUN_FOLDERS = (
     *("kl_to_teacher/", "rewards/", "sampled/", "completions/", "groups/", "clip/", "clip_ratio/", "sampling/"),
     *("mismatch/", "correction/", "vespo/", "noise/", "dynamic_sampling/", "environment/", "validation/"),
-    "carry_over/",
+    *("carry_over/", "sources/"),
     *("time/", "speed/", "memory/"),
 )
 WARNINGS = "warnings.jsonl"
@@ -76,19 +77,22 @@ def is_own(name: str) -> bool:
 
 
 def completion_rows(
-    groups: Sequence[GradedGroup], advantages_P_G: torch.Tensor, names: Sequence[str]
+    groups: Sequence[GradedGroup], advantages_P_G: torch.Tensor, rewards: Rewards
 ) -> list[dict[str, Any]]:
-    """A rollout as rows for people to read: prompt, completion, advantage, and rewards by name."""
+    """A rollout as rows for people to read: prompt, completion, advantage, rewards by name, and which of several
+    sources it is of."""
+    names, sources = rewards.names, rewards.source_names
     return [
         {
             "prompt": graded.group.prompt.text,
             "completion": text,
             "advantage": advantage,
-            "rewards": dict(zip(names, rewards, strict=True)),
+            "rewards": {name: own for name, own in zip(names, rewards_F, strict=True) if not math.isnan(own)},
+            **({"source": sources[graded.group.prompt.source]} if any(sources) else {}),
             **_episode_row(sample),
         }
         for graded, advantages in zip(groups, advantages_P_G.tolist(), strict=True)
-        for sample, text, advantage, rewards in zip(
+        for sample, text, advantage, rewards_F in zip(
             graded.group.samples, graded.texts, advantages, graded.rewards_G_F.tolist(), strict=True
         )
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,10 +38,15 @@ MACHINE_NUMBERS = {
     "memory/peak_gib": ("GiB", ".1f"),
 }
 
+SOURCE = re.compile(r"sources/([^/]+)/reward")  # the reward of one of several sources
+
 
 def numbers(row: Mapping[str, Any], shown: Mapping[str, tuple[str, str]] = NUMBERS) -> str:
-    """The metrics of a step in one line, without those that the step does not have."""
-    return "  ".join(f"{name} {row[key]:{form}}" for key, (name, form) in shown.items() if row.get(key) is not None)
+    """The metrics of a step in one line, without those that the step does not have, and the reward of each source."""
+    found = [f"{name} {row[key]:{form}}" for key, (name, form) in shown.items() if row.get(key) is not None]
+    sources = [(match[1], row[key]) for key in row if (match := SOURCE.fullmatch(key))]
+    of_sources = [f"{name} {value:.3f}" for name, value in sources if value is not None]
+    return "  ".join([*found, *of_sources])
 
 
 def time_left(rows: Sequence[Mapping[str, Any]], steps: int) -> str:

@@ -7,6 +7,7 @@ without. All validations of a run sample with the same seeds, so that their diff
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -20,7 +21,7 @@ from qerl.tasks.intervals import estimate
 from qerl.tasks.own_grader import CORRECT_FROM
 from training.ranks import merged_grades
 from training.rewards.grading import Graded, Grader, reward_metrics
-from training.rollout.groups import Group, Sample
+from training.rollout.groups import GradedGroup, Group, Sample
 from training.rollout.metrics import logged_means_by_groups
 from training.rollout.sampler import played
 from training.rollout.seeds import derive_seed
@@ -78,20 +79,38 @@ def _metrics(questions: Questions, shares: Sequence[Graded]) -> dict[str, float]
     """Lengths, the recipe's rewards and, where rows have answers, the accuracy with its interval over questions."""
     graded, means = merged_grades(shares), logged_means_by_groups(shares)
     samples = [sample for group in graded.groups for sample in group.group.samples]
-    rewards = reward_metrics(graded.groups, questions.reward_names)
     metrics = {
         "mean_tokens": sum(sample.written for sample in samples) / len(samples),
         "truncated_share": sum(sample.truncated for sample in samples) / len(samples),
-        **{name: value for name, value in rewards.items() if name != "reward_std"},
+        **_rewards(questions, graded.groups),
+        **_accuracy(questions, graded.groups),
     }
-    if questions.accuracy is None:
-        return metrics
-    correct_P_G = [group.rewards_G_F[:, questions.accuracy] >= CORRECT_FROM for group in graded.groups]
-    accuracy = estimate([correct_G.double().mean().item() for correct_G in correct_P_G])
-    metrics |= {"accuracy": accuracy.value, "accuracy_low": accuracy.low, "accuracy_high": accuracy.high}
-    if (no_answer := means.get("grades/no_answer_share")) is not None:
+    for source, name in enumerate(questions.rewards.source_names) if any(questions.rewards.source_names) else ():
+        own = [group for group in graded.groups if group.group.prompt.source == source]
+        of_source = {**_rewards(questions, own), **_accuracy(questions, own)}
+        metrics |= {f"sources/{name}/{key}": value for key, value in of_source.items() if not math.isnan(value)}
+    if "accuracy" in metrics and (no_answer := means.get("grades/no_answer_share")) is not None:
         metrics["no_answer_share"] = no_answer
     return metrics
+
+
+def _rewards(questions: Questions, groups: Sequence[GradedGroup]) -> dict[str, float]:
+    """The means of the recipe's own rewards."""
+    means = reward_metrics(groups, questions.rewards.names)
+    own = {"reward", *(f"rewards/{name}" for name in questions.reward_names)}
+    return {key: value for key, value in means.items() if key in own}
+
+
+def _accuracy(questions: Questions, groups: Sequence[GradedGroup]) -> dict[str, float]:
+    """The accuracy over the questions that have answers, with its interval; empty if there are none."""
+    if questions.accuracy is None:
+        return {}
+    graded = [group.rewards_G_F[:, questions.accuracy] for group in groups]
+    correct_P_G = [accuracy_G >= CORRECT_FROM for accuracy_G in graded if not accuracy_G.isnan().any()]
+    if not correct_P_G:
+        return {}
+    accuracy = estimate([correct_G.double().mean().item() for correct_G in correct_P_G])
+    return {"accuracy": accuracy.value, "accuracy_low": accuracy.low, "accuracy_high": accuracy.high}
 
 
 @contextmanager

@@ -15,16 +15,17 @@ from typing import TYPE_CHECKING
 
 from qerl.config.schema import RewardConfig
 from qerl.data.examples import check_source
+from qerl.data.sources import Source, sources_of
 from qerl.engine.interface import SamplingParams, check_tokens
 from qerl.errors import ConfigError, DataError
 from qerl.tasks import Example, Message, Task, get_task, load_examples, messages_of, render_prompt, task_of
 from qerl.tasks.own_grader import check_grader
-from training.rewards.rewards import Rewards, build_rewards, fixed_columns
+from training.rewards.rewards import Rewards, RewardsOf, build_all_rewards, fixed_columns
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from qerl.config.schema import RunConfig
+    from qerl.config.schema import DataConfig, RunConfig
     from qerl.environments.play import Environments
     from qerl.plan.sizes import ModelSizes
     from training.rollout.groups import Prompt
@@ -58,10 +59,51 @@ class Questions:
         return max(len(prompt.ids) for prompt in self.prompts) + self.sampling.max_new_tokens
 
 
+@dataclass(frozen=True)
+class _Asked:
+    """Which rows one source of validation has, and how they are asked and graded."""
+
+    source: Source  # whose prompt and rewards they get
+    task: Task
+    rows: tuple[str | None, str, dict[str, str] | None]  # source, split and columns, as `load_examples` takes them
+    held_out: int = 0  # so many of the training rows in place of `rows`
+
+    @property
+    def name(self) -> str:
+        if self.held_out:
+            return f"{self.source.data.source or self.source.data.task} ({self.held_out} rows held out)"
+        return f"{self.rows[0] or self.task.name} ({self.rows[1]})"
+
+    def examples(self) -> list[Example]:
+        if self.held_out:
+            from training.rollout.prompts import training_examples  # it imports torch
+
+            return training_examples(self.source.data)[-self.held_out :]
+        keep = self.source.data.keep_unreadable
+        return load_examples(self.task, *self.rows, keep_unreadable=keep)[0]
+
+
+def _asked(config: RunConfig) -> list[_Asked]:
+    """What validations ask: of each source that says it, else what the section `validation` says."""
+    found = []
+    for source in sources_of(config):
+        task, this = task_of(source.data), source.validation
+        if this is not None:
+            own = this.source is not None and this.columns is None
+            found.append(_Asked(source, task, (this.source, this.split, source.data.columns if own else this.columns)))
+        elif source.held_out:
+            found.append(_Asked(source, task, (None, "", None), source.held_out))
+    if found:
+        return found
+    only = Source("", 1.0, config.data.model_copy(update={"sources": ()}), config.rewards)
+    return [_Asked(only, _task(config), _source(config))]
+
+
 def check_rows(config: RunConfig) -> None:
     """Raise DataError or ConfigError for a source of validation rows that can be refused without reading all of it."""
-    if config.validation.every is not None:
-        _named(lambda: check_source(_task(config), *_source(config)))
+    for asked in _asked(config) if config.validation.every is not None else ():
+        if not asked.held_out:
+            _named(lambda asked=asked: check_source(asked.task, *asked.rows), asked.source)
 
 
 def read_questions(
@@ -76,19 +118,19 @@ def read_questions(
     this = config.validation
     if this.every is None:
         return None
-    task, name = _task(config), f"{this.source or (this.task or config.data.task)} ({this.split})"
-    prompts = _prompts(config, _unseen(name, _examples(config, task), trained)[: this.limit], tokenizer, environments)
-    examples = [prompt.example for prompt in prompts]
     sampling = SamplingParams(this.max_new_tokens or config.rollout.max_new_tokens, this.temperature)
-    wanted, accuracy = _with_grading(config.rewards, task, examples)
-    fixed = fixed_columns(task, sampling.max_new_tokens)
-    rewards = build_rewards(wanted, fixed, examples, run_dir, environments is not None)
-    names = rewards.names[: len(config.rewards)]
+    prompts, wanted = _questions(config, _asked(config), tokenizer, trained, sampling, environments)
+    rewards = build_all_rewards(wanted, run_dir, environments is not None)
+    own = {reward.name for asked in _asked(config) for reward in asked.source.rewards}
+    accuracy = rewards.names.index(GRADING) if GRADING in rewards.names else None
+    names = [name for name in rewards.names if name != GRADING or GRADING in own]
     _check_metric(this.metric, names, accuracy is not None)
+    _check_source_metric(this.metric, wanted)
     if environments is not None:
         new = sampling.max_new_tokens
         limits = replace(environments.limits, max_tokens=new, context=config.data.max_prompt_tokens + new)
         environments = replace(environments, limits=limits)
+    name = ", ".join(asked.name for asked in _asked(config))
     questions = Questions(name, prompts, sampling, this.samples, rewards, names, accuracy, environments)
     check_tokens((prompt.ids for prompt in prompts), sizes.vocabulary)
     if sizes.positions is not None and questions.context > sizes.positions:
@@ -100,23 +142,39 @@ def read_questions(
     return questions
 
 
+def _questions(
+    config: RunConfig,
+    of_sources: Sequence[_Asked],
+    tokenizer: PreTrainedTokenizerBase,
+    trained: Sequence[Prompt],
+    sampling: SamplingParams,
+    environments: Environments | None,
+) -> tuple[list[Prompt], list[RewardsOf]]:
+    """The prompts of all sources, one source after another, and what their rewards are made of."""
+    prompts, wanted = [], []
+    for index, asked in enumerate(of_sources):
+        examples = _unseen(asked.name, _named(asked.examples, asked.source), trained)[: config.validation.limit]
+        own = _prompts(asked.source.data, examples, tokenizer, environments)
+        prompts += [replace(prompt, row=len(prompts) + prompt.row, source=index) for prompt in own]
+        rows, fixed = [prompt.example for prompt in own], fixed_columns(asked.task, sampling.max_new_tokens)
+        rewards = _with_grading(asked.source.rewards, asked.task, rows)
+        wanted.append(RewardsOf(asked.source.name, rewards, fixed, rows))
+    return prompts, wanted
+
+
 def _task(config: RunConfig) -> Task:
     """The task that grades. A grader of the user's own is for the task that trains."""
     task = config.validation.task
     return task_of(config.data) if task in (None, config.data.task) else get_task(task)
 
 
-def _with_grading(
-    rewards: Sequence[RewardConfig], task: Task, examples: Sequence[Example]
-) -> tuple[list[RewardConfig], int | None]:
-    """The rewards with the task's grading among them, and its place; without it if there are no answers."""
+def _with_grading(rewards: Sequence[RewardConfig], task: Task, examples: Sequence[Example]) -> list[RewardConfig]:
+    """The rewards with the task's grading among them; without it if there are no answers."""
     check_grader(task, examples)
-    own = next((place for place, reward in enumerate(rewards) if reward.name == GRADING), None)
-    if own is not None:
-        return list(rewards), own
-    if task.grader is None and not all(example.answer for example in examples):
-        return list(rewards), None
-    return [*rewards, RewardConfig(name=GRADING, weight=0.0)], len(rewards)
+    listed = any(reward.name == GRADING for reward in rewards)
+    if listed or (task.grader is None and not all(example.answer for example in examples)):
+        return list(rewards)
+    return [*rewards, RewardConfig(name=GRADING, weight=0.0)]
 
 
 def _source(config: RunConfig) -> tuple[str | None, str, dict[str, str] | None]:
@@ -126,18 +184,13 @@ def _source(config: RunConfig) -> tuple[str | None, str, dict[str, str] | None]:
     return this.source, this.split, config.data.columns if own else this.columns
 
 
-def _examples(config: RunConfig, task: Task) -> list[Example]:
-    keep = config.data.keep_unreadable
-    examples, _ = _named(lambda: load_examples(task, *_source(config), keep_unreadable=keep))
-    return examples
-
-
-def _named(read):
+def _named(read, source: Source):
     """What `read` returns; its errors say that they are about validation."""
     try:
         return read()
     except (DataError, ConfigError) as error:
-        raise type(error)(f"validation: {error}; {REMEDY}") from error
+        of = f" of source {source.name}" if source.name else ""
+        raise type(error)(f"validation{of}: {error}; {REMEDY}") from error
 
 
 def _unseen(name: str, examples: list[Example], trained: Sequence[Prompt]) -> list[Example]:
@@ -162,7 +215,7 @@ def _key(question: str) -> str:
 
 
 def _prompts(
-    config: RunConfig,
+    data: DataConfig,
     examples: Sequence[Example],
     tokenizer: PreTrainedTokenizerBase,
     environments: Environments | None = None,
@@ -170,7 +223,7 @@ def _prompts(
     """The prompts, longest first, which saves padding; each one's `row` is its place in this list."""
     from training.rollout.groups import Prompt  # it imports torch
 
-    data, trained = config.data, task_of(config.data)
+    trained = task_of(data)
 
     def asked(example: Example) -> tuple[Message, ...]:
         return tuple(messages_of(trained, example, data.system_prompt, data.prompt_template))
@@ -195,4 +248,22 @@ def _check_metric(metric: str, names: Sequence[str], has_accuracy: bool) -> None
         raise ConfigError(
             f"validation.metric is {metric}, and there is no such reward: write accuracy, reward or "
             f"{', '.join(f'rewards/{name}' for name in names)}"
+        )
+
+
+def _check_source_metric(metric: str, asked: Sequence[RewardsOf]) -> None:
+    """Raise ConfigError if the metric is of a source that validations do not ask, or whose rows have no answers."""
+    if not metric.startswith("sources/"):
+        return
+    _, name, what = metric.split("/")
+    of_source = next((each for each in asked if each.name == name), None)
+    if of_source is None:
+        raise ConfigError(
+            f"validation.metric is {metric}, and validations ask nothing of source {name}: give it held_out or "
+            "validation, or write validation.metric: accuracy"
+        )
+    if what == "accuracy" and GRADING not in [reward.name for reward in of_source.wanted]:
+        raise ConfigError(
+            f"validation.metric is {metric}, and the rows of source {name} have no answers to grade by: write "
+            f"validation.metric: sources/{name}/reward, or give answers or a grader"
         )

@@ -12,7 +12,8 @@ from qerl.own.function import OwnFunctionError
 from qerl.own.given import GivenFunction, given, given_function, given_rows, write_given_rows
 from qerl.own.returned import ReturnedError
 from qerl.tasks import Example, get_task
-from training.rewards.rewards import FAILED, build_rewards, fixed_columns
+from training.rewards.guarded import FAILED
+from training.rewards.rewards import build_rewards, fixed_columns
 from training.run_dir.inputs import inputs_of
 
 

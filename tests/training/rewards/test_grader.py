@@ -10,7 +10,8 @@ from qerl.config.schema import RewardConfig
 from qerl.errors import ConfigError, DataError, RewardError
 from qerl.tasks import Example, get_task, with_grader
 from training.preflight.checks import check_config
-from training.rewards.rewards import FAILED, build_rewards, fixed_columns
+from training.rewards.guarded import FAILED
+from training.rewards.rewards import build_rewards, fixed_columns
 from training.run import resume, start
 
 EXAMPLES = [Example("a?", "a", "1", {"level": 0.5}), Example("b?", "b", "2", {"level": 1.0})]

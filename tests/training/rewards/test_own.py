@@ -14,7 +14,8 @@ from qerl.config.schema import RewardConfig
 from qerl.errors import ConfigError, RewardError
 from qerl.tasks import Example, get_task
 from training.rewards.grading import Grader
-from training.rewards.rewards import FAILED, build_rewards, fixed_columns
+from training.rewards.guarded import FAILED
+from training.rewards.rewards import build_rewards, fixed_columns
 from training.run import resume, start
 from training.run_dir.log import read_metrics
 
@@ -220,7 +221,7 @@ def test_rewards_that_wait_run_at_once_and_keep_their_order(tmp_path):
         wanted.append(own(tmp_path, f"{body}    return [{i}.0] * len(completions)", f"own{i}", start="async def"))
     rewards = build(tmp_path, *wanted, RewardConfig(name="format"))
     sample = SimpleNamespace(token_ids=[1], truncated=False, episode=None)
-    group = SimpleNamespace(samples=[sample, sample], prompt=SimpleNamespace(text="p", row=0))
+    group = SimpleNamespace(samples=[sample, sample], prompt=SimpleNamespace(text="p", row=0, source=0))
     graded = Grader(rewards, lambda ids: ["\\boxed{1}"] * len(ids), mask_truncated=True).grade([group], step=1)
     assert graded.groups[0].rewards_G_F.tolist() == [[0.0, 1.0, 2.0, 1.0]] * 2
     assert graded.logged == {"own/n": [0, 1, 2]}

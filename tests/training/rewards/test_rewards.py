@@ -11,7 +11,8 @@ from qerl.config.schema import RewardConfig
 from qerl.errors import ConfigError, RewardError
 from qerl.tasks import Example, get_task, grade
 from training.rewards.functions import accuracy, format, length, soft_overlong
-from training.rewards.rewards import FAILED, REWARDS, build_rewards, check_rewards, find_reward, fixed_columns
+from training.rewards.guarded import FAILED
+from training.rewards.rewards import REWARDS, build_rewards, check_rewards, find_reward, fixed_columns
 from training.run_dir.log import is_own
 
 EXAMPLES = [Example("2+16?", "18", "a", {"level": 3}), Example("1+2?", "3", "b")]

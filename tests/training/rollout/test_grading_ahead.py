@@ -232,7 +232,7 @@ def test_an_error_in_the_thread_does_not_end_the_run():
     ],
 )
 def test_it_is_on_if_rewards_compare_formulas(task, reward, expected):
-    assert (grading_ahead(get_task(task), ["soft_overlong", reward], Words()) is not None) == expected
+    assert (grading_ahead([(get_task(task), ["soft_overlong", reward])], Words()) is not None) == expected
 
 
 def test_the_share_of_completions_graded_ahead_is_explained():

@@ -20,6 +20,13 @@ RUNS = {
     "validated": ("validation.every=3", "validation.limit=4", "validation.task=arith_chain"),
     "episodes": ("environment={name: word_game, max_turns: 2}",),
     "distilled": ("distill.beta=1.0", "noise.enabled=false"),
+    "sources": (
+        "validation.every=3",
+        "validation.limit=2",
+        "data.source=null",
+        "data.limit=null",
+        "data.sources=[{name: a, held_out: 9, source: ROWS}, {name: b, limit: 9, source: ROWS}]",
+    ),
     "formulas": ("data.task=math500", "data.columns={question: question}", "rewards=[{name: accuracy}]"),
 }
 
@@ -34,6 +41,7 @@ def written(nvfp4_base, tmp_path_factory):
     keys = set()
     for name, settings in RUNS.items():
         folder = tmp_path_factory.mktemp(name)
+        settings = [setting.replace("ROWS", str(folder / "rows.jsonl")) for setting in settings]
         start(small_config(nvfp4_base, folder, *settings, steps=3), "tiny")
         keys.update(key for row in read_metrics(folder / "run") for key in row)
     return keys
