@@ -15,8 +15,10 @@ from qerl.tasks import task_of
 from training.policy.packed_policy import PackedPolicy
 from training.policy.policy import Policy, check_reference
 from training.rewards.grading import Grader
+from training.rollout.curriculum import Curriculum
 from training.rollout.grading_ahead import grading_ahead
 from training.rollout.kept import CarryOver
+from training.rollout.prompts import weights_of
 from training.rollout.sampler import Sampler, SamplerOptions
 from training.run_dir.phase_times import PhaseTimes
 
@@ -76,6 +78,7 @@ class Parts(TrainingParts):
     grader: Grader
     environments: Environments | None = None
     carry_over: CarryOver | None = None  # of a run whose completions go on from step to step
+    curriculum: Curriculum | None = None
 
 
 def make_parts(
@@ -107,7 +110,13 @@ def make_parts(
         parallel=given.parallel,
         environments=given.environments,
         carry_over=CarryOver(config, given.prompts, given.parallel) if rollout.carry_over else None,
+        curriculum=_curriculum(config, given),
     )
+
+
+def _curriculum(config: RunConfig, given: Given) -> Curriculum | None:
+    wanted = config.data.curriculum
+    return wanted and Curriculum(wanted, weights_of(config), given.prompts, given.rewards, config.run.seed)
 
 
 def sampler_options(config: RunConfig) -> SamplerOptions:

@@ -149,11 +149,22 @@ def sample_and_grade(
     if not dynamic.enabled:
         groups = draw(rows)
         carried = {} if parts.carry_over is None else parts.carry_over.metrics(moment.step, groups)
-        return groups, {**rollout_metrics(rollouts), **carried, **logged_means(graded[0])}
+        return groups, {**rollout_metrics(rollouts), **carried, **logged_means(graded[0]), **observed(parts, groups)}
     order = extra_order(len(parts.prompts), parts.config.run.seed, moment.step)
+    if parts.curriculum is not None:
+        order = parts.curriculum.preferred(order)
     chosen = fill_batch(draw, rows, order, dynamic.max_extra_rollouts, lambda row: parts.prompts[row].source)
     of_all = {**sampled_metrics(chosen.sampled, parts.rewards.names), **logged_means_by_groups(graded)}
+    of_all |= observed(parts, chosen.sampled)
     return chosen.kept, {**rollout_metrics(rollouts), **chosen.metrics(), **of_all}
+
+
+def observed(parts: Parts, groups: Sequence[GradedGroup]) -> dict[str, float]:
+    """Let the curriculum note what was sampled; its metrics, none without one."""
+    if parts.curriculum is None:
+        return {}
+    parts.curriculum.observe(groups)
+    return parts.curriculum.metrics()
 
 
 def sample(parts: Parts, prompts: Sequence[Prompt], moment: Moment, attempt: int, first: int) -> Rollout:

@@ -88,7 +88,7 @@ class QerlTrainer(RunTrainer, GRPOTrainer):
     # -- a step's inputs
 
     def get_train_dataloader(self) -> StepPrompts:
-        return step_prompts(self.parts.config, self.parts.prompts, self._start_step)
+        return step_prompts(self.parts.config, self.parts.prompts, self._start_step, self.parts.curriculum)
 
     def _prepare_inputs(self, prompts: list[Prompt]) -> Batch:
         step = self.state.global_step
@@ -145,10 +145,14 @@ class QerlTrainer(RunTrainer, GRPOTrainer):
     def write_besides(self, folder: Path) -> None:
         if self.parts.carry_over is not None:
             self.parts.carry_over.save(folder, self.state.global_step)
+        if self.parts.curriculum is not None:
+            self.parts.curriculum.save(folder, self.state.global_step // self.parts.config.loss.num_iterations)
 
     def read_besides(self, folder: Path) -> None:
         if self.parts.carry_over is not None:
             self.parts.carry_over.load(folder, self._start_step)
+        if self.parts.curriculum is not None:
+            self.parts.curriculum.load(folder)
 
     # -- logging
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -61,6 +61,21 @@ class SourceConfig(Section):
     )
 
 
+class CurriculumConfig(Section):
+    """Rows by the share of their latest completions that were right. Rows that were not yet tried come in turn."""
+
+    kind: Literal["solved_share"] = Field("solved_share", description="what decides: the share of right completions")
+    low: float = Field(0.0, ge=0, lt=1, description="a row whose share is not above this is hard")
+    high: float = Field(1.0, gt=0, le=1, description="a row whose share is not below this is easy")
+    hard_share: float = Field(0.2, ge=0, le=1, description="share of the hard rows that an epoch tries again")
+    easy_share: float = Field(0.1, ge=0, le=1, description="share of the easy rows that an epoch tries again")
+    reward: str | None = Field(
+        None,
+        min_length=1,
+        description="reward that says what is right, from 0.5 on; null: accuracy, or the only reward there is",
+    )
+
+
 class DataConfig(Section):
     """The prompts and the answers they are graded against."""
 
@@ -92,4 +107,7 @@ class DataConfig(Section):
     )
     sources: Annotated[tuple[SourceConfig, ...], Field(strict=False)] = Field(
         (), description="several sources in place of one, each with a share of every step"
+    )
+    curriculum: CurriculumConfig | None = Field(
+        None, description="rows are chosen by how many of their completions were right; null: in turn"
     )

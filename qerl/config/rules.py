@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.config.conflict import Conflict, Conflicts
 from qerl.config.rules_carry_over import carry_over
-from qerl.config.rules_data import sources
+from qerl.config.rules_data import curriculum, sources
 from qerl.config.rules_distill import distill
 from qerl.config.rules_environment import environment
 from qerl.config.rules_noise import noise, noise_controller
@@ -231,6 +231,7 @@ RULES = (
     task,
     sources,
     rewards,
+    curriculum,
     engine,
     number_format,
     qat,

@@ -22,6 +22,13 @@ def carry_over(config: RunConfig) -> Conflicts:
             "groups without a signal are replaced by rollouts that wait for their longest completion",
             "rollout.dynamic_sampling.enabled: false, or rollout.carry_over: 0",
         )
+    for key in ("sources", "curriculum"):
+        if value := getattr(config.data, key):
+            yield Conflict(
+                asked | {f"data.{key}": [each.name for each in value] if key == "sources" else value.kind},
+                "a step then trains on the groups that have ended, whichever rows were its turn",
+                f"rollout.carry_over: 0, or leave data.{key} out",
+            )
     if config.environment is not None:
         yield Conflict(
             asked | {"environment": config.environment.name or "of tools"},

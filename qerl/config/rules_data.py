@@ -37,6 +37,37 @@ def sources(config: RunConfig) -> Conflicts:
         yield from _validated(config, i)
 
 
+def curriculum(config: RunConfig) -> Conflicts:
+    """Bounds leave something between them, and one reward of each source says what is right."""
+    this = config.data.curriculum
+    if this is None:
+        return
+    if this.low >= this.high:
+        yield Conflict(
+            {"data.curriculum.low": this.low, "data.curriculum.high": this.high},
+            "every row would be hard or easy",
+            f"a low below {this.high:g}",
+        )
+    listed = {"rewards": config.rewards} if not config.data.sources else {}
+    for i, source in enumerate(config.data.sources):
+        listed[f"data.sources.{i}.rewards" if source.rewards else "rewards"] = source.rewards or config.rewards
+    for key, rewards in listed.items():
+        names = [reward.name for reward in rewards]
+        short = [name.replace(":", ".").rpartition(".")[2] for name in names]
+        if this.reward is None and "accuracy" not in names and len(names) > 1:
+            yield Conflict(
+                {"data.curriculum.reward": None, key: names},
+                "which of them says what is right is not known",
+                f"data.curriculum.reward: {names[0]}",
+            )
+        if this.reward is not None and this.reward not in (*names, *short):
+            yield Conflict(
+                {"data.curriculum.reward": this.reward, key: names},
+                "there is no such reward among them",
+                f"data.curriculum.reward: {names[0]}",
+            )
+
+
 def _validated(config: RunConfig, i: int) -> Conflicts:
     source, key = config.data.sources[i], f"data.sources.{i}"
     if source.validation is None and not source.held_out:

@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fractions import Fraction
 from itertools import islice
+from typing import Any
 
 import torch
 
@@ -80,7 +81,7 @@ def mixed_rows(
     """The rows of each rollout without end, none twice. `sources` are names and weights; `rows` has each one's rows."""
     walks = [Walk(len(own), seed, f"data/{name}") for (name, _), own in zip(sources, rows, strict=True)]
     for taken in shares([weight for _, weight in sources], prompts):
-        own = [iter(walk.take(taken.count(source))) for source, walk in enumerate(walks)]
+        own = [iter(walk.take(taken.count(source))[0]) for source, walk in enumerate(walks)]
         yield [rows[source][next(own[source])] for source in taken]
 
 
@@ -94,20 +95,36 @@ class Walk:
         self._rows, self._seed, self._stream = rows, seed, stream
         self._epoch, self._left = 0, deque()
 
-    def take(self, count: int) -> list[int]:
-        """The next rows, none twice. Needs at least `count` rows."""
-        taken: dict[int, None] = {}
-        waiting = []
+    def take(self, count: int, admits: Callable[[int, int], bool] = lambda row, epoch: True) -> tuple[list[int], int]:
+        """The next rows, none twice, and how many were passed over: those that are not admitted in the epoch.
+
+        Needs at least `count` rows. If two epochs have not enough, rows that were passed over are taken.
+        """
+        taken, passed, last = {}, {}, self._epoch + 2
+        waiting: list[int] = []
         while len(taken) < count:
             if not self._left:
+                if self._epoch == last:
+                    break
                 self._begin_epoch()
             row = self._left.popleft()
             if row in taken:
                 waiting.append(row)
-            else:
+            elif admits(row, self._epoch):
                 taken[row] = None
+            else:
+                passed[row] = None
         self._left.extendleft(reversed(waiting))
-        return list(taken)
+        instead = [row for row in passed if row not in taken][: count - len(taken)]
+        return [*taken, *instead], len(passed) - len(instead)
+
+    def state(self) -> dict[str, Any]:
+        """Where it stands, as JSON holds it."""
+        return {"rows": self._rows, "epoch": self._epoch, "left": list(self._left)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on from there; with other rows from the next epoch."""
+        self._epoch, self._left = state["epoch"], deque(state["left"] if state["rows"] == self._rows else ())
 
     def _begin_epoch(self) -> None:
         generator = torch.Generator().manual_seed(derive_seed(self._seed, self._epoch, self._stream))

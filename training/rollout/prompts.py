@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from qerl.config.schema import DataConfig, RunConfig
     from qerl.environments.chat import Chat
     from qerl.tasks import Example, Message
+    from training.rollout.curriculum import Curriculum
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,9 @@ def _rollouts(config: RunConfig) -> int:
     return math.ceil(config.run.steps / config.loss.num_iterations)
 
 
-def step_prompts(config: RunConfig, prompts: Sequence[Prompt], start_step: int) -> StepPrompts:
+def step_prompts(
+    config: RunConfig, prompts: Sequence[Prompt], start_step: int, curriculum: Curriculum | None = None
+) -> StepPrompts:
     """The prompts of each step of a run, from `start_step` on."""
     updates = config.loss.num_iterations
     return StepPrompts(
@@ -93,8 +96,14 @@ def step_prompts(config: RunConfig, prompts: Sequence[Prompt], start_step: int) 
         rollouts=_rollouts(config),
         seed=config.run.seed,
         first=start_step // updates,
-        sources=tuple((source.name, source.weight) for source in sources_of(config)),
+        sources=weights_of(config),
+        curriculum=curriculum,
     )
+
+
+def weights_of(config: RunConfig) -> tuple[tuple[str, float], ...]:
+    """Name and weight of each source."""
+    return tuple((source.name, source.weight) for source in sources_of(config))
 
 
 @dataclass(frozen=True)
@@ -112,6 +121,7 @@ class StepPrompts:
     seed: int
     first: int = 0  # the rollout that a resumed run continues with
     sources: tuple[tuple[str, float], ...] = (("", 1.0),)  # name and weight of each
+    curriculum: Curriculum | None = None
 
     def __len__(self) -> int:
         """Steps of the whole run, so that the run is one epoch wherever it starts."""
@@ -123,7 +133,10 @@ class StepPrompts:
                 yield [self.prompts[row] for row in rows]
 
     def _rows(self) -> Iterator[list[int]]:
-        if len(self.sources) == 1:
+        if self.curriculum is not None:
+            for rollout in range(self.first, self.rollouts):
+                yield self.curriculum.rows(rollout, self.per_rollout)
+        elif len(self.sources) == 1:
             for rollout in range(self.first, self.rollouts):
                 yield rollout_rows(len(self.prompts), self.per_rollout, self.seed, rollout)
         else:

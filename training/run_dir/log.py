@@ -55,7 +55,7 @@ RUN_METRICS = (
 RUN_FOLDERS = (
     *("kl_to_teacher/", "rewards/", "sampled/", "completions/", "groups/", "clip/", "clip_ratio/", "sampling/"),
     *("mismatch/", "correction/", "vespo/", "noise/", "dynamic_sampling/", "environment/", "validation/"),
-    *("carry_over/", "sources/"),
+    *("carry_over/", "sources/", "curriculum/"),
     *("time/", "speed/", "memory/"),
 )
 WARNINGS = "warnings.jsonl"

@@ -37,7 +37,7 @@ def test_the_most_that_a_rollout_takes_of_each_source():
 @pytest.mark.parametrize(("rows", "count"), [(7, 3), (5, 3), (8, 8), (4, 3)])
 def test_a_walk_of_one_source_is_the_order_of_a_run_without_sources(rows, count):
     walk = Walk(rows, 1, "data")
-    assert [walk.take(count) for _ in range(3 * rows)] == [rollout_rows(rows, count, 1, r) for r in range(3 * rows)]
+    assert [walk.take(count)[0] for _ in range(3 * rows)] == [rollout_rows(rows, count, 1, r) for r in range(3 * rows)]
 
 
 def test_rows_of_each_source_come_once_per_epoch_and_never_twice_in_a_rollout():

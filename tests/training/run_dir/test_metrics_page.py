@@ -14,7 +14,12 @@ PAGE = ROOT / "docs" / "metrics.md"
 # With these settings together, runs on a CPU write every key that they can.
 RUNS = {
     "defaults": (),
-    "terms": ("loss.kl_coef=0.1", "loss.entropy_coef=0.01", "rollout.dynamic_sampling.enabled=true"),
+    "terms": (
+        "data.curriculum={}",
+        "loss.kl_coef=0.1",
+        "loss.entropy_coef=0.01",
+        "rollout.dynamic_sampling.enabled=true",
+    ),
     "masked": ("loss.correction.mode=token_mask", "noise.controller.metric=ess", "noise.controller.target=0.9"),
     "vespo": ("loss.type=vespo",),
     "validated": ("validation.every=3", "validation.limit=4", "validation.task=arith_chain"),

@@ -1,0 +1,149 @@
+"""Rows by their solved share: which are passed over, what a checkpoint keeps, and the same bits after a kill."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from killed import killed_in
+from small_run import numbers, same_adapters, small_config
+
+import training.run_trainer
+from qerl.config.data import CurriculumConfig
+from qerl.errors import ConfigError
+from training.rewards.rewards import Rewards
+from training.rollout.curriculum import FILE, Curriculum
+from training.rollout.groups import Prompt
+from training.rollout.order import rollout_rows
+from training.run import resume, start
+
+REWARDS = Rewards([SimpleNamespace(__name__="accuracy")], [1.0])
+BY_ROW = '''
+def solved(completions, row, **columns):
+    """Rows that 3 divides are always right, those one above never, and of the others half."""
+    return [float((1, 0, place % 2)[number % 3]) for place, number in enumerate(row)]
+'''
+
+
+def curriculum(rows=30, **settings):
+    prompts = [Prompt(row, [row], "", None) for row in range(rows)]
+    return Curriculum(CurriculumConfig(**settings), [("", 1.0)], prompts, REWARDS, seed=3)
+
+
+def group(row, right, of=4):
+    rewards = torch.tensor([1.0] * right + [0.0] * (of - right))[:, None]
+    return SimpleNamespace(group=SimpleNamespace(prompt=SimpleNamespace(row=row, source=0)), rewards_G_F=rewards)
+
+
+def played(this, rollouts, prompts=5, first=0):
+    """The rows of so many rollouts, each of which is measured: row r has r % 5 right completions of 4."""
+    taken = []
+    for rollout in range(first, first + rollouts):
+        taken.append(this.rows(rollout, prompts))
+        this.observe([group(row, row % 5) for row in taken[-1]])
+    return taken
+
+
+def test_the_first_epoch_is_that_of_a_run_without_a_curriculum():
+    assert played(curriculum(), 6) == [rollout_rows(30, 5, 3, rollout) for rollout in range(6)]
+
+
+def test_rows_that_were_always_or_never_right_are_passed_over_from_then_on():
+    this = curriculum(hard_share=0, easy_share=0)
+    played(this, 6)
+    assert this.metrics() == {
+        "curriculum/measured_share": 1.0,
+        "curriculum/hard_share": 6 / 30,
+        "curriculum/easy_share": 6 / 30,
+        "curriculum/passed_rows": 0.0,
+    }
+    later = [row for taken in played(this, 18, first=6) for row in taken]
+    assert {row % 5 for row in later} == {1, 2, 3}
+    assert all(later.count(row) == 5 for row in set(later))  # 90 prompts over 18 rows
+    assert this.metrics()["curriculum/passed_rows"] > 0
+
+
+def test_bounds_say_what_is_hard_and_easy():
+    this = curriculum(hard_share=0, easy_share=0, low=0.25, high=0.75)
+    played(this, 6)
+    assert {row % 5 for taken in played(this, 6, first=6) for row in taken} == {2}
+
+
+def test_a_share_of_them_comes_again():
+    this = curriculum(rows=400, hard_share=0.5, easy_share=0.25)
+    played(this, 20, prompts=20)
+    epochs = [row for taken in played(this, 3 * 14, prompts=20, first=20) for row in taken]
+    rest = len([row for row in epochs if row % 5 in (1, 2, 3)]) / 240
+    assert len([row for row in epochs if row % 5 == 0]) / 80 / rest == pytest.approx(0.5, abs=0.1)
+    assert len([row for row in epochs if row % 5 == 4]) / 80 / rest == pytest.approx(0.25, abs=0.1)
+
+
+def test_where_no_other_rows_are_left_those_are_taken():
+    this = curriculum(rows=6, hard_share=0, easy_share=0)
+    for rollout in range(9):
+        taken = this.rows(rollout, 4)
+        assert len(set(taken)) == 4
+        this.observe([group(row, 0) for row in taken])
+
+
+def test_a_loaded_state_continues_with_the_same_rows_also_within_a_step(tmp_path):
+    whole = played(curriculum(), 20)
+    this = curriculum()
+    played(this, 9)
+    this.save(tmp_path, 9)
+    between = json.loads((tmp_path / FILE).read_text())
+    this.observe([group(row, 0) for row in this.rows(9, 5)])  # a step that is then left
+    this.save(tmp_path, 9)
+    assert json.loads((tmp_path / FILE).read_text()) == between
+    again = curriculum()
+    again.load(tmp_path)
+    assert played(again, 11, first=9) == whole[9:]
+
+
+def test_extra_prompts_of_dynamic_sampling_begin_with_rows_that_are_neither():
+    this = curriculum(rows=10)
+    this.observe([group(row, row % 5) for row in range(10)])
+    assert this.preferred([0, 9, 8, 1, 4, 3]) == [8, 1, 3, 0, 9, 4]
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_a_killed_run_has_the_same_bits(nvfp4_base, tmp_path):
+    (tmp_path / "solved.py").write_text(BY_ROW)
+    settings = (
+        "data.limit=6",
+        "data.curriculum={hard_share: 0.0, easy_share: 0.5}",
+        f"rewards=[{{name: '{tmp_path}/solved.py:solved'}}]",
+    )
+    whole = start(small_config(nvfp4_base, tmp_path, *settings, out="whole"), "tiny").run_dir
+    with killed_in(training.run_trainer, "backward", 6):  # the step's rows were taken and measured
+        start(small_config(nvfp4_base, tmp_path, *settings), "tiny")
+    resume(tmp_path / "run")
+    rows = numbers(whole)
+    assert numbers(tmp_path / "run") == rows
+    assert same_adapters(tmp_path / "run" / "adapter", whole / "adapter")
+    assert [row["curriculum/measured_share"] for row in rows] == pytest.approx([1 / 3, 2 / 3, 1, 1, 1, 1])
+    assert rows[-1]["curriculum/hard_share"] == rows[-1]["curriculum/easy_share"] == pytest.approx(1 / 3)
+    shares = [row["groups/zero_variance_share"] for row in rows]
+    assert sum(shares[3:]) < sum(shares[:3])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            "data.curriculum={low: 0.5, high: 0.5}",
+            "curriculum.low 0.5 with data.curriculum.high 0.5: every row would be",
+        ),
+        ("data.curriculum={reward: length}", "data.curriculum.reward length with rewards .*: there is no such reward"),
+        ("data.curriculum={kind: pools}", "data.curriculum.kind: got 'pools'"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(tmp_path, change, message):
+    with pytest.raises(ConfigError, match=message):
+        small_config("tiny", tmp_path, change)
+
+
+def test_of_several_rewards_one_has_to_say_what_is_right(tmp_path):
+    rewards = "rewards=[{name: format}, {name: soft_overlong}]"
+    with pytest.raises(ConfigError, match=r"which of them says what is right is not known; write .*reward: format"):
+        small_config("tiny", tmp_path, rewards, "data.curriculum={}")
