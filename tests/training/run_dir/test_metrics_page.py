@@ -25,6 +25,7 @@ RUNS = {
     "validated": ("validation.every=3", "validation.limit=4", "validation.task=arith_chain"),
     "episodes": ("environment={name: word_game, max_turns: 2}",),
     "distilled": ("distill.beta=1.0", "noise.enabled=false"),
+    "carried": ("rollout.carry_over=2",),
     "sources": (
         "validation.every=3",
         "validation.limit=2",
