@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from functools import cache
 
+from qerl.errors import CAP_GIB, EngineError
 from qerl.plan.engine_memory import GIB
 
 CONTEXT_BYTES = 3 * GIB // 4  # a CUDA context with torch's kernels takes less: 0.4 to 0.6 GiB
@@ -39,3 +40,18 @@ def own_bytes(device: int) -> int:
 
     free, total = torch.cuda.mem_get_info(device)
     return max(0, total - free - others_bytes(device))
+
+
+def check_beside_cap(outside_bytes: int, cap_bytes: int) -> None:
+    """Raise EngineError if what the driver counts to this process outside torch leaves nothing of its cap.
+
+    Then another process has begun to use the card after `others_bytes` was asked.
+    """
+    if outside_bytes >= cap_bytes:
+        raise EngineError(
+            "%s is %.1f GiB, and the card has %.1f GiB more in use than when this process began: another process has "
+            "taken memory meanwhile. Start again when it has all that it needs, or take another card (--gpu)",
+            CAP_GIB,
+            cap_bytes / GIB,
+            outside_bytes / GIB,
+        )

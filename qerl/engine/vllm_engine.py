@@ -111,7 +111,7 @@ class VLLMEngine:
         self.cache_tokens: int = cache.num_gpu_blocks * cache.block_size  # how many the KV cache holds at once
         self._policy: PreTrainedModel | None = None
         if self._cap_bytes is not None:
-            self._other_bytes = opening.bytes_outside_torch(self._device)
+            self._other_bytes = opening.bytes_outside_torch(self._device, self._cap_bytes)
             self._limit_torch(0)
         worker = self.llm.llm_engine.model_executor.driver_worker
         self.startup_s = whole(time.monotonic() - self._began, parts.seconds, worker.startup_seconds())

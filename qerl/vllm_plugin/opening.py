@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl import formats
 from qerl.engine.options import KERNELS
-from qerl.engine.own_memory import others_bytes, own_bytes
+from qerl.engine.own_memory import check_beside_cap, others_bytes, own_bytes
 from qerl.errors import ENGINE, KERNEL, CheckpointError, EngineError, MissingExtraError
 from qerl.plan.engine_memory import KV_CACHE_DTYPES
 from qerl.plan.sizes import sizes_of
@@ -290,9 +290,14 @@ def limit_process_(device: int, cap_bytes: int) -> None:
     torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), device)
 
 
-def bytes_outside_torch(device: int) -> int:
-    """Bytes of the card that this process holds outside torch's allocator: CUDA context, modules, graphs."""
+def bytes_outside_torch(device: int, cap_bytes: int) -> int:
+    """Bytes of the card that this process holds outside torch's allocator: CUDA context, modules, graphs.
+
+    Raises EngineError if they leave nothing of the cap.
+    """
     import torch
 
     torch.cuda.synchronize(device)
-    return max(0, own_bytes(device) - torch.cuda.memory_reserved(device))
+    outside = max(0, own_bytes(device) - torch.cuda.memory_reserved(device))
+    check_beside_cap(outside, cap_bytes)
+    return outside

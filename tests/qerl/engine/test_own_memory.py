@@ -6,7 +6,8 @@ import sys
 import pytest
 import torch
 
-from qerl.engine.own_memory import GIB, of_others, others_bytes, own_bytes
+from qerl.engine.own_memory import GIB, check_beside_cap, of_others, others_bytes, own_bytes
+from qerl.errors import EngineError
 
 
 @pytest.mark.parametrize(
@@ -15,6 +16,13 @@ from qerl.engine.own_memory import GIB, of_others, others_bytes, own_bytes
 )
 def test_memory_that_is_neither_torchs_nor_a_contexts_belongs_to_others(used, reserved, others):
     assert of_others(int(used * GIB), int(reserved * GIB)) == int(others * GIB)
+
+
+def test_a_cap_that_another_process_has_used_up_meanwhile_is_refused_with_what_to_do():
+    """Seen on a card with several runs: what a 7B took counted as ours, and the cap was 10 GiB."""
+    check_beside_cap(3 * GIB, 10 * GIB)
+    with pytest.raises(EngineError, match=r"memory.cap_gib is 10.0 GiB.* 60.5 GiB more.*another card \(--gpu\)"):
+        check_beside_cap(int(60.5 * GIB), 10 * GIB)
 
 
 HOLD = """
