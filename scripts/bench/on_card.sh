@@ -43,6 +43,9 @@
 #                     agreement and one copy at 7B, beside 16 bits
 #     fp8decode 400 s decode speed at 7B with an adapter, in turns: FP8 ours and stock vLLM's, and our NVFP4
 #     fp8step  330 s  workload A with an adapter over FP8, over 16 bits, and over NVFP4
+#     fp8train 560 s  FP8 that trains: a 7B's whole weights, packed at each sync, and workload A by both recipes of training
+#     fp8study 330 s  learning with 21 M parameters in BF16, in FP8, and with FP8 rollouts alone, three seeds each: adapters
+#                     and whole weights; another call with the same CHECKPOINTS goes on
 #     decode32 480 s  the same at 32B with the two engines that fit on a card: ours, and vLLM's in BF16
 #     marlin32 560 s  the same at 32B with three: ours with an adapter and without, and vLLM's with Marlin
 #     mixed    330 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
@@ -316,6 +319,24 @@ batch_fp8step() {
     script step-7b-fp8 280 bench_step 7b-fp8 --steps 4 --set model.format=fp8_block
     script step-7b-bf16 280 bench_step 7b-16 --steps 4 --set model.format=bf16
     script step-7b-nvfp4 280 bench_step 7b --steps 4
+}
+
+batch_fp8train() {
+    checkpoint qwen2.5-7b 7b-16 --format bf16
+    checkpoint qwen2.5-7b 7b-fp8 --format fp8_block
+    script qat-7b-fp8 240 bench_qat 7b-16 --steps 4 --set model.format=fp8_block --set qat.quant_cfg=fp8_block \
+        --set train.fp8_recipe=blockwise
+    script step-7b-fp8-blockwise 200 bench_step 7b-fp8 --steps 3 --set model.format=fp8_block --set train.fp8_recipe=blockwise
+    script step-7b-bf16-tensorwise 200 bench_step 7b-16 --steps 3 --set model.format=bf16 --set train.fp8_recipe=tensorwise
+}
+
+batch_fp8study() {
+    local model="$checkpoints/arith-21m" results="$checkpoints/study-fp8-21m.json"
+    [ -e "$model" ] || run make-arith-21m 120 "$python" scripts/models/pretrain_arith.py --out "$model"
+    run study-fp8-21m 580 "$python" scripts/study/study_fp8.py run --base "$model" --seeds 0 1 2 --steps 50 --parallel 18 \
+        --arms bf16 fp8 bf16_weights fp8_both fp8_rollout --weights-rates ${FP8STUDY_RATES:-1e-4} --memory-gib 6.5 \
+        --test-rows 768 --validation-rows 256 --minutes 6.5 --work "$checkpoints/study-fp8" --out "$results"
+    cp "$results" "$model/pretrain.json" "$out/"
 }
 
 batch_decode32() {

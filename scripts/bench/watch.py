@@ -11,6 +11,8 @@ from torch import nn
 from qerl.checkpoint.base_modules import base_linears
 from qerl.engine.update import WeightsUpdate
 from qerl.formats.linear import PackedLinear
+from qerl.fp8 import reference as fp8
+from qerl.fp8.linear import FP8Linear
 from qerl.layers.low_rank import LowRankSum
 from qerl.nvfp4 import kernel_layout, reference
 
@@ -76,6 +78,8 @@ def packed_linears(engine: Any) -> dict[str, PackedLinear]:
 
 def address(linear: PackedLinear) -> int:
     """Where the codes lie that the engine multiplies by."""
+    if isinstance(linear, FP8Linear):
+        return linear.weight_codes.data_ptr()
     words = linear.kernel_weight.words if hasattr(linear, "kernel_weight") else linear.weight_packed
     return words.data_ptr()
 
@@ -86,6 +90,9 @@ def different(linears: dict[str, PackedLinear], update: WeightsUpdate) -> list[s
     for name, linear in linears.items():
         if name not in update.weights:
             continue
+        if isinstance(linear, FP8Linear):
+            wrong += [] if _fp8_same(linear, update.weights[name]) else [name]
+            continue
         if (key := address(linear)) not in read:  # a fused linear is read once for all of its parts
             read = {key: _held(linear)}
         start = getattr(linear, "row_start", 0)
@@ -94,6 +101,13 @@ def different(linears: dict[str, PackedLinear], update: WeightsUpdate) -> list[s
         same_codes = torch.equal(codes, reference.unpack_codes(expected.packed))
         wrong += [] if same_codes and torch.equal(scales, expected.block_scale.float()) else [name]
     return wrong
+
+
+def _fp8_same(linear: FP8Linear, matrix: torch.Tensor | LowRankSum) -> bool:
+    codes, scale = linear.weight_codes, linear.weight_scale
+    expected = fp8.quantize(_dense(matrix, codes.device), linear.scales)
+    same_codes = torch.equal(codes.view(torch.uint8), expected.codes.view(torch.uint8))
+    return same_codes and torch.equal(scale, expected.scale)
 
 
 def _dense(matrix: torch.Tensor | LowRankSum, device: torch.device) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""The arms of study_noise.py and study_qat.py, and one run of an arm, which trains by the recipe, evaluates and returns
-plain values."""
+"""The arms of the studies, and one run of an arm, which trains by the recipe, evaluates and returns plain values."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from typing import Any
 
 from study_ways import DENSE, PACKED, trained_by
 
-from qerl.formats import BF16, NVFP4
+from qerl.formats import BF16, FP8_BLOCK, NVFP4
 
 RECIPE = Path(__file__).with_name("study_noise.yaml")
 TASK = "arith_chain"
@@ -28,21 +27,22 @@ class Arm:
     """One arm of the comparison: its base, a folder in the study's work directory, and what is trained of it."""
 
     title: str
-    base: str  # "bf16", "nvfp4" or "nf4"
+    base: str  # "bf16", "nf4", or the name of a quantized format
     overrides: tuple[str, ...] = ("noise.enabled=false",)
     way: str = ""  # of training whole weights, in scripts/study/study_ways.py; "": an adapter
     packed_in: bool = False  # whether the adapter is trained through the quantizer
+    packs: str = NVFP4.name  # the format of what a run packs
     rounded: str = ""  # the arm whose trained adapters are merged to 4 bits, which is all that this arm does
 
     @property
     def served(self) -> str:
         """The folder that has the weights with which the run begins to sample."""
-        return NVFP4.name if self.packed_in or self.way == PACKED else self.base
+        return self.packs if self.packed_in or self.way == PACKED else self.base
 
     @property
     def format(self) -> str:
         """The format of what is served. NF4 values are stored in 16 bits: see scripts/study/study_nf4.py."""
-        return NVFP4.name if self.served == NVFP4.name else BF16.name
+        return self.served if self.served in (NVFP4.name, FP8_BLOCK.name) else BF16.name
 
     @property
     def caches(self) -> str:
@@ -51,6 +51,7 @@ class Arm:
 
 
 WEIGHTS = ("noise.enabled=false", "qat.mode=weights")
+IN_FP8 = (*WEIGHTS, f"qat.quant_cfg={FP8_BLOCK.name}", "loss.mismatch_gate=null")
 ARMS = {
     "bf16": Arm("BF16 LoRA", "bf16"),
     "nvfp4": Arm("NVFP4 LoRA", "nvfp4"),
@@ -72,8 +73,24 @@ ARMS = {
     "nvfp4_rounded": Arm("NVFP4 LoRA, rounded to 4 bits at the end", "nvfp4", rounded="nvfp4"),
     "packed_in": Arm("LoRA through NVFP4", "bf16", ("noise.enabled=false", "qat.mode=adapter"), packed_in=True),
     "bf16_weights": Arm("BF16, whole weights", "bf16", WEIGHTS, DENSE),
+    "fp8": Arm("FP8 LoRA", FP8_BLOCK.name, ("noise.enabled=false", "loss.mismatch_gate=null")),
+    "fp8_both": Arm(
+        "FP8 rollouts and training, whole weights",
+        "bf16",
+        (*IN_FP8, "train.fp8_recipe=blockwise"),
+        PACKED,
+        packs=FP8_BLOCK.name,
+    ),
+    "fp8_rollout": Arm(
+        "whole weights in 16 bits, FP8 rollouts",
+        "bf16",
+        (*IN_FP8, "qat.forward=masters"),
+        PACKED,
+        packs=FP8_BLOCK.name,
+    ),
 }
-NOISE_ARMS = tuple(name for name, arm in ARMS.items() if not (arm.way or arm.packed_in or arm.rounded))
+NOISE_ARMS = ("bf16", "nvfp4", "nvfp4_aqn", "nvfp4_aqn_both", "nf4", "nvfp4_aqn_x10")
+FP8_ARMS = ("bf16_weights", "fp8_both", "fp8_rollout")
 QAT_ARMS = ("nvfp4", "qat", "bf16_weights", "no_qat")
 
 
@@ -146,7 +163,7 @@ def overrides_of(job: Job, settings: JobSettings, work: Path) -> list[str]:
     arm = ARMS[job.arm]
     own = [
         f"model.base={work / arm.base}",
-        f"model.format={NVFP4.name if arm.way else arm.format}",  # with masters, a way may pack nothing all the same
+        f"model.format={arm.packs if arm.way else arm.format}",  # with masters, a way may pack nothing all the same
         f"optim.learning_rate={job.rate}",
         f"data.task={settings.task}",
         f"rollout.engine={settings.engine}",

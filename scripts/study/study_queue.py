@@ -1,4 +1,4 @@
-"""The queue of study_noise.py and study_qat.py: the next jobs, the running processes, and the results so far."""
+"""The queue of the studies: the next jobs, the running processes, and the results so far."""
 
 from __future__ import annotations
 
@@ -73,8 +73,11 @@ class Study:
         if not (self.work / "bf16").exists():
             (self.work / "bf16").symlink_to(self.args.base.resolve(), target_is_directory=True)
         bases = {ARMS[arm].served for arm in self.args.arms}
-        if "nvfp4" in bases and not (self.work / "nvfp4").exists():
-            command = ["quantize", "--model", str(self.args.base.resolve()), "--out", str(self.work / "nvfp4")]
+        for name in sorted(bases & {"nvfp4", "fp8_block"}):
+            if (self.work / name).exists():
+                continue
+            command = ["quantize", "--model", str(self.args.base.resolve()), "--out", str(self.work / name)]
+            command += ["--scheme", name]
             subprocess.run([sys.executable, "-m", "qerl.cli", *command], cwd=self.work, env=environment(), check=True)
         if "nf4" in bases and not (self.work / "nf4").exists():
             from study_nf4 import write_nf4_twin

@@ -28,6 +28,7 @@ PAIRS = (  # reference, arm
     ("bf16", "nvfp4"), ("bf16", "nf4"), ("bf16", "nvfp4_aqn"), ("bf16", "nvfp4_aqn_both"),
     ("nvfp4", "nvfp4_aqn"), ("nvfp4", "nvfp4_aqn_both"), ("nvfp4", "nvfp4_aqn_x10"),
     ("nvfp4", "qat"), ("bf16_weights", "qat"), ("no_qat", "qat"),
+    ("bf16", "fp8"), ("bf16_weights", "fp8_both"), ("bf16_weights", "fp8_rollout"), ("fp8_rollout", "fp8_both"),
     ("nvfp4", "nvfp4_rounded"), ("nvfp4", "packed_in"), ("nvfp4_rounded", "packed_in"),
 )  # fmt: skip
 
@@ -41,13 +42,13 @@ def write_report(results: Path, images: Path) -> None:
     found = json.loads(results.read_text(encoding="utf-8"))
     images.mkdir(parents=True, exist_ok=True)
     study_figure.draw(found, images / f"{results.stem}.png")
-    place = f"qat/{results.name}" if of_weights(found) else results.name
+    place = f"{script_of(found).removeprefix('study_')}/{results.name}" if of_weights(found) else results.name
     results.with_suffix(".md").write_text(page(found, place), encoding="utf-8")
 
 
 def page(results: dict[str, Any], name: str) -> str:
     """The whole text of the Markdown file beside the results, which are `name` in benchmarks/."""
-    script = "study_qat" if of_weights(results) else "study_noise"
+    script = script_of(results)
     settings, machine = results["settings"], results["machine"]
     versions = ", ".join(f"{key} {machine['versions'][key]}" for key in ("torch", "transformers", "trl", "peft"))
     lines = [
@@ -69,6 +70,13 @@ def page(results: dict[str, Any], name: str) -> str:
     if results["failed"]:
         lines += ["", f"Failed: {', '.join(results['failed'])}."]
     return "\n".join(lines) + "\n"
+
+
+def script_of(results: dict[str, Any]) -> str:
+    """The script that made these results."""
+    if not of_weights(results):
+        return "study_noise"
+    return "study_fp8" if any(run["arm"].startswith("fp8") for run in results["runs"].values()) else "study_qat"
 
 
 def of_weights(results: dict[str, Any]) -> bool:

@@ -16,7 +16,10 @@ from qerl.checkpoint.shards import read_json, read_tensors
 from qerl.config.recipe import load_recipe
 from qerl.engine.options import EngineOptions
 from qerl.engine.transformers_engine import TransformersEngine
+from qerl.engine.update import WeightsUpdate
+from qerl.fp8.linear import FP8Linear
 from qerl.layers.master import master_of, multiply_by_masters_
+from scripts.bench.watch import different
 from training.policy import start_base
 from training.policy.policy import WeightsPolicy
 from training.run import start
@@ -130,6 +133,43 @@ def test_arms_differ_in_what_is_trained_only(load) -> None:
         assert config.loss.mismatch_gate == (None if name == "no_qat" else 0.01)
         for section in ("data", "rewards", "rollout", "optim", "run"):
             assert getattr(config, section) == getattr(configs["qat"], section)
+
+
+def test_arms_in_fp8_differ_in_what_is_in_8_bits_only(load) -> None:
+    arms = load("study_arms")
+    settings = arms.JobSettings("tiny", "arith", 80, "transformers", [], 3, 2)
+    names = (*arms.FP8_ARMS, "bf16", "fp8")
+    configs = {
+        name: load_recipe(arms.RECIPE, arms.overrides_of(arms.Job(name, 1e-3, 0), settings, Path("w")), steps=80)
+        for name in names
+    }
+    told = {name: (arms.ARMS[name].served, config.model.format) for name, config in configs.items()}
+    assert told == {
+        "bf16_weights": ("bf16", "nvfp4"),  # of which nothing is packed: see study_ways.py
+        "fp8_both": ("fp8_block", "fp8_block"),
+        "fp8_rollout": ("fp8_block", "fp8_block"),
+        "bf16": ("bf16", "bf16"),
+        "fp8": ("fp8_block", "fp8_block"),
+    }
+    both, rollout = configs["fp8_both"], configs["fp8_rollout"]
+    assert (both.train.fp8_recipe, both.qat.forward, both.qat.quant_cfg.activations) == (
+        "blockwise",
+        "packed",
+        "dynamic",
+    )
+    assert (rollout.train.fp8_recipe, rollout.qat.forward) == (None, "masters")
+    assert both.qat.quant_cfg == rollout.qat.quant_cfg
+    for section in ("data", "rewards", "rollout", "optim", "run"):
+        assert len({repr(getattr(config, section)) for config in configs.values()}) == 1
+
+
+def test_fp8_linears_that_are_not_their_masters_are_found() -> None:
+    weight = torch.randn(256, 128, generator=torch.Generator().manual_seed(0))
+    linear = FP8Linear.from_linear(torch.nn.Linear(128, 256))
+    linear.pack_(weight)
+    assert different({"a": linear}, WeightsUpdate({"a": weight})) == []
+    linear.weight_codes.view(torch.uint8)[200, 5] ^= 1
+    assert different({"a": linear}, WeightsUpdate({"a": weight})) == ["a"]
 
 
 def test_whole_weights_have_learning_rates_of_their_own(load, tmp_path) -> None:
