@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from qerl import formats
 from qerl.commands.shell_values import card_values, key_values, recipe_values
 from qerl.engine.options import MAX_SEQUENCES
 from qerl.errors import ConfigError
@@ -164,7 +163,6 @@ def tables(made: Plan) -> list[Table]:
 
 def sentences(config: RunConfig, made: Plan) -> list[str]:
     """What fits, in words, or what to change."""
-    from qerl.checkpoint.activations import GRPO_WARNING
     from qerl.plan.advice import advice, largest_completion
     from qerl.plan.plan import START
     from qerl.plan.trained import start_bytes
@@ -195,7 +193,23 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
             "memory, and each sync streams them."
         )
     lines += validation_sentences(config, made)
-    quant = None if config.qat is None else config.qat.quant_cfg
-    if quant and quant.activations != "none" and formats.get(quant.weights.format).four_bit_inputs:
-        lines.append(f"Note: {GRPO_WARNING}.")
+    lines += _about_activations(config, made)
     return [*lines, f"Seconds are for completions of the full {rollout.max_new_tokens} tokens, by the cost model."]
+
+
+def _about_activations(config: RunConfig, made: Plan) -> list[str]:
+    from qerl.checkpoint.activations import GRPO_WARNING
+    from qerl.plan.activations import calibrated_tokens, calibrates, calibration_seconds, rounds_to_four_bits
+    from qerl.plan.seconds import TRAIN_RATE
+
+    lines = []
+    if calibrates(config):
+        length, rows = calibrated_tokens(config)
+        seconds = calibration_seconds(config, made.sizes, TRAIN_RATE * made.card.tflops * 1e12)
+        lines.append(
+            f"Before the first step the 16-bit model reads {rows} rows of {length} tokens at most to find the scales "
+            f"of activations: about {max(seconds, 1):.0f} s after it is loaded."
+        )
+    if config.distill is None and rounds_to_four_bits(config, made.sizes):
+        lines.append(f"Note: {GRPO_WARNING}.")
+    return lines

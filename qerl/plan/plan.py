@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.engine.options import MAX_SEQUENCES
 from qerl.errors import EngineError
+from qerl.plan.activations import CALIBRATING, calibrates, calibration_memory
 from qerl.plan.cards import Card
 from qerl.plan.engine_memory import (
     CONTEXT,
@@ -111,6 +112,9 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
         "rollout": {**common, "KV cache": cache, "engine's work": ENGINE_WORK},
         "training": {**common, **_training(config, sizes, card.ranks, needed)},
     }
+    if calibrates(config):
+        memory = {CALIBRATING: calibration_memory(config, sizes), **memory}
+        problems += _calibration_problems(memory[CALIBRATING], limit)
     return Plan(
         card,
         sizes,
@@ -122,6 +126,17 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
         context,
         tuple(problems),
     )
+
+
+def _calibration_problems(memory: dict[str, float], limit: int) -> list[Problem]:
+    if (needed := sum(memory.values())) <= limit:
+        return []
+    text = (
+        f"calibrating activations takes {needed / GIB:.1f} GiB with the 16-bit model, and the limit is "
+        f"{limit / GIB:.1f} GiB: take dynamic scales (qat.quant_cfg: nvfp4_w4a4), or a smaller "
+        "qat.quant_cfg.calibration.batch where the rows are long"
+    )
+    return [Problem(text, needed, limit)]
 
 
 def settled_for(config: RunConfig, sizes: ModelSizes, card: Card) -> RunConfig:

@@ -8,7 +8,8 @@ docs/cost-model.md shows it beside the measurements:
     teacher     = 2 of its weights * tokens / (TRAIN_RATE * rate)
 
 where the tokens of a prompt count once per micro-batch. For weights that are trained themselves 2 weights * tokens /
-rate come on top: the products of their gradients are large and stand alone, and reach the whole rate.
+rate come on top: the products of their gradients are large and stand alone, and reach the whole rate. Rounding
+activations to 4 bits adds to each forward pass what qerl/plan/activations.py says.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl.engine.options import MAX_SEQUENCES
+from qerl.plan.activations import rounding_seconds, rounds_to_four_bits
 from qerl.plan.cards import Card
 from qerl.plan.micro_batch_plan import MicroBatchPlan, largest_micro_batch
 from qerl.plan.sizes import ModelSizes
@@ -65,18 +67,21 @@ def step_seconds(
     prompts = rollout.prompts_per_step * -(-rollout.group_size // rows)  # each micro-batch computes a prompt once
     tokens = prompts * lengths.prompt + sequences * lengths.new
     flops = (4 + 2 * recomputed) * sizes.body * tokens + 4 * sizes.head * sequences * lengths.new
-    gradients = 0.0
+    beside = 0.0
     if config.qat is not None and config.qat.mode == "weights":
-        gradients = 2 * trained_of(config, sizes).count * tokens / (card.tflops * 1e12)
+        beside = 2 * trained_of(config, sizes).count * tokens / (card.tflops * 1e12)
     decoding = -(-sequences // MAX_SEQUENCES) * _decoding(config, sizes, card, lengths)
     if rollout.carry_over:
         carried, decoding = _carried_over(config, sizes, card, lengths)
         prefill += 2 * sizes.body * carried / rate
     taught = teacher_flops(config, sizes, tokens, sequences * lengths.new)
+    if rounds_to_four_bits(config, sizes):
+        passes = max(1.0, tokens / max(tokens_at_once, 1))  # one per micro-batch
+        beside += (1 + recomputed) * passes * rounding_seconds(sizes, card, tokens / passes)
     return {
         "rollout": (decoding + prefill) / config.loss.num_iterations,
         **({"teacher": taught / rate} if taught else {}),
-        "training": flops / rate + gradients,
+        "training": flops / rate + beside,
     }
 
 
@@ -93,14 +98,19 @@ def _decoding(config: RunConfig, sizes: ModelSizes, card: Card, lengths: Lengths
     rollout, kv_bytes = config.rollout, sizes.kv_bytes(config.rollout.kv_cache_dtype)
     started = min(rollout.prompts_per_step * rollout.group_size, MAX_SEQUENCES)
     scale = _scale(min(lengths.new / rollout.max_new_tokens, 1.0))
-    seconds, idle = 0.0, decode_seconds(sizes, card, config.model.format, 0, 0)
+    seconds, idle = 0.0, _decode_step(config, sizes, card, 0, 0)
     for part in range(SLICES):
         middle = (part + 0.5) / SLICES
         share = math.exp(-middle / scale)  # of the sequences, which has not ended
         cached = started * share * (lengths.prompt + middle * rollout.max_new_tokens) * kv_bytes
-        step = decode_seconds(sizes, card, config.model.format, started * share, cached)
+        step = _decode_step(config, sizes, card, started * share, cached)
         seconds += step - (1 - share) ** started * idle  # no step at all if every sequence has ended
     return seconds * rollout.max_new_tokens / SLICES
+
+
+def _decode_step(config: RunConfig, sizes: ModelSizes, card: Card, sequences: float, cached: float) -> float:
+    rounding = rounding_seconds(sizes, card, sequences) if rounds_to_four_bits(config, sizes) else 0.0
+    return decode_seconds(sizes, card, config.model.format, sequences, cached) + rounding
 
 
 def _carried_over(config: RunConfig, sizes: ModelSizes, card: Card, lengths: Lengths) -> tuple[float, float]:
@@ -116,7 +126,7 @@ def _carried_over(config: RunConfig, sizes: ModelSizes, card: Card, lengths: Len
     running = [math.exp(-middle / scale) for middle in middles]  # the share of the sequences that get so far
     mean_tokens = rollout.max_new_tokens * sum(map(math.prod, zip(middles, running, strict=True))) / sum(running)
     cached = at_once * (lengths.prompt + mean_tokens) * kv_bytes
-    step = decode_seconds(sizes, card, config.model.format, at_once, cached)
+    step = _decode_step(config, sizes, card, at_once, cached)
     carried = 0.0 if math.isinf(scale) else at_once * mean_tokens  # equal lengths end together
     return carried, lengths.new * sequences / at_once * step
 

@@ -71,6 +71,7 @@ class ModelSizes:
     head_dim: int
     positions: int | None = None  # the longest context; None if config.json does not say
     head_norms: bool = False  # see `has_head_norms`
+    four_bit_inputs: bool = False  # packed linears round their input to 4 bits
 
     @property
     def body(self) -> int:
@@ -202,4 +203,15 @@ def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:
         head_dim=head_dim,
         positions=config.get("max_position_embeddings"),
         head_norms=has_head_norms(config.get("model_type")),
+        four_bit_inputs=_rounds_inputs(config.get("quantization_config")),
     )
+
+
+def _rounds_inputs(quantization: Any) -> bool:
+    """Whether a quantization_config says that inputs are rounded to 4 bits."""
+    if not isinstance(quantization, Mapping):
+        return False
+    for each in formats.all_formats():
+        if each.four_bit_inputs and each.recognises(quantization):
+            return each.activations(quantization) in ("dynamic", "static")
+    return False

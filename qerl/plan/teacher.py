@@ -48,11 +48,14 @@ def teacher_work(config: RunConfig, sizes: ModelSizes) -> TeacherWork | None:
     found = teacher_sizes(config, sizes)
     if found is None:
         return None
-    width = found.projections["gate_proj"][0]
     shared = max(sizes.vocabulary, found.vocabulary)
+    return TeacherWork(forward_bytes(found), 2 * 2 * found.hidden, config.distill.chunk_tokens * shared * LOGITS)
+
+
+def forward_bytes(sizes: ModelSizes) -> int:
+    """Per token of a forward pass that keeps nothing, in 16 bits."""
     # As a layer of the policy while it runs: the MLP's three, and attention's. See `Shapes.footprint`.
-    forward = 2 * (3 * width + 8 * found.hidden)
-    return TeacherWork(forward, 2 * 2 * found.hidden, config.distill.chunk_tokens * shared * LOGITS)
+    return 2 * (3 * sizes.projections["gate_proj"][0] + 8 * sizes.hidden)
 
 
 def teacher_flops(config: RunConfig, sizes: ModelSizes, tokens: float, predicting: float) -> float:

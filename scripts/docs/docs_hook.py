@@ -168,7 +168,12 @@ def tasks_table() -> str:
 def constants() -> str:
     """The constants of the cost model: the lines that define them."""
     blocks = []
-    for name in ("qerl/plan/plan.py", "qerl/plan/seconds.py", "qerl/plan/micro_batch_plan.py"):
+    for name in (
+        "qerl/plan/plan.py",
+        "qerl/plan/seconds.py",
+        "qerl/plan/activations.py",
+        "qerl/plan/micro_batch_plan.py",
+    ):
         lines = re.findall(r"^[A-Z][A-Z_, ]+ = [^{\n]*$", (ROOT / name).read_text(encoding="utf-8"), re.MULTILINE)
         blocks.append("\n".join([f"# {name}", *lines]))
     return "\n".join(["```python", "\n\n".join(blocks), "```"])

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_activations(config: RunConfig, base: ModelRef) -> None:
-    """Warn that GRPO may not converge with 4-bit activations, by the recipe or of a frozen base.
+    """Warn that GRPO may not converge with 4-bit activations, by the recipe or of a frozen base. A distillation does.
 
     Raises ConfigError for dropout on an adapter's input: the engine's adapter reads what its linear reads; and for
     training in FP8 on a card without.
@@ -37,7 +37,7 @@ def check_activations(config: RunConfig, base: ModelRef) -> None:
                 f"adapter.dropout: {config.adapter.dropout:g} does not go with {base.base}, whose linears round their "
                 "input to 4 bits: write adapter.dropout: 0"
             )
-    if kind != "none":
+    if kind != "none" and config.distill is None:
         logger.warning(GRPO_WARNING)
 
 
