@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -24,7 +25,8 @@ from training.ranks import dealt, largest
 # is, also where that is the rounding of 0.
 VARIED = ("rollout.prompts_per_step=3", "run.micro_batch_tokens=40", "optim.learning_rate=1e-5")
 CASES = {
-    "dynamic": (
+    "dynamic, through the quantizer": (
+        "qat.mode=adapter",
         "rollout.dynamic_sampling.enabled=true",
         "loss.kl_coef=0.02",
         "loss.mask_truncated=true",
@@ -53,9 +55,10 @@ def close(one, other):
 
 
 @pytest.mark.parametrize("overrides", CASES.values(), ids=CASES)
-def test_two_ranks_compute_what_one_does(nvfp4_base, tmp_path, overrides):
-    assert run(1, recipe(nvfp4_base, tmp_path, *overrides, out="one")) == [0]
-    assert run(2, recipe(nvfp4_base, tmp_path, *overrides, out="two")) == [0, 0]
+def test_two_ranks_compute_what_one_does(base, nvfp4_base, tmp_path, overrides):
+    served = base if "qat.mode=adapter" in overrides else nvfp4_base
+    assert run(1, recipe(served, tmp_path, *overrides, out="one")) == [0]
+    assert run(2, recipe(served, tmp_path, *overrides, out="two")) == [0, 0]
     one, two = (numbers(tmp_path / name) for name in ("one", "two"))
     assert len(one) == len(two) == 4
     for step, (row, other) in enumerate(zip(one, two, strict=True), 1):
@@ -89,12 +92,21 @@ def test_a_killed_rank_ends_the_other_and_the_run_goes_on_with_one_rank(nvfp4_ba
         assert all(close(row[name], other[name]) for name in row)
 
 
-def test_sigterm_to_one_rank_saves_once_and_stops_both(nvfp4_base, tmp_path):
+@pytest.mark.parametrize(
+    ("number", "to", "said"),
+    [
+        (signal.SIGTERM, (1,), "SIGTERM: stopping after this step"),
+        (signal.SIGINT, (0, 1), "stopping after this step; interrupt again"),  # a terminal sends Ctrl-C to all
+    ],
+    ids=["SIGTERM to one", "Ctrl-C"],
+)
+def test_a_signal_saves_once_and_stops_both_ranks(nvfp4_base, tmp_path, number, to, said):
     started = recipe(nvfp4_base, tmp_path, "run.save_every=100", steps=6)
     hold_in(tmp_path, step=2)
     processes = ranks(2, train, str(started), str(tmp_path))
     wait_for((tmp_path / "held").exists, processes[1])
-    processes[1].terminate()
+    for rank in to:
+        os.kill(processes[rank].pid, number)
     time.sleep(0.3)
     go(tmp_path)
     for process in processes:
@@ -102,7 +114,7 @@ def test_sigterm_to_one_rank_saves_once_and_stops_both(nvfp4_base, tmp_path):
     assert [process.exitcode for process in processes] == [0, 0]
     assert len(rows_of(tmp_path / "run")) == 3
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step-000003"]
-    assert "SIGTERM: stopping after this step" in (tmp_path / "rank-1.log").read_text()
+    assert all(said in (tmp_path / f"rank-{rank}.log").read_text() for rank in to)
 
 
 def test_a_reward_that_raises_on_one_rank_is_the_message_of_both(nvfp4_base, tmp_path):
