@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -22,7 +22,7 @@ from eval.environment import find_environment
 from eval.identity import describe_identity, digest
 from eval.settings import BATCH_SIZE, MAX_NEW_TOKENS, EvalSettings
 from eval.store import Key
-from qerl.checkpoint.chat_template import check_chat_template
+from qerl.checkpoint.chat_template import check_chat_template, check_switches
 from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model
 from qerl.checkpoint.shards import read_json
 from qerl.data.examples import check_answers, check_source
@@ -96,13 +96,15 @@ def make_plan(settings: EvalSettings) -> Plan:
     check_grader(task, examples)
     folder = local_folder(ref.base)
     tokenizer = load_tokenizer(folder, settings.trust_remote_code)
+    switches = find_switches(settings, run)
+    check_switches(tokenizer, switches, "--chat-template-kwargs")
     messages = [tuple(messages_of(task, example)) for example in examples]
     environments = None
     if environment is not None:
         from qerl.environments.play import open_environments
 
-        environments = open_environments(environment, tokenizer, folder, MAX_NEW_TOKENS, MAX_NEW_TOKENS)
-    render = partial(render_prompt, tokenizer) if environments is None else environments.chat.prompt
+        environments = open_environments(environment, tokenizer, folder, MAX_NEW_TOKENS, MAX_NEW_TOKENS, switches)
+    render = partial(render_prompt, tokenizer, switches=switches) if environments is None else environments.chat.prompt
     prompts = [render(asked) for asked in messages]
     max_new_tokens = find_max_new_tokens(settings.max_new_tokens, prompts, context_length(folder))
     if environments is not None:
@@ -183,6 +185,18 @@ def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
         template, source = settings.prompt_template, f"--prompt-template, the rest {source}"
     logger.info("prompt from %s: system %r, template %r", source, system, template)
     return replace(task, system_prompt=system, prompt_template=template)
+
+
+def find_switches(settings: EvalSettings, run: Path | None) -> Mapping[str, object]:
+    """The variables of the chat template that were asked for, else those that the run trained with."""
+    if settings.chat_template_kwargs is not None or run is None:
+        return settings.chat_template_kwargs or {}
+    from qerl.config.recipe import load_config
+
+    switches = load_config(run / "config.yaml").data.chat_template_kwargs
+    if switches:
+        logger.info("chat template with %s, as it trained", switches)
+    return switches
 
 
 def _check_graded_alike(data: DataConfig, task: Task, run: Path) -> None:

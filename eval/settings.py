@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 from qerl import formats
-from qerl.commands.columns import parse_columns
+from qerl.commands.columns import parse_columns, parse_switches
 from qerl.commands.from_dataclass import Text
 from qerl.commands.shell_values import task_values
 from qerl.engine.interface import check_temperature
@@ -87,6 +87,11 @@ class EvalSettings:
     ] = None
     prompt_template: Annotated[
         str | None, typer.Option(help="With {question}. Default: the one that trained, else the task's.")
+    ] = None
+    chat_template_kwargs: Annotated[
+        Mapping[str, object] | None,
+        Text(parse_switches),
+        typer.Option(help="Variables of the chat template: enable_thinking=false. Default: those that trained."),
     ] = None
     grader: Annotated[
         str | None, typer.Option(help="Your own grading: file.py, file.py:function. Default: the task's.")

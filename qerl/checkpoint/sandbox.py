@@ -112,10 +112,13 @@ def _worker(pid: int) -> _Worker:
 
 
 def render_chat(
-    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Mapping[str, str]], add_generation_prompt: bool
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    add_generation_prompt: bool,
+    switches: Mapping[str, Any] | None = None,
 ) -> list[int]:
     """Token ids of the messages in the tokenizer's chat template. Raises SandboxError if the template fails."""
-    text = render_text(tokenizer, messages, add_generation_prompt)
+    text = render_text(tokenizer, messages, add_generation_prompt, switches=switches)
     text = text.encode(errors="replace").decode()  # a line of stdin that is not UTF-8 holds half characters
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
@@ -125,14 +128,16 @@ def render_text(
     messages: Sequence[Mapping[str, Any]],
     add_generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] | None = None,
+    switches: Mapping[str, Any] | None = None,
 ) -> str:
-    """The text of the messages in the chat template, which is shown the schemas of `tools`. Raises SandboxError."""
+    """The text of the messages in the chat template, which is shown the schemas of `tools` and reads `switches` as
+    variables. Raises SandboxError."""
     return _worker(os.getpid()).ask(
         {
             "template": tokenizer.get_chat_template(),
             "messages": [dict(message) for message in messages],
             "add_generation_prompt": add_generation_prompt,
-            "special": tokenizer.special_tokens_map,
+            "special": {**tokenizer.special_tokens_map, **(switches or {})},
             **({"tools": list(tools)} if tools else {}),
         }
     )

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
+from qerl.commands.columns import parse_switches
+from qerl.commands.from_dataclass import Text
 from qerl.commands.option_names import Gpu
 
 
@@ -17,6 +20,11 @@ class ChatOptions:
     model: Annotated[str, typer.Option(help="Base, merged model, NVFP4 folder, adapter, run, hub id, or `tiny`.")]
     adapter: Annotated[str | None, typer.Option(help="Adapter folder or run to apply to the model.")] = None
     system_prompt: Annotated[str | None, typer.Option(help="System message; default: none.")] = None
+    chat_template_kwargs: Annotated[
+        Mapping[str, object] | None,
+        Text(parse_switches),
+        typer.Option(help="Variables of the chat template: enable_thinking=false."),
+    ] = None
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.7
     top_p: Annotated[float, typer.Option(min=0, max=1, help="1 is off.")] = 0.95
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 512

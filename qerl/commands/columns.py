@@ -1,7 +1,10 @@
-"""`--columns`, as several commands have it."""
+"""`--columns` and `--chat-template-kwargs`, as several commands have them."""
 
 from __future__ import annotations
 
+from typing import Any
+
+from qerl.config.yaml_text import YamlError, parse
 from qerl.errors import ConfigError
 
 
@@ -14,3 +17,17 @@ def parse_columns(text: str) -> dict[str, str]:
     if len(columns) < len(pairs):
         raise ConfigError(f"--columns {text!r} maps one name to two columns: write question=problem,answer=solution")
     return columns
+
+
+def parse_switches(text: str) -> dict[str, Any]:
+    """`enable_thinking=false,level=2` as variables of a chat template, whose values are YAML. Raises ConfigError."""
+    found: dict[str, Any] = {}
+    for part in text.split(",") if text else ():
+        name, equals, value = (each.strip() for each in part.partition("="))
+        try:
+            found[name] = parse(value).data
+        except YamlError as error:
+            raise ConfigError(f"--chat-template-kwargs {part}: {error}; write {name}=false") from None
+        if not equals or not value or not name.isidentifier():
+            raise ConfigError(f"--chat-template-kwargs {part!r} is not NAME=VALUE: write enable_thinking=false")
+    return found

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TextIO
 
-from qerl.checkpoint.chat_template import check_chat_template
+from qerl.checkpoint.chat_template import check_chat_template, check_switches
 from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.resolve import describe, resolve_model
 from qerl.checkpoint.shards import read_json
@@ -51,6 +51,7 @@ class Conversation:
     context: int  # tokens of prompt and answer together
     system_prompt: str | None = None
     seed: int = 0
+    switches: Mapping[str, object] = field(default_factory=dict)  # variables of the chat template
     turns: list[tuple[str, str]] = field(default_factory=list)  # (question, answer)
     answered: int = 0
 
@@ -72,7 +73,7 @@ class Conversation:
     def _fitting_prompt(self, question: str) -> list[int]:
         room = self.context - self.sampling.max_new_tokens
         while True:
-            prompt = render_prompt(self.tokenizer, self._messages(question))
+            prompt = render_prompt(self.tokenizer, self._messages(question), self.switches)
             if len(prompt) <= room:
                 return prompt
             if not self.turns:
@@ -100,7 +101,7 @@ def chat(options: ChatOptions) -> None:
     context = max(4096, 2 * sampling.max_new_tokens)
     opened = open_chat(options.model, options.adapter, asked, context, options)
     try:
-        given = (sampling, opened.context, options.system_prompt, options.seed)
+        given = (sampling, opened.context, options.system_prompt, options.seed, opened.switches)
         talk(Conversation(opened.engine, opened.tokenizer, *given), sys.stdin, sys.stdout)
     finally:
         opened.engine.close()
@@ -113,10 +114,11 @@ class Opened:
     engine: Engine
     tokenizer: PreTrainedTokenizerBase
     context: int  # tokens of prompt and answer together
+    switches: Mapping[str, object] = field(default_factory=dict)  # variables of the chat template
 
     def rendered(self, messages: Sequence[Mapping[str, str]], max_new_tokens: int) -> list[int]:
         """Token ids of the messages. Raises EngineError if the context has no room for them and their answer."""
-        prompt = render_prompt(self.tokenizer, messages)
+        prompt = render_prompt(self.tokenizer, messages, self.switches)
         if (room := self.context - max_new_tokens) < len(prompt):
             raise EngineError(
                 f"the prompt has {len(prompt)} tokens, and the context of {self.context} has room for {room} beside "
@@ -130,7 +132,12 @@ class Opened:
 
 
 def open_chat(
-    model: str, adapter: str | None, asked: EngineOptions, context: int, chat: ChatOptions | None = None
+    model: str,
+    adapter: str | None,
+    asked: EngineOptions,
+    context: int,
+    chat: ChatOptions | None = None,
+    switches: Mapping[str, object] | None = None,
 ) -> Opened:
     """Open a model for prompts and answers of `context` tokens, or of as many as it has positions.
 
@@ -145,10 +152,12 @@ def open_chat(
         raise ConfigError(f"--max-new-tokens {chat.max_new_tokens} leaves no room in the context of {longest}")
     system_prompt = None if chat is None else chat.system_prompt
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    render_prompt(tokenizer, [*system, {"role": "user", "content": ""}])  # refuses before weights are loaded
+    switches = (chat.chat_template_kwargs if chat is not None else switches) or {}
+    check_switches(tokenizer, switches, "--chat-template-kwargs")
+    render_prompt(tokenizer, [*system, {"role": "user", "content": ""}], switches)  # refuses before weights are loaded
     logger.info("%s", describe(ref))
     context = min(longest, context)
-    return Opened(open_model(ref, replace(engine_options, max_context=context)), tokenizer, context)
+    return Opened(open_model(ref, replace(engine_options, max_context=context)), tokenizer, context, switches)
 
 
 def talk(conversation: Conversation, questions: TextIO, answers: TextIO) -> None:

@@ -105,6 +105,9 @@ class DataConfig(Section):
     keep_unreadable: bool = Field(
         False, description="keep rows whose answer (prose, broken LaTeX) the grader cannot read; else they are dropped"
     )
+    chat_template_kwargs: dict[str, object] = Field(
+        default_factory=dict, description="switches of the chat template, such as {enable_thinking: false}"
+    )
     sources: Annotated[tuple[SourceConfig, ...], Field(strict=False)] = Field(
         (), description="several sources in place of one, each with a share of every step"
     )

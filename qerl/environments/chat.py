@@ -27,8 +27,18 @@ HERMES = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 class Chat:
     """The chat template of one model, with the tools that its prompts show."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, schemas: Sequence[Schema], end_ids: Sequence[int]) -> None:
-        """`end_ids` end a turn. Raises CheckpointError if there are tools and the template has no place for them."""
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        schemas: Sequence[Schema],
+        end_ids: Sequence[int],
+        switches: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`end_ids` end a turn; `switches` are variables of the template.
+
+        Raises CheckpointError if there are tools and the template has no place for them.
+        """
+        self._switches = switches
         self._tokenizer, self._schemas, self._end_ids = tokenizer, list(schemas), set(end_ids)
         self.end_id = next(iter(end_ids))
         self._after: dict[str, list[int]] = {}
@@ -84,7 +94,7 @@ class Chat:
         from qerl.checkpoint.sandbox import SandboxError, render_text
 
         try:
-            return render_text(self._tokenizer, messages, True, self._schemas if tools else None)
+            return render_text(self._tokenizer, messages, True, self._schemas if tools else None, self._switches)
         except SandboxError as error:
             roles = [message["role"] for message in messages]
             raise CheckpointError(

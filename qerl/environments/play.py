@@ -40,9 +40,15 @@ class Environments:
 
 
 def open_environments(
-    config: EnvironmentConfig, tokenizer: PreTrainedTokenizerBase, folder: Path, max_tokens: int, context: int
+    config: EnvironmentConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    max_tokens: int,
+    context: int,
+    switches: Mapping[str, Any] | None = None,
 ) -> Environments:
-    """The environments of a recipe, for the model in `folder`; `limits_of` says what the numbers are.
+    """The environments of a recipe, for the model in `folder`; `limits_of` says what the numbers are, and
+    `switches` are variables of the chat template.
 
     Raises ConfigError for an environment that cannot be used, and CheckpointError for a template without its tools.
     """
@@ -53,7 +59,7 @@ def open_environments(
     runner = Runner(source_of(config), config.processes)
     try:
         end_ids = end_token_ids(folder, AutoConfig.from_pretrained(folder).get_text_config(), tokenizer)
-        chat = Chat(tokenizer, runner.schemas, end_ids)
+        chat = Chat(tokenizer, runner.schemas, end_ids, switches)
     except BaseException:
         runner.close()
         raise

@@ -189,8 +189,12 @@ def build_messages(
     return [*messages, {"role": "user", "content": template.replace("{question}", question)}]
 
 
-def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
+def render_prompt(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], switches: Mapping[str, Any] | None = None
+) -> list[int]:
     """Token ids of the messages in the checkpoint's own chat template, up to where the completion begins.
+
+    `switches` are variables that the template reads, such as enable_thinking.
 
     Raises CheckpointError if the tokenizer has no chat template, or if its template refuses these messages.
     """
@@ -203,7 +207,7 @@ def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message
     from qerl.checkpoint.sandbox import SandboxError, render_chat
 
     try:
-        return render_chat(tokenizer, messages, add_generation_prompt=True)
+        return render_chat(tokenizer, messages, True, switches)
     except SandboxError as error:
         roles = [message["role"] for message in messages]
         raise CheckpointError(

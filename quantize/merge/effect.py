@@ -143,7 +143,8 @@ def _task_prompts(tokenizer: PreTrainedTokenizerBase, run: Path, count: int) -> 
         logger.info("the run's data cannot be read here, fewer prompts are compared: %s", error)
         return []
     prompt = (data.system_prompt, data.prompt_template)
-    return [render_prompt(tokenizer, messages_of(data.task, example, *prompt)) for example in examples]
+    switches = data.chat_template_kwargs
+    return [render_prompt(tokenizer, messages_of(data.task, example, *prompt), switches) for example in examples]
 
 
 def _column(file: Path, name: str) -> list[str]:

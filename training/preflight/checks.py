@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from qerl.checkpoint.adapter import PROJECTIONS, read_adapter
 from qerl.checkpoint.adapter_fit import A_SUFFIX, check_fit, is_block_norm
+from qerl.checkpoint.chat_template import check_switches
 from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.shards import read_json
 from qerl.config.rules import vllm_only
@@ -93,13 +94,16 @@ def read_prompts(
     sizes = sizes_at(base)
     check_kv_cache(config.rollout.kv_cache_dtype, sizes, local_folder(base.base))
     tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
+    switches = config.data.chat_template_kwargs
+    check_switches(tokenizer, switches, "data.chat_template_kwargs")
     environments = None
     if config.environment is not None:
         from qerl.environments.play import open_environments
 
         new_tokens = config.rollout.max_new_tokens
         context = min(config.data.max_prompt_tokens + new_tokens, sizes.positions or sys.maxsize)
-        environments = open_environments(config.environment, tokenizer, local_folder(base.base), new_tokens, context)
+        folder = local_folder(base.base)
+        environments = open_environments(config.environment, tokenizer, folder, new_tokens, context, switches)
     chat = environments.chat if environments else None
     prompts = load_all_prompts(config, tokenizer, chat)
     check_limits(config, sizes, prompts)

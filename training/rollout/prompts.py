@@ -154,7 +154,7 @@ def messages_of_prompt(config: DataConfig, example: Example) -> tuple[Message, .
 
 def _render(config: DataConfig, example: Example, tokenizer: PreTrainedTokenizerBase, chat: Chat | None) -> list[int]:
     messages = messages_of_prompt(config, example)
-    return render_prompt(tokenizer, messages) if chat is None else chat.prompt(messages)
+    return render_prompt(tokenizer, messages, config.chat_template_kwargs) if chat is None else chat.prompt(messages)
 
 
 def _report_long(config: DataConfig, examples: list[Example]) -> None:

@@ -229,7 +229,9 @@ def _prompts(
         return tuple(messages_of(trained, example, data.system_prompt, data.prompt_template))
 
     def ids_of(example: Example) -> list[int]:
-        return environments.chat.prompt(asked(example)) if environments else render_prompt(tokenizer, asked(example))
+        if environments is not None:
+            return environments.chat.prompt(asked(example))
+        return render_prompt(tokenizer, asked(example), data.chat_template_kwargs)
 
     rendered = sorted(((ids_of(example), example) for example in examples), key=lambda pair: -len(pair[0]))
     return [

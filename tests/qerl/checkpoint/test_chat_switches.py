@@ -1,0 +1,89 @@
+"""Variables of the chat template: in training, validation, evaluation and episodes the same, and none in silence."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from bases import TINY
+from small_run import small_config
+
+from eval.plan import find_switches
+from eval.settings import EvalSettings
+from qerl.checkpoint.chat_template import check_switches
+from qerl.checkpoint.load import load_tokenizer
+from qerl.checkpoint.resolve import resolve_model
+from qerl.commands.columns import parse_switches
+from qerl.config.recipe import save_config
+from qerl.environments.chat import Chat
+from qerl.errors import ConfigError
+from training.preflight.checks import read_prompts, sizes_at
+from training.validation.questions import read_questions
+
+QWEN3 = (  # the end of Qwen3's own template
+    "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}"
+    "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}"
+    "{%- if enable_thinking is defined and enable_thinking is false %}{{- '<think>\\n\\n</think>\\n\\n' }}{%- endif %}"
+    "{%- endif %}"
+)
+OFF = "<think>\n\n</think>\n\n"
+
+
+@pytest.fixture
+def switched(tmp_path, monkeypatch):
+    """The recipe of a run without thinking, and prompts that the tokenizer of Qwen3 writes."""
+    real = load_tokenizer
+
+    def load(*args, **kwargs):
+        tokenizer = real(*args, **kwargs)
+        tokenizer.chat_template = QWEN3
+        return tokenizer
+
+    monkeypatch.setattr("training.preflight.checks.load_tokenizer", load)
+    asked = ("validation.every=2", "validation.limit=2", f"validation.source={tmp_path / 'questions.jsonl'}")
+    (tmp_path / "questions.jsonl").write_text(json.dumps({"question": "What is 3 + 4?", "answer": "7"}) + "\n")
+    return lambda *more: small_config(TINY, tmp_path, "model.format=bf16", *asked, *more)
+
+
+@pytest.mark.parametrize(("value", "end"), [("false", "assistant\n" + OFF), ("true", "assistant\n")])
+def test_prompts_and_questions_end_as_the_switch_says(switched, tmp_path, value, end):
+    config = switched("data.chat_template_kwargs={enable_thinking: %s}" % value)
+    base = resolve_model(str(TINY), "bf16")
+    tokenizer, prompts, _ = read_prompts(config, base)
+    questions = read_questions(config, tokenizer, prompts, sizes_at(base), tmp_path)
+    assert all(prompt.text.endswith(end) for prompt in [*prompts, *questions.prompts])
+    chat = Chat(tokenizer, [], [tokenizer.eos_token_id], config.data.chat_template_kwargs)
+    assert chat.decode(chat.suffix([{"role": "user", "content": "Go on."}], None)).endswith(end)
+
+
+def test_an_evaluation_takes_the_switches_that_trained_unless_others_are_asked_for(switched, tmp_path):
+    save_config(switched("data.chat_template_kwargs={enable_thinking: false}"), tmp_path / "config.yaml")
+    assert find_switches(EvalSettings("arith"), tmp_path) == {"enable_thinking": False}
+    own = parse_switches("enable_thinking=true, level=2")
+    assert find_switches(EvalSettings("arith", chat_template_kwargs=own), tmp_path) == {
+        "enable_thinking": True,
+        "level": 2,
+    }
+    assert find_switches(EvalSettings("arith"), None) == {}
+
+
+@pytest.mark.parametrize(
+    ("switches", "message"),
+    [
+        (
+            {"enable_thinkin": False},
+            r"keys sets enable_thinkin, which .* does not read: did you mean enable_thinking\?",
+        ),
+        ({"level": 3}, "sets level, .*: leave it out, or use a model whose template has it"),
+        ({"messages": []}, "sets messages, which qerl gives the chat template itself"),
+    ],
+)
+def test_a_switch_that_the_template_does_not_read_is_refused(switches, message):
+    tokenizer = SimpleNamespace(get_chat_template=lambda: QWEN3, name_or_path="base")
+    with pytest.raises(ConfigError, match=message):
+        check_switches(tokenizer, switches, "keys")
+
+
+@pytest.mark.parametrize("text", ["enable_thinking", "a b=1", "=1", "enable_thinking=[", "enable_thinking="])
+def test_what_is_no_switch_is_refused(text):
+    with pytest.raises(ConfigError, match="--chat-template-kwargs"):
+        parse_switches(text)
