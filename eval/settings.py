@@ -15,7 +15,7 @@ from typing import Annotated, Literal
 import typer
 
 from qerl import formats
-from qerl.commands.columns import parse_columns, parse_switches
+from qerl.commands.columns import parse_columns, parse_names, parse_switches
 from qerl.commands.from_dataclass import Text
 from qerl.commands.shell_values import task_values
 from qerl.engine.interface import check_temperature
@@ -35,11 +35,6 @@ def parse_pass_k(text: str) -> tuple[int, ...]:
         return tuple(sorted({int(part) for part in text.split(",")})) if text else ()
     except ValueError as error:
         raise ConfigError(f"--pass-k {text!r} is not a list of numbers: write 1,4,8") from error
-
-
-def parse_names(text: str) -> tuple[str, ...]:
-    """`a,b` as names."""
-    return tuple(name.strip() for name in text.split(",") if name.strip())
 
 
 @dataclass(frozen=True)

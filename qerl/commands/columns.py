@@ -1,4 +1,4 @@
-"""`--columns` and `--chat-template-kwargs`, as several commands have them."""
+"""`--columns`, `--tools` and `--chat-template-kwargs`, as several commands have them."""
 
 from __future__ import annotations
 
@@ -31,3 +31,8 @@ def parse_switches(text: str) -> dict[str, Any]:
         if not equals or not value or not name.isidentifier():
             raise ConfigError(f"--chat-template-kwargs {part!r} is not NAME=VALUE: write enable_thinking=false")
     return found
+
+
+def parse_names(text: str) -> tuple[str, ...]:
+    """`a,b` as names."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from qerl import formats
-from qerl.commands.columns import parse_columns
+from qerl.commands.columns import parse_columns, parse_names
 from qerl.commands.from_dataclass import Text
 from qerl.commands.launch import check_gpus, launch, one_card_each
 from qerl.commands.next_step import after_training, say_next
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-SAME = ("task", "data", "system_prompt", "prompt_template", "grader", "steps", "seed")  # options that are keys
+# Options that are keys.
+SAME = ("task", "data", "system_prompt", "prompt_template", "grader", "environment", "tools", "steps", "seed")
 NOT_WITH_RESUME = (
     "task",
     "data",
@@ -39,6 +40,8 @@ NOT_WITH_RESUME = (
     "system_prompt",
     "prompt_template",
     "grader",
+    "environment",
+    "tools",
     "overrides",
     "seed",
     "quantize_first",
@@ -70,6 +73,15 @@ class TrainOptions:
     ] = None
     grader: Annotated[
         str | None, typer.Option(help="Your own grading: file.py, file.py:function; default: the task's.")
+    ] = None
+    environment: Annotated[
+        str | None,
+        typer.Option(help="Episodes with it: calculator, word_game, file.py:Name, or a URL; default: the recipe's."),
+    ] = None
+    tools: Annotated[
+        tuple[str, ...] | None,
+        Text(parse_names),
+        typer.Option(help="Tools of the model, by comma: file.py:function; default: the recipe's."),
     ] = None
     overrides: Annotated[
         tuple[str, ...],
@@ -194,6 +206,7 @@ def _config(options: TrainOptions, recipe: str) -> RunConfig:
         overrides.append(f"data.columns={{{', '.join(f'{name}: {of!r}' for name, of in options.columns.items())}}}")
     out = options.out and str(options.out)
     same = {name: getattr(options, name) for name in SAME}
+    same["tools"] = options.tools and list(options.tools)
     return load_recipe(recipe, overrides, base=options.model, teacher=options.teacher, out=out, **same)
 
 

@@ -32,6 +32,8 @@ FLAGS = {  # argument of load_recipe -> the key that it sets, over the recipe an
     "grader": ("data.grader", "--grader"),
     "system_prompt": ("data.system_prompt", "--system-prompt"),
     "prompt_template": ("data.prompt_template", "--prompt-template"),
+    "environment": ("environment.name", "--environment"),
+    "tools": ("environment.tools", "--tools"),
     "engine": ("rollout.engine", "--engine"),
     "steps": ("run.steps", "--steps"),
     "seed": ("run.seed", "--seed"),

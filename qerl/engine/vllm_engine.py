@@ -148,12 +148,14 @@ class VLLMEngine:
             return completion
 
         completions = requests.run(llm, prompts, params, take)
-        self._check_cache(prompts, completions)
+        pairs = zip(prompts, completions, strict=True)
+        self._check_cache([len(prompt) + len(completion.token_ids) for prompt, completion in pairs])
         return completions
 
     def converse(self, conversations: Conversations, seed: int | None = None) -> None:
         """Each turn is a request of its own, whose earlier turns vLLM has in its prefix cache."""
         llm = self._open_awake()
+        lengths: dict[int, int] = {}  # of each conversation, after its latest turn
         together = self.options.deterministic  # what else is sampled then does not depend on the environments' speed
         if together:
             requests.drop_prefix_cache(llm)
@@ -161,9 +163,17 @@ class VLLMEngine:
         def ready(wait: bool) -> list[tuple[int, Sequence[int], Any]]:
             if together and not wait:
                 return []
-            return self._turns(conversations.ready(wait, everyone=together), seed)
+            found = conversations.ready(wait, everyone=together)
+            lengths.update({one.index: len(one.prompt) for one in found})
+            return self._turns(found, seed)
 
-        requests.converse(llm, ready, lambda index, output: conversations.finished(index, requests.completion(output)))
+        def take(index: int, output: Any) -> None:
+            completion = requests.completion(output)
+            lengths[index] = lengths.get(index, 0) + len(completion.token_ids)
+            conversations.finished(index, completion)
+
+        requests.converse(llm, ready, take)
+        self._check_cache([*lengths.values()])
 
     def sample_from(self, supply: Supply, seed: int | None = None) -> dict[int, Completion]:
         llm = self._open_awake()
@@ -309,9 +319,11 @@ class VLLMEngine:
         self.found.gains.set_trained_(update.norms)
         torch.cuda.synchronize(self._device)  # a product may read its weight before the launch ahead of it has ended
 
-    def _check_cache(self, prompts: Sequence[Sequence[int]], completions: Sequence[Completion]) -> None:
-        """Warn once when a rollout did not fit the KV cache: vLLM then evicts sequences and computes them again."""
-        lengths = [len(prompt) + len(done.token_ids) for prompt, done in zip(prompts, completions, strict=True)]
+    def _check_cache(self, lengths: Sequence[int]) -> None:
+        """Warn once when a rollout did not fit the KV cache: vLLM then evicts sequences and computes them again.
+
+        `lengths` are the tokens of each sequence, or of each conversation, whose earlier turns vLLM would recompute.
+        """
         needed = sum(sorted(lengths)[-self.options.max_sequences :])
         if needed > self.cache_tokens and not self._cache_warned:
             self._cache_warned = True

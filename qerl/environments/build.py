@@ -2,6 +2,7 @@
 
     calculator, word_game        ship with qerl
     file.py:Name                 a class, or a function that returns an object; also package.module:Name
+    file.py:function             with an argument `base_url`: a program that asks a model (endpoint.py)
     http://...                   a server (qerl/environments/remote.py)
     tools                        functions, each named as file.py:name or package.module:name
 
@@ -22,6 +23,7 @@ from typing import Any
 
 from qerl.environments.calculator import calculate
 from qerl.environments.driven import Driven, Stepped, Tooled, methods_of
+from qerl.environments.endpoint import Programmed, is_program, schemas_of
 from qerl.environments.remote import Remote
 from qerl.environments.values import Schema
 from qerl.environments.word_game import WordGame
@@ -82,12 +84,18 @@ def build(source: Source) -> Built:
             raise UnfitError(f"environment {name} is a server, which brings its own tools: leave out tools")
         return Built(lambda: Remote(name, **source.args), ())
     factory = _found(name, files)
+    if is_program(factory):
+        if functions:
+            raise UnfitError(
+                f"environment {name} is a program, whose tools stand in its attribute `tools`: leave out tools"
+            )
+        return Built(lambda: Programmed(factory, source.args), tuple(schemas_of(factory)), tuple(files))
     first = _made(name, factory, source.args)
     methods = methods_of(first)
     if callable(getattr(first, "env_response", None)):
         raise UnfitError(
-            f"environment {name} is one of verifiers, which samples by itself: write a class with reset and step "
-            "around its reward"
+            f"environment {name} is one of verifiers, which samples by itself: write solve(base_url, example), a "
+            "function that has it ask that URL and returns its reward (docs/environments.md)"
         )
     if not callable(getattr(first, "reset", None)):
         raise UnfitError(f"environment {name} has no reset: write reset(self, example), which begins an episode")

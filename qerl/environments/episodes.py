@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl.engine.interface import Completion, Request, SamplingParams
 from qerl.environments.values import Ending, Episode, Limits, Message, Start, Turn
+from qerl.tasks.environment import ASKS
 
 if TYPE_CHECKING:
     from qerl.environments.chat import Chat
@@ -167,12 +168,17 @@ class Episodes:
     def _begin(self, episode: _Open, answer: Answer) -> None:
         """The first turn, with what the reset has said in the prompt."""
         said = [self._shown(episode, message) for message in answer["messages"]]
+        asks = episode.start.row.get(ASKS) and answer["prompt"] is None
+        if asks and not said:
+            self._fail(episode, "returned no prompt, and the task environment has no other: return it from reset")
+            return
         if answer["prompt"] is not None:
             messages = [dict(message) for message in answer["prompt"]]
         else:
             messages = [dict(message) for message in episode.start.messages]
             if said:
-                parts = [messages[-1]["content"], *(message["content"] for message in said)]
+                own = [] if asks else [messages[-1]["content"]]
+                parts = [*own, *(message["content"] for message in said)]
                 messages[-1] = {**messages[-1], "content": "\n\n".join(part for part in parts if part)}
         if said or answer["prompt"] is not None:
             episode.prompt_ids = self._chat.prompt(messages)

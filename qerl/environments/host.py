@@ -39,7 +39,7 @@ class Host:
     def take(self, request: Mapping[str, Any]) -> None:
         """Begin to answer a request. The thread is a daemon: one that never returns does not keep the process."""
         if request["do"] == "drop":
-            self._instances.pop(request["episode"], None)
+            self._leave(request["episode"])
             return
         threading.Thread(target=self._answer, args=(request,), name="environment", daemon=True).start()
 
@@ -47,10 +47,16 @@ class Host:
         try:
             answer = asdict(self._do(request["episode"], request))
         except BaseException as error:  # also SystemExit
-            self._instances.pop(request["episode"], None)
+            self._leave(request["episode"])
             answer = {"raised": self._text(request["do"], error)}
         with self._lock:
             self._send({"id": request["id"], **answer})
+
+    def _leave(self, episode: int) -> None:
+        """Drop an episode, of which nothing more is asked."""
+        instance = self._instances.pop(episode, None)
+        if hasattr(instance, "abandon"):
+            instance.abandon()
 
     def _do(self, episode: int, request: Mapping[str, Any]) -> Reply:
         if request["do"] == "reset":

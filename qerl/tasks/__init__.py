@@ -108,6 +108,7 @@ MODULES = {
     "arith": "qerl.tasks.arith",
     "arith_chain": "qerl.tasks.arith_chain",
     "word_game": "qerl.tasks.word_game",
+    "environment": "qerl.tasks.environment",
     "own": "qerl.tasks.own",
 }
 

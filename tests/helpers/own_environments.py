@@ -103,3 +103,122 @@ def double(number: int) -> int:
 def drawn() -> Guess:
     """A function that makes an environment."""
     return Guess(patience=random.random() * 0.01)
+
+
+def solve(base_url, example, seed, tries=3):
+    """A program that asks its model over HTTP, until the answer comes."""
+    messages = [{"role": "user", "content": f"Say {len(example['answer'])} letters."}]
+    for _ in range(tries):
+        said = post(base_url, {"model": "any", "messages": messages, "temperature": 0.3})
+        if "broken" in said["content"]:
+            raise ValueError("broken program")
+        if said["content"].strip() == example["answer"]:
+            return 1.0
+        if "forget" in said["content"]:
+            messages = [{"role": "user", "content": "Another."}]
+            continue
+        messages = [*messages, said, {"role": "user", "content": [{"type": "text", "text": "No."}]}]
+    return 0.25
+
+
+def post(base_url, body):
+    """The message that the endpoint answers."""
+    import json
+    import urllib.request
+
+    data = json.dumps(body).encode()
+    request = urllib.request.Request(f"{base_url}/chat/completions", data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return json.loads(response.read())["choices"][0]["message"]
+
+
+async def with_tool(base_url, example):
+    """A program with a tool of its own, in OpenAI's form."""
+    import json
+
+    messages = [{"role": "user", "content": "Use it."}]
+    said = post(base_url, {"messages": messages, "tools": with_tool.tools})
+    call = said["tool_calls"][0]
+    result = 2 * json.loads(call["function"]["arguments"])["number"]
+    messages += [said, {"role": "tool", "tool_call_id": call["id"], "content": str(result)}]
+    return float(post(base_url, {"messages": messages, "tools": with_tool.tools})["content"] == example["answer"])
+
+
+with_tool.tools = [
+    {
+        "type": "function",
+        "function": {
+            "name": "double",
+            "description": "Twice a number.",
+            "parameters": {"type": "object", "properties": {"number": {"type": "integer"}}, "required": ["number"]},
+        },
+    }
+]
+
+
+def asks_nothing(base_url):
+    return 1.0
+
+
+def sleeps(base_url):
+    time.sleep(60)
+
+
+def bad_request(base_url, body):
+    """Raises what the endpoint says of a request that it refuses."""
+    import json
+    import urllib.error
+
+    try:
+        post(base_url, json.loads(body))
+    except urllib.error.HTTPError as error:
+        raise RuntimeError(json.loads(error.read())["error"]["message"]) from None
+
+
+class Chosen:
+    """As TRL documents an environment that chooses its task by itself."""
+
+    def reset(self, seed, **kwargs) -> str:
+        self.count, self.goal = 0, 2
+        return f"Count to {self.goal}."
+
+    def get_reward(self) -> float:
+        return float(self.count == self.goal)
+
+    def add(self, step: int) -> int:
+        """Count on.
+
+        Args:
+            step: how far to count
+
+        Returns:
+            Where the count is.
+        """
+        self.count += step
+        return self.count
+
+
+class Mute(Chosen):
+    def reset(self) -> None:
+        super().reset(0)
+
+
+class Given(Chosen):
+    """As TRL documents one whose task comes as a column of the data."""
+
+    def reset(self, answer, **kwargs) -> None:
+        self.count, self.goal = 0, int(answer)
+
+
+def streams(base_url, example):
+    """A program whose client streams, as some do."""
+    import json
+    import urllib.request
+
+    body = json.dumps({"stream": True, "messages": [{"role": "user", "content": "Say it."}]}).encode()
+    with urllib.request.urlopen(urllib.request.Request(f"{base_url}/chat/completions", body), timeout=30) as response:
+        events = [line.decode().removeprefix("data: ").strip() for line in response if line.strip()]
+    chunks = [json.loads(event) for event in events[:-1]]
+    said = "".join(choice["delta"].get("content", "") for chunk in chunks for choice in chunk["choices"])
+    ended = [choice["finish_reason"] for chunk in chunks for choice in chunk["choices"]]
+    return float((said, ended, events[-1]) == (example["answer"], [None, "stop"], "[DONE]"))

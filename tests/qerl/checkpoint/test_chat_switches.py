@@ -46,7 +46,7 @@ def switched(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize(("value", "end"), [("false", "assistant\n" + OFF), ("true", "assistant\n")])
 def test_prompts_and_questions_end_as_the_switch_says(switched, tmp_path, value, end):
-    config = switched("data.chat_template_kwargs={enable_thinking: %s}" % value)
+    config = switched(f"data.chat_template_kwargs={{enable_thinking: {value}}}")
     base = resolve_model(str(TINY), "bf16")
     tokenizer, prompts, _ = read_prompts(config, base)
     questions = read_questions(config, tokenizer, prompts, sizes_at(base), tmp_path)
@@ -71,7 +71,7 @@ def test_an_evaluation_takes_the_switches_that_trained_unless_others_are_asked_f
     [
         (
             {"enable_thinkin": False},
-            r"keys sets enable_thinkin, which .* does not read: did you mean enable_thinking\?",
+            r"enable_thinkin, which .* does not read: did you mean enable_thinking\?",
         ),
         ({"level": 3}, "sets level, .*: leave it out, or use a model whose template has it"),
         ({"messages": []}, "sets messages, which qerl gives the chat template itself"),

@@ -4,18 +4,17 @@ import time
 
 import own_environments
 import pytest
+from scripted import Scripted, run, scripted_environments, starts
 
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.named_base import TINY_TURNS_FOLDER
-from qerl.engine.interface import Completion, SamplingParams
+from qerl.engine.interface import SamplingParams
 from qerl.environments.build import Source, UnfitError, build, register
-from qerl.environments.chat import Chat
-from qerl.environments.play import Environments, episode_metrics, play
-from qerl.environments.runner import Runner
-from qerl.environments.values import Limits, Start
+from qerl.environments.play import episode_metrics, play
+from qerl.environments.values import Start
+from qerl.tasks import get_task
 
 OWN = own_environments.__file__
-END = 2
 
 
 @pytest.fixture(scope="module")
@@ -23,46 +22,8 @@ def tokenizer():
     return load_tokenizer(str(TINY_TURNS_FOLDER))
 
 
-class Scripted:
-    """An engine that says what a script has for each episode and turn, and notes what it was asked."""
-
-    def __init__(self, tokenizer, *lines, cut=()):
-        self.lines, self.cut, self.asked, self.waves = [list(each) for each in lines], cut, [], []
-        self._encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def converse(self, conversations, seed=None):
-        while requests := conversations.ready(wait=True):
-            self.waves.append([request.index for request in requests])
-            for request in requests:
-                self.asked.append(request)
-                ids = [*self._encode(self.lines[request.index].pop(0)), END]
-                short = ids[: request.sampling.max_new_tokens]
-                reason = "stop" if short == ids else "length"
-                conversations.finished(request.index, Completion(short, [-0.5] * len(short), reason))
-
-
-def environments(tokenizer, *names, processes=1, args=None, **limits):
-    tools = tuple(name for name in names if name.rpartition(":")[2][0].islower())
-    name = next((name for name in names if name not in tools), None)
-    runner = Runner(Source(name, tools, args or {}), processes)
-    return Environments(runner, Chat(tokenizer, runner.schemas, [END]), Limits(**{"timeout_s": 30.0, **limits}))
-
-
-def starts(chat, *answers, question="Say it."):
-    messages = ({"role": "user", "content": question},)
-    return [Start({"answer": answer}, messages, chat.prompt(messages), 7) for answer in answers]
-
-
-def run(tokenizer, made, answers, *lines):
-    engine = Scripted(tokenizer, *lines)
-    try:
-        return engine, play(engine, made, starts(made.chat, *answers), SamplingParams(50), 0)
-    finally:
-        made.close()
-
-
 def test_an_episode_is_one_growing_list_of_tokens_in_which_the_environment_wrote_nothing_that_trains(tokenizer):
-    made = environments(tokenizer, f"{OWN}:Guess")
+    made = scripted_environments(tokenizer, f"{OWN}:Guess")
     engine, (episode,) = run(tokenizer, made, ["books"], ["pens", "books"])
     whole = tokenizer.decode(episode.prompt_ids + episode.token_ids)
     assert whole == (
@@ -86,7 +47,9 @@ def test_an_episode_is_one_growing_list_of_tokens_in_which_the_environment_wrote
 def test_what_ends_an_episode_and_is_counted(tokenizer):
     """Errors, hangs, wrong values and limits each end their own episode; the others go on."""
     lines = (["pens", "books"], ["hang"], ["raise"], ["nan"], ["four"], ["pens", "pens", "pens"], ["pens " * 60])
-    made = environments(tokenizer, f"{OWN}:Faulty", timeout_s=1.5, max_turns=3, max_tokens=60, failure_reward=-1.0)
+    made = scripted_environments(
+        tokenizer, f"{OWN}:Faulty", timeout_s=1.5, max_turns=3, max_tokens=60, failure_reward=-1.0
+    )
     began = time.monotonic()
     _, episodes = run(tokenizer, made, ["books"] * len(lines), *lines)
     assert time.monotonic() - began < 20
@@ -105,7 +68,7 @@ def test_what_ends_an_episode_and_is_counted(tokenizer):
 
 
 def test_a_process_that_ends_takes_its_episodes_with_it_and_the_next_rollout_has_another(tokenizer):
-    made = environments(tokenizer, f"{OWN}:Faulty")
+    made = scripted_environments(tokenizer, f"{OWN}:Faulty")
     try:
         for lines, ended in ((["exit"], "failed"), (["books"], "done")):
             (episode,) = play(Scripted(tokenizer, lines), made, starts(made.chat, "books"), SamplingParams(50), 0)
@@ -116,7 +79,7 @@ def test_a_process_that_ends_takes_its_episodes_with_it_and_the_next_rollout_has
 
 def test_a_slow_environment_does_not_hold_the_others(tokenizer):
     """With one call of 0.3 s at a time, twelve episodes of two turns would take 7.2 s."""
-    made = environments(tokenizer, f"{OWN}:Guess", args={"patience": 0.3}, processes=1)
+    made = scripted_environments(tokenizer, f"{OWN}:Guess", args={"patience": 0.3}, processes=1)
     began = time.monotonic()
     _, episodes = run(tokenizer, made, ["books"] * 12, *[["pens", "books"] for _ in range(12)])
     assert time.monotonic() - began < 3
@@ -128,7 +91,7 @@ def test_an_object_of_trl_plays_as_it_is(tokenizer):
     lines = [call % ("increment", '{"by": 3}') + call % ("peek", "{}"), call % ("fly", "{}"), "{broken", "done"]
     lines[2] = "<tool_call>\n" + lines[2]
     register("Counter", own_environments.Trl)  # an object of Python, in this process
-    made = environments(tokenizer, "Counter", max_tokens=1000)
+    made = scripted_environments(tokenizer, "Counter", max_tokens=1000)
     assert {schema["function"]["name"] for schema in made.runner.schemas} == {"increment", "peek"}
     _, (episode, lost) = run(tokenizer, made, ["3", "no number"], lines, [])
     said = [turn.text for turn in episode.turns if turn.role == "tool"]
@@ -143,8 +106,42 @@ def test_an_object_of_trl_plays_as_it_is(tokenizer):
     assert (lost.written, len(lost.token_ids)) == ([False], 1)
 
 
+def test_an_environment_of_trl_that_owns_its_data_asks_in_place_of_the_row(tokenizer):
+    """As TRL 1.16 documents it: `reset` chooses the task and returns the prompt, and `get_reward` scores the state."""
+    register("Own", own_environments.Chosen)
+    call = '<tool_call>\n{"name": "add", "arguments": {"step": 2}}\n</tool_call>'
+    made = scripted_environments(tokenizer, "Own", max_tokens=300)
+    row = next(iter(get_task("environment").generate("train")))
+    messages = ({"role": "system", "content": "Count."}, {"role": "user", "content": row["question"]})
+    begins = Start(row, messages, made.chat.prompt(messages), 7)
+    (episode,) = play(Scripted(tokenizer, [call, "done"]), made, [begins], SamplingParams(50), 0)
+    prompt = tokenizer.decode(episode.prompt_ids)
+    assert "Count." in prompt
+    assert "user\nCount to 2.<|im_end|>" in prompt
+    assert "Episode 0" not in prompt
+    assert (episode.reward, episode.tool_calls) == (1.0, 1)
+
+
+def test_a_row_that_waits_for_an_environment_s_prompt_and_gets_none_has_failed(tokenizer):
+    register("Mute", own_environments.Mute)
+    made = scripted_environments(tokenizer, "Mute")
+    row = next(iter(get_task("environment").generate("train")))
+    begins = Start(row, ({"role": "user", "content": row["question"]},), [1], 7)
+    (episode,) = play(Scripted(tokenizer, []), made, [begins], SamplingParams(50), 0)
+    assert episode.error.startswith("returned no prompt")
+
+
+def test_a_column_of_the_row_reaches_an_environment_of_trl_and_its_prompt_stays(tokenizer):
+    register("Given", own_environments.Given)
+    call = '<tool_call>\n{"name": "add", "arguments": {"step": 3}}\n</tool_call>'
+    made = scripted_environments(tokenizer, "Given", max_tokens=300)
+    _, (episode,) = run(tokenizer, made, ["3"], [call, "done"])
+    assert episode.reward == 1.0
+    assert tokenizer.decode(episode.prompt_ids).count("Say it.") == 1
+
+
 def test_a_long_observation_is_cut(tokenizer):
-    made = environments(tokenizer, f"{OWN}:Guess", max_observation_tokens=2, max_tokens=200)
+    made = scripted_environments(tokenizer, f"{OWN}:Guess", max_observation_tokens=2, max_tokens=200)
     _, (episode,) = run(tokenizer, made, ["books"], ["pens pens pens", "books"])
     assert episode.cut == 2  # of the reset and of the step
     assert "the rest is not shown" in episode.turns[1].text
@@ -154,7 +151,7 @@ def test_functions_are_tools(tokenizer):
     call = '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'
     lines = [call % ("double", '{"number": 4}') + call % ("calculate", '{"expression": "7 / (2 - 2)"}'), "8"]
     register("double", own_environments.double, tool=True)
-    made = environments(tokenizer, "double", "calculator", max_tokens=200)
+    made = scripted_environments(tokenizer, "double", "calculator", max_tokens=200)
     _, (episode,) = run(tokenizer, made, ["8"], lines)
     assert [turn.text for turn in episode.turns] == [lines[0], "8", "{'error': 'division by zero'}", "8"]
     assert (episode.tool_calls, episode.tool_errors, episode.answer) == (2, 1, "8")

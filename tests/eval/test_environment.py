@@ -1,0 +1,77 @@
+"""Which environment an evaluation has, and what it says of an episode."""
+
+import pytest
+from small_run import small_config
+
+from eval.environment import as_completion, episode_fields, find_environment, identity_of
+from eval.settings import EvalSettings
+from qerl.config.environment import EnvironmentConfig
+from qerl.config.recipe import save_config
+from qerl.environments.values import Episode, Turn
+from qerl.errors import ConfigError
+
+
+@pytest.fixture
+def run_with(tmp_path):
+    def make(environment):
+        save_config(small_config("tiny", tmp_path, f"environment={environment}"), tmp_path / "config.yaml")
+        return tmp_path
+
+    return make
+
+
+def test_the_run_s_environment_is_played_if_it_ships_with_qerl(run_with):
+    trained = run_with("{name: word_game, max_turns: 3}")
+    assert find_environment(EvalSettings("word_game"), trained) == EnvironmentConfig(name="word_game", max_turns=3)
+    assert find_environment(EvalSettings("word_game", environment="none"), trained) is None
+    other = find_environment(EvalSettings("word_game", environment="calculator"), trained)
+    assert (other.name, other.max_turns) == ("calculator", EnvironmentConfig().max_turns)
+
+
+def test_one_of_the_user_s_own_has_to_be_named_and_then_keeps_its_settings(run_with):
+    trained = run_with("{name: 'guess.py:Guess', tools: [], max_turns: 3, args: {top: 9}}")
+    with pytest.raises(ConfigError, match=r"chooses no code: add --environment guess\.py:Guess, or --environment none"):
+        find_environment(EvalSettings("arith"), trained)
+    named = find_environment(EvalSettings("arith", environment="guess.py:Guess"), trained)
+    assert (named.max_turns, named.args) == (3, {"top": 9})
+
+
+def test_tools_of_the_user_s_own_have_to_be_named_too(run_with):
+    trained = run_with("{tools: ['tools.py:population', calculator]}")
+    with pytest.raises(ConfigError, match=r"add --tools tools\.py:population,calculator, or"):
+        find_environment(EvalSettings("arith"), trained)
+    assert find_environment(EvalSettings("arith", tools=("tools.py:population", "calculator")), trained).tools == (
+        "tools.py:population",
+        "calculator",
+    )
+
+
+def test_a_model_that_is_no_run_has_the_environment_that_is_named():
+    assert find_environment(EvalSettings("arith"), None) is None
+    assert find_environment(EvalSettings("arith", environment="http://localhost:1"), None).name == "http://localhost:1"
+
+
+@pytest.mark.parametrize(("truncated", "reason"), [(False, "stop"), (True, "length")])
+def test_a_completion_is_what_the_model_wrote_in_all_turns(truncated, reason):
+    turns = (Turn("assistant", "a", 1), Turn("user", "no", 2), Turn("assistant", "b", 1))
+    written, logprobs = [True, False, False, True], [-1.0, 0.0, 0.0, -2.0]
+    episode = Episode([9], [5, 6, 7, 8], logprobs, written, turns, "b", 0.5, "turns", truncated, None, 0, 0, 0, 0.0)
+    completion = as_completion(episode)
+    assert (completion.token_ids, completion.logprobs, completion.finish_reason) == ([5, 8], [-1.0, -2.0], reason)
+    fields = episode_fields(episode)
+    assert (fields["ended"], fields["environment_reward"], len(fields["turns"])) == ("turns", 0.5, 3)
+    assert episode_fields(Episode(*([()] * 5), "", 0.0, "failed", False, "hung", 0, 0, 0, 0.0))["ended"] == "hung"
+
+
+def test_another_file_of_the_environment_is_another_evaluation(tmp_path):
+    class Played:
+        class runner:
+            files = (str(tmp_path / "guess.py"),)
+
+    (tmp_path / "guess.py").write_text("a = 1")
+    config = EnvironmentConfig(name="guess.py:Guess")
+    before = identity_of(config, Played)
+    assert identity_of(config, Played) == before
+    (tmp_path / "guess.py").write_text("a = 2")
+    assert identity_of(config, Played) != before
+    assert identity_of(EnvironmentConfig(name="guess.py:Guess", max_turns=2), Played) != identity_of(config, Played)

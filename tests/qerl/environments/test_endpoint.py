@@ -1,0 +1,95 @@
+"""Programs that ask their model over OpenAI's protocol: their conversations are episodes like any others."""
+
+import json
+import time
+from importlib.util import find_spec
+from pathlib import Path
+
+import own_environments
+import pytest
+from scripted import run, scripted_environments
+
+from qerl.checkpoint.load import load_tokenizer
+from qerl.checkpoint.named_base import TINY_TURNS_FOLDER
+
+OWN = own_environments.__file__
+VERIFIERS = Path(OWN).with_name("verifiers_environment.py")
+CALL = '<tool_call>\n{"name": "double", "arguments": {"number": 4}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(str(TINY_TURNS_FOLDER))
+
+
+def test_a_program_s_conversation_is_an_episode(tokenizer):
+    made = scripted_environments(tokenizer, f"{OWN}:solve", program=True)
+    _, (right, never) = run(tokenizer, made, ["books", "books"], ["pens", "books"], ["a", "b", "c"])
+    assert tokenizer.decode(right.prompt_ids + right.token_ids) == (
+        "<|im_start|>user\nSay 5 letters.<|im_end|>\n<|im_start|>assistant\n"
+        "pens<|im_end|>\n<|im_start|>user\nNo.<|im_end|>\n<|im_start|>assistant\nbooks<|im_end|>"
+    )
+    wrote = [token for token, own in zip(right.token_ids, right.written, strict=True) if own]
+    assert tokenizer.decode(wrote) == "pens<|im_end|>books<|im_end|>"
+    assert (right.reward, right.ended, right.model_turns) == (1.0, "done", 2)
+    assert (never.reward, never.ended, never.model_turns) == (0.25, "done", 3)
+
+
+def test_what_goes_wrong_ends_its_own_episode(tokenizer):
+    made = scripted_environments(tokenizer, f"{OWN}:solve", program=True, max_turns=2)
+    lines = (["broken"], ["forget", "pens"], ["a", "b"], ["books"])
+    _, episodes = run(tokenizer, made, ["books"] * 4, *lines)
+    assert [episode.ended for episode in episodes] == ["failed", "failed", "turns", "done"]
+    assert episodes[0].error.startswith("step raised ValueError: broken program (own_environments.py, line ")
+    assert "asked with messages that do not go on from those before" in episodes[1].error
+    assert [episode.reward for episode in episodes] == [0.0, 0.0, 0.0, 1.0]
+
+
+def test_a_program_that_asks_nothing_or_hangs_is_an_episode_that_failed(tokenizer):
+    made = scripted_environments(tokenizer, f"{OWN}:asks_nothing", program=True)
+    _, (episode,) = run(tokenizer, made, ["a"], [])
+    assert episode.error.startswith("reset ended without asking the model")
+    began = time.monotonic()
+    made = scripted_environments(tokenizer, f"{OWN}:sleeps", program=True, timeout_s=1.0)
+    _, (episode,) = run(tokenizer, made, ["a"], [])
+    assert (episode.error, time.monotonic() - began < 15) == ("did not answer within 1 s", True)
+
+
+def test_a_program_s_tools_are_in_the_prompt_and_their_calls_in_openai_s_form(tokenizer):
+    made = scripted_environments(tokenizer, f"{OWN}:with_tool", program=True, max_tokens=300)
+    _, (episode,) = run(tokenizer, made, ["8"], [CALL, "8"])
+    assert [(turn.role, turn.text) for turn in episode.turns] == [
+        ("assistant", CALL),
+        ("tool", "8"),
+        ("assistant", "8"),
+    ]
+    assert (episode.reward, episode.tool_calls) == (1.0, 1)
+    assert "double(number)" in tokenizer.decode(episode.prompt_ids)
+
+
+def test_a_client_that_streams_is_answered_in_events(tokenizer):
+    made = scripted_environments(tokenizer, f"{OWN}:streams", program=True)
+    _, (episode,) = run(tokenizer, made, ["books"], ["books"])
+    assert (episode.reward, episode.error) == (1.0, None)
+
+
+@pytest.mark.skipif(find_spec("verifiers") is None, reason="verifiers is not installed")
+def test_a_task_of_verifiers_runs_as_it_is(tokenizer):
+    made = scripted_environments(tokenizer, f"{VERIFIERS}:solve", program=True, timeout_s=120.0)
+    _, (right, wrong) = run(tokenizer, made, ["4", "4"], ["4"], ["5"])
+    assert [(one.reward, one.error) for one in (right, wrong)] == [(1.0, None), (0.0, None)]
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ({}, "a request needs messages"),
+        ({"messages": [{"role": "user", "content": "a"}], "n": 2}, "there is one answer: leave out n"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": [{"function": {"name": "f"}}]}, "attribute `tools`"),
+    ],
+)
+def test_a_request_that_cannot_be_answered_is_refused(tokenizer, body, said):
+    made = scripted_environments(tokenizer, f"{OWN}:bad_request", program=True, args={"body": json.dumps(body)})
+    _, (episode,) = run(tokenizer, made, ["a"], [])
+    assert "HTTPError" not in episode.error
+    assert said in episode.error
