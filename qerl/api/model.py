@@ -79,13 +79,11 @@ def load(
     memory: float | None = None,
     gpu: int | None = None,
     context: int = 4096,
-    chat_template_kwargs: Mapping[str, object] | None = None,
 ) -> Model:
     """Open a base, NVFP4 folder, run, adapter or merged model, on the engine that trains and evaluates.
 
     `adapter` is applied to the model; `memory` is vLLM's budget on the card (GiB, or up to 1 a share); `context` is the
-    longest prompt and completion together, in tokens; `chat_template_kwargs` are variables of the chat template, as
-    {"enable_thinking": False}. Raises QerlError, before weights are loaded if possible.
+    longest prompt and completion together, in tokens. Raises QerlError, before weights are loaded if possible.
     """
     from qerl.api.process import as_before
     from qerl.commands.conversation import OPTIONS, open_chat
@@ -99,8 +97,7 @@ def load(
     with as_before(), options_named(OPTIONS):
         choose_card(gpu=gpu)
         options = EngineOptions(engine=engine, memory=memory)
-        applied = None if adapter is None else model_name(adapter)
-        return Model(open_chat(name, applied, options, context, switches=chat_template_kwargs))
+        return Model(open_chat(name, None if adapter is None else model_name(adapter), options, context))
 
 
 def _messages(prompt: str | Messages, system_prompt: str | None) -> list[dict[str, str]]:

@@ -132,12 +132,7 @@ class Opened:
 
 
 def open_chat(
-    model: str,
-    adapter: str | None,
-    asked: EngineOptions,
-    context: int,
-    chat: ChatOptions | None = None,
-    switches: Mapping[str, object] | None = None,
+    model: str, adapter: str | None, asked: EngineOptions, context: int, chat: ChatOptions | None = None
 ) -> Opened:
     """Open a model for prompts and answers of `context` tokens, or of as many as it has positions.
 
@@ -152,7 +147,7 @@ def open_chat(
         raise ConfigError(f"--max-new-tokens {chat.max_new_tokens} leaves no room in the context of {longest}")
     system_prompt = None if chat is None else chat.system_prompt
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    switches = (chat.chat_template_kwargs if chat is not None else switches) or {}
+    switches = (None if chat is None else chat.chat_template_kwargs) or {}
     check_switches(tokenizer, switches, "--chat-template-kwargs")
     render_prompt(tokenizer, [*system, {"role": "user", "content": ""}], switches)  # refuses before weights are loaded
     logger.info("%s", describe(ref))

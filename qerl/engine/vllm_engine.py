@@ -34,6 +34,7 @@ from qerl.engine.interface import (
     check_tokens,
     each_sampling,
 )
+from qerl.engine.outgrown import outgrown
 from qerl.engine.own_memory import own_bytes
 from qerl.engine.seeds import request_seed
 from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate, check_fit, pack_weights_
@@ -320,23 +321,11 @@ class VLLMEngine:
         torch.cuda.synchronize(self._device)  # a product may read its weight before the launch ahead of it has ended
 
     def _check_cache(self, lengths: Sequence[int]) -> None:
-        """Warn once when a rollout did not fit the KV cache: vLLM then evicts sequences and computes them again.
-
-        `lengths` are the tokens of each sequence, or of each conversation, whose earlier turns vLLM would recompute.
-        """
-        needed = sum(sorted(lengths)[-self.options.max_sequences :])
-        if needed > self.cache_tokens and not self._cache_warned:
+        """Warn once when sequences of these lengths, in tokens, did not fit the KV cache."""
+        found = outgrown(lengths, self.options.max_sequences, self.cache_tokens)
+        if found is not None and not self._cache_warned:
             self._cache_warned = True
-            logger.warning(
-                "the KV cache holds %d tokens and the rollout's longest %d sequences have %d (prompts counted for "
-                "each): fewer ran at once, and some may have been computed twice. For speed raise %s or %s, or "
-                "sample fewer completions at once",
-                self.cache_tokens,
-                min(len(lengths), self.options.max_sequences),
-                needed,
-                MEMORY,
-                CAP_GIB,
-            )
+            logger.warning(*found)
 
     def _limit_torch(self, released: int) -> None:
         """Cap torch's allocator so that the process stays within its limit.
