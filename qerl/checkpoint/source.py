@@ -20,6 +20,7 @@ from qerl.checkpoint.linears import fused, matching, projections
 from qerl.checkpoint.load import COMPUTED
 from qerl.checkpoint.resolve import TINY, TINY_FOLDER, resolve_model
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
+from qerl.checkpoint.text_part import NO_GATE, missing_part, text_part
 from qerl.checkpoint.weights_run import export_line, through_quantizer
 from qerl.errors import CheckpointError, ConfigError
 from qerl.formats.base import Format
@@ -30,7 +31,7 @@ OUTSIDE_LAYERS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.wei
 WEIGHT_DTYPES = ("BF16", "F16", "F32")
 MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("spiece.model",))
-SUPPORTED = "qerl quantizes dense decoders in the layout of Qwen2, Qwen2.5, Qwen3, Llama 3 and Mistral"
+SUPPORTED = "qerl quantizes dense decoders in the layout of Qwen2, Qwen2.5, Qwen3, Llama 3, Mistral, OLMo 2 and Granite"
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class Source:
     kept: tuple[str, ...]  # linears that stay in 16 bits by an ignore pattern; lm_head is not listed
     trust_remote_code: bool = False
     format: Format = formats.DEFAULT  # what `quantized` will be
+    part: bool = False  # the folder's text part, beside which it holds one for pictures
 
     def groups(self) -> list[list[str]]:
         """Tensor names in groups and in the order of writing."""
@@ -81,8 +83,11 @@ def read_source(
     """
     name, folder = _locate(model, trust_remote_code)
     config = read_json(folder / "config.json")
+    tensors = None
+    if whole := "text_config" in config:
+        config, tensors = text_part(folder, config, read_tensors(folder))
     _check_config(folder, config)
-    tensors = read_tensors(folder)
+    tensors = read_tensors(folder) if tensors is None else tensors
     linears = check_layout(folder, config, tensors)
     kept = matching(linears, ignore, option)
     _check_fused(linears, kept, option)
@@ -92,7 +97,7 @@ def read_source(
     for module in quantized:
         _check_weight(module, tensors[f"{module}.weight"], format)
     _check_tokenizer(folder)
-    return Source(name, folder, config, tensors, quantized, tuple(kept), trust_remote_code, format)
+    return Source(name, folder, config, tensors, quantized, tuple(kept), trust_remote_code, format, whole)
 
 
 def _locate(model: str, trust_remote_code: bool) -> tuple[str, Path]:
@@ -121,10 +126,6 @@ def _check_config(folder: Path, config: dict) -> None:
             f"{folder} is a mixture of experts ({experts[0]}: {config[experts[0]]}): {SUPPORTED}; give one of these"
         )
     check_uncapped(config, str(folder))
-    if "text_config" in config or "vision_config" in config:
-        raise CheckpointError(
-            f"{folder} is a multimodal model ({config.get('model_type')}): {SUPPORTED}; give a text model"
-        )
     if not isinstance(config.get("num_hidden_layers"), int):
         raise CheckpointError(f"{folder / 'config.json'} has no num_hidden_layers: {SUPPORTED}; give one of these")
     check_numbers(config, str(folder))
@@ -138,14 +139,17 @@ def check_layout(folder: Path, config: dict, tensors: dict[str, TensorInfo]) -> 
         layer = LAYER.fullmatch(name)
         small = len(info.shape) < 2 and (layer is not None or name.removesuffix(".bias") in ("lm_head", "model.norm"))
         if name not in expected and name not in OUTSIDE_LAYERS and not small:
+            part = missing_part(name)
             raise CheckpointError(
                 f"{folder} ({config.get('model_type')}) has {name} of shape {list(info.shape)}"
-                f"{', a mixture of experts' if 'expert' in name else ''}: {SUPPORTED}; give one of these"
+                f"{f', {part}, which qerl does not support' if part else ''}: {SUPPORTED}; give one of these"
             )
     required = expected | {"model.embed_tokens.weight", "model.norm.weight"}
     if config.get("tie_word_embeddings") is False:  # without this key the architecture decides
         required.add("lm_head.weight")
     missing = sorted(required - tensors.keys())
+    if missing and all(name.endswith(".mlp.gate_proj.weight") for name in missing):
+        raise CheckpointError(f"{folder} ({config.get('model_type')}) lacks {NO_GATE}: {SUPPORTED}; give one of these")
     if missing:
         raise CheckpointError(
             f"{folder} lacks {len(missing)} of the tensors that its config.json asks for ({', '.join(missing[:3])}): "

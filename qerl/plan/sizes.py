@@ -171,6 +171,7 @@ def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:
 
     Raises CheckpointError if one is missing or is not a whole number above 0.
     """
+    config = config["text_config"] if isinstance(config.get("text_config"), Mapping) else config
     check_uncapped(config, name)
     for key in REQUIRED:
         if key not in config:

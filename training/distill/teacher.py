@@ -18,7 +18,7 @@ from qerl.errors import ConfigError
 from qerl.formats import BF16
 from qerl.plan.sizes import ModelSizes, sizes_of
 from training.distill.divergence import Measure, Pair
-from training.policy.packed_attention import check_config, hidden_states, packed_attention_of
+from training.policy.packed_attention import check_config, hidden_states, logits_divisor, packed_attention_of
 from training.policy.token_logprobs import Head, dense_head
 
 if TYPE_CHECKING:
@@ -39,8 +39,9 @@ class Teacher:
         model = config.model
         self._model = load_model(folder, BF16.name, model.dtype, str(device), model.trust_remote_code)
         check_config(self._model.config)
+        self._divisor = logits_divisor(self._model.config)
         sampling, distill = config.rollout.temperature, config.distill
-        self._temperature = distill.temperature or sampling
+        self._temperature, self._sampling = distill.temperature or sampling, sampling
         self._shared = shared
         self.measure = Measure(distill.beta, sampling, distill.chunk_tokens)
 
@@ -52,8 +53,9 @@ class Teacher:
 
     def pair(self, student: Head) -> Pair:
         """The student's head beside the teacher's, at the temperature of the loss."""
-        own = dense_head(self._model.get_output_embeddings(), self._temperature)
-        return Pair(student._replace(temperature=self._temperature), own, self._shared)
+        own = dense_head(self._model.get_output_embeddings(), self._temperature * self._divisor)
+        at_loss = self._temperature * (student.temperature / self._sampling)  # which is the student's own divisor
+        return Pair(student._replace(temperature=at_loss), own, self._shared)
 
 
 @dataclass(frozen=True)

@@ -32,11 +32,15 @@ UNKNOWN_KEYS = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
     "logit_scale",
-    "logits_scaling",
     "lm_head_multiplier",
     "output_multiplier",
     "attention_chunk_size",
 )
+
+
+def logits_divisor(config: PretrainedConfig) -> float:
+    """What the model divides its logits by, as Granite does; its head and the temperature act together with it."""
+    return float(getattr(config, "logits_scaling", None) or 1.0)
 
 
 def check_config(config: PretrainedConfig) -> None:

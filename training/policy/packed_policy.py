@@ -12,7 +12,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from qerl.layers.factors import kept_factors
 from qerl.layers.recompute import recompute_by_
 from training.distill.divergence import Divergences, token_divergences
-from training.policy.packed_attention import check_config, deterministic_kernels, hidden_states, packed_attention_of
+from training.policy.packed_attention import (
+    check_config,
+    deterministic_kernels,
+    hidden_states,
+    logits_divisor,
+    packed_attention_of,
+)
 from training.policy.packing import pack, row_lengths, split_by_tokens
 from training.policy.token_logprobs import dense_head, token_logprobs
 
@@ -41,7 +47,7 @@ class PackedPolicy:
         """
         check_config(model.config)
         self._model = model
-        self._temperature, self._plan = temperature, plan
+        self._temperature, self._plan = temperature * logits_divisor(model.config), plan
         self._entropy_gradient, self._deterministic = entropy_gradient, deterministic
         self._training = False
         self.device = self._model.get_input_embeddings().weight.device

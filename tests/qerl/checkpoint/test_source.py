@@ -135,7 +135,7 @@ def change(drop=(), **add):
     [
         (None, {"num_experts": 8}, "is a mixture of experts .num_experts: 8"),
         (None, {"num_local_experts": 8, "model_type": "mixtral"}, "is a mixture of experts"),
-        (None, {"text_config": {}, "model_type": "qwen2_5_vl"}, r"multimodal model \(qwen2_5_vl\)"),
+        (None, {"text_config": {}, "model_type": "qwen2_5_vl"}, r"pictures and text \(qwen2_5_vl\)"),
         (None, {"num_hidden_layers": None, "model_type": "gpt2"}, "has no num_hidden_layers"),
         (
             {"model.layers.0.mlp.experts.0.up_proj.weight": ("BF16", (8, 16))},

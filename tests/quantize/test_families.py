@@ -1,0 +1,214 @@
+"""Each family of dense decoders with RMSNorm: quantize, one copy, adapter, noise and merge, on transformers' own class."""
+
+import functools
+
+import pytest
+import torch
+import transformers
+from checkpoint_factory import make_tokenizer
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from qerl.checkpoint.adapter import adapter_tensors, save_adapter
+from qerl.checkpoint.resolve import resolve_model
+from qerl.config.schema import AdapterConfig
+from qerl.engine.open import open_engine
+from qerl.engine.options import EngineOptions
+from qerl.errors import CheckpointError, EngineError
+from qerl.formats.linear import PackedLinear
+from qerl.layers.norms import block_norms, set_norm_noise_
+from qerl.plan.micro_batch_plan import MicroBatchPlan
+from quantize.merge.options import MergeOptions
+from quantize.merge.run import merge
+from quantize.run import quantize_checkpoint
+from training.policy.build import build_policy
+from training.policy.packed_policy import PackedPolicy
+
+SIZES = {
+    "vocab_size": 320,
+    "hidden_size": 64,
+    "intermediate_size": 112,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GRANITE = {"logits_scaling": 4.0, "residual_multiplier": 0.5, "embedding_multiplier": 2.0, "attention_multiplier": 0.2}
+FAMILIES = {
+    "olmo2": {},
+    "olmo3": {"sliding_window": 4},
+    "granite": GRANITE,
+    "smollm3": {"no_rope_layer_interval": 2},
+    "ministral3": {},
+    "exaone4": {"sliding_window": 4},
+    "ernie4_5": {},
+    "hunyuan_v1_dense": {},
+    "seed_oss": {"attention_dropout": 0.0},
+    "gemma3_text": {"sliding_window": 4},
+}
+WITHOUT_NOISE = ("gemma3_text",)  # its norms add 1 to their weight
+TEXT_PARTS = {  # whole model -> its class, and what its text part has besides
+    "gemma3": ("Gemma3ForConditionalGeneration", {"sliding_window": 4}, {}),
+    "mistral3": ("Mistral3ForConditionalGeneration", {}, {"head_dim": 16}),
+    "qwen2_5_vl": (
+        "Qwen2_5_VLForConditionalGeneration",
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}},
+        {"fullatt_block_indexes": [0]},
+    ),
+    "qwen3_vl": (
+        "Qwen3VLForConditionalGeneration",
+        {"rope_parameters": {"rope_type": "default", "mrope_section": [4, 2, 2], "rope_theta": 10000.0}},
+        {"deepstack_visual_indexes": [0]},
+    ),
+}
+PICTURES = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "depth": 1,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "image_size": 28,
+    "patch_size": 14,
+}
+IDS = torch.randint(8, 300, (2, 12), generator=torch.Generator().manual_seed(1))
+WIDTH = 6  # tokens that are scored
+
+
+def randomized_(model):
+    """Norms that are not 1, and matrices large enough that the layers matter."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                parameter.copy_(0.1 * torch.randn_like(parameter))
+            elif "norm" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+def saved(model, folder):
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+@functools.cache
+def tokenizer():
+    return make_tokenizer()
+
+
+def text_model(family, **changes):
+    config = AutoConfig.for_model(family, **SIZES, **changes)
+    return randomized_(AutoModelForCausalLM.from_config(config, dtype=torch.float32))
+
+
+def logprobs(model, ids=IDS):
+    logits = model(input_ids=ids, attention_mask=torch.ones_like(ids)).logits.float()[:, -WIDTH - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(-1, ids[:, -WIDTH:, None])[..., 0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_family_is_quantized_trained_and_merged(family, tmp_path):
+    twin = text_model(family, **FAMILIES[family])
+    quantize_checkpoint(saved(twin, tmp_path / "model"), tmp_path / "packed")
+    base = resolve_model(str(tmp_path / "packed"))
+    engine = open_engine(base.base, base.format, EngineOptions(engine="transformers"))
+    policy = build_policy(engine, base, AdapterConfig(rank=4, alpha=8), seed=0)
+    packed = {name: module for name, module in policy.base_model.named_modules() if isinstance(module, PackedLinear)}
+    assert len(packed) == 14  # of the engine's own model: there is no second copy
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for tensor in adapter_tensors(policy.model).values():
+            tensor.add_(0.05 * torch.randn_like(tensor))
+        tensors = adapter_tensors(policy.model)
+        for name in [name.removesuffix(".lora_A.weight") for name in tensors if name.endswith("lora_A.weight")]:
+            delta = 2.0 * tensors[f"{name}.lora_B.weight"] @ tensors[f"{name}.lora_A.weight"]
+            weight = policy.base_model.get_submodule(name).get_base_layer().dense(torch.float32)
+            twin.get_submodule(name).weight.copy_(weight + delta)
+
+    ones = torch.ones_like(IDS)
+    policy_packed = PackedPolicy(policy.base_model, 1.0, MicroBatchPlan(10**6))
+    found = policy_packed.score(IDS, ones, ones[:, -WIDTH:])
+    with torch.no_grad():
+        exact = logprobs(twin)
+    torch.testing.assert_close(found, exact, rtol=2e-4, atol=2e-5)
+
+    merged = AutoModelForCausalLM.from_pretrained(merged_folder(policy, base, tmp_path), dtype=torch.float32).eval()
+    with torch.no_grad():
+        torch.testing.assert_close(logprobs(merged), exact, rtol=2e-2, atol=2e-2)  # it is written in bfloat16
+    check_noise(policy.base_model, family)
+
+
+def merged_folder(policy, base, folder):
+    save_adapter(policy.model, folder / "adapter", base.base)
+    merge(MergeOptions(adapter=str(folder / "adapter"), to="bf16", out=folder / "merged", prompt_count=0))
+    return folder / "merged"
+
+
+def check_noise(model, family):
+    """Noise acts on the block norms and leaves no trace; where the norms compute something else it is refused."""
+    if family in WITHOUT_NOISE:
+        with pytest.raises(EngineError, match=r"set noise\.enabled=false"):
+            block_norms(model)
+        return
+    norms = block_norms(model)
+    assert len(norms) == 4
+    with torch.no_grad():
+        before = logprobs(model)
+        set_norm_noise_(norms, {name: 0.1 * torch.randn_like(norm.weight.float()) for name, norm in norms.items()})
+        assert not torch.allclose(logprobs(model), before, atol=1e-3)
+        set_norm_noise_(norms, None)
+        assert torch.equal(logprobs(model), before)
+
+
+@pytest.mark.parametrize("family", TEXT_PARTS)
+def test_the_text_part_of_a_model_for_pictures_and_text_computes_what_it_does_there(family, tmp_path):
+    name, text, pictures = TEXT_PARTS[family]
+    config = AutoConfig.for_model(family)
+    text_config = type(config.text_config)(**SIZES, **text)
+    config = type(config)(text_config=text_config.to_dict(), vision_config={**PICTURES, **pictures}, image_token_id=5)
+    whole = randomized_(getattr(transformers, name)(config))
+    quantize_checkpoint(saved(whole, tmp_path / "model"), tmp_path / "packed")
+    base = resolve_model(str(tmp_path / "packed"))
+    engine = open_engine(base.base, base.format, EngineOptions(engine="transformers"))
+    model = engine.policy_model()
+    with torch.no_grad():
+        for module_name, module in model.named_modules():
+            if isinstance(module, PackedLinear):
+                inner = whole.model.language_model.get_submodule(module_name.removeprefix("model."))
+                inner.weight.copy_(module.dense(torch.float32))
+        torch.testing.assert_close(logprobs(model), logprobs(whole), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "part"),
+    [
+        ("qwen3_5_text", "layers with linear attention"),
+        ("olmo_hybrid", "layers with linear attention"),
+        ("gemma4_text", "embeddings for each layer"),
+        ("phi3", "gate and up in one matrix|q, k and v in one matrix"),
+        ("glm4", "gate and up in one matrix"),
+        ("nemotron", "lacks an MLP with a gate"),
+        ("gemma2", "caps its logits"),
+    ],
+)
+def test_a_family_that_is_refused_hears_which_part_is_missing(family, part, tmp_path):
+    small = {"vocab_size_per_layer_input": 32} if family == "gemma4_text" else {}
+    folder = saved(text_model(family, **small), tmp_path / "model")
+    with pytest.raises(CheckpointError, match=part):
+        quantize_checkpoint(folder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_the_text_part_of_another_family_is_refused_by_what_it_has(tmp_path):
+    config = AutoConfig.for_model("qwen3_5")
+    text_config = type(config.text_config)(**SIZES)
+    config = type(config)(text_config=text_config.to_dict(), vision_config=PICTURES, image_token_id=5)
+    folder = saved(transformers.Qwen3_5ForConditionalGeneration(config), tmp_path / "model")
+    with pytest.raises(CheckpointError, match=r"pictures and text \(qwen3_5\).*does not support layers with linear"):
+        quantize_checkpoint(folder, tmp_path / "out")
