@@ -27,6 +27,7 @@ from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_mo
 from qerl.checkpoint.shards import read_json
 from qerl.data.examples import check_answers, check_source
 from qerl.data.rows import is_local
+from qerl.data.sources import sources_of
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import with_chosen_engine
 from qerl.errors import CheckpointError, ConfigError
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from qerl.config.environment import EnvironmentConfig
-    from qerl.config.schema import DataConfig
+    from qerl.config.schema import DataConfig, RunConfig
     from qerl.data.examples import DropReport
     from qerl.environments.play import Environments
     from qerl.tasks import Message
@@ -173,7 +174,7 @@ def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
     if run is not None:
         from qerl.config.recipe import load_config
 
-        data = load_config(run / "config.yaml").data
+        data = data_of(load_config(run / "config.yaml"), task.name)
         _check_graded_alike(data, task, run)
         trained = get_task(data.task)
         system = trained.system_prompt if data.system_prompt == "default" else data.system_prompt
@@ -185,6 +186,12 @@ def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
         template, source = settings.prompt_template, f"--prompt-template, the rest {source}"
     logger.info("prompt from %s: system %r, template %r", source, system, template)
     return replace(task, system_prompt=system, prompt_template=template)
+
+
+def data_of(config: RunConfig, task: str) -> DataConfig:
+    """Of several sources that a run was trained on, the first with this task, whose prompt it then learned."""
+    sources = sources_of(config)
+    return next((source.data for source in sources if source.data.task == task), sources[0].data)
 
 
 def find_switches(settings: EvalSettings, run: Path | None) -> Mapping[str, object]:

@@ -1,4 +1,4 @@
-"""Each family of dense decoders with RMSNorm: quantize, one copy, adapter, noise and merge, on transformers' own class."""
+"""Each family of dense decoders with RMSNorm: quantize, one copy, adapter, noise and merge, on its own class."""
 
 import functools
 
