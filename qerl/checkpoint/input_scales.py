@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 from qerl.checkpoint.activations import INPUT_SCALE
 from qerl.errors import CheckpointError
 from qerl.nvfp4.layout import PACKED
-from qerl.nvfp4.reference import power_of_two_scale
 
 if TYPE_CHECKING:
     import torch
@@ -41,6 +40,8 @@ def input_scales(
 
 def scales_of(amax: Mapping[str, torch.Tensor], headroom_bits: int, rows: str) -> dict[str, torch.Tensor]:
     """float32 (1,) by module name, for the amax of each linear's input over `rows`, in words."""
+    from qerl.nvfp4.reference import power_of_two_scale  # it imports torch
+
     scales = {}
     for name, value in amax.items():
         if not 0 < (largest := value.item()) < float("inf"):
