@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 from qerl.data.sources import sources_of
 from qerl.engine.interface import SamplingParams
 from qerl.parallel import ALONE, Parallel
+from qerl.plan.kv_cache import calibrates_kv
 from qerl.tasks import task_of
+from training.policy.kv_ranges import KVCalibration
 from training.policy.packed_policy import PackedPolicy
 from training.policy.policy import Policy, check_reference
 from training.rewards.grading import Grader
@@ -95,6 +97,10 @@ def make_parts(
     if given.environments is not None:  # only the last turn is graded, and which one that is shows at the end
         ahead = None
     decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
+    sampler = Sampler(engine, policy, sampler_options(config), ahead, given.environments)
+    if calibrates_kv(config):
+        prompts = [prompt.ids for prompt in given.prompts]
+        sampler.calibration = KVCalibration(policy.base_model, prompts, rollout.kv_refresh)
     return Parts(
         config=config,
         tokenizer=tokenizer,
@@ -102,7 +108,7 @@ def make_parts(
         rewards=given.rewards,
         policy=policy,
         packed=packed,
-        sampler=Sampler(engine, policy, sampler_options(config), ahead, given.environments),
+        sampler=sampler,
         grader=Grader(given.rewards, decode, config.loss.mask_truncated),
         plan=plan,
         log=log,

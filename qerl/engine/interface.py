@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from qerl.engine.kv_scales import KVScales
     from qerl.engine.update import Update
 
 MIN_TEMPERATURE = 0.01  # below this vLLM 0.25.1 samples at 0.01 and only warns (sampling_params.py line 449)
@@ -144,6 +145,12 @@ class Engine(Protocol):
 
         Called through `qerl.engine.update.deliver`, which checks that number. Raises EngineError if a tensor finds no
         place or a place gets no tensor, and for weights that the linear's format or the engine's kernel cannot take.
+        """
+
+    def set_kv_scales(self, scales: Mapping[int, KVScales]) -> int:
+        """Divide keys and values of 8 bits by these, per layer, from now on; returns the number of layers.
+
+        Raises EngineError where they are not kept in 8 bits, or cannot change.
         """
 
     def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from qerl import formats
+from qerl.plan.kv_cache import calibrates_kv
 from qerl.plan.trained import engine_rank
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ class EngineOptions:
     deterministic: bool = False
     tune_kernels: bool = False
     kv_cache_dtype: str = "auto"
+    calibrates_kv: bool = False  # whether scales of 8-bit keys and values are set before anything is sampled
     max_context: int | None = None
     max_rank: int = 0
     seed: int = 0
@@ -63,6 +65,7 @@ class EngineOptions:
             deterministic=rollout.deterministic,
             tune_kernels=rollout.tune_kernels,
             kv_cache_dtype=rollout.kv_cache_dtype,
+            calibrates_kv=calibrates_kv(config),
             max_context=config.data.max_prompt_tokens + config.longest_completion,
             max_rank=engine_rank(config),
             seed=config.run.seed,

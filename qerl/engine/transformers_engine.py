@@ -48,6 +48,7 @@ from qerl.layers.norms import block_norms, set_norm_noise_
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from qerl.engine.kv_scales import KVScales
     from qerl.engine.options import EngineOptions
     from qerl.nvfp4.activations import Activations
 
@@ -138,6 +139,11 @@ class TransformersEngine:
             for name, tensor in update.norms.items():
                 norms[name].copy_(tensor)
         return pack_weights_(update.weights, linears) + len(update.norms)
+
+    def set_kv_scales(self, scales: Mapping[int, KVScales]) -> int:
+        raise EngineError(
+            "the transformers engine keeps keys and values in the model's dtype: leave rollout.kv_cache_dtype out"
+        )
 
     def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
         model = self._open()

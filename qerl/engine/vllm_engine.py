@@ -37,18 +37,21 @@ from qerl.engine.interface import (
 from qerl.engine.outgrown import outgrown
 from qerl.engine.own_memory import own_bytes
 from qerl.engine.seeds import request_seed
-from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate, check_fit, pack_weights_
+from qerl.engine.update import Update
 from qerl.errors import CAP_GIB, MEMORY, EngineError
 from qerl.plan.kv_cache import check_kv_cache
 from qerl.plan.sizes import read_sizes
 from qerl.vllm_plugin import found, opening, requests
+from qerl.vllm_plugin.kv_scales import attention_layers, set_scales_
 from qerl.vllm_plugin.startup import Parts, line, whole
 from qerl.vllm_plugin.supplied import run_supplied
+from qerl.vllm_plugin.take import take_
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+    from qerl.engine.kv_scales import KVScales
     from qerl.engine.options import EngineOptions
     from qerl.vllm_plugin.found import Found
 
@@ -76,7 +79,8 @@ class VLLMEngine:
         self._began = time.monotonic()
         base = str(local_folder(base))
         if options.kv_cache_dtype == "fp8":
-            check_kv_cache("fp8", read_sizes(base), base)
+            check_kv_cache("fp8", read_sizes(base), base, options.calibrates_kv)
+        self._uncalibrated = options.calibrates_kv  # then nothing is sampled before it has scales
         self._base, self.options = base, options
         self._other_bytes = 0  # what this process holds outside torch; known once the engine is open
         settings = opening.Settings(base, format, options)
@@ -211,12 +215,16 @@ class VLLMEngine:
 
     def sync(self, update: Update) -> int:
         llm = self._open()
-        if isinstance(update, AdapterUpdate):
-            self._take_adapter_(update)
-        else:
-            self._take_weights_(update)
+        take_(update, self.found, self.options.max_rank, self._device)
         requests.drop_prefix_cache(llm)
         return len(update)
+
+    def set_kv_scales(self, scales: Mapping[int, KVScales]) -> int:
+        llm = self._open()
+        count = set_scales_(attention_layers(self.found.model), scales)
+        requests.drop_prefix_cache(llm)
+        self._uncalibrated = False
+        return count
 
     def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
         llm = self._open()
@@ -303,23 +311,6 @@ class VLLMEngine:
 
         return [(one.index, one.prompt, params(one)) for one in found]
 
-    def _take_adapter_(self, update: AdapterUpdate) -> None:
-        from qerl.vllm_plugin.sync import copy_adapter_, split_adapter
-
-        factors, norms = split_adapter(update.tensors, self.found.slots, self.found.gains.norms, self.options.max_rank)
-        copy_adapter_(factors, self.found.slots, update.scaling)
-        self.found.gains.set_trained_(norms)
-
-    def _take_weights_(self, update: WeightsUpdate) -> None:
-        """Pack the matrices into the tensors that the captured graphs read, which are the policy model's too."""
-        import torch
-
-        views = self.found.linears
-        check_fit(update, views, {name: norm.gain for name, norm in self.found.gains.norms.items()})
-        pack_weights_(update.weights, views)
-        self.found.gains.set_trained_(update.norms)
-        torch.cuda.synchronize(self._device)  # a product may read its weight before the launch ahead of it has ended
-
     def _check_cache(self, lengths: Sequence[int]) -> None:
         """Warn once when sequences of these lengths, in tokens, did not fit the KV cache."""
         found = outgrown(lengths, self.options.max_sequences, self.cache_tokens)
@@ -347,4 +338,8 @@ class VLLMEngine:
         llm = self._open()
         if self._asleep:
             raise EngineError("the engine sleeps: call wake() before sampling or scoring")
+        if self._uncalibrated:
+            raise EngineError(
+                "8-bit keys and values have no scales yet: call set_kv_scales() before sampling or scoring"
+            )
         return llm

@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from qerl.checkpoint.shards import read_json, read_tensors
 from qerl.errors import ConfigError
 from qerl.plan.sizes import ModelSizes
 
+if TYPE_CHECKING:
+    from qerl.config.schema import RunConfig
+
 SCALES = ("k_scale", "v_scale")
 
 
-def check_kv_cache(kv_cache_dtype: str, sizes: ModelSizes, base: str | Path) -> None:
+def calibrates_kv(config: RunConfig) -> bool:
+    """Whether a run measures the scales of its keys and values, at its first sync and then now and again."""
+    return config.rollout.kv_cache_dtype == "fp8" and config.rollout.kv_refresh is not None
+
+
+def check_kv_cache(kv_cache_dtype: str, sizes: ModelSizes, base: str | Path, calibrates: bool = False) -> None:
     """Raise ConfigError for keys and values in `fp8` with scale 1 on a `base` (folder or hub id) that they ruin.
 
+    Whoever `calibrates` sets other scales before anything is sampled.
     They ruin models with large keys, as Qwen2.5 has them (reported at verl#4435). Where queries and keys are normed the
     values stay within what the format holds, and elsewhere calibrated scales see to it.
     """
-    if kv_cache_dtype != "fp8" or sizes.head_norms or _calibrated(Path(base), sizes.layers):
+    if kv_cache_dtype != "fp8" or calibrates or sizes.head_norms or _calibrated(Path(base), sizes.layers):
         return
     raise ConfigError(
         f"rollout.kv_cache_dtype fp8 rounds keys and values with scale 1, which ruins models like {base}: it neither "

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from qerl.config.schema import NoiseConfig
+    from training.policy.kv_ranges import KVCalibration
     from training.policy.policy import Policy
     from training.rollout.carry_over import Kept, Pool
     from training.rollout.grading_ahead import GradingAhead
@@ -70,6 +71,8 @@ class SamplerOptions:
 class Sampler:
     """Samples by its options; `ahead` grades completions while others are still being sampled."""
 
+    calibration: KVCalibration | None = None  # of an engine whose keys and values have 8 bits
+
     def __init__(
         self,
         engine: Engine,
@@ -89,11 +92,16 @@ class Sampler:
         self._in_policy: Mapping[str, torch.Tensor] | None = None  # noise that stays while the policy trains
 
     def sync(self) -> float:
-        """Send the policy's update to the engine; returns seconds. Raises EngineError unless it finds its place."""
+        """Send the policy's update to the engine, and calibrate it if that is due; returns seconds.
+
+        Raises EngineError unless the update finds its place.
+        """
         started = time.perf_counter()
         deliver(self._policy.update(), self._engine)
         if (shards := self._policy.shards) is not None:
             shards.send_packed_()
+        if self.calibration is not None:
+            self.calibration.after_sync(self._engine)
         return time.perf_counter() - started
 
     def sample(self, prompts: Sequence[Prompt], moment: Moment, attempt: int = 0, first: int = 0) -> Rollout:

@@ -37,6 +37,7 @@ def test_what_a_recipe_asks_of_the_engine_reaches_it():
         trainer_bytes=5,
         tune_kernels=True,
         kv_cache_dtype="fp8",
+        calibrates_kv=True,
         max_context=300,
         max_rank=16,
         seed=7,

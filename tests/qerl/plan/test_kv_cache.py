@@ -55,6 +55,8 @@ def test_a_checkpoint_with_scales_for_every_layer_goes_on(tmp_path):
 
 def test_plan_refuses_it_in_one_line():
     command = ["plan", "--recipe", "dapo_7b", "--gpu", "h100", "--set", "rollout.kv_cache_dtype=fp8"]
+    assert CliRunner().invoke(app, command).exit_code == 0  # a run calibrates
+    command += ["--set", "rollout.kv_refresh=null"]
     refused = CliRunner().invoke(app, command)
     assert isinstance(refused.exception, ConfigError)
     assert REMEDY in str(refused.exception)
@@ -65,7 +67,7 @@ def test_a_run_refuses_it_before_it_reads_the_tokenizer(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(KNOWN["qwen2.5-7b"]), encoding="utf-8")
     base = ModelRef("quantized", tmp_path, str(tmp_path), None, None, "nvfp4")
     with pytest.raises(ConfigError, match=REMEDY):
-        read_prompts(load_recipe("dapo_7b", ["rollout.kv_cache_dtype=fp8"]), base)
+        read_prompts(load_recipe("dapo_7b", ["rollout.kv_cache_dtype=fp8", "rollout.kv_refresh=null"]), base)
 
 
 def test_whoever_opens_vllm_is_refused_before_it_loads(tmp_path, monkeypatch):

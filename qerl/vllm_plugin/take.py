@@ -1,0 +1,30 @@
+"""How an open vLLM takes over an update: written in place, into what the captured graphs and the policy model read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate, check_fit, pack_weights_
+from qerl.vllm_plugin.sync import copy_adapter_, split_adapter
+
+if TYPE_CHECKING:
+    from qerl.vllm_plugin.found import Found
+
+
+def take_(update: Update, found: Found, max_rank: int, device: int) -> None:
+    """Overwrite the adapter, or the weights and the trained norms. Raises EngineError for what does not fit."""
+    if isinstance(update, AdapterUpdate):
+        factors, norms = split_adapter(update.tensors, found.slots, found.gains.norms, max_rank)
+        copy_adapter_(factors, found.slots, update.scaling)
+        found.gains.set_trained_(norms)
+    else:
+        _take_weights_(update, found, device)
+
+
+def _take_weights_(update: WeightsUpdate, found: Found, device: int) -> None:
+    import torch
+
+    check_fit(update, found.linears, {name: norm.gain for name, norm in found.gains.norms.items()})
+    pack_weights_(update.weights, found.linears)
+    found.gains.set_trained_(update.norms)
+    torch.cuda.synchronize(device)  # a product may read its weight before the launch ahead of it has ended
