@@ -204,11 +204,12 @@ def test_tables_and_picture_show_the_mismatch_where_weights_are_trained(load, tm
 SHIPPED = REPOSITORY / "benchmarks" / "qat" / "study-qat-tiny.json"
 
 
-def test_the_page_of_the_shipped_results_is_drawn_from_them(load) -> None:
-    found = json.loads(SHIPPED.read_text(encoding="utf-8"))
-    page = load("study_report").page(found, f"qat/{SHIPPED.name}")
-    written = SHIPPED.with_suffix(".md").read_text(encoding="utf-8")
-    assert written == page, "run python scripts/study/study_qat.py report"
+@pytest.mark.parametrize("shipped", [SHIPPED, SHIPPED.parents[1] / "fp8" / "study-fp8-tiny.json"], ids=["qat", "fp8"])
+def test_the_page_of_the_shipped_results_is_drawn_from_them(load, shipped) -> None:
+    found = json.loads(shipped.read_text(encoding="utf-8"))
+    page = load("study_report").page(found, f"{shipped.parent.name}/{shipped.name}")
+    written = shipped.with_suffix(".md").read_text(encoding="utf-8")
+    assert written == page, "run the report of scripts/study/study_qat.py, or of study_fp8.py"
 
 
 def test_in_the_shipped_results_only_what_is_not_trained_through_the_quantizer_has_a_mismatch(load) -> None:
