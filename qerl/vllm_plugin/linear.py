@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import logging
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import VllmConfig, get_current_vllm_config
@@ -132,10 +132,39 @@ class AdapterLinearMethod(LinearMethodBase):
         return torch.ops.qerl.add_lora(out, x, layer.lora_a, layer.lora_b, list(layer.output_partition_sizes))
 
 
+class ChosenByName:
+    """A configuration that vLLM takes where its option `quantization` names `method`, whatever the checkpoint says."""
+
+    method: ClassVar[str]
+
+    def get_name(self) -> str:
+        return self.method
+
+    @classmethod
+    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None):
+        return cls.method if user_quant == cls.method else None
+
+
+class OwnConfig(QuantizationConfig):
+    """What vLLM asks of every configuration, for those that are not made from one of vLLM's."""
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        return []
+
+
 @register_quantization_config(NVFP4.vllm_method)
-class QerlNVFP4Config(CompressedTensorsConfig):
+class QerlNVFP4Config(ChosenByName, CompressedTensorsConfig):
     """compressed-tensors' `nvfp4-pack-quantized`; each linear, quantized or not, has its adapter."""
 
+    method = NVFP4.vllm_method
     activations = "none"  # how quantized linears round their input
 
     @classmethod
@@ -144,13 +173,6 @@ class QerlNVFP4Config(CompressedTensorsConfig):
         made = super().from_config({**config, "config_groups": groups})
         made.activations = NVFP4.activations(config)
         return made
-
-    def get_name(self) -> str:
-        return NVFP4.vllm_method
-
-    @classmethod
-    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None):
-        return NVFP4.vllm_method if user_quant == NVFP4.vllm_method else None
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         method = super().get_quant_method(layer, prefix)
@@ -164,22 +186,11 @@ class QerlNVFP4Config(CompressedTensorsConfig):
 
 
 @register_quantization_config(BF16.vllm_method)
-class QerlBF16Config(QuantizationConfig):
+class QerlBF16Config(OwnConfig):
     """A model that is not quantized; each linear has its adapter."""
 
     def get_name(self) -> str:
         return BF16.vllm_method
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 80
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
 
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QerlBF16Config:
@@ -192,35 +203,19 @@ class QerlBF16Config(QuantizationConfig):
 
 
 @register_quantization_config(FP8_BLOCK.vllm_method)
-class QerlFP8Config(QuantizationConfig):
+class QerlFP8Config(ChosenByName, OwnConfig):
     """FP8 in blocks, as compressed-tensors or as DeepSeek and Qwen lay it out; each linear has its adapter."""
+
+    method = FP8_BLOCK.vllm_method
 
     def __init__(self, rounds_input: bool, scale_name: str, unquantized: list[str]) -> None:
         super().__init__()
         self.rounds_input, self.scale_name, self.unquantized = rounds_input, scale_name, unquantized
 
-    def get_name(self) -> str:
-        return FP8_BLOCK.vllm_method
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 80
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
-
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> QerlFP8Config:
         others = config.get("quant_method") == OTHER_METHOD
         return cls(rounds_input(config), f"{SCALE}_inv" if others else SCALE, unquantized_modules(config))
-
-    @classmethod
-    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None):
-        return FP8_BLOCK.vllm_method if user_quant == FP8_BLOCK.vllm_method else None
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
         if not isinstance(layer, LinearBase):
