@@ -310,19 +310,23 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     return digest
 
 
-def main() -> None:
-    """Train, measure in both formats, save."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "qerl" / "tiny", help="folder to write")
-    parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--rows", type=int, default=64, help="problems per step")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
+def begin(description: str | None, out: str, steps: int, rows: int, row: str) -> argparse.Namespace:
+    """The options of a script that trains qerl/`out`, with these defaults; from here on torch computes as they say."""
+    parser = argparse.ArgumentParser(description=(description or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=REPOSITORY / "qerl" / out, help="folder to write")
+    parser.add_argument("--rows", type=int, default=rows, help=f"{row} per step")
+    for name, default in {"--steps": steps, "--seed": 0, "--threads": 1}.items():
+        parser.add_argument(name, type=int, default=default)
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     torch.set_num_threads(args.threads)
     torch.use_deterministic_algorithms(True)
+    return args
 
+
+def main() -> None:
+    """Train, measure in both formats, save."""
+    args = begin(__doc__, "tiny", steps=1200, rows=64, row="problems")
     started = time.monotonic()
     tokenizer, model = build_tokenizer(), build_model(args.seed)
     train_(model, tokenizer, args.steps, args.rows, args.seed)

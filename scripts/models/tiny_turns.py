@@ -15,7 +15,6 @@ learning can visibly change within a minute.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import logging
 import random
@@ -25,7 +24,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from tiny_checkpoint import REPOSITORY, Muon, loss_of, pad
+from tiny_checkpoint import REPOSITORY, Muon, begin, loss_of, pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from qerl.tasks.arith import Problem, problems, split_of
@@ -196,16 +195,7 @@ def train_(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, steps: in
 
 def main() -> None:
     """Train and save."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "qerl" / "tiny_turns", help="folder to write")
-    parser.add_argument("--steps", type=int, default=420)
-    parser.add_argument("--rows", type=int, default=48, help="exchanges per step")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=1)
-    args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    torch.set_num_threads(args.threads)
-    torch.use_deterministic_algorithms(True)
+    args = begin(__doc__, "tiny_turns", steps=420, rows=48, row="exchanges")
     torch.manual_seed(args.seed)
     model, tokenizer = extended(REPOSITORY / "qerl" / "tiny")
     train_(model, tokenizer, args.steps, args.rows, args.seed)
