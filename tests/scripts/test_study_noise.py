@@ -121,15 +121,35 @@ def test_one_run_of_each_format_goes_first_and_the_others_keep_to_the_time_limit
     assert not study.may_start(second)
 
 
-def test_the_queue_runs_a_job_as_a_process_and_writes_its_result(load, tmp_path) -> None:
-    """That includes a job that fails: an impossible setting, which is refused before anything is loaded."""
+NO_MODEL = """
+import sys
+from types import ModuleType, SimpleNamespace
+
+def run_eval(settings):
+    settings.out.mkdir(parents=True)
+    rows = ['{"row": %d, "correct": true, "tokens": 1, "truncated": false}' % row for row in range(settings.limit)]
+    (settings.out / "completions.jsonl").write_text("\\n".join(rows))
+
+for name, members in {"run": {"run_eval": run_eval}, "settings": {"EvalSettings": SimpleNamespace}}.items():
+    module = sys.modules[f"eval.{name}"] = ModuleType(f"eval.{name}")
+    vars(module).update(members)
+"""
+
+
+def test_the_queue_runs_a_job_as_a_process_and_writes_its_result(load, tmp_path, monkeypatch) -> None:
+    """That includes a job that fails: an impossible setting, which is refused before anything is loaded.
+
+    The processes evaluate no model; the test of a job does.
+    """
+    (tmp_path / "sitecustomize.py").write_text(NO_MODEL)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     queue = load("study_queue")
     given = {"arms": ["bf16"], "rates": [1e-3], "seeds": [0], "set": ["rollout.group_size=1"]}
     study = queue.Study(arguments(tmp_path, **given))
     assert study.run() == 1
     results = json.loads((tmp_path / "out.json").read_text())
     assert set(results["runs"]) == {"bf16-base"}
-    assert len(results["runs"]["bf16-base"]["test"]) == 3
+    assert results["runs"]["bf16-base"]["test"] == "111"
     assert "group_size" in results["failed"]["bf16-0.001-0"]["log"]
 
 

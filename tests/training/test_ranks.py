@@ -163,19 +163,49 @@ echo '1, GPU-b, NVIDIA H200, 1000, 1000, Disabled'
 """
 
 
+NO_MODEL = """
+import os, sys
+from pathlib import Path
+from types import ModuleType
+
+def measured(settings, parallel):
+    cards = os.environ["CUDA_VISIBLE_DEVICES"]
+    assert parallel.gather(settings.limit) == [7, 7]
+    Path(f"rank-{parallel.rank}").write_text(f"{parallel.size} {parallel.local_rank} {cards}")
+
+show = sys.modules["eval.show"] = ModuleType("eval.show")
+show.measured, show.OPTIONS, show.show_suite = measured, {}, None
+show.show_results = lambda *given: print("shown")
+"""
+
+
 def test_ranks_are_started_for_each_card(tmp_path):
+    """By an evaluation that opens no model. What ranks compute is shown above, and that they take their cards here."""
+    (tmp_path / "sitecustomize.py").write_text(NO_MODEL)
     tool = tmp_path / "nvidia-smi"
     tool.write_text(CARDS)
     tool.chmod(0o755)
-    small = {"model.format": "bf16", "rollout.prompts_per_step": 2, "rollout.group_size": 2, "run.steps": 1}
-    small |= {"rollout.max_new_tokens": 4, "data.limit": 8, "noise.enabled": "false"}
-    overrides = [word for key, value in small.items() for word in ("--set", f"{key}={value}")]
-    environ = os.environ | {"PYTHONPATH": os.getcwd(), "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    command = [sys.executable, "-m", "qerl.cli", "train", "--gpus", "2", "--recipe", "tiny", "--out", "run", *overrides]
+    path = os.pathsep.join([os.getcwd(), str(tmp_path)])
+    environ = os.environ | {"PYTHONPATH": path, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    environ.pop("CUDA_VISIBLE_DEVICES", None)
+    command = [
+        sys.executable,
+        "-m",
+        "qerl.cli",
+        *["eval", "arith", "--model", "tiny", "--gpus", "2", "--limit", "7", "--out", "out"],
+    ]
     result = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr
-    assert result.stderr.count("finished 1 steps") == 1
-    assert len(rows_of(tmp_path / "run")) == 1
+    assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["2 0 0", "2 1 1"]
+    assert result.stdout.count("shown") == 1
+
+
+def test_a_run_is_started_for_each_card(here, tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr("qerl.commands.train.launch", lambda *given: asked.append(given) or sys.exit(3))
+    command = ["train", "--gpus", "2", "--recipe", "tiny", "--set", "model.format=bf16", "--out", str(tmp_path / "run")]
+    assert here(*command)[0] == 3
+    assert asked == [(2, command)]
 
 
 def test_more_cards_than_there_are_is_refused(monkeypatch):
