@@ -241,6 +241,15 @@ def damage_one(corpus, kind, seed, report):
         os.chdir("/")
 
 
+def unlike(sound):
+    """One sound file for each of the readers, which read the same as long as none is damaged, and each file of rows."""
+    kept = {}
+    for job, (kind, number) in sound:
+        _, readers = KINDS[kind]
+        kept.setdefault(kind if readers is read_rows else readers, (job, (kind, number)))
+    return list(kept.values())
+
+
 def write_line(log, job, seed, **said):
     log.write(json.dumps({"job": job, "seed": seed, **said}) + "\n")
 
@@ -259,7 +268,7 @@ def main(corpus, progress, seed, count, first, *kinds):
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGPROF, interrupt)
     jobs = list(enumerate((kind, number) for number in range(int(count)) for kind in kinds))
-    sound, damaged = jobs[: len(kinds)], jobs[max(int(first), len(kinds)) :]
+    sound, damaged = unlike(jobs[: len(kinds)]), jobs[max(int(first), len(kinds)) :]
     with open(progress, "a", buffering=1) as log:
         for part in (sound, damaged):
             for job, (kind, number) in part:
