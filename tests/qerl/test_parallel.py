@@ -81,23 +81,32 @@ def test_a_world_of_several_without_the_launchers_variables_is_refused():
         pass
 
 
-def test_two_ranks_sum_gather_broadcast_and_wait(tmp_path):
+def test_two_ranks_sum_gather_broadcast_and_wait_and_a_killed_one_ends_the_other(tmp_path):
     program = """
 import os, torch
+from qerl.errors import ParallelError
 from qerl.parallel import open_parallel
-with open_parallel() as parallel:
-    rank = parallel.rank
-    print(rank, parallel.size, parallel.local_rank, parallel.first, [name for name in os.environ if "RANK" in name])
-    print(parallel.gather({"rank": rank, "text": "x" * (1 + 100_000 * rank)})[1]["text"].count("x"))
-    print(parallel.broadcast(f"from {rank}"))
-    value = torch.tensor([1.5, 10.0 * rank])
-    print(parallel.sum_(value).tolist(), value.tolist())
-    parallel.barrier()
+try:
+    with open_parallel(time_limit_s=20) as parallel:
+        rank = parallel.rank
+        print(rank, parallel.size, parallel.local_rank, parallel.first, [name for name in os.environ if "RANK" in name])
+        print(parallel.gather({"rank": rank, "text": "x" * (1 + 100_000 * rank)})[1]["text"].count("x"))
+        print(parallel.broadcast(f"from {rank}"))
+        value = torch.tensor([1.5, 10.0 * rank])
+        print(parallel.sum_(value).tolist(), value.tolist(), flush=True)
+        parallel.barrier()
+        if rank == 1:
+            os.kill(os.getpid(), 9)
+        parallel.gather(0)
+except ParallelError as error:
+    print(error)
 """
     common = ["100001", "from 0", "[3.0, 10.0] [3.0, 10.0]"]
     (code_0, out_0), (code_1, out_1) = in_processes(program, tmp_path)
-    assert (code_0, code_1) == (0, 0), out_0 + out_1
-    assert out_0.splitlines() == ["0 2 0 True []", *common]
+    assert (code_0, code_1) == (0, -9), out_0 + out_1
+    *lines, last = out_0.splitlines()
+    assert lines == ["0 2 0 True []", *common]
+    assert last.startswith("another rank is gone, or did not answer in 20 s")
     assert out_1.splitlines() == ["1 2 1 False []", *common]
 
 
@@ -131,25 +140,6 @@ def test_two_ranks_that_fail_at_once_raise_their_own_errors():
         raise ValueError(parallel.rank)
 
     assert [error.args for error in in_threads(run)] == [(0,), (1,)]
-
-
-def test_a_killed_rank_ends_the_other(tmp_path):
-    program = """
-import os
-from qerl.errors import ParallelError
-from qerl.parallel import open_parallel
-try:
-    with open_parallel(time_limit_s=20) as parallel:
-        parallel.barrier()
-        if parallel.rank == 1:
-            os.kill(os.getpid(), 9)
-        parallel.gather(0)
-except ParallelError as error:
-    print(error)
-"""
-    (code_0, out_0), (code_1, _) = in_processes(program, tmp_path)
-    assert (code_0, code_1) == (0, -9), out_0
-    assert out_0.startswith("another rank is gone, or did not answer in 20 s")
 
 
 def test_a_silent_rank_ends_the_other_after_the_time_limit():
