@@ -3,6 +3,8 @@
 import ast
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("qerl", "quantize", "training", "eval")
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 350, 60, 6
@@ -40,7 +42,9 @@ def functions(path):
             yield f"{name_of(path)}: {node.name}", node
 
 
-FUNCTIONS = [each for path in python_files(*PACKAGES, "scripts", "tests") for each in functions(path)]
+@pytest.fixture(scope="module")
+def all_functions():
+    return [each for path in python_files(*PACKAGES, "scripts", "tests") for each in functions(path)]
 
 
 def too_many(function):
@@ -54,11 +58,11 @@ def test_a_file_can_be_read_in_one_sitting():
     assert {name: count for name, count in lines.items() if count > FILE_LINES} == {}
 
 
-def test_a_function_fits_a_screen():
-    found = [(name, node.end_lineno - node.lineno + 1) for name, node in FUNCTIONS]
+def test_a_function_fits_a_screen(all_functions):
+    found = [(name, node.end_lineno - node.lineno + 1) for name, node in all_functions]
     assert [each for each in found if each[1] > FUNCTION_LINES] == []
 
 
-def test_a_function_takes_few_values():
+def test_a_function_takes_few_values(all_functions):
     """What has more takes one value that carries what belongs together. Each exception is still needed."""
-    assert {name for name, node in FUNCTIONS if too_many(node)} == set(OVERRIDES)
+    assert {name for name, node in all_functions if too_many(node)} == set(OVERRIDES)
