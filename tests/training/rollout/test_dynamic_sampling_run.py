@@ -38,9 +38,29 @@ def configured(base, folder, *overrides, **kwargs):
 
 
 @pytest.fixture(scope="module")
-def finished(nvfp4_base, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished")
-    return start(configured(nvfp4_base, folder, "logging.completions_every=1"), "tiny").run_dir
+def watched(nvfp4_base, tmp_path_factory):
+    """(a finished run, for each of its rollouts the seed and the sum of the noise, or None)."""
+    calls, noises = [], []
+    generate, set_noise = TransformersEngine.generate, TransformersEngine.set_noise
+
+    def noisy(self, noise):
+        noises.append(None if noise is None else sum(vector.sum().item() for vector in noise.values()))
+        return set_noise(self, noise)
+
+    def spied(self, prompts, sampling, seed, *more):
+        calls.append((seed, noises[-1]))
+        return generate(self, prompts, sampling, seed, *more)
+
+    config = configured(nvfp4_base, tmp_path_factory.mktemp("finished"), "logging.completions_every=1")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TransformersEngine, "generate", spied)
+        patch.setattr(TransformersEngine, "set_noise", noisy)
+        return start(config, "tiny").run_dir, calls
+
+
+@pytest.fixture(scope="module")
+def finished(watched):
+    return watched[0]
 
 
 def asked(run_dir):
@@ -103,22 +123,10 @@ def test_each_logged_time_is_explained(finished):
     )
 
 
-def test_extra_rollouts_have_the_noise_of_their_step_and_their_own_seeds(nvfp4_base, tmp_path, monkeypatch):
+def test_extra_rollouts_have_the_noise_of_their_step_and_their_own_seeds(watched):
     """A prompt that is sampled again in a step must not give the same completions."""
-    calls, noises = [], []
-    generate, set_noise = TransformersEngine.generate, TransformersEngine.set_noise
-
-    def noisy(self, noise):
-        noises.append(None if noise is None else sum(vector.sum().item() for vector in noise.values()))
-        return set_noise(self, noise)
-
-    def spied(self, prompts, sampling, seed, *more):
-        calls.append((seed, noises[-1]))
-        return generate(self, prompts, sampling, seed, *more)
-
-    monkeypatch.setattr(TransformersEngine, "generate", spied)
-    monkeypatch.setattr(TransformersEngine, "set_noise", noisy)
-    rows = numbers(start(configured(nvfp4_base, tmp_path), "tiny").run_dir)
+    run_dir, calls = watched
+    rows = numbers(run_dir)
     assert len({seed for seed, _ in calls}) == len(calls) > len(rows)
     rest = iter(noise for _, noise in calls)
     for row in rows:

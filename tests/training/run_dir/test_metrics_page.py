@@ -13,7 +13,6 @@ ROOT = Path(__file__).resolve().parents[3]
 PAGE = ROOT / "docs" / "metrics.md"
 # With these settings together, runs on a CPU write every key that they can.
 RUNS = {
-    "defaults": (),
     "terms": (
         "data.curriculum={}",
         "loss.kl_coef=0.1",
@@ -21,8 +20,7 @@ RUNS = {
         "rollout.dynamic_sampling.enabled=true",
     ),
     "masked": ("loss.correction.mode=token_mask", "noise.controller.metric=ess", "noise.controller.target=0.9"),
-    "vespo": ("loss.type=vespo",),
-    "validated": ("validation.every=3", "validation.limit=4", "validation.task=arith_chain"),
+    "vespo": ("loss.type=vespo", "validation.every=3", "validation.limit=4", "validation.task=arith_chain"),
     "episodes": ("environment={name: word_game, max_turns: 2}",),
     "distilled": ("distill.beta=1.0", "noise.enabled=false"),
     "carried": ("rollout.carry_over=2",),

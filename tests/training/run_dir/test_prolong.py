@@ -35,9 +35,9 @@ def short(nvfp4_base, folder):
 
 
 @pytest.fixture(scope="module")
-def long(nvfp4_base, folder):
+def long(whole_run):
     """The same run with 6 steps."""
-    return start(small_config(nvfp4_base, folder, steps=6, out="long"), "tiny").run_dir
+    return whole_run
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import re
 import signal
 
 import pytest
-import torch
 from run_process import ended, forked, go, hold_in, run_cli, wait_for
 from small_run import numbers, same_adapters, small_config
 
@@ -20,10 +19,9 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def finished(nvfp4_base, tmp_path_factory):
+def finished(whole_run):
     """The same run, left alone."""
-    torch.set_num_threads(1)
-    return start(small_config(nvfp4_base, tmp_path_factory.mktemp("finished")), "tiny").run_dir
+    return whole_run
 
 
 @pytest.fixture

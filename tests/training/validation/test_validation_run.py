@@ -27,13 +27,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def plain(nvfp4_base, tmp_path_factory):
-    """A run of 6 steps without validation."""
-    torch.set_num_threads(1)
-    return start(small_config(nvfp4_base, tmp_path_factory.mktemp("plain")), "tiny").run_dir
-
-
-@pytest.fixture(scope="module")
 def validated(nvfp4_base, tmp_path_factory):
     """The same run with a validation every second step, which keeps one checkpoint beside the best."""
     torch.set_num_threads(1)
@@ -50,10 +43,10 @@ def best_step(run_dir):
     return max((step for step in values if step), key=lambda step: (values[step], -step))
 
 
-def test_validation_changes_no_number_of_the_run(plain, validated):
+def test_validation_changes_no_number_of_the_run(whole_run, validated):
     assert validated_steps(validated) == [0, 2, 4, 6]
-    assert without_validation(validated) == numbers(plain)
-    assert same_adapters(validated / "adapter", plain / "adapter")
+    assert without_validation(validated) == numbers(whole_run)
+    assert same_adapters(validated / "adapter", whole_run / "adapter")
 
 
 def test_what_a_validation_writes(validated):
