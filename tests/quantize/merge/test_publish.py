@@ -12,7 +12,6 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from checkpoint_factory import make_checkpoint
 
 from qerl.checkpoint.publish import check_push
 from qerl.errors import CheckpointError, ConfigError
@@ -206,7 +205,8 @@ def test_without_a_valid_token_nothing_is_written(run, tmp_path, server, token, 
 
 
 def test_a_pushed_adapter_of_a_local_base_says_that_others_cannot_load_it(run, tmp_path, server):
-    base = make_checkpoint(tmp_path / "base")
+    (base := tmp_path / "base").mkdir()
+    (base / "config.json").write_text("{}")
     done = hub(tmp_path, run, "--base-name", base, endpoint=server.address)
     assert done.returncode == 0, done.stderr
     assert f"names the folder {base} as its base" in done.stderr

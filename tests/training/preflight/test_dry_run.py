@@ -54,7 +54,7 @@ def run_of_three_steps(nvfp4_base, tmp_path_factory):
 @pytest.mark.parametrize("part", ["", "adapter"])
 def test_a_run_and_its_adapter_are_planned_by_their_base(run_of_three_steps, nvfp4_base, part):
     assert read_sizes(str(run_of_three_steps / part)) == read_sizes(str(nvfp4_base))
-    model = ["--model", str(run_of_three_steps / part)]
+    model = ["--model", str(run_of_three_steps / part), "--set", "data.limit=64"]
     planned = CliRunner().invoke(app, ["plan", "--recipe", "tiny", *model])
     assert planned.exit_code == 0, planned.output
     dry = CliRunner().invoke(app, ["train", "--recipe", "tiny", *model, "--dry-run"])
