@@ -103,7 +103,7 @@ def test_intervals_cover_the_truth(difficulty, p):
     """The nominal coverage is 95%. QERL_LONG_TESTS=1 simulates more sizes, more often."""
     rng = np.random.default_rng(7)
     draw = DIFFICULTIES[difficulty]
-    all_questions = draw(rng, p, 1_000_000)
+    all_questions = draw(rng, p, 1_000_000 if LONG else 200_000)
     for questions, samples in MORE_SIZES if LONG else SIZES:
         for k in {1, max(1, samples // 2)}:
             truth = np.mean(1 - (1 - all_questions) ** k)
