@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from qerl.config.environment import EnvironmentConfig
     from qerl.config.schema import DataConfig, RunConfig
-    from qerl.data.examples import DropReport
+    from qerl.data.usable_rows import DropReport
     from qerl.environments.play import Environments
     from qerl.tasks import Message
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from qerl.config.schema import DataConfig
-    from qerl.data.examples import DropReport
+    from qerl.data.usable_rows import DropReport
     from qerl.tasks.grading import Grade
 
 Message = dict[str, str]  # {"role": "system" | "user", "content": text}

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl.data.examples import final_answer
 from qerl.data.rows import local_rows
+from qerl.data.usable_rows import final_answer
 from qerl.errors import DataError
 from qerl.own.function import TIMEOUT_S
 from qerl.tasks import Task, get_task, with_grader

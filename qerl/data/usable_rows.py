@@ -1,0 +1,230 @@
+"""Examples made of rows, one by one: which rows are left out, and why.
+
+A row is left out, with its reason, if
+
+1. it is not a row (a broken line), or its question or answer is missing, empty or not text;
+2. the task's answers are numbers and this one is not;
+3. an earlier row has the same question and answer, or the row's `dup` column says so;
+4. another row has the same question and another answer (both are left out), or the row's `conflict` column says so;
+5. no grader can read its answer, so that any completion would be wrong (prose, LaTeX that is cut off), unless
+   `keep_unreadable` is set;
+6. it is to be trained on and its `eval_exact` or `eval_near` column names an evaluation set that holds its question.
+
+An answer column that holds a worked solution gives the answer which the solution marks (`#### N`, `\\boxed{...}`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any, Literal
+
+from qerl.data.messages import Asked, read_messages
+from qerl.tasks import Example, Task
+from qerl.tasks.extract import extract
+from qerl.tasks.grading import can_be_graded
+from qerl.tasks.latex import strip_math
+from qerl.tasks.number import parse_number
+
+NAMED = 2  # rows named for each reason
+MISSING = object()
+KEEP_UNREADABLE = "data.keep_unreadable (eval: --keep-unreadable)"
+
+
+@dataclass(frozen=True)
+class DropReport:
+    """What became of a source's rows: `total` were read, `kept` are usable, `beyond_limit` of these were not asked for.
+
+    `counts` maps a reason to its number of rows; `named` holds the first few of each, "row 17: the answer is empty".
+    """
+
+    source: str
+    total: int
+    kept: int
+    beyond_limit: int
+    counts: Mapping[str, int]
+    named: tuple[str, ...]
+
+    @property
+    def dropped(self) -> int:
+        return sum(self.counts.values())
+
+    def __str__(self) -> str:
+        text = f"{self.kept} of {self.total} rows of {self.source} are usable"
+        if self.beyond_limit:
+            text += f", the first {self.kept - self.beyond_limit} are used"
+        if self.counts:
+            reasons = ", ".join(f"{count} {reason}" for reason, count in self.counts.items())
+            text += f"; {self.dropped} left out: {reasons} (e.g. {'; '.join(self.named)})"
+        return text
+
+
+def look_up(row: Mapping[str, Any], path: str) -> Any:
+    """The value at a column name, or at a path like "prompt.0.content"; MISSING if there is none."""
+    if path in row:
+        return row[path]
+    value: Any = row
+    for step in path.split("."):
+        if isinstance(value, Mapping) and step in value:
+            value = value[step]
+        elif isinstance(value, list) and step.isdigit() and int(step) < len(value):
+            value = value[int(step)]
+        else:
+            return MISSING
+    return value
+
+
+class _UnusableError(Exception):
+    """Why a row is left out: the reason it is counted under, and what is said of this row."""
+
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason)
+        self.reason, self.detail = reason, detail or reason
+
+
+class Collector:
+    """Takes rows one by one, keeps the usable ones in order, and notes why the others are left out."""
+
+    def __init__(self, task: Task, split: str, paths: Mapping[str, str], keep_unreadable: bool) -> None:
+        self._task, self._split, self._paths = task, split, paths
+        self._keep_unreadable = keep_unreadable
+        self._answers_optional = task.free_form and ("answer" not in paths or task.grader is not None)
+        self._examples: dict[str, tuple[str, Example]] = {}  # question without white space -> place, example
+        self._conflicts: set[str] = set()
+        self._ids: set[str] = set()
+        self._total = 0
+        self._counts: Counter[str] = Counter()
+        self._named: list[str] = []
+
+    def add(self, place: str, row: Mapping[str, Any] | None) -> None:
+        self._total += 1
+        try:
+            self._take(place, row)
+        except _UnusableError as error:
+            self._drop(place, error)
+
+    def finish(self, source: str, limit: int | None) -> tuple[list[Example], DropReport]:
+        usable = [example for key, (_, example) in self._examples.items() if key not in self._conflicts]
+        kept = usable[:limit]
+        report = DropReport(
+            source, self._total, len(usable), len(usable) - len(kept), dict(self._counts), tuple(self._named)
+        )
+        return kept, report
+
+    def _drop(self, place: str, error: _UnusableError) -> None:
+        self._counts[error.reason] += 1
+        if self._counts[error.reason] <= NAMED:
+            self._named.append(f"{place}: {error.detail}")
+
+    def _take(self, place: str, row: Mapping[str, Any] | None) -> None:
+        """Keep the row's example, or raise _UnusableError."""
+        if row is None:
+            raise _UnusableError("no readable row")
+        asked = self._asked(row)
+        question = asked.question
+        if self._task.clean_question is not None:
+            question = self._task.clean_question(question)
+        answer = self._answer(row, asked)
+        if not question or (not answer and not self._answers_optional):
+            raise _UnusableError(f"empty {'answer' if question else 'question'}")
+        key = re.sub(r"\s+", "", "".join([*(message["content"] for message in asked.earlier), question]))
+        earlier = self._examples.get(key)
+        if earlier is not None and earlier[1].answer == answer:  # the hub's DAPO-Math has each row 100 times
+            raise _UnusableError("duplicate", f"duplicate of {earlier[0]}")
+        if self._task.answer_kind == "number" and parse_number(answer) is None:
+            raise _UnusableError("answer that is no number", f"the answer {answer[:40]!r} is no number")
+        if self._task.answer_kind == "math" and not self._keep_unreadable and not can_be_graded(answer, "math"):
+            raise _UnusableError(
+                "answer that cannot be read", f"the answer {answer[:40]!r} cannot be read; {KEEP_UNREADABLE} keeps it"
+            )
+        _check_flags(row, self._split)
+        if earlier is not None:
+            self._compare(place, answer, key)
+        used = {path.split(".")[0] for path in self._paths.values()}
+        extra = {column: value for column, value in row.items() if column not in used}
+        name = self._identify(place, look_up(row, self._paths["id"]))
+        self._examples[key] = place, Example(question, answer, name, extra, asked.earlier)
+
+    def _asked(self, row: Mapping[str, Any]) -> Asked:
+        """The question of a row, and the messages before and after it."""
+        path = self._paths["question"]
+        if self._task.free_form:
+            others = (name for name in self._task.columns["question"] if row.get(name) is not None)
+            path = path if look_up(row, path) not in (MISSING, None) else next(others, path)
+            if isinstance(cell := look_up(row, path), list):
+                try:
+                    return read_messages(cell)
+                except ValueError as error:
+                    raise _UnusableError("messages that cannot be asked", str(error)) from None
+        return Asked(_text(row, path, "question"))
+
+    def _answer(self, row: Mapping[str, Any], asked: Asked) -> str:
+        if "answer" not in self._paths:
+            return asked.reply
+        if self._answers_optional and look_up(row, self._paths["answer"]) in (MISSING, None):
+            return asked.reply
+        return final_answer(_text(row, self._paths["answer"], "answer"), self._task.answer_kind)
+
+    def _identify(self, place: str, own: Any) -> str:
+        """The row's own id, or else its number; made unique by the number if an earlier row has it."""
+        name = str(own) if own not in (MISSING, None, "") else place.removeprefix("row ")
+        while name in self._ids:
+            name = f"{name}@{place.removeprefix('row ')}"
+        self._ids.add(name)
+        return name
+
+    def _compare(self, place: str, answer: str, key: str) -> None:
+        """Raise on a question that stands in an earlier row, with the same answer or with another."""
+        earlier_place, earlier = self._examples[key]
+        if _same_answer(earlier.answer, answer):
+            raise _UnusableError("duplicate", f"duplicate of {earlier_place}")
+        reason = "question with two answers"
+        if key not in self._conflicts:
+            self._conflicts.add(key)
+            self._drop(earlier_place, _UnusableError(reason, f"its question stands in {place} with another answer"))
+        raise _UnusableError(reason, f"its question stands in {earlier_place} with another answer")
+
+
+def _text(row: Mapping[str, Any], path: str, what: str) -> str:
+    """The cell as text. Numbers are written out; lists, objects and booleans are neither questions nor answers."""
+    value = look_up(row, path)
+    if value is MISSING or value is None:
+        raise _UnusableError(f"no {what}")
+    if isinstance(value, bool) or not isinstance(value, str | int | float | Decimal):
+        within = f"; map the text within it, such as {path}.0.content" if isinstance(value, list | Mapping) else ""
+        raise _UnusableError(f"{what} that is no text", f"the {what} is a {type(value).__name__}{within}")
+    text = str(value).strip()
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise _UnusableError(f"{what} that is no valid text", f"the {what} holds half a character") from error
+    return text
+
+
+def final_answer(answer: str, kind: Literal["number", "math", "text"]) -> str:
+    """The bare answer of a cell that may hold a worked solution; empty if the solution marks none."""
+    if kind != "text" and ("####" in answer or "\\boxed" in answer):
+        return extract(answer, kind).text or ""
+    return answer
+
+
+def _check_flags(row: Mapping[str, Any], split: str) -> None:
+    """Raise on a row whose own columns say that it should not be used."""
+    if row.get("dup") is True:
+        raise _UnusableError("duplicate", "its `dup` column says that an earlier row has its question")
+    if row.get("conflict") is True:
+        raise _UnusableError("question with two answers", "its `conflict` column says that other answers are in use")
+    for column in ("eval_exact", "eval_near") if split == "train" else ():
+        if found := row.get(column):
+            first = found[0] if isinstance(found, list) else found
+            raise _UnusableError("question of an evaluation set", f"its question also stands in {first}")
+
+
+def _same_answer(one: str, other: str) -> bool:
+    numbers = parse_number(one), parse_number(other)
+    if None not in numbers:
+        return numbers[0].equals(numbers[1])
+    return strip_math(one).replace(" ", "") == strip_math(other).replace(" ", "")
