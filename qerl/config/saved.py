@@ -17,11 +17,20 @@ class _Reward(Shape):
     weight: FiniteFloat = 1.0
 
 
+class _Source(Shape):
+    name: str | None = None
+    rewards: list[_Reward] | None = None
+
+
+class _Data(Shape):
+    sources: list[_Source] | None = None
+
+
 class _Saved(Shape):
     """What reports and cards read of a configuration."""
 
     model: dict[str, Any] | None = None
-    data: dict[str, Any] | None = None
+    data: _Data | None = None
     run: dict[str, Any] | None = None
     validation: dict[str, Any] | None = None
     rewards: list[_Reward] | None = None
