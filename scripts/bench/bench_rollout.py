@@ -50,6 +50,7 @@ def main() -> None:
     parser.add_argument("--engine", default="qerl", choices=("qerl", "stock"))
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--rank", type=int, default=32, help="0: no adapter")
+    parser.add_argument("--kv-cache-dtype", default="auto", help="fp8: with scale 1, which is as fast as any (qerl)")
     parser.add_argument("--tune", action="store_true", help="measure the ways to multiply first (qerl)")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -188,9 +189,11 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
 
     from qerl.checkpoint.kinds import format_of
     from qerl.engine.interface import SamplingParams
+    from qerl.engine.kv_scales import KVScales
     from qerl.engine.options import EngineOptions
     from qerl.engine.update import AdapterUpdate, deliver
     from qerl.engine.vllm_engine import VLLMEngine
+    from qerl.plan.sizes import read_sizes
 
     options = EngineOptions(
         kernel=arguments.kernel,
@@ -199,8 +202,12 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
         max_sequences=max(arguments.sequences),
         memory=arguments.memory_share,
         tune_kernels=arguments.tune,
+        kv_cache_dtype=arguments.kv_cache_dtype,
+        calibrates_kv=arguments.kv_cache_dtype == "fp8",
     )
     engine = VLLMEngine(arguments.model, format_of(Path(arguments.model)).name, options)
+    if options.calibrates_kv:
+        engine.set_kv_scales({layer: KVScales(1.0, 1.0, 1.0) for layer in range(read_sizes(arguments.model).layers)})
     if arguments.rank:
         tensors = {}
         for name, slot in engine.found.slots.items():

@@ -46,6 +46,8 @@
 #     fp8train 560 s  FP8 that trains: a 7B's whole weights, packed at each sync, and workload A by both recipes of training
 #     fp8study 330 s  learning with 21 M parameters in BF16, in FP8, and with FP8 rollouts alone, three seeds each: adapters
 #                     and whole weights; another call with the same CHECKPOINTS goes on
+#     fp8kv    480 s  FP8 keys and values, calibrated: agreement on small models without normed keys and at 7B, and decode
+#                     speed of 48 sequences of 4096 tokens beside 16 bits and beside a scale for each token and head
 #     decode32 480 s  the same at 32B with the two engines that fit on a card: ours, and vLLM's in BF16
 #     marlin32 560 s  the same at 32B with three: ours with an adapter and without, and vLLM's with Marlin
 #     mixed    330 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
@@ -337,6 +339,18 @@ batch_fp8study() {
         --arms bf16 fp8 bf16_weights fp8_both fp8_rollout --weights-rates ${FP8STUDY_RATES:-1e-4} --memory-gib 6.5 \
         --test-rows 768 --validation-rows 256 --minutes 6.5 --work "$checkpoints/study-fp8" --out "$results"
     cp "$results" "$model/pretrain.json" "$out/"
+}
+
+batch_fp8kv() {
+    local kind
+    checkpoint tiny-qwen2 tiny-qwen2
+    script engine-tiny-qwen2-fp8kv 150 check_engine tiny-qwen2 --kv-cache-dtype fp8 --calibrate-kv --only agreement sleep_and_wake
+    checkpoint qwen2.5-7b 7b
+    script agree-7b-fp8kv 200 check_engine 7b --kv-cache-dtype fp8 --calibrate-kv --only agreement
+    script agree-7b-fp8kv-head 200 check_engine 7b --kv-cache-dtype fp8_per_token_head --only agreement
+    for kind in auto fp8 fp8_per_token_head; do
+        script "long-7b-$kind" 150 bench_rollout 7b --kv-cache-dtype "$kind" --sequences 48 --prompt-tokens 4096 --new-tokens 65
+    done
 }
 
 batch_decode32() {

@@ -43,6 +43,7 @@ def main() -> None:
     parser.add_argument("--deterministic", action="store_true")
     parser.add_argument("--tune", action="store_true", help="measure the ways to multiply first")
     parser.add_argument("--kv-cache-dtype", default="auto")
+    parser.add_argument("--calibrate-kv", action="store_true", help="8-bit keys and values get scales of the prompts")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--cap-gib", type=float)

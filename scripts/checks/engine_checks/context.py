@@ -5,12 +5,14 @@ from __future__ import annotations
 import argparse
 import random
 import time
+from dataclasses import asdict
 
 import torch
 
 from qerl.engine.interface import SamplingParams
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm_engine import VLLMEngine
+from training.policy.kv_ranges import KVCalibration
 
 
 class Context:
@@ -40,6 +42,10 @@ class Context:
         length = lambda: rng.randint(16, 128)  # noqa: E731 - one line
         self.prompts = [[rng.randint(1, 256) for _ in range(length())] for _ in range(arguments.prompts)]
         self.sampling = SamplingParams(max_new_tokens=arguments.new_tokens)
+        if arguments.calibrate_kv:
+            calibration = KVCalibration(self.policy, self.prompts, refresh=1)
+            calibration.after_sync(self.engine)
+            self.report["kv_scales"] = {layer: asdict(scales) for layer, scales in calibration.scales.items()}
         self.greedy = SamplingParams(max_new_tokens=arguments.new_tokens, temperature=0.0)
 
     def open(self) -> VLLMEngine:
@@ -49,6 +55,7 @@ class Context:
             deterministic=arguments.deterministic,
             tune_kernels=arguments.tune,
             kv_cache_dtype=arguments.kv_cache_dtype,
+            calibrates_kv=arguments.calibrate_kv,
             max_context=1024,
             max_rank=arguments.rank,
             cap_gib=arguments.cap_gib,
