@@ -38,7 +38,7 @@ class GradingAhead:
     @contextmanager
     def rollout(self, answers: Sequence[str], sources: Sequence[int] | None = None) -> Iterator[Finished]:
         """The function that the engine calls with each completion; `answers` has one for each prompt of the rollout,
-        and `sources` (None: there is one) the place of its source.
+        and `sources` (None: there is one) the place of its source. Both may grow while the block runs.
 
         At the end of the block, completions whose grading has not begun are left to the rewards, which have more
         threads. Grading that is under way is waited for, so that the rewards do not compare the same formulas at the
@@ -46,10 +46,9 @@ class GradingAhead:
         """
         self.graded = 0
         thread, wait = ThreadPoolExecutor(1, THREAD), False
-        tasks = [self._tasks[source] for source in sources or [0] * len(answers)]
 
         def finished(index: int, completion: Completion) -> Future[None] | None:
-            task = tasks[index]
+            task = self._tasks[0 if sources is None else sources[index]]
             return task and thread.submit(self._grade, task, completion, answers[index])
 
         try:

@@ -238,3 +238,23 @@ def test_it_is_on_if_rewards_compare_formulas(task, reward, expected):
 def test_the_share_of_completions_graded_ahead_is_explained():
     page = (Path(__file__).parents[3] / "docs" / "metrics.md").read_text()
     assert "`speed/graded_ahead_share`" in page
+
+
+def test_completions_that_are_carried_over_are_graded_ahead_once_they_are_whole(tmp_path, monkeypatch):
+    """Which prompts a rollout has shows only while it samples."""
+    decoded, made = set(), grading_ahead
+
+    def watched(sources, tokenizer):
+        def decode(ids, **options):
+            decoded.add(text := tokenizer.decode(ids, **options))
+            return text
+
+        return made(sources, SimpleNamespace(decode=decode))
+
+    monkeypatch.setattr(training.parts, "grading_ahead", watched)
+    run = start(formulas(tmp_path, "rollout.batch_size=null", "rollout.carry_over=2"), "tiny").run_dir
+    rows = [json.loads(line) for step in (1, 2) for line in (run / f"completions/step-{step:06d}.jsonl").open()]
+    assert len(rows) == 16
+    assert decoded <= {row["completion"] for row in rows}  # all that began is trained on in the end
+    assert decoded
+    assert any(row["carry_over/kept_tokens"] for row in read_metrics(run))
