@@ -47,6 +47,7 @@ OTHER_NAMES = {
     "mask_truncated_completions": "loss.mask_truncated",
     "vllm_gpu_memory_utilization": "rollout.memory",
     "gpu_memory_utilization": "rollout.memory",
+    **dict.fromkeys(("partial_rollout", "partial_rollouts", "over_sampling_batch_size"), "rollout.carry_over"),
     "kv_cache_dtype": "rollout.kv_cache_dtype",
     "vllm_kv_cache_dtype": "rollout.kv_cache_dtype",
     "dataset": "data.task",

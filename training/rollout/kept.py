@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from training.rollout.carry_over import Begun, BegunGroup, Kept, Pool, Share, carry_over_metrics
-from training.rollout.prompts import rollout_rows
+from training.rollout.order import rollout_rows
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig

@@ -17,10 +17,10 @@ from qerl.config.recipe import load_recipe, save_config
 from qerl.engine.interface import SamplingParams
 from qerl.engine.transformers_engine import TransformersEngine
 from qerl.errors import ConfigError
-from qerl.parallel import ALONE
+from qerl.parallel import ALONE, Parallel
 from training.rollout.carry_over import Begun, BegunGroup, Kept, due
 from training.rollout.kept import FILE, CarryOver
-from training.rollout.prompts import rollout_rows
+from training.rollout.order import rollout_rows
 from training.run import resume, start
 
 SAMPLING = SamplingParams(8)
@@ -219,6 +219,29 @@ def test_an_abandoned_step_leaves_what_was_there_before_it(tmp_path):
     prompts[3].ids = [8]
     loaded.load(tmp_path, 1)  # its completions would follow another prompt
     assert loaded.before(1) == (Kept((BegunGroup(3, 0, (Begun(), Begun())),), 3),)
+
+
+def test_more_ranks_share_what_fewer_had_begun(tmp_path):
+    """Two ranks have ended a rollout of six groups. One has begun five more of its share, and the other two."""
+    config = load_recipe("tiny", [CARRIED, "rollout.prompts_per_step=6", "rollout.group_size=2", "data.limit=40"])
+    prompts = [SimpleNamespace(row=row, ids=[row]) for row in range(40)]
+    order = [rollout_rows(40, 6, 0, rollout) for rollout in range(3)]
+    own = [[row for rows in order for row in rows[first : first + 3]] for first in (0, 3)]
+    begun = (Begun((5,), (-0.5,), ((0, 1),)), Begun())
+    kept = [
+        Kept(tuple(BegunGroup(row, 0, begun) for row in rows[3:taken]), taken)
+        for rows, taken in zip(own, (8, 5), strict=True)
+    ]
+    two, three = (CarryOver(config, prompts, Parallel(0, size)) for size in (2, 3))
+    two.keep(0, kept)
+    two.save(tmp_path, 1)
+    three.load(tmp_path, 1)
+    dealt = three.before(1)
+    assert [(len(one.groups), one.taken) for one in dealt] == [(4, 6)] * 3
+    groups = [group for one in dealt for group in one.groups]
+    assert sorted(group.row for group in groups) == sorted(order[1] + order[2])
+    assert sorted(group.row for group in groups if not group.untouched) == sorted(own[0][3:8] + own[1][3:5])
+    assert all(not one.groups[0].untouched for one in dealt)  # the oldest come first
 
 
 @pytest.mark.parametrize(
