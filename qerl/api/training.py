@@ -19,6 +19,7 @@ from qerl.api.arguments import (
     plain_rows,
     rewards_of,
 )
+from qerl.api.environments import environment_keys, given_environments
 from qerl.api.recipe import Recipe
 from qerl.api.run import Run
 from qerl.api.sources import brings_prompts, is_sources, sources_of
@@ -53,6 +54,8 @@ class TrainArguments(TypedDict, total=False):
     columns: Mapping[str, str]  # of data: {"question": "problem", "answer": "solution"}
     system_prompt: str
     prompt_template: str
+    environment: str | Function  # what the model talks to: a name, a class, or a program with an argument base_url
+    tools: Sequence[str | Function]  # functions that the model may call
     grader: str | Function  # what says whether a completion is right; default: the task's grading
     steps: int  # optimizer steps; with `resume` the run's new number in all
     seed: int
@@ -84,6 +87,7 @@ def train(
 
     known = [*TrainArguments.__annotations__]
     check_keywords(arguments, known, "qerl.train")
+    played = arguments.pop("environment", None), tuple(arguments.pop("tools", ()))
     functions = Functions()
     grader = grader_of(arguments.pop("grader", None), functions)
     rewards = None if reward is None else rewards_of(reward, functions)
@@ -94,7 +98,7 @@ def train(
     )
     if resume is not None:
         _check_resume(recipe, data, [*arguments])
-        with given(functions, {}), as_before():
+        with given(functions, {}), given_environments(*played), as_before():
             return _resume(model_name(resume), options, arguments)
     if recipe is None:
         raise ConfigError("no recipe was given: write qerl.train('tiny'), or qerl.train(resume=RUN); see qerl recipes")
@@ -105,8 +109,9 @@ def train(
         changes["model.base"] = model_name(arguments["model"])
     changes |= {} if grader is None else {"data.grader": grader}
     changes |= {} if rewards is None else {"rewards": rewards}
-    chosen = (recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)).set(changes)
-    return _begin(chosen, functions, data, options)
+    chosen = recipe if isinstance(recipe, Recipe) else Recipe.load(recipe)
+    with given_environments(*played):
+        return _begin(chosen.set(changes | environment_keys(*played)), functions, data, options)
 
 
 def _begin(

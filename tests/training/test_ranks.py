@@ -38,7 +38,7 @@ CASES = {
         "validation.temperature=1.0",
         "validation.metric=rewards/digits",
     ),
-    "iterations": ("loss.num_iterations=2", "loss.type=bnpo", "loss.entropy_coef=0.01"),
+    "iterations": ("loss.num_iterations=2", "loss.type=bnpo", "loss.entropy_coef=0.01", "data.curriculum={}"),
 }
 
 

@@ -1,0 +1,60 @@
+"""`qerl.train` with an environment and tools that are objects of the program."""
+
+import own_environments
+import pytest
+from small_run import numbers, small_config
+
+import qerl
+from qerl.config.recipe import save_config
+from qerl.environments.build import KNOWN, TOOLS
+from qerl.errors import ConfigError
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def double(number: int) -> int:
+    """Twice a number.
+
+    Args:
+        number: what to double
+
+    Returns:
+        Twice that.
+    """
+    return 2 * number
+
+
+def test_a_class_in_the_form_of_trl_trains_and_resumes(tiny_turns_recipe):
+    known = dict(KNOWN), set(TOOLS)
+    given = {"environment": own_environments.Chosen, "tools": [double]}
+    run = qerl.train(tiny_turns_recipe, task="environment", reward="environment", **given)
+    assert run.finished
+    row = numbers(run.path)[-1]
+    assert {"environment/turns", "rewards/environment"} < row.keys()
+    assert row["environment/failed_share"] == 0
+    assert (dict(KNOWN), set(TOOLS)) == known
+    with pytest.raises(ConfigError, match="Chosen"):
+        qerl.train(resume=run, steps=2)
+    assert qerl.train(resume=run, steps=2, **given).steps == 2
+
+
+@pytest.fixture
+def tiny_turns_recipe(tmp_path):
+    settings = ("model.format=bf16", "data.source=null", "noise.enabled=false", "environment.max_turns=2")
+    longer = ("rollout.max_new_tokens=40", "data.max_prompt_tokens=400", "run.micro_batch_tokens=2000")
+    config = small_config("tiny_turns", tmp_path, "environment={name: calculator}", *settings, *longer, steps=1)
+    save_config(config, tmp_path / "recipe.yaml")
+    return tmp_path / "recipe.yaml"
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"environment": 3}, "3 is no environment and no tool: give a class or a function with a name"),
+        ({"tools": [lambda number: number]}, "is no environment and no tool"),
+        ({"environment": type("word_game", (), {})}, "'word_game' is the name of another environment"),
+    ],
+)
+def test_what_is_no_environment_is_refused(given, message):
+    with pytest.raises(ConfigError, match=message):
+        qerl.train("tiny", **given)
