@@ -78,6 +78,13 @@ def engine(config: RunConfig) -> Conflicts:
             "vllm schedules its own batches",
             "rollout.memory to limit it, or leave rollout.batch_size out",
         )
+    refresh = type(rollout).model_fields["kv_refresh"].default
+    if rollout.kv_refresh != refresh and rollout.kv_cache_dtype != "fp8":
+        yield Conflict(
+            {"rollout.kv_refresh": rollout.kv_refresh, "rollout.kv_cache_dtype": rollout.kv_cache_dtype},
+            "only keys and values in fp8 have scales to calibrate",
+            "rollout.kv_cache_dtype: fp8, or leave rollout.kv_refresh out",
+        )
     if rollout.tune_kernels and rollout.deterministic:
         yield Conflict(
             {"rollout.tune_kernels": True, "rollout.deterministic": True},

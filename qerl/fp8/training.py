@@ -52,7 +52,7 @@ def quantize_tensor(x: torch.Tensor, dtype: torch.dtype = E4M3) -> Scaled:
 
     Codes are rounded to even, once. A matrix that holds inf or NaN gets codes that are NaN.
     """
-    amax = x.abs().amax().float().clamp(min=LEAST_INPUT)
+    amax = torch.linalg.vector_norm(x, torch.inf).float().clamp(min=LEAST_INPUT)  # without a tensor of magnitudes
     scale = reference.ceil_pow2(amax / torch.full_like(amax, torch.finfo(dtype).max))
     scale = torch.where(amax.isfinite(), scale, torch.nan)
     return Scaled((x * scale.reciprocal().to(x.dtype)).to(dtype), scale)

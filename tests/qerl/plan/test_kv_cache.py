@@ -70,6 +70,12 @@ def test_a_run_refuses_it_before_it_reads_the_tokenizer(tmp_path):
         read_prompts(load_recipe("dapo_7b", ["rollout.kv_cache_dtype=fp8", "rollout.kv_refresh=null"]), base)
 
 
+def test_scales_are_refreshed_of_what_has_some():
+    assert load_recipe("dapo_7b", ["rollout.kv_cache_dtype=fp8", "rollout.kv_refresh=3"]).rollout.kv_refresh == 3
+    with pytest.raises(ConfigError, match=r"write rollout\.kv_cache_dtype: fp8, or leave rollout\.kv_refresh out"):
+        load_recipe("dapo_7b", ["rollout.kv_refresh=3"])
+
+
 def test_whoever_opens_vllm_is_refused_before_it_loads(tmp_path, monkeypatch):
     for name in ("check_vllm", "check_device", "check_kv_cache_dtype"):
         monkeypatch.setattr(opening, name, lambda *_: None)
