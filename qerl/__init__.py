@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from qerl.api.model import load as load
     from qerl.api.recipe import Recipe as Recipe
     from qerl.api.run import Run as Run
+    from qerl.api.sft import sft as sft
     from qerl.api.training import train as train
     from qerl.errors import QerlError as QerlError
 
@@ -39,6 +40,7 @@ _PLACES = {  # name -> the module that defines it
     "load": "qerl.api.model",
     "merge": "qerl.api.folders",
     "quantize": "qerl.api.folders",
+    "sft": "qerl.api.sft",
     "train": "qerl.api.training",
 }
 __all__ = ["__version__", *_PLACES]

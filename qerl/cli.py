@@ -20,6 +20,7 @@ from qerl.commands.from_dataclass import command_of
 from qerl.commands.init import init_command
 from qerl.commands.plan import plan_command
 from qerl.commands.recipes import app as recipes_app
+from qerl.commands.sft import sft
 from qerl.commands.shell_values import task_values
 from qerl.commands.terminal import run_command
 from qerl.commands.train import train, with_resume_value
@@ -142,6 +143,7 @@ COMMANDS = {  # name -> command and its line in `qerl --help`, in the order in w
     "plan": (plan_command, "Plan memory and seconds of a run before anything is loaded."),
     "quantize": (command_of(quantize_command), "Turn a 16-bit checkpoint into NVFP4, and verify it."),
     "train": (command_of(train), "Train a LoRA adapter by RL from a recipe, or resume a run."),
+    "sft": (command_of(sft), "Train a model on conversations: supervised fine-tuning."),
     "distill": (command_of(distill), "Train a model to follow a 16-bit teacher, on its own completions."),
     "eval": (command_of(evaluate), "Measure a model's accuracy on a task, and save completions."),
     "compare": (compare_results, "Compare two evaluations: better, worse, or cannot tell."),

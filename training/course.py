@@ -39,7 +39,7 @@ from training.run_dir.resume import note_base_, prolong_
 from training.run_dir.stop import Stop, stop_on_signals, train_until_stopped
 from training.run_dir.terminal_gone import terminal_may_go
 from training.run_dir.trackers import open_trackers
-from training.validation.verdict import best_kept, best_of, ending, shown, validations
+from training.validation.verdict import best_kept, best_of, decisive, ending, shown, validations
 
 if TYPE_CHECKING:
     from qerl.checkpoint.resolve import ModelRef
@@ -211,12 +211,13 @@ def _say_best(run_dir: Path, rows: Sequence[Mapping[str, Any]], config: RunConfi
         where = f", of which `{export_line(run_dir)} --step {best.step}` makes a model"
     logger.info("best validation: %s%s", best, where)
     first = validations(rows)[0]
-    if first["step"] == 0 and (value := first[f"validation/{best.metric}"]) > best.value:
+    _, height = decisive([first], config.validation)
+    if first["step"] == 0 and height(value := first[f"validation/{best.metric}"]) > height(best.value):
         logger.warning("before the first step it was better: %s", shown(best.metric, value))
 
 
 def _reward_text(rows: Sequence[Mapping[str, Any]], run_dir: Path) -> str:
-    for key, what in (("kl_to_teacher/forward", "KL to the teacher"), ("reward", "reward")):
+    for key, what in (("kl_to_teacher/forward", "KL to the teacher"), ("nll", "loss"), ("reward", "reward")):
         if values := [row[key] for row in rows if row.get(key) is not None]:
             fifth, form = max(1, len(values) // 5), ".3f" if key == "reward" else ".2g"
             first, last = (sum(part) / fifth for part in (values[:fifth], values[-fifth:]))

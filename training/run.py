@@ -111,6 +111,10 @@ def _train(
     config: RunConfig, base: ModelRef, place: Place, checkpoint: Path | None, accept_changes: bool = False
 ) -> TrainResult:
     """Check, open, plan, train, finish. What can be refused is refused before anything heavy is loaded or written."""
+    if config.sft is not None:
+        from training.sft.run import train_on_rows
+
+        return train_on_rows(config, base, place, checkpoint, accept_changes)
     run_dir, parallel = place.run_dir, place.parallel
     found = written(run_dir)
     given = _check(config, base, place)
@@ -119,11 +123,11 @@ def _train(
     inputs = inputs_of_run(config, given.prompts, validated, files)
     inputs |= given.teacher.inputs() if given.teacher else {}
     agree_on_inputs(config, base, place, inputs, accept_changes)
-    served = base if config.qat is None else _packed_base(config, base, place, given.prompts)
+    served = base if config.qat is None else packed_base(config, base, place, given.prompts)
     context = given.questions.context if given.questions else 0
     engine = open_rollout_engine(config, served, context, parallel.size)
     logger.info("%s; engine %s (%s)", describe(served), engine.name, engine.kernel)
-    policy = _policy(config, engine, base, parallel)
+    policy = policy_on(config, engine, base, parallel)
     teacher = open_teacher(config, given.teacher, policy.base_model.get_input_embeddings().weight.device)
     args = trl_config(config, run_dir, given.rewards.weights)  # what it refuses is refused before anything is written
     if not parallel.first:
@@ -166,7 +170,7 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     return Given(tokenizer, prompts, rewards, place.parallel, questions, environments, teacher)
 
 
-def _packed_base(config: RunConfig, base: ModelRef, place: Place, prompts: Sequence[Prompt]) -> ModelRef:
+def packed_base(config: RunConfig, base: ModelRef, place: Place, prompts: Sequence[Prompt]) -> ModelRef:
     """The packed base of a run that trains whole weights, which the first rank makes."""
     check_shared(place.run_dir, place.parallel)
     if place.parallel.first:
@@ -175,7 +179,8 @@ def _packed_base(config: RunConfig, base: ModelRef, place: Place, prompts: Seque
     return resolve_model(str(place.run_dir / BASE))
 
 
-def _policy(config: RunConfig, engine: Engine, base: ModelRef, parallel: Parallel) -> Policy:
+def policy_on(config: RunConfig, engine: Engine, base: ModelRef, parallel: Parallel) -> Policy:
+    """What the recipe trains, on the model of an open engine."""
     if config.qat is None:
         policy = build_policy(engine, base, config.adapter, config.run.seed)
     elif config.qat.mode == "adapter":

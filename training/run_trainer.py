@@ -58,6 +58,10 @@ class RunTrainer(Trainer):
         """
         return {}
 
+    def speeds(self, step_s: float) -> dict[str, float]:
+        """What is logged of the speed of a step that took so many seconds."""
+        return {}
+
     def before_saving(self) -> None:
         """Take out of the model what does not belong into a checkpoint."""
 
@@ -121,6 +125,7 @@ class RunTrainer(Trainer):
         counted_s = sum(metrics.get(key, 0.0) for key in ("time/rollout_s", "time/sync_s"))
         metrics = rename(metrics) | parts.times.metrics(counted_s)
         metrics["time/train_s"] = metrics["time/step_s"] - metrics["time/optimizer_s"] - before_s
+        metrics |= self.speeds(metrics["time/step_s"])
         if card := [metrics[key] for key in metrics if key.endswith("_card_gib")]:
             metrics["memory/peak_gib"] = max(card)  # of this step
         # A tracker cannot draw what is not finite; metrics.jsonl says null.

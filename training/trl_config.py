@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import TrainingArguments
 from trl import GRPOConfig
 
 from qerl.errors import EngineError
@@ -21,14 +22,9 @@ def trl_config(config: RunConfig, run_dir: Path, reward_weights: list[float]) ->
     TRL sees a step as one micro-batch of all its rows, without gradient checkpointing: the trainer cuts it by tokens
     and says which layers recompute.
     """
-    rollout, loss, optim, run = config.rollout, config.loss, config.optim, config.run
-    on_gpu = torch.cuda.is_available()
+    rollout, loss = config.rollout, config.loss
     return GRPOConfig(
-        output_dir=str(run_dir),
-        max_steps=run.steps,
-        seed=run.seed,
-        per_device_train_batch_size=rollout.prompts_per_step * rollout.group_size,
-        gradient_accumulation_steps=1,
+        **_loop_arguments(config, run_dir),
         steps_per_generation=1,
         num_generations=rollout.group_size,
         num_iterations=loss.num_iterations,
@@ -46,28 +42,45 @@ def trl_config(config: RunConfig, run_dir: Path, reward_weights: list[float]) ->
         entropy_coef=loss.entropy_coef,
         vllm_importance_sampling_mode=loss.correction.mode if loss.correction.mode != "off" else "token_truncate",
         reward_weights=reward_weights,
-        learning_rate=optim.learning_rate,
-        weight_decay=optim.weight_decay,
-        adam_beta1=optim.beta1,
-        adam_beta2=optim.beta2,
-        adam_epsilon=optim.eps,
-        max_grad_norm=optim.max_grad_norm,
-        warmup_steps=optim.warmup_ratio,
-        lr_scheduler_type=optim.schedule if optim.schedule != "constant" else "constant_with_warmup",
-        optim=_optimizer_name(optim.name, on_gpu),
-        gradient_checkpointing=False,
-        bf16=on_gpu and config.model.dtype != "float32",
-        use_cpu=not on_gpu,
-        save_strategy="steps",
-        save_steps=run.save_every,
-        ignore_data_skip=True,  # the sampler starts at the resumed step itself
-        logging_steps=1,
-        logging_nan_inf_filter=False,  # a loss that is not finite stops the run
-        report_to="none",  # training/run_dir/trackers.py reports
-        disable_tqdm=True,
-        eval_on_start=config.validation.every is not None,  # the trainer knows whether that validation is due
-        remove_unused_columns=False,
     )
+
+
+def sft_arguments(config: RunConfig, run_dir: Path) -> TrainingArguments:
+    """Those of a run that samples nothing."""
+    return TrainingArguments(**_loop_arguments(config, run_dir))
+
+
+def _loop_arguments(config: RunConfig, run_dir: Path) -> dict[str, Any]:
+    """What transformers' loop is told of any run."""
+    optim, run, on_gpu = config.optim, config.run, torch.cuda.is_available()
+    return {
+        "output_dir": str(run_dir),
+        "max_steps": run.steps,
+        "seed": run.seed,
+        "per_device_train_batch_size": config.rows_per_step,
+        "gradient_accumulation_steps": 1,
+        "learning_rate": optim.learning_rate,
+        "weight_decay": optim.weight_decay,
+        "adam_beta1": optim.beta1,
+        "adam_beta2": optim.beta2,
+        "adam_epsilon": optim.eps,
+        "max_grad_norm": optim.max_grad_norm,
+        "warmup_steps": optim.warmup_ratio,
+        "lr_scheduler_type": optim.schedule if optim.schedule != "constant" else "constant_with_warmup",
+        "optim": _optimizer_name(optim.name, on_gpu),
+        "gradient_checkpointing": False,
+        "bf16": on_gpu and config.model.dtype != "float32",
+        "use_cpu": not on_gpu,
+        "save_strategy": "steps",
+        "save_steps": run.save_every,
+        "ignore_data_skip": True,  # the sampler starts at the resumed step itself
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,  # a loss that is not finite stops the run
+        "report_to": "none",  # training/run_dir/trackers.py reports
+        "disable_tqdm": True,
+        "eval_on_start": config.validation.every is not None,  # the trainer knows whether that validation is due
+        "remove_unused_columns": False,
+    }
 
 
 def check_installed(config: RunConfig) -> None:

@@ -42,8 +42,8 @@ class _Worker:
         self._lock = threading.Lock()
         self._process: subprocess.Popen | None = None
 
-    def ask(self, request: Mapping[str, Any]) -> str:
-        """The text that the worker replies. Raises SandboxError."""
+    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
+        """What the worker replies: a text, and what was asked for beside it. Raises SandboxError."""
         with self._lock:
             process = self._process = self._process or _start()
             try:
@@ -60,7 +60,7 @@ class _Worker:
                 )
         if "error" in reply:
             raise SandboxError(reply["error"])
-        return reply["text"]
+        return reply
 
     def close(self) -> None:
         """End the process."""
@@ -91,7 +91,7 @@ def _start() -> subprocess.Popen:
     )
 
 
-def _exchange(process: subprocess.Popen, request: bytes) -> dict[str, str] | None:
+def _exchange(process: subprocess.Popen, request: bytes) -> dict[str, Any] | None:
     poll = select.poll()
     poll.register(process.stdout, select.POLLIN)
     try:
@@ -132,15 +132,35 @@ def render_text(
 ) -> str:
     """The text of the messages in the chat template, which is shown the schemas of `tools` and reads `switches` as
     variables. Raises SandboxError."""
-    return _worker(os.getpid()).ask(
-        {
-            "template": tokenizer.get_chat_template(),
-            "messages": [dict(message) for message in messages],
-            "add_generation_prompt": add_generation_prompt,
-            "special": {**tokenizer.special_tokens_map, **(switches or {})},
-            **({"tools": list(tools)} if tools else {}),
-        }
-    )
+    return _worker(os.getpid()).ask(_request(tokenizer, messages, add_generation_prompt, tools, switches))["text"]
+
+
+def render_marked(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    switches: Mapping[str, Any] | None = None,
+) -> tuple[str, list[tuple[int, int]]]:
+    """The text of whole conversations, and what the template has between {% generation %} and {% endgeneration %}, as
+    places of characters. Raises SandboxError."""
+    reply = _worker(os.getpid()).ask({**_request(tokenizer, messages, False, tools, switches), "marked": True})
+    return reply["text"], [(start, end) for start, end in reply["marked"]]
+
+
+def _request(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, Any]],
+    add_generation_prompt: bool,
+    tools: Sequence[Mapping[str, Any]] | None,
+    switches: Mapping[str, Any] | None,
+) -> dict[str, Any]:
+    return {
+        "template": tokenizer.get_chat_template(),
+        "messages": [dict(message) for message in messages],
+        "add_generation_prompt": add_generation_prompt,
+        "special": {**tokenizer.special_tokens_map, **(switches or {})},
+        **({"tools": list(tools)} if tools else {}),
+    }
 
 
 def try_tokenizer(file: Path) -> None:

@@ -23,22 +23,24 @@ PROBE = f"What is {'1' * 64} + 4? {'a' * 64} {' ' * 64}ä中\n" * 4
 MOST_TOKENS = 100 * len(PROBE)
 
 
-def render(request: dict[str, Any]) -> str:
+def render(request: dict[str, Any]) -> dict[str, Any]:
     """The messages in the chat template, as transformers writes them. Raises ValueError for a text too long."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     _limit(request["cpu_s"])
-    (text,), _ = render_jinja_template(
+    marked = request.get("marked", False)
+    (text,), places = render_jinja_template(
         [request["messages"]],
         tools=request.get("tools"),
         chat_template=request["template"],
         add_generation_prompt=request["add_generation_prompt"],
+        return_assistant_tokens_mask=marked,
         **request["special"],
     )
     most = LONGEST + 8 * sum(len(str(part)) for part in [*request["messages"], *request.get("tools", ())])
     if len(text) > most:
         raise ValueError(f"it makes {len(text)} characters of a few messages, more than the {most} that are allowed")
-    return text
+    return {"text": text, **({"marked": places[0]} if marked else {})}
 
 
 def probe(request: dict[str, Any]) -> str:
@@ -67,9 +69,9 @@ def _unlimited() -> None:
         resource.setrlimit(limit, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-def _answer(request: dict[str, Any]) -> dict[str, str]:
+def _answer(request: dict[str, Any]) -> dict[str, Any]:
     try:
-        return {"text": render(request) if "template" in request else probe(request)}
+        return render(request) if "template" in request else {"text": probe(request)}
     except MemoryError:
         return {"error": f"it takes more than {MEMORY_BYTES >> 30} GiB of memory"}
     except RecursionError:

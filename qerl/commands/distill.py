@@ -20,7 +20,7 @@ class DistillOptions(TrainOptions):
             help="16-bit model with the student's tokenizer; default: the recipe's, or the student's own base."
         ),
     ] = None
-    distills: bool = True
+    section: str | None = "distill"
 
 
 def distill(options: DistillOptions) -> None:

@@ -77,7 +77,8 @@ def _recipe_of(base: str, format: str) -> str | None:
 
     for name in recipe_names():
         config = load_recipe(name)
-        if config.qat is None and config.distill is None and (config.model.base, config.model.format) == (base, format):
+        other = config.qat or config.distill or config.sft
+        if other is None and (config.model.base, config.model.format) == (base, format):
             return name
     return None
 

@@ -161,6 +161,19 @@ def tables(made: Plan) -> list[Table]:
     return [memory, seconds]
 
 
+def micro_batch_sentences(made: Plan) -> list[str]:
+    """What a micro-batch holds, in one sentence; none if nothing fits."""
+    if made.micro_batches is None or made.micro_batches.footprint is None:
+        return []
+    tokens, longest = made.micro_batches.micro_batch_tokens, made.longest
+    recomputed, more = (made.micro_batches.recomputed(count) for count in (tokens, longest))
+    return [
+        f"Training takes micro-batches of {tokens} tokens; {recomputed} of {made.micro_batches.footprint.layers} "
+        "layers recompute their activations"
+        f"{f', {more} in a row of {longest} tokens' if more > recomputed else ''}."
+    ]
+
+
 def sentences(config: RunConfig, made: Plan) -> list[str]:
     """What fits, in words, or what to change."""
     from qerl.plan.advice import advice, largest_completion
@@ -172,6 +185,8 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
         fitting = advice(config, made.sizes, made.card)
         lines = [f"Does not fit: {problem}." for problem in made.problems]
         return lines + [f"Fits with {change}." for change in fitting]
+    if config.sft is not None:
+        return [*micro_batch_sentences(made), "Nothing is sampled, so that no engine and no KV cache is beside it."]
     rollout = config.rollout
     at_once = min(made.cache_tokens // made.context, rollout.prompts_per_step * rollout.group_size, MAX_SEQUENCES)
     lines = [
@@ -179,14 +194,7 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
         f"The longest completions that would fit have {largest_completion(config, made.sizes, made.card)} tokens "
         f"(rollout.max_new_tokens, here {rollout.max_new_tokens}).",
     ]
-    if made.micro_batches is not None and made.micro_batches.footprint is not None:
-        tokens, longest = made.micro_batches.micro_batch_tokens, made.context - 1
-        recomputed, more = (made.micro_batches.recomputed(count) for count in (tokens, longest))
-        lines.append(
-            f"Training takes micro-batches of {tokens} tokens; {recomputed} of {made.micro_batches.footprint.layers} "
-            "layers recompute their activations"
-            f"{f', {more} in a row of {longest} tokens' if more > recomputed else ''}."
-        )
+    lines += micro_batch_sentences(made)
     if (start := start_bytes(config, made.sizes)) and START not in made.memory["rollout"]:
         lines.append(
             f"The 16-bit weights that the adapter is added to, {start / 2**30:.1f} GiB, lie in the machine's own "

@@ -117,8 +117,8 @@ class TrainOptions:
     dry: Annotated[bool, typer.Option("--dry-run", help="Only the plan, the data and the rewards on five rows.")] = (
         False
     )
-    teacher: str | None = None  # this and the next: of `qerl distill`
-    distills: bool = False
+    teacher: str | None = None  # of `qerl distill`
+    section: str | None = None  # that a recipe gets if it has none: of `qerl distill` and `qerl sft`
 
 
 def train(options: TrainOptions) -> None:
@@ -131,7 +131,7 @@ def train(options: TrainOptions) -> None:
         _end(*go_on(*found, options))
         return
     if options.recipe is None:
-        command = "distill" if options.distills else "train"
+        command = options.section or "train"
         raise ConfigError(f"no recipe was given: write `qerl {command} --recipe NAME`; `qerl recipes` lists the names")
     if options.accept_changes:
         raise ConfigError("--accept-changes is about a run that began before: leave it out, or add --resume")
@@ -201,7 +201,7 @@ def _config(options: TrainOptions, recipe: str) -> RunConfig:
     """The recipe, with what the options change of it."""
     from qerl.config.recipe import load_recipe
 
-    overrides = ["distill={}"] * options.distills + list(options.overrides)
+    overrides = [f"{options.section}={{}}"] * (options.section is not None) + list(options.overrides)
     if options.columns is not None:
         overrides.append(f"data.columns={{{', '.join(f'{name}: {of!r}' for name, of in options.columns.items())}}}")
     out = options.out and str(options.out)

@@ -6,6 +6,7 @@ what to write instead. Rules run in the order of RULES; the first conflict is th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from qerl import formats
@@ -17,6 +18,7 @@ from qerl.config.rules_environment import environment
 from qerl.config.rules_noise import noise, noise_controller
 from qerl.config.rules_qat import qat
 from qerl.config.rules_rewards import rewards
+from qerl.config.rules_sft import sft, without_sft
 from qerl.config.rules_tasks import columns_of, known_task, template_of
 from qerl.config.rules_validation import validation
 from qerl.config.train import train
@@ -33,7 +35,7 @@ UNCLIPPED_LOSSES = ("cispo", "sapo", "vespo")  # they ignore `delta`
 def batch(config: RunConfig) -> Conflicts:
     """The prompts of a step are different rows."""
     prompts = config.rollout.prompts_per_step
-    if config.data.limit is not None and config.data.limit < prompts:
+    if config.sft is None and config.data.limit is not None and config.data.limit < prompts:
         yield Conflict(
             {"data.limit": config.data.limit, "rollout.prompts_per_step": prompts},
             "there are fewer rows than prompts in a step",
@@ -244,6 +246,8 @@ RULES = (
     qat,
     train,
     distill,
+    sft,
+    without_sft,
     loss,
     correction,
     sampling_filters,
@@ -254,3 +258,9 @@ RULES = (
     environment,
     validation,
 )
+OF_SAMPLING = (carry_over, rewards, engine, correction, sampling_filters, temperature, noise, noise_controller)
+
+
+def rules_of(config: RunConfig) -> list[Callable[[RunConfig], Conflicts]]:
+    """The rules that a recipe is held to. Where nothing is sampled, keys about sampling are not read."""
+    return [rule for rule in RULES if config.sft is None or rule not in OF_SAMPLING]

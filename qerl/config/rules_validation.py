@@ -69,7 +69,7 @@ def _sampling(config: RunConfig) -> Conflicts:
 def _verdict(config: RunConfig) -> Conflicts:
     this = config.validation
     of_sources = [f"sources/{each.name}/{what}" for each in config.data.sources for what in ("accuracy", "reward")]
-    if this.metric not in ("accuracy", "reward", *of_sources) and not this.metric.startswith("rewards/"):
+    if this.metric not in ("accuracy", "reward", "loss", *of_sources) and not this.metric.startswith("rewards/"):
         others = f", or of one source {', '.join(of_sources)}" if of_sources else ""
         yield Conflict(
             {"validation.metric": this.metric},
@@ -82,7 +82,7 @@ def _verdict(config: RunConfig) -> Conflicts:
             "nothing would read it: the best checkpoint is the best by any difference",
             "validation.stop_after: 5, or leave min_improvement out",
         )
-    if this.metric == "accuracy" and this.target is not None and not 0 < this.target <= 1:
+    if config.sft is None and this.metric == "accuracy" and this.target is not None and not 0 < this.target <= 1:
         yield Conflict(
             {"validation.target": this.target, "validation.metric": "accuracy"},
             "an accuracy lies between 0 and 1",

@@ -21,8 +21,9 @@ from qerl.config.data import DataConfig, RewardConfig
 from qerl.config.distill import DistillConfig
 from qerl.config.environment import EnvironmentConfig
 from qerl.config.quant import QatConfig, with_its_format
-from qerl.config.rules import RULES
+from qerl.config.rules import rules_of
 from qerl.config.section import Section
+from qerl.config.sft import SftConfig
 from qerl.config.train import TrainConfig
 from qerl.config.validation import ValidationConfig
 from qerl.engine.options import ENGINES, KERNELS
@@ -277,6 +278,7 @@ class RunConfig(Section):
     )
     loss: LossConfig = Field(default_factory=LossConfig, description=LossConfig.__doc__)
     distill: DistillConfig | None = Field(None, description="learn from a teacher; null: from rewards")
+    sft: SftConfig | None = Field(None, description="learn from given conversations; null: from what is sampled")
     noise: NoiseConfig = Field(default_factory=NoiseConfig, description=NoiseConfig.__doc__)
     train: TrainConfig = Field(default_factory=TrainConfig, description=TrainConfig.__doc__)
     optim: OptimConfig = Field(default_factory=OptimConfig, description=OptimConfig.__doc__)
@@ -284,6 +286,17 @@ class RunConfig(Section):
     validation: ValidationConfig = Field(default_factory=ValidationConfig, description=ValidationConfig.__doc__)
     memory: MemoryConfig = Field(default_factory=MemoryConfig, description=MemoryConfig.__doc__)
     logging: LoggingConfig = Field(default_factory=LoggingConfig, description=LoggingConfig.__doc__)
+
+    @property
+    def longest_row(self) -> int:
+        """Tokens of the longest row that a step may train on."""
+        return self.data.max_prompt_tokens + self.rollout.max_new_tokens if self.sft is None else self.sft.max_tokens
+
+    @property
+    def rows_per_step(self) -> int:
+        """The rows that an optimizer step trains on."""
+        sampled = self.rollout.prompts_per_step * self.rollout.group_size
+        return sampled if self.sft is None else self.sft.rows_per_step
 
     @property
     def longest_completion(self) -> int:
@@ -298,7 +311,7 @@ class RunConfig(Section):
 
     @model_validator(mode="after")
     def _combinations(self) -> RunConfig:
-        for rule in RULES:
+        for rule in rules_of(self):
             for conflict in rule(self):
                 raise conflict
         return self

@@ -38,9 +38,9 @@ def read_messages(cell: Sequence[Any]) -> Asked:
 
 def _message(value: Any, number: int) -> Message:
     given = value if isinstance(value, Mapping) else {}
-    role, text = given.get("role"), _text(given.get("content"))
+    role, text = given.get("role"), text_of(given.get("content"))
     if "role" not in given and "from" in given:
-        role, text = SHAREGPT.get(str(given["from"])), _text(given.get("value"))
+        role, text = SHAREGPT.get(str(given["from"])), text_of(given.get("value"))
     if text is None or role not in ROLES:
         raise ValueError(f"its message {number} is no object with a role ({', '.join(ROLES)}) and a text as content")
     try:
@@ -50,7 +50,7 @@ def _message(value: Any, number: int) -> Message:
     return {"role": role, "content": text}
 
 
-def _text(content: Any) -> str | None:
+def text_of(content: Any) -> str | None:
     """The text of a content, whose parts follow one another; None for what is no text, such as a picture."""
     if not isinstance(content, list):
         return content if isinstance(content, str) else None

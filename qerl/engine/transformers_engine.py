@@ -21,7 +21,6 @@ from transformers.generation import StoppingCriteriaList
 from qerl import formats
 from qerl.checkpoint.activations import check_placed, check_served, read_activations
 from qerl.checkpoint.adapter import adapter_tensors, attach_saved_, load_tensors_, set_scaling_
-from qerl.checkpoint.base_modules import base_linears, base_norms
 from qerl.checkpoint.load import end_token_ids, load_model, load_tokenizer, local_folder
 from qerl.engine.interface import (
     Completion,
@@ -36,7 +35,7 @@ from qerl.engine.interface import (
 )
 from qerl.engine.seeds import request_seed
 from qerl.engine.transformers_sampling import Ended, LogprobRecorder, OwnLimits, filters
-from qerl.engine.update import AdapterUpdate, Update, check_fit, pack_weights_
+from qerl.engine.update import AdapterUpdate, Update, write_update_
 from qerl.engine.waves import converse_in_waves, sample_in_waves
 from qerl.errors import EngineError
 from qerl.formats.linear import PackedLinear
@@ -133,12 +132,7 @@ class TransformersEngine:
         model = self._open()
         if isinstance(update, AdapterUpdate):
             return _take_adapter_(model, update)
-        linears, norms = base_linears(model), base_norms(model)
-        check_fit(update, linears, norms)
-        with torch.no_grad():
-            for name, tensor in update.norms.items():
-                norms[name].copy_(tensor)
-        return pack_weights_(update.weights, linears) + len(update.norms)
+        return write_update_(model, update)
 
     def set_kv_scales(self, scales: Mapping[int, KVScales]) -> int:
         raise EngineError(

@@ -15,6 +15,7 @@ from qerl.errors import EngineError
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from transformers import PreTrainedModel
 
     from qerl.engine.interface import Engine
     from qerl.layers.low_rank import LowRankSum
@@ -73,6 +74,23 @@ def check_fit(update: WeightsUpdate, linears: Mapping[str, nn.Linear], norms: Ma
     for name, tensor in update.norms.items():
         if tensor.shape != norms[name].shape:
             raise EngineError(f"trained norm {name} has shape {tuple(tensor.shape)}: the update is of another base")
+
+
+def write_update_(model: PreTrainedModel, update: WeightsUpdate) -> int:
+    """Write an update of whole weights into a transformers model, in place; returns how many tensors were written.
+
+    Raises EngineError for an update that does not fit.
+    """
+    import torch
+
+    from qerl.checkpoint.base_modules import base_linears, base_norms
+
+    linears, norms = base_linears(model), base_norms(model)
+    check_fit(update, linears, norms)
+    with torch.no_grad():
+        for name, tensor in update.norms.items():
+            norms[name].copy_(tensor)
+    return pack_weights_(update.weights, linears) + len(update.norms)
 
 
 def pack_weights_(weights: Mapping[str, Matrix], linears: Mapping[str, nn.Linear]) -> int:

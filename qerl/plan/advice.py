@@ -22,11 +22,12 @@ USEFUL = 512  # tokens; shorter completions are not advised
 
 
 def largest_completion(config: RunConfig, sizes: ModelSizes, card: Card) -> int:
-    """The largest rollout.max_new_tokens that fits, in multiples of TOKEN_STEP; 0 if none does."""
-    longest = (sizes.positions or 2**17) - config.data.max_prompt_tokens
+    """The largest length that fits, by `length_key`, in multiples of TOKEN_STEP; 0 if none does."""
+    given, key = config.sft is not None, length_key(config)
+    longest = (sizes.positions or 2**17) - (0 if given else config.data.max_prompt_tokens)
 
     def fits(steps: int) -> bool:
-        changed = with_values(config, {"rollout.max_new_tokens": steps * TOKEN_STEP})
+        changed = with_values(config, {key: steps * TOKEN_STEP})
         return not plan(changed, sizes, card).problems
 
     low, high = 0, longest // TOKEN_STEP
@@ -34,6 +35,11 @@ def largest_completion(config: RunConfig, sizes: ModelSizes, card: Card) -> int:
         middle = (low + high + 1) // 2
         low, high = (middle, high) if fits(middle) else (low, middle - 1)
     return low * TOKEN_STEP
+
+
+def length_key(config: RunConfig) -> str:
+    """The key that limits what a step trains on: completions, or given rows."""
+    return "rollout.max_new_tokens" if config.sft is None else "sft.max_tokens"
 
 
 def advice(config: RunConfig, sizes: ModelSizes, card: Card) -> list[str]:
@@ -46,7 +52,7 @@ def advice(config: RunConfig, sizes: ModelSizes, card: Card) -> list[str]:
         if not plan(changed, sizes, card).problems:
             found.append(_options(values))
         elif (tokens := largest_completion(changed, sizes, card)) >= USEFUL:
-            found.append(_options({**values, "rollout.max_new_tokens": tokens}))
+            found.append(_options({**values, length_key(config): tokens}))
     found += _smaller_base(config, card)
     found += _more_memory(config, sizes, card)
     return list(dict.fromkeys(found))

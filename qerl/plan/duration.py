@@ -61,6 +61,9 @@ def likely(config: RunConfig, mean_completion: float = MEAN_COMPLETION, prompts:
 def duration(config: RunConfig, made: Plan, expected: Likely) -> list[str]:
     """Steps and hours of the run in words, first with full lengths, then with the expected ones."""
     steps, expect = config.run.steps, expected.lengths
+    if config.sft is not None:
+        longest = in_words(steps * sum(made.seconds.values()))
+        return [f"All {steps} steps take {longest} if every row has sft.max_tokens tokens; shorter rows take less."]
     full, shorter = (
         steps * sum(step_seconds(config, made.sizes, made.card, made.micro_batches, lengths).values())
         for lengths in (full_lengths(config), expect)

@@ -129,6 +129,7 @@ class Wishes:
     longest: int  # tokens of the longest possible row
     step_tokens: int  # tokens of a step whose rows are all that long
     teacher: TeacherWork | None = None
+    length_keys: str = "rollout.max_new_tokens or data.max_prompt_tokens"  # what to lower if `longest` does not fit
 
 
 def plan_micro_batches(footprint: Footprint, wishes: Wishes, available: int | None) -> MicroBatchPlan:
@@ -224,7 +225,7 @@ def _refusal(plan: MicroBatchPlan, wishes: Wishes, available: int) -> str:
     tokens = max(plan.micro_batch_tokens, wishes.longest)
     fixes = ["set run.gradient_checkpointing: auto"] * (wishes.recompute is False)
     fixes += [f"set run.micro_batch_tokens: {wishes.longest}"] * (tokens > wishes.longest)
-    fixes += ["lower rollout.max_new_tokens or data.max_prompt_tokens", "give it more memory (card, memory.cap_gib)"]
+    fixes += [f"lower {wishes.length_keys}", "give it more memory (card, memory.cap_gib)"]
     return (
         f"training on {tokens} tokens at once needs {plan.needed(tokens) / GIB:.1f} GiB beside the weights"
         f"{'' if plan.most else ' without recomputing'}, and of the {available / GIB:.1f} GiB that are left it may "

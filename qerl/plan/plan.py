@@ -7,7 +7,7 @@ Memory follows the code that allocates it: the engine's budget and KV cache (`en
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from qerl import formats
@@ -74,7 +74,8 @@ class Plan:
     seconds: dict[str, float]  # phase -> seconds per step
     micro_batches: MicroBatchPlan | None
     cache_tokens: int
-    context: int
+    context: int  # of an engine, which needs room for one token more than the longest row has; 0 without one
+    longest: int  # tokens of a row
     found: tuple[Problem, ...]
 
     @property
@@ -86,8 +87,11 @@ class Plan:
 
 
 def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
-    """Plan a run with the vllm engine. `problems` says what does not fit; the rest is planned nevertheless."""
+    """Plan a run with the vllm engine, or one on given rows. `problems` says what does not fit; the rest is planned
+    nevertheless."""
     config = settled_for(config, sizes, card)
+    if config.sft is not None:
+        return _plan_of_rows(config, sizes, card)
     room = _Room(int(card.memory_gib * GIB), *_weights_and_outside(config, sizes, card.ranks))
     limit, _ = room.limit_and_budget(config)
     context = config.data.max_prompt_tokens + config.longest_completion + 1
@@ -124,6 +128,7 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
         micro_batches,
         int(cache / sizes.kv_bytes(config.rollout.kv_cache_dtype)),
         context,
+        context - 1,
         tuple(problems),
     )
 
@@ -137,6 +142,21 @@ def _calibration_problems(memory: dict[str, float], limit: int) -> list[Problem]
         "qat.quant_cfg.calibration.batch where the rows are long"
     )
     return [Problem(text, needed, limit)]
+
+
+def _plan_of_rows(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
+    """The plan of a run that samples nothing: the base is there once, and no engine is beside it."""
+    weights, problems = int(sizes.weights_bytes(config.model.format)), []
+    limit, _ = budget_bytes(int(card.memory_gib * GIB), None, config.memory.cap_gib, 0)
+    common = {"weights": weights, **_trainer(config, sizes, card.ranks), "context": CONTEXT, "kernels": KERNELS}
+    longest, footprint = config.longest_row, _footprint(config, sizes, card.ranks)
+    micro_batches = _micro_batches(config, footprint, limit, sum(common.values()), problems)
+    tokens = longest if micro_batches is None else max(longest, micro_batches.micro_batch_tokens)
+    least = footprint.needed(tokens, 0 if config.run.gradient_checkpointing is False else sizes.layers)
+    needed = micro_batches.needed(tokens) if micro_batches else least
+    memory = {"training": {**common, **_training(config, sizes, card.ranks, needed)}}
+    seconds = step_seconds(config, sizes, card, micro_batches, full_lengths(config))
+    return Plan(card, sizes, limit, memory, seconds, micro_batches, 0, 0, longest, tuple(problems))
 
 
 def settled_for(config: RunConfig, sizes: ModelSizes, card: Card) -> RunConfig:
@@ -165,10 +185,11 @@ def checkpoint_bytes(config: RunConfig, sizes: ModelSizes) -> int:
 
 def wishes_of(config: RunConfig, sizes: ModelSizes | None = None) -> Wishes:
     """What a recipe asks of its micro-batches; `sizes` are the student's where there is a teacher."""
-    longest = config.data.max_prompt_tokens + config.rollout.max_new_tokens
-    rows = config.rollout.prompts_per_step * config.rollout.group_size
+    longest = config.longest_row
     work = None if sizes is None else teacher_work(config, sizes)
-    return Wishes(config.run.micro_batch_tokens, config.run.gradient_checkpointing, longest, longest * rows, work)
+    asked = config.run.micro_batch_tokens, config.run.gradient_checkpointing
+    wishes = Wishes(*asked, longest, longest * config.rows_per_step, work)
+    return wishes if config.sft is None else replace(wishes, length_keys="sft.max_tokens")
 
 
 def _trainer(config: RunConfig, sizes: ModelSizes, ranks: int) -> dict[str, int]:

@@ -58,6 +58,8 @@ def step_seconds(
     config: RunConfig, sizes: ModelSizes, card: Card, micro_batches: MicroBatchPlan | None, lengths: Lengths
 ) -> dict[str, float]:
     """Seconds per optimizer step by phase; a rollout serves `loss.num_iterations` of them."""
+    if config.sft is not None:
+        return {"training": _seconds_of_rows(config, sizes, card, micro_batches)}
     rollout = config.rollout
     sequences = rollout.prompts_per_step * rollout.group_size
     rate = TRAIN_RATE * card.tflops * 1e12
@@ -67,9 +69,7 @@ def step_seconds(
     prompts = rollout.prompts_per_step * -(-rollout.group_size // rows)  # each micro-batch computes a prompt once
     tokens = prompts * lengths.prompt + sequences * lengths.new
     flops = (4 + 2 * recomputed) * sizes.body * tokens + 4 * sizes.head * sequences * lengths.new
-    beside = 0.0
-    if config.qat is not None and config.qat.mode == "weights":
-        beside = 2 * trained_of(config, sizes).count * tokens / (card.tflops * 1e12)
+    beside = _gradient_seconds(config, sizes, card, tokens)
     decoding = -(-sequences // MAX_SEQUENCES) * _decoding(config, sizes, card, lengths)
     if rollout.carry_over:
         carried, decoding = _carried_over(config, sizes, card, lengths)
@@ -83,6 +83,22 @@ def step_seconds(
         **({"teacher": taught / rate} if taught else {}),
         "training": flops / rate + beside,
     }
+
+
+def _seconds_of_rows(config: RunConfig, sizes: ModelSizes, card: Card, micro_batches: MicroBatchPlan | None) -> float:
+    """Seconds of a step on given rows that all have the greatest length and are learned as a whole."""
+    tokens = config.rows_per_step * config.longest_row
+    at_once = config.longest_row if micro_batches is None else micro_batches.micro_batch_tokens
+    recomputed = micro_batches.recomputed(at_once) / sizes.layers if micro_batches else 0.0
+    flops = ((4 + 2 * recomputed) * sizes.body + 4 * sizes.head) * tokens
+    return flops / (TRAIN_RATE * card.tflops * 1e12) + _gradient_seconds(config, sizes, card, tokens)
+
+
+def _gradient_seconds(config: RunConfig, sizes: ModelSizes, card: Card, tokens: float) -> float:
+    """Seconds of the products of whole weights' gradients."""
+    if config.qat is None or config.qat.mode != "weights":
+        return 0.0
+    return 2 * trained_of(config, sizes).count * tokens / (card.tflops * 1e12)
 
 
 def largest_rows(config: RunConfig, micro_batches: MicroBatchPlan | None, lengths: Lengths) -> tuple[int, int]:

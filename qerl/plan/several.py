@@ -13,6 +13,13 @@ if TYPE_CHECKING:
 
 def check_ranks(config: RunConfig, size: int) -> None:
     """Raise ConfigError for a run that cannot be shared by so many processes."""
+    if config.sft is not None:
+        if config.sft.rows_per_step < size:
+            raise ConfigError(
+                f"sft.rows_per_step: {config.sft.rows_per_step} gives {size} processes less than a row each: write "
+                f"{size} or more, or start fewer"
+            )
+        return
     if config.rollout.prompts_per_step < size:
         raise ConfigError(
             f"rollout.prompts_per_step: {config.rollout.prompts_per_step} gives {size} processes less than a group "

@@ -31,6 +31,7 @@ class Panel:
 
 
 PANELS = (
+    Panel("loss (nats per learned token)", (("trained on", "nll"), ("held out", "validation/loss")), smooth=True),
     Panel(
         "KL to the teacher (nats per token)",
         (("forward", "kl_to_teacher/forward"), ("reverse", "kl_to_teacher/reverse")),

@@ -82,7 +82,7 @@ def read_run(folder: Path, name: str | None = None) -> Run:
         _samples(folder),
         [read_evaluation(path) for path in sorted(folder.glob("eval/*")) if _result_file(path).exists()],
         [*(read_rows(warnings, Warned, OF_RUN) if warnings.exists() else []), *_damaged(folder, rows[-1]["step"])],
-        [row for row in logged if row.get("validation/reward") is not None],
+        [row for row in logged if any(row.get(f"validation/{name}") is not None for name in ("reward", "loss"))],
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 from qerl.report.read import Row, Run
 
 CHANGES = (
+    ("loss of the learned tokens", "nll"),
     ("KL to the teacher", "kl_to_teacher/forward"),
     ("KL from the teacher (reverse)", "kl_to_teacher/reverse"),
     ("reward", "reward"),

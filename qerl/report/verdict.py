@@ -13,6 +13,7 @@ from qerl.report.summary import fifth, rounded
 
 LEARNED_FROM = (
     ("kl_to_teacher/forward", "KL to the teacher"),
+    ("nll", "loss"),
     ("sampled/reward", "reward"),
     ("reward", "reward"),
 )

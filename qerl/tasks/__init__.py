@@ -47,15 +47,16 @@ class Task:
     """A dataset with its prompt and the kind of its answers.
 
     `hub` is the id of the dataset on the hub and `hub_config` its subset. A task without `hub` makes its rows itself:
-    `generate(split)` yields all of them, as mappings with "question", "answer" and possibly "id". `splits` maps our
-    "train" and "test" to the split names of the hub (or to themselves); a split that is not listed does not exist.
-    `columns` names the columns of question and answer. It may name several if copies of the data differ, of which the
-    first that exists is used; dots and numbers reach into nested columns ("prompt.0.content"). `clean_question` removes
-    what the hub adds to a question, and leaves a bare question as it is. With `answer_kind` "number" a completion has
-    to state a number, with "math" any mathematical form that equals the answer, with "text" the same text. With
-    `last_number`, the last number of a completion counts as its answer if none is marked. With `free_form`, a row may
-    have messages in place of a question, and needs no answer. `grader` is the user's own function, which then grades in
-    place of all that (qerl/tasks/own_grader.py), in at most `grader_timeout_s` per call.
+    `generate(split)` yields all of them, as mappings with "question", "answer" and possibly "id"; `solved(split)` the
+    same rows with a worked solution as their answer, for `qerl sft`. `splits` maps our "train" and "test" to the
+    split names of the hub (or to themselves); a split that is not listed does not exist. `columns` names the columns
+    of question and answer. It may name several if copies of the data differ, of which the first that exists is used;
+    dots and numbers reach into nested columns ("prompt.0.content"). `clean_question` removes what the hub adds to a
+    question, and leaves a bare question as it is. With `answer_kind` "number" a completion has to state a number,
+    with "math" any mathematical form that equals the answer, with "text" the same text. With `last_number`, the last
+    number of a completion counts as its answer if none is marked. With `free_form`, a row may have messages in place
+    of a question, and needs no answer. `grader` is the user's own function, which then grades in place of all that
+    (qerl/tasks/own_grader.py), in at most `grader_timeout_s` per call.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Task:
     )
     hub_config: str | None = None
     generate: Callable[[str], Iterable[Mapping[str, Any]]] | None = None
+    solved: Callable[[str], Iterable[Mapping[str, Any]]] | None = None
     clean_question: Callable[[str], str] | None = None
     system_prompt: str | None = None
     prompt_template: str = BOXED_TEMPLATE

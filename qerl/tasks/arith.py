@@ -118,13 +118,24 @@ def draw_words(rng: random.Random) -> dict[str, str]:
 
 def rows(split: str) -> Iterator[dict[str, Any]]:
     """The rows of the task, each question once, generated lazily."""
+    for made in _each_once(split):
+        yield {"question": made.question, "answer": str(made.answer), "id": made.id, "kind": made.kind}
+
+
+def solved(split: str) -> Iterator[dict[str, Any]]:
+    """The same rows with their worked solutions, to learn from."""
+    for made in _each_once(split):
+        yield {"question": made.question, "answer": made.worked, "id": made.id}
+
+
+def _each_once(split: str) -> Iterator[Problem]:
     count = TASK_ROWS[_known(split)]
     seen: set[str] = set()
     for made in problems(split, TASK_SEED, 2 * count):
         if made.question in seen:
             continue
         seen.add(made.question)
-        yield {"question": made.question, "answer": str(made.answer), "id": made.id, "kind": made.kind}
+        yield made
         if len(seen) == count:
             return
 
@@ -141,5 +152,6 @@ TASK = Task(
     splits={"train": "train", "test": "test"},
     answer_kind="number",
     generate=rows,
+    solved=solved,
     prompt_template="{question}",  # the embedded model needs no instruction: it ends in "#### N" by itself
 )

@@ -79,22 +79,24 @@ def padded_batch(
     samples = [sample for g in groups for sample in g.group.samples]
     completions = [torch.tensor(sample.token_ids) for sample in samples]
     kept_B = torch.tensor([not (mask_truncated and sample.truncated) for sample in samples])
-    completion_mask_B_T = _right([torch.ones_like(ids) for ids in completions], 0) * kept_B[:, None]
-    loss_mask_B_T = _right([torch.tensor(sample.loss_mask, dtype=torch.long) for sample in samples], 0)
+    completion_mask_B_T = padded_right([torch.ones_like(ids) for ids in completions], 0) * kept_B[:, None]
+    loss_mask_B_T = padded_right([torch.tensor(sample.loss_mask, dtype=torch.long) for sample in samples], 0)
     return Batch(
-        prompt_ids_B_L=_left(prompts, pad_id),
-        prompt_mask_B_L=_left([torch.ones_like(ids) for ids in prompts], 0),
-        completion_ids_B_T=_right(completions, pad_id),
+        prompt_ids_B_L=padded_left(prompts, pad_id),
+        prompt_mask_B_L=padded_left([torch.ones_like(ids) for ids in prompts], 0),
+        completion_ids_B_T=padded_right(completions, pad_id),
         completion_mask_B_T=completion_mask_B_T,
         loss_mask_B_T=completion_mask_B_T * loss_mask_B_T,
         advantages_B=advantages_P_G.flatten(),
-        sampling_logprobs_B_T=_right([torch.tensor(sample.logprobs) for sample in samples], 0.0),
+        sampling_logprobs_B_T=padded_right([torch.tensor(sample.logprobs) for sample in samples], 0.0),
     )
 
 
-def _left(rows: list[torch.Tensor], value: float) -> torch.Tensor:
+def padded_left(rows: list[torch.Tensor], value: float) -> torch.Tensor:
+    """Rows of varied length as one tensor, with `value` before the shorter ones."""
     return pad_sequence(rows, batch_first=True, padding_value=value, padding_side="left")
 
 
-def _right(rows: list[torch.Tensor], value: float) -> torch.Tensor:
+def padded_right(rows: list[torch.Tensor], value: float) -> torch.Tensor:
+    """Rows of varied length as one tensor, with `value` after the shorter ones."""
     return pad_sequence(rows, batch_first=True, padding_value=value)

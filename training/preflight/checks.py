@@ -22,6 +22,7 @@ from qerl.checkpoint.chat_template import check_switches
 from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.shards import read_json
 from qerl.config.rules import vllm_only
+from qerl.data.conversations import Source, check_conversations, held_out_source
 from qerl.data.examples import check_source
 from qerl.data.sources import naming, sources_of
 from qerl.engine.interface import check_tokens
@@ -59,6 +60,9 @@ logger = logging.getLogger(__name__)
 def check_config(config: RunConfig) -> None:
     """Raise ConfigError for a grader, a tracker or a reward that cannot be used, DataError or ConfigError for rows."""
     check_trackers(config.logging.report_to)
+    if config.sft is not None:
+        check_conversation_sources(config)
+        return
     for source in sources_of(config):
         data, task = source.data, task_of(source.data)
         check_grader(task)
@@ -66,6 +70,14 @@ def check_config(config: RunConfig) -> None:
         with naming(source):
             check_source(task, data.source, data.split, data.columns)
     check_rows(config)
+
+
+def check_conversation_sources(config: RunConfig) -> None:
+    """Raise DataError for rows of a run on given conversations that can be refused without reading all of them."""
+    data = config.data
+    check_conversations(task_of(data), Source(data.source, data.split, data.columns))
+    if config.validation.every is not None:
+        check_conversations(*held_out_source(config))
 
 
 def check_resumed(run_dir: Path, step: int | None = None, steps: int | None = None, model: str | None = None) -> None:
@@ -123,6 +135,11 @@ def check_limits(config: RunConfig, sizes: ModelSizes, prompts: Sequence[Prompt]
             f"{sizes.positions} positions: write rollout.max_new_tokens: {max(1, sizes.positions - longest)}, or lower "
             "data.max_prompt_tokens"
         )
+    check_trained(config, sizes)
+
+
+def check_trained(config: RunConfig, sizes: ModelSizes) -> None:
+    """Raise ConfigError if what is trained does not fit the model."""
     if config.qat is not None:
         trained_linears(config.qat, sizes.layers)
     if trains_masters(config):

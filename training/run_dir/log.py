@@ -49,14 +49,14 @@ NAMES = {
 # A run logs these names and those that begin with these prefixes, and no others; a test compares them with a run.
 # grades/ is not among them: the accuracy reward logs it, and so may a reward that builds on accuracy.
 RUN_METRICS = (
-    *("step", "loss", "reward", "reward_std", "entropy", "entropy_coef", "policy_loss", "aux_loss", "kl"),
+    *("step", "loss", "reward", "reward_std", "nll", "entropy", "entropy_coef", "policy_loss", "aux_loss", "kl"),
     *("mismatch_kl", "grad_norm", "learning_rate", "tokens_total"),
 )
 RUN_FOLDERS = (
-    *("kl_to_teacher/", "rewards/", "sampled/", "completions/", "groups/", "clip/", "clip_ratio/", "sampling/"),
-    *("mismatch/", "correction/", "vespo/", "noise/", "dynamic_sampling/", "environment/", "validation/"),
+    *("kl_to_teacher/", "rows/", "rewards/", "sampled/", "completions/", "groups/", "clip/", "clip_ratio/"),
+    *("sampling/", "mismatch/", "correction/", "vespo/", "noise/", "dynamic_sampling/", "environment/"),
     *("carry_over/", "sources/", "curriculum/"),
-    *("time/", "speed/", "memory/"),
+    *("validation/", "time/", "speed/", "memory/"),
 )
 WARNINGS = "warnings.jsonl"
 MACHINE_PREFIXES = ("time/", "speed/", "memory/")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from training.run_dir.progress import MACHINE_NUMBERS, NUMBERS, REFRESH_PER_S, numbers, time_left
+from training.run_dir.progress import MACHINE_NUMBERS, NUMBERS, REFRESH_PER_S, numbers, time_left, validation_text
 
 WIDTH, HEIGHT = 480, 90  # of the curve, in pixels
 
@@ -45,10 +45,8 @@ class NotebookDisplay:
         self._draw(at_once=self._done == steps)
 
     def validated(self, row: Mapping[str, Any]) -> None:
-        """Show this validation's accuracy, or its reward if it has none, from now on."""
-        accuracy, reward = row.get("validation/accuracy"), row["validation/reward"]
-        value = f"reward {reward:.3f}" if accuracy is None else f"{accuracy:.1%}"
-        self._validation = f"validation {value} at step {row['step']}"
+        """Show this validation from now on."""
+        self._validation = f"validation {validation_text(row)} at step {row['step']}"
         self._draw(at_once=True)
 
     def page(self) -> str:

@@ -23,6 +23,7 @@ LONGEST = 240  # characters of a prompt or completion
 
 # metric -> (name, format), in the order of the display
 NUMBERS = {
+    "nll": ("loss", ".4f"),
     "kl_to_teacher/forward": ("kl to teacher", ".4f"),
     "reward": ("reward", ".3f"),
     "entropy": ("entropy", ".3f"),
@@ -35,6 +36,7 @@ NUMBERS = {
 }
 MACHINE_NUMBERS = {
     "speed/rollout_tokens_per_s": ("tokens/s", ",.0f"),
+    "speed/tokens_per_s": ("tokens/s", ",.0f"),
     "memory/peak_gib": ("GiB", ".1f"),
 }
 
@@ -65,6 +67,14 @@ def completions_table(step: int, rows: Iterable[Mapping[str, Any]]) -> Table:
         rewards = "\n".join(f"{name} {value:.3g}" for name, value in row["rewards"].items() if value is not None)
         table.add_row(*(Text(text) for text in (rewards, _cut(row["prompt"]), _said(row))))
     return table
+
+
+def validation_text(row: Mapping[str, Any]) -> str:
+    """A validation's accuracy, or its reward if it has none, or the loss of held-out rows."""
+    accuracy, loss = row.get("validation/accuracy"), row.get("validation/loss")
+    if loss is not None:
+        return f"loss {loss:.4f}"
+    return f"reward {row['validation/reward']:.3f}" if accuracy is None else f"{accuracy:.1%}"
 
 
 class Display(Progress):
@@ -104,10 +114,8 @@ class Display(Progress):
         self.update(self._task, completed=rows[-1]["step"], left=time_left(rows, steps))
 
     def validated(self, row: Mapping[str, Any]) -> None:
-        """Show this validation's accuracy, or its reward if it has none, from now on."""
-        accuracy, reward = row.get("validation/accuracy"), row["validation/reward"]
-        value = f"reward {reward:.3f}" if accuracy is None else f"{accuracy:.1%}"
-        self._validation = f"  validation {value} at step {row['step']}"
+        """Show this validation from now on."""
+        self._validation = f"  validation {validation_text(row)} at step {row['step']}"
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()

@@ -41,14 +41,14 @@ class Finding:
 def findings(rows: Rows) -> list[Finding]:
     """The warnings for the last of `rows`, the metrics of all steps so far, oldest first.
 
-    A run that distills is not judged by its rewards, which it only logs, nor by an entropy that its teacher decides.
+    A run that is taught is not judged by its rewards, which it logs at most, nor by an entropy that others decide.
     """
-    distills = bool(rows) and TAUGHT in rows[-1]
-    zero = None if distills else _reward_zero(rows)
+    taught = bool(rows) and any(name in rows[-1] for name in TAUGHT)
+    zero = None if taught else _reward_zero(rows)
     found = [] if zero is None else [Finding("reward_zero", zero)]
     for kind, check in CHECKS.items():
         explained = zero is not None and kind in EXPLAINED_BY_ZERO
-        if not explained and not (distills and kind in OF_REWARDS) and (text := check(rows)) is not None:
+        if not explained and not (taught and kind in OF_REWARDS) and (text := check(rows)) is not None:
             found.append(Finding(kind, text))
     return found
 
@@ -198,7 +198,7 @@ CHECKS: dict[str, Callable[[Rows], str | None]] = {
 }
 EXPLAINED_BY_ZERO = ("no_variance", "truncated", "few_informative")
 OF_REWARDS = ("no_variance", "truncated", "entropy_collapse", "few_informative")
-TAUGHT = "kl_to_teacher/forward"
+TAUGHT = ("kl_to_teacher/forward", "nll")  # by a teacher, or by given conversations
 
 
 def _recent(rows: Rows, key: str) -> list[float] | None:

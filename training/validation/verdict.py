@@ -5,7 +5,7 @@ Nothing else is kept, so that a resumed run knows what an uninterrupted one know
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 Rows = Sequence[Mapping[str, Any]]
 
+LOSS = "loss"
 SHARES = ("accuracy", "accuracy_low", "accuracy_high")
 
 
@@ -31,16 +32,27 @@ class Best:
 
 def validations(rows: Rows) -> list[Mapping[str, Any]]:
     """The rows of metrics.jsonl that hold a validation."""
-    return [row for row in rows if row.get("validation/reward") is not None]
+    return [row for row in rows if any(row.get(f"validation/{name}") is not None for name in ("reward", LOSS))]
+
+
+def decisive(rows: Rows, config: ValidationConfig) -> tuple[str, Callable[[float], float]]:
+    """The metric that decides, and its value as a number that is the better the higher it is.
+
+    A run on given conversations measures their loss alone.
+    """
+    if any(row.get(f"validation/{LOSS}") is not None for row in rows):
+        return LOSS, lambda value: -value
+    return config.metric, lambda value: value
 
 
 def best_of(rows: Rows, config: ValidationConfig) -> Best | None:
     """The best validation after a step; None if there is none. The one before the first step has no checkpoint."""
-    found = [(row["step"], row[f"validation/{config.metric}"]) for row in validations(rows) if row["step"]]
+    metric, height = decisive(rows, config)
+    found = [(row["step"], row[f"validation/{metric}"]) for row in validations(rows) if row["step"]]
     if not found:
         return None
-    value = max(value for _, value in found)
-    return Best(next(step for step, each in found if each == value), config.metric, value)
+    value = max((value for _, value in found), key=height)
+    return Best(next(step for step, each in found if each == value), metric, value)
 
 
 def best_kept(rows: Rows, config: ValidationConfig) -> Best | None:
@@ -50,16 +62,17 @@ def best_kept(rows: Rows, config: ValidationConfig) -> Best | None:
 
 def ending(rows: Rows, config: ValidationConfig, step: int) -> str | None:
     """Why the validation after `step` ends the run, in words; None if it does not. The one before step 1 never does."""
-    values = [(row["step"], row[f"validation/{config.metric}"]) for row in validations(rows)]
+    metric, height = decisive(rows, config)
+    values = [(row["step"], row[f"validation/{metric}"]) for row in validations(rows)]
     if config.every is None or not step or not values or values[-1][0] != step:
         return None
-    last = shown(config.metric, values[-1][1])
-    if config.target is not None and values[-1][1] >= config.target:
-        return f"validation {config.metric} {last} has reached validation.target {config.target:g}"
-    since = _without_improvement([value for _, value in values], config.min_improvement)
+    last = shown(metric, values[-1][1])
+    if config.target is not None and height(values[-1][1]) >= height(config.target):
+        return f"validation {metric} {last} has reached validation.target {config.target:g}"
+    since = _without_improvement([height(value) for _, value in values], config.min_improvement)
     if config.stop_after is not None and since >= config.stop_after:
         return (
-            f"validation {config.metric} ({last}) has not improved in {since} validations (validation.stop_after "
+            f"validation {metric} ({last}) has not improved in {since} validations (validation.stop_after "
             f"{config.stop_after})"
         )
     return None
@@ -76,12 +89,14 @@ def _without_improvement(values: Sequence[float], least: float) -> int:
 
 def shown(metric: str, value: float) -> str:
     """A value as people read it."""
-    return f"{value:.1%}" if metric in SHARES else f"{value:.3f}"
+    return f"{value:.1%}" if metric in SHARES else f"{value:.4f}" if metric == LOSS else f"{value:.3f}"
 
 
 def sentence(row: Mapping[str, Any]) -> str:
     """A validation in one line."""
     when = f"after step {row['step']}" if row["step"] else "before the first step"
+    if (loss := row.get(f"validation/{LOSS}")) is not None:
+        return f"validation {when}: loss {loss:.4f}"
     found = [shown(name, row[f"validation/{name}"]) for name in SHARES if row.get(f"validation/{name}") is not None]
     accuracy = f"accuracy {found[0]} ({found[1]} to {found[2]}), " if len(found) == len(SHARES) else ""
     return (

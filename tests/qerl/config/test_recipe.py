@@ -12,7 +12,8 @@ NAMES = [
     *("calculator", "dapo_3b", "dapo_3b_bf16", "dapo_7b", "dapo_7b_bf16", "dapo_7b_fp8"),
     *("dapo_14b", "dapo_14b_bf16", "dapo_32b", "dapo_32b_bf16", "first_evening", "grpo_gsm8k_7b"),
     *("grpo_gsm8k_7b_bf16", "llama3_8b", "qad_1_7b", "qad_tiny", "qat_3b", "qat_7b"),
-    *("qat_7b_ffn", "qat_tiny", "qwen3_8b", "qwen3_8b_fp8", "tiny", "tiny_fp8", "word_game"),
+    *("qat_7b_ffn", "qat_tiny", "qwen3_8b", "qwen3_8b_fp8", "sft_7b", "sft_tiny", "tiny", "tiny_fp8"),
+    "word_game",
 ]
 SMALL = "model: {base: tiny}\ndata: {task: arith}\nrun: {steps: 40}\n"
 
@@ -46,7 +47,8 @@ def test_a_shipped_recipe_survives_saving_exactly(name, tmp_path):
 def test_a_shipped_recipe_says_how_to_start_it_and_where_its_numbers_come_from(name):
     text = recipe_path(name).read_text()
     comment = text[: re.search(r"^[a-z]", text, re.MULTILINE).start()]
-    command = "train" if load_recipe(name).distill is None else "distill"
+    config = load_recipe(name)
+    command = "distill" if config.distill else "sft" if config.sft else "train"
     assert re.search(rf"qerl {command} --recipe {name}( --quantize)?\n", comment)
     assert "2510.11696" in comment
     assert "departures from the paper" in comment.lower()
@@ -58,7 +60,7 @@ def test_a_bf16_twin_differs_in_format_noise_and_learning_rate_alone(name):
     differences = {
         f"{section}.{key}": (value, base[section][key])
         for section, keys in twin.items()
-        if section not in ("rewards", "qat", "environment", "distill")
+        if section not in ("rewards", "qat", "environment", "distill", "sft")
         for key, value in keys.items()
         if value != base[section][key]
     }
@@ -71,7 +73,12 @@ def test_a_bf16_twin_differs_in_format_noise_and_learning_rate_alone(name):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name in NAMES if not name.endswith(("tiny", "tiny_fp8", "evening", "calculator", "game", "1_7b"))]
+    "name",
+    [
+        name
+        for name in NAMES
+        if not name.endswith(("tiny", "tiny_fp8", "evening", "calculator", "game", "1_7b", "sft_7b"))
+    ],
 )
 def test_a_step_of_the_paper_trains_on_128_completions(name):
     """arXiv 2510.11696, Table 4: batch 128; 8 samples per prompt on GSM8K (4096 tokens), 16 on BigMath (8192)."""

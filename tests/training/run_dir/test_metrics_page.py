@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 from small_run import small_config
+from small_sft import small_sft
 
 from training.run import start
 from training.run_dir.log import is_own, read_metrics
@@ -48,7 +49,10 @@ def written(nvfp4_base, tmp_path_factory):
         settings = [setting.replace("ROWS", str(folder / "rows.jsonl")) for setting in settings]
         start(small_config(nvfp4_base, folder, *settings, steps=3), "tiny")
         keys.update(key for row in read_metrics(folder / "run") for key in row)
-    return keys
+    folder = tmp_path_factory.mktemp("given")
+    validated = ("validation.every=1", "validation.split=test", "validation.limit=4", "validation.task=arith")
+    start(small_sft(nvfp4_base, folder, *validated, steps=1), "sft_tiny")
+    return keys | {key for row in read_metrics(folder / "run") for key in row}
 
 
 def explained():

@@ -1,0 +1,104 @@
+"""Rows of conversations: the forms that are read, and what is left out or refused, in one line."""
+
+import pytest
+from row_files import write_jsonl
+
+from qerl.config.recipe import load_recipe
+from qerl.data.conversations import Source, check_conversations, load_conversations
+from qerl.errors import DataError
+from qerl.tasks import get_task
+
+ASKED = {"role": "user", "content": "hi"}
+SAID = {"role": "assistant", "content": "hello"}
+
+
+def read(path, rows, *overrides, columns=None, limit=None, task="own"):
+    config = load_recipe("sft_tiny", [f"data.task={task}", "data.limit=null", *overrides])
+    source = Source(str(write_jsonl(path / "rows.jsonl", rows)), "train", columns)
+    return load_conversations(config.data, get_task(task), source, limit)
+
+
+@pytest.mark.parametrize(
+    ("row", "columns"),
+    [
+        ({"messages": [ASKED, SAID]}, None),
+        ({"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "hello"}]}, None),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}, SAID]}, None),
+        ({"prompt": "hi", "completion": "hello"}, None),
+        ({"prompt": [ASKED], "completion": [SAID]}, None),
+        ({"question": "hi", "answer": "hello"}, None),
+        ({"instruction": "hi", "output": "hello"}, {"question": "instruction", "answer": "output"}),
+        ({"chat": [ASKED, SAID]}, {"question": "chat"}),
+        ({"messages": '[{"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}]'}, None),
+    ],
+)
+def test_the_forms_of_a_row(tmp_path, row, columns):
+    (found,) = read(tmp_path, [row], columns=columns)
+    assert found.messages == (ASKED, SAID)
+
+
+def test_tools_and_their_calls_reach_the_template(tmp_path):
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    spoken = {"role": "assistant", "content": None, "tool_calls": [call]}
+    answer = {"role": "tool", "content": "2", "tool_call_id": "1"}
+    (found,) = read(tmp_path, [{"messages": [ASKED, spoken, answer, SAID], "tools": [{"name": "add"}]}])
+    assert found.messages[1]["tool_calls"][0]["function"]["arguments"] == {"a": 1}
+    assert found.messages[2] == answer
+    assert found.tools == ({"name": "add"},)
+
+
+def test_a_system_prompt_is_given_to_conversations_without_one(tmp_path):
+    own = {"role": "system", "content": "mine"}
+    rows = [{"messages": [ASKED, SAID]}, {"messages": [own, ASKED, SAID]}]
+    first, second = read(tmp_path, rows, "data.system_prompt=yours")
+    assert (first.messages[0]["content"], second.messages[0]["content"]) == ("yours", "mine")
+
+
+BAD = {
+    "no message of the assistant": {"messages": [ASKED]},
+    "a message without a role": {"messages": [{"content": "hi"}, SAID]},
+    "a message without a text": {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, SAID]},
+    "no list of messages": {"messages": "hi"},
+    "a tool call without a name": {"messages": [ASKED, {**SAID, "tool_calls": [{"function": {}}]}]},
+    "tools that are no list of schemas": {"messages": [ASKED, SAID], "tools": "3"},
+    "half a character": {"messages": [ASKED, {**SAID, "content": "\ud83d"}]},
+    "no readable row": "text",
+}
+
+
+@pytest.mark.parametrize("reason", BAD)
+def test_a_row_that_cannot_be_learned_is_left_out_with_its_reason(tmp_path, caplog, reason):
+    good = {"messages": [ASKED, SAID]}
+    with caplog.at_level("WARNING"):
+        assert len(read(tmp_path, [good, BAD[reason], good])) == 1
+    assert f"1 {reason}" in caplog.text
+    assert "1 the same as an earlier row" in caplog.text
+    assert "(e.g. row 2: " in caplog.text
+
+
+def test_an_answer_that_is_no_text_is_left_out(tmp_path, caplog):
+    with caplog.at_level("WARNING"):
+        assert len(read(tmp_path, [{"prompt": "hi", "completion": "hello"}, {"prompt": "hi", "completion": None}])) == 1
+    assert "no text to learn" in caplog.text
+
+
+def test_rows_without_anything_to_learn_are_refused_in_one_line(tmp_path):
+    says = r"can be learned from: 0 of 1 rows.*no message of the assistant"
+    with pytest.raises(DataError, match=says) as error:
+        read(tmp_path, [{"messages": [ASKED]}])
+    assert "\n" not in str(error.value)
+    with pytest.raises(DataError, match=r"has no column of conversations \(its columns: text\): give `messages`"):
+        read(tmp_path, [{"text": "hi"}])
+
+
+def test_a_task_without_solutions_is_refused():
+    with pytest.raises(DataError, match="task word_game has no conversations of its own"):
+        check_conversations(get_task("word_game"), Source(None, "train", None))
+
+
+def test_the_solutions_of_a_task_are_its_rows_worked_out():
+    config = load_recipe("sft_tiny")
+    (found,) = load_conversations(config.data, get_task("arith"), Source(None, "train", None), 1)
+    row = next(iter(get_task("arith").generate("train")))
+    assert found.messages[0] == {"role": "user", "content": row["question"]}
+    assert found.messages[1]["content"].endswith(f"\n#### {row['answer']}")

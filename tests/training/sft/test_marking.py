@@ -1,0 +1,112 @@
+"""Which tokens of a conversation are learned: by the template's own marks, by difference, and what is refused."""
+
+import pytest
+
+from qerl.checkpoint.load import load_tokenizer
+from qerl.data.conversations import Conversation
+from qerl.errors import CheckpointError
+from training.sft.marking import Marker, UnmarkableError
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+GENERATION = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.content + '<|im_end|>' }}{% endgeneration %}{{ '\n' }}"
+    "{% else %}{{ m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+# As Qwen3: the last answer has an empty thought before it, an earlier one has none.
+THINKING = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' }}"
+    "{% if m.role == 'assistant' and loop.last %}{{ '<think></think>' }}{% endif %}{{ m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+TALK = (
+    {"role": "user", "content": "What is 3 + 4?"},
+    {"role": "assistant", "content": "3 + 4 = 7"},
+    {"role": "user", "content": "And 5 more?"},
+    {"role": "assistant", "content": "#### 12"},
+)
+
+
+@pytest.fixture
+def marker():
+    def of(template):
+        tokenizer = load_tokenizer("tiny")
+        tokenizer.chat_template = template
+        return Marker(tokenizer, [tokenizer.eos_token_id]), tokenizer
+
+    return of
+
+
+def learned(tokenizer, row):
+    """The texts that a row learns, each run of tokens for itself."""
+    runs, now = [], []
+    for token, wanted in zip([*row.ids, 0], [*row.learned, 0], strict=True):
+        if wanted:
+            now.append(token)
+        elif now:
+            runs.append(tokenizer.decode(now, skip_special_tokens=False))
+            now = []
+    return runs
+
+
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+def test_every_answer_is_learned_up_to_the_token_that_ends_it(marker, template):
+    marks, tokenizer = marker(template)
+    (row,) = marks.rows(Conversation("1", TALK))
+    assert learned(tokenizer, row) == ["3 + 4 = 7<|im_end|>", "#### 12<|im_end|>"]
+    whole = tokenizer.apply_chat_template(list(TALK), tokenize=True, return_dict=True)["input_ids"]
+    assert row.ids == whole
+
+
+def test_the_marks_of_a_template_are_those_of_transformers(marker):
+    marks, tokenizer = marker(GENERATION)
+    (row,) = marks.rows(Conversation("1", TALK))
+    asked = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}
+    expected = tokenizer.apply_chat_template(list(TALK), **asked)
+    assert (row.ids, row.learned) == (expected["input_ids"], expected["assistant_masks"])
+
+
+@pytest.mark.parametrize("template", [CHATML, GENERATION])
+def test_messages_of_a_prompt_are_not_learned(marker, template):
+    marks, tokenizer = marker(template)
+    (row,) = marks.rows(Conversation("1", TALK, learned_from=3))
+    assert learned(tokenizer, row) == ["#### 12<|im_end|>"]
+
+
+def test_a_template_that_writes_earlier_answers_otherwise_gets_a_row_for_each(marker):
+    """Each as the model would be asked: before an answer, earlier ones have no thought."""
+    marks, tokenizer = marker(THINKING)
+    rows = marks.rows(Conversation("1", TALK))
+    assert [learned(tokenizer, row) for row in rows] == [
+        ["<think></think>3 + 4 = 7<|im_end|>"],
+        ["<think></think>#### 12<|im_end|>"],
+    ]
+    assert "assistant\n3 + 4 = 7<|im_end|>" in tokenizer.decode(rows[1].ids, skip_special_tokens=False)
+    assert len(marks.rows(Conversation("2", TALK[:2]))) == 1
+
+
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        (
+            "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}?{% endif %}",
+            "is not how it",
+        ),
+        ("{{ messages[0].content }}", "no token of the assistant"),
+        ("{{ raise_exception('no') }}", "the template refuses it: no"),
+    ],
+)
+def test_a_template_that_cannot_mark_an_answer_is_refused_in_one_line(marker, template, says):
+    with pytest.raises(CheckpointError, match=f"does not show which tokens are the assistant's.*{says}") as error:
+        marker(template)
+    assert "\n" not in str(error.value)
+
+
+def test_a_conversation_that_a_template_refuses_is_told_apart(marker):
+    marks, _ = marker("{% if messages | length > 2 %}{{ raise_exception('too long') }}{% endif %}" + CHATML)
+    with pytest.raises(UnmarkableError, match="too long"):
+        marks.rows(Conversation("1", TALK))

@@ -1,0 +1,126 @@
+"""A conversation as token ids, and which of them the assistant wrote: those are learned.
+
+A template that has {% generation %} says so itself. Of any other the assistant's part is found by difference: what the
+template writes of the messages up to an answer, less what it writes as the prompt for it. Both have to be beginnings of
+the whole text. Some templates write an earlier answer otherwise once more messages follow (Qwen3 drops its thoughts).
+Such a conversation becomes a row for each answer, whose earlier messages are written as they would be when the model
+is asked. What a template writes after the token that ends an answer is not learned, as no model writes it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from qerl.checkpoint.sandbox import SandboxError, render_marked, render_text
+from qerl.data.conversations import Conversation
+from qerl.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+Span = tuple[int, int]  # of characters
+
+
+class Marked(NamedTuple):
+    """A row: token ids, and 1 for those that are learned."""
+
+    ids: list[int]
+    learned: list[int]
+
+
+class UnmarkableError(Exception):
+    """Why the assistant's tokens of a conversation cannot be told from the others."""
+
+
+class Marker:
+    """The chat template of one model."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> None:
+        """`end_ids` end an answer. Raises CheckpointError for a template that cannot mark a single answer."""
+        self._tokenizer, self._end_ids = tokenizer, frozenset(end_ids)
+        name = tokenizer.name_or_path
+        if not getattr(tokenizer, "chat_template", None):
+            raise CheckpointError(
+                f"the tokenizer of {name!r} has no chat template, so conversations cannot be written as the model "
+                "expects them: use the instruct version of the checkpoint, or put a chat_template.jinja beside its "
+                "tokenizer_config.json"
+            )
+        if not tokenizer.is_fast:
+            raise CheckpointError(
+                f"the tokenizer of {name!r} does not say which characters a token has: use a checkpoint with a "
+                "tokenizer.json"
+            )
+        self._by_template = GENERATION.search(tokenizer.get_chat_template()) is not None
+        dummy = ({"role": "user", "content": "a question"}, {"role": "assistant", "content": "an answer"})
+        try:
+            self.rows(Conversation("dummy", dummy))
+        except UnmarkableError as error:
+            raise CheckpointError(
+                f"the chat template of {name!r} does not show which tokens are the assistant's ({error}): put "
+                "{% generation %} and {% endgeneration %} around what the assistant writes in its chat_template.jinja"
+            ) from error
+
+    def rows(self, conversation: Conversation) -> list[Marked]:
+        """The conversation as a row, or as one for each answer. Raises UnmarkableError."""
+        try:
+            if self._by_template:
+                return [self._by_generation(conversation)]
+            whole = self._text(conversation, len(conversation.messages), prompt=False)
+            answers = _answers(conversation)
+            spans = [self._span(conversation, answer, whole) for answer in answers]
+            if None not in spans:
+                return [self._marked(whole, spans)]
+            return [self._single(conversation, answer) for answer in answers]
+        except SandboxError as error:
+            raise UnmarkableError(f"the template refuses it: {error}") from error
+
+    def _by_generation(self, conversation: Conversation) -> Marked:
+        text, spans = render_marked(self._tokenizer, conversation.messages, conversation.tools)
+        spoken = [each["role"] == "assistant" for each in conversation.messages]
+        if conversation.learned_from:
+            if len(spans) != sum(spoken):
+                raise UnmarkableError(f"the template marks {len(spans)} of {sum(spoken)} answers")
+            spans = spans[sum(spoken[: conversation.learned_from]) :]
+        return self._marked(text, spans)
+
+    def _span(self, conversation: Conversation, answer: int, whole: str) -> Span | None:
+        """The characters of message `answer` in the whole text; None if the template wrote it otherwise alone."""
+        prompt = self._text(conversation, answer, prompt=True)
+        up_to = whole if answer + 1 == len(conversation.messages) else self._text(conversation, answer + 1, False)
+        if not up_to.startswith(prompt) or not whole.startswith(up_to):
+            return None
+        return len(prompt), len(up_to)
+
+    def _single(self, conversation: Conversation, answer: int) -> Marked:
+        """A row that ends with message `answer` and learns it alone."""
+        prompt, whole = self._text(conversation, answer, prompt=True), self._text(conversation, answer + 1, False)
+        if not whole.startswith(prompt):
+            raise UnmarkableError("what it writes as the prompt for an answer is not how it begins with the answer")
+        return self._marked(whole, [(len(prompt), len(whole))])
+
+    def _text(self, conversation: Conversation, count: int, prompt: bool) -> str:
+        """The first `count` messages; with what asks for an answer if they are a `prompt`."""
+        return render_text(self._tokenizer, conversation.messages[:count], prompt, conversation.tools)
+
+    def _marked(self, text: str, spans: Sequence[Span]) -> Marked:
+        text = text.encode(errors="replace").decode()
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        ids, places = list(encoded["input_ids"]), encoded["offset_mapping"]
+        learned = [0] * len(ids)
+        for start, end in spans:
+            inside = [i for i, (first, last) in enumerate(places) if start <= first and last <= end and first < last]
+            ends = [i for i in inside if ids[i] in self._end_ids]
+            for i in inside:
+                learned[i] = int(self._by_template or not ends or i <= ends[-1])
+        if not any(learned):
+            raise UnmarkableError("no token of the assistant is left of it")
+        return Marked(ids, learned)
+
+
+def _answers(conversation: Conversation) -> list[int]:
+    """The numbers of the messages that are learned."""
+    numbered = enumerate(conversation.messages)
+    return [i for i, each in numbered if i >= conversation.learned_from and each["role"] == "assistant"]

@@ -1,0 +1,167 @@
+"""Conversations as the rows of a step: read, marked and held to the longest row. What is left out is counted."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from qerl.data.conversations import Conversation, Source, held_out_source, load_conversations
+from qerl.engine.interface import check_tokens
+from qerl.errors import ConfigError, DataError
+from qerl.tasks import task_of
+from training.loss.batch import Batch, padded_left, padded_right
+from training.sft.marking import Marked, Marker, UnmarkableError
+
+if TYPE_CHECKING:
+    from qerl.config.schema import RunConfig
+    from qerl.plan.sizes import ModelSizes
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A conversation, or a part of one that ends with an answer: token ids, and 1 for those that are learned."""
+
+    id: str
+    ids: list[int]
+    learned: list[int]
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens before the first that is learned."""
+        return self.learned.index(1)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What a run learns from, and what its validations measure, if it has any."""
+
+    trained: Sequence[Row]
+    held_out: Sequence[Row] = ()
+
+    def inputs(self) -> dict[str, str]:
+        """Digests for run.json."""
+        named = {"the rows of the data": self.trained, "the validation's rows": self.held_out}
+        return {what: _digest(rows) for what, rows in named.items() if rows}
+
+
+def read_rows(config: RunConfig, marker: Marker, sizes: ModelSizes) -> Rows:
+    """The rows of a recipe. Raises DataError or ConfigError if they cannot be used."""
+    data, this = config.data, config.validation
+    found = load_conversations(data, task_of(data), Source(data.source, data.split, data.columns), data.limit)
+    trained = _rows(config, marker, found, "data")
+    if len(trained) < config.sft.rows_per_step:
+        raise DataError(
+            f"{len(trained)} usable rows are fewer than the {config.sft.rows_per_step} of a step: give more rows, "
+            "raise sft.max_tokens, or lower sft.rows_per_step"
+        )
+    held_out: list[Row] = []
+    if this.every is not None:
+        found = load_conversations(data, *held_out_source(config), None)
+        held_out = _unseen(_rows(config, marker, found, "validation"), trained)[: this.limit]
+    _check_fit([*trained, *held_out], sizes)
+    _say(config, trained)
+    return Rows(trained, held_out)
+
+
+def batch_of(rows: Sequence[Row], pad_id: int) -> Batch:
+    """The rows of a step as padded tensors: prompts to the left, and what begins with the first learned token."""
+    parts = [(row.prompt_tokens, torch.tensor(row.ids), torch.tensor(row.learned)) for row in rows]
+    prompts, completions = [ids[:at] for at, ids, _ in parts], [ids[at:] for at, ids, _ in parts]
+    return Batch(
+        prompt_ids_B_L=padded_left(prompts, pad_id),
+        prompt_mask_B_L=padded_left([torch.ones_like(ids) for ids in prompts], 0),
+        completion_ids_B_T=padded_right(completions, pad_id),
+        completion_mask_B_T=padded_right([torch.ones_like(ids) for ids in completions], 0),
+        loss_mask_B_T=padded_right([learned[at:] for at, _, learned in parts], 0),
+        advantages_B=torch.ones(len(rows)),
+        sampling_logprobs_B_T=None,
+    )
+
+
+def _rows(config: RunConfig, marker: Marker, conversations: Sequence[Conversation], where: str) -> list[Row]:
+    """The conversations as rows. Says how many were cut or left out, and why."""
+    this, rows = config.sft, []
+    left_out: Counter[str] = Counter()
+    named: dict[str, str] = {}
+    parts = cut = 0
+    for each in conversations:
+        try:
+            marked = marker.rows(each)
+        except UnmarkableError as error:
+            left_out[str(error)] += 1
+            named.setdefault(str(error), each.id)
+            continue
+        parts += len(marked) > 1
+        for row in marked:
+            cut += len(row.ids) > this.max_tokens
+            if (kept := _within(row, this.max_tokens, this.long_rows)) is None:
+                reason = f"longer than sft.max_tokens={this.max_tokens}"
+                left_out[reason] += 1
+                named.setdefault(reason, each.id)
+            else:
+                rows.append(Row(each.id, *kept))
+    if cut and this.long_rows == "truncate":
+        logger.warning("%s: %d rows are longer than sft.max_tokens=%d and are cut there", where, cut, this.max_tokens)
+    for reason, count in left_out.items():
+        logger.warning("%s: %d rows are left out, %s (e.g. row %s)", where, count, reason, named[reason])
+    if parts:
+        logger.info("%s: %d conversations become a row for each answer, as the template asks for it", where, parts)
+    if not rows:
+        raise DataError(f"{where}: no row is left to learn from ({'; '.join(left_out)}): raise sft.max_tokens")
+    return rows
+
+
+def _within(row: Marked, longest: int, long_rows: str) -> Marked | None:
+    """The row if it is short enough, or cut; None if it is left out. Its first token cannot be predicted."""
+    if len(row.ids) > longest and long_rows == "drop":
+        return None
+    ids, learned = row.ids[:longest], [0, *row.learned[1:longest]]
+    return Marked(ids, learned) if any(learned) else None
+
+
+def _unseen(rows: Sequence[Row], trained: Sequence[Row]) -> list[Row]:
+    known = {tuple(row.ids) for row in trained}
+    unseen = [row for row in rows if tuple(row.ids) not in known]
+    if not unseen:
+        raise DataError(
+            f"validation: all {len(rows)} rows are among the training rows: name other rows with validation.source, or "
+            "train without validation (--set validation.every=null)"
+        )
+    if seen := len(rows) - len(unseen):
+        logger.warning("validation: %d of %d rows are among the training rows and are left out", seen, len(rows))
+    return unseen
+
+
+def _check_fit(rows: Sequence[Row], sizes: ModelSizes) -> None:
+    check_tokens((row.ids for row in rows), sizes.vocabulary)
+    longest = max(len(row.ids) for row in rows)
+    if sizes.positions is not None and longest > sizes.positions:
+        raise ConfigError(
+            f"a row has {longest} tokens and the model {sizes.positions} positions: write sft.max_tokens: "
+            f"{sizes.positions}"
+        )
+
+
+def _say(config: RunConfig, rows: Sequence[Row]) -> None:
+    tokens, learned = sum(len(row.ids) for row in rows), sum(sum(row.learned) for row in rows)
+    logger.info(
+        "%d rows with %d tokens, %.0f%% of them learned; %d steps of %d rows are %.2g epochs",
+        *(len(rows), tokens, 100 * learned / tokens),
+        *(config.run.steps, config.sft.rows_per_step, config.run.steps * config.sft.rows_per_step / len(rows)),
+    )
+
+
+def _digest(rows: Collection[Row]) -> str:
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps([row.ids, row.learned]).encode())
+    return digest.hexdigest()[:16]
