@@ -149,7 +149,8 @@ def _columns(task: Task, name: str, asked: Mapping[str, str], rows: Sequence[Row
     answers = [asked["answer"]] if "answer" in asked else [*ANSWERS, *own["answer"], "answer"]
     prompt = next((column for column in prompts if column in there), None)
     answer = next((column for column in answers if column in there), None)
-    if prompt is None or (answer is None and not any(isinstance(row.get(prompt), list) for row in present)):
+    listed = prompt in LISTS or any(isinstance(row.get(prompt), list) for row in present)
+    if prompt is None or (answer is None and not listed):
         raise DataError(
             f"{name} has no column of conversations (its columns: {', '.join(there)}): give `messages`, or `prompt` "
             "and `completion`, or map yours with --columns question=THEIR_PROMPT,answer=THEIR_COMPLETION (a recipe: "
@@ -166,7 +167,7 @@ def _read(
         raise _UnusableError("no readable row")
     prompt, answer = columns
     system = task.system_prompt if data.system_prompt == "default" else data.system_prompt
-    if isinstance(row.get(prompt), str):
+    if isinstance(row.get(prompt), str) and answer is not None:
         before = build_messages(task, row[prompt].strip(), data.system_prompt, data.prompt_template)
         if not row[prompt].strip():
             raise _UnusableError("an empty prompt")

@@ -29,6 +29,8 @@
 #     merge    250 s  merged folders in stock vLLM
 #     python   120 s  runs after one another in one Python process: memory given back, equal numbers
 #     cli      260 s  commands on the embedded model: a killed run, dynamic sampling, eval, memory, report, merge
+#     sft      560 s  supervised fine-tuning of a 7B: tokens per second and memory of ours over NVFP4 and over 16 bits, TRL's
+#                     QLoRA with and without checkpointing, and Unsloth where it is installed
 #     step     350 s  workload A: our step, TRL's step, the profile of ours
 #     micro    250 s  workload A by tokens per micro-batch, the source of OVERHEAD_TOKENS in qerl/plan/micro_batch_plan.py
 #     cap24     80 s  workload A under 24 GiB; nothing else should run, because it waits for the CPU in places
@@ -195,6 +197,19 @@ batch_qatlora() {
 batch_qatcap() {
     checkpoint qwen2.5-7b 7b-16 --format bf16
     script qat-7b-cap80 250 bench_qat 7b-16 --steps 2 --cap-gib 80 --masters auto
+}
+
+batch_sft() {
+    checkpoint qwen2.5-7b 7b
+    checkpoint qwen2.5-7b 7b-16 --format bf16
+    tests sft 60 tests/qerl/engine/test_loaded_base.py
+    script sft-7b-qerl 160 bench_sft 7b
+    script sft-7b-qerl-bf16 160 bench_sft 7b-16 --set model.format=bf16
+    script sft-7b-trl 200 bench_sft 7b-16 --by trl --steps 4
+    script sft-7b-trl-unchecked 200 bench_sft 7b-16 --by trl --steps 4 --no-checkpointing --micro-batch 4
+    if "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('unsloth') is None)"; then
+        script sft-7b-unsloth 200 bench_sft 7b-16 --by unsloth --steps 4
+    fi
 }
 
 batch_qatpeer() {
