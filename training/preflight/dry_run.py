@@ -23,6 +23,7 @@ from training.validation.questions import Questions, read_questions
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import RunConfig
     from qerl.tasks import Task
     from training.rewards.guarded import Reward
@@ -40,6 +41,8 @@ def dry_run(config: RunConfig, console: Console) -> bool:
     itself would raise for its model, adapter, data or rewards.
     """
     base = starting_model(config)
+    if config.sft is not None:
+        return _dry_run_of_rows(config, base, console)
     tokenizer, prompts, environments = read_prompts(config, base)
     lengths = sorted(len(prompt.ids) for prompt in prompts)
     console.print(
@@ -65,6 +68,28 @@ def dry_run(config: RunConfig, console: Console) -> bool:
             shutil.rmtree(written)
     made = plan_of(config, model=str(local_folder(base.base)))
     show(config, made, console, likely(config, prompts=lengths))
+    return not made.problems
+
+
+def _dry_run_of_rows(config: RunConfig, base: ModelRef, console: Console) -> bool:
+    """The same for a run on given conversations: how long they are, and what of the first is learned."""
+    from training.sft.run import read_given
+
+    tokenizer, rows = read_given(config, base)
+    lengths = sorted(len(row.ids) for row in rows.trained)
+    learned = sum(sum(row.learned) for row in rows.trained) / sum(lengths)
+    first = rows.trained[0]
+    text = tokenizer.decode([token for token, wanted in zip(first.ids, first.learned, strict=True) if wanted])
+    lines = [
+        f"data: {len(lengths)} rows of {lengths[0]} to {lengths[-1]} tokens, half of them under "
+        f"{lengths[len(lengths) // 2]}, {learned:.0%} of all tokens learned; a run of {config.run.steps} steps takes "
+        f"{config.run.steps * config.sft.rows_per_step}",
+        f"learned of row {first.id}: {text!r:.400}",
+        *([f"validation: {len(rows.held_out)} rows, {validation_count(config)} times"] if rows.held_out else []),
+    ]
+    console.print(*lines, sep="\n", highlight=False, markup=False, soft_wrap=True)
+    made = plan_of(config, model=str(local_folder(base.base)))
+    show(config, made, console, likely(config))
     return not made.problems
 
 

@@ -92,14 +92,20 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> tuple[PreTrainedT
     check_trackers(config.logging.report_to)
     check_activations(config, base)
     check_ranks(config, place.parallel.size)
-    if base.adapter is not None:
-        check_warm_start(base.adapter, base.base, config.adapter)
     check_same_base(place.run_dir, base.base)
     sizes = sizes_at(base)
-    check_trained(config, sizes)
     check_room(place.run_dir, checkpoint_bytes(config, sizes))
     if torch.cuda.is_available():
         check_memory(config, base, free_bytes(), place.parallel.size)
+    return read_given(config, base)
+
+
+def read_given(config: RunConfig, base: ModelRef) -> tuple[PreTrainedTokenizerBase, Rows]:
+    """The tokenizer of a base and the rows that a run on it learns from. Raises QerlError if it cannot learn them."""
+    if base.adapter is not None:
+        check_warm_start(base.adapter, base.base, config.adapter)
+    sizes = sizes_at(base)
+    check_trained(config, sizes)
     tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
     folder = local_folder(base.base, config.model.trust_remote_code)
     text_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code).get_text_config()

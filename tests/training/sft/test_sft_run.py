@@ -1,5 +1,6 @@
 """Runs on given conversations: a step against the dense loss, a run against TRL's trainer, resuming, validation."""
 
+import io
 import json
 import signal
 
@@ -9,6 +10,7 @@ from bases import write_base
 from datasets import Dataset
 from killed import killed_in
 from peft import LoraConfig, get_peft_model
+from rich.console import Console
 from small_run import numbers, same_adapters
 from small_sft import TALKS, small_sft
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -21,6 +23,7 @@ from qerl.config.recipe import load_config, load_recipe
 from qerl.errors import ConfigError
 from qerl.report.read import read_run
 from qerl.report.text import render_text
+from training.preflight.dry_run import dry_run
 from training.run import resume, start
 from training.run_dir.log import read_metrics
 from training.sft.trainer import SftTrainer
@@ -216,6 +219,17 @@ def test_whole_weights_are_learned_through_the_quantizer(base, tmp_path):
     assert rows[-1]["loss"] < rows[0]["loss"]
     tokenizer, model = load_tokenizer(result.adapter), load_model(result.adapter, "nvfp4")
     assert model(**tokenizer("3 + 4", return_tensors="pt")).logits.isfinite().all()
+
+
+def test_a_dry_run_shows_what_is_learned_and_the_plan(nvfp4_base, tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    assert dry_run(small_sft(nvfp4_base, tmp_path), console)
+    text = console.file.getvalue()
+    assert "data: 8 rows of " in text
+    assert "learned of row 1: '3 + 4 = 7<|im_end|>'" in text
+    assert "Nothing is sampled" in text
+    assert "KV cache" not in text.replace("no KV cache", "")
+    assert not (tmp_path / "run").exists()
 
 
 def test_it_teaches_the_embedded_model_and_its_adapter_is_a_warm_start_for_rl(tmp_path):
