@@ -23,8 +23,10 @@ def trl_config(config: RunConfig, run_dir: Path, reward_weights: list[float]) ->
     and says which layers recompute.
     """
     rollout, loss = config.rollout, config.loss
-    return GRPOConfig(
-        **_loop_arguments(config, run_dir),
+    return _with_loop(
+        GRPOConfig,
+        config,
+        run_dir,
         steps_per_generation=1,
         num_generations=rollout.group_size,
         num_iterations=loss.num_iterations,
@@ -47,40 +49,41 @@ def trl_config(config: RunConfig, run_dir: Path, reward_weights: list[float]) ->
 
 def sft_arguments(config: RunConfig, run_dir: Path) -> TrainingArguments:
     """Those of a run that samples nothing."""
-    return TrainingArguments(**_loop_arguments(config, run_dir))
+    return _with_loop(TrainingArguments, config, run_dir)
 
 
-def _loop_arguments(config: RunConfig, run_dir: Path) -> dict[str, Any]:
-    """What transformers' loop is told of any run."""
+def _with_loop(kind: type[TrainingArguments], config: RunConfig, run_dir: Path, **own: Any) -> Any:
+    """Arguments of this kind: its own, and what transformers' loop is told of any run."""
     optim, run, on_gpu = config.optim, config.run, torch.cuda.is_available()
-    return {
-        "output_dir": str(run_dir),
-        "max_steps": run.steps,
-        "seed": run.seed,
-        "per_device_train_batch_size": config.rows_per_step,
-        "gradient_accumulation_steps": 1,
-        "learning_rate": optim.learning_rate,
-        "weight_decay": optim.weight_decay,
-        "adam_beta1": optim.beta1,
-        "adam_beta2": optim.beta2,
-        "adam_epsilon": optim.eps,
-        "max_grad_norm": optim.max_grad_norm,
-        "warmup_steps": optim.warmup_ratio,
-        "lr_scheduler_type": optim.schedule if optim.schedule != "constant" else "constant_with_warmup",
-        "optim": _optimizer_name(optim.name, on_gpu),
-        "gradient_checkpointing": False,
-        "bf16": on_gpu and config.model.dtype != "float32",
-        "use_cpu": not on_gpu,
-        "save_strategy": "steps",
-        "save_steps": run.save_every,
-        "ignore_data_skip": True,  # the sampler starts at the resumed step itself
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,  # a loss that is not finite stops the run
-        "report_to": "none",  # training/run_dir/trackers.py reports
-        "disable_tqdm": True,
-        "eval_on_start": config.validation.every is not None,  # the trainer knows whether that validation is due
-        "remove_unused_columns": False,
-    }
+    return kind(
+        output_dir=str(run_dir),
+        max_steps=run.steps,
+        seed=run.seed,
+        per_device_train_batch_size=config.rows_per_step,
+        gradient_accumulation_steps=1,
+        learning_rate=optim.learning_rate,
+        weight_decay=optim.weight_decay,
+        adam_beta1=optim.beta1,
+        adam_beta2=optim.beta2,
+        adam_epsilon=optim.eps,
+        max_grad_norm=optim.max_grad_norm,
+        warmup_steps=optim.warmup_ratio,
+        lr_scheduler_type=optim.schedule if optim.schedule != "constant" else "constant_with_warmup",
+        optim=_optimizer_name(optim.name, on_gpu),
+        gradient_checkpointing=False,
+        bf16=on_gpu and config.model.dtype != "float32",
+        use_cpu=not on_gpu,
+        save_strategy="steps",
+        save_steps=run.save_every,
+        ignore_data_skip=True,  # the sampler starts at the resumed step itself
+        logging_steps=1,
+        logging_nan_inf_filter=False,  # a loss that is not finite stops the run
+        report_to="none",  # training/run_dir/trackers.py reports
+        disable_tqdm=True,
+        eval_on_start=config.validation.every is not None,  # the trainer knows whether that validation is due
+        remove_unused_columns=False,
+        **own,
+    )
 
 
 def check_installed(config: RunConfig) -> None:

@@ -120,8 +120,10 @@ class Run:
         return str(self.path)
 
     def __repr__(self) -> str:
-        rewards = [row["reward"] for row in self._rows("metrics.jsonl") if row.get("reward") is not None]
-        learned = f", reward {rewards[0]:.3f} at first, {rewards[-1]:.3f} at last" if rewards else ""
+        rows, learned = self._rows("metrics.jsonl"), ""
+        for key, name in (("nll", "loss"), ("reward", "reward")):
+            if not learned and (values := [row[key] for row in rows if row.get(key) is not None]):
+                learned = f", {name} {values[0]:.3f} at first, {values[-1]:.3f} at last"
         state = f"{self.steps} steps" if self.finished else f"not finished after {self.steps} steps"
         return f"Run({str(self.path)!r}: {state}{learned})"
 

@@ -21,7 +21,6 @@ from qerl.engine.options import EngineOptions
 from qerl.plan.plan import checkpoint_bytes
 from qerl.plan.several import check_ranks
 from training.course import Course, Place, TrainResult, agree_on_inputs, carry_out, settled_plan
-from training.parts import TrainingParts
 from training.policy.packed_policy import PackedPolicy
 from training.preflight.activations import check_activations
 from training.preflight.checks import check_memory, check_room, check_trained, check_warm_start, free_bytes, sizes_at
@@ -32,7 +31,7 @@ from training.run_dir.phase_times import PhaseTimes
 from training.run_dir.resume import check_same_base
 from training.sft.marking import Marker
 from training.sft.rows import Rows, read_rows
-from training.sft.trainer import SftTrainer
+from training.sft.trainer import SftParts, SftTrainer
 from training.sft.validation import measure
 from training.trl_config import check_installed, sft_arguments
 from training.validation.validation import Validation
@@ -69,7 +68,9 @@ def train_on_rows(
 
     def begin(log: RunLog, stop: Stop) -> SftTrainer:
         packed = PackedPolicy(policy.base_model, 1.0, plan, deterministic=config.rollout.deterministic)
-        parts = TrainingParts(
+        parts = SftParts(
+            base=loaded,
+            rows=rows,
             config=config,
             tokenizer=tokenizer,
             policy=policy,
@@ -79,9 +80,8 @@ def train_on_rows(
             times=PhaseTimes(packed.device),
             parallel=parallel,
         )
-        measured = partial(measure, parts, loaded, rows.held_out)
-        validation = Validation(parts, measured, stop) if rows.held_out else None
-        return SftTrainer(parts, loaded, rows.trained, args, [stop], course.start_step, validation)
+        validation = Validation(parts, partial(measure, parts), stop) if rows.held_out else None
+        return SftTrainer(parts, args, [stop], course.start_step, validation)
 
     return carry_out(course, begin, lambda trainer, abandoned: loaded.close())
 

@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from training.sft.rows import Row, batch_of
-from training.sft.trainer import sync_
+from training.sft.rows import batch_of
+from training.sft.trainer import SftParts, sync_
 
 if TYPE_CHECKING:
-    from qerl.engine.loaded_base import LoadedBase
-    from training.parts import TrainingParts
     from training.run_dir.stop import Stop
 
 
-def measure(parts: TrainingParts, base: LoadedBase, rows: Sequence[Row], step: int, stop: Stop) -> dict[str, float]:
+def measure(parts: SftParts, step: int, stop: Stop) -> dict[str, float]:
     """The mean loss of all learned tokens, under validation/; each rank reads its share of the rows.
 
     Empty if a signal came to a rank before its share was read.
     """
     started = time.perf_counter()
-    sync_(parts, base)
-    of_ranks = parts.parallel.gather((_share(parts, rows, stop), stop.asked))
+    sync_(parts)
+    of_ranks = parts.parallel.gather((_share(parts, stop), stop.asked))
     stop.agree(next((asked for _, asked in of_ranks if asked is not None), None))
     shares = [found for found, _ in of_ranks if found is not None]
     if len(shares) < len(of_ranks):
@@ -31,8 +28,9 @@ def measure(parts: TrainingParts, base: LoadedBase, rows: Sequence[Row], step: i
     return {"validation/loss": loss / tokens, "time/validation_s": time.perf_counter() - started}
 
 
-def _share(parts: TrainingParts, rows: Sequence[Row], stop: Stop) -> tuple[float, int] | None:
+def _share(parts: SftParts, stop: Stop) -> tuple[float, int] | None:
     """The summed loss of this rank's rows, and their learned tokens; None if a signal came meanwhile."""
+    rows = parts.rows.held_out
     own = sorted(rows[parts.parallel.span(len(rows))], key=lambda row: -len(row.ids))
     size, model = parts.config.sft.rows_per_step, parts.policy.model
     was_training = model.training

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 import training.run
+import training.sft.trainer
 from qerl.checkpoint.adapter import adapter_tensors
 from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.config.recipe import load_config, load_recipe
@@ -132,8 +133,8 @@ def test_a_step_is_the_dense_loss_however_it_is_cut(base, tmp_path, monkeypatch)
         return found
 
     rows = []
-    inputs = SftTrainer._prepare_inputs
-    monkeypatch.setattr(SftTrainer, "_prepare_inputs", lambda self, given: rows.append(given) or inputs(self, given))
+    padded = training.sft.trainer.batch_of
+    monkeypatch.setattr(training.sft.trainer, "batch_of", lambda given, pad: rows.append(given) or padded(given, pad))
     monkeypatch.setattr("training.run_trainer.backward", compared)
     for budget in (48, 512):  # several micro-batches, and one
         rows.clear()
@@ -178,11 +179,14 @@ def test_the_best_validation_is_the_one_with_the_lowest_loss(ran):
     assert ending(rows, config.model_copy(update={"target": values[6] - 0.1}), 6) is None
 
 
-@pytest.mark.parametrize("place", ["_prepare_inputs", "_save_checkpoint"])
-def test_a_killed_run_goes_on_to_the_same_bits(ran, nvfp4_base, tmp_path, place):
+KILLS = {"step": (training.sft.trainer, "batch_of", 4), "save": (SftTrainer, "save_now", 2)}
+
+
+@pytest.mark.parametrize(("owner", "name", "call"), KILLS.values(), ids=KILLS)
+def test_a_killed_run_goes_on_to_the_same_bits(ran, nvfp4_base, tmp_path, owner, name, call):
     held_out = ran.parent / "held_out.jsonl"
     config = small_sft(nvfp4_base, tmp_path, *VALIDATED, f"validation.source={held_out}", steps=6)
-    with killed_in(SftTrainer, place, 4 if place == "_prepare_inputs" else 2):
+    with killed_in(owner, name, call):
         start(config, "sft")
     result = resume(tmp_path / "run")
     assert numbers(result.run_dir) == numbers(ran)
@@ -190,18 +194,18 @@ def test_a_killed_run_goes_on_to_the_same_bits(ran, nvfp4_base, tmp_path, place)
 
 
 def test_a_signal_ends_it_after_the_step(ran, nvfp4_base, tmp_path, monkeypatch):
-    inputs = SftTrainer._prepare_inputs
+    padded, calls = training.sft.trainer.batch_of, []
 
-    def signalled(self, rows):
-        if self.state.global_step == 2:
+    def signalled(rows, pad_id):
+        calls.append(1)
+        if len(calls) == 3:
             signal.raise_signal(signal.SIGTERM)
-        return inputs(self, rows)
+        return padded(rows, pad_id)
 
-    monkeypatch.setattr(SftTrainer, "_prepare_inputs", signalled)
+    monkeypatch.setattr(training.sft.trainer, "batch_of", signalled)
     held_out = ran.parent / "held_out.jsonl"
     stopped = start(small_sft(nvfp4_base, tmp_path, *VALIDATED, f"validation.source={held_out}", steps=6), "sft")
     assert (stopped.adapter, stopped.steps, stopped.stopped_by) == (None, 3, signal.SIGTERM)
-    monkeypatch.setattr(SftTrainer, "_prepare_inputs", inputs)
     assert numbers(resume(stopped.run_dir).run_dir) == numbers(ran)
 
 

@@ -1,0 +1,39 @@
+"""`qerl.sft`: rows of a program are learned, and `qerl.train` goes on from the run."""
+
+import pytest
+from small_sft import SETTINGS, TALKS
+
+import qerl
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def test_rows_of_a_program_are_learned_and_kept(nvfp4_base, tmp_path):
+    recipe = qerl.Recipe.load("sft_tiny").set(*SETTINGS[1:], {"model.base": str(nvfp4_base)})
+    run = qerl.sft(recipe, data=[{"messages": talk} for talk in TALKS], steps=3, out=tmp_path / "run")
+    assert (run.steps, run.finished) == (3, True)
+    assert ", loss " in repr(run)
+    assert run.metrics["nll"].iloc[-1] < run.metrics["nll"].iloc[0]
+    assert run.recipe.config.data.task == "own"
+    further = qerl.sft(resume=run, steps=4)
+    assert further.steps == 4
+
+
+def test_a_recipe_of_another_kind_gets_the_section(nvfp4_base, tmp_path):
+    recipe = qerl.Recipe.load("tiny").set("run.micro_batch_tokens=64", {"model.base": str(nvfp4_base)})
+    rows = [{"prompt": f"{n} + 1?", "completion": str(n + 1)} for n in range(70)]
+    assert qerl.sft(recipe, data=rows, steps=1, out=tmp_path / "run").recipe.config.sft.rows_per_step == 64
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({}, "no recipe was given: write qerl.sft"),
+        ({"recipe": "sft_tiny", "reward": len}, "qerl.sft takes no argument 'reward'"),
+        ({"recipe": "sft_tiny", "data": [{"messages": "hi"}] * 40}, "no row can be learned from"),
+    ],
+)
+def test_what_cannot_be_learned_is_refused_in_one_line(tmp_path, given, says):
+    with pytest.raises(qerl.QerlError, match=says) as error:
+        qerl.sft(given.pop("recipe", None), **given, **({"out": tmp_path / "run", "quantize": False} if given else {}))
+    assert "\n" not in str(error.value)
