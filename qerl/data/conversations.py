@@ -58,9 +58,14 @@ class Source:
     columns: Mapping[str, str] | None
 
 
-def held_out_source(config: RunConfig) -> tuple[Task, Source]:
-    """The task and the source of a recipe's validation rows."""
+def held_out_source(config: RunConfig) -> tuple[Task, Source] | None:
+    """The task and the source of a recipe's validation rows; None if they are to be some of the rows of its own data.
+
+    That is so for data of the user's own where the recipe names no other rows.
+    """
     this = config.validation
+    if this.source is None and this.task is None and config.data.source is not None:
+        return None
     columns = config.data.columns if this.source is not None and this.columns is None else this.columns
     task = task_of(config.data) if this.task is None else get_task(this.task)
     return task, Source(this.source, this.split, columns)

@@ -76,8 +76,8 @@ def check_conversation_sources(config: RunConfig) -> None:
     """Raise DataError for rows of a run on given conversations that can be refused without reading all of them."""
     data = config.data
     check_conversations(task_of(data), Source(data.source, data.split, data.columns))
-    if config.validation.every is not None:
-        check_conversations(*held_out_source(config))
+    if config.validation.every is not None and (held_out := held_out_source(config)) is not None:
+        check_conversations(*held_out)
 
 
 def check_resumed(run_dir: Path, step: int | None = None, steps: int | None = None, model: str | None = None) -> None:

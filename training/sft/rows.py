@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+TENTH = 10  # one of so many rows is held out, where no other rows are named
+
 
 @dataclass(frozen=True)
 class Row:
@@ -57,19 +59,28 @@ def read_rows(config: RunConfig, marker: Marker, sizes: ModelSizes) -> Rows:
     """The rows of a recipe. Raises DataError or ConfigError if they cannot be used."""
     data, this = config.data, config.validation
     found = load_conversations(data, task_of(data), Source(data.source, data.split, data.columns), data.limit)
-    trained = _rows(config, marker, found, "data")
+    trained, held_out = _rows(config, marker, found, "data"), []
+    if this.every is not None:
+        trained, held_out = _divided(config, marker, trained)
     if len(trained) < config.sft.rows_per_step:
         raise DataError(
             f"{len(trained)} usable rows are fewer than the {config.sft.rows_per_step} of a step: give more rows, "
             "raise sft.max_tokens, or lower sft.rows_per_step"
         )
-    held_out: list[Row] = []
-    if this.every is not None:
-        found = load_conversations(data, *held_out_source(config), None)
-        held_out = _unseen(_rows(config, marker, found, "validation"), trained)[: this.limit]
     _check_fit([*trained, *held_out], sizes)
     _say(config, trained)
     return Rows(trained, held_out)
+
+
+def _divided(config: RunConfig, marker: Marker, rows: list[Row]) -> tuple[list[Row], list[Row]]:
+    """The rows that are learned, and those that validations measure: other ones, or the last tenth of these."""
+    limit, source = config.validation.limit, held_out_source(config)
+    if source is not None:
+        found = load_conversations(config.data, *source, None)
+        return rows, _unseen(_rows(config, marker, found, "validation"), rows)[:limit]
+    count = max(1, len(rows) // TENTH if limit is None else min(limit, len(rows) // TENTH))
+    logger.info("validation: the last %d of %d rows are held out (validation.source names others)", count, len(rows))
+    return rows[:-count], _unseen(rows[-count:], rows[:-count])
 
 
 def batch_of(rows: Sequence[Row], pad_id: int) -> Batch:

@@ -5,6 +5,8 @@ from small_sft import SETTINGS, TALKS
 
 import qerl
 
+SIXTEEN_BITS = qerl.Recipe.load("sft_tiny").set("model.format=bf16")
+
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -30,7 +32,7 @@ def test_a_recipe_of_another_kind_gets_the_section(nvfp4_base, tmp_path):
     [
         ({}, "no recipe was given: write qerl.sft"),
         ({"recipe": "sft_tiny", "reward": len}, "qerl.sft takes no argument 'reward'"),
-        ({"recipe": "sft_tiny", "data": [{"messages": "hi"}] * 40}, "no row can be learned from"),
+        ({"recipe": SIXTEEN_BITS, "data": [{"messages": "hi"}] * 40}, "no row can be learned from"),
     ],
 )
 def test_what_cannot_be_learned_is_refused_in_one_line(tmp_path, given, says):

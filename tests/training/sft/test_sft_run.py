@@ -170,6 +170,14 @@ def test_it_learns_and_says_so(ran):
     assert not list(ran.glob("completions/*"))
 
 
+def test_the_last_rows_of_ones_own_data_are_held_out(nvfp4_base, tmp_path, caplog):
+    with caplog.at_level("INFO"):
+        run_dir = start(small_sft(nvfp4_base, tmp_path, "validation.every=1", steps=1), "sft").run_dir
+    assert "the last 1 of 8 rows are held out" in caplog.text
+    assert "7 rows with" in caplog.text
+    assert "validation/loss" in numbers(run_dir)[-1]
+
+
 def test_the_best_validation_is_the_one_with_the_lowest_loss(ran):
     config, rows = load_config(ran / "config.yaml").validation, read_metrics(ran)
     values = {row["step"]: row["validation/loss"] for row in rows if "validation/loss" in row and row["step"]}
