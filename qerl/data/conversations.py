@@ -21,9 +21,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl.data.examples import DropReport
 from qerl.data.messages import ROLES, SHAREGPT, text_of
 from qerl.data.rows import Row, check_hub_id, generated_rows, hub_rows, is_local, local_rows
+from qerl.data.usable_rows import DropReport
 from qerl.errors import DataError
 from qerl.tasks import Task, build_messages, get_task, task_of
 

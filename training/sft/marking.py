@@ -10,8 +10,8 @@ is asked. What a template writes after the token that ends an answer is not lear
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from qerl.checkpoint.sandbox import SandboxError, render_marked, render_text
 from qerl.data.conversations import Conversation
@@ -38,9 +38,17 @@ class UnmarkableError(Exception):
 class Marker:
     """The chat template of one model."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, end_ids: Collection[int]) -> None:
-        """`end_ids` end an answer. Raises CheckpointError for a template that cannot mark a single answer."""
-        self._tokenizer, self._end_ids = tokenizer, frozenset(end_ids)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        end_ids: Collection[int],
+        switches: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`end_ids` end an answer; `switches` are variables of the template.
+
+        Raises CheckpointError for a template that cannot mark a single answer.
+        """
+        self._tokenizer, self._end_ids, self._switches = tokenizer, frozenset(end_ids), switches
         name = tokenizer.name_or_path
         if not getattr(tokenizer, "chat_template", None):
             raise CheckpointError(
@@ -78,7 +86,7 @@ class Marker:
             raise UnmarkableError(f"the template refuses it: {error}") from error
 
     def _by_generation(self, conversation: Conversation) -> Marked:
-        text, spans = render_marked(self._tokenizer, conversation.messages, conversation.tools)
+        text, spans = render_marked(self._tokenizer, conversation.messages, conversation.tools, self._switches)
         spoken = [each["role"] == "assistant" for each in conversation.messages]
         if conversation.learned_from:
             if len(spans) != sum(spoken):
@@ -103,7 +111,8 @@ class Marker:
 
     def _text(self, conversation: Conversation, count: int, prompt: bool) -> str:
         """The first `count` messages; with what asks for an answer if they are a `prompt`."""
-        return render_text(self._tokenizer, conversation.messages[:count], prompt, conversation.tools)
+        messages = conversation.messages[:count]
+        return render_text(self._tokenizer, messages, prompt, conversation.tools, self._switches)
 
     def _marked(self, text: str, spans: Sequence[Span]) -> Marked:
         text = text.encode(errors="replace").decode()

@@ -109,5 +109,6 @@ def read_given(config: RunConfig, base: ModelRef) -> tuple[PreTrainedTokenizerBa
     tokenizer = load_tokenizer(base.base, config.model.trust_remote_code)
     folder = local_folder(base.base, config.model.trust_remote_code)
     text_config = AutoConfig.from_pretrained(folder, trust_remote_code=config.model.trust_remote_code).get_text_config()
-    marker = Marker(tokenizer, end_token_ids(folder, text_config, tokenizer))
+    ends = end_token_ids(folder, text_config, tokenizer)
+    marker = Marker(tokenizer, ends, config.data.chat_template_kwargs)
     return tokenizer, read_rows(config, marker, sizes)
