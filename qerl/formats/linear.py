@@ -1,4 +1,4 @@
-"""A frozen linear whose weight stays packed: what the linear of every quantized format shares, and what swaps it in.
+"""A frozen linear whose weight stays packed: what the linear of every quantized format shares.
 
 A `PackedLinear` computes what `torch.nn.Linear` would on the dequantized weight: the same output and the same gradient
 to the input (and to the bias, if that is trained), with no dense weight kept between calls. It is a `torch.nn.Linear`
@@ -8,7 +8,7 @@ storage. A format's own linear adds its buffers and `unpack`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -20,7 +20,6 @@ from torch.utils._pytree import tree_map_only
 from qerl.errors import CheckpointError, QerlError
 
 if TYPE_CHECKING:
-    from qerl.formats.base import Format
     from qerl.formats.weight_cache import WeightCache
     from qerl.nvfp4.activations import Activations
 
@@ -266,36 +265,3 @@ def _write_error(weight: PackedWeight) -> QerlError:
         "an update, so it would be lost; keep the adapter beside the base, or merge into the 16-bit model with "
         "`qerl merge`"
     )
-
-
-def swap_linears(model: nn.Module, quantized: Iterable[str], format: Format) -> int:
-    """Replace the named `torch.nn.Linear` modules by empty linears of `format` (load tensors next); returns how many.
-
-    Device, compute dtype, bias and training flag stay. Raises CheckpointError for a name that is missing or not a
-    dense linear, for a shape that has no packing, and if no name was given.
-    """
-    names = list(dict.fromkeys(quantized))
-    if not names:
-        raise CheckpointError(
-            f"no quantized linear to swap in: is this an {format.label} checkpoint? `qerl quantize` makes one"
-        )
-    modules = dict(model.named_modules())
-    for name in names:
-        if type(modules.get(name)) is not nn.Linear:
-            raise CheckpointError(
-                f"{name}: quantized in the checkpoint, but the model has {type(modules.get(name)).__name__} there "
-                "where a torch.nn.Linear must be; the checkpoint is of another architecture"
-            )
-    for name in names:
-        format.check_features(modules[name].out_features, modules[name].in_features, name)
-        parent, _, child = name.rpartition(".")
-        setattr(modules[parent], child, _empty_like(modules[name], format.linear()))
-    return len(names)
-
-
-def _empty_like(linear: nn.Linear, kind: type[PackedLinear]) -> PackedLinear:
-    device, dtype = linear.weight.device, linear.weight.dtype
-    packed = kind(linear.in_features, linear.out_features, bias=False, device=device, dtype=dtype)
-    if linear.bias is not None:
-        packed.bias = nn.Parameter(linear.bias.detach(), requires_grad=False)
-    return packed.train(linear.training)

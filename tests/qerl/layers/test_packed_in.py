@@ -9,7 +9,7 @@ from qerl.checkpoint.base_modules import base_linears, pack_in_
 from qerl.engine.update import pack_weights_
 from qerl.errors import CheckpointError
 from qerl.formats import NVFP4, all_formats
-from qerl.formats.linear import swap_linears
+from qerl.formats.swap import swap_linears
 from qerl.layers import low_rank
 from qerl.layers.lora import Part, lora_linear
 from qerl.layers.low_rank import LowRankSum

@@ -5,7 +5,7 @@ import torch
 from layer_policies import TOKENS, tiny_model
 
 from qerl.formats import NVFP4
-from qerl.formats.linear import swap_linears
+from qerl.formats.swap import swap_linears
 from qerl.layers.lora import Part, lora_linear, parts_of
 from qerl.layers.master import set_master_
 from qerl.layers.place import fuse_

@@ -9,7 +9,7 @@ from torch import nn
 
 from qerl.errors import CheckpointError, QerlError
 from qerl.formats import NVFP4
-from qerl.formats.linear import swap_linears
+from qerl.formats.swap import swap_linears
 from qerl.formats.weight_cache import cached_weights
 from qerl.nvfp4 import reference
 from qerl.nvfp4.linear import NVFP4Linear
