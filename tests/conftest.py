@@ -14,7 +14,7 @@ SLOW = {  # files that begin first, so that no process is left alone with one of
     "test_ranks.py",
     "test_shards.py",
     "test_killed_anywhere.py",
-    "test_study_noise.py",
+    "test_run.py",
     "test_dynamic_sampling_run.py",
     "test_stop.py",
     "test_fuzz.py",
@@ -22,6 +22,8 @@ SLOW = {  # files that begin first, so that no process is left alone with one of
     "test_grading_ahead.py",
     "test_episodes_run.py",
     "test_validation_run.py",
+    "test_calibrated.py",
+    "test_errors_table.py",
     "test_publish.py",
     "test_merge.py",
 }
