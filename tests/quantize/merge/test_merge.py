@@ -37,7 +37,7 @@ GREEDY = SamplingParams(48, temperature=0.0)
 @pytest.fixture(scope="module")
 def prompts(base):
     tokenizer = load_tokenizer(base)
-    examples, _ = load_examples("arith", split="test", limit=12)
+    examples, _ = load_examples("arith", split="test", limit=8)
     return [render_prompt(tokenizer, build_messages(get_task("arith"), example.question)) for example in examples]
 
 
@@ -51,7 +51,7 @@ def expected(run, prompts):
     """Greedy tokens of the engine with the adapter. Those without it differ, so equality has a meaning."""
     tokens = engine_tokens(resolve_model(str(run)), prompts)
     without = engine_tokens(resolve_model(str(run.parents[1] / "checkpoints" / "tiny-NVFP4A16")), prompts)
-    assert sum(a != b for a, b in zip(tokens, without, strict=True)) >= 8
+    assert sum(a != b for a, b in zip(tokens, without, strict=True)) >= 5
     return tokens
 
 
@@ -163,7 +163,7 @@ def test_nvfp4_onto_the_original_keeps_the_effect(nvfp4, prompts, expected):
     assert nvfp4.survival.cosine < 0.6  # there is rounding noise beside the adapter
     assert nvfp4.warnings() == []
     same = sum(a == b for a, b in zip(engine_tokens(resolve_model(str(nvfp4.out)), prompts), expected, strict=True))
-    assert same >= 10
+    assert same >= 7
 
 
 def test_nvfp4_onto_the_4_bit_weights_loses_the_adapter_and_says_so(run, tmp_path, caplog):
