@@ -105,6 +105,12 @@ class _NVFP4(Format):
 
         return config_entry(make_config(self, unquantized, INPUTS.get(activations)))
 
+    def quantization_config_like(
+        self, quantization: Mapping[str, Any] | None, unquantized: Sequence[str]
+    ) -> dict[str, Any]:
+        """Inputs are rounded as in the folder that it is made from."""
+        return self.quantization_config(unquantized, self.activations(quantization))
+
     def check_for_vllm(self, folder: Path, kernel: str) -> None:
         from qerl.vllm_plugin.checkpoint import check_checkpoint
 

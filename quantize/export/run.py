@@ -34,7 +34,7 @@ from qerl.errors import CheckpointError, ConfigError
 from qerl.files.nearby import no_folder
 from quantize.export.check import check_written
 from quantize.export.options import ExportOptions
-from quantize.merge.serve import chat_line, serve_model_line
+from quantize.merge.serve import ONLY_QERL, chat_line, only_qerl_reads, serve_model_line
 from quantize.report import format_size
 from quantize.run import package_version, progress_bar, resolve_device
 
@@ -123,6 +123,8 @@ def export(options: ExportOptions) -> ExportReport:
         _write_texts(report, run, staging)
         sealed.seal(staging)
     logger.info("wrote %s", out)
+    if _only_qerl(run, options):
+        logger.warning("warning: %s: %s", out, ONLY_QERL)
     if options.push_to_hub:
         logger.info("pushed to %s", push(out, options.push_to_hub, not options.public, "export"))
     return report
@@ -167,8 +169,12 @@ def _report(run: Path, out: Path, step: int, masters: Masters, options: ExportOp
         bytes=0,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         versions={package: package_version(package) for package in PACKAGES},
-        commands={"chat": chat_line(out), "vllm": serve_model_line(out)},
+        commands={"chat": chat_line(out), **({} if _only_qerl(run, options) else {"vllm": serve_model_line(out)})},
     )
+
+
+def _only_qerl(run: Path, options: ExportOptions) -> bool:
+    return formats.get(options.to).quantized and only_qerl_reads(run / BASE)
 
 
 def _write_texts(report: ExportReport, run: Path, folder: Path) -> None:

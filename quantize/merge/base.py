@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.activations import INPUT_SCALE
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
@@ -99,7 +100,7 @@ def merged_source(base: Base, adapter: Adapter, to: Format) -> Source:
         module, _, part = name.rpartition(".")
         if module in base.packed and part in base.format.tensors:
             tensors[f"{module}.weight"] = _in_bf16(info, base.dense_shape(module))
-        else:
+        elif not (module in base.packed and part == INPUT_SCALE):  # `write_merged` adds those of a quantized result
             tensors[name] = _in_bf16(info, info.shape) if info.dtype in WEIGHT_DTYPES else info
     _check_fit(tensors, base, adapter)
     source = Source(base.name, base.folder, base.config, tensors, (), (), format=to)

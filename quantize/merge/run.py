@@ -32,7 +32,7 @@ from quantize.merge.options import MergeOptions
 from quantize.merge.original import check_original, choose_base
 from quantize.merge.packed_in import export_of_adapter
 from quantize.merge.report import MergeReport
-from quantize.merge.serve import chat_line, serve_adapter_line, serve_model_line
+from quantize.merge.serve import ONLY_QERL, chat_line, only_qerl_reads, serve_adapter_line, serve_model_line
 from quantize.run import package_version, progress_bar, resolve_device
 
 PACKAGES = ("qerl", "torch", "transformers", "peft", "compressed-tensors", "llmcompressor", "vllm")
@@ -126,10 +126,11 @@ def _write_model(options: MergeOptions, adapter: Adapter, out: Path) -> MergeRep
     check_target(out, base.folder, options.overwrite, options.force)
     check_space(out, plan.source.output_bytes())
     device = resolve_device(options.device)
+    alone = to.quantized and trained.format.name == to.name and only_qerl_reads(trained.folder)
     report = replace(
         _report(options, adapter, out, exact.base, onto.base),
-        notes=notes,
-        commands={"chat": chat_line(out), "vllm": serve_model_line(out)},
+        notes=(*notes, ONLY_QERL) if alone else notes,
+        commands={"chat": chat_line(out), **({} if alone else {"vllm": serve_model_line(out)})},
     )
     with staged_folder(out) as staging, progress_bar() as progress:
         size = write_merged(plan, staging, device, progress.track)

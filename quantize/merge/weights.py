@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.activations import read_activations
+from qerl.checkpoint.input_scales import with_input_scales
 from qerl.checkpoint.packed import packed_groups, power_of_two_scale_of
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_tensors
@@ -90,17 +92,29 @@ def write_merged(merge: Merge, folder: Path, device: torch.device, track: Callab
     with BaseReader(merge.base, device) as base:
         read = MergedReader(base, source, merge.adapter, device)
         if source.format.quantized:
+            like = merge.reference if merge.reference.format.name == source.format.name else merge.base
             config["quantization_config"] = source.format.quantization_config_like(
-                source.config.get("quantization_config"), ["lm_head", *source.kept]
+                like.config.get("quantization_config"), ["lm_head", *source.kept]
             )
             earlier = power_of_two_scales(merge.reference, source.format)
             groups = packed_groups(source, read, device, power_of_two_scale_of(earlier) if earlier else None)
+            groups = with_input_scales(groups, _static_scales(like))
         else:
             groups = ({name: read(name) for name in names} for names in source.groups())
         written = write_weights(folder, track(groups, total=len(source.groups()), description="merging"))
     copy_small_files(source.folder, folder, code="auto_map" in source.config)
     write_json(folder / "config.json", config)
     return written
+
+
+def _static_scales(base: Base) -> dict[str, torch.Tensor]:
+    """Of the activations of a base that has such: float32 (1,) by module."""
+    import torch
+
+    if not base.format.four_bit_inputs:
+        return {}
+    found = read_activations(base.folder, base.format)
+    return {name: torch.tensor([each.global_scale]) for name, each in found.items() if each.global_scale is not None}
 
 
 def check_merged(merge: Merge, folder: Path, device: torch.device, track: Callable) -> list[Sums]:
@@ -111,9 +125,11 @@ def check_merged(merge: Merge, folder: Path, device: torch.device, track: Callab
     with BaseReader(merge.base, device) as base:
         read = MergedReader(base, merge.source, merge.adapter, device)
         if merge.source.format.quantized:
-            from qerl.checkpoint.verify import verify
+            from qerl.checkpoint.verify import check_input_scales, verify
 
             verify(folder, merge.source, read, device)
+            if merge.reference.format.name == merge.source.format.name:
+                check_input_scales(folder, _static_scales(merge.reference))
         else:
             _check_bf16(merge.source, folder, read)
     return _measure(merge, folder, device, track)

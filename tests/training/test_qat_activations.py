@@ -21,6 +21,9 @@ from qerl.errors import CheckpointError, ConfigError, DataError, EngineError
 from qerl.formats import NVFP4
 from qerl.layers import lora
 from qerl.nvfp4.activations import Activations
+from quantize.export.options import ExportOptions
+from quantize.export.run import export
+from quantize.merge.serve import ONLY_QERL
 from training.policy.packed_policy import PackedPolicy
 from training.run import start
 
@@ -41,6 +44,11 @@ def test_whole_weights_are_trained_with_activations_that_both_sides_round(base, 
     assert caplog.messages.count(GRPO_WARNING) == 1
     for folder in (run / "base", run / "model"):
         assert set(read_activations(folder, NVFP4).values()) == {Activations()}
+    caplog.clear()
+    report = export(ExportOptions(run, out=tmp_path / "exported"))
+    assert set(report.commands) == {"chat"}  # stock vLLM would refuse the folder
+    assert any(ONLY_QERL in line for line in caplog.messages)
+    assert set(export(ExportOptions(run, "bf16", tmp_path / "bf16")).commands) == {"chat", "vllm"}
 
 
 def largest_inputs(base, rows):

@@ -1,0 +1,51 @@
+"""An adapter on a base that rounds its activations to 4 bits: what is merged rounds them alike."""
+
+import pytest
+import torch
+from checkpoint_tensors import load_all
+from merged import random_adapter
+from model_folders import with_activations
+
+from qerl.checkpoint.activations import kind_of_activations, read_activations
+from qerl.checkpoint.kinds import format_of
+from qerl.checkpoint.resolve import TINY_FOLDER
+from qerl.formats import NVFP4
+from quantize.merge.options import MergeOptions
+from quantize.merge.run import merge
+from quantize.merge.serve import ONLY_QERL, only_qerl_reads, serve_adapter_line
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(scope="module", params=["static", "dynamic"])
+def rounding(request, base, tmp_path_factory):
+    """(kind, a packed base that rounds its input, an adapter on it)."""
+    folder = tmp_path_factory.mktemp(request.param)
+    packed = with_activations(base, request.param, folder / "base")
+    return request.param, packed, random_adapter(folder / "adapter", TINY_FOLDER)
+
+
+@pytest.mark.parametrize("onto", ["original", "trained"])
+def test_a_model_in_4_bits_rounds_as_its_base(rounding, onto, tmp_path):
+    kind, packed, adapter = rounding
+    options = MergeOptions(str(adapter), "nvfp4", tmp_path / "out", model=str(packed), onto=onto, prompt_count=0)
+    report = merge(options)
+    assert kind_of_activations(report.out, NVFP4) == kind
+    assert read_activations(report.out, NVFP4) == read_activations(packed, NVFP4)
+    assert ("vllm" in report.commands) == (kind == "static")
+    assert (ONLY_QERL in report.warnings()) == (kind == "dynamic")
+
+
+def test_a_model_in_16_bits_holds_no_scales(rounding, tmp_path):
+    _, packed, adapter = rounding
+    report = merge(MergeOptions(str(adapter), "bf16", tmp_path / "out", model=str(packed), prompt_count=0))
+    assert not format_of(report.out).quantized
+    assert not any("scale" in name for name in load_all(report.out))
+    assert {tensor.dtype for tensor in load_all(report.out).values()} == {torch.bfloat16}
+    assert "vllm" in report.commands
+
+
+def test_an_adapter_is_served_only_on_a_base_that_vllm_reads(rounding):
+    kind, packed, adapter = rounding
+    assert only_qerl_reads(packed) == (kind == "dynamic")
+    assert (serve_adapter_line(adapter, str(packed), 4, has_norms=False) is None) == (kind == "dynamic")
