@@ -61,6 +61,8 @@ class QuantizeOptions:
 
     def chosen(self) -> QuantizeOptions:
         """The same with the method and the activations that auto stands for."""
+        if self.scheme not in SCHEMES:
+            return self  # `check` refuses it
         own = formats.get(self.scheme)
         calibrates = self.calibration and own.scales is None
         method = ("gptq" if calibrates else "rtn") if self.method == "auto" else self.method

@@ -154,8 +154,7 @@ def test_a_damaged_folder_is_refused_in_one_line(folder, tmp_path, change, messa
         ({"global_scale": "pow2"}, "--global-scale pow2: --scheme fp8_block has none: write --scales"),
         ({"scales": "int"}, "--scales 'int' is not known: write pow2, fp32"),
         ({"scheme": "fp8"}, "--scheme 'fp8' is not known: write nvfp4, fp8_block"),
-        ({"activations": "static"}, "--activations 'static' is not known: write dynamic, none"),
-        ({"scheme": "nvfp4", "activations": "none"}, "--activations none is of 8-bit weights, not of --scheme nvfp4"),
+        ({"activations": "static"}, "--activations static: --scheme fp8_block has dynamic scales only"),
         ({"scheme": "nvfp4", "scales": "fp32"}, "--scales fp32 is of 8-bit weights, not of --scheme nvfp4"),
     ],
 )
