@@ -38,6 +38,7 @@ CASES = {
         "validation.temperature=1.0",
         "validation.metric=rewards/digits",
     ),
+    "distillation": ("distill.beta=0.5", "rewards=[{name: accuracy}]", "run.micro_batch_tokens=30"),
     "iterations": ("loss.num_iterations=2", "loss.type=bnpo", "loss.entropy_coef=0.01", "data.curriculum={}"),
 }
 

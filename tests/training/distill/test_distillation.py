@@ -12,6 +12,7 @@ from trainer_factory import COMPLETION, MASK, PROMPT, batch_of, build_trainer, w
 
 from qerl.checkpoint.load import load_model
 from qerl.checkpoint.weights_digest import weights_digest
+from qerl.config.recipe import load_recipe
 from qerl.errors import CheckpointError, ConfigError
 from qerl.plan.micro_batch_plan import MicroBatchPlan
 from training.run import resume, start
@@ -116,6 +117,17 @@ def test_an_adapter_on_a_4_bit_base_learns_from_the_model_that_was_quantized(nvf
     assert row["validation/accuracy"] is not None
     inputs = json.loads((run / "run.json").read_text())["inputs"]
     assert inputs["the teacher's weights"] == weights_digest(base)
+
+
+def test_episodes_of_a_student_with_4_bit_activations_are_taught_at_its_own_tokens(tmp_path):
+    """The teacher reads what the calculator wrote, too, and nothing of it is in the loss."""
+    keys = ("qat.mode=weights", "qat.quant_cfg=nvfp4_w4a4", "rollout.prompts_per_step=2", "rollout.group_size=2")
+    more = ("model.base=tiny_turns", *DISTILL[:2], "run.steps=1", f"run.out={tmp_path / 'run'}")
+    (row,) = numbers(start(load_recipe("calculator", [*keys, *more]), "calculator").run_dir)
+    assert row["mismatch_kl"] < 1e-6
+    assert row["loss"] == pytest.approx(row["kl_to_teacher/reverse"])
+    assert row["loss"] > 1e-3
+    assert row["environment/turns"] > 1
 
 
 def test_a_teacher_that_changed_stops_a_resumed_run(ran, base, tmp_path):
