@@ -11,7 +11,8 @@
 #     told     130 s  completions reported as they end, and an engine after an interrupted call
 #     kernels  100 s  kernels, packing with shared prompts, layers, sampling, quantization, doctor
 #     pack     170 s  packing weights: the kernel's bytes, and all masters of a 7B beside stock vLLM's reload_weights
-#     qatsmall 200 s  weights and adapters through the quantizer on the embedded model: bytes, exports in stock vLLM, evaluations
+#     qatsmall 360 s  weights and adapters through the quantizer on the embedded model: bytes, exports in stock vLLM,
+#                     evaluations; distillation
 #     qatstudy 380 s  learning with 21 M parameters: an adapter, and whole weights in three ways, three seeds each, at two
 #                     rates (with QATSTUDY_RATES=1e-4 at one, 270 s); another call with the same CHECKPOINTS goes on
 #     distill  520 s  21 M parameters: what rounding cost and distillation brings back, three seeds; then with 4-bit
@@ -162,7 +163,10 @@ batch_pack() {
     script pack-7b 300 bench_pack 7b
 }
 
-batch_qatsmall() { tests qatsmall 400 tests/training/test_qat_gpu.py --junitxml="$out/qatsmall.xml" -o junit_family=xunit1; }
+batch_qatsmall() {
+    tests qatsmall 400 tests/training/test_qat_gpu.py --junitxml="$out/qatsmall.xml" -o junit_family=xunit1
+    tests distillsmall 200 tests/training/distill/test_distillation_gpu.py
+}
 
 batch_qatstudy() {
     local model="$checkpoints/arith-21m" results="$checkpoints/study-qat-21m.json"
