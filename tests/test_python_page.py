@@ -13,7 +13,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_the_examples_of_the_python_page_run_as_they_stand(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 10
+    assert len(blocks) == 11
     space = {}
     for block in blocks:
         exec(compile(block, str(PAGE), "exec"), space)

@@ -130,9 +130,10 @@ def test_a_source_is_refused_before_torch_is_loaded(nvfp4_base, tmp_path):
         (["validation.temperature=0.001"], "write validation.temperature: 0 (greedy), or 0.01 or more"),
         (["validation.temperature=0"], "greedy completions of one question are all the same"),
         (
-            ["validation.metric=loss"],
+            ["validation.metric=perplexity"],
             "write validation.metric: accuracy, reward, or one of the rewards as",
         ),
+        (["validation.metric=loss"], "validations measure what the model writes; write validation.metric: accuracy"),
         (["validation.target=90", "validation.metric=accuracy"], "lies between 0 and 1; write validation.target: 0.9"),
         (["validation.min_improvement=0.1"], "write validation.stop_after: 5, or leave min_improvement out"),
         (["loss.num_iterations=2", "validation.every=3"], "write validation.every: 4"),
