@@ -117,7 +117,8 @@ def with_its_format(given: object) -> object:
         weights = expanded(qat.get("quant_cfg"))["weights"]["format"]
     except (Conflict, KeyError, TypeError):  # which is refused where it belongs
         return given
-    if not isinstance(model, Mapping) or "format" in model:
+    known = weights in [each.name for each in formats.all_formats()]  # another one is refused there, too
+    if not known or not isinstance(model, Mapping) or "format" in model:
         return given
     return {**given, "model": {**model, "format": weights}}
 

@@ -52,6 +52,12 @@ def test_the_model_s_format_is_that_of_what_is_packed(tmp_path):
         load_recipe("qat_tiny", ["qat.quant_cfg=fp8_block", "model.format=nvfp4"])
 
 
+def test_a_format_that_is_not_known_is_refused_where_it_is_written():
+    with pytest.raises(ConfigError) as refused:
+        load_recipe("qat_tiny", ["qat.quant_cfg.weights.format=mxfp4"])
+    assert "qat.quant_cfg.weights.format: got 'mxfp4' (text), expected one of nvfp4, fp8_block" in str(refused.value)
+
+
 def test_masters_that_the_trainer_multiplies_by_are_corrected_for_and_see_a_second_update():
     config = load_recipe("dapo_7b", [ON, "qat.forward=masters", "loss.num_iterations=2"])
     with pytest.raises(ConfigError, match="write --gpus 1, or"):
