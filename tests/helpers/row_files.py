@@ -13,6 +13,12 @@ def write_jsonl(path, rows):
     return str(path)
 
 
+def write_sums(path, count=120):
+    """Rows that calibration can read."""
+    rows = [{"question": f"What is {n} plus {n % 7}?", "answer": f"The answer is {n + n % 7}."} for n in range(count)]
+    return write_jsonl(path, rows)
+
+
 def write_parquet(path, rows):
     import pyarrow
     from pyarrow import parquet

@@ -7,6 +7,7 @@ import pytest
 import torch
 from checkpoint_factory import make_checkpoint
 from checkpoint_tensors import FUSED, load_all
+from row_files import write_sums
 
 from qerl.checkpoint.activations import kind_of_activations, read_activations
 from qerl.checkpoint.input_scales import input_scales
@@ -32,10 +33,7 @@ def source(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    lines = [{"question": f"What is {n} plus {n % 7}?", "answer": f"The answer is {n + n % 7}."} for n in range(200)]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return str(path)
+    return write_sums(tmp_path_factory.mktemp("rows") / "rows.jsonl", 200)
 
 
 @pytest.fixture(scope="module")

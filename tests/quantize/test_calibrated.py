@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint, make_tokenizer
+from checkpoint_tensors import load_all
+from row_files import write_sums
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
@@ -18,17 +20,6 @@ from quantize.calibrated import check_device
 from quantize.compressor import load_compressor
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
-
-
-def load_all(folder):
-    return {name: tensor for path in sorted(folder.glob("*.safetensors")) for name, tensor in load_file(path).items()}
-
-
-def write_rows(path, count=120):
-    rows = [{"question": f"What is {n} plus {n % 7}?", "answer": f"The answer is {n + n % 7}."} for n in range(count)]
-    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    return str(path)
-
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -64,7 +55,7 @@ def quantized(request, tmp_path_factory):
             folder / "out",
             QuantizeOptions(
                 method=method,
-                calibration=write_rows(folder / "rows.jsonl"),
+                calibration=write_sums(folder / "rows.jsonl"),
                 calibration_size=4,
                 sequence_length=48,
                 batch_size=2,
@@ -110,7 +101,7 @@ def test_awq_leaves_the_outputs_unchanged_before_rounding(tmp_path):
 
     folder = make_checkpoint(tmp_path / "model", "qwen2", layers=1, dtype="float32")
     source = read_source(str(folder))
-    rows = load_calibration(write_rows(tmp_path / "rows.jsonl"), load_tokenizer(folder), 2, 48)
+    rows = load_calibration(write_sums(tmp_path / "rows.jsonl"), load_tokenizer(folder), 2, 48)
     scaled = calibrated.calibrate(source, make_tokenizer(), rows, calibrated.Recipe("awq"))
     twin = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     names = [name for name, _ in twin.named_parameters()]
@@ -158,7 +149,7 @@ def test_ignored_layers_are_not_touched_by_gptq(tmp_path):
         QuantizeOptions(
             method="gptq",
             ignore=("re:.*self_attn.*",),
-            calibration=write_rows(tmp_path / "rows.jsonl"),
+            calibration=write_sums(tmp_path / "rows.jsonl"),
             calibration_size=2,
             sequence_length=32,
         ),
@@ -171,7 +162,7 @@ def test_ignored_layers_are_not_touched_by_gptq(tmp_path):
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="on a CPU only")
 def test_a_pipe_gets_only_a_few_lines(tmp_path):
     """Progress bars of llm-compressor are shown on terminals only, and its warning about a missing card nowhere."""
-    source, rows = make_checkpoint(tmp_path / "model", "qwen2", layers=1), write_rows(tmp_path / "rows.jsonl")
+    source, rows = make_checkpoint(tmp_path / "model", "qwen2", layers=1), write_sums(tmp_path / "rows.jsonl")
     options = f"--model {source} --out {tmp_path / 'out'} --method awq --calibration {rows}"
     sizes = "--calibration-size 2 --sequence-length 32"
     command = [sys.executable, "-m", "qerl.cli", "quantize", *options.split(), *sizes.split()]
@@ -196,7 +187,7 @@ def test_a_model_that_transformers_cannot_load_gives_one_clear_error(tmp_path):
         quantize_checkpoint(
             str(source),
             tmp_path / "out",
-            QuantizeOptions("gptq", calibration=write_rows(tmp_path / "r.jsonl"), sequence_length=32),
+            QuantizeOptions("gptq", calibration=write_sums(tmp_path / "r.jsonl"), sequence_length=32),
         )
 
 

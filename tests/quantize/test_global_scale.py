@@ -9,6 +9,7 @@ import torch
 from checkpoint_factory import make_checkpoint
 from merged import random_adapter
 from rich.console import Console
+from row_files import write_sums
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
@@ -84,11 +85,8 @@ def test_report_and_table_say_which(source, tmp_path):
 @pytest.mark.parametrize("method", ["awq", "gptq"])
 def test_calibrated_methods_write_them_too(tmp_path, method):
     source = make_checkpoint(tmp_path / "model", "qwen2", layers=1)
-    rows = [{"question": f"What is {n} plus {n % 7}?", "answer": f"The answer is {n + n % 7}."} for n in range(60)]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
-    options = QuantizeOptions(
-        method, "pow2", calibration=str(tmp_path / "rows.jsonl"), calibration_size=2, sequence_length=32
-    )
+    rows = write_sums(tmp_path / "rows.jsonl", 60)
+    options = QuantizeOptions(method, "pow2", calibration=rows, calibration_size=2, sequence_length=32)
     report = quantize_checkpoint(str(source), tmp_path / "out", options)
     dense, written = load_all(source), load_all(tmp_path / "out")
     for modules in sets_of(written):

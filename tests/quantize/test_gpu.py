@@ -3,11 +3,10 @@
 Last run on an H200, 2026-11-22, before outputs were measured; the measurement alone agreed with the CPU's there.
 """
 
-import json
-
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint
+from row_files import write_sums
 from safetensors.torch import load_file
 
 from quantize.options import QuantizeOptions
@@ -53,14 +52,13 @@ def test_only_one_layer_at_a_time_is_on_the_device(tmp_path):
 @pytest.mark.parametrize(("method", "layout"), [("awq", "qwen2"), ("gptq", "qwen3"), ("awq", "llama")])
 def test_calibrated_methods_run_and_verify(tmp_path, method, layout):
     source = make_checkpoint(tmp_path / "model", layout, **LARGER)
-    rows = [{"question": f"What is {n} plus {n % 7}?", "answer": f"The answer is {n + n % 7}."} for n in range(400)]
-    (tmp_path / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    rows = write_sums(tmp_path / "rows.jsonl", 400)
     report = quantize_checkpoint(
         str(source),
         tmp_path / "out",
         QuantizeOptions(
             method=method,
-            calibration=str(tmp_path / "rows.jsonl"),
+            calibration=rows,
             calibration_size=8,
             sequence_length=128,
             batch_size=4,

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint
+from row_files import write_sums
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 from transformers.utils.quantization_config import CompressedTensorsConfig
@@ -29,10 +30,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory):
-    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
-    lines = [{"question": f"What is {n} plus {n % 7}?", "answer": f"The answer is {n + n % 7}."} for n in range(240)]
-    path.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    return str(path)
+    return write_sums(tmp_path_factory.mktemp("rows") / "rows.jsonl", 240)
 
 
 @pytest.fixture(scope="module")

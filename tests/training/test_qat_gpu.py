@@ -12,9 +12,7 @@ The first run has the card to itself, so that kernels are compiled once. What fo
 within MEMORY_GIB.
 """
 
-import importlib.util
 import json
-import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -23,22 +21,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cli_shell import ROOT, Shell
+from either_engine import ENGINE, ON_CARD, marks
 from safetensors.torch import load_file
 from stock_vllm import stock_tokens
 
 from qerl.checkpoint.load import load_tokenizer
 from qerl.tasks import build_messages, get_task, load_examples, render_prompt
 
-ENGINE = os.environ.get("QERL_TEST_ENGINE", "vllm")
-ON_CARD = ENGINE == "vllm"
-pytestmark = [
-    pytest.mark.gpu(instead=not ON_CARD),
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(
-        ON_CARD and not (torch.cuda.is_available() and importlib.util.find_spec("vllm")),
-        reason="needs a CUDA device and vllm",
-    ),
-]
+pytestmark = marks(400)
 MEMORY_GIB = 8
 STEPS, QUESTIONS, TOKENS = 4, 64, 48
 ADAPTER = ("qat.mode=adapter", "optim.learning_rate=2e-3")

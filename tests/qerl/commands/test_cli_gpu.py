@@ -8,9 +8,7 @@ One run of the embedded model has the card to itself, because its memory is meas
 side, each within MEMORY_GIB.
 """
 
-import importlib.util
 import json
-import os
 import re
 import signal
 import time
@@ -21,22 +19,14 @@ from pathlib import Path
 import pytest
 import torch
 from cli_shell import Shell
+from either_engine import ENGINE, ON_CARD, marks
 
 from qerl.checkpoint.adapter import read_adapter
 from qerl.tasks import load_examples
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, checkpoints
 from training.run_dir.log import deterministic, read_metrics
 
-ENGINE = os.environ.get("QERL_TEST_ENGINE", "vllm")
-ON_CARD = ENGINE == "vllm"
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.timeout(400),
-    pytest.mark.skipif(
-        ON_CARD and not (torch.cuda.is_available() and importlib.util.find_spec("vllm")),
-        reason="needs a CUDA device and vllm",
-    ),
-]
+pytestmark = marks(400)
 GIB = 2**30
 MEMORY_GIB = 8  # per engine, as several are open at once
 

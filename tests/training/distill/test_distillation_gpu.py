@@ -5,24 +5,12 @@ It has not run on a card. To run it on a CPU with the other engine:
     QERL_TEST_ENGINE=transformers python -m pytest -n0 -m gpu tests/training/distill/test_distillation_gpu.py
 """
 
-import importlib.util
-import os
-
 import pytest
-import torch
 from cli_shell import Shell
+from either_engine import ENGINE, ON_CARD, marks
 from small_run import numbers
 
-ENGINE = os.environ.get("QERL_TEST_ENGINE", "vllm")
-ON_CARD = ENGINE == "vllm"
-pytestmark = [
-    pytest.mark.gpu(instead=not ON_CARD),
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(
-        ON_CARD and not (torch.cuda.is_available() and importlib.util.find_spec("vllm")),
-        reason="needs a CUDA device and vllm",
-    ),
-]
+pytestmark = marks(300)
 STEPS, FIRST = 24, 4
 BOUNDS = {  # of mismatch_kl, and of the KL at the end as a share of that at the start
     "nvfp4_w4a16": (1e-3, 0.75),
