@@ -21,7 +21,7 @@
 #     qatlora  400 s  a 7B: 3 steps of an adapter through the quantizer, its 16-bit weights on the card, and in host memory
 #     qatcap   170 s  two such steps under 80 GiB, with the masters that the plan takes
 #     qatpeer  310 s  the same workload by TRL: all weights in BF16 with 8-bit AdamW, tuned, and what fits best under 80 GiB
-#     w4a4     400 s  4-bit activations: the kernel's bits and cost, our engine beside the trainer and vLLM's emulation, and
+#     w4a4     480 s  4-bit activations: the kernel's bits and cost, our engine beside the trainer and vLLM's emulation, and
 #                     two steps of a 7B
 #     cache    350 s  fp8 KV cache, a KV cache that overflows, a cap that is too small, memory while weights load, one
 #                     copy of the base
@@ -223,7 +223,7 @@ batch_qatpeer() {
 }
 
 batch_w4a4() {
-    tests w4a4-tests 200 tests/qerl/nvfp4/test_activations_gpu.py tests/qerl/engine/test_activations_gpu.py
+    tests w4a4-tests 300 tests/qerl/nvfp4/test_activations_gpu.py tests/qerl/engine/test_activations_gpu.py
     run activations-7b 60 "$python" scripts/bench/bench_activations.py --out "$out/activations-7b.json"
     checkpoint qwen2.5-7b 7b-w4a4 --activations static
     script w4a4-7b 280 check_w4a4 7b-w4a4
