@@ -23,7 +23,7 @@ import torch
 from qerl.cuda.timing import graph_us
 from qerl.nvfp4.activations import Activations
 from scripts.bench.limits import copy_gb_per_s, seconds_of
-from scripts.bench.provenance import machine, require_card
+from scripts.bench.provenance import command, machine, require_card
 
 HIDDEN, INTERMEDIATE, LAYERS, TRAINED_TOKENS = 3584, 18944, 28, 8448
 INPUTS = (HIDDEN, HIDDEN, HIDDEN, INTERMEDIATE)
@@ -56,7 +56,7 @@ def main() -> None:
         share = f"{result['share_of_weights']:9.1%}" if "share_of_weights" in result else ""
         print(f"{name:28}{result['us']:10.1f}{result['limit_us']:10.1f}{share:>10}")
     if arguments.out:
-        report = {"command": " ".join(sys.argv), **machine(), "gb_per_s": rate / 1e9, "results": results}
+        report = {"command": command(), **machine(), "gb_per_s": rate / 1e9, "results": results}
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

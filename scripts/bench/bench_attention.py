@@ -25,7 +25,7 @@ SEQUENCES, LENGTHS = (1, 8, 32, 128, 256), (140, 384, 640, 2048)
 
 def main() -> None:
     from scripts.bench.limits import copy_gb_per_s
-    from scripts.bench.provenance import machine, require_card
+    from scripts.bench.provenance import command, machine, require_card
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--heads", type=int, default=28)
@@ -36,7 +36,7 @@ def main() -> None:
     require_card("vllm")
     bandwidth = copy_gb_per_s()
     rows = [row(arguments, sequences, length, bandwidth) for sequences in SEQUENCES for length in (*LENGTHS, "mixed")]
-    report = {"command": " ".join(sys.argv), **machine(), "gb_per_s": bandwidth, "us": rows}
+    report = {"command": command(), **machine(), "gb_per_s": bandwidth, "us": rows}
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     for entry in rows:

@@ -20,7 +20,7 @@ import torch
 
 from qerl.plan.micro_batch_plan import LOGIT_TOKENS
 from scripts.bench.limits import copy_gb_per_s, seconds_of
-from scripts.bench.provenance import machine, require_card
+from scripts.bench.provenance import command, machine, require_card
 
 HIDDEN, INTERMEDIATE, HEADS, KV_HEADS, HEAD_DIM, VOCABULARY = 3584, 18944, 28, 4, 128, 152064
 Call = Callable[[], object]
@@ -40,7 +40,7 @@ def main() -> None:
         results[name] = result
         print(f"{name:30}{result['us']:10.1f}{result['limit_us']:10.1f}{result['torch_us']:10.1f}")
     if arguments.out:
-        report = {"command": " ".join(sys.argv), **machine(), "torch": torch.__version__}
+        report = {"command": command(), **machine(), "torch": torch.__version__}
         report |= {"gb_per_s": rate / 1e9, "results": results}
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 

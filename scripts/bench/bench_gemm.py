@@ -23,7 +23,7 @@ import torch
 
 from qerl.nvfp4 import reference
 from qerl.nvfp4.reference import NVFP4Tensor
-from scripts.bench.provenance import machine, require_card
+from scripts.bench.provenance import command, machine, require_card
 
 SHAPES = {"qkv": (4608, 3584), "o": (3584, 3584), "gate_up": (37888, 3584), "down": (3584, 18944)}  # Qwen2.5-7B
 TOKENS = (1, 8, 32, 56, 64, 128, 256, 512, 2048, 8192)
@@ -36,7 +36,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     require_card("vllm")
-    report = {"command": " ".join(sys.argv), **machine(), "results": []}
+    report = {"command": command(), **machine(), "results": []}
     for name in arguments.shapes:
         rows, columns = SHAPES[name]
         weight = Weight(rows, columns)

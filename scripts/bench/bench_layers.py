@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 import torch
 from torch import nn
 
-from scripts.bench.provenance import machine
+from scripts.bench.provenance import command, machine
 
 SEQUENCE = 640
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -57,7 +57,7 @@ def main() -> None:
         print(f"{result['kept_mib']:10.0f}{result['peak_mib']:10.0f}")
     print(f"largest relative difference of a gradient: {results['ours']['gradient_difference']:.1e}")
     if arguments.out:
-        report = {"command": " ".join(sys.argv), **machine(), "torch": torch.__version__, "results": results}
+        report = {"command": command(), **machine(), "torch": torch.__version__, "results": results}
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

@@ -47,12 +47,12 @@ Row = dict[str, Any]
 
 def main() -> None:
     from scripts.bench.limits import limits
-    from scripts.bench.provenance import machine, require_card
+    from scripts.bench.provenance import command, machine, require_card
 
     arguments = options()
     require_card()
     torch.manual_seed(0)
-    report = {"command": " ".join(sys.argv), **machine(), "shape": arguments.shape, "rank": arguments.rank}
+    report = {"command": command(), **machine(), "shape": arguments.shape, "rank": arguments.rank}
     report |= {"limits": limits(), "results": []}
     torch.cuda.empty_cache()
     for linear in linears(arguments.shape, arguments.rank):

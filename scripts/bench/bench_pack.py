@@ -35,7 +35,7 @@ from qerl.nvfp4.kernel_layout import QERL, KernelWeight
 from qerl.nvfp4.kernel_linear import KernelLinear
 from qerl.plan.sizes import ModelSizes, read_sizes
 from scripts.bench.limits import copy_gb_per_s
-from scripts.bench.provenance import machine, require_card
+from scripts.bench.provenance import command, machine, require_card
 
 ROUNDS = 7
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     require_card(*(() if arguments.no_stock else ("vllm",)))
-    report = {"command": " ".join(sys.argv), **machine(), "gb_per_s": copy_gb_per_s(), "masters": {}}
+    report = {"command": command(), **machine(), "gb_per_s": copy_gb_per_s(), "masters": {}}
     for name, dtype in DTYPES.items():
         report["masters"][name] = ours(read_sizes(arguments.model), dtype, report["gb_per_s"])
         _write(report, arguments.out)

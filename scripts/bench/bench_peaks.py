@@ -24,13 +24,13 @@ sys.path.insert(0, str(ROOT))
 
 def main() -> None:
     from scripts.bench.bench_step import add_options, overrides
-    from scripts.bench.provenance import machine
+    from scripts.bench.provenance import command, machine
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
     parser.set_defaults(steps=3, new_tokens=256)
     arguments = parser.parse_args()
-    report = {"command": " ".join(sys.argv), **machine(), "peak_gib": {}, "steps": {}}
+    report = {"command": command(), **machine(), "peak_gib": {}, "steps": {}}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sets = [part for value in [*overrides(arguments, folder), "run.save_every=1"] for part in ("--set", value)]

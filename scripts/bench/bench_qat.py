@@ -53,12 +53,12 @@ def main() -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
     from qerl.devices import choose_card
     from qerl.parallel import open_parallel
-    from scripts.bench.provenance import machine, require_card
+    from scripts.bench.provenance import command, machine, require_card
 
     with open_parallel() as parallel:
         choose_card(parallel.local_rank if parallel.size > 1 else None)
         require_card("vllm")  # looks at the cards, so each rank has to have its own by then
-        report = {"command": " ".join(sys.argv), **machine(), **measured(arguments, parallel)}
+        report = {"command": command(), **machine(), **measured(arguments, parallel)}
     if parallel.first:
         write(report, arguments.out)
         print(table(report))

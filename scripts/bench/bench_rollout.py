@@ -71,16 +71,16 @@ def main() -> None:
 
 def measured(arguments: argparse.Namespace) -> dict:
     """The report that `main` writes."""
-    from scripts.bench.provenance import machine
+    from scripts.bench.provenance import command, machine
 
     started = time.monotonic()
     generate, opened = (open_qerl if arguments.engine == "qerl" else open_stock)(arguments)
     if arguments.open_only:
-        return {"command": " ".join(sys.argv), "open_s": round(time.monotonic() - started, 1), **opened}
+        return {"command": command(), "open_s": round(time.monotonic() - started, 1), **opened}
     if opened["cache_tokens"] < (needed := max(arguments.sequences) * context(arguments)):
         raise RuntimeError(f"the KV cache holds {opened['cache_tokens']} tokens and {needed} are to be sampled at once")
     report = {
-        "command": " ".join(sys.argv),
+        "command": command(),
         "open_s": round(time.monotonic() - started, 1),
         **opened,
         **machine(),

@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from qerl.checkpoint.linears import PROJECTIONS
 from scripts.bench.bench_step import PeakMemory, write
 from scripts.bench.bench_trl import torch_peak_gib
-from scripts.bench.provenance import machine
+from scripts.bench.provenance import command, machine
 
 WARM = 1  # steps that do not count
 Tokens = dict[str, list[int]]
@@ -52,7 +52,7 @@ def main() -> None:
     steps = found["steps"]
     counted = steps[WARM:] or steps
     report = {
-        "command": " ".join(sys.argv),
+        "command": command(),
         **machine(),
         "by": arguments.by,
         "run_s": round(seconds, 1),

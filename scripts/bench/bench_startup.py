@@ -48,9 +48,9 @@ def main() -> None:
         root = arguments.caches or Path(folder)
         environment = {name: str(root / name.lower()) for name in CACHES}
         starts = [run(environment) for _ in range(arguments.starts)]
-    from scripts.bench.provenance import machine
+    from scripts.bench.provenance import command, machine
 
-    report = {"command": " ".join(sys.argv), **machine(), "starts": starts, **ratios(starts)}
+    report = {"command": command(), **machine(), "starts": starts, **ratios(starts)}
     text = json.dumps(report, indent=1)
     if arguments.out:
         arguments.out.write_text(text + "\n", encoding="utf-8")

@@ -67,7 +67,7 @@ def main() -> None:
 def measure(arguments: argparse.Namespace, parallel: Parallel) -> dict[str, Any]:
     """Train, and write the report; of several ranks, which torchrun starts, the first one writes."""
     from qerl.config.recipe import load_recipe
-    from scripts.bench.provenance import machine
+    from scripts.bench.provenance import command, machine
     from training.policy import packing, train_memory
     from training.run import start
 
@@ -84,7 +84,7 @@ def measure(arguments: argparse.Namespace, parallel: Parallel) -> dict[str, Any]
         seconds = time.monotonic() - started
         peaks = parallel.gather(round(peak.gib, 2))
     report = {
-        "command": " ".join(sys.argv),
+        "command": command(),
         **machine(),
         "run_s": round(seconds, 1),
         "peak_driver_gib": max(peaks),

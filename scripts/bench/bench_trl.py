@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from qerl.checkpoint.linears import PROJECTIONS
 from scripts.bench.bench_step import PeakMemory
-from scripts.bench.provenance import machine
+from scripts.bench.provenance import command, machine
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +68,7 @@ def main() -> None:
                 raise
             error = str(raised)
     report = {
-        "command": " ".join(sys.argv),
+        "command": command(),
         **machine(),
         "run_s": round(time.monotonic() - started, 1),
         "peak_driver_gib": round(peak.gib, 2),

@@ -95,7 +95,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    from scripts.bench.provenance import machine, require_card
+    from scripts.bench.provenance import command, machine, require_card
 
     require_card("vllm")
     from qerl.checkpoint.kinds import format_of
@@ -111,7 +111,7 @@ def main() -> None:
         for repeat in range(1, arguments.repeats + 1)
     ]
     report = {
-        "command": " ".join(sys.argv),
+        "command": command(),
         **machine(),
         "sequences": arguments.sequences,
         "turns": arguments.turns,

@@ -55,7 +55,7 @@ CATEGORIES = {  # by parts of the kernel's name; the first match counts
 def main() -> None:
     from scripts.bench.bench_step import add_options
     from scripts.bench.limits import limits
-    from scripts.bench.provenance import machine
+    from scripts.bench.provenance import command, machine
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add_options(parser)
@@ -67,7 +67,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.phase == "step" and arguments.steps <= PROFILED_STEP:
         parser.error(f"--steps {arguments.steps} ends before the profiled step: write {PROFILED_STEP + 1} or more")
-    report = {"command": " ".join(sys.argv), **machine(), "limits": limits()}
+    report = {"command": command(), **machine(), "limits": limits()}
     report |= (
         decode_phase(arguments, report["limits"])
         if arguments.phase == "decode"

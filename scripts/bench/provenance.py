@@ -1,9 +1,10 @@
-"""What a measurement depends on besides its command: the commit of the code, the card, the versions of packages."""
+"""What a measurement depends on: its command, the commit of the code, the card, the versions of packages."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,17 @@ def machine() -> dict[str, object]:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     beside = os.environ.get("QERL_BESIDE")
     return {"gpu": gpu, "commit": commit(), "versions": found, **({"beside": beside} if beside else {})}
+
+
+def command() -> str:
+    """The command line of this process without folders of this machine, as `without_folders` leaves it."""
+    return " ".join(without_folders(word) for word in sys.argv)
+
+
+def without_folders(text: str) -> str:
+    """`text` with absolute paths in it relative to the checkout, or, where they lie elsewhere, as their last name."""
+    text = text.replace(f"{ROOT}/", "")
+    return re.sub(r"(?<![\w.:/\-\]])/(?:[\w.+\-]+/)*([\w.+\-]+)", r"\1", text)
 
 
 def require_card(*packages: str) -> None:

@@ -43,14 +43,14 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--picture", type=Path)
     arguments = parser.parse_args()
-    from scripts.bench.provenance import machine
+    from scripts.bench.provenance import command, machine
     from scripts.checks.check_faults import packed_base
 
     arguments.runs.mkdir(parents=True)
     arguments.model = arguments.model or packed_base(arguments.runs)
     kinds = RANKS if arguments.against is None else ("without", arguments.against)
     rewards = {kind: {f"{seed}": curve(arguments, kind, seed) for seed in arguments.seeds} for kind in kinds}
-    found = {"command": " ".join(sys.argv), **machine(), **estimate(rewards), "rewards": rewards}
+    found = {"command": command(), **machine(), **estimate(rewards), "rewards": rewards}
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     if arguments.picture:

@@ -72,9 +72,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     arguments.runs.mkdir(parents=True)
-    from scripts.bench.provenance import machine
+    from scripts.bench.provenance import command, machine
 
-    found = {"command": " ".join(sys.argv), **machine(), **checked(arguments)}
+    found = {"command": command(), **machine(), **checked(arguments)}
     text = json.dumps(found, indent=1)
     if arguments.out:
         arguments.out.write_text(text, encoding="utf-8")
@@ -158,8 +158,11 @@ class Ranks:
         self.processes[rank].wait()
 
     def errors(self) -> list[list[str]]:
-        """The lines of each rank that begin with `error:`."""
-        return [[line for line in log.read_text().splitlines() if line.startswith("error: ")] for log in self.logs]
+        """The lines of each rank that begin with `error:`, without folders of this machine."""
+        from scripts.bench.provenance import without_folders
+
+        texts = [without_folders(log.read_text()) for log in self.logs]
+        return [[line for line in text.splitlines() if line.startswith("error: ")] for text in texts]
 
 
 def with_children(pid: int) -> list[int]:

@@ -50,7 +50,7 @@ def main() -> None:
     parser.add_argument("--memory-gib", type=float, default=40.0, help="of our engine")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    from scripts.bench.provenance import machine, require_card
+    from scripts.bench.provenance import command, machine, require_card
 
     require_card("vllm")
     kernel, rows, sampled, scores = ours(arguments)
@@ -59,7 +59,7 @@ def main() -> None:
             for name, backend in (("emulation", "emulation"), ("stock", "auto")):
                 scores[name] = by_stock(arguments.model, backend, rows, Path(folder))
     results = {name: distance(sampled, score) for name, score in scores.items()}
-    report = {"command": " ".join(sys.argv), **machine(), "kernel": kernel, "from_sampled": results}
+    report = {"command": command(), **machine(), "kernel": kernel, "from_sampled": results}
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"{kernel}\n{'':12}{'kl':>12}{'mean |d|':>12}{'max |d|':>12}")

@@ -26,7 +26,7 @@ SHOWN = ("reward", "entropy", "mismatch_kl", "noise/sigma", "grad_norm", "time/s
 
 
 def main() -> None:
-    from scripts.bench.provenance import machine
+    from scripts.bench.provenance import command, machine
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
@@ -41,7 +41,7 @@ def main() -> None:
         runs = {(engine, seed): train(work, engine, seed, arguments) for engine in ENGINES for seed in arguments.seeds}
         codes = {key: process.wait() for key, process in runs.items()}
         report = {
-            "command": " ".join(sys.argv),
+            "command": command(),
             **machine(),
             "runs": [result(work, engine, seed, codes[engine, seed]) for engine, seed in runs],
         }

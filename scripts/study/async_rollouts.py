@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
+from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -108,6 +109,14 @@ class Going:
         self.drawn = [min(drawn + tokens, length) for drawn, length in zip(self.drawn, self.lengths, strict=True)]
 
 
+class Sampled(NamedTuple):
+    """One card's sampling in a step: its seconds, its decode steps, and the groups that it trains on."""
+
+    seconds: float
+    decode_steps: int
+    trained: list[Going]
+
+
 def carried_over(lengths: Lengths, cards: int, longest: int) -> tuple[float, float]:
     """Seconds of sampling per step of the slowest card, and the mean age of the tokens that are trained on."""
     drawn, groups = random.Random(0), max(1, PROMPTS // cards)
@@ -117,22 +126,20 @@ def carried_over(lengths: Lengths, cards: int, longest: int) -> tuple[float, flo
         of_cards = [sample(pool, groups, step, longest, lambda: lengths(drawn)) for pool in pools]
         if step < 2 * longest:  # until the cards are full
             continue
-        slowest.append(max(taken for taken, _ in of_cards))
-        for group in (group for _, trained in of_cards for group in trained):
+        slowest.append(max(card.seconds for card in of_cards))
+        for group in (group for card in of_cards for group in card.trained):
             tokens += sum(group.lengths)
             ages += step * sum(group.lengths) - group.age
     return mean(slowest), ages / tokens
 
 
-def sample(
-    pool: list[Going], groups: int, step: int, longest: int, length: Callable[[], int]
-) -> tuple[float, list[Going]]:
-    """One card's sampling in a step: its seconds, and the groups that it trains on, which leave the pool."""
+def sample(pool: list[Going], groups: int, step: int, longest: int, length: Callable[[], int]) -> Sampled:
+    """One card's sampling in a step; the groups that it trains on leave the pool."""
     from training.rollout.carry_over import due
 
     needed = due([group.since for group in pool], groups, step, longest)
     begun = [(drawn, length) for group in pool for drawn, length in zip(group.drawn, group.lengths, strict=True)]
-    total = PREFILL_S * sum(drawn for drawn, length in begun if drawn < length)
+    total, decode_steps = PREFILL_S * sum(drawn for drawn, length in begun if drawn < length), 0
     while True:
         while sum(len(group.left()) for group in pool) <= (groups - 1) * GROUP and len(pool) < (longest + 1) * groups:
             pool.append(Going(step, [0] * GROUP, [length() for _ in range(GROUP)]))
@@ -141,11 +148,12 @@ def sample(
             break
         left = [tokens for group in pool for tokens in group.left()]
         total += min(left) * decode(len(left))
+        decode_steps += min(left)
         for group in pool:
             group.advance(min(left), step)
     trained = ended[:groups]
     pool[:] = [group for group in pool if not any(group is other for other in trained)]
-    return total, trained
+    return Sampled(total, decode_steps, trained)
 
 
 def full(tokens: float, cards: int) -> float:

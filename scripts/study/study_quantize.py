@@ -51,7 +51,7 @@ def main() -> None:
         print(page([json.loads(path.read_text(encoding="utf-8")) for path in arguments.table]), end="")
         return
     logging.basicConfig(level=logging.INFO, format="%(message)s")
-    from scripts.bench.provenance import machine
+    from scripts.bench.provenance import command, machine
 
     with tempfile.TemporaryDirectory() as work:
         model, rows = arguments.model, arguments.rows
@@ -59,7 +59,7 @@ def main() -> None:
             model, rows = random_model(Path(work), arguments)
         results = list(measured(model, rows, arguments, Path(work)))
     name = f"random, {arguments.layers} layers, outliers x {arguments.outlier:g}" if arguments.random else model
-    report = {"command": " ".join(["python", *sys.argv]), **machine(), "model": name}
+    report = {"command": command(), **machine(), "model": name}
     report |= {"calibration": [arguments.size, arguments.length], "results": results}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scripts.bench.provenance import commit, machine, require_card
+from scripts.bench.provenance import command, commit, machine, require_card, without_folders
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -73,7 +73,27 @@ def test_every_benchmark_that_needs_a_card_records_its_commit():
 
 def writes_a_report(path):
     text = path.read_text(encoding="utf-8")
-    return '"command": " ".join(sys.argv)' in text
+    return '"command": command()' in text
+
+
+def test_a_command_names_no_folder_of_this_machine(monkeypatch):
+    words = [f"{ROOT}/scripts/bench/bench_step.py", "--model", "/data/ck/7b", "--out", "runs/a.json", "--set"]
+    monkeypatch.setattr(sys, "argv", [*words, "rewards=[{name: '/home/me/reward.py:length', weight: 1/2}]"])
+    expected = "scripts/bench/bench_step.py --model 7b --out runs/a.json --set"
+    assert command() == f"{expected} rewards=[{{name: 'reward.py:length', weight: 1/2}}]"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("in /data/runs/NaN: see", "in NaN: see"),
+        ("([/__w/torch/pair.cc:537] Read", "([pair.cc:537] Read"),
+        ("runs/a and 3/4 of https://host/page", "runs/a and 3/4 of https://host/page"),
+        (f"file {ROOT}/docs/loss.md", "file docs/loss.md"),
+    ],
+)
+def test_only_absolute_paths_lose_their_folders(text, expected):
+    assert without_folders(text) == expected
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a card")
