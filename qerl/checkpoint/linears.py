@@ -11,13 +11,15 @@ from qerl.errors import ConfigError
 # FUSED_LAYER_NAMES; its MLA and MoE groups are left out here).
 QKV, GATE_UP = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj")
 FUSED = (QKV, ("o_proj",), GATE_UP, ("down_proj",))
+W1_W3 = ("w1", "w3")  # what Mixtral calls gate and up
 PROJECTIONS = tuple(name for group in FUSED for name in group)
-IN_LAYER = (*(f"self_attn.{name}" for name in (*QKV, "o_proj")), *(f"mlp.{name}" for name in (*GATE_UP, "down_proj")))
+ATTENTION = tuple(f"self_attn.{name}" for name in (*QKV, "o_proj"))
+DENSE_MLP = tuple(f"mlp.{name}" for name in (*GATE_UP, "down_proj"))
 
 
 def projections(layers: int) -> list[str]:
-    """The module names of all linears of a decoder of so many layers, in order."""
-    return [f"model.layers.{n}.{part}" for n in range(layers) for part in IN_LAYER]
+    """The module names of all linears of a dense decoder of so many layers, in order. See also `experts.Decoder`."""
+    return [f"model.layers.{n}.{part}" for n in range(layers) for part in (*ATTENTION, *DENSE_MLP)]
 
 
 def matching(linears: Sequence[str], patterns: Iterable[str], option: str) -> list[str]:
@@ -47,8 +49,11 @@ def _matches(module: str, pattern: str) -> bool:
 
 
 def fused(linears: Iterable[str]) -> list[tuple[str, ...]]:
-    """The linears (module names) in groups that engines fuse into one matrix; each is in one group."""
-    leaders = {name: group[0] for group in FUSED for name in group}
+    """The linears (module names) in groups that engines fuse into one matrix; each is in one group.
+
+    Gate and up of one expert are such a group; different experts may differ.
+    """
+    leaders = {name: group[0] for group in (*FUSED, W1_W3) for name in group}
     groups: dict[tuple[str, str], list[str]] = {}
     for module in linears:
         parent, _, leaf = module.rpartition(".")

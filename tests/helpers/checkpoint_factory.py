@@ -8,6 +8,13 @@ from pathlib import Path
 from qerl.checkpoint.shards import DTYPE_BYTES
 
 LAYOUTS = ("qwen2", "qwen3", "llama", "mistral")
+EXPERT_LAYOUTS = ("qwen3_moe", "olmoe", "mixtral")
+CLASSES = {"qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"}
+EXPERTS = {  # config keys of models with four experts, of which each token sees two
+    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True},
+    "olmoe": {"num_experts": 4, "num_experts_per_tok": 2},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
 PROJECTIONS = {
     "self_attn.q_proj": (64, 64),
     "self_attn.k_proj": (32, 64),
@@ -28,7 +35,6 @@ def make_checkpoint(folder, layout="qwen2", layers=2, dtype="bfloat16", max_shar
     import torch
     import transformers
 
-    names = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama", "mistral": "Mistral"}
     defaults = {
         "vocab_size": 320,
         "hidden_size": 64,
@@ -41,8 +47,9 @@ def make_checkpoint(folder, layout="qwen2", layers=2, dtype="bfloat16", max_shar
         "tie_word_embeddings": layout == "qwen3",
         "eos_token_id": 2,
         "pad_token_id": 0,
+        **EXPERTS.get(layout, {}),
     }
-    settings = getattr(transformers, f"{names[layout]}Config")(**{**defaults, **config})
+    settings = getattr(transformers, f"{CLASSES.get(layout, layout.capitalize())}Config")(**{**defaults, **config})
     generator = torch.Generator().manual_seed(seed)
     model = transformers.AutoModelForCausalLM.from_config(settings, dtype=getattr(torch, dtype))
     with torch.no_grad():

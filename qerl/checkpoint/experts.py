@@ -1,0 +1,196 @@
+"""What a decoder's layers consist of, from its config.json: dense MLPs, or a router with experts in some of them.
+
+    model.layers.3.mlp.gate.weight                       the router, (experts, hidden); it always stays in 16 bits
+    model.layers.3.mlp.experts.17.gate_proj.weight       an expert's linears: gate, up and down
+
+Those are the names in files. In memory transformers 5.17 holds the experts of a layer in two tensors,
+`mlp.experts.gate_up_proj` (experts, 2 x width, hidden), gate above up, and `mlp.experts.down_proj` (experts, hidden,
+width); `Decoder.place_of` says which part of them a file's linear is. Another family with this structure is one more
+row in FAMILIES. This module imports no torch.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from qerl.checkpoint.linears import ATTENTION, DENSE_MLP
+from qerl.errors import CheckpointError
+
+GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"  # in memory, for every family
+ROUTER = "mlp.gate"  # in memory
+COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
+SHARED_KEYS = ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size", "moe_num_shared_experts")
+MOST = {"experts": 2**12, "chosen": 2**8, "width": 2**20}  # bounds beyond every published model
+
+
+@dataclass(frozen=True)
+class Family:
+    """The names of a family of models with experts. `gate`, `up` and `down` are an expert's three linears."""
+
+    title: str
+    block: str  # what stands in a layer in place of an MLP, in files
+    gate: str
+    up: str
+    down: str
+    width_key: str  # of config.json: rows of an expert's gate
+    normalises: bool | None  # whether the weights of the chosen experts are made to sum to 1; None: norm_topk_prob says
+
+    @property
+    def leaves(self) -> tuple[str, str, str]:
+        return self.gate, self.up, self.down
+
+
+FAMILIES = {  # by model_type
+    "qwen3_moe": Family("Qwen3-MoE", "mlp", "gate_proj", "up_proj", "down_proj", "moe_intermediate_size", None),
+    "olmoe": Family("OLMoE", "mlp", "gate_proj", "up_proj", "down_proj", "intermediate_size", None),
+    "mixtral": Family("Mixtral", "block_sparse_moe", "w1", "w3", "w2", "intermediate_size", True),
+}
+TITLES = ", ".join(family.title for family in FAMILIES.values())
+
+
+class Expert(NamedTuple):
+    """The full module names of one expert's linears in files. Gate and up have to share a global scale."""
+
+    gate: str
+    up: str
+    down: str
+
+
+class Place(NamedTuple):
+    """Where a linear of a file is in memory: rows from `first_row` on of `tensor`[expert]."""
+
+    tensor: str  # full name
+    expert: int
+    first_row: int
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """The linears of a decoder's layers. Without experts `family` is None, and the four numbers are 0."""
+
+    layers: int
+    family: Family | None = None
+    experts: int = 0  # in a layer that has some
+    chosen: int = 0  # experts that the router takes for each token
+    width: int = 0  # rows of an expert's gate
+    hidden: int = 0
+    sparse: tuple[int, ...] = ()  # the layers with experts; the others have a dense MLP
+    normalises: bool = False  # whether the weights of the chosen experts sum to 1
+
+    @property
+    def has_experts(self) -> bool:
+        return bool(self.sparse)
+
+    def linears(self) -> list[str]:
+        """The full module names of all linears that may be quantized, in order: routers are not among them."""
+        return [name for layer in range(self.layers) for name in self.linears_of(layer)]
+
+    def linears_of(self, layer: int) -> list[str]:
+        """Those of one decoder layer."""
+        attention = [f"model.layers.{layer}.{part}" for part in ATTENTION]
+        if layer not in self.sparse:
+            return attention + [f"model.layers.{layer}.{part}" for part in DENSE_MLP]
+        return attention + [name for expert in self.experts_of(layer) for name in expert]
+
+    def experts_of(self, layer: int) -> list[Expert]:
+        """The experts of a layer, in order; none of a layer with a dense MLP."""
+        if layer not in self.sparse:
+            return []
+        inside = f"model.layers.{layer}.{self.family.block}.experts"
+        return [Expert(*(f"{inside}.{n}.{leaf}" for leaf in self.family.leaves)) for n in range(self.experts)]
+
+    def routers(self) -> list[str]:
+        """The full module names of the routers, in order; each weight has the shape (experts, hidden)."""
+        return [f"model.layers.{layer}.{self.family.block}.gate" for layer in self.sparse]
+
+    def shape_of(self, leaf: str) -> tuple[int, int]:
+        """(out, in) of an expert's linear with this last part of its name."""
+        return (self.hidden, self.width) if leaf == self.family.down else (self.width, self.hidden)
+
+    def place_of(self, module: str) -> Place | None:
+        """Where in memory the expert's linear with this name in files is; None for a module that is no expert's."""
+        found = self.family and _EXPERT.fullmatch(module)
+        if not found or int(found["layer"]) not in self.sparse or found["leaf"] not in self.family.leaves:
+            return None
+        tensor = DOWN if found["leaf"] == self.family.down else GATE_UP
+        first_row = self.width if found["leaf"] == self.family.up else 0
+        return Place(f"model.layers.{found['layer']}.{tensor}", int(found["expert"]), first_row)
+
+    def shapes_in_memory(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
+        """The names and shapes in memory of a 16-bit file's tensors, by their names and shapes there.
+
+        Tensors of experts that have another shape than config.json says keep their name, which exists nowhere in
+        memory.
+        """
+        stacked = {
+            GATE_UP: (self.experts, 2 * self.width, self.hidden),
+            DOWN: (self.experts, self.hidden, self.width),
+        }
+        found: dict[str, tuple[int, ...]] = {}
+        for name, shape in shapes.items():
+            module = name.removesuffix(".weight")
+            place = self.place_of(module)
+            if place is None:
+                found[self._in_block(name)] = shape
+            elif shape == self.shape_of(module.rpartition(".")[2]):
+                found[place.tensor] = stacked[place.tensor.split(".", 3)[3]]
+            else:
+                found[name] = shape
+        return found
+
+    def _in_block(self, name: str) -> str:
+        return name.replace(f".{self.family.block}.", ".mlp.", 1) if self.family else name
+
+
+_EXPERT = re.compile(r"model\.layers\.(?P<layer>\d+)\.\w+\.experts\.(?P<expert>\d+)\.(?P<leaf>\w+)")
+
+
+def decoder_of(config: Mapping[str, Any], name: str) -> Decoder:
+    """The decoder that a config.json describes, whose sizes `check_numbers` takes; `name` is what messages call it.
+
+    Raises CheckpointError for experts of a family that is not in FAMILIES, and for numbers that cannot be.
+    """
+    layers, kind = config.get("num_hidden_layers"), config.get("model_type")
+    counted = next((key for key in COUNT_KEYS if config.get(key)), None)
+    if counted is None:
+        return Decoder(layers)
+    family, shared = FAMILIES.get(kind), next((key for key in SHARED_KEYS if config.get(key)), None)
+    if family is None or shared:
+        what = f"with experts that see every token ({shared}: {config[shared]})" if shared else "of another family"
+        raise CheckpointError(
+            f"{name} is a mixture of experts {what} ({kind}, {counted}: {config[counted]}), and qerl has {TITLES}: "
+            "give a model of one of these, or a dense one"
+        )
+    values = {
+        "experts": (counted, config[counted]),
+        "chosen": ("num_experts_per_tok", config.get("num_experts_per_tok")),
+        "width": (family.width_key, config.get(family.width_key)),
+    }
+    for what, (key, value) in values.items():
+        if type(value) is not int or not 1 <= value <= MOST[what]:
+            raise _odd(name, key, value)
+    experts, chosen, width = (value for _, value in values.values())
+    if chosen > experts:
+        raise _odd(name, "num_experts_per_tok", chosen)
+    normalises = bool(config.get("norm_topk_prob")) if family.normalises is None else family.normalises
+    sparse = _sparse_layers(config, name)
+    return Decoder(layers, family, experts, chosen, width, config.get("hidden_size"), sparse, normalises)
+
+
+def _sparse_layers(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
+    """The layers with experts: every `decoder_sparse_step`-th one that is not in `mlp_only_layers`."""
+    dense, step = config.get("mlp_only_layers") or [], config.get("decoder_sparse_step") or 1
+    if not isinstance(dense, list) or not all(type(layer) is int for layer in dense):
+        raise _odd(name, "mlp_only_layers", dense)
+    if type(step) is not int or step < 1:
+        raise _odd(name, "decoder_sparse_step", step)
+    return tuple(n for n in range(config["num_hidden_layers"]) if n not in dense and (n + 1) % step == 0)
+
+
+def _odd(name: str, key: str, value: object) -> CheckpointError:
+    return CheckpointError(
+        f"{name}: config.json has {key} {value!r:.60}, which cannot be: copy the file from the original model"
+    )

@@ -1,0 +1,106 @@
+"""The layout of models with experts. The oracle of names and shapes is transformers, which writes and loads them."""
+
+import pytest
+from checkpoint_factory import EXPERT_LAYOUTS, EXPERTS, make_checkpoint
+
+from qerl.checkpoint.experts import decoder_of
+from qerl.checkpoint.linears import fused, matching, projections
+from qerl.checkpoint.shards import read_json, read_tensors
+from qerl.errors import CheckpointError
+
+QWEN3 = {"model_type": "qwen3_moe", "num_hidden_layers": 4, "hidden_size": 64, **EXPERTS["qwen3_moe"]}
+
+
+def opened(folder):
+    return decoder_of(read_json(folder / "config.json"), str(folder)), read_tensors(folder)
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_names_in_files_and_shapes_in_memory_are_those_of_transformers(tmp_path, layout):
+    from qerl.checkpoint.load import empty_model
+
+    decoder, tensors = opened(make_checkpoint(tmp_path, layout))
+    matrices = {name for name, info in tensors.items() if len(info.shape) == 2 and ".layers." in name}
+    assert matrices == {f"{module}.weight" for module in (*decoder.linears(), *decoder.routers())}
+    assert len(decoder.linears()) == len(set(decoder.linears())) == 2 * (4 + 3 * 4)
+    in_memory = {name: tuple(each.shape) for name, each in empty_model(tmp_path, None, False).state_dict().items()}
+    assert decoder.shapes_in_memory({name: info.shape for name, info in tensors.items()}) == in_memory
+
+
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_places_are_those_where_transformers_puts_the_weights(tmp_path, layout):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from qerl.checkpoint.reader import TensorReader
+
+    decoder, tensors = opened(make_checkpoint(tmp_path, layout))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").state_dict()
+    with TensorReader(tensors) as read:
+        for expert in decoder.experts_of(1):
+            for module in expert:
+                weight, place = read(f"{module}.weight"), decoder.place_of(module)
+                rows = slice(place.first_row, place.first_row + len(weight))
+                assert weight.shape == decoder.shape_of(module.rpartition(".")[2])
+                assert torch.equal(loaded[place.tensor][place.expert, rows], weight), module
+
+
+def test_layers_with_dense_mlps_are_those_of_transformers(tmp_path):
+    options = {"layers": 6, "decoder_sparse_step": 2, "mlp_only_layers": [3], "max_shard_size": "10MB"}
+    decoder, tensors = opened(make_checkpoint(tmp_path, "qwen3_moe", **options))
+    assert decoder.sparse == (1, 5)
+    names = {name.removesuffix(".weight") for name, info in tensors.items() if len(info.shape) == 2}
+    assert names - {"model.embed_tokens", "lm_head"} == {*decoder.linears(), *decoder.routers()}
+
+
+def test_a_dense_decoder_has_the_linears_that_it_always_had():
+    decoder = decoder_of({"model_type": "qwen3", "num_hidden_layers": 3}, "m")
+    assert (decoder.linears(), decoder.routers(), decoder.has_experts) == (projections(3), [], False)
+    assert decoder.place_of("model.layers.0.mlp.gate_proj") is None
+
+
+@pytest.mark.parametrize(("kind", "first", "last"), [("qwen3_moe", "gate_proj", "up_proj"), ("mixtral", "w1", "w3")])
+def test_gate_and_up_of_one_expert_are_fused_and_those_of_others_are_not(kind, first, last):
+    decoder = decoder_of({**QWEN3, **EXPERTS[kind], "model_type": kind, "intermediate_size": 112}, "m")
+    groups = fused(decoder.linears_of(2))
+    assert len(groups) == 2 + 2 * 4  # q/k/v and o, then gate/up and down of each expert
+    expert = decoder.experts_of(2)[3]
+    assert (expert.gate, expert.up) in groups
+    assert (expert.gate.rpartition(".")[2], expert.up.rpartition(".")[2]) == (first, last)
+    assert (expert.down,) in groups
+
+
+def test_patterns_name_experts():
+    linears = decoder_of(QWEN3, "m").linears()
+    assert len(matching(linears, ["re:.*experts.*"], "--ignore")) == 4 * 4 * 3
+    assert len(matching(linears, ["re:.*\\.experts\\.2\\.down_proj"], "--ignore")) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"model_type": "deepseek_v3", "n_routed_experts": 8, "n_shared_experts": 1}, "experts that see every token"),
+        ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 96}, "experts that see every token"),
+        ({"model_type": "gpt_oss"}, "of another family"),
+        ({"num_experts_per_tok": 5}, "num_experts_per_tok 5"),
+        ({"num_experts_per_tok": None}, "num_experts_per_tok None"),
+        ({"num_experts": 10**9}, "num_experts 1000000000"),
+        ({"moe_intermediate_size": 0}, "moe_intermediate_size 0"),
+        ({"mlp_only_layers": "all"}, "mlp_only_layers 'all'"),
+        ({"decoder_sparse_step": -1}, "decoder_sparse_step -1"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_one_line(change, words):
+    with pytest.raises(CheckpointError, match=r"^m[ :]") as raised:
+        decoder_of({**QWEN3, **change}, "m")
+    assert words in str(raised.value)
+    assert "\n" not in str(raised.value)
+    if "model_type" in change:
+        assert "Qwen3-MoE, OLMoE, Mixtral" in str(raised.value)
+
+
+@pytest.mark.parametrize(("change", "normalises"), [({}, True), ({"norm_topk_prob": False}, False)])
+def test_whether_weights_of_experts_sum_to_one(change, normalises):
+    assert decoder_of({**QWEN3, **change}, "m").normalises is normalises
+    mixtral = {**QWEN3, **change, "model_type": "mixtral", "intermediate_size": 112}
+    assert decoder_of(mixtral, "m").normalises
