@@ -8,7 +8,7 @@ trainer does not know which engine or kernel ran. `qerl.engine.open` opens them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from qerl.errors import MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, ConfigError, EngineError
@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from qerl.engine.kv_scales import KVScales
     from qerl.engine.update import Update
 
+UNRECORDED = 255  # in `Completion.experts`: the choice is not known, and the trainer makes its own
 MIN_TEMPERATURE = 0.01  # below this vLLM 0.25.1 samples at 0.01 and only warns (sampling_params.py line 449)
 
 
@@ -49,11 +50,19 @@ class Completion:
     drawn from (after temperature and filters). A greedy completion carries the unfiltered log probability at
     temperature 1. `token_ids` includes the stop token if one was sampled; `finish_reason` "length" means truncated, and
     "unfinished" that sampling ended before the completion did (`Engine.sample_from` alone).
+
+    `experts` is there if the model is a mixture of experts and the engine was opened with `records_experts`: which
+    experts it chose for every token that it read, uint8 (tokens, layers, k) on the CPU. The tokens are those of the
+    prompt, whether they were computed for this request or found in a cache, and all of `token_ids` but the last, which
+    is sampled and not read: len(prompt) + len(token_ids) - 1 rows, or one more. The layers are the decoder layers that
+    have experts, from first to last, and the k experts of a token are in any order. An entry may be UNRECORDED in all
+    its layers. An unfinished completion needs none.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     finish_reason: Literal["stop", "length", "unfinished"]
+    experts: torch.Tensor | None = field(default=None, compare=False, repr=False)
 
 
 Finished = Callable[[int, Completion], None]  # called with the index of a prompt and its finished completion

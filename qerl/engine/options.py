@@ -25,13 +25,15 @@ class EngineOptions:
     """What `open_engine` is told beside the base and its format.
 
     `max_rank`: the largest LoRA rank that a sync will bring, 0 for none; `max_context`: prompt and completion tokens
-    together, None for what the model declares; `memory` and `cap_gib`: see `qerl.plan.engine_memory`; `trainer_bytes`:
-    what the trainer keeps on the card during a rollout; `enforce_eager`: no CUDA graphs, for debugging.
+    together, None for what the model declares; `records_experts`: whether completions of a mixture of experts say which
+    experts were chosen for each token; `memory` and `cap_gib`: see `qerl.plan.engine_memory`; `trainer_bytes`: what the
+    trainer keeps on the card during a rollout; `enforce_eager`: no CUDA graphs, for debugging.
     """
 
     engine: str = "auto"  # "transformers" or "vllm"; auto: vllm where it can run
     dtype: str = "auto"
     trust_remote_code: bool = False
+    records_experts: bool = False
     device: str = "auto"  # transformers only, as is the next
     batch_size: int | None = None  # completions sampled at once; None: all
     kernel: str = "auto"  # this and what follows: vllm only
