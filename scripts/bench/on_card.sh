@@ -15,14 +15,14 @@
 #                     evaluations; distillation
 #     qatstudy 380 s  learning with 21 M parameters: an adapter, and whole weights in three ways, three seeds each, at two
 #                     rates (with QATSTUDY_RATES=1e-4 at one, 270 s); another call with the same CHECKPOINTS goes on
-#     distill  520 s  21 M parameters: what rounding cost and distillation brings back, three seeds; then with 4-bit
-#                     activations
+#     distill  620 s  21 M parameters: what rounding cost and distillation brings back, three seeds, at two rates (with
+#                     DISTILL_RATES=4e-5 at one, 350 s; DISTILL_CFG=nvfp4_w4a4 rounds activations, too)
 #     qat      480 s  a 7B: 20 steps of full-weight training through the quantizer, and 3 of an adapter, without noise
 #     qatlora  400 s  a 7B: 3 steps of an adapter through the quantizer, its 16-bit weights on the card, and in host memory
 #     qatcap   170 s  two such steps under 80 GiB, with the masters that the plan takes
 #     qatpeer  310 s  the same workload by TRL: all weights in BF16 with 8-bit AdamW, tuned, and what fits best under 80 GiB
-#     w4a4     480 s  4-bit activations: the kernel's bits and cost, our engine beside the trainer and vLLM's emulation, and
-#                     two steps of a 7B
+#     w4a4     480 s  4-bit activations: the kernel's bits and cost, our engine beside the trainer and vLLM's emulation
+#     qatw4a4  140 s  a 7B: two steps of full-weight training with 4-bit activations
 #     cache    350 s  fp8 KV cache, a KV cache that overflows, a cap that is too small, memory while weights load, one
 #                     copy of the base
 #     closing  110 s  an engine closed, also while asleep, and opened again; nothing else may run on the card, whose
@@ -58,7 +58,8 @@
 #     ranks    560 s  two cards: workload A and geometric lengths on one card each at the same time, then on two; twice the
 #                     batch; TRL's step on two
 #     ranksqat 220 s  two cards: whole weights of a 7B, which they share out
-#     faults   280 s  two cards: a rank killed ten times, and whole weights two times, with other faults
+#     faults   400 s  two cards: a rank killed ten times (or KILLS times), and whole weights two times, with other faults
+#     curves   250 s  two cards: 21 M parameters learn on one card and on two, three seeds each
 #     ranks4   560 s  four cards: as ranks, without TRL, and whole weights
 #     ranks8   500 s  eight cards: as ranks, without TRL
 #     shapes   320 s  3B, 8B and 14B: one step each under a cap
@@ -121,6 +122,13 @@ checkpoint() { # SHAPE NAME ARGUMENTS...
     ) 9>"$checkpoints/$2.lock"
 }
 
+arith() { # FOLDER: the model of 21 M parameters that the studies train
+    (
+        flock 9
+        [ -e "$1" ] || run make-arith-21m 120 "$python" scripts/models/pretrain_arith.py --out "$1"
+    ) 9>"$1.lock"
+}
+
 script() { # NAME LIMIT_S SCRIPT MODEL ARGUMENTS...
     run "$1" "$2" "$python" scripts/*/"$3.py" --model "$checkpoints/$4" --out "$out/$1.json" "${@:5}"
 }
@@ -170,7 +178,7 @@ batch_qatsmall() {
 
 batch_qatstudy() {
     local model="$checkpoints/arith-21m" results="$checkpoints/study-qat-21m.json"
-    [ -e "$model" ] || run make-arith-21m 120 "$python" scripts/models/pretrain_arith.py --out "$model"
+    arith "$model"
     run study-qat-21m 580 "$python" scripts/study/study_qat.py run --base "$model" --seeds 0 1 2 --steps 50 --parallel 18 \
         --weights-rates ${QATSTUDY_RATES:-1e-4 3e-4} --memory-gib 6.5 --test-rows 768 --validation-rows 256 --minutes 5.5 \
         --work "$checkpoints/study-qat" --out "$results"
@@ -179,10 +187,13 @@ batch_qatstudy() {
 
 batch_distill() {
     local model="$checkpoints/arith-21m"
-    [ -e "$model" ] || run make-arith-21m 120 "$python" scripts/models/pretrain_arith.py --out "$model"
+    arith "$model"
     local study=("$python" scripts/study/study_distill.py --base "$model" --parallel 5 --memory-gib 12)
-    run study-distill-21m 400 "${study[@]}" --out "$out/distill-arith-21m.json"
-    run study-distill-21m-w4a4 400 "${study[@]}" --quant-cfg nvfp4_w4a4 --out "$out/distill-arith-21m-w4a4.json"
+    local rate name
+    for rate in ${DISTILL_RATES:-4e-5 1.5e-5}; do
+        name=distill-arith-21m-${DISTILL_CFG:-nvfp4_w4a16}-$rate
+        run "study-$name" 400 "${study[@]}" --quant-cfg "${DISTILL_CFG:-nvfp4_w4a16}" --rate "$rate" --out "$out/$name.json"
+    done
 }
 
 batch_qat() {
@@ -227,6 +238,9 @@ batch_w4a4() {
     run activations-7b 60 "$python" scripts/bench/bench_activations.py --out "$out/activations-7b.json"
     checkpoint qwen2.5-7b 7b-w4a4 --activations static
     script w4a4-7b 280 check_w4a4 7b-w4a4
+}
+
+batch_qatw4a4() {
     checkpoint qwen2.5-7b 7b-16 --format bf16
     script qat-7b-w4a4 250 bench_qat 7b-16 --steps 2 --set qat.quant_cfg=nvfp4_w4a4 --set loss.mismatch_gate=1
 }
@@ -353,7 +367,7 @@ batch_fp8train() {
 
 batch_fp8study() {
     local model="$checkpoints/arith-21m" results="$checkpoints/study-fp8-21m.json"
-    [ -e "$model" ] || run make-arith-21m 120 "$python" scripts/models/pretrain_arith.py --out "$model"
+    arith "$model"
     run study-fp8-21m 580 "$python" scripts/study/study_fp8.py run --base "$model" --seeds 0 1 2 --steps 50 --parallel 18 \
         --arms bf16 fp8 bf16_weights fp8_both fp8_rollout --weights-rates ${FP8STUDY_RATES:-1e-4} --memory-gib 6.5 \
         --test-rows 768 --validation-rows 256 --minutes 6.5 --work "$checkpoints/study-fp8" --out "$results"
@@ -468,8 +482,17 @@ batch_ranksqat() {
 }
 
 batch_faults() {
-    check_faults kills --kills 10 --engine vllm
+    check_faults kills --kills "${KILLS:-10}" --engine vllm
     check_faults kills-weights --kills 2 --qat
+}
+
+batch_curves() {
+    local model="$checkpoints/arith-21m"
+    arith "$model"
+    [ -e "$model-4" ] || run quantize-21m 60 "$python" -m qerl.cli quantize --model "$model" --out "$model-4"
+    run curves-21m 500 "$python" scripts/checks/check_curves.py --recipe scripts/study/study_noise.yaml --model "$model-4" \
+        --steps 30 --set rollout.engine=vllm --set noise.enabled=false --runs "$(mktemp -d)/runs" \
+        --out "$out/curves-21m.json" --picture "$out/curves-21m.png"
 }
 
 check_faults() { # NAME ARGUMENTS...

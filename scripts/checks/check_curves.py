@@ -4,7 +4,8 @@
     python3 scripts/checks/check_curves.py --runs runs/curves --out curves.json [--picture curves.png] [--seeds 0 1 2]
     python3 scripts/checks/check_curves.py --runs runs/curves --out curves.json --against rollout.carry_over=4
 
-With --against both runs have one rank, and the second one has this value of the recipe.
+With --against both runs have one rank, and the second one has this value of the recipe. Runs of one rank train on
+different cards at the same time where there are several.
 
 Sampled completions need not be equal: another number of sequences at once rounds differently, and one other token makes
 another completion. So what is compared is the reward at the end (the mean over the last quarter of the steps): the
@@ -19,6 +20,7 @@ import json
 import math
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
@@ -49,7 +51,7 @@ def main() -> None:
     arguments.runs.mkdir(parents=True)
     arguments.model = arguments.model or packed_base(arguments.runs)
     kinds = RANKS if arguments.against is None else ("without", arguments.against)
-    rewards = {kind: {f"{seed}": curve(arguments, kind, seed) for seed in arguments.seeds} for kind in kinds}
+    rewards = {kind: curves(arguments, kind) for kind in kinds}
     found = {"command": command(), **machine(), **estimate(rewards), "rewards": rewards}
     if arguments.out:
         arguments.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
@@ -59,12 +61,29 @@ def main() -> None:
     sys.exit(0 if found["within"] else 1)
 
 
-def curve(arguments: argparse.Namespace, kind: str, seed: int) -> list[float]:
-    """The reward of each step of a run of that kind."""
+def curves(arguments: argparse.Namespace, kind: str) -> dict[str, list[float]]:
+    """The reward of each step by seed, of all runs of that kind."""
+    from qerl.devices import visible_cards
+
+    cards = 1 if kind == RANKS[1] else max(1, len(visible_cards()))
+    with ThreadPoolExecutor(cards) as pool:
+        jobs = {
+            f"{seed}": pool.submit(curve, arguments, kind, seed, place) for place, seed in enumerate(arguments.seeds)
+        }
+        return {seed: job.result() for seed, job in jobs.items()}
+
+
+def curve(arguments: argparse.Namespace, kind: str, seed: int, place: int) -> list[float]:
+    """The reward of each step of a run of that kind; with one rank it trains on the card of its place, in turns."""
+    from qerl.devices import visible_cards
     from scripts.checks.check_faults import Ranks
 
     size, own = 2 if kind == RANKS[1] else 1, [kind] if kind == arguments.against else []
+    cards = visible_cards()
+    card = ["--gpu", f"{cards[place % len(cards)].index}"] if size == 1 and len(cards) > 1 else []
     run = arguments.runs / f"{kind.replace(' ', '-')}-seed{seed}"
+    logs = Path(f"{run}-logs")
+    logs.mkdir()
     given = [word for each in (f"run.seed={seed}", *arguments.set, *own) for word in ("--set", each)]
     words = [
         "--recipe",
@@ -75,9 +94,10 @@ def curve(arguments: argparse.Namespace, kind: str, seed: int) -> list[float]:
         str(run),
         "--steps",
         str(arguments.steps),
+        *card,
         *given,
     ]
-    ranks = Ranks(argparse.Namespace(ranks=size, hosts=False), arguments.runs, words)
+    ranks = Ranks(argparse.Namespace(ranks=size, hosts=False), logs, words)
     codes = ranks.ended(LIMIT_S)
     if any(codes):
         sys.exit(f"the run of {kind} and seed {seed} ended with {codes}: {ranks.errors()}")
