@@ -5,6 +5,7 @@ A kind of run (training/run.py, training/sft/run.py) checks and opens what it ne
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
 import sys
@@ -14,6 +15,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from transformers import PrinterCallback
 
 from qerl.checkpoint.load import local_folder
@@ -132,12 +134,29 @@ def carry_out(
             settle_best(run_dir, best_kept(log.validations, config.validation))
         trainer = begin(log, stop)
         trainer.remove_callback(PrinterCallback)
-        steps = train_until_stopped(trainer, stop, course.checkpoint)
+        with opened_set_aside():
+            steps = train_until_stopped(trainer, stop, course.checkpoint)
         if not stop.abandoned:
             warn_of_retries()
         close(trainer, stop.abandoned)
         ended = trainer.validation is not None and trainer.validation.ended(steps)
         return replace(finished(run_dir, steps, config, parallel, ended), stopped_by=stop.asked)
+
+
+@contextmanager
+def opened_set_aside() -> Iterator[None]:
+    """Within it, Python's garbage collection leaves out what there is now: the libraries and the opened models.
+
+    vLLM's engine collects garbage each time it wakes, since a cycle may hold memory of the card. To look at all objects
+    of a process with torch, transformers and TRL took 0.23 s where it was measured, and that in every step.
+    """
+    if torch.cuda.is_available():
+        gc.collect()  # garbage would be kept as well
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
 
 
 @contextmanager

@@ -34,6 +34,7 @@ def merged_rollouts(parts: Sequence[Rollout]) -> Rollout:
     return Rollout(
         groups=[group for part in parts for group in part.groups],
         seconds=max(part.seconds for part in parts),
+        switch_s=max(part.switch_s for part in parts),
         graded_ahead=sum(ahead) if ahead else None,
         noise=first.noise,
         memory=largest([part.memory for part in parts]),

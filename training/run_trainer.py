@@ -122,7 +122,7 @@ class RunTrainer(Trainer):
         check_gradient(logs.get("grad_norm"), step, parts.run_dir)
         metrics = {**logs, **self.step_metrics(), **self._result.metrics}
         before_s = metrics.pop("time/rollout_and_grading_s", 0.0)
-        counted_s = sum(metrics.get(key, 0.0) for key in ("time/rollout_s", "time/sync_s"))
+        counted_s = sum(metrics.get(key, 0.0) for key in ("time/rollout_s", "time/switch_s", "time/sync_s"))
         metrics = rename(metrics) | parts.times.metrics(counted_s)
         metrics["time/train_s"] = metrics["time/step_s"] - metrics["time/optimizer_s"] - before_s
         metrics |= self.speeds(metrics["time/step_s"])

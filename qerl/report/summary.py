@@ -25,6 +25,7 @@ CHANGES = (
 REWARDS = 4  # the place in CHANGES after which the rewards of sources stand
 PHASES = (
     ("rollout", "time/rollout_s"),
+    ("waking and sleeping", "time/switch_s"),
     ("adapter sync", "time/sync_s"),
     ("grading", "time/reward_s"),
     ("teacher", "time/teacher_s"),

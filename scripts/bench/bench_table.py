@@ -43,6 +43,7 @@ PHASES = (  # columns of a step's table, if a file has them: heading, metric, fa
     ("forward s", "time/forward_s", 1, 2),
     ("backward s", "time/backward_s", 1, 2),
     ("optimizer ms", "time/optimizer_s", 1000, 0),
+    ("wake and sleep s", "time/switch_s", 1, 2),
     ("other s", "time/other_s", 1, 2),
 )
 SPLIT_NOTE = (

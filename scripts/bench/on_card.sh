@@ -33,6 +33,7 @@
 #     sft      560 s  supervised fine-tuning of a 7B: tokens per second and memory of ours over NVFP4 and over 16 bits, TRL's
 #                     QLoRA with and without checkpointing, and Unsloth where it is installed
 #     step     350 s  workload A: our step, TRL's step, the profile of ours
+#     host     150 s  what the host does in a step of workload A outside of its phases
 #     micro    250 s  workload A by tokens per micro-batch, the source of OVERHEAD_TOKENS in qerl/plan/micro_batch_plan.py
 #     cap24     80 s  workload A under 24 GiB; nothing else should run, because it waits for the CPU in places
 #     agree    110 s  engine and trainer at 7B: every check of check_engine
@@ -264,6 +265,11 @@ batch_step() {
     script step-7b-qerl 280 bench_step 7b --steps 3
     script step-7b-trl 280 bench_trl 7b-16 --steps 3
     script profile-step-7b 280 profile_step 7b --steps 3
+}
+
+batch_host() {
+    checkpoint qwen2.5-7b 7b
+    script host-7b 280 profile_host 7b
 }
 
 batch_micro() {

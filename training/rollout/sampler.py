@@ -49,7 +49,8 @@ class Rollout:
     """The groups that one call of the engine gave, and what it cost."""
 
     groups: list[Group]
-    seconds: float  # of sampling alone, without waking the engine and putting it to sleep
+    seconds: float  # of sampling alone
+    switch_s: float  # of waking the engine and of putting it to sleep
     graded_ahead: int | None  # completions graded before the engine was done; None where nothing is graded ahead
     noise: Mapping[str, float]
     memory: Mapping[str, float]  # empty on a CPU
@@ -144,7 +145,7 @@ class Sampler:
 
     def _drawn(self, moment: Moment, attempt: int, draw: Callable[[int], T]) -> tuple[T, dict[str, Any]]:
         """What `draw(seed)` gives on the engine with the step's noise, and what it cost by the fields of Rollout."""
-        noise = self._noise.at(moment.step, moment.history)
+        noise, asked = self._noise.at(moment.step, moment.history), time.perf_counter()
         self._engine.wake()
         begin_phase()
         started = time.perf_counter()
@@ -152,9 +153,14 @@ class Sampler:
         drawn = draw(derive_seed(self._options.seed, moment.step, f"rollout/{attempt}" if attempt else "rollout"))
         seconds = time.perf_counter() - started
         self._after_rollout(noise)
-        memory = card_memory("memory/rollout_card_gib", {})
+        memory, ended = card_memory("memory/rollout_card_gib", {}), time.perf_counter()
         self._engine.sleep()
-        return drawn, {"seconds": seconds, "noise": {**_noise_metrics(noise), "noise/norms": touched}, "memory": memory}
+        return drawn, {
+            "seconds": seconds,
+            "switch_s": started - asked + time.perf_counter() - ended,
+            "noise": {**_noise_metrics(noise), "noise/norms": touched},
+            "memory": memory,
+        }
 
     def _samples(self, prompts: Sequence[Prompt], seed: int, finished: Finished | None, first: int) -> list[Sample]:
         """One sample for each prompt; `first` is the place of the first one in the whole rollout."""
@@ -239,5 +245,6 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         # The mean surprise of what was drawn estimates the entropy of the policy that drew it, with its noise.
         "sampling/entropy": -surprise / tokens,
         "time/rollout_s": seconds,
+        "time/switch_s": sum(rollout.switch_s for rollout in rollouts),
         "speed/rollout_tokens_per_s": drawn / seconds,
     }

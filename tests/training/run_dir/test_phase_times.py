@@ -3,6 +3,7 @@
 The tests that need a card last ran on an H200 on 2026-11-22.
 """
 
+import gc
 import itertools
 import time
 from collections import Counter
@@ -13,12 +14,14 @@ from small_run import small_config
 
 import training.policy.packed_attention
 from qerl.engine.transformers_engine import TransformersEngine
+from training.course import opened_set_aside
 from training.rewards.grading import Grader
 from training.run import start
 from training.run_dir.log import read_metrics
 from training.run_dir.phase_times import PhaseTimes
 
-PARTS = {f"time/{name}_s" for name in ("rollout", "sync", "reward", "forward", "backward", "optimizer", "other")}
+NAMES = ("rollout", "switch", "sync", "reward", "forward", "backward", "optimizer", "other")
+PARTS = {f"time/{name}_s" for name in NAMES}
 TICK = 1e-6  # seconds that each reading of the clock takes
 SLOW = {  # functions that are made to take seconds: (owner, name, seconds)
     "rollout": (TransformersEngine, "generate", 1),
@@ -69,7 +72,7 @@ def test_a_slow_function_counts_only_for_its_phase(nvfp4_base, tmp_path, monkeyp
     passes = clock.calls["attention"] // (2 if recompute else 1)
     assert passes > 4  # several layers and micro-batches
     expected = {"rollout": 1, "sync": 2, "reward": 4, "forward": 8 * passes, "backward": 8 * passes * recompute}
-    expected |= {"optimizer": 16, "other": 32 + 64}
+    expected |= {"optimizer": 16, "switch": 32 + 64, "other": 0}
     assert check_sum(row) == {f"time/{name}_s": pytest.approx(s, abs=0.1) for name, s in expected.items()}
     assert row["time/train_s"] == pytest.approx(8 * clock.calls["attention"], abs=0.1)
 
@@ -79,7 +82,7 @@ def test_a_pass_without_gradient_is_forward_and_a_further_update_has_no_rollout(
     config = small_config(nvfp4_base, tmp_path, "loss.num_iterations=2", "noise.enabled=false", steps=2)
     first, second = read_metrics(start(config, "tiny").run_dir)
     assert set(check_sum(first)) == PARTS
-    assert PARTS - set(check_sum(second)) == {"time/rollout_s", "time/sync_s", "time/reward_s"}
+    assert PARTS - set(check_sum(second)) == {"time/rollout_s", "time/switch_s", "time/sync_s", "time/reward_s"}
     assert second["time/forward_s"] > 8
     assert first["time/forward_s"] > 1.5 * second["time/forward_s"]  # includes the old logprobs
     total = first["time/forward_s"] + second["time/forward_s"]
@@ -108,6 +111,16 @@ def test_a_new_step_starts_without_phases(monkeypatch):
     times.end()
     times.begin_step()
     assert times.metrics(0.0) == {"time/step_s": 1, "time/other_s": 1}
+
+
+def test_collecting_garbage_in_a_run_leaves_out_what_was_there_before():
+    kept = [{}]
+    with opened_set_aside():
+        new = [{}]
+        seen = gc.get_objects()
+        assert any(each is new for each in seen)
+        assert not any(each is kept for each in seen)
+    assert any(each is kept for each in gc.get_objects())
 
 
 @pytest.mark.gpu
