@@ -8,7 +8,7 @@ storage. A format's own linear adds its buffers and `unpack`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Self
 
 import torch
@@ -155,14 +155,8 @@ class PackedLinear(nn.Linear):
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> PackedLinear:
         """`.to`, `.half`, `.cuda`, ...: devices apply to all, dtypes to the bias and the compute dtype only."""
         self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=self.weight_device)).dtype
-        packed = {id(buffer) for buffer in self._buffers.values()}
-
-        def keep_bits(tensor: torch.Tensor) -> torch.Tensor:
-            moved = fn(tensor)
-            return tensor.to(moved.device) if id(tensor) in packed and moved.dtype != tensor.dtype else moved
-
         self.drop_cached()
-        return super()._apply(keep_bits, recurse)
+        return super()._apply(moved_with_its_bits(fn, self._buffers.values()), recurse)
 
     def _load_from_state_dict(self, *args) -> None:
         self.drop_cached()
@@ -177,6 +171,19 @@ class PackedLinear(nn.Linear):
     def __setstate__(self, state: dict) -> None:
         names = state["_e4m3"]
         super().__setstate__({**state, "_buffers": _viewed(state["_buffers"], names, torch.float8_e4m3fn)})
+
+
+def moved_with_its_bits(
+    fn: Callable[[torch.Tensor], torch.Tensor], packed: Iterable[torch.Tensor]
+) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`fn`, which casts or moves a tensor, but for the `packed` ones: it moves them and leaves their bits alone."""
+    kept = {id(tensor) for tensor in packed}
+
+    def keep_bits(tensor: torch.Tensor) -> torch.Tensor:
+        moved = fn(tensor)
+        return tensor.to(moved.device) if id(tensor) in kept and moved.dtype != tensor.dtype else moved
+
+    return keep_bits
 
 
 def _viewed(buffers: dict[str, torch.Tensor], names: Sequence[str], dtype: torch.dtype) -> dict[str, torch.Tensor]:

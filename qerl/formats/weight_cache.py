@@ -8,7 +8,10 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from qerl.formats.experts import ExpertWeights
 from qerl.formats.linear import PackedLinear
+
+Packed = PackedLinear | ExpertWeights
 
 
 class WeightCache:
@@ -19,7 +22,7 @@ class WeightCache:
         self.bytes = 0
         self._weights: dict[tuple[int, torch.dtype], torch.Tensor] = {}
 
-    def get(self, linear: PackedLinear, dtype: torch.dtype) -> torch.Tensor:
+    def get(self, linear: Packed, dtype: torch.dtype) -> torch.Tensor:
         """The dense weight, from the cache, or dequantized and kept if it still fits."""
         key = (id(linear), dtype)
         if key in self._weights:
@@ -30,7 +33,7 @@ class WeightCache:
             self.bytes += weight.nbytes
         return weight
 
-    def drop(self, linear: PackedLinear) -> None:
+    def drop(self, linear: Packed) -> None:
         """Forget one linear, whose tensors change."""
         for key in [key for key in self._weights if key[0] == id(linear)]:
             self.bytes -= self._weights.pop(key).nbytes
@@ -38,14 +41,14 @@ class WeightCache:
 
 @contextmanager
 def cached_weights(model: nn.Module, max_bytes: int | None = None) -> Iterator[WeightCache]:
-    """Keep the dense weights of the model's packed linears from their first use until the block ends, then free them.
+    """Keep the dense weights of the model's packed linears and experts from their first use until the block ends.
 
     For token-by-token generation on a CPU, where dequantizing takes longer than multiplying. It costs the dense model
     in memory: `max_bytes` bounds that, and layers beyond it are dequantized at each call. Casting and loading inside
     the block are noticed; code that writes to the packed buffers in place has to call `drop_cached`.
     """
     cache = WeightCache(max_bytes)
-    linears = [module for module in model.modules() if isinstance(module, PackedLinear)]
+    linears = [module for module in model.modules() if isinstance(module, Packed)]
     before = [linear.cache for linear in linears]
     for linear in linears:
         linear.cache = cache

@@ -158,10 +158,10 @@ def backward_to_factors(
     For a master there is None, as its gradient has been added to it.
     """
     grads: list[torch.Tensor | None] = []
-    da = None if g is None else _product_32(g.t(), x)
+    da = None if g is None else product_32(g.t(), x)
     for part, rows, columns in _columns(parts):
         if part.a is not None:
-            db = _product_32(grad[:, columns].t(), h[:, rows])
+            db = product_32(grad[:, columns].t(), h[:, rows])
             db = db if part.scale == 1.0 else db.mul_(part.scale)
             grads += [da[rows].to(part.a.dtype), db.to(part.b.dtype)]
         if part.master is not None:
@@ -266,7 +266,7 @@ def _stacked_a(parts: Sequence[Part], dtype: torch.dtype) -> torch.Tensor | None
     return stacked(stack, dtype) if stack else None
 
 
-def _product_32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def product_32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left @ right in float32, without a rounding to 16 bits in between if the device supports that."""
     if left.is_cuda and left.dtype != torch.float32:
         return torch.mm(left, right, out_dtype=torch.float32)

@@ -1,0 +1,98 @@
+"""The weights of one projection of all experts of a layer, frozen, in their format.
+
+The tensors are those of the format's linear, with the experts along a first dimension: for NVFP4 `weight_packed`
+(experts, out, in/2), `weight_scale` (experts, out, in/16) and `weight_global_scale` (experts, 1), for a 16-bit format
+`weight` (experts, out, in). An engine that keeps experts in a layout of its own is another class with the same
+`experts`, `out_features`, `in_features`, `compute_dtype`, `weight_device` and `dense`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from qerl.formats.linear import moved_with_its_bits
+
+if TYPE_CHECKING:
+    from qerl.formats.base import Format
+    from qerl.formats.weight_cache import WeightCache
+
+
+class ExpertWeights(nn.Module):
+    """W (experts, out_features, in_features). Casting the module changes `compute_dtype` and dense weights alone."""
+
+    cache: WeightCache | None = None  # set while inside `weight_cache.cached_weights`
+
+    def __init__(
+        self,
+        format: Format,
+        shape: tuple[int, int, int],
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Weights of `shape` to load tensors into. Raises CheckpointError for a shape that the format cannot pack."""
+        super().__init__()
+        self.format, self.compute_dtype = format, dtype or torch.get_default_dtype()
+        self.experts, self.out_features, self.in_features = shape
+        self._one = None
+        empty = {"weight": torch.empty(shape[1:], dtype=self.compute_dtype, device="meta")}
+        if format.quantized:
+            format.check_features(*shape[1:], "an expert")
+            self._one = [format.linear()(shape[2], shape[1], bias=False, device="meta", dtype=self.compute_dtype)]
+            empty = dict(self._one[0].named_buffers())
+        self._stored = dict(zip(format.tensors or empty, empty, strict=True))  # names in files and of buffers
+        for name, tensor in empty.items():
+            self.register_buffer(name, torch.empty((self.experts, *tensor.shape), dtype=tensor.dtype, device=device))
+
+    @property
+    def tensor_names(self) -> tuple[str, ...]:
+        """What there is to load for each expert's linears."""
+        return tuple(self._stored)
+
+    @property
+    def weight_device(self) -> torch.device:
+        """Where the weights are."""
+        return next(iter(self._buffers.values())).device
+
+    def write_(self, name: str, expert: int, first_row: int, tensor: torch.Tensor) -> None:
+        """Put the tensor `name` of one expert's linear in its place, whose rows begin at `first_row` of W.
+
+        Linears that share the format's `shared_tensor` each write all of it.
+        """
+        own = self._buffers[self._stored[name]][expert]
+        if name == self.format.shared_tensor:
+            own.copy_(tensor)
+            return
+        rows = own.shape[0] * first_row // self.out_features  # of blocks, where a tensor has a value for several rows
+        own[rows : rows + tensor.shape[0]].copy_(tensor)
+
+    def unpack(self, dtype: torch.dtype) -> torch.Tensor:
+        """W in `dtype`, computed anew."""
+        if self._one is None:
+            return self.weight.to(dtype)
+        shape = (self.experts, self.out_features, self.in_features)
+        dense, (one,) = torch.empty(shape, dtype=dtype, device=self.weight_device), self._one
+        for expert in range(self.experts):
+            for name, buffer in self._buffers.items():
+                one._buffers[name] = buffer[expert]
+            dense[expert] = one.unpack(dtype)
+        return dense
+
+    def dense(self, dtype: torch.dtype) -> torch.Tensor:
+        """W in `dtype`; fresh unless inside `cached_weights`."""
+        if self.cache is not None:
+            return self.cache.get(self, dtype)
+        return self.unpack(dtype)
+
+    def extra_repr(self) -> str:
+        shape = f"{self.experts} x {self.out_features} x {self.in_features}"
+        return f"{shape}, format={self.format.name}, compute_dtype={self.compute_dtype}"
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> ExpertWeights:
+        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype, device=self.weight_device)).dtype
+        if self.cache is not None:
+            self.cache.drop(self)
+        return super()._apply(moved_with_its_bits(fn, self._buffers.values() if self._one else ()), recurse)
