@@ -38,6 +38,7 @@ from training.run_dir.log import NoLog, RunLog, read_metrics
 from training.run_dir.model import settle_model
 from training.run_dir.result import ADAPTER, BEST, settle_best, settle_result
 from training.run_dir.resume import note_base_, prolong_
+from training.run_dir.same_qat import qat_record
 from training.run_dir.stop import Stop, stop_on_signals, train_until_stopped
 from training.run_dir.terminal_gone import terminal_may_go
 from training.run_dir.trackers import open_trackers
@@ -188,6 +189,7 @@ def _open_run_dir(course: Course) -> None:
         about = {"recipe": course.place.name, "base": base.base, "command": sys.argv, "versions": versions()}
         about |= {"inputs": dict(course.inputs), "on_adapter": base.adapter is not None}
         about |= {"weights": weights_digest(local_folder(base.base)), "micro_batches": as_record(course.plan)}
+        about |= {"qat": qat_record(config.qat)}
         replace_text(run_dir / "run.json", json.dumps(about, indent=1))
     logger.info("writing to %s", run_dir)
 

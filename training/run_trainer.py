@@ -15,8 +15,9 @@ import torch
 from transformers import Trainer
 from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME
 
+from qerl.parallel import ALONE
 from qerl.plan.trained import trains_masters
-from training.loss.finite import check_gradient, check_loss
+from training.loss.finite import check_gradient, check_loss, check_trained
 from training.policy.rounding import RandomlyRounded
 from training.policy.shared_optimizer import clip_shared_, own_state, whole_state
 from training.ranks import check_replicas
@@ -163,15 +164,18 @@ class RunTrainer(Trainer):
         """Write a checkpoint of the policy and the optimizer as they are; it may be called outside of the loop."""
         self.parts.log.phase("saving")
         self.before_saving()
-        shards = self.parts.policy.shards
+        policy, run_dir, step = self.parts.policy, self.parts.run_dir, self.state.global_step
+        shards = policy.shards
+        # Ranks with replicas have the same numbers; one that saves outside of the loop is alone.
+        check_trained(policy.parameters(), step, run_dir, self.parts.parallel if shards is not None else ALONE)
         if not self.parts.parallel.first:
             if shards is not None:
                 shards.serve(self._answers())
             return
         keep = self.parts.config.run.keep_checkpoints
         best = self.validation.best if self.validation else None
-        write_checkpoint(self.parts.run_dir, self.state.global_step, keep, self._write_state, best and best.step)
-        settle_best(self.parts.run_dir, best)
+        write_checkpoint(run_dir, step, keep, self._write_state, best and best.step)
+        settle_best(run_dir, best)
         if shards is not None:
             shards.end()
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from qerl.checkpoint.activations import INPUT_SCALE
 from qerl.checkpoint.adapter_fit import A_SUFFIX, B_SUFFIX, check_fit
 from qerl.checkpoint.kinds import format_of
-from qerl.checkpoint.packed import Tensors, finite
+from qerl.checkpoint.packed import Tensors, all_finite
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.resolve import beside, model_in_recipe, resolve_model
 from qerl.checkpoint.shards import TensorInfo, read_json, read_tensors
@@ -199,7 +199,13 @@ def _layers(masters: Masters) -> Iterator[tuple[list[str], Read, Read]]:
 
 
 def _master(read: Read, name: str) -> torch.Tensor:
-    return finite(name, read(name))
+    tensor = read(name)
+    if not all_finite(tensor):
+        raise CheckpointError(
+            f"the trained {name} holds NaN or infinity, so that its run went wrong before this checkpoint: export an "
+            "earlier one (`qerl export --step`)"
+        )
+    return tensor
 
 
 def write_trained(

@@ -68,6 +68,11 @@ def weight_for_scales(name: str, weight: torch.Tensor) -> torch.Tensor:
 
 def finite(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor unchanged. Raises CheckpointError if it holds NaN or infinity."""
-    if not all(bound.isfinite() for bound in tensor.aminmax()):  # aminmax makes no copy: embeddings are large
+    if not all_finite(tensor):
         raise CheckpointError(f"{name} holds NaN or infinity: the checkpoint is damaged, take another copy")
     return tensor
+
+
+def all_finite(tensor: torch.Tensor) -> bool:
+    """Whether a tensor of any size holds neither NaN nor infinity."""
+    return all(bound.isfinite() for bound in tensor.aminmax())  # aminmax makes no copy: embeddings are large

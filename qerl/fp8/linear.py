@@ -108,7 +108,9 @@ class FP8Linear(PackedLinear):
     def refuse(self, faults: Sequence[int], name: str) -> None:
         """Raise EngineError if the matrix has inf or NaN. Scales follow the weights, so nothing else can go wrong."""
         if faults[0]:
-            raise EngineError(f"the update of {name} holds inf or NaN: lower optim.learning_rate")
+            raise EngineError(
+                f"the update of {name} holds inf or NaN: lower optim.learning_rate, and resume from the last checkpoint"
+            )
 
     def _save_to_state_dict(self, destination, prefix, keep_vars) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -90,7 +90,9 @@ class NVFP4Linear(PackedLinear):
         """Raise EngineError if the matrix has inf or NaN, or has grown beyond the fixed scale."""
         unfit, saturated = faults
         if unfit:
-            raise EngineError(f"the update of {name} holds inf or NaN: lower optim.learning_rate")
+            raise EngineError(
+                f"the update of {name} holds inf or NaN: lower optim.learning_rate, and resume from the last checkpoint"
+            )
         if saturated:
             raise EngineError(
                 f"{saturated} of {self.out_features * self.in_features // layout.BLOCK} block scales of {name} "

@@ -66,6 +66,7 @@ class About(Shape):
     inputs: dict[str, Any] | None = None
     changes: list[dict[str, Any]] | None = None
     totals: list[Change] | None = None
+    qat: dict[str, Any] | None = None
 
 
 class Warned(Shape):

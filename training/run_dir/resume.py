@@ -35,6 +35,7 @@ from qerl.files.disk import replace_text
 from qerl.files.nearby import expanded, is_path, no_folder
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, checkpoints, damage_of
 from training.run_dir.folder import make_aside, only_writer, read_about, written
+from training.run_dir.same_qat import check_same_qat
 
 if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
@@ -148,10 +149,11 @@ def config_to_resume(
 
     Without `step` the run continues from its last checkpoint, damaged or not; without `steps` the number of steps is
     the run's own, and without `model` the base is where it was. Raises ConfigError if this is no run, or if it cannot
-    continue to that number.
+    continue to that number, or if what it trains through the quantizer was changed.
     """
     check_run(run_dir)
     config = load_config(run_dir / "config.yaml", base=model)
+    check_same_qat(run_dir, config.qat)
     done = max(map(checkpoint_step, checkpoints(run_dir)), default=0) if step is None else step
     if steps is None:
         return config, done
