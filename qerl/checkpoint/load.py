@@ -18,9 +18,11 @@ from huggingface_hub.errors import StrictDataclassError
 
 from qerl import formats
 from qerl.checkpoint.activations import INPUT_SCALE, kind_of_activations, place_activations_
+from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.hub import download_model
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.links import check_links
+from qerl.checkpoint.load_experts import check_trained, fill_experts_
 from qerl.checkpoint.named_base import EMBEDDED
 from qerl.checkpoint.resolve import quantize_line
 from qerl.checkpoint.sandbox import try_tokenizer
@@ -58,7 +60,9 @@ def load_model(
     wanted, found = formats.get(format), format_of(folder)
     torch_dtype = resolve_dtype(dtype, device)
     _check_format(folder, wanted, found)
-    if wanted.quantized:
+    decoder = decoder_of(read_json(folder / "config.json"), str(folder))
+    check_trained(decoder, folder)
+    if wanted.quantized or decoder.has_experts:
         model = _load_packed(folder, wanted, torch_dtype, trust_remote_code)
     else:
         model = _load_16bit(folder, torch_dtype, trust_remote_code)
@@ -231,10 +235,15 @@ def _load_packed(folder: Path, format: Format, dtype: torch.dtype, trust_remote_
     model = empty_model(folder, dtype, trust_remote_code)
     tensors = read_tensors(folder)
     names = format.quantized_linears(tensors)
+    decoder = decoder_of(read_json(folder / "config.json"), str(folder))
+    if decoder.has_experts:
+        tensors = fill_experts_(model, decoder, format, tensors, dtype)
+        names = [name for name in names if decoder.place_of(name) is None]
     if kind_of_activations(folder, format) == "static":  # these are no part of the modules
         tensors = {name: info for name, info in tensors.items() if not name.endswith(f".{INPUT_SCALE}")}
     with torch.device("meta"):
-        swap_linears(model, names, format)
+        if names or format.quantized:
+            swap_linears(model, names, format)
     quantization = read_json(folder / "config.json").get("quantization_config")
     for name in names:
         format.configure_(model.get_submodule(name), quantization)

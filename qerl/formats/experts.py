@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from qerl.errors import CheckpointError
 from qerl.formats.linear import moved_with_its_bits
 
 if TYPE_CHECKING:
@@ -32,9 +33,14 @@ class ExpertWeights(nn.Module):
         shape: tuple[int, int, int],
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        parts: int = 1,
     ) -> None:
-        """Weights of `shape` to load tensors into. Raises CheckpointError for a shape that the format cannot pack."""
+        """Weights of `shape` to load tensors into; the rows of an expert are those of `parts` linears in files.
+
+        Raises CheckpointError for a shape that the format cannot pack.
+        """
         super().__init__()
+        self._parts = parts
         self.format, self.compute_dtype = format, dtype or torch.get_default_dtype()
         self.experts, self.out_features, self.in_features = shape
         self._one = None
@@ -60,14 +66,19 @@ class ExpertWeights(nn.Module):
     def write_(self, name: str, expert: int, first_row: int, tensor: torch.Tensor) -> None:
         """Put the tensor `name` of one expert's linear in its place, whose rows begin at `first_row` of W.
 
-        Linears that share the format's `shared_tensor` each write all of it.
+        Linears that share the format's `shared_tensor` each write all of it. Raises CheckpointError for a tensor of
+        another shape or kind.
         """
         own = self._buffers[self._stored[name]][expert]
-        if name == self.format.shared_tensor:
-            own.copy_(tensor)
-            return
-        rows = own.shape[0] * first_row // self.out_features  # of blocks, where a tensor has a value for several rows
-        own[rows : rows + tensor.shape[0]].copy_(tensor)
+        if name != self.format.shared_tensor:
+            first = own.shape[0] * first_row // self.out_features  # of blocks, if a value is for several rows
+            own = own[first : first + own.shape[0] // self._parts]
+        if own.shape != tensor.shape or (self.format.quantized and own.dtype != tensor.dtype):
+            raise CheckpointError(
+                f"expert {expert} has {name} as {tensor.dtype} {list(tensor.shape)}, and config.json says {own.dtype} "
+                f"{list(own.shape)}: copy weights and config.json from the same checkpoint"
+            )
+        own.copy_(tensor)
 
     def unpack(self, dtype: torch.dtype) -> torch.Tensor:
         """W in `dtype`, computed anew."""

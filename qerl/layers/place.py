@@ -12,7 +12,7 @@ from qerl.layers.elementwise import RMSNorm
 from qerl.layers.mlp import mlp_forward
 
 PARTS = ("RMSNorm", "DecoderLayer", "Attention", "MLP")
-FAMILIES = ("Qwen2", "Qwen3", "Llama", "Mistral")  # our forwards follow those of transformers 5.17
+FAMILIES = ("Qwen2", "Qwen3", "Qwen3Moe", "Llama", "Mistral")  # our forwards follow those of transformers 5.17
 
 
 def fuse_(model: nn.Module) -> int:

@@ -15,9 +15,10 @@ def random_weights(format, dtype=torch.float32, scale=0.3):
 
 
 def _filled(format, shape, dtype, scale):
-    weights = ExpertWeights(format, (EXPERTS, *shape), dtype=dtype)
+    parts = shape[0] // WIDTH if shape[1] == HIDDEN else 1
+    weights = ExpertWeights(format, (EXPERTS, *shape), dtype=dtype, parts=parts)
     for expert in range(EXPERTS):
-        halves = (scale * torch.randn(shape)).chunk(2) if shape[0] == 2 * WIDTH else [scale * torch.randn(shape)]
+        halves = (scale * torch.randn(shape)).chunk(parts)
         stored = format.quantize(halves) if format.quantized else [{"weight": half.to(dtype)} for half in halves]
         for number, tensors in enumerate(stored):
             for name, tensor in tensors.items():

@@ -66,7 +66,7 @@ def test_an_expert_that_no_token_goes_to_has_no_gradient():
 @pytest.mark.parametrize("format", [NVFP4, FP8_BLOCK], ids=lambda format: format.name)
 def test_packed_experts_are_the_linears_of_their_format(format):
     size = 16 if format is NVFP4 else 128
-    weights, expected = ExpertWeights(format, (2, 2 * size, size)), []
+    weights, expected = ExpertWeights(format, (2, 2 * size, size), parts=2), []
     for expert in range(2):
         halves = [(expert + 1) * torch.randn(size, size) for _ in range(2)]
         stored = format.quantize(halves)

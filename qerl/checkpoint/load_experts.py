@@ -1,0 +1,88 @@
+"""The experts of a checkpoint's layers in a transformers model: our blocks in place of its own, filled from files.
+
+A file has three linears for each expert (`qerl.checkpoint.experts`), and memory one tensor for each kind of a layer's
+tensors. Each expert is copied into its place as it is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from qerl.checkpoint.experts import DOWN, GATE_UP, Decoder
+from qerl.checkpoint.reader import TensorReader
+from qerl.errors import CheckpointError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from qerl.checkpoint.shards import TensorInfo
+    from qerl.formats.base import Format
+    from qerl.formats.experts import ExpertWeights
+
+TRAINED = ("Qwen3-MoE",)  # the families whose layers are ours (`qerl.layers.place`)
+PARTS = {GATE_UP: 2, DOWN: 1}  # how many linears of an expert are in one tensor in memory
+
+
+def check_trained(decoder: Decoder, folder: Path) -> None:
+    """Raise CheckpointError for experts of a family that can be quantized, and not opened."""
+    if decoder.has_experts and decoder.family.title not in TRAINED:
+        raise CheckpointError(
+            f"{folder} is a mixture of experts of the family {decoder.family.title}, and qerl opens "
+            f"{', '.join(TRAINED)}: take one of these, or a dense model"
+        )
+
+
+def fill_experts_(
+    model: nn.Module, decoder: Decoder, format: Format, tensors: Mapping[str, TensorInfo], dtype: torch.dtype
+) -> dict[str, TensorInfo]:
+    """Put our blocks into `model`, whose modules may have no storage, with the experts of a checkpoint's `tensors`.
+
+    Products are in `dtype`. Returns the tensors that are left to load. Raises CheckpointError for experts that do not
+    fit config.json.
+    """
+    weights = _place_(model, decoder, format, dtype)
+    places = {name: decoder.place_of(name.rpartition(".")[0]) for name in tensors}
+    own = {name: place for name, place in places.items() if place is not None}
+    _check_complete(decoder, format, set(own), next(iter(tensors.values())).file.parent)
+    with TensorReader({name: tensors[name] for name in own}) as read:
+        for name, place in own.items():
+            weights[place.tensor].write_(name.rpartition(".")[2], place.expert, place.first_row, read(name))
+    return {name: info for name, info in tensors.items() if name not in own}
+
+
+def _place_(model: nn.Module, decoder: Decoder, format: Format, dtype: torch.dtype) -> dict[str, ExpertWeights]:
+    """Our blocks in place of the model's, with empty weights, which are returned by their full names in memory."""
+    from qerl.formats.experts import ExpertWeights
+    from qerl.layers.experts import ExpertBlock, Experts
+
+    shapes = {
+        GATE_UP: (decoder.experts, 2 * decoder.width, decoder.hidden),
+        DOWN: (decoder.experts, decoder.hidden, decoder.width),
+    }
+    placed = {}
+    for number, layer in enumerate(decoder.sparse):
+        own = {name: ExpertWeights(format, shapes[name], "cpu", dtype, parts) for name, parts in PARTS.items()}
+        placed |= {f"model.layers.{layer}.{name}": weights for name, weights in own.items()}
+        router = model.get_submodule(f"model.layers.{layer}.mlp.gate")
+        block = ExpertBlock(router, Experts(own[GATE_UP], own[DOWN]), decoder.chosen, decoder.normalises, number)
+        model.set_submodule(f"model.layers.{layer}.mlp", block)
+    model.config.output_router_logits = False  # transformers would read them from its own routers, for a loss of theirs
+    return placed
+
+
+def _check_complete(decoder: Decoder, format: Format, names: set[str], folder: Path) -> None:
+    linears = (linear for layer in decoder.sparse for expert in decoder.experts_of(layer) for linear in expert)
+    expected = {f"{linear}.{part}" for linear in linears for part in format.tensors or ("weight",)}
+    if missing := sorted(expected - names):
+        raise CheckpointError(
+            f"{folder} lacks experts that its config.json describes ({missing[0]}; {len(missing)} tensors in all): the "
+            "checkpoint is incomplete, or quantized in part; copy or quantize it again"
+        )
+    if more := sorted(names - expected):
+        raise CheckpointError(
+            f"{folder} holds {more[0]}, which no {format.label} expert has ({len(more)} tensors in all): copy or "
+            "quantize it again"
+        )
