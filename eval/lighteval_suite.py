@@ -18,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from eval.identity import versions
-from eval.plan import context_length, default_out, find_model, run_of, with_engine, with_memory
+from eval.plan import context_length, default_out, find_model, with_engine, with_memory
 from eval.settings import MAX_NEW_TOKENS, EvalSettings
 from eval.store import write_json
 from qerl.checkpoint.resolve import ModelRef, describe
+from qerl.checkpoint.trained_with import run_of
 from qerl.checkpoint.weights_digest import weights_digest
 from qerl.errors import CheckpointError, ConfigError, DataError, MissingExtraError
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from eval.store import Key
 from qerl.checkpoint.chat_template import check_chat_template, check_switches
 from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model
 from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.trained_with import run_of, switches_for
 from qerl.data.examples import check_answers, check_source
 from qerl.data.rows import is_local
 from qerl.data.sources import sources_of
@@ -97,7 +98,7 @@ def make_plan(settings: EvalSettings) -> Plan:
     check_grader(task, examples)
     folder = local_folder(ref.base)
     tokenizer = load_tokenizer(folder, settings.trust_remote_code)
-    switches = find_switches(settings, run)
+    switches = switches_for(run, settings.chat_template_kwargs)
     check_switches(tokenizer, switches, "--chat-template-kwargs")
     messages = [tuple(messages_of(task, example)) for example in examples]
     environments = None
@@ -159,15 +160,6 @@ def find_model(settings: EvalSettings) -> ModelRef:
     return newest
 
 
-def run_of(ref: ModelRef) -> Path | None:
-    """The run directory that the model or its adapter belongs to, recognized by its files; None if it has none."""
-    if ref.adapter is None:
-        return ref.run
-    folders = [ref.adapter, *ref.adapter.resolve().parents[:3]]
-    runs = [folder for folder in folders if all((folder / f).is_file() for f in ("config.yaml", "metrics.jsonl"))]
-    return runs[0] if runs else None
-
-
 def with_prompt(task: Task, settings: EvalSettings, run: Path | None) -> Task:
     """The task with the prompt that was asked for, else the one that the run trained with, else the task's own."""
     system, template, source = task.system_prompt, task.prompt_template, f"task {task.name}"
@@ -192,18 +184,6 @@ def data_of(config: RunConfig, task: str) -> DataConfig:
     """Of several sources that a run was trained on, the first with this task, whose prompt it then learned."""
     sources = sources_of(config)
     return next((source.data for source in sources if source.data.task == task), sources[0].data)
-
-
-def find_switches(settings: EvalSettings, run: Path | None) -> Mapping[str, object]:
-    """The variables of the chat template that were asked for, else those that the run trained with."""
-    if settings.chat_template_kwargs is not None or run is None:
-        return settings.chat_template_kwargs or {}
-    from qerl.config.recipe import load_config
-
-    switches = load_config(run / "config.yaml").data.chat_template_kwargs
-    if switches:
-        logger.info("chat template with %s, as it trained", switches)
-    return switches
 
 
 def _check_graded_alike(data: DataConfig, task: Task, run: Path) -> None:

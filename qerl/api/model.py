@@ -36,24 +36,29 @@ class Model:
         temperature: float = 0.0,
         top_p: float = 1.0,
         system_prompt: str | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
         seed: int = 0,
     ) -> str | list[str]:
         """The model's completion of a prompt, or of each prompt of a list.
 
         A prompt is a text, which becomes a message of the user, or a list of messages (`role`, `content`). It is
-        rendered by the checkpoint's chat template, as in training. Temperature 0 is greedy. Raises EngineError for a
-        prompt that leaves no room in the context.
+        rendered by the checkpoint's chat template, as in training; `chat_template_kwargs` are variables of it, such as
+        {"enable_thinking": False} for Qwen3 (default: those that the run trained with). Temperature 0 is greedy. Raises
+        EngineError for a prompt that leaves no room in the context, and ConfigError for a variable that the template
+        does not read.
         """
         from qerl.api.process import as_before
+        from qerl.checkpoint.chat_template import check_switches
         from qerl.engine.interface import SamplingParams
 
         if self._opened is None:
             raise EngineError("this model was closed: open it again with qerl.load")
         alone = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], Mapping))
         prompts = [prompt] if alone else list(prompt)
-        sampling = SamplingParams(max_new_tokens, temperature, top_p)
+        sampling, switches = SamplingParams(max_new_tokens, temperature, top_p), chat_template_kwargs
         with as_before():
-            ids = [self._opened.rendered(_messages(each, system_prompt), max_new_tokens) for each in prompts]
+            check_switches(self._opened.tokenizer, switches or {}, "chat_template_kwargs")
+            ids = [self._opened.rendered(_messages(each, system_prompt), max_new_tokens, switches) for each in prompts]
             completions = self._opened.engine.generate(ids, sampling, seed=seed) if ids else []
         texts = [self._opened.text(completion) for completion in completions]
         return texts[0] if alone else texts

@@ -23,7 +23,7 @@ class ChatOptions:
     chat_template_kwargs: Annotated[
         Mapping[str, object] | None,
         Text(parse_switches),
-        typer.Option(help="Variables of the chat template: enable_thinking=false."),
+        typer.Option(help="Variables of the chat template: enable_thinking=false. Default: those that trained."),
     ] = None
     temperature: Annotated[float, typer.Option(min=0, help="0 is greedy.")] = 0.7
     top_p: Annotated[float, typer.Option(min=0, max=1, help="1 is off.")] = 0.95

@@ -16,6 +16,7 @@ from qerl.checkpoint.chat_template import check_chat_template, check_switches
 from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.resolve import describe, resolve_model
 from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.trained_with import run_of, switches_for
 from qerl.commands.option_names import ENGINE_OPTIONS
 from qerl.engine.interface import Completion, Engine, SamplingParams
 from qerl.engine.open import open_model, with_chosen_engine
@@ -116,9 +117,14 @@ class Opened:
     context: int  # tokens of prompt and answer together
     switches: Mapping[str, object] = field(default_factory=dict)  # variables of the chat template
 
-    def rendered(self, messages: Sequence[Mapping[str, str]], max_new_tokens: int) -> list[int]:
-        """Token ids of the messages. Raises EngineError if the context has no room for them and their answer."""
-        prompt = render_prompt(self.tokenizer, messages, self.switches)
+    def rendered(
+        self, messages: Sequence[Mapping[str, str]], max_new_tokens: int, switches: Mapping[str, object] | None = None
+    ) -> list[int]:
+        """Token ids of the messages; `switches` are used in place of the model's own.
+
+        Raises EngineError if the context has no room for them and their answer.
+        """
+        prompt = render_prompt(self.tokenizer, messages, self.switches if switches is None else switches)
         if (room := self.context - max_new_tokens) < len(prompt):
             raise EngineError(
                 f"the prompt has {len(prompt)} tokens, and the context of {self.context} has room for {room} beside "
@@ -147,7 +153,7 @@ def open_chat(
         raise ConfigError(f"--max-new-tokens {chat.max_new_tokens} leaves no room in the context of {longest}")
     system_prompt = None if chat is None else chat.system_prompt
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
-    switches = (None if chat is None else chat.chat_template_kwargs) or {}
+    switches = switches_for(run_of(ref), None if chat is None else chat.chat_template_kwargs)
     check_switches(tokenizer, switches, "--chat-template-kwargs")
     render_prompt(tokenizer, [*system, {"role": "user", "content": ""}], switches)  # refuses before weights are loaded
     logger.info("%s", describe(ref))

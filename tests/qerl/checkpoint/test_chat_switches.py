@@ -7,16 +7,18 @@ import pytest
 from bases import TINY
 from small_run import small_config
 
-from eval.plan import find_switches
-from eval.settings import EvalSettings
+import qerl
 from qerl.checkpoint.chat_template import check_switches
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import resolve_model
+from qerl.checkpoint.trained_with import switches_for
 from qerl.commands.columns import parse_switches
 from qerl.config.recipe import save_config
+from qerl.engine.transformers_engine import TransformersEngine
 from qerl.environments.chat import Chat
 from qerl.errors import ConfigError
 from training.preflight.checks import read_prompts, sizes_at
+from training.run import start
 from training.validation.questions import read_questions
 
 QWEN3 = (  # the end of Qwen3's own template
@@ -38,10 +40,11 @@ def switched(tmp_path, monkeypatch):
         tokenizer.chat_template = QWEN3
         return tokenizer
 
-    monkeypatch.setattr("training.preflight.checks.load_tokenizer", load)
+    for module in ("training.preflight.checks", "qerl.commands.conversation"):
+        monkeypatch.setattr(f"{module}.load_tokenizer", load)
     asked = ("validation.every=2", "validation.limit=2", f"validation.source={tmp_path / 'questions.jsonl'}")
     (tmp_path / "questions.jsonl").write_text(json.dumps({"question": "What is 3 + 4?", "answer": "7"}) + "\n")
-    return lambda *more: small_config(TINY, tmp_path, "model.format=bf16", *asked, *more)
+    return lambda *more, steps=6: small_config(TINY, tmp_path, "model.format=bf16", *asked, *more, steps=steps)
 
 
 @pytest.mark.parametrize(("value", "end"), [("false", "assistant\n" + OFF), ("true", "assistant\n")])
@@ -55,15 +58,33 @@ def test_prompts_and_questions_end_as_the_switch_says(switched, tmp_path, value,
     assert chat.decode(chat.suffix([{"role": "user", "content": "Go on."}], None)).endswith(end)
 
 
-def test_an_evaluation_takes_the_switches_that_trained_unless_others_are_asked_for(switched, tmp_path):
+def test_the_switches_that_trained_are_taken_unless_others_are_asked_for(switched, tmp_path):
     save_config(switched("data.chat_template_kwargs={enable_thinking: false}"), tmp_path / "config.yaml")
-    assert find_switches(EvalSettings("arith"), tmp_path) == {"enable_thinking": False}
+    assert switches_for(tmp_path, None) == {"enable_thinking": False}
     own = parse_switches("enable_thinking=true, level=2")
-    assert find_switches(EvalSettings("arith", chat_template_kwargs=own), tmp_path) == {
-        "enable_thinking": True,
-        "level": 2,
-    }
-    assert find_switches(EvalSettings("arith"), None) == {}
+    assert switches_for(tmp_path, own) == {"enable_thinking": True, "level": 2}
+    assert switches_for(tmp_path, {}) == switches_for(None, None) == {}
+
+
+def test_an_open_model_thinks_as_it_trained_or_as_it_is_asked_to(switched, tmp_path, monkeypatch):
+    """Qwen3's template on the embedded model, whose run trained without thinking."""
+    small = ("rollout.max_new_tokens=2", "noise.enabled=false", "validation.every=null")
+    recipe = switched("data.chat_template_kwargs={enable_thinking: false}", *small, steps=1)
+    run, prompts = start(recipe, "tiny").run_dir, []
+    generate = TransformersEngine.generate
+
+    def noted(self, ids, *rest, **kwargs):
+        prompts.extend(ids)
+        return generate(self, ids, *rest, **kwargs)
+
+    monkeypatch.setattr(TransformersEngine, "generate", noted)
+    with qerl.load(run) as model:
+        for asked in (None, {}, {"enable_thinking": True}, {"enable_thinking": False}):
+            model.generate("1 + 1?", max_new_tokens=1, chat_template_kwargs=asked)
+        with pytest.raises(ConfigError, match=r"chat_template_kwargs sets thinking, which .* does not read"):
+            model.generate("1 + 1?", chat_template_kwargs={"thinking": False})
+    texts = [load_tokenizer(str(TINY)).decode(ids) for ids in prompts]
+    assert [text.endswith(OFF) for text in texts] == [True, False, False, True]
 
 
 @pytest.mark.parametrize(
