@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.experts import Decoder
+from qerl.checkpoint.linears import GATE_UP as MLP
 from qerl.checkpoint.source import Source
 from qerl.errors import CheckpointError, ConfigError
 from quantize.calibration import Calibration
@@ -53,13 +55,18 @@ def calibrate(
     from llmcompressor import oneshot
 
     model = _load(source)
-    rounding = {"targets": "Linear", "scheme": SCHEME, "ignore": ["lm_head", *source.kept]}
+    if source.decoder.has_experts:
+        from llmcompressor.modeling.moe.linearize import linearize_moe
+
+        linearize_moe(model)  # each expert has linears of its own, and rows go through all of them
+    ignored = [source.decoder.linearized(module) for module in source.unquantized()]
+    rounding = {"targets": "Linear", "scheme": SCHEME, "ignore": ignored}
     if recipe.global_scale == "pow2":
         rounding["weight_observer"] = power_of_two_observer()
     oneshot(
         model=model,
         tokenizer=tokenizer,
-        recipe=_modifiers(recipe.method, rounding),
+        recipe=_modifiers(recipe.method, rounding, source.decoder),
         dataset=_batches(calibration, recipe.batch_size),
         num_calibration_samples=len(calibration.sequences),
         max_seq_length=len(calibration.sequences[0]),
@@ -85,7 +92,7 @@ def _load(source: Source) -> PreTrainedModel:
         raise CheckpointError(f"{source.folder} cannot be loaded by transformers: {error}") from error
 
 
-def _modifiers(method: str, rounding: dict) -> list:
+def _modifiers(method: str, rounding: dict, decoder: Decoder) -> list:
     import torch
     from llmcompressor.modifiers.quantization import GPTQModifier, QuantizationModifier
     from llmcompressor.modifiers.transform import AWQModifier
@@ -106,10 +113,32 @@ def _modifiers(method: str, rounding: dict) -> list:
                 cache.pin_memory = lambda batch_index: None
             super().on_sequential_epoch_end(state, event, **kwargs)
 
+    mappings = _mappings(decoder) if decoder.has_experts else None
     if not torch.accelerator.is_available():
-        return [UnpinnedAWQModifier(), QuantizationModifier(**rounding)]
+        return [UnpinnedAWQModifier(mappings=mappings), QuantizationModifier(**rounding)]
     # At 256 x 2048 tokens the cached inputs of a 32B layer are tens of GB, so they wait in main memory.
-    return [AWQModifier(offload_device=torch.device("cpu")), QuantizationModifier(**rounding)]
+    return [AWQModifier(mappings=mappings, offload_device=torch.device("cpu")), QuantizationModifier(**rounding)]
+
+
+def _mappings(decoder: Decoder) -> list:
+    """What AWQ rescales in layers with experts: a norm together with all that read it, which the router does too.
+
+    llm-compressor 0.14 has such mappings for some classes of models. For others it would rescale the norm and leave the
+    router as it is, which then chooses other experts.
+    """
+    from llmcompressor.modifiers.transform.awq import AWQMapping
+
+    found = [
+        AWQMapping("re:.*input_layernorm$", ["re:.*q_proj$", "re:.*k_proj$", "re:.*v_proj$"]),
+        AWQMapping("re:.*v_proj$", ["re:.*o_proj$"]),
+        AWQMapping("re:.*up_proj$", ["re:.*down_proj$"]),
+    ]
+    for layer in range(decoder.layers):
+        inside = rf"re:model\.layers\.{layer}\.mlp\."
+        parts = ("gate", r"experts\..*gate_proj", r"experts\..*up_proj") if layer in decoder.sparse else MLP
+        readers = [f"{inside}{part}$" for part in parts]
+        found.append(AWQMapping(rf"re:model\.layers\.{layer}\.post_attention_layernorm$", readers))
+    return found
 
 
 def _batches(calibration: Calibration, batch_size: int) -> torch.utils.data.DataLoader:
@@ -130,13 +159,13 @@ def calibrated_groups(
 
     compressor = BaseCompressor.get_value_from_registry(config.format)
     scheme = config.config_groups["group_0"]
-    chosen = {f"{module}.weight": module for module in source.quantized}
     for names in source.groups():
         written = {}
         for name in names:
-            if name in chosen:
-                module = chosen[name]
-                for part, tensor in compressor.compress(_quantization_state(model, module), scheme).items():
+            if name in source.chosen:
+                module = source.chosen[name]
+                state = _quantization_state(model, source.decoder.linearized(module))
+                for part, tensor in compressor.compress(state, scheme).items():
                     written[f"{module}.{part}"] = tensor.cpu().contiguous()
             else:
                 written[name] = dense_tensor(source, model, name)
@@ -152,8 +181,8 @@ def _quantization_state(model: PreTrainedModel, module: str) -> dict[str, torch.
 def dense_tensor(source: Source, model: PreTrainedModel, name: str) -> torch.Tensor:
     """A tensor of the calibrated model on the CPU, in the source's dtype; for a quantized linear before encoding."""
     module, _, tensor = name.rpartition(".")
-    value = getattr(model.get_submodule(module), tensor).detach().cpu()
-    if f"{module}.weight" == name and module in source.quantized:
+    value = getattr(model.get_submodule(source.decoder.linearized(module)), tensor).detach().cpu()
+    if name in source.chosen:
         return value
     return value.to(_torch_dtype(source.tensors[name].dtype)).contiguous()
 

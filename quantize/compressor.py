@@ -18,7 +18,11 @@ from qerl.errors import MissingExtraError
 
 SCHEME = formats.DEFAULT.scheme
 LOG_SWITCH = "LLM_COMPRESSOR_LOG_DISABLED"
-NOISE = ("No accelerator available", "Disabling tokenizer parallelism")  # repeated many times; we say it once
+NOISE = (  # repeated many times; we say it once
+    "No accelerator available",
+    "Disabling tokenizer parallelism",
+    "MoE is being linearized after loading",
+)
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from qerl.formats.base import Format
 
 SCHEMES = tuple(each.name for each in formats.all_formats() if each.scheme)
 METHODS = ("auto", "rtn", "awq", "gptq")
-GLOBAL_SCALES = ("amax", "pow2")  # see `qerl.nvfp4.reference.shared_global_scale`
+GLOBAL_SCALES = ("auto", "amax", "pow2")  # see `qerl.nvfp4.reference.shared_global_scale`
 SCALES = ("pow2", "fp32")  # see `qerl.fp8.reference`
 ACTIVATIONS = ("auto", "none", "dynamic", "static")
 FOUR_BITS = "NVFP4"  # llm-compressor's scheme of 4-bit weights and activations
@@ -27,8 +27,11 @@ class QuantizeOptions:
         Literal[METHODS], typer.Option(help="auto: gptq with --calibration (nvfp4), else rtn, which needs no data.")
     ] = "auto"
     global_scale: Annotated[
-        Literal[GLOBAL_SCALES], typer.Option(help="amax uses all of the format; pow2 is exact in bfloat16.")
-    ] = "amax"
+        Literal[GLOBAL_SCALES],
+        typer.Option(
+            help="amax uses all of the format; pow2 is exact in bfloat16 (auto: pow2 for experts, amax for others)."
+        ),
+    ] = "auto"
     scheme: Annotated[
         Literal[SCHEMES], typer.Option(help="nvfp4: 4-bit weights; fp8_block: 8-bit weights, by rtn.")
     ] = formats.DEFAULT.name
@@ -68,6 +71,16 @@ class QuantizeOptions:
         method = ("gptq" if calibrates else "rtn") if self.method == "auto" else self.method
         usual = "none" if own.four_bit_inputs else "dynamic"
         return replace(self, method=method, activations=usual if self.activations == "auto" else self.activations)
+
+    def settled(self, name: str, experts: bool) -> QuantizeOptions:
+        """The same for the model `name`, with or without experts. Raises ConfigError for what experts cannot be."""
+        if experts and not (self.format.shared_tensor and self.activations == "none"):
+            raise ConfigError(
+                f"{name} is a mixture of experts, which qerl quantizes to NVFP4 with activations in 16 bits: leave out "
+                "--scheme and --activations"
+            )
+        usual = "pow2" if experts else "amax"
+        return replace(self, global_scale=usual if self.global_scale == "auto" else self.global_scale)
 
     @property
     def format(self) -> Format:

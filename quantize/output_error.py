@@ -110,7 +110,6 @@ class _Comparison:
 
         self._source, self._device, self._activations = source, device, checkpoints.activations
         self._dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-        self._quantized = {f"{module}.weight": module for module in source.quantized}
         self._weights: dict[str, Callable[[list[str]], dict[str, torch.Tensor]]] = {
             "source": partial(_read, checkpoints.source),
             WRITTEN: partial(_decode, source, checkpoints.written, device),
@@ -139,7 +138,7 @@ class _Comparison:
             weights = {name: self._load(name, names) for name in self._weights}
             for name in self._weights:
                 of = [each for each, reference in self._reference.items() if reference == name]
-                sums = _OutputSums(weights[name], {each: weights[each] for each in of}, self._quantized.values())
+                sums = _OutputSums(weights[name], {each: weights[each] for each in of}, self._source.quantized)
                 inputs = self._activations if name in (WRITTEN, ROUNDED) else None
                 model.step(number, weights[name], hidden[name], sums.add if of else None, inputs)
                 for each, errors in sums.errors().items():
@@ -235,11 +234,10 @@ def _read(read: ReadTensor, names: list[str]) -> dict[str, torch.Tensor]:
 def _decode(source: Source, read: TensorReader, device: torch.device, names: list[str]) -> dict[str, torch.Tensor]:
     import torch
 
-    chosen = {f"{module}.weight": module for module in source.quantized}
-    tensors = {name: read(name) for name in names if name not in chosen}
+    tensors = {name: read(name) for name in names if name not in source.chosen}
     for name in names:
-        if name in chosen:
-            parts = {part: read(f"{chosen[name]}.{part}").to(device) for part in source.format.tensors}
+        if name in source.chosen:
+            parts = {part: read(f"{source.chosen[name]}.{part}").to(device) for part in source.format.tensors}
             tensors[name] = source.format.dequantize(parts, torch.float32)
     return tensors
 

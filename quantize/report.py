@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.verify import LayerCheck
+
+EXPERT = re.compile(r"\.experts\.\d+\.")
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -68,6 +71,7 @@ class QuantizeReport:
         for layer in layers if outputs else ():
             layer["output_error"] = _rounded(linears[layer["name"]])
             layer["output_error_by_rounding"] = _rounded(rounded.get(layer["name"]))
+        layers = _by_layer(layers)
         return {
             "format": layout,
             **values,
@@ -106,6 +110,34 @@ class QuantizeReport:
             table.add_row(label, value)
         table.add_row("time", f"{self.seconds:.1f} s")
         return table
+
+
+def _by_layer(entries: list[dict]) -> list[dict]:
+    """The same with one entry for all experts of a layer in place of one for each, of which there can be thousands.
+
+    Its numbers are their means, but `global_scale` is the smallest and the largest, and an error that of the worst one.
+    """
+    found: dict[str, dict] = {}
+    experts: dict[str, list[dict]] = {}
+    for entry in entries:
+        name = EXPERT.sub(".experts.*.", entry["name"])
+        found.setdefault(name, entry)
+        if name != entry["name"]:
+            experts.setdefault(name, []).append(entry)
+    for name, own in experts.items():
+        rated = [entry for entry in own if entry["sqnr_db"] is not None]
+        worst = min(rated, key=lambda entry: entry["sqnr_db"], default=None)
+        found[name] = {
+            **{key: max(entry[key] or 0.0 for entry in own) for key in own[0] if key.startswith("output_error")},
+            "name": name,
+            "experts": len(own),
+            "shape": own[0]["shape"],
+            "global_scale": [bound(entry["global_scale"] for entry in own) for bound in (min, max)],
+            "sqnr_db": _rounded(sum(entry["sqnr_db"] for entry in rated) / len(rated)) if rated else None,
+            "lowest_sqnr_db": worst and worst["sqnr_db"],
+            "lowest": worst and worst["name"],
+        }
+    return list(found.values())
 
 
 def _output_rows(outputs: OutputErrors) -> Iterator[tuple[str, str]]:

@@ -28,10 +28,9 @@ def rtn_groups(
     from llmcompressor.entrypoints.model_free.converter import ModelFreePtqConverter
 
     converter = ModelFreePtqConverter(config)
-    chosen = {f"{module}.weight" for module in source.quantized}
     for names in source.groups():
-        written = {name: finite(name, read(name)) for name in names if name not in chosen}
-        weights = {name: weight_for_scales(name, read(name)).to(device) for name in names if name in chosen}
+        written = {name: finite(name, read(name)) for name in names if name not in source.chosen}
+        weights = {name: weight_for_scales(name, read(name)).to(device) for name in names if name in source.chosen}
         if weights:
             written |= {name: tensor.cpu().contiguous() for name, tensor in converter.process(weights).items()}
         yield written

@@ -79,6 +79,7 @@ def quantize_checkpoint(model: str, out: Path | None = None, options: QuantizeOp
     named = replace(format, scheme=options.scheme_name)
     out = default_quantized_dir(model, named) if out is None else Path(out).expanduser()
     source = read_source(model, options.ignore, options.trust_remote_code, format=format)
+    options = options.settled(source.name, source.decoder.has_experts)
     check_target(out, source.folder, options.overwrite, options.force)
     check_space(out, source.output_bytes())
     _check_length(source, options)
@@ -174,7 +175,7 @@ def _write_and_verify(source: Source, options: QuantizeOptions, staging: Path, o
 
 
 def _config(source: Source, options: QuantizeOptions) -> dict:
-    return source.format.quantization_config(["lm_head", *source.kept], options.activations)
+    return source.format.quantization_config(source.unquantized(), options.activations)
 
 
 def _report(source: Source, options: QuantizeOptions, out: Path, layers: list[LayerCheck]) -> QuantizeReport:
@@ -218,7 +219,11 @@ def _groups(
         return packed_groups(source, read, device), None
     if options.method == "rtn" and options.global_scale == "pow2":
         return packed_groups(source, read, device, power_of_two_scale_of()), None
-    config = make_config(source.format, ["lm_head", *source.kept])
+    if options.method == "rtn" and source.decoder.has_experts:
+        # llm-compressor's converter knows gate and up by the names of an MLP alone, and would scale those of an expert
+        # apart (llmcompressor 0.14). Our reference writes the same bits otherwise.
+        return packed_groups(source, read, device), None
+    config = make_config(source.format, source.unquantized())
     if options.method == "rtn":
         return rtn_groups(source, config, read, device), None
     from qerl.checkpoint.load import load_tokenizer

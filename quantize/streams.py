@@ -28,6 +28,11 @@ class LayeredModel:
         from qerl.checkpoint.load import empty_model
 
         self._model = empty_model(source.folder, dtype, source.trust_remote_code).eval()
+        self._names = source.decoder.linearized
+        if source.decoder.has_experts:
+            from quantize.linear_experts import take_apart_  # it imports torch
+
+            take_apart_(self._model, source.decoder)
         for module in self._model.modules():
             for name, buffer in module.named_buffers(recurse=False):
                 setattr(module, name, buffer.to(device))
@@ -79,9 +84,12 @@ class LayeredModel:
         """
         import torch
 
-        prefix, layer = f"model.layers.{number}.", self._layers[number]
-        own = {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
-        linears = [(f"{prefix}{name}", module) for name, module in _linears(layer)]
+        layer, own, in_files = self._layers[number], {}, {}
+        for name, tensor in weights.items():
+            module, _, leaf = name.rpartition(".")
+            inside = self._names(module).removeprefix(f"model.layers.{number}.")
+            own[f"{inside}.{leaf}"], in_files[inside] = tensor, module
+        linears = [(in_files[name], module) for name, module in _linears(layer)]
         hooks = [] if see is None else [_watch(name, module, see) for name, module in linears]
         hooks += [_replace(module, inputs[name]) for name, module in linears if name in (inputs or {})]
         try:

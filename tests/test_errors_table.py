@@ -50,7 +50,7 @@ CASES = {
     ),
     "a run to quantize": ("quantize --model runs/done", "is a run", "qerl merge --adapter runs/done --to nvfp4"),
     "gptq quantized model": ("quantize --model gptq", "gptq", "made from"),
-    "mixture of experts": ("quantize --model experts", "mixture of experts", "Qwen3, Llama 3"),
+    "mixture of experts": ("quantize --model experts", "mixture of experts", "give a model of one of these"),
     "config is no JSON": ("quantize --model torn-config", "config.json", "JSON"),
     "shard is missing": ("quantize --model no-shard", "model-00002-of-00002", "copy or download"),
     "shard is cut short": ("quantize --model short-shard", "truncated", "copy or download"),
@@ -212,7 +212,7 @@ def write_workspace(folder):
         "quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized", "config_groups": {},
     })  # fmt: skip
     fake_checkpoint(folder / "gptq", quantization_config={"quant_method": "gptq", "bits": 4})
-    fake_checkpoint(folder / "experts", model_type="mixtral", num_local_experts=8)
+    fake_checkpoint(folder / "experts", model_type="qwen2_moe", num_experts=8, shared_expert_intermediate_size=64)
     fake_checkpoint(folder / "torn-config")
     (folder / "torn-config" / "config.json").write_text('{"model_type": "llama",')
     fake_checkpoint(folder / "no-tokenizer", tokenizer=False)

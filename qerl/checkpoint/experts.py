@@ -20,7 +20,7 @@ from qerl.checkpoint.linears import ATTENTION, DENSE_MLP
 from qerl.errors import CheckpointError
 
 GATE_UP, DOWN = "mlp.experts.gate_up_proj", "mlp.experts.down_proj"  # in memory, for every family
-ROUTER = "mlp.gate"  # in memory
+LINEARIZED = ("gate_proj", "up_proj", "down_proj")
 COUNT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_moe_experts")
 SHARED_KEYS = ("n_shared_experts", "num_shared_experts", "shared_expert_intermediate_size", "moe_num_shared_experts")
 MOST = {"experts": 2**12, "chosen": 2**8, "width": 2**20}  # bounds beyond every published model
@@ -119,26 +119,36 @@ class Decoder:
         first_row = self.width if found["leaf"] == self.family.up else 0
         return Place(f"model.layers.{found['layer']}.{tensor}", int(found["expert"]), first_row)
 
+    def linearized(self, module: str) -> str:
+        """The name in memory of a file's module, where each expert has three linears of its own in place of a layer's
+        two tensors: as llm-compressor's `linearize_moe` names them."""
+        if self.family is None or ".experts." not in module:
+            return self._in_block(module)
+        parent, _, leaf = self._in_block(module).rpartition(".")
+        return f"{parent}.{LINEARIZED[self.family.leaves.index(leaf)]}"
+
     def shapes_in_memory(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
         """The names and shapes in memory of a 16-bit file's tensors, by their names and shapes there.
 
-        Tensors of experts that have another shape than config.json says keep their name, which exists nowhere in
-        memory.
+        Where an expert is missing or has another shape than config.json says, the tensors keep their names, which exist
+        nowhere in memory.
         """
-        stacked = {
-            GATE_UP: (self.experts, 2 * self.width, self.hidden),
-            DOWN: (self.experts, self.hidden, self.width),
-        }
+        parts: dict[str, list[str]] = {}
         found: dict[str, tuple[int, ...]] = {}
         for name, shape in shapes.items():
             module = name.removesuffix(".weight")
             place = self.place_of(module)
-            if place is None:
-                found[self._in_block(name)] = shape
-            elif shape == self.shape_of(module.rpartition(".")[2]):
-                found[place.tensor] = stacked[place.tensor.split(".", 3)[3]]
+            if place is None or shape != self.shape_of(module.rpartition(".")[2]):
+                found[self._in_block(name) if place is None else name] = shape
             else:
-                found[name] = shape
+                parts.setdefault(place.tensor, []).append(name)
+        for tensor, names in parts.items():
+            down = tensor.endswith(DOWN)
+            if len(names) == self.experts * (1 if down else 2):
+                rows = (self.hidden, self.width) if down else (2 * self.width, self.hidden)
+                found[tensor] = (self.experts, *rows)
+            else:
+                found |= {name: shapes[name] for name in names}
         return found
 
     def _in_block(self, name: str) -> str:

@@ -27,6 +27,7 @@ from qerl.checkpoint.named_base import EMBEDDED
 from qerl.checkpoint.resolve import quantize_line
 from qerl.checkpoint.sandbox import try_tokenizer
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
+from qerl.checkpoint.shared_scales import check_experts
 from qerl.errors import CheckpointError
 from qerl.formats.base import Format
 from qerl.plan.sizes import check_numbers
@@ -60,6 +61,7 @@ def load_model(
     wanted, found = formats.get(format), format_of(folder)
     torch_dtype = resolve_dtype(dtype, device)
     _check_format(folder, wanted, found)
+    check_experts(folder)
     decoder = decoder_of(read_json(folder / "config.json"), str(folder))
     check_trained(decoder, folder)
     if wanted.quantized or decoder.has_experts:
@@ -187,7 +189,9 @@ def check_config_fits(folder: Path, tensors: Mapping[str, TensorInfo], trust_rem
     """Raise CheckpointError if config.json describes another model than the 16-bit `tensors`; reads headers only."""
     model = empty_model(folder, None, trust_remote_code)
     own = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    decoder = decoder_of(read_json(folder / "config.json"), str(folder))
     there = {name: info.shape for name, info in tensors.items() if not name.endswith(COMPUTED)}
+    there = decoder.shapes_in_memory(there)
     shapes = {
         name: f"{list(shape)}, not {list(own[name])}" for name, shape in there.items() if own.get(name, shape) != shape
     }

@@ -24,10 +24,9 @@ def packed_groups(
     gives the scale that these share; without it the format derives it from them. Raises CheckpointError for a tensor
     with NaN or infinity.
     """
-    chosen = {f"{module}.weight" for module in source.quantized}
     sets = {f"{modules[0]}.weight": modules for modules in source.fused_sets()}
     for names in source.groups():
-        written = {name: finite(name, read(name)) for name in names if name not in chosen}
+        written = {name: finite(name, read(name)) for name in names if name not in source.chosen}
         for modules in (sets[name] for name in names if name in sets):
             own = [f"{module}.weight" for module in modules]
             weights = [weight_for_scales(name, read(name)).to(device) for name in own]

@@ -24,6 +24,7 @@ from qerl.checkpoint.links import check_links
 from qerl.checkpoint.named_base import TINY, TINY_FOLDER, TINY_TURNS, TINY_TURNS_FOLDER, beside, model_of_adapter
 from qerl.checkpoint.sealed import CHECKSUMS, adapter_damage, adapters_of_run
 from qerl.checkpoint.shards import read_json, weight_files
+from qerl.checkpoint.shared_scales import check_experts
 from qerl.checkpoint.weights_run import export_line, model_of, through_quantizer, trains_weights
 from qerl.errors import CheckpointError
 from qerl.files.nearby import close_to, expanded, is_path, no_folder
@@ -114,6 +115,7 @@ def _resolve_base(name: str, folder: Path, load: str) -> ModelRef:
         raise CheckpointError(f"{folder} holds {own.label} weights, not {wanted.label}: write `--load {own.name}`")
     if folder == Path(name):
         weight_files(folder)
+        check_experts(folder)
     return ModelRef("quantized" if own.quantized else "base16", folder, name, None, None, own.name)
 
 

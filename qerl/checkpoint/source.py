@@ -1,22 +1,25 @@
 """The 16-bit checkpoint to quantize. All that cannot work is refused here, from file headers, before long work.
 
-The names and shapes of the tensors decide what is supported, not a list of model classes. It has to be a dense decoder
-whose layers `model.layers.N` have the seven projections self_attn.{q,k,v,o}_proj and mlp.{gate,up,down}_proj, with or
-without biases, QK-norms and tied embeddings (Qwen2, Qwen2.5, Qwen3, Llama 3, Mistral). This module imports no torch.
+The names and shapes of the tensors decide what is supported, not a list of model classes. It has to be a decoder whose
+layers `model.layers.N` have the seven projections self_attn.{q,k,v,o}_proj and mlp.{gate,up,down}_proj, with or without
+biases, QK-norms and tied embeddings (Qwen2, Qwen2.5, Qwen3, Llama 3, Mistral). In place of an MLP a layer may have
+experts of a family that `qerl.checkpoint.experts` names. This module imports no torch.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from qerl import formats
+from qerl.checkpoint.experts import TITLES, Decoder, decoder_of
 from qerl.checkpoint.hub import download_model, is_hub_id
 from qerl.checkpoint.kinds import kind_of
-from qerl.checkpoint.linears import fused, matching, projections
+from qerl.checkpoint.linears import fused, matching
 from qerl.checkpoint.load import COMPUTED
 from qerl.checkpoint.resolve import TINY, TINY_FOLDER, resolve_model
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
@@ -29,9 +32,11 @@ from qerl.plan.sizes import check_numbers, check_uncapped
 LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 OUTSIDE_LAYERS = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 WEIGHT_DTYPES = ("BF16", "F16", "F32")
-MOE_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 TOKENIZER_FILES = (("tokenizer.json",), ("tokenizer.model",), ("vocab.json", "merges.txt"), ("spiece.model",))
-SUPPORTED = "qerl quantizes dense decoders in the layout of Qwen2, Qwen2.5, Qwen3, Llama 3, Mistral, OLMo 2 and Granite"
+SUPPORTED = (
+    "qerl quantizes decoders in the layout of Qwen2, Qwen2.5, Qwen3, Llama 3, Mistral, OLMo 2 and Granite, and "
+    f"mixtures of experts in that of {TITLES}"
+)
 
 
 @dataclass(frozen=True)
@@ -43,10 +48,24 @@ class Source:
     config: dict
     tensors: dict[str, TensorInfo]
     quantized: tuple[str, ...]  # module names, in the model's order
-    kept: tuple[str, ...]  # linears that stay in 16 bits by an ignore pattern; lm_head is not listed
+    kept: tuple[str, ...]  # linears that stay in 16 bits by an ignore pattern; lm_head and routers are not listed
     trust_remote_code: bool = False
     format: Format = formats.DEFAULT  # what `quantized` will be
     part: bool = False  # the folder's text part, beside which it holds one for pictures
+
+    @cached_property
+    def decoder(self) -> Decoder:
+        """The layout of the layers."""
+        return decoder_of(self.config, self.name)
+
+    @cached_property
+    def chosen(self) -> dict[str, str]:
+        """The quantized modules by the names of their weights."""
+        return {f"{module}.weight": module for module in self.quantized}
+
+    def unquantized(self) -> list[str]:
+        """The modules that `quantization_config` names as left in 16 bits."""
+        return ["lm_head", *self.decoder.routers(), *self.kept]
 
     def groups(self) -> list[list[str]]:
         """Tensor names in groups and in the order of writing."""
@@ -63,9 +82,8 @@ class Source:
     def output_bytes(self) -> int:
         """Bytes of the tensors to write."""
         total = 0
-        chosen = {f"{module}.weight" for module in self.quantized}
         for name, info in self.tensors.items():
-            specs = self.format.tensor_specs(*info.shape).values() if name in chosen else [info]
+            specs = self.format.tensor_specs(*info.shape).values() if name in self.chosen else [info]
             total += sum(DTYPE_BYTES[spec.dtype] * math.prod(spec.shape) for spec in specs)
         return total
 
@@ -90,8 +108,9 @@ def read_source(
     tensors = read_tensors(folder) if tensors is None else tensors
     linears = check_layout(folder, config, tensors)
     kept = matching(linears, ignore, option)
-    _check_fused(linears, kept, option)
-    quantized = tuple(module for module in linears if module not in kept)
+    _check_fused(linears, frozenset(kept), option)
+    _check_experts(decoder_of(config, str(folder)), frozenset(kept), option)
+    quantized = tuple(module for module in linears if module not in set(kept))
     if not quantized:
         raise ConfigError(f"{option} {' '.join(ignore)} leaves no layer to quantize: write narrower patterns")
     for module in quantized:
@@ -120,11 +139,6 @@ def _locate(model: str, trust_remote_code: bool) -> tuple[str, Path]:
 
 
 def _check_config(folder: Path, config: dict) -> None:
-    experts = [key for key in MOE_KEYS if config.get(key)]
-    if experts:
-        raise CheckpointError(
-            f"{folder} is a mixture of experts ({experts[0]}: {config[experts[0]]}): {SUPPORTED}; give one of these"
-        )
     check_uncapped(config, str(folder))
     if not isinstance(config.get("num_hidden_layers"), int):
         raise CheckpointError(f"{folder / 'config.json'} has no num_hidden_layers: {SUPPORTED}; give one of these")
@@ -133,8 +147,9 @@ def _check_config(folder: Path, config: dict) -> None:
 
 def check_layout(folder: Path, config: dict, tensors: dict[str, TensorInfo]) -> list[str]:
     """All linears of the decoder, in order. Raises CheckpointError, which names a tensor, for another layout."""
-    linears = projections(config["num_hidden_layers"])
-    expected = {f"{module}.weight" for module in linears}
+    decoder = decoder_of(config, str(folder))
+    linears = decoder.linears()
+    expected = {f"{module}.weight" for module in (*linears, *decoder.routers())}
     for name, info in tensors.items():
         layer = LAYER.fullmatch(name)
         small = len(info.shape) < 2 and (layer is not None or name.removesuffix(".bias") in ("lm_head", "model.norm"))
@@ -155,10 +170,29 @@ def check_layout(folder: Path, config: dict, tensors: dict[str, TensorInfo]) -> 
             f"{folder} lacks {len(missing)} of the tensors that its config.json asks for ({', '.join(missing[:3])}): "
             f"copy or download it again. {SUPPORTED}"
         )
+    for module in (module for layer in decoder.sparse for expert in decoder.experts_of(layer) for module in expert):
+        shape, own = tensors[f"{module}.weight"].shape, decoder.shape_of(module.rpartition(".")[2])
+        if shape != own:
+            raise CheckpointError(
+                f"{folder} has {module}.weight of shape {list(shape)}, and by its config.json that is {list(own)}: "
+                "copy weights and config.json from the same checkpoint"
+            )
     return linears
 
 
-def _check_fused(linears: Sequence[str], kept: Sequence[str], option: str) -> None:
+def _check_experts(decoder: Decoder, kept: Collection[str], option: str) -> None:
+    """Refuse patterns that split the experts of a layer: engines multiply by all of them at once."""
+    for layer in decoder.sparse:
+        modules = [module for expert in decoder.experts_of(layer) for module in expert]
+        outside = [module for module in modules if module in kept]
+        if outside and len(outside) < len(modules):
+            raise ConfigError(
+                f"{option} keeps {outside[0]} in 16 bits but only {len(outside)} of the {len(modules)} linears of that "
+                "layer's experts, which engines multiply by at once: ignore all of a layer's experts or none"
+            )
+
+
+def _check_fused(linears: Sequence[str], kept: Collection[str], option: str) -> None:
     """Refuse patterns that split q/k/v or gate/up: engines fuse each of these sets into one matrix."""
     for modules in fused(linears):
         outside = [module for module in modules if module in kept]

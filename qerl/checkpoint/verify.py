@@ -65,12 +65,11 @@ def verify(
     _check_headers(folder, source, tensors)
     _check_config(folder, source)
     checks: dict[str, LayerCheck] = {}
-    chosen = {f"{module}.weight": module for module in source.quantized}
     with TensorReader(tensors) as read:
         for names in source.groups():
             for name in names:
-                if name in chosen:
-                    check = _check_linear(chosen[name], source.format, read, dense(name).to(device))
+                if name in source.chosen:
+                    check = _check_linear(source.chosen[name], source.format, read, dense(name).to(device))
                     if judge_weights:
                         _check_sqnr(check, source.format)
                     checks[check.name] = check
@@ -93,8 +92,7 @@ def _check_headers(folder: Path, source: Source, tensors: Mapping[str, TensorInf
     if kind_of_activations(folder, source.format) == "static":
         expected |= {f"{module}.{INPUT_SCALE}": TensorSpec("F32", (1,)) for module in source.quantized}
     for name, info in source.tensors.items():
-        module = name.removesuffix(".weight")
-        if module in source.quantized and name != module:
+        if module := source.chosen.get(name):
             expected |= {f"{module}.{part}": spec for part, spec in source.format.tensor_specs(*info.shape).items()}
         elif not name.endswith(COMPUTED):
             expected[name] = TensorSpec(info.dtype, info.shape)
@@ -111,9 +109,9 @@ def _check_headers(folder: Path, source: Source, tensors: Mapping[str, TensorInf
 def _check_config(folder: Path, source: Source) -> None:
     if format_of(folder).name != source.format.name:
         raise FailedCheck(f"config.json does not say that it is {source.format.label}")
-    found = read_json(folder / "config.json")["quantization_config"].get("ignore")
-    if found != ["lm_head", *source.kept]:
-        raise FailedCheck(f"config.json ignores {found}, not {['lm_head', *source.kept]}")
+    found, kept = read_json(folder / "config.json")["quantization_config"].get("ignore"), source.unquantized()
+    if found != kept:
+        raise FailedCheck(f"config.json ignores {found!s:.200}, not {kept!s:.200}")
 
 
 def _check_linear(module: str, format: Format, read: TensorReader, dense: torch.Tensor) -> LayerCheck:

@@ -5,13 +5,13 @@ Loading would check the same in `linear.py` and `kernel.py`, but only after all 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 
 from qerl import formats
 from qerl.checkpoint.linears import fused
 from qerl.checkpoint.shards import read_json, read_tensors
-from qerl.errors import ENGINE, KERNEL, EngineError
+from qerl.checkpoint.shared_scales import check_shared
+from qerl.errors import ENGINE, KERNEL, CheckpointError, EngineError
 from qerl.formats import NVFP4
 from qerl.formats.base import Format
 from qerl.formats.fp8_block import rounds_input
@@ -37,16 +37,10 @@ def check_checkpoint(folder: Path, kernel: str) -> None:
                 "%s is %d x %d, which qerl's kernel does not take: write %s",
                 *(", ".join(modules), rows, columns, KERNEL.set_to("humming or marlin")),
             )
-    several = [group for group in groups if len(group) > 1]
-    names = [f"{module}.{GLOBAL_SCALE}" for group in several for module in group]
-    scales = _numbers({name: tensors[name].file for name in names})
-    for modules in several:
-        found = {scales[f"{module}.{GLOBAL_SCALE}"] for module in modules}
-        if len(found) > 1:
-            raise EngineError(
-                f"vLLM fuses {', '.join(modules)}, to which this checkpoint gives different global scales "
-                f"{sorted(found)}; quantize it again with `qerl quantize`, which shares them"
-            )
+    try:
+        check_shared(groups, tensors, GLOBAL_SCALE, str(folder))
+    except CheckpointError as error:
+        raise EngineError("%s", error) from error
 
 
 def check_fp8(folder: Path, format: Format) -> None:
@@ -72,14 +66,3 @@ def check_fp8(folder: Path, format: Format) -> None:
                     "fuses) in whole blocks of %d: leave it in 16 bits (`qerl quantize --ignore`), or write %s",
                     *(module, rows, columns, FP8_BLOCK, ENGINE.set_to("transformers")),
                 )
-
-
-def _numbers(files: Mapping[str, Path]) -> dict[str, float]:
-    """The values of tensors that hold one number each, given the file of each."""
-    from safetensors import safe_open
-
-    found = {}
-    for file in dict.fromkeys(files.values()):
-        with safe_open(file, "pt") as tensors:
-            found |= {name: tensors.get_tensor(name).item() for name, of in files.items() if of == file}
-    return found

@@ -94,7 +94,7 @@ def write_merged(merge: Merge, folder: Path, device: torch.device, track: Callab
         if source.format.quantized:
             like = merge.reference if merge.reference.format.name == source.format.name else merge.base
             config["quantization_config"] = source.format.quantization_config_like(
-                like.config.get("quantization_config"), ["lm_head", *source.kept]
+                like.config.get("quantization_config"), source.unquantized()
             )
             earlier = power_of_two_scales(merge.reference, source.format)
             groups = packed_groups(source, read, device, power_of_two_scale_of(earlier) if earlier else None)

@@ -171,7 +171,7 @@ def test_a_hub_id_is_quantized_from_the_cache(model, tmp_path, monkeypatch):
     ("options", "message"),
     [
         ({"method": "rnt"}, "--method 'rnt' is not known: write auto, rtn, awq, gptq"),
-        ({"global_scale": "power"}, "--global-scale 'power' is not known: write amax, pow2"),
+        ({"global_scale": "power"}, "--global-scale 'power' is not known: write auto, amax, pow2"),
         ({"method": "awq"}, "--method awq needs data"),
         ({"method": "awq", "calibration": "x", "calibration_size": 0}, "--calibration-size 0 must be at least 1"),
         ({"method": "gptq", "calibration": "x", "batch_size": -1}, "--batch-size -1 must be at least 1"),

@@ -85,7 +85,7 @@ def _make(folder: Path, config: RunConfig, start: ModelRef, prompts: Sequence[Pr
             wide = _as_masters(source, read, getattr(torch, masters_dtype(config.qat)))
             write_weights(partial, with_input_scales(packed_groups(source, wide, device, scale_of), inputs))
         copy_small_files(source.folder, partial, code="auto_map" in source.config)
-        entry = source.format.quantization_config(["lm_head", *source.kept], quant.activations)
+        entry = source.format.quantization_config(source.unquantized(), quant.activations)
         write_json(partial / "config.json", {**source.config, "quantization_config": entry})
         made = {"source": start.base, "method": "rtn", "quant_cfg": quant.digest(), **quant.model_dump(mode="json")}
         write_json(partial / REPORT, made)

@@ -21,6 +21,7 @@ from qerl.checkpoint.adapter_fit import A_SUFFIX, check_fit, is_block_norm
 from qerl.checkpoint.chat_template import check_switches
 from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.shards import read_json
+from qerl.checkpoint.shared_scales import check_dense
 from qerl.config.rules import vllm_only
 from qerl.data.conversations import Source, check_conversations, held_out_source
 from qerl.data.examples import check_source
@@ -234,8 +235,10 @@ def settle_qat(config: RunConfig, base: ModelRef, ranks: int = 1) -> RunConfig:
 
 
 def sizes_at(base: ModelRef) -> ModelSizes:
-    """The sizes in the config.json of a base. Raises CheckpointError if it lacks them."""
-    return sizes_of(read_json(local_folder(base.base) / "config.json"), base.base)
+    """The sizes in the config.json of a base. Raises CheckpointError if it lacks them, and for a mixture of experts."""
+    folder = local_folder(base.base)
+    check_dense(folder)
+    return sizes_of(read_json(folder / "config.json"), base.base)
 
 
 def card_of_bytes(memory: int, ranks: int = 1) -> Card:

@@ -36,7 +36,7 @@ def test_fused_linears_with_different_global_scales_are_named(tmp_path):
         mlp__up_proj=(64, 64, 5.0),
     )
     with pytest.raises(
-        EngineError, match=r"layers\.0\.self_attn\.k_proj, .*q_proj, .*v_proj, .*3\.0, 3\.5.* `qerl quantize`"
+        EngineError, match=r"layers\.0\.self_attn\.k_proj, .*q_proj, .*v_proj .*3\.0, 3\.5.* `qerl quantize`"
     ):
         check_checkpoint(folder, "marlin")
 
