@@ -34,6 +34,11 @@ def kind_of_activations(folder: Path, format: Format) -> str:
     return format.activations(read_json(folder / "config.json").get("quantization_config"))
 
 
+def rounds_to_four_bits(folder: Path, format: Format) -> bool:
+    """Whether the packed linears of a checkpoint round their input to 4 bits."""
+    return format.four_bit_inputs and kind_of_activations(folder, format) != "none"
+
+
 def read_activations(folder: Path, format: Format) -> dict[str, Activations]:
     """How each packed linear rounds its input, by module name; empty if inputs stay in 16 bits.
 

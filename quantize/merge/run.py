@@ -18,6 +18,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from qerl import formats
+from qerl.checkpoint.activations import rounds_to_four_bits
 from qerl.checkpoint.output import MERGE_REPORT, check_space, check_target, staged_folder
 from qerl.checkpoint.peft_folder import plain_base, trained_on
 from qerl.checkpoint.publish import check_push, push
@@ -35,6 +36,11 @@ from quantize.merge.report import MergeReport
 from quantize.merge.serve import ONLY_QERL, chat_line, only_qerl_reads, serve_adapter_line, serve_model_line
 from quantize.run import package_version, progress_bar, resolve_device
 
+NO_LONGER_ROUNDED = (
+    "the base that the adapter was trained on rounds the inputs of its linears to 4 bits, and this model does not: it "
+    "is not the policy that was trained, and only an evaluation says whether it is better or worse; "
+    f"--to {formats.NVFP4.name} writes a model that rounds them"
+)
 PACKAGES = ("qerl", "torch", "transformers", "peft", "compressed-tensors", "llmcompressor", "vllm")
 CARD = "README.md"
 
@@ -127,9 +133,13 @@ def _write_model(options: MergeOptions, adapter: Adapter, out: Path) -> MergeRep
     check_space(out, plan.source.output_bytes())
     device = resolve_device(options.device)
     alone = to.quantized and trained.format.name == to.name and only_qerl_reads(trained.folder)
+    if alone:
+        notes = (*notes, ONLY_QERL)
+    elif trained.format.name != to.name and rounds_to_four_bits(trained.folder, trained.format):
+        notes = (*notes, NO_LONGER_ROUNDED)
     report = replace(
         _report(options, adapter, out, exact.base, onto.base),
-        notes=(*notes, ONLY_QERL) if alone else notes,
+        notes=notes,
         commands={"chat": chat_line(out), **({} if alone else {"vllm": serve_model_line(out)})},
     )
     with staged_folder(out) as staging, progress_bar() as progress:

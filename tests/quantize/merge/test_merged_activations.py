@@ -1,5 +1,7 @@
 """An adapter on a base that rounds its activations to 4 bits: what is merged rounds them alike."""
 
+import json
+
 import pytest
 import torch
 from checkpoint_tensors import load_all
@@ -11,7 +13,7 @@ from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.resolve import TINY_FOLDER
 from qerl.formats import NVFP4
 from quantize.merge.options import MergeOptions
-from quantize.merge.run import merge
+from quantize.merge.run import NO_LONGER_ROUNDED, merge
 from quantize.merge.serve import ONLY_QERL, only_qerl_reads, serve_adapter_line
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,6 +45,25 @@ def test_a_model_in_16_bits_holds_no_scales(rounding, tmp_path):
     assert not any("scale" in name for name in load_all(report.out))
     assert {tensor.dtype for tensor in load_all(report.out).values()} == {torch.bfloat16}
     assert "vllm" in report.commands
+    assert_noted(report, NO_LONGER_ROUNDED)
+
+
+def assert_noted(report, note):
+    assert report.warnings() == [note]
+    assert f"> {note}\n" in (report.out / "README.md").read_text()
+    assert json.loads((report.out / "merge_report.json").read_text())["warnings"] == [note]
+
+
+def test_a_model_in_8_bits_says_that_it_rounds_otherwise(rounding, tmp_path):
+    _, packed, adapter = rounding
+    options = MergeOptions(str(adapter), "fp8_block", tmp_path / "out", model=str(packed), prompt_count=0)
+    assert_noted(merge(options), NO_LONGER_ROUNDED)
+
+
+def test_an_adapter_on_activations_in_16_bits_needs_no_note(base, rounding, tmp_path):
+    _, _, adapter = rounding
+    report = merge(MergeOptions(str(adapter), "bf16", tmp_path / "out", model=str(base), prompt_count=0))
+    assert report.warnings() == []
 
 
 def test_an_adapter_is_served_only_on_a_base_that_vllm_reads(rounding):
