@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+PATHS = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])  # for processes started here
 sys.path.insert(0, str(ROOT))
 
 LIMIT_S = 60.0  # until the other ranks have stopped
@@ -118,7 +119,7 @@ def packed_base(folder: Path) -> str:
     """The embedded model in 4 bits, which is made in `folder`."""
     base = folder / "base"
     command = [sys.executable, "-m", "qerl.cli", "quantize", "--model", "tiny", "--out", str(base)]
-    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    subprocess.run(command, check=True, env=os.environ | {"PYTHONPATH": PATHS})
     return str(base)
 
 
@@ -134,7 +135,7 @@ class Ranks:
         for rank, log in enumerate(self.logs):
             launcher, environ = (host if arguments.hosts else alone)(rank, arguments.ranks, port)
             command = [*launcher, __file__, AS_RANK, fault if rank == arguments.ranks - 1 else "none", *words]
-            own = {"env": os.environ | environ | {"PYTHONPATH": str(ROOT)}, "start_new_session": True}
+            own = {"env": os.environ | environ | {"PYTHONPATH": PATHS}, "start_new_session": True}
             with log.open("w") as output:
                 self.processes.append(subprocess.Popen(command, stdout=output, stderr=output, **own))
 
