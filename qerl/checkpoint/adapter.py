@@ -1,4 +1,4 @@
-"""LoRA adapters: attach one to a model, name its tensors, read and write the standard PEFT folder.
+"""LoRA adapters: attach one to a model, name its tensors, write the standard PEFT folder (`adapter_file` reads it).
 
 No other module imports peft. Tensors are named by the base model's modules, without PEFT's prefixes, so that those of
 every engine and every file can be compared with the base:
@@ -6,36 +6,40 @@ every engine and every file can be compared with the base:
     model.layers.0.self_attn.q_proj.lora_A.weight    (rank, in_features)
     model.layers.0.self_attn.q_proj.lora_B.weight    (out_features, rank)
     model.layers.0.input_layernorm.weight            (hidden,), only where norms are trained
+
+`qerl.checkpoint.expert_adapter` adds those on the experts of a mixture of experts.
 """
 
 from __future__ import annotations
 
-import math
+import json
 import types
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.adapter_file import ADAPTER_FILES, PEFT_PREFIX
+from qerl.checkpoint.expert_adapter import (
+    adapters_of,
+    attach_to_experts_,
+    config_of_file,
+    describe,
+    expert_tensors,
+    is_of_experts,
+    to_peft,
+)
 from qerl.checkpoint.linears import PROJECTIONS
 from qerl.errors import CheckpointError, ConfigError
 from qerl.files.bounded import JSON_BYTES, parse_json, read_text
-from qerl.files.disk import mode_by_umask
+from qerl.files.disk import mode_by_umask, replace_text
 
 if TYPE_CHECKING:
     import torch
     from peft import PeftModel
     from torch import nn
 
-PEFT_PREFIX = "base_model.model."
 ADAPTER_NAME, REFERENCE = "default", "ref"
-ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
-OTHER_ADAPTERS = (
-    "use_dora", "rank_pattern", "alpha_pattern", "lora_bias", "alora_invocation_tokens", "arrow_config",
-    "kasa_config", "layer_replication", "megatron_config", "monteclora_config", "target_parameters",
-    "trainable_token_indices", "use_bdlora", "use_qalora",
-)  # fmt: skip
-PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal", "mica")  # of A and B; the others change the base too
 
 
 def attach_lora(
@@ -92,50 +96,13 @@ def adapter_tensors(model: nn.Module, adapter: str = ADAPTER_NAME) -> dict[str, 
                 tensors[plain.replace(mark, clean)] = parameter
         if (mark := f".modules_to_save.{adapter}.") in plain:
             tensors[plain.replace(mark, ".")] = parameter
-    return tensors
+    return tensors | expert_tensors(model) if adapter == ADAPTER_NAME else tensors
 
 
 def adapter_scaling(model: PeftModel) -> float:
     """alpha / rank of the attached adapter, by which B is multiplied."""
     config = model.peft_config[ADAPTER_NAME]
     return config.lora_alpha / config.r
-
-
-def read_adapter(folder: str | Path) -> tuple[dict[str, torch.Tensor], float]:
-    """The tensors of a PEFT adapter folder, by base module name, and its scaling.
-
-    Raises CheckpointError for anything but plain LoRA.
-    """
-    from safetensors.torch import load_file
-
-    folder = Path(folder)
-    config = _adapter_config(folder)
-    weights = folder / "adapter_model.safetensors"
-    if not weights.is_file():
-        raise CheckpointError(f"{folder} has no adapter_model.safetensors: pickle adapters (.bin) are not read")
-    try:
-        saved = load_file(weights)
-    except Exception as error:
-        raise CheckpointError(f"{weights} cannot be read ({error}): save or download it again") from error
-    tensors = {name.removeprefix(PEFT_PREFIX): tensor for name, tensor in saved.items()}
-    if not any(name.endswith(".lora_A.weight") for name in tensors):
-        raise CheckpointError(f"{weights} holds no LoRA tensors")
-    _check_factors(weights, tensors, config["r"])
-    root = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]
-    return tensors, config["lora_alpha"] / root
-
-
-def _check_factors(weights: Path, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
-    """Check that A is (rank, in) and B (out, rank): the scaling would be wrong for a rank other than the config's."""
-    for name, tensor in tensors.items():
-        axis = {"lora_A": 0, "lora_B": 1}.get(name.removesuffix(".weight").rpartition(".")[2])
-        if axis is None:
-            continue
-        if tensor.ndim != 2 or tensor.shape[axis] != rank or not tensor.is_floating_point():
-            raise CheckpointError(
-                f"{weights} has {name} as {str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}, and "
-                f"adapter_config.json rank {rank}: only plain LoRA, of one rank, is supported; save the adapter again"
-            )
 
 
 def reference_tensors(model: PeftModel) -> dict[str, torch.Tensor]:
@@ -154,16 +121,22 @@ def reference_adapter(model: PeftModel) -> Iterator[None]:
 
     TRL 1.16 keeps that copy under the name "ref" (GRPOTrainer.__init__).
     """
-    if REFERENCE not in model.peft_config:
-        with model.disable_adapter():
-            yield
-        return
-    previous = model.active_adapter
-    model.set_adapter(REFERENCE)
-    try:
+    with ExitStack() as stack:
+        for adapter in adapters_of(model):
+            stack.enter_context(adapter.reference_factors())
+        if REFERENCE not in model.peft_config:
+            stack.enter_context(model.disable_adapter())
+        else:
+            stack.callback(model.set_adapter, model.active_adapter)
+            model.set_adapter(REFERENCE)
         yield
-    finally:
-        model.set_adapter(previous)
+
+
+def keep_expert_reference_(model: PeftModel) -> None:
+    """Let adapters on experts keep a reference, if TRL has made one of the other factors."""
+    if REFERENCE in model.peft_config:
+        for adapter in adapters_of(model):
+            adapter.keep_reference()
 
 
 def name_base_(model: PeftModel, base: str) -> None:
@@ -175,12 +148,32 @@ def save_adapter(model: PeftModel, folder: str | Path, base: str | None = None) 
     """Write the adapter as a standard PEFT folder that names `base` as its base model; None keeps the name it has."""
     if base is not None:
         name_base_(model, base)
+    of_experts = expert_tensors(model)
+    own = {id(tensor) for tensor in of_experts.values()}
+    rest = {name: t.detach() for name, t in model.state_dict(keep_vars=True).items() if id(t) not in own}
     # With a KL term TRL adds a frozen copy to the model, named "ref", which is not to be saved.
     model.save_pretrained(
-        str(folder), safe_serialization=True, selected_adapters=[ADAPTER_NAME], save_embedding_layers=False
+        str(folder),
+        safe_serialization=True,
+        selected_adapters=[ADAPTER_NAME],
+        save_embedding_layers=False,
+        **({"state_dict": rest} if of_experts else {}),
     )
+    if of_experts:
+        _add_experts(Path(folder), of_experts, model)
     mode_by_umask(Path(folder) / ADAPTER_FILES[1])
     (Path(folder) / "README.md").unlink(missing_ok=True)  # PEFT writes an empty template of a model card
+
+
+def _add_experts(folder: Path, tensors: Mapping[str, torch.Tensor], model: PeftModel) -> None:
+    """Add the factors on experts to a folder that PEFT has written."""
+    from safetensors.torch import load_file, save_file
+
+    config = parse_json(read_text(folder / ADAPTER_FILES[0], JSON_BYTES))
+    config |= config_of_file(tensors, config["r"], adapter_scaling(model))
+    replace_text(folder / ADAPTER_FILES[0], json.dumps(config, indent=2, sort_keys=True))
+    added = {f"{PEFT_PREFIX}{name}": tensor.detach().cpu() for name, tensor in to_peft(tensors).items()}
+    save_file(load_file(folder / ADAPTER_FILES[1]) | added, folder / ADAPTER_FILES[1], metadata={"format": "pt"})
 
 
 def load_tensors_(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> int:
@@ -211,11 +204,13 @@ def set_scaling_(model: nn.Module, scaling: float) -> None:
     for module in model.modules():
         if isinstance(module, LoraLayer):
             module.scaling[ADAPTER_NAME] = scaling
+    for adapter in adapters_of(model):
+        adapter.scaling = scaling
 
 
 def attach_saved_(model: nn.Module, tensors: Mapping[str, torch.Tensor], scaling: float) -> PeftModel:
     """Attach an adapter that `read_adapter` read to a model that has none. Rank and targets follow from the tensors."""
-    factors = {name: tensor for name, tensor in tensors.items() if name.endswith(".lora_A.weight")}
+    factors = {n: t for n, t in tensors.items() if n.endswith(".lora_A.weight") and not is_of_experts(n)}
     ranks = {tensor.shape[0] for tensor in factors.values()}
     if len(ranks) != 1:
         raise CheckpointError(f"the adapter mixes ranks {sorted(ranks)}: only one rank for all linears is supported")
@@ -223,36 +218,12 @@ def attach_saved_(model: nn.Module, tensors: Mapping[str, torch.Tensor], scaling
     leaves = {name.removesuffix(".lora_A.weight").rpartition(".")[2] for name in factors}
     has_norms = any(".lora_" not in name for name in tensors)
     peft_model = attach_lora(model, rank, scaling * rank, tuple(sorted(leaves)), train_norms=has_norms)
+    kind, expert_rank = describe(tensors)
+    if expert_rank:
+        attach_to_experts_(peft_model, kind, expert_rank, scaling)
     set_dtype_(peft_model, next(iter(tensors.values())).dtype)
     load_tensors_(peft_model, tensors)
     return peft_model.eval()
-
-
-def _adapter_config(folder: Path) -> dict:
-    try:
-        config = parse_json(read_text(folder / "adapter_config.json", JSON_BYTES))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} has no readable adapter_config.json: it is not an adapter folder") from error
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{folder}/adapter_config.json holds no object: save the adapter again")
-    unsupported = [key for key in OTHER_ADAPTERS if config.get(key)]
-    if config.get("peft_type") != "LORA" or unsupported:
-        what = f" with {', '.join(unsupported)}" if unsupported else ""
-        raise CheckpointError(
-            f"{folder} is a {config.get('peft_type')} adapter{what}: only plain LoRA, of one rank, is supported"
-        )
-    rank, alpha = config.get("r"), config.get("lora_alpha")
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float) or not math.isfinite(alpha):
-        raise CheckpointError(
-            f"{folder}/adapter_config.json has r {rank!r} and lora_alpha {alpha!r}, which are no rank and no number: "
-            "save the adapter again"
-        )
-    if (begun := config.get("init_lora_weights", True)) not in PLAIN_STARTS:
-        raise CheckpointError(
-            f"{folder} was begun with init_lora_weights {begun!r}, which changes the base's weights too: save it again "
-            "as plain LoRA, with PEFT's save_pretrained(path_initial_model_for_weight_conversion=...)"
-        )
-    return config
 
 
 def _let_wrappers_say_what_acts_(model: nn.Module) -> None:

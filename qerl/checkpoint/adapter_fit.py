@@ -25,7 +25,7 @@ A_SUFFIX, B_SUFFIX = ".lora_A.weight", ".lora_B.weight"
 
 def read_fitting_adapter(adapter: Path, base: str) -> tuple[dict[str, torch.Tensor], float]:
     """Read an adapter folder as `read_adapter` does. Raises CheckpointError if it belongs to another base."""
-    from qerl.checkpoint.adapter import read_adapter
+    from qerl.checkpoint.adapter_file import read_adapter
 
     tensors, scaling = read_adapter(adapter)
     check_fit(adapter, tensors, base)

@@ -41,7 +41,7 @@ DTYPE_KEYS = ("dtype", "torch_dtype")  # of config.json, in new and in older fil
 
 @dataclass(frozen=True)
 class PackedIn:
-    """An adapter as `qerl.checkpoint.adapter.read_adapter` reads it, that is packed into the weights it is added to."""
+    """An adapter as `qerl.checkpoint.adapter_file` reads it, that is packed into the weights it is added to."""
 
     tensors: Mapping[str, torch.Tensor]
     scaling: float
@@ -105,7 +105,7 @@ def read_trained(run: Path, checkpoint: Path) -> Masters:
 
     Raises CheckpointError if something is missing or of another run.
     """
-    from qerl.checkpoint.adapter import read_adapter
+    from qerl.checkpoint.adapter_file import read_adapter
 
     if (checkpoint / WEIGHTS).is_dir():
         return read_masters(run / BASE, checkpoint / WEIGHTS)

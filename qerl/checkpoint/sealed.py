@@ -11,7 +11,7 @@ import re
 from collections.abc import Collection
 from pathlib import Path
 
-from qerl.checkpoint.adapter import ADAPTER_FILES
+from qerl.checkpoint.adapter_file import ADAPTER_FILES
 from qerl.files.bounded import JSON_BYTES, parse_json, read_text
 from qerl.files.disk import fsync
 

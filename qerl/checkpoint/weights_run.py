@@ -12,7 +12,7 @@ import re
 from pathlib import Path
 
 from qerl.checkpoint import sealed
-from qerl.checkpoint.adapter import ADAPTER_FILES
+from qerl.checkpoint.adapter_file import ADAPTER_FILES
 from qerl.errors import CheckpointError, ConfigError
 
 BASE, MODEL, WEIGHTS = "base", "model", "weights"

@@ -28,7 +28,8 @@ class AdapterUpdate:
     """The factors of a LoRA adapter, and trained norms.
 
     `tensors` has the names of `qerl.checkpoint.adapter.adapter_tensors`: base module names, ending in `.lora_A.weight`
-    (r, in), `.lora_B.weight` (out, r), or `.weight` (d,) for a trained norm. `scaling` multiplies B.
+    (r, in), `.lora_B.weight` (out, r), or `.weight` (d,) for a trained norm. `scaling` multiplies B. Those on experts
+    have the names and shapes of `qerl.checkpoint.expert_adapter`, some with the experts along a first dimension.
     """
 
     tensors: Mapping[str, torch.Tensor]

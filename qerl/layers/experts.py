@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from qerl.formats.experts import ExpertWeights
 from qerl.layers import expert_lora
 from qerl.layers.elementwise import kernels_for
+from qerl.layers.expert_adapter import ExpertAdapter
 from qerl.layers.expert_lora import ExpertFactors
 from qerl.layers.grouped import grouped_product
 from qerl.layers.routing import Replay, Routed, changed, choose, sort_by_expert
@@ -40,10 +41,10 @@ class Experts(nn.Module):
     def __init__(self, gate_up: ExpertWeights, down: ExpertWeights) -> None:
         super().__init__()
         self.gate_up_proj, self.down_proj = gate_up, down
-        self.adapter: nn.Module | None = None  # has `factors()`, None while it is switched off
+        self.adapter: ExpertAdapter | None = None
 
     def factors(self) -> ExpertFactors | None:
-        """The adapter that acts now."""
+        """The adapter's factors that act now."""
         return None if self.adapter is None else self.adapter.factors()
 
 

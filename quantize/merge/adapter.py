@@ -13,7 +13,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.checkpoint.adapter import PEFT_PREFIX
+from qerl.checkpoint.adapter_file import PEFT_PREFIX
 from qerl.checkpoint.hub import is_hub_id
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.named_base import TINY, TINY_FOLDER, TRAINED_ON, beside, model_of_adapter
@@ -90,7 +90,7 @@ def find_base_name(adapter: Adapter, asked: str | None) -> str:
 def _check_written(adapter: Adapter, folder: Path, dtype: torch.dtype | None) -> None:
     import torch
 
-    from qerl.checkpoint.adapter import read_adapter
+    from qerl.checkpoint.adapter_file import read_adapter
 
     tensors, scaling = read_adapter(folder)
     same = tensors.keys() == adapter.tensors.keys() and scaling == adapter.scaling

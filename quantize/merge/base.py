@@ -32,7 +32,7 @@ EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter as `qerl.checkpoint.adapter.read_adapter` reads it; tensors have the base's module names."""
+    """A LoRA adapter as `qerl.checkpoint.adapter_file.read_adapter` reads it; tensors have the base's module names."""
 
     folder: Path
     tensors: Mapping[str, torch.Tensor]

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.checkpoint.adapter import read_adapter
+from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import ModelRef, resolve_model
 from qerl.config.recipe import load_config

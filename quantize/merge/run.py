@@ -53,7 +53,7 @@ def merge(options: MergeOptions) -> MergeReport | ExportReport:
     Where the adapter was trained through the quantizer, the model is exported from its run. After an error that comes
     before the push, `out` is either as it was before or complete.
     """
-    from qerl.checkpoint.adapter import read_adapter
+    from qerl.checkpoint.adapter_file import read_adapter
 
     options.check()
     if options.push_to_hub:

@@ -5,7 +5,7 @@ from itertools import islice
 
 import torch
 
-from qerl.checkpoint.adapter import read_adapter
+from qerl.checkpoint.adapter_file import read_adapter
 from qerl.config.recipe import load_recipe
 from qerl.tasks import get_task
 from training.run_dir.log import deterministic, read_metrics

@@ -10,7 +10,8 @@ from killed import killed_in
 from small_run import numbers, same_adapters, small_config
 
 import training.run
-from qerl.checkpoint.adapter import attach_lora, read_adapter
+from qerl.checkpoint.adapter import attach_lora
+from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.adapter_fit import A_SUFFIX, B_SUFFIX
 from qerl.checkpoint.base_modules import base_linears
 from qerl.checkpoint.resolve import resolve_model

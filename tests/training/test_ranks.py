@@ -13,7 +13,7 @@ from ranks import ranks, rows_of, run, train
 from run_process import go, hold_in, wait_for
 from small_run import numbers, small_config
 
-from qerl.checkpoint.adapter import read_adapter
+from qerl.checkpoint.adapter_file import read_adapter
 from qerl.commands.launch import launch, without_option
 from qerl.config.recipe import load_recipe, save_config
 from qerl.errors import ConfigError

@@ -17,7 +17,7 @@ import training.rollout.sampler
 import training.run
 import training.run_trainer
 import training.trainer
-from qerl.checkpoint.adapter import read_adapter
+from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.sealed import CHECKSUMS
 from qerl.config.recipe import load_config, save_config

@@ -16,10 +16,10 @@ from qerl.checkpoint.adapter import (
     adapter_scaling,
     adapter_tensors,
     load_tensors_,
-    read_adapter,
     reference_adapter,
     save_adapter,
 )
+from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import TensorSpec, read_tensors
 from qerl.checkpoint.source import by_layer

@@ -16,9 +16,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.checkpoint.adapter import PROJECTIONS, read_adapter
+from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.adapter_fit import A_SUFFIX, check_fit, is_block_norm
 from qerl.checkpoint.chat_template import check_switches
+from qerl.checkpoint.linears import PROJECTIONS
 from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.shared_scales import check_dense

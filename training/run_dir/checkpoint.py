@@ -21,7 +21,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from qerl.checkpoint import sealed
-from qerl.checkpoint.adapter import ADAPTER_FILES
+from qerl.checkpoint.adapter_file import ADAPTER_FILES
 from qerl.checkpoint.weights_run import WEIGHTS
 from qerl.errors import CheckpointError
 from qerl.files.disk import fsync, refusal_of

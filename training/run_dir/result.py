@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.checkpoint.adapter import ADAPTER_FILES
+from qerl.checkpoint.adapter_file import ADAPTER_FILES
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.named_base import beside, model_of_adapter
 from qerl.checkpoint.peft_folder import TrainedOn, complete_, trained_on

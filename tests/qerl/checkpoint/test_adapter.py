@@ -11,18 +11,16 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qerl.checkpoint.adapter import (
-    OTHER_ADAPTERS,
-    PLAIN_STARTS,
-    PROJECTIONS,
     adapter_scaling,
     adapter_tensors,
     attach_lora,
     attach_saved_,
     load_tensors_,
-    read_adapter,
     save_adapter,
 )
+from qerl.checkpoint.adapter_file import OTHER_ADAPTERS, PLAIN_STARTS, read_adapter
 from qerl.checkpoint.adapter_fit import read_fitting_adapter
+from qerl.checkpoint.linears import PROJECTIONS
 from qerl.checkpoint.load import load_model
 from qerl.errors import CheckpointError, ConfigError
 from qerl.nvfp4.linear import NVFP4Linear
@@ -231,6 +229,7 @@ def test_every_option_of_peft_is_known_to_be_harmless_or_refused():
         "use_rslora", "init_lora_weights", "loftq_config", "eva_config", "corda_config", "lora_ga_config",
         "velora_config", "megatron_core", "qalora_group_size", "runtime_config",
         "bias", "modules_to_save", "layers_to_transform", "layers_pattern", "ensure_weight_tying",  # seen by tensors
+        "target_parameters", "rank_pattern", "alpha_pattern",  # of experts; others are refused in test_expert_adapter
     }  # fmt: skip
     assert {field.name for field in dataclasses.fields(LoraConfig)} == harmless | set(OTHER_ADAPTERS)
 

@@ -21,7 +21,7 @@ import torch
 from cli_shell import Shell
 from either_engine import ENGINE, ON_CARD, marks
 
-from qerl.checkpoint.adapter import read_adapter
+from qerl.checkpoint.adapter_file import read_adapter
 from qerl.tasks import load_examples
 from training.run_dir.checkpoint import checkpoint_path, checkpoint_step, checkpoints
 from training.run_dir.log import deterministic, read_metrics

@@ -7,7 +7,8 @@ import pytest
 import torch
 from bases import write_base
 
-from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors, attach_lora, read_adapter, save_adapter
+from qerl.checkpoint.adapter import adapter_scaling, adapter_tensors, attach_lora, save_adapter
+from qerl.checkpoint.adapter_file import read_adapter
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import choose_engine, open_engine
 from qerl.engine.options import EngineOptions

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from small_run import numbers, small_config
 
 from qerl import formats
-from qerl.checkpoint.adapter import read_adapter
+from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.load import load_model
 from qerl.checkpoint.resolve import describe, resolve_model

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import quantize.merge.run
 import quantize.merge.weights
 from qerl import formats
-from qerl.checkpoint.adapter import read_adapter
+from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.kinds import format_of, kind_of
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.resolve import TINY_FOLDER, resolve_model

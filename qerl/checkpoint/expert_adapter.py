@@ -1,0 +1,212 @@
+"""The adapter on experts: attached to a model, named, and in the files of PEFT.
+
+Tensors have the names of the experts' tensors in memory, and the shapes of `qerl.layers.expert_lora`:
+
+    model.layers.0.mlp.experts.gate_up_proj.lora_A.weight    (experts, rank, hidden), or (rank, hidden) shared by all
+    model.layers.0.mlp.experts.gate_up_proj.lora_B.weight    (experts, 2 width, rank)
+    model.layers.0.mlp.experts.down_proj.lora_A.weight       (experts, rank, width)
+    model.layers.0.mlp.experts.down_proj.lora_B.weight       (experts, hidden, rank), or (hidden, rank) shared by all
+
+PEFT 0.21 has them under `target_parameters` (peft/tuners/lora/layer.py, ParamWrapper), which wraps one projection
+around the other: down_proj is `experts.lora_A`, and gate_up_proj is `experts.base_layer.lora_A`. Its A is
+(experts * rank, in) with the expert as the slower index, and its B (out, rank * experts) with the expert as the faster
+one. It has no shared factors, so they are written once for each expert, and recognised when they are read. Its
+`rank_pattern` and `alpha_pattern` hold another rank than that of the other linears.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from qerl.errors import CheckpointError, ConfigError
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from qerl.layers.expert_adapter import ExpertAdapter
+    from qerl.layers.experts import Experts
+
+LEAVES = ("gate_up_proj", "down_proj")
+PARAMETERS = tuple(f"mlp.experts.{leaf}" for leaf in LEAVES)  # for PEFT's target_parameters
+DENSE_LEAVES = ("gate_proj", "up_proj", "down_proj")  # of adapter.targets, which name the experts' linears too
+_OWN = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<leaf>gate_up_proj|down_proj)\.lora_(?P<factor>[AB])\.weight")
+_PEFT = re.compile(r"(?P<experts>.*\.mlp\.experts)(?P<inner>\.base_layer)?\.lora_(?P<factor>[AB])\.weight")
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether a tensor of an adapter, by its name here, acts on experts."""
+    return _OWN.fullmatch(name) is not None
+
+
+def experts_of(model: nn.Module) -> dict[str, Experts]:
+    """The experts of a model's layers, by name."""
+    from qerl.layers.experts import Experts
+
+    return {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+
+
+def adapters_of(model: nn.Module) -> Iterator[ExpertAdapter]:
+    """The attached adapters."""
+    return (experts.adapter for experts in experts_of(model).values() if experts.adapter is not None)
+
+
+def attach_to_experts_(model: nn.Module, kind: str, rank: int, scaling: float) -> None:
+    """Give the experts of each layer a fresh adapter; `kind` is "shared" or "per_expert"."""
+    from qerl.layers.expert_adapter import ExpertAdapter
+
+    for experts in experts_of(model).values():
+        down = experts.down_proj
+        sizes = down.experts, down.in_features, down.out_features
+        experts.adapter = ExpertAdapter(sizes, rank, scaling, kind == "shared", down.weight_device)
+
+
+def split_targets(model: nn.Module, targets: Sequence[str], kind: str, dropout: float) -> tuple[tuple[str, ...], bool]:
+    """Those of `adapter.targets` that are linears of the model, and whether its experts get an adapter of this `kind`.
+
+    Raises ConfigError for some of an expert's linears without the others, for dropout on experts, and if no linear of
+    attention is named.
+    """
+    named = [target for target in targets if target in DENSE_LEAVES]
+    if not experts_of(model):
+        return tuple(targets), False
+    linears = _linear_targets(model, targets)
+    if kind == "none" or not named:
+        return linears, False
+    if len(named) != len(DENSE_LEAVES):
+        raise ConfigError(
+            f"adapter.targets: {', '.join(named)} without the others, but an adapter on experts is on gate_proj, "
+            "up_proj and down_proj: name all three or none of them"
+        )
+    if dropout:
+        raise ConfigError(
+            f"adapter.dropout: {dropout:g} cannot act on experts, whose adapter PEFT holds without: write "
+            "adapter.dropout: 0 or adapter.experts: none"
+        )
+    return linears, True
+
+
+def _linear_targets(model: nn.Module, targets: Sequence[str]) -> tuple[str, ...]:
+    """The targets without those that only experts have."""
+    import torch
+
+    leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    linears = tuple(target for target in targets if target not in DENSE_LEAVES or target in leaves)
+    if not linears:
+        raise ConfigError(
+            f"adapter.targets: {', '.join(targets)} names no linear of attention, and an adapter on experts needs one "
+            "beside it: add q_proj, k_proj, v_proj or o_proj"
+        )
+    return linears
+
+
+def expert_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The trained factors by their names here; these are the model's own, not copies."""
+
+    from qerl.checkpoint.adapter_file import PEFT_PREFIX
+
+    return {
+        f"{name.removeprefix(PEFT_PREFIX)}.{leaf}.lora_{factor}.weight": getattr(part, f"lora_{factor}")
+        for name, experts in experts_of(model).items()
+        if experts.adapter is not None
+        for leaf in LEAVES
+        for part in [getattr(experts.adapter, leaf)]
+        for factor in "AB"
+    }
+
+
+def to_peft(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Factors by the names here -> by those of PEFT's file, without its prefix, in its layout."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        match = _OWN.fullmatch(name)
+        layer = match["experts"]
+        count = next(t.shape[0] for n, t in tensors.items() if n.startswith(f"{layer}.") and t.dim() == 3)
+        every = tensor if tensor.dim() == 3 else tensor.expand(count, -1, -1)
+        inner = ".base_layer" if match["leaf"] == "gate_up_proj" else ""
+        flat = every.flatten(0, 1) if match["factor"] == "A" else every.permute(1, 2, 0).flatten(1)
+        found[f"{layer}{inner}.lora_{match['factor']}.weight"] = flat.contiguous()
+    return found
+
+
+def from_peft(tensors: Mapping[str, torch.Tensor], rank: int, where: str) -> dict[str, torch.Tensor]:
+    """An adapter's tensors with those on experts under the names and in the shapes here; the others as they are.
+
+    Outer factors are shared if they are in every layer. Raises CheckpointError for a size that is no multiple of
+    `rank`.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        match = _PEFT.fullmatch(name)
+        if match is None:
+            found[name] = tensor
+            continue
+        by_rank = tensor.shape[0 if match["factor"] == "A" else 1] if tensor.dim() == 2 else 0
+        if not by_rank or by_rank % rank:
+            raise CheckpointError(
+                f"{where} has {name} as {tuple(tensor.shape)}, which is not the rank {rank} of adapter_config.json for "
+                "each expert: save the adapter again"
+            )
+        each = tensor.view(-1, rank, tensor.shape[1]) if match["factor"] == "A" else _per_expert_b(tensor, rank)
+        leaf = "gate_up_proj" if match["inner"] else "down_proj"
+        found[f"{match['experts']}.{leaf}.lora_{match['factor']}.weight"] = each
+    shared = ("gate_up_proj.lora_A.weight", "down_proj.lora_B.weight")
+    outer = [name for name in found if is_of_experts(name) and name.endswith(shared)]
+    if all(bool((found[name] == found[name][:1]).all()) for name in outer):
+        found |= {name: found[name][0].clone() for name in outer}
+    return found
+
+
+def _per_expert_b(tensor: torch.Tensor, rank: int) -> torch.Tensor:
+    return tensor.view(tensor.shape[0], rank, -1).permute(2, 0, 1).contiguous()
+
+
+def describe(tensors: Mapping[str, torch.Tensor]) -> tuple[str, int]:
+    """The kind (one of `qerl.layers.expert_adapter.KINDS`) and rank of an adapter's tensors on experts: 0 for none.
+
+    Raises CheckpointError for layers that differ in it.
+    """
+    outer = [tensor for name, tensor in tensors.items() if is_of_experts(name) and "gate_up_proj.lora_A" in name]
+    kinds = {("shared" if tensor.dim() == 2 else "per_expert", tensor.shape[-2]) for tensor in outer}
+    if len(kinds) > 1:
+        raise CheckpointError(f"the adapter on experts differs from layer to layer ({sorted(kinds)}): save it again")
+    return kinds.pop() if kinds else ("none", 0)
+
+
+def config_of_file(tensors: Mapping[str, torch.Tensor], rank: int, scaling: float) -> dict[str, Any]:
+    """What adapter_config.json says of an adapter with these tensors on experts, for other linears of `rank`."""
+    own = describe(tensors)[1]
+    patterns = (
+        {}
+        if own == rank
+        else {
+            "rank_pattern": dict.fromkeys(PARAMETERS, own),
+            "alpha_pattern": dict.fromkeys(PARAMETERS, scaling * own),
+        }
+    )
+    return {"target_parameters": list(PARAMETERS), **patterns}
+
+
+def rank_in_file(config: Mapping[str, Any], where: str) -> int | None:
+    """The rank on experts that an adapter_config.json says; None if it has none on them.
+
+    Raises CheckpointError for other parameters, and for patterns that are not those of `config_of_file`.
+    """
+    parameters = config.get("target_parameters")
+    ranks, alphas = (config.get(key) or {} for key in ("rank_pattern", "alpha_pattern"))
+    if not parameters and not ranks and not alphas:
+        return None
+    rank = ranks.get(PARAMETERS[0], config["r"]) if isinstance(ranks, dict) else None
+    scaling = config["lora_alpha"] / config["r"]
+    plain = type(rank) is int and rank > 0 and not (ranks and config.get("use_rslora"))
+    plain = plain and (not ranks or ranks == dict.fromkeys(PARAMETERS, rank))
+    expected = dict.fromkeys(PARAMETERS, scaling * rank) if plain and ranks else {}
+    if not parameters or sorted(parameters) != sorted(PARAMETERS) or not plain or alphas != expected:
+        raise CheckpointError(
+            f"{where} has target_parameters {parameters!r:.80}, rank_pattern {ranks!r:.80} and alpha_pattern "
+            f"{alphas!r:.80}: qerl reads plain LoRA of one rank, and on experts that of {' and '.join(PARAMETERS)} "
+            "with one rank and the same alpha / rank"
+        )
+    return rank

@@ -1,0 +1,159 @@
+"""Adapters on experts: what PEFT loads from our files computes what we do, and the other way round."""
+
+import json
+
+import pytest
+import torch
+from layer_policies import difference
+from moe import make_moe
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from qerl.checkpoint.adapter import (
+    adapter_tensors,
+    attach_lora,
+    attach_saved_,
+    keep_expert_reference_,
+    reference_adapter,
+    save_adapter,
+)
+from qerl.checkpoint.adapter_file import read_adapter
+from qerl.checkpoint.expert_adapter import attach_to_experts_, split_targets
+from qerl.checkpoint.load import load_model
+from qerl.errors import CheckpointError, ConfigError
+
+pytestmark = pytest.mark.usefixtures("one_thread", "fresh_seed")
+TOKENS = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(0))
+ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
+GATE_UP_A = "model.layers.0.mlp.experts.gate_up_proj.lora_A.weight"
+DOWN_B = "model.layers.0.mlp.experts.down_proj.lora_B.weight"
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    return make_moe(tmp_path_factory.mktemp("moe") / "moe")
+
+
+def policy(moe, kind, rank=4, expert_rank=4):
+    model = attach_lora(load_model(moe, "bf16"), rank, 2 * rank, ATTENTION)
+    attach_to_experts_(model, kind, expert_rank, 2.0)
+    randomized(adapter_tensors(model).values())
+    return model
+
+
+def randomized(parameters):
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.add_(0.2 * torch.randn_like(parameter))
+
+
+def logits(model):
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+@pytest.mark.parametrize(("kind", "expert_rank"), [("shared", 4), ("per_expert", 4), ("per_expert", 1)])
+def test_peft_computes_the_same_with_our_folder(moe, tmp_path, kind, expert_rank):
+    ours = policy(moe, kind, expert_rank=expert_rank)
+    save_adapter(ours, tmp_path / "adapter", str(moe))
+    base = AutoModelForCausalLM.from_pretrained(moe, dtype=torch.float32)
+    before = logits(base)
+    theirs = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    assert difference(logits(ours), logits(theirs)) < 1e-5
+    assert difference(before, logits(theirs)) > 0.01
+
+    own, (tensors, scaling) = adapter_tensors(ours), read_adapter(tmp_path / "adapter")
+    assert scaling == 2.0
+    assert own.keys() == tensors.keys()
+    assert all(torch.equal(own[name], tensors[name]) for name in own)
+    assert tensors[GATE_UP_A].dim() == tensors[DOWN_B].dim() == (2 if kind == "shared" else 3)
+    again = attach_saved_(load_model(moe, "bf16"), tensors, scaling)
+    assert torch.equal(logits(ours), logits(again))
+
+
+def test_an_adapter_that_peft_made_is_read(moe, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(moe, dtype=torch.float32)
+    parameters = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    config = LoraConfig(r=3, lora_alpha=6, target_modules=list(ATTENTION), target_parameters=parameters)
+    theirs = get_peft_model(base, config)
+    randomized(parameter for parameter in theirs.parameters() if parameter.requires_grad)
+    theirs.save_pretrained(tmp_path / "adapter")
+    ours = attach_saved_(load_model(moe, "bf16"), *read_adapter(tmp_path / "adapter"))
+    assert difference(logits(ours), logits(theirs)) < 1e-5
+
+
+def test_a_fresh_adapter_changes_nothing_and_its_a_is_drawn_as_peft_draws_it(moe):
+    model = attach_lora(load_model(moe, "bf16"), 4, 8, ATTENTION)
+    before = logits(model)
+    attach_to_experts_(model, "per_expert", 2, 2.0)
+    assert torch.equal(before, logits(model))
+    tensors = adapter_tensors(model)
+    assert tensors[GATE_UP_A].shape == (4, 2, 64)
+    assert 0.9 * 64**-0.5 < tensors[GATE_UP_A].abs().max() <= 64**-0.5
+    assert not tensors[DOWN_B].any()
+
+
+def test_the_reference_is_the_adapter_as_it_was_or_none(moe):
+    model = policy(moe, "shared")
+    with reference_adapter(model):
+        base = logits(model)
+    assert torch.equal(base, logits(load_model(moe, "bf16")))
+
+    model.add_adapter("ref", model.peft_config["default"])  # as TRL does with a KL term
+    for name, parameter in list(model.named_parameters()):
+        if ".default." in name:
+            model.get_parameter(name.replace(".default.", ".ref.")).data.copy_(parameter.data)
+    keep_expert_reference_(model)
+    began = logits(model)
+    randomized(adapter_tensors(model).values())
+    with reference_adapter(model):
+        assert torch.equal(logits(model), began)
+    assert difference(logits(model), began) > 0.01
+
+
+def change_config(folder, **changes):
+    path = folder / "adapter_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"r": 3, "lora_alpha": 6}, r"\(16, 64\), which is not the rank 3 of adapter_config.json"),
+        ({"target_parameters": ["mlp.experts.down_proj"]}, "qerl reads plain LoRA of one rank, and on experts that of"),
+        ({"rank_pattern": {"mlp.experts.down_proj": 2}}, "qerl reads plain LoRA of one rank"),
+        ({"alpha_pattern": {"q_proj": 2}}, "qerl reads plain LoRA of one rank"),
+        ({"target_parameters": None, "rank_pattern": {"q_proj": 2}}, "qerl reads plain LoRA of one rank"),
+    ],
+)
+def test_adapters_that_differ_from_place_to_place_are_refused(moe, tmp_path, changes, message):
+    save_adapter(policy(moe, "per_expert"), tmp_path / "adapter", str(moe))
+    change_config(tmp_path / "adapter", **changes)
+    with pytest.raises(CheckpointError, match=message):
+        read_adapter(tmp_path / "adapter")
+
+
+def test_the_file_has_a_copy_of_a_shared_factor_for_each_expert(moe, tmp_path):
+    ours = policy(moe, "shared")
+    save_adapter(ours, tmp_path / "adapter", str(moe))
+    saved = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
+    a = saved["base_model.model.model.layers.0.mlp.experts.base_layer.lora_A.weight"]
+    b = saved["base_model.model.model.layers.0.mlp.experts.lora_B.weight"]
+    own = adapter_tensors(ours)
+    assert torch.equal(a, own[GATE_UP_A].repeat(4, 1))
+    assert torch.equal(b, own[DOWN_B].repeat_interleave(4, 1))
+
+
+def test_targets_name_the_experts_linears_together(moe):
+    model, every = load_model(moe, "bf16"), (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+    assert split_targets(model, every, "shared", 0.0) == (ATTENTION, True)
+    assert split_targets(model, every, "none", 0.1) == (ATTENTION, False)
+    assert split_targets(model, ATTENTION, "per_expert", 0.1) == (ATTENTION, False)
+    for targets, dropout, message in (
+        (("q_proj", "up_proj"), 0.0, "up_proj without the others"),
+        (every, 0.1, "adapter.dropout: 0.1 cannot act on experts"),
+        (("gate_proj", "up_proj", "down_proj"), 0.0, "names no linear of attention"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            split_targets(model, targets, "shared", dropout)
