@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from qerl.fp8 import reference
 from qerl.fp8.layout import BLOCK
-from qerl.fp8.linear import PRODUCTS
+from qerl.fp8.linear import PRODUCTS, packed
 from qerl.fp8.reference import E4M3, LEAST_INPUT, FP8Tensor, ScaleKind
 
 E5M2 = torch.float8_e5m2
@@ -92,8 +92,9 @@ class Tensorwise:
 
     def to_weight(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """dW (out, in), float32."""
-        rows = F.pad(grad, (0, 0, 0, -len(grad) % ALIGNED)), F.pad(x, (0, 0, 0, -len(x) % ALIGNED))
-        left, right = quantize_tensor(rows[0], self.gradients), quantize_tensor(rows[1])
+        if lacking := -len(x) % ALIGNED:  # F.pad would copy without need
+            grad, x = F.pad(grad, (0, 0, 0, lacking)), F.pad(x, (0, 0, 0, lacking))
+        left, right = quantize_tensor(grad, self.gradients), quantize_tensor(x)
         return scaled_product(left.t(), right.t(), torch.float32)
 
 
@@ -106,7 +107,7 @@ class Blockwise:
 
     def weight(self, weight: FP8Tensor | torch.Tensor) -> FP8Tensor:
         """What the other methods multiply by, of a dense matrix (out, in) or of codes in blocks, which stay."""
-        return reference.quantize_unchecked(weight, "pow2") if isinstance(weight, torch.Tensor) else weight
+        return packed(weight, "pow2") if isinstance(weight, torch.Tensor) else weight
 
     def output(self, x: torch.Tensor, weight: FP8Tensor) -> torch.Tensor:
         """y (T, out) in the dtype of x."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Literal
 from qerl.errors import EngineError
 from qerl.layers.saved import kept_bytes
 from qerl.plan.engine_memory import GIB
+from qerl.plan.rounding_work import RecipeName, rounding_work
 
 if TYPE_CHECKING:
     from qerl.plan.teacher import TeacherWork
@@ -76,6 +77,7 @@ class Shapes:
     trained: int  # parameters that are trained
     head_norms: bool = False  # norms on queries and keys (Qwen3)
     trained_bytes: float = 16.0  # for each of them: an adapter's gradient, optimizer state and 16-bit factors
+    fp8_recipe: RecipeName | None = None  # that rounds the trainer's products
 
     def footprint(self, entropy_gradient: bool = False) -> Footprint:
         """For 16-bit activations, as `qerl.layers` computes them.
@@ -84,14 +86,15 @@ class Shapes:
         compares `layer` with what autograd saves, and training replaces it by what it measures.
         """
         sizes = (self.hidden, self.intermediate, self.query, self.key_value, self.rank)
+        rounding = rounding_work(self.fp8_recipe, self.hidden, self.intermediate)
         return Footprint(
             layers=self.layers,
             layer=kept_bytes(*sizes, self.head_norms),
             layer_input=2 * self.hidden,
             # The MLP needs the gradients of gate, up and activation. The second term is more than it needs, and covers
             # attention where the MLP is narrow: gradients of q, k and v, also in float32, and for each head.
-            working=2 * (3 * self.intermediate + 8 * self.hidden),
-            fixed=int(self.trained_bytes * self.trained) + 2 * self.hidden * 2 * self.intermediate,
+            working=2 * (3 * self.intermediate + 8 * self.hidden) + rounding.token,
+            fixed=int(self.trained_bytes * self.trained) + 2 * self.hidden * 2 * self.intermediate + rounding.weight,
             # the residual stream, its norm, the rows of it that predict, and one or two slopes of these
             head=2 * 5 * self.hidden,
             logits=LOGIT_TOKENS * self.vocabulary * (8 if entropy_gradient else 6),
@@ -129,6 +132,7 @@ class Wishes:
     longest: int  # tokens of the longest possible row
     step_tokens: int  # tokens of a step whose rows are all that long
     teacher: TeacherWork | None = None
+    fp8_recipe: RecipeName | None = None
     length_keys: str = "rollout.max_new_tokens or data.max_prompt_tokens"  # what to lower if `longest` does not fit
 
 

@@ -188,7 +188,7 @@ def wishes_of(config: RunConfig, sizes: ModelSizes | None = None) -> Wishes:
     longest = config.longest_row
     work = None if sizes is None else teacher_work(config, sizes)
     asked = config.run.micro_batch_tokens, config.run.gradient_checkpointing
-    wishes = Wishes(*asked, longest, longest * config.rows_per_step, work)
+    wishes = Wishes(*asked, longest, longest * config.rows_per_step, work, config.train.fp8_recipe)
     return wishes if config.sft is None else replace(wishes, length_keys="sft.max_tokens")
 
 
@@ -283,6 +283,7 @@ def _footprint(config: RunConfig, sizes: ModelSizes, ranks: int) -> Footprint:
         trained=trained.count,
         trained_bytes=trained.gradient_bytes,
         head_norms=sizes.head_norms,
+        fp8_recipe=config.train.fp8_recipe,
     ).footprint(config.loss.entropy_coef > 0)
     return found if work is None else work.beside(found)
 

@@ -40,13 +40,7 @@ def plan_run(
 
     `rank` is the adapter's, 0 without one; `entropy_gradient` says whether the loss has an entropy bonus.
     """
-    trained = sum(parameter.numel() for parameter in policy.parameters())
-    shapes = replace(
-        model_shapes(policy.base_model.config.get_text_config(), rank, trained), trained_bytes=policy.trained_bytes
-    )
-    footprint = shapes.footprint(entropy_gradient)
-    if wishes.teacher is not None:
-        footprint = wishes.teacher.beside(footprint)
+    footprint = footprint_of(policy, wishes, rank, entropy_gradient)
     available = _available(engine, cap_gib)
     if available is not None:
         footprint = replace(footprint, layer=measure_layer(policy.base_model))
@@ -61,6 +55,18 @@ def plan_run(
         wishes.longest,
     )
     return plan
+
+
+def footprint_of(policy: Policy, wishes: Wishes, rank: int, entropy_gradient: bool) -> Footprint:
+    """What training `policy` takes, by the sizes of its model alone, and what the recipe and a teacher add."""
+    trained = sum(parameter.numel() for parameter in policy.parameters())
+    shapes = replace(
+        model_shapes(policy.base_model.config.get_text_config(), rank, trained),
+        trained_bytes=policy.trained_bytes,
+        fp8_recipe=wishes.fp8_recipe,
+    )
+    footprint = shapes.footprint(entropy_gradient)
+    return footprint if wishes.teacher is None else wishes.teacher.beside(footprint)
 
 
 def recorded_plan(run_dir: Path, micro_batch_tokens: int | None) -> MicroBatchPlan | None:

@@ -10,6 +10,7 @@ import torch
 from qerl.fp8 import reference
 from qerl.fp8.linear import FP8Linear
 from qerl.fp8.training import quantize_tensor, recipe_of
+from qerl.plan.rounding_work import rounding_work
 
 pytestmark = pytest.mark.gpu
 
@@ -151,3 +152,28 @@ def test_blockwise_gradients_to_the_input_are_those_of_groups_and_transposed_blo
     right = reference.dequantize_input(*reference.quantize_input(grad)).double()
     right = right @ reference.dequantize(*tensors, torch.float64)
     assert relative(recipe.to_input(grad, tensors), right) < 0.004
+
+
+@pytest.mark.parametrize("shape", [(1024, 512), (200, 384), (128, 4608)])
+def test_a_recipe_packs_a_dense_weight_to_the_reference_s_bits(shape):
+    held = recipe_of("blockwise").weight(weight(shape))
+    assert all(same_bits(*pair) for pair in zip(held, reference.quantize(weight(shape)), strict=True))
+
+
+@pytest.mark.parametrize("name", ["tensorwise", "blockwise"])
+def test_a_recipe_takes_what_the_plan_counts_for_it(name):
+    """The plan counts from where the activation's gradient is gone, and that dy may have to be copied."""
+    import qerl.vllm_plugin.fp8  # noqa: F401  it brings the card's product
+
+    hidden, intermediate, tokens = 1024, 4096, 4096
+    recipe, dense = recipe_of(name), weight((2 * intermediate, hidden))
+    grad = weight((tokens, 2 * intermediate), seed=2)
+    for _ in range(2):  # the first time allocates workspaces
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        recipe.to_input(grad, recipe.weight(dense))
+        peak = torch.cuda.max_memory_allocated() - before
+    work = rounding_work(name, hidden, intermediate)
+    counted = (work.token + 2 * intermediate) * tokens + work.weight
+    assert 0.5 * counted < peak < 1.02 * counted

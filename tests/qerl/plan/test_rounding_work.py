@@ -1,0 +1,63 @@
+"""What the plan counts for `train.fp8_recipe`: sums by hand, in the plan and in the run."""
+
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from qerl.config.recipe import load_recipe
+from qerl.plan.cards import card_of
+from qerl.plan.micro_batch_plan import Shapes
+from qerl.plan.plan import plan, wishes_of
+from qerl.plan.rounding_work import rounding_work
+from qerl.plan.sizes import read_sizes
+from training.policy.train_memory import footprint_of
+
+SEVEN_B = Shapes(3584, 18944, 3584, 512, 28, 152064, 32, 80_740_352)
+# Gate and up have 2 x 18944 = 37888 columns of 3584 features: 135,790,592 weights.
+BY_HAND = {
+    # dy / scale 75776 + its codes 37888 - the activation's gradient 37888 + the product 7168; (2 + 1) x 135,790,592
+    "tensorwise": (82_944, 407_371_776),
+    # a copy 37888 + its codes 18944 + 148 scales of 4 bytes - 37888 + 7168; (1 + 1) x 135,790,592
+    "blockwise": (26_704, 271_581_184),
+    None: (0, 0),
+}
+
+
+@pytest.mark.parametrize(("recipe", "bytes_"), BY_HAND.items())
+def test_the_temporaries_of_a_recipe_are_in_a_micro_batch(recipe, bytes_):
+    token, weight = bytes_
+    assert rounding_work(recipe, 3584, 18944) == (token, weight)
+    plain, rounded = SEVEN_B.footprint(), replace(SEVEN_B, fp8_recipe=recipe).footprint()
+    assert rounded == replace(plain, working=plain.working + token, fixed=plain.fixed + weight)
+    assert rounded.needed(16384, 0) - plain.needed(16384, 0) == 16384 * token + weight
+
+
+@pytest.mark.parametrize("base", ["model.format=bf16", "qat.mode=weights"])
+def test_the_plan_of_a_run_has_them(base):
+    def planned(*overrides):
+        fixed = ("rollout.max_new_tokens=512", "run.micro_batch_tokens=16384", "run.gradient_checkpointing=false")
+        config = load_recipe("qat_7b" if "qat" in base else "dapo_7b", (base, *fixed, *overrides))
+        return plan(config, read_sizes("Qwen/Qwen2.5-7B-Instruct"), card_of("h200"))
+
+    plain, found = planned(), {name: planned(f"train.fp8_recipe={name}") for name in ("tensorwise", "blockwise")}
+    more = {name: each.peak("training") - plain.peak("training") for name, each in found.items()}
+    tokens = {(bytes_ - BY_HAND[name][1]) / BY_HAND[name][0] for name, bytes_ in more.items()}
+    assert len(tokens) == 1  # of the step's largest micro-batch
+    assert 0.9 * 16384 < tokens.pop() <= 16384
+    assert all(each.peak("rollout") == plain.peak("rollout") for each in found.values())
+
+
+@pytest.mark.parametrize("recipe", BY_HAND)
+def test_a_run_counts_what_its_plan_counts(recipe):
+    config = SimpleNamespace(
+        num_attention_heads=28, hidden_size=3584, intermediate_size=18944, num_key_value_heads=4,
+        num_hidden_layers=28, vocab_size=152064, model_type="qwen2",
+    )  # fmt: skip
+    model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
+    trained = torch.empty(80_740_352, device="meta")
+    policy = SimpleNamespace(base_model=model, parameters=lambda: [trained], trained_bytes=16.0)
+    recipes = ("model.format=bf16", f"train.fp8_recipe={recipe or 'null'}")
+    found = footprint_of(policy, wishes_of(load_recipe("dapo_7b", recipes)), 32, entropy_gradient=False)
+    assert found == replace(SEVEN_B, fp8_recipe=recipe).footprint()
