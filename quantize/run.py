@@ -28,7 +28,6 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.activations import read_activations
@@ -52,6 +51,7 @@ from quantize.options import QuantizeOptions
 from quantize.output_error import Checkpoints, measure_outputs
 from quantize.report import QuantizeReport
 from quantize.rtn import rtn_groups
+from quantize.text_model import text_model
 
 if TYPE_CHECKING:
     import torch
@@ -119,30 +119,15 @@ def _quantize(source: Source, options: QuantizeOptions, staging: Path, out: Path
         raise CheckpointError(f"the device ran out of memory while quantizing {source.name}: write {less}") from error
 
 
-def _check_part(source: Source, options: QuantizeOptions) -> None:
-    """The text part of a model for pictures and text: what its config says fits, and no rows have to go through it."""
-    from qerl.checkpoint.load import check_config_fits
-
-    if options.method != "rtn" or options.activations == "static":
-        raise ConfigError(
-            f"{source.name} is a model for pictures and text, through which calibration cannot send rows: write "
-            "--method rtn, and no static activations"
-        )
-    logger.info("%s: only its text part is written, as a text model (%s)", source.name, source.config["model_type"])
-    with TemporaryDirectory() as folder:
-        write_json(Path(folder) / "config.json", source.config)
-        check_config_fits(Path(folder), source.tensors)
-
-
 def _write_and_verify(source: Source, options: QuantizeOptions, staging: Path, out: Path) -> QuantizeReport:
     from qerl.checkpoint.load import check_config_fits
 
-    if source.part:
-        _check_part(source, options)
-    else:
-        check_config_fits(source.folder, source.tensors, options.trust_remote_code)
     device = resolve_device(options.device)
     with ExitStack() as stack:
+        if source.part:
+            source = stack.enter_context(text_model(source, out, rows=options.calibration is not None))
+        else:
+            check_config_fits(source.folder, source.tensors, options.trust_remote_code)
         read = stack.enter_context(TensorReader(source.tensors))
         rows = _rows(source, options, device)
         groups, rescaled = _groups(source, options, read, rows, device)

@@ -1,11 +1,14 @@
 """Each family of dense decoders with RMSNorm: quantize, one copy, adapter, noise and merge, on its own class."""
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 import transformers
 from checkpoint_factory import make_tokenizer
+from checkpoint_tensors import load_all
+from row_files import write_sums
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from qerl.checkpoint.adapter import adapter_tensors, save_adapter
@@ -19,6 +22,7 @@ from qerl.layers.norms import block_norms, set_norm_noise_
 from qerl.plan.micro_batch_plan import MicroBatchPlan
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
+from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
 from training.policy.build import build_policy
 from training.policy.packed_policy import PackedPolicy
@@ -166,13 +170,42 @@ def check_noise(model, family):
         assert torch.equal(logprobs(model), before)
 
 
-@pytest.mark.parametrize("family", TEXT_PARTS)
-def test_the_text_part_of_a_model_for_pictures_and_text_computes_what_it_does_there(family, tmp_path):
+def with_pictures(family):
+    """A model for pictures and text."""
     name, text, pictures = TEXT_PARTS[family]
     config = AutoConfig.for_model(family)
     text_config = type(config.text_config)(**SIZES, **text)
     config = type(config)(text_config=text_config.to_dict(), vision_config={**PICTURES, **pictures}, image_token_id=5)
-    whole = randomized_(getattr(transformers, name)(config))
+    return randomized_(getattr(transformers, name)(config))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [QuantizeOptions("rtn"), QuantizeOptions("gptq"), QuantizeOptions("rtn", activations="static")],
+    ids=["measured", "gptq", "static"],
+)
+def test_rows_go_through_a_text_part_as_through_the_text_model(options, tmp_path):
+    """The same bytes as from a text model with these weights, and nothing is left beside them."""
+    whole = with_pictures("qwen3_vl")
+    model = text_model("qwen3")
+    model.model.load_state_dict(whole.model.language_model.state_dict())
+    model.lm_head.load_state_dict(whole.lm_head.state_dict())
+    options = replace(options, calibration=write_sums(tmp_path / "rows.jsonl"), calibration_size=2, sequence_length=32)
+    found = {}
+    for kind, each in (("part", whole), ("text", model)):
+        out = tmp_path / kind / "packed"
+        report = quantize_checkpoint(saved(each, tmp_path / f"{kind}-16"), out, options)
+        found[kind] = load_all(out), report.outputs
+        assert report.source == str(tmp_path / f"{kind}-16")
+        assert [path.name for path in out.parent.iterdir()] == ["packed"]
+    assert found["part"][1] == found["text"][1]
+    assert set(found["part"][0]) == set(found["text"][0])
+    assert all(torch.equal(value, found["text"][0][name]) for name, value in found["part"][0].items())
+
+
+@pytest.mark.parametrize("family", TEXT_PARTS)
+def test_the_text_part_of_a_model_for_pictures_and_text_computes_what_it_does_there(family, tmp_path):
+    whole = with_pictures(family)
     quantize_checkpoint(saved(whole, tmp_path / "model"), tmp_path / "packed")
     base = resolve_model(str(tmp_path / "packed"))
     engine = open_engine(base.base, base.format, EngineOptions(engine="transformers"))
