@@ -59,7 +59,7 @@
 #     ranks    560 s  two cards: workload A and geometric lengths on one card each at the same time, then on two; twice the
 #                     batch; TRL's step on two
 #     ranksqat 220 s  two cards: whole weights of a 7B, which they share out
-#     faults   400 s  two cards: a rank killed ten times (or KILLS times), and whole weights two times, with other faults
+#     faults   650 s  two cards: a rank killed eight times (KILLS=3: 390 s), and whole weights two times, with other faults
 #     curves   250 s  two cards: 21 M parameters learn on one card and on two, three seeds each
 #     ranks4   560 s  four cards: as ranks, without TRL, and whole weights
 #     ranks8   500 s  eight cards: as ranks, without TRL
@@ -488,7 +488,7 @@ batch_ranksqat() {
 }
 
 batch_faults() {
-    check_faults kills --kills "${KILLS:-10}" --engine vllm
+    check_faults kills --kills "${KILLS:-8}" --engine vllm
     check_faults kills-weights --kills 2 --qat
 }
 
@@ -502,7 +502,7 @@ batch_curves() {
 }
 
 check_faults() { # NAME ARGUMENTS...
-    run "$1" 420 "$python" scripts/checks/check_faults.py --runs "$(mktemp -d)/runs" --out "$out/$1.json" "${@:2}"
+    run "$1" 590 "$python" scripts/checks/check_faults.py --runs "$(mktemp -d)/runs" --out "$out/$1.json" "${@:2}"
 }
 
 batch_shapes() {
