@@ -233,6 +233,15 @@ def test_the_architecture_names_functions_and_files_that_exist():
     assert [name for name in drawn if not (ROOT / name).exists() and not (ROOT / "training" / name).exists()] == []
 
 
+def test_the_first_page_leads_to_each_page_and_so_does_the_menu():
+    pages = {path.name for path in PAGES} - {"index.md"}
+    linked = {path for path, _ in script("docs_links").links((DOCS / "index.md").read_text(encoding="utf-8"))}
+    assert pages <= linked
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").partition("\nnav:")[2]
+    assert pages <= set(re.findall(r"- ([\w-]+\.md)", menu))
+    assert "docs/index.md" in README.read_text(encoding="utf-8")
+
+
 LINKED = [*TEXTS, BENCHMARKS]
 
 
