@@ -84,6 +84,11 @@ class Decoder:
     def has_experts(self) -> bool:
         return bool(self.sparse)
 
+    @property
+    def share(self) -> float:
+        """Of a layer's experts that a token gets; 0 without experts."""
+        return self.chosen / self.experts if self.experts else 0.0
+
     def linears(self) -> list[str]:
         """The full module names of all linears that may be quantized, in order: routers are not among them."""
         return [name for layer in range(self.layers) for name in self.linears_of(layer)]

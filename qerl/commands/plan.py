@@ -174,6 +174,23 @@ def micro_batch_sentences(made: Plan) -> list[str]:
     ]
 
 
+def expert_sentences(config: RunConfig, made: Plan) -> list[str]:
+    """What the experts are, and the adapter on them, in one sentence; none for a dense model."""
+    from qerl.config.rules_experts import adapts_experts, expert_rank
+
+    sizes, decoder = made.sizes, made.sizes.decoder
+    if not decoder.has_experts:
+        return []
+    adapted = "which get no adapter"
+    if adapts_experts(config.adapter):
+        how = "with shared outer factors" if config.adapter.experts == "shared" else "each with its own"
+        adapted = f"with adapters of rank {expert_rank(config.adapter)} on experts, {how}"
+    return [
+        f"Of {sizes.body / 1e9:.1f} billion weights in the layers a token is multiplied by {sizes.active / 1e9:.1f}: "
+        f"{decoder.chosen} of {decoder.experts} experts in {len(decoder.sparse)} layers, {adapted}."
+    ]
+
+
 def sentences(config: RunConfig, made: Plan) -> list[str]:
     """What fits, in words, or what to change."""
     from qerl.plan.advice import advice, largest_completion
@@ -183,13 +200,15 @@ def sentences(config: RunConfig, made: Plan) -> list[str]:
 
     if made.problems:
         fitting = advice(config, made.sizes, made.card)
-        lines = [f"Does not fit: {problem}." for problem in made.problems]
+        lines = expert_sentences(config, made) + [f"Does not fit: {problem}." for problem in made.problems]
         return lines + [f"Fits with {change}." for change in fitting]
     if config.sft is not None:
-        return [*micro_batch_sentences(made), "Nothing is sampled, so that no engine and no KV cache is beside it."]
+        alone = "Nothing is sampled, so that no engine and no KV cache is beside it."
+        return [*expert_sentences(config, made), *micro_batch_sentences(made), alone]
     rollout = config.rollout
     at_once = min(made.cache_tokens // made.context, rollout.prompts_per_step * rollout.group_size, MAX_SEQUENCES)
     lines = [
+        *expert_sentences(config, made),
         f"The KV cache holds {made.cache_tokens} tokens: {at_once} completions of full length at once.",
         f"The longest completions that would fit have {largest_completion(config, made.sizes, made.card)} tokens "
         f"(rollout.max_new_tokens, here {rollout.max_new_tokens}).",

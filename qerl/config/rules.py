@@ -15,6 +15,7 @@ from qerl.config.rules_carry_over import carry_over
 from qerl.config.rules_data import curriculum, sources
 from qerl.config.rules_distill import distill
 from qerl.config.rules_environment import environment
+from qerl.config.rules_experts import experts
 from qerl.config.rules_noise import noise, noise_controller
 from qerl.config.rules_qat import qat
 from qerl.config.rules_rewards import rewards
@@ -248,6 +249,7 @@ RULES = (
     distill,
     sft,
     without_sft,
+    experts,
     loss,
     correction,
     sampling_filters,

@@ -55,6 +55,14 @@ class AdapterConfig(Section):
     alpha: int = Field(64, ge=1, description="B A is multiplied by alpha / rank")
     dropout: float = Field(0.0, ge=0, lt=1, description="dropout on the adapter's input while training")
     targets: Projections = Field(PROJECTIONS, description="linear layers that get an adapter")
+    experts: Literal["shared", "per_expert", "none"] = Field(
+        "shared",
+        description="adapter on the experts of a mixture: they share A of gate and up and B of down (shared), or each "
+        "has its own; none: attention alone (and dense MLPs)",
+    )
+    expert_rank: int | None = Field(
+        None, ge=1, description="rank of the adapter on experts; null: rank, and an eighth of it with per_expert"
+    )
     train_norms: bool = Field(False, description="train the norm weights too, and sync them with the adapter")
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="dtype of the adapter's master weights")
 
@@ -87,6 +95,9 @@ class RolloutConfig(Section):
         ge=0,
         description="further steps in which an unfinished completion may go on, so that no step waits for its longest; "
         "0: each step ends its own",
+    )
+    router_replay: bool = Field(
+        True, description="mixtures of experts: the trainer uses the experts that the engine chose for each token"
     )
     batch_size: int | None = Field(
         None, ge=1, description="completions sampled at once (transformers engine only); null: as many as a step has"

@@ -116,8 +116,9 @@ def _smaller_base(config: RunConfig, card: Card) -> list[str]:
     found = re.match(r"(.*?-)(\d+(?:\.\d+)?)b(.*)", name, re.IGNORECASE)
     if found is None:
         return []
-    family, size, rest = found[1].lower(), float(found[2]), name[found.end(2) :]
-    others = sorted((float(each[len(family) : -1]), each) for each in KNOWN if each.startswith(family))
+    family, size, rest = found[1].lower(), float(found[2]), re.sub(r"(?i)^b-a\d+b", "B", name[found.end(2) :])
+    dense = (re.fullmatch(re.escape(family) + r"([\d.]+)b", each) for each in KNOWN)  # others have experts
+    others = sorted((float(each[1]), each[0]) for each in dense if each)
     for smaller, key in reversed(others):
         if smaller < size and not plan(config, sizes_of(KNOWN[key], key), card).problems:
             base = f"{organisation}/{found[1]}{smaller:g}{rest}"

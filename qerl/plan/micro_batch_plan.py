@@ -4,8 +4,9 @@ A forward pass keeps, for each token and layer, what the backward pass reads. A 
 input and runs twice. Fewer tokens at a time take less memory, but every micro-batch costs as much time as about 400
 additional tokens: it decodes all packed weights once in each direction (as long as 170 tokens take: 2.6 bytes per
 weight at 4 TB/s against 2 flops at 530 TFLOP/s, whatever the model's size), and its kernels wait for one another. With
-4 micro-batches instead of 8, a 7B's step of 3.6 s is 80 ms shorter (benchmarks/step-7b-qerl-tokens*.json). The plan
-compares the combinations that fit.
+4 micro-batches instead of 8, a 7B's step of 3.6 s is 80 ms shorter (benchmarks/step-7b-qerl-tokens*.json). With experts
+it decodes many more weights than a token is multiplied by, and costs as many more tokens. The plan compares the
+combinations that fit.
 """
 
 from __future__ import annotations
@@ -21,12 +22,14 @@ from qerl.plan.engine_memory import GIB
 from qerl.plan.rounding_work import RecipeName, rounding_work
 
 if TYPE_CHECKING:
+    from qerl.plan.sizes import ModelSizes
     from qerl.plan.teacher import TeacherWork
 
 CPU_TOKENS = 8192  # per micro-batch on a CPU, where memory is not planned
 MAX_TOKENS = 32768  # more at once is not faster
 TOKEN_STEP = 1024
 OVERHEAD_TOKENS = 400.0
+DECODE_TOKENS = 170.0  # of these are for decoding the weights that a token is multiplied by
 LOGIT_TOKENS = 1024  # whose logits exist at once: 0.6 GiB in float32 with a vocabulary of 152,000
 MARGIN = 0.08  # share of the available memory left for fragments and cuBLAS's workspaces
 # Plans whose cost is within these factors of the least count as equally fast. Recomputing has to save more than 2%:
@@ -49,6 +52,7 @@ class Footprint:
     head: int = 0  # outside the layers while a chunk's logits exist, when no layer runs backward
     logits: int = 0  # the logits of one chunk and their slopes
     teacher: int = 0  # while a teacher runs, before the policy keeps anything
+    overhead: float = OVERHEAD_TOKENS  # what a micro-batch costs beside its tokens, as a number of further tokens
 
     def needed(self, tokens: int, recomputed: int) -> int:
         """The peak of a micro-batch whose first `recomputed` layers recompute.
@@ -78,6 +82,27 @@ class Shapes:
     head_norms: bool = False  # norms on queries and keys (Qwen3)
     trained_bytes: float = 16.0  # for each of them: an adapter's gradient, optimizer state and 16-bit factors
     fp8_recipe: RecipeName | None = None  # that rounds the trainer's products
+    copies: int = 0  # hidden states of a token while experts run, beside those of the stream
+    decoded: int | None = None  # bytes of what is decoded for a product at most; None: gate and up
+    share: float = 1.0  # of the weights that are decoded, that a token is multiplied by
+
+    @classmethod
+    def of(cls, sizes: ModelSizes, rank: int, trained: int) -> Shapes:
+        """Those of a model, with an adapter of `rank` and `trained` parameters in all."""
+        return cls(
+            hidden=sizes.hidden,
+            intermediate=sizes.inner,
+            query=sizes.projections["q_proj"][0],
+            key_value=sizes.projections["k_proj"][0],
+            layers=sizes.layers,
+            vocabulary=sizes.vocabulary,
+            rank=rank,
+            trained=trained,
+            head_norms=sizes.head_norms,
+            copies=sizes.copies,
+            decoded=sizes.decoded,
+            share=sizes.active / sizes.body,
+        )
 
     def footprint(self, entropy_gradient: bool = False) -> Footprint:
         """For 16-bit activations, as `qerl.layers` computes them.
@@ -87,17 +112,19 @@ class Shapes:
         """
         sizes = (self.hidden, self.intermediate, self.query, self.key_value, self.rank)
         rounding = rounding_work(self.fp8_recipe, self.hidden, self.intermediate)
+        decoded = 2 * self.hidden * 2 * self.intermediate if self.decoded is None else self.decoded
         return Footprint(
             layers=self.layers,
             layer=kept_bytes(*sizes, self.head_norms),
             layer_input=2 * self.hidden,
             # The MLP needs the gradients of gate, up and activation. The second term is more than it needs, and covers
             # attention where the MLP is narrow: gradients of q, k and v, also in float32, and for each head.
-            working=2 * (3 * self.intermediate + 8 * self.hidden) + rounding.token,
-            fixed=int(self.trained_bytes * self.trained) + 2 * self.hidden * 2 * self.intermediate + rounding.weight,
+            working=2 * (3 * self.intermediate + (8 + self.copies) * self.hidden) + rounding.token,
+            fixed=int(self.trained_bytes * self.trained) + decoded + rounding.weight,
             # the residual stream, its norm, the rows of it that predict, and one or two slopes of these
             head=2 * 5 * self.hidden,
             logits=LOGIT_TOKENS * self.vocabulary * (8 if entropy_gradient else 6),
+            overhead=OVERHEAD_TOKENS + DECODE_TOKENS * (1 / self.share - 1),
         )
 
 
@@ -216,7 +243,7 @@ def _sizes(wishes: Wishes) -> list[int]:
 
 def _cost(plan: MicroBatchPlan, tokens: int) -> float:
     """The time per token in micro-batches of `tokens`, in units of a forward pass through all layers."""
-    return (2 + plan.recomputed(tokens) / plan.footprint.layers) * (1 + OVERHEAD_TOKENS / tokens)
+    return (2 + plan.recomputed(tokens) / plan.footprint.layers) * (1 + plan.footprint.overhead / tokens)
 
 
 def _near(costs: dict[int, float], times: float) -> dict[int, float]:

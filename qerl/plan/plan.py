@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from qerl import formats
+from qerl.config.rules_experts import check_experts
 from qerl.engine.options import MAX_SEQUENCES
 from qerl.errors import EngineError
 from qerl.plan.activations import CALIBRATING, calibrates, calibration_memory
@@ -41,11 +42,20 @@ from qerl.plan.micro_batch_plan import (
 from qerl.plan.seconds import full_lengths, largest_rows, step_seconds
 from qerl.plan.sizes import ModelSizes
 from qerl.plan.teacher import teacher_bytes, teacher_work
-from qerl.plan.trained import BYTES, adapter_rank, engine_rank, start_bytes, trained_of, trains_masters
+from qerl.plan.trained import (
+    BYTES,
+    adapter_rank,
+    engine_expert_parameters,
+    engine_rank,
+    start_bytes,
+    trained_of,
+    trains_masters,
+)
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
 
+GRADIENTS, DECODED = "gradients", "decoded experts"
 START = "16-bit weights"  # that the adapter is added to
 ENGINE_WORK = int(1.2 * GIB)  # activations of a prefill of 8192 tokens and logits of a full batch
 
@@ -88,7 +98,8 @@ class Plan:
 
 def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
     """Plan a run with the vllm engine, or one on given rows. `problems` says what does not fit; the rest is planned
-    nevertheless."""
+    nevertheless. Raises ConfigError for keys that the model cannot have."""
+    check_experts(config, sizes.decoder)
     config = settled_for(config, sizes, card)
     if config.sft is not None:
         return _plan_of_rows(config, sizes, card)
@@ -202,10 +213,12 @@ def _trainer(config: RunConfig, sizes: ModelSizes, ranks: int) -> dict[str, int]
 
 
 def _training(config: RunConfig, sizes: ModelSizes, ranks: int, needed: float) -> dict[str, float]:
-    """What a micro-batch needs; gradients of whole weights, which do not depend on its tokens, are listed apart."""
+    """What a micro-batch needs; what does not depend on its tokens is listed apart where it is much."""
     trained = trained_of(config, sizes, ranks)
-    gradients = 0 if not trains_masters(config) else trained.count * trained.gradient_bytes
-    return {**({"gradients": gradients} if gradients else {}), "micro-batch": needed - gradients}
+    gradients = trained.count * trained.gradient_bytes if trains_masters(config) or sizes.decoder.has_experts else 0
+    parts = {GRADIENTS: gradients, DECODED: sizes.decoded if sizes.decoder.has_experts else 0}
+    parts = {name: size for name, size in parts.items() if size}
+    return {**parts, "micro-batch": needed - sum(parts.values())}
 
 
 @dataclass(frozen=True)
@@ -221,7 +234,8 @@ class _Room:
 
 
 def _weights_and_outside(config: RunConfig, sizes: ModelSizes, ranks: int) -> tuple[int, int]:
-    weights = int(sizes.weights_bytes(config.model.format)) + sizes.engine_adapter_bytes(engine_rank(config))
+    adapter = sizes.engine_adapter_bytes(engine_rank(config)) + 2 * engine_expert_parameters(config, sizes)
+    weights = int(sizes.weights_bytes(config.model.format)) + adapter
     return weights, outside_bytes(trainer_bytes(config, sizes, ranks), MAX_SEQUENCES, sizes.vocabulary)
 
 
@@ -272,19 +286,9 @@ def _lower_budget(config: RunConfig, room: _Room, limit: int) -> str:
 
 def _footprint(config: RunConfig, sizes: ModelSizes, ranks: int) -> Footprint:
     trained, work = trained_of(config, sizes, ranks), teacher_work(config, sizes)
-    found = Shapes(
-        hidden=sizes.hidden,
-        intermediate=sizes.projections["gate_proj"][0],
-        query=sizes.projections["q_proj"][0],
-        key_value=sizes.projections["k_proj"][0],
-        layers=sizes.layers,
-        vocabulary=sizes.vocabulary,
-        rank=adapter_rank(config),
-        trained=trained.count,
-        trained_bytes=trained.gradient_bytes,
-        head_norms=sizes.head_norms,
-        fp8_recipe=config.train.fp8_recipe,
-    ).footprint(config.loss.entropy_coef > 0)
+    shapes = Shapes.of(sizes, adapter_rank(config), trained.count)
+    shapes = replace(shapes, trained_bytes=trained.gradient_bytes, fp8_recipe=config.train.fp8_recipe)
+    found = shapes.footprint(config.loss.entropy_coef > 0)
     return found if work is None else work.beside(found)
 
 

@@ -10,6 +10,10 @@ docs/cost-model.md shows it beside the measurements:
 where the tokens of a prompt count once per micro-batch. For weights that are trained themselves 2 weights * tokens /
 rate come on top: the products of their gradients are large and stand alone, and reach the whole rate. Rounding
 activations to 4 bits adds to each forward pass what qerl/plan/activations.py says.
+
+In a mixture of experts the weights of flops are those that a token is multiplied by, those of experts times TRAIN_RATE
+/ EXPERT_RATE in training; a decode step reads the experts that its sequences choose, and training decodes all of them
+in each direction of every micro-batch.
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from qerl import formats
 from qerl.engine.options import MAX_SEQUENCES
 from qerl.plan.activations import rounding_seconds, rounds_to_four_bits
 from qerl.plan.cards import Card
@@ -31,6 +36,7 @@ if TYPE_CHECKING:
 
 LAUNCH = 33e-6  # seconds that a decoder layer takes beside reading its weights
 DECODE_RATE, TRAIN_RATE = 0.88, 0.74  # shares of the card's rate that are reached
+EXPERT_RATE = 0.4  # of grouped products over experts, each of which has few rows; an estimate, not yet measured
 SLICES = 64  # of a rollout, in each of which the number of sequences that still decode is taken as constant
 
 
@@ -49,8 +55,8 @@ def full_lengths(config: RunConfig) -> Lengths:
 
 def decode_seconds(sizes: ModelSizes, card: Card, format: str, sequences: float, cached: float) -> float:
     """Seconds of a decode step of `sequences`, which reads `cached` bytes of keys and values."""
-    read = (sizes.weights_bytes(format) + cached) / (card.gb_per_s * 1e9)
-    computed = 2 * (sizes.body + sizes.head) * sequences / (DECODE_RATE * card.tflops * 1e12)
+    read = (sizes.read_bytes(format, sequences) + cached) / (card.gb_per_s * 1e9)
+    computed = 2 * (sizes.active + sizes.head) * sequences / (DECODE_RATE * card.tflops * 1e12)
     return sizes.layers * LAUNCH + read + computed
 
 
@@ -63,20 +69,21 @@ def step_seconds(
     rollout = config.rollout
     sequences = rollout.prompts_per_step * rollout.group_size
     rate = TRAIN_RATE * card.tflops * 1e12
-    prefill = 2 * sizes.body * lengths.prompt * rollout.prompts_per_step / rate
+    prefill = 2 * _paced(sizes) * lengths.prompt * rollout.prompts_per_step / rate
     rows, tokens_at_once = largest_rows(config, micro_batches, lengths)
     recomputed = micro_batches.recomputed(tokens_at_once) / sizes.layers if micro_batches else 0.0
     prompts = rollout.prompts_per_step * -(-rollout.group_size // rows)  # each micro-batch computes a prompt once
     tokens = prompts * lengths.prompt + sequences * lengths.new
-    flops = (4 + 2 * recomputed) * sizes.body * tokens + 4 * sizes.head * sequences * lengths.new
+    flops = (4 + 2 * recomputed) * _paced(sizes) * tokens + 4 * sizes.head * sequences * lengths.new
+    passes = max(1.0, tokens / max(tokens_at_once, 1))  # one per micro-batch
     beside = _gradient_seconds(config, sizes, card, tokens)
+    beside += _expert_seconds(config, sizes, card, passes, recomputed)
     decoding = -(-sequences // MAX_SEQUENCES) * _decoding(config, sizes, card, lengths)
     if rollout.carry_over:
         carried, decoding = _carried_over(config, sizes, card, lengths)
-        prefill += 2 * sizes.body * carried / rate
+        prefill += 2 * _paced(sizes) * carried / rate
     taught = teacher_flops(config, sizes, tokens, sequences * lengths.new)
     if rounds_to_four_bits(config, sizes):
-        passes = max(1.0, tokens / max(tokens_at_once, 1))  # one per micro-batch
         beside += (1 + recomputed) * passes * rounding_seconds(sizes, card, tokens / passes)
     return {
         "rollout": (decoding + prefill) / config.loss.num_iterations,
@@ -90,8 +97,9 @@ def _seconds_of_rows(config: RunConfig, sizes: ModelSizes, card: Card, micro_bat
     tokens = config.rows_per_step * config.longest_row
     at_once = config.longest_row if micro_batches is None else micro_batches.micro_batch_tokens
     recomputed = micro_batches.recomputed(at_once) / sizes.layers if micro_batches else 0.0
-    flops = ((4 + 2 * recomputed) * sizes.body + 4 * sizes.head) * tokens
-    return flops / (TRAIN_RATE * card.tflops * 1e12) + _gradient_seconds(config, sizes, card, tokens)
+    flops = ((4 + 2 * recomputed) * _paced(sizes) + 4 * sizes.head) * tokens
+    decoding = _expert_seconds(config, sizes, card, max(1.0, tokens / at_once), recomputed)
+    return flops / (TRAIN_RATE * card.tflops * 1e12) + _gradient_seconds(config, sizes, card, tokens) + decoding
 
 
 def _gradient_seconds(config: RunConfig, sizes: ModelSizes, card: Card, tokens: float) -> float:
@@ -99,6 +107,18 @@ def _gradient_seconds(config: RunConfig, sizes: ModelSizes, card: Card, tokens: 
     if config.qat is None or config.qat.mode != "weights":
         return 0.0
     return 2 * trained_of(config, sizes).count * tokens / (card.tflops * 1e12)
+
+
+def _paced(sizes: ModelSizes) -> float:
+    """The weights that a token is multiplied by; those of experts count for more, as their products are slower."""
+    return sizes.outside_experts + (sizes.active - sizes.outside_experts) * TRAIN_RATE / EXPERT_RATE
+
+
+def _expert_seconds(config: RunConfig, sizes: ModelSizes, card: Card, passes: float, recomputed: float) -> float:
+    """Seconds in which `passes` micro-batches decode all packed experts: read them, and write them in 16 bits."""
+    format = formats.get(config.model.format)
+    moved = sizes.of_experts * (format.bytes_per_weight + 2) if format.quantized else 0.0
+    return passes * (2 + recomputed) * moved / (card.gb_per_s * 1e9)
 
 
 def largest_rows(config: RunConfig, micro_batches: MicroBatchPlan | None, lengths: Lengths) -> tuple[int, int]:

@@ -1,15 +1,20 @@
-"""The sizes that follow from a model's config.json: of weights, adapter, keys and values. Pure numbers, no torch."""
+"""The sizes that follow from a model's config.json: of weights, adapter, keys and values. Pure numbers, no torch.
+
+In a mixture of experts a token meets the weights of a few of them: `active` counts those, `body` all.
+"""
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from qerl import formats
-from qerl.checkpoint.linears import FUSED
+from qerl.checkpoint.experts import Decoder, decoder_of
+from qerl.checkpoint.linears import FUSED, QKV
 from qerl.errors import CheckpointError
 from qerl.files.nearby import is_path, no_folder
 from qerl.nvfp4.ranks import padded_rank
@@ -34,9 +39,11 @@ QWEN2 = {"max_position_embeddings": 32768}
 QWEN3 = {"max_position_embeddings": 40960, "head_dim": 128, "model_type": "qwen3"}
 LLAMA3 = {"max_position_embeddings": 131072}
 TIED = {"tie_word_embeddings": True}
-HEAD_NORMED = ("qwen3", "gemma3", "olmo2", "olmo3")  # the beginning of model_type in config.json
+A3B = {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True}
+HEAD_NORMED = ("qwen3", "gemma3", "olmo2", "olmo3", "olmoe")  # the beginning of model_type in config.json
 
 
+ATTENTION = (*QKV, "o_proj")
 KNOWN = {  # by the beginning of the name after the organisation: sizes of models that are not on this disk
     "qwen2.5-0.5b": _known(896, 4864, 24, 14, 2, 151936, **QWEN2, **TIED),
     "qwen2.5-1.5b": _known(1536, 8960, 28, 12, 2, 151936, **QWEN2, **TIED),
@@ -50,6 +57,7 @@ KNOWN = {  # by the beginning of the name after the organisation: sizes of model
     "qwen3-8b": _known(4096, 12288, 36, 32, 8, 151936, **QWEN3),
     "qwen3-14b": _known(5120, 17408, 40, 40, 8, 151936, **QWEN3),
     "qwen3-32b": _known(5120, 25600, 64, 64, 8, 151936, **QWEN3),
+    "qwen3-30b-a3b": _known(2048, 6144, 48, 32, 4, 151936, **{**QWEN3, "model_type": "qwen3_moe"}, **A3B),
     "llama-3.2-1b": _known(2048, 8192, 16, 32, 8, 128256, **LLAMA3, **TIED, head_dim=64),
     "llama-3.2-3b": _known(3072, 8192, 28, 24, 8, 128256, **LLAMA3, **TIED, head_dim=128),
     "llama-3.1-8b": _known(4096, 14336, 32, 32, 8, 128256, **LLAMA3),
@@ -64,7 +72,7 @@ class ModelSizes:
 
     layers: int
     hidden: int
-    projections: dict[str, tuple[int, int]]  # the linears of one decoder layer: name -> (out, in)
+    projections: dict[str, tuple[int, int]]  # the linears of a decoder layer with a dense MLP: name -> (out, in)
     vocabulary: int
     tied: bool
     kv_heads: int
@@ -72,11 +80,52 @@ class ModelSizes:
     positions: int | None = None  # the longest context; None if config.json does not say
     head_norms: bool = False  # see `has_head_norms`
     four_bit_inputs: bool = False  # packed linears round their input to 4 bits
+    decoder: Decoder = field(default_factory=lambda: Decoder(0))  # which layers have experts
 
     @property
     def body(self) -> int:
         """Weights of the decoder layers' linears: what is quantized."""
-        return self.layers * sum(rows * columns for rows, columns in self.projections.values())
+        return self.outside_experts + self.of_experts
+
+    @property
+    def active(self) -> int:
+        """Those of them that a token is multiplied by."""
+        return self.outside_experts + round(self.of_experts * self.decoder.share)
+
+    @property
+    def of_experts(self) -> int:
+        """Weights of all experts."""
+        decoder = self.decoder
+        return len(decoder.sparse) * decoder.experts * 3 * decoder.width * decoder.hidden
+
+    @property
+    def outside_experts(self) -> int:
+        """Weights of the other linears: of attention, and of dense MLPs."""
+        attention = sum(math.prod(self.projections[name]) for name in ATTENTION)
+        mlp = sum(math.prod(shape) for name, shape in self.projections.items() if name not in ATTENTION)
+        return self.layers * attention + (self.layers - len(self.decoder.sparse)) * mlp
+
+    @property
+    def routers(self) -> int:
+        """Weights of the routers, which stay in 16 bits."""
+        return len(self.decoder.sparse) * self.decoder.experts * self.decoder.hidden
+
+    @property
+    def inner(self) -> int:
+        """Numbers between gate and down that a token has at most, over the experts that it gets."""
+        dense = self.projections["gate_proj"][0] if len(self.decoder.sparse) < self.layers else 0
+        return max(dense, self.decoder.chosen * self.decoder.width)
+
+    @property
+    def copies(self) -> int:
+        """Hidden states that exist of a token while experts run: one before and one after each that it gets."""
+        return 2 * self.decoder.chosen
+
+    @property
+    def decoded(self) -> int:
+        """Bytes of what is decoded for a product at most, in 16 bits: a matrix, or a layer's experts."""
+        experts = self.of_experts // max(1, len(self.decoder.sparse))
+        return 2 * max(2 * self.hidden * self.projections["gate_proj"][0], experts)
 
     @property
     def head(self) -> int:
@@ -84,16 +133,28 @@ class ModelSizes:
 
     def weights_bytes(self, format: str) -> float:
         """The checkpoint in memory, with its embeddings and head in 16 bits."""
-        outer = self.head * (1 if self.tied else 2) + self.layers * 2 * self.hidden
+        outer = self.head * (1 if self.tied else 2) + self.layers * 2 * self.hidden + self.routers
         return self.body * formats.get(format).bytes_per_weight + 2 * outer
+
+    def read_bytes(self, format: str, tokens: float) -> float:
+        """Bytes of the checkpoint that a step of `tokens` reads, which may choose the same experts or others."""
+        missed = (1 - self.decoder.share) ** tokens  # the share of experts that none of them chooses, if all are alike
+        unread = self.of_experts * missed if self.decoder.has_experts else 0.0
+        return self.weights_bytes(format) - unread * formats.get(format).bytes_per_weight
 
     def kv_bytes(self, kv_cache_dtype: str = "auto") -> int:
         """Keys and values of one token."""
         return 2 * self.layers * self.kv_heads * kv_head_bytes(kv_cache_dtype, self.head_dim)
 
     def adapter(self, rank: int, targets: Sequence[str]) -> int:
-        """Parameters of a LoRA of `rank` on the projections `targets`."""
-        return self.layers * rank * sum(sum(self.projections[name]) for name in targets)
+        """Parameters of a LoRA of `rank` on the projections `targets`; see `expert_adapter` for experts."""
+        return rank * sum(self._layers_with(name) * sum(self.projections[name]) for name in targets)
+
+    def expert_adapter(self, rank: int, shared: bool) -> int:
+        """Parameters of a LoRA of `rank` on all experts; `shared`: A of gate and up and B of down are one for all."""
+        decoder = self.decoder
+        outer = 2 * decoder.hidden * (1 if shared else decoder.experts)
+        return len(decoder.sparse) * rank * (outer + decoder.experts * 3 * decoder.width)
 
     def engine_adapter_bytes(self, rank: int) -> int:
         """The engine's static buffers: A of the fused parts, and their block-diagonal B with all its zeros."""
@@ -101,8 +162,11 @@ class ModelSizes:
         numbers = 0
         for parts in FUSED:
             rows = sum(self.projections[name][0] for name in parts)
-            numbers += padded * len(parts) * (rows + self.projections[parts[0]][1])
-        return 2 * self.layers * numbers
+            numbers += self._layers_with(parts[0]) * padded * len(parts) * (rows + self.projections[parts[0]][1])
+        return 2 * numbers
+
+    def _layers_with(self, projection: str) -> int:
+        return self.layers - (0 if projection in ATTENTION else len(self.decoder.sparse))
 
 
 def has_head_norms(model_type: object) -> bool:
@@ -205,6 +269,7 @@ def sizes_of(config: Mapping[str, Any], name: str) -> ModelSizes:
         positions=config.get("max_position_embeddings"),
         head_norms=has_head_norms(config.get("model_type")),
         four_bit_inputs=_rounds_inputs(config.get("quantization_config")),
+        decoder=decoder_of(config, name),
     )
 
 

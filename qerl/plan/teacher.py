@@ -55,13 +55,13 @@ def teacher_work(config: RunConfig, sizes: ModelSizes) -> TeacherWork | None:
 def forward_bytes(sizes: ModelSizes) -> int:
     """Per token of a forward pass that keeps nothing, in 16 bits."""
     # As a layer of the policy while it runs: the MLP's three, and attention's. See `Shapes.footprint`.
-    return 2 * (3 * sizes.projections["gate_proj"][0] + 8 * sizes.hidden)
+    return 2 * (3 * sizes.inner + (8 + sizes.copies) * sizes.hidden)
 
 
 def teacher_flops(config: RunConfig, sizes: ModelSizes, tokens: float, predicting: float) -> float:
     """Of a forward pass over `tokens`, and of the logits of `predicting` ones; 0 without a teacher."""
     found = teacher_sizes(config, sizes)
-    return 0.0 if found is None else 2 * found.body * tokens + 2 * found.head * predicting
+    return 0.0 if found is None else 2 * found.active * tokens + 2 * found.head * predicting
 
 
 @cache

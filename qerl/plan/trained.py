@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 
 from qerl.checkpoint.linears import matching, projections
 from qerl.checkpoint.source import by_layer
+from qerl.config.rules_experts import adapts_experts, expert_rank
 from qerl.errors import ConfigError
+from qerl.nvfp4.ranks import padded_rank
 
 if TYPE_CHECKING:
     from qerl.config.quant import QatConfig
@@ -45,7 +47,7 @@ def trained_of(config: RunConfig, sizes: ModelSizes, ranks: int = 1) -> Trained:
     """
     state = 2 if config.optim.name in ("auto", "adamw_8bit") else 8
     if not trains_masters(config):
-        count = sizes.adapter(config.adapter.rank, config.adapter.targets)
+        count = sizes.adapter(config.adapter.rank, config.adapter.targets) + expert_parameters(config, sizes)
         return Trained("adapter", count, BYTES[config.adapter.dtype], state, ADAPTER_WORK)
     dealt = shared_out(trained_linears(config.qat, sizes.layers), ranks)
     of_ranks = [[sum(_numbers(name, sizes) for name in layer) for layer in layers] for layers in dealt]
@@ -54,6 +56,19 @@ def trained_of(config: RunConfig, sizes: ModelSizes, ranks: int = 1) -> Trained:
     width = BYTES[masters_dtype(config.qat)]
     gradient = width * (count + passing) / count
     return Trained(f"masters ({masters_dtype(config.qat)})", count, width, state, gradient)
+
+
+def expert_parameters(config: RunConfig, sizes: ModelSizes) -> int:
+    """Parameters of the adapter on experts; 0 for a model without experts, and where they get none."""
+    if not (sizes.decoder.has_experts and adapts_experts(config.adapter)):
+        return 0
+    return sizes.expert_adapter(expert_rank(config.adapter), config.adapter.experts == "shared")
+
+
+def engine_expert_parameters(config: RunConfig, sizes: ModelSizes) -> int:
+    """Of the engine's copy of the adapter on experts, whose rank is padded for its products."""
+    rank = expert_rank(config.adapter)
+    return expert_parameters(config, sizes) * padded_rank(rank) // rank
 
 
 def shared_out(linears: Sequence[str], ranks: int) -> list[list[list[str]]]:

@@ -30,7 +30,7 @@ def validation_seconds(config: RunConfig, made: Plan) -> float | None:
     at_once = min(completions, MAX_SEQUENCES)
     cached = at_once * (prompt + new / 2) * sizes.kv_bytes(config.rollout.kv_cache_dtype)
     step = decode_seconds(sizes, card, config.model.format, at_once, cached)
-    prefill = 2 * sizes.body * prompt * questions / (TRAIN_RATE * card.tflops * 1e12)
+    prefill = 2 * sizes.active * prompt * questions / (TRAIN_RATE * card.tflops * 1e12)
     return -(-completions // MAX_SEQUENCES) * new * step + prefill
 
 

@@ -14,7 +14,7 @@ import torch
 from qerl.engine.own_memory import own_bytes
 from qerl.errors import EngineError
 from qerl.plan.micro_batch_plan import GIB, Footprint, MicroBatchPlan, Shapes, Wishes, plan_micro_batches
-from qerl.plan.sizes import has_head_norms
+from qerl.plan.sizes import sizes_of
 from training.policy.packed_attention import hidden_states, packed_attention_of
 from training.policy.packing import pack
 from training.run_dir.folder import read_about
@@ -86,20 +86,8 @@ def as_record(plan: MicroBatchPlan) -> dict[str, object]:
 
 
 def model_shapes(config: PretrainedConfig, rank: int, trained: int) -> Shapes:
-    """The sizes of a Qwen2, Qwen3, Llama or Mistral model."""
-    heads = config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-    return Shapes(
-        hidden=config.hidden_size,
-        intermediate=config.intermediate_size,
-        query=heads * head_dim,
-        key_value=(getattr(config, "num_key_value_heads", None) or heads) * head_dim,
-        layers=config.num_hidden_layers,
-        vocabulary=config.vocab_size,
-        rank=rank,
-        trained=trained,
-        head_norms=has_head_norms(config.model_type),
-    )
+    """The sizes of a model with this transformers config."""
+    return Shapes.of(sizes_of(config.to_dict(), "the model"), rank, trained)
 
 
 def measure_layer(model: PreTrainedModel) -> int:

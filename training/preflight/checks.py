@@ -24,6 +24,7 @@ from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.shared_scales import check_dense
 from qerl.config.rules import vllm_only
+from qerl.config.rules_experts import check_experts
 from qerl.data.conversations import Source, check_conversations, held_out_source
 from qerl.data.examples import check_source
 from qerl.data.sources import naming, sources_of
@@ -142,6 +143,7 @@ def check_limits(config: RunConfig, sizes: ModelSizes, prompts: Sequence[Prompt]
 
 def check_trained(config: RunConfig, sizes: ModelSizes) -> None:
     """Raise ConfigError if what is trained does not fit the model."""
+    check_experts(config, sizes.decoder)
     if config.qat is not None:
         trained_linears(config.qat, sizes.layers)
     if trains_masters(config):

@@ -51,9 +51,11 @@ def test_the_plan_of_a_run_has_them(base):
 
 @pytest.mark.parametrize("recipe", BY_HAND)
 def test_a_run_counts_what_its_plan_counts(recipe):
-    config = SimpleNamespace(
+    from transformers import Qwen2Config
+
+    config = Qwen2Config(
         num_attention_heads=28, hidden_size=3584, intermediate_size=18944, num_key_value_heads=4,
-        num_hidden_layers=28, vocab_size=152064, model_type="qwen2",
+        num_hidden_layers=28, vocab_size=152064,
     )  # fmt: skip
     model = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: config))
     trained = torch.empty(80_740_352, device="meta")

@@ -1,0 +1,144 @@
+"""A mixture of experts in the plan: Qwen3-30B-A3B's sizes by hand, its decode limits, and keys that do not fit."""
+
+import pytest
+
+from qerl.commands.plan import expert_sentences
+from qerl.config.recipe import load_recipe
+from qerl.errors import ConfigError
+from qerl.plan.advice import advice
+from qerl.plan.cards import card_of
+from qerl.plan.plan import DECODED, plan
+from qerl.plan.seconds import decode_seconds
+from qerl.plan.sizes import KNOWN, read_sizes, sizes_of
+from qerl.plan.trained import trained_of
+
+A3B = "Qwen/Qwen3-30B-A3B"
+GIB = 2**30
+WORKLOAD_A = (
+    *("rollout.prompts_per_step=16", "rollout.group_size=8", "rollout.max_new_tokens=512"),
+    *("data.max_prompt_tokens=128", "adapter.rank=16"),
+)
+# 48 layers: experts of 2048 x 768, attention with 32 and 4 heads of 128
+EXPERTS = 48 * 128 * 3 * 2048 * 768
+ATTENTION = 48 * 2048 * 128 * (2 * 32 + 2 * 4)
+HEAD = 151936 * 2048
+
+
+def config_with(*values, base=A3B):
+    return load_recipe("dapo_7b", [*WORKLOAD_A, *values], base=base)
+
+
+def test_the_sizes_of_30b_a3b_computed_by_hand():
+    sizes = read_sizes(A3B)
+    assert (sizes.of_experts, sizes.outside_experts) == (EXPERTS, ATTENTION)
+    assert sizes.active == ATTENTION + EXPERTS // 16
+    assert sizes.routers == 48 * 128 * 2048
+    outer = 2 * HEAD + 48 * 2 * 2048 + 48 * 128 * 2048
+    assert sizes.weights_bytes("nvfp4") == (ATTENTION + EXPERTS) * 9 / 16 + 2 * outer
+    assert sizes.weights_bytes("nvfp4") / GIB == pytest.approx(16.84, abs=0.03)
+    assert sizes.weights_bytes("bf16") / GIB == pytest.approx(56.9, abs=0.1)
+    assert sizes.kv_bytes() == 96 * 2**10
+    assert sizes.decoded == 2 * 128 * 3 * 2048 * 768
+    assert sizes.inner == 8 * 768
+
+
+@pytest.mark.parametrize(
+    ("values", "rank", "experts"),
+    [
+        ((), 16, 2048 + 128 * 2 * 768 + 128 * 768 + 2048),  # A of gate/up and B of down are there once
+        (("adapter.expert_rank=4",), 4, 2048 + 128 * 2 * 768 + 128 * 768 + 2048),
+        (("adapter.experts=per_expert",), 2, 128 * (2048 + 2 * 768 + 768 + 2048)),  # an eighth of the rank
+        (("adapter.experts=per_expert", "adapter.expert_rank=16"), 16, 128 * (2048 + 2 * 768 + 768 + 2048)),
+        (("adapter.experts=none",), 0, 0),
+        (("adapter.targets=[q_proj, k_proj, v_proj, o_proj]",), 0, 0),
+    ],
+)
+def test_parameters_of_the_adapter_by_hand(values, rank, experts):
+    attention = 48 * 16 * (2 * (2048 + 4096) + 2 * (2048 + 512))
+    config, sizes = config_with(*values), read_sizes(A3B)
+    assert trained_of(config, sizes).count == attention + 48 * rank * experts
+    words = f"adapters of rank {rank} on experts" if rank else "which get no adapter"
+    assert words in expert_sentences(config, plan(config, sizes, card_of("h200")))[0]
+
+
+def test_layers_with_dense_mlps_count_as_such():
+    sizes = sizes_of({**KNOWN["qwen3-30b-a3b"], "mlp_only_layers": [0, 5]}, "m")
+    dense = 3 * 2048 * 6144
+    assert sizes.body == ATTENTION + EXPERTS * 46 // 48 + 2 * dense
+    assert sizes.adapter(1, ("up_proj",)) == 2 * (2048 + 6144)
+
+
+@pytest.mark.parametrize(("sequences", "limit"), [(1, 2000), (8, 4500), (32, 9000), (64, 16000), (256, 63000)])
+def test_decoding_reads_the_experts_that_are_chosen(sequences, limit):
+    """The limits at 4.3 TB/s are sequences over the bytes of the experts that so many tokens choose between them."""
+    read = read_sizes(A3B).read_bytes("nvfp4", sequences) - 2 * HEAD  # embeddings are not read as a whole
+    assert sequences / (read / 4.3e12) == pytest.approx(limit, rel=0.25)
+
+
+def test_a_step_of_one_sequence_takes_a_fraction_of_that_of_many():
+    sizes, card = read_sizes(A3B), card_of("h200")
+    one, many = (decode_seconds(sizes, card, "nvfp4", count, 0) for count in (1, 256))
+    assert one < many / 2
+
+
+def test_a_step_fits_on_80_gb_and_not_on_24():
+    config, sizes = config_with(), read_sizes(A3B)
+    made = plan(config, sizes, card_of("h100"))
+    assert not made.problems
+    assert made.memory["training"][DECODED] == sizes.decoded
+    assert 1.5 < made.seconds["training"] < 4
+    assert plan(config, sizes, card_of("24")).problems
+    assert "--model Qwen/Qwen3-14B" in advice(config, sizes, card_of("24"))
+
+
+# --- keys that do not fit
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (("adapter.dropout=0.1",), "adapter.dropout 0.1: .*write adapter.dropout: 0, or adapter.experts: none"),
+        (
+            ("adapter.targets=[q_proj, down_proj]",),
+            "names down_proj.*name all of gate_proj, up_proj",
+        ),
+        (
+            ("adapter.expert_rank=1000",),
+            "expert_rank 1000 is more than .* write adapter.expert_rank: 768 or",
+        ),
+        (("qat.mode=weights",), "qat: Qwen/Qwen3-30B-A3B is a mixture of experts, whose weights qerl does not train"),
+    ],
+)
+def test_what_experts_cannot_have_is_refused(values, words):
+    with pytest.raises(ConfigError, match=words):
+        plan(config_with(*values), read_sizes(A3B), card_of("h200"))
+
+
+@pytest.mark.parametrize(
+    "given",
+    ["adapter.experts per_expert", "adapter.experts none", "adapter.expert_rank 4", "rollout.router_replay false"],
+)
+def test_keys_of_experts_are_refused_for_a_dense_model(given):
+    key, value = given.split()
+    config = config_with(f"{key}={value}", base="Qwen/Qwen3-8B")
+    with pytest.raises(ConfigError, match=f"{given}: Qwen/Qwen3-8B has no experts: leave {key} out"):
+        plan(config, read_sizes("Qwen/Qwen3-8B"), card_of("h200"))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        (
+            ("adapter.experts=per_expert", "adapter.targets=[q_proj]"),
+            "name none of the linears that experts",
+        ),
+        (
+            ("adapter.experts=none", "adapter.expert_rank=4"),
+            "expert_rank 4 with adapter.experts none: experts get no",
+        ),
+        (("adapter.expert_rank=4", "adapter.targets=[q_proj]"), "adapter.expert_rank 4 .*experts get no adapter"),
+    ],
+)
+def test_keys_that_contradict_one_another_are_refused(values, words):
+    with pytest.raises(ConfigError, match=words):
+        config_with(*values)
