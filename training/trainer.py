@@ -28,7 +28,7 @@ from datasets import Dataset
 from trl import GRPOTrainer
 
 from training.distill.loss import LOSS_TYPE, distillation_loss
-from training.loss.correction import MismatchGate
+from training.loss.correction import MismatchGate, rounding_causes
 from training.rollout.prompts import StepPrompts, step_prompts
 from training.rollout.sampler import Moment
 from training.run_dir.log import completion_rows, spread
@@ -72,7 +72,7 @@ class QerlTrainer(RunTrainer, GRPOTrainer):
         config = parts.config
         self.parts, self._start_step, self.validation = parts, start_step, validation
         self._collected: Collected | None = None
-        self.gate = MismatchGate(config.loss.mismatch_gate, config.adapter.dropout)
+        self.gate = MismatchGate(config.loss.mismatch_gate, config.adapter.dropout, rounding_causes(config))
         super().__init__(
             model=parts.policy.model,
             reward_funcs=parts.rewards.functions,  # TRL wants some; `training.rewards` calls them

@@ -78,10 +78,15 @@ def _adapter(config: RunConfig) -> Conflicts:
             "adapter.dropout: 0",
         )
     own, none = config.qat, type(config.qat).model_fields
+    if own.forward == "masters":
+        yield Conflict(
+            {"qat.forward": own.forward, "qat.mode": "adapter"},
+            "an adapter has no masters to multiply by",
+            "qat.forward: packed; qat.mode: weights trains whole weights, and qat: null an adapter beside packed ones",
+        )
     for key, write in (
         ("targets", "adapter.targets: [gate_proj, up_proj, down_proj], or whatever it is to change"),
-        ("masters", "adapter.dtype"),
-        ("forward", "qat: null, for an adapter beside the weights that are served"),
+        ("masters", f"adapter.dtype: {own.masters}"),
         ("train_norms", "adapter.train_norms: true"),
     ):
         if (value := getattr(own, key)) != none[key].default:

@@ -63,6 +63,7 @@ def check_fp8(folder: Path, format: Format) -> None:
             if columns % FP8_BLOCK or rows % (FP8_ROWS if last else FP8_BLOCK) or module == "lm_head":
                 raise EngineError(
                     "%s is %d x %d, and vLLM takes FP8 in linears of decoder layers with columns (and rows of what it "
-                    "fuses) in whole blocks of %d: leave it in 16 bits (`qerl quantize --ignore`), or write %s",
+                    "fuses) in whole blocks of %d: leave it in 16 bits (`qerl quantize --ignore`, or "
+                    "qat.quant_cfg.ignore), or write %s",
                     *(module, rows, columns, FP8_BLOCK, ENGINE.set_to("transformers")),
                 )

@@ -22,7 +22,7 @@ import torch
 from qerl.errors import EngineError
 
 if TYPE_CHECKING:
-    from qerl.config.schema import CorrectionConfig
+    from qerl.config.schema import CorrectionConfig, RunConfig
 
 logger = logging.getLogger(__name__)
 
@@ -125,9 +125,12 @@ class Mismatch:
 class MismatchGate:
     """Stop a run before its first update if engine and trainer disagree on their logprobs."""
 
-    def __init__(self, limit: float | None, dropout: float) -> None:
-        """`limit` is in nats, or None for no gate. If the adapter has `dropout`, no step can be judged."""
-        self._limit, self._dropout = limit, dropout
+    def __init__(self, limit: float | None, dropout: float, causes: Sequence[str] = ()) -> None:
+        """`limit` is in nats, or None for no gate. If the adapter has `dropout`, no step can be judged.
+
+        `causes` are what the recipe asks for that makes them differ from the first step on (`rounding_causes`).
+        """
+        self._limit, self._dropout, self._causes = limit, dropout, causes
         self.passed = limit is None
         self._told = False
 
@@ -153,6 +156,13 @@ class MismatchGate:
             if GROWTH * known > limit:
                 limit, name = GROWTH * known, f"{GROWTH:g} times what the run had with that much noise"
         if not mismatch.mean_kl <= limit:
+            if self._causes:
+                keys = " and ".join(self._causes)
+                raise EngineError(
+                    f"engine and trainer disagree before the first update: mismatch_kl {mismatch.mean_kl:.2e} is above "
+                    f"{name}. {keys} lets them round differently: leave it out, or raise the gate if importance "
+                    "weights are meant to correct for so much"
+                )
             raise EngineError(
                 f"engine and trainer disagree before the first update: mismatch_kl {mismatch.mean_kl:.2e} is "
                 f"above {name}. Check that both loaded the same base, that the adapter was "
@@ -168,6 +178,24 @@ class MismatchGate:
                 "watch mismatch_kl in metrics.jsonl",
                 reason,
             )
+
+
+def rounding_causes(config: RunConfig) -> list[str]:
+    """The keys of a recipe that let the trainer compute otherwise than the engine, or round what differs in last bits.
+
+    Empty if the two should agree.
+    """
+    found = []
+    if config.qat is not None:
+        if config.qat.forward == "masters":
+            found.append("qat.forward: masters")
+        if config.qat.quant_cfg.activations != "none":
+            found.append(f"qat.quant_cfg.activations: {config.qat.quant_cfg.activations}")
+    if config.train.fp8_recipe is not None:
+        found.append(f"train.fp8_recipe: {config.train.fp8_recipe}")
+    if config.rollout.kv_cache_dtype != "auto":
+        found.append(f"rollout.kv_cache_dtype: {config.rollout.kv_cache_dtype}")
+    return found
 
 
 def _largest_kl(history: Sequence[Mapping[str, Any]], sigma: float) -> float | None:

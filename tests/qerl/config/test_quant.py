@@ -130,9 +130,9 @@ def test_what_cannot_be_combined_is_refused(override, says):
             "qat.targets=['re:.*mlp.*']",
             r"qat.targets \['re:.*mlp.*'\].* about whole weights; write adapter.targets: \[",
         ),
-        ("qat.masters=float32", "about whole weights; write adapter.dtype"),
+        ("qat.masters=float32", "about whole weights; write adapter.dtype: float32"),
         ("qat.train_norms=true", "write adapter.train_norms: true"),
-        ("qat.forward=masters", "about whole weights; write qat: null"),
+        ("qat.forward=masters", "no masters to multiply by; write qat.forward: packed; qat.mode: weights trains whole"),
         ("rollout.kernel=marlin", "that kernel cannot take weights that change"),
     ],
 )

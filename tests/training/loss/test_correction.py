@@ -5,9 +5,10 @@ import math
 import pytest
 import torch
 
+from qerl.config.recipe import load_recipe
 from qerl.config.schema import CorrectionConfig
 from qerl.errors import EngineError
-from training.loss.correction import Mismatch, MismatchGate, importance_weights
+from training.loss.correction import Mismatch, MismatchGate, importance_weights, rounding_causes
 
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
 
@@ -111,6 +112,30 @@ def apart(difference):
     mismatch = Mismatch()
     mismatch.add(torch.zeros(1, 3), torch.full((1, 3), -difference), torch.ones(1, 3), CorrectionConfig())
     return mismatch
+
+
+@pytest.mark.parametrize(
+    ("overrides", "causes"),
+    [
+        ((), []),
+        (("qat.mode=weights",), []),
+        (("qat.mode=weights", "qat.forward=masters"), ["qat.forward: masters"]),
+        (
+            ("qat.quant_cfg=nvfp4_w4a4", "rollout.kv_cache_dtype=fp8"),
+            ["qat.quant_cfg.activations: dynamic", "rollout.kv_cache_dtype: fp8"],
+        ),
+        (("train.fp8_recipe=blockwise",), ["train.fp8_recipe: blockwise"]),
+    ],
+)
+def test_a_gate_names_the_keys_that_make_the_two_differ(overrides, causes):
+    found = rounding_causes(load_recipe("tiny", [*overrides, "noise.enabled=false", "rollout.engine=vllm"]))
+    assert found == causes
+    with pytest.raises(EngineError) as refused:
+        MismatchGate(0.003, 0.0, found).check(apart(0.5), sigma=0.0)
+    said = str(refused.value)
+    assert all(cause in said for cause in causes)
+    assert ("leave it out" in said) == bool(causes)
+    assert ("both loaded the same base" in said) == (not causes)
 
 
 def test_the_gate_waits_for_a_step_with_tokens():
