@@ -84,7 +84,7 @@ def names_torch_distributed(node):
 def test_only_parallel_talks_to_other_processes():
     users = [path for path in sources() if any(map(names_torch_distributed, ast.walk(ast.parse(path.read_text()))))]
     launcher = "qerl/commands/launch.py"  # it starts the processes
-    assert [path.relative_to(ROOT).as_posix() for path in users] == [launcher, "qerl/parallel.py"]
+    assert [path.relative_to(ROOT).as_posix() for path in users] == [launcher, "qerl/process_group.py"]
 
 
 def strings(tree):
