@@ -82,16 +82,17 @@ def plain_rows(data: Rows) -> list[dict[str, Any]]:
     return rows
 
 
+OF_RECIPES = ("qerl.train", "qerl.sft")  # functions that take a recipe
+
+
 def check_keywords(given: Iterable[str], known: Sequence[str], function: str) -> None:
     """Raise ConfigError, with the nearest name, for a keyword that a function does not take."""
     for name in given:
         if name not in known:
             close = nearest(name, known, 0.5)
             hint = f"did you mean {close}? " if close else ""
-            raise ConfigError(
-                f"{function} takes no argument {name!r}; {hint}it takes {', '.join(known)}, and other keys of a recipe "
-                "go through Recipe.set"
-            )
+            rest = ", and other keys of a recipe go through Recipe.set" if function in OF_RECIPES else ""
+            raise ConfigError(f"{function} takes no argument {name!r}; {hint}it takes {', '.join(known)}{rest}")
 
 
 def model_name(model: object) -> str:

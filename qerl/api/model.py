@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
 
-from qerl.api.arguments import model_name
+from qerl.api.arguments import check_keywords, model_name
 from qerl.errors import ConfigError, EngineError
 
 if TYPE_CHECKING:
@@ -16,6 +16,17 @@ if TYPE_CHECKING:
 Messages = Sequence[Mapping[str, str]]
 
 
+class Asked(TypedDict, total=False):
+    """What `Model.generate` may be told."""
+
+    max_new_tokens: int  # 512
+    temperature: float  # 0: greedy
+    top_p: float  # 1: off
+    system_prompt: str | None  # none
+    chat_template_kwargs: Mapping[str, Any] | None  # variables of the template; None: those that the run trained with
+    seed: int  # 0
+
+
 class Model:
     """An open model. It holds the card's memory until `close`, or until the end of a `with` block."""
 
@@ -23,29 +34,19 @@ class Model:
         self._opened: Opened | None = opened
 
     @overload
-    def generate(self, prompt: str | Messages, **sampling: Any) -> str: ...
+    def generate(self, prompt: str | Messages, **asked: Unpack[Asked]) -> str: ...
 
     @overload
-    def generate(self, prompt: Sequence[str] | Sequence[Messages], **sampling: Any) -> list[str]: ...
+    def generate(self, prompt: Sequence[str] | Sequence[Messages], **asked: Unpack[Asked]) -> list[str]: ...
 
     def generate(
-        self,
-        prompt: str | Messages | Sequence[str] | Sequence[Messages],
-        *,
-        max_new_tokens: int = 512,
-        temperature: float = 0.0,
-        top_p: float = 1.0,
-        system_prompt: str | None = None,
-        chat_template_kwargs: Mapping[str, Any] | None = None,
-        seed: int = 0,
+        self, prompt: str | Messages | Sequence[str] | Sequence[Messages], **asked: Unpack[Asked]
     ) -> str | list[str]:
-        """The model's completion of a prompt, or of each prompt of a list.
+        """The model's completion of a prompt, or of each prompt of a list; `asked` is what `Asked` has.
 
         A prompt is a text, which becomes a message of the user, or a list of messages (`role`, `content`). It is
-        rendered by the checkpoint's chat template, as in training; `chat_template_kwargs` are variables of it, such as
-        {"enable_thinking": False} for Qwen3 (default: those that the run trained with). Temperature 0 is greedy. Raises
-        EngineError for a prompt that leaves no room in the context, and ConfigError for a variable that the template
-        does not read.
+        rendered by the checkpoint's chat template, as in training. Raises EngineError for a prompt that leaves no room
+        in the context, and ConfigError for a variable that the chat template does not read.
         """
         from qerl.api.process import as_before
         from qerl.checkpoint.chat_template import check_switches
@@ -53,13 +54,16 @@ class Model:
 
         if self._opened is None:
             raise EngineError("this model was closed: open it again with qerl.load")
+        check_keywords(asked, [*Asked.__annotations__], "generate")
         alone = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], Mapping))
         prompts = [prompt] if alone else list(prompt)
-        sampling, switches = SamplingParams(max_new_tokens, temperature, top_p), chat_template_kwargs
+        tokens, switches = asked.get("max_new_tokens", 512), asked.get("chat_template_kwargs")
+        sampling = SamplingParams(tokens, asked.get("temperature", 0.0), asked.get("top_p", 1.0))
         with as_before():
             check_switches(self._opened.tokenizer, switches or {}, "chat_template_kwargs")
-            ids = [self._opened.rendered(_messages(each, system_prompt), max_new_tokens, switches) for each in prompts]
-            completions = self._opened.engine.generate(ids, sampling, seed=seed) if ids else []
+            messages = [_messages(each, asked.get("system_prompt")) for each in prompts]
+            ids = [self._opened.rendered(each, tokens, switches) for each in messages]
+            completions = self._opened.engine.generate(ids, sampling, seed=asked.get("seed", 0)) if ids else []
         texts = [self._opened.text(completion) for completion in completions]
         return texts[0] if alone else texts
 

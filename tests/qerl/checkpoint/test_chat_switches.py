@@ -83,6 +83,10 @@ def test_an_open_model_thinks_as_it_trained_or_as_it_is_asked_to(switched, tmp_p
             model.generate("1 + 1?", max_new_tokens=1, chat_template_kwargs=asked)
         with pytest.raises(ConfigError, match=r"chat_template_kwargs sets thinking, which .* does not read"):
             model.generate("1 + 1?", chat_template_kwargs={"thinking": False})
+        with pytest.raises(
+            ConfigError, match=r"generate takes no argument 'max_tokens'; did you mean max_new_tokens\? .*seed$"
+        ):
+            model.generate("1 + 1?", max_tokens=3)
     texts = [load_tokenizer(str(TINY)).decode(ids) for ids in prompts]
     assert [text.endswith(OFF) for text in texts] == [True, False, False, True]
 
