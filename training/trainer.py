@@ -31,7 +31,7 @@ from training.distill.loss import LOSS_TYPE, distillation_loss
 from training.loss.correction import MismatchGate, rounding_causes
 from training.rollout.prompts import StepPrompts, step_prompts
 from training.rollout.sampler import Moment
-from training.run_dir.log import completion_rows, spread
+from training.run_dir.completion_rows import completion_rows, spread
 from training.run_trainer import RunTrainer
 from training.step import Collected, Objective, collect
 

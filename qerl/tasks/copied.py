@@ -11,7 +11,8 @@ import math
 import re
 from collections import Counter
 
-from qerl.tasks.shape import is_name, tidy
+from qerl.tasks.shape import is_name
+from qerl.tasks.tidy import tidy
 
 _OPERATION = re.compile(
     r"(?<=.)[-+*/!]|\^(?!\{?\\circ)|\\(?:frac|sqrt|cdot|times|div|binom|log|ln|exp|sin|cos|tan|cot|sec|csc|arc\w+|int|sum"

@@ -24,8 +24,8 @@ from qerl.tasks.extract import MAX_ANSWER_CHARS, extract
 from qerl.tasks.latex import strip_math
 from qerl.tasks.number import Number, parse_number
 from qerl.tasks.own_grader import CORRECT_FROM, scores
-from qerl.tasks.shape import tidy
 from qerl.tasks.text import is_same_text, stated_text
+from qerl.tasks.tidy import tidy
 from qerl.tasks.values import is_prose
 
 Reason = Literal["correct", "wrong", "no_answer", "unparsable", "too_long", "timeout", "bad_answer"]

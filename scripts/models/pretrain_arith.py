@@ -36,7 +36,9 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tiny_checkpoint import SPECIAL, Muon, bpe_tokenizer, pad, prompts_of
+from muon import Muon
+from tiny_checkpoint import pad, prompts_of
+from tiny_tokenizer import SPECIAL, bpe_tokenizer
 from torch.utils.data import DataLoader, Dataset
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 

@@ -27,13 +27,14 @@ import logging
 import random
 import shutil
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from muon import Muon
+from tiny_tokenizer import SPECIAL, bpe_tokenizer
 from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
 from qerl.nvfp4.reference import dequantize, quantize, shared_global_scale
@@ -48,17 +49,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 CARD = Path(__file__).with_name("tiny_card.md")
 
 VOCABULARY = 640  # covers every word of the stories; other text is encoded as bytes
-SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
-# Qwen's pattern, except that a digit keeps the space before it, so that " 42" is two tokens instead of three.
-PATTERN = r"'(?i:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-CHAT_TEMPLATE = """\
-{%- for message in messages %}
-{{- '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}
-{{- '<|im_start|>assistant\\n' }}
-{%- endif %}
-"""
 
 CORPUS_SEED = 1  # not 0, which is the seed of the task's own rows
 WORKED_SHARE = (0.2, 0.65, 0.3)  # the share of problems that are worked out, for the kinds of stories in turn
@@ -69,7 +59,6 @@ POOL = 16  # batches that are drawn at once and sorted by length, to need little
 
 LR_MATRICES = 0.01
 LR_REST = 0.006
-WEIGHT_DECAY = 0.05
 WARMUP_STEPS = 30
 DECAY_SHARE = 0.6  # the last share of the steps, in which the rate falls to LR_FLOOR
 LR_FLOOR = 0.02
@@ -82,34 +71,6 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
         for number, made in enumerate(problems("train", 0, 20_000))
     )
     return bpe_tokenizer(texts, VOCABULARY)
-
-
-def bpe_tokenizer(texts: Iterable[str], vocabulary: int) -> PreTrainedTokenizerFast:
-    """A byte-level BPE trained on `texts`, with the chat template. Any text can be encoded, and decodes to itself."""
-    bpe = Tokenizer(models.BPE())
-    split = pre_tokenizers.Split(Regex(PATTERN), "isolated")
-    bpe.pre_tokenizer = pre_tokenizers.Sequence(
-        [split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)]
-    )
-    bpe.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=list(SPECIAL),
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    bpe.train_from_iterator(texts, trainer)
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=bpe,
-        eos_token="<|im_end|>",
-        pad_token="<|endoftext|>",
-        additional_special_tokens=["<|im_start|>"],
-        model_max_length=2048,
-        clean_up_tokenization_spaces=False,
-        padding_side="left",
-    )
-    tokenizer.chat_template = CHAT_TEMPLATE
-    return tokenizer
 
 
 def build_model(seed: int) -> Qwen3ForCausalLM:
@@ -177,40 +138,6 @@ def pad(pairs: list[tuple[list[int], list[int]]], multiple: int = 1) -> tuple[to
         weights[row, : len(prompt)] = PROMPT_WEIGHT
         weights[row, len(prompt) : len(prompt) + len(answer)] = 1.0
     return ids, weights
-
-
-class Muon:
-    """Muon: momentum made orthogonal by five Newton-Schulz steps, scaled like an AdamW update (arXiv 2502.16982)."""
-
-    def __init__(self, weights: list[torch.nn.Parameter]) -> None:
-        self.groups: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
-        for weight in weights:
-            self.groups.setdefault(tuple(weight.shape), []).append(weight)
-        self.momenta = {
-            shape: torch.zeros(len(group), *shape, device=group[0].device) for shape, group in self.groups.items()
-        }
-
-    @torch.no_grad()
-    def step_(self, learning_rate: float) -> None:
-        """Update every weight from its gradient and drop the gradient."""
-        for shape, group in self.groups.items():
-            gradient = torch.stack([weight.grad for weight in group])
-            momentum = self.momenta[shape].lerp_(gradient, 0.05)
-            update = orthogonal(gradient.lerp(momentum, 0.95)) * (0.2 * max(shape) ** 0.5)
-            for weight, change in zip(group, update, strict=True):
-                weight.mul_(1 - learning_rate * WEIGHT_DECAY).sub_(change, alpha=learning_rate)
-                weight.grad = None
-
-
-def orthogonal(matrices: torch.Tensor) -> torch.Tensor:
-    """The matrices (n, out, in) with their singular values moved close to 1 (between 0.7 and 1.2)."""
-    tall = matrices.shape[1] > matrices.shape[2]
-    x = matrices.mT if tall else matrices
-    x = x / (x.norm(dim=(1, 2), keepdim=True) + 1e-7)
-    for _ in range(5):
-        gram = x @ x.mT
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * (gram @ gram)) @ x
-    return x.mT if tall else x
 
 
 def loss_of(model: Qwen3ForCausalLM, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

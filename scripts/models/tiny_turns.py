@@ -24,7 +24,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from tiny_checkpoint import REPOSITORY, Muon, begin, loss_of, pad
+from muon import Muon
+from tiny_checkpoint import REPOSITORY, begin, loss_of, pad
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from qerl.tasks.arith import Problem, problems, split_of

@@ -67,7 +67,7 @@ class Trackers:
         self._each(lambda tracker: tracker.log(step, finite))
 
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Report a sample of completions, as `completion_rows` of log.py makes it."""
+        """Report a sample of completions, as `completion_rows` makes it."""
         if rows and self._opened:
             names = list(rows[0]["rewards"])
             values = [[step, *(row[name] for name in COLUMNS[1:]), *row["rewards"].values()] for row in rows[:ROWS]]

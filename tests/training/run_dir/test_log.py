@@ -7,7 +7,8 @@ from pathlib import Path
 
 from rich.console import Console
 
-from training.run_dir.log import RunLog, deterministic, read_metrics, rename, spread
+from training.run_dir.completion_rows import spread
+from training.run_dir.log import RunLog, deterministic, read_metrics, rename
 
 
 def test_metrics_have_our_names():
