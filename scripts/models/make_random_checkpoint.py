@@ -6,8 +6,8 @@
     python3 scripts/models/make_random_checkpoint.py --shape llama3-70b --format bf16 --layers 4 --out random-70b-4
 
 Weights are normal with standard deviation 0.02, those of norms 1 +- 0.1. Packed tensors are what `qerl quantize` would
-write for them, including shared global scales. Layers are generated and quantized one at a time, on the GPU if there is
-one. The tokenizer makes each byte of a text one token.
+write for them, including shared global scales, which are powers of two in models with experts. Layers are generated and
+quantized one at a time, on the GPU if there is one. The tokenizer makes each byte of a text one token.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from qerl import formats
+from qerl.checkpoint.experts import decoder_of
+from qerl.checkpoint.linears import fused
 from qerl.formats import BF16, NVFP4
 from qerl.plan.sizes import KNOWN
 
@@ -59,6 +61,7 @@ SHAPES = {
     **{name: {**QWEN, **KNOWN[name]} for name in ("qwen2.5-3b", "qwen2.5-7b", "qwen2.5-14b", "qwen2.5-32b")},
     **{f"llama3-{size}": {**KNOWN[f"llama-3.1-{size}"], **LLAMA} for size in ("8b", "70b")},  # with Llama 3's context
     "qwen3-8b": {**QWEN3, **KNOWN["qwen3-8b"]},
+    "qwen3-30b-a3b": {**QWEN3, **KNOWN["qwen3-30b-a3b"]},
     # For tests: sizes that are not multiples of the kernels' tiles.
     "tiny-qwen2": {**QWEN, "vocab_size": 1000, **_sizes(192, 336, 2, 3, 1)},
     "tiny-qwen3": {
@@ -67,6 +70,12 @@ SHAPES = {
         "head_dim": 64,
         "tie_word_embeddings": True,
         **_sizes(256, 496, 2, 4, 2),
+    },
+    "small-qwen3-moe": {
+        **QWEN3,
+        **{"model_type": "qwen3_moe", "vocab_size": 1000, "norm_topk_prob": True},
+        **{"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256},
+        **_sizes(512, 1024, 2, 8, 2),
     },
     # For FP8, whose blocks of 128 have to divide what vLLM fuses.
     "small-qwen3": {**QWEN3, "vocab_size": 1000, **_sizes(512, 1024, 2, 4, 2)},
@@ -96,6 +105,8 @@ def main() -> None:
         "--mean-tokens", type=int, help="let completions end at random, after this many tokens on average"
     )
     arguments = parser.parse_args()
+    if arguments.activations != "none" and decoder_of(SHAPES[arguments.shape], arguments.shape).has_experts:
+        parser.error(f"--activations {arguments.activations}: {arguments.shape} has experts, whose inputs have 16 bits")
     write(arguments.shape, arguments.out, arguments.format, arguments.layers, arguments.seed)
     if arguments.activations != "none":
         round_inputs(arguments.out, arguments.activations)
@@ -156,19 +167,25 @@ def _shards(sizes: dict, format: str, generator: torch.Generator) -> Iterator[di
         outer["lm_head.weight"] = _normal((vocab, hidden), generator)
     yield outer
     for layer in range(sizes["num_hidden_layers"]):
-        yield _layer(f"model.layers.{layer}", sizes, format, generator)
+        yield _layer(layer, sizes, format, generator)
 
 
-def _layer(prefix: str, sizes: dict, format: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    hidden, intermediate = sizes["hidden_size"], sizes["intermediate_size"]
+def _layer(number: int, sizes: dict, format: str, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    hidden, intermediate, prefix = sizes["hidden_size"], sizes["intermediate_size"], f"model.layers.{number}"
+    decoder = decoder_of(sizes, "the shape")
     head_dim = sizes.get("head_dim") or hidden // sizes["num_attention_heads"]
     query, key = head_dim * sizes["num_attention_heads"], head_dim * sizes["num_key_value_heads"]
     groups = [
         {"self_attn.q_proj": (query, hidden), "self_attn.k_proj": (key, hidden), "self_attn.v_proj": (key, hidden)},
         {"self_attn.o_proj": (hidden, query)},
-        {"mlp.gate_proj": (intermediate, hidden), "mlp.up_proj": (intermediate, hidden)},
-        {"mlp.down_proj": (hidden, intermediate)},
     ]
+    if number in decoder.sparse:
+        for modules in fused(name for expert in decoder.experts_of(number) for name in expert):
+            shape = decoder.shape_of(modules[0].rpartition(".")[2])
+            groups.append({name.removeprefix(f"{prefix}."): shape for name in modules})
+    else:
+        groups.append({"mlp.gate_proj": (intermediate, hidden), "mlp.up_proj": (intermediate, hidden)})
+        groups.append({"mlp.down_proj": (hidden, intermediate)})
     tensors = {
         f"{prefix}.{name}.weight": _norm(hidden, generator) for name in ("input_layernorm", "post_attention_layernorm")
     }
@@ -177,16 +194,26 @@ def _layer(prefix: str, sizes: dict, format: str, generator: torch.Generator) ->
         if format == BF16.name:
             tensors |= {f"{prefix}.{name}.weight": weight for name, weight in weights.items()}
             continue
-        packed_group = formats.get(format).quantize(list(weights.values()))
+        packed_group = _packed(list(weights.values()), format, decoder.has_experts)
         for name, packed in zip(weights, packed_group, strict=True):
             tensors |= {f"{prefix}.{name}.{key}": tensor for key, tensor in packed.items()}
     if sizes["model_type"] == "qwen2":
         for name, (rows, _) in groups[0].items():
             tensors[f"{prefix}.{name}.bias"] = _normal((rows,), generator, std=0.5)
-    if sizes["model_type"] == "qwen3":
+    if number in decoder.sparse:
+        tensors[f"{prefix}.mlp.gate.weight"] = _normal((decoder.experts, hidden), generator)
+    if sizes["model_type"].startswith("qwen3"):
         for name in ("self_attn.q_norm", "self_attn.k_norm"):
             tensors[f"{prefix}.{name}.weight"] = _norm(head_dim, generator)
     return tensors
+
+
+def _packed(weights: list[torch.Tensor], format: str, pow2: bool) -> list[dict[str, torch.Tensor]]:
+    """What `qerl quantize` writes of weights that share a scale; `pow2`: it is a power of two."""
+    from qerl.nvfp4.reference import shared_global_scale
+
+    own = formats.get(format)
+    return own.quantize(weights, shared_global_scale(weights, "pow2") if pow2 and own.shared_tensor else None)
 
 
 def _normal(shape: tuple[int, ...], generator: torch.Generator, std: float = 0.02) -> torch.Tensor:
@@ -199,7 +226,9 @@ def _norm(size: int, generator: torch.Generator) -> torch.Tensor:
 
 def _write_config(sizes: dict, format: str, out: Path) -> None:
     from transformers import AutoConfig
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+    unquantized = ["lm_head", *decoder_of(sizes, "the shape").routers()]
     sizes = dict(sizes)
     theta = sizes.pop("rope_theta")
     config = AutoConfig.for_model(
@@ -209,10 +238,10 @@ def _write_config(sizes: dict, format: str, out: Path) -> None:
         eos_token_id=0,
         bos_token_id=1,
     )
-    config.architectures = [f"{sizes['model_type'].capitalize()}ForCausalLM"]
+    config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[sizes["model_type"]]]
     text = json.loads(config.to_json_string(use_diff=False))
     if formats.get(format).quantized:
-        text["quantization_config"] = formats.get(format).quantization_config(["lm_head"])
+        text["quantization_config"] = formats.get(format).quantization_config(unquantized)
     (out / "config.json").write_text(json.dumps(text, indent=2), encoding="utf-8")
 
 
