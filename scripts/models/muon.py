@@ -11,26 +11,34 @@ WEIGHT_DECAY = 0.05
 
 
 class Muon:
-    """Muon: momentum made orthogonal by five Newton-Schulz steps, scaled like an AdamW update (arXiv 2502.16982)."""
+    """Muon: momentum made orthogonal by five Newton-Schulz steps, scaled like an AdamW update (arXiv 2502.16982).
+
+    A weight (n, out, in) is n matrices.
+    """
 
     def __init__(self, weights: list[torch.nn.Parameter]) -> None:
         self.groups: dict[tuple[int, ...], list[torch.nn.Parameter]] = {}
         for weight in weights:
-            self.groups.setdefault(tuple(weight.shape), []).append(weight)
+            self.groups.setdefault(tuple(weight.shape[-2:]), []).append(weight)
         self.momenta = {
-            shape: torch.zeros(len(group), *shape, device=group[0].device) for shape, group in self.groups.items()
+            shape: torch.zeros(sum(map(_matrices, group)), *shape, device=group[0].device)
+            for shape, group in self.groups.items()
         }
 
     @torch.no_grad()
     def step_(self, learning_rate: float) -> None:
         """Update every weight from its gradient and drop the gradient."""
         for shape, group in self.groups.items():
-            gradient = torch.stack([weight.grad for weight in group])
+            gradient = torch.cat([weight.grad.view(-1, *shape) for weight in group])
             momentum = self.momenta[shape].lerp_(gradient, 0.05)
             update = orthogonal(gradient.lerp(momentum, 0.95)) * (0.2 * max(shape) ** 0.5)
-            for weight, change in zip(group, update, strict=True):
-                weight.mul_(1 - learning_rate * WEIGHT_DECAY).sub_(change, alpha=learning_rate)
+            for weight, change in zip(group, update.split(list(map(_matrices, group))), strict=True):
+                weight.mul_(1 - learning_rate * WEIGHT_DECAY).sub_(change.view_as(weight), alpha=learning_rate)
                 weight.grad = None
+
+
+def _matrices(weight: torch.Tensor) -> int:
+    return weight.shape[0] if weight.ndim == 3 else 1
 
 
 def orthogonal(matrices: torch.Tensor) -> torch.Tensor:

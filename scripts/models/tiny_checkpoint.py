@@ -142,14 +142,17 @@ def pad(pairs: list[tuple[list[int], list[int]]], multiple: int = 1) -> tuple[to
 
 def loss_of(model: Qwen3ForCausalLM, ids: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """The weighted next-token loss, in nats per token of a mean completion. Padding on the right needs no mask."""
-    logits = model(input_ids=ids).logits[:, :-1]
-    losses = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-    return (losses * weights[:, 1:].flatten()).sum() / (MEAN_COMPLETION * len(ids))
+    experts = getattr(model.config, "num_experts_per_tok", None)
+    output = model(input_ids=ids, **({"output_router_logits": True} if experts else {}))
+    losses = F.cross_entropy(output.logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
+    loss = (losses * weights[:, 1:].flatten()).sum() / (MEAN_COMPLETION * len(ids))
+    return loss + model.config.router_aux_loss_coef * output.aux_loss if experts else loss
 
 
 def train_(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: int, rows: int, seed: int) -> None:
     """Pretrain in place; logs the loss every 50 steps."""
-    matrices = [weight for name, weight in model.model.layers.named_parameters() if weight.ndim == 2]
+    layers = model.model.layers.named_parameters()
+    matrices = [weight for name, weight in layers if weight.ndim > 1 and not name.endswith("mlp.gate.weight")]
     rest = [weight for weight in model.parameters() if not any(weight is matrix for matrix in matrices)]
     muon, adam = Muon(matrices), torch.optim.AdamW(rest, lr=LR_REST, betas=(0.9, 0.98), weight_decay=0.0)
     stream, started = batches(tokenizer, rows, steps, seed), time.monotonic()
@@ -171,16 +174,29 @@ def nvfp4_twin(model: Qwen3ForCausalLM) -> Qwen3ForCausalLM:
     twin = copy.deepcopy(model)
     for layer in twin.model.layers:
         attention, mlp = layer.self_attn, layer.mlp
-        for group in (
-            (attention.q_proj, attention.k_proj, attention.v_proj),
-            (attention.o_proj,),
-            (mlp.gate_proj, mlp.up_proj),
-            (mlp.down_proj,),
-        ):
-            scale = shared_global_scale([linear.weight.data for linear in group])
-            for linear in group:
-                linear.weight.data = dequantize(*quantize(linear.weight.data, scale), linear.weight.dtype)
+        groups = [[each.weight for each in (attention.q_proj, attention.k_proj, attention.v_proj)]]
+        groups.append([attention.o_proj.weight])
+        if hasattr(mlp, "experts"):
+            groups += [each.chunk(2) for each in mlp.experts.gate_up_proj.data]
+            groups += [[each] for each in mlp.experts.down_proj.data]
+        else:
+            groups += [[mlp.gate_proj.weight, mlp.up_proj.weight], [mlp.down_proj.weight]]
+        for group in groups:
+            scale = shared_global_scale([weight.data for weight in group])
+            for weight in group:
+                weight.data.copy_(dequantize(*quantize(weight.data, scale), weight.dtype))
     return twin
+
+
+def measured(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast) -> dict[str, str]:
+    """Accuracies of the model and of its NVFP4 twin, for the model card."""
+    found = {}
+    for name, one in (("bf16", model), ("nvfp4", nvfp4_twin(model))):
+        found[f"{name}_greedy"] = f"{accuracy(one, tokenizer):.3f}"
+        found[f"{name}_sampled"] = f"{accuracy(one, tokenizer, sampled=True):.3f}"
+        found[f"{name}_worked"] = f"{accuracy(one, tokenizer, style='worked'):.3f}"
+        found[f"{name}_direct"] = f"{accuracy(one, tokenizer, style='direct'):.3f}"
+    return found
 
 
 @torch.no_grad()
@@ -220,7 +236,13 @@ def accuracy(
     return correct / count
 
 
-def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Path, facts: dict[str, object]) -> str:
+def save(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    folder: Path,
+    facts: dict[str, object],
+    card: Path = CARD,
+) -> str:
     """Write the folder that is shipped; returns the sha256 of the weights, which is also in the model card."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
@@ -229,9 +251,9 @@ def save(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, folder: Pa
     digest = hashlib.sha256(weights.read_bytes()).hexdigest()
     parameters = sum(weight.numel() for weight in model.parameters())
     size_mb = f"{weights.stat().st_size / 1e6:.1f}"
-    card = CARD.read_text(encoding="utf-8")
+    text = card.read_text(encoding="utf-8")
     (folder / "README.md").write_text(
-        card.format(sha256=digest, parameters=f"{parameters:,}", size_mb=size_mb, **facts), encoding="utf-8"
+        text.format(sha256=digest, parameters=f"{parameters:,}", size_mb=size_mb, **facts), encoding="utf-8"
     )
     shutil.copyfile(REPOSITORY / "LICENSE", folder / "LICENSE")
     return digest
@@ -259,12 +281,7 @@ def main() -> None:
     train_(model, tokenizer, args.steps, args.rows, args.seed)
     minutes = (time.monotonic() - started) / 60
     model = model.to(torch.bfloat16).float().eval()  # measure the rounded values, which are saved
-    facts = {"minutes": f"{minutes:.0f}", "torch": torch.__version__, **vars(args)}
-    for name, measured in (("bf16", model), ("nvfp4", nvfp4_twin(model))):
-        facts[f"{name}_greedy"] = f"{accuracy(measured, tokenizer):.3f}"
-        facts[f"{name}_sampled"] = f"{accuracy(measured, tokenizer, sampled=True):.3f}"
-        facts[f"{name}_worked"] = f"{accuracy(measured, tokenizer, style='worked'):.3f}"
-        facts[f"{name}_direct"] = f"{accuracy(measured, tokenizer, style='direct'):.3f}"
+    facts = {"minutes": f"{minutes:.0f}", "torch": torch.__version__, **vars(args), **measured(model, tokenizer)}
     digest = save(model.to(torch.bfloat16), tokenizer, args.out, facts)
     log.info("%s", {name: value for name, value in facts.items() if name.startswith(("bf16", "nvfp4", "minutes"))})
     log.info("%s holds the model, sha256 %s", args.out, digest)
