@@ -31,6 +31,7 @@ from training.loss.advantages import group_advantages
 from training.loss.batch import Batch, LossInputs, padded_batch
 from training.loss.correction import Mismatch, importance_weights
 from training.loss.micro_batches import Metrics, MicroBatch, merge_metrics, row_metrics, split
+from training.loss.unreplayed import COMPARED_EVERY, unreplayed, unreplayed_metrics
 from training.policy.train_memory import make_gradients_, training_memory
 from training.ranks import dealt, largest, merged_grades, merged_rollouts, sum_gradients_
 from training.rewards.grading import Graded, reward_metrics, source_metrics
@@ -41,6 +42,7 @@ from training.rollout.seeds import derive_seed
 
 if TYPE_CHECKING:
     from qerl.config.schema import CorrectionConfig
+    from qerl.layers.routing import Replay
     from training.parts import Parts, TrainingParts
     from training.policy.packing import PackedRow
     from training.rollout.groups import GradedGroup, Prompt
@@ -89,6 +91,8 @@ class Queued(NamedTuple):
     loss: torch.Tensor
     metrics: Metrics
     old: torch.Tensor  # logprobs before the first update
+    replay: Replay | None = None
+    unreplayed: torch.Tensor | None = None  # logprobs with experts of the trainer's choice
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class Done:
     loss: float
     metrics: Metrics
     mismatch: Mismatch
+    unreplayed: Mismatch | None = None
 
 
 def collect(parts: Parts, prompts: Sequence[Prompt], moment: Moment) -> Collected:
@@ -112,7 +117,7 @@ def collect(parts: Parts, prompts: Sequence[Prompt], moment: Moment) -> Collecte
     advantages_P_G, equal_share = group_advantages(total_P_G, config.loss.advantage_scale)
     batch = padded_batch(groups, advantages_P_G, parts.tokenizer.pad_token_id, config.loss.mask_truncated)
     batch = score(parts, batch)
-    batch = batch.rows(torch.randperm(len(batch)))
+    batch = replace(batch.rows(torch.randperm(len(batch))), compares_replay=moment.step % COMPARED_EVERY == 0)
     if parts.parallel.rank:  # the dropout of each rank is its own
         torch.manual_seed(derive_seed(config.run.seed, moment.step, f"training/{parts.parallel.rank}"))
     metrics |= {
@@ -188,7 +193,10 @@ def grade(parts: Parts, rollout: Rollout, moment: Moment) -> Graded:
 
 def score(parts: Parts, batch: Batch) -> Batch:
     """The batch with the logprobs that its loss compares with: before the first update, and of the reference."""
-    loss, tokens = parts.config.loss, (*batch.tokens(), batch.loss_mask_B_T)
+    loss, tokens = (
+        parts.config.loss,
+        (*batch.tokens(), batch.loss_mask_B_T, *([batch.experts] if batch.experts else [])),
+    )
     old = reference = None
     with parts.times.phase("forward"):
         if loss.num_iterations > 1:  # with one update per rollout they equal the current ones
@@ -199,10 +207,10 @@ def score(parts: Parts, batch: Batch) -> Batch:
     return replace(batch, old_logprobs_B_T=old, reference_logprobs_B_T=reference)
 
 
-def _score(parts: Parts, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def _score(parts: Parts, tokens: tuple[Sequence, ...]) -> torch.Tensor:
     """Logprobs (B, T) of all rows, of which each rank computes its share."""
     own = parts.parallel.span(len(tokens[0]))
-    scored = parts.packed.score(*(tensor[own] for tensor in tokens))
+    scored = parts.packed.score(*(each[own] for each in tokens))
     if parts.parallel.size == 1:
         return scored
     return torch.cat([part.to(scored.device) for part in parts.parallel.gather(scored.cpu())])
@@ -230,7 +238,8 @@ def backward(
                 value = value * micro_batch.loss_share
             with parts.times.phase("backward"):  # layers that recompute their activations do it here
                 differentiate(value)
-            found.append(Queued(index, value.detach(), metrics, old_logprobs(inputs)))
+            other = unreplayed(parts, micro_batch, row) if batch.compares_replay and not found else None
+            found.append(Queued(index, value.detach(), metrics, old_logprobs(inputs), row.replay, other))
         if (shards := parts.policy.shards) is not None:  # which are summed in each backward pass
             for _ in range(max(map(len, of_ranks)) - len(of_ranks[parallel.rank])):
                 shards.add_nothing_()
@@ -247,7 +256,13 @@ def _done(micro_batch: MicroBatch, config: CorrectionConfig, queued: Queued) -> 
     rows, mismatch = micro_batch.rows, Mismatch()
     if rows.sampling_logprobs_B_T is not None:
         mismatch.add(queued.old, rows.sampling_logprobs_B_T, rows.loss_mask_B_T, config)
-    return Done(queued.index, queued.loss.item(), queued.metrics, mismatch)
+    if queued.replay is not None:
+        mismatch.add_replay(queued.replay)
+    other = None
+    if queued.unreplayed is not None:
+        other = Mismatch()
+        other.add(queued.unreplayed, rows.sampling_logprobs_B_T, rows.loss_mask_B_T, config)
+    return Done(queued.index, queued.loss.item(), queued.metrics, mismatch, other)
 
 
 def _result(
@@ -267,7 +282,11 @@ def _result(
     memory = largest([measured for _, measured in of_ranks])
     if batch.sampling_logprobs_B_T is not None:
         metrics["completions/trained_share"] = sum(len(each.rows) for each in micro_batches) / len(batch)
-    return StepResult(total, {**metrics, **memory}, mismatch)
+    return StepResult(
+        total,
+        {**metrics, **memory, **unreplayed_metrics([(each.mismatch, each.unreplayed) for each in in_order])},
+        mismatch,
+    )
 
 
 def teach(parts: TrainingParts, row: PackedRow) -> torch.Tensor | None:

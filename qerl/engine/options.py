@@ -58,6 +58,7 @@ class EngineOptions:
             engine=rollout.engine,
             dtype=config.model.dtype,
             trust_remote_code=config.model.trust_remote_code,
+            records_experts=rollout.router_replay,
             # An extra rollout of dynamic sampling can be larger than the step.
             batch_size=rollout.batch_size or rollout.prompts_per_step * rollout.group_size,
             kernel=rollout.kernel,

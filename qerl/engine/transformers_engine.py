@@ -33,6 +33,7 @@ from qerl.engine.interface import (
     check_tokens,
     each_sampling,
 )
+from qerl.engine.recorded import recorded_experts
 from qerl.engine.seeds import request_seed
 from qerl.engine.transformers_sampling import Ended, LogprobRecorder, OwnLimits, filters
 from qerl.engine.update import AdapterUpdate, Update, write_update_
@@ -75,7 +76,7 @@ class TransformersEngine:
         # policy (Qwen2.5 ships a repetition penalty of 1.05). Of that config only the end tokens are kept.
         pad_id = self._tokenizer.pad_token_id
         self._model.generation_config = GenerationConfig(eos_token_id=list(self.end_token_ids), pad_token_id=pad_id)
-        self._batch_size = options.batch_size
+        self._batch_size, self._records_experts = options.batch_size, options.records_experts
         self._checked_norms: WeakSet[torch.nn.Module] = WeakSet()
         self._noisy = False
         packed = any(isinstance(module, PackedLinear) for module in self._model.modules())
@@ -189,17 +190,22 @@ class TransformersEngine:
         input_ids, attention_mask = _pad_left(prompts, self._tokenizer.pad_token_id, model.device)
         width = input_ids.shape[1]
         recorder, ended = LogprobRecorder(width), None if told is None else Ended(width, limits, stop, told)
-        sequences = model.generate(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            generation_config=self._generation_config(sampling, stop, max(limits)),
-            logits_processor=LogitsProcessorList([*filters(sampling), recorder]),
-            stopping_criteria=StoppingCriteriaList([OwnLimits(width, limits), *([ended] if ended else [])]),
-        )
-        new_tokens = sequences[:, width:]
-        logprobs = recorder.logprobs(new_tokens)
-        rows = zip(new_tokens.tolist(), logprobs.tolist(), limits, strict=True)
-        done = [_cut(tokens[:limit], values[:limit], set(stop)) for tokens, values, limit in rows]
+        with recorded_experts(model, self._records_experts) as experts:
+            sequences = model.generate(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                generation_config=self._generation_config(sampling, stop, max(limits)),
+                logits_processor=LogitsProcessorList([*filters(sampling), recorder]),
+                stopping_criteria=StoppingCriteriaList([OwnLimits(width, limits), *([ended] if ended else [])]),
+            )
+            new_tokens = sequences[:, width:]
+            logprobs = recorder.logprobs(new_tokens)
+            rows = zip(new_tokens.tolist(), logprobs.tolist(), limits, strict=True)
+            done = [_cut(tokens[:limit], values[:limit], set(stop)) for tokens, values, limit in rows]
+            bounds = [
+                (width - len(prompt), width + len(one.token_ids) - 1) for prompt, one in zip(prompts, done, strict=True)
+            ]
+            done = [replace(one, experts=experts.of_row(row, *bounds[row])) for row, one in enumerate(done)]
         if ended is None:
             return done
         return [one if row in ended.rows else replace(one, finish_reason="unfinished") for row, one in enumerate(done)]

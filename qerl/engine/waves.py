@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from qerl.engine.interface import Completion, Request
+from qerl.engine.recorded import extended
 from qerl.engine.seeds import request_seed
 
 if TYPE_CHECKING:
@@ -52,7 +53,12 @@ def sample_in_waves(wave: Wave, supply: Supply, seed: int | None) -> dict[int, C
 
 def joined(begun: Completion, rest: Completion) -> Completion:
     """A completion of two parts."""
-    return Completion(begun.token_ids + rest.token_ids, begun.logprobs + rest.logprobs, rest.finish_reason)
+    return Completion(
+        begun.token_ids + rest.token_ids,
+        begun.logprobs + rest.logprobs,
+        rest.finish_reason,
+        extended(begun.experts, rest.experts),
+    )
 
 
 def _continued(request: Request, begun: Completion) -> Request:

@@ -23,6 +23,8 @@ from qerl.environments.values import Ending, Episode, Limits, Message, Start, Tu
 from qerl.tasks.environment import ASKS
 
 if TYPE_CHECKING:
+    import torch
+
     from qerl.environments.chat import Chat
     from qerl.environments.host import Answer
     from qerl.environments.runner import Runner
@@ -55,6 +57,7 @@ class _Open:
     truncated: bool = False
     error: str | None = None
     closed: bool = False  # nothing more happens in it
+    experts: torch.Tensor | None = None  # chosen for the tokens so far, where an engine says so
 
 
 class Episodes:
@@ -92,6 +95,10 @@ class Episodes:
         episode.token_ids += completion.token_ids
         episode.logprobs += completion.logprobs
         episode.written += [True] * len(completion.token_ids)
+        if completion.experts is not None:
+            from qerl.engine.recorded import extended
+
+            episode.experts = extended(episode.experts, completion.experts)
         episode.answer = self._chat.decode(completion.token_ids)
         episode.turns.append(Turn("assistant", action.text, len(completion.token_ids)))
         episode.spoken += 1
@@ -261,4 +268,5 @@ def _closed(episode: _Open, limits: Limits, chat: Chat) -> Episode:
         tool_errors=episode.tool_errors,
         cut=episode.cut,
         waited_s=episode.waited_s,
+        experts=episode.experts,
     )

@@ -13,14 +13,22 @@ import torch
 from torch import nn
 
 from qerl.layers.elementwise import RMSNorm, add_and_norm, exact_sum
+from qerl.layers.experts import ExpertBlock
+from qerl.layers.routing import Replay
 
 
-def layer_forward(self: nn.Module, hidden_states: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-    """Replaces the forward of transformers 5.17's decoder layers of these families; returns float32 (B, T, hidden)."""
+def layer_forward(
+    self: nn.Module, hidden_states: torch.Tensor, *, replay: Replay | None = None, **kwargs: Any
+) -> torch.Tensor:
+    """Replaces the forward of transformers 5.17's decoder layers of these families; returns float32 (B, T, hidden).
+
+    `replay` are the experts to use in layers that have some.
+    """
     residual, normed = _normed(self.input_layernorm, hidden_states)
     attended, _ = self.self_attn(hidden_states=normed, **kwargs)
     total, normed = _normed(self.post_attention_layernorm, residual, attended, hidden_states)
-    return exact_sum(total, (hidden_states, attended), self.mlp(normed))
+    replayed = replay is not None and isinstance(self.mlp, ExpertBlock)
+    return exact_sum(total, (hidden_states, attended), self.mlp(normed, replay) if replayed else self.mlp(normed))
 
 
 def _normed(

@@ -20,16 +20,26 @@ class Replay:
     """The experts that another forward pass chose for the same T tokens.
 
     `ids` is uint8 (T, layers with experts, k); a token that is UNRECORDED there makes its own choice. Each layer writes
-    into `changed`, float32 (layers with experts,), how many of the recorded tokens would now go elsewhere.
+    into `changed`, float32 (layers with experts,), how many of the `recorded` tokens would now go elsewhere.
     """
 
     ids: torch.Tensor
     changed: torch.Tensor
+    recorded: int
 
     @classmethod
-    def of(cls, ids: torch.Tensor) -> Replay:
-        """A replay of `ids`, on their device."""
-        return cls(ids, torch.zeros(ids.shape[1], device=ids.device))
+    def of(cls, ids: torch.Tensor, device: torch.device | None = None) -> Replay:
+        """A replay of `ids`, which are on the CPU, on `device`."""
+        recorded = int((ids[:, 0, 0] != UNRECORDED).sum())
+        if device is not None and device.type == "cuda":
+            ids = ids.pin_memory()
+        ids = ids.to(device, non_blocking=True)
+        return cls(ids, torch.zeros(ids.shape[1], device=ids.device), recorded)
+
+    @property
+    def choices(self) -> int:
+        """How many choices of a layer for a token are recorded."""
+        return self.recorded * len(self.changed)
 
 
 class Routed(NamedTuple):

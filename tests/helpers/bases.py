@@ -10,7 +10,10 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jin
 FAMILIES = ("qwen3", "qwen2", "llama", "mistral")
 
 
-def write_base(folder, family="qwen3", seed=0, hidden=64, dtype=torch.bfloat16):
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+
+
+def write_base(folder, family="qwen3", seed=0, hidden=64, dtype=torch.bfloat16, **changes):
     """A random model of `family` with the embedded model's tokenizer, written as save_pretrained writes it."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -32,6 +35,8 @@ def write_base(folder, family="qwen3", seed=0, hidden=64, dtype=torch.bfloat16):
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": None,
         "initializer_range": 0.2,
+        **(EXPERTS if family == "qwen3_moe" else {}),
+        **changes,
     }
     config = AutoConfig.for_model(family, **sizes)
     torch.manual_seed(seed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +49,7 @@ class Teacher:
     def hidden(self, row: PackedRow) -> torch.Tensor:
         """The last hidden states (M, d) at a packed row's predicting positions."""
         with packed_attention_of(self._model):
-            return hidden_states(self._model, row)
+            return hidden_states(self._model, replace(row, replay=None))  # these are the student's experts
 
     def pair(self, student: Head) -> Pair:
         """The student's head beside the teacher's, at the temperature of the loss."""

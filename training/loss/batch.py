@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
+from qerl.engine.recorded import of_length
+
 if TYPE_CHECKING:
     from training.distill.divergence import Divergences
-    from training.rollout.groups import GradedGroup
+    from training.rollout.groups import GradedGroup, Sample
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,8 @@ class Batch:
     sampling_logprobs_B_T: torch.Tensor | None  # None: nobody sampled them
     old_logprobs_B_T: torch.Tensor | None = None  # None: equal to the current ones, one update per rollout
     reference_logprobs_B_T: torch.Tensor | None = None  # of the policy that the KL term holds on to
+    experts: tuple[torch.Tensor, ...] | None = None  # for each row, uint8 (its tokens, layers, k) on the CPU
+    compares_replay: bool = False  # whether this step also measures the mismatch with experts of the trainer's choice
 
     def __len__(self) -> int:
         return len(self.advantages_B)
@@ -42,7 +46,10 @@ class Batch:
 
     def rows(self, index: torch.Tensor) -> Batch:
         """The rows of `index` (int64, on any device), in its order."""
-        return self._each(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+        rows = self._each(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
+        return (
+            rows if self.experts is None else replace(rows, experts=tuple(self.experts[row] for row in index.tolist()))
+        )
 
     def to(self, device: torch.device) -> Batch:
         """The same rows on `device`."""
@@ -55,7 +62,8 @@ class Batch:
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> Batch:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return replace(self, **{name: change(value) for name, value in values.items() if value is not None})
+        tensors = {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
+        return replace(self, **{name: change(value) for name, value in tensors.items()})
 
 
 @dataclass(frozen=True)
@@ -89,7 +97,17 @@ def padded_batch(
         loss_mask_B_T=completion_mask_B_T * loss_mask_B_T,
         advantages_B=advantages_P_G.flatten(),
         sampling_logprobs_B_T=padded_right([torch.tensor(sample.logprobs) for sample in samples], 0.0),
+        experts=_experts(samples, [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]),
     )
+
+
+def _experts(samples: Sequence[Sample], lengths: Sequence[int]) -> tuple[torch.Tensor, ...] | None:
+    """The experts that were chosen for each sample's tokens, for so many tokens; None if nobody recorded any."""
+    known = next((sample.experts for sample in samples if sample.experts is not None), None)
+    if known is None:
+        return None
+    pairs = zip(samples, lengths, strict=True)
+    return tuple(of_length(known[:0] if one.experts is None else one.experts, length) for one, length in pairs)
 
 
 def padded_left(rows: list[torch.Tensor], value: float) -> torch.Tensor:

@@ -23,6 +23,7 @@ from qerl.errors import EngineError
 
 if TYPE_CHECKING:
     from qerl.config.schema import CorrectionConfig, RunConfig
+    from qerl.layers.routing import Replay
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ class Mismatch:
     weights: float = 0.0
     squared_weights: float = 0.0
     outside: float = 0.0
+    choices: float = 0.0  # of experts, by a layer for a token, that the engine recorded
+    changed_choices: float = 0.0  # of these, the ones that the trainer would make otherwise
 
     def add(
         self,
@@ -85,6 +88,11 @@ class Mismatch:
             self.outside += _outside(old_logprobs, sampling_logprobs, mask, config)
         self.weights += weights.sum().item()
         self.squared_weights += weights.square().sum().item()
+
+    def add_replay(self, replay: Replay) -> None:
+        """Count the choices of one forward pass."""
+        self.choices += replay.choices
+        self.changed_choices += replay.changed.sum().item()
 
     def merge(self, other: Mismatch) -> None:
         """Count what `other` has counted."""
@@ -116,6 +124,8 @@ class Mismatch:
             "mismatch/max_abs": self.max_difference,
             "correction/ess": self.ess,
         }
+        if self.choices:
+            means["mismatch/router_changed"] = self.changed_choices / self.choices
         if config.mode == "off":
             return means
         fate = "correction/capped_share" if config.mode.endswith("truncate") else "correction/masked_share"

@@ -51,7 +51,7 @@ class MicroBatch:
 
     def packed(self, device: torch.device) -> PackedRow:
         """Its rows laid end to end, on `device`; packing on the CPU overlaps with the GPU's work."""
-        return pack(self.ids, self.mask, self.rows.width, device, self.loss_mask)
+        return pack(self.ids, self.mask, self.rows.width, device, self.loss_mask, self.rows.experts)
 
 
 def split(batch: Batch, budget: int, loss_type: str, advantage_only: bool, ranks: int = 1) -> list[MicroBatch]:

@@ -182,6 +182,7 @@ def hidden_states(model: PreTrainedModel, row: PackedRow) -> torch.Tensor:
         position_ids=row.position_ids,
         use_cache=False,
         sequences=row.sequences,
+        **({} if row.replay is None else {"replay": row.replay}),
     )
     hidden = output.last_hidden_state.squeeze(0)
     # A prompt's last token occurs once in the row and predicts the first token of every completion in its group.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -92,16 +92,23 @@ class PackedPolicy:
         return Divergences(*(row.scatter(values, shape) for values in found))
 
     @torch.no_grad()
-    def score(self, input_ids: torch.Tensor, attention_mask: torch.Tensor, loss_mask: torch.Tensor) -> torch.Tensor:
+    def score(
+        self,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        loss_mask: torch.Tensor,
+        experts: Sequence[torch.Tensor] | None = None,
+    ) -> torch.Tensor:
         """Logprobs, float32 (B, C), of any number of rows (B, L + C), a micro-batch's tokens at a time; 0 where
-        `loss_mask` (B, C) is."""
+        `loss_mask` (B, C) is. `experts` are those of `Batch`."""
         width = loss_mask.shape[1]
         results = torch.zeros(len(input_ids), width, device=self.device)
         completions = (attention_mask[:, -width:].sum(1) * loss_mask.any(1)).tolist()
         lengths = row_lengths(input_ids[:, :-width], attention_mask[:, :-width], completions)
         for group in split_by_tokens(lengths, self._plan.micro_batch_tokens):
             rows = torch.tensor(group)
-            packed = pack(input_ids[rows], attention_mask[rows], width, self.device, loss_mask[rows])
+            own = None if experts is None else [experts[row] for row in group]
+            packed = pack(input_ids[rows], attention_mask[rows], width, self.device, loss_mask[rows], own)
             results[rows.to(self.device)] = self.logprobs(packed, (len(group), width))[0]
         return results
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 
 import torch
 
+from qerl.layers.routing import Replay
 from qerl.plan.micro_batch_plan import REPEATED, even_budget
 from training.policy.copies import Copies, copies_of
 
@@ -40,6 +41,7 @@ class PackedRow:
     predicting: Copies  # the M outputs that predict a completion token, of those of T
     targets: torch.Tensor  # (M,) that token
     places: torch.Tensor  # (M,) where it stands in the (B, C) block, row after row
+    replay: Replay | None = None  # the experts to use; None: each layer chooses
 
     @property
     def cost(self) -> int:
@@ -116,13 +118,14 @@ def pack(
     completion_width: int,
     device: torch.device | None = None,
     loss_mask: torch.Tensor | None = None,
+    experts: Sequence[torch.Tensor] | None = None,
 ) -> PackedRow:
     """Pack (B, L + C) rows, prompts padded left and completions right; C is `completion_width`.
 
     `loss_mask` (B, C) says which completion tokens are scored; None: all that `attention_mask` has. The others are read
     by the model as context. The packed row is on `device` (None: that of the ids); packing happens on the CPU, so it
     waits for nothing on the GPU if the tensors are there. Rows without a token to score are left out. Every row needs
-    at least one prompt token.
+    at least one prompt token. `experts` are those of `Batch`; a prompt of several rows has those of the first.
     """
     ids, mask = input_ids.cpu(), attention_mask.bool().cpu()
     scored = mask[:, -completion_width:] if loss_mask is None else loss_mask.bool().cpu()
@@ -133,7 +136,9 @@ def pack(
         groups.setdefault((None if share else row, *prompt.tolist()), []).append(row)
     builder = _Builder(completion_width)
     for (_, *prompt), rows in groups.items():
-        builder.add_group(torch.tensor(prompt), [_Row(row, ids[row], mask[row], scored[row]) for row in rows])
+        chosen = [None if experts is None else experts[row] for row in rows]
+        members = [_Row(row, ids[row], mask[row], scored[row], own) for row, own in zip(rows, chosen, strict=True)]
+        builder.add_group(torch.tensor(prompt), members)
     return builder.build(device or input_ids.device)
 
 
@@ -144,6 +149,7 @@ class _Row(NamedTuple):
     ids: torch.Tensor
     mask: torch.Tensor
     scored: torch.Tensor
+    experts: torch.Tensor | None  # of its tokens
 
 
 @dataclass
@@ -159,20 +165,22 @@ class _Builder:
     predicting: list[torch.Tensor] = field(default_factory=list)
     targets: list[torch.Tensor] = field(default_factory=list)
     places: list[torch.Tensor] = field(default_factory=list)
+    experts: list[torch.Tensor] = field(default_factory=list)
     size: int = 0
 
     def add_group(self, prompt: torch.Tensor, rows: list[_Row]) -> None:
         """One prompt and the rows that have it."""
         start = torch.arange(self.size, self.size + len(prompt))
         alone = len(rows) == 1
-        self._add_tokens(prompt, 0)
+        self._add_tokens(prompt, 0, rows[0].experts)
         if not alone:
             self._add_sequence(len(prompt), start)
         for row in rows:
             columns = row.mask[-self.width :].nonzero()[:, 0]
             completion, scored = row.ids[-self.width :][columns], row.scored[columns]
             place = torch.arange(self.size, self.size + len(completion))
-            self._add_tokens(completion, len(prompt))
+            chosen = None if row.experts is None else row.experts[len(prompt) :][columns]
+            self._add_tokens(completion, len(prompt), chosen)
             self._add_sequence(len(completion) + alone * len(prompt), torch.cat([start, place]))
             self.predicting.append(torch.cat([start[-1:], place[:-1]])[scored])
             self.targets.append(completion[scored])
@@ -193,10 +201,13 @@ class _Builder:
             max(self.query_lengths, default=0),
             max(self.key_lengths, default=0),
         )
-        return PackedRow(ids[None], positions[None], sequences, Copies(*copies[:3]), targets, places)
+        replay = Replay.of(torch.cat(self.experts), device) if self.experts else None
+        return PackedRow(ids[None], positions[None], sequences, Copies(*copies[:3]), targets, places, replay)
 
-    def _add_tokens(self, ids: torch.Tensor, position: int) -> None:
+    def _add_tokens(self, ids: torch.Tensor, position: int, experts: torch.Tensor | None) -> None:
         self.tokens.append(ids)
+        if experts is not None:
+            self.experts.append(experts[: len(ids)])
         self.positions.append(torch.arange(position, position + len(ids)))
         self.size += len(ids)
 

@@ -19,13 +19,15 @@ the tokens so far, since keys and values of the older weights are of no use. The
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 from qerl.engine.interface import Completion, Request, SamplingParams
 from training.rollout.groups import Group, Sample
 
 if TYPE_CHECKING:
+    import torch
+
     from qerl.engine.interface import Finished
     from training.rollout.groups import GradedGroup, Prompt
 
@@ -38,21 +40,24 @@ class Begun:
     logprobs: tuple[float, ...] = ()
     drawn: tuple[tuple[int, int], ...] = ()  # (rollout, tokens)
     ended: Literal["stop", "length"] | None = None
+    experts: torch.Tensor | None = field(default=None, compare=False, repr=False)  # of one that has ended
 
     def continued(self, rest: Completion, rollout: int) -> Begun:
         """With the tokens that `rollout` drew."""
-        tokens = len(rest.token_ids)
+        tokens, ended = len(rest.token_ids), rest.finish_reason != "unfinished"
         return Begun(
             (*self.token_ids, *rest.token_ids),
             (*self.logprobs, *rest.logprobs),
             (*self.drawn, (rollout, tokens)) if tokens else self.drawn,
-            None if rest.finish_reason == "unfinished" else rest.finish_reason,
+            rest.finish_reason if ended else None,
+            rest.experts if ended else None,  # those of the last rollout, for the older tokens too: it read them anew
         )
 
     def sample(self) -> Sample:
         """The completion, once it has ended."""
         written = [True] * len(self.token_ids)
-        return Sample(self.token_ids, self.logprobs, written, self.ended == "length", drawn=self.drawn)
+        truncated = self.ended == "length"
+        return Sample(self.token_ids, self.logprobs, written, truncated, drawn=self.drawn, experts=self.experts)
 
 
 @dataclass(frozen=True)

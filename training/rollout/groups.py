@@ -6,7 +6,7 @@ Axis suffixes: P prompts, G completions of one prompt, F reward functions, T tok
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,17 +40,20 @@ class Sample:
     truncated: bool  # ended by the length limit
     episode: Episode | None = None
     drawn: tuple[tuple[int, int], ...] = ()  # (rollout, tokens) of each part, where completions are carried over
+    experts: torch.Tensor | None = field(default=None, compare=False, repr=False)  # as `Completion.experts`
 
     @classmethod
     def of(cls, completion: Completion) -> Sample:
         """A completion of a single turn, all of whose tokens the policy wrote."""
         tokens = len(completion.token_ids)
-        return cls(completion.token_ids, completion.logprobs, [True] * tokens, completion.finish_reason == "length")
+        truncated = completion.finish_reason == "length"
+        return cls(completion.token_ids, completion.logprobs, [True] * tokens, truncated, experts=completion.experts)
 
     @classmethod
     def of_episode(cls, episode: Episode) -> Sample:
         """All tokens of an episode after its prompt, of which the policy wrote some."""
-        return cls(episode.token_ids, episode.logprobs, episode.written, episode.truncated, episode)
+        written, truncated = episode.written, episode.truncated
+        return cls(episode.token_ids, episode.logprobs, written, truncated, episode, experts=episode.experts)
 
     @property
     def written(self) -> int:

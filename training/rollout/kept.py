@@ -138,16 +138,18 @@ def _written(kept: Sequence[Kept], prompts: Sequence[Prompt]) -> dict[str, Any]:
         "completions": [(len(each.token_ids), each.ended, each.drawn) for each in completions],
         "token_ids": torch.tensor([token for each in completions for token in each.token_ids], dtype=torch.int32),
         "logprobs": torch.tensor([value for each in completions for value in each.logprobs], dtype=torch.float64),
+        "experts": [each.experts for each in completions],
     }
 
 
 def _read(found: dict[str, Any], prompts: Sequence[Prompt]) -> tuple[Kept, ...]:
     """What `_written` was given. Groups whose prompt is another now begin anew, with the prompt that has its place."""
     sizes = [length for length, *_ in found["completions"]]
-    parts = zip(found["token_ids"].split(sizes), found["logprobs"].split(sizes), found["completions"], strict=True)
+    experts = found.get("experts") or [None] * len(sizes)  # older files have none
+    columns = found["token_ids"].split(sizes), found["logprobs"].split(sizes), found["completions"], experts
     completions = (
-        Begun(tuple(ids.tolist()), tuple(values.tolist()), tuple(map(tuple, drawn)), ended)
-        for ids, values, (_, ended, drawn) in parts
+        Begun(tuple(ids.tolist()), tuple(values.tolist()), tuple(map(tuple, drawn)), ended, chosen)
+        for ids, values, (_, ended, drawn), chosen in zip(*columns, strict=True)
     )
     before, changed, kept = iter(found["prompts"]), 0, []
     for taken, groups in zip(found["taken"], found["groups"], strict=True):

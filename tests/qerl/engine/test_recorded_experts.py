@@ -1,0 +1,70 @@
+"""The experts that the transformers engine says it chose, against the router's choice in a pass over the whole text."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from bases import write_base
+
+from qerl.engine.interface import UNRECORDED, Completion, Request, SamplingParams
+from qerl.engine.open import open_engine
+from qerl.engine.options import EngineOptions
+from qerl.engine.recorded import extended, of_length, recorded_experts
+from qerl.engine.waves import joined
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12], [13], [5, 6, 7]]
+SAMPLED = SamplingParams(max_new_tokens=9)
+
+
+@pytest.fixture(scope="module")
+def moe(tmp_path_factory):
+    return write_base(tmp_path_factory.mktemp("base") / "moe", "qwen3_moe")
+
+
+@pytest.fixture(scope="module")
+def engine(moe):
+    return open_engine(str(moe), "bf16", EngineOptions(engine="transformers", records_experts=True))
+
+
+def chosen(engine, prompt, completion):
+    """What the model's routers choose in one pass over the tokens that were read, (tokens, layers, k)."""
+    with torch.no_grad(), recorded_experts(engine.policy_model(), True) as found:
+        ids = torch.tensor([[*prompt, *completion.token_ids[:-1]]])
+        engine.policy_model()(ids)
+        return found.of_row(0, 0, ids.shape[1])
+
+
+def test_a_completion_says_what_was_chosen_for_each_token_that_was_read(engine):
+    limits = [replace(SAMPLED, max_new_tokens=tokens) for tokens in (9, 4, 7, 1)]
+    completions = engine.generate(PROMPTS, limits, seed=1)
+    for prompt, completion in zip(PROMPTS, completions, strict=True):
+        expected = chosen(engine, prompt, completion)
+        assert completion.experts.dtype == torch.uint8
+        assert completion.experts.shape == (len(prompt) + len(completion.token_ids) - 1, 2, 2)
+        assert torch.equal(completion.experts.sort(-1).values, expected.sort(-1).values)
+
+
+def test_a_wave_and_what_continues_it_say_it_too(engine):
+    requests = [Request(row, prompt, SAMPLED, row) for row, prompt in enumerate(PROMPTS)]
+    begun = engine.wave(requests, 1, lambda rows: True)[0]  # ends as soon as one has ended
+    rest = engine.wave([replace(requests[0], prompt=[*PROMPTS[0], *begun.token_ids])], 2, lambda rows: True)[0]
+    whole = joined(begun, rest)
+    expected = chosen(engine, PROMPTS[0], whole)
+    assert torch.equal(whole.experts.sort(-1).values, expected.sort(-1).values)
+    assert torch.equal(whole.experts[: len(begun.experts)], begun.experts)
+
+
+def test_nothing_is_recorded_unless_it_is_asked_for(moe, base):
+    for folder, asked in ((moe, False), (base, True)):
+        engine = open_engine(str(folder), "bf16", EngineOptions(engine="transformers", records_experts=asked))
+        assert engine.generate(PROMPTS[:1], SAMPLED, seed=1)[0].experts is None
+
+
+def test_choices_of_a_longer_text_keep_those_that_were_made_first():
+    first, whole = (torch.full((length, 2, 2), value, dtype=torch.uint8) for length, value in ((3, 1), (5, 2)))
+    assert extended(first, whole)[:, 0, 0].tolist() == [1, 1, 1, 2, 2]
+    assert extended(None, whole) is whole
+    assert of_length(first, 5)[:, 1, 1].tolist() == [1, 1, 1, UNRECORDED, UNRECORDED]
+    assert of_length(whole, 2)[:, 0, 0].tolist() == [2, 2]
+    assert joined(Completion([1], [0.0], "unfinished"), Completion([2], [0.0], "stop")).experts is None
