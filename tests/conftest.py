@@ -65,6 +65,16 @@ def nvfp4_base(base, tmp_path_factory):
     return out
 
 
+@pytest.fixture(scope="session")
+def nvfp4_moe(tmp_path_factory):
+    """A random mixture of experts, quantized: four in each of two layers, two for each token."""
+    from quantize.run import quantize_checkpoint
+
+    out = tmp_path_factory.mktemp("moe") / "qwen3-moe-NVFP4A16"
+    quantize_checkpoint(str(write_base(out.parent / "qwen3-moe", "qwen3_moe")), out)
+    return out
+
+
 @pytest.fixture
 def fresh_seed(request):
     """Seed torch anew in each run. pytest shows the seed with a failure, and QERL_TEST_SEED sets it."""

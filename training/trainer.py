@@ -27,6 +27,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOTrainer
 
+from qerl.checkpoint.adapter import keep_expert_reference_
 from training.distill.loss import LOSS_TYPE, distillation_loss
 from training.loss.correction import MismatchGate, rounding_causes
 from training.rollout.prompts import StepPrompts, step_prompts
@@ -81,6 +82,7 @@ class QerlTrainer(RunTrainer, GRPOTrainer):
             processing_class=parts.tokenizer,
             callbacks=[*callbacks, *([validation] if validation else [])],
         )
+        keep_expert_reference_(parts.policy.model)
         # TRL's switches for "the loss is multiplied by importance weights".
         self.use_vllm = True
         self.vllm_importance_sampling_correction = config.loss.correction.mode != "off"

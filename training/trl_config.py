@@ -42,6 +42,7 @@ def trl_config(config: RunConfig, run_dir: Path, reward_weights: list[float]) ->
         scale_rewards=loss.advantage_scale,
         mask_truncated_completions=loss.mask_truncated,
         entropy_coef=loss.entropy_coef,
+        router_aux_loss_coef=0.0,  # it balances the experts by training routers, and these are frozen
         vllm_importance_sampling_mode=loss.correction.mode if loss.correction.mode != "off" else "token_truncate",
         reward_weights=reward_weights,
     )

@@ -132,9 +132,9 @@ def reference_adapter(model: PeftModel) -> Iterator[None]:
         yield
 
 
-def keep_expert_reference_(model: PeftModel) -> None:
+def keep_expert_reference_(model: nn.Module) -> None:
     """Let adapters on experts keep a reference, if TRL has made one of the other factors."""
-    if REFERENCE in model.peft_config:
+    if REFERENCE in getattr(model, "peft_config", ()):
         for adapter in adapters_of(model):
             adapter.keep_reference()
 

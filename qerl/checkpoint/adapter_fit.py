@@ -9,14 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl import formats
+from qerl.checkpoint.expert_adapter import OF_EXPERTS, is_of_experts
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.resolve import TINY, beside, quantized_from
 from qerl.checkpoint.shards import read_json
 from qerl.errors import CheckpointError
-from qerl.plan.sizes import sizes_of
+from qerl.plan.sizes import ModelSizes, sizes_of
 
 if TYPE_CHECKING:
     import torch
+
+    from qerl.checkpoint.experts import Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -49,16 +52,21 @@ def check_fit(adapter: Path, tensors: Mapping[str, torch.Tensor], base: str) -> 
                 "norms; train or save it without biases, embeddings, head and other modules_to_save"
             )
         leaf = parts[-3] if factor else parts[-2]
-        layers[leaf].add(next((int(part) for part in parts if part.isdigit()), -1))
-        own = sizes.projections.get(leaf) if factor else (sizes.hidden,)
-        expected = _factor_shape(name, own, tensor) if factor and own else own
+        kind = f"experts.{leaf}" if is_of_experts(name) else leaf
+        layers[kind].add(next((int(part) for part in parts if part.isdigit()), -1))
+        if is_of_experts(name):
+            own = _of_experts(leaf, sizes.decoder)
+            expected = own and _expert_factor_shape(name, own, tensor)
+        else:
+            own = sizes.projections.get(leaf) if factor else (sizes.hidden,)
+            expected = _factor_shape(name, own, tensor) if factor and own else own
         if tuple(tensor.shape) != expected:
             there = "missing" if own is None else " x ".join(map(str, own))
             raise CheckpointError(
                 f"{adapter} is of another base than {base}: its {name} is {tuple(tensor.shape)} and the base's "
                 f"{leaf} {there}; give the base it was trained on"
             )
-    _check_layers(adapter, base, layers, sizes.layers)
+    _check_layers(adapter, base, layers, sizes)
     named = read_json(adapter / "adapter_config.json").get("base_model_name_or_path")
     if named and not _names(beside(adapter, named)) & _names(base):
         logger.warning(
@@ -81,7 +89,31 @@ def _factor_shape(name: str, linear: tuple[int, int], tensor: torch.Tensor) -> t
     return (tensor.shape[0], linear[1]) if name.endswith(A_SUFFIX) else (linear[0], tensor.shape[-1])
 
 
-def _check_layers(adapter: Path, base: str, layers: Mapping[str, set[int]], count: int) -> None:
+def _of_experts(leaf: str, decoder: Decoder) -> tuple[int, int, int] | None:
+    """(experts, out, in) of a tensor of experts in memory; None if the model has none."""
+    if not decoder.has_experts:
+        return None
+    gate_up = decoder.experts, 2 * decoder.width, decoder.hidden
+    return gate_up if leaf == "gate_up_proj" else (decoder.experts, decoder.hidden, decoder.width)
+
+
+def _expert_factor_shape(name: str, own: tuple[int, int, int], tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape that a factor on experts must have, given its own rank, and whether it is shared by all of them."""
+    outer = () if tensor.ndim == 2 else own[:1]
+    rows, columns = (tensor.shape[-2], own[2]) if name.endswith(A_SUFFIX) else (own[1], tensor.shape[-1])
+    return *outer, rows, columns
+
+
+def _layers_with(kind: str, sizes: ModelSizes) -> set[int]:
+    """The layers that have a kind of linear or norm."""
+    every, sparse = set(range(sizes.layers)), set(sizes.decoder.sparse)
+    if kind.startswith("experts."):
+        return sparse
+    return every - sparse if kind in OF_EXPERTS else every
+
+
+def _check_layers(adapter: Path, base: str, layers: Mapping[str, set[int]], sizes: ModelSizes) -> None:
+    count = sizes.layers
     found, own = set().union(*layers.values()), set(range(count))
     if found != own:
         raise CheckpointError(
@@ -89,7 +121,12 @@ def _check_layers(adapter: Path, base: str, layers: Mapping[str, set[int]], coun
             "the base it was trained on"
         )
     for leaf, there in layers.items():
-        if missing := sorted(own - there):
+        if more := sorted(there - _layers_with(leaf, sizes)):
+            raise CheckpointError(
+                f"{adapter} is of another base than {base}: it has {leaf} in layer {', '.join(map(str, more[:4]))}, "
+                "and the base does not; give the base it was trained on"
+            )
+        if missing := sorted(_layers_with(leaf, sizes) - there):
             raise CheckpointError(
                 f"{adapter} has nothing for {leaf} in layer {', '.join(map(str, missing[:4]))}: qerl takes adapters "
                 "that have a kind of linear or norm in all layers or in none; save it again, or give another"

@@ -20,6 +20,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from qerl.checkpoint.linears import GATE_UP
 from qerl.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
 
 LEAVES = ("gate_up_proj", "down_proj")
 PARAMETERS = tuple(f"mlp.experts.{leaf}" for leaf in LEAVES)  # for PEFT's target_parameters
-DENSE_LEAVES = ("gate_proj", "up_proj", "down_proj")  # of adapter.targets, which name the experts' linears too
+OF_EXPERTS = (*GATE_UP, "down_proj")  # in adapter.targets: linears of dense MLPs and of experts
 _OWN = re.compile(r"(?P<experts>.*\.mlp\.experts)\.(?P<leaf>gate_up_proj|down_proj)\.lora_(?P<factor>[AB])\.weight")
 _PEFT = re.compile(r"(?P<experts>.*\.mlp\.experts)(?P<inner>\.base_layer)?\.lora_(?P<factor>[AB])\.weight")
 
@@ -63,37 +64,17 @@ def attach_to_experts_(model: nn.Module, kind: str, rank: int, scaling: float) -
         experts.adapter = ExpertAdapter(sizes, rank, scaling, kind == "shared", down.weight_device)
 
 
-def split_targets(model: nn.Module, targets: Sequence[str], kind: str, dropout: float) -> tuple[tuple[str, ...], bool]:
-    """Those of `adapter.targets` that are linears of the model, and whether its experts get an adapter of this `kind`.
+def linear_targets(model: nn.Module, targets: Sequence[str]) -> tuple[str, ...]:
+    """Those of `adapter.targets` that are linears of the model, without those that its experts have.
 
-    Raises ConfigError for some of an expert's linears without the others, for dropout on experts, and if no linear of
-    attention is named.
+    Raises ConfigError if no linear of attention is named.
     """
-    named = [target for target in targets if target in DENSE_LEAVES]
-    if not experts_of(model):
-        return tuple(targets), False
-    linears = _linear_targets(model, targets)
-    if kind == "none" or not named:
-        return linears, False
-    if len(named) != len(DENSE_LEAVES):
-        raise ConfigError(
-            f"adapter.targets: {', '.join(named)} without the others, but an adapter on experts is on gate_proj, "
-            "up_proj and down_proj: name all three or none of them"
-        )
-    if dropout:
-        raise ConfigError(
-            f"adapter.dropout: {dropout:g} cannot act on experts, whose adapter PEFT holds without: write "
-            "adapter.dropout: 0 or adapter.experts: none"
-        )
-    return linears, True
-
-
-def _linear_targets(model: nn.Module, targets: Sequence[str]) -> tuple[str, ...]:
-    """The targets without those that only experts have."""
     import torch
 
+    if not experts_of(model):
+        return tuple(targets)
     leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    linears = tuple(target for target in targets if target not in DENSE_LEAVES or target in leaves)
+    linears = tuple(target for target in targets if target not in OF_EXPERTS or target in leaves)
     if not linears:
         raise ConfigError(
             f"adapter.targets: {', '.join(targets)} names no linear of attention, and an adapter on experts needs one "

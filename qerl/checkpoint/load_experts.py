@@ -26,7 +26,7 @@ TRAINED = ("Qwen3-MoE",)  # the families whose layers are ours (`qerl.layers.pla
 PARTS = {GATE_UP: 2, DOWN: 1}  # how many linears of an expert are in one tensor in memory
 
 
-def check_trained(decoder: Decoder, folder: Path) -> None:
+def check_trained_family(decoder: Decoder, folder: Path) -> None:
     """Raise CheckpointError for experts of a family that can be quantized, and not opened."""
     if decoder.has_experts and decoder.family.title not in TRAINED:
         raise CheckpointError(

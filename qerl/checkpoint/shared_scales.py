@@ -27,14 +27,6 @@ def check_experts(folder: Path) -> None:
         raise CheckpointError(found)
 
 
-def check_dense(folder: Path) -> None:
-    """Raise CheckpointError for a mixture of experts, which runs cannot train yet."""
-    if decoder_of(read_json(folder / "config.json"), str(folder)).has_experts:
-        raise CheckpointError(
-            f"{folder} is a mixture of experts, which qerl quantizes and does not train yet: give a dense model"
-        )
-
-
 @lru_cache(maxsize=8)
 def _unequal_experts(folder: Path, stamps: tuple) -> str | None:
     """What is wrong, in words. It takes seconds with thousands of experts, and a command asks several times."""

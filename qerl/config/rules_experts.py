@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from qerl.checkpoint.linears import GATE_UP
+from qerl.checkpoint.expert_adapter import OF_EXPERTS
 from qerl.config.conflict import Conflict, Conflicts
 from qerl.errors import ConfigError
 
@@ -12,7 +12,6 @@ if TYPE_CHECKING:
     from qerl.checkpoint.experts import Decoder
     from qerl.config.schema import AdapterConfig, RunConfig
 
-OF_EXPERTS = (*GATE_UP, "down_proj")
 PER_EXPERT_SHARE = 8  # each of many experts gets an eighth of the rank: as many parameters as a few experts have
 
 

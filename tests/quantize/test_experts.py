@@ -20,7 +20,6 @@ from qerl.errors import CheckpointError, ConfigError, EngineError
 from qerl.vllm_plugin.checkpoint import check_checkpoint
 from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
-from training.preflight.checks import sizes_at
 
 FORMAT = formats.DEFAULT
 CPU = torch.device("cpu")
@@ -219,8 +218,3 @@ def test_unequal_scales_of_an_expert_are_refused_when_a_folder_is_named(download
 
 def test_a_folder_whose_experts_share_their_scales_is_taken(made):
     assert resolve_model(str(made[1])).kind == "quantized"
-
-
-def test_training_refuses_a_mixture_of_experts(made):
-    with pytest.raises(CheckpointError, match="is a mixture of experts, which qerl quantizes"):
-        sizes_at(resolve_model(str(made[0])))

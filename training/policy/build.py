@@ -10,9 +10,11 @@ import torch
 from qerl.checkpoint.adapter import adapter_tensors, attach_lora, name_base_, set_dtype_
 from qerl.checkpoint.adapter_fit import A_SUFFIX
 from qerl.checkpoint.base_modules import base_linears
+from qerl.checkpoint.expert_adapter import attach_to_experts_, linear_targets
 from qerl.checkpoint.load import local_folder
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_tensors
+from qerl.config.rules_experts import adapts_experts, expert_rank
 from qerl.formats.linear import PackedLinear
 from qerl.fp8.training import recipe_of
 from qerl.layers.master import multiply_by_masters_
@@ -42,16 +44,13 @@ def build_policy(engine: Engine, base: ModelRef, adapter: AdapterConfig, seed: i
     The adapter's master weights are in `adapter.dtype` (float32 by default: a bfloat16 A of size 0.02 swallows an
     AdamW step of 1e-5); on a GPU its products run in bfloat16. Its A is drawn from `seed`.
     """
+    base_model = engine.policy_model()
+    targets = linear_targets(base_model, adapter.targets)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = attach_lora(
-            engine.policy_model(),
-            adapter.rank,
-            adapter.alpha,
-            adapter.targets,
-            adapter.dropout,
-            adapter.train_norms,
-        )
+        model = attach_lora(base_model, adapter.rank, adapter.alpha, targets, adapter.dropout, adapter.train_norms)
+        if adapts_experts(adapter):
+            attach_to_experts_(model, adapter.experts, expert_rank(adapter), adapter.alpha / adapter.rank)
     set_dtype_(model, getattr(torch, adapter.dtype))
     name_base_(model, base.base)  # model.base of the recipe may be a run or an adapter
     policy = AdapterPolicy(model)

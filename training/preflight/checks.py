@@ -19,12 +19,13 @@ from typing import TYPE_CHECKING
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.adapter_fit import A_SUFFIX, check_fit, is_block_norm
 from qerl.checkpoint.chat_template import check_switches
+from qerl.checkpoint.expert_adapter import OF_EXPERTS, describe, is_of_experts
 from qerl.checkpoint.linears import PROJECTIONS
 from qerl.checkpoint.load import load_tokenizer, local_folder
+from qerl.checkpoint.load_experts import check_trained_family
 from qerl.checkpoint.shards import read_json
-from qerl.checkpoint.shared_scales import check_dense
 from qerl.config.rules import vllm_only
-from qerl.config.rules_experts import check_experts
+from qerl.config.rules_experts import check_experts, expert_rank
 from qerl.data.conversations import Source, check_conversations, held_out_source
 from qerl.data.examples import check_source
 from qerl.data.sources import naming, sources_of
@@ -144,6 +145,11 @@ def check_limits(config: RunConfig, sizes: ModelSizes, prompts: Sequence[Prompt]
 def check_trained(config: RunConfig, sizes: ModelSizes) -> None:
     """Raise ConfigError if what is trained does not fit the model."""
     check_experts(config, sizes.decoder)
+    if sizes.decoder.has_experts and choose_engine(config.rollout.engine) == "vllm":
+        raise ConfigError(
+            f"rollout.engine {config.rollout.engine} is vllm here, and qerl does not serve a mixture of experts with "
+            "it yet: write rollout.engine: transformers"
+        )
     if config.qat is not None:
         trained_linears(config.qat, sizes.layers)
     if trains_masters(config):
@@ -162,7 +168,8 @@ def check_warm_start(adapter: Path, base: str, own: AdapterConfig) -> None:
     check_fit(adapter, tensors, base)
     _check_places(adapter, tensors, own)
     rank, scale = own.rank, own.alpha / own.rank
-    ranks = {tensor.shape[0] for name, tensor in tensors.items() if name.endswith(A_SUFFIX)}
+    factors = [name for name in tensors if name.endswith(A_SUFFIX) and not is_of_experts(name)]
+    ranks = {tensors[name].shape[0] for name in factors}
     if ranks != {rank}:
         found = " and ".join(map(str, sorted(ranks)))
         raise ConfigError(
@@ -178,8 +185,13 @@ def check_warm_start(adapter: Path, base: str, own: AdapterConfig) -> None:
 
 def _check_places(adapter: Path, tensors: Mapping[str, torch.Tensor], own: AdapterConfig) -> None:
     """Raise ConfigError unless the adapter changes the linears and norms that the recipe trains."""
-    leaves = {name.removesuffix(A_SUFFIX).rpartition(".")[2] for name in tensors if name.endswith(A_SUFFIX)}
-    if leaves != set(own.targets):
+    factors = [name for name in tensors if name.endswith(A_SUFFIX) and not is_of_experts(name)]
+    leaves = {name.removesuffix(A_SUFFIX).rpartition(".")[2] for name in factors}
+    kind, rank = describe(tensors)
+    if rank:
+        leaves |= set(OF_EXPERTS)
+        _check_experts(adapter, kind, rank, own)
+    if leaves != set(own.targets) and not (own.experts == "none" and leaves == set(own.targets) - set(OF_EXPERTS)):
         found = ", ".join([name for name in PROJECTIONS if name in leaves] + sorted(leaves - set(PROJECTIONS)))
         raise ConfigError(
             f"{adapter} adapts {found} and the recipe's adapter.targets are {', '.join(own.targets)}: write "
@@ -191,6 +203,16 @@ def _check_places(adapter: Path, tensors: Mapping[str, torch.Tensor], own: Adapt
             f"{adapter} has {has}trained norms and the recipe adapter.train_norms: {other}: write "
             f"adapter.train_norms: {str(norms).lower()}"
         )
+
+
+def _check_experts(adapter: Path, kind: str, rank: int, own: AdapterConfig) -> None:
+    """Raise ConfigError unless the recipe has an adapter of this kind and rank on experts."""
+    for key, found, asked in (("experts", kind, own.experts), ("expert_rank", rank, expert_rank(own))):
+        if found != asked:
+            raise ConfigError(
+                f"{adapter} has an adapter on experts with {key} {found} and the recipe adapter.{key}: {asked}: write "
+                f"adapter.{key}: {found}"
+            )
 
 
 def check_engine(config: RunConfig) -> str:
@@ -238,10 +260,12 @@ def settle_qat(config: RunConfig, base: ModelRef, ranks: int = 1) -> RunConfig:
 
 
 def sizes_at(base: ModelRef) -> ModelSizes:
-    """The sizes in the config.json of a base. Raises CheckpointError if it lacks them, and for a mixture of experts."""
+    """The sizes in the config.json of a base. Raises CheckpointError if it lacks them, and for experts of a family that
+    is not trained."""
     folder = local_folder(base.base)
-    check_dense(folder)
-    return sizes_of(read_json(folder / "config.json"), base.base)
+    sizes = sizes_of(read_json(folder / "config.json"), base.base)
+    check_trained_family(sizes.decoder, folder)
+    return sizes
 
 
 def card_of_bytes(memory: int, ranks: int = 1) -> Card:

@@ -19,7 +19,8 @@ from qerl.checkpoint.adapter import (
     save_adapter,
 )
 from qerl.checkpoint.adapter_file import read_adapter
-from qerl.checkpoint.expert_adapter import attach_to_experts_, split_targets
+from qerl.checkpoint.adapter_fit import check_fit, read_fitting_adapter
+from qerl.checkpoint.expert_adapter import attach_to_experts_, linear_targets
 from qerl.checkpoint.load import load_model
 from qerl.errors import CheckpointError, ConfigError
 
@@ -145,15 +146,29 @@ def test_the_file_has_a_copy_of_a_shared_factor_for_each_expert(moe, tmp_path):
     assert torch.equal(b, own[DOWN_B].repeat_interleave(4, 1))
 
 
-def test_targets_name_the_experts_linears_together(moe):
-    model, every = load_model(moe, "bf16"), (*ATTENTION, "gate_proj", "up_proj", "down_proj")
-    assert split_targets(model, every, "shared", 0.0) == (ATTENTION, True)
-    assert split_targets(model, every, "none", 0.1) == (ATTENTION, False)
-    assert split_targets(model, ATTENTION, "per_expert", 0.1) == (ATTENTION, False)
-    for targets, dropout, message in (
-        (("q_proj", "up_proj"), 0.0, "up_proj without the others"),
-        (every, 0.1, "adapter.dropout: 0.1 cannot act on experts"),
-        (("gate_proj", "up_proj", "down_proj"), 0.0, "names no linear of attention"),
+def test_linears_of_experts_are_no_linears_of_the_model(moe, tmp_path):
+    every = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+    assert linear_targets(load_model(moe, "bf16"), every) == ATTENTION
+    mixed = load_model(make_moe(tmp_path / "mixed", mlp_only_layers=[0]), "bf16")
+    assert linear_targets(mixed, every) == every
+    with pytest.raises(ConfigError, match="names no linear of attention"):
+        linear_targets(load_model(moe, "bf16"), every[4:])
+
+
+@pytest.mark.parametrize("kind", ["shared", "per_expert"])
+def test_an_adapter_is_compared_with_its_base(moe, tmp_path, kind):
+    save_adapter(policy(moe, kind), tmp_path / "adapter", str(moe))
+    tensors, _ = read_fitting_adapter(tmp_path / "adapter", str(moe))
+    for change, message in (
+        ({"num_experts": 8}, r"its model.layers.0.mlp.experts.* and the base's (gate_up|down)_proj 8 x"),
+        ({"moe_intermediate_size": 32}, "gate_up_proj 4 x 64 x 64"),
+        ({"num_hidden_layers": 1}, "it has 2 layers and the base 1"),
+        ({"mlp_only_layers": [0]}, r"it has experts\..*_proj in layer 0, and the base does not"),
     ):
-        with pytest.raises(ConfigError, match=message):
-            split_targets(model, targets, "shared", dropout)
+        other = make_moe(tmp_path / next(iter(change)), **{"layers": change.pop("num_hidden_layers", 2), **change})
+        with pytest.raises(CheckpointError, match=message):
+            check_fit(tmp_path / "adapter", tensors, str(other))
+    for factor in "AB":
+        del tensors[f"model.layers.1.mlp.experts.down_proj.lora_{factor}.weight"]
+    with pytest.raises(CheckpointError, match=r"has nothing for experts.down_proj in layer 1"):
+        check_fit(tmp_path / "adapter", tensors, str(moe))

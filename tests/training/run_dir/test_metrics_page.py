@@ -41,13 +41,14 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
-def written(nvfp4_base, tmp_path_factory):
-    """The keys of all runs."""
+def written(nvfp4_base, nvfp4_moe, tmp_path_factory):
+    """The keys of all runs, of which one is on a mixture of experts."""
     keys = set()
     for name, settings in RUNS.items():
         folder = tmp_path_factory.mktemp(name)
         settings = [setting.replace("ROWS", str(folder / "rows.jsonl")) for setting in settings]
-        start(small_config(nvfp4_base, folder, *settings, steps=3), "tiny")
+        base = nvfp4_moe if name == "carried" else nvfp4_base
+        start(small_config(base, folder, *settings, steps=3), "tiny")
         keys.update(key for row in read_metrics(folder / "run") for key in row)
     folder = tmp_path_factory.mktemp("given")
     validated = ("validation.every=1", "validation.split=test", "validation.limit=4", "validation.task=arith")
