@@ -66,9 +66,8 @@ def split(batch: Batch, budget: int, loss_type: str, advantage_only: bool, ranks
     loss_mask = batch.loss_mask_B_T.cpu()
     step_tokens = max(1, int(loss_mask.sum()))
     completion_tokens = batch.completion_mask_B_T.sum(1) * batch.loss_mask_B_T.any(1)
-    groups = _groups(batch, completion_tokens, budget, ranks)
-    if advantage_only:
-        groups = _groups(batch, completion_tokens * (batch.advantages_B != 0), budget, ranks) or groups[:1]
+    with_gradient = completion_tokens * (batch.advantages_B != 0) if advantage_only else completion_tokens
+    groups = _groups(batch, with_gradient, budget, ranks) or _groups(batch, completion_tokens, budget, ranks)[:1]
     micro_batches = []
     for group in groups:
         index = torch.tensor(group)
