@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl.checkpoint.experts import all_experts
 from qerl.checkpoint.verify import LayerCheck
-
-EXPERT = re.compile(r"\.experts\.\d+\.")
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -120,7 +118,7 @@ def _by_layer(entries: list[dict]) -> list[dict]:
     found: dict[str, dict] = {}
     experts: dict[str, list[dict]] = {}
     for entry in entries:
-        name = EXPERT.sub(".experts.*.", entry["name"])
+        name = all_experts(entry["name"])
         found.setdefault(name, entry)
         if name != entry["name"]:
             experts.setdefault(name, []).append(entry)

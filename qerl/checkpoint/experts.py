@@ -115,6 +115,14 @@ class Decoder:
         """(out, in) of an expert's linear with this last part of its name."""
         return (self.hidden, self.width) if leaf == self.family.down else (self.width, self.hidden)
 
+    def shape_in_memory(self, tensor: str) -> tuple[int, int, int] | None:
+        """Of `GATE_UP` or `DOWN`, (experts, out, in); None without experts."""
+        shapes = {
+            GATE_UP: (self.experts, 2 * self.width, self.hidden),
+            DOWN: (self.experts, self.hidden, self.width),
+        }
+        return shapes.get(tensor) if self.has_experts else None
+
     def place_of(self, module: str) -> Place | None:
         """Where in memory the expert's linear with this name in files is; None for a module that is no expert's."""
         found = self.family and _EXPERT.fullmatch(module)
@@ -148,10 +156,8 @@ class Decoder:
             else:
                 parts.setdefault(place.tensor, []).append(name)
         for tensor, names in parts.items():
-            down = tensor.endswith(DOWN)
-            if len(names) == self.experts * (1 if down else 2):
-                rows = (self.hidden, self.width) if down else (2 * self.width, self.hidden)
-                found[tensor] = (self.experts, *rows)
+            if len(names) == self.experts * (1 if tensor.endswith(DOWN) else 2):
+                found[tensor] = self.shape_in_memory(tensor.split(".", 3)[3])
             else:
                 found |= {name: shapes[name] for name in names}
         return found
@@ -160,7 +166,13 @@ class Decoder:
         return name.replace(f".{self.family.block}.", ".mlp.", 1) if self.family else name
 
 
+_NUMBER = re.compile(r"\.experts\.\d+\.")
 _EXPERT = re.compile(r"model\.layers\.(?P<layer>\d+)\.\w+\.experts\.(?P<expert>\d+)\.(?P<leaf>\w+)")
+
+
+def all_experts(module: str) -> str:
+    """What reports call the linears of all experts of a layer together; the module's own name if it is no expert's."""
+    return _NUMBER.sub(".experts.*.", module)
 
 
 def decoder_of(config: Mapping[str, Any], name: str) -> Decoder:

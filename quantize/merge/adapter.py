@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.adapter_file import PEFT_PREFIX
+from qerl.checkpoint.expert_adapter import to_peft
 from qerl.checkpoint.hub import is_hub_id
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.named_base import TINY, TINY_FOLDER, TRAINED_ON, beside, model_of_adapter
@@ -36,9 +37,10 @@ def write_adapter(adapter: Adapter, folder: Path, base_name: str, dtype: torch.d
     """Write the PEFT folder, with `base_name` as its base; `dtype` None keeps each tensor's own. Returns the bytes."""
     from safetensors.torch import save_file
 
-    tensors = {
-        PEFT_PREFIX + name: tensor.to(dtype or tensor.dtype).contiguous() for name, tensor in adapter.tensors.items()
-    }
+    cast = {name: tensor.to(dtype or tensor.dtype) for name, tensor in adapter.tensors.items()}
+    of_experts = {name: tensor for name, tensor in cast.items() if name in adapter.of_experts}
+    cast = {name: tensor for name, tensor in cast.items() if name not in of_experts} | to_peft(of_experts)
+    tensors = {PEFT_PREFIX + name: tensor.contiguous() for name, tensor in cast.items()}
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     mode_by_umask(folder / WEIGHTS)
     write_json(folder / CONFIG, peft_config(adapter, base_name))

@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.activations import INPUT_SCALE
+from qerl.checkpoint.expert_adapter import is_of_experts
+from qerl.checkpoint.experts import Decoder, decoder_of
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
@@ -32,7 +34,10 @@ EMBEDDINGS, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter as `qerl.checkpoint.adapter_file.read_adapter` reads it; tensors have the base's module names."""
+    """A LoRA adapter as `qerl.checkpoint.adapter_file.read_adapter` reads it; tensors have the base's module names.
+
+    Those on experts are one for each layer there; `in_files` gives each linear of the base its own.
+    """
 
     folder: Path
     tensors: Mapping[str, torch.Tensor]
@@ -50,7 +55,34 @@ class Adapter:
 
     @property
     def rank(self) -> int:
-        return max(self.tensors[module + FACTOR_A].shape[0] for module in self.modules)
+        return max(self.tensors[module + FACTOR_A].shape[-2] for module in self.modules)
+
+    @property
+    def of_experts(self) -> dict[str, torch.Tensor]:
+        """Factors on experts by name, as they are read."""
+        return {name: tensor for name, tensor in self.tensors.items() if is_of_experts(name)}
+
+    def in_files(self, decoder: Decoder) -> Adapter:
+        """The same with A and B of each expert's linears, under their names in files; these share the tensors' memory.
+
+        Raises CheckpointError for an adapter on experts of another model.
+        """
+        stacked = self.of_experts
+        linears = [name for layer in decoder.sparse if stacked for each in decoder.experts_of(layer) for name in each]
+        own = {name: tensor for name, tensor in self.tensors.items() if name not in stacked}
+        for module in linears:
+            place, rows = decoder.place_of(module), decoder.shape_of(module.rpartition(".")[2])[0]
+            a, b = (stacked.get(place.tensor + factor) for factor in (FACTOR_A, FACTOR_B))
+            if a is None or b is None or any(each.ndim == 3 and len(each) != decoder.experts for each in (a, b)):
+                raise CheckpointError(
+                    f"{self.folder} has no adapter for {module}, one of {decoder.experts} experts of its layer: give "
+                    "the base that it was trained on as --model"
+                )
+            a, b = (each[place.expert] if each.ndim == 3 else each for each in (a, b))
+            own |= {module + FACTOR_A: a, module + FACTOR_B: b[place.first_row : place.first_row + rows]}
+        if stacked and not linears:
+            raise CheckpointError(f"{self.folder} changes experts, which the base has not: give its base as --model")
+        return replace(self, tensors=own)
 
     def delta(self, module: str, device: torch.device) -> torch.Tensor:
         """s B A of one linear, float32 (out, in)."""
@@ -68,6 +100,11 @@ class Base:
     tensors: dict[str, TensorInfo]
     format: Format
     packed: frozenset[str]
+
+    @property
+    def decoder(self) -> Decoder:
+        """The layout of the layers."""
+        return decoder_of(self.config, self.name)
 
     def dense_shape(self, module: str) -> tuple[int, int]:
         """(out_features, in_features) of a packed linear."""

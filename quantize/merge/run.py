@@ -86,7 +86,7 @@ def _write_adapter(options: MergeOptions, adapter: Adapter, out: Path) -> MergeR
     base = find_base_name(adapter, options.base_name or options.model)
     check_target(out, adapter.folder, options.overwrite, options.force)
     dtype = None if options.dtype == "keep" else getattr(torch, options.dtype)
-    line = serve_adapter_line(out, base, adapter.rank, bool(adapter.norms))
+    line = serve_adapter_line(out, base, adapter.rank, bool(adapter.norms) or bool(adapter.of_experts))
     report = replace(
         _report(options, adapter, out, base, base),
         notes=_adapter_notes(options, adapter, base),
@@ -106,6 +106,11 @@ def _adapter_notes(options: MergeOptions, adapter: Adapter, base: str) -> tuple[
             f"{len(adapter.norms)} norms were trained with the LoRA: PEFT and qerl load them (modules_to_save), vLLM "
             f"refuses such a folder; for vLLM merge to {' or '.join(each.name for each in formats.writable())}, where "
             "norms become part of the model"
+        )
+    if adapter.of_experts:
+        notes.append(
+            "the factors on experts are in the layout of PEFT's target_parameters, which PEFT and qerl load; whether "
+            f"vLLM does was not tried: for vLLM merge to {' or '.join(each.name for each in formats.writable())}"
         )
     named = plain_base(trained_on(base)) or base
     if options.push_to_hub and Path(named).is_dir():

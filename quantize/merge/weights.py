@@ -10,12 +10,13 @@ NVFP4 has about 16 values per block: where s B A is smaller than half a step, ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.activations import read_activations
+from qerl.checkpoint.experts import all_experts
 from qerl.checkpoint.input_scales import with_input_scales
 from qerl.checkpoint.packed import packed_groups, power_of_two_scale_of
 from qerl.checkpoint.reader import TensorReader
@@ -62,9 +63,12 @@ class Sums:
 
 def total(parts: Iterable[Sums]) -> Survival:
     """The survival over all linears."""
-    parts = list(parts)
-    fields = (math.fsum(getattr(part, name) for part in parts) for name in ("dot", "change2", "delta2", "base2"))
-    return Sums("total", *fields).survival()
+    return _added("total", list(parts)).survival()
+
+
+def _added(name: str, parts: Sequence[Sums]) -> Sums:
+    fields = ("dot", "change2", "delta2", "base2")
+    return Sums(name, *(math.fsum(getattr(part, field) for part in parts) for field in fields))
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,7 @@ class Merge:
 
 def plan_merge(base: Base, reference: Base, adapter: Adapter, to: Format) -> Merge:
     """The merge to do. Raises CheckpointError if the adapter does not fit the base."""
+    adapter = adapter.in_files(base.decoder)
     return Merge(base, reference, adapter, merged_source(base, adapter, to))
 
 
@@ -97,7 +102,9 @@ def write_merged(merge: Merge, folder: Path, device: torch.device, track: Callab
                 like.config.get("quantization_config"), source.unquantized()
             )
             earlier = power_of_two_scales(merge.reference, source.format)
-            groups = packed_groups(source, read, device, power_of_two_scale_of(earlier) if earlier else None)
+            # As `qerl quantize` has it for experts, unless the base was quantized in another way.
+            pow2 = earlier or (source.decoder.has_experts and merge.reference.format.name != source.format.name)
+            groups = packed_groups(source, read, device, power_of_two_scale_of(earlier) if pow2 else None)
             groups = with_input_scales(groups, _static_scales(like))
         else:
             groups = ({name: read(name) for name in names} for names in source.groups())
@@ -159,7 +166,15 @@ def _measure(merge: Merge, folder: Path, device: torch.device, track: Callable) 
             base = old.weight(module)
             change = new.weight(module).sub_(base)
             found.append(_sums(module, change, merge.adapter.delta(module, device), base))
-    return found
+    return by_layer_of_experts(found)
+
+
+def by_layer_of_experts(parts: Sequence[Sums]) -> list[Sums]:
+    """The same with one sum for a layer's experts, of which there can be thousands, in place of one for each."""
+    found: dict[str, list[Sums]] = {}
+    for part in parts:
+        found.setdefault(all_experts(part.name), []).append(part)
+    return [_added(name, own) for name, own in found.items()]
 
 
 def _sums(name: str, change: torch.Tensor, delta: torch.Tensor, base: torch.Tensor) -> Sums:
