@@ -21,11 +21,13 @@ class DistillOptions(TrainOptions):
         ),
     ] = None
     section: str | None = "distill"
+    implied: tuple[str, ...] = ("rollout.dynamic_sampling.enabled=false", "loss.kl_coef=0", "loss.entropy_coef=0")
 
 
 def distill(options: DistillOptions) -> None:
     """Let a model learn from a 16-bit teacher on completions that it samples itself, as a recipe says.
 
-    A recipe without the section `distill` gets one with its defaults.
+    A recipe without the section `distill` gets one with its defaults. What is no part of a distillation is left out of
+    any recipe: dynamic sampling, and the KL and entropy terms of the loss.
     """
     train(options)

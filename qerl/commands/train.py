@@ -119,6 +119,7 @@ class TrainOptions:
     )
     teacher: str | None = None  # of `qerl distill`
     section: str | None = None  # that a recipe gets if it has none: of `qerl distill` and `qerl sft`
+    implied: tuple[str, ...] = ()  # settings of such a command, before those that are given
 
 
 def train(options: TrainOptions) -> None:
@@ -137,7 +138,7 @@ def train(options: TrainOptions) -> None:
         raise ConfigError("--accept-changes is about a run that began before: leave it out, or add --resume")
     from qerl.config.recipe import recipe_label
 
-    config = _config(options, options.recipe)
+    config = config_of(options, options.recipe)
     name = recipe_label(options.recipe)
     check_new(config, name, options.gpus or 1)
     if options.gpus is not None and options.gpus > 1 and not options.dry:
@@ -155,11 +156,12 @@ def check_new(config: RunConfig, name: str, gpus: int = 1) -> Path:
     """The directory of a new run of the recipe called `name`. Raises QerlError for what speaks against it, as far as
     that can be known without torch."""
     from qerl.plan.several import check_ranks
-    from training.preflight.checks import check_config
+    from training.preflight.checks import check_calibration, check_config
     from training.run_dir.folder import new_run_dir
 
     run_dir = new_run_dir(config.run.out, name)
     check_config(config)
+    check_calibration(config)
     check_ranks(config, gpus)
     return run_dir
 
@@ -197,11 +199,12 @@ def with_resume_value(arguments: list[str]) -> list[str]:
     )
 
 
-def _config(options: TrainOptions, recipe: str) -> RunConfig:
-    """The recipe, with what the options change of it."""
+def config_of(options: TrainOptions, recipe: str) -> RunConfig:
+    """The recipe, with what the command and the options change of it. Raises ConfigError."""
     from qerl.config.recipe import load_recipe
 
-    overrides = [f"{options.section}={{}}"] * (options.section is not None) + list(options.overrides)
+    own = [f"{options.section}={{}}"] if options.section is not None else []
+    overrides = [*own, *options.implied, *options.overrides]
     if options.columns is not None:
         overrides.append(f"data.columns={{{', '.join(f'{name}: {of!r}' for name, of in options.columns.items())}}}")
     out = options.out and str(options.out)

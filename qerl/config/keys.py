@@ -64,7 +64,7 @@ OTHER_NAMES = {
     **dict.fromkeys(("eval_steps", "eval_strategy", "eval_every", "test_freq", "val_period"), "validation.every"),
     **dict.fromkeys(("eval_on_start", "val_before_train", "val_at_start"), "validation.at_start"),
     **dict.fromkeys(("eval_dataset", "val_files", "val_data"), "validation.source"),
-    **dict.fromkeys(("max_val_samples", "val_max_samples"), "validation.limit"),
+    **dict.fromkeys(("max_val_samples", "val_max_samples", "validation.rows"), "validation.limit"),
     "num_generations_eval": "validation.samples",
     "load_best_model_at_end": "validation.keep_best",
     "metric_for_best_model": "validation.metric",

@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.config.conflict import Conflict, Conflicts
-from qerl.config.quant import WeightQuantConfig
+from qerl.config.quant import PRESETS, WeightQuantConfig
 
 if TYPE_CHECKING:
+    from qerl.config.quant import QuantConfig
     from qerl.config.schema import RunConfig
 
 _HEADROOM_BITS = WeightQuantConfig.model_fields["headroom_bits"].default
@@ -37,8 +38,10 @@ def qat(config: RunConfig) -> Conflicts:
         yield Conflict(
             {"model.format": own, "qat.quant_cfg.weights.format": quant.weights.format},
             "the engine would sample from other weights than those that are trained",
-            f"model.format: {quant.weights.format}, or leave it out",
+            f"model.format: {quant.weights.format}, or {_other_quant(own)}",
         )
+    if quant.activations != "static":
+        yield from _calibrated(quant)
     weights = quant.weights
     if formats.get(weights.format).shared_tensor is None and weights.headroom_bits != _HEADROOM_BITS:
         yield Conflict(
@@ -57,6 +60,23 @@ def qat(config: RunConfig) -> Conflicts:
         )
     yield from _packed_once(config)
     yield from _adapter(config) if config.qat.mode == "adapter" else _whole_weights(config)
+
+
+def _other_quant(format: str) -> str:
+    """What to write beside model.format: the first preset of that format; without one, nothing in its place."""
+    usual = WeightQuantConfig.model_fields["format"].default
+    presets = (n for n, keys in PRESETS.items() if keys.get("weights", {}).get("format", usual) == format)
+    return f"qat.quant_cfg: {preset}" if (preset := next(presets, None)) else "leave it out"
+
+
+def _calibrated(quant: QuantConfig) -> Conflicts:
+    for key, value in quant.calibration:
+        if value != type(quant.calibration).model_fields[key].default:
+            yield Conflict(
+                {f"qat.quant_cfg.calibration.{key}": value, "qat.quant_cfg.activations": quant.activations},
+                "only static scales of activations are calibrated",
+                "qat.quant_cfg.activations: static, or leave calibration out",
+            )
 
 
 def _packed_once(config: RunConfig) -> Conflicts:
@@ -113,6 +133,12 @@ def _whole_weights(config: RunConfig) -> Conflicts:
             {"qat.forward": "masters", "loss.correction.mode": "off"},
             "completions of the packed weights would be taken for those of the masters",
             "loss.correction.mode: token_truncate, or qat.forward: packed",
+        )
+    if config.qat.targets == ():
+        yield Conflict(
+            {"qat.targets": "[]", "qat.mode": "weights"},
+            "no linear would be trained",
+            "qat.targets: null, for all that are packed, or patterns such as ['re:.*mlp.*']",
         )
     for key, write in (("train_norms", "qat.train_norms: true"), ("dropout", "adapter.dropout: 0")):
         if value := getattr(config.adapter, key):

@@ -28,10 +28,23 @@ REPLY = ("completion", "response", "answer", "solution", "output")
 
 def shuffled_rows(data: str, option: str) -> list[Any]:
     """At most MAX_ROWS of its rows. `option` is what names the data. Raises DataError."""
-    rows = [row for _, row in islice(_rows(data, option), MAX_ROWS)]
+    rows = _first_rows(data, option, MAX_ROWS)
+    random.Random(SEED).shuffle(rows)
+    return rows
+
+
+def check_readable(data: str, option: str) -> None:
+    """Raise DataError, which names the `option`, if there is not even a first row."""
+    _first_rows(data, option, 1)
+
+
+def _first_rows(data: str, option: str, most: int) -> list[Any]:
+    try:
+        rows = [row for _, row in islice(_rows(data, option), most)]
+    except DataError as error:
+        raise error if option in str(error) else DataError(f"{option}: {error}") from error
     if not rows:
         raise DataError(f"{option} {data} is empty: give a file with one JSON object per line")
-    random.Random(SEED).shuffle(rows)
     return rows
 
 

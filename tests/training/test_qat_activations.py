@@ -25,6 +25,7 @@ from quantize.export.options import ExportOptions
 from quantize.export.run import export
 from quantize.merge.serve import ONLY_QERL
 from training.policy.packed_policy import PackedPolicy
+from training.preflight.checks import check_calibration
 from training.run import start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -85,8 +86,10 @@ def test_static_scales_come_from_the_rows_and_stay_through_training_and_export(b
 
 def test_a_calibration_that_cannot_be_read_is_refused(base, tmp_path):
     given = ("qat.quant_cfg=nvfp4_w4a4_static", f"qat.quant_cfg.calibration.data={tmp_path}/none.jsonl")
-    with pytest.raises(DataError, match=r"none\.jsonl"):
-        start(small_config(base, tmp_path, *QAT, *given), "static")
+    config = small_config(base, tmp_path, *QAT, *given)
+    for refusing in (check_calibration, lambda config: start(config, "static")):
+        with pytest.raises(DataError, match=r"^qat\.quant_cfg\.calibration\.data: there is no file .*none\.jsonl"):
+            refusing(config)
     assert not (tmp_path / "run" / "base").exists()
 
 

@@ -99,10 +99,10 @@ def check_tokenizers(student: PreTrainedTokenizerBase, teacher: PreTrainedTokeni
     own, theirs = student.get_vocab(), teacher.get_vocab()
     differing = sorted(token for token in own.keys() | theirs.keys() if own.get(token) != theirs.get(token))
     if differing:
-        shown = ", ".join(f"{token!r} is {_number(own, token)} and {_number(theirs, token)}" for token in differing[:2])
+        shown = ", ".join(f"{token!r}: {_number(own, token)} and {_number(theirs, token)}" for token in differing[:2])
         raise ConfigError(
-            f"distill.teacher {name} has another tokenizer than the student: {len(differing)} tokens differ ({shown}): "
-            "take a teacher with the student's tokenizer, mostly one of the same family"
+            f"distill.teacher {name} has another tokenizer than the student: {len(differing)} tokens have another "
+            f"number ({shown}): take a teacher with the student's tokenizer, mostly one of the same family"
         )
     for kind in ("eos_token", "bos_token"):
         if (mine := getattr(student, kind)) != (other := getattr(teacher, kind)):

@@ -14,6 +14,7 @@ from qerl.checkpoint.load import load_model, load_tokenizer
 from qerl.data.sequences import fields_of, shuffled_rows, tokens_of
 from qerl.errors import DataError
 from qerl.formats import BF16
+from training.preflight.checks import CALIBRATION
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,8 +22,6 @@ if TYPE_CHECKING:
     from qerl.checkpoint.source import Source
     from qerl.config.quant import CalibrationConfig, QuantConfig
     from training.rollout.groups import Prompt
-
-KEY = "qat.quant_cfg.calibration.data"
 
 logger = logging.getLogger(__name__)
 
@@ -53,12 +52,12 @@ def calibration_rows(
     """Token ids of up to `rows` rows, of `length` tokens at most each. Raises DataError if none can be used."""
     if calibration.data is None:
         return [list(prompt.ids[: calibration.length]) for prompt in prompts[: calibration.rows]]
-    given = shuffled_rows(calibration.data, KEY)
+    given = shuffled_rows(calibration.data, CALIBRATION)
     usable = [ids[: calibration.length] for row in given if (ids := tokens_of(row, tokenizer))]
     if not usable:
         raise DataError(
-            f"{KEY}: {calibration.data}: none of {len(given)} rows can be used (fields of one: {fields_of(given[0])}): "
-            "a row needs `messages`, `text`, or a question with an answer"
+            f"{CALIBRATION}: {calibration.data}: none of {len(given)} rows can be used (fields of one: "
+            f"{fields_of(given[0])}): a row needs `messages`, `text`, or a question with an answer"
         )
     if len(usable) < calibration.rows:
         logger.info("%s has %d usable rows, fewer than %d", calibration.data, len(usable), calibration.rows)

@@ -28,6 +28,7 @@ from qerl.config.rules import vllm_only
 from qerl.config.rules_experts import check_experts, expert_rank
 from qerl.data.conversations import Source, check_conversations, held_out_source
 from qerl.data.examples import check_source
+from qerl.data.sequences import check_readable
 from qerl.data.sources import naming, sources_of
 from qerl.engine.interface import check_tokens
 from qerl.engine.open import choose_engine
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from qerl.environments.play import Environments
     from training.rollout.groups import Prompt
 
+CALIBRATION = "qat.quant_cfg.calibration.data"
 PLAN_ERROR = 0.10  # the error of a plan, as a share of the limit: measured runs stay within it
 
 logger = logging.getLogger(__name__)
@@ -74,6 +76,12 @@ def check_config(config: RunConfig) -> None:
         with naming(source):
             check_source(task, data.source, data.split, data.columns)
     check_rows(config)
+
+
+def check_calibration(config: RunConfig) -> None:
+    """Raise DataError if a new run cannot read the rows that it is to calibrate its activations on."""
+    if config.qat is not None and (rows := config.qat.quant_cfg.calibration.data) is not None:
+        check_readable(rows, CALIBRATION)
 
 
 def check_conversation_sources(config: RunConfig) -> None:

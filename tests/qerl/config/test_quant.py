@@ -48,8 +48,28 @@ def test_the_model_s_format_is_that_of_what_is_packed(tmp_path):
     file = tmp_path / "fp8.yaml"
     file.write_text("weights: {format: fp8_block}\n")
     assert load_recipe("qat_tiny", [f"qat.quant_cfg={file}"]).model.format == "fp8_block"
-    with pytest.raises(ConfigError, match="or leave it out"):
-        load_recipe("qat_tiny", ["qat.quant_cfg=fp8_block", "model.format=nvfp4"])
+    for format, other in (("nvfp4", "qat.quant_cfg: nvfp4_w4a16"), ("bf16", "leave it out")):
+        with pytest.raises(ConfigError, match=f"write model.format: fp8_block, or {other}$"):
+            load_recipe("qat_tiny", ["qat.quant_cfg=fp8_block", f"model.format={format}"])
+    with pytest.raises(ConfigError, match=r"write model\.format: nvfp4, or qat\.quant_cfg: fp8_block$"):
+        load_recipe("tiny_fp8", ["qat.mode=weights"])
+
+
+CALIBRATED_IN_VAIN = r"only static scales .* write qat\.quant_cfg\.activations: static, or leave"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (["qat.targets=[]"], r"no linear would be trained; write qat\.targets: null, for all that are packed, or patt"),
+        (["qat.quant_cfg.calibration.rows=4"], CALIBRATED_IN_VAIN),
+        (["qat.quant_cfg=nvfp4_w4a4", "qat.quant_cfg.calibration.data=arith"], CALIBRATED_IN_VAIN),
+        (["validation.rows=4"], r"did you mean validation\.limit"),
+    ],
+)
+def test_keys_that_nothing_would_come_of_are_refused(overrides, says):
+    with pytest.raises(ConfigError, match=says):
+        load_recipe("qat_tiny", overrides)
 
 
 def test_a_format_that_is_not_known_is_refused_where_it_is_written():
