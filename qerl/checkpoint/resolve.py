@@ -21,7 +21,7 @@ from qerl import formats
 from qerl.checkpoint.hub import config_folder, is_hub_id
 from qerl.checkpoint.kinds import ModelKind, format_of, kind_of, resting_kind
 from qerl.checkpoint.links import check_links
-from qerl.checkpoint.named_base import TINY, TINY_FOLDER, TINY_TURNS, TINY_TURNS_FOLDER, beside, model_of_adapter
+from qerl.checkpoint.named_base import EMBEDDED, TINY, TINY_FOLDER, beside, model_of_adapter
 from qerl.checkpoint.sealed import CHECKSUMS, adapter_damage, adapters_of_run
 from qerl.checkpoint.shards import read_json, weight_files
 from qerl.checkpoint.shared_scales import check_experts
@@ -81,7 +81,7 @@ def _locate(ref: str) -> tuple[Path, bool]:
                 "`python scripts/models/tiny_checkpoint.py`"
             )
         return TINY_FOLDER, True
-    folder = TINY_TURNS_FOLDER if ref == TINY_TURNS else expanded(ref)
+    folder = EMBEDDED.get(ref) or expanded(ref)
     if os.path.isdir(folder):
         return folder, True
     if os.path.isfile(folder):

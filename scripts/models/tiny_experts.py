@@ -58,14 +58,6 @@ def build_model(seed: int) -> Qwen3MoeForCausalLM:
     return model
 
 
-@torch.no_grad()
-def shares(model: Qwen3MoeForCausalLM, ids: torch.Tensor) -> torch.Tensor:
-    """(layers, experts): the share of the choices that each expert gets, over the tokens of ids (B, T)."""
-    logits = model(input_ids=ids, output_router_logits=True).router_logits
-    chosen = [layer.topk(CHOSEN, dim=-1).indices.flatten() for layer in logits]
-    return torch.stack([torch.bincount(each, minlength=EXPERTS) / len(each) for each in chosen])
-
-
 def main() -> None:
     """Train, measure in both formats, save."""
     args = begin(__doc__, "tiny_experts", steps=1200, rows=64, row="problems")
