@@ -89,28 +89,29 @@ def add_down_(y_rows: torch.Tensor, activation: torch.Tensor, routed: Routed, lo
 
 
 def down_to_h(grad: torch.Tensor, grad_rows: torch.Tensor, routed: Routed, lora: ExpertFactors) -> torch.Tensor:
-    """g (M, rank), the gradient to h. `grad` is dy (T, hidden), `grad_rows` (M, hidden) dy times each row's weight."""
+    """g (M, rank), the gradient to h but for the rows' weights; `grad` is dy (T, hidden), `grad_rows` (M, hidden) its
+    rows."""
     if lora.down_b.dim() == 2:
-        g = (grad @ lora.down_b)[routed.token] * routed.weight_of_rows().mul_(lora.scale)
-        return g.to(grad.dtype)
+        return (grad @ lora.down_b).mul_(lora.scale)[routed.token]
     return grouped_product(grad_rows, lora.down_b, routed.ends).mul_(lora.scale)
 
 
 def down_factors_backward(
     activation: torch.Tensor,
-    grad: tuple[torch.Tensor, torch.Tensor],
+    grads: tuple[torch.Tensor, torch.Tensor],
     h: torch.Tensor,
     g: torch.Tensor,
     routed: Routed,
     lora: ExpertFactors,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(dA, dB) from the activation (M, width), the two gradients of `down_to_h`, h and g."""
-    to_tokens, to_rows = grad
+    """(dA, dB) from the activation (M, width), `grad` and `grad_rows` of `down_to_h`, h and g (M, rank)."""
+    grad, grad_rows = grads
+    weights = routed.weight_of_rows()
     if lora.down_b.dim() == 2:
-        db = product_32(to_tokens.t(), routed.sum_of(h, routed.weights).to(h.dtype))
+        db = product_32(grad.t(), routed.sum_of(h, routed.weights).to(h.dtype))
     else:
-        db = grouped_outer(to_rows, h, routed.ends)
-    return grouped_outer(g, activation, routed.ends), db.mul_(lora.scale)
+        db = grouped_outer(grad_rows, (h * weights).to(h.dtype), routed.ends)
+    return grouped_outer((g * weights).to(g.dtype), activation, routed.ends), db.mul_(lora.scale)
 
 
 def _product(rows: torch.Tensor, factor: torch.Tensor, routed: Routed) -> torch.Tensor:

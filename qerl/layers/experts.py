@@ -132,11 +132,12 @@ class _Experts(torch.autograd.Function):
         grads: list[torch.Tensor] = []
         with torch.autocast(grad.device.type, enabled=False):
             used = None if lora is None else lora.prepared(x.dtype)
-            grad_rows = (grad[routed.token] * routed.weight_of_rows()).to(x.dtype)
+            grad_rows = grad[routed.token]
             activation = grouped_product(grad_rows, weights.down.dense(x.dtype), routed.ends)
             if used is not None:
                 g = expert_lora.down_to_h(grad, grad_rows, routed, used)
                 activation.add_(grouped_product(g, used.down_a, routed.ends))
+            activation.mul_(routed.weight_of_rows())  # each row's weight: here, where rows are narrowest
             # `activation` held its own gradient until here; this call overwrites it with the activation itself.
             grad_inner = kernels_for(x).swiglu_backward_(inner, activation)
             if used is not None:

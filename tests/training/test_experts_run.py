@@ -1,0 +1,108 @@
+"""Runs on a small random mixture of experts: replay, resuming to the bit, carried completions, and what PEFT reads."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from killed import killed_in
+from make_random_checkpoint import end_by_chance
+from small_run import numbers, same_adapters, small_config
+
+import training.trainer
+from qerl.checkpoint.adapter_file import read_adapter
+from qerl.checkpoint.resolve import resolve_model
+from qerl.engine.interface import SamplingParams
+from qerl.engine.open import open_model
+from qerl.engine.options import EngineOptions
+from training.run import resume, start
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+PROMPTS = [[5, 6, 7], [8, 9, 10, 11, 12]]
+FACTORS = ("gate_up_proj.lora_A", "gate_up_proj.lora_B", "down_proj.lora_A", "down_proj.lora_B")
+
+
+@pytest.fixture(scope="module")
+def finished(nvfp4_moe, tmp_path_factory):
+    """A run of 4 steps with shared factors, noise and a KL term."""
+    return start(small_config(nvfp4_moe, tmp_path_factory.mktemp("moe"), "loss.kl_coef=0.1", steps=4), "tiny").run_dir
+
+
+def test_sampler_and_trainer_agree_and_say_what_the_replay_does(finished):
+    rows = numbers(finished)
+    assert max(rows[0]["mismatch_kl"], rows[0]["mismatch/router_changed"]) < 1e-8  # the modules are the same
+    noisy = [row for row in rows if row["noise/sigma"] == 0.05]
+    assert all(row["noise/norms"] == 4 for row in noisy)
+    assert all(row["mismatch_kl"] > 1e-5 for row in noisy)
+    assert all(0 < row["mismatch/router_changed"] < 0.5 for row in noisy)
+    assert ["mismatch/kl_without_replay" in row for row in rows] == [True, False, False, False]
+    assert rows[0]["mismatch/kl_without_replay"] < 1e-8
+    assert rows[0]["kl"] == 0
+    assert rows[-1]["kl"] > 0
+
+
+def test_the_adapter_is_on_attention_and_experts_and_peft_finds_it(finished):
+    tensors, scaling = read_adapter(finished / "adapter")
+    config = json.loads((finished / "adapter" / "adapter_config.json").read_text())
+    assert config["target_parameters"] == ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+    assert scaling == config["lora_alpha"] / config["r"]
+    shapes = [tuple(tensors[f"model.layers.1.mlp.experts.{factor}.weight"].shape) for factor in FACTORS]
+    rank = config["r"]
+    assert shapes == [(rank, 64), (4, 96, rank), (4, rank, 48), (64, rank)]
+    assert all(tensor.any() for name, tensor in tensors.items() if name.endswith(".lora_B.weight"))
+
+
+def test_a_run_that_died_resumes_to_the_same_numbers(finished, nvfp4_moe, tmp_path):
+    config = small_config(nvfp4_moe, tmp_path, "loss.kl_coef=0.1", steps=4)
+    with killed_in(training.trainer.QerlTrainer, "loss_of", 7):
+        start(config, "tiny")
+    result = resume(tmp_path / "run")
+    assert numbers(result.run_dir) == numbers(finished)
+    assert same_adapters(result.adapter, finished / "adapter")
+
+
+def test_carried_completions_keep_their_experts_in_a_checkpoint(nvfp4_moe, tmp_path):
+    base = shutil.copytree(nvfp4_moe, tmp_path / "base")
+    end_by_chance(base, json.loads((base / "config.json").read_text())["vocab_size"], 8)
+    settings = ("rollout.carry_over=2", "run.save_every=1", "adapter.experts=per_expert", "rollout.max_new_tokens=40")
+    whole = start(small_config(base, tmp_path, *settings, steps=4, out="whole"), "tiny").run_dir
+    assert all(row["carry_over/kept_tokens"] for row in numbers(whole)[:3])
+    with killed_in(training.trainer.QerlTrainer, "compute_loss", 4):
+        start(small_config(base, tmp_path, *settings, steps=4), "tiny")
+    assert numbers(resume(tmp_path / "run").run_dir) == numbers(whole)
+    tensors, _ = read_adapter(whole / "adapter")
+    assert tensors["model.layers.0.mlp.experts.down_proj.lora_B.weight"].dim() == 3
+
+
+def test_without_replay_or_without_an_adapter_on_experts(nvfp4_moe, tmp_path):
+    settings = ("rollout.router_replay=false", "adapter.experts=none", "noise.enabled=false")
+    run_dir = start(small_config(nvfp4_moe, tmp_path, *settings, steps=2), "tiny").run_dir
+    assert not any("router" in key or "replay" in key for row in numbers(run_dir) for key in row)
+    assert not any(".experts." in name for name in read_adapter(run_dir / "adapter")[0])
+
+
+def test_an_engine_opens_the_runs_adapter(finished, nvfp4_moe):
+    """As an evaluation does; the oracle is the adapter's effect on the logprobs that the run's own policy gives."""
+    options = EngineOptions(engine="transformers")
+    with_adapter, base = (open_model(resolve_model(str(path)), options) for path in (finished, nvfp4_moe))
+    completions = [done.token_ids for done in with_adapter.generate(PROMPTS, SamplingParams(8), seed=0)]
+    own, other = (torch.tensor(engine.score(PROMPTS, completions)[0]) for engine in (with_adapter, base))
+    assert (own - other).abs().max() > 1e-4
+    for experts in (m for n, m in with_adapter.policy_model().named_modules() if n.endswith("mlp.experts")):
+        experts.adapter = None
+    again = torch.tensor(with_adapter.score(PROMPTS, completions)[0])
+    assert (own - again).abs().max() > 1e-5
+
+
+def test_a_run_starts_from_the_adapter_of_another(finished, nvfp4_moe, tmp_path):
+    from qerl.errors import ConfigError
+
+    config = small_config(finished, tmp_path, "noise.enabled=false", steps=1)
+    assert numbers(start(config, "tiny").run_dir)[0]["mismatch_kl"] < 1e-8
+    for override, message in (
+        ("adapter.experts=per_expert", "experts shared and the recipe adapter.experts: per_expert: write"),
+        ("adapter.expert_rank=3", "write adapter.expert_rank: "),
+        ("adapter.experts=none", "write adapter.experts: shared"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            start(small_config(finished, tmp_path, override, "noise.enabled=false", steps=1, out="other"), "tiny")
