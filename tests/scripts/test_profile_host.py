@@ -7,6 +7,8 @@ import time
 import profile_host
 import pytest
 
+from scripts.bench.host_calls import Recorder
+
 WORK = ("--prompts", "2", "--group", "2", "--prompt-tokens", "40", "--new-tokens", "4", "--rank", "2")
 
 
@@ -24,7 +26,7 @@ def outer(recorder):
 
 def test_calls_are_noted_under_their_callers_and_phases_as_a_whole():
     waits = []
-    recorder = profile_host.Recorder(0.01, lambda: waits.append(None))
+    recorder = Recorder(0.01, lambda: waits.append(None))
     recorder.start()
     outer(recorder)
     recorder.mark(profile_host.STEP_ENDS)
