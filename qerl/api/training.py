@@ -23,7 +23,8 @@ from qerl.api.environments import environment_keys, given_environments
 from qerl.api.recipe import Recipe
 from qerl.api.run import Run
 from qerl.api.sources import brings_prompts, is_sources, sources_of
-from qerl.commands.train import TrainOptions, begin, check_new, find_resumed, go_on
+from qerl.commands.train import begin, check_new, find_resumed, go_on
+from qerl.commands.train_options import TrainOptions
 from qerl.errors import ConfigError
 from qerl.own.given import ROWS, given
 from qerl.tasks import get_task

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from qerl.commands.train import TrainOptions, train
+from qerl.commands.train import train
+from qerl.commands.train_options import TrainOptions
 
 
 @dataclass(frozen=True)

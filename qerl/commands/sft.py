@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from qerl.commands.train import TrainOptions, train
+from qerl.commands.train import train
+from qerl.commands.train_options import TrainOptions
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,16 @@ from qerl.engine.interface import (
 )
 from qerl.engine.recorded import recorded_experts
 from qerl.engine.seeds import request_seed
-from qerl.engine.transformers_sampling import Ended, LogprobRecorder, OwnLimits, filters
+from qerl.engine.transformers_sampling import (
+    Ended,
+    LogprobRecorder,
+    OwnLimits,
+    batches,
+    cut,
+    filters,
+    forked_rng,
+    pad_left,
+)
 from qerl.engine.update import AdapterUpdate, Update, write_update_
 from qerl.engine.waves import converse_in_waves, sample_in_waves
 from qerl.errors import EngineError
@@ -101,8 +110,8 @@ class TransformersEngine:
         completions: dict[int, Completion] = {}
         # All prompts draw from one stream here, which must be another one in each of the calls that share a batch.
         stream = request_seed(seed, first_index) if first_index else seed
-        with _sampling_mode(model), _forked_rng(model.device, stream):
-            for rows in _batches(each, self._batch_size or max(1, len(prompts))):
+        with _sampling_mode(model), forked_rng(model.device, stream):
+            for rows in batches(each, self._batch_size or max(1, len(prompts))):
                 limits = [each[row].max_new_tokens for row in rows]
                 done = self._generate_batch([prompts[row] for row in rows], each[rows[0]], limits)
                 completions.update(zip(rows, done, strict=True))
@@ -171,7 +180,7 @@ class TransformersEngine:
         prompts = [one.prompt for one in requests]
         check_context(prompts, limits, model.config.get_text_config().max_position_embeddings)
         check_tokens(prompts, model.get_input_embeddings().weight.shape[0])
-        with _sampling_mode(model), _forked_rng(model.device, seed):
+        with _sampling_mode(model), forked_rng(model.device, seed):
             return self._generate_batch(prompts, requests[0].sampling, limits, ended)
 
     def _generate_batch(
@@ -187,7 +196,7 @@ class TransformersEngine:
         """
         model = self._open()
         stop = tuple(dict.fromkeys([*self.end_token_ids, *sampling.stop_token_ids]))
-        input_ids, attention_mask = _pad_left(prompts, self._tokenizer.pad_token_id, model.device)
+        input_ids, attention_mask = pad_left(prompts, self._tokenizer.pad_token_id, model.device)
         width = input_ids.shape[1]
         recorder, ended = LogprobRecorder(width), None if told is None else Ended(width, limits, stop, told)
         with recorded_experts(model, self._records_experts) as experts:
@@ -201,7 +210,7 @@ class TransformersEngine:
             new_tokens = sequences[:, width:]
             logprobs = recorder.logprobs(new_tokens)
             rows = zip(new_tokens.tolist(), logprobs.tolist(), limits, strict=True)
-            done = [_cut(tokens[:limit], values[:limit], set(stop)) for tokens, values, limit in rows]
+            done = [cut(tokens[:limit], values[:limit], set(stop)) for tokens, values, limit in rows]
             bounds = [
                 (width - len(prompt), width + len(one.token_ids) - 1) for prompt, one in zip(prompts, done, strict=True)
             ]
@@ -229,7 +238,7 @@ class TransformersEngine:
     def _score_batch(self, rows: list[tuple[Sequence[int], Sequence[int]]], temperature: float) -> list[list[float]]:
         model = self._open()
         joined = [[*prompt, *completion] for prompt, completion in rows]
-        input_ids, attention_mask = _pad_left(joined, self._tokenizer.pad_token_id, model.device)
+        input_ids, attention_mask = pad_left(joined, self._tokenizer.pad_token_id, model.device)
         keep = max(len(completion) for _, completion in rows)
         logits = model(
             input_ids=input_ids,
@@ -274,34 +283,6 @@ def _take_adapter_(model: PreTrainedModel, update: AdapterUpdate) -> int:
     return count
 
 
-def _batches(each: Sequence[SamplingParams], size: int) -> Iterator[list[int]]:
-    """Rows that are sampled together, at most `size`: their parameters differ only in the number of new tokens."""
-    alike: dict[SamplingParams, list[int]] = {}
-    for row, one in enumerate(each):
-        alike.setdefault(replace(one, max_new_tokens=1), []).append(row)
-    for rows in alike.values():
-        yield from (rows[start : start + size] for start in range(0, len(rows), size))
-
-
-def _cut(tokens: list[int], logprobs: list[float], stop: set[int]) -> Completion:
-    """Drop the padding after the first stop token. Without a stop token the completion was truncated."""
-    for index, token in enumerate(tokens):
-        if token in stop:
-            return Completion(tokens[: index + 1], logprobs[: index + 1], "stop")
-    return Completion(tokens, logprobs, "length")
-
-
-def _pad_left(rows: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """(rows, width) token ids and attention mask, int64, padded on the left."""
-    width = max(len(row) for row in rows)
-    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
-    mask = torch.zeros((len(rows), width), dtype=torch.long)
-    for index, row in enumerate(rows):
-        ids[index, width - len(row) :] = torch.tensor(row)
-        mask[index, width - len(row) :] = 1
-    return ids.to(device), mask.to(device)
-
-
 @contextmanager
 def _sampling_mode(model: PreTrainedModel) -> Iterator[None]:
     """Without gradients, in evaluation mode, with autocast as in training; on a CPU weights are unpacked only once."""
@@ -318,14 +299,3 @@ def _sampling_mode(model: PreTrainedModel) -> Iterator[None]:
             yield
         finally:
             model.train(training)
-
-
-@contextmanager
-def _forked_rng(device: torch.device, seed: int | None) -> Iterator[None]:
-    """Sample from `seed` and leave the global generators as they were; None samples from the global ones."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        torch.manual_seed(seed)
-        yield

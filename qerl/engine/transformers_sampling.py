@@ -1,8 +1,10 @@
-"""How the transformers engine samples: the filters, the logprobs that it records, and where a row ends."""
+"""How the transformers engine samples: which rows together, the filters, the logprobs, the end of a row, its seeds."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from transformers import LogitsProcessor
@@ -14,7 +16,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from qerl.engine.interface import SamplingParams
+from qerl.engine.interface import Completion, SamplingParams
 from qerl.errors import EngineError
 
 
@@ -91,3 +93,42 @@ def filters(sampling: SamplingParams) -> list[LogitsProcessor]:
     if sampling.min_p > 0:
         found.append(MinPLogitsWarper(sampling.min_p))
     return found
+
+
+def batches(each: Sequence[SamplingParams], size: int) -> Iterator[list[int]]:
+    """Rows that are sampled together, at most `size`: their parameters differ only in the number of new tokens."""
+    alike: dict[SamplingParams, list[int]] = {}
+    for row, one in enumerate(each):
+        alike.setdefault(replace(one, max_new_tokens=1), []).append(row)
+    for rows in alike.values():
+        yield from (rows[start : start + size] for start in range(0, len(rows), size))
+
+
+def cut(tokens: list[int], logprobs: list[float], stop: set[int]) -> Completion:
+    """Drop the padding after the first stop token. Without a stop token the completion was truncated."""
+    for index, token in enumerate(tokens):
+        if token in stop:
+            return Completion(tokens[: index + 1], logprobs[: index + 1], "stop")
+    return Completion(tokens, logprobs, "length")
+
+
+def pad_left(rows: Sequence[Sequence[int]], pad_id: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, width) token ids and attention mask, int64, padded on the left."""
+    width = max(len(row) for row in rows)
+    ids = torch.full((len(rows), width), pad_id, dtype=torch.long)
+    mask = torch.zeros((len(rows), width), dtype=torch.long)
+    for index, row in enumerate(rows):
+        ids[index, width - len(row) :] = torch.tensor(row)
+        mask[index, width - len(row) :] = 1
+    return ids.to(device), mask.to(device)
+
+
+@contextmanager
+def forked_rng(device: torch.device, seed: int | None) -> Iterator[None]:
+    """Sample from `seed` and leave the global generators as they were; None samples from the global ones."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        torch.manual_seed(seed)
+        yield

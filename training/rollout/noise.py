@@ -31,7 +31,7 @@ from training.rollout.noise_controller import control
 from training.rollout.seeds import derive_seed
 
 if TYPE_CHECKING:
-    from qerl.config.schema import NoiseConfig
+    from qerl.config.noise import NoiseConfig
 
 
 @dataclass(frozen=True)

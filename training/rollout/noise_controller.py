@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from qerl.config.schema import NoiseConfig
+    from qerl.config.noise import NoiseConfig
 
 METRICS = {"entropy": "sampling/entropy", "ess": "correction/ess"}
 LARGEST_CHANGE = math.log(2)  # of log sigma per rollout

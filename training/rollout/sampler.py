@@ -27,7 +27,7 @@ from training.rollout.seeds import derive_seed
 if TYPE_CHECKING:
     import torch
 
-    from qerl.config.schema import NoiseConfig
+    from qerl.config.noise import NoiseConfig
     from training.policy.kv_ranges import KVCalibration
     from training.policy.policy import Policy
     from training.rollout.carry_over import Kept, Pool

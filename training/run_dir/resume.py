@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from torch.optim.lr_scheduler import LambdaLR
 
     from qerl.checkpoint.resolve import ModelRef
-    from qerl.config.schema import NoiseConfig, RunConfig
+    from qerl.config.noise import NoiseConfig
+    from qerl.config.schema import RunConfig
 
 LAST = "last"  # the value of `--resume` if none is given
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qerl.config.schema import NoiseConfig
+from qerl.config.noise import NoiseConfig
 from training.rollout.noise import NoiseSchedule, draw_noise, stage_of, stage_sigmas
 
 SIZES = {"model.layers.0.input_layernorm": 4096, "model.layers.1.input_layernorm": 4096}

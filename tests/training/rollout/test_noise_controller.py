@@ -7,7 +7,7 @@ import pytest
 from killed import killed_in
 from small_run import small_config
 
-from qerl.config.schema import NoiseConfig
+from qerl.config.noise import NoiseConfig
 from training.rollout.noise import NoiseSchedule
 from training.rollout.noise_controller import control
 from training.rollout.sampler import Sampler
