@@ -103,7 +103,7 @@ def _check_length(source: Source, options: QuantizeOptions) -> None:
 
 def _quantize(source: Source, options: QuantizeOptions, staging: Path, out: Path) -> QuantizeReport:
     """Fill the staging folder with everything but the report, and verify it."""
-    if source.format.shared_tensor is not None:
+    if source.format.shared_tensor is not None and (options.method != "rtn" or not source.decoder.has_experts):
         logger.info("loading llm-compressor")
         load_compressor()
     import torch

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.checkpoint.expert_adapter import OF_EXPERTS, is_of_experts
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.resolve import TINY, beside, quantized_from
+from qerl.checkpoint.named_base import EMBEDDED
+from qerl.checkpoint.resolve import beside, quantized_from
 from qerl.checkpoint.shards import read_json
 from qerl.errors import CheckpointError
 from qerl.plan.sizes import ModelSizes, sizes_of
@@ -136,7 +137,7 @@ def _check_layers(adapter: Path, base: str, layers: Mapping[str, set[int]], size
 def _names(model: str) -> set[str]:
     """The names of a model without owner or folder; for a quantized one also the name of the model it was made from."""
     names = [model]
-    if model == TINY or Path(model).is_dir():
+    if model in EMBEDDED or Path(model).is_dir():
         folder = local_folder(model)
         names += [str(folder.resolve()), quantized_from(folder) or model]
     return {_without_suffix(_last_part(name.lower())) for name in names}

@@ -239,6 +239,7 @@ def _load_packed(folder: Path, format: Format, dtype: torch.dtype, trust_remote_
     model = empty_model(folder, dtype, trust_remote_code)
     tensors = read_tensors(folder)
     names = format.quantized_linears(tensors)
+    linears = len(names)
     decoder = decoder_of(read_json(folder / "config.json"), str(folder))
     if decoder.has_experts:
         tensors = fill_experts_(model, decoder, format, tensors, dtype)
@@ -256,7 +257,7 @@ def _load_packed(folder: Path, format: Format, dtype: torch.dtype, trust_remote_
     _fill_(model, tensors, packed, dtype)
     if (folder / "generation_config.json").exists():
         model.generation_config = _generation_config(folder)
-    logger.info("opened %s: %d packed linears, dtype %s", folder, len(names), dtype)
+    logger.info("opened %s: %d packed linears, dtype %s", folder, linears, dtype)
     return model
 
 

@@ -17,6 +17,7 @@ TINY_TURNS_FOLDER = Path(__file__).parents[1] / "tiny_turns"
 TINY_EXPERTS = "tiny_experts"  # a mixture of experts that knows what tiny knows (scripts/models/tiny_experts.py)
 TINY_EXPERTS_FOLDER = Path(__file__).parents[1] / "tiny_experts"
 EMBEDDED = {TINY: TINY_FOLDER, TINY_TURNS: TINY_TURNS_FOLDER, TINY_EXPERTS: TINY_EXPERTS_FOLDER}
+WORDS = {folder: word for word, folder in EMBEDDED.items()}
 TRAINED_ON = "trained_on.json"  # of an adapter's folder that names another model to PEFT (peft_folder.py)
 
 
@@ -35,7 +36,7 @@ def model_of_adapter(folder: Path) -> tuple[str, str | None]:
             raise CheckpointError(
                 f"{folder / TRAINED_ON} names no base and format: write `--model BASE --adapter {folder}`"
             )
-        is_here = trained == TINY or os.path.isdir(expanded(beside(folder, trained)))
+        is_here = trained in EMBEDDED or os.path.isdir(expanded(beside(folder, trained)))
         base = trained if is_here or not named or trained == named else named
     if not base or not isinstance(base, str):
         raise CheckpointError(
@@ -44,13 +45,18 @@ def model_of_adapter(folder: Path) -> tuple[str, str | None]:
     return base, own
 
 
+def embedded_folder(name: str) -> Path:
+    """The folder of an embedded model by its word, and of any other model its own path."""
+    return EMBEDDED.get(name) or Path(name)
+
+
 def beside(owner: Path, base: str) -> str:
     """Find a relative folder `base` that a run or an adapter (`owner`) names.
 
     The folders above the owner are searched from the nearest up, since the current folder may hold another model of
     that name. If it is the current folder that has the base, or none has, the name stays relative.
     """
-    if not Path(base).is_absolute() and base != TINY:
+    if not Path(base).is_absolute() and base not in EMBEDDED:
         for parent in owner.resolve().parents:
             if any((parent / base / name).is_file() for name in ("config.json", "config.yaml", "adapter_config.json")):
                 return base if parent == Path.cwd() else str(parent / base)

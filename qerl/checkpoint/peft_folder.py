@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.checkpoint.hub import HUB_ID
 from qerl.checkpoint.kinds import format_of
-from qerl.checkpoint.named_base import TINY, TINY_FOLDER, TRAINED_ON
+from qerl.checkpoint.named_base import EMBEDDED, TRAINED_ON, embedded_folder
 from qerl.checkpoint.resolve import REPORT, quantized_from
 from qerl.checkpoint.shards import read_json
 from qerl.files.disk import replace_text
@@ -41,7 +41,7 @@ class TrainedOn:
 
 def trained_on(base: str) -> TrainedOn:
     """The base of a run; one that is not a folder here is a 16-bit model of the hub."""
-    folder = TINY_FOLDER if base == TINY else Path(base)
+    folder = embedded_folder(base)
     return TrainedOn(base, (format_of(folder) if folder.is_dir() else formats.BF16).name)
 
 
@@ -50,7 +50,7 @@ def plain_base(base: TrainedOn) -> str | None:
     name = base.base
     if base.quantized:
         name = None if _rescaled(base) else quantized_from(Path(base.base))
-    return str(TINY_FOLDER) if name == TINY else name
+    return name and str(EMBEDDED.get(name, name))
 
 
 def on_hub(name: str | None) -> str | None:

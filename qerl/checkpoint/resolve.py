@@ -21,7 +21,7 @@ from qerl import formats
 from qerl.checkpoint.hub import config_folder, is_hub_id
 from qerl.checkpoint.kinds import ModelKind, format_of, kind_of, resting_kind
 from qerl.checkpoint.links import check_links
-from qerl.checkpoint.named_base import EMBEDDED, TINY, TINY_FOLDER, beside, model_of_adapter
+from qerl.checkpoint.named_base import EMBEDDED, TINY, TINY_FOLDER, WORDS, beside, embedded_folder, model_of_adapter
 from qerl.checkpoint.sealed import CHECKSUMS, adapter_damage, adapters_of_run
 from qerl.checkpoint.shards import read_json, weight_files
 from qerl.checkpoint.shared_scales import check_experts
@@ -121,7 +121,7 @@ def _resolve_base(name: str, folder: Path, load: str) -> ModelRef:
 
 def _quantized_of(name: str, wanted: Format, own: Format) -> ModelRef:
     """The folder that `qerl quantize --model name` makes in the format `wanted`; CheckpointError if it is not there."""
-    model = TINY if Path(name) == TINY_FOLDER else name
+    model = WORDS.get(Path(name), name)
     out = default_quantized_dir(name, wanted)
     if not (out / "config.json").is_file():
         raise CheckpointError(
@@ -139,7 +139,7 @@ def _quantized_of(name: str, wanted: Format, own: Format) -> ModelRef:
 
 def _same_model(source: str, name: str) -> bool:
     """Whether a report's source is the model `name`. If the source folder is gone, an equal folder name is enough."""
-    folders = [TINY_FOLDER if model == TINY else Path(model) for model in (source, name)]
+    folders = [embedded_folder(model) for model in (source, name)]
     if source == name or folders[0].resolve() == folders[1].resolve():
         return True
     return folders[0].is_absolute() and not folders[0].exists() and folders[0].name == folders[1].resolve().name
@@ -218,7 +218,7 @@ def model_under(ref: str) -> str:
         file, base = named
         above.append(file.parent.resolve())
         folder = expanded(base).resolve()
-        if folder in above and base != TINY:
+        if folder in above and base not in EMBEDDED:
             kind = "run" if file.suffix == ".yaml" else "adapter"
             how = f"is the {kind} itself" if folder == above[-1] else "rests on it"
             raise CheckpointError(
@@ -232,7 +232,7 @@ def model_under(ref: str) -> str:
 def _named_base(ref: str) -> tuple[Path, str] | None:
     """If `ref` is a run or an adapter, the file that names its base, and that base; None otherwise."""
     folder = expanded(ref)
-    if ref == TINY or not os.path.isdir(folder):
+    if ref in EMBEDDED or not os.path.isdir(folder):
         return None
     match resting_kind(folder):
         case "run":
@@ -300,7 +300,7 @@ def quantized_from(folder: Path) -> str | None:
 
 def default_quantized_dir(model: str, format: Format = formats.DEFAULT) -> Path:
     """Where `qerl quantize --model M` writes without --out: `checkpoints/<name>-<SCHEME>` under the current folder."""
-    name = TINY if model == TINY else Path(model).expanduser().resolve().name if Path(model).exists() else model
+    name = model if model in EMBEDDED else Path(model).expanduser().resolve().name if Path(model).exists() else model
     return CHECKPOINTS / f"{name.rstrip('/').rsplit('/', 1)[-1]}{format.folder_suffix}"
 
 

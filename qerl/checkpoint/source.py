@@ -21,7 +21,8 @@ from qerl.checkpoint.hub import download_model, is_hub_id
 from qerl.checkpoint.kinds import kind_of
 from qerl.checkpoint.linears import fused, matching
 from qerl.checkpoint.load import COMPUTED
-from qerl.checkpoint.resolve import TINY, TINY_FOLDER, resolve_model
+from qerl.checkpoint.named_base import WORDS
+from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
 from qerl.checkpoint.text_part import NO_GATE, missing_part, text_part
 from qerl.checkpoint.weights_run import export_line, through_quantizer
@@ -135,7 +136,7 @@ def _locate(model: str, trust_remote_code: bool) -> tuple[str, Path]:
     if is_hub_id(ref.base):
         return ref.base, download_model(ref.base, trust_remote_code)
     folder = Path(ref.base)
-    return (TINY if folder == TINY_FOLDER else str(folder.resolve())), folder
+    return WORDS.get(folder, str(folder.resolve())), folder
 
 
 def _check_config(folder: Path, config: dict) -> None:

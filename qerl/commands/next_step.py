@@ -7,8 +7,9 @@ from pathlib import Path
 
 from qerl import formats
 from qerl.checkpoint.kinds import format_of
+from qerl.checkpoint.named_base import WORDS, embedded_folder
 from qerl.checkpoint.output import EXPORT_REPORT, MERGE_REPORT
-from qerl.checkpoint.resolve import REPORT, TINY, TINY_FOLDER, default_quantized_dir, quantized_from
+from qerl.checkpoint.resolve import REPORT, default_quantized_dir, quantized_from
 from qerl.formats.base import Format
 
 DEFAULT_RECIPE = "first_evening"  # for models that no recipe names
@@ -54,11 +55,11 @@ def after_evaluating(base: str, adapter: str | None, format: str) -> str:
 
 def _training(model: str) -> str:
     """`qerl train` on a 16-bit model or a quantized folder; a 16-bit model is quantized first where that is missing."""
-    source = TINY if Path(model) == TINY_FOLDER else quantized_from(Path(model)) or model
+    source = WORDS.get(Path(model)) or quantized_from(Path(model)) or model
     format = _quantized_format(Path(model))
     recipe = _recipe_of(source, format.name)
     made = default_quantized_dir(source, format)
-    named = [] if recipe and model in (source, str(made), str(TINY_FOLDER)) else ["--model", model]
+    named = [] if recipe and model in (source, str(made), str(embedded_folder(source))) else ["--model", model]
     quantized = (Path(model) / REPORT).is_file() or made.exists()
     other = [] if recipe or format is formats.DEFAULT else ["--set", f"model.format={format.name}"]
     return _line("train", "--recipe", recipe or DEFAULT_RECIPE, *named, *other, *([] if quantized else ["--quantize"]))

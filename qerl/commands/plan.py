@@ -181,12 +181,13 @@ def expert_sentences(config: RunConfig, made: Plan) -> list[str]:
     sizes, decoder = made.sizes, made.sizes.decoder
     if not decoder.has_experts:
         return []
+    unit, word = (1e9, "billion") if sizes.active > 5e7 else (1e6, "million")
     adapted = "which get no adapter"
     if adapts_experts(config.adapter):
         how = "with shared outer factors" if config.adapter.experts == "shared" else "each with its own"
         adapted = f"with adapters of rank {expert_rank(config.adapter)} on experts, {how}"
     return [
-        f"Of {sizes.body / 1e9:.1f} billion weights in the layers a token is multiplied by {sizes.active / 1e9:.1f}: "
+        f"Of {sizes.body / unit:.1f} {word} weights in the layers a token is multiplied by {sizes.active / unit:.1f}: "
         f"{decoder.chosen} of {decoder.experts} experts in {len(decoder.sparse)} layers, {adapted}."
     ]
 

@@ -17,7 +17,7 @@ from qerl.checkpoint.adapter_file import PEFT_PREFIX
 from qerl.checkpoint.expert_adapter import to_peft
 from qerl.checkpoint.hub import is_hub_id
 from qerl.checkpoint.load import load_tokenizer
-from qerl.checkpoint.named_base import TINY, TINY_FOLDER, TRAINED_ON, beside, model_of_adapter
+from qerl.checkpoint.named_base import EMBEDDED, TRAINED_ON, beside, model_of_adapter
 from qerl.checkpoint.peft_folder import name_bases_, plain_base, trained_on
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.writer import write_json
@@ -78,8 +78,8 @@ def find_base_name(adapter: Adapter, asked: str | None) -> str:
         name = own and beside(adapter.folder, own)
     if not name:
         raise CheckpointError(f"{adapter.folder / CONFIG} names no base: write `--base-name BASE` (hub id or folder)")
-    if name == TINY:
-        return str(TINY_FOLDER)
+    if name in EMBEDDED:
+        return str(EMBEDDED[name])
     if Path(name).is_dir():
         return str(Path(name).resolve())
     if not is_hub_id(name):

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from qerl.checkpoint.hub import HUB_ID
+from qerl.checkpoint.named_base import EMBEDDED, WORDS
 from qerl.checkpoint.peft_folder import loading, trained_on
-from qerl.checkpoint.resolve import TINY, TINY_FOLDER, quantized_from
+from qerl.checkpoint.resolve import quantized_from
 from qerl.config.saved import read_config
 from qerl.errors import DataError
 from qerl.files.bounded import JSON_BYTES, parse_json, read_text
@@ -59,7 +60,7 @@ def card_text(report: MergeReport, adapter: Path) -> str:
 
 def base_on_hub(base: str) -> str | None:
     """The hub id of a base, or of the model that it was quantized from; None if neither is known."""
-    if base == TINY or Path(base) == TINY_FOLDER:
+    if base in EMBEDDED or Path(base) in WORDS:
         return None
     if Path(base).is_dir():
         source = quantized_from(Path(base))

@@ -11,6 +11,7 @@ from model_folders import hub_snapshot, make_adapter, make_base, make_nvfp4, mak
 
 from qerl.checkpoint import hub
 from qerl.checkpoint import resolve as checkpoint
+from qerl.checkpoint.named_base import EMBEDDED, beside
 from qerl.checkpoint.resolve import (
     ModelRef,
     default_quantized_dir,
@@ -285,3 +286,15 @@ def test_importing_loads_nothing_heavy():
     code = f"import sys, qerl.checkpoint.resolve; print(*{heavy!r} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == ""
+
+
+def test_every_embedded_model_is_found_by_its_word_wherever_a_folder_has_that_name(tmp_path, monkeypatch):
+    """A run that names it is not led to another folder of that name above it."""
+    for word, folder in EMBEDDED.items():
+        (tmp_path / word).mkdir()
+        (tmp_path / word / "config.json").write_text("{}")
+        run = tmp_path / "runs" / word
+        run.mkdir(parents=True)
+        assert beside(run, word) == word
+        monkeypatch.chdir(tmp_path)
+        assert resolve_model(word).path == folder
