@@ -30,6 +30,7 @@ def test_what_a_recipe_asks_of_the_engine_reaches_it():
         engine="vllm",
         dtype="bfloat16",
         trust_remote_code=True,
+        records_experts=True,
         batch_size=config.rollout.prompts_per_step * config.rollout.group_size,
         kernel="marlin",
         memory=0.5,

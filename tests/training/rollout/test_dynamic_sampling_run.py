@@ -108,7 +108,7 @@ def test_time_and_speed_include_all_rollouts(finished):
         assert (row["time/extra_rollouts_s"] > 0) == (row["dynamic_sampling/extra_rollouts"] > 0)
         assert row["time/rollout_s"] + row["time/train_s"] <= row["time/step_s"] * 1.01
         parts = {key: row[key] for key in row if key.startswith("time/") and key not in OVERLAPPING}
-        assert len(parts) == 7
+        assert len(parts) == 8
         assert min(parts.values()) >= 0
         assert sum(parts.values()) == pytest.approx(row["time/step_s"])
         tokens = row["dynamic_sampling/discarded_tokens"] + row["completions/mean_tokens"] * 8
