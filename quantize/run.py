@@ -34,8 +34,8 @@ from qerl.checkpoint.activations import read_activations
 from qerl.checkpoint.input_scales import with_input_scales
 from qerl.checkpoint.output import check_space, check_target, staged_folder
 from qerl.checkpoint.packed import packed_groups, power_of_two_scale_of
+from qerl.checkpoint.quantized_folder import REPORT, default_quantized_dir
 from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.resolve import REPORT, default_quantized_dir
 from qerl.checkpoint.shards import read_tensors
 from qerl.checkpoint.source import Source, read_source
 from qerl.checkpoint.verify import LayerCheck, ReadTensor, check_input_scales, verify

@@ -8,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qerl.checkpoint.resolve import ModelRef, read_json
+from qerl.checkpoint.resolve import ModelRef
+from qerl.checkpoint.shards import read_json
 from qerl.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:

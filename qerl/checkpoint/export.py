@@ -19,9 +19,10 @@ from typing import TYPE_CHECKING
 from qerl.checkpoint.activations import INPUT_SCALE
 from qerl.checkpoint.adapter_fit import A_SUFFIX, B_SUFFIX, check_fit
 from qerl.checkpoint.kinds import format_of
+from qerl.checkpoint.named_base import beside
 from qerl.checkpoint.packed import Tensors, all_finite
 from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.resolve import beside, model_in_recipe, resolve_model
+from qerl.checkpoint.resolve import model_in_recipe, resolve_model
 from qerl.checkpoint.shards import TensorInfo, read_json, read_tensors
 from qerl.checkpoint.source import by_layer
 from qerl.checkpoint.weights_digest import weights_digest

@@ -24,7 +24,7 @@ from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.links import check_links
 from qerl.checkpoint.load_experts import check_trained_family, fill_experts_
 from qerl.checkpoint.named_base import EMBEDDED
-from qerl.checkpoint.resolve import quantize_line
+from qerl.checkpoint.quantized_folder import quantize_line
 from qerl.checkpoint.sandbox import try_tokenizer
 from qerl.checkpoint.shards import DTYPE_BYTES, TensorInfo, read_json, read_tensors
 from qerl.checkpoint.shared_scales import check_experts

@@ -18,7 +18,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from qerl.checkpoint.links import TEMPLATES
-from qerl.checkpoint.resolve import REPORT
+from qerl.checkpoint.quantized_folder import REPORT
 from qerl.checkpoint.sealed import CHECKSUMS
 from qerl.checkpoint.shards import INDEX, read_json
 from qerl.checkpoint.writer import SMALL_FILES

@@ -16,7 +16,7 @@ from qerl import formats
 from qerl.checkpoint.hub import HUB_ID
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.named_base import EMBEDDED, TRAINED_ON, embedded_folder
-from qerl.checkpoint.resolve import REPORT, quantized_from
+from qerl.checkpoint.quantized_folder import REPORT, quantized_from
 from qerl.checkpoint.shards import read_json
 from qerl.files.disk import replace_text
 

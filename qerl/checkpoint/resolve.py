@@ -20,18 +20,17 @@ from pathlib import Path
 from qerl import formats
 from qerl.checkpoint.hub import config_folder, is_hub_id
 from qerl.checkpoint.kinds import ModelKind, format_of, kind_of, resting_kind
-from qerl.checkpoint.links import check_links
 from qerl.checkpoint.named_base import EMBEDDED, TINY, TINY_FOLDER, WORDS, beside, embedded_folder, model_of_adapter
-from qerl.checkpoint.sealed import CHECKSUMS, adapter_damage, adapters_of_run
-from qerl.checkpoint.shards import read_json, weight_files
+from qerl.checkpoint.quantized_folder import CHECKPOINTS, REPORT, default_quantized_dir, quantize_line, quantized_from
+from qerl.checkpoint.saved_adapter import adapter_of_run, whole_adapter
+from qerl.checkpoint.shards import weight_files
 from qerl.checkpoint.shared_scales import check_experts
-from qerl.checkpoint.weights_run import export_line, model_of, through_quantizer, trains_weights
+from qerl.checkpoint.weights_run import model_of, through_quantizer
 from qerl.errors import CheckpointError
 from qerl.files.nearby import close_to, expanded, is_path, no_folder
 from qerl.formats.base import Format
 
-CHECKPOINTS, RUNS = Path("checkpoints"), Path("runs")
-REPORT = "quantize_report.json"
+RUNS = Path("runs")
 
 logger = logging.getLogger(__name__)
 
@@ -162,7 +161,7 @@ def _resolve_run(run: Path, load: str) -> ModelRef:
         raise CheckpointError(
             f"{run} was trained on {base}, which is not here: write `--model BASE --adapter {run}` ({error})"
         ) from error
-    return replace(found, kind="run", path=run, run=run, adapter=_run_adapter(run))
+    return replace(found, kind="run", path=run, run=run, adapter=adapter_of_run(run))
 
 
 def model_in_recipe(run: Path) -> tuple[str, str]:
@@ -205,7 +204,7 @@ def _resolve_adapter(folder: Path, load: str) -> ModelRef:
         ) from error
     if found is None:
         raise CheckpointError(f"the base of {folder} is itself an adapter ({base}): merge that one first")
-    return replace(found, kind="adapter", path=folder, adapter=_checked_adapter(folder))
+    return replace(found, kind="adapter", path=folder, adapter=whole_adapter(folder))
 
 
 def model_under(ref: str) -> str:
@@ -242,31 +241,6 @@ def _named_base(ref: str) -> tuple[Path, str] | None:
     return None
 
 
-def _run_adapter(run: Path) -> Path:
-    """The adapter that a finished run wrote, or else that of its last checkpoint (`checkpoints/step-000040`). Damaged
-    ones are passed over, with a warning."""
-    if trains_weights(run):
-        raise CheckpointError(
-            f"{run} trains whole weights, or has saved nothing yet, and has no adapter: write "
-            f"`{export_line(run)}`, which makes a model of it"
-        )
-    saved, damaged = adapters_of_run(run), []
-    for folder in saved:
-        if damage := adapter_damage(folder):
-            damaged.append(f"{folder.relative_to(run)} is damaged ({damage})")
-            continue
-        for text in damaged:
-            logger.warning("%s: %s; %s is taken instead", run, text, folder.relative_to(run))
-        return _checked_adapter(folder)
-    if damaged:
-        raise CheckpointError(
-            f"{run} has no adapter left that is whole: {', '.join(damaged)}; put the files back, or give another run"
-        )
-    raise CheckpointError(
-        f"{run} has saved no adapter yet: let it reach its first checkpoint, or give another run or its base"
-    )
-
-
 def adapter_folder(ref: str) -> Path:
     """The adapter of `ref`, an adapter folder or a run, whose base need not be on this machine.
 
@@ -275,38 +249,10 @@ def adapter_folder(ref: str) -> Path:
     folder, _ = _locate(ref)
     kind = kind_of(folder)
     if kind == "run":
-        return _run_adapter(folder)
+        return adapter_of_run(folder)
     if kind == "adapter":
-        return _checked_adapter(folder)
+        return whole_adapter(folder)
     raise CheckpointError(f"{ref} is a model, not an adapter: give a folder with adapter_config.json, or a run")
-
-
-def _checked_adapter(folder: Path) -> Path:
-    check_links(folder)
-    if not (folder / "adapter_model.safetensors").is_file():
-        raise CheckpointError(f"{folder} has an adapter_config.json but no adapter_model.safetensors: save it again")
-    if damage := adapter_damage(folder):
-        raise CheckpointError(
-            f"{folder} is damaged ({damage}): give another checkpoint, or the run, whose newest whole adapter is then "
-            f"taken; if you changed the file yourself, delete {CHECKSUMS} there"
-        )
-    return folder
-
-
-def quantized_from(folder: Path) -> str | None:
-    """The model from which a quantized folder was made, according to its report; None if it has no report."""
-    return read_json(folder / REPORT).get("source") if (folder / REPORT).is_file() else None
-
-
-def default_quantized_dir(model: str, format: Format = formats.DEFAULT) -> Path:
-    """Where `qerl quantize --model M` writes without --out: `checkpoints/<name>-<SCHEME>` under the current folder."""
-    name = model if model in EMBEDDED else Path(model).expanduser().resolve().name if Path(model).exists() else model
-    return CHECKPOINTS / f"{name.rstrip('/').rsplit('/', 1)[-1]}{format.folder_suffix}"
-
-
-def quantize_line(model: str, format: Format) -> str:
-    """The command that makes the folder of a model in a quantized format."""
-    return f"qerl quantize --model {model}{'' if format is formats.DEFAULT else f' --scheme {format.name}'}"
 
 
 def newest_model(load: str = "auto") -> ModelRef | None:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl import formats
-from qerl.checkpoint.resolve import ModelRef, beside, quantized_from, resolve_model
+from qerl.checkpoint.named_base import beside
+from qerl.checkpoint.quantized_folder import quantized_from
+from qerl.checkpoint.resolve import ModelRef, resolve_model
 from qerl.checkpoint.weights_run import export_line, trains_weights
 from qerl.errors import CheckpointError, ConfigError
 

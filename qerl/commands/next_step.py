@@ -9,7 +9,7 @@ from qerl import formats
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.named_base import WORDS, embedded_folder
 from qerl.checkpoint.output import EXPORT_REPORT, MERGE_REPORT
-from qerl.checkpoint.resolve import REPORT, default_quantized_dir, quantized_from
+from qerl.checkpoint.quantized_folder import REPORT, default_quantized_dir, quantized_from
 from qerl.formats.base import Format
 
 DEFAULT_RECIPE = "first_evening"  # for models that no recipe names

@@ -194,7 +194,8 @@ def read_sizes(base: str) -> ModelSizes:
     """
     from qerl.checkpoint.load import local_folder
     from qerl.checkpoint.named_base import EMBEDDED
-    from qerl.checkpoint.resolve import model_under, read_json
+    from qerl.checkpoint.resolve import model_under
+    from qerl.checkpoint.shards import read_json
 
     base = model_under(base)
     name = base.rpartition("/")[2].lower()

@@ -25,7 +25,7 @@ from qerl.checkpoint.export import Masters, read_trained, write_trained
 from qerl.checkpoint.kinds import kind_of
 from qerl.checkpoint.output import EXPORT_REPORT, check_space, check_target, staged_folder
 from qerl.checkpoint.publish import check_push, push
-from qerl.checkpoint.resolve import REPORT
+from qerl.checkpoint.quantized_folder import REPORT
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.source import by_layer
 from qerl.checkpoint.weights_run import BASE, checkpoint_of, through_quantizer

@@ -14,7 +14,7 @@ from pathlib import Path
 from qerl.checkpoint.hub import HUB_ID
 from qerl.checkpoint.named_base import EMBEDDED, WORDS
 from qerl.checkpoint.peft_folder import loading, trained_on
-from qerl.checkpoint.resolve import quantized_from
+from qerl.checkpoint.quantized_folder import quantized_from
 from qerl.config.saved import read_config
 from qerl.errors import DataError
 from qerl.files.bounded import JSON_BYTES, parse_json, read_text

@@ -139,7 +139,7 @@ def read_adapter(folder):
 
 def read_written(folder):
     from qerl.checkpoint.output import check_target
-    from qerl.checkpoint.resolve import quantized_from
+    from qerl.checkpoint.quantized_folder import quantized_from
 
     yield lambda: quantized_from(folder / "written")
     yield lambda: check_target(folder / "written", folder / "model", overwrite=True)

@@ -19,8 +19,9 @@ from qerl.checkpoint import sealed
 from qerl.checkpoint.input_scales import with_input_scales
 from qerl.checkpoint.output import check_space
 from qerl.checkpoint.packed import packed_groups, power_of_two_scale_of
+from qerl.checkpoint.quantized_folder import REPORT
 from qerl.checkpoint.reader import TensorReader
-from qerl.checkpoint.resolve import REPORT, ModelRef, resolve_model
+from qerl.checkpoint.resolve import ModelRef, resolve_model
 from qerl.checkpoint.shards import read_json
 from qerl.checkpoint.source import Source, read_source
 from qerl.checkpoint.weights_run import BASE

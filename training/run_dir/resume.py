@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from qerl.checkpoint.load import local_folder
-from qerl.checkpoint.resolve import RUNS, beside
+from qerl.checkpoint.named_base import beside
+from qerl.checkpoint.resolve import RUNS
 from qerl.checkpoint.start import starting_model
 from qerl.checkpoint.weights_digest import weights_digest
 from qerl.checkpoint.weights_run import MODEL

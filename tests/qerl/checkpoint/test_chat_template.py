@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from qerl.checkpoint.chat_template import check_chat_template
-from qerl.checkpoint.resolve import TINY_FOLDER, resolve_model
+from qerl.checkpoint.named_base import TINY_FOLDER
+from qerl.checkpoint.resolve import resolve_model
 from qerl.errors import CheckpointError
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -12,13 +12,8 @@ from model_folders import hub_snapshot, make_adapter, make_base, make_nvfp4, mak
 from qerl.checkpoint import hub
 from qerl.checkpoint import resolve as checkpoint
 from qerl.checkpoint.named_base import EMBEDDED, beside
-from qerl.checkpoint.resolve import (
-    ModelRef,
-    default_quantized_dir,
-    describe,
-    newest_model,
-    resolve_model,
-)
+from qerl.checkpoint.quantized_folder import default_quantized_dir
+from qerl.checkpoint.resolve import ModelRef, describe, newest_model, resolve_model
 from qerl.errors import CheckpointError
 
 

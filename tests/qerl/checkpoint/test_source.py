@@ -6,7 +6,7 @@ import pytest
 from checkpoint_factory import PROJECTIONS, fake_checkpoint, layout_tensors, make_checkpoint
 
 from qerl.checkpoint.linears import matching
-from qerl.checkpoint.resolve import TINY_FOLDER
+from qerl.checkpoint.named_base import TINY_FOLDER
 from qerl.checkpoint.source import read_source
 from qerl.errors import CheckpointError, ConfigError
 

@@ -17,7 +17,8 @@ from qerl import formats
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.kinds import format_of, kind_of
 from qerl.checkpoint.load import load_tokenizer
-from qerl.checkpoint.resolve import TINY_FOLDER, resolve_model
+from qerl.checkpoint.named_base import TINY_FOLDER
+from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.writer import write_weights
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_model

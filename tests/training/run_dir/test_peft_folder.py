@@ -10,7 +10,8 @@ from small_run import small_config
 
 import qerl.checkpoint.resolve
 from qerl.checkpoint.peft_folder import TrainedOn, card_text, plain_base
-from qerl.checkpoint.resolve import REPORT, resolve_model
+from qerl.checkpoint.quantized_folder import REPORT
+from qerl.checkpoint.resolve import resolve_model
 from qerl.errors import CheckpointError
 from training.run import resume, start
 
