@@ -25,7 +25,8 @@ from training.run_dir.checkpoint import write_checkpoint
 from training.run_dir.log import rename
 from training.run_dir.result import settle_best
 from training.run_dir.resume import set_rates_
-from training.step import Objective, StepResult, backward
+from training.step import Objective, backward
+from training.step_result import StepResult
 
 if TYPE_CHECKING:
     from training.loss.batch import Batch

@@ -29,20 +29,19 @@ import torch
 
 from training.loss.advantages import group_advantages
 from training.loss.batch import Batch, LossInputs, padded_batch
-from training.loss.correction import Mismatch, importance_weights
-from training.loss.micro_batches import Metrics, MicroBatch, merge_metrics, row_metrics, split
-from training.loss.unreplayed import COMPARED_EVERY, unreplayed, unreplayed_metrics
+from training.loss.correction import importance_weights
+from training.loss.micro_batches import Metrics, MicroBatch, split
+from training.loss.unreplayed import COMPARED_EVERY, unreplayed
 from training.policy.train_memory import make_gradients_, training_memory
-from training.ranks import dealt, largest, merged_grades, merged_rollouts, sum_gradients_
+from training.ranks import dealt, merged_grades, merged_rollouts, sum_gradients_
 from training.rewards.grading import Graded, reward_metrics, source_metrics
 from training.rollout.dynamic_sampling import extra_order, fill_batch
 from training.rollout.metrics import length_metrics, logged_means, logged_means_by_groups, sampled_metrics
 from training.rollout.sampler import Moment, Rollout, rollout_metrics
 from training.rollout.seeds import derive_seed
+from training.step_result import Queued, StepResult, done_of, step_result
 
 if TYPE_CHECKING:
-    from qerl.config.schema import CorrectionConfig
-    from qerl.layers.routing import Replay
     from training.parts import Parts, TrainingParts
     from training.policy.packing import PackedRow
     from training.rollout.groups import GradedGroup, Prompt
@@ -73,37 +72,6 @@ class Collected:
         groups = [graded.group for graded in self.groups]
         prompts = sum(len(group.prompt_of(sample)) for group in groups for sample in group.samples)
         return prompts + sum(group.tokens for group in groups)
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """The loss of a step (a number without a graph), its metrics, and how far the sampler was from the policy."""
-
-    loss: torch.Tensor
-    metrics: dict[str, float]
-    mismatch: Mismatch
-
-
-class Queued(NamedTuple):
-    """What the GPU was asked to compute of one micro-batch; `index` is its place in the step."""
-
-    index: int
-    loss: torch.Tensor
-    metrics: Metrics
-    old: torch.Tensor  # logprobs before the first update
-    replay: Replay | None = None
-    unreplayed: torch.Tensor | None = None  # logprobs with experts of the trainer's choice
-
-
-@dataclass(frozen=True)
-class Done:
-    """What came out, in numbers that the ranks can send each other."""
-
-    index: int
-    loss: float
-    metrics: Metrics
-    mismatch: Mismatch
-    unreplayed: Mismatch | None = None
 
 
 def collect(parts: Parts, prompts: Sequence[Prompt], moment: Moment) -> Collected:
@@ -193,11 +161,8 @@ def grade(parts: Parts, rollout: Rollout, moment: Moment) -> Graded:
 
 def score(parts: Parts, batch: Batch) -> Batch:
     """The batch with the logprobs that its loss compares with: before the first update, and of the reference."""
-    loss, tokens = (
-        parts.config.loss,
-        (*batch.tokens(), batch.loss_mask_B_T, *([batch.experts] if batch.experts else [])),
-    )
-    old = reference = None
+    loss, old, reference = parts.config.loss, None, None
+    tokens = (*batch.tokens(), batch.loss_mask_B_T, *([batch.experts] if batch.experts else []))
     with parts.times.phase("forward"):
         if loss.num_iterations > 1:  # with one update per rollout they equal the current ones
             old = _score(parts, tokens)
@@ -248,45 +213,8 @@ def backward(
             sum_gradients_(parts.policy.replicas(), parallel)
     planned = {"memory/train_planned_gib": parts.packed.planned / 2**30} if parts.packed.planned else {}
     # Counting waits for the GPU, so it comes only now.
-    done = [_done(micro_batches[each.index], config.correction, each) for each in found]
-    return _result(parts, batch, micro_batches, parallel.gather((done, {**memory.metrics, **planned})))
-
-
-def _done(micro_batch: MicroBatch, config: CorrectionConfig, queued: Queued) -> Done:
-    rows, mismatch = micro_batch.rows, Mismatch()
-    if rows.sampling_logprobs_B_T is not None:
-        mismatch.add(queued.old, rows.sampling_logprobs_B_T, rows.loss_mask_B_T, config)
-    if queued.replay is not None:
-        mismatch.add_replay(queued.replay)
-    other = None
-    if queued.unreplayed is not None:
-        other = Mismatch()
-        other.add(queued.unreplayed, rows.sampling_logprobs_B_T, rows.loss_mask_B_T, config)
-    return Done(queued.index, queued.loss.item(), queued.metrics, mismatch, other)
-
-
-def _result(
-    parts: TrainingParts,
-    batch: Batch,
-    micro_batches: Sequence[MicroBatch],
-    of_ranks: Sequence[tuple[list[Done], dict[str, float]]],
-) -> StepResult:
-    """The same on every rank: what was measured is counted in the order of the micro-batches."""
-    config, total, mismatch = parts.config.loss, torch.zeros((), device=parts.packed.device), Mismatch()
-    in_order = sorted((each for done, _ in of_ranks for each in done), key=lambda each: each.index)
-    for each in in_order:
-        total += each.loss
-        mismatch.merge(each.mismatch)
-    of_losses = [(micro_batches[each.index], each.metrics) for each in in_order]
-    metrics = merge_metrics(of_losses, row_metrics(config.type, config.level))
-    memory = largest([measured for _, measured in of_ranks])
-    if batch.sampling_logprobs_B_T is not None:
-        metrics["completions/trained_share"] = sum(len(each.rows) for each in micro_batches) / len(batch)
-    return StepResult(
-        total,
-        {**metrics, **memory, **unreplayed_metrics([(each.mismatch, each.unreplayed) for each in in_order])},
-        mismatch,
-    )
+    done = [done_of(micro_batches[each.index], config.correction, each) for each in found]
+    return step_result(parts, batch, micro_batches, parallel.gather((done, {**memory.metrics, **planned})))
 
 
 def teach(parts: TrainingParts, row: PackedRow) -> torch.Tensor | None:

@@ -9,23 +9,18 @@ from __future__ import annotations
 
 import importlib.util
 import logging
-import math
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.checkpoint.adapter_file import read_adapter
-from qerl.checkpoint.adapter_fit import A_SUFFIX, check_fit, is_block_norm
 from qerl.checkpoint.chat_template import check_switches
-from qerl.checkpoint.expert_adapter import OF_EXPERTS, describe, is_of_experts
-from qerl.checkpoint.linears import PROJECTIONS
 from qerl.checkpoint.load import load_tokenizer, local_folder
 from qerl.checkpoint.load_experts import check_trained_family
 from qerl.checkpoint.shards import read_json
 from qerl.config.rules import vllm_only
-from qerl.config.rules_experts import check_experts, expert_rank
+from qerl.config.rules_experts import check_experts
 from qerl.data.conversations import Source, check_conversations, held_out_source
 from qerl.data.examples import check_source
 from qerl.data.sequences import check_readable
@@ -43,17 +38,17 @@ from qerl.plan.trained import trained_linears, trains_masters
 from qerl.tasks import task_of
 from qerl.tasks.own_grader import check_grader
 from training.preflight.trackers import check_trackers
+from training.preflight.warm_start import check_warm_start
 from training.rewards.rewards import check_rewards, fixed_columns
 from training.run_dir.checkpoint import checkpoints
 from training.run_dir.resume import base_to_resume, config_to_resume
 from training.validation.questions import check_rows
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PreTrainedTokenizerBase
 
     from qerl.checkpoint.resolve import ModelRef
-    from qerl.config.schema import AdapterConfig, RunConfig
+    from qerl.config.schema import RunConfig
     from qerl.environments.play import Environments
     from training.rollout.groups import Prompt
 
@@ -168,59 +163,6 @@ def check_trained(config: RunConfig, sizes: ModelSizes) -> None:
             f"adapter.rank {config.adapter.rank} is more than any linear of this model can have: write adapter.rank: "
             f"{width} or less"
         )
-
-
-def check_warm_start(adapter: Path, base: str, own: AdapterConfig) -> None:
-    """Raise ConfigError if the adapter contradicts the recipe's `own`, CheckpointError if it has another base."""
-    tensors, scaling = read_adapter(adapter)
-    check_fit(adapter, tensors, base)
-    _check_places(adapter, tensors, own)
-    rank, scale = own.rank, own.alpha / own.rank
-    factors = [name for name in tensors if name.endswith(A_SUFFIX) and not is_of_experts(name)]
-    ranks = {tensors[name].shape[0] for name in factors}
-    if ranks != {rank}:
-        found = " and ".join(map(str, sorted(ranks)))
-        raise ConfigError(
-            f"{adapter} has rank {found} and the recipe adapter.rank {rank}: write adapter.rank: {found} and "
-            f"adapter.alpha: {scaling * max(ranks, default=rank):g}"
-        )
-    if not math.isclose(scaling, scale):
-        raise ConfigError(
-            f"{adapter} was trained with alpha / rank {scaling:g} and would act with the recipe's {scale:g}: write "
-            f"adapter.alpha: {scaling * rank:g}"
-        )
-
-
-def _check_places(adapter: Path, tensors: Mapping[str, torch.Tensor], own: AdapterConfig) -> None:
-    """Raise ConfigError unless the adapter changes the linears and norms that the recipe trains."""
-    factors = [name for name in tensors if name.endswith(A_SUFFIX) and not is_of_experts(name)]
-    leaves = {name.removesuffix(A_SUFFIX).rpartition(".")[2] for name in factors}
-    kind, rank = describe(tensors)
-    if rank:
-        leaves |= set(OF_EXPERTS)
-        _check_experts(adapter, kind, rank, own)
-    if leaves != set(own.targets) and not (own.experts == "none" and leaves == set(own.targets) - set(OF_EXPERTS)):
-        found = ", ".join([name for name in PROJECTIONS if name in leaves] + sorted(leaves - set(PROJECTIONS)))
-        raise ConfigError(
-            f"{adapter} adapts {found} and the recipe's adapter.targets are {', '.join(own.targets)}: write "
-            f"adapter.targets: [{found}]"
-        )
-    if (norms := any(map(is_block_norm, tensors))) != own.train_norms:
-        has, other = ("", "false") if norms else ("no ", "true")
-        raise ConfigError(
-            f"{adapter} has {has}trained norms and the recipe adapter.train_norms: {other}: write "
-            f"adapter.train_norms: {str(norms).lower()}"
-        )
-
-
-def _check_experts(adapter: Path, kind: str, rank: int, own: AdapterConfig) -> None:
-    """Raise ConfigError unless the recipe has an adapter of this kind and rank on experts."""
-    for key, found, asked in (("experts", kind, own.experts), ("expert_rank", rank, expert_rank(own))):
-        if found != asked:
-            raise ConfigError(
-                f"{adapter} has an adapter on experts with {key} {found} and the recipe adapter.{key}: {asked}: write "
-                f"adapter.{key}: {found}"
-            )
 
 
 def check_engine(config: RunConfig) -> str:
