@@ -31,6 +31,7 @@ class Format:
     bytes_per_weight: float  # of a linear, with its scales
     tensors: tuple[str, ...] = ()  # that a packed linear has in a file in place of `weight`; () if not quantized
     shared_tensor: str | None = None  # the one of these that must be equal in linears that an engine fuses
+    block_rows: int = 1  # of a weight, that have a scale in common
     layout: str | None = None  # `quantization_config.format` of config.json
     scheme: str | None = None  # llm-compressor's name for what `qerl quantize` does; None: it does not make this format
     scales: str | None = None  # the kind that is written, where there are several

@@ -174,7 +174,10 @@ def dequantize(
 def dequantize_unchecked(
     packed: torch.Tensor, block_scale: torch.Tensor, global_scale: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
-    """`dequantize` without the checks, which would cost too much in a forward pass."""
+    """`dequantize` without the checks, which would cost too much in a forward pass.
+
+    The global scale may be (out, 1): one for each row, where experts stand one below the other.
+    """
     pairs = _byte_table(packed.device).index_select(0, packed.flatten().to(torch.int32)).view(torch.float32)
     scale = block_scale.to(torch.float32) / global_scale
     blocks = pairs.view(*block_scale.shape, BLOCK).mul_(scale.unsqueeze(-1))

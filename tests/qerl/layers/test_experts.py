@@ -63,11 +63,14 @@ def test_an_expert_that_no_token_goes_to_has_no_gradient():
         assert used.tolist() == [True, False, False, False, True]
 
 
-@pytest.mark.parametrize("format", [NVFP4, FP8_BLOCK], ids=lambda format: format.name)
-def test_packed_experts_are_the_linears_of_their_format(format):
-    size = 16 if format is NVFP4 else 128
-    weights, expected = ExpertWeights(format, (2, 2 * size, size), parts=2), []
-    for expert in range(2):
+@pytest.mark.parametrize("at_once", [1, 2, 3], ids="{} at once".format)
+@pytest.mark.parametrize(
+    ("format", "size"), [(NVFP4, 16), (FP8_BLOCK, 128)], ids=lambda value: getattr(value, "name", "")
+)
+def test_packed_experts_are_the_linears_of_their_format(format, size, at_once, monkeypatch):
+    monkeypatch.setattr("qerl.formats.experts.CPU_PIECE", at_once * 2 * size * size)
+    weights, expected = ExpertWeights(format, (3, 2 * size, size), parts=2), []
+    for expert in range(3):
         halves = [(expert + 1) * torch.randn(size, size) for _ in range(2)]
         stored = format.quantize(halves)
         expected.append(torch.cat([format.dequantize(tensors, torch.float32) for tensors in stored]))
@@ -83,7 +86,16 @@ def test_packed_experts_are_the_linears_of_their_format(format):
         assert torch.equal(weights.get_buffer(name).view(torch.uint8), tensor.view(torch.uint8))
     with cached_weights(nn.ModuleList([weights])) as cache:
         assert weights.dense(torch.float32) is weights.dense(torch.float32)
-        assert cache.bytes == 2 * 2 * size * size * 4
+        assert cache.bytes == 3 * 2 * size * size * 4
+
+
+def test_experts_whose_blocks_of_rows_are_cut_off_are_decoded_one_by_one():
+    matrices = [10.0**expert * torch.randn(192, 128) for expert in range(2)]  # one and a half blocks of rows
+    weights = ExpertWeights(FP8_BLOCK, (2, 192, 128))
+    for expert, matrix in enumerate(matrices):
+        for name, tensor in FP8_BLOCK.quantize([matrix])[0].items():
+            weights.write_(name, expert, 0, tensor)
+    assert difference(weights.dense(torch.float32).double(), torch.stack(matrices).double()) < 0.05
 
 
 def block(chosen=2, normalises=True, format=BF16):
