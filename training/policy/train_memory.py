@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -149,7 +150,7 @@ def growing_segments() -> Iterator[None]:
 
     Each size would otherwise get blocks of its own, which torch keeps: with prompts of varied length one step of a 7B
     took twice the memory that it needed. It is off outside, since vLLM's memory pools, which a sleeping engine gives
-    back, cannot be made of such pages.
+    back, cannot be made of such pages; unless the user has it on, which vLLM minds by itself.
     """
     if not torch.cuda.is_available():
         yield
@@ -158,7 +159,9 @@ def growing_segments() -> Iterator[None]:
     try:
         yield
     finally:
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:False,large_segment_size_mb:20")
+        ordinary = "expandable_segments:False,large_segment_size_mb:20"  # torch keeps these two until they are named
+        of_user = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF")
+        torch._C._accelerator_setAllocatorSettings(f"{ordinary},{of_user}" if of_user else ordinary)
 
 
 def make_gradients_(parameters: Iterable[torch.nn.Parameter]) -> None:

@@ -105,6 +105,28 @@ def test_a_run_on_a_cpu_logs_no_memory(nvfp4_base, tmp_path):
     assert not [key for key in row if key.startswith("memory/")]
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+@pytest.mark.parametrize("own", ["", "max_split_size_mb:64,expandable_segments:True"])
+def test_after_training_torch_allocates_as_the_user_has_set(monkeypatch, name, own):
+    set_, given = torch._C._accelerator_setAllocatorSettings, []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", lambda line: (given.append(line), set_(line)))
+    monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+    monkeypatch.setenv(name, own)
+    with growing_segments():
+        inside = _last_of(given[-1])
+    after = _last_of(given[-1])
+    set_("expandable_segments:False,large_segment_size_mb:20")
+    assert inside["expandable_segments"] == "True"
+    assert after.pop("large_segment_size_mb") == "20"
+    assert after == ({"expandable_segments": "False"} if not own else _last_of(own))
+
+
+def _last_of(line):
+    """The settings of a line as torch reads it: the last one of a name counts."""
+    return dict(pair.split(":") for pair in line.split(","))
+
+
 @pytest.mark.gpu
 def test_micro_batches_of_varied_size_leave_no_gaps():
     """Not yet run since it was written; the same allocations were, on an H200 with torch 2.11 (2026-11-22)."""
