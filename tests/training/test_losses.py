@@ -261,3 +261,16 @@ def test_a_further_update_keeps_the_logprobs_from_before_the_first(nvfp4_base, t
                 torch.testing.assert_close(old, seen[first][ids][0], rtol=0, atol=1e-5)
             moved = max((now - seen[first][ids][0]).abs().max() for ids, (now, _) in seen[later].items())
             assert moved == 0 if later == first else moved > 1e-3
+
+
+def test_old_logprobs_are_those_of_the_policy_without_dropout(nvfp4_base, tmp_path):
+    """The engine samples without dropout, and ranks that score different rows must not draw random numbers for it."""
+    settings = ("adapter.dropout=0.5", "loss.num_iterations=2", "run.save_every=2")
+    trainer = build_trainer(small_config(nvfp4_base, tmp_path, *settings), tmp_path)
+    batch, random_state = batch_of(None, None), torch.get_rng_state()
+    old = training.step.score(trainer.parts, batch).old_logprobs_B_T
+    assert torch.equal(torch.get_rng_state(), random_state)
+    assert trainer.model.training
+    assert (scores(trainer) - old).abs().max() > 1e-3  # the forward pass that trains has dropout
+    trainer.model.eval()
+    torch.testing.assert_close(old, scores(trainer).detach(), rtol=0, atol=1e-5)

@@ -100,16 +100,20 @@ class PackedPolicy:
         experts: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
         """Logprobs, float32 (B, C), of any number of rows (B, L + C), a micro-batch's tokens at a time; 0 where
-        `loss_mask` (B, C) is. `experts` are those of `Batch`."""
+        `loss_mask` (B, C) is. `experts` are those of `Batch`.
+
+        They are those of the policy that samples: without dropout.
+        """
         width = loss_mask.shape[1]
         results = torch.zeros(len(input_ids), width, device=self.device)
         completions = (attention_mask[:, -width:].sum(1) * loss_mask.any(1)).tolist()
         lengths = row_lengths(input_ids[:, :-width], attention_mask[:, :-width], completions)
-        for group in split_by_tokens(lengths, self._plan.micro_batch_tokens):
-            rows = torch.tensor(group)
-            own = None if experts is None else [experts[row] for row in group]
-            packed = pack(input_ids[rows], attention_mask[rows], width, self.device, loss_mask[rows], own)
-            results[rows.to(self.device)] = self.logprobs(packed, (len(group), width))[0]
+        with _without_dropout(self._model):
+            for group in split_by_tokens(lengths, self._plan.micro_batch_tokens):
+                rows = torch.tensor(group)
+                own = None if experts is None else [experts[row] for row in group]
+                packed = pack(input_ids[rows], attention_mask[rows], width, self.device, loss_mask[rows], own)
+                results[rows.to(self.device)] = self.logprobs(packed, (len(group), width))[0]
         return results
 
     def _recompute_in(self, tokens: int) -> None:
@@ -122,3 +126,13 @@ class PackedPolicy:
         """The adapter's factors are float32; on a GPU their products run in bfloat16."""
         on_gpu = self.device.type == "cuda"
         return torch.autocast(self.device.type, torch.bfloat16, enabled=on_gpu and self._model.dtype == torch.bfloat16)
+
+
+@contextmanager
+def _without_dropout(model: PreTrainedModel) -> Iterator[None]:
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

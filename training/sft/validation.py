@@ -32,18 +32,13 @@ def _share(parts: SftParts, stop: Stop) -> tuple[float, int] | None:
     """The summed loss of this rank's rows, and their learned tokens; None if a signal came meanwhile."""
     rows = parts.rows.held_out
     own = sorted(rows[parts.parallel.span(len(rows))], key=lambda row: -len(row.ids))
-    size, model = parts.config.sft.rows_per_step, parts.policy.model
-    was_training = model.training
-    model.eval()
+    size = parts.config.sft.rows_per_step
     total, tokens = 0.0, 0
-    try:
-        for start in range(0, len(own), size):
-            if stop.asked is not None:
-                return None
-            batch = batch_of(own[start : start + size], parts.tokenizer.pad_token_id)
-            logprobs_B_T = parts.packed.score(*batch.tokens(), batch.loss_mask_B_T)
-            total -= logprobs_B_T.double().sum().item()  # 0 where nothing is learned
-            tokens += int(batch.loss_mask_B_T.sum())
-    finally:
-        model.train(was_training)
+    for start in range(0, len(own), size):
+        if stop.asked is not None:
+            return None
+        batch = batch_of(own[start : start + size], parts.tokenizer.pad_token_id)
+        logprobs_B_T = parts.packed.score(*batch.tokens(), batch.loss_mask_B_T)
+        total -= logprobs_B_T.double().sum().item()  # 0 where nothing is learned
+        tokens += int(batch.loss_mask_B_T.sum())
     return total, tokens
