@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from qerl.checkpoint.experts import DOWN, GATE_UP, Decoder
+from qerl.checkpoint.experts import DOWN, GATE_UP, Decoder, Place
 from qerl.checkpoint.reader import TensorReader
 from qerl.errors import CheckpointError
 
@@ -44,36 +44,51 @@ def fill_experts_(
     fit config.json.
     """
     weights = _place_(model, decoder, format, dtype)
-    places = {name: decoder.place_of(name.rpartition(".")[0]) for name in tensors}
-    own = {name: place for name, place in places.items() if place is not None}
-    _check_complete(decoder, format, set(own), next(iter(tensors.values())).file.parent)
+    own = check_complete(decoder, format, tensors)
     with TensorReader({name: tensors[name] for name in own}) as read:
         for name, place in own.items():
             weights[place.tensor].write_(name.rpartition(".")[2], place.expert, place.first_row, read(name))
     return {name: info for name, info in tensors.items() if name not in own}
 
 
+def place_blocks_(model: nn.Module, decoder: Decoder, weights: Mapping[str, nn.Module]) -> None:
+    """Put our blocks in place of the model's; `weights` are those of the experts by their full names in memory."""
+    from qerl.layers.experts import ExpertBlock, Experts
+
+    for number, layer in enumerate(decoder.sparse):
+        inside = f"model.layers.{layer}"
+        router = model.get_submodule(f"{inside}.mlp.gate")
+        experts = Experts(weights[f"{inside}.{GATE_UP}"], weights[f"{inside}.{DOWN}"])
+        block = ExpertBlock(router, experts, decoder.chosen, decoder.normalises, number)
+        model.set_submodule(f"{inside}.mlp", block)
+    model.config.output_router_logits = False  # transformers would read them from its own routers, for a loss of theirs
+
+
 def _place_(model: nn.Module, decoder: Decoder, format: Format, dtype: torch.dtype) -> dict[str, ExpertWeights]:
     """Our blocks in place of the model's, with empty weights, which are returned by their full names in memory."""
     from qerl.formats.experts import ExpertWeights
-    from qerl.layers.experts import ExpertBlock, Experts
 
-    shapes = {
-        GATE_UP: (decoder.experts, 2 * decoder.width, decoder.hidden),
-        DOWN: (decoder.experts, decoder.hidden, decoder.width),
+    placed = {
+        f"model.layers.{layer}.{name}": ExpertWeights(format, decoder.shape_in_memory(name), "cpu", dtype, parts)
+        for layer in decoder.sparse
+        for name, parts in PARTS.items()
     }
-    placed = {}
-    for number, layer in enumerate(decoder.sparse):
-        own = {name: ExpertWeights(format, shapes[name], "cpu", dtype, parts) for name, parts in PARTS.items()}
-        placed |= {f"model.layers.{layer}.{name}": weights for name, weights in own.items()}
-        router = model.get_submodule(f"model.layers.{layer}.mlp.gate")
-        block = ExpertBlock(router, Experts(own[GATE_UP], own[DOWN]), decoder.chosen, decoder.normalises, number)
-        model.set_submodule(f"model.layers.{layer}.mlp", block)
-    model.config.output_router_logits = False  # transformers would read them from its own routers, for a loss of theirs
+    place_blocks_(model, decoder, placed)
     return placed
 
 
-def _check_complete(decoder: Decoder, format: Format, names: set[str], folder: Path) -> None:
+def check_complete(decoder: Decoder, format: Format, tensors: Mapping[str, TensorInfo]) -> dict[str, Place]:
+    """The experts' tensors among a checkpoint's, with the place in memory of each.
+
+    Raises CheckpointError if one that config.json describes is missing, and for more of them.
+    """
+    places = {name: decoder.place_of(name.rpartition(".")[0]) for name in tensors}
+    own = {name: place for name, place in places.items() if place is not None}
+    _check_names(decoder, format, set(own), next(iter(tensors.values())).file.parent)
+    return own
+
+
+def _check_names(decoder: Decoder, format: Format, names: set[str], folder: Path) -> None:
     linears = (linear for layer in decoder.sparse for expert in decoder.experts_of(layer) for linear in expert)
     expected = {f"{linear}.{part}" for linear in linears for part in format.tensors or ("weight",)}
     if missing := sorted(expected - names):

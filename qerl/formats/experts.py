@@ -58,6 +58,15 @@ class ExpertWeights(nn.Module):
         for name, tensor in empty.items():
             self.register_buffer(name, torch.empty((self.experts, *tensor.shape), dtype=tensor.dtype, device=device))
 
+    @classmethod
+    def over(cls, tensor: torch.Tensor) -> ExpertWeights:
+        """16-bit weights that are `tensor` (experts, out, in) itself, which an engine holds."""
+        from qerl.formats import BF16
+
+        weights = cls(BF16, tuple(tensor.shape), "meta", tensor.dtype)
+        weights.weight = tensor
+        return weights
+
     @property
     def tensor_names(self) -> tuple[str, ...]:
         """What there is to load for each expert's linears."""

@@ -105,16 +105,20 @@ def dequantize(weight: KernelWeight, dtype: torch.dtype) -> torch.Tensor:
     return values.to(dtype)
 
 
+def marlin_scale_factor(scales: torch.Tensor) -> float:
+    """The power of two by which Marlin multiplies block scales (e4m3, any shape): the largest that keeps all of them at
+    or below 448."""
+    largest = scales.float().max()
+    return float((SCALE_MAX / largest).log2().floor().exp2()) if largest > 0 else 1.0
+
+
 def scales_marlin_drops(scales: torch.Tensor) -> int:
     """How many block scales (e4m3, of one fused linear) Marlin's encoding turns into 0, together with 16 weights each.
 
-    Marlin multiplies by the largest power of two that keeps all scales at or below 448, then sets those below 2^-6, the
-    subnormals of e4m3, to zero.
+    It multiplies by `marlin_scale_factor`, and then sets those below 2^-6, the subnormals of e4m3, to zero.
     """
     values = scales.float()
-    largest = values.max()
-    factor = (SCALE_MAX / largest).log2().floor().exp2() if largest > 0 else 1.0
-    return int(((values > 0) & (values * factor < 2**-6)).sum())
+    return int(((values > 0) & (values * marlin_scale_factor(scales) < 2**-6)).sum())
 
 
 def _grid(weight: KernelWeight, columns: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,6 +7,8 @@ values, other dtypes, other cards) goes through plain torch, a few rows at a tim
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 import triton
 import triton.language as tl
@@ -14,6 +16,9 @@ import triton.language as tl
 from qerl.nvfp4.decode import dequantize_by_twin_
 from qerl.nvfp4.kernel_layout import QERL, TILE_ROWS, KernelWeight
 from qerl.nvfp4.layout import BLOCK
+
+if TYPE_CHECKING:
+    from qerl.nvfp4.kernel_experts import KernelExperts
 
 BLOCKS_PER_PROGRAM = 8  # a program writes 64 rows of 8 * 16 columns: 256 contiguous bytes per row
 
@@ -57,7 +62,15 @@ def _dequantize_kernel(
     MARLIN: tl.constexpr,
     SCALED: tl.constexpr,
     BLOCKS: tl.constexpr,
+    EXPERTS: tl.constexpr,
 ):
+    """With EXPERTS, the third axis of the grid is that of the experts, and `global_scale` points to their scales."""
+    if EXPERTS:
+        expert = tl.program_id(2).to(tl.int64)
+        words_ptr += expert * (columns // 16) * (2 * out_padded)
+        scales_ptr += expert * (columns // 16) * out_padded
+        out_ptr += expert * rows * columns
+        global_scale = tl.load(global_scale + expert)
     tile = row_start // 64 + tl.program_id(1)
     blocks = tl.program_id(0) * BLOCKS + tl.arange(0, BLOCKS)
     inside = blocks < columns // 16
@@ -142,6 +155,33 @@ def dequantize_(out: torch.Tensor, weight: KernelWeight, row_start: int = 0, sca
         MARLIN=weight.layout.marlin_scales,
         SCALED=scaled,
         BLOCKS=BLOCKS_PER_PROGRAM,
+        EXPERTS=False,
+        num_warps=4,
+    )
+    return out
+
+
+def dequantize_experts_(out: torch.Tensor, experts: KernelExperts) -> torch.Tensor:
+    """Write all experts of a layer into a contiguous `out` (experts, out, in), with the bits of `dequantize_`."""
+    count, rows, columns = out.shape
+    shape = (experts.experts, experts.out_features, experts.in_features)
+    if out.shape != shape or not out.is_contiguous() or not experts.words.is_contiguous():
+        raise ValueError(f"work buffer {tuple(out.shape)} does not fit experts of {shape}")
+    _dequantize_kernel[(triton.cdiv(columns // BLOCK, BLOCKS_PER_PROGRAM), triton.cdiv(rows, TILE_ROWS), count)](
+        experts.words,
+        experts.scales.view(torch.uint8),
+        out,
+        0,
+        rows,
+        columns,
+        experts.scales.shape[2],
+        1.0 / experts.scale_factor,
+        experts.global_scale,
+        TRANSPOSED=False,
+        MARLIN=True,
+        SCALED=True,
+        BLOCKS=BLOCKS_PER_PROGRAM,
+        EXPERTS=True,
         num_warps=4,
     )
     return out

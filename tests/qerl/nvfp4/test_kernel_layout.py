@@ -1,7 +1,8 @@
-"""The layouts of the kernels against their packers, transcribed loop by loop from the CUDA sources named below."""
+"""The layouts of the kernels against their packers, transcribed loop by loop from the CUDA sources named there."""
 
 import pytest
 import torch
+from marlin import marlin_scales, marlin_words
 
 from qerl.nvfp4 import reference
 from qerl.nvfp4.kernel_layout import (
@@ -46,33 +47,6 @@ def humming_scales(scale: torch.Tensor) -> torch.Tensor:
     return turned.view(-1, 64)[:, perm].reshape(turned.shape)
 
 
-def marlin_pack(code: torch.Tensor) -> torch.Tensor:
-    """vllm 0.25.1, `repack_tile` in csrc/quantization/marlin/gptq_marlin_repack.cu: 4 bits, no permutation."""
-    rows, columns = code.shape
-    out = torch.zeros(columns // 16, rows * 2, dtype=torch.int64)
-    for k_tile in range(columns // 16):
-        for n_tile in range(rows // 64):
-            for thread in range(32):
-                for warp in range(4):
-                    tc_col, tc_row = thread // 4, thread % 4 * 2
-                    n = n_tile * 64 + warp * 16 + tc_col
-                    vals = [int(code[n + add, k_tile * 16 + tc_row + off]) for add in (0, 8) for off in (0, 1, 8, 9)]
-                    packed = sum(vals[v] << (4 * i) for i, v in enumerate((0, 2, 4, 6, 1, 3, 5, 7)))
-                    out[k_tile, n_tile * 128 + thread * 4 + warp] = packed
-    return out.to(torch.int32)
-
-
-def marlin_scales(scale: torch.Tensor, factor: float) -> torch.Tensor:
-    """`marlin_permute_scales` and `nvfp4_marlin_process_scales`, marlin_utils.py and marlin_utils_fp4.py."""
-    turned = scale.to(torch.float32).t().contiguous().half()
-    perm = [i + 8 * j for i in range(8) for j in range(8)]
-    turned = turned.reshape(-1, 64)[:, perm].reshape(-1, scale.shape[0])
-    turned = turned.view(-1, 4)[:, [0, 2, 1, 3]].view(turned.size(0), -1)
-    turned = (turned.float() * factor).half() * 2**7
-    turned[turned < 2] = 0
-    return (turned.view(torch.int16) << 1).view(torch.uint8)[:, 1::2].contiguous()
-
-
 @pytest.fixture(scope="module")
 def packed():
     """A tensor with every code, scales from the smallest normal e4m3 to 448, and no power of two as global scale."""
@@ -86,7 +60,7 @@ def packed():
 def kernel_weight(packed, layout, rows=ROWS, factor=1.0):
     code, scale, global_scale = packed
     if layout is MARLIN:
-        words, scales = marlin_pack(code), marlin_scales(scale, factor)
+        words, scales = marlin_words(code), marlin_scales(scale, factor)
     else:
         words, scales = humming_pack(code, layout.transposed), humming_scales(scale)
     return KernelWeight(layout, words, scales, rows, COLUMNS, float(global_scale), factor)
