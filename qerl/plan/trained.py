@@ -12,7 +12,7 @@ from qerl.checkpoint.linears import matching, projections
 from qerl.checkpoint.source import by_layer
 from qerl.config.rules_experts import adapts_experts, expert_rank
 from qerl.errors import ConfigError
-from qerl.nvfp4.ranks import padded_rank
+from qerl.nvfp4.ranks import padded_power
 
 if TYPE_CHECKING:
     from qerl.config.quant import QatConfig
@@ -68,7 +68,7 @@ def expert_parameters(config: RunConfig, sizes: ModelSizes) -> int:
 def engine_expert_parameters(config: RunConfig, sizes: ModelSizes) -> int:
     """Of the engine's copy of the adapter on experts, whose rank is padded for its products."""
     rank = expert_rank(config.adapter)
-    return expert_parameters(config, sizes) * padded_rank(rank) // rank
+    return expert_parameters(config, sizes) * padded_power(rank) // rank
 
 
 def shared_out(linears: Sequence[str], ranks: int) -> list[list[list[str]]]:
