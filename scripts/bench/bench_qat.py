@@ -74,9 +74,7 @@ def measured(arguments: argparse.Namespace, parallel: Parallel) -> dict[str, Any
     with tempfile.TemporaryDirectory() as own, PeakMemory() as peak:
         folder = parallel.broadcast(own)
         run = Path(folder) / "run"
-        arguments.set += [f"qat.mode={arguments.mode}", "noise.enabled=false"]
-        if arguments.mode == "weights":
-            arguments.set.append(f"qat.masters={arguments.masters}")
+        arguments.set += own_settings(arguments)
         arguments.steps += 1  # the last one ends with its sync
         config = load_recipe("dapo_7b", overrides(arguments, Path(folder)) if parallel.first else [])
         config = parallel.broadcast(config)
@@ -99,6 +97,12 @@ def measured(arguments: argparse.Namespace, parallel: Parallel) -> dict[str, Any
         "sync": merged(seen if arguments.mode == "weights" else seen[:1]),
         "steps": [json.loads(line) for line in lines],
     }
+
+
+def own_settings(arguments: argparse.Namespace) -> list[str]:
+    """What the recipe has beside the workload, as `--set` values."""
+    masters = [f"qat.masters={arguments.masters}"] if arguments.mode == "weights" else []
+    return [f"qat.mode={arguments.mode}", "noise.enabled=false", *masters]
 
 
 def growth(steps: list[dict[str, Any]]) -> str:

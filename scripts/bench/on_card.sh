@@ -58,6 +58,8 @@
 #     varied   200 s  prompts and completions of varied length: memory and seconds with segments that grow, and without
 #     ranks    560 s  two cards: workload A and geometric lengths on one card each at the same time, then on two; twice the
 #                     batch; TRL's step on two
+#     carry    680 s  two cards: twelve steps of geometric lengths, with completions carried over and without, on one and on two
+#     carried   90 s  a completion that goes on in the next step, on a small model
 #     ranksqat 220 s  two cards: whole weights of a 7B, which they share out
 #     faults   650 s  two cards: a rank killed eight times (KILLS=3: 390 s), and whole weights two times, with other faults
 #     curves   250 s  two cards: 21 M parameters learn on one card and on two, three seeds each
@@ -152,7 +154,7 @@ alone() { # NAME MODEL SHARE ARGUMENTS...: let the same engine compile alone fir
     [ $((opened % ${#cards[@]})) -ne 0 ] || wait
 }
 
-batch_engine() { tests engine 580 tests/qerl/engine/test_vllm_engine_gpu.py -k "TestOnGPU or our_kernel_does_not_take"; }
+batch_engine() { tests engine 580 tests/qerl/engine/test_vllm_engine_gpu.py -k "TestOnGPU or our_kernel_does_not_support"; }
 
 batch_told() { tests told 200 tests/qerl/engine/test_vllm_engine_gpu.py -k told_of_while; }
 
@@ -249,7 +251,7 @@ batch_qatw4a4() {
 batch_cache() {
     tests fp8 280 tests/qerl/engine/test_vllm_engine_gpu.py -k fp8
     tests overflow 200 tests/qerl/engine/test_vllm_engine_gpu.py -k "larger_than or cannot_hold"
-    tests loading 150 tests/qerl/engine/test_vllm_engine_gpu.py -k "packing_takes or base_once"
+    tests loading 150 tests/qerl/engine/test_vllm_engine_gpu.py -k "packing_needs or base_once"
 }
 
 batch_closing() { tests closing 400 tests/qerl/engine/test_vllm_engine_gpu.py -k closed_engine; }
