@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import torch
 
 BLOCK = 128  # rows and columns of a block of weights, and columns of a group of activations
+KERNEL_ROWS = 16  # a multiple of which vLLM's CUTLASS kernel takes
 CODE_MAX = 448.0  # largest e4m3 value
 
 CODES = "weight"

@@ -160,6 +160,12 @@ def _is_row(first: torch.Tensor, row: int, other: torch.Tensor) -> bool:
     return same and first.storage_offset() + row * first.stride(0) == other.storage_offset()
 
 
+def kernel_takes(x: torch.Tensor, codes: torch.Tensor) -> bool:
+    """Whether vLLM's kernels multiply x (T, in) by codes (out, in): 16-bit inputs, whole groups, rows in sixteens."""
+    whole = not codes.shape[1] % layout.BLOCK and not codes.shape[0] % layout.KERNEL_ROWS
+    return x.dtype in (torch.bfloat16, torch.float16) and whole and len(x) > 0
+
+
 def decode(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """`reference.dequantize_unchecked`, by our kernel on a card."""
     if not codes.is_cuda:

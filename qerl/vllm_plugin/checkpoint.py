@@ -17,10 +17,10 @@ from qerl.formats.base import Format
 from qerl.formats.fp8_block import rounds_input
 from qerl.fp8.layout import BLOCK as FP8_BLOCK
 from qerl.fp8.layout import CODES
+from qerl.fp8.layout import KERNEL_ROWS as FP8_ROWS
 from qerl.nvfp4.layout import GLOBAL_SCALE, PACKED
 
 FP8_CAPABILITY = (8, 9)  # products of e4m3
-FP8_ROWS = 16  # of a whole linear: what vLLM's CUTLASS kernel takes
 
 
 def check_checkpoint(folder: Path, kernel: str) -> None:

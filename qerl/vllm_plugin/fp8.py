@@ -128,7 +128,10 @@ def view(layer: LinearBase, start: int, rows: int, bias: torch.Tensor | None) ->
 
 
 def product(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scales: ScaleKind) -> torch.Tensor:
-    """x W^T (T, out) for bfloat16 x (T, in): the card's twin of `reference.product`."""
+    """x W^T (T, out) for x (T, in): the card's twin of `reference.product`, which does what no kernel takes."""
+    if not trainer.kernel_takes(x, codes):
+        with torch.autocast(x.device.type, enabled=False):
+            return reference.product(x, FP8Tensor(codes, scale), scales)
     cutlass = kernel_of_card() == "cutlass"
     rounded, of_groups = per_token_group_quant_fp8(
         x.contiguous(), layout.BLOCK, column_major_scales=cutlass, use_ue8m0=scales == "pow2"

@@ -75,6 +75,17 @@ def test_the_product_is_that_of_the_decoded_sides(tokens, scales):
     assert torch.equal(found, product(x, *tensors, scales).float())  # it repeats
 
 
+@pytest.mark.parametrize(("shape", "dtype"), [((256, 512), torch.float32), ((200, 384), torch.bfloat16)], ids=str)
+def test_what_no_kernel_takes_is_multiplied_in_plain_torch(shape, dtype):
+    """Not yet run on a card. A model in float32, as the oracle of check_engine.py is, ended in an assertion."""
+    from qerl.vllm_plugin.fp8 import product
+
+    tensors, x = reference.quantize(weight(shape)), 50 * weight((7, shape[1]), dtype, seed=1)
+    found = product(x, *tensors, "pow2")
+    assert found.dtype == dtype
+    assert torch.equal(found, reference.product(x, tensors))
+
+
 @pytest.mark.parametrize("tokens", [5, 300])
 def test_a_part_of_a_fused_weight_has_the_rows_of_the_whole_product(tokens):
     """The trainer multiplies by the parts, the engine by the whole."""

@@ -196,3 +196,20 @@ def test_copies_and_casts_keep_the_bits():
     other = FP8Linear(IN, OUT)
     other.load_state_dict(torch.load(file, weights_only=True))
     assert same(packed, other)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "shape", "dtype", "takes"),
+    [
+        (1, (16, 128), torch.bfloat16, True),
+        (3, (4608, 3584), torch.float16, True),
+        (3, (4608, 3584), torch.float32, False),
+        (3, (4616, 3584), torch.bfloat16, False),
+        (3, (4608, 3520), torch.bfloat16, False),
+        (0, (4608, 3584), torch.bfloat16, False),
+    ],
+)
+def test_vllm_s_kernels_multiply_16_bit_inputs_by_whole_groups(tokens, shape, dtype, takes):
+    """What they do not take goes to plain torch, such as a model in float32 on a card."""
+    x = torch.empty(tokens, shape[1], dtype=dtype, device="meta")
+    assert fp8_linear.kernel_takes(x, torch.empty(shape, device="meta")) == takes
