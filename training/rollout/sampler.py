@@ -231,9 +231,7 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
     tokens = sum(sample.written for sample in samples)
     drawn = sum(rollout.drawn_tokens for rollout in rollouts) if rollouts[0].kept is not None else tokens
     seconds = sum(rollout.seconds for rollout in rollouts)
-    surprise = sum(
-        sum(sum(sample.logprobs) for group in rollout.groups for sample in group.samples) for rollout in rollouts
-    )
+    surprise = -sum(sum(sample.logprobs) for sample in samples)  # tokens of environments have a logprob of 0
     ahead = [rollout.graded_ahead for rollout in rollouts if rollout.graded_ahead is not None]
     episodes = [sample.episode for sample in samples if sample.episode is not None]
     memory = {name: max(rollout.memory[name] for rollout in rollouts) for name in rollouts[0].memory}
@@ -242,8 +240,9 @@ def rollout_metrics(rollouts: Sequence[Rollout]) -> dict[str, float]:
         **rollouts[-1].noise,
         **(episode_metrics(episodes) if episodes else {}),
         **memory,
-        # The mean surprise of what was drawn estimates the entropy of the policy that drew it, with its noise.
-        "sampling/entropy": -surprise / tokens,
+        # The mean surprise of what was drawn estimates the entropy of the policy that drew it, with its noise. Nothing
+        # is drawn if every environment fails before the first turn.
+        **({"sampling/entropy": surprise / tokens} if tokens else {}),
         "time/rollout_s": seconds,
         "time/switch_s": sum(rollout.switch_s for rollout in rollouts),
         "speed/rollout_tokens_per_s": drawn / seconds,

@@ -65,3 +65,24 @@ def test_a_run_with_an_environment_resumes_to_the_same_bits(learned, tmp_path):
     resume(again, step=5)
     assert numbers(again) == numbers(whole)
     assert same_adapters(again / "adapter", whole / "adapter")
+
+
+BROKEN = """
+class Broken:
+    def reset(self, example):
+        raise ConnectionError("the service is down")
+
+    def step(self, action):
+        return None, 0.0, True
+"""
+
+
+def test_a_step_all_of_whose_episodes_fail_at_once_changes_nothing_and_ends(tmp_path):
+    (tmp_path / "broken.py").write_text(BROKEN)
+    settings = (f"environment.name={tmp_path / 'broken.py'}:Broken", "rewards=[{name: environment}]")
+    settings += ("rollout.prompts_per_step=2", "rollout.group_size=2", "environment.tools=[]")
+    run_dir = start(recipe("word_game", tmp_path, *settings, steps=1), "word_game").run_dir
+    (row,) = read_metrics(run_dir)
+    assert row["environment/failed_share"] == 1.0
+    assert row["loss"] == row["grad_norm"] == 0.0
+    assert "sampling/entropy" not in row
