@@ -78,7 +78,6 @@ class Parts(TrainingParts):
     rewards: Rewards
     sampler: Sampler
     grader: Grader
-    environments: Environments | None = None
     carry_over: CarryOver | None = None  # of a run whose completions go on from step to step
     curriculum: Curriculum | None = None
 
@@ -114,7 +113,6 @@ def make_parts(
         log=log,
         times=PhaseTimes(packed.device),
         parallel=given.parallel,
-        environments=given.environments,
         carry_over=CarryOver(config, given.prompts, given.parallel) if rollout.carry_over else None,
         curriculum=_curriculum(config, given),
     )

@@ -29,7 +29,7 @@ from trl import GRPOTrainer
 
 from qerl.checkpoint.adapter import keep_expert_reference_
 from training.distill.loss import LOSS_TYPE, distillation_loss
-from training.loss.correction import MismatchGate, rounding_causes
+from training.loss.mismatch_gate import MismatchGate, rounding_causes
 from training.rollout.prompts import StepPrompts, step_prompts
 from training.rollout.sampler import Moment
 from training.run_dir.completion_rows import completion_rows, spread
@@ -124,10 +124,9 @@ class QerlTrainer(RunTrainer, GRPOTrainer):
             "importance_sampling_ratio": inputs.weights,
         }
         self.entropy_coef = inputs.entropy_coef
+        self._metrics["train"].clear()  # of the micro-batch before, and the seconds that TRL adds to each step
         loss = self._compute_loss(Logprobs(inputs.logprobs_B_T, inputs.entropies_B_T), given)
-        metrics = {name: values for name, values in self._metrics["train"].items() if name != "entropy_coef"}
-        self._metrics["train"].clear()
-        return loss, metrics
+        return loss, {name: values for name, values in self._metrics["train"].items() if name != "entropy_coef"}
 
     def _get_per_token_logps_and_entropies(
         self, model: Logprobs, *_: object, **__: object
@@ -160,7 +159,6 @@ class QerlTrainer(RunTrainer, GRPOTrainer):
 
     def step_metrics(self) -> dict[str, float]:
         """The metrics of the rollout, and how far the sampler was from the policy."""
-        self._metrics["train"].clear()
         return {**self._rollout_metrics(), **self._result.mismatch.metrics(self.parts.config.loss.correction)}
 
     def _rollout_metrics(self) -> dict[str, float]:

@@ -13,7 +13,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 
@@ -27,9 +27,6 @@ from training.run_dir.progress import Display, completions_table, numbers
 from training.run_dir.trackers import Trackers
 from training.run_dir.watch import due, findings
 from training.validation.verdict import sentence, validations
-
-if TYPE_CHECKING:
-    pass
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,111 @@
+"""Stop a run before its first update if engine and trainer disagree on the logprobs of the same tokens."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from qerl.errors import EngineError
+
+if TYPE_CHECKING:
+    from qerl.config.schema import RunConfig
+    from training.loss.correction import Mismatch
+
+logger = logging.getLogger(__name__)
+
+GROWTH = 5.0  # how much larger the mismatch of one noise draw may be than that of another
+
+
+class MismatchGate:
+    """Judges the first step of a run that can be judged; after that it is `passed`."""
+
+    def __init__(self, limit: float | None, dropout: float, causes: Sequence[str] = ()) -> None:
+        """`limit` is in nats, or None for no gate. If the adapter has `dropout`, no step can be judged.
+
+        `causes` are what the recipe asks for that makes them differ from the first step on (`rounding_causes`).
+        """
+        self._limit, self._dropout, self._causes = limit, dropout, causes
+        self.passed = limit is None
+        self._told = False
+
+    def check(
+        self, mismatch: Mismatch, sigma: float, history: Sequence[Mapping[str, Any]] = (), older: bool = False
+    ) -> None:
+        """Judge a step before its update. Raises EngineError if the mismatch is above the limit.
+
+        Noise and dropout make the two policies differ even where their logprobs agree. A run that is resumed at a noisy
+        step has no clean step to be judged by, so its limit is GROWTH times the largest mismatch that its `history`
+        (the metrics of its steps) has with as much noise. So has one in which an `older` policy drew tokens. A step
+        without tokens in the loss is not judged.
+        """
+        if self.passed or not mismatch.tokens:
+            return
+        limit, name = self._limit, f"loss.mismatch_gate {self._limit:g}"
+        if reason := self._why_they_differ(sigma, older):
+            known = None if self._dropout or self._told else _largest_kl(history, sigma)
+            if known is None:
+                self._tell(reason)
+                return
+            if GROWTH * known > limit:
+                limit, name = GROWTH * known, f"{GROWTH:g} times what the run had with that much noise"
+        if not mismatch.mean_kl <= limit:  # NaN is not below it either
+            raise EngineError(
+                f"engine and trainer disagree before the first update: mismatch_kl {mismatch.mean_kl:.2e} is above "
+                f"{name}. {self._advice}"
+            )
+        self.passed = True
+
+    def _why_they_differ(self, sigma: float, older: bool) -> str | None:
+        """What makes the two policies differ even where their logprobs agree; None if nothing does."""
+        if sigma:
+            return f"its noise (sigma {sigma:g})"
+        if self._dropout:
+            return f"the adapter's dropout ({self._dropout:g})"
+        return "what it carried over" if older else None
+
+    @property
+    def _advice(self) -> str:
+        if self._causes:
+            return (
+                f"{' and '.join(self._causes)} lets them round differently: leave it out, or raise the gate if "
+                "importance weights are meant to correct for so much"
+            )
+        return (
+            "Check that both loaded the same base, that the adapter was synced and that top_p is 1; raise the gate "
+            "only if the difference is known"
+        )
+
+    def _tell(self, reason: str) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning(
+                "loss.mismatch_gate is not checked at this run's first step: %s makes sampler and trainer differ; "
+                "watch mismatch_kl in metrics.jsonl",
+                reason,
+            )
+
+
+def rounding_causes(config: RunConfig) -> list[str]:
+    """The keys of a recipe that let the trainer compute otherwise than the engine, or round what differs in last bits.
+
+    Empty if the two should agree.
+    """
+    found = []
+    if config.qat is not None:
+        if config.qat.forward == "masters":
+            found.append("qat.forward: masters")
+        if config.qat.quant_cfg.activations != "none":
+            found.append(f"qat.quant_cfg.activations: {config.qat.quant_cfg.activations}")
+    if config.train.fp8_recipe is not None:
+        found.append(f"train.fp8_recipe: {config.train.fp8_recipe}")
+    if config.rollout.kv_cache_dtype != "auto":
+        found.append(f"rollout.kv_cache_dtype: {config.rollout.kv_cache_dtype}")
+    return found
+
+
+def _largest_kl(history: Sequence[Mapping[str, Any]], sigma: float) -> float | None:
+    """The largest mismatch_kl among the steps with the smallest sigma that is not below `sigma`; None without such."""
+    rows = [row for row in history if row.get("mismatch_kl") is not None and row.get("noise/sigma", 0.0) >= sigma]
+    least = min((row["noise/sigma"] for row in rows), default=None)
+    return max((row["mismatch_kl"] for row in rows if row["noise/sigma"] == least), default=None)
