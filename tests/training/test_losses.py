@@ -44,6 +44,11 @@ def dapo(logprobs, ratio):
     return -token_mean(clipped(ratio, 0.2, 0.28))
 
 
+def two_sided(logprobs, ratio):
+    """INTELLECT-2 (arXiv 2505.07291): the ratio itself has an upper bound, which only negative advantages feel."""
+    return -token_mean(torch.minimum(ratio.clamp(max=1.4) * A, ratio.clamp(0.8, 1.28) * A))
+
+
 def grpo(logprobs, ratio):
     """arXiv 2402.03300, eq. 3: a mean over each completion's tokens, then over completions."""
     return -((clipped(ratio, 0.2, 0.2) * MASK).sum(-1) / LENGTHS).mean()
@@ -90,11 +95,13 @@ def vespo(logprobs, ratio):
 ONE_CLIP = "loss.clip_high=0.2"
 # equation, recipe, value by hand (None if it depends on the logprobs of the model)
 #   clipped at [0.8, 1.28]: 1.28 + 0.5 + 1 + 1.25, -1.5 - 0.8, 0.7 (1.28 + 1 + 0.9), -0.7 * 0.8, over 10 tokens
+#   with delta 1.4, 1.5 becomes 1.4 where A < 0
 #   clipped at [0.8, 1.2]: sums 3.9, -2.3, 2.17, -0.56 of 4, 2, 3, 1 tokens
 #   sequences: 0.9375^(1/4), 0.75^(1/2), 1.8^(1/3) clipped to 1.2, 0.7 clipped to 0.8
 S1, S2 = 0.9375**0.25, 0.75**0.5
 LOSSES = {
     "dapo": (dapo, ["loss.type=dapo"], -(4.03 - 2.3 + 2.226 - 0.56) / 10),
+    "two_sided": (two_sided, ["loss.delta=1.4"], -(4.03 - 1.4 - 0.8 + 2.226 - 0.56) / 10),
     "bnpo": (dapo, ["loss.type=bnpo"], -(4.03 - 2.3 + 2.226 - 0.56) / 10),  # like dapo, a mean over all tokens
     "grpo": (grpo, ["loss.type=grpo", ONE_CLIP], -(3.9 / 4 - 2.3 / 2 + 2.17 / 3 - 0.56) / 4),
     "dr_grpo": (dr_grpo, ["loss.type=dr_grpo", ONE_CLIP], -(3.9 - 2.3 + 2.17 - 0.56) / 32),
