@@ -18,10 +18,18 @@ from qerl.errors import CheckpointError
 
 
 def check_experts(folder: Path) -> None:
-    """Raise CheckpointError if the experts in a packed folder do not share what they have to; others are not read."""
+    """Raise CheckpointError if the experts in a packed folder do not share what they have to, or are in a format that
+    they cannot be in; other folders are not read."""
     config, format = read_json(folder / "config.json"), format_of(folder)
-    if format.shared_tensor is None or not decoder_of(config, str(folder)).has_experts:
+    if not format.quantized or not decoder_of(config, str(folder)).has_experts:
         return
+    rounds = format.activations(config.get("quantization_config")) != "none"
+    if rounds or not format.holds_experts:
+        raise CheckpointError(
+            f"{folder} is a mixture of experts in {format.label}{', with rounded activations' if rounds else ''}, and "
+            "qerl has experts in NVFP4 with 16-bit activations, or in 16 bits: quantize the 16-bit model with `qerl "
+            "quantize`"
+        )
     stamps = tuple((str(file), file.stat().st_mtime_ns, file.stat().st_size) for file in weight_files(folder))
     if found := _unequal_experts(folder, stamps):
         raise CheckpointError(found)

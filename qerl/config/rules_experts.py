@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from qerl import formats
 from qerl.checkpoint.expert_adapter import OF_EXPERTS
 from qerl.config.conflict import Conflict, Conflicts
 from qerl.errors import ConfigError
@@ -71,6 +72,16 @@ def _of_experts(config: RunConfig, decoder: Decoder) -> str | None:
         return (
             f"qat: {config.model.base} is a mixture of experts, whose weights qerl does not train: leave the section "
             "qat out, and an adapter is trained"
+        )
+    if not formats.get(config.model.format).holds_experts:
+        return (
+            f"model.format {config.model.format}: {config.model.base} is a mixture of experts, which qerl has in "
+            f"{' and '.join(each.name for each in formats.all_formats() if each.holds_experts)}: write one of these"
+        )
+    if config.train.fp8_recipe is not None:
+        return (
+            f"train.fp8_recipe {config.train.fp8_recipe}: {config.model.base} is a mixture of experts, whose products "
+            "are computed in 16 bits: leave train.fp8_recipe out"
         )
     if not adapts_experts(adapter):
         return None

@@ -48,9 +48,10 @@ def get(name: str) -> Format:
     return _registered[name]
 
 
-def writable() -> tuple[Format, ...]:
-    """The formats in which `qerl merge` can write a model, 16-bit ones first."""
-    return tuple(sorted((each for each in all_formats() if each.writable), key=lambda each: each.quantized))
+def writable(experts: bool = False) -> tuple[Format, ...]:
+    """The formats in which `qerl merge` can write a model, or one with `experts`, 16-bit ones first."""
+    found = (each for each in all_formats() if each.writable and (each.holds_experts or not experts))
+    return tuple(sorted(found, key=lambda each: each.quantized))
 
 
 register(NVFP4)

@@ -40,6 +40,7 @@ class Format:
     vllm_method: str | None = None  # what the plugin registers with vLLM; None: only the transformers engine serves it
     rounds_inputs: bool = False  # whether linears can round their input, by dynamic scales
     four_bit_inputs: bool = False  # whether these have 4 bits, by dynamic or static scales
+    holds_experts: bool = True  # whether the experts of a mixture can be in it
     writable: bool = True  # whether `qerl merge` can write a model in this format
     card_tags: tuple[str, ...] = ()  # of the model card of a merged model
 

@@ -146,6 +146,7 @@ FP8_BLOCK = _FP8Block(
     bytes_per_weight=1 + 4 / layout.BLOCK**2,
     tensors=layout.TENSORS,
     block_rows=layout.BLOCK,
+    holds_experts=False,
     layout="float-quantized",
     scheme="FP8_BLOCK",
     scales="pow2",  # 0.1 dB less than with any float32 scales, and exact when decoded to 16 bits

@@ -110,7 +110,8 @@ def _adapter_notes(options: MergeOptions, adapter: Adapter, base: str) -> tuple[
     if adapter.of_experts:
         notes.append(
             "the factors on experts are in the layout of PEFT's target_parameters, which PEFT and qerl load; whether "
-            f"vLLM does was not tried: for vLLM merge to {' or '.join(each.name for each in formats.writable())}"
+            f"vLLM does was not tried: for vLLM merge to "
+            f"{' or '.join(each.name for each in formats.writable(experts=True))}"
         )
     named = plain_base(trained_on(base)) or base
     if options.push_to_hub and Path(named).is_dir():

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from qerl import formats
 from qerl.checkpoint.activations import read_activations
 from qerl.checkpoint.experts import all_experts
 from qerl.checkpoint.input_scales import with_input_scales
@@ -23,7 +24,7 @@ from qerl.checkpoint.reader import TensorReader
 from qerl.checkpoint.shards import read_tensors
 from qerl.checkpoint.source import Source
 from qerl.checkpoint.writer import copy_small_files, write_json, write_weights
-from qerl.errors import CheckpointError
+from qerl.errors import CheckpointError, ConfigError
 from qerl.formats.base import Format
 from quantize.merge.base import Adapter, Base, BaseReader, MergedReader, merged_source, power_of_two_scales, read_base
 
@@ -82,7 +83,12 @@ class Merge:
 
 
 def plan_merge(base: Base, reference: Base, adapter: Adapter, to: Format) -> Merge:
-    """The merge to do. Raises CheckpointError if the adapter does not fit the base."""
+    """The merge to do. Raises CheckpointError if the adapter does not fit the base, ConfigError if `to` does not."""
+    if base.decoder.has_experts and not to.holds_experts:
+        fits = " or ".join(f"--to {each.name}" for each in formats.writable(experts=True))
+        raise ConfigError(
+            f"--to {to.name}: {base.name} is a mixture of experts, which {to.label} does not hold: write {fits}"
+        )
     adapter = adapter.in_files(base.decoder)
     return Merge(base, reference, adapter, merged_source(base, adapter, to))
 

@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from qerl.checkpoint.load import load_model
+from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import read_json
 from qerl.errors import CheckpointError
+from qerl.formats import NVFP4
 from qerl.layers.experts import ExpertBlock
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -93,3 +95,13 @@ def test_experts_of_another_family_are_refused(tmp_path):
     folder = make_checkpoint(tmp_path / "olmoe", "olmoe")
     with pytest.raises(CheckpointError, match="family OLMoE, and qerl opens Qwen3-MoE"):
         load_model(folder, "bf16")
+
+
+def test_experts_in_8_bits_or_with_rounded_activations_are_refused(moe, packed, tmp_path):
+    """Folders packed by the formats' own arithmetic, as others may publish them."""
+    eight, _ = pack_moe(moe, tmp_path, "fp8_block")
+    config = {"quantization_config": NVFP4.quantization_config(["lm_head"], "dynamic")}
+    rounds = changed(packed[0], tmp_path / "rounds", lambda tensors: None, **config)
+    for folder, what in ((eight, "FP8, and"), (rounds, "NVFP4, with rounded activations, and")):
+        with pytest.raises(CheckpointError, match=f"{folder} is a mixture of experts in {what} qerl has experts in"):
+            resolve_model(str(folder))

@@ -106,6 +106,8 @@ def test_a_step_fits_on_80_gb_and_not_on_24():
             ("adapter.expert_rank=1000",),
             "expert_rank 1000 is more than .* write adapter.expert_rank: 768 or",
         ),
+        (("model.format=fp8_block",), "format fp8_block: .*a mixture of experts, which qerl has in nvfp4 and bf16"),
+        (("train.fp8_recipe=blockwise",), "train.fp8_recipe blockwise: .* in 16 bits: leave train.fp8_recipe out"),
         (("qat.mode=weights",), "qat: Qwen/Qwen3-30B-A3B is a mixture of experts, whose weights qerl does not train"),
     ],
 )

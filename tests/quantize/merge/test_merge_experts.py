@@ -12,7 +12,7 @@ from qerl import formats
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.linears import fused
 from qerl.checkpoint.source import read_source
-from qerl.errors import CheckpointError
+from qerl.errors import CheckpointError, ConfigError
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
 from quantize.options import QuantizeOptions
@@ -95,6 +95,12 @@ def test_an_adapter_folder_is_the_same_in_pefts_layout(base, adapter, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
     assert "vllm" not in report.commands
     assert "target_parameters" in report.notes[0]
+
+
+def test_a_format_that_experts_cannot_be_in_is_refused_before_anything_is_written(base, adapter, tmp_path):
+    with pytest.raises(ConfigError, match=r"--to fp8_block: .* does not hold: write --to bf16 or --to nvfp4"):
+        merged(adapter, base, "fp8_block", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_adapter_of_another_model_is_refused(adapter, tmp_path):

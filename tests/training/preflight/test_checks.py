@@ -46,6 +46,13 @@ def test_a_cap_far_under_the_plan_is_refused_with_what_to_change(seven, cap):
     assert "qerl plan" in str(refused.value)
 
 
+def test_a_card_that_cannot_hold_a_mixture_of_experts_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN["qwen3-30b-a3b"]), encoding="utf-8")
+    base = ModelRef("quantized", tmp_path, str(tmp_path), None, None, "nvfp4")
+    with pytest.raises(EngineError, match=r"weights.*`qerl plan` shows"):
+        check_memory(load_recipe("dapo_30b_a3b", ["memory.cap_gib=24"]), base, CARD)
+
+
 def test_a_cap_within_the_plans_error_is_a_warning(seven, caplog):
     """14 GiB for planned 14.8: the run's own measurement decides, after the engine has opened."""
     with caplog.at_level(logging.WARNING):
