@@ -27,7 +27,7 @@ class Arm:
     """One arm of the comparison: its base, a folder in the study's work directory, and what is trained of it."""
 
     title: str
-    base: str  # "bf16", "nf4", or the name of a quantized format
+    base: str  # "bf16", "nf4", or the name of a quantized format; after a dash, of that embedded model: "tiny-nvfp4"
     overrides: tuple[str, ...] = ("noise.enabled=false",)
     way: str = ""  # of training whole weights, in scripts/study/study_ways.py; "": an adapter
     packed_in: bool = False  # whether the adapter is trained through the quantizer
@@ -42,7 +42,8 @@ class Arm:
     @property
     def format(self) -> str:
         """The format of what is served. NF4 values are stored in 16 bits: see scripts/study/study_nf4.py."""
-        return self.served if self.served in (NVFP4.name, FP8_BLOCK.name) else BF16.name
+        kind = self.served.rpartition("-")[2]
+        return kind if kind in (NVFP4.name, FP8_BLOCK.name) else BF16.name
 
     @property
     def caches(self) -> str:
@@ -89,6 +90,18 @@ ARMS = {
         packs=FP8_BLOCK.name,
     ),
 }
+ARMS |= {
+    "dense": Arm("its dense twin (tiny), LoRA", "tiny-nvfp4"),
+    **{
+        f"experts_{kind}": Arm(title, "nvfp4", ("noise.enabled=false", f"adapter.experts={kind}"))
+        for kind, title in (
+            ("shared", "experts, LoRA with shared outer factors"),
+            ("per_expert", "experts, LoRA of each expert's own"),
+            ("none", "experts, LoRA on attention alone"),
+        )
+    },
+}
+EXPERTS_ARMS = ("dense", "experts_shared", "experts_per_expert", "experts_none")
 NOISE_ARMS = ("bf16", "nvfp4", "nvfp4_aqn", "nvfp4_aqn_both", "nf4", "nvfp4_aqn_x10")
 FP8_ARMS = ("bf16_weights", "fp8_both", "fp8_rollout")
 QAT_ARMS = ("nvfp4", "qat", "bf16_weights", "no_qat")

@@ -21,6 +21,7 @@ COLOURS = {
     "nvfp4_aqn_x10": "#937860", "qat": "#c44e52", "no_qat": "#937860", "bf16_weights": "#4c72b0",
     "nvfp4_rounded": "#937860", "packed_in": "#c44e52", "fp8": "#55a868",
     "fp8_both": "#c44e52", "fp8_rollout": "#937860",
+    "dense": "#4c72b0", "experts_shared": "#c44e52", "experts_per_expert": "#55a868", "experts_none": "#937860",
 }  # fmt: skip
 DASHES = {
     "nvfp4_aqn": (4, 2),

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from study_arms import ARMS, Job, JobSettings, check_rows
 
+from qerl import formats
+
 ROOT = Path(__file__).resolve().parents[2]
 LOG_TAIL = 2500  # characters of a failed job's log that the results keep
 POLL_S = 0.5
@@ -73,11 +75,12 @@ class Study:
         if not (self.work / "bf16").exists():
             (self.work / "bf16").symlink_to(self.args.base.resolve(), target_is_directory=True)
         bases = {ARMS[arm].served for arm in self.args.arms}
-        for name in sorted(bases & {"nvfp4", "fp8_block"}):
+        for name in sorted(bases - {"bf16", "nf4"}):
             if (self.work / name).exists():
                 continue
-            command = ["quantize", "--model", str(self.args.base.resolve()), "--out", str(self.work / name)]
-            command += ["--scheme", name]
+            embedded, _, format = name.rpartition("-")
+            command = ["quantize", "--model", embedded or str(self.args.base.resolve()), "--out", str(self.work / name)]
+            command += [] if format == formats.DEFAULT.name else ["--scheme", format]
             subprocess.run([sys.executable, "-m", "qerl.cli", *command], cwd=self.work, env=environment(), check=True)
         if "nf4" in bases and not (self.work / "nf4").exists():
             from study_nf4 import write_nf4_twin

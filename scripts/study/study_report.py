@@ -30,6 +30,8 @@ PAIRS = (  # reference, arm
     ("nvfp4", "qat"), ("bf16_weights", "qat"), ("no_qat", "qat"),
     ("bf16", "fp8"), ("bf16_weights", "fp8_both"), ("bf16_weights", "fp8_rollout"), ("fp8_rollout", "fp8_both"),
     ("nvfp4", "nvfp4_rounded"), ("nvfp4", "packed_in"), ("nvfp4_rounded", "packed_in"),
+    ("dense", "experts_shared"), ("dense", "experts_per_expert"), ("dense", "experts_none"),
+    ("experts_shared", "experts_per_expert"), ("experts_none", "experts_shared"),
 )  # fmt: skip
 
 Runs = Sequence[dict[str, Any]]
@@ -42,7 +44,8 @@ def write_report(results: Path, images: Path) -> None:
     found = json.loads(results.read_text(encoding="utf-8"))
     images.mkdir(parents=True, exist_ok=True)
     study_figure.draw(found, images / f"{results.stem}.png")
-    place = f"{script_of(found).removeprefix('study_')}/{results.name}" if of_weights(found) else results.name
+    script = script_of(found)
+    place = results.name if script == "study_noise" else f"{script.removeprefix('study_')}/{results.name}"
     results.with_suffix(".md").write_text(page(found, place), encoding="utf-8")
 
 
@@ -74,9 +77,12 @@ def page(results: dict[str, Any], name: str) -> str:
 
 def script_of(results: dict[str, Any]) -> str:
     """The script that made these results."""
+    arms = {run["arm"] for run in results["runs"].values()}
+    if any(arm.startswith("experts") for arm in arms):
+        return "study_experts"
     if not of_weights(results):
         return "study_noise"
-    return "study_fp8" if any(run["arm"].startswith("fp8") for run in results["runs"].values()) else "study_qat"
+    return "study_fp8" if any(arm.startswith("fp8") for arm in arms) else "study_qat"
 
 
 def of_weights(results: dict[str, Any]) -> bool:
