@@ -25,6 +25,9 @@ class TrainConfig(Section):
     fp8: Literal["auto", "e4m3", "hybrid"] = Field(
         "auto", description="numbers of fp8_recipe; hybrid: gradients in e5m2; auto: hybrid if tensorwise, else e4m3"
     )
+    fp8_products: Literal["all", "gradients"] = Field(
+        "all", description="products that fp8_recipe rounds; gradients: those of the backward pass alone"
+    )
 
 
 def train(config: RunConfig) -> Conflicts:
@@ -36,6 +39,12 @@ def train(config: RunConfig) -> Conflicts:
                 {"train.fp8": this.fp8, "train.fp8_recipe": "null"},
                 "there is no recipe of which these are the numbers",
                 "train.fp8_recipe: tensorwise or blockwise, or leave train.fp8 out",
+            )
+        if this.fp8_products != "all":
+            yield Conflict(
+                {"train.fp8_products": this.fp8_products, "train.fp8_recipe": "null"},
+                "there is no recipe that would round them",
+                "train.fp8_recipe: tensorwise or blockwise, or leave train.fp8_products out",
             )
         return
     given = {"train.fp8_recipe": this.fp8_recipe}
@@ -51,11 +60,11 @@ def train(config: RunConfig) -> Conflicts:
             "a linear whose adapter drops out is computed in 16 bits",
             "adapter.dropout: 0",
         )
-    if config.loss.correction.mode == "off" and config.distill is None:
+    if this.fp8_products == "all" and config.loss.correction.mode == "off" and config.distill is None:
         yield Conflict(
             {**given, "loss.correction.mode": "off"},
             "the trainer computes with other roundings than what samples, which has to be corrected for",
-            "loss.correction.mode: token_truncate",
+            "loss.correction.mode: token_truncate, or train.fp8_products: gradients",
         )
     if (
         qat is not None

@@ -1,5 +1,5 @@
-"""Decode and pack FP8 weights on a card, in Triton: twins of `reference.dequantize_unchecked` and of
-`reference.quantize_unchecked`, with the same bits.
+"""Decode and pack FP8 weights on a card, and round whole matrices, in Triton: twins of
+`reference.dequantize_unchecked`, `reference.quantize_unchecked` and `training.quantize_tensor`, with the same bits.
 
 They treat codes as bytes and so run on cards without FP8 too. They need triton, so they are imported only for a card.
 """
@@ -55,6 +55,26 @@ def dequantize(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> 
 
 
 @triton.jit
+def _e4m3(bits):
+    """The code of each float32 with these bits, which is at most 448; NaN gives no code of its own."""
+    size = bits & 0x7FFFFFFF
+    # A float32 has 20 bits of mantissa more than a code, which round to even, and another bias of the exponent.
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+    # Beside 2^14 float32 has steps of 2^-9, those of codes below 2^-6.
+    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 15
+    return tl.where(size < 0x3C800000, small, normal) | ((bits >> 24) & 128)
+
+
+@triton.jit
+def _e5m2(bits):
+    """As `_e4m3`, for at most 57344: 21 bits more, and steps of 2^-16 below 2^-14, as float32 has beside 128."""
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0xFFFFF + ((size >> 21) & 1)) >> 21) - (112 << 2)
+    small = (size.to(tl.float32, bitcast=True) + 128.0).to(tl.int32, bitcast=True) & 7
+    return tl.where(size < 0x38800000, small, normal) | ((bits >> 24) & 128)
+
+
+@triton.jit
 def _pack_kernel(
     matrix_ptr,
     codes_ptr,
@@ -83,14 +103,8 @@ def _pack_kernel(
     if POW2:
         scale = ((scale.to(tl.int32, bitcast=True) + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
     tl.store(scale_ptr + tl.program_id(1).to(tl.int64) * scale_stride + tl.program_id(0), scale)
-    # The sign is taken off by the bits of the product, so that no compiler makes one operation of it and the sum below.
-    scaled = (value * tl.div_rn(1.0, scale)).to(tl.int32, bitcast=True)
-    size = scaled & 0x7FFFFFFF
-    # A float32 has 20 bits of mantissa more than a code, which round to even, and another bias of the exponent.
-    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-    # Beside 2^14 float32 has steps of 2^-9, those of codes below 2^-6.
-    small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 15
-    code = tl.where(size < 0x3C800000, small, normal) | ((scaled >> 24) & 128)
+    # The sign is taken off by the bits of the product, so that no compiler makes one operation of it and a sum.
+    code = _e4m3((value * tl.div_rn(1.0, scale)).to(tl.int32, bitcast=True))
     tl.store(codes_ptr + places * codes_stride + column[None, :], code.to(tl.uint8), mask=inside)
 
 
@@ -105,3 +119,36 @@ def pack_(matrix: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scales
     into = codes.view(torch.uint8), scale, faults
     _pack_kernel[grid](matrix, *into, *numbers, POW2=scales == "pow2", BLOCK=BLOCK, num_warps=8)
     return faults
+
+
+@triton.jit
+def _round_kernel(
+    x_ptr, scale_ptr, codes_ptr, rows, columns, x_stride, FIVE: tl.constexpr, TURNED: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    places = row[:, None].to(tl.int64) * x_stride + column[None, :]
+    value = tl.load(x_ptr + places, mask=inside, other=0).to(tl.float32)
+    bits = (value * tl.div_rn(1.0, tl.load(scale_ptr))).to(tl.int32, bitcast=True)
+    code = _e5m2(bits) if FIVE else _e4m3(bits)
+    code = tl.where((bits & 0x7FFFFFFF) > 0x7F800000, 127, code).to(tl.uint8)
+    if TURNED:
+        out = column[:, None].to(tl.int64) * rows + row[None, :]
+        tl.store(codes_ptr + out, tl.trans(code), mask=(column < columns)[:, None] & (row < rows)[None, :])
+    else:
+        tl.store(codes_ptr + row[:, None].to(tl.int64) * columns + column[None, :], code, mask=inside)
+
+
+def round_matrix(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, turned: bool = False) -> torch.Tensor:
+    """The codes (rows, columns) of x / scale in `dtype`, e4m3 or e5m2, or those of its transpose if `turned`.
+
+    The float32 scale () is a power of two under which nothing saturates, or NaN, as all codes then are. Neighbours of
+    x in a row are neighbours in memory. One read and one write, where torch needs two more of each, and a slow copy.
+    """
+    rows, columns = x.shape
+    codes = torch.empty((columns, rows) if turned else (rows, columns), dtype=torch.uint8, device=x.device)
+    grid = (triton.cdiv(rows, BLOCK), triton.cdiv(columns, BLOCK))
+    kinds = {"FIVE": dtype == torch.float8_e5m2, "TURNED": turned, "BLOCK": BLOCK}
+    _round_kernel[grid](x, scale, codes, rows, columns, x.stride(0), **kinds, num_warps=8)
+    return codes.view(dtype)

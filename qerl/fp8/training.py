@@ -14,6 +14,9 @@ gradients are e4m3, or e5m2 under `hybrid`.
 2. A blockwise dW stays in 16 bits, where Transformer Engine rounds it in groups along the tokens: it is a third of the
    products of whole weights, and none of an adapter's.
 3. The scale of a whole matrix depends on all its rows, so a token's product depends on what is in its micro-batch.
+4. A recipe may leave y alone and round dx and dW only, two thirds of the products of whole weights. The forward pass
+   then is the engine's on any base, such as NVFP4, whose values (codes times e4m3 scales in blocks of 16) e4m3 does not
+   hold.
 
 On a card the tensorwise products are torch's `_scaled_mm` and the blockwise ones are `qerl.fp8.linear.PRODUCTS`; on a
 CPU, and for sizes that the card's products do not take, both sides are decoded, which is exact.
@@ -29,7 +32,7 @@ import torch.nn.functional as F
 
 from qerl.fp8 import reference
 from qerl.fp8.layout import BLOCK
-from qerl.fp8.linear import PRODUCTS, packed
+from qerl.fp8.linear import PRODUCTS, decode, packed
 from qerl.fp8.reference import E4M3, LEAST_INPUT, FP8Tensor, ScaleKind
 
 E5M2 = torch.float8_e5m2
@@ -42,20 +45,23 @@ class Scaled(NamedTuple):
     codes: torch.Tensor
     scale: torch.Tensor
 
-    def t(self) -> Scaled:
-        """Its transpose, copied, since products on a card sum along neighbours."""
-        return Scaled(_transposed(self.codes), self.scale)
 
-
-def quantize_tensor(x: torch.Tensor, dtype: torch.dtype = E4M3) -> Scaled:
+def quantize_tensor(x: torch.Tensor, dtype: torch.dtype = E4M3, turned: bool = False) -> Scaled:
     """x (rows, columns) with one scale, the least power of two under which nothing saturates.
 
-    Codes are rounded to even, once. A matrix that holds inf or NaN gets codes that are NaN.
+    Codes are rounded to even, once. A matrix that holds inf or NaN gets codes that are NaN. `turned`: the transpose of
+    x, since products on a card sum along neighbours.
     """
     amax = torch.linalg.vector_norm(x, torch.inf).float().clamp(min=LEAST_INPUT)  # without a tensor of magnitudes
     scale = reference.ceil_pow2(amax / torch.full_like(amax, torch.finfo(dtype).max))
     scale = torch.where(amax.isfinite(), scale, torch.nan)
-    return Scaled((x * scale.reciprocal().to(x.dtype)).to(dtype), scale)
+    if x.is_cuda:
+        from qerl.fp8 import kernels
+
+        x = x if x.stride(1) == 1 else x.contiguous()
+        return Scaled(kernels.round_matrix(x, scale, dtype, turned), scale)
+    codes = (x * scale.reciprocal().to(x.dtype)).to(dtype)
+    return Scaled(_transposed(codes) if turned else codes, scale)
 
 
 def scaled_product(a: Scaled, b: Scaled, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
@@ -76,46 +82,57 @@ class Tensorwise:
     """One scale for each matrix. `gradients`: the dtype of dy."""
 
     gradients: torch.dtype = E5M2
+    rounds_output: bool = True  # otherwise only dx and dW are rounded
     name = "tensorwise"
 
     def weight(self, weight: FP8Tensor | torch.Tensor) -> Scaled:
-        """What the other methods multiply by, of a dense matrix (out, in) or of codes in blocks."""
-        return quantize_tensor(weight if isinstance(weight, torch.Tensor) else _decoded(weight))
+        """What `output` multiplies by, of a dense matrix (out, in) or of codes in blocks."""
+        return quantize_tensor(_dense(weight))
+
+    def turned(self, weight: FP8Tensor | torch.Tensor) -> Scaled:
+        """The same (in, out), which `to_input` multiplies by."""
+        return quantize_tensor(_dense(weight), turned=True)
 
     def output(self, x: torch.Tensor, weight: Scaled) -> torch.Tensor:
         """y (T, out) in the dtype of x."""
         return scaled_product(quantize_tensor(x), weight, x.dtype, fast=True)
 
-    def to_input(self, grad: torch.Tensor, weight: Scaled) -> torch.Tensor:
+    def to_input(self, grad: torch.Tensor, turned: Scaled) -> torch.Tensor:
         """dx (T, in) in the dtype of dy."""
-        return scaled_product(quantize_tensor(grad, self.gradients), weight.t(), grad.dtype)
+        return scaled_product(quantize_tensor(grad, self.gradients), turned, grad.dtype)
 
     def to_weight(self, grad: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """dW (out, in), float32."""
         if lacking := -len(x) % ALIGNED:  # F.pad would copy without need
             grad, x = F.pad(grad, (0, 0, 0, lacking)), F.pad(x, (0, 0, 0, lacking))
-        left, right = quantize_tensor(grad, self.gradients), quantize_tensor(x)
-        return scaled_product(left.t(), right.t(), torch.float32)
+        left, right = quantize_tensor(grad, self.gradients, turned=True), quantize_tensor(x, turned=True)
+        return scaled_product(left, right, torch.float32)
 
 
 @dataclass(frozen=True)
 class Blockwise:
     """Groups of 128 per token, and blocks of 128 x 128: the product of the format FP8 itself."""
 
+    rounds_output: bool = True  # otherwise only dx is rounded
     gradients = E4M3
     name = "blockwise"
 
     def weight(self, weight: FP8Tensor | torch.Tensor) -> FP8Tensor:
-        """What the other methods multiply by, of a dense matrix (out, in) or of codes in blocks, which stay."""
+        """What `output` multiplies by, of a dense matrix (out, in) or of codes in blocks, which stay."""
         return packed(weight, "pow2") if isinstance(weight, torch.Tensor) else weight
+
+    def turned(self, weight: FP8Tensor | torch.Tensor) -> FP8Tensor:
+        """The same (in, out), which `to_input` multiplies by. Blocks are square, so codes keep their scales."""
+        codes, scale = self.weight(weight)
+        return FP8Tensor(_transposed(codes), scale.t().contiguous())
 
     def output(self, x: torch.Tensor, weight: FP8Tensor) -> torch.Tensor:
         """y (T, out) in the dtype of x."""
         return _product(x, weight)
 
-    def to_input(self, grad: torch.Tensor, weight: FP8Tensor) -> torch.Tensor:
-        """dx (T, in) in the dtype of dy. Blocks are square, so the transposed codes keep their scales."""
-        return _product(grad, FP8Tensor(_transposed(weight.codes), weight.scale.t().contiguous()))
+    def to_input(self, grad: torch.Tensor, turned: FP8Tensor) -> torch.Tensor:
+        """dx (T, in) in the dtype of dy."""
+        return _product(grad, turned)
 
     def to_weight(self, grad: torch.Tensor, x: torch.Tensor) -> None:
         """dW is not rounded."""
@@ -124,11 +141,19 @@ class Blockwise:
 Recipe = Tensorwise | Blockwise
 
 
-def recipe_of(name: Literal["tensorwise", "blockwise"] | None, gradients: str = "auto") -> Recipe | None:
-    """The recipe of that name, with gradients `e4m3`, or `hybrid` (e5m2); auto is hybrid where there is a choice."""
+def recipe_of(
+    name: Literal["tensorwise", "blockwise"] | None, gradients: str = "auto", products: str = "all"
+) -> Recipe | None:
+    """The recipe of that name, with gradients `e4m3`, or `hybrid` (e5m2); auto is hybrid where there is a choice.
+
+    `products`: `all`, or `gradients`, which leaves y as the base computes it.
+    """
     if name is None:
         return None
-    return Blockwise() if name == "blockwise" else Tensorwise(E4M3 if gradients == "e4m3" else E5M2)
+    rounds_output = products == "all"
+    if name == "blockwise":
+        return Blockwise(rounds_output)
+    return Tensorwise(E4M3 if gradients == "e4m3" else E5M2, rounds_output)
 
 
 def _product(x: torch.Tensor, weight: FP8Tensor, scales: ScaleKind = "pow2") -> torch.Tensor:
@@ -142,9 +167,9 @@ def _product(x: torch.Tensor, weight: FP8Tensor, scales: ScaleKind = "pow2") -> 
     return product(x, *weight, scales)
 
 
-def _decoded(weight: FP8Tensor) -> torch.Tensor:
-    from qerl.fp8.linear import decode
-
+def _dense(weight: FP8Tensor | torch.Tensor) -> torch.Tensor:
+    if isinstance(weight, torch.Tensor):
+        return weight
     return decode(*weight, torch.bfloat16 if weight.codes.is_cuda else torch.float32)
 
 

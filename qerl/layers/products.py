@@ -43,12 +43,12 @@ def own_product(x: torch.Tensor, bases: Sequence[nn.Linear]) -> torch.Tensor | N
     None, too, for several linears whose weights do not follow one another.
     """
     base, *others = bases
-    if (recipe := recipe_of(base)) is None or _is_own(recipe, base):
+    if (recipe := recipe_of(base)) is None or not recipe.rounds_output or _is_own(recipe, base):
         return base.own_product(x, others) if isinstance(base, PackedLinear) else None
-    if (found := _rounded_weight(recipe, bases, x.dtype)) is None:
+    if (found := _weight_of(bases, x.dtype)) is None:
         return None
     weight, alpha = found
-    y = recipe.output(x, weight)
+    y = recipe.output(x, recipe.weight(weight))
     return y if alpha == 1.0 else y.mul_(alpha)
 
 
@@ -58,8 +58,8 @@ def add_input_gradient_(dx: torch.Tensor, grad: torch.Tensor, bases: Sequence[nn
         matrix, alpha = matrix_of(bases, grad.dtype)
         torch.addmm(dx, grad, matrix, beta=int(started), alpha=alpha, out=dx)
         return
-    weight, alpha = _rounded_weight(recipe, bases, grad.dtype)
-    product = recipe.to_input(grad.contiguous(), weight)
+    weight, alpha = _weight_of(bases, grad.dtype)
+    product = recipe.to_input(grad, recipe.turned(weight))
     torch.add(dx if started else dx.zero_(), product, alpha=alpha, out=dx)
 
 
@@ -89,17 +89,12 @@ def _is_own(recipe: Recipe, base: nn.Linear) -> bool:
     return isinstance(recipe, Blockwise) and isinstance(base, FP8Linear) and base.rounds_input
 
 
-def _rounded_weight(
-    recipe: Recipe, bases: Sequence[nn.Linear], dtype: torch.dtype
-) -> tuple[tuple[torch.Tensor, torch.Tensor], float] | None:
-    """The weight of all `bases` as the recipe has it, up to a scalar factor, and that factor."""
+def _weight_of(bases: Sequence[nn.Linear], dtype: torch.dtype) -> tuple[FP8Tensor | torch.Tensor, float] | None:
+    """The weight of all `bases` for a recipe, up to a scalar factor, and that factor."""
     if isinstance(base := bases[0], FP8Linear):
         weight = joined(bases) if len(bases) > 1 else FP8Tensor(base.weight_codes, base.weight_scale)
-        return None if weight is None else (recipe.weight(weight), 1.0)
-    if len(bases) > 1 and not adjacent(bases):
-        return None
-    matrix, alpha = matrix_of(bases, dtype)
-    return recipe.weight(matrix), alpha
+        return None if weight is None else (weight, 1.0)
+    return matrix_of(bases, dtype) if len(bases) == 1 or adjacent(bases) else None
 
 
 def _forward(self: nn.Linear, x: torch.Tensor) -> torch.Tensor:

@@ -21,6 +21,7 @@
 #     qatlora  400 s  a 7B: 3 steps of an adapter through the quantizer, its 16-bit weights on the card, and in host memory
 #     qatcap   170 s  two such steps under 80 GiB, with the masters that the plan takes
 #     qatpeer  310 s  the same workload by TRL: all weights in BF16 with 8-bit AdamW, tuned, and what fits best under 80 GiB
+#     qatfp8   360 s  two such steps with gradients in FP8, and in BF16, and TRL's of the same workload; 120 GiB of memory
 #     w4a4     480 s  4-bit activations: the kernel's bits and cost, our engine beside the trainer and vLLM's emulation
 #     qatw4a4  140 s  a 7B: two steps of full-weight training with 4-bit activations
 #     cache    350 s  fp8 KV cache, a KV cache that overflows, a cap that is too small, memory while weights load, one
@@ -234,6 +235,13 @@ batch_qatpeer() {
     checkpoint qwen2.5-7b 7b-16 --format bf16
     script step-7b-trl-full 280 bench_trl 7b-16 --full --tuned --steps 3
     script step-7b-trl-full-cap80 280 bench_trl 7b-16 --full --tuned --checkpointing --micro-batch 8 --cap-gib 80 --steps 2
+}
+
+batch_qatfp8() {
+    checkpoint qwen2.5-7b 7b-16 --format bf16
+    script qat-7b-gradients-fp8 200 bench_qat 7b-16 --steps 3 --set train.fp8_recipe=tensorwise --set train.fp8_products=gradients
+    script qat-7b-gradients-bf16 180 bench_qat 7b-16 --steps 3
+    script step-7b-trl-full 200 bench_trl 7b-16 --full --tuned --steps 3
 }
 
 batch_w4a4() {

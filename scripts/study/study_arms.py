@@ -65,6 +65,12 @@ ARMS = {
         ("noise.enabled=true", "noise.where=rollout", "noise.sigma_start=1e-1", "noise.sigma_end=5e-3"),
     ),  # not in the paper; shows how strong noise has to be to have an effect
     "qat": Arm("QAT: whole weights, through NVFP4", "bf16", WEIGHTS, PACKED),
+    "qat_fp8_gradients": Arm(
+        "QAT through NVFP4, gradients in FP8",
+        "bf16",
+        (*WEIGHTS, "train.fp8_recipe=tensorwise", "train.fp8_products=gradients"),
+        PACKED,
+    ),
     "no_qat": Arm(
         "whole weights in 16 bits, NVFP4 rollouts",
         "bf16",

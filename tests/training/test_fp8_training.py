@@ -19,8 +19,9 @@ STILL = ("noise.enabled=false", "loss.mismatch_gate=null")
         ((*WEIGHTS, "train.fp8_recipe=blockwise"), True),
         ((*WEIGHTS, "qat.forward=masters"), False),
         ((*WEIGHTS, "qat.forward=masters", "train.fp8_recipe=tensorwise"), True),
+        (("qat.mode=weights", "train.fp8_recipe=tensorwise", "train.fp8_products=gradients"), True),
     ],
-    ids=["adapter", "weights", "masters", "both"],
+    ids=["adapter", "weights", "masters", "both", "gradients through NVFP4"],
 )
 def test_a_run_is_as_far_from_its_engine_as_their_products_are(base, tmp_path, overrides, agrees):
     """Random weights show the rounding to 8 bits as 0.02 to 0.04. Under powers of two one scale rounds as many do."""
@@ -35,6 +36,10 @@ def test_a_run_is_as_far_from_its_engine_as_their_products_are(base, tmp_path, o
     [
         (["train.fp8=hybrid"], "there is no recipe of which these are the numbers; write train.fp8_recipe: tensorwise"),
         (["train.fp8_recipe=blockwise", "train.fp8=hybrid"], "write train.fp8: e4m3, or train.fp8_recipe: tensorwise"),
+        (
+            ["train.fp8_products=gradients"],
+            "there is no recipe that would round them; write train.fp8_recipe",
+        ),
         (["train.fp8_recipe=tensorwise", "adapter.dropout=0.1"], "write adapter.dropout: 0"),
         (["train.fp8_recipe=tensorwise", "loss.correction.mode=off", *STILL], "has to be corrected for"),
         (["train.fp8_recipe=blockwise", "qat.quant_cfg=nvfp4_w4a4"], "are rounded to 4 bits already"),

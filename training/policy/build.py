@@ -90,15 +90,16 @@ def round_products_(model: PreTrainedModel, train: TrainConfig) -> None:
 
     Of a quantized base these are those of its packed linears, so that what is kept in 16 bits stays so.
     """
-    recipe = recipe_of(train.fp8_recipe, train.fp8)
+    recipe = recipe_of(train.fp8_recipe, train.fp8, train.fp8_products)
     if recipe is None:
         return
     linears = [*base_linears(model).values()]
     packed = [linear for linear in linears if isinstance(linear, PackedLinear)]
     set_recipe_(model, packed or linears, recipe)
     logger.info(
-        "training in FP8: %s, gradients in %s, %d linears",
+        "training in FP8: %s, %s, gradients in %s, %d linears",
         recipe.name,
+        "all products" if recipe.rounds_output else "the backward pass alone",
         str(recipe.gradients).removeprefix("torch.float8_"),
         len(packed or linears),
     )

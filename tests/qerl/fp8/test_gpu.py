@@ -147,7 +147,7 @@ def test_tensorwise_products_are_those_of_the_rounded_matrices(tokens, name):
     g, g_scale = quantize_tensor(grad, recipe.gradients)
     w, a, g = w.double() * w_scale, a.double() * a_scale, g.double() * g_scale
     assert relative(recipe.output(x, held), a @ w.t()) < 0.004
-    assert relative(recipe.to_input(grad, held), g @ w) < 0.004
+    assert relative(recipe.to_input(grad, recipe.turned(dense)), g @ w) < 0.004
     found = recipe.to_weight(grad, x)
     assert found.dtype == torch.float32
     assert relative(found, g.t() @ a) < 1e-3
@@ -162,7 +162,7 @@ def test_blockwise_gradients_to_the_input_are_those_of_groups_and_transposed_blo
     grad = weight((300, out_features), seed=2)
     right = reference.dequantize_input(*reference.quantize_input(grad)).double()
     right = right @ reference.dequantize(*tensors, torch.float64)
-    assert relative(recipe.to_input(grad, tensors), right) < 0.004
+    assert relative(recipe.to_input(grad, recipe.turned(tensors)), right) < 0.004
 
 
 @pytest.mark.parametrize("shape", [(1024, 512), (200, 384), (128, 4608)])
@@ -183,7 +183,7 @@ def test_a_recipe_takes_what_the_plan_counts_for_it(name):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        recipe.to_input(grad, recipe.weight(dense))
+        recipe.to_input(grad, recipe.turned(dense))
         peak = torch.cuda.max_memory_allocated() - before
     work = rounding_work(name, hidden, intermediate)
     counted = (work.token + 2 * intermediate) * tokens + work.weight

@@ -7,6 +7,7 @@ import torch
 
 from qerl.fp8 import layout, reference
 from qerl.fp8.reference import E4M3
+from qerl.fp8.training import E5M2, quantize_tensor
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = "cpu" if INTERPRETED else "cuda"
@@ -84,3 +85,33 @@ def test_packing_counts_what_is_not_finite():
     matrix = torch.randn(130, 200, device=DEVICE)
     matrix[0, 0], matrix[129, 199], matrix[5, 5] = torch.inf, torch.nan, -torch.inf
     assert packed(matrix, "pow2")[2] == 3
+
+
+def rounded(x, dtype, turned):
+    """The kernel's codes of x, and those of its twin on the CPU, both with the scale that the twin has chosen."""
+    from qerl.fp8 import kernels
+
+    right = quantize_tensor(x.cpu(), dtype, turned)
+    return kernels.round_matrix(x, right.scale.to(DEVICE), dtype, turned).cpu(), right.codes
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+@pytest.mark.parametrize("shape", [(256, 384), (200, 300), (1, 5), (5, 1)], ids=str)
+def test_a_matrix_is_rounded_to_the_twin_s_bits_also_turned(shape, dtype, turned):
+    x = torch.randn(shape, device=DEVICE) * torch.logspace(-9, 2, shape[1], device=DEVICE)
+    assert same_bits(*rounded(x, dtype, turned))
+    wide = torch.cat([x, x], 1)
+    assert same_bits(*rounded(wide[:, shape[1] :], dtype, turned))  # columns of more
+
+
+@pytest.mark.parametrize("dtype", [E4M3, E5M2], ids=str)
+def test_rounding_a_matrix_takes_the_even_code_of_two_and_keeps_nan(dtype):
+    codes = torch.arange(128, dtype=torch.uint8).view(dtype).float()
+    values = codes[codes.isfinite()]
+    half = (values[1:] + values[:-1]) / 2
+    near = torch.cat([values, half, torch.nextafter(half, half * 2), torch.nextafter(half, half * 0)])
+    x = torch.cat([near, -near])[None].to(DEVICE)
+    assert same_bits(*rounded(x, dtype, turned=True))
+    x[0, 3] = torch.nan
+    assert rounded(x, dtype, turned=False)[0].float().isnan().all()  # its scale is NaN

@@ -61,7 +61,7 @@ def test_tensorwise_products_are_those_of_the_rounded_matrices(name):
     held = recipe.weight(weight)
     for found, right in (
         (recipe.output(x, held), decoded(x) @ decoded(weight).t()),
-        (recipe.to_input(grad, held), decoded(grad, kind) @ decoded(weight)),
+        (recipe.to_input(grad, recipe.turned(weight)), decoded(grad, kind) @ decoded(weight)),
         (recipe.to_weight(grad, x), decoded(grad, kind).t() @ decoded(x)),
     ):
         torch.testing.assert_close(found.double(), right, rtol=1e-5, atol=1e-4)
@@ -72,7 +72,7 @@ def test_blockwise_products_are_those_of_groups_and_blocks_and_leave_the_weight_
     held = recipe.weight(weight)
     torch.testing.assert_close(recipe.output(x, held).double(), grouped(x) @ blocks(weight).t(), rtol=1e-5, atol=1e-4)
     torch.testing.assert_close(
-        recipe.to_input(grad, held).double(), grouped(grad) @ blocks(weight), rtol=1e-5, atol=1e-4
+        recipe.to_input(grad, recipe.turned(held)).double(), grouped(grad) @ blocks(weight), rtol=1e-5, atol=1e-4
     )
     assert recipe.to_weight(grad, x) is None
     assert recipe.weight(held) is held
@@ -89,4 +89,5 @@ def test_the_numbers_of_gradients():
     found = {name: recipe_of("tensorwise", name).gradients for name in ("auto", "hybrid", "e4m3")}
     assert found == {"auto": E5M2, "hybrid": E5M2, "e4m3": E4M3}
     assert recipe_of("blockwise") == Blockwise()
+    assert recipe_of("tensorwise", "e4m3", "gradients") == Tensorwise(E4M3, rounds_output=False)
     assert recipe_of(None) is None

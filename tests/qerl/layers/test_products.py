@@ -48,7 +48,8 @@ def test_an_adapter_is_added_in_16_bits_to_the_recipe_s_products(kind, name):
         for w, (a, b) in zip(weights, pairs, strict=True)
     ]
     torch.testing.assert_close(y.detach(), torch.cat(right, 1).detach(), rtol=1e-5, atol=1e-5)
-    dx = sum(recipe.to_input(g, w) + 0.5 * g @ b @ a for g, w, (a, b) in zip(grad, weights, pairs, strict=True))
+    turned = [recipe.turned(torch.as_tensor(linear.weight + 0)) for linear in model]
+    dx = sum(recipe.to_input(g, w) + 0.5 * g @ b @ a for g, w, (a, b) in zip(grad, turned, pairs, strict=True))
     torch.testing.assert_close(x.grad, dx.detach(), rtol=1e-4, atol=1e-4)
     a, b = pairs[0]
     torch.testing.assert_close(a.grad, 0.5 * (grad[0] @ b.detach()).t() @ x.detach(), rtol=1e-4, atol=1e-4)
@@ -95,3 +96,27 @@ def test_an_engine_that_serves_the_trainer_s_modules_is_not_rounded():
     with serving(model):
         torch.testing.assert_close(model[0](x), before)
     assert (model[0](x) - before).norm() / before.norm() > 0.005
+
+
+@pytest.mark.parametrize("name", RECIPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_recipe_of_gradients_leaves_the_forward_pass_to_the_bit(kind, name):
+    """The backward pass is that of the whole recipe."""
+    model, x, upstream = model_of(kind), torch.randn(9, 256), torch.randn(9, 256)
+    before = model[0](x)
+    for linear in model:
+        set_master_(linear, linear.weight + 1e-3)
+    found = {}
+    for products in ("gradients", "all"):
+        set_recipe_(model, [*model], recipe_of(name, products=products))
+        given = x.clone().requires_grad_()
+        y = model[0](given)
+        y.backward(upstream)
+        found[products] = y.detach(), given.grad, master_of(model[0]).grad
+        master_of(model[0]).grad = None
+    y, dx, dw = found["gradients"]
+    assert torch.equal(y, before)
+    assert torch.equal(dx, found["all"][1])
+    assert torch.equal(dw, found["all"][2])
+    exact = upstream @ (model[0].weight + 0)
+    assert 1e-3 < ((dx - exact).norm() / exact.norm()).item() < 0.1

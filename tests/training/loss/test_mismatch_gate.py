@@ -30,6 +30,7 @@ def apart(difference):
             ["qat.quant_cfg.activations: dynamic", "rollout.kv_cache_dtype: fp8"],
         ),
         (("train.fp8_recipe=blockwise",), ["train.fp8_recipe: blockwise"]),
+        (("train.fp8_recipe=blockwise", "train.fp8_products=gradients"), []),
     ],
 )
 def test_a_gate_names_the_keys_that_make_the_two_differ(overrides, causes):
