@@ -8,12 +8,17 @@ loop, grow a text without end, or compute 9**9**9, which no signal interrupts.
 
 from __future__ import annotations
 
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
 import json
 import os
 import resource
 import signal
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 MEMORY_BYTES = 2 * 2**30  # beside what the imports take
@@ -25,8 +30,7 @@ MOST_TOKENS = 100 * len(PROBE)
 
 def render(request: dict[str, Any]) -> dict[str, Any]:
     """The messages in the chat template, as transformers writes them. Raises ValueError for a text too long."""
-    from transformers.utils.chat_template_utils import render_jinja_template
-
+    render_jinja_template = _renderer()
     _limit(request["cpu_s"])
     marked = request.get("marked", False)
     (text,), places = render_jinja_template(
@@ -54,6 +58,20 @@ def probe(request: dict[str, Any]) -> str:
     if count > MOST_TOKENS:
         raise ValueError(f"it makes {count} tokens of {len(PROBE)} characters")
     return ""
+
+
+@functools.cache
+def _renderer() -> Callable[..., Any]:
+    """transformers' function that renders a chat template, without the rest of transformers.
+
+    The two packages around its module are entered without running their `__init__`, which would take 0.6 s of processor
+    time more; the distributions of all packages, which transformers lists for its checks of versions, another 0.2 s.
+    tests/qerl/checkpoint/test_sandbox.py compares prompts with those of the whole package.
+    """
+    for name in ("transformers", "transformers.utils"):
+        sys.modules[name] = importlib.util.module_from_spec(importlib.util.find_spec(name))
+    importlib.metadata.packages_distributions = dict
+    return importlib.import_module("transformers.utils.chat_template_utils").render_jinja_template
 
 
 def _limit(cpu_s: int) -> None:
@@ -91,7 +109,7 @@ def main() -> None:
     for line in sys.stdin.buffer:
         replies.write(json.dumps(_answer(json.loads(line))) + "\n")
         replies.flush()
-        import transformers.utils.chat_template_utils  # noqa: F401  (the next request will need it)
+        _renderer()  # the next request will need it
 
 
 if __name__ == "__main__":
