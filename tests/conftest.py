@@ -34,10 +34,31 @@ def pytest_collection_modifyitems(items) -> None:
     items.sort(key=lambda item: item.path.name not in SLOW)
 
 
+gc.disable()  # until all tests are collected: what they import is no garbage
+
+
 def pytest_collection_finish() -> None:
     """Exclude the objects that imports made from garbage collection: each run of the trainer does a full one."""
     gc.collect()
     gc.freeze()
+    gc.set_threshold(50_000)
+    gc.enable()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def collected():
+    """What a file of tests leaves behind is collected once, and what is still there then is not looked at again."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_waiting_for_the_disk():
+    """No test cuts the power, and a run of six steps waits for the disk as long as for two steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(scope="module")

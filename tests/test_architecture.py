@@ -5,14 +5,14 @@ import re
 import subprocess
 import sys
 import tomllib
-from pathlib import Path
+from functools import cache
 
 import pytest
+from syntax import PACKAGES, ROOT, name_of, nodes, python_files, tree
 
 from qerl import formats
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = ("qerl", "quantize", "training", "eval")
+SOURCES = python_files(*PACKAGES)
 # third-party package -> the only files that may import it
 SOLE_IMPORTERS = {
     "vllm": ("qerl/engine/vllm_engine.py", "qerl/vllm_plugin/"),
@@ -30,10 +30,6 @@ ENTRY_POINTS = {
 }
 
 
-def sources():
-    return [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
-
-
 def is_type_checking(node):
     return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
 
@@ -46,27 +42,31 @@ def walk(node):
             yield from walk(child)
 
 
+@cache
 def imported_packages(path):
-    for node in walk(ast.parse(path.read_text(encoding="utf-8"))):
+    found = set()
+    for node in walk(tree(path)):
         if isinstance(node, ast.Import):
-            yield from (alias.name.partition(".")[0] for alias in node.names)
+            found.update(alias.name.partition(".")[0] for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield node.module.partition(".")[0]
+            found.add(node.module.partition(".")[0])
+    return found
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_stages_import_qerl_and_never_one_another(path):
-    name = path.relative_to(ROOT).as_posix()
-    own = name.partition("/")[0]
-    allowed = {own, "qerl"} | ENTRY_POINTS.get(name, set())
-    assert set(imported_packages(path)) & set(PACKAGES) <= allowed
+def strangers(path):
+    """The stages that a file imports and must not."""
+    allowed = {name_of(path).partition("/")[0], "qerl"} | ENTRY_POINTS.get(name_of(path), set())
+    return imported_packages(path) & set(PACKAGES) - allowed
+
+
+def test_stages_import_qerl_and_never_one_another():
+    assert {name_of(path): strangers(path) for path in SOURCES if strangers(path)} == {}
 
 
 @pytest.mark.parametrize("package", SOLE_IMPORTERS)
 def test_each_heavy_package_has_its_importers(package):
-    importers = {path.relative_to(ROOT).as_posix() for path in sources() if package in imported_packages(path)}
-    strangers = {name for name in importers if not name.startswith(SOLE_IMPORTERS[package])}
-    assert not strangers
+    importers = {name_of(path) for path in SOURCES if package in imported_packages(path)}
+    assert {name for name in importers if not name.startswith(SOLE_IMPORTERS[package])} == set()
     assert importers or package == "llmcompressor"  # imported by name, to explain it if it is missing
 
 
@@ -82,34 +82,34 @@ def names_torch_distributed(node):
 
 
 def test_only_parallel_talks_to_other_processes():
-    users = [path for path in sources() if any(map(names_torch_distributed, ast.walk(ast.parse(path.read_text()))))]
+    users = [name_of(path) for path in SOURCES if any(map(names_torch_distributed, nodes(path)))]
     launcher = "qerl/commands/launch.py"  # it starts the processes
-    assert [path.relative_to(ROOT).as_posix() for path in users] == [launcher, "qerl/process_group.py"]
+    assert users == [launcher, "qerl/process_group.py"]
 
 
-def strings(tree):
-    """The string constants of a module, without docstrings and the help texts of options and keys."""
+def strings(module):
+    """The string constants among a module's nodes, without docstrings and the help texts of options and keys."""
     skipped = set()
-    for node in ast.walk(tree):
+    for node in module:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(node) is not None:
             skipped.add(node.body[0].value)
         if isinstance(node, ast.keyword) and node.arg in ("help", "description"):
             skipped.update(ast.walk(node.value))
-    texts = (node for node in ast.walk(tree) if isinstance(node, ast.Constant) and node not in skipped)
+    texts = (node for node in module if isinstance(node, ast.Constant) and node not in skipped)
     return [node.value for node in texts if isinstance(node.value, str)]
 
 
-@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
-def test_only_the_formats_know_their_names(path):
+def test_only_the_formats_know_their_names():
     """Everything else asks the value: a format is never an `if` on its name."""
     word = re.compile(rf"(?<![\w.-])({'|'.join(formats.names())})(?![\w-])")
-    named = [text for text in strings(ast.parse(path.read_text(encoding="utf-8"))) if word.search(text)]
-    assert not named or path.relative_to(ROOT).as_posix().startswith("qerl/formats/")
+    others = [path for path in SOURCES if not name_of(path).startswith("qerl/formats/")]
+    named = {name_of(path): [text for text in strings(nodes(path)) if word.search(text)] for path in others}
+    assert {name: texts for name, texts in named.items() if texts} == {}
 
 
 def test_the_search_for_names_finds_them():
-    tree = ast.parse('"""nvfp4"""\nif kind == "nvfp4":\n    say(f"write {x}, bf16", help="nvfp4 or bf16")')
-    assert strings(tree) == ["nvfp4", "write ", ", bf16"]
+    module = ast.parse('"""nvfp4"""\nif kind == "nvfp4":\n    say(f"write {x}, bf16", help="nvfp4 or bf16")')
+    assert strings(list(ast.walk(module))) == ["nvfp4", "write ", ", bf16"]
 
 
 def test_importing_the_formats_loads_no_torch():

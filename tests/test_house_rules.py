@@ -1,26 +1,16 @@
 """Sizes that keep the code readable: lines of a file and of a function, parameters of a function."""
 
 import ast
-from pathlib import Path
 
 import pytest
+from syntax import PACKAGES, name_of, nodes, python_files
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = ("qerl", "quantize", "training", "eval")
 FILE_LINES, FUNCTION_LINES, PARAMETERS = 350, 60, 6
 # Functions that take what a library passes, with the reason.
 OVERRIDES = {
     "qerl/vllm_plugin/attention.py: forward": "vLLM calls it as a method of its attention backend",
     "training/policy/packed_attention.py: packed_attention": "transformers calls it as an attention function",
 }
-
-
-def python_files(*folders):
-    return [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-
-
-def name_of(path):
-    return path.relative_to(ROOT).as_posix()
 
 
 def is_kernel(function):
@@ -37,7 +27,7 @@ def parameters(function):
 
 def functions(path):
     """(name, function) of each function that is no kernel."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not is_kernel(node):
             yield f"{name_of(path)}: {node.name}", node
 

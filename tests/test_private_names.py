@@ -1,13 +1,11 @@
 """No module, test or script uses a private name of another of ours. Read from the syntax trees."""
 
 import ast
-from pathlib import Path
 
 import pytest
+from syntax import PACKAGES, ROOT, name_of, nodes, python_files
 
-ROOT = Path(__file__).parent.parent
-PACKAGES = ("qerl", "quantize", "training", "eval")
-SOURCES = [path for name in (*PACKAGES, "scripts", "tests") for path in sorted((ROOT / name).rglob("*.py"))]
+SOURCES = python_files(*PACKAGES, "scripts", "tests")
 OURS = {*PACKAGES, *(path.stem for path in SOURCES if path.parts[len(ROOT.parts)] in ("scripts", "tests"))}
 
 
@@ -19,10 +17,10 @@ def is_ours(module):
     return (module or "").partition(".")[0] in OURS
 
 
-def members(tree):
+def members(module):
     """The private names of a module's classes: methods, fields, and what they write to self."""
     names = set()
-    for owner in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+    for owner in (node for node in module if isinstance(node, ast.ClassDef)):
         for node in ast.walk(owner):
             if isinstance(node, ast.FunctionDef):
                 names.add(node.name)
@@ -33,11 +31,11 @@ def members(tree):
     return set(filter(is_private, names))
 
 
-def our_modules(tree):
+def our_modules(module):
     """The names by which a module calls others of ours."""
     return {
         alias.asname or alias.name
-        for node in ast.walk(tree)
+        for node in module
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
         if is_ours(alias.name if isinstance(node, ast.Import) else node.module)
@@ -49,9 +47,9 @@ def called(node):
     return getattr(node.func, "attr", getattr(node.func, "id", ""))
 
 
-def private_uses(tree):
+def private_uses(module):
     """(line, owner, name) of each `owner._name`, also where a call gives the name as text, as `setattr` takes it."""
-    for node in ast.walk(tree):
+    for node in module:
         if isinstance(node, ast.Attribute) and is_private(node.attr):
             yield node.lineno, ast.unparse(node.value), node.attr
         elif isinstance(node, ast.Call) and called(node).endswith(("setattr", "getattr", "delattr")):
@@ -63,14 +61,15 @@ def private_uses(tree):
                 yield node.lineno, *path.rpartition(".")[::2]
 
 
-def strange_privates(tree, all_members):
-    """Private names that a module takes from another of ours: imports, `module._name`, and `value._name` of a class
-    that another module defines. Those of other projects are not meant: some can be had in no other way."""
-    found, own, modules = [], members(tree), our_modules(tree)
-    for node in ast.walk(tree):
+def strange_privates(module, all_members):
+    """Private names that a module, given by its nodes, takes from another of ours: imports, `module._name`, and
+    `value._name` of a class that another module defines. Those of other projects are not meant: some can be had in no
+    other way."""
+    found, own, modules = [], members(module), our_modules(module)
+    for node in module:
         if isinstance(node, ast.ImportFrom) and (node.level or is_ours(node.module)):
             found += [f"{node.lineno}: import of {alias.name}" for alias in node.names if is_private(alias.name)]
-    for line, owner, name in private_uses(tree):
+    for line, owner, name in private_uses(module):
         of_class = owner not in ("self", "cls", "super()") and name in all_members - own
         if owner in modules or is_ours(owner) or of_class:
             found.append(f"{line}: {owner}.{name}")
@@ -79,9 +78,8 @@ def strange_privates(tree, all_members):
 
 def test_no_module_uses_private_names_of_another():
     """Nor do tests, which ask what the public ones do."""
-    trees = {path.relative_to(ROOT).as_posix(): ast.parse(path.read_text(encoding="utf-8")) for path in SOURCES}
-    all_members = set().union(*map(members, trees.values()))
-    found = {name: strange_privates(tree, all_members) for name, tree in trees.items()}
+    all_members = set().union(*(members(nodes(path)) for path in SOURCES))
+    found = {name_of(path): strange_privates(nodes(path), all_members) for path in SOURCES}
     assert {name: uses for name, uses in found.items() if uses} == {}
 
 
@@ -104,4 +102,4 @@ def test_no_module_uses_private_names_of_another():
     ],
 )
 def test_what_counts_as_private_to_another(source, found):
-    assert strange_privates(ast.parse(source), {"_llm"}) == found
+    assert strange_privates(list(ast.walk(ast.parse(source))), {"_llm"}) == found
