@@ -106,11 +106,14 @@ def sample_and_grade(
 
     Each rank samples and grades its share of the prompts, and all get all groups.
     """
-    dynamic, rollouts, graded = parts.config.rollout.dynamic_sampling, [], []
+    dynamic = parts.config.rollout.dynamic_sampling
+    rollouts: list[Rollout] = []
+    graded: list[Graded] = []  # of each rollout
 
     def draw(rows: Sequence[int]) -> list[GradedGroup]:
-        prompts, own = [parts.prompts[row] for row in rows], parts.parallel.span(len(rows))
-        rollout = sample(parts, prompts[own], moment, attempt=len(rollouts), first=own.start)
+        own = parts.parallel.span(len(rows))
+        share = [parts.prompts[row] for row in rows[own]]
+        rollout = sample(parts, share, moment, attempt=len(rollouts), first=own.start)
         of_ranks = parts.parallel.gather((rollout, grade(parts, rollout, moment)))
         if parts.carry_over is not None:
             parts.carry_over.keep(moment.step, [sampled.kept for sampled, _ in of_ranks])
@@ -120,16 +123,18 @@ def sample_and_grade(
 
     rows = [prompt.row for prompt in prompts]
     if not dynamic.enabled:
-        groups = draw(rows)
-        carried = {} if parts.carry_over is None else parts.carry_over.metrics(moment.step, groups)
-        return groups, {**rollout_metrics(rollouts), **carried, **logged_means(graded[0]), **observed(parts, groups)}
-    order = extra_order(len(parts.prompts), parts.config.run.seed, moment.step)
-    if parts.curriculum is not None:
-        order = parts.curriculum.preferred(order)
-    chosen = fill_batch(draw, rows, order, dynamic.max_extra_rollouts, lambda row: parts.prompts[row].source)
-    of_all = {**sampled_metrics(chosen.sampled, parts.rewards.names), **logged_means_by_groups(graded)}
-    of_all |= observed(parts, chosen.sampled)
-    return chosen.kept, {**rollout_metrics(rollouts), **chosen.metrics(), **of_all}
+        kept = sampled = draw(rows)
+        carried = {} if parts.carry_over is None else parts.carry_over.metrics(moment.step, kept)
+        metrics = {**carried, **logged_means(graded[0])}
+    else:
+        order = extra_order(len(parts.prompts), parts.config.run.seed, moment.step)
+        if parts.curriculum is not None:
+            order = parts.curriculum.preferred(order)
+        chosen = fill_batch(draw, rows, order, dynamic.max_extra_rollouts, lambda row: parts.prompts[row].source)
+        kept, sampled = chosen.kept, chosen.sampled
+        of_all = {**sampled_metrics(sampled, parts.rewards.names), **logged_means_by_groups(graded)}
+        metrics = {**chosen.metrics(), **of_all}
+    return kept, {**rollout_metrics(rollouts), **metrics, **observed(parts, sampled)}
 
 
 def observed(parts: Parts, groups: Sequence[GradedGroup]) -> dict[str, float]:
@@ -186,7 +191,8 @@ def backward(
 ) -> StepResult:
     """Add the gradient of a whole step to the policy's parameters: each rank's micro-batches, then one sum."""
     parts.log.phase("training")
-    config, parallel, found = parts.config.loss, parts.parallel, []
+    config, parallel = parts.config.loss, parts.parallel
+    queued: list[Queued] = []
     loss, loss_type, advantage_only = objective
     micro_batches = split(batch, parts.plan.micro_batch_tokens, loss_type, advantage_only, parallel.size)
     step_tokens = batch.loss_mask_B_T.sum()
@@ -203,8 +209,9 @@ def backward(
                 value = value * micro_batch.loss_share
             with parts.times.phase("backward"):  # layers that recompute their activations do it here
                 differentiate(value)
-            other = unreplayed(parts, micro_batch, row) if batch.compares_replay and not found else None
-            found.append(Queued(index, value.detach(), metrics, old_logprobs(inputs), row.replay, other))
+            compares = batch.compares_replay and not queued  # with the first micro-batch of the rank
+            other = unreplayed(parts, micro_batch, row) if compares else None
+            queued.append(Queued(index, value.detach(), metrics, old_logprobs(inputs), row.replay, other))
         if (shards := parts.policy.shards) is not None:  # which are summed in each backward pass
             for _ in range(max(map(len, of_ranks)) - len(of_ranks[parallel.rank])):
                 shards.add_nothing_()
@@ -213,7 +220,7 @@ def backward(
             sum_gradients_(parts.policy.replicas(), parallel)
     planned = {"memory/train_planned_gib": parts.packed.planned / 2**30} if parts.packed.planned else {}
     # Counting waits for the GPU, so it comes only now.
-    done = [done_of(micro_batches[each.index], config.correction, each) for each in found]
+    done = [done_of(micro_batches[each.index], config.correction, each) for each in queued]
     return step_result(parts, batch, micro_batches, parallel.gather((done, {**memory.metrics, **planned})))
 
 

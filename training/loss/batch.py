@@ -47,9 +47,9 @@ class Batch:
     def rows(self, index: torch.Tensor) -> Batch:
         """The rows of `index` (int64, on any device), in its order."""
         rows = self._each(lambda tensor: tensor.index_select(0, index.to(tensor.device)))
-        return (
-            rows if self.experts is None else replace(rows, experts=tuple(self.experts[row] for row in index.tolist()))
-        )
+        if self.experts is None:
+            return rows
+        return replace(rows, experts=tuple(self.experts[row] for row in index.tolist()))
 
     def to(self, device: torch.device) -> Batch:
         """The same rows on `device`."""

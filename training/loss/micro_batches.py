@@ -67,17 +67,31 @@ def split(batch: Batch, budget: int, loss_type: str, advantage_only: bool, ranks
     step_tokens = max(1, int(loss_mask.sum()))
     completion_tokens = batch.completion_mask_B_T.sum(1) * batch.loss_mask_B_T.any(1)
     with_gradient = completion_tokens * (batch.advantages_B != 0) if advantage_only else completion_tokens
-    groups = _groups(batch, with_gradient, budget, ranks) or _groups(batch, completion_tokens, budget, ranks)[:1]
+    groups = _row_groups(batch, with_gradient, budget, ranks)
+    if not groups:
+        groups = _row_groups(batch, completion_tokens, budget, ranks)[:1]
     micro_batches = []
     for group in groups:
         index = torch.tensor(group)
         tokens = int(loss_mask[index].sum())
         token_share = tokens / step_tokens
-        by_rows = 1.0 if loss_type in BY_STEP_TOKENS else len(group) / len(batch)
-        loss_share = token_share if loss_type in BY_TOKENS else by_rows
+        loss_share = _loss_share(loss_type, len(group) / len(batch), token_share)
         packed = ids[index], mask[index], loss_mask[index]
         micro_batches.append(MicroBatch(batch.rows(index), tokens, loss_share, token_share, *packed))
     return micro_batches
+
+
+def _row_groups(batch: Batch, completion_tokens: torch.Tensor, budget: int, ranks: int) -> list[list[int]]:
+    """The rows of each micro-batch; those with 0 completion tokens are left out."""
+    lengths = row_lengths(batch.prompt_ids_B_L, batch.prompt_mask_B_L, completion_tokens.tolist())
+    return split_by_tokens(lengths, budget, ranks)
+
+
+def _loss_share(loss_type: str, row_share: float, token_share: float) -> float:
+    """The factor of a micro-batch's loss, by its shares of the step's rows and tokens (see the module docstring)."""
+    if loss_type in BY_STEP_TOKENS:
+        return 1.0
+    return token_share if loss_type in BY_TOKENS else row_share
 
 
 def row_metrics(loss_type: str, level: str) -> tuple[str, ...]:
@@ -100,8 +114,3 @@ def merge_metrics(parts: Iterable[tuple[MicroBatch, Metrics]], by_row: tuple[str
                 sums[name] += sum(values) * weight
                 weights[name] += len(values) * weight
     return {name: sums[name] / weights[name] for name in sums}
-
-
-def _groups(batch: Batch, completion_tokens: torch.Tensor, budget: int, ranks: int) -> list[list[int]]:
-    lengths = row_lengths(batch.prompt_ids_B_L, batch.prompt_mask_B_L, completion_tokens.tolist())
-    return split_by_tokens(lengths, budget, ranks)
