@@ -199,22 +199,20 @@ def _try_server(reward: GuardedReward, rows: Rows) -> None:
 
 
 def _metric_names(rewards: Sequence[str]) -> dict[str, str]:
-    """The metric of each reward: the function's name (for a URL the end of its path, else its host); the full name if
-    that is taken."""
-    found: dict[str, str] = {}
-    for reward in rewards:
-        if reward not in found:
-            found[reward] = _metric_name(reward, found.values())
+    """The metric of each reward. Ours have their own names; of others see `_metric_name`."""
+    found = {name: name for name in rewards if name in REWARDS}
+    for name in rewards:
+        if name not in found:
+            found[name] = _metric_name(name, found.values())
     return found
 
 
-def _metric_name(name: str, earlier: Collection[str]) -> str:
+def _metric_name(name: str, taken: Collection[str]) -> str:
+    """The function's name, or of a URL the end of its path, else its host; the whole name if that is `taken`."""
     if is_url(name):
         url = urlsplit(name)
-        short, name = (
-            url.path.strip("/").rpartition("/")[2] or url.hostname,
-            f"{url.netloc}{url.path}".replace("/", "_"),
-        )
+        short = url.path.strip("/").rpartition("/")[2] or url.hostname
+        whole = f"{url.netloc}{url.path}".replace("/", "_")
     else:
-        short = name if name in REWARDS else name.replace(":", ".").rsplit(".", 1)[-1]
-    return name if short in earlier else short
+        short, whole = name.replace(":", ".").rpartition(".")[2], name
+    return whole if short in taken else short

@@ -186,6 +186,13 @@ def test_two_functions_of_one_name_have_different_metrics(tmp_path):
     assert [call(function, ["x"]) for function in functions] == [[1.0], [2.0]]
 
 
+def test_a_function_with_the_name_of_ours_has_a_metric_of_its_own(tmp_path):
+    path = tmp_path / "own.py"
+    path.write_text("def accuracy(completions, **columns):\n    return [0.5] * len(completions)\n")
+    rewards = build(tmp_path, {"name": f"{path}:accuracy"}, {"name": "accuracy"})
+    assert rewards.names == [f"{path}:accuracy", "accuracy"]
+
+
 @pytest.mark.parametrize("name", ["training.rewards.functions:accuracy", "training.rewards.functions.accuracy"])
 def test_functions_are_found_by_dotted_paths(name, tmp_path):
     (function,) = build(tmp_path, {"name": name}).functions
