@@ -53,27 +53,23 @@ class Grader:
     ) -> tuple[torch.Tensor, torch.Tensor, Logged]:
         """Rewards (B, F) with NaN for those of other sources, totals (B,), and what was logged."""
         prompts = [group.prompt for group in groups for _ in group.samples]
-        rows_of = {source: [row for row, one in enumerate(prompts) if one.source == source] for source in self._sources}
-        asked: list[tuple[Reward, Mapping[str, Any]]] = []
+        sources = sorted({prompt.source for prompt in prompts})
+        rows_of = {source: [row for row, one in enumerate(prompts) if one.source == source] for source in sources}
+        functions, names = self.rewards.functions, self.rewards.names
+        asked: list[tuple[int, Mapping[str, Any]]] = []  # the place of a function, and what it is called with
         for source, rows in rows_of.items():
-            columns = _columns(rows, samples, prompts, texts, step) if rows else {}
-            asked += [(self.rewards.functions[index], columns) for index in self.rewards.of_source(source) if rows]
-        values, logged = _call(asked)
-        given, names = iter(values), self.rewards.names
+            columns = _columns(rows, samples, prompts, texts, step)
+            asked += [(index, columns) for index in self.rewards.of_source(source)]
+        given, logged = _call([(functions[index], columns) for index, columns in asked])
+        values = {index: torch.tensor(each) for (index, _), each in zip(asked, given, strict=True)}
         rewards_B_F, total_B = torch.full((len(samples), len(names)), math.nan), torch.zeros(len(samples))
         for source, rows in rows_of.items():
-            if not rows:
-                continue
             own = self.rewards.of_source(source)
-            own_b_f = torch.tensor([next(given) for _ in own]).T.contiguous()
-            at, places = torch.tensor(rows), [names.index(self.rewards.functions[index].__name__) for index in own]
-            rewards_B_F[at[:, None], torch.tensor(places)] = own_b_f
-            total_B[at] = (own_b_f * torch.tensor([self.rewards.weights[i] for i in own])).sum(-1)
+            own_b_f = torch.stack([values[index] for index in own], 1)
+            places = [names.index(functions[index].__name__) for index in own]
+            rewards_B_F[torch.tensor(rows)[:, None], torch.tensor(places)] = own_b_f
+            total_B[rows] = (own_b_f * torch.tensor([self.rewards.weights[index] for index in own])).sum(-1)
         return rewards_B_F, total_B, logged
-
-    @property
-    def _sources(self) -> range:
-        return range(len(self.rewards.source_names))
 
     def _texts(self, samples: Sequence[Sample]) -> list[str]:
         """What rewards read: a completion's text, and of an episode what the policy wrote last."""
