@@ -36,7 +36,13 @@ from training.policy.train_memory import make_gradients_, training_memory
 from training.ranks import dealt, merged_grades, merged_rollouts, sum_gradients_
 from training.rewards.grading import Graded, reward_metrics, source_metrics
 from training.rollout.dynamic_sampling import extra_order, fill_batch
-from training.rollout.metrics import length_metrics, logged_means, logged_means_by_groups, sampled_metrics
+from training.rollout.metrics import (
+    group_metrics,
+    length_metrics,
+    logged_means,
+    logged_means_by_groups,
+    sampled_metrics,
+)
 from training.rollout.sampler import Moment, Rollout, rollout_metrics
 from training.rollout.seeds import derive_seed
 from training.step_result import Queued, StepResult, done_of, step_result
@@ -134,6 +140,7 @@ def sample_and_grade(
         kept, sampled = chosen.kept, chosen.sampled
         of_all = {**sampled_metrics(sampled, parts.rewards.names), **logged_means_by_groups(graded)}
         metrics = {**chosen.metrics(), **of_all}
+    metrics |= group_metrics(sampled, parts.rewards.names)
     return kept, {**rollout_metrics(rollouts), **metrics, **observed(parts, sampled)}
 
 

@@ -53,6 +53,9 @@ PANELS = (
         (("policy", "entropy"), ("as sampled", "sampling/entropy")),
         noise=True,
     ),
+    Panel("KL from the policy that the run started with (nats per token)", (("kl", "kl"),)),
+    Panel("gradient norm before clipping", (("gradient norm", "grad_norm"),), log=True),
+    Panel("clipped ratios (shares of tokens)", (("below", "clip/low_share"), ("above", "clip/high_share"))),
     Panel("mismatch_kl, sampling against trainer (nats)", (("mismatch_kl", "mismatch_kl"),), log=True),
     Panel(
         "importance weights (shares of tokens)",
@@ -64,11 +67,15 @@ PANELS = (
     ),
     Panel("tokens per completion", (("mean", "completions/mean_tokens"), ("longest", "completions/max_tokens"))),
     Panel(
-        "truncated, no answer, equal rewards (shares)",
+        "truncated, no answer (shares of completions)",
+        (("truncated", "completions/truncated_share"), ("no answer", "grades/no_answer_share")),
+    ),
+    Panel(
+        "groups (shares)",
         (
-            ("truncated", "completions/truncated_share"),
-            ("no answer", "grades/no_answer_share"),
-            ("groups of one reward", "groups/zero_variance_share"),
+            ("of one reward", "groups/zero_variance_share"),
+            ("all right", "groups/all_right_share"),
+            ("all wrong", "groups/all_wrong_share"),
         ),
     ),
     Panel(

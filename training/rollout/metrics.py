@@ -1,4 +1,4 @@
-"""What a step's rollouts say in numbers: lengths, rewards of all that was sampled, and what the rewards logged."""
+"""What a step's rollouts say in numbers: lengths, groups, rewards of all that was sampled, what the rewards logged."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
+
+from qerl.tasks.own_grader import CORRECT_FROM
+from training.loss.advantages import deviation
 
 if TYPE_CHECKING:
     from training.rewards.grading import Graded
@@ -17,12 +20,32 @@ def length_metrics(groups: Sequence[GradedGroup]) -> dict[str, float]:
     """Tokens that the policy wrote per completion, and the share of completions that hit the length limit."""
     samples = [sample for graded in groups for sample in graded.group.samples]
     tokens_B = torch.tensor([sample.written for sample in samples]).float()
+    truncated_B = torch.tensor([sample.truncated for sample in samples])
+    ended = {} if truncated_B.all() else {"completions/mean_ended_tokens": tokens_B[~truncated_B].mean().item()}
     return {
         "completions/mean_tokens": tokens_B.mean().item(),
+        **ended,
         "completions/min_tokens": tokens_B.min().item(),
         "completions/max_tokens": tokens_B.max().item(),
-        "completions/truncated_share": torch.tensor([sample.truncated for sample in samples]).float().mean().item(),
+        "completions/truncated_share": truncated_B.float().mean().item(),
     }
+
+
+def group_metrics(groups: Sequence[GradedGroup], names: Sequence[str]) -> dict[str, float]:
+    """How far the rewards of a group are apart, and the shares of groups that are all right or all wrong.
+
+    What is right is decided by the reward called accuracy; without it nobody knows. `names` are those of the rewards.
+    """
+    found = {"groups/reward_std": deviation(torch.stack([graded.total_G for graded in groups])).mean().item()}
+    if "accuracy" not in names:
+        return found
+    grades = [graded.rewards_G_F[:, names.index("accuracy")] for graded in groups]
+    right = [grades_G >= CORRECT_FROM for grades_G in grades if not grades_G.isnan().any()]  # NaN: of another source
+    if right:
+        right_P_G = torch.stack(right)
+        found["groups/all_right_share"] = right_P_G.all(1).float().mean().item()
+        found["groups/all_wrong_share"] = (~right_P_G.any(1)).float().mean().item()
+    return found
 
 
 def sampled_metrics(groups: Sequence[GradedGroup], names: Sequence[str]) -> dict[str, float]:

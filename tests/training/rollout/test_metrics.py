@@ -1,0 +1,49 @@
+"""Metrics of a step's groups and lengths, by hand."""
+
+import math
+
+import pytest
+import torch
+
+from training.rollout.groups import GradedGroup, Group, Prompt, Sample
+from training.rollout.metrics import group_metrics, length_metrics
+
+NAMES = ("digits", "accuracy")
+
+
+def graded(accuracy, digits, tokens=(1, 1), truncated=(False, False)):
+    """A group of two completions with these rewards, lengths and ends; the total is the sum of its rewards."""
+    rewards_G_F = torch.tensor([digits, accuracy]).T
+    samples = [Sample([5] * n, [-1.0] * n, [True] * n, cut) for n, cut in zip(tokens, truncated, strict=True)]
+    group = Group(Prompt(0, [3], "a", None), tuple(samples))
+    return GradedGroup(group, ("", ""), rewards_G_F, rewards_G_F.nansum(1), True)
+
+
+def test_groups_that_are_all_right_or_all_wrong_are_told_apart():
+    """A grade of a half counts as right, as in evaluation. A group of another source has no accuracy."""
+    nan = math.nan
+    groups = [
+        graded([1.0, 0.5], [0.0, 0.5]),
+        graded([0.0, 0.4], [0.0, 0.0]),
+        graded([0.0, 1.0], [1.0, 0.0]),
+        graded([0.0, 1.0], [3.0, 0.0]),
+        graded([nan, nan], [1.0, 1.0]),
+    ]
+    found = group_metrics(groups, NAMES)
+    assert found["groups/all_right_share"] == found["groups/all_wrong_share"] == 1 / 4
+    assert found["groups/reward_std"] == pytest.approx((0.4 + 2) / math.sqrt(2) / 5)
+
+
+@pytest.mark.parametrize("names", [("digits", "other"), NAMES])
+def test_without_an_accuracy_no_group_is_called_right_or_wrong(names):
+    value = 1.0 if "accuracy" not in names else math.nan
+    assert set(group_metrics([graded([value, value], [0.0, 1.0])], names)) == {"groups/reward_std"}
+
+
+def test_lengths_of_completions_that_ended_leave_out_those_that_hit_the_limit():
+    groups = [graded([0.0, 0.0], [0.0, 0.0], (2, 8), (False, True)), graded([0.0, 0.0], [0.0, 0.0], (4, 8))]
+    found = length_metrics(groups)
+    assert found["completions/mean_tokens"] == 22 / 4
+    assert found["completions/mean_ended_tokens"] == pytest.approx(14 / 3)
+    all_cut = length_metrics([graded([0.0, 0.0], [0.0, 0.0], (8, 8), (True, True))])
+    assert "completions/mean_ended_tokens" not in all_cut
