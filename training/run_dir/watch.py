@@ -94,10 +94,11 @@ def _no_variance(rows: Rows) -> str | None:
         return None
     reward = _mean(rows, "reward")
     height = "" if reward is None else f" (mean reward {reward:.2f})"
+    right = _mean(rows, "groups/all_right_share")
+    data = "easier or harder data" if right is None else "harder data" if right > 0.5 else "easier data"
     return (
         f"in {len(shares)} steps no group had completions of different reward{height}, so that the gradient is 0: take "
-        "easier or harder data, a larger rollout.group_size or rollout.temperature, or "
-        "rollout.dynamic_sampling.enabled: true"
+        f"{data}, a larger rollout.group_size or rollout.temperature, or rollout.dynamic_sampling.enabled: true"
     )
 
 
