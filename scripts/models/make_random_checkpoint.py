@@ -77,6 +77,12 @@ SHAPES = {
         **{"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 256},
         **_sizes(512, 1024, 2, 8, 2),
     },
+    "small-qwen3-moe-128": {  # as many experts as Qwen3-30B-A3B, for scripts/study/replay_mismatch.py
+        **QWEN3,
+        **{"model_type": "qwen3_moe", "vocab_size": 1000, "norm_topk_prob": True, "head_dim": 64},
+        **{"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 64},
+        **_sizes(256, 512, 8, 4, 2),
+    },
     # For FP8, whose blocks of 128 have to divide what vLLM fuses.
     "small-qwen3": {**QWEN3, "vocab_size": 1000, **_sizes(512, 1024, 2, 4, 2)},
     "small-qwen2": {**QWEN, "vocab_size": 1000, **_sizes(512, 1152, 2, 4, 1)},

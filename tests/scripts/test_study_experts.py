@@ -45,6 +45,16 @@ def test_arms_differ_in_the_model_and_in_what_is_adapted_only(load) -> None:
             assert getattr(config, section) == getattr(configs["dense"], section)
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_replay_takes_away_what_other_experts_change_and_nothing_is_there_without_rounding(load, nvfp4_moe) -> None:
+    measured = load("replay_mismatch").measured
+    prompts = [list(range(first, first + 12)) for first in range(3, 27, 3)]
+    exact, rounded = (measured(nvfp4_moe, prompts, way, seed=0) for way in ("float32", "bfloat16"))
+    assert max(exact.values()) < 1e-9
+    assert rounded["changed"] > 1e-3
+    assert 0 < rounded["with_replay"] < rounded["without_replay"] / 2
+
+
 def test_the_page_of_the_shipped_results_is_drawn_from_them(load, found) -> None:
     page = load("study_report").page(found, f"{SHIPPED.parent.name}/{SHIPPED.name}")
     assert SHIPPED.with_suffix(".md").read_text(encoding="utf-8") == page, "run the report of study_experts.py"
