@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.bench_step import PeakMemory, add_options, overrides, write
+from scripts.bench.so_far import SoFar
 
 if TYPE_CHECKING:
     from qerl.parallel import Parallel
@@ -58,13 +59,14 @@ def main() -> None:
     with open_parallel() as parallel:
         choose_card(parallel.local_rank if parallel.size > 1 else None)
         require_card("vllm")  # looks at the cards, so each rank has to have its own by then
-        report = {"command": command(), **machine(), **measured(arguments, parallel)}
+        head = {"command": command(), **machine()}
+        report = {**head, **measured(arguments, parallel, head)}
     if parallel.first:
         write(report, arguments.out)
         print(table(report))
 
 
-def measured(arguments: argparse.Namespace, parallel: Parallel) -> dict[str, Any]:
+def measured(arguments: argparse.Namespace, parallel: Parallel, head: dict[str, Any]) -> dict[str, Any]:
     """Train, and what was seen, of all ranks together."""
     from qerl.config.recipe import load_recipe
     from qerl.engine.vllm_engine import VLLMEngine
@@ -81,7 +83,7 @@ def measured(arguments: argparse.Namespace, parallel: Parallel) -> dict[str, Any
         training_run.check_room = lambda *arguments: None  # for a checkpoint that is not written
         watch, started = Watch(VLLMEngine, arguments.steps, ends=True), time.monotonic()
         try:
-            with watch:
+            with watch, SoFar(head, run / "metrics.jsonl", arguments.out if parallel.first else None):
                 training_run.start(config, "bench", parallel)
         except Finished:
             pass

@@ -8,9 +8,11 @@
 `qerl` is this project's engine, `stock` is vLLM as it comes, with its own multi-adapter LoRA and its own choice of
 kernel. Both sample with temperature 1 and return the token's logprob. A rate is (new tokens - 1) * sequences, divided
 by the difference in time between a run with that many new tokens and one with a single token, so it does not include
-prefill; both times are medians of 5 runs. With --turns, several engines on one card take turns run by run, so that
-whatever happens on the machine affects all of them. An engine that fails or is killed no longer holds up the others.
-Give --turns a new folder, because an engine that has left it is counted too.
+prefill; both times are medians of 5 runs, and after each run the file has the medians so far. Of long prompts prefill
+takes most of both times: --cached-prompts gives all runs the same ones, which are then in the prefix cache. With
+--turns, several engines on one card take turns run by run, so that whatever happens on the machine affects all of them.
+An engine that fails or is killed no longer holds up the others. Give --turns a new folder, because an engine that has
+left it is counted too.
 
 Compilation chooses between kernels by timing them, and engines that open at the same time on one card disturb each
 other's timings. So first open each engine alone, with --open-only and otherwise the same options; afterwards it finds
@@ -24,23 +26,23 @@ it a smaller cache.
 from __future__ import annotations
 
 import argparse
-import fcntl
 import json
 import os
 import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from scripts.bench.take_turns import turn, turns_left_to_others
+
 BLOCK = 16  # tokens per block of vLLM's KV cache
 ROUNDS = 5  # the median of them counts
-PART = ".part"  # suffix of the file on which a process holds a lock while it takes part in turns
+Seconds = dict[int, list[tuple[float, float]]]  # by number of sequences, for each round: for one token, and for all
 Generate = Callable[[list[list[int]], int], int]  # prompts, new tokens -> tokens sampled
 
 
@@ -55,6 +57,8 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=129)
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--cached-prompts", action="store_true", help="no run computes more than the end of a prompt")
     parser.add_argument("--memory-share", type=float, help="share of the card for this engine; default: the engine's")
     parser.add_argument("--turns", type=Path, metavar="FOLDER", help="measure in turns with the engines that share it")
     parser.add_argument("--of", type=int, default=1, help="number of engines that share the folder of --turns")
@@ -63,14 +67,19 @@ def main() -> None:
     arguments = parser.parse_args()
     with turns_left_to_others(arguments):
         report = measured(arguments)
+    print(written(report, arguments.out))
+
+
+def written(report: dict, out: Path | None) -> str:
+    """The report as text, which the file `out` then has."""
     text = json.dumps(report, indent=1)
-    if arguments.out:
-        arguments.out.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    if out:
+        out.write_text(text + "\n", encoding="utf-8")
+    return text
 
 
 def measured(arguments: argparse.Namespace) -> dict:
-    """The report that `main` writes."""
+    """The report, which is written after each round, too, so that a run that is cut off leaves what it had."""
     from scripts.bench.provenance import command, machine
 
     started = time.monotonic()
@@ -84,74 +93,35 @@ def measured(arguments: argparse.Namespace) -> dict:
         "open_s": round(time.monotonic() - started, 1),
         **opened,
         **machine(),
-        "decode_tokens_per_s": {},
-        "prefill_and_one_token_s": {},
-        "runs_s": {},  # for each round: seconds for prefill and one token, and for all tokens
     }
-    for count, runs in measure(generate, arguments).items():
-        first, whole = (median(column) for column in zip(*runs, strict=True))
-        rate = count * (arguments.new_tokens - 1) / (whole - first)
-        report["decode_tokens_per_s"][str(count)] = round(rate, 1)
-        report["prefill_and_one_token_s"][str(count)] = round(first, 4)
-        report["runs_s"][str(count)] = [[round(seconds, 4) for seconds in run] for run in runs]
+
+    def note(seconds: Seconds) -> None:
+        report.update(rates(seconds, arguments.new_tokens))
+        written(report, arguments.out)
+
+    measure(generate, arguments, note)
     return report
 
 
-@contextmanager
-def turns_left_to_others(arguments: argparse.Namespace) -> Iterator[None]:
-    """Take part in turns from here on, by holding a lock on a file.
-
-    The lock ends with the block or with the process, and then nobody waits for this engine any more.
-    """
-    if arguments.turns is None or arguments.open_only:
-        yield
-        return
-    arguments.turns.mkdir(parents=True, exist_ok=True)
-    unlocked = arguments.turns / f"{os.getpid()}.begins"
-    with unlocked.open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        unlocked.rename(unlocked.with_suffix(PART))
-        yield
+def rates(seconds: Seconds, new_tokens: int) -> dict[str, dict]:
+    """What the report says of the rounds so far."""
+    found: dict[str, dict] = {"decode_tokens_per_s": {}, "prefill_and_one_token_s": {}, "runs_s": {}}
+    for count, runs in seconds.items():
+        first, whole = (median(column) for column in zip(*runs, strict=True))
+        found["decode_tokens_per_s"][str(count)] = round(count * (new_tokens - 1) / (whole - first), 1)
+        found["prefill_and_one_token_s"][str(count)] = round(first, 4)
+        found["runs_s"][str(count)] = [[round(each, 4) for each in run] for run in runs]
+    return found
 
 
-@contextmanager
-def turn(folder: Path | None, parties: int, name: str) -> Iterator[None]:
-    """Wait until all `parties` processes that share `folder` have reached the turn `name` or are gone.
-
-    Then the block runs in one process at a time.
-    """
-    if folder is None:
-        yield
-        return
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{os.getpid()}.{name}").touch()
-    while _came_or_gone(folder, name) < parties:
-        time.sleep(0.02)
-    with (folder / "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def _came_or_gone(folder: Path, name: str) -> int:
-    """How many of the processes in `folder` have reached the turn `name` or are gone."""
-    came = {path.stem for path in folder.glob(f"*.{name}")}
-    return len(came | {path.stem for path in folder.glob(f"*{PART}") if path.stem not in came and _left(path)})
-
-
-def _left(path: Path) -> bool:
-    with path.open() as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-    return True
-
-
-def measure(generate: Generate, arguments: argparse.Namespace) -> dict[int, list[tuple[float, float]]]:
-    """By number of sequences, for each round: seconds for prefill and one token, and for all tokens."""
-    rng = random.Random(0)
+def measure(
+    generate: Generate, arguments: argparse.Namespace, note: Callable[[Seconds], None] = lambda seconds: None
+) -> Seconds:
+    """Seconds for prefill and one token, and for all tokens. `note` gets those so far after each round."""
+    drawn = random.Random(0)
 
     def run(count: int, new_tokens: int) -> float:
+        rng = random.Random(count) if arguments.cached_prompts else drawn
         prompts = [[rng.randint(1, 256) for _ in range(arguments.prompt_tokens)] for _ in range(count)]
         started = time.perf_counter()
         sampled = generate(prompts, new_tokens)
@@ -159,13 +129,14 @@ def measure(generate: Generate, arguments: argparse.Namespace) -> dict[int, list
             raise RuntimeError(f"only {sampled} of {count * new_tokens} tokens were sampled")
         return time.perf_counter() - started
 
-    seconds: dict[int, list[tuple[float, float]]] = {count: [] for count in arguments.sequences}
-    for number in range(ROUNDS):
+    seconds: Seconds = {count: [] for count in arguments.sequences}
+    for number in range(arguments.rounds):
         for count, runs in seconds.items():
             with turn(arguments.turns, arguments.of, f"{number}-{count}"):
                 if not number:
                     run(count, arguments.new_tokens)
                 runs.append((run(count, 1), run(count, arguments.new_tokens)))
+        note(seconds)
     return seconds
 
 

@@ -30,6 +30,8 @@ from typing import TYPE_CHECKING, Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from scripts.bench.so_far import SoFar
+
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
     from qerl.parallel import Parallel
@@ -78,14 +80,15 @@ def measure(arguments: argparse.Namespace, parallel: Parallel) -> dict[str, Any]
         folder = Path(parallel.broadcast(own))
         config = load_recipe("dapo_7b", overrides(arguments, folder) if parallel.first else [])
         config = parallel.broadcast(config)
+        head, metrics = {"command": command(), **machine()}, Path(config.run.out) / "metrics.jsonl"
         started = time.monotonic()
-        result = start(config, "bench", parallel)
+        with SoFar(head, metrics, arguments.out if parallel.first else None):
+            result = start(config, "bench", parallel)
         lines = (result.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         seconds = time.monotonic() - started
         peaks = parallel.gather(round(peak.gib, 2))
     report = {
-        "command": command(),
-        **machine(),
+        **head,
         "run_s": round(seconds, 1),
         "peak_driver_gib": max(peaks),
         "cards": parallel.size,

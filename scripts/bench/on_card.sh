@@ -46,13 +46,15 @@
 #                     Marlin; each compiles alone first, on a card of its own if there are four; with one card 750 s
 #     fp8      420 s  FP8: kernels against vLLM's functions, the engine on small models in both kinds of products and scales,
 #                     agreement and one copy at 7B, beside 16 bits
-#     fp8decode 400 s decode speed at 7B with an adapter, in turns: FP8 ours and stock vLLM's, and our NVFP4
+#     fp8decode 420 s decode speed at 7B with an adapter, one engine after another: FP8 ours and stock vLLM's, our NVFP4, and
+#                     stock vLLM's FP8 with DeepGEMM, which compiles as it goes
 #     fp8step  330 s  workload A with an adapter over FP8, over 16 bits, and over NVFP4
 #     fp8train 560 s  FP8 that trains: a 7B's whole weights, packed at each sync, and workload A by both recipes of training
 #     fp8study 330 s  learning with 21 M parameters in BF16, in FP8, and with FP8 rollouts alone, three seeds each: adapters
 #                     and whole weights; another call with the same CHECKPOINTS goes on
-#     fp8kv    480 s  FP8 keys and values, calibrated: agreement on small models without normed keys and at 7B, and decode
-#                     speed of 48 sequences of 4096 tokens beside 16 bits and beside a scale for each token and head
+#     fp8kv    460 s  FP8 keys and values, calibrated: agreement on a small model without normed keys, and agreement and decode
+#                     speed of 48 sequences of 4096 tokens at 7B, beside 16 bits
+#     fp8kvhead 200 s the same at 7B with a scale for each token and head
 #     decode32 480 s  the same at 32B with the two engines that fit on a card: ours, and vLLM's in BF16
 #     marlin32 560 s  the same at 32B with three: ours with an adapter and without, and vLLM's with Marlin
 #     mixed    330 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
@@ -349,18 +351,13 @@ batch_fp8() {
     script agree-7b-16 300 check_engine 7b-16 --format bf16 --only agreement adapter
 }
 
-batch_fp8decode() {
-    local way
-    checkpoint qwen2.5-7b 7b &
-    checkpoint qwen2.5-7b 7b-fp8 --format fp8_block &
-    wait
-    turns 3 --sequences 1 8 32 128 256
-    for way in alone turn; do
-        $way 7b-fp8-qerl 7b-fp8 0.25
-        $way 7b-fp8-stock 7b-fp8 0.25 --engine stock
-        $way 7b-qerl 7b 0.22
-        wait
-    done
+batch_fp8decode() { # not in turns, whose second opening would not fit ten minutes
+    checkpoint qwen2.5-7b 7b
+    checkpoint qwen2.5-7b 7b-fp8 --format fp8_block
+    script rollout-7b-fp8-qerl 180 bench_rollout 7b-fp8
+    VLLM_USE_DEEP_GEMM=0 script rollout-7b-fp8-stock 180 bench_rollout 7b-fp8 --engine stock
+    script rollout-7b-qerl 180 bench_rollout 7b
+    script rollout-7b-fp8-stock-deepgemm 240 bench_rollout 7b-fp8 --engine stock
 }
 
 batch_fp8step() {
@@ -390,16 +387,25 @@ batch_fp8study() {
     cp "$results" "$model/pretrain.json" "$out/"
 }
 
+long() { # KIND: decode speed with keys and values of this kind, 48 sequences of 4096 tokens
+    script "long-7b-$1" 180 bench_rollout 7b --kv-cache-dtype "$1" --sequences 48 --prompt-tokens 4096 --new-tokens 257 \
+        --cached-prompts
+}
+
 batch_fp8kv() {
-    local kind
     checkpoint tiny-qwen2 tiny-qwen2
     script engine-tiny-qwen2-fp8kv 150 check_engine tiny-qwen2 --kv-cache-dtype fp8 --calibrate-kv --only agreement sleep_and_wake
     checkpoint qwen2.5-7b 7b
-    script agree-7b-fp8kv 200 check_engine 7b --kv-cache-dtype fp8 --calibrate-kv --only agreement
-    script agree-7b-fp8kv-head 200 check_engine 7b --kv-cache-dtype fp8_per_token_head --only agreement
-    for kind in auto fp8 fp8_per_token_head; do
-        script "long-7b-$kind" 150 bench_rollout 7b --kv-cache-dtype "$kind" --sequences 48 --prompt-tokens 4096 --new-tokens 65
-    done
+    long fp8
+    long auto
+    script agree-7b-fp8kv 150 check_engine 7b --kv-cache-dtype fp8 --calibrate-kv --only agreement
+    script agree-7b-auto 150 check_engine 7b --only agreement
+}
+
+batch_fp8kvhead() {
+    checkpoint qwen2.5-7b 7b
+    long fp8_per_token_head
+    script agree-7b-fp8kv-head 150 check_engine 7b --kv-cache-dtype fp8_per_token_head --only agreement
 }
 
 batch_decode32() {

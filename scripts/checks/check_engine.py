@@ -68,10 +68,9 @@ def main() -> None:
             report["failed"].append(check.__name__)
             report[check.__name__] = {"error": traceback.format_exc(limit=-6)}
         report["seconds"][check.__name__] = round(time.monotonic() - started, 2)
-    text = json.dumps(report, indent=1)
-    if arguments.out:
-        arguments.out.write_text(text, encoding="utf-8")
-    print(text)
+        if arguments.out:  # after each, in case that the next one hangs
+            arguments.out.write_text(json.dumps(report, indent=1), encoding="utf-8")
+    print(json.dumps(report, indent=1))
     sys.exit(1 if report["failed"] else 0)
 
 

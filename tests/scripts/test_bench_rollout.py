@@ -39,6 +39,7 @@ def engine(folder: Path, name: str) -> None:
 
     time.perf_counter = lambda: clock[0]
     asked = {"turns": folder / "turns", "of": 2, "sequences": [1, 4], "prompt_tokens": 2, "new_tokens": 11}
+    asked |= {"rounds": bench_rollout.ROUNDS, "cached_prompts": False}
     seconds = bench_rollout.measure(generate, argparse.Namespace(**asked))
     (folder / f"{name}.json").write_text(json.dumps({"times": times, "seconds": [seconds[count] for count in (1, 4)]}))
 
@@ -79,6 +80,7 @@ def test_the_others_do_not_wait_for_an_engine_that_fails(tmp_path):
 def killed(folder: Path, runs: int) -> None:
     """An engine that is killed after `runs` runs, or while it opens if that is 0, and so cannot say that it failed."""
     asked = {"turns": folder / "turns", "of": 2, "sequences": [1, 4], "prompt_tokens": 2, "new_tokens": 11}
+    asked |= {"rounds": bench_rollout.ROUNDS, "cached_prompts": False}
     arguments, done = argparse.Namespace(**asked, open_only=False), []
 
     def generate(prompts, new_tokens):
@@ -112,3 +114,39 @@ def test_an_engine_that_fails_to_compile_alone_is_not_counted_among_those_that_m
     with pytest.raises(RuntimeError, match="no memory"):
         failing(tmp_path, open_only=True)
     assert not (tmp_path / "turns").exists()
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_prompts_of_all_runs_are_the_same_only_if_they_are_to_be_cached(cached):
+    seen = []
+
+    def generate(prompts, new_tokens):
+        seen.append((len(prompts), prompts))
+        return len(prompts) * new_tokens
+
+    asked = {"turns": None, "of": 1, "sequences": [2, 3], "prompt_tokens": 5, "new_tokens": 11, "rounds": 2}
+    bench_rollout.measure(generate, argparse.Namespace(**asked, cached_prompts=cached))
+    of_two = [prompts for count, prompts in seen if count == 2]
+    assert len(of_two) == 5  # one that is not timed, and two in each round
+    assert all((prompts == of_two[0]) == cached for prompts in of_two[1:])
+
+
+def test_a_run_that_is_cut_off_leaves_the_rounds_that_it_had(tmp_path, monkeypatch):
+    clock, calls = [0.0], []
+
+    def generate(prompts, new_tokens):
+        clock[0] += 0.5 + len(prompts) * new_tokens / 100
+        calls.append(new_tokens)
+        if len(calls) == 8:
+            raise KeyboardInterrupt
+        return len(prompts) * new_tokens
+
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(bench_rollout, "open_qerl", lambda arguments: (generate, {"cache_tokens": 10**6}))
+    asked = {"engine": "qerl", "open_only": False, "turns": None, "of": 1, "sequences": [4], "prompt_tokens": 5}
+    asked |= {"new_tokens": 11, "rounds": 5, "cached_prompts": True, "out": tmp_path / "r.json"}
+    with pytest.raises(KeyboardInterrupt):
+        bench_rollout.measured(argparse.Namespace(**asked))
+    report = json.loads((tmp_path / "r.json").read_text())
+    assert report["runs_s"]["4"] == [[0.54, 0.94]] * 3
+    assert report["decode_tokens_per_s"] == {"4": 100.0}  # 40 tokens in 0.4 s
