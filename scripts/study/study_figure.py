@@ -20,7 +20,7 @@ COLOURS = {
     "bf16": "#4c72b0", "nvfp4": "#dd8452", "nvfp4_aqn": "#55a868", "nvfp4_aqn_both": "#c44e52", "nf4": "#8172b3",
     "nvfp4_aqn_x10": "#937860", "qat": "#c44e52", "no_qat": "#937860", "bf16_weights": "#4c72b0",
     "nvfp4_rounded": "#937860", "packed_in": "#c44e52", "fp8": "#55a868",
-    "fp8_both": "#c44e52", "fp8_rollout": "#937860",
+    "qat_fp8_gradients": "#55a868", "fp8_both": "#c44e52", "fp8_rollout": "#937860",
     "dense": "#4c72b0", "experts_shared": "#c44e52", "experts_per_expert": "#55a868", "experts_none": "#937860",
 }  # fmt: skip
 DASHES = {

@@ -28,6 +28,7 @@ PAIRS = (  # reference, arm
     ("bf16", "nvfp4"), ("bf16", "nf4"), ("bf16", "nvfp4_aqn"), ("bf16", "nvfp4_aqn_both"),
     ("nvfp4", "nvfp4_aqn"), ("nvfp4", "nvfp4_aqn_both"), ("nvfp4", "nvfp4_aqn_x10"),
     ("nvfp4", "qat"), ("bf16_weights", "qat"), ("no_qat", "qat"),
+    ("qat", "qat_fp8_gradients"),
     ("bf16", "fp8"), ("bf16_weights", "fp8_both"), ("bf16_weights", "fp8_rollout"), ("fp8_rollout", "fp8_both"),
     ("nvfp4", "nvfp4_rounded"), ("nvfp4", "packed_in"), ("nvfp4_rounded", "packed_in"),
     ("dense", "experts_shared"), ("dense", "experts_per_expert"), ("dense", "experts_none"),
