@@ -78,10 +78,12 @@ def compare_results(
     from eval.store import write_json
     from qerl.printable import SafeConsole
 
+    if out is not None and out.is_dir():
+        raise ConfigError(f"--out {out} is a folder: give the file to write, such as {out / 'comparison.json'}")
+    if out is not None and not out.parent.is_dir():
+        raise ConfigError(f"--out {out}: there is no folder {out.parent}: make it first, or write another file")
     comparison = compare(first, second)
     if out is not None:
-        if not out.parent.is_dir():
-            raise ConfigError(f"--out {out}: there is no folder {out.parent}: make it first, or write another file")
         write_json(out, comparison.to_json())
     SafeConsole().print(comparison.table(), soft_wrap=True)
 

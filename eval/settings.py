@@ -162,6 +162,15 @@ class EvalSettings:
                 raise ConfigError(f"{flag(name)} {value} is less than one: write 1 or more")
         if not 0 < self.grader_timeout_s < math.inf:
             raise ConfigError(f"--grader-timeout-s {self.grader_timeout_s:g} is no time: write seconds, above 0")
+        if self.grader is None and self.grader_timeout_s != EvalSettings.grader_timeout_s:
+            raise ConfigError(
+                f"--grader-timeout-s {self.grader_timeout_s:g} is of a grader of your own: write --grader FILE.py "
+                "as well, or leave it out"
+            )
+        if self.environment == "none" and self.tools:
+            raise ConfigError(
+                f"--tools {','.join(self.tools)} and --environment none contradict each other: leave one of them out"
+            )
         if self.seed < 0:
             raise ConfigError(f"--seed {self.seed} is negative: write 0 or more")
         if self.memory is not None and not 0 < self.memory < math.inf:

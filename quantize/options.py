@@ -51,7 +51,7 @@ class QuantizeOptions:
             help="Linears to leave in 16 bits, as llm-compressor writes them: 're:.*self_attn.*'. Repeatable."
         ),
     ] = ()
-    calibration: Annotated[str | None, typer.Option(help="Rows: jsonl file, task or hub name.")] = None
+    calibration: Annotated[str | None, typer.Option(help="Rows: a file, a folder, a task or a hub name.")] = None
     calibration_size: Annotated[int, typer.Option(help="Calibration rows (the paper: 256).")] = 256
     sequence_length: Annotated[int, typer.Option(help="Tokens of each (the paper: 2048).")] = 2048
     batch_size: Annotated[int, typer.Option(help="Calibration rows per forward pass.")] = 1
@@ -115,6 +115,11 @@ class QuantizeOptions:
         for name in ("calibration_size", "sequence_length", "batch_size"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"--{name.replace('_', '-')} {getattr(self, name)} must be at least 1")
+            if not self.calibration and getattr(self, name) != getattr(QuantizeOptions, name):
+                raise ConfigError(
+                    f"--{name.replace('_', '-')} {getattr(self, name)} is of calibration rows, and there are none: "
+                    "write --calibration FILE.jsonl as well, or leave it out"
+                )
 
     def _check_scheme(self) -> None:
         if self.scheme not in SCHEMES:

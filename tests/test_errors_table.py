@@ -77,6 +77,7 @@ CASES = {
     "calibration of zero rows": (
         "quantize --model base --method awq --calibration rows.jsonl --calibration-size 0", "calibration", "at least 1",
     ),
+    "size of no calibration": ("quantize --model base --calibration-size 8", "-size 8 is of", "leave it out"),
     "no such device": (
         "quantize --model base --device tpu", "tpu cannot be used here .torch knows no such", "auto or cpu",
     ),
@@ -172,6 +173,11 @@ CASES = {
     "memory of a chat on transformers": ("chat --model tiny --memory 4", "--memory is vllm's", "leave it out"),
     "kernel for transformers": (f"{PLAIN} --kernel marlin", "--kernel is vllm's", "leave it out"),
     "weights of an evaluation are torn": ("eval arith --model short", "short/.*truncated", "copy or download"),
+    "tools of no environment": (
+        f"{PLAIN} --environment none --tools a.py:f", "--tools a.py:f and --environment none contradict", "leave one",
+    ),
+    "no such environment": (f"{PLAIN} --environment wordgame", "'wordgame' names no environment", "word_game"),
+    "time of no grader": (f"{PLAIN} --grader-timeout-s 3", "--grader-timeout-s 3 is of a grader", "--grader FILE.py"),
     "adapter of another base": (
         "eval arith --model base --adapter runs/done", "is of another base", "it was trained on",
     ),
@@ -182,10 +188,13 @@ CASES = {
     "compare with a run": ("compare runs/done runs/none", "runs/done holds no evaluation", "`qerl eval` ended"),
     "resume too long a name": (f"train --resume {'x' * 300}", "there is no folder xxx", "the directory that"),
     "resume in no home": ("train --resume ~nobody-here/run", "there is no folder ~nobody", "the directory that"),
+    "compare into a folder": ("compare evals/a evals/b --out data", "--out data is a folder", "data/comparison.json"),
     "compare in no home": ("compare ~nobody-here/a evals/b", "there is no folder ~nobody-here/a", "`qerl eval` ended"),
     "compare too long a name": (f"compare {'x' * 300} evals/b", "there is no folder xxx", "`qerl eval` ended"),
     "compare with nothing": ("compare evals/gsm8k runs/done", "there is no folder evals/gsm8k", "`qerl eval` ended"),
-    # plan, report, merge, chat, grade
+    # plan, report, merge, chat, grade, init
+    "init from an empty folder": ("init empty", "empty holds no data file", "pass the path of one"),
+    "an environment for given rows": ("sft --recipe sft_tiny --environment calculator", "--environment", "sft --help"),
     "no such card": ("plan --recipe dapo_7b --gpu rtx9090", "rtx9090", "4090"),
     "no card": ("plan --recipe dapo_7b --gpu=", "--gpu '' is not known", "4090"),
     "card of no memory": ("plan --recipe dapo_7b --gpu -3", "-3 is not a size", "write GiB"),

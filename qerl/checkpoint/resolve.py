@@ -125,7 +125,7 @@ def _quantized_of(name: str, wanted: Format, own: Format) -> ModelRef:
     if not (out / "config.json").is_file():
         raise CheckpointError(
             f"{model} is a 16-bit model and {out} does not exist: run `{quantize_line(model, wanted)}` first, "
-            f"or write `--load {own.name}`"
+            f"or take its own weights (`qerl eval --load {own.name}`, in a recipe model.format: {own.name})"
         )
     source = quantized_from(out)
     if source is not None and not _same_model(source, name):

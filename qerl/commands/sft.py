@@ -10,8 +10,11 @@ from qerl.commands.train_options import TrainOptions
 
 @dataclass(frozen=True)
 class SftOptions(TrainOptions):
-    """The options of `qerl train`."""
+    """The options of `qerl train`, but for those about completions."""
 
+    grader: str | None = None
+    environment: str | None = None
+    tools: tuple[str, ...] | None = None
     section: str | None = "sft"
 
 

@@ -125,7 +125,7 @@ def config_of(options: TrainOptions, recipe: str) -> RunConfig:
     """The recipe, with what the command and the options change of it. Raises ConfigError."""
     from qerl.config.recipe import load_recipe
 
-    own = [f"{options.section}={{}}"] if options.section is not None else []
+    own = [(options.section, {}, f"qerl {options.section}")] if options.section is not None else []
     overrides = [*own, *options.implied, *options.overrides]
     if options.columns is not None:
         overrides.append(f"data.columns={{{', '.join(f'{name}: {of!r}' for name, of in options.columns.items())}}}")

@@ -89,7 +89,7 @@ class Draft:
     def _assign(self, path: Path, value: object, origin: Callable[[Path], str | None]) -> None:
         section = section_at(path)
         merges = section is not None and not (is_list(field_at(path)) and not isinstance(path[-1], int))
-        if merges and isinstance(value, dict) and value:
+        if merges and isinstance(value, dict) and (value or isinstance(self._container(path).get(path[-1]), dict)):
             for key, inner in value.items():
                 self._assign((*path, key), inner, origin)
             return

@@ -250,4 +250,7 @@ def _yaml_word(value: object) -> str:
         return str(value).lower()
     if isinstance(value, tuple):
         return f"[{', '.join(map(_yaml_word, value))}]"
+    if isinstance(value, Section):
+        changed = value.model_dump(exclude_defaults=True)
+        return "{" + ", ".join(f"{key}: {_yaml_word(each)}" for key, each in changed.items()) + "}"
     return str(value)

@@ -33,7 +33,9 @@ def to_config_error(error: ValidationError, origins: Mapping[Path, str], source:
     """
     details = sorted(error.errors(include_url=False), key=lambda detail: detail["type"] != "extra_forbidden")
     line = _line(details[0], origins, source)
-    more = len({detail["loc"] for detail in details}) - 1
+    places = {detail["loc"] for detail in details}
+    around = {place for place in places if any(len(one) > len(place) and one[: len(place)] == place for one in places)}
+    more = len(places - around - {details[0]["loc"]})  # a list with a wrong item also counts as too short
     return ConfigError(line + (f" ({more} more after this one)" if more > 0 else ""))
 
 

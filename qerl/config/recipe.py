@@ -40,13 +40,14 @@ FLAGS = {  # argument of load_recipe -> the key that it sets, over the recipe an
     "out": ("run.out", "--out"),
 }
 
+Override = str | tuple[str, object] | tuple[str, object, str]
 
-def load_recipe(
-    recipe: str | os.PathLike, overrides: Sequence[str | tuple[str, object]] = (), **flags: object
-) -> RunConfig:
+
+def load_recipe(recipe: str | os.PathLike, overrides: Sequence[Override] = (), **flags: object) -> RunConfig:
     """The configuration of a shipped recipe (by name) or a recipe file, with overrides and flags on top.
 
-    An override is a text `a.b=c`, or a pair of key and value. Flags are the names in FLAGS; None means not given.
+    An override is a text `a.b=c`, or a key, its value and perhaps the place that errors name. Flags are the names in
+    FLAGS; None means not given.
     Raises ConfigError for whatever is wrong, in one line.
     """
     draft = _read(_find(recipe))
@@ -54,8 +55,8 @@ def load_recipe(
         if isinstance(override, str):
             draft.override(override)
         else:
-            key, value = override
-            draft.put(key, value, f"set {key}")
+            key, value, *place = override
+            draft.put(key, value, *(place or [f"set {key}"]))
     return _validate(_with_flags(draft, flags))
 
 

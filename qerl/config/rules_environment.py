@@ -35,7 +35,7 @@ def environment(config: RunConfig) -> Conflicts:
     if this.name is not None:
         yield from _name("environment.name", this.name)
     for i, tool in enumerate(this.tools):
-        yield from _name(f"environment.tools.{i}", tool)
+        yield from _name(f"environment.tools.{i}", tool, "tool")
 
 
 def _rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
@@ -47,7 +47,7 @@ def _rewards(config: RunConfig) -> Iterator[tuple[str, str]]:
             yield f"data.sources.{i}.rewards.{j}.name", reward.name
 
 
-def _name(key: str, name: str) -> Conflicts:
+def _name(key: str, name: str, kind: str = "environment") -> Conflicts:
     from qerl.environments.build import KNOWN, is_url
 
     if name in KNOWN or is_url(name):
@@ -59,4 +59,4 @@ def _name(key: str, name: str) -> Conflicts:
         return
     near = difflib.get_close_matches(name.lower(), KNOWN, n=1)
     write = f"{key}: {near[0]} (or {OWN})" if near else f"one of {', '.join(KNOWN)}, or your own: {OWN}"
-    yield Conflict({key: name}, "there is no such environment", write)
+    yield Conflict({key: name}, f"there is no such {kind}", write)

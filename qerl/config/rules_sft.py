@@ -27,10 +27,16 @@ def sft(config: RunConfig) -> Conflicts:
     for key in ("distill", "environment"):
         if getattr(config, key) is not None:
             yield Conflict(
-                {key: "given", "sft.rows_per_step": rows},
-                "such a run is about what the model writes itself, and this one is given what to learn",
-                f"{key}: null",
+                {key: "given", "sft": "given"},
+                "the one is about what the model writes itself, and with the other it is given what to learn",
+                f"{key}: null, or sft: null",
             )
+    if config.data.grader is not None:
+        yield Conflict(
+            {"data.grader": config.data.grader, "sft": "given"},
+            "nothing is sampled that it could grade",
+            "data.grader: null, and give it to `qerl eval` as --grader",
+        )
     for key in ("sources", "curriculum"):
         if getattr(config.data, key):
             yield Conflict(

@@ -124,9 +124,11 @@ def _files_of_split(folder: Path, split: str) -> list[Path]:
         return named
     if len(files) == 1 and not re.match(r"(train|test|validation)(?![A-Za-z])", files[0].name):
         return files
-    names = ", ".join(file.name for file in files) or "none"
     inner = ", ".join(sorted(place.name for place in folder.iterdir() if place.is_dir() and place.name[0] != "."))
     folders = f"; folders: {inner}" if inner else ""
+    if not files and not inner:
+        raise DataError(f"{folder} holds no data file: pass the path of one: {_kinds()}")
+    names = ", ".join(file.name for file in files) or "none"
     raise DataError(
         f"{folder} has no file of the split {split!r} (data files: {names}{folders}): pass one of these instead"
     )
@@ -192,7 +194,7 @@ def _read_parquet(file: Path) -> Iterator[dict[str, Any]]:
                         budget.take(sum(map(size_of, row.values())))
                         yield row
     except (pyarrow.ArrowException, OSError, MemoryError) as error:
-        raise DataError(f"{file} is no parquet file that can be read: {error}") from error
+        raise DataError(f"{file} is no parquet file that can be read ({error}): copy or download it again") from error
 
 
 def _read_json(text: str) -> Iterator[Any]:

@@ -57,8 +57,8 @@ class DropReport:
         if self.beyond_limit:
             text += f", the first {self.kept - self.beyond_limit} are used"
         if self.counts:
-            reasons = ", ".join(f"{count} {reason}" for reason, count in self.counts.items())
-            text += f"; {self.dropped} left out: {reasons} (e.g. {'; '.join(self.named)})"
+            reasons = ", ".join(f"{reason} ({count})" for reason, count in self.counts.items())
+            text += f"; {self.dropped} left out: {reasons}; for example {'; '.join(self.named)}"
         return text
 
 

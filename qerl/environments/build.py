@@ -12,6 +12,7 @@ An object with `reset` and `step` is an environment of the user's own. One with 
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import sys
@@ -134,7 +135,9 @@ def _made(name: str, factory: Callable[..., Any], args: Mapping[str, Any]) -> An
     try:
         return factory(**args)
     except TypeError as error:
-        raise UnfitError(f"environment {name} cannot be made with args {dict(args)}: {error}") from error
+        raise UnfitError(
+            f"environment {name} cannot be made with args {dict(args)} ({error}): set environment.args to what it takes"
+        ) from error
 
 
 def _found(name: str, files: list[str]) -> Callable[..., Any]:
@@ -143,11 +146,16 @@ def _found(name: str, files: list[str]) -> Callable[..., Any]:
         return KNOWN[name]
     place, _, attribute = name.rpartition(":") if ":" in name else name.rpartition(".")
     if not place or not attribute.isidentifier():
-        raise UnfitError(f"{name!r} names no class or function: write path/to/file.py:Name, or package.module:Name")
+        raise UnfitError(
+            f"{name!r} names no environment and no tool: write {', '.join(KNOWN)}, path/to/file.py:Name, or "
+            "package.module:Name"
+        )
     module = _module(place)
     found = getattr(module, attribute, None)
     if not callable(found):
-        raise UnfitError(f"{place} has no class or function {attribute!r}")
+        near = difflib.get_close_matches(attribute, [key for key, one in vars(module).items() if callable(one)], n=1)
+        hint = f"did you mean {near[0]!r}?" if near else "give one that is there"
+        raise UnfitError(f"{place} has no class or function {attribute!r}: {hint}")
     if getattr(module, "__file__", None):
         files.append(module.__file__)
     return found

@@ -25,13 +25,15 @@ def main(descriptor: int) -> None:
     def send(answer: dict[str, Any]) -> None:
         connection.send_bytes(json.dumps(answer, default=str).encode())
 
+    source = pickle.loads(connection.recv_bytes())
     try:
-        built = build(pickle.loads(connection.recv_bytes()))
+        built = build(source)
     except UnfitError as error:
         send({"unfit": str(error)})
         return
     except BaseException as error:
-        send({"unfit": f"the environment cannot be loaded: {type(error).__name__}: {one_line(error)}"})
+        why = f"{type(error).__name__}: {one_line(error)}"
+        send({"unfit": f"environment {source} cannot be loaded ({why}): correct its file, or name another one"})
         return
     send({"schemas": list(built.schemas), "files": list(built.files)})
     host = Host(built.make, send, built.files[0] if built.files else None)

@@ -49,7 +49,7 @@ def _number(value: Any, index: int) -> float:
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if isinstance(value, str | bytes) or not abs(number) <= LARGEST:
-        raise ReturnedError(f"returned {short(value)}, which is no number of at most {LARGEST:g}", index)
+        raise ReturnedError(f"returned {short(value)}, which is not a finite number (of at most {LARGEST:g})", index)
     return number
 
 

@@ -66,7 +66,7 @@ def format(completions: Sequence[str], style: Literal["boxed", "tags", "think"] 
         "think": lambda text: _filled(_THINK, text),
     }
     if style not in checks:
-        raise ConfigError(f"reward format has no style {style!r}: write {', '.join(checks)}")
+        raise ConfigError(f"reward format has no style {style!r}: write one of {', '.join(checks)}")
     return [float(checks[style](text)) for text in completions]
 
 

@@ -216,7 +216,7 @@ REFUSALS = {
     ),
     "reward's value": (
         ["train", "--recipe", "tiny", "--set", "rewards=[{name: format, args: {style: tag}}]"],
-        "has no style 'tag': write boxed, tags, think",
+        "has no style 'tag': write one of boxed, tags, think",
     ),
     "reward's file": (["train", "--recipe", "tiny", "--set", "rewards=[{name: 'no.py:f'}]"], "'no.py' does not exist"),
     "resume nothing": (["train", "--resume", "nowhere"], "no folder nowhere"),

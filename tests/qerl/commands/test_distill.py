@@ -25,6 +25,11 @@ def test_a_recipe_s_own_section_stays():
     assert config_of(DistillOptions(), "qad_tiny").distill == load_recipe("qad_tiny").distill
 
 
+def test_a_recipe_that_learns_from_given_rows_cannot_distil():
+    with pytest.raises(ConfigError, match=r"^qerl distill: distill given with sft given: .*write distill: null, or"):
+        config_of(DistillOptions(), "sft_tiny")
+
+
 def test_what_is_asked_for_although_it_has_no_part_in_it_is_refused():
     with pytest.raises(ConfigError, match=r"--set loss\.kl_coef=0\.1: .* write loss\.kl_coef: 0"):
         config_of(DistillOptions(overrides=("loss.kl_coef=0.1",)), "qad_tiny")

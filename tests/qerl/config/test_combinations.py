@@ -192,6 +192,11 @@ PAIRS = [
     (["data.columns={problem: question}"], "data.columns.problem question: only our columns can be mapped (question,"),
     (["data.columns={problem: question}"], "; write data.columns: {question: problem}"),
     (["data.columns={frage: q}"], "; write data.columns: {question: THEIR_NAME, answer: THEIR_NAME}"),
+    (["data.columns={prompt: frage}"], "; write data.columns: {question: frage}"),
+    (["sft={}", "data.grader=mine.py"], "data.grader mine.py with sft given: nothing is sampled that it could grade"),
+    (["sft={}", "environment.name=calculator"], "write environment: null, or sft: null"),
+    (["environment.tools=[calculatr]"], "there is no such tool; write environment.tools.0: calculator"),
+    (["rewards=[]"], "expected a list of {name, weight, args, timeout_s}; the default is [{name: accuracy}]"),
     (["rollout.top_k=50"], "rollout.top_k 50 with loss.mismatch_gate 0.003"),
     (
         ["rollout.temperature=0.005"],

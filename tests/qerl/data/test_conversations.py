@@ -71,9 +71,9 @@ def test_a_row_that_cannot_be_learned_is_left_out_with_its_reason(tmp_path, capl
     good = {"messages": [ASKED, SAID]}
     with caplog.at_level("WARNING"):
         assert len(read(tmp_path, [good, BAD[reason], good])) == 1
-    assert f"1 {reason}" in caplog.text
-    assert "1 the same as an earlier row" in caplog.text
-    assert "(e.g. row 2: " in caplog.text
+    assert f"{reason} (1)" in caplog.text
+    assert "the same as an earlier row (1)" in caplog.text
+    assert "; for example row 2: " in caplog.text
 
 
 def test_an_answer_that_is_no_text_is_left_out(tmp_path, caplog):

@@ -70,7 +70,7 @@ def test_a_row_that_cannot_be_used_is_counted_and_named(row, reason, tmp_path, c
     assert report.counts == {reason: 1}
     assert report.total == 6
     assert report.named[0].startswith("row 3: ")
-    assert f"1 {reason} (e.g. row 3: " in caplog.text
+    assert f"{reason} (1); for example row 3: " in caplog.text
 
 
 def test_a_broken_line_is_named_and_the_others_are_used(tmp_path):
@@ -107,7 +107,7 @@ def test_two_rows_with_one_question_and_different_answers_are_both_dropped(tmp_p
 def test_evaluation_keeps_the_rows_that_training_leaves_out(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "answer": "2", "eval_exact": ["amc23"]}])
     assert len(load_examples("gsm8k", path, split="test")[0]) == 1
-    with pytest.raises(DataError, match=r"no row can be trained .* 1 question of an evaluation set"):
+    with pytest.raises(DataError, match=r"no row can be trained .* question of an evaluation set"):
         load_examples("gsm8k", path, split="train")
 
 
@@ -160,7 +160,7 @@ def test_nested_columns_can_be_mapped(tmp_path):
     ]
     path = write_jsonl(tmp_path / "a.jsonl", rows)
     columns = {"question": "chat.1.text", "answer": "a"}
-    with pytest.raises(DataError, match="2 answer that is no text"):
+    with pytest.raises(DataError, match=r"answer that is no text \(2\)"):
         load_examples("gsm8k", path, columns=columns)
     rows = [{**row, "a.b": "7"} for row in rows]
     path = write_jsonl(tmp_path / "b.jsonl", rows)
