@@ -175,6 +175,15 @@ def test_what_a_page_says_fits_is_what_the_plan_says():
         assert fitting == [str(tokens) if tokens >= 512 else "does not fit" for tokens in found], name
 
 
+def test_each_algorithm_on_the_page_of_the_loss_is_a_recipe():
+    page = (ROOT / "docs" / "loss.md").read_text(encoding="utf-8")
+    table = page.partition("## Algorithms by name")[2].partition("\n## ")[0]
+    algorithms = [re.findall(r"`([a-z_.]+): ([^`]+)`", row) for row in table.splitlines() if row.startswith("|")]
+    assert sum(map(bool, algorithms)) == 10
+    for keys in algorithms:
+        load_recipe("tiny", [f"{key}={value}" for key, value in keys])
+
+
 def test_the_readme_is_short():
     """Code, tables and their marks counted."""
     assert len(README.read_text(encoding="utf-8").split()) <= WORDS
