@@ -91,10 +91,10 @@ def make_parts(
     packed = PackedPolicy(
         policy.base_model, rollout.temperature, plan, config.loss.entropy_coef > 0, rollout.deterministic
     )
-    graded = [(task_of(source.data), [reward.name for reward in source.rewards]) for source in sources_of(config)]
-    ahead = grading_ahead(graded, tokenizer)
-    if given.environments is not None:  # only the last turn is graded, and which one that is shows at the end
-        ahead = None
+    ahead = None
+    if given.environments is None:  # of an episode only the last turn is graded, and which one that is shows at the end
+        graded = [(task_of(source.data), [reward.name for reward in source.rewards]) for source in sources_of(config)]
+        ahead = grading_ahead(graded, tokenizer)
     decode = partial(tokenizer.batch_decode, skip_special_tokens=True)
     sampler = Sampler(engine, policy, sampler_options(config), ahead, given.environments)
     if calibrates_kv(config):

@@ -130,10 +130,9 @@ def pack(
     ids, mask = input_ids.cpu(), attention_mask.bool().cpu()
     scored = mask[:, -completion_width:] if loss_mask is None else loss_mask.bool().cpu()
     groups: dict[tuple[int | None, ...], list[int]] = {}
-    share = SHARE_PROMPTS
     for row in scored.any(1).nonzero()[:, 0].tolist():
         prompt = ids[row, :-completion_width][mask[row, :-completion_width]]
-        groups.setdefault((None if share else row, *prompt.tolist()), []).append(row)
+        groups.setdefault((None if SHARE_PROMPTS else row, *prompt.tolist()), []).append(row)
     builder = _Builder(completion_width)
     for (_, *prompt), rows in groups.items():
         chosen = [None if experts is None else experts[row] for row in rows]

@@ -129,5 +129,5 @@ class Curriculum:
 def _column(wanted: str | None, rewards: Rewards, source: int) -> int:
     """The place among the rewards of the one that says what is right for a source."""
     own = [rewards.functions[index].__name__ for index in rewards.of_source(source)]
-    name = wanted.replace(":", ".").rpartition(".")[2] if wanted else DECIDING
-    return rewards.names.index(wanted if wanted in own else name if name in own else own[0])
+    names = [wanted, wanted.replace(":", ".").rpartition(".")[2]] if wanted else [DECIDING]
+    return rewards.names.index(next((name for name in names if name in own), own[0]))

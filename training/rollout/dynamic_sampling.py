@@ -71,20 +71,18 @@ def fill_batch(
     `draw` samples and grades one group for each row that it is given; `order` is that of `extra_order`.
     """
     sampled, extra_rollouts = draw(rows), 0
-    wanted = Counter(map(source_of, rows))
+    wanted = Counter(map(source_of, rows))  # groups of each source
     started = time.perf_counter()
     while (extra_rollouts < max_extra_rollouts) and (more := _missing_rows(sampled, wanted, order, source_of)):
         sampled += draw(more)
         extra_rollouts += 1
-    chosen = sorted(
-        places[kept]
-        for source, size in wanted.items()
-        for places in [[place for place, graded in enumerate(sampled) if _source(graded) == source]]
-        for kept in keep([sampled[place].informative for place in places], size)
-    )
     extra_s = time.perf_counter() - started if extra_rollouts else 0.0
-    chosen_groups = Chosen([sampled[i] for i in chosen], sampled, extra_rollouts, extra_s)
-    if filled := sum(not group.informative for group in chosen_groups.kept):
+    kept: list[int] = []
+    for source, size in wanted.items():
+        places = [place for place, graded in enumerate(sampled) if _source(graded) == source]
+        kept += [places[index] for index in keep([sampled[place].informative for place in places], size)]
+    chosen = Chosen([sampled[place] for place in sorted(kept)], sampled, extra_rollouts, extra_s)
+    if filled := sum(not group.informative for group in chosen.kept):
         logger.warning(
             "dynamic sampling: %d of %d groups have no signal after %d extra rollouts (%d of %d sampled ones had one)",
             filled,
@@ -93,7 +91,7 @@ def fill_batch(
             sum(group.informative for group in sampled),
             len(sampled),
         )
-    return chosen_groups
+    return chosen
 
 
 def _missing_rows(

@@ -78,6 +78,12 @@ class Group:
         return self.prompt.ids if sample.episode is None else sample.episode.prompt_ids
 
 
+def grouped(prompts: Sequence[Prompt], samples: Sequence[Sample], size: int) -> list[Group]:
+    """A group for each prompt, whose `size` samples stand together."""
+    places = range(0, len(samples), size)
+    return [Group(prompt, tuple(samples[at : at + size])) for prompt, at in zip(prompts, places, strict=True)]
+
+
 @dataclass(frozen=True)
 class GradedGroup:
     """A group with what its completions say and earn."""

@@ -20,7 +20,7 @@ from qerl.environments.values import Start
 from qerl.errors import EngineError
 from qerl.layers.norms import block_norms, set_norm_noise_
 from training.policy.train_memory import begin_phase, card_memory
-from training.rollout.groups import Group, Prompt, Sample
+from training.rollout.groups import Group, Prompt, Sample, grouped
 from training.rollout.noise import NoiseSchedule, StepNoise
 from training.rollout.seeds import derive_seed
 
@@ -121,11 +121,7 @@ class Sampler:
                 return samples, None if self._ahead is None else self._ahead.graded
 
             (samples, graded), cost = self._drawn(moment, attempt, draw)
-        groups = [
-            Group(prompt, tuple(samples[first : first + size]))
-            for prompt, first in zip(prompts, range(0, len(samples), size), strict=True)
-        ]
-        return Rollout(groups, graded_ahead=graded, **cost)
+        return Rollout(grouped(prompts, samples, size), graded_ahead=graded, **cost)
 
     def go_on(self, pool: Pool, moment: Moment) -> Rollout:
         """A rollout that goes on with what is in `pool`, and ends as soon as that has groups enough."""

@@ -21,7 +21,7 @@ from qerl.tasks.intervals import estimate
 from qerl.tasks.own_grader import CORRECT_FROM
 from training.ranks import merged_grades
 from training.rewards.grading import Graded, Grader, reward_metrics
-from training.rollout.groups import GradedGroup, Group, Sample
+from training.rollout.groups import GradedGroup, Sample, grouped
 from training.rollout.metrics import logged_means_by_groups
 from training.rollout.sampler import played
 from training.rollout.seeds import derive_seed
@@ -68,11 +68,8 @@ def _share(parts: Parts, questions: Questions, step: int, stop: Stop) -> Graded 
                 samples = played(engine, questions.environments, each, questions.sampling, seed, stop.leave_if_asked)
     except AskedError:
         return None
-    groups = [
-        Group(prompt, tuple(samples[first : first + size]))
-        for prompt, first in zip(prompts, range(0, len(samples), size), strict=True)
-    ]
-    return Grader(questions.rewards, parts.grader.decode, mask_truncated=False).grade(groups, step)
+    grader = Grader(questions.rewards, parts.grader.decode, mask_truncated=False)
+    return grader.grade(grouped(prompts, samples, size), step)
 
 
 def _metrics(questions: Questions, shares: Sequence[Graded]) -> dict[str, float]:
