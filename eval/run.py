@@ -53,7 +53,7 @@ class EngineHolder:
     def take(self, plan: Plan) -> Engine:
         """The plan's engine with its adapter acting. Raises CheckpointError or EngineError."""
         adapter = None if plan.ref.adapter is None else _read_adapter(plan.ref)
-        options = engine_options(plan, 0 if adapter is None else adapter.rank)
+        options = engine_options(plan, None if adapter is None else adapter.tensors)
         key = (plan.ref.base, plan.ref.format, options, adapter is None)
         if self.engine is None or key != self._key:
             self.close()
@@ -121,24 +121,24 @@ def _store(plan: Plan, parallel: Parallel) -> Iterator[Store | None]:
         yield store
 
 
-def engine_options(plan: Plan, rank: int) -> EngineOptions:
-    """The options of an evaluation's engine; `rank` is the rank of the adapter that it will get, 0 for none."""
+def engine_options(plan: Plan, adapter: Mapping[str, torch.Tensor] | None) -> EngineOptions:
+    """The options of an evaluation's engine; `adapter` are the tensors of the adapter that it will get."""
     context = max(map(len, plan.prompts)) + plan.sampling.max_new_tokens
-    return replace(plan.settings.engine_options(), max_context=context, max_rank=rank)
+    options = replace(plan.settings.engine_options(), max_context=context)
+    return options if adapter is None else options.for_adapter(adapter)
 
 
 @dataclass(frozen=True)
 class _Adapter:
     tensors: Mapping[str, torch.Tensor]
     scaling: float
-    rank: int
 
 
 def _read_adapter(ref: ModelRef) -> _Adapter:
     from qerl.checkpoint.adapter_fit import read_fitting_adapter
 
     tensors, scaling = read_fitting_adapter(ref.adapter, ref.base)
-    return _Adapter(tensors, scaling, max(t.shape[0] for name, t in tensors.items() if name.endswith("lora_A.weight")))
+    return _Adapter(tensors, scaling)
 
 
 def complete(

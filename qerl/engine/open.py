@@ -98,8 +98,7 @@ def open_model(ref: ModelRef, options: EngineOptions) -> Engine:
     if ref.adapter is None:
         return open_engine(ref.base, ref.format, options)
     tensors, scaling = read_fitting_adapter(ref.adapter, ref.base)
-    rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(".lora_A.weight"))
-    engine = open_engine(ref.base, ref.format, replace(options, max_rank=rank))
+    engine = open_engine(ref.base, ref.format, options.for_adapter(tensors))
     try:
         deliver(AdapterUpdate(tensors, scaling), engine)
     except BaseException:

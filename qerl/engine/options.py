@@ -5,14 +5,17 @@ Importing this loads no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from qerl import formats
 from qerl.plan.kv_cache import calibrates_kv
-from qerl.plan.trained import engine_rank
+from qerl.plan.trained import engine_expert_rank, engine_rank
 
 if TYPE_CHECKING:
+    import torch
+
     from qerl.config.schema import RunConfig
 
 ENGINES = ("auto", "transformers", "vllm")
@@ -24,10 +27,12 @@ MAX_SEQUENCES = 256  # that vLLM samples at once; a larger call is served in tur
 class EngineOptions:
     """What `open_engine` is told beside the base and its format.
 
-    `max_rank`: the largest LoRA rank that a sync will bring, 0 for none; `max_context`: prompt and completion tokens
-    together, None for what the model declares; `records_experts`: whether completions of a mixture of experts say which
-    experts were chosen for each token; `memory` and `cap_gib`: see `qerl.plan.engine_memory`; `trainer_bytes`: what the
-    trainer keeps on the card during a rollout; `enforce_eager`: no CUDA graphs, for debugging.
+    `max_rank`: the largest LoRA rank that a sync will bring, 0 for none; `experts` and `expert_rank`: the kind of the
+    adapter on experts that it will bring (`qerl.layers.expert_adapter.KINDS`) and its largest rank, 0 for none;
+    `max_context`: prompt and completion tokens together, None for what the model declares; `records_experts`: whether
+    completions of a mixture of experts say which experts were chosen for each token; `memory` and `cap_gib`: see
+    `qerl.plan.engine_memory`; `trainer_bytes`: what the trainer keeps on the card during a rollout; `enforce_eager`: no
+    CUDA graphs, for debugging.
     """
 
     engine: str = "auto"  # "transformers" or "vllm"; auto: vllm where it can run
@@ -46,6 +51,8 @@ class EngineOptions:
     calibrates_kv: bool = False  # whether scales of 8-bit keys and values are set before anything is sampled
     max_context: int | None = None
     max_rank: int = 0
+    experts: str = "shared"
+    expert_rank: int = 0
     seed: int = 0
     max_sequences: int = MAX_SEQUENCES
     enforce_eager: bool = False
@@ -71,8 +78,20 @@ class EngineOptions:
             calibrates_kv=calibrates_kv(config),
             max_context=config.data.max_prompt_tokens + config.longest_completion,
             max_rank=engine_rank(config),
+            experts=config.adapter.experts,
+            expert_rank=engine_expert_rank(config),
             seed=config.run.seed,
         )
+
+    def for_adapter(self, tensors: Mapping[str, torch.Tensor]) -> EngineOptions:
+        """The options of an engine that gets the adapter with these tensors."""
+        from qerl.checkpoint.expert_adapter import describe, is_of_experts
+
+        ranks = (
+            t.shape[0] for name, t in tensors.items() if name.endswith(".lora_A.weight") and not is_of_experts(name)
+        )
+        kind, expert_rank = describe(tensors)
+        return replace(self, max_rank=max(ranks), experts=kind, expert_rank=expert_rank)
 
     def given_for_vllm(self) -> list[str]:
         """The names of options that only vllm reads and that a command was given, in the order of its help."""

@@ -17,6 +17,7 @@ import gc
 import logging
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
 
     from qerl.engine.kv_scales import KVScales
     from qerl.engine.options import EngineOptions
+    from qerl.vllm_plugin.chosen import Reader
     from qerl.vllm_plugin.found import Found
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,7 @@ class VLLMEngine:
     name = "vllm"
     llm: Any = None  # vLLM's own LLM; None once the engine is closed
     found: Found | None = None  # what the engine uses of vLLM's model
+    _reader: Reader | None = None  # of the experts that were chosen; None if they are not recorded
 
     def __init__(self, base: str, format: str, options: EngineOptions) -> None:
         """Open the weights in folder `base`.
@@ -119,6 +122,7 @@ class VLLMEngine:
             self._other_bytes = opening.bytes_outside_torch(self._device, self._cap_bytes)
             self._limit_torch(0)
         worker = self.llm.llm_engine.model_executor.driver_worker
+        self._reader = worker.reader()
         self.startup_s = whole(time.monotonic() - self._began, parts.seconds, worker.startup_seconds())
         self.compiled_from_cache = worker.compiled_from_cache()
         logger.info("vllm engine open: %s, kernel %s, attention %s", settings.base, self.kernel, self.attention)
@@ -147,7 +151,7 @@ class VLLMEngine:
             requests.drop_prefix_cache(llm)
 
         def take(index: int, output: Any) -> Completion:
-            completion = requests.completion(output.outputs[0])
+            completion = self._completion(output)
             if finished is not None:
                 finished(index, completion)
             return completion
@@ -173,7 +177,7 @@ class VLLMEngine:
             return self._turns(found, seed)
 
         def take(index: int, output: Any) -> None:
-            completion = requests.completion(output)
+            completion = self._completion(output)
             lengths[index] = lengths.get(index, 0) + len(completion.token_ids)
             conversations.finished(index, completion)
 
@@ -189,7 +193,7 @@ class VLLMEngine:
             return None if (new := supply.begin()) is None else self._turns(new, seed)
 
         told = supply.finished
-        return run_supplied(llm, begin, lambda index, done: told(index, requests.completion(done)), supply.ended)
+        return run_supplied(llm, begin, lambda index, done: told(index, self._completion(done)), supply.ended)
 
     def score(
         self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], temperature: float = 1.0
@@ -291,7 +295,7 @@ class VLLMEngine:
         from qerl.vllm_plugin import closing
 
         llm, self.llm = self.llm, None
-        self.found = self._policy = None
+        self.found = self._policy = self._reader = None
         try:
             closing.shut_down_(llm)
         except Exception:
@@ -300,6 +304,11 @@ class VLLMEngine:
         closing.give_back_()
         if self._cap_bytes is not None:
             self._limit_torch(0)  # while the cache slept, the limit allowed for it
+
+    def _completion(self, output: Any) -> Completion:
+        """vLLM's complete output as our value, with the experts that were chosen if they are recorded."""
+        made = requests.completion(output.outputs[0])
+        return made if self._reader is None else replace(made, experts=self._reader.of_output(output))
 
     def _turns(self, found: Sequence[Request], seed: int | None) -> list[tuple[int, Sequence[int], Any]]:
         """(index, token ids, vLLM's parameters) of each request. Raises EngineError if one does not fit."""

@@ -100,6 +100,11 @@ def engine_rank(config: RunConfig) -> int:
     return config.adapter.rank if config.qat is None else 0
 
 
+def engine_expert_rank(config: RunConfig) -> int:
+    """The rank of the adapter on experts that the engine multiplies by, if the model has some; 0 for none."""
+    return expert_rank(config.adapter) if config.qat is None and adapts_experts(config.adapter) else 0
+
+
 def start_bytes(config: RunConfig, sizes: ModelSizes) -> int:
     """The 16-bit weights that an adapter is added to when it is packed; 0 in runs that keep none."""
     if config.qat is None or config.qat.mode != "adapter":

@@ -1,7 +1,7 @@
 """What qerl registers with vLLM 0.25 through its own extension points; no file or function of vLLM is replaced.
 
 1. `register_quantization_config`: the methods `qerl_nvfp4`, `qerl_fp8` and `qerl_bf16`, linears with one static
-   LoRA, updated in place (`linear.py`).
+   LoRA, updated in place (`linear.py`), and the experts of a mixture with another (`experts.py`).
 2. `RMSNorm.register_oot`: NoisyRMSNorm, norm weights in float32, noise included (`norm.py`).
 3. `SleepModeBackendFactory`: the backend `qerl_kv`, a sleep that gives back the KV cache alone, on a subclass of vLLM's
    allocator that replaces it from the first engine on (`sleep.py`).
@@ -42,9 +42,9 @@ def register() -> None:
     os.environ[ASKED] = "1"
     from vllm.device_allocator.sleep_mode_backend import SleepModeBackendFactory
 
-    from qerl.vllm_plugin import attention, linear, norm
+    from qerl.vllm_plugin import attention, norm, quantization
 
-    linear.register()
+    quantization.register()
     norm.register()
     attention.register()
     SleepModeBackendFactory.register_backend(SLEEP_BACKEND, "qerl.vllm_plugin.sleep", "KVCacheBackend")
@@ -58,7 +58,7 @@ def register_if_asked() -> None:
 
 
 def check(model, runner, own_attention: bool) -> None:
-    """Raise EngineError unless the linears and norms of vLLM's decoder layers are ours.
+    """Raise EngineError unless the linears, experts and norms of vLLM's decoder layers are ours.
 
     Only warns where vLLM uses its own sampler, or its own attention although ours was asked for (`own_attention`): that
     is right but slower.
@@ -67,6 +67,7 @@ def check(model, runner, own_attention: bool) -> None:
     from vllm.model_executor.layers.linear import LinearBase
 
     from qerl.vllm_plugin.attention import attends_by_ours
+    from qerl.vllm_plugin.experts import products
     from qerl.vllm_plugin.linear import AdapterLinearMethod
     from qerl.vllm_plugin.norm import NoisyRMSNorm
     from qerl.vllm_plugin.sampling import FusedSampler
@@ -81,6 +82,7 @@ def check(model, runner, own_attention: bool) -> None:
             "adapter and noise would not act there. Another vLLM plugin may interfere (VLLM_PLUGINS= switches plugins "
             "off), or this vLLM is not the supported version 0.25.1"
         )
+    products(model)
     sampler = getattr(runner, "sampler", None)
     if not isinstance(sampler, FusedSampler):
         _warn("sampler", sampler, runner)

@@ -8,11 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 
 from qerl import formats
+from qerl.checkpoint.experts import Decoder
 from qerl.checkpoint.linears import fused
+from qerl.checkpoint.load_experts import check_complete, check_trained_family
 from qerl.checkpoint.shards import read_json, read_tensors
 from qerl.checkpoint.shared_scales import check_shared
 from qerl.errors import ENGINE, KERNEL, CheckpointError, EngineError
-from qerl.formats import NVFP4
+from qerl.formats import BF16, NVFP4
 from qerl.formats.base import Format
 from qerl.formats.fp8_block import rounds_input
 from qerl.fp8.layout import BLOCK as FP8_BLOCK
@@ -23,13 +25,34 @@ from qerl.nvfp4.layout import GLOBAL_SCALE, PACKED
 FP8_CAPABILITY = (8, 9)  # products of e4m3
 
 
+def check_experts_served(folder: Path, format: Format, decoder: Decoder) -> None:
+    """Raise EngineError for experts that vLLM would not serve as they are, and CheckpointError if some are missing."""
+    from qerl.nvfp4.kernel_experts import takes
+
+    if not decoder.has_experts:
+        return
+    check_trained_family(decoder, folder)
+    if format.name not in (NVFP4.name, BF16.name):
+        raise EngineError(
+            f"{folder} has experts in {format.label}, and vLLM serves them in NVFP4 or 16 bits here: quantize the "
+            f"16-bit model with `--scheme {NVFP4.scheme}`"
+        )
+    if format.quantized and not takes(decoder.hidden, decoder.width):
+        raise EngineError(
+            "%s has experts of %d x %d, which vLLM's Marlin kernel does not multiply by: write %s",
+            *(folder, decoder.width, decoder.hidden, ENGINE.set_to("transformers")),
+        )
+    check_complete(decoder, format, read_tensors(folder))
+
+
 def check_checkpoint(folder: Path, kernel: str) -> None:
     """Raise EngineError if `kernel` does not take a shape, or if fused linears have different global scales."""
     from qerl.nvfp4 import gemm
 
     tensors = read_tensors(folder)
     groups = fused(NVFP4.quantized_linears(tensors))
-    for modules in groups if kernel == "qerl" else []:
+    ours = [group for group in groups if ".experts." not in group[0]] if kernel == "qerl" else []
+    for modules in ours:
         shapes = [tensors[f"{module}.{PACKED}"].shape for module in modules]
         rows, columns = sum(shape[0] for shape in shapes), 2 * shapes[0][1]
         if not gemm.takes(rows, columns):

@@ -85,7 +85,7 @@ def run_finalizer_(engine: Any) -> None:
 
 def drop_runner_(worker: Any) -> None:
     """Drop the runner with its input, sampling and block-table buffers; the worker is of no use without it."""
-    worker.model_runner = None
+    worker.model_runner = worker.chosen = None
 
 
 def drop_hooks_(owner: type) -> None:

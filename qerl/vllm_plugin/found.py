@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from qerl.vllm_plugin.gains import Gains
 
 if TYPE_CHECKING:
+    import torch
     from torch import nn
 
     from qerl.engine.options import EngineOptions
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Found:
-    """`model` is vLLM's; `slots` are empty for an engine without an adapter."""
+    """`model` is vLLM's. `slots` are places of an adapter on linears, `expert_slots` on experts; each may be empty."""
 
     model: nn.Module
     gains: Gains
     slots: Mapping[str, AdapterSlot]
     kernel: str  # what multiplies the base weights
     attention: str
+    expert_slots: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @cached_property
     def linears(self) -> Mapping[str, nn.Linear]:
@@ -40,7 +42,9 @@ def find(llm: Any, options: EngineOptions) -> Found:
 
     from qerl import vllm_plugin
     from qerl.vllm_plugin.attention import attention_name
-    from qerl.vllm_plugin.linear import kernel_name
+    from qerl.vllm_plugin.expert_lora import expert_slots
+    from qerl.vllm_plugin.experts import kernel_names, products
+    from qerl.vllm_plugin.linear import RouterMethod, kernel_name
     from qerl.vllm_plugin.norm import NoisyRMSNorm
     from qerl.vllm_plugin.opening import asks_for_own_attention
     from qerl.vllm_plugin.sync import adapter_slots
@@ -48,11 +52,19 @@ def find(llm: Any, options: EngineOptions) -> Found:
     runner = llm.llm_engine.model_executor.driver_worker.model_runner
     vllm_plugin.check(runner.model, runner, asks_for_own_attention(options.kv_cache_dtype))
     modules = dict(runner.model.named_modules())
-    linears = {name: module for name, module in modules.items() if isinstance(module, LinearBase)}
+    linears = {
+        name: module
+        for name, module in modules.items()
+        if isinstance(module, LinearBase) and not isinstance(module.quant_method, RouterMethod)
+    }
+    experts = products(runner.model)
     return Found(
         model=runner.model,
         gains=Gains({name: module for name, module in modules.items() if isinstance(module, NoisyRMSNorm)}),
         slots=adapter_slots(linears) if options.max_rank else {},
-        kernel=" + ".join(sorted({kernel_name(layer) for layer in linears.values()})),
+        kernel=" + ".join(sorted({kernel_name(layer) for layer in linears.values()}) + kernel_names(experts.values())),
         attention=attention_name(runner.model),
+        expert_slots=expert_slots(
+            {name: product.adapter for name, product in experts.items() if product.adapter is not None}
+        ),
     )

@@ -4,64 +4,34 @@ vLLM's own LoRA serves many adapters, which costs time at every batch size; an R
 in two buffers per linear. Captured CUDA graphs read them and a sync overwrites them in place, so nothing is captured
 again. In a fused linear (q/k/v, gate/up) the A of the parts are stacked, and B is block-diagonal. The products are in
 `products.py`.
-
-A checkpoint with 4-bit activations is opened as one with 16-bit ones, so that vLLM chooses no kernel by its own idea of
-them (without 4-bit hardware it would leave them in 16 bits); the products round their input themselves.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import Any
 
 import torch
-from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.model_executor.kernels.linear.nvfp4.base import NvFp4LinearKernel
 from vllm.model_executor.layers.linear import (
     LinearBase,
     LinearMethodBase,
-    UnquantizedLinearMethod,
     register_weight_loader_v2_supported_method,
 )
-from vllm.model_executor.layers.quantization import register_quantization_config
-from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
-from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
-from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
 from vllm.model_executor.parameter import PerTensorScaleParameter
 
 from qerl.checkpoint.activations import INPUT_SCALE
 from qerl.errors import KERNEL, EngineError
-from qerl.formats import BF16, FP8_BLOCK, NVFP4
-from qerl.formats.fp8_block import OTHER_METHOD, rounds_input, unquantized_modules
-from qerl.fp8.layout import SCALE
 from qerl.nvfp4.activations import Activations
 from qerl.nvfp4.kernel_layout import HUMMING_MMA, HUMMING_WGMMA, MARLIN, QERL, KernelWeight, scales_marlin_drops
 from qerl.nvfp4.ranks import padded_rank
-from qerl.vllm_plugin import CONFIG_KEY, fp8
+from qerl.vllm_plugin import fp8
 from qerl.vllm_plugin.fp8 import FP8BlockMethod
-from qerl.vllm_plugin.kernel import QerlNvFp4LinearKernel
+from qerl.vllm_plugin.options import Options
 from qerl.vllm_plugin.products import BASES, Base, adapter_of, load_kernels
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the engine asks of the plugin, carried by vLLM's `additional_config`."""
-
-    max_rank: int = 0  # 0: there is no adapter, and products cost nothing extra
-    deterministic: bool = False
-    kernel: str = ""  # "qerl": ours multiplies by NVFP4 weights; otherwise the one that vLLM chose (`linear_backend`)
-
-    @classmethod
-    def current(cls) -> Options:
-        return cls.of(get_current_vllm_config())
-
-    @classmethod
-    def of(cls, config: VllmConfig) -> Options:
-        return cls(**(config.additional_config or {}).get(CONFIG_KEY, {}))
 
 
 @register_weight_loader_v2_supported_method
@@ -132,101 +102,17 @@ class AdapterLinearMethod(LinearMethodBase):
         return torch.ops.qerl.add_lora(out, x, layer.lora_a, layer.lora_b, list(layer.output_partition_sizes))
 
 
-class ChosenByName:
-    """A configuration that vLLM takes where its option `quantization` names `method`, whatever the checkpoint says."""
+@register_weight_loader_v2_supported_method
+class RouterMethod(AdapterLinearMethod):
+    """The router of a layer with experts: in 16 bits, without an adapter, and never trained."""
 
-    method: ClassVar[str]
-
-    def get_name(self) -> str:
-        return self.method
-
-    @classmethod
-    def override_quantization_method(cls, hf_quant_cfg: Any, user_quant: str | None, hf_config: Any = None):
-        return cls.method if user_quant == cls.method else None
+    def __init__(self, inner: LinearMethodBase, options: Options) -> None:
+        super().__init__(inner, replace(options, max_rank=0))
 
 
-class OwnConfig(QuantizationConfig):
-    """What vLLM asks of every configuration, for those that are not made from one of vLLM's."""
-
-    def get_supported_act_dtypes(self) -> list[torch.dtype]:
-        return [torch.bfloat16]
-
-    @classmethod
-    def get_min_capability(cls) -> int:
-        return 80
-
-    @staticmethod
-    def get_config_filenames() -> list[str]:
-        return []
-
-
-@register_quantization_config(NVFP4.vllm_method)
-class QerlNVFP4Config(ChosenByName, CompressedTensorsConfig):
-    """compressed-tensors' `nvfp4-pack-quantized`; each linear, quantized or not, has its adapter."""
-
-    method = NVFP4.vllm_method
-    activations = "none"  # how quantized linears round their input
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> QerlNVFP4Config:
-        groups = {name: {**group, "input_activations": None} for name, group in config["config_groups"].items()}
-        made = super().from_config({**config, "config_groups": groups})
-        made.activations = NVFP4.activations(config)
-        return made
-
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        method = super().get_quant_method(layer, prefix)
-        if not isinstance(layer, LinearBase):
-            return method
-        options = Options.current()
-        scheme = getattr(layer, "scheme", None)
-        if options.kernel == "qerl" and isinstance(getattr(scheme, "kernel", None), NvFp4LinearKernel):
-            scheme.kernel = QerlNvFp4LinearKernel()
-        return AdapterLinearMethod(method, options, "none" if scheme is None else self.activations)
-
-
-@register_quantization_config(BF16.vllm_method)
-class QerlBF16Config(OwnConfig):
-    """A model that is not quantized; each linear has its adapter."""
-
-    def get_name(self) -> str:
-        return BF16.vllm_method
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> QerlBF16Config:
-        return cls()
-
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        if isinstance(layer, LinearBase):
-            return AdapterLinearMethod(UnquantizedLinearMethod(), Options.current())
-        return None
-
-
-@register_quantization_config(FP8_BLOCK.vllm_method)
-class QerlFP8Config(ChosenByName, OwnConfig):
-    """FP8 in blocks, as compressed-tensors or as DeepSeek and Qwen lay it out; each linear has its adapter."""
-
-    method = FP8_BLOCK.vllm_method
-
-    def __init__(self, rounds_input: bool, scale_name: str, unquantized: list[str]) -> None:
-        super().__init__()
-        self.rounds_input, self.scale_name, self.unquantized = rounds_input, scale_name, unquantized
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> QerlFP8Config:
-        others = config.get("quant_method") == OTHER_METHOD
-        return cls(rounds_input(config), f"{SCALE}_inv" if others else SCALE, unquantized_modules(config))
-
-    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
-        if not isinstance(layer, LinearBase):
-            return None
-        kept = should_ignore_layer(prefix, self.unquantized, self.packed_modules_mapping)
-        method = UnquantizedLinearMethod() if kept else FP8BlockMethod(self.rounds_input, self.scale_name)
-        return AdapterLinearMethod(method, Options.current())
-
-
-def register() -> None:
-    """Nothing is left to do: the decorators above have registered the methods on import."""
+def is_router(prefix: str) -> bool:
+    """Whether vLLM's linear of this name is the router of a layer with experts, in the families that qerl opens."""
+    return prefix.rpartition(".")[2] == "gate"
 
 
 def kernel_name(layer: LinearBase) -> str:

@@ -8,11 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl import formats
+from qerl.checkpoint.experts import decoder_of
+from qerl.checkpoint.shards import read_json
 from qerl.engine.options import KERNELS
 from qerl.engine.own_memory import check_beside_cap, others_bytes, own_bytes
 from qerl.errors import ENGINE, KERNEL, CheckpointError, EngineError, MissingExtraError
 from qerl.plan.engine_memory import KV_CACHE_DTYPES
 from qerl.plan.sizes import sizes_of
+from qerl.vllm_plugin.checkpoint import check_experts_served
 from qerl.vllm_plugin.exhausted import cannot_open
 from qerl.vllm_plugin.startup import capture_sizes
 
@@ -44,6 +47,8 @@ class Settings:
             raise EngineError(f"a context of {max_context} tokens was asked for; {base} declares {declared}")
         self.context = max_context or declared
         self.model_len = min(self.context + 1, declared)  # vLLM needs one token more to score a full completion
+        self.decoder = decoder_of(read_json(Path(base) / "config.json"), base)
+        check_experts_served(Path(base), formats.get(format), self.decoder)
         self.weights = sum(path.stat().st_size for path in Path(base).glob("*.safetensors"))
 
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -93,6 +98,9 @@ def open_llm(settings: Settings, kernel: str) -> Any:
     from qerl import vllm_plugin
 
     import_vllm()
+    if settings.decoder.has_experts:
+        # For these models vLLM 0.25.1 takes its older model runner, for which our sampler is not made.
+        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
     options = settings.options
     arguments = {
         **_arguments(settings, kernel),
@@ -128,6 +136,10 @@ def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
 
     options = settings.options
     for_plugin = {"max_rank": options.max_rank, "deterministic": options.deterministic, "kernel": kernel}
+    if settings.decoder.has_experts:  # other models keep the graphs that were compiled under the earlier options
+        for_plugin["expert_rank"] = options.expert_rank if options.max_rank else 0
+        for_plugin["shares_outer"] = options.experts == "shared"
+        for_plugin["records_experts"] = options.records_experts
     return {
         "model": settings.base,
         "skip_tokenizer_init": True,

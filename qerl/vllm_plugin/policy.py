@@ -2,25 +2,30 @@
 
 Embeddings, head, norms and 16-bit linears are shared by pointer; a part of a fused linear is a range of its rows. An
 NVFP4 linear decodes its rows exactly from the kernel's own layout (`qerl.nvfp4.kernel_linear`), so that trainer and
-sampler differ only in the order of summation. An FP8 linear multiplies by the engine's own product. The layers around
-them are those of `qerl.layers`.
+sampler differ only in the order of summation. An FP8 linear multiplies by the engine's own product. Experts are
+decoded in the same way, or shared. The layers around them are those of `qerl.layers`.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 from vllm.model_executor.layers.linear import LinearBase
 
+from qerl.checkpoint.experts import DOWN, GATE_UP, Decoder, decoder_of
+from qerl.checkpoint.load_experts import place_blocks_
+from qerl.checkpoint.shards import read_json
 from qerl.errors import ENGINE, EngineError
 from qerl.layers.place import fuse_
 from qerl.nvfp4.kernel_linear import KernelLinear
 from qerl.vllm_plugin import fp8
+from qerl.vllm_plugin.experts import products
 from qerl.vllm_plugin.fp8 import FP8BlockMethod
-from qerl.vllm_plugin.linear import kernel_weight
+from qerl.vllm_plugin.linear import RouterMethod, kernel_weight
 from qerl.vllm_plugin.sync import parts
 
 
@@ -34,6 +39,8 @@ def build_policy(folder: str, engine_model: nn.Module, trust_remote_code: bool =
         del config.quantization_config
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, trust_remote_code=trust_remote_code)
+    decoder = decoder_of(read_json(Path(folder) / "config.json"), folder)
+    _place_experts_(model, engine_model, decoder)
     linears = _place_linears_(model, engine_model)
     _place_tensors_(model, engine_model, linears)
     _fill_rotary_(model, next(engine_model.parameters()).device)
@@ -49,10 +56,13 @@ def build_policy(folder: str, engine_model: nn.Module, trust_remote_code: bool =
 
 
 def linear_views(engine_model: nn.Module) -> dict[str, nn.Linear]:
-    """For each linear of the checkpoint, by base module name, a frozen linear over its rows in the engine."""
+    """For each linear of the checkpoint, by base module name, a frozen linear over its rows in the engine.
+
+    Experts are not among them, nor are routers, whose weights are shared as they are.
+    """
     views: dict[str, nn.Linear] = {}
     for name, layer in engine_model.named_modules():
-        if not isinstance(layer, LinearBase):
+        if not isinstance(layer, LinearBase) or isinstance(layer.quant_method, RouterMethod):
             continue
         weight = kernel_weight(layer) if layer.qerl_quantized else None
         for part, start, rows in parts(name, layer):
@@ -65,6 +75,32 @@ def linear_views(engine_model: nn.Module) -> dict[str, nn.Linear]:
                 views[part] = KernelLinear(weight, start, rows, bias)
                 views[part].activations = layer.qerl_activations
     return views
+
+
+def expert_views(engine_model: nn.Module) -> dict[str, nn.Module]:
+    """The weights of both projections of each layer's experts, by their full names in the trainer's memory."""
+    views = {}
+    for name, product in products(engine_model).items():
+        layer = name.removesuffix(".mlp.experts")
+        views[f"{layer}.{GATE_UP}"], views[f"{layer}.{DOWN}"] = product.base.views()
+    return views
+
+
+def _place_experts_(model: PreTrainedModel, engine_model: nn.Module, decoder: Decoder) -> None:
+    """Put our blocks with the engine's experts in place of the model's own."""
+    views = expert_views(engine_model)
+    found = {name: (view.experts, view.out_features, view.in_features) for name, view in views.items()}
+    expected = {
+        f"model.layers.{layer}.{tensor}": decoder.shape_in_memory(tensor)
+        for layer in decoder.sparse
+        for tensor in (GATE_UP, DOWN)
+    }
+    if found != expected:
+        odd = sorted(name for name in {*found, *expected} if found.get(name) != expected.get(name))
+        sizes = f"{found.get(odd[0])} for {odd[0]}, and config.json says {expected.get(odd[0])}"
+        raise EngineError(f"vLLM has {sizes} ({len(odd)} tensors in all): copy config.json and weights again")
+    if views:
+        place_blocks_(model, decoder, views)
 
 
 def _place_linears_(model: PreTrainedModel, engine_model: nn.Module) -> set[str]:

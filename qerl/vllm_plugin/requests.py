@@ -65,7 +65,7 @@ def converse(
                 indices |= dict(zip(names, (index for index, _, _ in new), strict=True))
             for output in engine.step():
                 if output.finished and (index := indices.pop(output.request_id, None)) is not None:
-                    take(index, output.outputs[0])
+                    take(index, output)
 
 
 def enqueued(llm: Any, prompts: Sequence[Sequence[int]], params: Any) -> list[str]:

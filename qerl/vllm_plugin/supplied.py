@@ -38,7 +38,7 @@ def run_supplied(
             while engine.has_unfinished_requests():
                 done = [(indices[output.request_id], output) for output in engine.step() if output.finished]
                 for index, output in done:
-                    take(index, output.outputs[0])
+                    take(index, output)
                 if done and ended([index for index, _ in done]):
                     break
         return _taken_out(llm, indices)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from qerl.engine.update import AdapterUpdate, Update, WeightsUpdate, check_fit, pack_weights_
+from qerl.vllm_plugin.expert_lora import copy_to_experts_, of_experts
 from qerl.vllm_plugin.sync import copy_adapter_, split_adapter
 
 if TYPE_CHECKING:
@@ -14,8 +15,11 @@ if TYPE_CHECKING:
 def take_(update: Update, found: Found, max_rank: int, device: int) -> None:
     """Overwrite the adapter, or the weights and the trained norms. Raises EngineError for what does not fit."""
     if isinstance(update, AdapterUpdate):
-        factors, norms = split_adapter(update.tensors, found.slots, found.gains.norms, max_rank)
+        experts = of_experts(update.tensors, found.expert_slots)
+        others = {name: tensor for name, tensor in update.tensors.items() if name not in experts}
+        factors, norms = split_adapter(others, found.slots, found.gains.norms, max_rank)
         copy_adapter_(factors, found.slots, update.scaling)
+        copy_to_experts_(experts, found.expert_slots, update.scaling)
         found.gains.set_trained_(norms)
     else:
         _take_weights_(update, found, device)

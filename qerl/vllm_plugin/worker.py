@@ -4,16 +4,23 @@ CUDA graphs, and time each part of the start."""
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from vllm.compilation.counter import compilation_counter
+from vllm.model_executor.layers.fused_moe import MoERunner
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.worker.gpu.sample.sampler import Sampler
 from vllm.v1.worker.gpu_worker import Worker
 
 from qerl.nvfp4.ways import TOKENS
-from qerl.vllm_plugin.linear import Options
+from qerl.vllm_plugin.chosen import Chosen, Reader, check_cache
+from qerl.vllm_plugin.expert_check import check_experts
+from qerl.vllm_plugin.experts import runners
+from qerl.vllm_plugin.options import Options
 from qerl.vllm_plugin.products import BASES
 from qerl.vllm_plugin.rounding import check_rounding
 from qerl.vllm_plugin.sampling import FusedSampler
@@ -33,6 +40,7 @@ class QerlWorker(Worker):
     """Uses our sampler, and chooses how each linear multiplies from what was measured on this card before."""
 
     measures = False
+    chosen: Chosen | None = None  # what the routers chose, if that is recorded
 
     def __init__(self, *args: Any, **options: Any) -> None:
         global _latest
@@ -58,6 +66,16 @@ class QerlWorker(Worker):
                 sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or TOKENS
                 choose_ways_(self.measures, [size for size in sizes if size <= TOKENS[-1]])
         check_rounding(BASES.values())
+        check_experts(runner.model)
+        if Options.of(self.vllm_config).records_experts:
+            self.chosen = self._recorder(runners(runner.model).values())
+
+    def _recorder(self, layers: Collection[MoERunner]) -> Chosen:
+        """What records the routers' choices. It has to be there before CUDA graphs are captured."""
+        moe = [layer.moe_config for layer in layers]
+        tokens = self.vllm_config.scheduler_config.max_num_batched_tokens
+        routers = [layer.router for layer in layers]
+        return Chosen(routers, moe[0].experts_per_token, moe[0].num_experts, tokens, self.device)
 
     def _scoped_allocator_max_split(self, max_split_size_mb: int) -> AbstractContextManager[Any]:
         """Lift a limit of vLLM, which forbids torch to split blocks of 20 MiB and more while weights load.
@@ -79,12 +97,27 @@ class QerlWorker(Worker):
         with self.parts.part("profile"):
             return super().determine_available_memory()
 
-    def initialize_from_config(self, *args: Any, **options: Any) -> Any:
+    def initialize_from_config(self, kv_cache_config: KVCacheConfig) -> None:
         with self.parts.part("KV cache"):
             # When vLLM is told the size of the KV cache, it does not free what its profile run allocated: 1.6 GiB with
             # a 7B, in another pool than the cache and useless to it.
             torch.cuda.empty_cache()
-            return super().initialize_from_config(*args, **options)
+            super().initialize_from_config(kv_cache_config)
+        if self.chosen is not None:
+            groups = kv_cache_config.kv_cache_groups
+            check_cache(len(groups), getattr(self.model_runner, "block_tables", None))
+            self.chosen.allocate_(kv_cache_config.num_blocks * groups[0].kv_cache_spec.block_size)
+
+    @torch.inference_mode()
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        output = super().execute_model(scheduler_output)
+        if self.chosen is not None and (tokens := scheduler_output.total_num_scheduled_tokens):
+            self.chosen.keep_(self.model_runner.block_tables.slot_mappings[0, :tokens])
+        return output
+
+    def reader(self) -> Reader | None:
+        """What tells the experts that were chosen for a request; None if they are not recorded."""
+        return None if self.chosen is None else Reader(self.chosen, self.model_runner)
 
     def compile_or_warm_up_model(self) -> Any:
         with self.parts.part("CUDA graphs"):

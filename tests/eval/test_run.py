@@ -284,7 +284,7 @@ def test_a_run_is_evaluated_in_the_memory_of_its_training_by_default(
 ):
     monkeypatch.setattr("qerl.engine.open.choose_engine", lambda *_: "vllm")
     for given in ({"model": str(capped_run)}, {"adapter": str(capped_run / "adapter")}):
-        options = engine_options(make_plan(settings(engine="vllm", **given, **asked)), 4)
+        options = engine_options(make_plan(settings(engine="vllm", **given, **asked)), None)
         assert (options.cap_gib, options.memory) == expected
 
 

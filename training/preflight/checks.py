@@ -148,11 +148,6 @@ def check_limits(config: RunConfig, sizes: ModelSizes, prompts: Sequence[Prompt]
 def check_trained(config: RunConfig, sizes: ModelSizes) -> None:
     """Raise ConfigError if what is trained does not fit the model."""
     check_experts(config, sizes.decoder)
-    if sizes.decoder.has_experts and choose_engine(config.rollout.engine) == "vllm":
-        raise ConfigError(
-            f"rollout.engine {config.rollout.engine} is vllm here, and qerl does not serve a mixture of experts with "
-            "it yet: write rollout.engine: transformers"
-        )
     if config.qat is not None:
         trained_linears(config.qat, sizes.layers)
     if trains_masters(config):

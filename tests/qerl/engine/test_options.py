@@ -41,8 +41,21 @@ def test_what_a_recipe_asks_of_the_engine_reaches_it():
         calibrates_kv=True,
         max_context=300,
         max_rank=16,
+        expert_rank=16,
         seed=7,
     )
+
+
+def test_an_engine_is_opened_for_the_ranks_and_the_kind_of_an_adapter():
+    tensors = {"model.layers.0.self_attn.q_proj.lora_A.weight": torch.zeros(8, 64)}
+    assert EngineOptions().for_adapter(tensors) == EngineOptions(max_rank=8, experts="none", expert_rank=0)
+    experts = "model.layers.0.mlp.experts"
+    of_each = {
+        f"{experts}.gate_up_proj.lora_A.weight": torch.zeros(128, 2, 64),
+        f"{experts}.down_proj.lora_A.weight": torch.zeros(128, 2, 32),
+    }
+    found = EngineOptions().for_adapter(tensors | of_each)
+    assert found == EngineOptions(max_rank=8, experts="per_expert", expert_rank=2)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")

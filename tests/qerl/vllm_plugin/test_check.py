@@ -47,6 +47,7 @@ def parts(monkeypatch):
         "vllm.model_executor.layers.layernorm": SimpleNamespace(RMSNorm=Norm),
         "vllm.model_executor.layers.linear": SimpleNamespace(LinearBase=Linear),
         "qerl.vllm_plugin.attention": attention,
+        "qerl.vllm_plugin.experts": SimpleNamespace(products=lambda model: {}),
         "qerl.vllm_plugin.linear": SimpleNamespace(AdapterLinearMethod=Method),
         "qerl.vllm_plugin.norm": SimpleNamespace(NoisyRMSNorm=OurNorm),
         "qerl.vllm_plugin.sampling": SimpleNamespace(FusedSampler=OurSampler),
