@@ -33,8 +33,8 @@ def check_experts(model: nn.Module) -> None:
         return
     name, runner = next(iter(layers.items()))
     product, chosen = products(model)[name], runner.moe_config.experts_per_token
-    x = _randn(runner.moe_config.hidden_dim, max(token_counts(product.base.experts, chosen)), seed=0)
     weights = _Decoded(product, chosen)
+    x = _randn(weights.hidden, max(token_counts(product.base.experts, chosen)), 0, weights.device)
     for tokens in token_counts(product.base.experts, chosen):
         error = weights.error(x[:tokens])
         if not error < LARGEST_ERROR:
@@ -59,6 +59,7 @@ class _Decoded:
         self.product, self.chosen = product, chosen
         self.experts = [expert * (product.base.experts - 1) // max(1, count - 1) for expert in range(count)]
         views = product.base.views()
+        self.hidden, self.device = views[0].in_features, views[0].weight_device
         self.gate_up, self.down = ([_dense(view, expert) for expert in self.experts] for view in views)
         if product.adapter is not None:
             _fill_(product.adapter, self.gate_up[0].std(), self.down[0].std())
@@ -71,7 +72,7 @@ class _Decoded:
 
     def error(self, x: torch.Tensor) -> float:
         """The norm of the difference over the norm of the output, for x (tokens, hidden) sent to these experts."""
-        scores = _randn(len(self.experts), len(x), seed=len(x)).float()
+        scores = _randn(len(self.experts), len(x), len(x), self.device).float()
         shares, places = scores.softmax(-1).topk(self.chosen)
         ids = torch.tensor(self.experts, device=x.device)[places].int()
         found = self.product(x, shares, ids).float()
@@ -111,6 +112,6 @@ def _fill_(own: ExpertBuffers, gate_up: torch.Tensor, down: torch.Tensor) -> Non
         b.normal_(generator=generator).mul_(std.to(b.dtype))
 
 
-def _randn(columns: int, rows: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator("cuda").manual_seed(seed)
-    return torch.randn(rows, columns, device="cuda", generator=generator).bfloat16()
+def _randn(columns: int, rows: int, seed: int, device: torch.device) -> torch.Tensor:
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(rows, columns, device=device, generator=generator).bfloat16()

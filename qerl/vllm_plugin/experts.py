@@ -122,7 +122,7 @@ class NVFP4ExpertsMethod(ExpertsMethod):
         for part, rows, columns, scales in (("w13", 2 * width, hidden_size, (2,)), ("w2", hidden_size, width, ())):
             codes = torch.empty(num_experts, rows, columns // 2, dtype=torch.uint8)
             blocks = torch.empty(num_experts, rows, columns // BLOCK, dtype=torch.float8_e4m3fn)
-            missing = torch.full((num_experts, *scales), float("nan"))
+            missing = torch.full((num_experts, *scales), float("nan"), dtype=torch.float32)
             _register(layer, f"{part}_{PACKED}", codes, attributes)
             _register(layer, f"{part}_{BLOCK_SCALE}", blocks, attributes | GROUP)
             _register(layer, f"{part}_{GLOBAL_SCALE}", missing, attributes | TENSOR)

@@ -74,14 +74,12 @@ class QerlNVFP4Config(ChosenByName, CompressedTensorsConfig):
         options = Options.current()
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix, options)
+        if isinstance(layer, LinearBase) and is_router(prefix):
+            return RouterMethod(UnquantizedLinearMethod(), options)
         method = super().get_quant_method(layer, prefix)
         if not isinstance(layer, LinearBase):
             return method
         scheme = getattr(layer, "scheme", None)
-        if is_router(prefix):
-            if scheme is not None:
-                raise EngineError(f"{prefix} is quantized, and routers stay in 16 bits: run `qerl quantize`")
-            return RouterMethod(method, options)
         if options.kernel == "qerl" and isinstance(getattr(scheme, "kernel", None), NvFp4LinearKernel):
             scheme.kernel = QerlNvFp4LinearKernel()
         return AdapterLinearMethod(method, options, "none" if scheme is None else self.activations)
