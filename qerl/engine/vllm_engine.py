@@ -332,11 +332,7 @@ class VLLMEngine:
 
         `released`: bytes of a sleeping KV cache, which the allocator still counts.
         """
-        import torch
-
-        total = torch.cuda.get_device_properties(self._device).total_memory
-        allowed = self._cap_bytes - self._other_bytes + released
-        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), self._device)
+        opening.limit_process_(self._device, self._cap_bytes - self._other_bytes + released)
 
     def _open(self) -> Any:
         if self.llm is None:
