@@ -216,8 +216,7 @@ def backward(
                 value = value * micro_batch.loss_share
             with parts.times.phase("backward"):  # layers that recompute their activations do it here
                 differentiate(value)
-            compares = batch.compares_replay and not queued  # with the first micro-batch of the rank
-            other = unreplayed(parts, micro_batch, row) if compares else None
+            other = unreplayed(parts, micro_batch, row) if batch.compares_replay and index == 0 else None
             queued.append(Queued(index, value.detach(), metrics, old_logprobs(inputs), row.replay, other))
         if (shards := parts.policy.shards) is not None:  # which are summed in each backward pass
             for _ in range(max(map(len, of_ranks)) - len(of_ranks[parallel.rank])):

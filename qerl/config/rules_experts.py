@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.checkpoint.expert_adapter import OF_EXPERTS
 from qerl.config.conflict import Conflict, Conflicts
+from qerl.engine.interface import UNRECORDED
 from qerl.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -82,6 +83,11 @@ def _of_experts(config: RunConfig, decoder: Decoder) -> str | None:
         return (
             f"train.fp8_recipe {config.train.fp8_recipe}: {config.model.base} is a mixture of experts, whose products "
             "are computed in 16 bits: leave train.fp8_recipe out"
+        )
+    if config.rollout.router_replay and decoder.experts > UNRECORDED:
+        return (
+            f"rollout.router_replay: {config.model.base} has {decoder.experts} experts in a layer, and choices are "
+            f"recorded of up to {UNRECORDED}: write rollout.router_replay: false"
         )
     if not adapts_experts(adapter):
         return None

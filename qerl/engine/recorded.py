@@ -32,10 +32,15 @@ class Recorder:
         return torch.stack(each, 1).cpu()
 
 
+def blocks_of(model: nn.Module) -> list[ExpertBlock]:
+    """The blocks of experts in a model, from the first layer to the last; none in a dense model."""
+    return [module for module in model.modules() if isinstance(module, ExpertBlock)]
+
+
 @contextmanager
 def recorded_experts(model: nn.Module, wanted: bool) -> Iterator[Recorder]:
     """Let the model's blocks of experts record what they choose within it, if that is `wanted`."""
-    blocks = [module for module in model.modules() if isinstance(module, ExpertBlock)] if wanted else []
+    blocks = blocks_of(model) if wanted else []
     for block in blocks:
         block.recorded = []
     try:

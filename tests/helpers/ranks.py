@@ -75,24 +75,41 @@ def say_to(output, environ):
 
 
 def drawn(engine, prompts, sampling, seed=None, finished=None, first_index=0):
-    """In place of `Engine.generate`: completions that follow from the seed and the place in the whole batch."""
+    """In place of `Engine.generate`: completions that follow from the seed and the place in the whole batch.
+
+    So do the choices of a mixture of experts; those for a prompt's tokens are the same for all of its completions.
+    """
     import torch
 
     from qerl.engine.interface import Completion
+    from qerl.engine.recorded import blocks_of
     from qerl.engine.seeds import request_seed
 
-    tokens = []
+    tokens, blocks, experts = [], blocks_of(engine.policy_model()), []
     for index in range(first_index, first_index + len(prompts)):
         generator = torch.Generator().manual_seed(request_seed(seed, index))
         length = int(torch.randint(2, sampling.max_new_tokens + 1, (1,), generator=generator))
         tokens.append(torch.randint(1, 40, (length,), generator=generator).tolist())
+        prompt = prompts[index - first_index]
+        shared = torch.Generator().manual_seed(sum(prompt))
+        parts = [_choices(blocks, *part) for part in ((len(prompt), shared), (length - 1, generator))]
+        experts.append(torch.cat(parts) if blocks else None)
     logprobs = engine.score(prompts, tokens, sampling.temperature)
     reasons = ["length" if len(ids) == sampling.max_new_tokens else "stop" for ids in tokens]
-    done = [Completion(*one) for one in zip(tokens, logprobs, reasons, strict=True)]
+    done = [Completion(*one) for one in zip(tokens, logprobs, reasons, experts, strict=True)]
     for index, completion in enumerate(done):
         if finished is not None:
             finished(index, completion)
     return done
+
+
+def _choices(blocks, tokens, generator):
+    """uint8 (tokens, layers, k)."""
+    import torch
+
+    order = [torch.rand(tokens, block.experts.down_proj.experts, generator=generator) for block in blocks]
+    ids = [each.topk(block.chosen).indices for each, block in zip(order, blocks, strict=True)]
+    return torch.stack(ids, 1).to(torch.uint8) if ids else None
 
 
 def run(size, recipe, output=None, resumed=None):

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from training.parts import TrainingParts
     from training.policy.packing import PackedRow
 
-COMPARED_EVERY = 10  # steps: it costs a forward pass of one micro-batch on each rank
+COMPARED_EVERY = 10  # steps: it costs a forward pass of the first micro-batch, on the rank that has it
 
 
 def unreplayed(parts: TrainingParts, micro_batch: MicroBatch, row: PackedRow) -> torch.Tensor | None:

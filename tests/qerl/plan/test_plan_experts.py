@@ -1,9 +1,12 @@
 """A mixture of experts in the plan: Qwen3-30B-A3B's sizes by hand, its decode limits, and keys that do not fit."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from qerl.commands.plan import expert_sentences
 from qerl.config.recipe import load_recipe
+from qerl.config.rules_experts import check_experts
 from qerl.errors import ConfigError
 from qerl.plan.advice import advice
 from qerl.plan.cards import card_of
@@ -114,6 +117,15 @@ def test_a_step_fits_on_80_gb_and_not_on_24():
 def test_what_experts_cannot_have_is_refused(values, words):
     with pytest.raises(ConfigError, match=words):
         plan(config_with(*values), read_sizes(A3B), card_of("h200"))
+
+
+@pytest.mark.parametrize(("experts", "replays", "fits"), [(255, True, True), (256, True, False), (256, False, True)])
+def test_replay_is_refused_for_more_experts_than_a_byte_can_name(experts, replays, fits):
+    """255 says that a choice was not recorded, so that the last expert is 254."""
+    sizes = sizes_of({**KNOWN[A3B.split("/")[1].lower()], "num_experts": experts}, "m")
+    config = config_with(f"rollout.router_replay={str(replays).lower()}")
+    with nullcontext() if fits else pytest.raises(ConfigError, match=r"write rollout\.router_replay: false"):
+        check_experts(config, sizes.decoder)
 
 
 @pytest.mark.parametrize(
