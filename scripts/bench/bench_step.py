@@ -69,7 +69,7 @@ def main() -> None:
 def measure(arguments: argparse.Namespace, parallel: Parallel) -> dict[str, Any]:
     """Train, and write the report; of several ranks, which torchrun starts, the first one writes."""
     from qerl.config.recipe import load_recipe
-    from scripts.bench.provenance import command, machine
+    from scripts.bench.provenance import command, commit, machine
     from training.policy import packing, train_memory
     from training.run import start
 
@@ -80,15 +80,16 @@ def measure(arguments: argparse.Namespace, parallel: Parallel) -> dict[str, Any]
         folder = Path(parallel.broadcast(own))
         config = load_recipe("dapo_7b", overrides(arguments, folder) if parallel.first else [])
         config = parallel.broadcast(config)
-        head, metrics = {"command": command(), **machine()}, Path(config.run.out) / "metrics.jsonl"
+        metrics, out = Path(config.run.out) / "metrics.jsonl", arguments.out if parallel.first else None
         started = time.monotonic()
-        with SoFar(head, metrics, arguments.out if parallel.first else None):
+        with SoFar({"command": command(), "commit": commit()}, metrics, out):  # which ask nothing of the card yet
             result = start(config, "bench", parallel)
         lines = (result.run_dir / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
         seconds = time.monotonic() - started
         peaks = parallel.gather(round(peak.gib, 2))
     report = {
-        **head,
+        "command": command(),
+        **machine(),
         "run_s": round(seconds, 1),
         "peak_driver_gib": max(peaks),
         "cards": parallel.size,

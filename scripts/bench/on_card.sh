@@ -29,7 +29,7 @@
 #     closing  110 s  an engine closed, also while asleep, and opened again; nothing else may run on the card, whose
 #                     memory it measures
 #     merge    250 s  merged folders in stock vLLM
-#     python   120 s  runs after one another in one Python process: memory given back, equal numbers
+#     python   180 s  runs after one another in one Python process: memory given back, equal numbers
 #     cli      260 s  commands on the embedded model: a killed run, dynamic sampling, eval, memory, report, merge
 #     sft      560 s  supervised fine-tuning of a 7B: tokens per second and memory of ours over NVFP4 and over 16 bits, TRL's
 #                     QLoRA with and without checkpointing, and Unsloth where it is installed
@@ -44,12 +44,13 @@
 #                     attention in decode steps against FlashAttention; the small kernels of training against their limits
 #     decode   450 s  decode speed at 7B, four engines in turns: ours with an adapter and without, vLLM's in BF16 and with
 #                     Marlin; each compiles alone first, on a card of its own if there are four; with one card 750 s
-#     fp8      420 s  FP8: kernels against vLLM's functions, the engine on small models in both kinds of products and scales,
+#     fp8      470 s  FP8: kernels against vLLM's functions, the engine on small models in both kinds of products and scales,
 #                     agreement and one copy at 7B, beside 16 bits
 #     fp8decode 420 s decode speed at 7B with an adapter, one engine after another: FP8 ours and stock vLLM's, our NVFP4, and
 #                     stock vLLM's FP8 with DeepGEMM, which compiles as it goes
-#     fp8step  330 s  workload A with an adapter over FP8, over 16 bits, and over NVFP4
-#     fp8train 560 s  FP8 that trains: a 7B's whole weights, packed at each sync, and workload A by both recipes of training
+#     fp8step  460 s  workload A with an adapter over FP8, with gradients in FP8 and in 16 bits, over 16 bits, and over NVFP4
+#     fp8train 260 s  FP8 that trains: a 7B's whole weights, packed at each sync, and workload A over 16 bits by tensorwise
+#                     products
 #     fp8study 330 s  learning with 21 M parameters in BF16, in FP8, and with FP8 rollouts alone, three seeds each: adapters
 #                     and whole weights; another call with the same CHECKPOINTS goes on
 #     fp8kv    460 s  FP8 keys and values, calibrated: agreement on a small model without normed keys, and agreement and decode
@@ -73,6 +74,8 @@
 #     peaks    200 s  memory while training, resuming and evaluating under 24 GiB
 #     older    220 s  workload A by this tree and by an older one, of which there is a copy in the folder OLDER
 #     faster   380 s  decode speed at 7B of both, in turns
+#
+# What the FP8 and QAT batches need and the order that suits them: scripts/bench/README.md.
 #
 # Logs and JSON go to OUT, and one line per command to OUT/summary.txt; a failure does not stop the rest. Environment
 # variables: CHECKPOINTS is the folder of random checkpoints (default: checkpoints/), which calls at the same time may
@@ -334,21 +337,23 @@ batch_decode() {
     done
 }
 
+small_fp8() { # SHAPE: every check on a small model in FP8
+    checkpoint "$1" "$1-fp8" --format fp8_block
+    script "engine-$1-fp8" 150 check_engine "$1-fp8" --format fp8_block
+}
+
 batch_fp8() {
-    local shape
     tests fp8 150 tests/qerl/fp8
-    for shape in qwen2 qwen3; do
-        checkpoint "small-$shape" "small-$shape-fp8" --format fp8_block
-        script "engine-small-$shape-fp8" 250 check_engine "small-$shape-fp8" --format fp8_block
-    done
+    small_fp8 small-qwen2
+    checkpoint qwen2.5-7b 7b-fp8 --format fp8_block
+    script agree-7b-fp8 200 check_engine 7b-fp8 --format fp8_block --only shared_memory product agreement adapter
+    checkpoint qwen2.5-7b 7b-16 --format bf16
+    script agree-7b-16 200 check_engine 7b-16 --format bf16 --only agreement adapter
+    small_fp8 small-qwen3
     checkpoint small-qwen3 small-qwen3-16 --format bf16
     run quantize-fp8-16 60 "$python" -m qerl.cli quantize --model "$checkpoints/small-qwen3-16" --scheme fp8_block \
         --activations none --scales fp32 --overwrite --out "$checkpoints/small-qwen3-fp8-16"
-    script engine-small-qwen3-fp8-16 250 check_engine small-qwen3-fp8-16 --format fp8_block
-    checkpoint qwen2.5-7b 7b-fp8 --format fp8_block
-    script agree-7b-fp8 300 check_engine 7b-fp8 --format fp8_block --only shared_memory product agreement adapter
-    checkpoint qwen2.5-7b 7b-16 --format bf16
-    script agree-7b-16 300 check_engine 7b-16 --format bf16 --only agreement adapter
+    script engine-small-qwen3-fp8-16 150 check_engine small-qwen3-fp8-16 --format fp8_block
 }
 
 batch_fp8decode() { # not in turns, whose second opening would not fit ten minutes
@@ -364,18 +369,19 @@ batch_fp8step() {
     checkpoint qwen2.5-7b 7b
     checkpoint qwen2.5-7b 7b-16 --format bf16
     checkpoint qwen2.5-7b 7b-fp8 --format fp8_block
-    script step-7b-fp8 280 bench_step 7b-fp8 --steps 4 --set model.format=fp8_block
-    script step-7b-bf16 280 bench_step 7b-16 --steps 4 --set model.format=bf16
-    script step-7b-nvfp4 280 bench_step 7b --steps 4
+    local work=(--steps 3 --set noise.enabled=false)
+    script step-7b-bf16 160 bench_step 7b-16 "${work[@]}" --set model.format=bf16
+    script step-7b-fp8-blockwise 160 bench_step 7b-fp8 "${work[@]}" --set model.format=fp8_block --set train.fp8_recipe=blockwise
+    script step-7b-fp8 160 bench_step 7b-fp8 "${work[@]}" --set model.format=fp8_block
+    script step-7b-nvfp4 160 bench_step 7b "${work[@]}"
 }
 
 batch_fp8train() {
     checkpoint qwen2.5-7b 7b-16 --format bf16
-    checkpoint qwen2.5-7b 7b-fp8 --format fp8_block
     script qat-7b-fp8 240 bench_qat 7b-16 --steps 4 --set model.format=fp8_block --set qat.quant_cfg=fp8_block \
         --set train.fp8_recipe=blockwise
-    script step-7b-fp8-blockwise 200 bench_step 7b-fp8 --steps 3 --set model.format=fp8_block --set train.fp8_recipe=blockwise
-    script step-7b-bf16-tensorwise 200 bench_step 7b-16 --steps 3 --set model.format=bf16 --set train.fp8_recipe=tensorwise
+    script step-7b-bf16-tensorwise 160 bench_step 7b-16 --steps 3 --set noise.enabled=false --set model.format=bf16 \
+        --set train.fp8_recipe=tensorwise
 }
 
 batch_fp8study() {

@@ -76,12 +76,16 @@ def main() -> None:
     from scripts.bench.provenance import command, machine
 
     found = {"command": command(), **machine(), **checked(arguments)}
-    text = json.dumps(found, indent=1)
-    if arguments.out:
-        arguments.out.write_text(text, encoding="utf-8")
-    print(text)
+    note(arguments.out, found)
+    print(json.dumps(found, indent=1))
     print(summary(found))
     sys.exit(0 if sound(found) else 1)
+
+
+def note(out: Path | None, found: dict[str, Any]) -> None:
+    """Write what was found, or is so far, in case that this is cut off."""
+    if out:
+        out.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 def checked(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -92,7 +96,10 @@ def checked(arguments: argparse.Namespace) -> dict[str, Any]:
     steps = STEPS_PER_KILL * arguments.kills
     first = Ranks(arguments, runs, train(arguments, whole, steps))
     alone = first.ended(START_S + 60 * steps)
-    kills = [one_kill(arguments, killed, steps, chosen) for _ in range(arguments.kills)]
+    kills = []
+    for _ in range(arguments.kills):
+        kills.append(one_kill(arguments, killed, steps, chosen))
+        note(arguments.out, {"unfinished": True, "exit_codes": {"not killed": alone}, "kills": kills})
     ended = Ranks(arguments, runs, ["--resume", str(killed)]).ended(START_S + 60 * steps)
     faults = {name: one_fault(arguments, name) for name in FAULTS} if arguments.engine == "transformers" else {}
     return {
