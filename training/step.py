@@ -83,17 +83,18 @@ class Collected:
 def collect(parts: Parts, prompts: Sequence[Prompt], moment: Moment) -> Collected:
     """Sample, grade and score the prompts of one rollout with the policy as it is now."""
     config, started = parts.config, time.perf_counter()
-    # Everything random until the next rollout (the order of rows, dropout) follows from (seed, step).
-    torch.manual_seed(derive_seed(config.run.seed, moment.step, "training"))
+    # Everything random until the next rollout follows from (seed, step). The dropout of each rank is its own, while
+    # the order of rows has to be the same on all, whatever each has drawn until then.
+    torch.manual_seed(derive_seed(config.run.seed, moment.step, f"training/{parts.parallel.rank}"))
+    generator = torch.Generator().manual_seed(derive_seed(config.run.seed, moment.step, "training"))
     sync_s = parts.sampler.sync()
     groups, metrics = sample_and_grade(parts, prompts, moment)
     total_P_G = torch.stack([graded.total_G for graded in groups])
     advantages_P_G, equal_share = group_advantages(total_P_G, config.loss.advantage_scale)
     batch = padded_batch(groups, advantages_P_G, parts.tokenizer.pad_token_id, config.loss.mask_truncated)
     batch = score(parts, batch)
-    batch = replace(batch.rows(torch.randperm(len(batch))), compares_replay=moment.step % COMPARED_EVERY == 0)
-    if parts.parallel.rank:  # the dropout of each rank is its own
-        torch.manual_seed(derive_seed(config.run.seed, moment.step, f"training/{parts.parallel.rank}"))
+    batch = batch.rows(torch.randperm(len(batch), generator=generator))
+    batch = replace(batch, compares_replay=moment.step % COMPARED_EVERY == 0)
     metrics |= {
         **length_metrics(groups),
         **reward_metrics(groups, parts.rewards.names),

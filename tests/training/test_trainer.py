@@ -60,6 +60,23 @@ def test_each_group_is_normalized_by_itself(nvfp4_base, tmp_path):
     assert torch.equal(shuffled, collected.advantages_P_G.flatten().sort().values)
 
 
+def test_the_order_of_rows_depends_on_seed_and_step_alone(nvfp4_base, tmp_path):
+    """Ranks have to shuffle alike, whatever each of them drew from the global generator while it sampled."""
+    parts = build_trainer(small_config(nvfp4_base, tmp_path), tmp_path).parts
+    decode = parts.grader.decode
+
+    def orders(draws):
+        def drawing(ids):
+            torch.rand(draws)
+            return decode(ids)
+
+        other = replace(parts, grader=replace(parts.grader, decode=drawing))
+        batches = [collect(other, parts.prompts[:2], Moment(step)).batch for step in (0, 1)]
+        return [batch.completion_ids_B_T.tolist() for batch in batches]
+
+    assert orders(3) == orders(0)
+
+
 @pytest.mark.parametrize("scale", ["group", "batch", "none"])
 def test_advantages_equal_those_of_trl_to_the_bit(scale):
     """The formula of TRL 1.16 (GRPOTrainer, sum_then_normalize), for groups whose rewards differ."""

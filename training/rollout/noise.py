@@ -1,7 +1,8 @@
 """Adaptive quantization noise (AQN, arXiv 2510.11696 section 3.3): Gaussian noise on the norms that falls in stages.
 
-Noise on a norm's weight acts as multiplicative noise on the rows of every linear that reads the norm's output, so one
-vector serves q, k and v, and another one gate and up. Departures from the paper and its code:
+Noise on a norm's weight acts as multiplicative noise on the inputs of every linear that reads the norm's output (on the
+columns of its weight (out, in), which the paper writes as rows), so one vector serves q, k and v, and another one gate
+and up. Departures from the paper and its code:
 
 1. The vectors are float32 and are added in float32 (`qerl/layers/norms.py`): bfloat16 storage would swallow a sigma
    under 1e-3.
