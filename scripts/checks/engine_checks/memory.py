@@ -28,7 +28,7 @@ def shared_memory(context: Context) -> dict:
     from qerl.formats.linear import PackedLinear
     from qerl.vllm_plugin.sleep import kv_cache_bytes
 
-    engine_storages = _storages(context.engine.found.model)
+    engine_storages = storages(context.engine.found.model)
     foreign, linears = [], 0
     for name, parameter in context.policy.named_parameters():
         if parameter.untyped_storage().data_ptr() not in engine_storages:
@@ -71,7 +71,7 @@ def _packed(linear: torch.nn.Linear) -> tuple[torch.Tensor, ...]:
     return linear.kernel_weight.words, linear.kernel_weight.scales
 
 
-def _storages(model: torch.nn.Module) -> dict[int, int]:
+def storages(model: torch.nn.Module) -> dict[int, int]:
     storages = {}
     for tensor in [*model.parameters(), *model.buffers()]:
         storage = tensor.untyped_storage()
@@ -86,7 +86,7 @@ def sleep_and_wake(context: Context) -> dict:
 
     engine = context.engine
     before = engine.generate(context.prompts[:8], context.greedy)
-    pointers = sorted(_storages(engine.found.model))
+    pointers = sorted(storages(engine.found.model))
     gc.collect()
     torch.cuda.empty_cache()  # sleep() does this too, and what that frees would be counted as KV cache
     used = _used_gib()
@@ -111,7 +111,7 @@ def sleep_and_wake(context: Context) -> dict:
         "kv_gib": kv_cache_bytes() / 2**30,
         "sleep_ms": times[0],
         "wake_ms": times[1],
-        "same_pointers": pointers == sorted(_storages(engine.found.model)),
+        "same_pointers": pointers == sorted(storages(engine.found.model)),
         "policy_works_asleep": len(logprobs[0]) == 3,
         "same": same(before, after),
     }

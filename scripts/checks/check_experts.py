@@ -1,0 +1,92 @@
+#!/usr/bin/env python3
+"""Check on this card that the vllm engine serves a mixture of experts as the trainer computes it; prints one JSON.
+
+    python3 scripts/checks/check_experts.py --model checkpoints/small-qwen3-moe [--experts per_expert] [--deterministic]
+
+Each check returns numbers, and `LIMITS` says which of them may not be. The exit code is 1 if one is not kept, or if a
+check raises; the others still run. tests/qerl/engine/test_experts_gpu.py runs this script on small models.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from engine_checks.experts import ExpertContext, adapter, cached_prompts, decoded, one_copy, replayed, routers
+from engine_checks.memory import sleep_and_wake
+
+from qerl import formats
+from qerl.layers.expert_adapter import KINDS
+from scripts.bench.provenance import require_card
+
+CHECKS = [one_copy, decoded, routers, cached_prompts, replayed, sleep_and_wake, adapter]
+KNOWN = [check.__name__ for check in CHECKS]
+LARGEST_KL = 1e-3  # with replay, of a small random model
+LIMITS: dict[str, Callable[[dict[str, Any]], bool]] = {  # what has to hold of each check's numbers
+    "one_copy": lambda found: not found["foreign"] and found["experts"] > 0,
+    "decoded": lambda found: found["count"] == 0,
+    "routers": lambda found: found["unrecorded"] == 0 and found["largest_gap"] < 1e-2,
+    "cached_prompts": lambda found: all(found["equal"]) and not any(found["rows_missing"]),
+    "replayed": lambda found: found["with_replay"]["kl"] < LARGEST_KL,
+    "sleep_and_wake": lambda found: found["same_pointers"] and found["same"]["tokens"] > 0.5,
+    "adapter": lambda found: (
+        found["with_replay"]["kl"] < LARGEST_KL
+        and found["changed"] > 0
+        and found["changed_by_experts"] == (8 if found["on_experts"] else 0)
+    ),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--format", default=formats.DEFAULT.name, choices=formats.names())
+    parser.add_argument("--experts", default="shared", choices=KINDS, help="the kind of adapter on experts")
+    parser.add_argument("--rank", type=int, default=8)
+    parser.add_argument("--expert-rank", type=int, default=8)
+    parser.add_argument("--deterministic", action="store_true")
+    parser.add_argument("--prompts", type=int, default=32)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--cap-gib", type=float)
+    parser.add_argument("--memory", type=float, help="rollout.memory: GiB, or a share")
+    parser.add_argument("--only", nargs="+", metavar="CHECK", choices=KNOWN, help=f"some of {', '.join(KNOWN)}")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--patience", type=float, default=300, help="seconds after which a check counts as hung")
+    arguments = parser.parse_args()
+    arguments.calibrate_kv = False
+    require_card("vllm")
+    faulthandler.dump_traceback_later(arguments.patience, exit=True)
+    context = ExpertContext(arguments)
+    report = context.report
+    for check in CHECKS:
+        if arguments.only and check.__name__ not in arguments.only:
+            continue
+        faulthandler.dump_traceback_later(arguments.patience, exit=True)
+        started = time.monotonic()
+        try:
+            report[check.__name__] = check(context)
+            kept = LIMITS[check.__name__](report[check.__name__])
+        except Exception:
+            kept, report[check.__name__] = False, {"error": traceback.format_exc(limit=-6)}
+        if not kept:
+            report["failed"].append(check.__name__)
+        report["seconds"][check.__name__] = round(time.monotonic() - started, 2)
+    text = json.dumps(report, indent=1)
+    if arguments.out:
+        arguments.out.write_text(text, encoding="utf-8")
+    print(text)
+    print("failed:", ", ".join(report["failed"]) or "nothing")
+    sys.exit(1 if report["failed"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,69 @@
+"""A mixture of experts in the vllm engine on a card: scripts/checks/check_experts.py on small models.
+
+The oracles are the checkpoint's own decoding, the routers' inputs, and the trainer's products. It has not been run on a
+card yet.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(400)]
+
+CASES = [("nvfp4", "shared"), ("nvfp4", "per_expert"), ("bf16", "shared"), ("nvfp4", "none")]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=["-".join(case) for case in CASES])
+def checked(request, tmp_path_factory):
+    """The report of a process of its own, which can have one engine."""
+    format, kind = request.param
+    folder = tmp_path_factory.mktemp(f"{format}-{kind}")
+    model, out = folder / "model", folder / "report.json"
+    run("models/make_random_checkpoint.py", "--shape", "small-qwen3-moe", "--format", format, "--out", model)
+    run("checks/check_experts.py", "--model", model, "--format", format, "--experts", kind, "--out", out)
+    return SimpleNamespace(format=format, kind=kind, **json.loads(out.read_text(encoding="utf-8")))
+
+
+def run(script, *arguments):
+    command = [sys.executable, str(ROOT / "scripts" / script), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=380, env=dict(os.environ))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+
+
+def test_the_experts_have_their_kernel(checked):
+    assert checked.kernel.endswith(" + marlin (experts)" if checked.format == "nvfp4" else " + triton (experts)")
+    assert checked.drawn_by == "FusedSampler"
+
+
+def test_the_trainer_reads_the_engines_tensors_and_finds_the_checkpoints_bits(checked):
+    assert checked.one_copy["foreign"] == []
+    assert checked.one_copy["experts"] == 4
+    assert checked.decoded["count"] == 0
+
+
+def test_what_is_recorded_is_what_the_routers_chose(checked):
+    assert checked.routers["shape"] == [700, 2, 4]
+    assert checked.routers["layers_seen"] == 2
+    assert checked.routers["unrecorded"] == 0
+    assert checked.routers["largest_gap"] < 1e-2
+    assert all(checked.cached_prompts["equal"])
+    assert not any(checked.cached_prompts["rows_missing"])
+
+
+def test_the_sampler_agrees_with_the_trainer_that_replays_its_experts(checked):
+    for result in (checked.replayed, checked.adapter):
+        assert result["with_replay"]["kl"] < 2e-4
+        assert result["with_replay"]["kl"] <= result["without_replay"]["kl"]
+
+
+def test_an_adapter_acts_on_experts_and_zeros_take_it_back(checked):
+    assert checked.adapter["on_experts"] == (0 if checked.kind == "none" else 8)
+    assert checked.adapter["changed"] > 0
+    assert checked.adapter["changed_by_experts"] == (0 if checked.kind == "none" else 8)
