@@ -32,13 +32,17 @@ import random
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import median
+from typing import TYPE_CHECKING
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from scripts.bench.take_turns import turn, turns_left_to_others
+
+if TYPE_CHECKING:
+    import torch
 
 BLOCK = 16  # tokens per block of vLLM's KV cache
 ROUNDS = 5  # the median of them counts
@@ -52,6 +56,7 @@ def main() -> None:
     parser.add_argument("--engine", default="qerl", choices=("qerl", "stock"))
     parser.add_argument("--kernel", default="auto")
     parser.add_argument("--rank", type=int, default=32, help="0: no adapter")
+    parser.add_argument("--no-replay", action="store_true", help="do not record which experts are chosen (qerl)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="fp8: with scale 1, which is as fast as any (qerl)")
     parser.add_argument("--tune", action="store_true", help="measure the ways to multiply first (qerl)")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128, 256])
@@ -170,6 +175,8 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
         kernel=arguments.kernel,
         max_context=context(arguments),
         max_rank=arguments.rank,
+        expert_rank=arguments.rank,
+        records_experts=not arguments.no_replay,
         max_sequences=max(arguments.sequences),
         memory=arguments.memory_share,
         tune_kernels=arguments.tune,
@@ -184,7 +191,7 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
         for name, slot in engine.found.slots.items():
             tensors[f"{name}.lora_A.weight"] = torch.randn(arguments.rank, slot.in_features, device="cuda") * 0.01
             tensors[f"{name}.lora_B.weight"] = torch.randn(slot.rows, arguments.rank, device="cuda") * 0.01
-        deliver(AdapterUpdate(tensors, 2.0), engine)
+        deliver(AdapterUpdate(tensors | on_experts(engine.found.expert_slots, arguments.rank), 2.0), engine)
 
     def generate(prompts: list[list[int]], new_tokens: int) -> int:
         completions = engine.generate(prompts, SamplingParams(max_new_tokens=new_tokens), seed=1)
@@ -192,6 +199,18 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
 
     parts = {"startup_s": engine.startup_s, "compiled_from_cache": engine.compiled_from_cache}
     return generate, {"kernel": engine.kernel, "cache_tokens": engine.cache_tokens, **parts}
+
+
+def on_experts(slots: Mapping[str, torch.Tensor], rank: int) -> dict[str, torch.Tensor]:
+    """Random factors of this rank for the engine's buffers of an adapter on experts."""
+    import torch
+
+    tensors = {}
+    for name, buffer in slots.items():
+        shape = list(buffer.shape)
+        shape[-2 if ".lora_A." in name else -1] = rank
+        tensors[name] = torch.randn(shape, device=buffer.device) * 0.01
+    return tensors
 
 
 def open_stock(arguments: argparse.Namespace) -> tuple[Generate, dict]:
@@ -231,24 +250,33 @@ def open_stock(arguments: argparse.Namespace) -> tuple[Generate, dict]:
 
 
 def write_adapter(model: str, rank: int) -> str:
-    """Write a random LoRA on all seven projections as a PEFT folder."""
+    """Write a random LoRA on all seven projections as a PEFT folder; on experts one for each, as vLLM reads them."""
     import torch
     from safetensors.torch import save_file
     from transformers import AutoConfig, AutoModelForCausalLM
 
+    from qerl.checkpoint.experts import decoder_of
     from qerl.checkpoint.linears import PROJECTIONS
+    from qerl.checkpoint.shards import read_json
 
     config = AutoConfig.from_pretrained(model)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     with torch.device("meta"):
         skeleton = AutoModelForCausalLM.from_config(config)
+    shapes: dict[str, tuple[int, int]] = {}
     tensors = {}
     for name, module in skeleton.named_modules():
         if name.rpartition(".")[2] in PROJECTIONS:
-            prefix = f"base_model.model.{name}"
-            tensors[f"{prefix}.lora_A.weight"] = (torch.randn(rank, module.in_features) * 0.01).bfloat16()
-            tensors[f"{prefix}.lora_B.weight"] = (torch.randn(module.out_features, rank) * 0.01).bfloat16()
+            shapes[name] = (module.out_features, module.in_features)
+    decoder = decoder_of(read_json(Path(model) / "config.json"), model)
+    of_experts = [name for layer in decoder.sparse for expert in decoder.experts_of(layer) for name in expert]
+    shapes |= {name: decoder.shape_of(name.rpartition(".")[2]) for name in of_experts}
+    random_values = torch.randn(rank * max(max(shape) for shape in shapes.values())).mul_(0.01).bfloat16()
+    for name, (rows, columns) in shapes.items():
+        prefix = f"base_model.model.{name}"
+        tensors[f"{prefix}.lora_A.weight"] = random_values[: rank * columns].view(rank, columns).clone()
+        tensors[f"{prefix}.lora_B.weight"] = random_values[: rows * rank].view(rows, rank).clone()
     folder = Path(tempfile.mkdtemp())
     save_file(tensors, folder / "adapter_model.safetensors")
     settings = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "target_modules": PROJECTIONS, "bias": "none"}

@@ -58,6 +58,12 @@
 #     fp8kvhead 200 s the same at 7B with a scale for each token and head
 #     decode32 480 s  the same at 32B with the two engines that fit on a card: ours, and vLLM's in BF16
 #     marlin32 560 s  the same at 32B with three: ours with an adapter and without, and vLLM's with Marlin
+#     moe      480 s  a mixture of experts: kernels, and the vllm engine on small models with each kind of adapter: weights,
+#                     what routers chose, agreement with the trainer
+#     moedecode 560 s decode speed of 16 layers of Qwen3-30B-A3B with an adapter on attention and experts, in turns: ours over
+#                     NVFP4, and stock vLLM's over NVFP4 and over BF16; 25 GB of disk
+#     moestep  560 s  Qwen3-30B-A3B at full depth: our decode speed with and without replay, and workload A under 80 GiB; 17 GB
+#                     of disk
 #     mixed    330 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
 #     varied   200 s  prompts and completions of varied length: memory and seconds with segments that grow, and without
 #     ranks    560 s  two cards: workload A and geometric lengths on one card each at the same time, then on two; twice the
@@ -126,7 +132,7 @@ checkpoint() { # SHAPE NAME ARGUMENTS...
     (
         flock 9
         [ -e "$checkpoints/$2.made" ] && exit
-        run "make-$2" 120 "$python" scripts/models/make_random_checkpoint.py --shape "$1" --out "$checkpoints/$2" "${@:3}" &&
+        run "make-$2" "${MAKE_S:-120}" "$python" scripts/models/make_random_checkpoint.py --shape "$1" --out "$checkpoints/$2" "${@:3}" &&
             touch "$checkpoints/$2.made"
     ) 9>"$checkpoints/$2.lock"
 }
@@ -437,6 +443,32 @@ batch_marlin32() {
         $way 32b-marlin 32b 0.3 --rank 16 --engine stock --kernel marlin
         wait
     done
+}
+
+batch_moe() {
+    tests moe-kernels 100 tests/qerl/nvfp4/test_kernel_experts.py tests/qerl/vllm_plugin/test_expert_lora.py \
+        tests/qerl/layers/test_experts_gpu.py
+    tests moe-engine 450 tests/qerl/engine/test_experts_gpu.py --junitxml="$out/moe.xml" -o junit_family=xunit1
+}
+
+batch_moedecode() {
+    local way
+    checkpoint qwen3-30b-a3b a3b-16-layers --layers 16
+    checkpoint qwen3-30b-a3b a3b-16-layers-16 --layers 16 --format bf16
+    turns 3 --sequences 1 8 32 128 256 --rank 16
+    for way in alone turn; do
+        $way a3b-16-layers-qerl a3b-16-layers 0.2
+        $way a3b-16-layers-stock a3b-16-layers 0.25 --engine stock
+        $way a3b-16-layers-bf16 a3b-16-layers-16 0.35 --engine stock
+        wait
+    done
+}
+
+batch_moestep() {
+    MAKE_S=240 checkpoint qwen3-30b-a3b a3b
+    script step-a3b-qerl-cap80 300 bench_step a3b --cap-gib 80 --steps 3 --rank 16 --set noise.enabled=false
+    script rollout-a3b-qerl 200 bench_rollout a3b --rank 16 --sequences 1 8 32 128 256
+    script rollout-a3b-qerl-no-replay 150 bench_rollout a3b --rank 16 --no-replay --sequences 1 128
 }
 
 batch_mixed() {
