@@ -217,3 +217,18 @@ def test_a_prefix_cache_that_stays_is_an_error():
     drop_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: True))
     with pytest.raises(EngineError, match="could not drop its prefix cache"):
         drop_prefix_cache(SimpleNamespace(reset_prefix_cache=lambda: False))
+
+
+def test_a_completion_carries_the_experts_that_were_chosen_for_it(monkeypatch, tmp_path):
+    llm = SteppedLLM()
+    parts = vllm_parts()
+    reader = SimpleNamespace(of_output=lambda output: torch.tensor([int(output.request_id)]))
+    parts.model_executor.driver_worker.reader = lambda: reader
+    vars(llm).update(vars(parts))
+    monkeypatch.setattr(requests, "sampling_params", lambda *_: None)
+    engine = opened_engine(monkeypatch, tmp_path, llm)
+    found = engine.generate([[3], [1], [2]], SamplingParams(9), seed=5)
+    assert [int(one.experts) for one in found] == [0, 1, 2]
+    turns = Turns(2)
+    engine.converse(turns, seed=5)
+    assert turns.done == [(0, 2), (0, 1)]
