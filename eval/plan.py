@@ -33,7 +33,17 @@ from qerl.engine.interface import SamplingParams
 from qerl.engine.open import with_chosen_engine
 from qerl.errors import CheckpointError, ConfigError
 from qerl.plan.sizes import sizes_of
-from qerl.tasks import TASKS, Example, Task, get_task, load_examples, messages_of, render_prompt, with_grader
+from qerl.tasks import (
+    TASKS,
+    Example,
+    Task,
+    for_environment,
+    get_task,
+    load_examples,
+    messages_of,
+    render_prompt,
+    with_grader,
+)
 from qerl.tasks.own_grader import check_grader
 
 if TYPE_CHECKING:
@@ -92,7 +102,8 @@ def make_plan(settings: EvalSettings) -> Plan:
     task = with_prompt(asked, settings, run)
     environment = find_environment(settings, run)
     examples, dropped = load_examples(
-        task, settings.data, "test", settings.columns, settings.limit, settings.keep_unreadable
+        for_environment(task) if environment is not None else task,
+        *(settings.data, "test", settings.columns, settings.limit, settings.keep_unreadable),
     )
     check_answers(task, examples)
     check_grader(task, examples)

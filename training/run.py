@@ -164,7 +164,7 @@ def _check(config: RunConfig, base: ModelRef, place: Place) -> Given:
     check_room(place.run_dir, checkpoint_bytes(config, sizes_at(base)))
     if engine_name == "vllm":
         check_memory(config, base, free_bytes(), place.parallel.size)
-    rewards = rewards_of_run(config, prompts, place.run_dir, environments is not None)
+    rewards = rewards_of_run(config, prompts, place.run_dir, environments.columns if environments else ())
     questions = read_questions(config, tokenizer, prompts, sizes_at(base), place.run_dir, environments)
     teacher = find_teacher(config, base, tokenizer, sizes_at(base))
     return Given(tokenizer, prompts, rewards, place.parallel, questions, environments, teacher)

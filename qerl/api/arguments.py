@@ -83,13 +83,14 @@ def plain_rows(data: Rows) -> list[dict[str, Any]]:
 
 
 OF_RECIPES = ("qerl.train", "qerl.sft")  # functions that take a recipe
+OF_TRL = {"reward_funcs": "reward", "train_dataset": "data", "environment_factory": "environment", "args": "recipe"}
 
 
 def check_keywords(given: Iterable[str], known: Sequence[str], function: str) -> None:
     """Raise ConfigError, with the nearest name, for a keyword that a function does not take."""
     for name in given:
         if name not in known:
-            close = nearest(name, known, 0.5)
+            close = nearest(name, known, 0.5) if name not in OF_TRL else OF_TRL[name]
             hint = f"did you mean {close}? " if close else ""
             rest = ", and other keys of a recipe go through Recipe.set" if function in OF_RECIPES else ""
             raise ConfigError(f"{function} takes no argument {name!r}; {hint}it takes {', '.join(known)}{rest}")

@@ -56,7 +56,7 @@ class TrainArguments(TypedDict, total=False):
     system_prompt: str
     prompt_template: str
     environment: str | Function  # what the model talks to: a name, a class, or a program with an argument base_url
-    tools: Sequence[str | Function]  # functions that the model may call
+    tools: str | Function | Sequence[str | Function]  # functions that the model may call
     grader: str | Function  # what says whether a completion is right; default: the task's grading
     steps: int  # optimizer steps; with `resume` the run's new number in all
     seed: int
@@ -86,9 +86,10 @@ def train(
     """
     from qerl.api.process import as_before
 
-    known = [*TrainArguments.__annotations__]
+    known = ["reward", "data", "resume", *TrainArguments.__annotations__]
     check_keywords(arguments, known, "qerl.train")
-    played = arguments.pop("environment", None), tuple(arguments.pop("tools", ()))
+    tools = arguments.pop("tools", ())
+    played = arguments.pop("environment", None), (tools,) if isinstance(tools, str) or callable(tools) else tuple(tools)
     functions = Functions()
     grader = grader_of(arguments.pop("grader", None), functions)
     rewards = None if reward is None else rewards_of(reward, functions)

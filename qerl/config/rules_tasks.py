@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from qerl.config.conflict import Conflict, Conflicts
 
 COLUMNS = ("question", "answer", "id")  # the columns that a task reads
-ASKING = ("prompt", "messages", "conversations")  # what the question is called in the rows of many
+ASKING = ("prompt", "messages")  # other names of the question
 
 
 def known_task(key: str, name: str) -> Conflicts:
@@ -25,12 +25,8 @@ def known_task(key: str, name: str) -> Conflicts:
 def columns_of(key: str, columns: Mapping[str, str] | None) -> Conflicts:
     """Only columns that a task reads are mapped."""
     for column, source in (columns or {}).items():
-        if column not in COLUMNS:
-            meant = "{question: THEIR_NAME, answer: THEIR_NAME}"
-            if source in COLUMNS:
-                meant = f"{{{source}: {column}}}"
-            elif column in ASKING:
-                meant = f"{{question: {source}}}"
+        if column not in (*COLUMNS, *ASKING):
+            meant = f"{{{source}: {column}}}" if source in COLUMNS else "{question: THEIR_NAME, answer: THEIR_NAME}"
             yield Conflict(
                 {f"{key}.{column}": source},
                 f"only our columns can be mapped ({', '.join(COLUMNS)})",

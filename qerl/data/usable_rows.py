@@ -131,6 +131,7 @@ class Collector:
         if not question or (not answer and not self._answers_optional):
             raise _UnusableError(f"empty {'answer' if question else 'question'}")
         key = re.sub(r"\s+", "", "".join([*(message["content"] for message in asked.earlier), question]))
+        key = place if self._task.may_repeat else key
         earlier = self._examples.get(key)
         if earlier is not None and earlier[1].answer == answer:  # the hub's DAPO-Math has each row 100 times
             raise _UnusableError("duplicate", f"duplicate of {earlier[0]}")

@@ -48,21 +48,21 @@ class Stepped:
     """See the module docstring."""
 
     def __init__(self, environment: Any) -> None:
-        self._environment = environment
+        self.environment = environment
         names = inspect.signature(environment.step).parameters
         self._by_message = "message" in names
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Reply:
-        return first_reply(called(self._environment.reset, row, seed))
+        return first_reply(called(self.environment.reset, row, seed))
 
     def step(self, action: Action) -> Reply:
         given = {"message": action.message} if self._by_message else {}
-        returned = awaited(self._environment.step(**given) if given else self._environment.step(action.text))
+        returned = awaited(self.environment.step(**given) if given else self.environment.step(action.text))
         observation, reward, done = _three(returned)
         return Reply(messages_of(observation), reward, done, len(action.calls), len(action.mistakes))
 
     def end(self) -> float:
-        return _final(self._environment)
+        return _final(self.environment)
 
 
 class Tooled:
@@ -70,12 +70,12 @@ class Tooled:
 
     def __init__(self, functions: Sequence[Callable[..., Any]], environment: Any = None) -> None:
         self._tools = {function.__name__: function for function in [*functions, *methods_of(environment)]}
-        self._environment = environment
+        self.environment = environment
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Reply:
-        if self._environment is None:
+        if self.environment is None:
             return Reply()
-        return first_reply(called(self._environment.reset, row, seed))
+        return first_reply(called(self.environment.reset, row, seed))
 
     def step(self, action: Action) -> Reply:
         results = [self._result(call) for call in action.calls]
@@ -85,7 +85,7 @@ class Tooled:
         return Reply(messages, 0.0, not results, len(results), failed)
 
     def end(self) -> float:
-        return _final(self._environment)
+        return _final(self.environment)
 
     def _result(self, call: Call) -> tuple[str, Any, bool]:
         """(name, what the tool returned, whether it failed). An error is told to the model, which may do better."""

@@ -57,6 +57,7 @@ class _Open:
     truncated: bool = False
     error: str | None = None
     closed: bool = False  # nothing more happens in it
+    environment: Any = None
     experts: torch.Tensor | None = None  # chosen for the tokens so far, where an engine says so
 
 
@@ -159,6 +160,7 @@ class Episodes:
             self._fail(episode, f"did not answer within {self._limits.timeout_s:g} s")
 
     def _answered(self, episode: _Open, answer: Answer) -> None:
+        episode.environment = answer.get("environment", episode.environment)
         if "raised" in answer:
             self._fail(episode, answer["raised"])
             return
@@ -268,5 +270,6 @@ def _closed(episode: _Open, limits: Limits, chat: Chat) -> Episode:
         tool_errors=episode.tool_errors,
         cut=episode.cut,
         waited_s=episode.waited_s,
+        environment=episode.environment,
         experts=episode.experts,
     )

@@ -30,9 +30,11 @@ Answer = dict[str, Any]
 class Host:
     """Makes environments by `make`; `send` takes the answers and is called from several threads, one at a time."""
 
-    def __init__(self, make: Callable[[], Driven], send: Callable[[Answer], None], file: str | None = None) -> None:
-        """`file` is the user's, whose lines are named in errors."""
-        self._make, self._send, self._file = make, send, file
+    def __init__(
+        self, make: Callable[[], Driven], send: Callable[[Answer], None], file: str | None = None, here: bool = False
+    ) -> None:
+        """`file` is the user's, whose lines are named in errors. `here` adds to each answer the object itself."""
+        self._make, self._send, self._file, self._here = make, send, file, here
         self._lock = threading.Lock()
         self._instances: dict[int, Driven] = {}
 
@@ -44,11 +46,16 @@ class Host:
         threading.Thread(target=self._answer, args=(request,), name="environment", daemon=True).start()
 
     def _answer(self, request: Mapping[str, Any]) -> None:
+        instance = self._instances.get(request["episode"])
         try:
+            if request["do"] == "reset":
+                instance = self._instances[request["episode"]] = self._make()
             answer = asdict(self._do(request["episode"], request))
         except BaseException as error:  # also SystemExit
             self._leave(request["episode"])
             answer = {"raised": self._text(request["do"], error)}
+        if self._here:
+            answer["environment"] = getattr(instance, "environment", None)
         with self._lock:
             self._send({"id": request["id"], **answer})
 
@@ -59,10 +66,9 @@ class Host:
             instance.abandon()
 
     def _do(self, episode: int, request: Mapping[str, Any]) -> Reply:
-        if request["do"] == "reset":
-            environment = self._instances[episode] = self._make()
-            return environment.reset(request["row"], request["seed"])
         environment = self._instances[episode]
+        if request["do"] == "reset":
+            return environment.reset(request["row"], request["seed"])
         if request["do"] == "end":
             self._instances.pop(episode)
             return Reply(reward=environment.end(), done=True)

@@ -12,6 +12,7 @@ from qerl.environments.chat import Chat
 from qerl.environments.episodes import Episodes
 from qerl.environments.runner import Runner
 from qerl.environments.values import Episode, Limits, Start
+from qerl.own.columns import ENVIRONMENTS, EPISODE_COLUMNS
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -33,6 +34,11 @@ class Environments:
     runner: Runner
     chat: Chat
     limits: Limits
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """The further columns that rewards of episodes get."""
+        return (*EPISODE_COLUMNS, *([] if self.runner.source.own_code else [ENVIRONMENTS]))
 
     def close(self) -> None:
         """End the processes of the user's environments."""

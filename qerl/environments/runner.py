@@ -84,7 +84,7 @@ class _Here:
     def __init__(self, source: Source, answers: SimpleQueue[Answer]) -> None:
         built = build(source)
         self.schemas, self.files = list(built.schemas), list(built.files)
-        self._host = Host(built.make, answers.put)
+        self._host = Host(built.make, answers.put, here=True)
 
     def take(self, request: dict[str, Any]) -> None:
         self._host.take(request)

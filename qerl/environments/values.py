@@ -77,6 +77,7 @@ class Episode:
     tool_errors: int
     cut: int  # observations of which only the beginning was shown
     waited_s: float
+    environment: Any = None  # the object itself, if it is of this process
     experts: Any = None  # uint8 (tokens, layers, k) as an engine's completions have them: of prompt and `token_ids`
 
     @property

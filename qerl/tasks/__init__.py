@@ -74,6 +74,7 @@ class Task:
     prompt_template: str = BOXED_TEMPLATE
     last_number: bool = False
     free_form: bool = False
+    may_repeat: bool = False  # rows may ask the same, since an environment tells them apart
     grader: str | None = None
     grader_timeout_s: float = 300.0
 
@@ -218,6 +219,11 @@ def render_prompt(
             "and put the instruction into %s",
             *(tokenizer.name_or_path, roles, error, SYSTEM_PROMPT, PROMPT_TEMPLATE),
         ) from error
+
+
+def for_environment(task: Task) -> Task:
+    """The task as an environment plays it: rows of a free-form task may all ask the same."""
+    return replace(task, may_repeat=task.free_form)
 
 
 def load_examples(

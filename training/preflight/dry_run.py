@@ -54,7 +54,7 @@ def dry_run(config: RunConfig, console: Console) -> bool:
     )
     written = Path(mkdtemp(prefix="qerl-dry-run-"))
     try:
-        rewards = rewards_of_run(config, prompts, written, environments is not None)
+        rewards = rewards_of_run(config, prompts, written, environments.columns if environments else ())
         if questions := read_questions(config, tokenizer, prompts, sizes_at(base), written, environments):
             console.print(_validation_text(config, questions), highlight=False, soft_wrap=True)
         for index, source in enumerate(sources_of(config)):

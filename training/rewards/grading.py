@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from qerl.own.columns import ENVIRONMENTS
 from training.loss.advantages import deviation
 from training.rewards.guarded import Reward
 from training.rewards.rewards import Rewards
@@ -94,6 +95,7 @@ def _episode_columns(samples: Sequence[Sample]) -> dict[str, list[Any]]:
         "episode_reward": [episode.reward for episode in episodes],
         "turns": [[{"role": turn.role, "content": turn.text} for turn in episode.turns] for episode in episodes],
         "tool_calls": [episode.tool_calls for episode in episodes],
+        ENVIRONMENTS: [episode.environment for episode in episodes],
     }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from qerl.errors import RewardError
-from qerl.own.columns import EPISODE_COLUMNS, first_to_fail
+from qerl.own.columns import ENVIRONMENTS, EPISODE_COLUMNS, first_to_fail
 from qerl.own.function import TIMEOUT_S, LateError, OwnFunction, OwnFunctionError
 from qerl.own.given import GivenFunction
 from qerl.own.returned import ReturnedError, numbers
@@ -46,6 +46,11 @@ def _own_metrics(log: LogMetric, reward: str) -> LogMetric:
         log(str(name), float(value))
 
     return checked
+
+
+def episode_columns(function: Reward) -> tuple[str, ...]:
+    """The further columns of episodes; the objects themselves are for functions of this process alone."""
+    return (*EPISODE_COLUMNS, *([ENVIRONMENTS] if isinstance(function, GivenFunction) else []))
 
 
 def _log_nothing(_name: str, _value: float) -> None:
@@ -114,7 +119,7 @@ class GuardedReward:
             "question": [example.question for example in examples],
             "answer": [example.answer for example in examples],
             "row": row,
-            **{name: given[name] for name in EPISODE_COLUMNS if name in given},
+            **{name: given[name] for name in episode_columns(self._function) if name in given},
         }
 
     def _run(self, columns: Mapping[str, list[Any]], fixed: Mapping[str, Any], timeout_s: float) -> list[float]:

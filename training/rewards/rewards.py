@@ -26,13 +26,13 @@ from qerl.config.rules_rewards import OWN, is_url
 from qerl.data.examples import check_answers
 from qerl.data.sources import sources_of
 from qerl.errors import ConfigError
-from qerl.own.columns import COLUMNS, EPISODE_COLUMNS, check_columns
+from qerl.own.columns import COLUMNS, check_columns
 from qerl.own.function import Named, own_function
 from qerl.own.given import PYTHON, given_function
 from qerl.tasks import Example, task_of
 from qerl.tasks.own_grader import check_grader
 from training.rewards import functions as reward_functions
-from training.rewards.guarded import GRADED, GuardedReward, Reward, Rows
+from training.rewards.guarded import GRADED, GuardedReward, Reward, Rows, episode_columns
 from training.rewards.judge import Judge
 from training.rewards.server import RewardServer
 
@@ -82,9 +82,11 @@ def build_rewards(
     fixed: Mapping[str, Any],
     examples: Sequence[Example],
     run_dir: Path,
-    episodes: bool = False,
+    episodes: Sequence[str] = (),
 ) -> Rewards:
-    """The rewards that a recipe wants; `fixed` comes from `fixed_columns`. Those of `episodes` have further columns.
+    """The rewards that a recipe wants; `fixed` comes from `fixed_columns`.
+
+    `episodes` are the further columns of a run with an environment.
 
     Raises ConfigError for an unknown reward, or for arguments that it does not take.
     """
@@ -101,7 +103,7 @@ class RewardsOf:
     examples: Sequence[Example]
 
 
-def build_all_rewards(sources: Sequence[RewardsOf], run_dir: Path, episodes: bool = False) -> Rewards:
+def build_all_rewards(sources: Sequence[RewardsOf], run_dir: Path, episodes: Sequence[str] = ()) -> Rewards:
     """The rewards of all sources, whose examples are the run's rows, one source after another."""
     names = _metric_names([reward.name for source in sources for reward in source.wanted])
     functions, weights, places, first = [], [], [], 0
@@ -110,8 +112,10 @@ def build_all_rewards(sources: Sequence[RewardsOf], run_dir: Path, episodes: boo
         if any(reward.name in GRADED for reward in source.wanted):
             check_answers(source.fixed["task"], source.examples)
         for reward, function in zip(source.wanted, check_rewards(source.wanted, source.fixed), strict=True):
-            others = (*reward.args, *(EPISODE_COLUMNS if episodes else ()))
-            check_columns(f"reward {reward.name}", inspect.signature(function).parameters, others, source.examples)
+            of_function = episode_columns(function)
+            further = [name for name in episodes if name in of_function]
+            parameters = inspect.signature(function).parameters
+            check_columns(f"reward {reward.name}", parameters, reward.args, source.examples, further)
             rows = Rows(source.examples, first)
             guarded = GuardedReward(names[reward.name], reward, function, source.fixed, rows, run_dir)
             if is_url(reward.name) or isinstance(function, Judge):
@@ -123,7 +127,9 @@ def build_all_rewards(sources: Sequence[RewardsOf], run_dir: Path, episodes: boo
     return Rewards(functions, weights, tuple(places), tuple(source.name for source in sources))
 
 
-def rewards_of_run(config: RunConfig, prompts: Sequence[Prompt], run_dir: Path, episodes: bool = False) -> Rewards:
+def rewards_of_run(
+    config: RunConfig, prompts: Sequence[Prompt], run_dir: Path, episodes: Sequence[str] = ()
+) -> Rewards:
     """The rewards of a recipe over a run's prompts."""
     given = []
     for index, source in enumerate(sources_of(config)):
@@ -172,7 +178,7 @@ def _check_arguments(reward: RewardConfig, function: Reward) -> None:
     named = [p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
     own = reward.name not in REWARDS and not is_url(reward.name)
     takes_all = own and any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    options = [name for name in named if name not in (*COLUMNS, *EPISODE_COLUMNS, "log_metric")]
+    options = [name for name in named if name not in (*COLUMNS, *episode_columns(function), "log_metric")]
     for key in reward.args:
         if key in COLUMNS or (key not in options and not takes_all):
             near = difflib.get_close_matches(key, options, n=1)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from qerl.data.sources import naming, sources_of
 from qerl.errors import DataError
-from qerl.tasks import load_examples, messages_of, render_prompt, task_of
+from qerl.tasks import for_environment, load_examples, messages_of, render_prompt, task_of
 from training.rollout.groups import Prompt
 from training.rollout.order import mixed_rows, most_per_rollout, rollout_rows
 
@@ -39,7 +39,7 @@ def load_prompts(
 
     Raises DataError if fewer than `at_least` (the prompts of one step) are left.
     """
-    examples = training_examples(config)
+    examples = training_examples(config, chat is not None)
     examples = examples[: len(examples) - held_out]
     rendered = [(example, _render(config, example, tokenizer, chat)) for example in examples]
     kept = [(example, ids) for example, ids in rendered if len(ids) <= config.max_prompt_tokens]
@@ -55,10 +55,10 @@ def load_prompts(
     ]
 
 
-def training_examples(config: DataConfig) -> list[Example]:
-    """The usable rows of one source, those that are held out included."""
+def training_examples(config: DataConfig, episodes: bool = False) -> list[Example]:
+    """The usable rows of one source, those that are held out included; with `episodes` they are for an environment."""
     examples, _ = load_examples(
-        task_of(config),
+        for_environment(task_of(config)) if episodes else task_of(config),
         source=config.source,
         split=config.split,
         columns=config.columns,

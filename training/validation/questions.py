@@ -10,6 +10,7 @@ import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +19,17 @@ from qerl.data.examples import check_source
 from qerl.data.sources import Source, sources_of
 from qerl.engine.interface import SamplingParams, check_tokens
 from qerl.errors import ConfigError, DataError
-from qerl.tasks import Example, Message, Task, get_task, load_examples, messages_of, render_prompt, task_of
+from qerl.tasks import (
+    Example,
+    Message,
+    Task,
+    for_environment,
+    get_task,
+    load_examples,
+    messages_of,
+    render_prompt,
+    task_of,
+)
 from qerl.tasks.own_grader import check_grader
 from training.rewards.rewards import Rewards, RewardsOf, build_all_rewards, fixed_columns
 
@@ -74,13 +85,14 @@ class _Asked:
             return f"{self.source.data.source or self.source.data.task} ({self.held_out} rows held out)"
         return f"{self.rows[0] or self.task.name} ({self.rows[1]})"
 
-    def examples(self) -> list[Example]:
+    def examples(self, episodes: bool) -> list[Example]:
         if self.held_out:
             from training.rollout.prompts import training_examples  # it imports torch
 
-            return training_examples(self.source.data)[-self.held_out :]
+            return training_examples(self.source.data, episodes)[-self.held_out :]
         keep = self.source.data.keep_unreadable
-        return load_examples(self.task, *self.rows, keep_unreadable=keep)[0]
+        task = for_environment(self.task) if episodes else self.task
+        return load_examples(task, *self.rows, keep_unreadable=keep)[0]
 
 
 def _asked(config: RunConfig) -> list[_Asked]:
@@ -120,7 +132,7 @@ def read_questions(
         return None
     sampling = SamplingParams(this.max_new_tokens or config.rollout.max_new_tokens, this.temperature)
     prompts, wanted = _questions(config, _asked(config), tokenizer, trained, sampling, environments)
-    rewards = build_all_rewards(wanted, run_dir, environments is not None)
+    rewards = build_all_rewards(wanted, run_dir, environments.columns if environments else ())
     own = {reward.name for asked in _asked(config) for reward in asked.source.rewards}
     accuracy = rewards.names.index(GRADING) if GRADING in rewards.names else None
     names = [name for name in rewards.names if name != GRADING or GRADING in own]
@@ -153,7 +165,8 @@ def _questions(
     """The prompts of all sources, one source after another, and what their rewards are made of."""
     prompts, wanted = [], []
     for index, asked in enumerate(of_sources):
-        examples = _unseen(asked.name, _named(asked.examples, asked.source), trained)[: config.validation.limit]
+        examples = _named(partial(asked.examples, environments is not None), asked.source)
+        examples = _unseen(asked.name, examples, trained, environments is not None)[: config.validation.limit]
         own = _prompts(asked.source.data, examples, tokenizer, environments)
         prompts += [replace(prompt, row=len(prompts) + prompt.row, source=index) for prompt in own]
         rows, fixed = [prompt.example for prompt in own], fixed_columns(asked.task, sampling.max_new_tokens)
@@ -193,10 +206,15 @@ def _named(read, source: Source):
         raise type(error)(f"validation{of}: {error}; {REMEDY}") from error
 
 
-def _unseen(name: str, examples: list[Example], trained: Sequence[Prompt]) -> list[Example]:
-    """The examples whose question is not trained on. Says in one line how many are."""
-    known = {_key(prompt.example.question) for prompt in trained}
-    unseen = [example for example in examples if _key(example.question) not in known]
+def _unseen(name: str, examples: list[Example], trained: Sequence[Prompt], episodes: bool) -> list[Example]:
+    """The examples whose question is not trained on; of `episodes`, whose row is not. Says in one line how many are."""
+
+    def key(example: Example) -> str:
+        row = [example.answer, sorted(example.extra.items())] if episodes else []
+        return _key(example.question) + repr(row)
+
+    known = {key(prompt.example) for prompt in trained}
+    unseen = [example for example in examples if key(example) not in known]
     seen = len(examples) - len(unseen)
     if not unseen:
         raise DataError(f"validation: all {seen} questions of {name} are among the training rows: {REMEDY}")

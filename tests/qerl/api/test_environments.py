@@ -24,18 +24,30 @@ def double(number: int) -> int:
     return 2 * number
 
 
+def counted(environments, **columns):
+    return [one.goal + one.count for one in environments]
+
+
 def test_a_class_in_the_form_of_trl_trains_and_resumes(tiny_turns_recipe):
     known = dict(KNOWN), set(TOOLS)
     given = {"environment": own_environments.Chosen, "tools": [double]}
-    run = qerl.train(tiny_turns_recipe, task="environment", reward="environment", **given)
+    rewards = ["environment", counted]
+    run = qerl.train(tiny_turns_recipe, task="environment", reward=rewards, **given)
     assert run.finished
     row = numbers(run.path)[-1]
-    assert {"environment/turns", "rewards/environment"} < row.keys()
+    assert {"environment/turns", "rewards/environment", "rewards/counted"} < row.keys()
+    assert row["rewards/counted"] >= 2  # the goal
     assert row["environment/failed_share"] == 0
     assert (dict(KNOWN), set(TOOLS)) == known
     with pytest.raises(ConfigError, match="Chosen"):
         qerl.train(resume=run, steps=2)
-    assert qerl.train(resume=run, steps=2, **given).steps == 2
+    assert qerl.train(resume=run, steps=2, reward=rewards, **given).steps == 2
+
+
+def test_a_reward_that_asks_for_environments_of_another_process_hears_what_to_write(tiny_turns_recipe):
+    name = f"{own_environments.__file__}:Chosen"
+    with pytest.raises(ConfigError, match="get_reward in the class and the reward `environment`"):
+        qerl.train(tiny_turns_recipe, task="environment", reward=counted, environment=name)
 
 
 @pytest.fixture
@@ -52,6 +64,8 @@ def tiny_turns_recipe(tmp_path):
     [
         ({"environment": 3}, "3 is no environment and no tool: give a class or a function with a name"),
         ({"tools": [lambda number: number]}, "is no environment and no tool"),
+        ({"tools": "calculater"}, "calculater: there is no such tool; write environment.tools.0: calculator"),
+        ({"train_dataset": []}, "no argument 'train_dataset'; did you mean data?"),
         ({"environment": type("word_game", (), {})}, "'word_game' is the name of another environment"),
     ],
 )

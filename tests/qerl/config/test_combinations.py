@@ -192,7 +192,6 @@ PAIRS = [
     (["data.columns={problem: question}"], "data.columns.problem question: only our columns can be mapped (question,"),
     (["data.columns={problem: question}"], "; write data.columns: {question: problem}"),
     (["data.columns={frage: q}"], "; write data.columns: {question: THEIR_NAME, answer: THEIR_NAME}"),
-    (["data.columns={prompt: frage}"], "; write data.columns: {question: frage}"),
     (["sft={}", "data.grader=mine.py"], "data.grader mine.py with sft given: nothing is sampled that it could grade"),
     (["sft={}", "environment.name=calculator"], "write environment: null, or sft: null"),
     (["environment.tools=[calculatr]"], "there is no such tool; write environment.tools.0: calculator"),

@@ -9,7 +9,7 @@ from scripted import Scripted, run, scripted_environments, starts
 from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.named_base import TINY_TURNS_FOLDER
 from qerl.engine.interface import SamplingParams
-from qerl.environments.build import Source, UnfitError, build, register
+from qerl.environments.build import KNOWN, TOOLS, Source, UnfitError, build, register
 from qerl.environments.play import episode_metrics, play
 from qerl.environments.values import Start
 from qerl.tasks import get_task
@@ -20,6 +20,13 @@ OWN = own_environments.__file__
 @pytest.fixture(scope="module")
 def tokenizer():
     return load_tokenizer(str(TINY_TURNS_FOLDER))
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    """What a test registers is forgotten."""
+    monkeypatch.setattr("qerl.environments.build.KNOWN", dict(KNOWN))
+    monkeypatch.setattr("qerl.environments.build.TOOLS", set(TOOLS))
 
 
 def test_an_episode_is_one_growing_list_of_tokens_in_which_the_environment_wrote_nothing_that_trains(tokenizer):
