@@ -39,18 +39,48 @@ gc.disable()  # until all tests are collected: what they import is no garbage
 
 def pytest_collection_finish() -> None:
     """Exclude the objects that imports made from garbage collection: each run of the trainer does a full one."""
-    gc.collect()
-    gc.freeze()
+    set_aside()
     gc.set_threshold(50_000)
     gc.enable()
+
+
+FREEZE, UNFREEZE = gc.freeze, gc.unfreeze
+
+
+def set_aside() -> None:
+    """Leave out what there is now from garbage collection, except for what is garbage already."""
+    gc.collect()
+    FREEZE()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def imports_stay_set_aside():
+    """A run sets aside what was there before it and puts back everything afterwards. The next ones would look through
+    all of it, so here what the first one has imported is set aside for good."""
+    ended = []
+
+    def unfreeze():
+        if not ended:
+            ended.append(set_aside())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gc, "freeze", lambda: None)
+        patch.setattr(gc, "unfreeze", unfreeze)
+        yield
+
+
+@pytest.fixture
+def runs_set_aside(monkeypatch):
+    """Runs do so, as outside the tests."""
+    monkeypatch.setattr(gc, "freeze", FREEZE)
+    monkeypatch.setattr(gc, "unfreeze", UNFREEZE)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def collected():
     """What a file of tests leaves behind is collected once, and what is still there then is not looked at again."""
     yield
-    gc.collect()
-    gc.freeze()
+    set_aside()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,6 +6,9 @@ import signal
 import sys
 import time
 from contextlib import contextmanager
+from multiprocessing.forkserver import ensure_running
+
+import pytest
 
 HELD_REWARD = '''
 import time
@@ -24,7 +27,7 @@ def digits(completions, step, **columns):
 
 
 def hold_in(folder, step):
-    """Let the small run in `folder` wait in the rewards of `step`, until `go(folder)`."""
+    """Let the small run that `folder` will have wait in the rewards of `step`, until `go(folder)`."""
     (folder / "reward.py").write_text(HELD_REWARD.replace("{step}", str(step)))
 
 
@@ -35,8 +38,11 @@ def go(folder):
 def forked(target, *arguments):
     """A started process that runs `target` of an importable module."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["training.run", "qerl.cli"])
+    context.set_forkserver_preload(["preloaded"])
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with pytest.MonkeyPatch.context() as patch:  # without the helpers on its path, the server would preload nothing
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
+        ensure_running()
     process = context.Process(target=target, args=arguments)
     process.start()
     return process

@@ -2,6 +2,7 @@
 
 import json
 from itertools import islice
+from pathlib import Path
 
 import torch
 
@@ -10,11 +11,7 @@ from qerl.config.recipe import load_recipe
 from qerl.tasks import get_task
 from training.run_dir.log import deterministic, read_metrics
 
-REWARD = '''
-def digits(completions, **columns):
-    """Share of characters that are digits: dense, so that groups differ even on a random model."""
-    return [sum(c.isdigit() for c in text) / max(1, len(text)) for text in completions]
-'''
+REWARD = Path(__file__).with_name("digits.py")
 ROWS = 48
 SETTINGS = (
     "rollout.prompts_per_step=2",
@@ -33,12 +30,13 @@ SETTINGS = (
 
 
 def small_config(base, folder, *overrides, steps=6, out="run"):
-    """A smaller version of the tiny recipe on `base` with a dense reward, whose file it writes into `folder`.
+    """A smaller version of the tiny recipe on `base` with a dense reward: that of `folder`'s reward.py, if it has one.
 
-    The task's first rows come from a file, since generating all 8192 takes as long as six steps.
+    All other runs share one file, and therefore the process that calls its function. The task's first rows come from a
+    file, since generating all 8192 takes as long as six steps.
     """
     reward, rows = folder / "reward.py", folder / "rows.jsonl"
-    reward.write_text(REWARD)
+    reward = reward if reward.exists() else REWARD
     rows.write_text("".join(json.dumps(row) + "\n" for row in islice(get_task("arith").generate("train"), ROWS)))
     given = (f"rewards=[{{name: '{reward}:digits'}}]", f"data.source={rows}")
     return load_recipe("tiny", [*SETTINGS, *given, *overrides], base=str(base), steps=steps, out=str(folder / out))

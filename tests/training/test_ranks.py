@@ -83,8 +83,9 @@ def test_two_ranks_compute_what_one_does(base, nvfp4_base, nvfp4_moe, tmp_path, 
 def test_a_killed_rank_ends_the_other_and_the_run_goes_on_with_one_rank(nvfp4_base, tmp_path):
     whole = recipe(nvfp4_base, tmp_path, out="whole", steps=6)
     assert run(2, whole) == [0, 0]
-    killed = recipe(nvfp4_base, tmp_path / "killed", steps=6)
+    (tmp_path / "killed").mkdir()
     hold_in(tmp_path / "killed", step=3)
+    killed = recipe(nvfp4_base, tmp_path / "killed", steps=6)
     first, second = ranks(2, train, str(killed), str(tmp_path))
     wait_for((tmp_path / "killed" / "held").exists, second)
     second.kill()
@@ -110,8 +111,8 @@ def test_a_killed_rank_ends_the_other_and_the_run_goes_on_with_one_rank(nvfp4_ba
     ids=["SIGTERM to one", "Ctrl-C"],
 )
 def test_a_signal_saves_once_and_stops_both_ranks(nvfp4_base, tmp_path, number, to, said):
-    started = recipe(nvfp4_base, tmp_path, "run.save_every=100", steps=6)
     hold_in(tmp_path, step=2)
+    started = recipe(nvfp4_base, tmp_path, "run.save_every=100", steps=6)
     processes = ranks(2, train, str(started), str(tmp_path))
     wait_for((tmp_path / "held").exists, processes[1])
     for rank in to:
@@ -127,9 +128,9 @@ def test_a_signal_saves_once_and_stops_both_ranks(nvfp4_base, tmp_path, number, 
 
 
 def test_a_reward_that_raises_on_one_rank_is_the_message_of_both(nvfp4_base, tmp_path):
-    started = recipe(nvfp4_base, tmp_path)
     reward = "def digits(completions, row, **columns):\n    assert 5 not in row, 'row 5'\n    return [0.5] * len(row)\n"
     (tmp_path / "reward.py").write_text(reward)
+    started = recipe(nvfp4_base, tmp_path)
     assert run(2, started, tmp_path) == [1, 1]
     said = [(tmp_path / f"rank-{rank}.log").read_text() for rank in range(2)]
     assert said[1].startswith("error: reward digits raised AssertionError: row 5")

@@ -178,10 +178,10 @@ def test_resuming_a_folder_that_is_no_run_is_refused(tmp_path):
 
 
 def test_a_reward_that_raises_stops_the_run_with_the_completion_saved(nvfp4_base, tmp_path):
-    config = small_config(nvfp4_base, tmp_path)
     (tmp_path / "reward.py").write_text(
         "def digits(completions, **columns):\n    return [1 / 0 for _ in completions]\n"
     )
+    config = small_config(nvfp4_base, tmp_path)
     with pytest.raises(RewardError, match="ZeroDivisionError"):
         start(config, "tiny")
     saved = json.loads((tmp_path / "run" / "failed_reward.json").read_text())

@@ -11,8 +11,9 @@ import pytest
 import torch
 from bases import write_base
 from datasets import Dataset
+from digits import digits
 from peft import LoraConfig, get_peft_model
-from small_run import REWARD, small_config
+from small_run import small_config
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig, GRPOTrainer
 
@@ -140,10 +141,8 @@ def stock(config, recorded, folder):
         gradient_checkpointing=False, bf16=False, use_cpu=True, save_strategy="no",
         logging_steps=1, report_to="none", disable_tqdm=True,
     )  # fmt: skip
-    reward = {}
-    exec(REWARD, reward)
     rows = Dataset.from_dict({"prompt": ["a prompt"] * 40})
-    trainer = Replay(model, reward["digits"], args, rows, processing_class=AutoTokenizer.from_pretrained(base))
+    trainer = Replay(model, digits, args, rows, processing_class=AutoTokenizer.from_pretrained(base))
     trainer.rollouts = list(recorded.rollouts)
     trainer.use_vllm, trainer.vllm_generation = True, trainer
     trainer.train()

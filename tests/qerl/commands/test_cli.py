@@ -157,7 +157,7 @@ def test_the_three_commands_as_typed(workdir, here):
 
     Other tests start commands as a shell does.
     """
-    (workdir / "reward.py").write_text(REWARD)
+    (workdir / "reward.py").write_text(REWARD.read_text())
     code, _, err = here("quantize", "--model", "tiny")
     assert code == 0, err
     assert (workdir / "checkpoints" / "tiny-NVFP4A16" / "quantize_report.json").is_file()
@@ -181,7 +181,7 @@ def test_the_three_commands_as_typed(workdir, here):
 
 
 def test_train_says_what_to_type_if_the_base_is_not_quantized(workdir, monkeypatch, capsys):
-    (workdir / "reward.py").write_text(REWARD)
+    (workdir / "reward.py").write_text(REWARD.read_text())
     line = refusal(monkeypatch, capsys, *small_train())
     assert "checkpoints/tiny-NVFP4A16, which does not exist: run `qerl quantize --model tiny` first" in line
     assert "--quantize" in line
@@ -190,7 +190,7 @@ def test_train_says_what_to_type_if_the_base_is_not_quantized(workdir, monkeypat
 
 def test_gsm8k_rows_go_through_the_tiny_recipe(workdir, here):
     """Real rows, the task's own prompt, a base quantized on demand. The reward of so small a model does not matter."""
-    (workdir / "reward.py").write_text(REWARD)
+    (workdir / "reward.py").write_text(REWARD.read_text())
     shutil.copy(next((ROOT / "tests" / "data" / "gsm8k").glob("*.jsonl")), workdir / "rows.jsonl")
     options = ["--task", "gsm8k", "--data", "rows.jsonl", "--quantize", "--set=run.steps=3"]
     code, _, err = here(*small_train(*options))
@@ -309,7 +309,7 @@ def test_a_shell_completes(typed, completed):
 def test_an_interrupt_during_the_start_prints_one_word(workdir, nvfp4_base):
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     command = [sys.executable, "-m", "qerl.cli", *map(str, small_train("--model", nvfp4_base))]
-    (workdir / "reward.py").write_text(REWARD)
+    (workdir / "reward.py").write_text(REWARD.read_text())
     process = subprocess.Popen(
         command,
         cwd=workdir,

@@ -183,9 +183,9 @@ def trained_rows(folder):
 
 
 def test_a_run_of_two_ranks_goes_on_with_one(ending, tmp_path, caplog):
+    (tmp_path / "reward.py").write_text(ASKED)
     config = configured(ending, tmp_path, "rollout.prompts_per_step=3", "data.limit=18")
     save_config(config, tmp_path / "recipe.yaml")
-    (tmp_path / "reward.py").write_text(ASKED)
     assert ranks.run(2, tmp_path / "recipe.yaml") == [0, 0]
     two = trained_rows(tmp_path)
     everything = Counter(row for rollout in range(6) for row in rollout_rows(18, 3, 0, rollout))

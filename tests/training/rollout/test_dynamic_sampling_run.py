@@ -32,9 +32,8 @@ SETTINGS = ("rollout.dynamic_sampling.enabled=true", f"data.limit={ROWS}", "logg
 
 
 def configured(base, folder, *overrides, **kwargs):
-    config = small_config(base, folder, *SETTINGS, *overrides, **kwargs)
     (folder / "reward.py").write_text(ONE_IN_FOUR)
-    return config
+    return small_config(base, folder, *SETTINGS, *overrides, **kwargs)
 
 
 @pytest.fixture(scope="module")

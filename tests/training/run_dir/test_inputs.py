@@ -17,14 +17,13 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def began(nvfp4_base, tmp_path_factory):
     """(folder, numbers) of a run of 3 steps whose last checkpoint is gone; its reward imports a module of its own."""
     folder = tmp_path_factory.mktemp("began")
-    config = small_config(nvfp4_base, folder, steps=3)
     (folder / "own_helper.py").write_text("def share(text):\n    return sum(c.isdigit() for c in text) / 100\n")
     (folder / "reward.py").write_text(
         "import sys\nfrom pathlib import Path\n\nsys.path.insert(0, str(Path(__file__).parent))\n"
         "from own_helper import share\n\n\ndef digits(completions, **columns):\n"
         "    return [share(text) for text in completions]\n"
     )
-    start(config, "tiny")
+    start(small_config(nvfp4_base, folder, steps=3), "tiny")
     whole = numbers(folder / "run")
     shutil.rmtree(folder / "run" / "checkpoints" / "step-000003")
     shutil.rmtree(folder / "run" / "adapter")

@@ -113,7 +113,7 @@ def test_a_new_step_starts_without_phases(monkeypatch):
     assert times.metrics(0.0) == {"time/step_s": 1, "time/other_s": 1}
 
 
-def test_collecting_garbage_in_a_run_leaves_out_what_was_there_before():
+def test_collecting_garbage_in_a_run_leaves_out_what_was_there_before(runs_set_aside):
     kept = [{}]
     with opened_set_aside():
         new = [{}]

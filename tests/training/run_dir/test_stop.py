@@ -29,8 +29,8 @@ def held(nvfp4_base, tmp_path):
     """Start a run that waits in a step; (its process, run directory)."""
 
     def begin(step, output, *overrides, target=run_cli, leads=False):
-        config = small_config(nvfp4_base, tmp_path, *overrides)
         hold_in(tmp_path, step)
+        config = small_config(nvfp4_base, tmp_path, *overrides)
         save_config(config, tmp_path / "recipe.yaml")
         process = forked(target, ["train", "--recipe", str(tmp_path / "recipe.yaml")], output, leads)
         wait_for((tmp_path / "held").exists, process)
