@@ -107,9 +107,11 @@ def _fp8_pack(device: torch.device) -> Pair:
 
 
 def _fp8_tensorwise(device: torch.device) -> Pair:
-    weight, x = (training.quantize_tensor(_normal(s, device)) for s in ((ROWS, COLUMNS), (TOKENS, COLUMNS)))
+    sides = [_normal(shape, torch.device("cpu")) for shape in ((TOKENS, COLUMNS), (ROWS, COLUMNS))]
+    rounded = [training.quantize_tensor(side.to(device)) for side in sides]
+    x, weight = (training.quantize_tensor(side) for side in sides)
     twin = (x.codes.float() @ weight.codes.float().t()) * (x.scale * weight.scale)
-    return training.scaled_product(x, weight, torch.bfloat16), twin
+    return training.scaled_product(*rounded, torch.bfloat16), twin.to(device)
 
 
 def _fp8_product(device: torch.device) -> Pair:

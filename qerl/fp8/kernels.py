@@ -1,4 +1,4 @@
-"""Decode and pack FP8 weights on a card, and round whole matrices, in Triton: twins of
+"""Decode and pack FP8 weights on a card, round whole matrices and turn codes, in Triton: twins of
 `reference.dequantize_unchecked`, `reference.quantize_unchecked` and `training.quantize_tensor`, with the same bits.
 
 They treat codes as bytes and so run on cards without FP8 too. They need triton, so they are imported only for a card.
@@ -152,3 +152,22 @@ def round_matrix(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, turne
     kinds = {"FIVE": dtype == torch.float8_e5m2, "TURNED": turned, "BLOCK": BLOCK}
     _round_kernel[grid](x, scale, codes, rows, columns, x.stride(0), **kinds, num_warps=8)
     return codes.view(dtype)
+
+
+@triton.jit
+def _turn_kernel(codes_ptr, out_ptr, rows, columns, codes_stride, BLOCK: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < rows)[:, None] & (column < columns)[None, :]
+    code = tl.load(codes_ptr + row[:, None].to(tl.int64) * codes_stride + column[None, :], mask=inside, other=0)
+    out = column[:, None].to(tl.int64) * rows + row[None, :]
+    tl.store(out_ptr + out, tl.trans(code), mask=(column < columns)[:, None] & (row < rows)[None, :])
+
+
+def turn(codes: torch.Tensor) -> torch.Tensor:
+    """The transpose (columns, rows) of 8-bit codes (rows, columns), copied. torch copies single bytes slowly."""
+    rows, columns = codes.shape
+    out = torch.empty(columns, rows, dtype=torch.uint8, device=codes.device)
+    grid = (triton.cdiv(rows, BLOCK), triton.cdiv(columns, BLOCK))
+    _turn_kernel[grid](codes.view(torch.uint8), out, rows, columns, codes.stride(0), BLOCK=BLOCK, num_warps=8)
+    return out.view(codes.dtype)

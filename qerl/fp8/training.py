@@ -175,4 +175,8 @@ def _dense(weight: FP8Tensor | torch.Tensor) -> torch.Tensor:
 
 def _transposed(codes: torch.Tensor) -> torch.Tensor:
     """A transposed copy of 8-bit codes, as bytes, which every device can copy."""
+    if codes.is_cuda:
+        from qerl.fp8 import kernels
+
+        return kernels.turn(codes)
     return codes.view(torch.uint8).t().contiguous().view(codes.dtype)

@@ -115,3 +115,14 @@ def test_rounding_a_matrix_takes_the_even_code_of_two_and_keeps_nan(dtype):
     assert same_bits(*rounded(x, dtype, turned=True))
     x[0, 3] = torch.nan
     assert rounded(x, dtype, turned=False)[0].float().isnan().all()  # its scale is NaN
+
+
+@pytest.mark.parametrize("shape", [(256, 384), (200, 300), (1, 5)], ids=str)
+def test_codes_are_turned_also_those_of_rows_of_more(shape):
+    from qerl.fp8 import kernels
+
+    rows, columns = shape
+    more = torch.randint(0, 256, (rows + 7, columns), dtype=torch.uint8, device=DEVICE).view(E4M3)
+    turned = kernels.turn(more[7:])
+    assert turned.dtype == E4M3
+    assert same_bits(turned, more.view(torch.uint8)[7:].t().contiguous())
