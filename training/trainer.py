@@ -29,6 +29,7 @@ from trl import GRPOTrainer
 
 from qerl.checkpoint.adapter import keep_expert_reference_
 from training.distill.loss import LOSS_TYPE, distillation_loss
+from training.loss.correction import mean_k3
 from training.loss.mismatch_gate import MismatchGate, rounding_causes
 from training.rollout.prompts import StepPrompts, step_prompts
 from training.rollout.sampler import Moment
@@ -126,7 +127,10 @@ class QerlTrainer(RunTrainer, GRPOTrainer):
         self.entropy_coef = inputs.entropy_coef
         self._metrics["train"].clear()  # of the micro-batch before, and the seconds that TRL adds to each step
         loss = self._compute_loss(Logprobs(inputs.logprobs_B_T, inputs.entropies_B_T), given)
-        return loss, {name: values for name, values in self._metrics["train"].items() if name != "entropy_coef"}
+        metrics = {name: values for name, values in self._metrics["train"].items() if name != "entropy_coef"}
+        if rows.old_logprobs_B_T is not None:
+            metrics["update_kl"] = [mean_k3(inputs.logprobs_B_T.detach(), rows.old_logprobs_B_T, rows.loss_mask_B_T)]
+        return loss, metrics
 
     def _get_per_token_logps_and_entropies(
         self, model: Logprobs, *_: object, **__: object

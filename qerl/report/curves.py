@@ -55,6 +55,7 @@ PANELS = (
     ),
     Panel("KL from the policy that the run started with (nats per token)", (("kl", "kl"),)),
     Panel("gradient norm before clipping", (("gradient norm", "grad_norm"),), log=True),
+    Panel("KL of the updates on a rollout (nats per token)", (("KL", "update_kl"),)),
     Panel("clipped ratios (shares of tokens)", (("below", "clip/low_share"), ("above", "clip/high_share"))),
     Panel("mismatch_kl, sampling against trainer (nats)", (("mismatch_kl", "mismatch_kl"),), log=True),
     Panel(

@@ -127,7 +127,15 @@ def test_losses_and_gradients_agree_with_the_papers(nvfp4_base, tmp_path, name):
     trainer = build_trainer(small_config(nvfp4_base, tmp_path, *overrides), tmp_path)
     old = (scores(trainer) - RATIO.log()).detach()
     batch = batch_of(old, old)
-    value, gradient = value_and_gradient(trainer, lambda: trainer.loss_of(inputs_of(trainer, batch))[0])
+    found = {}
+
+    def loss():
+        value, metrics = trainer.loss_of(inputs_of(trainer, batch))
+        found.update(metrics)
+        return value
+
+    value, gradient = value_and_gradient(trainer, loss)
+    assert found["update_kl"] == [pytest.approx(token_mean(RATIO - RATIO.log() - 1).item(), rel=1e-4)]
 
     def by_equation():
         logprobs = scores(trainer)

@@ -52,6 +52,15 @@ def _is_outside(ratio: torch.Tensor, config: CorrectionConfig) -> torch.Tensor:
     return (ratio > config.cap) | (ratio < (config.floor or 0.0))
 
 
+def mean_k3(logprobs: torch.Tensor, before: torch.Tensor, mask: torch.Tensor) -> float:
+    """mean(r - log r - 1) over the tokens of `mask`, r = exp(logprobs - before), in nats; all are (B, T).
+
+    It estimates KL(before || now), where the policy `before` drew the tokens (k3 of joschu.net/blog/kl-approx.html).
+    """
+    difference = (logprobs - before) * mask
+    return ((difference.exp() - difference - 1).sum() / mask.sum().clamp(min=1)).item()
+
+
 @dataclass
 class Mismatch:
     """Sums over the tokens of a step, which `metrics` turns into means."""

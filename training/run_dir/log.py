@@ -44,7 +44,7 @@ NAMES = {
 # grades/ is not among them: the accuracy reward logs it, and so may a reward that builds on accuracy.
 RUN_METRICS = (
     *("step", "loss", "reward", "reward_std", "nll", "entropy", "entropy_coef", "policy_loss", "aux_loss", "kl"),
-    *("mismatch_kl", "grad_norm", "learning_rate", "tokens_total"),
+    *("update_kl", "mismatch_kl", "grad_norm", "learning_rate", "tokens_total"),
 )
 RUN_FOLDERS = (
     *("kl_to_teacher/", "rows/", "rewards/", "sampled/", "completions/", "groups/", "clip/", "clip_ratio/"),

@@ -18,6 +18,7 @@ RUNS = {
         "data.curriculum={}",
         "loss.kl_coef=0.1",
         "loss.entropy_coef=0.01",
+        "loss.num_iterations=2",
         "rollout.dynamic_sampling.enabled=true",
     ),
     "masked": ("loss.correction.mode=token_mask", "noise.controller.metric=ess", "noise.controller.target=0.9"),
