@@ -61,7 +61,7 @@ class EngineHolder:
             logger.info("engine %s, %s", self.engine.name, self.engine.kernel)
         if adapter is not None:
             count = deliver(AdapterUpdate(adapter.tensors, adapter.scaling), self.engine)
-            logger.info("adapter %s: %d tensors act", plan.ref.adapter, count)
+            logger.info("adapter %s: %d tensors are in the engine", plan.ref.adapter, count)
         return self.engine
 
     def close(self) -> None:

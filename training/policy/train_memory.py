@@ -47,7 +47,7 @@ def plan_run(
         footprint = replace(footprint, layer=measure_layer(policy.base_model))
     plan = plan_micro_batches(footprint, wishes, available)
     logger.info(
-        "micro-batches of %d tokens (%.1f GiB beside the weights), %d of %d layers recompute; %d in one of %d tokens",
+        "micro-batches of %d tokens (%.1f GiB beside the weights): %d of %d layers recompute, %d in one of %d tokens",
         plan.micro_batch_tokens,
         plan.needed(plan.micro_batch_tokens) / GIB,
         plan.recomputed(plan.micro_batch_tokens),

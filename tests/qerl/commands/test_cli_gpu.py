@@ -224,7 +224,7 @@ def test_checkpoints_are_evaluated_on_one_engine_and_as_each_alone(whole, beside
     said = beside["evals"].result()
     assert re.findall(r"\bengine (transformers|vllm), ", said) == [ENGINE]
     assert said.count("vllm engine open: ") == ON_CARD
-    assert said.count(" tensors act\n") == 3
+    assert said.count(" tensors are in the engine\n") == 3
     found = {step: evaluation(whole.shell.folder / f"evals/step-{step:06d}") for step in (2, 4, 6)}
     for step, (result, rows) in found.items():
         assert (result["step"], result["questions"], len(rows)) == (step, QUESTIONS, QUESTIONS)

@@ -177,5 +177,6 @@ def test_a_grader_that_is_not_there_is_refused_by_name(name, message, tmp_path, 
 def test_a_grader_that_asks_for_a_column_that_is_not_there_is_refused(tmp_path):
     task = grader(tmp_path, "def grade(completion, lvl): return 1")
     examples, _ = read(tmp_path, [{"prompt": "a", "level": 1}], task)
-    with pytest.raises(ConfigError, match=r"asks for 'lvl', which is neither .* did you mean 'level'\? .* step, level, log_metric"):
+    named = r"asks for 'lvl', which is neither .* did you mean 'level'\? .* step, level, log_metric"
+    with pytest.raises(ConfigError, match=named):
         check_grader(task, examples)
