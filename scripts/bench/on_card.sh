@@ -46,6 +46,7 @@
 #                     Marlin; each compiles alone first, on a card of its own if there are four; with one card 750 s
 #     fp8      470 s  FP8: kernels against vLLM's functions, the engine on small models in both kinds of products and scales,
 #                     agreement and one copy at 7B, beside 16 bits
+#     fp8products 120 s products in FP8 at the sizes of a 7B by each kernel, in decode steps and in training; what rounding costs
 #     fp8decode 420 s decode speed at 7B with an adapter, one engine after another: FP8 ours and stock vLLM's, our NVFP4, and
 #                     stock vLLM's FP8 with DeepGEMM, which compiles as it goes
 #     fp8step  460 s  workload A with an adapter over FP8, with gradients in FP8 and in 16 bits, over 16 bits, and over NVFP4
@@ -360,6 +361,10 @@ batch_fp8() {
     run quantize-fp8-16 60 "$python" -m qerl.cli quantize --model "$checkpoints/small-qwen3-16" --scheme fp8_block \
         --activations none --scales fp32 --overwrite --out "$checkpoints/small-qwen3-fp8-16"
     script engine-small-qwen3-fp8-16 150 check_engine small-qwen3-fp8-16 --format fp8_block
+}
+
+batch_fp8products() {
+    run products-7b 240 "$python" scripts/bench/bench_fp8.py --out "$out/products-7b.json"
 }
 
 batch_fp8decode() { # not in turns, whose second opening would not fit ten minutes
