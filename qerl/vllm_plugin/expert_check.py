@@ -5,7 +5,9 @@ It also compiles the kernels that Triton makes for each size of blocks, which a 
 
 from __future__ import annotations
 
+import logging
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,8 @@ from qerl.vllm_plugin.expert_lora import ExpertBuffers
 from qerl.vllm_plugin.expert_product import MARLIN_BLOCKS, ExpertProduct
 from qerl.vllm_plugin.experts import products, runners
 
+logger = logging.getLogger(__name__)
+
 LARGEST_ERROR = 0.02  # of the norm; rounding to bfloat16 leaves about 0.005
 FILLED = 0.8  # of a block of pairs, in a batch that is made for this size of blocks
 SPARE = 2  # experts that are compared beside those that one token has
@@ -26,11 +30,13 @@ SPARE = 2  # experts that are compared beside those that one token has
 def check_experts(model: nn.Module) -> None:
     """Raise EngineError unless the first layer with experts multiplies as the decoded weights do.
 
-    All layers run the same kernels. The adapter's buffers hold zeros afterwards, as before.
+    All layers run the same kernels. The adapter's buffers hold zeros afterwards, as before. Warns of block scales that
+    Marlin takes for zero.
     """
     layers = runners(model)
     if not layers:
         return
+    _warn_of_dropped_scales([runner.routed_experts for runner in layers.values()])
     name, runner = next(iter(layers.items()))
     product, chosen = products(model)[name], runner.moe_config.experts_per_token
     weights = _Decoded(product, chosen)
@@ -44,6 +50,16 @@ def check_experts(model: nn.Module) -> None:
                 *(name, product.base.name, f"{error:.1%}", tokens, ENGINE.set_to("transformers")),
             )
     weights.clear()
+
+
+def _warn_of_dropped_scales(layers: Sequence[nn.Module]) -> None:
+    dropped = [getattr(layer, "qerl_dropped_scales", 0) for layer in layers]
+    if any(dropped):
+        logger.warning(
+            "Marlin takes %d block scales of experts in %d layers, all under 2^-6, for zero, and sampler and trainer "
+            "then both do: global scales closer to the weights keep them (`qerl quantize`)",
+            *(sum(dropped), sum(map(bool, dropped))),
+        )
 
 
 def token_counts(experts: int, chosen: int) -> list[int]:

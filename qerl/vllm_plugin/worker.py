@@ -66,9 +66,11 @@ class QerlWorker(Worker):
                 sizes = self.vllm_config.compilation_config.cudagraph_capture_sizes or TOKENS
                 choose_ways_(self.measures, [size for size in sizes if size <= TOKENS[-1]])
         check_rounding(BASES.values())
-        check_experts(runner.model)
-        if Options.of(self.vllm_config).records_experts:
-            self.chosen = self._recorder(runners(runner.model).values())
+        if layers := runners(runner.model):
+            with self.parts.part("experts"):
+                check_experts(runner.model)
+            if Options.of(self.vllm_config).records_experts:
+                self.chosen = self._recorder(layers.values())
 
     def _recorder(self, layers: Collection[MoERunner]) -> Chosen:
         """What records the routers' choices. It has to be there before CUDA graphs are captured."""
