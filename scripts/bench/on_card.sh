@@ -65,6 +65,7 @@
 #                     NVFP4, and stock vLLM's over NVFP4 and over BF16; 25 GB of disk
 #     moestep  560 s  Qwen3-30B-A3B at full depth: our decode speed with and without replay, and workload A under 80 GiB; 17 GB
 #                     of disk
+#     moepeer  500 s  workload A on those 16 layers: ours over NVFP4, and TRL's over BF16 with an adapter where PEFT puts one
 #     mixed    330 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
 #     varied   200 s  prompts and completions of varied length: memory and seconds with segments that grow, and without
 #     ranks    560 s  two cards: workload A and geometric lengths on one card each at the same time, then on two; twice the
@@ -467,6 +468,13 @@ batch_moedecode() {
         $way a3b-16-layers-bf16 a3b-16-layers-16 0.35 --engine stock
         wait
     done
+}
+
+batch_moepeer() {
+    checkpoint qwen3-30b-a3b a3b-16-layers --layers 16
+    checkpoint qwen3-30b-a3b a3b-16-layers-16 --layers 16 --format bf16
+    script step-a3b-16-layers-qerl 200 bench_step a3b-16-layers --steps 3 --rank 16
+    script step-a3b-16-layers-trl 280 bench_trl a3b-16-layers-16 --steps 3 --rank 16
 }
 
 batch_moestep() {
