@@ -7,22 +7,19 @@ QERL_TEST_MUTATIONS sets how many files of each kind are tried, the first of the
 import itertools
 import json
 import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from bases import write_base
 from eval_factory import make_adapter
-from fuzz import KINDS
+from fuzz import KINDS, damage
 from report_factory import ROWS, full_run, sample
 from row_files import write
+from run_process import forked
 
 from qerl.checkpoint.sealed import seal
 from qerl.config.recipe import load_recipe, save_config
 
 pytestmark = pytest.mark.timeout(36000)
-ROOT = Path(__file__).parents[1]
 COUNT = int(os.environ.get("QERL_TEST_MUTATIONS", "2"))
 SEED = os.environ.get("QERL_TEST_SEED", "0")
 IDENTITY = {"task": "arith", "questions": 4, "data": "d", "samples": 1, "temperature": 0, "top_p": 1, "seed": 0}
@@ -75,13 +72,10 @@ def write_corpus(folder):
 def found(corpus, folder, kinds):
     """Findings among COUNT damaged files of each kind. A process that dies is one too; the next goes on after it."""
     first, findings = 0, []
-    path = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "helpers")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     for attempt in itertools.count():
-        progress, errors = folder / f"progress-{attempt}", folder / f"errors-{attempt}"
-        command = [sys.executable, "-P", ROOT / "tests" / "helpers" / "fuzz.py", corpus, progress, SEED, COUNT, first]
-        with errors.open("w") as stderr:
-            code = subprocess.run([*map(str, command), *kinds], env=environment, stderr=stderr, check=False).returncode
+        progress, errors = folder / f"{attempt}.jsonl", folder / f"{attempt}.errors"
+        process = forked(damage, corpus, progress, SEED, COUNT, first, kinds)
+        process.join()
         lines = [json.loads(line) for line in progress.read_text().splitlines()] if progress.exists() else []
         assert lines, errors.read_text()
         findings += [line for line in lines if "finding" in line]
@@ -89,7 +83,7 @@ def found(corpus, folder, kinds):
             return findings
         assert lines[-1]["job"] >= len(kinds), (lines[-1], errors.read_text())  # else the file was sound
         last = errors.read_text().strip().split("\n")[-1]
-        findings.append({**lines[-1], "finding": f"the process ended with {code}: {last}"})
+        findings.append({**lines[-1], "finding": f"the process ended with {process.exitcode}: {last}"})
         first = lines[-1]["job"] + 1
 
 

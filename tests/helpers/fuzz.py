@@ -1,8 +1,4 @@
-"""Damage files one by one, and let everything that reads them read them. Run as a process:
-
-    python tests/helpers/fuzz.py CORPUS PROGRESS SEED COUNT FIRST KIND...
-
-Of each kind COUNT files are damaged; FIRST of all these are left out, except the sound ones, which come first.
+"""Damage files one by one, and let everything that reads them read them, in a process of its own.
 
 It writes one JSON line to PROGRESS before each damaged file and one for each finding: an error that is not one line for
 the user. A reader that takes more than CPU_S is interrupted; one that cannot be interrupted ends this process, as does
@@ -18,7 +14,6 @@ import random
 import resource
 import shutil
 import signal
-import sys
 import tempfile
 import traceback
 import warnings
@@ -260,23 +255,24 @@ def limit_memory():
     resource.setrlimit(resource.RLIMIT_AS, (taken + MEMORY_BYTES, resource.RLIM_INFINITY))
 
 
-def main(corpus, progress, seed, count, first, *kinds):
+def damage(corpus, progress, seed, count, first, kinds):
+    """Of each kind `count` files are damaged; `first` of all these are left out, except the sound ones, which come
+    first. What the process says goes to a file beside `progress`."""
     import torch
+    from huggingface_hub import constants
 
+    os.dup2(os.open(progress.with_suffix(".errors"), os.O_WRONLY | os.O_CREAT), 2)
+    constants.HF_HUB_OFFLINE = True
     torch.set_num_threads(1)
     logging.getLogger().addHandler(logging.NullHandler())
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGPROF, interrupt)
-    jobs = list(enumerate((kind, number) for number in range(int(count)) for kind in kinds))
-    sound, damaged = unlike(jobs[: len(kinds)]), jobs[max(int(first), len(kinds)) :]
+    jobs = list(enumerate((kind, number) for number in range(count) for kind in kinds))
+    sound, damaged = unlike(jobs[: len(kinds)]), jobs[max(first, len(kinds)) :]
     with open(progress, "a", buffering=1) as log:
         for part in (sound, damaged):
             for job, (kind, number) in part:
                 report = partial(write_line, log, job, f"{kind} {number}")
-                damage_one(Path(corpus), kind, f"{seed} {kind} {number}", report)
+                damage_one(corpus, kind, f"{seed} {kind} {number}", report)
             limit_memory()  # only now: the sound files have made every reader import and start what it needs
         log.write(json.dumps({"done": True}) + "\n")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -6,7 +6,8 @@ import socket
 import sys
 from pathlib import Path
 
-from run_process import forked
+import pytest
+from run_process import forked, run_cli
 
 
 def ranks(size, target, *arguments):
@@ -61,6 +62,13 @@ def evaluate(environ, settings, output):
         sys.exit(1)
 
 
+def command(environ, folder, arguments, output):
+    """`qerl ARGUMENTS` in `folder`, with these variables."""
+    os.environ |= environ
+    os.chdir(folder)
+    run_cli(arguments, output)
+
+
 def say_to(output, environ):
     """Compute with one thread, and write what this rank says into a file in `output`, if that is given."""
     import torch
@@ -110,6 +118,30 @@ def _choices(blocks, tokens, generator):
     order = [torch.rand(tokens, block.experts.down_proj.experts, generator=generator) for block in blocks]
     ids = [each.topk(block.chosen).indices for each, block in zip(order, blocks, strict=True)]
     return torch.stack(ids, 1).to(torch.uint8) if ids else None
+
+
+def alone(recipe, resumed=None):
+    """Train in this process what one rank trains."""
+    import torch
+
+    from qerl.config.recipe import load_config
+    from qerl.engine.transformers_engine import TransformersEngine
+    from training.run import resume, start
+
+    torch.set_num_threads(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TransformersEngine, "generate", drawn)
+        start(load_config(recipe), "tiny") if resumed is None else resume(Path(resumed))
+
+
+def torchrun(arguments, output):
+    """What the command of this name does; what it and the ranks say goes to the file `output`."""
+    from torch.distributed.run import main
+
+    descriptor = os.open(output, os.O_WRONLY | os.O_CREAT)
+    for number in (1, 2):
+        os.dup2(descriptor, number)
+    main(arguments)
 
 
 def run(size, recipe, output=None, resumed=None):

@@ -79,7 +79,7 @@ def wait_for(reached, process, seconds=120):
 def ended(process, seconds=120):
     """At the end of the block the process is waited for; if it hangs, it is killed."""
     try:
-        yield
+        yield process
         process.join(seconds)
         assert process.exitcode is not None, "it hangs"
     finally:

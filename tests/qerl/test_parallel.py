@@ -9,6 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from ranks import torchrun
+from run_process import ended, forked
 
 from qerl.errors import ConfigError, DataError, ParallelError
 from qerl.parallel import Parallel, check_same, open_parallel
@@ -213,10 +215,11 @@ with open_parallel() as parallel:
     hosts = []
     for rank in "01":
         words = ["--nnodes", "2", "--node-rank", rank, "--nproc-per-node", "1", "--rdzv-endpoint", f"127.0.0.1:{port}"]
-        command = [sys.executable, "-m", "torch.distributed.run", *words, str(script)]
-        environ = os.environ | {"PYTHONPATH": os.getcwd()}
-        hosts.append(subprocess.Popen(command, env=environ, stdout=-1, stderr=-2, text=True))
-    said = [host.communicate(timeout=240)[0] for host in hosts]
-    assert [host.returncode for host in hosts] == [0, 0], said
+        hosts.append(forked(torchrun, [*words, str(script)], tmp_path / f"host-{rank}"))
+    for host in hosts:
+        with ended(host):
+            pass
+    said = [(tmp_path / f"host-{rank}").read_text() for rank in "01"]
+    assert [host.exitcode for host in hosts] == [0, 0], said
     for rank, lines in enumerate(said):  # a launcher may add that the other one has ended before it
         assert f"({rank}, 0): world 1, sum 3.0" in lines

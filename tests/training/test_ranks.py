@@ -3,14 +3,13 @@
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 
 import pytest
 import torch
-from ranks import ranks, rows_of, run, train
-from run_process import go, hold_in, wait_for
+from ranks import alone, command, ranks, rows_of, run, train
+from run_process import ended, forked, go, hold_in, wait_for
 from small_run import numbers, small_config
 
 from qerl.checkpoint.adapter_file import read_adapter
@@ -65,7 +64,7 @@ def close(name, one, other):
 def test_two_ranks_compute_what_one_does(base, nvfp4_base, nvfp4_moe, tmp_path, case):
     served = {"dynamic, through the quantizer": base, "experts": nvfp4_moe}.get(case, nvfp4_base)
     overrides = CASES[case]
-    assert run(1, recipe(served, tmp_path, *overrides, out="one", steps=3)) == [0]
+    alone(recipe(served, tmp_path, *overrides, out="one", steps=3))
     assert run(2, recipe(served, tmp_path, *overrides, out="two", steps=3)) == [0, 0]
     one, two = (numbers(tmp_path / name) for name in ("one", "two"))
     assert len(one) == len(two) == 3
@@ -81,11 +80,11 @@ def test_two_ranks_compute_what_one_does(base, nvfp4_base, nvfp4_moe, tmp_path, 
 
 
 def test_a_killed_rank_ends_the_other_and_the_run_goes_on_with_one_rank(nvfp4_base, tmp_path):
-    whole = recipe(nvfp4_base, tmp_path, out="whole", steps=6)
+    whole = recipe(nvfp4_base, tmp_path, out="whole")
     assert run(2, whole) == [0, 0]
     (tmp_path / "killed").mkdir()
     hold_in(tmp_path / "killed", step=3)
-    killed = recipe(nvfp4_base, tmp_path / "killed", steps=6)
+    killed = recipe(nvfp4_base, tmp_path / "killed")
     first, second = ranks(2, train, str(killed), str(tmp_path))
     wait_for((tmp_path / "killed" / "held").exists, second)
     second.kill()
@@ -97,7 +96,7 @@ def test_a_killed_rank_ends_the_other_and_the_run_goes_on_with_one_rank(nvfp4_ba
     assert "error: another rank is gone" in (tmp_path / "rank-0.log").read_text()
     run_dir = tmp_path / "killed" / "run"
     assert len(rows_of(run_dir)) == 3
-    assert run(1, killed, resumed=run_dir) == [0]
+    alone(killed, resumed=run_dir)
     for row, other in zip(numbers(tmp_path / "whole"), numbers(run_dir), strict=True):
         assert all(close(name, row[name], other[name]) for name in row)
 
@@ -195,19 +194,14 @@ def test_ranks_are_started_for_each_card(tmp_path):
     tool = tmp_path / "nvidia-smi"
     tool.write_text(CARDS)
     tool.chmod(0o755)
-    path = os.pathsep.join([os.getcwd(), str(tmp_path)])
-    environ = os.environ | {"PYTHONPATH": path, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    environ.pop("CUDA_VISIBLE_DEVICES", None)
-    command = [
-        sys.executable,
-        "-m",
-        "qerl.cli",
-        *["eval", "arith", "--model", "tiny", "--gpus", "2", "--limit", "7", "--out", "out"],
-    ]
-    result = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=300)
-    assert result.returncode == 0, result.stderr
+    environ = {"PYTHONPATH": f"{os.getcwd()}:{tmp_path}", "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    arguments = ["eval", "arith", "--model", "tiny", "--gpus", "2", "--limit", "7", "--out", "out"]
+    with ended(forked(command, environ, tmp_path, arguments, str(tmp_path / "said"))) as process:
+        pass
+    said = (tmp_path / "said").read_text()
+    assert process.exitcode == 0, said
     assert [(tmp_path / f"rank-{rank}").read_text() for rank in range(2)] == ["2 0 0", "2 1 1"]
-    assert result.stdout.count("shown") == 1
+    assert said.count("shown") == 1
 
 
 def test_a_run_is_started_for_each_card(here, tmp_path, monkeypatch):

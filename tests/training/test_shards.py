@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from ranks import rows_of, run
+from ranks import alone, rows_of, run
 from safetensors.torch import load_file
 from small_run import numbers, small_config
 
@@ -68,7 +68,7 @@ def back_to(run_dir, step):
 def test_two_ranks_compute_and_save_what_one_does_and_either_goes_on_from_the_other_s_files(base, tmp_path):
     given = ("optim.learning_rate=1e-5", "qat.train_norms=true")
     one, two = tmp_path / "one", tmp_path / "two"
-    assert run(1, recipe(base, tmp_path, *given, out="one")) == [0]
+    alone(recipe(base, tmp_path, *given, out="one"))
     assert run(2, recipe(base, tmp_path, *given, out="two"), tmp_path) == [0, 0]
     same_numbers(one, two)
     same_state(one, two, 5)
@@ -82,7 +82,7 @@ def test_two_ranks_compute_and_save_what_one_does_and_either_goes_on_from_the_ot
 
 def test_masters_in_bfloat16_get_the_same_random_bits(base, tmp_path):
     given = ("optim.learning_rate=1e-6", "qat.masters=bfloat16", "optim.weight_decay=0", "run.save_every=3")
-    assert run(1, recipe(base, tmp_path, *given, out="one", steps=3)) == [0]
+    alone(recipe(base, tmp_path, *given, out="one", steps=3))
     assert run(2, recipe(base, tmp_path, *given, out="two", steps=3)) == [0, 0]
     same_numbers(tmp_path / "one", tmp_path / "two")
     begun = {name: tensor for file in base.glob("*.safetensors") for name, tensor in load_file(file).items()}

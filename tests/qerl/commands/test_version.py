@@ -19,11 +19,8 @@ def test_the_version_names_the_stack_without_loading_it():
     assert "vllm" in lines
 
 
-def test_a_plan_of_a_model_alone_says_which_recipe_it_takes():
-    found = subprocess.run(
-        [sys.executable, "-m", "qerl.cli", "plan", "--model", "Qwen/Qwen2.5-3B-Instruct", "--gpu", "24"],
-        capture_output=True, text=True, cwd=ROOT,
-    )  # fmt: skip
-    assert found.returncode == 0, found.stderr
-    assert "no --recipe given: planning with dapo_7b" in found.stderr
-    assert "seconds per step" in found.stdout
+def test_a_plan_of_a_model_alone_says_which_recipe_it_takes(here):
+    code, stdout, stderr = here("plan", "--model", "Qwen/Qwen2.5-3B-Instruct", "--gpu", "24")
+    assert code == 0, stderr
+    assert "no --recipe given: planning with dapo_7b" in stderr
+    assert "seconds per step" in stdout

@@ -1,13 +1,9 @@
 """A model that caps its logits (Gemma 2) is refused at once, with the reason."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[3]
 GEMMA2 = {
     **{"model_type": "gemma2", "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4},
     **{"num_hidden_layers": 2, "vocab_size": 128, "attn_logit_softcapping": 50.0},
@@ -15,12 +11,10 @@ GEMMA2 = {
 
 
 @pytest.mark.parametrize("command", ["plan", "quantize"])
-def test_gemma_2_is_refused_once_and_names_the_reason(command, tmp_path):
+def test_gemma_2_is_refused_once_and_names_the_reason(here, command, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(GEMMA2))
     (tmp_path / "model.safetensors").write_bytes(b"")
-    found = subprocess.run(
-        [sys.executable, "-m", "qerl.cli", command, "--model", str(tmp_path)], capture_output=True, text=True, cwd=ROOT
-    )
-    assert found.returncode == 2
-    assert found.stderr.count("gemma2 caps its logits (attn_logit_softcapping: 50.0)") == 1
-    assert found.stderr.count("error:") == 1
+    code, _, stderr = here(command, "--model", tmp_path)
+    assert code == 2
+    assert stderr.count("gemma2 caps its logits (attn_logit_softcapping: 50.0)") == 1
+    assert stderr.count("error:") == 1

@@ -1,11 +1,8 @@
 """The model card, the printed commands, and the push, tested against a small hub of our own."""
 
 import json
-import os
 import shlex
 import shutil
-import subprocess
-import sys
 import threading
 from base64 import b64decode
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -112,16 +109,22 @@ def test_a_push_that_cannot_work_is_refused_first(run, tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
-def hub(tmp_path, base, *options, token="hf_test", endpoint=None):
-    """Run `qerl merge --push-to-hub me/model` in a separate process, against `endpoint`."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HOME": str(tmp_path / "hf"), "HF_ENDPOINT": endpoint}
-    for name in ("HF_TOKEN", "HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy", "ALL_PROXY", "all_proxy"):
-        environment.pop(name, None)
-    if token:
-        environment["HF_TOKEN"] = token
-    arguments = ["merge", "--adapter", str(base), "--to", "adapter", "--out", str(tmp_path / "out"), *map(str, options)]
-    command = [sys.executable, "-m", "qerl.cli", *arguments, "--push-to-hub", "me/model"]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, cwd=tmp_path)
+@pytest.fixture
+def hub(here, tmp_path, monkeypatch, server):
+    """Run `qerl merge --push-to-hub me/model` against the small hub."""
+    for name in ("HTTPS_PROXY", "HTTP_PROXY", "https_proxy", "http_proxy", "ALL_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.address)
+    monkeypatch.setattr("huggingface_hub.constants.HF_TOKEN_PATH", str(tmp_path / "hf" / "token"))
+    monkeypatch.chdir(tmp_path)
+
+    def run(base, *options, token="hf_test"):
+        monkeypatch.setenv("HF_TOKEN", token or "")
+        arguments = ["merge", "--adapter", base, "--to", "adapter", "--out", tmp_path / "out", *options]
+        code, _, stderr = here(*arguments, "--push-to-hub", "me/model")
+        return code, stderr
+
+    return run
 
 
 class Hub(BaseHTTPRequestHandler):
@@ -175,39 +178,39 @@ def server():
     server.shutdown()
 
 
-def test_a_push_uploads_the_folder_and_its_card(run, tmp_path, server):
-    done = hub(tmp_path, run, "--base-name", "Qwen/Qwen2.5-7B-Instruct", endpoint=server.address)
-    assert done.returncode == 0, done.stderr
+def test_a_push_uploads_the_folder_and_its_card(run, hub, tmp_path, server):
+    code, stderr = hub(run, "--base-name", "Qwen/Qwen2.5-7B-Instruct")
+    assert code == 0, stderr
     assert server.created.get("visibility") == "private" or server.created["private"] is True
     out = tmp_path / "out"
     assert set(server.files) == {path.name for path in out.iterdir()}
     assert all(server.files[path.name] == path.read_bytes() for path in out.iterdir())
-    assert "me/model" in done.stderr
+    assert "me/model" in stderr
 
 
-def test_a_failed_push_leaves_the_folder_and_says_how_to_go_on(run, tmp_path, server):
+def test_a_failed_push_leaves_the_folder_and_says_how_to_go_on(run, hub, tmp_path, server):
     server.commits = False
-    done = hub(tmp_path, run, "--base-name", "a/b", endpoint=server.address)
-    assert done.returncode == 2
-    line = done.stderr.strip().splitlines()[-1]
+    code, stderr = hub(run, "--base-name", "a/b")
+    assert code == 2
+    line = stderr.strip().splitlines()[-1]
     assert "is complete, but could not be pushed to me/model" in line
     assert f"hf upload me/model {tmp_path / 'out'}" in line
     assert (tmp_path / "out" / "adapter_model.safetensors").is_file()
 
 
 @pytest.mark.parametrize(("token", "expected"), [(None, "no hub token is set"), ("hf_bad", "does not take the token")])
-def test_without_a_valid_token_nothing_is_written(run, tmp_path, server, token, expected):
+def test_without_a_valid_token_nothing_is_written(run, hub, tmp_path, server, token, expected):
     server.accept = False
-    done = hub(tmp_path, run, token=token, endpoint=server.address)
-    assert done.returncode == 2
-    assert expected in done.stderr
+    code, stderr = hub(run, token=token)
+    assert code == 2
+    assert expected in stderr
     assert not (tmp_path / "out").exists()
 
 
-def test_a_pushed_adapter_of_a_local_base_says_that_others_cannot_load_it(run, tmp_path, server):
+def test_a_pushed_adapter_of_a_local_base_says_that_others_cannot_load_it(run, hub, tmp_path, server):
     (base := tmp_path / "base").mkdir()
     (base / "config.json").write_text("{}")
-    done = hub(tmp_path, run, "--base-name", base, endpoint=server.address)
-    assert done.returncode == 0, done.stderr
-    assert f"names the folder {base} as its base" in done.stderr
+    code, stderr = hub(run, "--base-name", base)
+    assert code == 0, stderr
+    assert f"names the folder {base} as its base" in stderr
     assert "--base-name ID" in server.files["README.md"].decode()
