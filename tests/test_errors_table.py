@@ -176,6 +176,9 @@ CASES = {
     "tools of no environment": (
         f"{PLAIN} --environment none --tools a.py:f", "--tools a.py:f and --environment none contradict", "leave one",
     ),
+    "no server of an environment": (
+        f"{TRAIN} {SUMS} --environment http://127.0.0.1:9", "http://127.0.0.1:9 cannot be reached", "start its server",
+    ),
     "no such environment": (f"{PLAIN} --environment wordgame", "'wordgame' names no environment", "word_game"),
     "time of no grader": (f"{PLAIN} --grader-timeout-s 3", "--grader-timeout-s 3 is of a grader", "--grader FILE.py"),
     "adapter of another base": (

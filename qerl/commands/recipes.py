@@ -38,7 +38,7 @@ def copy(
     name: RecipeName,
     out: Annotated[Path | None, typer.Option(help="File to write; default: ./NAME.yaml.")] = None,
 ) -> None:
-    """Copy a recipe's file here, to change it; an existing file is left alone."""
+    """Copy a recipe's file here, to change it."""
     from qerl.config.recipe import copy_recipe
 
     path = copy_recipe(name, out)

@@ -26,7 +26,7 @@ class TrainOptions:
     task: Annotated[
         str | None, typer.Option(help="Task: prompt and grading; default: the recipe's.", autocompletion=task_values)
     ] = None
-    data: Annotated[str | None, typer.Option(help="jsonl, parquet or csv file, folder, or hub name.")] = None
+    data: Annotated[str | None, typer.Option(help="jsonl, json, csv or parquet file, folder, or hub name.")] = None
     columns: Annotated[
         Mapping[str, str] | None,
         Text(parse_columns),

@@ -7,9 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from qerl.environments.build import Source
+from qerl.environments.build import Source, is_url
 from qerl.environments.chat import Chat
 from qerl.environments.episodes import Episodes
+from qerl.environments.remote import check_reachable
 from qerl.environments.runner import Runner
 from qerl.environments.values import Episode, Limits, Start
 from qerl.own.columns import ENVIRONMENTS, EPISODE_COLUMNS
@@ -62,6 +63,8 @@ def open_environments(
 
     from qerl.checkpoint.load import end_token_ids
 
+    if config.name is not None and is_url(config.name):
+        check_reachable(config.name)
     runner = Runner(source_of(config), config.processes)
     try:
         end_ids = end_token_ids(folder, AutoConfig.from_pretrained(folder).get_text_config(), tokenizer)

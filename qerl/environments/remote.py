@@ -11,7 +11,9 @@ A server of several episodes tells them apart by `episode_id`. An observation is
 from __future__ import annotations
 
 import json
+import socket
 import urllib.error
+import urllib.parse
 import urllib.request
 import uuid
 from collections.abc import Mapping
@@ -19,8 +21,23 @@ from typing import Any
 
 from qerl.environments.driven import BadEnvironmentError, messages_of, number
 from qerl.environments.values import Action, Reply
+from qerl.errors import ConfigError
 
+CONNECT_S = 10.0
 LARGEST = 16 * 2**20  # bytes of an answer
+
+
+def check_reachable(url: str) -> None:
+    """Raise ConfigError if nothing listens at the server's address."""
+    parts = urllib.parse.urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname, port), timeout=CONNECT_S).close()
+    except OSError as error:
+        why = error.strerror or error
+        raise ConfigError(
+            f"environment {url} cannot be reached ({why}): start its server, or correct the URL"
+        ) from error
 
 
 class Remote:

@@ -163,7 +163,13 @@ class GuardedReward:
             saved += f", which could not be written ({error.strerror})"
         limit = "data.grader_timeout_s" if self._task_grades else "rewards.N.timeout_s"
         late = f", within {limit} ({self._timeout_s:g})" if isinstance(cause, LateError) else ""
+        who, returns = f"reward {self.__name__}", "one finite number for each completion"
+        if self._task_grades:
+            who, returns = (
+                f"grader {Path(self._fixed['task'].grader).name}",
+                "True, False or a number from 0 to 1 for a completion",
+            )
         raise RewardError(
-            f"reward {self.__name__} {what}; the completion it failed on is in {saved}. A reward has to return one "
-            f"finite number for each completion{late}, 0 for one that it cannot judge"
+            f"{who} {what}; the completion it failed on is in {saved}. A {who.partition(' ')[0]} has to return "
+            f"{returns}{late}, 0 for one that it cannot judge"
         ) from cause

@@ -48,8 +48,12 @@ def test_an_own_reward_may_take_one_completion_too(tmp_path):
 @pytest.mark.parametrize(
     ("body", "message", "timeout_s"),
     [
-        ("return 1 / (completion != 'b')", r"accuracy raised ZeroDivisionError.*\(grader\.py, line 3\)", 60),
-        ("return -1 if completion == 'b' else 1", r"accuracy returned -1\.0, and a grade is a number from 0", 60),
+        ("return 1 / (completion != 'b')", r"^grader grader.py raised ZeroDivisionError.*\(grader\.py, line 3\)", 60),
+        (
+            "return -1 if completion == 'b' else 1",
+            r"^grader grader.py returned -1\.0, and a grade is a number from 0",
+            60,
+        ),
         ("time.sleep(30 * (completion == 'b')); return 1", r"did not return .* within data\.grader_timeout_s \(2\)", 2),
     ],
 )
