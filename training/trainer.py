@@ -74,7 +74,9 @@ class QerlTrainer(RunTrainer, GRPOTrainer):
         config = parts.config
         self.parts, self._start_step, self.validation = parts, start_step, validation
         self._collected: Collected | None = None
-        self.gate = MismatchGate(config.loss.mismatch_gate, config.adapter.dropout, rounding_causes(config))
+        # With several updates per rollout old logprobs are scored, without dropout.
+        dropout = config.adapter.dropout if config.loss.num_iterations == 1 else 0.0
+        self.gate = MismatchGate(config.loss.mismatch_gate, dropout, rounding_causes(config))
         super().__init__(
             model=parts.policy.model,
             reward_funcs=parts.rewards.functions,  # TRL wants some; `training.rewards` calls them

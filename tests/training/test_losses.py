@@ -15,8 +15,10 @@ from trainer_factory import ADVANTAGES, MASK, batch_of, build_trainer, inputs_of
 import training.run_trainer
 import training.step
 from qerl.checkpoint.adapter import adapter_tensors
+from qerl.errors import EngineError
 from training.loss.advantages import group_advantages
 from training.loss.batch import padded_batch
+from training.loss.correction import Mismatch
 from training.rollout.groups import GradedGroup, Group, Prompt, Sample
 from training.run import start
 
@@ -289,3 +291,7 @@ def test_old_logprobs_are_those_of_the_policy_without_dropout(nvfp4_base, tmp_pa
     assert (scores(trainer) - old).abs().max() > 1e-3  # the forward pass that trains has dropout
     trainer.model.eval()
     torch.testing.assert_close(old, scores(trainer).detach(), rtol=0, atol=1e-5)
+    mismatch, trainer.gate.passed = Mismatch(), False  # so the gate can judge them
+    mismatch.add(old, old - 0.5, MASK, trainer.parts.config.loss.correction)
+    with pytest.raises(EngineError, match="disagree before the first update"):
+        trainer.gate.check(mismatch, sigma=0.0)

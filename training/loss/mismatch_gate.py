@@ -21,7 +21,8 @@ class MismatchGate:
     """Judges the first step of a run that can be judged; after that it is `passed`."""
 
     def __init__(self, limit: float | None, dropout: float, causes: Sequence[str] = ()) -> None:
-        """`limit` is in nats, or None for no gate. If the adapter has `dropout`, no step can be judged.
+        """`limit` is in nats, or None for no gate. If the old logprobs have the adapter's `dropout`, no step can be
+        judged.
 
         `causes` are what the recipe asks for that makes them differ from the first step on (`rounding_causes`).
         """
