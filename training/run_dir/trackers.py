@@ -69,8 +69,9 @@ class Trackers:
     def table(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Report a sample of completions, as `completion_rows` makes it."""
         if rows and self._opened:
-            names = list(rows[0]["rewards"])
-            values = [[step, *(row[name] for name in COLUMNS[1:]), *row["rewards"].values()] for row in rows[:ROWS]]
+            rows = rows[:ROWS]
+            names = list(dict.fromkeys(name for row in rows for name in row["rewards"]))  # of all sources
+            values = [[step, *(row[name] for name in COLUMNS[1:]), *map(row["rewards"].get, names)] for row in rows]
             cells = [[_cut(value) for value in row] for row in values]
             self._each(lambda tracker: tracker.table(step, [*COLUMNS, *names], cells))
 
@@ -199,7 +200,7 @@ class _TensorBoard:
         self._writer.flush()
 
     def table(self, step: int, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:
-        lines = [columns, ["---"] * len(columns), *([_in_cell(value) for value in row] for row in rows)]
+        lines = [columns, ["---"] * len(columns), *([in_cell(value) for value in row] for row in rows)]
         self._writer.add_text("samples", "\n".join(f"| {' | '.join(line)} |" for line in lines), step)
 
     def close(self, failed: bool) -> None:
@@ -225,8 +226,10 @@ def _cut(value: Any) -> Any:
     return value if len(value) <= TEXT else f"{value[:TEXT]}..."
 
 
-def _in_cell(value: Any) -> str:
-    """A value as Markdown shows it in one cell of a table, and as nothing else."""
+def in_cell(value: Any) -> str:
+    """A value as Markdown shows it in one cell of a table, and as nothing else; None is empty."""
+    if value is None:
+        return ""
     text = value if isinstance(value, str) else f"{value:.4g}"
     for char, written in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("`", "&#96;"), ("\n", "<br>")):
         text = text.replace(char, written)

@@ -15,7 +15,7 @@ from training.preflight.checks import check_config
 from training.run import resume, start
 from training.run_dir.folder import new_run_dir
 from training.run_dir.log import read_metrics
-from training.run_dir.trackers import ROWS, TEXT, Trackers, open_trackers
+from training.run_dir.trackers import ROWS, TEXT, Trackers, in_cell, open_trackers
 
 NAMES = ("wandb", "trackio", "tensorboard")
 MISSING = [name for name in NAMES if importlib.util.find_spec(name) is None]
@@ -171,6 +171,18 @@ def test_tables_are_bounded():
     assert columns == ["step", "prompt", "completion", "advantage", "a", "b"]
     assert (len(rows), rows[0][0], rows[0][3:]) == (ROWS, 3, [0.5, 1.0, 0.0])
     assert len(rows[0][2]) == TEXT + 3
+
+
+def test_completions_of_several_sources_have_the_rewards_of_all_as_columns():
+    """Each row has the rewards of its own source alone; a table whose rows differ in width is refused by trackers."""
+    shared = {"prompt": "p", "completion": "c", "advantage": 0.5}
+    rows = [{**shared, "rewards": own} for own in ({"a": 1.0}, {"b": 0.25, "a": 0.0})]
+    tracker = Recorded()
+    Trackers({"one": tracker}).table(3, rows)
+    ((columns, cells),) = tracker.tables
+    assert columns[4:] == ["a", "b"]
+    assert [row[4:] for row in cells] == [[1.0, None], [0.0, 0.25]]
+    assert in_cell(None) == ""
 
 
 def test_the_recipe_goes_there_without_secrets():
