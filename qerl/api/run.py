@@ -48,8 +48,8 @@ class Run:
 
     @property
     def completions(self) -> pandas.DataFrame:
-        """The completions that were kept (`logging.completions_every`): step, prompt, completion, advantage, and a
-        column for each reward."""
+        """The completions that were kept (`logging.completions_every`): step, prompt, completion, tokens, whether it
+        was truncated, advantage, and a column for each reward."""
         import pandas
 
         from qerl.report.read import completions_step

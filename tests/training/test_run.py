@@ -52,7 +52,8 @@ def test_the_files_that_a_run_writes(finished, nvfp4_base):
     assert about["base"] == str(nvfp4_base)
     assert about["versions"]["trl"] == "1.16.0"
     samples = [json.loads(line) for line in (finished / "completions" / "step-000002.jsonl").read_text().splitlines()]
-    assert set(samples[0]) == {"prompt", "completion", "advantage", "rewards"}
+    assert set(samples[0]) == {"prompt", "completion", "tokens", "truncated", "advantage", "rewards"}
+    assert {sample["tokens"] for sample in samples if sample["truncated"]} == {8}
     assert any(tensor.abs().sum() > 0 for name, tensor in read_adapter(finished / "adapter")[0].items() if "_B" in name)
 
 

@@ -16,13 +16,15 @@ if TYPE_CHECKING:
 def completion_rows(
     groups: Sequence[GradedGroup], advantages_P_G: torch.Tensor, rewards: Rewards
 ) -> list[dict[str, Any]]:
-    """A rollout as rows for people to read: prompt, completion, advantage, rewards by name, and which of several
-    sources it is of."""
+    """A rollout as rows for people to read: prompt, completion, its length and whether that is the limit, advantage,
+    rewards by name, and which of several sources it is of."""
     names, sources = rewards.names, rewards.source_names
     return [
         {
             "prompt": graded.group.prompt.text,
             "completion": text,
+            "tokens": sample.written,
+            "truncated": sample.truncated,
             "advantage": advantage,
             "rewards": {name: own for name, own in zip(names, rewards_F, strict=True) if not math.isnan(own)},
             **({"source": sources[graded.group.prompt.source]} if any(sources) else {}),
