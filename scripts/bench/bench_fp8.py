@@ -5,9 +5,10 @@
 
 Decoding: microseconds of each linear by tokens, rounding the input and multiplying, in a CUDA graph over so many copies
 of the weight that none is in the cache. The ways are vLLM's kernels: CUTLASS, which the engine takes, Triton, and
-DeepGEMM where it works; and decoding to bfloat16 for cuBLAS. The limit is one read of the codes. Training: TFLOP/s of
-y, dx and dW of each linear, in bfloat16 and by the recipes of `train.fp8_recipe`, with what they round. Kernels: GB/s
-read and written. The file is written after each row. A way that fails is reported with the error's first line.
+DeepGEMM where it works; our own for few tokens (qerl/fp8/few_tokens.py), which nothing takes yet; and decoding to
+bfloat16 for cuBLAS. The limit is one read of the codes. Training: TFLOP/s of y, dx and dW of each linear, in bfloat16
+and by the recipes of `train.fp8_recipe`, with what they round. Kernels: GB/s read and written. The file is written
+after each row. A way that fails is reported with the error's first line.
 """
 
 from __future__ import annotations
@@ -110,6 +111,14 @@ def ways() -> dict[str, Product]:
         codes, scale = fp8_utils.per_token_group_quant_fp8(x, 128, use_ue8m0=True)
         return fp8_utils.w8a8_triton_block_scaled_mm(codes, weight.codes, scale, weight.scale, fp8.SHAPE, x.dtype)
 
+    def by_few_tokens(x: torch.Tensor, weight: FP8Tensor) -> torch.Tensor:
+        from qerl.fp8 import few_tokens
+
+        if len(x) > few_tokens.MOST_TOKENS:
+            raise ValueError(f"takes at most {few_tokens.MOST_TOKENS} tokens")
+        rounded = FP8Tensor(*fp8_utils.per_token_group_quant_fp8(x, 128, use_ue8m0=True))
+        return few_tokens.product(rounded, weight, x.dtype)
+
     def by_deep_gemm(x: torch.Tensor, weight: FP8Tensor) -> torch.Tensor:
         from vllm.utils.deep_gemm import fp8_gemm_nt
 
@@ -123,6 +132,7 @@ def ways() -> dict[str, Product]:
     return {
         "cutlass": lambda x, weight: fp8.product(x, *weight, "pow2"),
         "triton": by_triton,
+        "few_tokens": by_few_tokens,
         "decoded": lambda x, weight: x @ decode(*weight, x.dtype).t(),
         "deep_gemm": by_deep_gemm,
     }

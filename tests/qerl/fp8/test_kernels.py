@@ -126,3 +126,17 @@ def test_codes_are_turned_also_those_of_rows_of_more(shape):
     turned = kernels.turn(more[7:])
     assert turned.dtype == E4M3
     assert same_bits(turned, more.view(torch.uint8)[7:].t().contiguous())
+
+
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+@pytest.mark.parametrize(("tokens", "shape"), [(1, (256, 384)), (5, (200, 1024)), (16, (32, 128))], ids=str)
+def test_few_tokens_are_multiplied_as_by_the_oracle(tokens, shape, scales):
+    """Sums are in another order."""
+    from qerl.fp8 import few_tokens
+
+    x = torch.randn(tokens, shape[1], device=DEVICE) * torch.logspace(-9, 2, shape[1], device=DEVICE)
+    tensors = reference.quantize(torch.randn(shape, device=DEVICE), scales)
+    rounded_x = reference.quantize_input(x, scales)
+    found, right = few_tokens.product(rounded_x, tensors, torch.float32), reference.product(x, tensors, scales)
+    assert (found - right).norm() / right.norm() < 2e-6
+    assert torch.equal(found, few_tokens.product(rounded_x, tensors, torch.float32))
