@@ -28,6 +28,14 @@ def finished(nvfp4_moe, tmp_path_factory):
     return start(small_config(nvfp4_moe, tmp_path_factory.mktemp("moe"), "loss.kl_coef=0.1", steps=4), "tiny").run_dir
 
 
+@pytest.fixture(scope="module")
+def ends_by_chance(nvfp4_moe, tmp_path_factory):
+    """The same base, whose completions have eight tokens on average."""
+    base = shutil.copytree(nvfp4_moe, tmp_path_factory.mktemp("ends") / "base")
+    end_by_chance(base, json.loads((base / "config.json").read_text())["vocab_size"], 8)
+    return base
+
+
 def test_sampler_and_trainer_agree_and_say_what_the_replay_does(finished):
     rows = numbers(finished)
     assert max(rows[0]["mismatch_kl"], rows[0]["mismatch/router_changed"]) < 1e-8  # the modules are the same
@@ -61,14 +69,27 @@ def test_a_run_that_died_resumes_to_the_same_numbers(finished, nvfp4_moe, tmp_pa
     assert same_adapters(result.adapter, finished / "adapter")
 
 
-def test_carried_completions_keep_their_experts_in_a_checkpoint(nvfp4_moe, tmp_path):
-    base = shutil.copytree(nvfp4_moe, tmp_path / "base")
-    end_by_chance(base, json.loads((base / "config.json").read_text())["vocab_size"], 8)
+def test_episodes_replay_what_was_chosen_in_every_turn(ends_by_chance, tmp_path):
+    """In float32 the trainer would choose the same, so that any other token's choices would show."""
+    game = (
+        "data={task: word_game}",
+        "environment={name: word_game}",
+        "rollout.max_new_tokens=60",
+        "noise.enabled=false",
+    )
+    run_dir = start(small_config(ends_by_chance, tmp_path, *game, steps=2), "tiny").run_dir
+    assert [row["mismatch/router_changed"] for row in numbers(run_dir)] == [0, 0]
+    lines = (run_dir / "completions" / "step-000001.jsonl").read_text().splitlines()
+    turns = [json.loads(line)["turns"] for line in lines]
+    assert max(len([turn for turn in each if turn["role"] == "assistant"]) for each in turns) > 1
+
+
+def test_carried_completions_keep_their_experts_in_a_checkpoint(ends_by_chance, tmp_path):
     settings = ("rollout.carry_over=2", "run.save_every=1", "adapter.experts=per_expert", "rollout.max_new_tokens=40")
-    whole = start(small_config(base, tmp_path, *settings, steps=4, out="whole"), "tiny").run_dir
+    whole = start(small_config(ends_by_chance, tmp_path, *settings, steps=4, out="whole"), "tiny").run_dir
     assert all(row["carry_over/kept_tokens"] for row in numbers(whole)[:3])
     with killed_in(training.trainer.QerlTrainer, "compute_loss", 4):
-        start(small_config(base, tmp_path, *settings, steps=4), "tiny")
+        start(small_config(ends_by_chance, tmp_path, *settings, steps=4), "tiny")
     assert numbers(resume(tmp_path / "run").run_dir) == numbers(whole)
     tensors, _ = read_adapter(whole / "adapter")
     assert tensors["model.layers.0.mlp.experts.down_proj.lora_B.weight"].dim() == 3
