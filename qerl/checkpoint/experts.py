@@ -49,6 +49,14 @@ FAMILIES = {  # by model_type
     "mixtral": Family("Mixtral", "block_sparse_moe", "w1", "w3", "w2", "intermediate_size", True),
 }
 TITLES = ", ".join(family.title for family in FAMILIES.values())
+OTHERS = {  # by how a model_type begins: a family, and what of it is not here
+    "qwen2_moe": ("Qwen2-MoE", "an expert that sees every token, behind a gate"),
+    "qwen3_next": ("Qwen3-Next", "linear attention and an expert that sees every token"),
+    "qwen3_5_moe": ("Qwen3.5-MoE", "linear attention and an expert that sees every token"),
+    "deepseek": ("DeepSeek", "latent attention, experts chosen by groups and experts that see every token"),
+    "glm": ("GLM-MoE", "experts chosen by a sigmoid with a correction and an expert that sees every token"),
+    "gpt_oss": ("gpt-oss", "attention sinks and experts with biases and a clamped activation"),
+}
 
 
 class Expert(NamedTuple):
@@ -136,8 +144,8 @@ class Decoder:
         """The name in memory of a file's module, where each expert has three linears of its own in place of a layer's
         two tensors: as llm-compressor's `linearize_moe` names them."""
         if self.family is None or ".experts." not in module:
-            return self._in_block(module)
-        parent, _, leaf = self._in_block(module).rpartition(".")
+            return self.in_memory(module)
+        parent, _, leaf = self.in_memory(module).rpartition(".")
         return f"{parent}.{LINEARIZED[self.family.leaves.index(leaf)]}"
 
     def shapes_in_memory(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
@@ -152,7 +160,7 @@ class Decoder:
             module = name.removesuffix(".weight")
             place = self.place_of(module)
             if place is None or shape != self.shape_of(module.rpartition(".")[2]):
-                found[self._in_block(name) if place is None else name] = shape
+                found[self.in_memory(name) if place is None else name] = shape
             else:
                 parts.setdefault(place.tensor, []).append(name)
         for tensor, names in parts.items():
@@ -162,7 +170,8 @@ class Decoder:
                 found |= {name: shapes[name] for name in names}
         return found
 
-    def _in_block(self, name: str) -> str:
+    def in_memory(self, name: str) -> str:
+        """The name in memory of a tensor or a module that is no expert's, by its name in files."""
         return name.replace(f".{self.family.block}.", ".mlp.", 1) if self.family else name
 
 
@@ -186,10 +195,9 @@ def decoder_of(config: Mapping[str, Any], name: str) -> Decoder:
         return Decoder(layers)
     family, shared = FAMILIES.get(kind), next((key for key in SHARED_KEYS if config.get(key)), None)
     if family is None or shared:
-        what = f"with experts that see every token ({shared}: {config[shared]})" if shared else "of another family"
         raise CheckpointError(
-            f"{name} is a mixture of experts {what} ({kind}, {counted}: {config[counted]}), and qerl has {TITLES}: "
-            "give a model of one of these, or a dense one"
+            f"{name} is a mixture of experts {_unlike(str(kind), shared)} ({kind}, {counted}: {config[counted]}), and "
+            f"qerl has {TITLES}: give a model of one of these, or a dense one"
         )
     values = {
         "experts": (counted, config[counted]),
@@ -205,6 +213,14 @@ def decoder_of(config: Mapping[str, Any], name: str) -> Decoder:
     normalises = bool(config.get("norm_topk_prob")) if family.normalises is None else family.normalises
     sparse = _sparse_layers(config, name)
     return Decoder(layers, family, experts, chosen, width, config.get("hidden_size"), sparse, normalises)
+
+
+def _unlike(kind: str, shared: str | None) -> str:
+    """What a mixture of experts has that FAMILIES do not, by its model_type and the one of SHARED_KEYS that it sets."""
+    known = next((other for begins, other in OTHERS.items() if kind.startswith(begins)), None)
+    if known is not None:
+        return "of the family {}, with {}".format(*known)
+    return f"with experts that see every token ({shared})" if shared else "of another family"
 
 
 def _sparse_layers(config: Mapping[str, Any], name: str) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.hub import download_model
 from qerl.checkpoint.kinds import format_of
 from qerl.checkpoint.links import check_links
-from qerl.checkpoint.load_experts import check_trained_family, fill_experts_
+from qerl.checkpoint.load_experts import fill_experts_
 from qerl.checkpoint.named_base import EMBEDDED
 from qerl.checkpoint.quantized_folder import quantize_line
 from qerl.checkpoint.sandbox import try_tokenizer
@@ -63,7 +63,6 @@ def load_model(
     _check_format(folder, wanted, found)
     check_experts(folder)
     decoder = decoder_of(read_json(folder / "config.json"), str(folder))
-    check_trained_family(decoder, folder)
     if wanted.quantized or decoder.has_experts:
         model = _load_packed(folder, wanted, torch_dtype, trust_remote_code)
     else:

@@ -7,6 +7,7 @@ tensors. Each expert is copied into its place as it is read.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,16 +23,16 @@ if TYPE_CHECKING:
     from qerl.formats.base import Format
     from qerl.formats.experts import ExpertWeights
 
-TRAINED = ("Qwen3-MoE",)  # the families whose layers are ours (`qerl.layers.place`)
+SERVED = ("Qwen3-MoE",)  # the families that the plugin of vLLM knows
 PARTS = {GATE_UP: 2, DOWN: 1}  # how many linears of an expert are in one tensor in memory
 
 
-def check_trained_family(decoder: Decoder, folder: Path) -> None:
-    """Raise CheckpointError for experts of a family that can be quantized, and not opened."""
-    if decoder.has_experts and decoder.family.title not in TRAINED:
+def check_served_family(decoder: Decoder, folder: Path) -> None:
+    """Raise CheckpointError for experts of a family that the transformers engine opens, and vLLM does not."""
+    if decoder.has_experts and decoder.family.title not in SERVED:
         raise CheckpointError(
-            f"{folder} is a mixture of experts of the family {decoder.family.title}, and qerl opens "
-            f"{', '.join(TRAINED)}: take one of these, or a dense model"
+            f"{folder} is a mixture of experts of the family {decoder.family.title}, and qerl serves "
+            f"{', '.join(SERVED)} with vLLM: take one of these, or write rollout.engine: transformers"
         )
 
 
@@ -40,15 +41,19 @@ def fill_experts_(
 ) -> dict[str, TensorInfo]:
     """Put our blocks into `model`, whose modules may have no storage, with the experts of a checkpoint's `tensors`.
 
-    Products are in `dtype`. Returns the tensors that are left to load. Raises CheckpointError for experts that do not
-    fit config.json.
+    Products are in `dtype`. Returns the tensors that are left to load, by their names in memory. Raises CheckpointError
+    for experts that do not fit config.json.
     """
     weights = _place_(model, decoder, format, dtype)
     own = check_complete(decoder, format, tensors)
     with TensorReader({name: tensors[name] for name in own}) as read:
         for name, place in own.items():
             weights[place.tensor].write_(name.rpartition(".")[2], place.expert, place.first_row, read(name))
-    return {name: info for name, info in tensors.items() if name not in own}
+    return {
+        decoder.in_memory(name): replace(info, stored_as=info.stored_as or name)
+        for name, info in tensors.items()
+        if name not in own
+    }
 
 
 def place_blocks_(model: nn.Module, decoder: Decoder, weights: Mapping[str, nn.Module]) -> None:

@@ -12,7 +12,10 @@ from qerl.layers.elementwise import RMSNorm
 from qerl.layers.mlp import mlp_forward
 
 PARTS = ("RMSNorm", "DecoderLayer", "Attention", "MLP")
-FAMILIES = ("Qwen2", "Qwen3", "Qwen3Moe", "Llama", "Mistral")  # our forwards follow those of transformers 5.17
+FAMILIES = {  # our forwards follow those of transformers 5.17
+    **dict.fromkeys(("Qwen2", "Qwen3", "Qwen3Moe", "Llama", "Mistral", "Mixtral"), PARTS),
+    "Olmoe": ("RMSNorm", "DecoderLayer"),  # its attention norms all heads of q and k at once
+}
 
 
 def fuse_(model: nn.Module) -> int:
@@ -42,7 +45,7 @@ def _kind(module: nn.Module) -> str | None:
     cls = type(module)
     if not cls.__module__.startswith("transformers.models."):
         return None
-    for family in FAMILIES:
-        if cls.__name__ in tuple(f"{family}{part}" for part in PARTS):
+    for family, parts in FAMILIES.items():
+        if cls.__name__ in tuple(f"{family}{part}" for part in parts):
             return cls.__name__.removeprefix(family)
     return None

@@ -10,7 +10,7 @@ from pathlib import Path
 from qerl import formats
 from qerl.checkpoint.experts import Decoder
 from qerl.checkpoint.linears import fused
-from qerl.checkpoint.load_experts import check_complete, check_trained_family
+from qerl.checkpoint.load_experts import check_complete, check_served_family
 from qerl.checkpoint.shards import read_json, read_tensors
 from qerl.checkpoint.shared_scales import check_shared
 from qerl.errors import ENGINE, KERNEL, CheckpointError, EngineError
@@ -31,7 +31,7 @@ def check_experts_served(folder: Path, format: Format, decoder: Decoder) -> None
 
     if not decoder.has_experts:
         return
-    check_trained_family(decoder, folder)
+    check_served_family(decoder, folder)
     if format.name not in (NVFP4.name, BF16.name):
         raise EngineError(
             f"{folder} has experts in {format.label}, and vLLM serves them in NVFP4 or 16 bits here: quantize the "

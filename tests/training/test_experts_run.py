@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from bases import write_base
 from killed import killed_in
 from make_random_checkpoint import end_by_chance
 from small_run import numbers, same_adapters, small_config
@@ -15,6 +16,9 @@ from qerl.checkpoint.resolve import resolve_model
 from qerl.engine.interface import SamplingParams
 from qerl.engine.open import open_model
 from qerl.engine.options import EngineOptions
+from quantize.merge.options import MergeOptions
+from quantize.merge.run import merge
+from quantize.run import quantize_checkpoint
 from training.run import resume, start
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -100,6 +104,18 @@ def test_without_replay_or_without_an_adapter_on_experts(nvfp4_moe, tmp_path):
     run_dir = start(small_config(nvfp4_moe, tmp_path, *settings, steps=2), "tiny").run_dir
     assert not any("router" in key or "replay" in key for row in numbers(run_dir) for key in row)
     assert not any(".experts." in name for name in read_adapter(run_dir / "adapter")[0])
+
+
+@pytest.mark.parametrize(("family", "count"), [("olmoe", "num_experts"), ("mixtral", "num_local_experts")])
+def test_other_families_train_and_merge(tmp_path, family, count):
+    base = write_base(tmp_path / family, family, **{count: 4, "num_experts_per_tok": 2})
+    quantize_checkpoint(str(base), tmp_path / "packed")
+    run_dir = start(small_config(tmp_path / "packed", tmp_path, "noise.enabled=false", steps=2), "tiny").run_dir
+    assert all(max(row["mismatch_kl"], row["mismatch/router_changed"]) < 1e-8 for row in numbers(run_dir))
+    report = merge(
+        MergeOptions(adapter=str(run_dir), to="bf16", out=tmp_path / "out", prompt_count=2, max_new_tokens=4)
+    )
+    assert report.effect.kl_merged < report.effect.kl_base / 5  # rounding to 16 bits may change an expert
 
 
 def test_an_engine_opens_the_runs_adapter(finished, nvfp4_moe):

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from checkpoint_factory import make_checkpoint
 from layer_policies import difference
 from moe import make_moe
 from peft import LoraConfig, PeftModel, get_peft_model
@@ -71,6 +72,16 @@ def test_peft_computes_the_same_with_our_folder(moe, tmp_path, kind, expert_rank
     assert tensors[GATE_UP_A].dim() == tensors[DOWN_B].dim() == (2 if kind == "shared" else 3)
     again = attach_saved_(load_model(moe, "bf16"), tensors, scaling)
     assert torch.equal(logits(ours), logits(again))
+
+
+@pytest.mark.parametrize("layout", ["olmoe", "mixtral"])
+def test_peft_computes_the_same_in_other_families(tmp_path, layout):
+    folder = make_checkpoint(tmp_path / layout, layout, max_shard_size="1GB")
+    ours = policy(folder, "shared")
+    save_adapter(ours, tmp_path / "adapter", str(folder))
+    base = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    theirs = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    assert difference(logits(ours), logits(theirs)) < 1e-5
 
 
 def test_an_adapter_that_peft_made_is_read(moe, tmp_path):

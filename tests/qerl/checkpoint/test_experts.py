@@ -79,9 +79,18 @@ def test_patterns_name_experts():
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"model_type": "deepseek_v3", "n_routed_experts": 8, "n_shared_experts": 1}, "experts that see every token"),
-        ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 96}, "experts that see every token"),
-        ({"model_type": "gpt_oss"}, "of another family"),
+        (
+            {"model_type": "deepseek_v3", "n_routed_experts": 8, "n_shared_experts": 1},
+            "DeepSeek, with latent attention",
+        ),
+        ({"model_type": "qwen2_moe", "shared_expert_intermediate_size": 96}, "Qwen2-MoE, with an expert that sees"),
+        ({"model_type": "qwen3_next", "shared_expert_intermediate_size": 96}, "Qwen3-Next, with linear attention"),
+        ({"model_type": "qwen3_5_moe_text", "num_experts": 256}, "Qwen3.5-MoE, with linear attention"),
+        ({"model_type": "glm4_moe", "n_routed_experts": 8}, "GLM-MoE, with experts chosen by a sigmoid"),
+        ({"model_type": "gpt_oss"}, "gpt-oss, with attention sinks"),
+        ({"model_type": "ernie4_5_moe", "moe_num_shared_experts": 2}, "experts that see every token"),
+        ({"model_type": "lfm2_moe"}, "of another family"),
+        ({"shared_expert_intermediate_size": 96}, "experts that see every token"),
         ({"num_experts_per_tok": 5}, "num_experts_per_tok 5"),
         ({"num_experts_per_tok": None}, "num_experts_per_tok None"),
         ({"num_experts": 10**9}, "num_experts 1000000000"),
@@ -95,7 +104,7 @@ def test_what_cannot_be_is_refused_in_one_line(change, words):
         decoder_of({**QWEN3, **change}, "m")
     assert words in str(raised.value)
     assert "\n" not in str(raised.value)
-    if "model_type" in change:
+    if "model_type" in change or "shared_expert_intermediate_size" in change:
         assert "Qwen3-MoE, OLMoE, Mixtral" in str(raised.value)
 
 

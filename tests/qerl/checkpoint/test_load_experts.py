@@ -5,17 +5,20 @@ import shutil
 
 import pytest
 import torch
+from checkpoint_factory import EXPERT_LAYOUTS, make_checkpoint
 from layer_policies import difference
 from moe import make_moe, pack_moe
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.load import load_model
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.shards import read_json
 from qerl.errors import CheckpointError
 from qerl.formats import NVFP4
 from qerl.layers.experts import ExpertBlock
+from qerl.vllm_plugin.checkpoint import check_experts_served
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 TOKENS = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(0))
@@ -36,17 +39,17 @@ def logits(model):
         return model(TOKENS).logits
 
 
-def test_a_16_bit_model_computes_what_transformers_does(moe):
-    ours, theirs = load_model(moe, "bf16"), AutoModelForCausalLM.from_pretrained(moe, dtype=torch.float32)
-    assert sum(isinstance(module, ExpertBlock) for module in ours.modules()) == 2
-    assert difference(logits(ours), logits(theirs)) < 1e-5
-
-
-def test_a_packed_model_computes_what_transformers_does_on_the_decoded_weights(packed):
-    folder, twin = packed
-    ours, theirs = load_model(folder, "nvfp4"), AutoModelForCausalLM.from_pretrained(twin, dtype=torch.float32)
-    assert ours.model.layers[1].mlp.experts.gate_up_proj.weight_packed.dtype == torch.uint8
-    assert difference(logits(ours), logits(theirs)) < 1e-5
+@pytest.mark.parametrize("layout", EXPERT_LAYOUTS)
+def test_16_bit_and_packed_models_compute_what_transformers_does(tmp_path, layout):
+    source = make_checkpoint(tmp_path / "source", layout, max_shard_size="1GB")
+    folder, twin = pack_moe(source, tmp_path)
+    for opened, format, weights in ((source, "bf16", source), (folder, "nvfp4", twin)):
+        ours = load_model(opened, format)
+        theirs = AutoModelForCausalLM.from_pretrained(weights, dtype=torch.float32)
+        assert sum(isinstance(module, ExpertBlock) for module in ours.modules()) == 2
+        held = ours.model.layers[1].mlp.experts.gate_up_proj
+        assert held.tensor_names[0] == ("weight" if format == "bf16" else "weight_packed")
+        assert difference(logits(ours), logits(theirs)) < 1e-5
 
 
 def test_a_layer_may_have_a_dense_mlp(tmp_path):
@@ -89,12 +92,10 @@ def test_experts_that_do_not_fit_the_config_are_refused(moe, tmp_path, change, c
         load_model(folder, "bf16")
 
 
-def test_experts_of_another_family_are_refused(tmp_path):
-    from checkpoint_factory import make_checkpoint
-
-    folder = make_checkpoint(tmp_path / "olmoe", "olmoe")
-    with pytest.raises(CheckpointError, match="family OLMoE, and qerl opens Qwen3-MoE"):
-        load_model(folder, "bf16")
+def test_vllm_refuses_a_family_that_its_plugin_does_not_know(tmp_path):
+    decoder = decoder_of(read_json(make_checkpoint(tmp_path / "olmoe", "olmoe") / "config.json"), "m")
+    with pytest.raises(CheckpointError, match=r"OLMoE, and qerl serves Qwen3-MoE with vLLM: .*engine: transformers"):
+        check_experts_served(tmp_path / "olmoe", NVFP4, decoder)
 
 
 def test_experts_in_8_bits_or_with_rounded_activations_are_refused(moe, packed, tmp_path):
