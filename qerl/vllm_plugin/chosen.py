@@ -13,6 +13,7 @@ already be under way; the rows are complete, since a step copies them before it 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,8 @@ import torch
 
 from qerl.engine.interface import UNRECORDED
 from qerl.errors import EngineError
+
+logger = logging.getLogger(__name__)
 
 
 class Chosen:
@@ -48,6 +51,10 @@ class Chosen:
         latest = self._latest
         shape = (slots, *latest.shape[1:])
         self._kept = torch.full(shape, UNRECORDED, dtype=torch.uint8, device=latest.device)
+
+    def unrecorded(self, tokens: int) -> torch.Tensor:
+        """What `read` gives for tokens of which nothing is known."""
+        return torch.full((tokens, *self._latest.shape[1:]), UNRECORDED, dtype=torch.uint8)
 
     def keep_(self, slots: torch.Tensor) -> None:
         """Copy the choices of the latest forward pass, whose tokens went to `slots` (tokens,) int64."""
@@ -88,18 +95,23 @@ class Reader:
         self._chosen, self._runner = chosen, runner
 
     def of_output(self, output: Any) -> torch.Tensor:
-        """What was chosen for a complete output, for all of its tokens but the last. Raises EngineError if vLLM has
-        already forgotten the request."""
+        """What was chosen for a complete output, for all of its tokens but the last.
+
+        A request that vLLM took its blocks from while its last token was still being sampled, because the KV cache was
+        full, is unrecorded.
+        """
         states, tables = self._runner.req_states, self._runner.block_tables
         # vLLM calls a request "NUMBER-RANDOM" (or "NUMBER") and its output "NUMBER".
         names = [name for name in states.req_id_to_index if name.partition("-")[0] == output.request_id]
-        if len(names) != 1:
-            raise EngineError(
-                f"vLLM has {len(names)} requests for an output that has just ended, so the experts that it chose are "
-                "lost: write rollout.router_replay: false, and report this"
-            )
-        row = states.req_id_to_index[names[0]]
         tokens = len(output.prompt_token_ids) + len(output.outputs[0].token_ids) - 1
+        if not names:
+            logger.warning(
+                "the experts chosen for a completion of %d tokens are not known, so the trainer chooses its own: the "
+                "KV cache was full when it ended",
+                tokens,
+            )
+            return self._chosen.unrecorded(tokens)
+        row = states.req_id_to_index[names[0]]
         return self._chosen.read(tables.block_tables[0].gpu[row], tables.kernel_block_sizes[0], tokens)
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 MIN_CAPABILITY = (8, 0)  # bfloat16
 FP8_CAPABILITY = (8, 9)  # e4m3
 ATTENTION = "attention_config"
+MOST_EXPERT_RANK = 256  # of an adapter on experts: larger tiles do not fit the card's shared memory
 MAX_BATCHED_TOKENS = 8192  # of a prefill; vLLM's 16384 takes twice the activations and is no faster for rollouts
 
 
@@ -136,6 +137,11 @@ def _arguments(settings: Settings, kernel: str) -> dict[str, Any]:
 
     options = settings.options
     for_plugin = {"max_rank": options.max_rank, "deterministic": options.deterministic, "kernel": kernel}
+    if settings.decoder.has_experts and options.expert_rank > MOST_EXPERT_RANK:
+        raise EngineError(
+            f"adapter.expert_rank {options.expert_rank}: the engine's kernels take at most {MOST_EXPERT_RANK}: write "
+            f"adapter.expert_rank: {MOST_EXPERT_RANK}, or less"
+        )
     if settings.decoder.has_experts:  # other models keep the graphs that were compiled under the earlier options
         for_plugin["expert_rank"] = options.expert_rank if options.max_rank else 0
         for_plugin["shares_outer"] = options.experts == "shared"

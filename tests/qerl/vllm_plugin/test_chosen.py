@@ -83,9 +83,10 @@ def test_tokens_that_were_never_computed_are_unrecorded(chosen):
     assert reader.of_output(output("0", prompt=2, sampled=1)).unique().tolist() == [UNRECORDED]
 
 
-def test_an_output_whose_request_is_gone_raises(chosen):
-    with pytest.raises(EngineError, match="router_replay: false"):
-        Reader(chosen, runner({"1-x": [1]})).of_output(output("0", prompt=2, sampled=1))
+def test_an_output_whose_blocks_were_taken_is_unrecorded_and_said_to_be(chosen, caplog):
+    found = Reader(chosen, runner({"1-x": [1]})).of_output(output("0", prompt=2, sampled=3))
+    assert torch.equal(found, torch.full((4, LAYERS, CHOSEN), UNRECORDED, dtype=torch.uint8))
+    assert "KV cache was full" in caplog.text
 
 
 def test_what_a_byte_cannot_name_is_refused_at_the_start(routers):
