@@ -13,8 +13,12 @@ def test_the_products_of_training_run_by_each_recipe():
     calls = []
     found = [*bench_fp8.trained("o", (48, 64), 32, lambda call: calls.append(call()) or 2e-9)]
     assert {(row["way"], row["product"]) for row in found} >= {
-        ("bf16", "dx"), ("tensorwise e5m2", "dW"), ("tensorwise e4m3", "dx"), ("blockwise e4m3", "y"), ("blockwise e4m3", "dx"),
-    }  # fmt: skip
+        ("bf16", "dx"),
+        ("tensorwise e5m2", "dW"),
+        ("tensorwise e4m3", "dx"),
+        ("blockwise e4m3", "y"),
+        ("blockwise e4m3", "dx"),
+    }
     failed = {(row["way"], row["product"]) for row in found if "failed" in row}
     assert failed <= {("bf16", "dW")}  # whose float32 sum of bfloat16 is a card's
     assert {row["tflops"] for row in found if "tflops" in row} == {round(2 * 32 * 48 * 64 / 2e-9 / 1e12, 1)}
