@@ -97,8 +97,13 @@ def check_keywords(given: Iterable[str], known: Sequence[str], function: str) ->
 
 
 def model_name(model: object) -> str:
-    """A model as commands name it: a name, a path, or a run or model of this interface."""
-    return os.fspath(getattr(model, "path", model))
+    """A model as commands name it: a name, a path, or a run or model of this interface. Else raises ConfigError."""
+    named = getattr(model, "path", model)
+    if not isinstance(named, str | os.PathLike):
+        raise ConfigError(
+            f"{_short(model)} is no model: give a hub id, the path of a base, adapter or run, a Run, or 'tiny'"
+        )
+    return os.fspath(named)
 
 
 def _is_scalar(data: object) -> bool:

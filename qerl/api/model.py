@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack, overload
@@ -46,7 +47,7 @@ class Model:
 
         A prompt is a text, which becomes a message of the user, or a list of messages (`role`, `content`). It is
         rendered by the checkpoint's chat template, as in training. Raises EngineError for a prompt that leaves no room
-        in the context, and ConfigError for a variable that the chat template does not read.
+        in the context, and ConfigError for what is no prompt or no such value.
         """
         from qerl.api.process import as_before
         from qerl.checkpoint.chat_template import check_switches
@@ -55,6 +56,7 @@ class Model:
         if self._opened is None:
             raise EngineError("this model was closed: open it again with qerl.load")
         check_keywords(asked, [*Asked.__annotations__], "generate")
+        _check_asked(prompt, asked)
         alone = isinstance(prompt, str) or (bool(prompt) and isinstance(prompt[0], Mapping))
         prompts = [prompt] if alone else list(prompt)
         tokens, switches = asked.get("max_new_tokens", 512), asked.get("chat_template_kwargs")
@@ -107,6 +109,19 @@ def load(
         choose_card(gpu=gpu)
         options = EngineOptions(engine=engine, memory=memory)
         return Model(open_chat(name, None if adapter is None else model_name(adapter), options, context))
+
+
+def _check_asked(prompt: object, asked: Asked) -> None:
+    """Raise ConfigError for what is neither a prompt nor a list, and for numbers that no sampling has."""
+    if isinstance(prompt, Mapping) or not isinstance(prompt, Sequence):
+        raise ConfigError(f"{prompt!r:.60} is no prompt: give a text, a list of messages, or a list of either")
+    for name, fits, words in (
+        ("max_new_tokens", lambda value: value >= 1, "1 or more"),
+        ("temperature", lambda value: 0 <= value < math.inf, "0 (greedy) or more"),
+        ("top_p", lambda value: 0 < value <= 1, "more than 0 and at most 1"),
+    ):
+        if name in asked and not (isinstance(asked[name], int | float) and fits(asked[name])):
+            raise ConfigError(f"{name} is {asked[name]!r}: write {words}")
 
 
 def _messages(prompt: str | Messages, system_prompt: str | None) -> list[dict[str, str]]:

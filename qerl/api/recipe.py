@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from qerl.config.recipe import load_recipe, recipe_label, save_config
 from qerl.config.yaml_text import dump
+from qerl.errors import ConfigError
 
 if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
@@ -34,6 +35,10 @@ class Recipe:
     @classmethod
     def load(cls, source: str | os.PathLike) -> Recipe:
         """A shipped recipe by its name (`qerl recipes` lists them), or a YAML file. Raises ConfigError."""
+        if not isinstance(source, str | os.PathLike):
+            raise ConfigError(
+                f"{source!r} is no recipe: give the name of one, such as 'tiny', or the path of a YAML file"
+            )
         return cls(os.fspath(source))
 
     @property
@@ -49,11 +54,15 @@ class Recipe:
         """
         made: list[str | tuple[str, object]] = []
         for change in (*changes, sections):
+            if not isinstance(change, str | Mapping):
+                raise ConfigError(
+                    f"{change!r} is no change: write 'run.steps=10', {{'run.steps': 10}} or run={{'steps': 10}}"
+                )
             made += [change] if isinstance(change, str) else [(key, _plain(value)) for key, value in change.items()]
         return Recipe(self.source, (*self.changes, *made))
 
-    def plan(self, gpu: str | None = None) -> Planned:
-        """Memory and seconds of a run on the card `gpu`, such as "24" (GiB) or "4090", as `qerl plan` shows them.
+    def plan(self, gpu: str | float | None = None) -> Planned:
+        """Memory and seconds of a run on the card `gpu`, such as 24 (GiB) or "4090", as `qerl plan` shows them.
 
         None means this machine's card, or one of 24 GiB where there is none. Loads no torch.
         """
@@ -62,13 +71,16 @@ class Recipe:
         from qerl.commands.plan import plan_of, show
         from qerl.plan.duration import likely
 
-        made, text = plan_of(self.config, gpu), StringIO()
+        made, text = plan_of(self.config, None if gpu is None else str(gpu)), StringIO()
         show(self.config, made, Console(file=text, width=100, markup=False, emoji=False), likely(self.config))
         return Planned(made, text.getvalue())
 
     def save(self, path: str | os.PathLike) -> Path:
-        """Write every key into a YAML file, which `qerl train --recipe FILE` takes."""
-        save_config(self.config, path)
+        """Write every key into a YAML file, which `qerl train --recipe FILE` takes. Raises ConfigError if it cannot."""
+        try:
+            save_config(self.config, path)
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written ({error.strerror}): give the path of another file") from error
         return Path(path)
 
     def __str__(self) -> str:

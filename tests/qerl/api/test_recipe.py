@@ -27,6 +27,7 @@ def test_a_recipe_is_set_by_text_by_key_and_by_section():
         ({"run": {"steps": "x"}}, "set run: run.steps: got 'x' (text), expected whole number >= 1"),
         ({"optim.learning_rate": 0.0}, "optim.learning_rate"),
         ("run.steps", "is not KEY=VALUE"),
+        (3, "3 is no change: write 'run.steps=10'"),
     ],
 )
 def test_a_mistake_is_the_line_of_the_command(change, line):
@@ -41,6 +42,10 @@ def test_a_saved_recipe_is_read_again(tmp_path):
     assert load_config(path) == recipe.config
     assert str(recipe) == path.read_text(encoding="utf-8")
     assert qerl.Recipe.load(path).name == "mine"
+    with pytest.raises(qerl.QerlError, match=r"nowhere/mine.yaml cannot be written \(No such file"):
+        recipe.save(tmp_path / "nowhere" / "mine.yaml")
+    with pytest.raises(qerl.QerlError, match=r"3 is no recipe: give the name"):
+        qerl.Recipe.load(3)
 
 
 def test_the_plan_says_what_the_command_prints(here):
@@ -48,3 +53,5 @@ def test_the_plan_says_what_the_command_prints(here):
     code, printed, _ = here("plan", "--recipe", "dapo_14b", "--set", "rollout.max_new_tokens=12288", "--gpu", "4090")
     assert (planned.fits, code) == (False, 1)
     assert str(planned).split() == printed.split()
+    tiny = qerl.Recipe.load("tiny")
+    assert str(tiny.plan(24)) == str(tiny.plan("24"))

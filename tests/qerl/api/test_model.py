@@ -1,0 +1,34 @@
+"""`Model.generate` and the names of models: what cannot be is refused in one line, before anything is sampled."""
+
+import pytest
+
+import qerl
+from qerl.api.arguments import model_name
+from qerl.api.model import Model
+from qerl.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    ("prompt", "asked", "line"),
+    [
+        (3, {}, "3 is no prompt: give a text, a list of messages, or a list of either"),
+        ({"role": "user", "content": "x"}, {}, "is no prompt"),
+        ("x", {"temperature": -1}, "temperature is -1: write 0 (greedy) or more"),
+        ("x", {"temperature": "hot"}, "temperature is 'hot'"),
+        ("x", {"max_new_tokens": 0}, "max_new_tokens is 0: write 1 or more"),
+        ("x", {"top_p": 0}, "top_p is 0: write more than 0 and at most 1"),
+        ("x", {"max_tokens": 3}, "no argument 'max_tokens'; did you mean max_new_tokens?"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused(prompt, asked, line):
+    with pytest.raises(ConfigError) as refused:
+        Model(opened=object()).generate(prompt, **asked)
+    assert line in str(refused.value)
+
+
+@pytest.mark.parametrize("model", [3, object(), ["tiny"]])
+def test_what_is_no_model_is_refused(model):
+    with pytest.raises(ConfigError, match=r"is no model: give a hub id, the path of"):
+        model_name(model)
+    with pytest.raises(qerl.QerlError):
+        qerl.load(model)
