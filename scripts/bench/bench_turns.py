@@ -106,20 +106,13 @@ def main() -> None:
     options = EngineOptions(max_context=context, max_rank=arguments.rank, max_sequences=arguments.sequences)
     engine = VLLMEngine(arguments.model, format_of(Path(arguments.model)).name, options)
     measure(engine, arguments, 1, 0)  # warm
-    pairs = [
-        (measure(engine, arguments, 1, repeat), measure(engine, arguments, arguments.turns, repeat))
-        for repeat in range(1, arguments.repeats + 1)
-    ]
-    report = {
-        "command": command(),
-        **machine(),
-        "sequences": arguments.sequences,
-        "turns": arguments.turns,
-        "pairs": pairs,
-        **summary(pairs),
-    }
-    if arguments.out:
-        arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    head = {"command": command(), **machine(), "sequences": arguments.sequences, "turns": arguments.turns}
+    pairs = []
+    for repeat in range(1, arguments.repeats + 1):
+        pairs.append((measure(engine, arguments, 1, repeat), measure(engine, arguments, arguments.turns, repeat)))
+        report = {**head, "pairs": pairs, **summary(pairs)}
+        if arguments.out:  # after each, in case that this is cut off
+            arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     print(f"{arguments.turns} turns take {report['ratio']:.3f} times the seconds per token of one")
 
 

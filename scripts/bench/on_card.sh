@@ -11,8 +11,8 @@
 #     told     130 s  completions reported as they end, and an engine after an interrupted call
 #     kernels  100 s  kernels, packing with shared prompts, layers, sampling, quantization, doctor
 #     pack     170 s  packing weights: the kernel's bytes, and all masters of a 7B beside stock vLLM's reload_weights
-#     qatsmall 400 s  weights (NVFP4, FP8) and adapters through the quantizer on the embedded model: bytes, exports in
-#                     stock vLLM, evaluations; distillation
+#     qatsmall 460 s  weights (NVFP4, FP8) and adapters through the quantizer on the embedded model: bytes, exports in
+#                     stock vLLM, evaluations; gradients in FP8; distillation
 #     qatstudy 380 s  learning with 21 M parameters: an adapter, and whole weights in three ways, three seeds each, at two
 #                     rates (with QATSTUDY_RATES=1e-4 at one, 270 s); another call with the same CHECKPOINTS goes on
 #     distill  620 s  21 M parameters: what rounding cost and distillation brings back, three seeds, at two rates (with
@@ -189,7 +189,7 @@ batch_pack() {
 }
 
 batch_qatsmall() {
-    tests qatsmall 400 tests/training/test_qat_gpu.py --junitxml="$out/qatsmall.xml" -o junit_family=xunit1
+    tests qatsmall 520 tests/training/test_qat_gpu.py --junitxml="$out/qatsmall.xml" -o junit_family=xunit1
     tests distillsmall 200 tests/training/distill/test_distillation_gpu.py
 }
 
