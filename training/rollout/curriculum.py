@@ -57,12 +57,17 @@ class Curriculum:
         self._before = rollout, self.state()
         taken = self._taken(rollout, prompts)
         own, self._passed = [], 0
-        for source, walk in enumerate(self._walks):
-            rows = self._rows[source]
-            found, passed = walk.take(taken.count(source), lambda row, epoch, rows=rows: self._admits(rows[row], epoch))
-            own.append(iter(rows[row] for row in found))
+        for source in range(len(self._walks)):
+            found, passed = self._next_rows(source, taken.count(source))
+            own.append(iter(found))
             self._passed += passed
         return [next(own[source]) for source in taken]
+
+    def _next_rows(self, source: int, count: int) -> tuple[list[int], int]:
+        """So many rows of a source, and how many were passed over."""
+        rows = self._rows[source]
+        found, passed = self._walks[source].take(count, lambda row, epoch: self._admits(rows[row], epoch))
+        return [rows[row] for row in found], passed
 
     def _taken(self, rollout: int, prompts: int) -> list[int]:
         """The sources of a rollout's prompts. After a resume, those before are gone through first."""

@@ -14,7 +14,7 @@ from qerl.errors import ConfigError
 from training.rewards.rewards import Rewards
 from training.rollout.curriculum import FILE, Curriculum
 from training.rollout.groups import Prompt
-from training.rollout.order import rollout_rows
+from training.rollout.order import mixed_rows, rollout_rows
 from training.run import resume, start
 
 REWARDS = Rewards([SimpleNamespace(__name__="accuracy")], [1.0])
@@ -46,6 +46,18 @@ def played(this, rollouts, prompts=5, first=0):
 
 def test_the_first_epoch_is_that_of_a_run_without_a_curriculum():
     assert played(curriculum(), 6) == [rollout_rows(30, 5, 3, rollout) for rollout in range(6)]
+
+
+def test_with_several_sources_the_first_epochs_are_those_of_a_run_without_a_curriculum():
+    places, sources = [list(range(12)), list(range(12, 20))], [("a", 2.0), ("b", 1.0)]
+    prompts = [Prompt(row, [row], "", None, source=int(row >= 12)) for row in range(20)]
+    rewards = Rewards([SimpleNamespace(__name__="accuracy")] * 2, [1.0] * 2, (0, 1), ("a", "b"))
+    this, expected = (
+        Curriculum(CurriculumConfig(), sources, prompts, rewards, seed=3),
+        mixed_rows(sources, places, 5, 3),
+    )
+    for rollout in range(6):
+        assert this.rows(rollout, 5) == next(expected)
 
 
 def test_rows_that_were_always_or_never_right_are_passed_over_from_then_on():
