@@ -26,15 +26,15 @@ def _filled(format, shape, dtype, scale):
     return weights
 
 
-def random_factors(kind, dtype=torch.float32, scale=0.3):
+def random_factors(kind, dtype=torch.float32, scale=0.3, rank=RANK):
     """Factors that the experts share on the outside ("shared"), or that each has ("per_expert"); None for "none"."""
     shapes = {
-        "shared": ((RANK, HIDDEN), (EXPERTS, 2 * WIDTH, RANK), (EXPERTS, RANK, WIDTH), (HIDDEN, RANK)),
+        "shared": ((rank, HIDDEN), (EXPERTS, 2 * WIDTH, rank), (EXPERTS, rank, WIDTH), (HIDDEN, rank)),
         "per_expert": (
-            (EXPERTS, RANK, HIDDEN),
-            (EXPERTS, 2 * WIDTH, RANK),
-            (EXPERTS, RANK, WIDTH),
-            (EXPERTS, HIDDEN, RANK),
+            (EXPERTS, rank, HIDDEN),
+            (EXPERTS, 2 * WIDTH, rank),
+            (EXPERTS, rank, WIDTH),
+            (EXPERTS, HIDDEN, rank),
         ),
     }
     if kind == "none":
