@@ -55,6 +55,10 @@ class Routed(NamedTuple):
 
         It is in float32 or wider. Nothing is added by atomics, so that the same rows give the same bits.
         """
+        if rows.is_cuda and rows.dtype != torch.float64:
+            from qerl.layers.expert_kernels import sum_of_rows
+
+            return sum_of_rows(rows, self.row, weights)
         total = rows.new_zeros(len(self.row), rows.shape[1], dtype=torch.promote_types(rows.dtype, torch.float32))
         for choice in range(self.row.shape[1]):
             own = rows[self.row[:, choice]]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from layer_policies import difference
 
-from qerl.formats import BF16
+from qerl.formats import BF16, NVFP4
 from qerl.formats.experts import ExpertWeights
 from qerl.layers.expert_lora import ExpertFactors
 from qerl.layers.experts import Weights, experts_of
@@ -15,28 +15,40 @@ from qerl.layers.grouped import grouped_outer, grouped_product
 from qerl.layers.routing import sort_by_expert
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_seed")]
+DEVICE = "cuda"
 EXPERTS, HIDDEN, WIDTH, RANK, CHOSEN = 16, 256, 96, 4, 4
 
 
-def random_block(shared):
-    """Weights, factors and routed rows of 300 tokens, some experts of which get none; on the card in bfloat16."""
-    weights = []
-    for shape in ((EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)):
-        weights.append(ExpertWeights(BF16, shape, "cuda", torch.bfloat16))
-        weights[-1].weight.normal_(std=0.1)
+def random_weights(format, shape):
+    """Random matrices of all experts on the card, with products in bfloat16; packed if the format is quantized."""
+    weights = ExpertWeights(format, shape, DEVICE, torch.bfloat16)
+    for expert in range(EXPERTS):
+        matrix = 0.1 * torch.randn(shape[1:])
+        stored = format.quantize([matrix])[0] if format.quantized else {"weight": matrix}
+        for name, tensor in stored.items():
+            weights.write_(name, expert, 0, tensor)
+    return weights
+
+
+def random_block(shared, format, tokens):
+    """Weights, factors and routed rows of so many tokens, some experts of which get none; on the card in bfloat16."""
+    shapes = (EXPERTS, 2 * WIDTH, HIDDEN), (EXPERTS, HIDDEN, WIDTH)
+    weights = [random_weights(format, shape) for shape in shapes]
     outer = () if shared else (EXPERTS,)
     shapes = ((*outer, RANK, HIDDEN), (EXPERTS, 2 * WIDTH, RANK), (EXPERTS, RANK, WIDTH), (*outer, HIDDEN, RANK))
-    factors = [(0.1 * torch.randn(shape, device="cuda")).requires_grad_() for shape in shapes]
-    logits = torch.randn(300, EXPERTS, device="cuda")
+    factors = [(0.1 * torch.randn(shape, device=DEVICE)).requires_grad_() for shape in shapes]
+    logits = torch.randn(tokens, EXPERTS, device=DEVICE)
     logits[:, ::5] -= 100
     shares, ids = logits.softmax(-1).topk(CHOSEN)
     return Weights(*weights), ExpertFactors(*factors, 0.5), sort_by_expert(ids, shares, EXPERTS)
 
 
-@pytest.mark.parametrize("shared", [True, False])
-def test_output_and_gradients_are_within_16_bits_of_the_same_in_float64(shared):
-    weights, lora, routed = random_block(shared)
-    x = torch.randn(300, HIDDEN, device="cuda", dtype=torch.bfloat16).requires_grad_()
+@pytest.mark.parametrize("tokens", [1, 300])
+@pytest.mark.parametrize("format", [BF16, NVFP4], ids=lambda format: format.name)
+@pytest.mark.parametrize("shared", [True, False], ids=["shared", "per expert"])
+def test_output_and_gradients_are_within_16_bits_of_the_same_in_float64(shared, format, tokens):
+    weights, lora, routed = random_block(shared, format, tokens)
+    x = torch.randn(tokens, HIDDEN, device=DEVICE, dtype=torch.bfloat16).requires_grad_()
     y = experts_of(x, weights, routed, lora)
     grad = torch.randn_like(y)
     found = torch.autograd.grad(y, [x, *lora.tensors], grad)
@@ -54,15 +66,15 @@ def test_output_and_gradients_are_within_16_bits_of_the_same_in_float64(shared):
 
 def weight_in_float64(weights):
     shape = (weights.experts, weights.out_features, weights.in_features)
-    wide = ExpertWeights(BF16, shape, "cuda", torch.float64)
-    wide.weight.copy_(weights.weight)
+    wide = ExpertWeights(BF16, shape, DEVICE, torch.float64)
+    wide.weight.copy_(weights.dense(torch.float64))
     return wide
 
 
 @pytest.mark.parametrize("rows", [0, 1, 257])
 def test_products_of_groups_are_those_of_each_group(rows):
-    ends = torch.tensor([0, rows // 2, rows // 2, rows], device="cuda", dtype=torch.int32)
-    x, w = (torch.randn(s, device="cuda", dtype=torch.bfloat16) for s in ((rows, 64), (4, 64, 32)))
+    ends = torch.tensor([0, rows // 2, rows // 2, rows], device=DEVICE, dtype=torch.int32)
+    x, w = (torch.randn(s, device=DEVICE, dtype=torch.bfloat16) for s in ((rows, 64), (4, 64, 32)))
     y, outer = grouped_product(x, w, ends), grouped_outer(x, x[:, :32].contiguous(), ends)
     assert outer.dtype == torch.float32
     for group, (start, end) in enumerate([(0, 0), (0, rows // 2), (rows // 2, rows // 2), (rows // 2, rows)]):
