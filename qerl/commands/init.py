@@ -69,6 +69,11 @@ def init(options: InitOptions) -> Path:
     if os.path.lexists(folder):
         raise ConfigError(f"{folder} exists and is left as it is: write another --out")
     config = load_recipe(base, base=options.model)
+    if config.sft is not None:
+        raise ConfigError(
+            f"recipe {base} learns from given conversations and needs no grader: run `qerl sft --recipe {base} --data "
+            f"{shlex.quote(options.data)}`, or build on a recipe that samples, such as tiny"
+        )
     logger.info(
         "%s: %d rows, asked by %s, answered by %s (%s)",
         *(options.data, found.rows, found.question, found.answer or "no column", _KINDS[found.kind]),

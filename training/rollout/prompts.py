@@ -40,6 +40,11 @@ def load_prompts(
     Raises DataError if fewer than `at_least` (the prompts of one step) are left.
     """
     examples = training_examples(config, chat is not None)
+    if held_out >= len(examples):
+        raise DataError(
+            f"held_out {held_out} leaves nothing of {len(examples)} usable rows to train on: give more rows, or hold out "
+            "fewer"
+        )
     examples = examples[: len(examples) - held_out]
     rendered = [(example, _render(config, example, tokenizer, chat)) for example in examples]
     kept = [(example, ids) for example, ids in rendered if len(ids) <= config.max_prompt_tokens]

@@ -91,6 +91,8 @@ def test_the_graders_that_are_written_grade(tmp_path, monkeypatch):
     ]
     with pytest.raises(ConfigError, match="numbers exists and is left as it is: write another --out"):
         init(InitOptions("numbers.jsonl"))
+    with pytest.raises(ConfigError, match=r"run `qerl sft --recipe sft_tiny --data words.jsonl`"):
+        init(InitOptions("words.jsonl", recipe="sft_tiny", out=tmp_path / "new"))
     assert not list(tmp_path.glob(".*"))
 
 

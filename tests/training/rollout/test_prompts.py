@@ -6,6 +6,7 @@ from bases import TINY
 
 from qerl.checkpoint.load import load_tokenizer
 from qerl.config.schema import DataConfig
+from qerl.errors import DataError
 from qerl.tasks import build_messages, render_prompt
 from training.rollout.groups import Prompt
 from training.rollout.prompts import StepPrompts, load_prompts, rollout_rows
@@ -84,3 +85,11 @@ def test_training_and_evaluation_have_the_same_prompt():
         assert prompt.ids == render_prompt(tokenizer, messages)
         assert prompt.text == tokenizer.decode(prompt.ids)
         assert prompt.row == row
+
+
+@pytest.mark.parametrize("held_out", [5, 9])
+def test_holding_out_all_rows_or_more_is_refused(held_out):
+    config, tokenizer = DataConfig(task="arith", limit=5), load_tokenizer(TINY)
+    assert len(load_prompts(config, tokenizer, 1, held_out=4)) == 1
+    with pytest.raises(DataError, match=rf"held_out {held_out} leaves nothing of 5 usable rows"):
+        load_prompts(config, tokenizer, 1, held_out=held_out)
