@@ -100,8 +100,7 @@ def open_llm(settings: Settings, kernel: str) -> Any:
 
     import_vllm()
     if settings.decoder.has_experts:
-        # For these models vLLM 0.25.1 takes its older model runner, for which our sampler is not made.
-        os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+        _take_new_runner_()
     options = settings.options
     arguments = {
         **_arguments(settings, kernel),
@@ -122,6 +121,18 @@ def open_llm(settings: Settings, kernel: str) -> Any:
     worker = llm.llm_engine.model_executor.driver_worker
     worker.model_config.sleep_mode_backend = vllm_plugin.SLEEP_BACKEND
     return llm
+
+
+def _take_new_runner_() -> None:
+    """Have vLLM 0.25.1 take its newer model runner for a mixture of experts, as it does for other models.
+
+    Our sampler and the record of chosen experts are made for that one. vLLM keeps variables that an earlier engine of
+    this process has read, until it is told to read them again.
+    """
+    from vllm.envs import disable_envs_cache
+
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+    disable_envs_cache()
 
 
 def _set_environment_() -> None:
