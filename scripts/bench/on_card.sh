@@ -453,7 +453,7 @@ batch_marlin32() {
 
 batch_moe() {
     tests moe-kernels 100 tests/qerl/nvfp4/test_kernel_experts.py tests/qerl/vllm_plugin/test_expert_lora.py \
-        tests/qerl/layers/test_experts_gpu.py
+        tests/qerl/layers/test_experts_gpu.py tests/qerl/layers/test_expert_kernels.py
     tests moe-engine 480 tests/qerl/engine/test_experts_gpu.py --junitxml="$out/moe.xml" -o junit_family=xunit1
 }
 

@@ -3,7 +3,11 @@
 from contextlib import nullcontext
 
 import pytest
+from moe import make_moe
 
+from qerl.checkpoint.adapter import attach_lora
+from qerl.checkpoint.expert_adapter import attach_to_experts_
+from qerl.checkpoint.load import load_model
 from qerl.commands.plan import expert_sentences
 from qerl.config.recipe import load_recipe
 from qerl.config.rules_experts import check_experts
@@ -14,6 +18,7 @@ from qerl.plan.plan import DECODED, plan
 from qerl.plan.seconds import decode_seconds
 from qerl.plan.sizes import KNOWN, read_sizes, sizes_of
 from qerl.plan.trained import trained_of
+from training.policy.train_memory import measure_layer, model_shapes
 
 A3B = "Qwen/Qwen3-30B-A3B"
 GIB = 2**30
@@ -25,6 +30,14 @@ WORKLOAD_A = (
 EXPERTS = 48 * 128 * 3 * 2048 * 768
 ATTENTION = 48 * 2048 * 128 * (2 * 32 + 2 * 4)
 HEAD = 151936 * 2048
+
+
+@pytest.fixture(scope="module")
+def wide_moe(tmp_path_factory):
+    """A model in which what a token keeps is mostly that of its experts: 8 of 32."""
+    experts = {"num_experts": 32, "num_experts_per_tok": 8, "moe_intermediate_size": 96}
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32}
+    return make_moe(tmp_path_factory.mktemp("wide") / "moe", hidden_size=256, **experts, **heads)
 
 
 def config_with(*values, base=A3B):
@@ -92,6 +105,17 @@ def test_a_step_fits_on_80_gb_and_not_on_24():
     assert 1.5 < made.seconds["training"] < 4
     assert plan(config, sizes, card_of("24")).problems
     assert "--model Qwen/Qwen3-14B" in advice(config, sizes, card_of("24"))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("kind", ["none", "shared", "per_expert"])
+def test_the_footprint_of_a_layer_with_experts_is_what_autograd_keeps(wide_moe, kind):
+    model = attach_lora(load_model(wide_moe, "bf16", dtype="bfloat16"), 8, 16, ("q_proj", "k_proj", "v_proj", "o_proj"))
+    if kind != "none":
+        attach_to_experts_(model, kind, 8, 2.0)
+    shapes = model_shapes(model.get_base_model().config, 8, 0)
+    beside = 2 * shapes.query + 2 * shapes.hidden // shapes.layers  # of attention's twin, and of the last norm
+    assert shapes.footprint().layer + beside == pytest.approx(measure_layer(model.get_base_model()), rel=0.04)
 
 
 # --- keys that do not fit
