@@ -42,8 +42,8 @@ def load_prompts(
     examples = training_examples(config, chat is not None)
     if held_out >= len(examples):
         raise DataError(
-            f"held_out {held_out} leaves nothing of {len(examples)} usable rows to train on: give more rows, or hold out "
-            "fewer"
+            f"held_out {held_out} leaves nothing of {len(examples)} usable rows to train on: give more rows, or hold "
+            "out fewer"
         )
     examples = examples[: len(examples) - held_out]
     rendered = [(example, _render(config, example, tokenizer, chat)) for example in examples]
