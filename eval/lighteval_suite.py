@@ -164,9 +164,11 @@ def _known_tasks(tasks_file: Path | None) -> Iterator[None]:
     try:
         configs = Registry._extract_configs(Registry.create_custom_tasks_module(tasks_file))
     except Exception as error:  # the user's own code
-        raise ConfigError(f"--suite-tasks {tasks_file} failed when it was loaded: {error!r}") from error
+        raise ConfigError(f"--suite-tasks {tasks_file} failed when it was loaded ({error!r}): correct it") from error
     if not configs:
-        raise ConfigError(f"--suite-tasks {tasks_file} has no TASKS_TABLE with a task in it")
+        raise ConfigError(
+            f"--suite-tasks {tasks_file} has no TASKS_TABLE with a task in it: write one, as lighteval's tasks do"
+        )
     before = Registry.__dict__["load_all_task_configs"]
     Registry.load_all_task_configs = staticmethod(lambda custom_tasks=None, load_multilingual=False: configs)
     try:

@@ -60,7 +60,8 @@ def attach_lora(
     leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
     if missing := [target for target in targets if target not in leaves]:
         raise ConfigError(
-            f"adapter.targets: {', '.join(missing)} match no linear of this model; it has {', '.join(sorted(leaves))}"
+            f"adapter.targets: {', '.join(missing)} match no linear of this model: write some of "
+            f"{', '.join(sorted(leaves))}"
         )
     config = LoraConfig(
         r=rank,
@@ -185,7 +186,10 @@ def load_tensors_(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> int:
 
     own = adapter_tensors(model)
     if missing := sorted(set(own) ^ set(tensors)):
-        raise CheckpointError(f"the adapter does not fit this model: {missing[:4]} stand on one side only")
+        raise CheckpointError(
+            f"the adapter does not fit this model ({missing[:4]} stand on one side only): give the base that it was "
+            "trained on"
+        )
     with torch.no_grad():
         for name, parameter in own.items():
             if parameter.shape != tensors[name].shape:

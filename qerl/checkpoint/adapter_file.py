@@ -34,7 +34,10 @@ def read_adapter(folder: str | Path) -> tuple[dict[str, torch.Tensor], float]:
     config = _adapter_config(folder)
     weights = folder / "adapter_model.safetensors"
     if not weights.is_file():
-        raise CheckpointError(f"{folder} has no adapter_model.safetensors: pickle adapters (.bin) are not read")
+        raise CheckpointError(
+            f"{folder} has no adapter_model.safetensors, and pickle adapters (.bin) are not read: save it again "
+            "with PEFT's save_pretrained"
+        )
     try:
         saved = load_file(weights)
     except Exception as error:
@@ -44,7 +47,7 @@ def read_adapter(folder: str | Path) -> tuple[dict[str, torch.Tensor], float]:
     if expert_rank is not None:
         tensors = from_peft(tensors, expert_rank, str(weights))
     if not any(name.endswith(".lora_A.weight") for name in tensors):
-        raise CheckpointError(f"{weights} holds no LoRA tensors")
+        raise CheckpointError(f"{weights} holds no LoRA tensors: give an adapter that PEFT saved, or a run")
     _check_factors(weights, tensors, config["r"])
     root = config["r"] ** 0.5 if config.get("use_rslora") else config["r"]
     return tensors, config["lora_alpha"] / root
@@ -67,7 +70,10 @@ def _adapter_config(folder: Path) -> dict:
     try:
         config = parse_json(read_text(folder / "adapter_config.json", JSON_BYTES))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder} has no readable adapter_config.json: it is not an adapter folder") from error
+        raise CheckpointError(
+            f"{folder} has no readable adapter_config.json, so it is not an adapter folder: give one that "
+            "PEFT saved, or a run"
+        ) from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder}/adapter_config.json holds no object: save the adapter again")
     unsupported = [key for key in OTHER_ADAPTERS if config.get(key)]

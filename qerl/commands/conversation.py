@@ -150,7 +150,10 @@ def open_chat(
     tokenizer = load_tokenizer(ref.base)
     longest = sizes_of(read_json(local_folder(ref.base) / "config.json"), ref.base).positions or 2**31
     if chat is not None and chat.max_new_tokens >= longest:
-        raise ConfigError(f"--max-new-tokens {chat.max_new_tokens} leaves no room in the context of {longest}")
+        raise ConfigError(
+            f"--max-new-tokens {chat.max_new_tokens} leaves no room in the context of {longest}: write fewer, such as "
+            f"{longest // 2}"
+        )
     system_prompt = None if chat is None else chat.system_prompt
     system = [{"role": "system", "content": system_prompt}] if system_prompt else []
     switches = switches_for(run_of(ref), None if chat is None else chat.chat_template_kwargs)

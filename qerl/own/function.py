@@ -185,7 +185,7 @@ def own_function(place: str, attribute: str, named: Named, timeout_s: float | No
     except OwnFunctionError as error:
         why = str(error).removeprefix("raised ")
         if is_file:
-            raise ConfigError(f"{kind} file {place!r} cannot be imported: {why}") from error
+            raise ConfigError(f"{kind} file {place!r} cannot be imported: {why}; correct the file") from error
         raise ConfigError(
             f"{kind} {name!r}: module {place!r} cannot be imported ({why}); write package.module:function of an "
             f"installed package, path/to/file.py:function, or {named.others}"

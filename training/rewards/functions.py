@@ -90,7 +90,10 @@ def soft_overlong(
     longest = max_new_tokens if max_length is None else max_length
     cache = max(1, longest // 5) if cache is None else cache
     if not 0 < cache < longest:
-        raise ConfigError(f"reward soft_overlong has cache {cache}, which has to lie between 0 and {longest}")
+        raise ConfigError(
+            f"reward soft_overlong has cache {cache}, which has to lie between 0 and {longest} "
+            "(rollout.max_new_tokens): write args: {cache: N}, or leave it out for a fifth of that"
+        )
     return [min(0.0, max(-1.0, (longest - cache - len(ids)) / cache)) for ids in completion_ids]
 
 
