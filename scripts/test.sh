@@ -4,5 +4,6 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./setup_env.sh
+unset PYTHONDONTWRITEBYTECODE # each process that a test starts would compile our modules again
 export OMP_NUM_THREADS=1 # the models are tiny, so more threads than processes would only slow each other down
 exec .venv/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@"

@@ -10,28 +10,44 @@ import torch
 from bases import write_base
 from card import skip_without_card
 
-SLOW = {  # files that begin first, so that no process is left alone with one of them at the end
+SLOW = (  # files that begin first, the slowest of all before the others, so that no process is left alone at the end
     "test_ranks.py",
     "test_shards.py",
-    "test_killed_anywhere.py",
     "test_run.py",
-    "test_dynamic_sampling_run.py",
+    "test_docs.py",
     "test_stop.py",
+    "test_cli.py",
+    "test_sft_run.py",
+    "test_errors_table.py",
+    "test_telemetry.py",
+    "test_devices.py",
     "test_fuzz.py",
     "test_parallel.py",
-    "test_grading_ahead.py",
-    "test_episodes_run.py",
-    "test_validation_run.py",
+    "test_prolong.py",
+    "test_sources.py",
+    "test_killed_anywhere.py",
     "test_calibrated.py",
-    "test_errors_table.py",
-    "test_publish.py",
+    "test_sandbox.py",
+    "test_validation_run.py",
     "test_merge.py",
-}
+    "test_dynamic_sampling_run.py",
+    "test_own.py",
+    "test_noise_controller.py",
+    "test_grading.py",
+    "test_episodes_run.py",
+    "test_distillation.py",
+    "test_study_noise.py",
+    "test_carry_over.py",
+    "test_grading_ahead.py",
+    "test_metrics_page.py",
+    "test_experts_run.py",
+)
 
 
 def pytest_collection_modifyitems(items) -> None:
     skip_without_card(items)
-    items.sort(key=lambda item: item.path.name not in SLOW)
+    places = {name: place for place, name in enumerate(SLOW)}
+    items.sort(key=lambda item: places.get(item.path.name, len(SLOW)))
 
 
 gc.disable()  # until all tests are collected: what they import is no garbage

@@ -17,7 +17,7 @@ from qerl.config.recipe import save_config
 from training.run import resume, start
 
 pytestmark = [pytest.mark.usefixtures("one_thread"), pytest.mark.timeout(7200)]
-TRIED = os.environ.get("QERL_TEST_KILLS", "4")
+TRIED = os.environ.get("QERL_TEST_KILLS", "3")
 STEPS = 3
 
 
