@@ -19,6 +19,7 @@ CHANGES = (
     ("tokens per completion", "completions/mean_tokens"),
     ("truncated share", "completions/truncated_share"),
     ("mismatch_kl", "mismatch_kl"),
+    ("experts chosen otherwise", "mismatch/router_changed"),
     ("effective sample size", "correction/ess"),
     ("seconds per step", "time/step_s"),
 )
