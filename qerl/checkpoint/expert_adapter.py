@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from qerl.checkpoint.linears import GATE_UP
-from qerl.errors import CheckpointError, ConfigError
+from qerl.errors import CheckpointError
 
 if TYPE_CHECKING:
     import torch
@@ -65,22 +65,13 @@ def attach_to_experts_(model: nn.Module, kind: str, rank: int, scaling: float) -
 
 
 def linear_targets(model: nn.Module, targets: Sequence[str]) -> tuple[str, ...]:
-    """Those of `adapter.targets` that are linears of the model, without those that its experts have.
-
-    Raises ConfigError if no linear of attention is named.
-    """
+    """Those of `adapter.targets` that are linears of the model, without those that its experts have."""
     import torch
 
     if not experts_of(model):
         return tuple(targets)
     leaves = {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    linears = tuple(target for target in targets if target not in OF_EXPERTS or target in leaves)
-    if not linears:
-        raise ConfigError(
-            f"adapter.targets: {', '.join(targets)} names no linear of attention, and an adapter on experts needs one "
-            "beside it: add q_proj, k_proj, v_proj or o_proj"
-        )
-    return linears
+    return tuple(target for target in targets if target not in OF_EXPERTS or target in leaves)
 
 
 def expert_tensors(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -89,6 +89,11 @@ def _of_experts(config: RunConfig, decoder: Decoder) -> str | None:
             f"rollout.router_replay: {config.model.base} has {decoder.experts} experts in a layer, and choices are "
             f"recorded of up to {UNRECORDED}: write rollout.router_replay: false"
         )
+    if len(decoder.sparse) == decoder.layers and all(name in OF_EXPERTS for name in adapter.targets):
+        return (
+            f"adapter.targets: {', '.join(adapter.targets)} names no linear of attention, and an adapter on experts "
+            "needs one beside it: add q_proj, k_proj, v_proj or o_proj"
+        )
     if not adapts_experts(adapter):
         return None
     named = [name for name in OF_EXPERTS if name in adapter.targets]

@@ -23,7 +23,7 @@ from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.adapter_fit import check_fit, read_fitting_adapter
 from qerl.checkpoint.expert_adapter import attach_to_experts_, linear_targets
 from qerl.checkpoint.load import load_model
-from qerl.errors import CheckpointError, ConfigError
+from qerl.errors import CheckpointError
 
 pytestmark = pytest.mark.usefixtures("one_thread", "fresh_seed")
 TOKENS = torch.randint(300, (2, 13), generator=torch.Generator().manual_seed(0))
@@ -162,8 +162,6 @@ def test_linears_of_experts_are_no_linears_of_the_model(moe, tmp_path):
     assert linear_targets(load_model(moe, "bf16"), every) == ATTENTION
     mixed = load_model(make_moe(tmp_path / "mixed", mlp_only_layers=[0]), "bf16")
     assert linear_targets(mixed, every) == every
-    with pytest.raises(ConfigError, match="names no linear of attention"):
-        linear_targets(load_model(moe, "bf16"), every[4:])
 
 
 @pytest.mark.parametrize("kind", ["shared", "per_expert"])
