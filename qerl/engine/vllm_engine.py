@@ -36,13 +36,13 @@ from qerl.engine.interface import (
     each_sampling,
 )
 from qerl.engine.outgrown import outgrown
-from qerl.engine.own_memory import own_bytes
 from qerl.engine.seeds import request_seed
 from qerl.engine.update import Update
 from qerl.errors import CAP_GIB, MEMORY, EngineError
 from qerl.plan.kv_cache import check_kv_cache
 from qerl.plan.sizes import read_sizes
-from qerl.vllm_plugin import found, opening, requests
+from qerl.vllm_plugin import found, kernel_choice, opening, requests
+from qerl.vllm_plugin.cap import Cap
 from qerl.vllm_plugin.kv_scales import attention_layers, set_scales_
 from qerl.vllm_plugin.startup import Parts, line, whole
 from qerl.vllm_plugin.supplied import run_supplied
@@ -76,16 +76,13 @@ class VLLMEngine:
         opening.check_vllm()
         self._device = opening.check_device(options.dtype)
         opening.check_kv_cache_dtype(options.kv_cache_dtype)
-        self._cap_bytes = None if options.cap_gib is None else int(options.cap_gib * 2**30)
-        if self._cap_bytes is not None:
-            opening.limit_process_(self._device, self._cap_bytes)
+        self._cap = Cap(self._device, options.cap_gib)
         self._began = time.monotonic()
         base = str(local_folder(base))
         if options.kv_cache_dtype == "fp8":
             check_kv_cache("fp8", read_sizes(base), base, options.calibrates_kv)
         self._uncalibrated = options.calibrates_kv  # then nothing is sampled before it has scales
         self._base, self.options = base, options
-        self._other_bytes = 0  # what this process holds outside torch; known once the engine is open
         settings = opening.Settings(base, format, options)
         self.end_token_ids = settings.stop_token_ids()
         try:
@@ -101,12 +98,12 @@ class VLLMEngine:
     def _start(self, settings: opening.Settings) -> None:
         """Open vLLM. If this raises, the caller frees whatever was taken until then."""
         parts = Parts()
-        kernel = opening.choose_kernel(self.options.kernel, settings.format)
+        kernel = kernel_choice.choose_kernel(self.options.kernel, settings.format)
         format = formats.get(settings.format)
         format.check_for_vllm(Path(settings.base), kernel)
         expected = read_activations(Path(settings.base), format) if format.rounds_inputs else {}
         with parts.part("imports"):
-            opening.compile_ahead(settings, kernel)
+            kernel_choice.compile_ahead(settings, kernel)
             opening.import_vllm()
         self.llm = opening.open_llm(settings, kernel)
         self._asleep = self._cache_warned = False
@@ -118,9 +115,7 @@ class VLLMEngine:
         cache = self.llm.llm_engine.vllm_config.cache_config
         self.cache_tokens: int = cache.num_gpu_blocks * cache.block_size  # how many the KV cache holds at once
         self._policy: PreTrainedModel | None = None
-        if self._cap_bytes is not None:
-            self._other_bytes = opening.bytes_outside_torch(self._device, self._cap_bytes)
-            self._limit_torch(0)
+        self._cap.count_outside_()
         worker = self.llm.llm_engine.model_executor.driver_worker
         self._reader = worker.reader()
         self.startup_s = whole(time.monotonic() - self._began, parts.seconds, worker.startup_seconds())
@@ -246,10 +241,10 @@ class VLLMEngine:
         llm.sleep(level=1)
         self._asleep = True
         torch.cuda.empty_cache()  # what sampling or opening left in the cache would lie beside training's memory
-        if self._cap_bytes is not None:
+        if self._cap.is_set:
             from qerl.vllm_plugin.sleep import kv_cache_bytes
 
-            self._limit_torch(kv_cache_bytes())
+            self._cap.limit_(released=kv_cache_bytes())
 
     def wake(self) -> None:
         import torch
@@ -263,16 +258,13 @@ class VLLMEngine:
         release_work_buffers()
         gc.collect()
         torch.cuda.empty_cache()
-        needed, free = kv_cache_bytes(), torch.cuda.mem_get_info(self._device)[0]
-        if self._cap_bytes is not None:
-            free = min(free, self._cap_bytes - own_bytes(self._device))
+        needed, free = kv_cache_bytes(), self._cap.free_bytes()
         if needed > free:
             raise EngineError(
                 "the KV cache needs %.2f GiB for the rollout and %.2f GiB are free: lower %s, or raise %s",
                 *(needed / 2**30, free / 2**30, MEMORY, CAP_GIB),
             )
-        if self._cap_bytes is not None:
-            self._limit_torch(0)
+        self._cap.limit_()
         llm.wake_up()  # without tags: the scheduler stays paused until vLLM believes that everything is awake
         self._asleep = False
 
@@ -302,8 +294,7 @@ class VLLMEngine:
             logger.warning("vLLM could not be shut down: what it holds goes with the process", exc_info=True)
         del llm
         closing.give_back_()
-        if self._cap_bytes is not None:
-            self._limit_torch(0)  # while the cache slept, the limit allowed for it
+        self._cap.limit_()  # while the cache slept, the limit allowed for it
 
     def _completion(self, output: Any) -> Completion:
         """vLLM's complete output as our value, with the experts that were chosen if they are recorded."""
@@ -326,13 +317,6 @@ class VLLMEngine:
         if found is not None and not self._cache_warned:
             self._cache_warned = True
             logger.warning(*found)
-
-    def _limit_torch(self, released: int) -> None:
-        """Cap torch's allocator so that the process stays within its limit.
-
-        `released`: bytes of a sleeping KV cache, which the allocator still counts.
-        """
-        opening.limit_process_(self._device, self._cap_bytes - self._other_bytes + released)
 
     def _open(self) -> Any:
         if self.llm is None:

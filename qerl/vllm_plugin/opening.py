@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qerl import formats
 from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.shards import read_json
-from qerl.engine.options import KERNELS
-from qerl.engine.own_memory import check_beside_cap, others_bytes, own_bytes
-from qerl.errors import ENGINE, KERNEL, CheckpointError, EngineError, MissingExtraError
+from qerl.errors import ENGINE, EngineError, MissingExtraError
 from qerl.plan.engine_memory import KV_CACHE_DTYPES
-from qerl.plan.sizes import sizes_of
 from qerl.vllm_plugin.checkpoint import check_experts_served
 from qerl.vllm_plugin.exhausted import cannot_open
+from qerl.vllm_plugin.kernel_choice import has_module, linear_backend
 from qerl.vllm_plugin.startup import capture_sizes
 
 if TYPE_CHECKING:
@@ -93,7 +90,7 @@ def import_vllm() -> None:
 
 
 def open_llm(settings: Settings, kernel: str) -> Any:
-    """vLLM's LLM in this process, with our plugin in it. `kernel` is what `choose_kernel` returned."""
+    """vLLM's LLM in this process, with our plugin in it. `kernel` is what `kernel_choice.choose_kernel` returned."""
     import torch
 
     from qerl import vllm_plugin
@@ -205,65 +202,6 @@ def asks_for_own_attention(kv_cache_dtype: str) -> bool:
     return ATTENTION in _for_hopper(kv_cache_dtype)
 
 
-def choose_kernel(kernel: str, format: str) -> str:
-    """The kernel for packed weights: qerl, humming or marlin, and "" for 16-bit weights.
-
-    "auto" is our own kernel on Hopper and Marlin on other cards. Raises EngineError for one that cannot run here, and
-    MissingExtraError where its package is not installed.
-    """
-    import torch
-
-    from qerl.cuda.nvrtc import has_kernels
-
-    if kernel not in KERNELS:
-        known = f"{', '.join(KERNELS[:-1])} or {KERNELS[-1]}"
-        raise EngineError("%s is not known: write %s", KERNEL.set_to(f"{kernel!r}"), known)
-    if not formats.get(format).kernels:
-        return ""
-    if kernel == "humming" and not has_module("humming"):
-        raise MissingExtraError("humming-kernels", "gpu")
-    if kernel in ("humming", "marlin"):
-        return kernel
-    if has_kernels(torch.device("cuda", torch.cuda.current_device())):
-        return "qerl"
-    if kernel == "auto":
-        return "marlin"
-    raise EngineError(
-        "%s needs a Hopper card (compute capability 9.0) and the CUDA bindings that torch brings, not %s: write %s",
-        *(KERNEL.set_to("qerl"), torch.cuda.get_device_name(), KERNEL.set_to("auto, humming or marlin")),
-    )
-
-
-def compile_ahead(settings: Settings, kernel: str) -> None:
-    """Start compiling our kernels for the model's shapes in the background, before vLLM is imported and reads weights.
-
-    `products.load_kernels` then finds them compiled. Where the model's config does not tell the shapes, nothing is
-    started and each kernel is compiled when it is loaded.
-    """
-    if kernel != "qerl":
-        return
-    from qerl.cuda import nvrtc
-    from qerl.layers import decode_attention
-    from qerl.nvfp4 import decode, gemm, lora
-
-    try:
-        sizes = sizes_of(settings.config.to_dict(), settings.base)
-    except CheckpointError:
-        return
-    projections, head_dim = sizes.projections, sizes.head_dim
-    attention = decode_attention.variants(head_dim) if head_dim in decode_attention.HEAD_DIMS else []
-    needed = [gemm.variants, lora.variants] if settings.options.max_rank else [gemm.variants]
-    widths = {columns for _, columns in projections.values()}
-    nvrtc.compile_ahead(
-        [*(each for variants in needed for columns in widths for each in variants(columns)), decode.OURS, *attention]
-    )
-
-
-def linear_backend(chosen: str) -> str:
-    """vLLM's `linear_backend` for the chosen kernel. Ours replaces Marlin, for which vLLM compiles nothing."""
-    return {"": "auto", "qerl": "marlin"}.get(chosen, chosen)
-
-
 def check_vllm() -> None:
     """Raise MissingExtraError if vLLM is not installed."""
     if not has_module("vllm"):
@@ -303,30 +241,3 @@ def check_kv_cache_dtype(kv_cache_dtype: str) -> None:
             f"rollout.kv_cache_dtype={kv_cache_dtype} needs compute capability {FP8_CAPABILITY} (Ada, Hopper or newer) "
             f"and {torch.cuda.get_device_name()} has {capability}: write rollout.kv_cache_dtype: auto"
         )
-
-
-def has_module(name: str) -> bool:
-    """Whether a package is installed, without importing it."""
-    return find_spec(name) is not None
-
-
-def limit_process_(device: int, cap_bytes: int) -> None:
-    """Keep torch alone within the cap until the engine is open and what lies outside torch is known."""
-    import torch
-
-    others_bytes(device)  # must first be asked while this process has nothing on the card
-    total = torch.cuda.get_device_properties(device).total_memory
-    torch.cuda.set_per_process_memory_fraction(min(1.0, cap_bytes / total), device)
-
-
-def bytes_outside_torch(device: int, cap_bytes: int) -> int:
-    """Bytes of the card that this process holds outside torch's allocator: CUDA context, modules, graphs.
-
-    Raises EngineError if they leave nothing of the cap.
-    """
-    import torch
-
-    torch.cuda.synchronize(device)
-    outside = max(0, own_bytes(device) - torch.cuda.memory_reserved(device))
-    check_beside_cap(outside, cap_bytes)
-    return outside

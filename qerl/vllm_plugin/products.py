@@ -166,7 +166,7 @@ def load_kernels(layer: LinearBase) -> None:
     neither is possible during a capture.
 
     This is done for each number of tokens that our kernels are compiled for, with the linear's adapter if the engine
-    has one; `opening.compile_ahead` has already started the compilation. Kernels that are chosen only later
+    has one; `kernel_choice.compile_ahead` has already started the compilation. Kernels that are chosen only later
     (`tune.choose_ways_`) are loaded when vLLM runs each size once before its capture.
     """
     base = BASES[layer.weight.data_ptr()] if layer.qerl_quantized else None

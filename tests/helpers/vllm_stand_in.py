@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm_engine import VLLMEngine
-from qerl.vllm_plugin import found, opening
+from qerl.vllm_plugin import found, kernel_choice, opening
 from qerl.vllm_plugin.found import Found
 from qerl.vllm_plugin.gains import Gains
 
@@ -27,11 +27,11 @@ def no_vllm(monkeypatch, folder, open_llm, find):
         "check_kv_cache_dtype": lambda kind: None,
         "Settings": lambda *_: settings,
         "import_vllm": lambda: None,
-        "choose_kernel": lambda *_: "qerl",
-        "compile_ahead": lambda *_: None,
         "open_llm": lambda *_: open_llm(),
     }.items():
         monkeypatch.setattr(opening, name, stand_in)
+    monkeypatch.setattr(kernel_choice, "choose_kernel", lambda *_: "qerl")
+    monkeypatch.setattr(kernel_choice, "compile_ahead", lambda *_: None)
     monkeypatch.setattr(found, "find", lambda llm, options: find(llm))
 
 

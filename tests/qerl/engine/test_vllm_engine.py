@@ -12,7 +12,7 @@ from qerl.cuda import nvrtc
 from qerl.engine.options import EngineOptions
 from qerl.engine.vllm_engine import VLLMEngine
 from qerl.errors import EngineError, MissingExtraError
-from qerl.vllm_plugin import opening
+from qerl.vllm_plugin import kernel_choice, opening
 
 HAS_VLLM = importlib.util.find_spec("vllm") is not None
 
@@ -31,7 +31,7 @@ def test_without_a_gpu_the_other_engine_is_named():
 
 def test_an_unknown_kernel_is_refused():
     with pytest.raises(EngineError, match="auto, qerl, humming or marlin"):
-        opening.choose_kernel("cutlass", "nvfp4")
+        kernel_choice.choose_kernel("cutlass", "nvfp4")
 
 
 @pytest.mark.parametrize(
@@ -47,9 +47,9 @@ def test_an_unknown_kernel_is_refused():
 )
 def test_our_kernel_is_the_default_where_it_runs(monkeypatch, hopper, asked, chosen, backend):
     on_card(monkeypatch, hopper)
-    assert opening.choose_kernel(asked, "nvfp4") == chosen
-    assert opening.linear_backend(chosen) == backend
-    assert opening.linear_backend(opening.choose_kernel("auto", "bf16")) == "auto"
+    assert kernel_choice.choose_kernel(asked, "nvfp4") == chosen
+    assert kernel_choice.linear_backend(chosen) == backend
+    assert kernel_choice.linear_backend(kernel_choice.choose_kernel("auto", "bf16")) == "auto"
 
 
 def test_our_kernel_is_refused_on_other_cards(monkeypatch):
@@ -57,13 +57,13 @@ def test_our_kernel_is_refused_on_other_cards(monkeypatch):
     with pytest.raises(
         EngineError, match=r"needs a Hopper card .* not NVIDIA A100: write rollout\.kernel=auto, humming"
     ):
-        opening.choose_kernel("qerl", "nvfp4")
+        kernel_choice.choose_kernel("qerl", "nvfp4")
 
 
 def test_for_a_missing_humming_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(opening, "has_module", lambda name: False)
+    monkeypatch.setattr(kernel_choice, "has_module", lambda name: False)
     with pytest.raises(MissingExtraError, match="humming-kernels"):
-        opening.choose_kernel("humming", "nvfp4")
+        kernel_choice.choose_kernel("humming", "nvfp4")
 
 
 SHAPES = {"hidden_size": 3584, "intermediate_size": 18944, "num_attention_heads": 28, "num_key_value_heads": 4}
@@ -75,7 +75,7 @@ def begun(monkeypatch, kernel, max_rank, **shapes):
     monkeypatch.setattr(nvrtc, "compile_ahead", seen.extend)
     config = AutoConfig.for_model("qwen2", vocab_size=64, num_hidden_layers=1, **shapes)
     settings = SimpleNamespace(config=config, base="model", options=EngineOptions(max_rank=max_rank))
-    opening.compile_ahead(settings, kernel)
+    kernel_choice.compile_ahead(settings, kernel)
     return seen
 
 
@@ -101,7 +101,7 @@ def test_nothing_is_compiled_ahead_for_another_kernel(monkeypatch, kernel):
 def test_for_a_model_of_unknown_shapes_kernels_are_compiled_when_it_is_loaded(monkeypatch):
     monkeypatch.setattr(nvrtc, "compile_ahead", pytest.fail)
     config = SimpleNamespace(to_dict=lambda: {"hidden_size": 64})
-    opening.compile_ahead(SimpleNamespace(config=config, base="model"), "qerl")
+    kernel_choice.compile_ahead(SimpleNamespace(config=config, base="model"), "qerl")
 
 
 def on_card(monkeypatch, hopper):
@@ -109,7 +109,7 @@ def on_card(monkeypatch, hopper):
     monkeypatch.setattr(nvrtc, "has_kernels", lambda device: hopper)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
-    monkeypatch.setattr(opening, "has_module", lambda name: True)
+    monkeypatch.setattr(kernel_choice, "has_module", lambda name: True)
 
 
 def test_a_kv_cache_type_that_the_card_lacks_is_refused(monkeypatch):
