@@ -83,7 +83,7 @@
 #     older    220 s  workload A by this tree and by an older one, of which there is a copy in the folder OLDER
 #     faster   380 s  decode speed at 7B of both, in turns
 #
-# What the FP8 and QAT batches need and the order that suits them: scripts/bench/README.md.
+# Which of them have not run yet, what they need and the order that suits them: scripts/bench/README.md.
 #
 # Logs and JSON go to OUT, and one line per command to OUT/summary.txt; a failure does not stop the rest. Environment
 # variables: CHECKPOINTS is the folder of random checkpoints (default: checkpoints/), which calls at the same time may
