@@ -61,8 +61,10 @@ def init(options: InitOptions) -> Path:
     from qerl.config.recipe import load_recipe
     from qerl.data.guess import guess
     from qerl.devices import installed_cards
-    from qerl.files.nearby import expanded
+    from qerl.files.nearby import expanded, is_path, no_folder
 
+    if options.model is not None and is_path(options.model) and not os.path.isdir(expanded(options.model)):
+        raise ConfigError(f"--model: {no_folder(options.model)}: give an existing folder or a hub id")
     found = guess(options.data)
     base = options.recipe or (DEFAULT_RECIPE if installed_cards() else "tiny")
     folder = options.out or Path(Path(options.data).name.partition(".")[0] or "mine")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from qerl import formats
 from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.shards import read_json
-from qerl.errors import ENGINE, EngineError, MissingExtraError
+from qerl.errors import ENGINE, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, EngineError, MissingExtraError
 from qerl.plan.engine_memory import KV_CACHE_DTYPES
 from qerl.vllm_plugin.checkpoint import check_experts_served
 from qerl.vllm_plugin.exhausted import cannot_open
@@ -42,7 +42,10 @@ class Settings:
             )
         declared, max_context = self.config.max_position_embeddings, options.max_context
         if max_context is not None and max_context > declared:
-            raise EngineError(f"a context of {max_context} tokens was asked for; {base} declares {declared}")
+            raise EngineError(
+                "a context of %d tokens was asked for, and %s declares %d: lower %s or %s",
+                *(max_context, base, declared, MAX_PROMPT_TOKENS, MAX_NEW_TOKENS),
+            )
         self.context = max_context or declared
         self.model_len = min(self.context + 1, declared)  # vLLM needs one token more to score a full completion
         self.decoder = decoder_of(read_json(Path(base) / "config.json"), base)

@@ -107,10 +107,7 @@ def load_prompts(
     A run's prompts are those of its saved completions, which already have the chat template, then those of its data.
     """
     if file is not None:
-        questions = _column(file, "question")
-        if not questions:
-            raise DataError(f"{file} has no row with a `question`: write jsonl or csv with such a column")
-        return _rendered(tokenizer, questions[:count]), str(file)
+        return _rendered(tokenizer, questions_in(file)[:count]), str(file)
     run = run_of(ref.adapter)
     if run is not None:
         saved = [tokenizer.encode(text, add_special_tokens=False) for text in _saved_prompts(run)]
@@ -118,6 +115,14 @@ def load_prompts(
         if found:
             return found, f"the run {run.name}"
     return _rendered(tokenizer, QUESTIONS[:count]), "qerl's own"
+
+
+def questions_in(file: Path) -> list[str]:
+    """The questions of `--prompts`. Raises DataError if it cannot be read or has none."""
+    questions = _column(file, "question")
+    if not questions:
+        raise DataError(f"{file} has no row with a `question`: write jsonl or csv with such a column")
+    return questions
 
 
 def run_of(adapter: Path) -> Path | None:

@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 
 
 def merge(options: MergeOptions) -> MergeReport | ExportReport:
-    """Merge as `options` say. Raises ConfigError or CheckpointError.
+    """Merge as `options` say. Raises ConfigError, CheckpointError, or DataError for `prompts` that cannot be read.
 
     Where the adapter was trained through the quantizer, the model is exported from its run. After an error that comes
     before the push, `out` is either as it was before or complete.
@@ -58,6 +58,10 @@ def merge(options: MergeOptions) -> MergeReport | ExportReport:
     options.check()
     if options.push_to_hub:
         check_push(options.push_to_hub)
+    if options.prompts is not None and options.prompt_count:
+        from quantize.merge.effect import questions_in
+
+        questions_in(options.prompts)
     folder = adapter_folder(options.adapter)
     out = options.out or Path("merged") / f"{_label(options.adapter)}-{options.to}"
     if options.to != "adapter" and (run := run_of(folder)) is not None and through_quantizer(run):

@@ -68,6 +68,16 @@ def test_rows_that_ask_nothing_are_one_line_and_write_nothing(row, line, tmp_pat
     assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
+def test_a_model_that_is_not_there_is_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = write(tmp_path / "rows.jsonl", [{"question": "1 + 1?", "answer": "2"}])
+    with pytest.raises(
+        ConfigError, match=r"--model: there is no folder \./nowhere: give an existing folder or a hub id"
+    ):
+        init(InitOptions(str(data), model="./nowhere"))
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.jsonl"]
+
+
 def grader(folder):
     space = {}
     exec((folder / "grader.py").read_text(encoding="utf-8"), space)

@@ -11,7 +11,7 @@ from checkpoint_factory import make_checkpoint
 import quantize.merge.card
 import quantize.merge.weights
 from qerl.checkpoint.writer import write_weights
-from qerl.errors import CheckpointError, ConfigError
+from qerl.errors import CheckpointError, ConfigError, DataError
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
 
@@ -56,6 +56,7 @@ REFUSALS = {
     "onto of an adapter": ({"to": "adapter", "onto": "original"}, "exact copy"),
     "onto what": ({"onto": "base"}, "write auto, trained or original"),
     "prompts": ({"prompts": Path("no.jsonl")}, "no.jsonl does not exist"),
+    "prompts that are none": ({"prompts": Path(__file__)}, "write a path to .jsonl"),
     "count": ({"prompt_count": -1}, "at least 0"),
     "hub id": ({"push_to_hub": "my model"}, "write owner/name"),
     "other base": ({"model": "OTHER"}, "give the base that it was trained on"),
@@ -73,7 +74,7 @@ def test_mistakes_are_refused_before_anything_is_written(run, base, tmp_path, na
         changes = {"out": base}
     before = sorted(path.name for path in tmp_path.iterdir()), sorted(path.name for path in base.iterdir())
     options = {"adapter": str(run), "to": "bf16", "out": tmp_path / "out", **changes}
-    with pytest.raises((ConfigError, CheckpointError), match=expected_text):
+    with pytest.raises((ConfigError, CheckpointError, DataError), match=expected_text):
         merge(MergeOptions(**options))
     assert before == (sorted(path.name for path in tmp_path.iterdir()), sorted(path.name for path in base.iterdir()))
 
