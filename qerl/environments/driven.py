@@ -16,12 +16,12 @@ methods are tools, `reset(**row)` begins an episode, and `get_reward()`, if ther
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
+from qerl.environments.awaited import awaited
 from qerl.environments.values import Action, Call, Message, Reply
 
 NO_TOOLS = ("reset", "step", "close", "get_reward")
@@ -115,15 +115,6 @@ def called(reset: Callable[..., Any], row: Mapping[str, Any], seed: int) -> Any:
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         names = list(dict.fromkeys([*names, *row]))
     return awaited(reset(**{name: given[name] for name in names}))
-
-
-def awaited(returned: Any) -> Any:
-    """The value of a coroutine, or what is none as it is."""
-    return asyncio.run(_value(returned)) if inspect.isawaitable(returned) else returned
-
-
-async def _value(returned: Any) -> Any:
-    return await returned
 
 
 def messages_of(observation: Any, role: str = "user") -> tuple[Message, ...]:

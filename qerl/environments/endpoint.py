@@ -19,7 +19,6 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from queue import SimpleQueue
 from typing import Any
@@ -31,6 +30,9 @@ LARGEST = 16 * 2**20  # bytes of a request
 PATH = "/v1/chat/completions"
 USAGE = {"prompt_tokens": 0, "completion_tokens": 0, "total_tokens": 0}  # is not counted here
 MODEL = "policy"  # the name that answers give the model; requests may name any
+
+_starting = threading.Lock()
+_running: _Server | None = None
 
 
 def is_program(found: Callable[..., Any]) -> bool:
@@ -52,9 +54,10 @@ class Programmed:
         self._turns: SimpleQueue[Action | None] = SimpleQueue()  # None: there will be no more
         self._seen: list[Message] = []
         self._id = uuid.uuid4().hex
+        self._server: _Server | None = None  # once the episode has begun
 
     def reset(self, row: Mapping[str, Any], seed: int) -> Reply:
-        server = _server()
+        self._server = server = _server()
         server.episodes[self._id] = self
         given = {**row, **self._args, "base_url": f"http://127.0.0.1:{server.server_port}/{self._id}/v1"}
         threading.Thread(target=self._run, args=(given, seed), name="environment", daemon=True).start()
@@ -88,8 +91,8 @@ class Programmed:
     def abandon(self) -> None:
         """Let a program that still waits for the model fail, so that its thread ends."""
         self._turns.put(None)
-        if _server.cache_info().currsize:
-            _server().episodes.pop(self._id, None)
+        if self._server is not None:
+            self._server.episodes.pop(self._id, None)
 
     def asked(self, body: Mapping[str, Any]) -> Message | None:
         """The model's turn after the messages of a request; None if there is none. Raises ValueError for a bad one."""
@@ -235,9 +238,11 @@ class _Handler(BaseHTTPRequestHandler):
         """Nothing is written to stderr."""
 
 
-@cache
 def _server() -> _Server:
     """The server of this process, which begins with the first episode."""
-    server = _Server()
-    threading.Thread(target=server.serve_forever, name="endpoint", daemon=True).start()
-    return server
+    global _running
+    with _starting:
+        if _running is None:
+            _running = _Server()
+            threading.Thread(target=_running.serve_forever, name="endpoint", daemon=True).start()
+    return _running
