@@ -52,7 +52,7 @@ def test_replay_takes_away_what_other_experts_change_and_nothing_is_there_withou
     exact, rounded = (measured(nvfp4_moe, prompts, way, seed=0) for way in ("float32", "bfloat16"))
     assert max(exact.values()) < 1e-9
     assert rounded["changed"] > 1e-3
-    assert 0 < rounded["with_replay"] < rounded["without_replay"] / 2
+    assert 0 < rounded["with_replay"] < rounded["without_replay"] / 1.2
 
 
 def test_the_page_of_the_shipped_results_is_drawn_from_them(load, found) -> None:

@@ -109,7 +109,7 @@ def test_products_are_in_8_bits_where_the_folder_says_so(base, tmp_path, activat
     ids = torch.arange(24).view(2, 12)
     found, decoded = model(ids).logits, twin(ids).logits
     error = ((found - decoded).norm() / decoded.norm()).item()
-    assert error < 1e-5 if activations == "none" else 1e-3 < error < 0.1
+    assert error < 1e-5 if activations == "none" else 1e-3 < error < 0.2
 
 
 def test_a_folder_in_the_layout_of_others_is_read_as_it_is(of_others, folder):

@@ -129,7 +129,7 @@ def test_one_side_with_16_bit_activations_is_stopped_by_the_mismatch(base, tmp_p
 
     monkeypatch.setattr(PackedPolicy, "logprobs", logprobs)
     config = small_config(base, tmp_path, *QAT, "qat.quant_cfg=nvfp4_w4a4", steps=1)
-    with pytest.raises(EngineError, match=r"disagree before the first update: mismatch_kl .*e-02 is above"):
+    with pytest.raises(EngineError, match=r"disagree before the first update: mismatch_kl .*e-0[12] is above"):
         start(config, "w4a4")
 
 

