@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from qerl import formats
+from qerl.errors import CheckpointError
 from qerl.plan.kv_cache import calibrates_kv
 from qerl.plan.trained import engine_expert_rank, engine_rank
 
@@ -84,12 +85,19 @@ class EngineOptions:
         )
 
     def for_adapter(self, tensors: Mapping[str, torch.Tensor]) -> EngineOptions:
-        """The options of an engine that gets the adapter with these tensors."""
+        """The options of an engine that gets the adapter with these tensors.
+
+        Raises CheckpointError for an adapter that has no LoRA, or one on experts alone.
+        """
         from qerl.checkpoint.expert_adapter import describe, is_of_experts
 
-        ranks = (
-            t.shape[0] for name, t in tensors.items() if name.endswith(".lora_A.weight") and not is_of_experts(name)
-        )
+        factors = [name for name in tensors if name.endswith(".lora_A.weight")]
+        ranks = [tensors[name].shape[0] for name in factors if not is_of_experts(name)]
+        if not ranks:
+            raise CheckpointError(
+                f"the adapter has {'LoRA on experts alone' if factors else 'no LoRA'}, and the engine needs one that "
+                "adapts attention: merge it with PEFT, and give the merged model"
+            )
         kind, expert_rank = describe(tensors)
         return replace(self, max_rank=max(ranks), experts=kind, expert_rank=expert_rank)
 

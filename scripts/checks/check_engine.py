@@ -10,11 +10,7 @@ limits for them. If a check raises, that is reported, the others still run, and 
 from __future__ import annotations
 
 import argparse
-import faulthandler
-import json
 import sys
-import time
-import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -24,6 +20,7 @@ from engine_checks.carried import carried_over
 from engine_checks.context import Context
 from engine_checks.memory import exhausted_cache, loading, reopened, shared_memory, sleep_and_wake
 from engine_checks.noise import noise
+from engine_checks.run import add_options, run, watch
 from engine_checks.sampling import limits, repeat, sampler
 from engine_checks.sync import adapter, trained_norms, whole_weights
 from engine_checks.told import told, told_of_while
@@ -49,29 +46,11 @@ def main() -> None:
     parser.add_argument("--cap-gib", type=float)
     parser.add_argument("--memory", type=float, help="rollout.memory: GiB, or a share")
     parser.add_argument("--rank", type=int, default=RANK)
-    parser.add_argument("--only", nargs="+", metavar="CHECK", choices=KNOWN, help=f"some of {', '.join(KNOWN)}")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--patience", type=float, default=300, help="seconds after which a check counts as hung")
+    add_options(parser, [*CHECKS, *ON_REQUEST])
     arguments = parser.parse_args()
     require_card("vllm")
-    faulthandler.dump_traceback_later(arguments.patience, exit=True)
-    context = Context(arguments)
-    report = context.report
-    for check in CHECKS if not arguments.only else [*CHECKS, *ON_REQUEST]:
-        if arguments.only and check.__name__ not in arguments.only:
-            continue
-        faulthandler.dump_traceback_later(arguments.patience, exit=True)
-        started = time.monotonic()
-        try:
-            report[check.__name__] = check(context)
-        except Exception:
-            report["failed"].append(check.__name__)
-            report[check.__name__] = {"error": traceback.format_exc(limit=-6)}
-        report["seconds"][check.__name__] = round(time.monotonic() - started, 2)
-        if arguments.out:  # after each, in case that the next one hangs
-            arguments.out.write_text(json.dumps(report, indent=1), encoding="utf-8")
-    print(json.dumps(report, indent=1))
-    sys.exit(1 if report["failed"] else 0)
+    watch(arguments.patience)  # while the engine opens
+    run(Context(arguments), [*CHECKS, *ON_REQUEST] if arguments.only else CHECKS, arguments)
 
 
 CHECKS = [
@@ -91,7 +70,6 @@ CHECKS = [
     whole_weights,
 ]
 ON_REQUEST = [exhausted_cache, loading, told, told_of_while, carried_over, reopened]  # run only if --only names them
-KNOWN = [check.__name__ for check in (*CHECKS, *ON_REQUEST)]
 
 if __name__ == "__main__":
     main()

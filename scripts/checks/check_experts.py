@@ -10,11 +10,7 @@ check raises; the others still run. tests/qerl/engine/test_experts_gpu.py runs t
 from __future__ import annotations
 
 import argparse
-import faulthandler
-import json
 import sys
-import time
-import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,13 +19,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from engine_checks.experts import ExpertContext, adapter, cached_prompts, decoded, one_copy, replayed, routers
 from engine_checks.memory import sleep_and_wake
+from engine_checks.run import add_options, run, watch
 
 from qerl import formats
 from qerl.layers.expert_adapter import KINDS
 from scripts.bench.provenance import require_card
 
 CHECKS = [one_copy, decoded, routers, cached_prompts, replayed, sleep_and_wake, adapter]
-KNOWN = [check.__name__ for check in CHECKS]
 LARGEST_KL = 1e-3  # with replay, of a small random model
 LIMITS: dict[str, Callable[[dict[str, Any]], bool]] = {  # what has to hold of each check's numbers
     "one_copy": lambda found: not found["foreign"] and found["experts"] > 0,
@@ -58,34 +54,12 @@ def main() -> None:
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--cap-gib", type=float)
     parser.add_argument("--memory", type=float, help="rollout.memory: GiB, or a share")
-    parser.add_argument("--only", nargs="+", metavar="CHECK", choices=KNOWN, help=f"some of {', '.join(KNOWN)}")
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--patience", type=float, default=300, help="seconds after which a check counts as hung")
+    add_options(parser, CHECKS)
     arguments = parser.parse_args()
     arguments.calibrate_kv = False
     require_card("vllm")
-    faulthandler.dump_traceback_later(arguments.patience, exit=True)
-    context = ExpertContext(arguments)
-    report = context.report
-    for check in CHECKS:
-        if arguments.only and check.__name__ not in arguments.only:
-            continue
-        faulthandler.dump_traceback_later(arguments.patience, exit=True)
-        started = time.monotonic()
-        try:
-            report[check.__name__] = check(context)
-            kept = LIMITS[check.__name__](report[check.__name__])
-        except Exception:
-            kept, report[check.__name__] = False, {"error": traceback.format_exc(limit=-6)}
-        if not kept:
-            report["failed"].append(check.__name__)
-        report["seconds"][check.__name__] = round(time.monotonic() - started, 2)
-    text = json.dumps(report, indent=1)
-    if arguments.out:
-        arguments.out.write_text(text, encoding="utf-8")
-    print(text)
-    print("failed:", ", ".join(report["failed"]) or "nothing")
-    sys.exit(1 if report["failed"] else 0)
+    watch(arguments.patience)  # while the engine opens
+    run(ExpertContext(arguments), CHECKS, arguments, lambda name, found: LIMITS[name](found))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """scripts/study/study_experts.py: its arms, and the results that ship."""
 
-import importlib
 import json
 from pathlib import Path
 
@@ -10,14 +9,6 @@ from qerl.config.recipe import load_recipe
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SHIPPED = REPOSITORY / "benchmarks" / "experts" / "study-experts-tiny.json"
-
-
-@pytest.fixture(scope="module")
-def load():
-    """Import a script by name, since the scripts import one another."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(REPOSITORY / "scripts" / "study"))
-        yield importlib.import_module
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 import argparse
 import hashlib
-import importlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +17,6 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = REPOSITORY / "qerl" / "tiny"
 SHIPPED = REPOSITORY / "benchmarks" / "study-noise-tiny.json"
 SMALL = ("rollout.prompts_per_step=2", "rollout.group_size=2", "run.micro_batch_tokens=400", "rollout.max_new_tokens=8")
-
-
-@pytest.fixture(scope="module")
-def load():
-    """Import a script by name, since the scripts import one another."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(REPOSITORY / "scripts" / "study"))
-        yield importlib.import_module
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,5 @@
 """scripts/study/study_qat.py: its ways to train whole weights, its arms, and its tables."""
 
-import importlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,14 +26,6 @@ from training.run_dir.log import read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TINY = REPOSITORY / "qerl" / "tiny"
-
-
-@pytest.fixture(scope="module")
-def load():
-    """Import a script by name, since the scripts import one another."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(REPOSITORY / "scripts" / "study"))
-        yield importlib.import_module
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ import torch
 from qerl.config.recipe import load_recipe
 from qerl.engine.open import with_chosen_engine
 from qerl.engine.options import EngineOptions
-from qerl.errors import ConfigError
+from qerl.errors import CheckpointError, ConfigError
 
 RECIPE = {
     "rollout.engine": "vllm",
@@ -54,6 +54,8 @@ def test_an_engine_is_opened_for_the_ranks_and_the_kind_of_an_adapter():
         f"{experts}.gate_up_proj.lora_A.weight": torch.zeros(128, 2, 64),
         f"{experts}.down_proj.lora_A.weight": torch.zeros(128, 2, 32),
     }
+    with pytest.raises(CheckpointError, match="has LoRA on experts alone, and the engine needs one that adapts att"):
+        EngineOptions().for_adapter(of_each)
     found = EngineOptions().for_adapter(tensors | of_each)
     assert found == EngineOptions(max_rank=8, experts="per_expert", expert_rank=2)
 
