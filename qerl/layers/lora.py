@@ -268,6 +268,6 @@ def _stacked_a(parts: Sequence[Part], dtype: torch.dtype) -> torch.Tensor | None
 
 def product_32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """left @ right in float32, without a rounding to 16 bits in between if the device supports that."""
-    if left.is_cuda and left.dtype != torch.float32:
+    if left.is_cuda and left.dtype in (torch.float16, torch.bfloat16):
         return torch.mm(left, right, out_dtype=torch.float32)
     return (left @ right).float()
