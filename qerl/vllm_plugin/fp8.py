@@ -11,6 +11,7 @@ Weights whose activations stay in 16 bits are decoded for each product: exact, a
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -31,7 +32,7 @@ from vllm.model_executor.parameter import BlockQuantScaleParameter
 
 from qerl.errors import CheckpointError, EngineError
 from qerl.formats import DEFAULT
-from qerl.fp8 import layout, reference
+from qerl.fp8 import few_tokens, layout, reference
 from qerl.fp8 import linear as trainer
 from qerl.fp8.linear import FP8Linear
 from qerl.fp8.reference import FP8Tensor, ScaleKind
@@ -39,6 +40,7 @@ from qerl.nvfp4 import lora
 from qerl.nvfp4.lora import Adapter
 
 SHAPE = [layout.BLOCK, layout.BLOCK]
+FEW_TOKENS = os.environ.get("QERL_FP8_FEW_TOKENS", "1") == "1"  # 0: to measure without
 TOKENS = 40  # of the check of a product, more than one tile of small batches
 LARGEST_ERROR = 0.01  # rounding to bfloat16 leaves 0.002, inputs that are not rounded would make 0.03
 
@@ -133,6 +135,9 @@ def product(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scales: S
         with torch.autocast(x.device.type, enabled=False):
             return reference.product(x, FP8Tensor(codes, scale), scales)
     cutlass = kernel_of_card() == "cutlass"
+    if cutlass and FEW_TOKENS and len(x) <= few_tokens.MOST_TOKENS:
+        rounded = FP8Tensor(*per_token_group_quant_fp8(x.contiguous(), layout.BLOCK, use_ue8m0=scales == "pow2"))
+        return few_tokens.product(rounded, FP8Tensor(codes, scale), x.dtype)
     rounded, of_groups = per_token_group_quant_fp8(
         x.contiguous(), layout.BLOCK, column_major_scales=cutlass, use_ue8m0=scales == "pow2"
     )
