@@ -11,7 +11,6 @@ Weights whose activations stay in 16 bits are decoded for each product: exact, a
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -40,7 +39,7 @@ from qerl.nvfp4 import lora
 from qerl.nvfp4.lora import Adapter
 
 SHAPE = [layout.BLOCK, layout.BLOCK]
-FEW_TOKENS = os.environ.get("QERL_FP8_FEW_TOKENS", "1") == "1"  # 0: to measure without
+FEW_TOKENS = False  # whether few tokens take qerl/fp8/few_tokens.py; bench_rollout.py --few-tokens measures it
 TOKENS = 40  # of the check of a product, more than one tile of small batches
 LARGEST_ERROR = 0.01  # rounding to bfloat16 leaves 0.002, inputs that are not rounded would make 0.03
 

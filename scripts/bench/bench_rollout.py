@@ -51,6 +51,13 @@ Generate = Callable[[list[list[int]], int], int]  # prompts, new tokens -> token
 
 
 def main() -> None:
+    arguments = options().parse_args()
+    with turns_left_to_others(arguments):
+        report = measured(arguments)
+    print(written(report, arguments.out))
+
+
+def options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
     parser.add_argument("--engine", default="qerl", choices=("qerl", "stock"))
@@ -58,6 +65,7 @@ def main() -> None:
     parser.add_argument("--rank", type=int, default=32, help="0: no adapter")
     parser.add_argument("--no-replay", action="store_true", help="do not record which experts are chosen (qerl)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="fp8: with scale 1, which is as fast as any (qerl)")
+    parser.add_argument("--few-tokens", action="store_true", help="FP8: our kernel for at most 16 tokens (qerl)")
     parser.add_argument("--tune", action="store_true", help="measure the ways to multiply first (qerl)")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -69,10 +77,7 @@ def main() -> None:
     parser.add_argument("--of", type=int, default=1, help="number of engines that share the folder of --turns")
     parser.add_argument("--open-only", action="store_true", help="only compile and choose kernels, to fill the caches")
     parser.add_argument("--out", type=Path)
-    arguments = parser.parse_args()
-    with turns_left_to_others(arguments):
-        report = measured(arguments)
-    print(written(report, arguments.out))
+    return parser
 
 
 def written(report: dict, out: Path | None) -> str:
@@ -183,6 +188,10 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
         kv_cache_dtype=arguments.kv_cache_dtype,
         calibrates_kv=arguments.kv_cache_dtype == "fp8",
     )
+    if arguments.few_tokens:
+        from qerl.vllm_plugin import fp8
+
+        fp8.FEW_TOKENS = True
     engine = VLLMEngine(arguments.model, format_of(Path(arguments.model)).name, options)
     if options.calibrates_kv:
         engine.set_kv_scales({layer: KVScales(1.0, 1.0, 1.0) for layer in range(read_sizes(arguments.model).layers)})

@@ -140,6 +140,7 @@ def build(arguments: argparse.Namespace, folder: str, share: float = 1.0) -> GRP
         model_init_kwargs={"dtype": "bfloat16"},
         gradient_checkpointing=arguments.checkpointing or not arguments.tuned,
         use_liger_kernel=arguments.tuned,
+        liger_kernel_config=without_experts(arguments.model),
         **({"optim": eight_bits if on_gpu else "adamw_torch"} if arguments.full else {}),
         bf16=on_gpu,
         use_cpu=not on_gpu,
@@ -157,6 +158,14 @@ def build(arguments: argparse.Namespace, folder: str, share: float = 1.0) -> GRP
         processing_class=AutoTokenizer.from_pretrained(arguments.model, padding_side="left"),
         peft_config=None if arguments.full else lora(arguments.rank),
     )
+
+
+def without_experts(model: str) -> dict[str, bool] | None:
+    """What of Liger a mixture of experts does without: its experts do not take an adapter of PEFT's (0.8.5 raises)."""
+    from qerl.checkpoint.experts import decoder_of
+    from qerl.checkpoint.shards import read_json
+
+    return {"swiglu": False} if decoder_of(read_json(Path(model) / "config.json"), model).has_experts else None
 
 
 def lora(rank: int) -> LoraConfig:

@@ -47,8 +47,8 @@
 #     fp8      470 s  FP8: kernels against vLLM's functions, the engine on small models in both kinds of products and scales,
 #                     agreement and one copy at 7B, beside 16 bits
 #     fp8products 120 s products in FP8 at the sizes of a 7B by each kernel, in decode steps and in training; what rounding costs
-#     fp8decode 420 s decode speed at 7B with an adapter, one engine after another: FP8 ours and stock vLLM's, our NVFP4, and
-#                     stock vLLM's FP8 with DeepGEMM, which compiles as it goes
+#     fp8decode 480 s decode speed at 7B with an adapter, in turns: FP8 ours with two kernels for few tokens and stock vLLM's,
+#                     and our NVFP4; then stock vLLM's FP8 with DeepGEMM, which compiles as it goes
 #     fp8step  460 s  workload A with an adapter over FP8, with gradients in FP8 and in 16 bits, over 16 bits, and over NVFP4
 #     fp8train 260 s  FP8 that trains: a 7B's whole weights, packed at each sync, and workload A over 16 bits by tensorwise
 #                     products
@@ -59,13 +59,14 @@
 #     fp8kvhead 200 s the same at 7B with a scale for each token and head
 #     decode32 480 s  the same at 32B with the two engines that fit on a card: ours, and vLLM's in BF16
 #     marlin32 560 s  the same at 32B with three: ours with an adapter and without, and vLLM's with Marlin
-#     moe      560 s  a mixture of experts: kernels, and the vllm engine on small models with each kind of adapter: weights,
+#     moe      300 s  a mixture of experts: kernels, and the vllm engine on small models with each kind of adapter: weights,
 #                     what routers chose, agreement with the trainer
-#     moedecode 560 s decode speed of 16 layers of Qwen3-30B-A3B with an adapter on attention and experts, in turns: ours over
+#     moedecode 260 s decode speed of 16 layers of Qwen3-30B-A3B with an adapter on attention and experts, in turns: ours over
 #                     NVFP4, and stock vLLM's over NVFP4 and over BF16; 25 GB of disk
-#     moestep  560 s  Qwen3-30B-A3B at full depth: our decode speed with and without replay, and workload A under 80 GiB; 17 GB
+#     moestep  430 s  Qwen3-30B-A3B at full depth: our decode speed with and without replay, and workload A under 80 GiB; 17 GB
 #                     of disk
-#     moepeer  500 s  workload A on those 16 layers: ours over NVFP4, and TRL's over BF16 with an adapter where PEFT puts one
+#     moepeer  400 s  workload A on those 16 layers: ours over NVFP4, and TRL's over BF16 with an adapter where PEFT puts one
+#     moeprofile 240 s kernels of decode steps of those 16 layers, and their decode speed without an adapter
 #     mixed    330 s  geometric lengths of 1 to 1024 tokens, ours and TRL's
 #     varied   200 s  prompts and completions of varied length: memory and seconds with segments that grow, and without
 #     ranks    560 s  two cards: workload A and geometric lengths on one card each at the same time, then on two; twice the
@@ -368,12 +369,16 @@ batch_fp8products() {
     run products-7b 240 "$python" scripts/bench/bench_fp8.py --out "$out/products-7b.json"
 }
 
-batch_fp8decode() { # not in turns, whose second opening would not fit ten minutes
-    checkpoint qwen2.5-7b 7b
-    checkpoint qwen2.5-7b 7b-fp8 --format fp8_block
-    script rollout-7b-fp8-qerl 180 bench_rollout 7b-fp8
-    VLLM_USE_DEEP_GEMM=0 script rollout-7b-fp8-stock 180 bench_rollout 7b-fp8 --engine stock
-    script rollout-7b-qerl 180 bench_rollout 7b
+batch_fp8decode() { # all four open at once: one by one, and then again, does not fit ten minutes
+    checkpoint qwen2.5-7b 7b &
+    checkpoint qwen2.5-7b 7b-fp8 --format fp8_block &
+    wait
+    turns 4
+    turn 7b-fp8-qerl 7b-fp8 0.2
+    turn 7b-fp8-qerl-few 7b-fp8 0.2 --few-tokens
+    VLLM_USE_DEEP_GEMM=0 turn 7b-fp8-stock 7b-fp8 0.25 --engine stock
+    turn 7b-qerl 7b 0.2
+    wait
     script rollout-7b-fp8-stock-deepgemm 240 bench_rollout 7b-fp8 --engine stock
 }
 
@@ -457,24 +462,23 @@ batch_moe() {
     tests moe-engine 480 tests/qerl/engine/test_experts_gpu.py --junitxml="$out/moe.xml" -o junit_family=xunit1
 }
 
-batch_moedecode() {
-    local way
-    checkpoint qwen3-30b-a3b a3b-16-layers --layers 16
-    checkpoint qwen3-30b-a3b a3b-16-layers-16 --layers 16 --format bf16
+batch_moedecode() { # all three open at once
+    checkpoint qwen3-30b-a3b a3b-16-layers --layers 16 &
+    checkpoint qwen3-30b-a3b a3b-16-layers-16 --layers 16 --format bf16 &
+    wait
     turns 3 --sequences 1 8 32 128 256 --rank 16
-    for way in alone turn; do
-        $way a3b-16-layers-qerl a3b-16-layers 0.2
-        $way a3b-16-layers-stock a3b-16-layers 0.25 --engine stock
-        $way a3b-16-layers-bf16 a3b-16-layers-16 0.35 --engine stock
-        wait
-    done
+    turn a3b-16-layers-qerl a3b-16-layers 0.2
+    turn a3b-16-layers-stock a3b-16-layers 0.25 --engine stock
+    turn a3b-16-layers-bf16 a3b-16-layers-16 0.35 --engine stock
+    wait
 }
 
 batch_moepeer() {
     checkpoint qwen3-30b-a3b a3b-16-layers --layers 16
     checkpoint qwen3-30b-a3b a3b-16-layers-16 --layers 16 --format bf16
     script step-a3b-16-layers-qerl 200 bench_step a3b-16-layers --steps 3 --rank 16
-    script step-a3b-16-layers-trl 280 bench_trl a3b-16-layers-16 --steps 3 --rank 16
+    script step-a3b-16-layers-trl 200 bench_trl a3b-16-layers-16 --steps 3 --rank 16
+    script step-a3b-16-layers-trl-tuned 200 bench_trl a3b-16-layers-16 --steps 3 --rank 16 --tuned
 }
 
 batch_moestep() {
@@ -482,6 +486,12 @@ batch_moestep() {
     script step-a3b-qerl-cap80 300 bench_step a3b --cap-gib 80 --steps 3 --rank 16 --set noise.enabled=false
     script rollout-a3b-qerl 200 bench_rollout a3b --rank 16 --sequences 1 8 32 128 256
     script rollout-a3b-qerl-no-replay 150 bench_rollout a3b --rank 16 --no-replay --sequences 1 128
+}
+
+batch_moeprofile() {
+    checkpoint qwen3-30b-a3b a3b-16-layers --layers 16
+    script profile-decode-a3b-16-layers 150 profile_step a3b-16-layers --phase decode --rank 16
+    script rollout-a3b-16-layers-qerl-base 120 bench_rollout a3b-16-layers --rank 0
 }
 
 batch_mixed() {

@@ -41,7 +41,8 @@ PROMPT_TOKENS = 128
 LINEARS = 4  # per layer, as they are decoded: q/k/v and gate/up are one linear each
 PROFILED_STEP = 1  # the second step, because the first one compiles
 CATEGORIES = {  # by parts of the kernel's name; the first match counts
-    "adapter": ("lora_shrink", "_expand_kernel"),
+    "adapter": ("lora_shrink", "_shrink_kernel", "_activate_kernel", "_expand_kernel", "_combine_kernel"),
+    "routing": ("moe_align", "topk_softmax", "topkGating", "count_and_sort"),
     "decode weights": ("nvfp4_decode", "_dequantize_kernel"),
     "quantized product": ("nvfp4_gemm", "nvfp4_linear", "humming", "marlin"),
     "attention": ("attend", "flash", "fmha", "attention"),  # attend.cu is ours
@@ -204,12 +205,15 @@ def decode_phase(arguments: argparse.Namespace, limit: dict[str, float]) -> dict
     import torch
     from torch.profiler import ProfilerActivity, profile
 
-    from scripts.bench.bench_rollout import open_qerl
+    from scripts.bench import bench_rollout
     from scripts.bench.limits import decode_need, shares
 
-    arguments.prompt_tokens, arguments.new_tokens = PROMPT_TOKENS, arguments.decode_steps + 1
-    arguments.memory_share, arguments.tune = None, False
-    generate, opened = open_qerl(arguments)
+    tokens = ["--prompt-tokens", str(PROMPT_TOKENS), "--new-tokens", str(arguments.decode_steps + 1)]
+    sequences = ["--sequences", *map(str, arguments.sequences)]
+    workload = ["--model", arguments.model, "--rank", str(arguments.rank), *tokens, *sequences]
+    generate, opened = bench_rollout.open_qerl(
+        bench_rollout.options().parse_args([*workload, "--kernel", arguments.kernel])
+    )
     report: dict[str, Any] = {}
     for count in arguments.sequences:
         rng = random.Random(count)
@@ -221,12 +225,12 @@ def decode_phase(arguments: argparse.Namespace, limit: dict[str, float]) -> dict
             torch.cuda.synchronize()
             return time.perf_counter() - started
 
-        run(arguments.new_tokens)
-        wall_ms = 1e3 * (run(arguments.new_tokens) - run(1)) / arguments.decode_steps
+        run(arguments.decode_steps + 1)
+        wall_ms = 1e3 * (run(arguments.decode_steps + 1) - run(1)) / arguments.decode_steps
         rows: dict[str, list[float]] = defaultdict(lambda: [0.0, 0.0])
-        for sign, tokens in ((1, arguments.new_tokens), (-1, 1)):
+        for sign, sampled in ((1, arguments.decode_steps + 1), (-1, 1)):
             with profile(activities=[ProfilerActivity.CUDA]) as result:
-                run(tokens)
+                run(sampled)
             for event in result.key_averages():
                 rows[event.key][0] += sign * event.device_time_total / 1e3 / arguments.decode_steps
                 rows[event.key][1] += sign * event.count / arguments.decode_steps
