@@ -97,6 +97,10 @@ class Decoder:
         """Of a layer's experts that a token gets; 0 without experts."""
         return self.chosen / self.experts if self.experts else 0.0
 
+    def share_of(self, tokens: float) -> float:
+        """Of a layer's experts that so many tokens get between them, if all are chosen equally often."""
+        return 1 - (1 - self.share) ** tokens
+
     def linears(self) -> list[str]:
         """The full module names of all linears that may be quantized, in order: routers are not among them."""
         return [name for layer in range(self.layers) for name in self.linears_of(layer)]

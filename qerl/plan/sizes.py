@@ -92,6 +92,10 @@ class ModelSizes:
         """Those of them that a token is multiplied by."""
         return self.outside_experts + round(self.of_experts * self.decoder.share)
 
+    def met(self, tokens: float) -> float:
+        """Those of them that so many tokens are multiplied by between them, if experts are chosen equally often."""
+        return self.outside_experts + self.of_experts * self.decoder.share_of(tokens)
+
     @property
     def of_experts(self) -> int:
         """Weights of all experts."""
@@ -138,8 +142,7 @@ class ModelSizes:
 
     def read_bytes(self, format: str, tokens: float) -> float:
         """Bytes of the checkpoint that a step of `tokens` reads, which may choose the same experts or others."""
-        missed = (1 - self.decoder.share) ** tokens  # the share of experts that none of them chooses, if all are alike
-        unread = self.of_experts * missed if self.decoder.has_experts else 0.0
+        unread = self.body - self.met(tokens)
         return self.weights_bytes(format) - unread * formats.get(format).bytes_per_weight
 
     def kv_bytes(self, kv_cache_dtype: str = "auto") -> int:

@@ -2,7 +2,8 @@
 
 A share of the limit is the ratio of the two. Only products with weights are counted. Those within attention, and the
 adapter's in training, are left out, so that shares come out too low rather than too high. A prompt that a group shares
-counts once, and recomputation does not count.
+counts once, and recomputation does not count. Of experts those count that tokens are multiplied by, as if all experts
+were chosen equally often.
 """
 
 from __future__ import annotations
@@ -65,7 +66,8 @@ class Work:
     """The shape of a step's work."""
 
     sizes: ModelSizes
-    adapter: int  # parameters
+    adapter: int  # parameters outside experts
+    expert_adapter: int  # and on all experts
     weight_bytes: float  # per weight of the decoder's linears
     kv_bytes: int  # per cached token
     prompts: int
@@ -76,10 +78,12 @@ class Work:
     def of(cls, config: RunConfig, sizes: ModelSizes) -> Work:
         """The work of a run whose prompts all have the maximum length, as those of bench_step do."""
         from qerl import formats
+        from qerl.plan.trained import expert_parameters
 
         return cls(
             sizes,
             sizes.adapter(config.adapter.rank, config.adapter.targets),
+            expert_parameters(config, sizes),
             formats.get(config.model.format).bytes_per_weight,
             sizes.kv_bytes(config.rollout.kv_cache_dtype),
             config.rollout.prompts_per_step,
@@ -87,17 +91,23 @@ class Work:
             config.data.max_prompt_tokens,
         )
 
+    @property
+    def layers_flops(self) -> float:
+        """Of a token's forward pass through the layers, routers included: 2 per weight."""
+        return 2.0 * (self.sizes.active + self.sizes.routers)
+
 
 def training_flops(work: Work, step: dict[str, Any]) -> float:
     """The flops that training needs in a step of metrics.jsonl.
 
     They are 2 per weight and token forward, and 2 for the gradient to the input: in the decoder for the tokens of all
-    completions and of each prompt once, in the head for completion tokens (it computes its slope instead). Rows without
-    a learning signal need none, so the sum is multiplied by the share of the rows that were trained on.
+    completions and of each prompt once, in the head for completion tokens (it computes its slope instead). No gradient
+    goes through a router. Rows without a learning signal need none, so the sum is multiplied by the share of the rows
+    that were trained on.
     """
     completions = work.prompts * work.group * step["completions/mean_tokens"]
     tokens = completions + work.prompts * work.prompt_tokens
-    flops = 4 * (work.sizes.body * tokens + work.sizes.head * completions)
+    flops = (work.layers_flops + 2 * work.sizes.active) * tokens + 4 * work.sizes.head * completions
     return flops * step.get("completions/trained_share", 1.0)
 
 
@@ -106,19 +116,24 @@ def train_share(work: Work, step: dict[str, Any], tflops: float) -> float:
     return training_flops(work, step) / step["time/train_s"] / (tflops * 1e12)
 
 
-def decode_bytes(work: Work, steps: int, context_tokens: float) -> dict[str, float]:
-    """The bytes that `steps` decode steps read: per step the packed body, the 16-bit head and the adapter, and the
-    keys and values of `context_tokens`, the sum over steps and sequences of the tokens that each attends to."""
+def decode_bytes(work: Work, sequences: Sequence[float], context_tokens: float) -> dict[str, float]:
+    """The bytes that decode steps with so many `sequences` each read: per step the packed body, the 16-bit routers and
+    head, and the adapter, and the keys and values of `context_tokens`, the sum over steps and sequences of the tokens
+    that each attends to."""
+    sizes, steps = work.sizes, len(sequences)
+    body = sum(map(sizes.met, sequences))
+    adapter = steps * work.adapter + work.expert_adapter * sum(map(sizes.decoder.share_of, sequences))
     return {
-        "weights": steps * (work.sizes.body * work.weight_bytes + 2 * work.sizes.head),
-        "adapter": steps * 2 * work.adapter,
+        "weights": body * work.weight_bytes + steps * 2 * (sizes.routers + sizes.head),
+        "adapter": 2 * adapter,
         "keys and values": context_tokens * work.kv_bytes,
     }
 
 
 def decode_flops(work: Work, tokens: float) -> float:
     """2 flops per weight, adapter and head included, for each token that is sampled."""
-    return 2.0 * (work.sizes.body + work.sizes.head + work.adapter) * tokens
+    adapter = work.adapter + work.expert_adapter * work.sizes.decoder.share
+    return (work.layers_flops + 2.0 * (work.sizes.head + adapter)) * tokens
 
 
 def rollout_need(work: Work, lengths: Sequence[int]) -> dict[str, Any]:
@@ -132,20 +147,27 @@ def rollout_need(work: Work, lengths: Sequence[int]) -> dict[str, Any]:
 
     sampled = sum(lengths)
     steps = max(max(lengths), -(-sampled // MAX_SEQUENCES))
+    sequences = [sum(length > step for length in lengths) for step in range(steps)]
+    if len(lengths) > MAX_SEQUENCES:
+        sequences = [sampled / steps] * steps
     context = sum((length - 1) * (work.prompt_tokens + length / 2) for length in lengths)
-    prefill = 2.0 * work.sizes.body * work.prompts * work.prompt_tokens
-    return {"bytes": decode_bytes(work, steps, context), "flops": decode_flops(work, sampled) + prefill}
+    prefill = work.layers_flops * work.prompts * work.prompt_tokens
+    return {"bytes": decode_bytes(work, sequences, context), "flops": decode_flops(work, sampled) + prefill}
 
 
 def decode_need(model: str, rank: int, sequences: int, context: float) -> dict[str, Any]:
-    """Bytes and flops of a decode step of a model folder with an adapter on all linears, at `context` tokens each."""
+    """Bytes and flops of a decode step of a model folder with an adapter on all linears, at `context` tokens each.
+
+    Experts share the outer factors of theirs, as they do by default.
+    """
     from qerl.checkpoint.kinds import format_of
     from qerl.plan.sizes import read_sizes
 
     sizes = read_sizes(model)
-    adapter = sizes.adapter(rank, tuple(sizes.projections))
-    work = Work(sizes, adapter, format_of(Path(model)).bytes_per_weight, sizes.kv_bytes(), sequences, 1, round(context))
-    return {"bytes": decode_bytes(work, 1, sequences * context), "flops": decode_flops(work, sequences)}
+    adapters = sizes.adapter(rank, tuple(sizes.projections)), sizes.expert_adapter(rank, shared=True)
+    width = format_of(Path(model)).bytes_per_weight
+    work = Work(sizes, *adapters, width, sizes.kv_bytes(), sequences, 1, round(context))
+    return {"bytes": decode_bytes(work, [sequences], sequences * context), "flops": decode_flops(work, sequences)}
 
 
 def shares(need: dict[str, Any], seconds: float, limit: dict[str, float]) -> dict[str, Any]:

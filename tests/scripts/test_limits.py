@@ -60,6 +60,34 @@ def test_a_16_bit_base_and_an_8_bit_cache_count_with_their_own_bytes():
     assert need["bytes"]["keys and values"] == 11 * KV / 2
 
 
+ATTENTION = 48 * 2048 * 128 * (2 * 32 + 2 * 4)  # of Qwen3-30B-A3B: q and o, k and v
+EXPERTS = 48 * 128 * 3 * 2048 * 768
+ROUTERS = 48 * 128 * 2048
+A3B_HEAD = 151936 * 2048
+OF_ATTENTION = 48 * 16 * (2 * (2048 + 4096) + 2 * (2048 + 512))  # an adapter of rank 16
+OF_EXPERTS = 48 * 16 * (2 * 2048 + 128 * 3 * 768)  # with shared outer factors
+A3B_KV = 96 * 2**10
+
+
+def test_of_experts_a_token_needs_those_that_it_gets_and_a_step_those_that_its_sequences_choose():
+    """8 of 128: one sequence reads 1/16 of them, two 1/16 + 15/256 if all are chosen alike. Routers are frozen."""
+    values = ("adapter.rank=16", "data.max_prompt_tokens=10", "rollout.prompts_per_step=1", "rollout.group_size=2")
+    config = load_recipe("dapo_30b_a3b", values)
+    work = Work.of(config, read_sizes("Qwen/Qwen3-30B-A3B"))
+    met, per_token = ATTENTION + EXPERTS / 16, ROUTERS + A3B_HEAD + OF_ATTENTION + OF_EXPERTS / 16
+    step = {"completions/mean_tokens": 50.0}
+    assert training_flops(work, step) == 110 * (4 * met + 2 * ROUTERS) + 100 * 4 * A3B_HEAD
+    need, both = rollout_need(work, [2, 1]), 1 / 16 + 15 / 256
+    assert need["bytes"] == pytest.approx(
+        {
+            "weights": (2 * ATTENTION + EXPERTS * (both + 1 / 16)) * 9 / 16 + 2 * 2 * (A3B_HEAD + ROUTERS),
+            "adapter": 2 * (2 * OF_ATTENTION + OF_EXPERTS * (both + 1 / 16)),
+            "keys and values": 11 * A3B_KV,
+        }
+    )
+    assert need["flops"] == 2 * 3 * (met + per_token) + 2 * 10 * (met + ROUTERS)
+
+
 @pytest.mark.parametrize(("packed", "width"), [(True, 9 / 16), (False, 2)])
 def test_a_decode_step_of_a_model_folder(tmp_path, packed, width):
     quantization = {"quantization_config": NVFP4.quantization_config(["lm_head"])} if packed else {}
@@ -72,6 +100,15 @@ def test_a_decode_step_of_a_model_folder(tmp_path, packed, width):
         "keys and values": 8 * 152.5 * KV,
     }
     assert need["flops"] == 8 * 2 * (BODY + HEAD + ADAPTER)
+
+
+def test_a_decode_step_of_a_folder_with_experts(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(KNOWN["qwen3-30b-a3b"]), encoding="utf-8")
+    need = decode_need(str(tmp_path), 16, 256, 100)
+    assert need["bytes"]["weights"] == pytest.approx(2 * (ATTENTION + EXPERTS + A3B_HEAD + ROUTERS), rel=1e-6)
+    assert need["bytes"]["adapter"] == pytest.approx(2 * (OF_ATTENTION + OF_EXPERTS), rel=1e-6)
+    active = ATTENTION + ROUTERS + A3B_HEAD + OF_ATTENTION + (EXPERTS + OF_EXPERTS) / 16
+    assert need["flops"] == pytest.approx(2 * 256 * active)
 
 
 def test_shares_add_up_the_bytes_that_are_read():
