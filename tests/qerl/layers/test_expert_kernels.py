@@ -1,4 +1,4 @@
-"""The kernel that sums over a token's experts, against float64. It has not been run on a card yet.
+"""The kernel that sums over a token's experts, against float64. Last run on an H200 on 2026-11-23.
 
 Without a card but with triton installed, run it by
 `TRITON_INTERPRET=1 pytest -m gpu tests/qerl/layers/test_expert_kernels.py`.

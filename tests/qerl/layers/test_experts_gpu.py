@@ -1,6 +1,6 @@
 """The experts of a layer on a GPU, where torch multiplies all experts at once in 16 bits, against a loop in float64.
 
-It has not been run on a card yet.
+Last run on an H200 on 2026-11-23.
 """
 
 import pytest

@@ -1,6 +1,7 @@
 """The engine's adapter on experts: its products are those of the trainer, and the sync fills its buffers.
 
 The kernels are compared on a card, or with `TRITON_INTERPRET=1 pytest -m gpu` by Triton's interpreter.
+Last run on an H200 on 2026-11-23.
 """
 
 import os
