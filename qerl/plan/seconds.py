@@ -11,9 +11,9 @@ where the tokens of a prompt count once per micro-batch. For weights that are tr
 rate come on top: the products of their gradients are large and stand alone, and reach the whole rate. Rounding
 activations to 4 bits adds to each forward pass what qerl/plan/activations.py says.
 
-In a mixture of experts the weights of flops are those that a token is multiplied by, those of experts times TRAIN_RATE
-/ EXPERT_RATE in training; a decode step reads the experts that its sequences choose, and training decodes all of them
-in each direction of every micro-batch.
+In a mixture of experts the weights of flops are those that a token is multiplied by, and products over experts have
+rates of their own (EXPERT_RATES). A decode step reads the experts that its sequences choose, with EXPERT_LAUNCH for each
+layer of experts, and training decodes all of them in each direction of every micro-batch.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 LAUNCH = 33e-6  # seconds that a decoder layer takes beside reading its weights
 DECODE_RATE, TRAIN_RATE = 0.88, 0.74  # shares of the card's rate that are reached
-EXPERT_RATE = 0.4  # of grouped products over experts, each of which has few rows; an estimate, not yet measured
+EXPERT_LAUNCH = 42e-6  # seconds that a layer of experts takes on top: routing, and four products in place of two
+EXPERT_RATES = {"decode": 0.27, "train": 0.31}  # of products over experts, each of which has few rows
 SLICES = 64  # of a rollout, in each of which the number of sequences that still decode is taken as constant
 
 
@@ -56,8 +57,9 @@ def full_lengths(config: RunConfig) -> Lengths:
 def decode_seconds(sizes: ModelSizes, card: Card, format: str, sequences: float, cached: float) -> float:
     """Seconds of a decode step of `sequences`, which reads `cached` bytes of keys and values."""
     read = (sizes.read_bytes(format, sequences) + cached) / (card.gb_per_s * 1e9)
-    computed = 2 * (sizes.active + sizes.head) * sequences / (DECODE_RATE * card.tflops * 1e12)
-    return sizes.layers * LAUNCH + read + computed
+    weights = _paced(sizes, DECODE_RATE / EXPERT_RATES["decode"]) + sizes.head
+    computed = 2 * weights * sequences / (DECODE_RATE * card.tflops * 1e12)
+    return sizes.layers * LAUNCH + len(sizes.decoder.sparse) * EXPERT_LAUNCH + read + computed
 
 
 def step_seconds(
@@ -109,9 +111,9 @@ def _gradient_seconds(config: RunConfig, sizes: ModelSizes, card: Card, tokens: 
     return 2 * trained_of(config, sizes).count * tokens / (card.tflops * 1e12)
 
 
-def _paced(sizes: ModelSizes) -> float:
-    """The weights that a token is multiplied by; those of experts count for more, as their products are slower."""
-    return sizes.outside_experts + (sizes.active - sizes.outside_experts) * TRAIN_RATE / EXPERT_RATE
+def _paced(sizes: ModelSizes, slower: float = TRAIN_RATE / EXPERT_RATES["train"]) -> float:
+    """The weights that a token is multiplied by; those of experts count `slower` times, as their products are slower."""
+    return sizes.outside_experts + (sizes.active - sizes.outside_experts) * slower
 
 
 def _expert_seconds(config: RunConfig, sizes: ModelSizes, card: Card, passes: float, recomputed: float) -> float:
