@@ -12,8 +12,8 @@ rate come on top: the products of their gradients are large and stand alone, and
 activations to 4 bits adds to each forward pass what qerl/plan/activations.py says.
 
 In a mixture of experts the weights of flops are those that a token is multiplied by, and products over experts have
-rates of their own (EXPERT_RATES). A decode step reads the experts that its sequences choose, with EXPERT_LAUNCH for each
-layer of experts, and training decodes all of them in each direction of every micro-batch.
+rates of their own (EXPERT_RATES). A decode step reads the experts that its sequences choose, and takes EXPERT_LAUNCH
+for each layer of experts. Training decodes all of them in each direction of every micro-batch.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _gradient_seconds(config: RunConfig, sizes: ModelSizes, card: Card, tokens: 
 
 
 def _paced(sizes: ModelSizes, slower: float = TRAIN_RATE / EXPERT_RATES["train"]) -> float:
-    """The weights that a token is multiplied by; those of experts count `slower` times, as their products are slower."""
+    """The weights that a token is multiplied by; those of experts count `slower` times."""
     return sizes.outside_experts + (sizes.active - sizes.outside_experts) * slower
 
 

@@ -1,8 +1,8 @@
 """A mixture of experts in the vllm engine on a card: scripts/checks/check_experts.py on small models.
 
 The oracles are the checkpoint's own decoding, the routers' inputs, and the trainer's products. On an H200 on 2026-11-23
-the script gave numbers that pass for all three cases (benchmarks/experts/engine-small-*.json); its limit for tokens that
-are the same after a sleep was 0.5 then, which `per_expert` just met.
+the script gave numbers that pass for all three cases (benchmarks/experts/engine-small-*.json). It then asked for more
+than half of the tokens to be the same after a sleep, and `per_expert` had half.
 """
 
 import json

@@ -1,4 +1,7 @@
-"""Experts in Marlin's layout decode to the bits of their checkpoint; a card reads the same bits (an H200, 2026-11-23)."""
+"""Experts in Marlin's layout decode to the bits of their checkpoint; a card reads the same bits.
+
+Last run on an H200 on 2026-11-23.
+"""
 
 import os
 
