@@ -122,14 +122,14 @@ class ModelSizes:
 
     @property
     def copies(self) -> int:
-        """Hidden states that exist of a token while experts run: one before and one after each that it gets."""
-        return 2 * self.decoder.chosen
+        """Hidden states that exist of a token while experts run: one for each that it gets, on one side of them."""
+        return self.decoder.chosen
 
     @property
     def decoded(self) -> int:
-        """Bytes of what is decoded for a product at most, in 16 bits: a matrix, or a layer's experts."""
-        experts = self.of_experts // max(1, len(self.decoder.sparse))
-        return 2 * max(2 * self.hidden * self.projections["gate_proj"][0], experts)
+        """Bytes of what is decoded for a product at most, in 16 bits: gate and up, of an MLP or a layer's experts."""
+        experts = self.decoder.experts * self.decoder.width
+        return 2 * 2 * self.hidden * max(self.projections["gate_proj"][0], experts)
 
     @property
     def head(self) -> int:

@@ -16,9 +16,9 @@ from typing import Any
 
 from qerl.config.recipe import load_recipe
 from qerl.plan.cards import card_of
-from qerl.plan.plan import Plan, plan
+from qerl.plan.plan import DECODED, GRADIENTS, Plan, plan
 from qerl.plan.seconds import decode_seconds
-from qerl.plan.sizes import read_sizes
+from qerl.plan.sizes import ModelSizes, read_sizes
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 GIB = 2**30
@@ -38,13 +38,24 @@ class Workload:
     rank: int
     cap: int | None = None
     weights: str | None = None  # the masters' dtype, if whole weights are trained
+    layers: int | None = None  # if they are fewer than the model's
+
+    @property
+    def sizes(self) -> ModelSizes:
+        sizes = read_sizes(self.base)
+        if self.layers is None:
+            return sizes
+        decoder = sizes.decoder
+        sparse = tuple(layer for layer in decoder.sparse if layer < self.layers)
+        return replace(sizes, layers=self.layers, decoder=replace(decoder, layers=self.layers, sparse=sparse))
 
     @property
     def description(self) -> str:
         cap = "" if self.cap is None else f", cap {self.cap} GiB"
         trained = f"rank {self.rank}" if self.weights is None else f"whole weights, masters in {self.weights}"
+        layers = "" if self.layers is None else f", {self.layers} layers"
         return (
-            f"{self.base.partition('/')[2]} shapes, {trained}, {self.prompts} x {self.group} completions, "
+            f"{self.base.partition('/')[2]} shapes{layers}, {trained}, {self.prompts} x {self.group} completions, "
             f"{self.prompt_tokens} + {self.new_tokens} tokens{cap}"
         )
 
@@ -60,13 +71,15 @@ class Workload:
         if self.weights:
             values |= {"qat.mode": "weights", "qat.masters": self.weights, "noise.enabled": "false"}
         config = load_recipe(self.recipe, [f"{key}={value}" for key, value in values.items()])
-        return plan(config, read_sizes(self.base), card_of(gpu))
+        return plan(config, self.sizes, card_of(gpu))
 
 
 WORKLOADS = {  # by the name of the benchmark's file
     "step-7b-qerl": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32),
     "step-7b-qerl-cap24": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32, 24),
     "qat/qat-7b": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32, weights="float32"),
+    "experts/step-a3b-qerl-cap80": Workload("dapo_7b", "Qwen/Qwen3-30B-A3B", 16, 8, 128, 512, 16, 80),
+    "experts/step-a3b-16-layers-qerl": Workload("dapo_7b", "Qwen/Qwen3-30B-A3B", 16, 8, 128, 512, 16, layers=16),
     "step-32b-qerl-cap80": Workload("dapo_32b", "Qwen/Qwen2.5-32B", 8, 8, 256, 2048, 16, 80),
     "step-70b-qerl-cap80": Workload("dapo_32b", "meta-llama/Llama-3.1-70B", 4, 8, 256, 512, 16, 80),
 }
@@ -97,8 +110,8 @@ def compare(name: str, workload: Workload) -> list[Compared]:
     if "memory/rollout_card_gib" not in steps[0]:
         return [peak]
     rollout, training = (max(s[f"memory/{key}_gib"] for s in steps) for key in ("rollout_card", "train"))
-    rows = made.memory["training"]
-    allocated = rows["micro-batch"] + rows.get("gradients", 0)  # of whole weights; an adapter's are in the first
+    rows = made.memory["training"]  # in a dense model an adapter's gradients and what is decoded are in the first
+    allocated = sum(rows.get(name, 0) for name in ("micro-batch", GRADIENTS, DECODED))
     return [
         Compared("card in a rollout", made.peak("rollout") / GIB, rollout),
         Compared("allocated by training", allocated / GIB, training),
