@@ -19,6 +19,7 @@ SOLE_IMPORTERS = {
     "peft": ("qerl/checkpoint/adapter.py",),
     "trl": ("training/trainer.py", "training/trl_config.py"),
     "llmcompressor": ("quantize/",),
+    "lighteval": ("eval/lighteval_model.py", "eval/lighteval_suite.py"),  # seconds of imports, and no part of a run
 }
 # The command line and the Python interface start all stages, and `qerl train --quantize` two of them.
 ENTRY_POINTS = {
@@ -118,7 +119,7 @@ def test_importing_the_formats_loads_no_torch():
 
 
 def test_the_command_line_loads_nothing_heavy():
-    heavy = ("torch", "transformers", "datasets", "numpy", "pydantic", "peft", "trl", "vllm")
+    heavy = ("torch", "transformers", "datasets", "numpy", "pydantic", "peft", "trl", "vllm", "httpx")
     code = f"import sys, qerl.cli; print([name for name in {heavy!r} if name in sys.modules])"
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert printed.stdout.strip() == "[]"

@@ -14,8 +14,6 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from huggingface_hub.errors import StrictDataclassError
-
 from qerl import formats
 from qerl.checkpoint.activations import INPUT_SCALE, kind_of_activations, place_activations_
 from qerl.checkpoint.experts import decoder_of
@@ -78,6 +76,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
 
     Raises CheckpointError if there is none that can be read.
     """
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoTokenizer
 
     folder = local_folder(path, trust_remote_code)
