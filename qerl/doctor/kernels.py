@@ -9,6 +9,7 @@ import torch
 
 from qerl import formats
 from qerl.cuda.nvrtc import has_kernels
+from qerl.devices import FP8_CAPABILITY
 from qerl.doctor.doctor import Check
 from qerl.fp8 import reference as fp8
 from qerl.fp8 import training
@@ -18,7 +19,6 @@ from qerl.nvfp4.kernel_layout import HUMMING_WGMMA, MARLIN, QERL, KernelLayout, 
 from qerl.nvfp4.layout import BLOCK
 
 ROWS, COLUMNS, TOKENS, RANK = 256, 512, 8, 16
-FP8_CAPABILITY = (8, 9)
 ROUNDING = 1e-2  # relative error of a product whose values are stored in bfloat16
 REMEDY = "compare driver and versions with the tested ones above; with those, it is a bug of qerl: report it"
 

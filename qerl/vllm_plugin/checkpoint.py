@@ -13,6 +13,7 @@ from qerl.checkpoint.linears import fused
 from qerl.checkpoint.load_experts import check_complete, check_served_family
 from qerl.checkpoint.shards import read_json, read_tensors
 from qerl.checkpoint.shared_scales import check_shared
+from qerl.devices import FP8_CAPABILITY
 from qerl.errors import ENGINE, KERNEL, CheckpointError, EngineError
 from qerl.formats import BF16, NVFP4
 from qerl.formats.base import Format
@@ -21,8 +22,6 @@ from qerl.fp8.layout import BLOCK as FP8_BLOCK
 from qerl.fp8.layout import CODES
 from qerl.fp8.layout import KERNEL_ROWS as FP8_ROWS
 from qerl.nvfp4.layout import GLOBAL_SCALE, PACKED
-
-FP8_CAPABILITY = (8, 9)  # products of e4m3
 
 
 def check_experts_served(folder: Path, format: Format, decoder: Decoder) -> None:

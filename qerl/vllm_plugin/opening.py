@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from qerl import formats
 from qerl.checkpoint.experts import decoder_of
 from qerl.checkpoint.shards import read_json
+from qerl.devices import FP8_CAPABILITY
 from qerl.errors import ENGINE, MAX_NEW_TOKENS, MAX_PROMPT_TOKENS, EngineError, MissingExtraError
 from qerl.plan.engine_memory import KV_CACHE_DTYPES
 from qerl.vllm_plugin.checkpoint import check_experts_served
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from qerl.engine.options import EngineOptions
 
 MIN_CAPABILITY = (8, 0)  # bfloat16
-FP8_CAPABILITY = (8, 9)  # e4m3
 ATTENTION = "attention_config"
 MOST_EXPERT_RANK = 256  # of an adapter on experts: larger tiles do not fit the card's shared memory
 MAX_BATCHED_TOKENS = 8192  # of a prefill; vLLM's 16384 takes twice the activations and is no faster for rollouts

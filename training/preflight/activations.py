@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 from qerl import formats
 from qerl.checkpoint.activations import GRPO_WARNING, kind_of_activations
 from qerl.checkpoint.load import local_folder
+from qerl.devices import FP8_CAPABILITY
 from qerl.errors import ConfigError
 
 if TYPE_CHECKING:
     from qerl.checkpoint.resolve import ModelRef
     from qerl.config.schema import RunConfig
-
-FP8_CAPABILITY = (8, 9)  # e4m3
 
 logger = logging.getLogger(__name__)
 
