@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 from checkpoint_factory import make_checkpoint
+from greedy_tokens import arith_prompts, engine_tokens, library_tokens, same
 from merged import random_adapter
 from safetensors.torch import load_file, save_file
 
@@ -16,55 +17,29 @@ import quantize.merge.weights
 from qerl import formats
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.kinds import format_of, kind_of
-from qerl.checkpoint.load import load_tokenizer
 from qerl.checkpoint.named_base import TINY_FOLDER
 from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.writer import write_weights
-from qerl.engine.interface import SamplingParams
-from qerl.engine.open import open_model
-from qerl.engine.options import EngineOptions
 from qerl.errors import CheckpointError
 from qerl.nvfp4.layout import TENSORS
 from qerl.nvfp4.reference import dequantize
-from qerl.tasks import build_messages, get_task, load_examples, render_prompt
 from quantize.merge.effect import kl
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
 from quantize.merge.weights import Sums, total
 
-GREEDY = SamplingParams(48, temperature=0.0)
-
 
 @pytest.fixture(scope="module")
 def prompts(base):
-    tokenizer = load_tokenizer(base)
-    examples, _ = load_examples("arith", split="test", limit=8)
-    return [render_prompt(tokenizer, build_messages(get_task("arith"), example.question)) for example in examples]
-
-
-def engine_tokens(ref, prompts):
-    engine = open_model(ref, EngineOptions(engine="transformers"))
-    return [completion.token_ids for completion in engine.generate(prompts, GREEDY)]
+    return arith_prompts(base, 8)
 
 
 @pytest.fixture(scope="module")
-def expected(run, prompts):
+def expected(run, base, prompts):
     """Greedy tokens of the engine with the adapter. Those without it differ, so equality has a meaning."""
-    tokens = engine_tokens(resolve_model(str(run)), prompts)
-    without = engine_tokens(resolve_model(str(run.parents[1] / "checkpoints" / "tiny-NVFP4A16")), prompts)
-    assert sum(a != b for a, b in zip(tokens, without, strict=True)) >= 5
+    tokens = engine_tokens(run, prompts)
+    assert same(tokens, engine_tokens(base, prompts)) <= 3
     return tokens
-
-
-def library_tokens(model, tokenizer, prompts):
-    """Greedy tokens of transformers' own generate, one prompt at a time."""
-    found = []
-    for prompt in prompts:
-        ids = torch.tensor([prompt])
-        with torch.no_grad():
-            out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=48, do_sample=False)
-        found.append(out[0, len(prompt) :].tolist())
-    return found
 
 
 @pytest.fixture(scope="module")
@@ -92,11 +67,12 @@ def decoded(base):
 
 
 def test_transformers_alone_gives_the_engines_tokens_from_the_merged_model(bf16, prompts, expected):
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(bf16.out, dtype=torch.float32)
-    assert library_tokens(model, AutoTokenizer.from_pretrained(bf16.out), prompts) == expected
-    assert engine_tokens(resolve_model(str(bf16.out)), prompts) == expected
+    assert library_tokens(model, prompts) == expected
+    assert engine_tokens(bf16.out, prompts) == expected
+    assert arith_prompts(bf16.out, 8) == prompts  # by its own tokenizer
 
 
 def test_peft_alone_gives_the_engines_tokens_from_the_adapter_folder(exported, decoded, base, prompts, expected):
@@ -108,7 +84,7 @@ def test_peft_alone_gives_the_engines_tokens_from_the_adapter_folder(exported, d
     assert config["target_modules"] == sorted(config["target_modules"])
     model = peft.PeftModel.from_pretrained(decoded, exported.out)
     try:
-        assert library_tokens(model, load_tokenizer(base), prompts) == expected
+        assert library_tokens(model, prompts) == expected
     finally:
         model.unload()
     assert kind_of(exported.out) == "adapter"
@@ -163,8 +139,7 @@ def test_nvfp4_onto_the_original_keeps_the_effect(nvfp4, prompts, expected):
     assert nvfp4.survival.kept == pytest.approx(1.0, abs=0.1)
     assert nvfp4.survival.cosine < 0.6  # there is rounding noise beside the adapter
     assert nvfp4.warnings() == []
-    same = sum(a == b for a, b in zip(engine_tokens(resolve_model(str(nvfp4.out)), prompts), expected, strict=True))
-    assert same >= 7
+    assert same(engine_tokens(nvfp4.out, prompts), expected) >= 7
 
 
 def test_nvfp4_onto_the_4_bit_weights_loses_the_adapter_and_says_so(run, tmp_path, caplog):

@@ -10,14 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from greedy_tokens import NEW_TOKENS, arith_prompts, engine_tokens, same
 from stock_vllm import stock_tokens
 
-from qerl.checkpoint.load import load_tokenizer
-from qerl.checkpoint.resolve import resolve_model
-from qerl.engine.interface import SamplingParams
-from qerl.engine.open import open_model
-from qerl.engine.options import EngineOptions
-from qerl.tasks import build_messages, get_task, load_examples, render_prompt
 from quantize.merge.options import MergeOptions
 from quantize.merge.run import merge
 from quantize.options import QuantizeOptions
@@ -30,7 +25,6 @@ pytestmark = [
     ),
 ]
 ROOT = Path(__file__).parents[3]
-TOKENS = 48
 
 
 @pytest.fixture(scope="module")
@@ -40,24 +34,18 @@ def work(tmp_path_factory):
     base = folder / "checkpoints" / "tiny-NVFP4A16"
     quantize_checkpoint("tiny", base, QuantizeOptions(device="cpu"))
     shutil.copytree(ROOT / "tests" / "data" / "tiny_run", folder / "runs" / "tiny_run")
-    tokenizer, task = load_tokenizer(base), get_task("arith")
-    examples, _ = load_examples("arith", split="test", limit=32)
-    prompts = [render_prompt(tokenizer, build_messages(task, example.question)) for example in examples]
+    prompts = arith_prompts(base, 32)
     (folder / "prompts.json").write_text(json.dumps(prompts))
-    options = EngineOptions(engine="transformers", device="cpu")
-    engine = open_model(resolve_model(str(folder / "runs" / "tiny_run")), options)
-    greedy = engine.generate(prompts, SamplingParams(TOKENS, temperature=0.0))
-    (folder / "expected.json").write_text(json.dumps([completion.token_ids for completion in greedy]))
+    (folder / "expected.json").write_text(json.dumps(engine_tokens(folder / "runs" / "tiny_run", prompts)))
     return folder
 
 
 def vllm_tokens(work, model, adapter=""):
-    return stock_tokens(model, json.loads((work / "prompts.json").read_text()), work, TOKENS, adapter)
+    return stock_tokens(model, json.loads((work / "prompts.json").read_text()), work, NEW_TOKENS, adapter)
 
 
-def same(work, tokens):
-    expected = json.loads((work / "expected.json").read_text())
-    return sum(a == b for a, b in zip(tokens, expected, strict=True))
+def equal(work, tokens):
+    return same(tokens, json.loads((work / "expected.json").read_text()))
 
 
 def export(work, to):
@@ -68,18 +56,18 @@ def export(work, to):
 def test_stock_vllm_loads_the_adapter_folder(work):
     report = export(work, "adapter")
     base = report.commands["vllm"].split()[2]
-    assert same(work, vllm_tokens(work, base, report.out)) >= 30  # bfloat16 rounding may decide a near tie otherwise
-    assert same(work, vllm_tokens(work, base)) <= 16  # without the adapter it is another policy
+    assert equal(work, vllm_tokens(work, base, report.out)) >= 30  # bfloat16 rounding may decide a near tie otherwise
+    assert equal(work, vllm_tokens(work, base)) <= 16  # without the adapter it is another policy
 
 
 @pytest.mark.parametrize(("to", "least"), [("bf16", 30), ("nvfp4", 26)])
 def test_stock_vllm_loads_the_merged_model(work, to, least):
-    assert same(work, vllm_tokens(work, export(work, to).out)) >= least
+    assert equal(work, vllm_tokens(work, export(work, to).out)) >= least
 
 
 def test_the_effect_is_measured_on_the_vllm_engine(work):
     run = work / "runs" / "tiny_run"
-    report = merge(MergeOptions(str(run), "bf16", work / "measured", prompt_count=16, max_new_tokens=TOKENS))
+    report = merge(MergeOptions(str(run), "bf16", work / "measured", prompt_count=16, max_new_tokens=NEW_TOKENS))
     assert report.effect.kept > 0.95
     assert report.effect.prompts > 0
     assert report.effect.same_greedy > 0.8 * report.effect.prompts
