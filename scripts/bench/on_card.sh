@@ -28,7 +28,7 @@
 #                     copy of the base
 #     closing  110 s  an engine closed, also while asleep, and opened again; nothing else may run on the card, whose
 #                     memory it measures
-#     merge    250 s  merged folders in stock vLLM
+#     merge    340 s  merged folders in stock vLLM, those of a mixture of experts first
 #     python   180 s  runs after one another in one Python process: memory given back, equal numbers
 #     cli      260 s  commands on the embedded model: a killed run, dynamic sampling, eval, memory, report, merge
 #     sft      560 s  supervised fine-tuning of a 7B: tokens per second and memory of ours over NVFP4 and over 16 bits, TRL's
@@ -278,7 +278,10 @@ batch_cache() {
 
 batch_closing() { tests closing 400 tests/qerl/engine/test_vllm_engine_gpu.py -k closed_engine; }
 
-batch_merge() { tests merge 300 tests/quantize/merge/test_merge_gpu.py; }
+batch_merge() {
+    tests merge-experts 150 tests/quantize/merge/test_merge_experts_gpu.py
+    tests merge 300 tests/quantize/merge/test_merge_gpu.py
+}
 
 batch_python() { tests python 300 tests/qerl/api/test_training_gpu.py; }
 batch_cli() { tests cli 400 tests/qerl/commands/test_cli_gpu.py --junitxml="$out/cli.xml" -o junit_family=xunit1; }

@@ -1,4 +1,4 @@
-"""The trained run that the tests of merging share."""
+"""The trained adapters that the tests of merging share."""
 
 import shutil
 from pathlib import Path
@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from qerl.config.recipe import load_recipe, save_config
+from quantize.options import QuantizeOptions
 from quantize.run import quantize_checkpoint
 
-DATA = Path(__file__).parents[2] / "data" / "tiny_run"
+DATA = Path(__file__).parents[2] / "data"
 
 
 @pytest.fixture(scope="session")
@@ -16,7 +17,7 @@ def run(tmp_path_factory):
     """The trained run, laid out as a user has it: runs/tiny_run beside checkpoints/tiny-NVFP4A16."""
     folder = tmp_path_factory.mktemp("work")
     quantize_checkpoint("tiny", folder / "checkpoints" / "tiny-NVFP4A16")
-    shutil.copytree(DATA, folder / "runs" / "tiny_run")
+    shutil.copytree(DATA / "tiny_run", folder / "runs" / "tiny_run")
     settings = ["adapter.rank=4", "adapter.alpha=8", "run.steps=30"]
     # The recipe is saved anew, so that its keys are those of this version.
     save_config(load_recipe("tiny", settings), folder / "runs" / "tiny_run" / "config.yaml")
@@ -26,3 +27,11 @@ def run(tmp_path_factory):
 @pytest.fixture(scope="session")
 def base(run):
     return run.parents[1] / "checkpoints" / "tiny-NVFP4A16"
+
+
+@pytest.fixture(scope="session")
+def on_experts(tmp_path_factory):
+    """A trained adapter on attention and experts of tiny_experts, beside checkpoints/tiny_experts-NVFP4A16."""
+    folder = tmp_path_factory.mktemp("experts")
+    quantize_checkpoint("tiny_experts", folder / "checkpoints" / "tiny_experts-NVFP4A16", QuantizeOptions(device="cpu"))
+    return shutil.copytree(DATA / "tiny_experts_run" / "adapter", folder / "adapter")

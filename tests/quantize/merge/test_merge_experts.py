@@ -5,12 +5,14 @@ import json
 import pytest
 import torch
 from checkpoint_tensors import load_all
+from greedy_tokens import arith_prompts, engine_tokens, library_tokens, same
 from merged import random_expert_adapter
 from moe import make_moe
 
 from qerl import formats
 from qerl.checkpoint.adapter_file import read_adapter
 from qerl.checkpoint.linears import fused
+from qerl.checkpoint.resolve import resolve_model
 from qerl.checkpoint.source import read_source
 from qerl.errors import CheckpointError, ConfigError
 from quantize.merge.options import MergeOptions
@@ -68,6 +70,18 @@ def test_a_16_bit_model_holds_every_expert_with_its_adapter(base, adapter, tmp_p
         *(f"model.layers.1.mlp.experts.*.{part}_proj" for part in ("gate", "up", "down")),
     }
     assert json.loads((tmp_path / "out" / "merge_report.json").read_text())["rank"] == 4
+
+
+def test_transformers_alone_gives_the_tokens_of_base_and_adapter_from_a_merged_model(on_experts, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    base = resolve_model(str(on_experts)).base
+    prompts = arith_prompts(base, 4)
+    expected = engine_tokens(on_experts, prompts)
+    assert same(expected, engine_tokens(base, prompts)) <= 1  # without the adapter it is another policy
+    merge(MergeOptions(str(on_experts), "bf16", tmp_path / "out", prompt_count=0))
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    assert library_tokens(model, prompts) == expected
 
 
 def test_a_packed_model_has_shared_scales_and_the_adapter_in_it(base, adapter, tmp_path):
