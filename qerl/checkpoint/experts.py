@@ -101,6 +101,11 @@ class Decoder:
         """Of a layer's experts that so many tokens get between them, if all are chosen equally often."""
         return 1 - (1 - self.share) ** tokens
 
+    @property
+    def choice_bytes(self) -> int:
+        """Of the experts that a token gets in all layers, a byte for each; 0 without experts."""
+        return len(self.sparse) * self.chosen
+
     def linears(self) -> list[str]:
         """The full module names of all linears that may be quantized, in order: routers are not among them."""
         return [name for layer in range(self.layers) for name in self.linears_of(layer)]

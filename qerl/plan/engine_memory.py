@@ -115,3 +115,8 @@ def kv_cache_bytes(plan: MemoryPlan, weights: int, tokens: int, per_token: int) 
     """
     wanted = int(tokens * per_token * 1.02) + 64 * 2**20
     return wanted if engine_bytes(weights, wanted) <= plan.budget else None
+
+
+def chosen_bytes(plan: MemoryPlan, weights: int, per_token: int, chosen: int) -> int:
+    """What the choices of routers take of a budget, `chosen` bytes for each token of a KV cache that fills the rest."""
+    return (plan.budget - weights) * chosen // (per_token + chosen)

@@ -22,6 +22,7 @@ from qerl.plan.engine_memory import (
     GRAPHS,
     KERNELS,
     budget_bytes,
+    chosen_bytes,
     kv_cache_bytes,
     least_bytes,
     outside_bytes,
@@ -56,6 +57,7 @@ if TYPE_CHECKING:
     from qerl.config.schema import RunConfig
 
 GRADIENTS, DECODED = "gradients", "decoded experts"
+CHOSEN = "chosen experts"  # for each token of the KV cache, also while it is released
 START = "16-bit weights"  # that the adapter is added to
 ENGINE_WORK = int(1.2 * GIB)  # activations of a prefill of 8192 tokens and logits of a full batch
 
@@ -117,6 +119,9 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
         )
         problems.append(Problem(text))
     cache = _cache_bytes(config, sizes, room, context, problems)
+    cache_tokens = int(cache / sizes.kv_bytes(config.rollout.kv_cache_dtype))
+    if chosen := cache_tokens * _chosen_bytes(config, sizes):
+        common[CHOSEN] = chosen
     footprint = _footprint(config, sizes, card.ranks)
     micro_batches = _micro_batches(config, footprint, limit, sum(common.values()), problems)
     lengths = full_lengths(config)
@@ -137,7 +142,7 @@ def plan(config: RunConfig, sizes: ModelSizes, card: Card) -> Plan:
         memory,
         step_seconds(config, sizes, card, micro_batches, lengths),
         micro_batches,
-        int(cache / sizes.kv_bytes(config.rollout.kv_cache_dtype)),
+        cache_tokens,
         context,
         context - 1,
         tuple(problems),
@@ -252,6 +257,8 @@ def _cache_bytes(config: RunConfig, sizes: ModelSizes, room: _Room, context: int
     per_token = sizes.kv_bytes(kind)
     wanted = kv_cache_bytes(allowed, room.weights, MAX_SEQUENCES * context, per_token)
     other = room.weights + GRAPH_RESERVE + ENGINE_WORK
+    if wanted is None:
+        other += chosen_bytes(allowed, room.weights, per_token, _chosen_bytes(config, sizes))
     cache = wanted if wanted is not None else budget - other
     if cache < context * per_token:
         smaller = f"set rollout.kv_cache_dtype: {fitting_8_bit_cache(sizes)}, " if kind == "auto" else ""
@@ -268,6 +275,11 @@ def _cache_bytes(config: RunConfig, sizes: ModelSizes, room: _Room, context: int
         )
         problems.append(Problem(text, peak, limit))
     return max(cache, 0)
+
+
+def _chosen_bytes(config: RunConfig, sizes: ModelSizes) -> int:
+    """What the engine keeps of the routers' choices for a token of its KV cache, if the trainer replays them."""
+    return sizes.decoder.choice_bytes if config.rollout.router_replay else 0
 
 
 def _quantized(config: RunConfig) -> bool:

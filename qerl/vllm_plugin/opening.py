@@ -61,6 +61,7 @@ class Settings:
     def memory_arguments(self, total: int) -> dict[str, Any]:
         """vLLM's arguments for the budget. The KV cache gets at most what `max_sequences` full contexts can fill."""
         from qerl.plan.engine_memory import (
+            chosen_bytes,
             engine_bytes,
             kv_bytes_per_token,
             kv_cache_bytes,
@@ -74,8 +75,11 @@ class Settings:
             total, self.weights, options.memory, options.cap_gib, outside, formats.get(self.format).quantized
         )
         tokens = options.max_sequences * self.model_len
-        wanted = kv_cache_bytes(plan, self.weights, tokens, kv_bytes_per_token(self.config, options.kv_cache_dtype))
-        needed = None if wanted is None else engine_bytes(self.weights, wanted)
+        per_token = kv_bytes_per_token(self.config, options.kv_cache_dtype)
+        wanted = kv_cache_bytes(plan, self.weights, tokens, per_token)
+        chosen = self.decoder.choice_bytes if options.records_experts else 0
+        left = plan.budget - chosen_bytes(plan, self.weights, per_token, chosen)
+        needed = left if wanted is None else engine_bytes(self.weights, wanted)
         return {"gpu_memory_utilization": plan.utilization(total, needed), "kv_cache_memory_bytes": wanted}
 
 

@@ -64,14 +64,23 @@ def test_a_budget_without_room_is_a_problem_and_the_advised_one_is_not(memory, s
 
 
 @pytest.mark.parametrize(
-    ("values", "gib"),
-    [([], 80), ([], 12), (["memory.cap_gib=14"], 80), (["rollout.memory=0.8"], 24), (["rollout.memory=20"], 24)],
+    ("recipe", "values", "gib"),
+    [
+        ("dapo_7b", [], 80),
+        ("dapo_7b", [], 12),
+        ("dapo_7b", ["memory.cap_gib=14"], 80),
+        ("dapo_7b", ["rollout.memory=0.8"], 24),
+        ("dapo_7b", ["rollout.memory=20"], 24),
+        ("dapo_30b_a3b", [], 80),  # leaves room for what the routers chose
+    ],
 )
-def test_the_engine_takes_the_budget_that_was_planned(tmp_path, values, gib):
-    """In both cases vLLM's profile sizes the cache. A file of the right length takes the place of the weights."""
-    config = load_recipe("dapo_7b", values)
+def test_the_engine_takes_the_budget_that_was_planned(tmp_path, monkeypatch, recipe, values, gib):
+    """In all cases vLLM's profile sizes the cache. A file of the right length takes the place of the weights."""
+    monkeypatch.setattr("qerl.vllm_plugin.opening.check_experts_served", lambda *_: None)
+    config = load_recipe(recipe, values)
+    known = KNOWN["qwen2.5-7b" if recipe == "dapo_7b" else "qwen3-30b-a3b"]
     (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "qwen2", "quantization_config": {}, **KNOWN["qwen2.5-7b"]}), encoding="utf-8"
+        json.dumps({"model_type": "qwen2", "quantization_config": {}, **known}), encoding="utf-8"
     )
     sizes = read_sizes(str(tmp_path))
     with open(tmp_path / "model.safetensors", "wb") as file:
@@ -82,7 +91,8 @@ def test_the_engine_takes_the_budget_that_was_planned(tmp_path, values, gib):
     made = plan(config, sizes, card_of(str(gib)))
     parts = made.memory["rollout"]
     planned = parts["weights"] + parts["KV cache"] + parts["engine's work"]
-    assert arguments["gpu_memory_utilization"] * gib * GIB == pytest.approx(planned, abs=2)
+    within = 2 if recipe == "dapo_7b" else 0.02 * GIB
+    assert arguments["gpu_memory_utilization"] * gib * GIB == pytest.approx(planned, abs=within)
 
 
 @pytest.mark.parametrize(

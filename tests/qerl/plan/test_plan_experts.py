@@ -14,7 +14,7 @@ from qerl.config.rules_experts import check_experts
 from qerl.errors import ConfigError
 from qerl.plan.advice import advice
 from qerl.plan.cards import card_of
-from qerl.plan.plan import DECODED, plan
+from qerl.plan.plan import CHOSEN, DECODED, plan
 from qerl.plan.seconds import decode_seconds
 from qerl.plan.sizes import KNOWN, read_sizes, sizes_of
 from qerl.plan.trained import trained_of
@@ -105,6 +105,19 @@ def test_a_step_fits_on_80_gb_and_not_on_24():
     assert 1.5 < made.seconds["training"] < 4
     assert plan(config, sizes, card_of("24")).problems
     assert "--model Qwen/Qwen3-14B" in advice(config, sizes, card_of("24"))
+
+
+@pytest.mark.parametrize(("gpu", "new_tokens", "more"), [("h200", 512, 384 * 168060), ("40", 4096, 0)])
+def test_what_routers_chose_is_planned_for_each_token_of_the_cache(gpu, new_tokens, more):
+    """A byte for each of 8 experts in 48 layers, in both phases. A cache that takes all that is left makes room."""
+    sizes, card, long = read_sizes(A3B), card_of(gpu), f"rollout.max_new_tokens={new_tokens}"
+    made, without = (plan(config_with(long, f"rollout.router_replay={on}"), sizes, card) for on in ("true", "false"))
+    for phase in ("rollout", "training"):
+        assert made.memory[phase][CHOSEN] == 384 * made.cache_tokens
+        assert CHOSEN not in without.memory[phase]
+    assert made.peak("rollout") - without.peak("rollout") == pytest.approx(more, abs=0.01 * GIB)
+    dense = plan(config_with(base="Qwen/Qwen3-8B"), read_sizes("Qwen/Qwen3-8B"), card)
+    assert CHOSEN not in dense.memory["rollout"]
 
 
 @pytest.mark.usefixtures("one_thread")
