@@ -123,12 +123,12 @@ def decoded(kernels: list[dict[str, Any]], sizes: ModelSizes, gb_per_s: float) -
     """GB that decoding the weights read and wrote, and the share of the bandwidth; empty if nothing was decoded.
 
     Each call counts as the mean of a layer's linears. That is nearly exact: only the first layer's q/k/v is decoded
-    less often, because its input needs no gradient.
+    less often, because its input needs no gradient. With experts calls are too unequal for that, and it is empty.
     """
     from qerl.formats import NVFP4
 
     rows = [row for row in kernels if category(row["name"]) == "decode weights"]
-    if not rows:
+    if not rows or sizes.decoder.has_experts:
         return {}
     calls, seconds = sum(row["calls"] for row in rows), sum(row["ms"] for row in rows) / 1e3
     gb = calls / (LINEARS * sizes.layers) * sizes.body * (NVFP4.bytes_per_weight + 2) / 1e9

@@ -46,6 +46,7 @@ def test_the_bytes_of_decoding_are_counted_from_its_calls():
     assert found["decoded_gb"] == pytest.approx(4 * moved)
     assert found["share_of_bandwidth_decoding"] == pytest.approx(0.5)
     assert profile_step.decoded(rows[1:], sizes, gb_per_s=4000) == {}
+    assert profile_step.decoded(rows, read_sizes("Qwen/Qwen3-30B-A3B"), gb_per_s=4000) == {}
 
 
 def test_gaps_are_the_times_when_nothing_runs():
