@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from eval.identity import versions
 from eval.plan import context_length, default_out, find_model, with_engine, with_memory
@@ -92,6 +93,7 @@ def _default_out(ref: ModelRef, settings: EvalSettings) -> Path:
 
 def _scores(settings: EvalSettings, ref: ModelRef) -> dict[str, dict[str, float]]:
     _accept_parser()
+    from httpx import TransportError
     from lighteval.logging.evaluation_tracker import EvaluationTracker
     from lighteval.pipeline import ParallelismManager, Pipeline, PipelineParameters
 
@@ -114,15 +116,30 @@ def _scores(settings: EvalSettings, ref: ModelRef) -> dict[str, dict[str, float]
                 model=model,
             )
             pipeline.evaluate()
-        except (ValueError, OSError, ImportError) as error:
-            raise DataError(
-                f"lighteval cannot run {settings.task!r} ({error}): write task|few_shot, and without a connection give "
-                "a task on local files with --suite-tasks FILE"
-            ) from error
+        except (ValueError, OSError, ImportError, TransportError) as error:
+            raise DataError(f"lighteval cannot run {settings.task!r}{_reason(error)}") from error
         finally:
             engine.close()
         results = pipeline.get_results()["results"]
     return {name: {key: float(v) for key, v in scores.items()} for name, scores in results.items() if name != "all"}
+
+
+def _reason(error: BaseException) -> str:
+    """Why lighteval failed, and what to do. Its libraries raise several kinds of error without a network."""
+    from httpx import TransportError
+    from requests import ConnectionError as Unreached
+
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, (ConnectionError, TransportError, Unreached)):
+            asked = cause.request if isinstance(cause, Unreached) else None  # else it is the hub's client that failed
+            host = urlsplit(asked.url).hostname if asked is not None else "the hub"
+            return (
+                f": it downloads what the task needs, and {host} cannot be reached: check the network, or give a task "
+                "on local files with --suite-tasks FILE"
+            )
+        cause = cause.__cause__ or cause.__context__
+    return f" ({error}): write task|few_shot, or give a file with your own tasks with --suite-tasks FILE"
 
 
 PARSER = "latex2sympy2_extended"

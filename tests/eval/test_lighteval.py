@@ -58,13 +58,26 @@ def test_local_tasks_run_and_the_choices_are_ranked_by_our_engine(tasks_file, tm
     assert json.loads((out / "lighteval.json").read_text())["scores"] == result["scores"]
 
 
-def test_a_missing_task_gives_one_line_and_leaves_nothing(tasks_file, tmp_path, capsys):
-    out = tmp_path / "out"
+def refused(task, tasks_file, out, capsys):
+    """The one line that the command gives, which leaves nothing."""
     with pytest.raises(SystemExit) as stopped:
-        main("none", ["--suite", "lighteval", "--suite-tasks", str(tasks_file), "--model", "tiny", "--out", str(out)])
+        main(task, ["--suite", "lighteval", "--suite-tasks", str(tasks_file), "--model", "tiny", "--out", str(out)])
     assert stopped.value.code == 2
-    assert "Cannot find task none" in capsys.readouterr().err
     assert not out.exists()
+    return next(line for line in capsys.readouterr().err.splitlines() if line.startswith("error: "))
+
+
+def test_a_missing_task_gives_one_line_and_leaves_nothing(tasks_file, tmp_path, capsys):
+    assert "Cannot find task none" in refused("none", tasks_file, tmp_path / "out", capsys)
+
+
+def test_a_host_that_cannot_be_reached_is_named_in_a_short_line(tasks_file, tmp_path, capsys):
+    download = "import requests\n    requests.get('http://127.0.0.1:9/rows.pkl')\n    return Doc("
+    tasks_file.write_text(tasks_file.read_text().replace("return Doc(", download))
+    assert refused("mine|0", tasks_file, tmp_path / "out", capsys) == (
+        "error: lighteval cannot run 'mine|0': it downloads what the task needs, and 127.0.0.1 cannot be reached: "
+        "check the network, or give a task on local files with --suite-tasks FILE"
+    )
 
 
 @pytest.mark.parametrize(
