@@ -44,7 +44,7 @@ def merged_rollouts(parts: Sequence[Rollout]) -> Rollout:
 
 
 def merged_grades(parts: Sequence[Graded]) -> Graded:
-    """The graded groups of all ranks, and what the rewards logged on each, in the order of the ranks."""
+    """The graded groups of all parts (ranks, or rollouts of a step), and what the rewards logged in each, in order."""
     logged: Logged = {}
     for part in parts:
         for name, values in part.logged.items():

@@ -40,7 +40,6 @@ from training.rollout.metrics import (
     group_metrics,
     length_metrics,
     logged_means,
-    logged_means_by_groups,
     sampled_metrics,
 )
 from training.rollout.sampler import Moment, Rollout, rollout_metrics
@@ -131,17 +130,15 @@ def sample_and_grade(
     rows = [prompt.row for prompt in prompts]
     if not dynamic.enabled:
         kept = sampled = draw(rows)
-        carried = {} if parts.carry_over is None else parts.carry_over.metrics(moment.step, kept)
-        metrics = {**carried, **logged_means(graded[0])}
+        metrics = {} if parts.carry_over is None else parts.carry_over.metrics(moment.step, kept)
     else:
         order = extra_order(len(parts.prompts), parts.config.run.seed, moment.step)
         if parts.curriculum is not None:
             order = parts.curriculum.preferred(order)
         chosen = fill_batch(draw, rows, order, dynamic.max_extra_rollouts, lambda row: parts.prompts[row].source)
         kept, sampled = chosen.kept, chosen.sampled
-        of_all = {**sampled_metrics(sampled, parts.rewards.names), **logged_means_by_groups(graded)}
-        metrics = {**chosen.metrics(), **of_all}
-    metrics |= group_metrics(sampled, parts.rewards.names)
+        metrics = {**chosen.metrics(), **sampled_metrics(sampled, parts.rewards.names)}
+    metrics |= logged_means(merged_grades(graded).logged) | group_metrics(sampled, parts.rewards.names)
     return kept, {**rollout_metrics(rollouts), **metrics, **observed(parts, sampled)}
 
 

@@ -19,7 +19,8 @@ from training.rewards.rewards import Rewards
 from training.rollout.dynamic_sampling import informative_groups
 from training.rollout.groups import GradedGroup, Group, Prompt, Sample
 
-Logged = dict[str, list[float]]  # name -> values, as the rewards gave them to `log_metric`
+# name -> for each call of a reward the mean of what it gave to `log_metric`, and its completions
+Logged = dict[str, list[tuple[float, int]]]
 
 
 @dataclass(frozen=True)
@@ -119,7 +120,7 @@ def _call(asked: Sequence[tuple[Reward, Mapping[str, Any]]]) -> tuple[list[list[
 
     The threads are daemons: an interrupted run does not wait for a reward.
     """
-    logs: list[Logged] = [defaultdict(list) for _ in asked]
+    logs: list[dict[str, list[float]]] = [defaultdict(list) for _ in asked]
     given: list[Future[list[float]]] = [Future() for _ in asked]
 
     def call(index: int) -> None:
@@ -137,9 +138,9 @@ def _call(asked: Sequence[tuple[Reward, Mapping[str, Any]]]) -> tuple[list[list[
             call(index)
     values = [each.result() for each in given]
     merged: Logged = defaultdict(list)
-    for log in logs:
+    for log, (_, columns) in zip(logs, asked, strict=True):
         for name, logged in log.items():
-            merged[name] += logged
+            merged[name].append((sum(logged) / len(logged), len(columns["completions"])))
     return values, dict(merged)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from qerl.tasks.own_grader import CORRECT_FROM
 from training.loss.advantages import deviation
 
 if TYPE_CHECKING:
-    from training.rewards.grading import Graded
+    from training.rewards.grading import Logged
     from training.rollout.groups import GradedGroup
 
 
@@ -57,16 +56,7 @@ def sampled_metrics(groups: Sequence[GradedGroup], names: Sequence[str]) -> dict
     return {"sampled/reward": total, **dict(by_name)}
 
 
-def logged_means(graded: Graded) -> dict[str, float]:
-    """The mean of what the rewards logged in one rollout, by name."""
-    return {name: sum(values) / len(values) for name, values in graded.logged.items()}
-
-
-def logged_means_by_groups(rollouts: Sequence[Graded]) -> dict[str, float]:
-    """The same over several rollouts, each of which weighs as many groups as it has; rounded to float32."""
-    found: dict[str, list[tuple[float, int]]] = defaultdict(list)
-    for graded in rollouts:
-        for name, mean in logged_means(graded).items():
-            found[name].append((mean, len(graded.groups)))
-    weighted = {n: sum(m * groups for m, groups in means) / sum(g for _, g in means) for n, means in found.items()}
-    return {name: torch.tensor(mean, dtype=torch.float32).item() for name, mean in weighted.items()}
+def logged_means(logged: Logged) -> dict[str, float]:
+    """The mean of what the rewards logged, by name: each call of a reward weighs as many completions as it graded."""
+    of_all = {name: sum(completions for _, completions in calls) for name, calls in logged.items()}
+    return {name: sum(mean * (n / of_all[name]) for mean, n in calls) for name, calls in logged.items()}

@@ -22,7 +22,7 @@ from qerl.tasks.own_grader import CORRECT_FROM
 from training.ranks import merged_grades
 from training.rewards.grading import Graded, Grader, reward_metrics
 from training.rollout.groups import GradedGroup, Sample, grouped
-from training.rollout.metrics import logged_means_by_groups
+from training.rollout.metrics import logged_means
 from training.rollout.sampler import played
 from training.rollout.seeds import derive_seed
 from training.run_dir.stop import AskedError
@@ -74,7 +74,8 @@ def _share(parts: Parts, questions: Questions, step: int, stop: Stop) -> Graded 
 
 def _metrics(questions: Questions, shares: Sequence[Graded]) -> dict[str, float]:
     """Lengths, the recipe's rewards and, where rows have answers, the accuracy with its interval over questions."""
-    graded, means = merged_grades(shares), logged_means_by_groups(shares)
+    graded = merged_grades(shares)
+    means = logged_means(graded.logged)
     samples = [sample for group in graded.groups for sample in group.group.samples]
     metrics = {
         "mean_tokens": sum(sample.written for sample in samples) / len(samples),

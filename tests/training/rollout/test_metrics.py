@@ -5,8 +5,11 @@ import math
 import pytest
 import torch
 
+from training.ranks import merged_grades
+from training.rewards.grading import Grader
+from training.rewards.rewards import Rewards
 from training.rollout.groups import GradedGroup, Group, Prompt, Sample
-from training.rollout.metrics import group_metrics, length_metrics
+from training.rollout.metrics import group_metrics, length_metrics, logged_means
 
 NAMES = ("digits", "accuracy")
 
@@ -47,3 +50,32 @@ def test_lengths_of_completions_that_ended_leave_out_those_that_hit_the_limit():
     assert found["completions/mean_ended_tokens"] == pytest.approx(14 / 3)
     all_cut = length_metrics([graded([0.0, 0.0], [0.0, 0.0], (8, 8), (True, True))])
     assert "completions/mean_ended_tokens" not in all_cut
+
+
+def words(completions, log_metric, **columns):
+    """Logs its share of long completions, and their lengths one by one."""
+    lengths = [len(text) for text in completions]
+    log_metric("own/long_share", sum(length > 1 for length in lengths) / len(lengths))
+    for length in lengths:
+        log_metric("own/mean", length)
+    return [0.0] * len(completions)
+
+
+words.waits = False
+
+
+def of_lengths(source, *lengths):
+    """A group of a source with completions of these lengths."""
+    samples = (Sample([5] * length, [-1.0] * length, [True] * length, False) for length in lengths)
+    return Group(Prompt(0, [3], "a", None, source=source), tuple(samples))
+
+
+def test_what_rewards_log_weighs_as_many_completions_as_the_call_had():
+    """Each source is a call of its own on each rank and in each rollout: here of 1, 3, 2 and 1 completions."""
+    rewards = Rewards([words, words], [1.0, 1.0], (0, 1), ("first", "second"))
+    grader = Grader(rewards, lambda ids: ["x" * len(each) for each in ids], mask_truncated=False)
+    rank = grader.grade([of_lengths(0, 1), of_lengths(1, 1, 2, 3)], step=1)
+    other_rank = grader.grade([of_lengths(0, 4, 8)], step=1)
+    extra_rollout = grader.grade([of_lengths(0, 1)], step=1)
+    found = logged_means(merged_grades([merged_grades([rank, other_rank]), extra_rollout]).logged)
+    assert found == pytest.approx({"own/long_share": 4 / 7, "own/mean": 20 / 7})
