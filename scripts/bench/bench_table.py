@@ -38,6 +38,7 @@ NAMES = {  # last part of a file's name -> the name in the tables, in their orde
     "qerl-mixed": "qerl, NVFP4, geometric lengths of 1 to 1024, mean about 300",
     "trl-mixed": "TRL 1.16, geometric lengths of 1 to 1024, mean about 300",
 }
+MODELS = {"10b": "16 of the 48 layers of Qwen3-30B-A3B"}  # shapes that their size does not name
 PHASES = (  # columns of a step's table, if a file has them: heading, metric, factor from seconds, digits
     ("grading ms", "time/reward_s", 1000, 0),
     ("forward s", "time/forward_s", 1, 2),
@@ -58,6 +59,9 @@ NOTES = {  # kind and shape -> circumstances that the files do not record
     "16, 11, 15, 14 and 5%: let a benchmark's engines open alone first (`--open-only`).",
     ("rollout", "32b"): "qerl and BF16 measured in turns on one card, the other three in turns on another card of "
     "the same host, at the same time. What the adapter takes is computed from those three.",
+    ("rollout", "10b"): "A mixture of experts, with an adapter of rank 16 on attention and experts. All three opened "
+    "at the same time and measured in turns, with nothing else on the machine. Stock vLLM has its adapter on each "
+    "expert, as it reads them.",
     ("step", "7b"): "TRL and qerl ran in pairs, one after the other on one card, beside three other cards' work. "
     "qerl's two steps there took 7.0 and 7.5 s. In the second, 0.3 s of training were neither forward nor backward, "
     "in the first 0.04 s, and training reached 62.8 and 68.2% of the matrix rate. The rows with a number of tokens "
@@ -103,7 +107,7 @@ def page(folder: Path) -> str:
     if (folder / "notes.md").exists():
         lines += [(folder / "notes.md").read_text(encoding="utf-8")]
     for shape, results in rollouts.items():
-        lines += [f"## Decode tokens/s, {shape.upper()} shape, by number of sequences", "", *rollout_table(results), ""]
+        lines += [f"## Decode tokens/s, {model(shape)}, by number of sequences", "", *rollout_table(results), ""]
         lines += [*noted("rollout", shape), *commands(results), ""]
     for shape, results in steps.items():
         lines += [f"## A training step, {shape.upper()} shape", "", *step_table(results), ""]
@@ -114,6 +118,10 @@ def page(folder: Path) -> str:
             lines += [*layer_table(result), "", *linear_table(result), ""]
         lines += [*commands(results), ""]
     return "\n".join(lines + sections(folder)).rstrip() + "\n"
+
+
+def model(shape: str) -> str:
+    return MODELS.get(shape, f"{shape.upper()} shape")
 
 
 def noted(kind: str, shape: str) -> list[str]:
@@ -228,7 +236,7 @@ def draw_rollout(shape: str, results: dict[str, dict[str, Any]], path: Path) -> 
     axes.set_xticks(range(len(counts)), counts)
     axes.set_xlabel("sequences at once")
     axes.set_ylabel("tokens/s over stock BF16")
-    axes.set_title(f"Decode, {shape.upper()} shape with a LoRA adapter (tokens/s on the bars)", fontsize=10)
+    axes.set_title(f"Decode, {model(shape)} with a LoRA adapter (tokens/s on the bars)", fontsize=10)
     figure.legend(fontsize=7, ncols=2, loc="outside lower center")
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
