@@ -59,7 +59,7 @@
 #     fp8kvhead 200 s the same at 7B with a scale for each token and head
 #     decode32 480 s  the same at 32B with the two engines that fit on a card: ours, and vLLM's in BF16
 #     marlin32 560 s  the same at 32B with three: ours with an adapter and without, and vLLM's with Marlin
-#     moe      300 s  a mixture of experts: kernels, and the vllm engine on small models with each kind of adapter: weights,
+#     moe      380 s  a mixture of experts: kernels, and the vllm engine on small models with each kind of adapter: weights,
 #                     what routers chose, agreement with the trainer
 #     moedecode 260 s decode speed of 16 layers of Qwen3-30B-A3B with an adapter on attention and experts, in turns: ours over
 #                     NVFP4, and stock vLLM's over NVFP4 and over BF16; 25 GB of disk
