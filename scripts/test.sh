@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Sets everything up and runs the tests with one process per core. Arguments go to pytest (scripts/test.sh -k noise).
+# Sets everything up and runs the tests with one process per core and one more, since some tests wait. Arguments go to pytest (scripts/test.sh -k noise).
 # Run the tests that need a GPU with `.venv/bin/python -m pytest -m gpu`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./setup_env.sh
 unset PYTHONDONTWRITEBYTECODE # each process that a test starts would compile our modules again
 export OMP_NUM_THREADS=1 # the models are tiny, so more threads than processes would only slow each other down
-exec .venv/bin/python -m pytest -n auto --dist loadfile --no-loadscope-reorder "$@"
+processes=$(.venv/bin/python -c 'import os; print(os.cpu_count() + 1)')
+exec .venv/bin/python -m pytest -n "$processes" --dist loadfile --no-loadscope-reorder "$@"
