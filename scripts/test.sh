@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# Sets everything up and runs the tests with one process per core and one more, since some tests wait. Arguments go to pytest (scripts/test.sh -k noise).
+# Sets everything up and runs the tests with one process per core and one more, since some tests wait.
+# Arguments go to pytest (scripts/test.sh -k noise).
 # Run the tests that need a GPU with `.venv/bin/python -m pytest -m gpu`.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
