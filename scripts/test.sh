@@ -7,5 +7,6 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 ./setup_env.sh
 unset PYTHONDONTWRITEBYTECODE # each process that a test starts would compile our modules again
 export OMP_NUM_THREADS=1 # the models are tiny, so more threads than processes would only slow each other down
-processes=$(.venv/bin/python -c 'import os; print(os.cpu_count() + 1)')
+# The cores that this process may use: a container may have few of its machine's. macOS does not tell.
+processes=$(.venv/bin/python -c 'import os; print(1 + len(getattr(os, "sched_getaffinity", lambda _: range(os.cpu_count()))(0)))')
 exec .venv/bin/python -m pytest -n "$processes" --dist loadfile --no-loadscope-reorder "$@"

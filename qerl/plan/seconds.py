@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 LAUNCH = 33e-6  # seconds that a decoder layer takes beside reading its weights
 DECODE_RATE, TRAIN_RATE = 0.88, 0.74  # shares of the card's rate that are reached
-EXPERT_LAUNCH = 42e-6  # seconds that a layer of experts takes on top: routing, and four products in place of two
+EXPERT_LAUNCH = 42e-6  # seconds that a layer of experts takes on top, for routing and more kernels
 EXPERT_RATES = {"decode": 0.27, "train": 0.31}  # of products over experts, each of which has few rows
 SLICES = 64  # of a rollout, in each of which the number of sequences that still decode is taken as constant
 
