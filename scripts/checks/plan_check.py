@@ -39,6 +39,7 @@ class Workload:
     cap: int | None = None
     weights: str | None = None  # the masters' dtype, if whole weights are trained
     layers: int | None = None  # if they are fewer than the model's
+    settings: tuple[str, ...] = ()  # key=value, of the recipe's other keys
 
     @property
     def sizes(self) -> ModelSizes:
@@ -54,9 +55,10 @@ class Workload:
         cap = "" if self.cap is None else f", cap {self.cap} GiB"
         trained = f"rank {self.rank}" if self.weights is None else f"whole weights, masters in {self.weights}"
         layers = "" if self.layers is None else f", {self.layers} layers"
+        settings = "".join(f", `{setting}`" for setting in self.settings)
         return (
             f"{self.base.partition('/')[2]} shapes{layers}, {trained}, {self.prompts} x {self.group} completions, "
-            f"{self.prompt_tokens} + {self.new_tokens} tokens{cap}"
+            f"{self.prompt_tokens} + {self.new_tokens} tokens{settings}{cap}"
         )
 
     def plan(self, gpu: str = "h200") -> Plan:
@@ -70,14 +72,19 @@ class Workload:
         }
         if self.weights:
             values |= {"qat.mode": "weights", "qat.masters": self.weights, "noise.enabled": "false"}
-        config = load_recipe(self.recipe, [f"{key}={value}" for key, value in values.items()])
+        config = load_recipe(self.recipe, [*(f"{key}={value}" for key, value in values.items()), *self.settings])
         return plan(config, self.sizes, card_of(gpu))
 
 
+A = Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32)
+FP8 = "model.format=fp8_block"
 WORKLOADS = {  # by the name of the benchmark's file
-    "step-7b-qerl": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32),
-    "step-7b-qerl-cap24": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32, 24),
-    "qat/qat-7b": Workload("dapo_7b", "Qwen/Qwen2.5-7B", 16, 8, 128, 512, 32, weights="float32"),
+    "step-7b-qerl": A,
+    "step-7b-qerl-cap24": replace(A, cap=24),
+    "qat/qat-7b": replace(A, weights="float32"),
+    "fp8/step-7b-bf16": replace(A, settings=("model.format=bf16",)),
+    "fp8/step-7b-fp8": replace(A, settings=(FP8,)),
+    "fp8/step-7b-fp8-blockwise": replace(A, settings=(FP8, "train.fp8_recipe=blockwise")),
     "experts/step-a3b-qerl-cap80": Workload("dapo_7b", "Qwen/Qwen3-30B-A3B", 16, 8, 128, 512, 16, 80),
     "experts/step-a3b-16-layers-qerl": Workload("dapo_7b", "Qwen/Qwen3-30B-A3B", 16, 8, 128, 512, 16, layers=16),
     "step-32b-qerl-cap80": Workload("dapo_32b", "Qwen/Qwen2.5-32B", 8, 8, 256, 2048, 16, 80),
@@ -106,7 +113,8 @@ def compare(name: str, workload: Workload) -> list[Compared]:
     """
     result = read(name)
     made, steps = workload.plan(), result["steps"]
-    peak = Compared(PEAK, max(made.peak(phase) for phase in made.memory) / GIB, result["peak_driver_gib"])
+    driver = result.get("peak_driver_gib", max(step.get("memory/peak_gib", 0) for step in steps))  # if it was cut off
+    peak = Compared(PEAK, max(made.peak(phase) for phase in made.memory) / GIB, driver)
     if "memory/rollout_card_gib" not in steps[0]:
         return [peak]
     rollout, training = (max(s[f"memory/{key}_gib"] for s in steps) for key in ("rollout_card", "train"))
@@ -168,9 +176,8 @@ def decode_table() -> str:
 
 def scaled_table() -> str:
     """Planned seconds of the 7B workload on an H200, and of the same workload with one setting changed."""
-    base = WORKLOADS["step-7b-qerl"]
     changes: dict[str, dict[str, Any]] = {
-        base.description: {},
+        A.description: {},
         "32 prompts": {"prompts": 32},
         "16 completions per prompt": {"group": 16},
         "prompts of 256 tokens": {"prompt_tokens": 256},
@@ -182,7 +189,7 @@ def scaled_table() -> str:
     }
     lines = ["| | rollout | training | most memory |", "|---|---|---|---|"]
     for label, changed in changes.items():
-        made = replace(base, **changed).plan()
+        made = replace(A, **changed).plan()
         seconds = [f"{made.seconds[phase]:.1f} s" for phase in ("rollout", "training")]
         peak = max(made.peak(phase) for phase in made.memory) / GIB
         lines.append(f"| {label} | {' | '.join(seconds)} | {peak:.1f} GiB |")

@@ -121,7 +121,7 @@ def test_the_page_shows_planned_beside_measured_seconds(tmp_path, monkeypatch):
     written = {f"{name}.json": {"steps": steps[:1] if "0b" in name else steps} for name in WORKLOADS}
     for shape in ("7b", "32b"):
         written[f"rollout-{shape}-qerl.json"] = {"decode_tokens_per_s": {"8": 1000.0}}
-    for folder in ("qat", "experts"):
+    for folder in ("qat", "experts", "fp8"):
         (tmp_path / folder).mkdir()
     for name, content in written.items():
         (tmp_path / name).write_text(json.dumps(content), encoding="utf-8")

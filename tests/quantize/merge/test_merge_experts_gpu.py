@@ -3,7 +3,8 @@
     python -m pytest -m gpu -n0 tests/quantize/merge/test_merge_experts_gpu.py
 
 On Hopper vLLM 0.25.1 multiplies experts in 16 bits by its Triton kernel and those in NVFP4 by Marlin, which takes the
-sizes of tiny_experts (128 and 64) without padding and gate's global scale for up. It has not been run on a card yet.
+sizes of tiny_experts (128 and 64) without padding and gate's global scale for up. Both cases passed on an H200 on
+2026-11-24, at commit 5e792ce, in 136 s.
 """
 
 import importlib.util
