@@ -59,7 +59,7 @@ def _set_(layer: Any, scales: KVScales) -> None:
     if getattr(layer, "query_quant", None) is not None:  # otherwise queries are not rounded
         values["q"] = scales.query
     for letter, value in values.items():
-        getattr(layer, f"_{letter}_scale").fill_(value)
+        getattr(layer, f"_{letter}_scale").data.fill_(value)  # vLLM 0.25.1 leaves scales that require a gradient
         setattr(layer, f"_{letter}_scale_float", value)
         on_host = getattr(layer, f"_{letter}_scale_cpu", None)
         if on_host is not None:

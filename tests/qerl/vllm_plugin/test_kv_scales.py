@@ -23,7 +23,7 @@ class FlashInferImpl:
 
 
 def layer(impl=OurImpl, query_quant=None):
-    scales = {f"_{letter}_scale": torch.tensor(1.0) for letter in "qkv"}
+    scales = {f"_{letter}_scale": torch.tensor(1.0, requires_grad=True) for letter in "qkv"}  # as vLLM leaves them
     on_host = {f"_{letter}_scale_cpu": torch.tensor(1.0) for letter in "kv"}
     return SimpleNamespace(impl=impl(), query_quant=query_quant, **scales, **on_host)
 
