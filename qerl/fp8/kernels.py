@@ -1,19 +1,23 @@
-"""Decode and pack FP8 weights on a card, round whole matrices and turn codes, in Triton: twins of
-`reference.dequantize_unchecked`, `reference.quantize_unchecked` and `training.quantize_tensor`, with the same bits.
+"""Decode and pack FP8 weights on a card, round inputs and whole matrices and turn codes, in Triton: twins of
+`reference.dequantize_unchecked`, `quantize_unchecked` and `quantize_input` and of `training.quantize_tensor`, with the
+same bits.
 
 They treat codes as bytes and so run on cards without FP8 too. They need triton, so they are imported only for a card.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
 from qerl.fp8.layout import BLOCK, CODE_MAX
-from qerl.fp8.reference import LEAST_WEIGHT, ScaleKind
+from qerl.fp8.reference import E4M3, LEAST_INPUT, LEAST_WEIGHT, FP8Tensor, ScaleKind
 
 ROWS = 32  # that a program decodes, of one block's columns
+FEW_TOKENS = 1024  # up to which a program rounds less, so that all processors of a card have work
 RECIPROCAL = float(torch.tensor(CODE_MAX).reciprocal())  # in float32, as the oracle has it
 
 
@@ -119,6 +123,67 @@ def pack_(matrix: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scales
     into = codes.view(torch.uint8), scale, faults
     _pack_kernel[grid](matrix, *into, *numbers, POW2=scales == "pow2", BLOCK=BLOCK, num_warps=8)
     return faults
+
+
+@triton.jit
+def _input_kernel(
+    x_ptr,
+    codes_ptr,
+    scale_ptr,
+    rows,
+    columns,
+    x_stride,
+    scale_stride,
+    least,
+    POW2: tl.constexpr,
+    BY_CARD: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    places, inside = row[:, None].to(tl.int64), (row < rows)[:, None]
+    value = tl.load(x_ptr + places * x_stride + column[None, :], mask=inside, other=0).to(tl.float32)
+    magnitude = (value.to(tl.int32, bitcast=True) & 0x7FFFFFFF).to(tl.float32, bitcast=True)
+    amax = tl.maximum(tl.max(magnitude, axis=1), least)
+    scale = tl.div_rn(amax, tl.full((ROWS,), LARGEST, tl.float32))
+    if POW2:
+        bits = tl.maximum(scale, least).to(tl.int32, bitcast=True)
+        scale = ((bits + 0x7FFFFF) & 0x7F800000).to(tl.float32, bitcast=True)
+        scaled = value * tl.div_rn(tl.full((ROWS,), 1.0, tl.float32), scale)[:, None]
+    else:
+        scaled = tl.div_rn(value, tl.broadcast_to(scale[:, None], (ROWS, BLOCK)))
+    tl.store(scale_ptr + tl.program_id(1).to(tl.int64) * scale_stride + row, scale, mask=row < rows)
+    if BY_CARD:
+        code = scaled.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        code = _e4m3(scaled.to(tl.int32, bitcast=True)).to(tl.uint8)
+    tl.store(codes_ptr + places * columns + column[None, :], code, mask=inside)
+
+
+def quantize_input(x: torch.Tensor, scales: ScaleKind, aligned: int = 1) -> FP8Tensor:
+    """`reference.quantize_input` of x (T, in) whose columns are whole groups: codes (T, in) and scales (T, in / 128).
+
+    Scales have neighbours for tokens, as kernels read them; a group's begin at a multiple of `aligned`. vLLM's kernel
+    reaches a quarter of an H200's bandwidth.
+    """
+    tokens, columns = x.shape
+    groups, stride = columns // BLOCK, triton.cdiv(tokens, aligned) * aligned
+    codes = torch.empty(tokens, columns, dtype=E4M3, device=x.device)
+    scale = torch.empty_strided((tokens, groups), (1, stride), dtype=torch.float32, device=x.device)
+    rows, warps = (4, 1) if tokens <= FEW_TOKENS else (32, 4)
+    kinds = {"POW2": scales == "pow2", "BY_CARD": _has_e4m3(x.device), "LARGEST": CODE_MAX, "BLOCK": BLOCK}
+    numbers = tokens, columns, x.stride(0), stride, LEAST_INPUT
+    grid = (triton.cdiv(tokens, rows), groups)
+    _input_kernel[grid](x, codes.view(torch.uint8), scale, *numbers, ROWS=rows, **kinds, num_warps=warps)
+    return FP8Tensor(codes, scale)
+
+
+@cache
+def _has_e4m3(device: torch.device) -> bool:
+    """Whether the card turns float32 into e4m3 by an instruction, as those from Ada on do."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 @triton.jit

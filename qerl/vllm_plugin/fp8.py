@@ -1,16 +1,22 @@
 """vLLM linears with block-scaled FP8 weights, multiplied by vLLM's kernels, and what trainer and engine share of them.
 
 The tensors stay as in the checkpoint, codes (out, in) and float32 scales, whatever the kernel: the trainer's linears
-are rows of them (`view`), and a sync overwrites them in place. Of vLLM's kernels the CUTLASS one is taken where it runs
-(Hopper and newer): one kernel for all shapes, and nothing to compile. On Ada it is vLLM's Triton kernel. DeepGEMM is
-not asked, so VLLM_USE_DEEP_GEMM_E8M0, which is on by default and changes scales, plays no part. The trainer multiplies
-by the same function (`qerl.fp8.linear.PRODUCTS`).
+are rows of them (`view`), and a sync overwrites them in place. The trainer multiplies by the same function
+(`qerl.fp8.linear.PRODUCTS`). Of vLLM's kernels that is
+
+1. on Hopper, DeepGEMM, which is the fastest at every size that was measured (scripts/bench/bench_fp8.py). It compiles
+   a kernel of each shape for some numbers of tokens, 1 to 5 seconds each at first, and keeps them in vLLM's cache;
+2. CUTLASS where DeepGEMM is not to be had (VLLM_USE_DEEP_GEMM=0, no CUDA compiler) or does not take a shape;
+3. Triton on Ada.
+
+VLLM_USE_DEEP_GEMM_E8M0, which is on by default and changes scales, plays no part.
 
 Weights whose activations stay in 16 bits are decoded for each product: exact, and slow for few tokens.
 """
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -23,23 +29,27 @@ from vllm.model_executor.layers.linear import LinearBase, LinearMethodBase
 from vllm.model_executor.layers.quantization.utils.fp8_utils import (
     create_fp8_scale_parameter,
     create_fp8_weight_parameter,
-    per_token_group_quant_fp8,
     w8a8_triton_block_scaled_mm,
 )
 from vllm.model_executor.layers.quantization.utils.w8a8_utils import cutlass_block_fp8_supported
 from vllm.model_executor.parameter import BlockQuantScaleParameter
+from vllm.platforms import current_platform
+from vllm.utils import deep_gemm
 
 from qerl.errors import CheckpointError, EngineError
 from qerl.formats import DEFAULT
-from qerl.fp8 import few_tokens, layout, reference
+from qerl.fp8 import kernels, layout, reference
 from qerl.fp8 import linear as trainer
 from qerl.fp8.linear import FP8Linear
 from qerl.fp8.reference import FP8Tensor, ScaleKind
 from qerl.nvfp4 import lora
 from qerl.nvfp4.lora import Adapter
 
+logger = logging.getLogger(__name__)
+
 SHAPE = [layout.BLOCK, layout.BLOCK]
-FEW_TOKENS = False  # whether few tokens take qerl/fp8/few_tokens.py; bench_rollout.py --few-tokens measures it
+DEEP_GEMM_ROWS = 64  # of which DeepGEMM takes multiples
+DEEP_GEMM_ALIGNED = 4  # tokens, at whose multiples DeepGEMM wants the scales of a group
 TOKENS = 40  # of the check of a product, more than one tile of small batches
 LARGEST_ERROR = 0.01  # rounding to bfloat16 leaves 0.002, inputs that are not rounded would make 0.03
 
@@ -133,16 +143,21 @@ def product(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scales: S
     if not trainer.kernel_takes(x, codes):
         with torch.autocast(x.device.type, enabled=False):
             return reference.product(x, FP8Tensor(codes, scale), scales)
-    cutlass = kernel_of_card() == "cutlass"
-    if cutlass and FEW_TOKENS and len(x) <= few_tokens.MOST_TOKENS:
-        rounded = FP8Tensor(*per_token_group_quant_fp8(x.contiguous(), layout.BLOCK, use_ue8m0=scales == "pow2"))
-        return few_tokens.product(rounded, FP8Tensor(codes, scale), x.dtype)
-    rounded, of_groups = per_token_group_quant_fp8(
-        x.contiguous(), layout.BLOCK, column_major_scales=cutlass, use_ue8m0=scales == "pow2"
-    )
-    if cutlass:
-        return ops.cutlass_scaled_mm(rounded, codes.t(), scale_a=of_groups, scale_b=scale.t(), out_dtype=x.dtype)
-    return w8a8_triton_block_scaled_mm(rounded, codes, of_groups, scale, SHAPE, x.dtype)
+    return multiply(kernel_of(x, codes), x, codes, scale, scales)
+
+
+def multiply(kernel: str, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scales: ScaleKind) -> torch.Tensor:
+    """`product` by one of vLLM's kernels."""
+    if kernel == "deepgemm":
+        out = x.new_empty(len(x), len(codes))
+        rounded = kernels.quantize_input(x.contiguous(), scales, DEEP_GEMM_ALIGNED)
+        deep_gemm.fp8_gemm_nt(rounded, (codes, scale), out, is_deep_gemm_e8m0_used=False)
+        return out
+    rounded = kernels.quantize_input(x.contiguous(), scales)
+    if kernel == "cutlass":
+        sides = {"scale_a": rounded.scale, "scale_b": scale.t(), "out_dtype": x.dtype}
+        return ops.cutlass_scaled_mm(rounded.codes, codes.t(), **sides)
+    return w8a8_triton_block_scaled_mm(rounded.codes, codes, rounded.scale, scale, SHAPE, x.dtype)
 
 
 _CHECKED: set[torch.Size] = set()  # shapes whose product was compared in this process
@@ -162,9 +177,33 @@ def check_product(codes: torch.Tensor, scale: torch.Tensor, scales: ScaleKind, n
         )
 
 
+def kernel_of(x: torch.Tensor, codes: torch.Tensor) -> str:
+    """Which of vLLM's kernels multiplies x by these codes."""
+    deep = x.dtype == torch.bfloat16 and not len(codes) % DEEP_GEMM_ROWS and kernel_of_card() == "deepgemm"
+    return "deepgemm" if deep else _other_kernel()
+
+
 @cache
 def kernel_of_card() -> str:
-    """cutlass, or triton on a card for which vLLM's CUTLASS kernel is not built."""
+    """deepgemm where it works, which is tried once; cutlass; or triton on a card for which CUTLASS's is not built."""
+    if not (current_platform.is_device_capability(90) and deep_gemm.is_deep_gemm_supported()):
+        return _other_kernel()
+    x = torch.ones(DEEP_GEMM_ROWS, layout.BLOCK, device="cuda", dtype=torch.bfloat16)
+    weight = reference.quantize(x)
+    try:
+        out = torch.empty(len(x), len(x), device="cuda", dtype=torch.bfloat16)
+        rounded = kernels.quantize_input(x, "pow2", DEEP_GEMM_ALIGNED)
+        deep_gemm.fp8_gemm_nt(rounded, weight, out, is_deep_gemm_e8m0_used=False)
+        torch.cuda.synchronize()
+    except Exception as problem:  # no compiler, or parts of it are missing
+        reason = (str(problem).strip().splitlines() or [type(problem).__name__])[0]
+        logger.warning("DeepGEMM does not work here, so CUTLASS multiplies in FP8, more slowly: %s", reason)
+        return _other_kernel()
+    return "deepgemm"
+
+
+@cache
+def _other_kernel() -> str:
     return "cutlass" if cutlass_block_fp8_supported() else "triton"
 
 

@@ -4,11 +4,11 @@
     python3 scripts/bench/bench_fp8.py --out benchmarks/fp8/products-7b.json
 
 Decoding: microseconds of each linear by tokens, rounding the input and multiplying, in a CUDA graph over so many copies
-of the weight that none is in the cache. The ways are vLLM's kernels: CUTLASS, which the engine takes, Triton, and
-DeepGEMM where it works; our own for few tokens (qerl/fp8/few_tokens.py), which nothing takes yet; and decoding to
-bfloat16 for cuBLAS. The limit is one read of the codes. Training: TFLOP/s of y, dx and dW of each linear, in bfloat16
-and by the recipes of `train.fp8_recipe`, with what they round. Kernels: GB/s read and written. The file is written
-after each row. A way that fails is reported with the error's first line.
+of the weight that none is in the cache. The ways are vLLM's kernels after our rounding: that which the engine takes,
+CUTLASS and Triton; vLLM's rounding and DeepGEMM; and decoding to bfloat16 for cuBLAS. The limit is one read of the
+codes. Training: TFLOP/s of y, dx and dW of each linear, in bfloat16 and by the recipes of `train.fp8_recipe`, with what
+they round. Kernels: GB/s read and written. The file is written after each row. A way that fails is reported with the
+error's first line.
 """
 
 from __future__ import annotations
@@ -57,17 +57,15 @@ def main() -> None:
 
 
 def rows(arguments: argparse.Namespace) -> Iterator[Row]:
-    """All measurements, one after another; DeepGEMM last, which compiles for each size."""
+    """All measurements, one after another."""
     import qerl.vllm_plugin.fp8  # noqa: F401  it brings the card's product
     from scripts.bench.limits import seconds_of
 
-    *first, last = ways().items()
-    for way, product in first:
+    for way, product in ways().items():
         yield from decoding(way, product, arguments.tokens)
     for name, shape in SHAPES.items():
         yield from trained(name, shape, arguments.trained_tokens, seconds_of)
     yield from rounding(arguments.trained_tokens, seconds_of)
-    yield from decoding(*last, arguments.tokens)
 
 
 def decoding(way: str, product: Product, counts: Sequence[int]) -> Iterator[Row]:
@@ -107,17 +105,11 @@ def ways() -> dict[str, Product]:
 
     from qerl.vllm_plugin import fp8
 
-    def by_triton(x: torch.Tensor, weight: FP8Tensor) -> torch.Tensor:
-        codes, scale = fp8_utils.per_token_group_quant_fp8(x, 128, use_ue8m0=True)
-        return fp8_utils.w8a8_triton_block_scaled_mm(codes, weight.codes, scale, weight.scale, fp8.SHAPE, x.dtype)
+    def by(kernel: str) -> Product:
+        def product(x: torch.Tensor, weight: FP8Tensor) -> torch.Tensor:
+            return fp8.multiply(kernel, x, *weight, "pow2")
 
-    def by_few_tokens(x: torch.Tensor, weight: FP8Tensor) -> torch.Tensor:
-        from qerl.fp8 import few_tokens
-
-        if len(x) > few_tokens.MOST_TOKENS:
-            raise ValueError(f"takes at most {few_tokens.MOST_TOKENS} tokens")
-        rounded = FP8Tensor(*fp8_utils.per_token_group_quant_fp8(x, 128, use_ue8m0=True))
-        return few_tokens.product(rounded, weight, x.dtype)
+        return product
 
     def by_deep_gemm(x: torch.Tensor, weight: FP8Tensor) -> torch.Tensor:
         from vllm.utils.deep_gemm import fp8_gemm_nt
@@ -130,11 +122,11 @@ def ways() -> dict[str, Product]:
         return out
 
     return {
-        "cutlass": lambda x, weight: fp8.product(x, *weight, "pow2"),
-        "triton": by_triton,
-        "few_tokens": by_few_tokens,
+        "engine": lambda x, weight: fp8.product(x, *weight, "pow2"),
+        "cutlass": by("cutlass"),
+        "triton": by("triton"),
         "decoded": lambda x, weight: x @ decode(*weight, x.dtype).t(),
-        "deep_gemm": by_deep_gemm,
+        "deep_gemm, vLLM's rounding": by_deep_gemm,
     }
 
 
@@ -177,12 +169,16 @@ def of_recipe(
 
 def rounding(tokens: int, seconds_of: Callable) -> Iterator[Row]:
     """GB/s of the kernels that round a matrix, turn codes, pack and decode a weight."""
+    from vllm.model_executor.layers.quantization.utils.fp8_utils import per_token_group_quant_fp8
+
     from qerl.fp8 import kernels
 
     x, scale = normal((tokens, SHAPES["down"][1])), torch.tensor(2.0**-12, device="cuda")
     weight = packed(x, "pow2")
     codes, wide = weight.codes, x.float()
     calls = {
+        "inputs rounded": (lambda: kernels.quantize_input(x, "pow2"), 3),
+        "inputs rounded by vLLM": (lambda: per_token_group_quant_fp8(x, 128, column_major_scales=True), 3),
         "largest magnitude": (lambda: torch.linalg.vector_norm(x, torch.inf), 2),
         "rounded to e4m3": (lambda: kernels.round_matrix(x, scale, E4M3), 3),
         "rounded to e4m3, turned": (lambda: kernels.round_matrix(x, scale, E4M3, turned=True), 3),

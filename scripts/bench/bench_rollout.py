@@ -65,7 +65,6 @@ def options() -> argparse.ArgumentParser:
     parser.add_argument("--rank", type=int, default=32, help="0: no adapter")
     parser.add_argument("--no-replay", action="store_true", help="do not record which experts are chosen (qerl)")
     parser.add_argument("--kv-cache-dtype", default="auto", help="fp8: with scale 1, which is as fast as any (qerl)")
-    parser.add_argument("--few-tokens", action="store_true", help="FP8: our kernel for at most 16 tokens (qerl)")
     parser.add_argument("--tune", action="store_true", help="measure the ways to multiply first (qerl)")
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 8, 32, 128, 256])
     parser.add_argument("--prompt-tokens", type=int, default=128)
@@ -188,10 +187,6 @@ def open_qerl(arguments: argparse.Namespace) -> tuple[Generate, dict]:
         kv_cache_dtype=arguments.kv_cache_dtype,
         calibrates_kv=arguments.kv_cache_dtype == "fp8",
     )
-    if arguments.few_tokens:
-        from qerl.vllm_plugin import fp8
-
-        fp8.FEW_TOKENS = True
     engine = VLLMEngine(arguments.model, format_of(Path(arguments.model)).name, options)
     if options.calibrates_kv:
         engine.set_kv_scales({layer: KVScales(1.0, 1.0, 1.0) for layer in range(read_sizes(arguments.model).layers)})

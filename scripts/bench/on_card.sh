@@ -47,8 +47,8 @@
 #     fp8      470 s  FP8: kernels against vLLM's functions, the engine on small models in both kinds of products and scales,
 #                     agreement and one copy at 7B, beside 16 bits
 #     fp8products 120 s products in FP8 at the sizes of a 7B by each kernel, in decode steps and in training; what rounding costs
-#     fp8decode 480 s decode speed at 7B with an adapter, in turns: FP8 ours with two kernels for few tokens and stock vLLM's,
-#                     and our NVFP4; then stock vLLM's FP8 with DeepGEMM, which compiles as it goes
+#     fp8decode 480 s decode speed at 7B with an adapter, in turns: FP8 ours, stock vLLM's by DeepGEMM and by CUTLASS, and our
+#                     NVFP4
 #     fp8step  460 s  workload A with an adapter over FP8, with gradients in FP8 and in 16 bits, over 16 bits, and over NVFP4
 #     fp8train 260 s  FP8 that trains: a 7B's whole weights, packed at each sync, and workload A over 16 bits by tensorwise
 #                     products
@@ -378,11 +378,10 @@ batch_fp8decode() { # all four open at once: one by one, and then again, does no
     wait
     turns 4
     turn 7b-fp8-qerl 7b-fp8 0.2
-    turn 7b-fp8-qerl-few 7b-fp8 0.2 --few-tokens
-    VLLM_USE_DEEP_GEMM=0 turn 7b-fp8-stock 7b-fp8 0.25 --engine stock
+    VLLM_USE_DEEP_GEMM=0 turn 7b-fp8-stock-cutlass 7b-fp8 0.25 --engine stock
+    turn 7b-fp8-stock 7b-fp8 0.25 --engine stock
     turn 7b-qerl 7b 0.2
     wait
-    script rollout-7b-fp8-stock-deepgemm 240 bench_rollout 7b-fp8 --engine stock
 }
 
 batch_fp8step() {

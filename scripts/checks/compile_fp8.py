@@ -25,9 +25,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 HOPPER = ("cuda", 90, 32)
-TYPES = {"codes_ptr": "*u8", "scale_ptr": "*fp32", "x_scale_ptr": "*fp32", "sums_ptr": "*fp32", "faults_ptr": "*i32"}
+TYPES = {"codes_ptr": "*u8", "scale_ptr": "*fp32", "faults_ptr": "*i32"}
 FLOATS = ("least", "reciprocal")
-SMALL = ("tokens", "blocks", "scale_stride", "x_scale_stride")  # which may be any number
+SMALL = ("rows", "scale_stride")  # which may be any number
 
 
 def main() -> None:
@@ -44,9 +44,9 @@ def main() -> None:
 
 def cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
     """(kernel, pointers that are not as in TYPES, its constants, the options of a launch)."""
-    from qerl.fp8 import few_tokens, kernels
+    from qerl.fp8 import kernels
 
-    own = jitted(kernels) | jitted(few_tokens)
+    own = jitted(kernels)
     block, wide, found = {"BLOCK": kernels.BLOCK}, {"num_warps": 8}, []
     for dtype in ("*fp32", "*bf16"):
         found.append((own["decode"], {"out_ptr": dtype}, {"ROWS": kernels.ROWS, **block}, {}))
@@ -56,9 +56,10 @@ def cases() -> list[tuple[Any, dict[str, str], dict[str, Any], dict[str, int]]]:
             for turned in (True, False):
                 found.append((own["round"], {"x_ptr": dtype}, {"FIVE": five, "TURNED": turned, **block}, wide))
     found.append((own["turn"], {"out_ptr": "*u8"}, block, wide))
-    sizes = {"PER_PART": 6, "TOKENS": few_tokens.MOST_TOKENS, "ROWS": few_tokens.ROWS, **block}
-    found.append((own["sums"], {"x_ptr": "*u8"}, sizes, {"num_stages": 4}))
-    found.append((own["add"], {"out_ptr": "*bf16"}, {"PARTS": 5, "SIZE": few_tokens.SUMS}, {}))
+    for pow2 in (True, False):
+        for rows, warps in ((4, 1), (32, 4)):
+            kinds = {"POW2": pow2, "BY_CARD": True, "LARGEST": kernels.CODE_MAX, "ROWS": rows, **block}
+            found.append((own["input"], {"x_ptr": "*bf16"}, kinds, {"num_warps": warps}))
     return found
 
 

@@ -128,15 +128,32 @@ def test_codes_are_turned_also_those_of_rows_of_more(shape):
     assert same_bits(turned, more.view(torch.uint8)[7:].t().contiguous())
 
 
+@pytest.mark.parametrize("aligned", [1, 4])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("scales", ["pow2", "fp32"])
-@pytest.mark.parametrize(("tokens", "shape"), [(1, (256, 384)), (5, (200, 1024)), (16, (32, 128))], ids=str)
-def test_few_tokens_are_multiplied_as_by_the_oracle(tokens, shape, scales):
-    """Sums are in another order."""
-    from qerl.fp8 import few_tokens
+@pytest.mark.parametrize("tokens", [1, 5, 64, 1027])
+def test_inputs_are_rounded_to_the_twin_s_bits(tokens, scales, dtype, aligned):
+    from qerl.fp8 import kernels
 
-    x = torch.randn(tokens, shape[1], device=DEVICE) * torch.logspace(-9, 2, shape[1], device=DEVICE)
-    tensors = reference.quantize(torch.randn(shape, device=DEVICE), scales)
-    rounded_x = reference.quantize_input(x, scales)
-    found, right = few_tokens.product(rounded_x, tensors, torch.float32), reference.product(x, tensors, scales)
-    assert (found - right).norm() / right.norm() < 2e-6
-    assert torch.equal(found, few_tokens.product(rounded_x, tensors, torch.float32))
+    columns = 128 if INTERPRETED else 3584
+    wide = torch.randn(tokens, 2 * columns, device=DEVICE) * torch.logspace(-12, 3, 2 * columns, device=DEVICE)
+    wide[tokens // 2, :columns] = 0
+    for x in (wide.to(dtype)[:, :columns], wide.to(dtype)[:, columns:]):
+        found, right = kernels.quantize_input(x, scales, aligned), reference.quantize_input(x, scales)
+        assert found.scale.stride() == (1, -(-tokens // aligned) * aligned)
+        assert torch.equal(found.scale, right.scale)
+        assert same_bits(found.codes, right.codes)
+
+
+@pytest.mark.parametrize("scales", ["pow2", "fp32"])
+def test_rounding_an_input_takes_the_even_code_of_two(scales):
+    from qerl.fp8 import kernels
+
+    codes = torch.arange(127, dtype=torch.uint8).view(E4M3).float()
+    half = (codes[1:] + codes[:-1]) / 2
+    near = torch.cat([codes, half, torch.nextafter(half, half * 2), torch.nextafter(half, half * 0)])
+    near = torch.cat([near, near.new_zeros(-len(near) % 127)]).view(-1, 127)
+    x = torch.cat([torch.full((len(near), 1), 448.0), near], 1).to(DEVICE)  # their scale is 1
+    for signed in (x, -x):
+        found, right = kernels.quantize_input(signed, scales), reference.quantize_input(signed, scales)
+        assert same_bits(found.codes, right.codes)
