@@ -1,4 +1,7 @@
-"""The second half of an adapter's product in Triton: out += hidden B^T, reading only the nonzero blocks of B."""
+"""The second half of an adapter's product in Triton: out += hidden B^T, reading only the nonzero blocks of B.
+
+A bias of the base is added on the way, which spares a kernel of its own.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +18,14 @@ def _expand_kernel(
     out_ptr,
     hidden_ptr,
     b_ptr,
+    bias_ptr,
     tokens,
     rows,
     ranks,
     part_rank,
     end_0,
     end_1,
+    BIAS: tl.constexpr,
     TOKENS: tl.constexpr,
     ROWS: tl.constexpr,
     STEP: tl.constexpr,
@@ -41,11 +46,15 @@ def _expand_kernel(
     place = out_ptr + token[:, None].to(tl.int64) * rows + row[None, :]
     mask = inside_token & (row < rows)[None, :]
     base = tl.load(place, mask=mask, other=0.0).to(tl.float32)
+    if BIAS:
+        base += tl.load(bias_ptr + row, mask=row < rows, other=0.0).to(tl.float32)[None, :]
     tl.store(place, (base + total).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-def expand_(out: torch.Tensor, hidden: torch.Tensor, adapter: Adapter) -> torch.Tensor:
-    """out (tokens, rows) += hidden (tokens, ranks) B^T in place."""
+def expand_(
+    out: torch.Tensor, hidden: torch.Tensor, adapter: Adapter, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """out (tokens, rows) += hidden (tokens, ranks) B^T in place, and += bias (rows,) if there is one."""
     tokens, rows = out.shape
     ranks = hidden.shape[1]
     size = 16 if tokens <= 16 else 32 if tokens <= 32 else 64
@@ -53,11 +62,13 @@ def expand_(out: torch.Tensor, hidden: torch.Tensor, adapter: Adapter) -> torch.
         out,
         hidden,
         adapter.b,
+        hidden if bias is None else bias,
         tokens,
         rows,
         ranks,
         adapter.part_rank,
         *adapter.part_ends,
+        BIAS=bias is not None,
         TOKENS=size,
         ROWS=128,
         STEP=RANK_STEP,

@@ -228,8 +228,9 @@ def fp8_lora_linear(
     lora_b: torch.Tensor,
 ) -> torch.Tensor:
     """x W^T + bias + (x A^T) B^T, where the adapter reads x as it is. A and B are those of `HELD`."""
-    out = _product(x, codes, scale, bias)
-    return lora.add_adapter_(out, x.contiguous(), HELD[codes.data_ptr()].adapter)
+    x = x.contiguous()
+    adapter = HELD[codes.data_ptr()].adapter
+    return lora.product_with_adapter(lambda: _product(x, codes, scale, None), x, adapter, bias)
 
 
 @fp8_lora_linear.register_fake

@@ -108,6 +108,32 @@ def test_the_adapter_beside_another_kernels_product(tokens, parts, columns):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 8, 33, 256, 600])
+@pytest.mark.parametrize("biased", [True, False])
+def test_the_adapter_on_a_second_stream_also_in_a_graph(tokens, biased):
+    parts, columns = (3584, 512, 512), 3584
+    weight = torch.randn(sum(parts), columns, device="cuda").bfloat16()
+    bias = torch.randn(sum(parts), device="cuda").bfloat16() if biased else None
+    adapter = random_adapter(sum(parts), columns, 32, parts, "cuda", 60.0)
+    x = torch.randn(tokens, columns, device="cuda").bfloat16()
+
+    def computed():
+        return lora.product_with_adapter(lambda: x @ weight.t(), x, adapter, bias)
+
+    first, graph = computed(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        kept = [computed() for _ in range(8)]
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        base = (x @ weight.t()).double() + (0 if bias is None else bias.double())
+        assert (kept[0].double() - lora.reference_add(base, x, adapter)).norm() < 0.006 * base.norm()
+        assert all(torch.equal(kept[0], other) for other in kept[1:])
+    assert first.shape == kept[0].shape
+
+
+@pytest.mark.gpu
 def test_the_adapters_second_half_compiles_once_for_a_size_of_tile(compiled):
     """Sizes are 16, 32 and 64 tokens; any number of tokens uses one of them."""
     adapter = random_adapter(512, 256, 16, (512,), "cuda")
