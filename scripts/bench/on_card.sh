@@ -31,8 +31,8 @@
 #     merge    340 s  merged folders in stock vLLM, those of a mixture of experts first
 #     python   180 s  runs after one another in one Python process: memory given back, equal numbers
 #     cli      260 s  commands on the embedded model: a killed run, dynamic sampling, eval, memory, report, merge
-#     sft      560 s  supervised fine-tuning of a 7B: tokens per second and memory of ours over NVFP4 and over 16 bits, TRL's
-#                     QLoRA with and without checkpointing, and Unsloth where it is installed
+#     sft      330 s  supervised fine-tuning of a 7B: tokens per second and memory of ours over NVFP4, the same under 24 GiB,
+#                     over 16 bits, TRL's QLoRA with and without checkpointing, and Unsloth where it is installed
 #     step     350 s  workload A: our step, TRL's step, the profile of ours
 #     host     150 s  what the host does in a step of workload A outside of its phases
 #     micro    250 s  workload A by tokens per micro-batch, the source of OVERHEAD_TOKENS in qerl/plan/micro_batch_plan.py
@@ -49,7 +49,7 @@
 #     fp8products 120 s products in FP8 at the sizes of a 7B by each kernel, in decode steps and in training; what rounding costs
 #     fp8decode 480 s decode speed at 7B with an adapter, in turns: FP8 ours, stock vLLM's by DeepGEMM and by CUTLASS, and our
 #                     NVFP4
-#     fp8step  460 s  workload A with an adapter over FP8, with gradients in FP8 and in 16 bits, over 16 bits, and over NVFP4
+#     fp8step  520 s  workload A with an adapter over FP8, with gradients in FP8 and in 16 bits, over 16 bits, and over NVFP4
 #     fp8train 260 s  FP8 that trains: a 7B's whole weights, packed at each sync, and workload A over 16 bits by tensorwise
 #                     products
 #     fp8study 330 s  learning with 21 M parameters in BF16, in FP8, and with FP8 rollouts alone, three seeds each: adapters
@@ -237,6 +237,7 @@ batch_sft() {
     checkpoint qwen2.5-7b 7b-16 --format bf16
     tests sft 60 tests/qerl/engine/test_loaded_base.py
     script sft-7b-qerl 160 bench_sft 7b
+    script sft-7b-qerl-cap24 160 bench_sft 7b --set memory.cap_gib=24
     script sft-7b-qerl-bf16 160 bench_sft 7b-16 --set model.format=bf16
     script sft-7b-trl 200 bench_sft 7b-16 --by trl --steps 4
     script sft-7b-trl-unchecked 200 bench_sft 7b-16 --by trl --steps 4 --no-checkpointing --micro-batch 4
@@ -390,7 +391,7 @@ batch_fp8step() {
     checkpoint qwen2.5-7b 7b-fp8 --format fp8_block
     local work=(--steps 3 --set noise.enabled=false)
     script step-7b-bf16 160 bench_step 7b-16 "${work[@]}" --set model.format=bf16
-    script step-7b-fp8-blockwise 160 bench_step 7b-fp8 "${work[@]}" --set model.format=fp8_block --set train.fp8_recipe=blockwise
+    script step-7b-fp8-blockwise 260 bench_step 7b-fp8 "${work[@]}" --set model.format=fp8_block --set train.fp8_recipe=blockwise
     script step-7b-fp8 160 bench_step 7b-fp8 "${work[@]}" --set model.format=fp8_block
     script step-7b-nvfp4 160 bench_step 7b "${work[@]}"
 }

@@ -254,7 +254,8 @@ def _write_config(sizes: dict, format: str, out: Path) -> None:
 def _write_tokenizer(vocab: int, out: Path) -> None:
     """Write a tokenizer with bytes as tokens (ids 1 to 256) and fillers up to the vocabulary's size; id 0 is the end.
 
-    It is a byte-level BPE without merges, because transformers 5 gives a Qwen2 config its own BPE tokenizer anyway.
+    The last filler pads, because Unsloth refuses a tokenizer that pads with the end. It is a byte-level BPE without
+    merges, because transformers 5 gives a Qwen2 config its own BPE tokenizer anyway.
     """
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
@@ -264,12 +265,12 @@ def _write_tokenizer(vocab: int, out: Path) -> None:
     tokenizer = Tokenizer(BPE({word: number for number, word in enumerate(words)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens(["<eos>"])
+    tokenizer.add_special_tokens(["<eos>", words[-1]])
     tokenizer.save(str(out / "tokenizer.json"))
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "eos_token": "<eos>",
-        "pad_token": "<eos>",
+        "pad_token": words[-1],
         "model_max_length": 131072,
         "chat_template": "{% for m in messages %}{{ m['content'] }}\n{% endfor %}",
     }
