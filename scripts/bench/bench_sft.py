@@ -254,7 +254,7 @@ def sft_config(arguments: argparse.Namespace, folder: Path, packs: bool, **more:
 
 
 def timed(trainer: Any) -> list[dict[str, float]]:
-    """Seconds and tokens of each step; tokens by TRL's own count, which leaves padding out."""
+    """Seconds and tokens of each step; tokens by TRL's own count, which leaves padding out, or else the mean of all."""
     import torch
     from transformers import TrainerCallback
 
@@ -270,9 +270,17 @@ def timed(trainer: Any) -> list[dict[str, float]]:
     trainer.add_callback(Clock())
     trainer.train()
     seen = [row["num_tokens"] for row in trainer.state.log_history if "num_tokens" in row]
+    if len(seen) < len(steps):  # Unsloth logs none
+        rows = min(len(trainer.train_dataset), len(steps) * rows_of_a_step(trainer.args))
+        total = sum(len(trainer.train_dataset[row]["input_ids"]) for row in range(rows))
+        seen = [total * (step + 1) / len(steps) for step in range(len(steps))]
     for step, now, before in zip(steps, seen, [0.0, *seen], strict=False):
         step["tokens"] = now - before
     return steps
+
+
+def rows_of_a_step(args: Any) -> int:
+    return int(args.per_device_train_batch_size * args.gradient_accumulation_steps)
 
 
 def _now(torch: Any) -> float:

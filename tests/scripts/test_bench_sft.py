@@ -27,6 +27,28 @@ def test_the_recipe_of_the_workload_loads_and_the_rows_are_its_own():
     assert all(row["labels"][:8] == [-100] * 8 and row["labels"][8:] == row["input_ids"][8:] for row in rows)
 
 
+class FakeTrainer:
+    """A trainer that logs no tokens, as Unsloth's; two steps of two packed rows, and a row that is left."""
+
+    args = argparse.Namespace(per_device_train_batch_size=1, gradient_accumulation_steps=2)
+    state = argparse.Namespace(log_history=[{"loss": 1.0}])
+
+    def __init__(self):
+        self.train_dataset = [{"input_ids": [0] * length} for length in (10, 8, 9, 7, 100)]
+
+    def add_callback(self, callback):
+        self.callback = callback
+
+    def train(self):
+        for _ in range(2):
+            self.callback.on_step_begin()
+            self.callback.on_step_end()
+
+
+def test_tokens_are_counted_where_the_trainer_logs_none():
+    assert [step["tokens"] for step in bench_sft.timed(FakeTrainer())] == [17, 17]
+
+
 @pytest.mark.usefixtures("one_thread")
 def test_ours_and_that_of_trl_see_the_same_tokens(base, tmp_path):
     settings = ("--set", "model.format=bf16", "--set", "run.micro_batch_tokens=128")

@@ -1,6 +1,6 @@
 """Runs after one another in one process on a card: each opens vLLM's engine anew, and gives the memory back.
 
-It has not run on a card yet. On a CPU, with the other engine:
+It passed on an H200 on 2026-11-24. On a CPU, with the other engine:
 
     QERL_TEST_ENGINE=transformers python -m pytest -n0 -m gpu tests/qerl/api/test_training_gpu.py
 """

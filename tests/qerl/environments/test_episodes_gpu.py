@@ -1,4 +1,4 @@
-"""Episodes on the vllm engine. All last passed on an H200 on 2026-11-22."""
+"""Episodes on the vllm engine. All last passed on an H200 on 2026-11-24."""
 
 import time
 

@@ -1,6 +1,6 @@
 """FP8 on a card: our quantizer and products against vLLM's own functions.
 
-Last run on an H200 on 2026-11-23: all passed, with those of test_kernels.py.
+Last run on an H200 on 2026-11-24: all passed, with those of test_kernels.py.
 """
 
 import pytest
