@@ -32,7 +32,7 @@ from torch.autograd.function import once_differentiable
 from qerl.formats.linear import PackedLinear
 from qerl.layers.factors import cast, diagonal, stacked
 from qerl.layers.master import master_of
-from qerl.layers.products import add_input_gradient_, add_weight_gradient_, matrix_of, own_product
+from qerl.layers.products import add_weight_gradient_, input_gradient, matrix_of, one_weight, own_product, recipe_of
 from qerl.nvfp4.activations import Activations
 from qerl.nvfp4.kernel_linear import adjacent
 
@@ -122,21 +122,20 @@ def forward(x: torch.Tensor, parts: Sequence[Part]) -> tuple[torch.Tensor, torch
     elif started:
         for part, ranks, columns in _columns(parts):
             _write_bias_and_lora_(y[:, columns], None if h is None else h[:, ranks], part)
-    for columns, block in _blocks(parts):
+    for columns, block in _blocks(parts, adjacent([part.base for part in parts])):
         _add_product_(y[:, columns], x, block, started)
     return y, h
 
 
 def backward_to_input(grad: torch.Tensor, g: torch.Tensor | None, parts: Sequence[Part]) -> torch.Tensor:
     """dx (T, K) from dy and the `g` that `backward_to_h` returned."""
-    if g is None or not any(part.adds for part in parts):
-        dx, started = grad.new_empty(len(grad), parts[0].base.in_features), False
-    else:
-        dx, started = g @ _stacked_a(parts, grad.dtype), True
-    for columns, block in _blocks(parts):
-        add_input_gradient_(dx, grad[:, columns], [part.base for part in block], started)
-        started = True
-    return dx
+    adapted = g is not None and any(part.adds for part in parts)
+    after = recipe_of(parts[0].base) is not None  # its product cannot be added to a sum, but a sum can to it
+    dx = g @ _stacked_a(parts, grad.dtype) if adapted and not after else None
+    one = one_weight([part.base for part in parts])
+    for columns, block in _blocks(parts, one):
+        dx = input_gradient(grad[:, columns], [part.base for part in block], dx)
+    return dx.addmm_(g, _stacked_a(parts, grad.dtype)) if adapted and after else dx
 
 
 def backward_to_h(grad: torch.Tensor, parts: Sequence[Part]) -> torch.Tensor | None:
@@ -206,10 +205,10 @@ def _adapted(parts: Sequence[Part]) -> Iterator[tuple[Part, slice, slice]]:
     return (entry for entry in _columns(parts) if entry[0].a is not None)
 
 
-def _blocks(parts: Sequence[Part]) -> Iterator[tuple[slice, Sequence[Part]]]:
-    """For each base product: its columns of y and its parts. It is one product if one tensor holds all the weights."""
+def _blocks(parts: Sequence[Part], one: bool) -> Iterator[tuple[slice, Sequence[Part]]]:
+    """For each base product, of which there is `one` or one a part: its columns of y and its parts."""
     row = 0
-    for block in [parts] if adjacent([part.base for part in parts]) else [[part] for part in parts]:
+    for block in [parts] if one else [[part] for part in parts]:
         end = row + sum(part.base.out_features for part in block)
         yield slice(row, end), block
         row = end

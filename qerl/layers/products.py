@@ -52,15 +52,25 @@ def own_product(x: torch.Tensor, bases: Sequence[nn.Linear]) -> torch.Tensor | N
     return y if alpha == 1.0 else y.mul_(alpha)
 
 
-def add_input_gradient_(dx: torch.Tensor, grad: torch.Tensor, bases: Sequence[nn.Linear], started: bool) -> None:
-    """dx (T, in) += dy W for dy (T, out of all), or = if it is not `started`."""
+def input_gradient(grad: torch.Tensor, bases: Sequence[nn.Linear], addend: torch.Tensor | None = None) -> torch.Tensor:
+    """dx (T, in) = dy W for dy (T, out of all `bases`, which are `one_weight`), plus `addend`, which is overwritten."""
     if (recipe := recipe_of(bases[0])) is None:
         matrix, alpha = matrix_of(bases, grad.dtype)
-        torch.addmm(dx, grad, matrix, beta=int(started), alpha=alpha, out=dx)
-        return
+        dx = grad.new_empty(len(grad), matrix.shape[1]) if addend is None else addend
+        return torch.addmm(dx, grad, matrix, beta=int(addend is not None), alpha=alpha, out=dx)
     weight, alpha = _weight_of(bases, grad.dtype)
     product = recipe.to_input(grad, recipe.turned(weight))
-    torch.add(dx if started else dx.zero_(), product, alpha=alpha, out=dx)
+    if addend is not None:
+        return addend.add_(product, alpha=alpha)
+    return product if alpha == 1.0 else product.mul_(alpha)
+
+
+def one_weight(bases: Sequence[nn.Linear]) -> bool:
+    """Whether one product gives the gradient to the input of all: their weights are rows of one tensor."""
+    if adjacent(bases):
+        return True
+    rounded = recipe_of(bases[0])
+    return rounded is not None and isinstance(bases[0], FP8Linear) and joined(bases) is not None
 
 
 def add_weight_gradient_(master: nn.Parameter, grad: torch.Tensor, x: torch.Tensor, base: nn.Linear) -> None:

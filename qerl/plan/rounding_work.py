@@ -4,8 +4,8 @@ It follows `qerl.fp8.training` and `qerl.layers.products` on a card, in an MLP o
 
 blockwise: the peak is in the gradient to the input of gate and up. Then the gradient of the activation is gone, whose
 2 I bytes per token `Shapes.footprint` counts, and beside the gradients of gate and up and the decoded weight there are,
-per token, a copy of one side of dy (2 bytes each), its codes (1), a float32 scale for each 128 of them, and the product
-before it is added (H numbers of 2 bytes); of the weight (2 I x H) codes and their transposed copy, 1 byte each.
+per token, the codes of dy (2 I bytes), a float32 scale for each 128 of them, and the product (H numbers of 2 bytes); of
+the weight (2 I x H) codes and their transposed copy, 1 byte each.
 
 tensorwise: the peak is in the gradient of down's master, of which there are codes of both sides (I + H bytes per token)
 and the float32 product (I x H) before it is added. The gradient to the input of gate and up takes less, since there the
@@ -33,5 +33,5 @@ def rounding_work(recipe: RecipeName | None, hidden: int, intermediate: int) -> 
     if recipe == "tensorwise":
         return RoundingWork(intermediate + hidden, 4 * intermediate * hidden)
     weight, product, gone = 2 * intermediate * hidden, 2 * hidden, 2 * intermediate
-    one_side = 2 * intermediate + intermediate + 4 * -(-intermediate // 128)
-    return RoundingWork(one_side - gone + product, (1 + 1) * weight)
+    rounded = 2 * intermediate + 4 * -(-2 * intermediate // 128)
+    return RoundingWork(rounded - gone + product, (1 + 1) * weight)

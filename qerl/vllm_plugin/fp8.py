@@ -148,12 +148,13 @@ def product(x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scales: S
 
 def multiply(kernel: str, x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, scales: ScaleKind) -> torch.Tensor:
     """`product` by one of vLLM's kernels."""
+    x = x if x.stride(-1) == 1 else x.contiguous()
     if kernel == "deepgemm":
         out = x.new_empty(len(x), len(codes))
-        rounded = kernels.quantize_input(x.contiguous(), scales, DEEP_GEMM_ALIGNED)
+        rounded = kernels.quantize_input(x, scales, DEEP_GEMM_ALIGNED)
         deep_gemm.fp8_gemm_nt(rounded, (codes, scale), out, is_deep_gemm_e8m0_used=False)
         return out
-    rounded = kernels.quantize_input(x.contiguous(), scales)
+    rounded = kernels.quantize_input(x, scales)
     if kernel == "cutlass":
         sides = {"scale_a": rounded.scale, "scale_b": scale.t(), "out_dtype": x.dtype}
         return ops.cutlass_scaled_mm(rounded.codes, codes.t(), **sides)

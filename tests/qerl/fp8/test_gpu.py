@@ -172,7 +172,7 @@ def test_a_recipe_packs_a_dense_weight_to_the_reference_s_bits(shape):
 
 @pytest.mark.parametrize("name", ["tensorwise", "blockwise"])
 def test_a_recipe_takes_what_the_plan_counts_for_it(name):
-    """The plan counts from where the activation's gradient is gone, and that dy may have to be copied."""
+    """The plan counts from where the activation's gradient is gone."""
     import qerl.vllm_plugin.fp8  # noqa: F401  it brings the card's product
 
     hidden, intermediate, tokens = 1024, 4096, 4096

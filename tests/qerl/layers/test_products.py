@@ -120,3 +120,25 @@ def test_a_recipe_of_gradients_leaves_the_forward_pass_to_the_bit(kind, name):
     assert torch.equal(dw, found["all"][2])
     exact = upstream @ (model[0].weight + 0)
     assert 1e-3 < ((dx - exact).norm() / exact.norm()).item() < 0.1
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_gradient_to_the_input_of_rows_of_one_weight_is_one_product(name, monkeypatch):
+    """Gate and up in an engine. It is the sum of what each gives alone, the adapters' terms included."""
+    torch.manual_seed(0)
+    codes, scale = reference.quantize(torch.randn(384, 256))
+    together = [FP8Linear.from_tensors(codes[i:j], scale[i // 128 : j // 128]) for i, j in ((0, 256), (256, 384))]
+    apart = [FP8Linear.from_tensors(each.weight_codes.clone(), each.weight_scale.clone()) for each in together]
+    recipe, found = recipe_of(name), {}
+    asked = []
+    to_input = type(recipe).to_input
+    monkeypatch.setattr(type(recipe), "to_input", lambda *given: asked.append(1) or to_input(*given))
+    upstream, given = torch.randn(9, 384), torch.randn(9, 256)
+    for which, linears in {"together": together, "apart": apart}.items():
+        set_recipe_(torch.nn.ModuleList(linears), linears, recipe)
+        x = given.clone().requires_grad_()
+        lora_linear(x, [Part(each, *factors(each.out_features), 0.5) for each in linears]).backward(upstream)
+        found[which] = x.grad, len(asked)
+    assert (found["together"][1], found["apart"][1]) == (1, 3)
+    tolerance = {"rtol": 1e-4, "atol": 1e-4} if name == "blockwise" else {"rtol": 0.05, "atol": 0.5}
+    torch.testing.assert_close(found["together"][0], found["apart"][0], **tolerance)

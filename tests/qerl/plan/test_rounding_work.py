@@ -19,8 +19,8 @@ SEVEN_B = Shapes(3584, 18944, 3584, 512, 28, 152064, 32, 80_740_352)
 BY_HAND = {
     # codes of the activation 18944 + of dy 3584; 4 x 67,895,296 of down's gradient
     "tensorwise": (22_528, 271_581_184),
-    # a copy 37888 + its codes 18944 + 148 scales of 4 bytes - 37888 + 7168; (1 + 1) x 135,790,592
-    "blockwise": (26_704, 271_581_184),
+    # codes of dy 37888 + 296 scales of 4 bytes - 37888 + 7168; (1 + 1) x 135,790,592
+    "blockwise": (8_352, 271_581_184),
     None: (0, 0),
 }
 
