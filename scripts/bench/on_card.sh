@@ -15,8 +15,8 @@
 #                     stock vLLM, evaluations; gradients in FP8; distillation
 #     qatstudy 380 s  learning with 21 M parameters: an adapter, and whole weights in three ways, three seeds each, at two
 #                     rates (with QATSTUDY_RATES=1e-4 at one, 270 s); another call with the same CHECKPOINTS goes on
-#     distill  620 s  21 M parameters: what rounding cost and distillation brings back, three seeds, at two rates (with
-#                     DISTILL_RATES=4e-5 at one, 350 s; DISTILL_CFG=nvfp4_w4a4 rounds activations, too)
+#     distill  650 s  21 M parameters: what rounding cost and distillation brings back, three seeds, 400 steps (another
+#                     number: DISTILL_STEPS; rates: DISTILL_RATES; DISTILL_CFG=nvfp4_w4a4 rounds activations, too)
 #     qat      480 s  a 7B: 20 steps of full-weight training through the quantizer, and 3 of an adapter, without noise
 #     qatlora  400 s  a 7B: 3 steps of an adapter through the quantizer, its 16-bit weights on the card, and in host memory
 #     qatcap   170 s  two such steps under 80 GiB, with the masters that the plan takes
@@ -208,9 +208,9 @@ batch_distill() {
     arith "$model"
     local study=("$python" scripts/study/study_distill.py --base "$model" --parallel 5 --memory-gib 12)
     local rate name
-    for rate in ${DISTILL_RATES:-4e-5 1.5e-5}; do
+    for rate in ${DISTILL_RATES:-3e-5}; do
         name=distill-arith-21m-${DISTILL_CFG:-nvfp4_w4a16}-$rate
-        run "study-$name" 400 "${study[@]}" --quant-cfg "${DISTILL_CFG:-nvfp4_w4a16}" --rate "$rate" --out "$out/$name.json"
+        run "study-$name" 590 "${study[@]}" --steps "${DISTILL_STEPS:-400}" --quant-cfg "${DISTILL_CFG:-nvfp4_w4a16}" --rate "$rate" --out "$out/$name.json"
     done
 }
 

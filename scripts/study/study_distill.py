@@ -85,6 +85,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=128, help="prompts per step, of two completions each")
     parser.add_argument("--rate", type=float, default=1e-4, help="learning rate")
     parser.add_argument("--beta", type=float, default=1.0)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="over the recipe, last")
     parser.add_argument("--tokens", type=int, default=96, help="new tokens at most")
     parser.add_argument("--questions", type=int, default=8192, help="test problems")
     parser.add_argument("--engine", default="vllm")
@@ -115,7 +116,8 @@ def distilled(given: argparse.Namespace, seed: int, out: Path) -> None:
         "logging.completions_count": 0,
         **({"memory.cap_gib": given.memory_gib} if given.memory_gib else {}),
     }
-    sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+    values = [*(f"{key}={value}" for key, value in keys.items()), *given.set]
+    sets = [word for value in values for word in ("--set", value)]
     named = ["--model", given.base, "--steps", given.steps, "--seed", seed]
     qerl("distill", "--recipe", "qad_tiny", *named, *sets, "--out", out)
 
