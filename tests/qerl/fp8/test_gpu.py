@@ -1,6 +1,7 @@
 """FP8 on a card: our quantizer and products against vLLM's own functions.
 
 Last run on an H200 on 2026-11-24: all passed, with those of test_kernels.py.
+The memory of `blockwise` is counted anew since, which has not run.
 """
 
 import pytest
