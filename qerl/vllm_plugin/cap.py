@@ -32,8 +32,9 @@ class Cap:
         if self._bytes is None:
             return
         torch.cuda.synchronize(self._device)
-        self._outside = max(0, own_bytes(self._device) - torch.cuda.memory_reserved(self._device))
-        check_beside_cap(self._outside, self._bytes)
+        outside = max(0, own_bytes(self._device) - torch.cuda.memory_reserved(self._device))
+        check_beside_cap(outside, self._bytes)
+        self._outside = outside
         self.limit_()
 
     def limit_(self, released: int = 0) -> None:

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from qerl.errors import EngineError
 from qerl.vllm_plugin import cap
 from qerl.vllm_plugin.cap import Cap
 
@@ -36,6 +37,14 @@ def test_what_lies_outside_torch_is_taken_off_and_a_sleeping_cache_is_added(card
     assert card == [40 / 80, 37 / 80, 42 / 80, 37 / 80]
     assert limit.is_set
     assert limit.free_bytes() == 28 * GIB
+
+
+def test_when_another_process_took_the_cap_the_engine_can_still_be_closed(card):
+    limit = Cap(0, 2.0)
+    with pytest.raises(EngineError, match="another process has taken memory meanwhile"):
+        limit.count_outside_()
+    limit.limit_()
+    assert card == [2 / 80, 2 / 80]
 
 
 def test_a_cap_above_the_card_is_the_whole_card(card):
