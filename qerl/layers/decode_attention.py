@@ -1,7 +1,8 @@
 """Decode-step attention on Hopper: one new token per sequence, over a paged KV cache that its key and value go into.
 
 The fast twin of `reference_attend_`; `qerl/cuda/sources/attend.cu` explains how it works. Its limit is the size of the
-keys and values, 4 * tokens * key heads * head_dim bytes, divided by the memory bandwidth.
+keys and values, 4 * tokens * key heads * head_dim bytes (half of it for a cache in 8 bits), divided by the memory
+bandwidth.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import NamedTuple
 import torch
 
 from qerl.cuda.nvrtc import Kernel, Launch, Variant, kernel
+from qerl.fp8.kv import decode, encode
 
 HEAD_DIMS = (32, 64, 128)
 GROUP = 8  # the most query heads that may share a key head
@@ -30,28 +32,39 @@ class Split(NamedTuple):
     blocks: int  # per multiprocessor
 
 
-# With FEW, more warps share a head; with MANY, a block waits less for its slowest warp.
-FEW, MANY = Split(4, 3), Split(2, 6)
-MANY_HEADS = 512  # key heads, counted over all sequences, from which MANY is faster
+class Splits(NamedTuple):
+    """With `few` key heads more warps share a head; with `many` a block waits less for its slowest warp."""
+
+    few: Split
+    many: Split
 
 
-def split_for(sequences: int, key_heads: int) -> Split:
-    return MANY if sequences * key_heads >= MANY_HEADS else FEW
+# By the bits of the cache: codes take fewer registers than bfloat16, so that more warps have loads in flight.
+SPLITS = {16: Splits(Split(4, 3), Split(2, 6)), 8: Splits(Split(4, 4), Split(2, 8))}
+MANY_HEADS = 512  # key heads, counted over all sequences, from which `many` is faster
+
+
+def split_for(sequences: int, key_heads: int, bits: int = 16) -> Split:
+    return SPLITS[bits].many if sequences * key_heads >= MANY_HEADS else SPLITS[bits].few
 
 
 class Space:
-    """Kernels and work space of `attend_`, shared by all layers of a model. Create it before a graph is captured."""
+    """Kernels and work space of `attend_`, shared by all layers of a model. Create it before a graph is captured.
 
-    def __init__(self, sequences: int, key_heads: int, head_dim: int, device: torch.device) -> None:
+    `bits` are those of an element of the cache, 16 or 8.
+    """
+
+    def __init__(self, sequences: int, key_heads: int, head_dim: int, device: torch.device, bits: int = 16) -> None:
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-        self.key_heads, self.head_dim = key_heads, head_dim
-        self.blocks = {split: split.blocks * processors for split in (FEW, MANY)}
-        self.kernels = {split: _load("attend", head_dim, split) for split in (FEW, MANY)}
-        self._write_plans = _load("attend_plan", head_dim, FEW)
-        most = 2 * self.blocks[MANY] * GROUP
+        self.key_heads, self.head_dim, self.bits = key_heads, head_dim, bits
+        few, many = SPLITS[bits]
+        self.blocks = {split: split.blocks * processors for split in (few, many)}
+        self.kernels = {split: _load("attend", head_dim, split, bits) for split in (few, many)}
+        self._write_plans = _load("attend_plan", head_dim, few, bits)
+        most = 2 * self.blocks[many] * GROUP
         plans = torch.zeros(sum(self.blocks.values()) + 2, 4, dtype=torch.int32, device=device)
         self._plans = plans
-        self.plans = {FEW: plans[: self.blocks[FEW] + 1], MANY: plans[self.blocks[FEW] + 1 :]}
+        self.plans = {few: plans[: self.blocks[few] + 1], many: plans[self.blocks[few] + 1 :]}
         self.parts = torch.empty(most * head_dim, dtype=torch.float32, device=device)
         self.scales = torch.empty(most * 2, dtype=torch.float32, device=device)
         self.done = torch.zeros(sequences * key_heads, dtype=torch.int32, device=device)
@@ -63,13 +76,13 @@ class Space:
         graph is captured for a fixed number. Nothing has to survive from one step to the next: vLLM allocates this
         space in the memory of its KV cache, which a sleep gives back.
         """
-        of_splits = (number for split in (FEW, MANY) for number in (self.blocks[split], split.warps))
+        of_splits = (number for split in SPLITS[self.bits] for number in (self.blocks[split], split.warps))
         sizes = (len(lengths), self.key_heads, *of_splits, MAX_SHARERS, SLACK)
         self._write_plans(Launch((2, 1, 1), MAX_SEQUENCES), self._plans, self.done, lengths, *sizes)
 
 
-def _load(entry: str, head_dim: int, split: Split) -> Kernel:
-    source, defines = variant(head_dim, split)
+def _load(entry: str, head_dim: int, split: Split, bits: int) -> Kernel:
+    source, defines = variant(head_dim, split, bits)
     return kernel(source, entry, defines)
 
 
@@ -100,10 +113,15 @@ def reference_plan(lengths: list[int], key_heads: int, blocks: int, warps: int) 
 
 @dataclass(frozen=True)
 class Cache:
-    """A layer's part of the KV cache: keys and values (pages, tokens per page, key heads, head_dim), bfloat16."""
+    """A layer's part of the KV cache: keys and values (pages, tokens per page, key heads, head_dim).
+
+    They are bfloat16, or e4m3 codes (uint8) with `scales`: of the keys and of the values, float32 of one element each,
+    powers of two.
+    """
 
     keys: torch.Tensor
     values: torch.Tensor
+    scales: tuple[torch.Tensor, torch.Tensor] | tuple[None, None] = (None, None)
 
     @property
     def page_tokens(self) -> int:
@@ -128,12 +146,13 @@ def takes(heads: int, key_heads: int, head_dim: int) -> bool:
     return head_dim in HEAD_DIMS and heads % key_heads == 0 and heads // key_heads <= GROUP
 
 
-def variants(head_dim: int) -> list[Variant]:
-    return [variant(head_dim, split) for split in (FEW, MANY)]
+def variants(head_dim: int, bits: int = 16) -> list[Variant]:
+    return [variant(head_dim, split, bits) for split in SPLITS[bits]]
 
 
-def variant(head_dim: int, split: Split) -> Variant:
-    sizes = {"HEAD_DIM": head_dim, "WARPS": split.warps, "BLOCKS": split.blocks, "MAX_SEQUENCES": MAX_SEQUENCES}
+def variant(head_dim: int, split: Split, bits: int) -> Variant:
+    sizes = {"HEAD_DIM": head_dim, "KV_BITS": bits, "WARPS": split.warps, "BLOCKS": split.blocks}
+    sizes["MAX_SEQUENCES"] = MAX_SEQUENCES
     return "attend.cu", tuple(f"{name}={size}" for name, size in sizes.items())
 
 
@@ -147,16 +166,18 @@ def attend_(
 ) -> torch.Tensor:
     """Fill `out` (sequences, heads, head_dim) and the slots of `cache` from the new tokens, one per sequence.
 
-    `new` is (query, key, value), each (sequences, heads or key heads, head_dim), bfloat16, with contiguous heads.
-    `space.plan_` must have been called with these lengths.
+    `new` is (query, key, value), each (sequences, heads or key heads, head_dim), bfloat16, with contiguous heads. In a
+    cache of 8 bits the new key and value are rounded before they are attended to. `space.plan_` must have been called
+    with these lengths.
     """
     query, key, value = new
-    split = split_for(len(query), space.key_heads)
+    split = split_for(len(query), space.key_heads, space.bits)
     space.kernels[split](
         Launch((space.blocks[split], 1, 1), 32 * split.warps, early=True),
         *(query, key, value),
         *(cache.keys, cache.values),
         out,
+        *cache.scales,
         *(batch.pages, batch.lengths, batch.slots),
         *(space.plans[split], space.parts, space.scales, space.done),
         *(query.stride(0), key.stride(0), value.stride(0)),
@@ -182,13 +203,26 @@ def reference_attend_(
             continue
         places = torch.arange(length, device=query.device)
         pages = batch.pages[index].long()[places // cache.page_tokens]
-        keys = cache.keys[pages, places % cache.page_tokens].double()
-        values = cache.values[pages, places % cache.page_tokens].double()
-        keys[-1], values[-1] = key[index].double(), value[index].double()
+        stored = [_stored(one, scale) for one, scale in zip((key[index], value[index]), cache.scales, strict=True)]
+        keys, values = (
+            torch.cat([part[pages, places % cache.page_tokens][:-1], one[None]])
+            for part, one in zip((cache.keys, cache.values), stored, strict=True)
+        )
+        keys, values = (_read(part, scale) for part, scale in zip((keys, values), cache.scales, strict=True))
         group = query.shape[1] // key.shape[1]
         scores = torch.einsum("hd,thd->ht", query[index].double(), keys.repeat_interleave(group, 1)) * scale
         out[index] = torch.einsum("ht,thd->hd", scores.softmax(-1), values.repeat_interleave(group, 1)).to(out.dtype)
         if slot >= 0:
-            cache.keys[slot // cache.page_tokens, slot % cache.page_tokens] = key[index]
-            cache.values[slot // cache.page_tokens, slot % cache.page_tokens] = value[index]
+            for part, one in zip((cache.keys, cache.values), stored, strict=True):
+                part[slot // cache.page_tokens, slot % cache.page_tokens] = one
     return out
+
+
+def _stored(new: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """A key or value as the cache holds it."""
+    return new if scale is None else encode(new, scale.item()).view(torch.uint8)
+
+
+def _read(stored: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """What the cache holds, in float64."""
+    return stored.double() if scale is None else decode(stored, scale.item(), torch.float64)

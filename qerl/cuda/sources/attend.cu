@@ -12,15 +12,13 @@
 // steps before that. None of those can be a token that another sequence writes in this launch, because vLLM lets
 // sequences share a block only after the step that filled it has ended.
 //
-// Macros: HEAD_DIM (32, 64, 128), WARPS, BLOCKS (per multiprocessor), MAX_SEQUENCES.
+// Macros: HEAD_DIM (32, 64, 128), KV_BITS (16, 8), WARPS, BLOCKS (per multiprocessor), MAX_SEQUENCES.
 
 #include "exchange.cuh"
+#include "kv_cache.cuh"
 
 #define GROUP 8                                     // most query heads per key head: the columns of a product
 #define TILE 16                                     // tokens that a warp handles at a time
-#define CHUNKS (HEAD_DIM / 32)                      // 16-byte chunks of a key or query that a lane holds
-#define WORDS (HEAD_DIM / 16)                       // words of 2 values that a lane holds for each of its 4 tokens
-#define WIDE (HEAD_DIM / 8 < 8 ? HEAD_DIM / 8 : 8)  // how many of those values are contiguous in memory
 #define NONE -1e30f                                 // lower than any score
 #define AT_ONCE 8                                   // parts that are loaded together
 
@@ -40,27 +38,6 @@ static __device__ __forceinline__ float sum_of_rows(float x) {
     x += __shfl_xor_sync(~0u, x, 4);
     x += __shfl_xor_sync(~0u, x, 8);
     return x + __shfl_xor_sync(~0u, x, 16);
-}
-
-static __device__ __forceinline__ uint4 load_16(const u16* place) { return *reinterpret_cast<const uint4*>(place); }
-
-// Load the words that belong to this lane's rows of V^T, from the values of one token at `place`.
-static __device__ __forceinline__ void load_words(const u16* place, int hi, u32 (&words)[WORDS]) {
-    if constexpr (WIDE == 8) {
-#pragma unroll
-        for (int c = 0; c < WORDS / 4; ++c) {
-            const uint4 four = load_16(place + 64 * c + 8 * hi);
-            words[4 * c] = four.x, words[4 * c + 1] = four.y, words[4 * c + 2] = four.z, words[4 * c + 3] = four.w;
-        }
-    } else {
-        const uint2 two = *reinterpret_cast<const uint2*>(place + 4 * hi);
-        words[0] = two.x, words[1] = two.y;
-    }
-}
-
-// The index in the head of word i of a lane's values.
-static __device__ __forceinline__ int dim_of(int i, int hi) {
-    return i / (WIDE / 2) * (8 * WIDE) + hi * WIDE + 2 * (i % (WIDE / 2));
 }
 
 // Write, for each block of `attend`: the first item of its range (sequence * key heads + head, or -1 for none), the
@@ -132,48 +109,57 @@ attend_plan(int4* plan, u32* done, const int* __restrict__ lengths, int sequence
 }
 
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BLOCKS)
-attend(const u16* query, const u16* new_key, const u16* new_value, u16* key_cache, u16* value_cache, u16* out,
-       const int* __restrict__ pages, const int* __restrict__ lengths, const long long* slots,
-       const int4* __restrict__ plan, float4* parts, float2* part_scales, u32* done, int query_stride, int key_stride,
-       int value_stride, int pages_stride, int page_tokens, int page_stride, int token_stride, int head_stride,
-       int key_heads, int group, float scale) {
+attend(const u16* query, const u16* new_key, const u16* new_value, Element* key_cache, Element* value_cache, u16* out,
+       const float* key_scale_of_layer, const float* value_scale_of_layer, const int* __restrict__ pages,
+       const int* __restrict__ lengths, const long long* slots, const int4* __restrict__ plan, float4* parts,
+       float2* part_scales, u32* done, int query_stride, int key_stride, int value_stride, int pages_stride,
+       int page_tokens, int page_stride, int token_stride, int head_stride, int key_heads, int group, float scale) {
     __shared__ float sums[WARPS][GROUP][HEAD_DIM];
     __shared__ float2 scales[WARPS][GROUP];  // maximum and sum of each warp
     __shared__ u32 before;
     const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, hi = lane >> 2, lo = lane & 3;
     const int4 mine = plan[blockIdx.x];
     const int range = mine.w, items = plan[gridDim.x].x, fill = plan[gridDim.x].y;
-    const uint4 zero = make_uint4(0, 0, 0, 0);
+    const float key_scale = KV_BITS == 8 ? *key_scale_of_layer : 1.0f;
+    const float value_scale = KV_BITS == 8 ? *value_scale_of_layer : 1.0f, score_scale = scale * key_scale;
+    const float key_inverse = 1.0f / key_scale, value_inverse = 1.0f / value_scale;  // exact for powers of two
 
     if (mine.x < 0) return;
     int item = mine.x, sequence = item / key_heads, head = item % key_heads, length = mine.z, begin = mine.y;
-    int left = range, page = 0;
+    auto tiles_of = [&](int tokens) { return max(1, (tokens + TILE - 1) / TILE); };
+    int left = range, page = 0, tiles = tiles_of(length);
     auto page_of = [&](int of, int tile) { return pages[(long long)of * pages_stride + tile * TILE / page_tokens]; };
     auto place_in = [&](int token) {
         return (long long)page * page_stride + token % page_tokens * token_stride + (long long)head * head_stride;
     };
     auto now = [&](const u16* fresh, int stride) { return fresh + (long long)sequence * stride + head * HEAD_DIM; };
-    uint4 key[2][CHUNKS];  // keys of tokens hi and hi + 8
+    u32 key[2][KEY_WORDS];  // keys of tokens hi and hi + 8
     auto load_keys = [&](int tile) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
             const int token = tile * TILE + 8 * i + hi;
-            const u16* place = token == length - 1 ? now(new_key, key_stride) : key_cache + place_in(token);
+            const u16* fresh = now(new_key, key_stride);
 #pragma unroll
-            for (int j = 0; j < CHUNKS; ++j) key[i][j] = token < length ? load_16(place + 32 * j + 8 * lo) : zero;
+            for (int w = 0; w < KEY_WORDS; ++w) key[i][w] = 0;
+            if (token < length) load_key(place_of(key_cache + place_in(token), fresh, token == length - 1), lo, key[i]);
         }
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            if (tile == tiles - 1 && tile * TILE + 8 * i + hi == length - 1)
+                round_key(now(new_key, key_stride), lo, key_inverse, key[i]);
     };
-    u32 q[CHUNKS][4];  // the query of head hi, as columns of Q^T
+    u32 q[2 * STEPS];  // the query of head hi, as columns of Q^T
     auto load_query = [&] {
+        const u16* place = query + (long long)sequence * query_stride + (head * group + hi) * HEAD_DIM;
 #pragma unroll
-        for (int j = 0; j < CHUNKS; ++j) {
-            const u16* place = query + (long long)sequence * query_stride + (head * group + hi) * HEAD_DIM;
-            const uint4 four = hi < group ? load_16(place + 32 * j + 8 * lo) : zero;
-            q[j][0] = four.x, q[j][1] = four.y, q[j][2] = four.z, q[j][3] = four.w;
-        }
+        for (int w = 0; w < 2 * STEPS; ++w) q[w] = 0;
+        if (hi < group)
+#pragma unroll
+            for (int i = 0; i < RUNS; ++i) load_words<RUN / 2>(place + 4 * RUN * i + RUN * lo, q + RUN / 2 * i);
+#pragma unroll
+        for (int w = 0; w < 2 * STEPS; ++w) q[w] = query_word(q[w]);
     };
-    auto tiles_of = [&](int tokens) { return max(1, (tokens + TILE - 1) / TILE); };
-    int tiles = tiles_of(length), end = min(tiles, begin + left), tile = begin + warp;
+    int end = min(tiles, begin + left), tile = begin + warp;
     if (tile < end) page = page_of(sequence, tile);
     const bool has_new = tile == tiles - 1;
     if (tile < end && !has_new) load_keys(tile);
@@ -198,42 +184,45 @@ attend(const u16* query, const u16* new_key, const u16* new_value, u16* key_cach
         for (int i = 0; i < WORDS * 4; ++i) acc[i / 4][i % 4] = 0.0f;
 
         for (; tile < end; tile += WARPS) {
-            u32 value[4][WORDS];  // values of tokens 2 lo, 2 lo + 1, 2 lo + 8 and 2 lo + 9
+            u32 value[4][VALUE_WORDS];  // values of tokens 2 lo, 2 lo + 1, 2 lo + 8 and 2 lo + 9
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int token = tile * TILE + 8 * (i / 2) + 2 * lo + i % 2;
-                const u16* place = token == length - 1 ? now(new_value, value_stride) : value_cache + place_in(token);
+                const u16* fresh = now(new_value, value_stride);
 #pragma unroll
-                for (int w = 0; w < WORDS; ++w) value[i][w] = 0;
-                if (token < length) load_words(place, hi, value[i]);
+                for (int w = 0; w < VALUE_WORDS; ++w) value[i][w] = 0;
+                if (token < length)
+                    load_value(place_of(value_cache + place_in(token), fresh, token == length - 1), hi, value[i]);
             }
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+                if (tile == tiles - 1 && tile * TILE + 8 * (i / 2) + 2 * lo + i % 2 == length - 1)
+                    round_value(now(new_value, value_stride), hi, value_inverse, value[i]);
             const int next_page = tile + WARPS < end ? page_of(sequence, tile + WARPS) : 0;
             float s[4] = {0.0f, 0.0f, 0.0f, 0.0f};
 #pragma unroll
-            for (int j = 0; j < CHUNKS; ++j) {
-                mma(s, key[0][j].x, key[1][j].x, key[0][j].y, key[1][j].y, q[j][0], q[j][1]);
-                mma(s, key[0][j].z, key[1][j].z, key[0][j].w, key[1][j].w, q[j][2], q[j][3]);
+            for (int i = 0; i < STEPS; ++i) {
+                const uint2 first = step_of(key[0], i), second = step_of(key[1], i);
+                product(s, first.x, second.x, first.y, second.y, q[2 * i], q[2 * i + 1]);
             }
             if (tile == tiles - 1 && length) {  // write the new token's key and value to the cache
                 const long long slot = slots[sequence];
                 const int row = (length - 1) % TILE;
-                u16* to = key_cache + slot / page_tokens * page_stride + slot % page_tokens * token_stride;
+                Element* to = key_cache + slot / page_tokens * page_stride + slot % page_tokens * token_stride;
                 to += (long long)head * head_stride;
-                if (slot >= 0 && row % 8 == hi)
+                if (slot >= 0)
 #pragma unroll
-                    for (int j = 0; j < CHUNKS; ++j)
-                        *reinterpret_cast<uint4*>(to + 32 * j + 8 * lo) = row < 8 ? key[0][j] : key[1][j];
+                    for (int i = 0; i < 2; ++i)
+                        if (row == 8 * i + hi) store_key(to, lo, key[i]);
                 to += value_cache - key_cache;
                 if (slot >= 0)
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
-                        if (row == 8 * (i / 2) + 2 * lo + i % 2)
-#pragma unroll
-                            for (int w = 0; w < WORDS; ++w) *reinterpret_cast<u32*>(to + dim_of(w, hi)) = value[i][w];
+                        if (row == 8 * (i / 2) + 2 * lo + i % 2) store_value(to, hi, value[i]);
             }
             const int tokens = length - tile * TILE;
 #pragma unroll
-            for (int i = 0; i < 4; ++i) s[i] = hi + 8 * (i / 2) < tokens ? s[i] * scale : NONE;
+            for (int i = 0; i < 4; ++i) s[i] = hi + 8 * (i / 2) < tokens ? s[i] * score_scale : NONE;
             page = next_page;
             if (tile + WARPS < end) load_keys(tile + WARPS);
             float weight[4];
@@ -251,13 +240,13 @@ attend(const u16* query, const u16* new_key, const u16* new_value, u16* key_cach
                     acc[w][i + 2] *= shrunk;
                 }
             }
-            const u32 low = transposed(two_bf16(weight[0], weight[1]));
-            const u32 high = transposed(two_bf16(weight[2], weight[3]));
+            const u32 low = transposed(weight_word(weight[0], weight[1]));
+            const u32 high = transposed(weight_word(weight[2], weight[3]));
 #pragma unroll
-            for (int w = 0; w < WORDS; ++w)
-                mma(acc[w], __byte_perm(value[0][w], value[1][w], 0x5410),
-                    __byte_perm(value[0][w], value[1][w], 0x7632), __byte_perm(value[2][w], value[3][w], 0x5410),
-                    __byte_perm(value[2][w], value[3][w], 0x7632), low, high);
+            for (int w = 0; w < WORDS; ++w) {
+                const uint2 first = paired(value[0], value[1], w), second = paired(value[2], value[3], w);
+                product(acc[w], first.x, first.y, second.x, second.y, low, high);
+            }
         }
 
         if (more) {  // start the first loads of the next item while the sums of this one are added up
@@ -281,7 +270,7 @@ attend(const u16* query, const u16* new_key, const u16* new_value, u16* key_cach
         }
         __syncthreads();
         auto write = [&](int index, float4 total, float whole) {
-            const float inverse = whole > 0.0f ? 1.0f / whole : 0.0f;
+            const float inverse = whole > 0.0f ? value_scale / whole : 0.0f;
             const uint2 four = make_uint2(two_bf16(total.x * inverse, total.y * inverse),
                                           two_bf16(total.z * inverse, total.w * inverse));
             u16* to = out + (long long)of_item * group * HEAD_DIM + 4 * index;

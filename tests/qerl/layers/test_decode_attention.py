@@ -1,7 +1,7 @@
 """Attention of new tokens over a paged cache.
 
 On a CPU the twin is compared with torch's attention, and the division of sequences is checked. With `-m gpu` the CUDA
-kernel is compared with the twin; last run on an H200, 2026-11-22.
+kernel is compared with the twin; last run on an H200, 2026-11-22, but for caches of 8 bits.
 """
 
 from math import e
@@ -10,11 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from qerl.fp8.kv import decode, encode
 from qerl.layers import decode_attention
 from qerl.layers.decode_attention import (
-    FEW,
-    MANY,
     NONE,
+    SPLITS,
     TILE,
     Batch,
     Cache,
@@ -28,9 +28,11 @@ from qerl.layers.decode_attention import (
 
 pytestmark = pytest.mark.usefixtures("fresh_seed")
 NO_SLOT = -1
+FEW, MANY = SPLITS[16]
+SCALES = (2.0**-6, 2.0**-7)  # of keys and values in 8 bits; a value of 3.5 or more saturates
 
 
-def random_step(lengths, heads, key_heads, head_dim, device="cpu", page_tokens=16):
+def random_step(lengths, heads, key_heads, head_dim, device="cpu", page_tokens=16, bits=16):
     """(new, cache, batch). Each sequence has its own pages, in any order, and its new token has a slot in the last one.
     Query, key and value are parts of one tensor, as after a fused projection. Slots without an owner hold NaN."""
     counts = [-(-length // page_tokens) for length in lengths]
@@ -49,32 +51,46 @@ def random_step(lengths, heads, key_heads, head_dim, device="cpu", page_tokens=1
     new = fused.split([heads * head_dim, key_heads * head_dim, key_heads * head_dim], dim=1)
     new = tuple(part.unflatten(1, (-1, head_dim)) for part in new)
     batch = Batch(pages.to(device), torch.tensor(lengths, dtype=torch.int32, device=device), slots.to(device))
-    return new, Cache(*layer.to(device).unbind(1)), batch
+    if bits == 16:
+        return new, Cache(*layer.to(device).unbind(1)), batch
+    codes = [encode(part, scale).view(torch.uint8) for part, scale in zip(layer.unbind(1), SCALES, strict=True)]
+    scales = tuple(torch.tensor(scale, device=device) for scale in SCALES)
+    return new, Cache(*torch.stack(codes, 1).to(device).unbind(1), scales), batch
 
 
 def copied(cache):
     keys = torch.stack([cache.keys, cache.values], 1)
-    return Cache(*keys.unbind(1))
+    return Cache(*keys.unbind(1), cache.scales)
 
 
+def contents(part, scale):
+    """What the cache holds, float32."""
+    return part.float() if scale is None else decode(part, scale.item(), torch.float32)
+
+
+@pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize(("heads", "key_heads", "head_dim"), [(7, 1, 32), (4, 4, 64), (10, 2, 128)])
-def test_the_twin_is_attention_over_all_tokens(heads, key_heads, head_dim):
-    (query, key, value), cache, batch = random_step([20, 1, 16], heads, key_heads, head_dim)
+def test_the_twin_is_attention_over_all_tokens(heads, key_heads, head_dim, bits):
+    (query, key, value), cache, batch = random_step([20, 1, 16], heads, key_heads, head_dim, bits=bits)
     out = reference_attend_(torch.empty(query.shape), (query, key, value), cache, batch, 0.3)
     for index, length in enumerate([20, 1, 16]):
         pages = batch.pages[index, : -(-length // 16)].long()
         keys, values = (
-            part[pages].flatten(0, 1)[:length].transpose(0, 1).float() for part in (cache.keys, cache.values)
+            contents(part[pages].flatten(0, 1)[:length].transpose(0, 1), scale)
+            for part, scale in zip((cache.keys, cache.values), cache.scales, strict=True)
         )
-        assert torch.equal(keys[:, -1], key[index].float())  # the call has written the new key
+        # the call has written the new key, rounded if the cache has 8 bits
+        new = key[index].float() if bits == 16 else decode(encode(key[index], SCALES[0]), SCALES[0], torch.float32)
+        assert torch.equal(keys[:, -1], new)
         expected = F.scaled_dot_product_attention(
             query[index, :, None].float(), keys, values, scale=0.3, enable_gqa=True
         )
         torch.testing.assert_close(out[index], expected[:, 0], rtol=1e-5, atol=1e-5)
 
 
-def test_without_a_slot_the_cache_is_unchanged_and_without_tokens_the_result_is_zero():
-    new, cache, batch = random_step([20, 0], 4, 2, 32)
+@pytest.mark.parametrize("bits", [16, 8])
+def test_without_a_slot_the_cache_is_unchanged_and_without_tokens_the_result_is_zero(bits):
+    new, cache, batch = random_step([20, 0], 4, 2, 32, bits=bits)
     batch.slots[:] = NO_SLOT
     before = copied(cache)
     out = reference_attend_(torch.ones(2, 4, 32), new, cache, batch, 0.3)
@@ -119,10 +135,11 @@ def test_a_long_sequence_is_divided_among_few_enough_blocks():
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("lengths", [[1], [2000], [0, 0], [17, 0, 300, 16], list(range(1024)), [9000, 3] * 20])
 @pytest.mark.parametrize("key_heads", [1, 4])
-def test_the_plan_equals_that_of_its_twin(lengths, key_heads):
-    space = Space(len(lengths), key_heads, 32, torch.device("cuda"))
+def test_the_plan_equals_that_of_its_twin(lengths, key_heads, bits):
+    space = Space(len(lengths), key_heads, 32, torch.device("cuda"), bits)
     space.plan_(torch.tensor(lengths, dtype=torch.int32, device="cuda"))
     for split, plan in space.plans.items():
         expected = reference_plan(lengths, key_heads, space.blocks[split], split.warps)
@@ -143,12 +160,12 @@ LENGTHS = {
 }
 
 
-def kernel_and_twin(lengths, heads, key_heads, head_dim, **options):
+def kernel_and_twin(lengths, heads, key_heads, head_dim, bits=16, **options):
     """(output, expected output, cache of the kernel, cache of the twin, the step and its work space)."""
-    step = random_step(lengths, heads, key_heads, head_dim, "cuda", **options)
+    step = random_step(lengths, heads, key_heads, head_dim, "cuda", bits=bits, **options)
     new, cache, batch = step
     twin_cache, scale = copied(cache), head_dim**-0.5 * e
-    space = Space(len(lengths), key_heads, head_dim, cache.keys.device)
+    space = Space(len(lengths), key_heads, head_dim, cache.keys.device, bits)
     space.plan_(batch.lengths)
     out = attend_(torch.full_like(new[0].contiguous(), 9.0), new, cache, batch, scale, space)
     expected = reference_attend_(torch.empty_like(out, dtype=torch.float64), new, twin_cache, batch, scale)
@@ -156,12 +173,13 @@ def kernel_and_twin(lengths, heads, key_heads, head_dim, **options):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS)
 @pytest.mark.parametrize(
     ("heads", "key_heads", "head_dim"), [(28, 4, 128), (16, 2, 128), (40, 8, 128), (14, 2, 64), (4, 2, 32), (3, 3, 64)]
 )
-def test_the_kernel_agrees_with_its_twin(lengths, heads, key_heads, head_dim):
-    out, expected, cache, twin_cache, _ = kernel_and_twin(lengths, heads, key_heads, head_dim)
+def test_the_kernel_agrees_with_its_twin(lengths, heads, key_heads, head_dim, bits):
+    out, expected, cache, twin_cache, _ = kernel_and_twin(lengths, heads, key_heads, head_dim, bits)
     torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=4e-3)
     assert ((out.double() - expected).norm() / expected.norm()).item() < 4e-3
     for mine, twin in ((cache.keys, twin_cache.keys), (cache.values, twin_cache.values)):
@@ -170,15 +188,17 @@ def test_the_kernel_agrees_with_its_twin(lengths, heads, key_heads, head_dim):
 
 
 @pytest.mark.gpu
-def test_the_kernel_supports_pages_of_other_sizes():
-    out, expected, *_ = kernel_and_twin([100, 1, 47, 48, 49], 28, 4, 128, page_tokens=48)
+@pytest.mark.parametrize("bits", [16, 8])
+def test_the_kernel_supports_pages_of_other_sizes(bits):
+    out, expected, *_ = kernel_and_twin([100, 1, 47, 48, 49], 28, 4, 128, bits, page_tokens=48)
     assert ((out.double() - expected).norm() / expected.norm()).item() < 4e-3
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize("lengths", [[1500], [300] * 40, [77] * 200], ids=["one", "some", "many"])
-def test_a_call_repeats_to_the_bit_also_in_a_graph(lengths):
-    out, _, cache, _, ((new, _, batch), space, scale) = kernel_and_twin(lengths, 28, 4, 128)
+def test_a_call_repeats_to_the_bit_also_in_a_graph(lengths, bits):
+    out, _, cache, _, ((new, _, batch), space, scale) = kernel_and_twin(lengths, 28, 4, 128, bits)
     again, graph = torch.empty_like(out), torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(3):
@@ -202,11 +222,39 @@ def test_a_step_does_not_depend_on_the_work_space_of_the_one_before():
 
 
 @pytest.mark.gpu
-def test_without_a_slot_the_kernel_leaves_the_cache_unchanged():
-    step = random_step([40, 3], 28, 4, 128, "cuda")
+@pytest.mark.parametrize("head_dim", [32, 128])
+def test_queries_beyond_float16_are_cut_off_where_the_cache_has_8_bits(head_dim):
+    """A query of one huge value: its softmax has all of its weight on one token either way."""
+    new, cache, batch = random_step([40], 4, 4, head_dim, "cuda", bits=8)
+    new[0].zero_()
+    new[0][..., 5] = 1e30
+    space = Space(1, 4, head_dim, cache.keys.device, 8)
+    space.plan_(batch.lengths)
+    out = attend_(torch.empty_like(new[0].contiguous()), new, cache, batch, 1.0, space)
+    expected = reference_attend_(torch.empty_like(out, dtype=torch.float64), new, cache, batch, 1.0)
+    torch.testing.assert_close(out.double(), expected, rtol=2e-2, atol=4e-3)
+
+
+@pytest.mark.gpu
+def test_scales_may_change_under_a_captured_graph():
+    _, _, cache, _, ((new, _, batch), space, scale) = kernel_and_twin([300, 17], 28, 4, 128, 8)
+    out, graph = torch.empty_like(new[0].contiguous()), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        attend_(out, new, cache, batch, scale, space)
+    for tensor, value in zip(cache.scales, (2.0**-5, 2.0**-4), strict=True):
+        tensor.fill_(value)
+    graph.replay()
+    expected = reference_attend_(torch.empty_like(out, dtype=torch.float64), new, cache, batch, scale)
+    assert ((out.double() - expected).norm() / expected.norm()).item() < 4e-3
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("bits", [16, 8])
+def test_without_a_slot_the_kernel_leaves_the_cache_unchanged(bits):
+    step = random_step([40, 3], 28, 4, 128, "cuda", bits=bits)
     new, cache, batch = step
     batch.slots[:] = NO_SLOT
-    before, space = copied(cache), Space(2, 4, 128, cache.keys.device)
+    before, space = copied(cache), Space(2, 4, 128, cache.keys.device, bits)
     space.plan_(batch.lengths)
     attend_(torch.empty_like(new[0].contiguous()), new, cache, batch, 0.1, space)
     assert torch.equal(cache.keys.nan_to_num(), before.keys.nan_to_num())
