@@ -99,7 +99,7 @@ def make_parts(
     sampler = Sampler(engine, policy, sampler_options(config), ahead, given.environments)
     if calibrates_kv(config):
         prompts = [prompt.ids for prompt in given.prompts]
-        sampler.calibration = KVCalibration(policy.base_model, prompts, rollout.kv_refresh)
+        sampler.calibration = KVCalibration(policy.base_model, prompts, rollout.kv_refresh, given.parallel)
     return Parts(
         config=config,
         tokenizer=tokenizer,

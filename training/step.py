@@ -86,7 +86,7 @@ def collect(parts: Parts, prompts: Sequence[Prompt], moment: Moment) -> Collecte
     # the order of rows has to be the same on all, whatever each has drawn until then.
     torch.manual_seed(derive_seed(config.run.seed, moment.step, f"training/{parts.parallel.rank}"))
     generator = torch.Generator().manual_seed(derive_seed(config.run.seed, moment.step, "training"))
-    sync_s = parts.sampler.sync()
+    sync_s = parts.sampler.sync(moment.step)
     groups, metrics = sample_and_grade(parts, prompts, moment)
     total_P_G = torch.stack([graded.total_G for graded in groups])
     advantages_P_G, equal_share = group_advantages(total_P_G, config.loss.advantage_scale)

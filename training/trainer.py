@@ -154,12 +154,16 @@ class QerlTrainer(RunTrainer, GRPOTrainer):
             self.parts.carry_over.save(folder, self.state.global_step)
         if self.parts.curriculum is not None:
             self.parts.curriculum.save(folder, self.state.global_step // self.parts.config.loss.num_iterations)
+        if (calibration := self.parts.sampler.calibration) is not None:
+            calibration.save(folder)
 
     def read_besides(self, folder: Path) -> None:
         if self.parts.carry_over is not None:
             self.parts.carry_over.load(folder, self._start_step)
         if self.parts.curriculum is not None:
             self.parts.curriculum.load(folder)
+        if (calibration := self.parts.sampler.calibration) is not None:
+            calibration.load(folder)
 
     # -- logging
 

@@ -57,7 +57,7 @@ def vllm_only(config: RunConfig) -> dict[str, object]:
     asked = {
         "rollout.kernel": rollout.kernel if rollout.kernel != "auto" else None,
         "rollout.tune_kernels": rollout.tune_kernels or None,
-        "rollout.kv_cache_dtype": rollout.kv_cache_dtype if rollout.kv_cache_dtype != "auto" else None,
+        "rollout.kv_cache_dtype": rollout.kv_cache_dtype if rollout.kv_cache_dtype == "fp8_per_token_head" else None,
         "rollout.memory": rollout.memory,
         "rollout.deterministic": rollout.deterministic or None,
         "memory.cap_gib": config.memory.cap_gib,

@@ -111,7 +111,7 @@ class RolloutConfig(Section):
         description="time the ways to multiply on this card, once, and keep the times (vllm, NVFP4)",
     )
     kv_cache_dtype: Literal[KV_CACHE_DTYPES] = Field(
-        "auto", description="keys and values of the vllm engine; auto: 16 bit; fp8: half the memory, see kv_refresh"
+        "auto", description="keys and values; auto: 16 bit; fp8: half the memory, rounded in trainer and engine alike"
     )
     kv_refresh: int | None = Field(
         10, ge=1, description="steps between calibrations of fp8 keys and values, on the run's prompts; null: scale 1"

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from qerl.engine.kv_scales import KVScales
     from qerl.engine.update import Update
 
+UNCALIBRATED = "8-bit keys and values have no scales yet: call set_kv_scales() before sampling or scoring"
 UNRECORDED = 255  # in `Completion.experts`: the choice is not known, and the trainer makes its own
 MIN_TEMPERATURE = 0.01  # below this vLLM 0.25.1 samples at 0.01 and only warns (sampling_params.py line 449)
 

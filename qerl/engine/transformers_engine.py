@@ -8,7 +8,7 @@ Logprobs are recorded during sampling, from the scores that each token was drawn
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,6 +23,7 @@ from qerl.checkpoint.activations import check_placed, check_served, read_activat
 from qerl.checkpoint.adapter import adapter_tensors, attach_saved_, load_tensors_, set_scaling_
 from qerl.checkpoint.load import end_token_ids, load_model, load_tokenizer, local_folder
 from qerl.engine.interface import (
+    UNCALIBRATED,
     Completion,
     Conversations,
     Finished,
@@ -35,6 +36,7 @@ from qerl.engine.interface import (
 )
 from qerl.engine.recorded import recorded_experts
 from qerl.engine.seeds import request_seed
+from qerl.engine.transformers_kv import kv_in_8_bits
 from qerl.engine.transformers_sampling import (
     Ended,
     LogprobRecorder,
@@ -50,6 +52,7 @@ from qerl.engine.waves import converse_in_waves, sample_in_waves
 from qerl.errors import EngineError
 from qerl.formats.linear import PackedLinear
 from qerl.formats.weight_cache import cached_weights
+from qerl.layers.kv_rounding import set_kv_scales_
 from qerl.layers.lora import lora_linear, parts_of
 from qerl.layers.master import serving
 from qerl.layers.norms import block_norms, set_norm_noise_
@@ -86,6 +89,7 @@ class TransformersEngine:
         pad_id = self._tokenizer.pad_token_id
         self._model.generation_config = GenerationConfig(eos_token_id=list(self.end_token_ids), pad_token_id=pad_id)
         self._batch_size, self._records_experts = options.batch_size, options.records_experts
+        self._kv_in_8_bits = self._uncalibrated = _takes_8_bits(options)
         self._checked_norms: WeakSet[torch.nn.Module] = WeakSet()
         self._noisy = False
         packed = any(isinstance(module, PackedLinear) for module in self._model.modules())
@@ -110,7 +114,7 @@ class TransformersEngine:
         completions: dict[int, Completion] = {}
         # All prompts draw from one stream here, which must be another one in each of the calls that share a batch.
         stream = request_seed(seed, first_index) if first_index else seed
-        with _sampling_mode(model), forked_rng(model.device, stream):
+        with self._sampling_mode(model), forked_rng(model.device, stream):
             for rows in batches(each, self._batch_size or max(1, len(prompts))):
                 limits = [each[row].max_new_tokens for row in rows]
                 done = self._generate_batch([prompts[row] for row in rows], each[rows[0]], limits)
@@ -132,7 +136,7 @@ class TransformersEngine:
         longest = max((len(p) + len(c) for p, c in zip(prompts, completions, strict=True)), default=1)
         step = max(1, SCORED_TOKENS // longest)
         scores: list[list[float]] = []
-        with _sampling_mode(model):
+        with self._sampling_mode(model):
             for start in range(0, len(prompts), step):
                 rows = list(zip(prompts[start : start + step], completions[start : start + step], strict=True))
                 scores += self._score_batch(rows, temperature)
@@ -145,9 +149,10 @@ class TransformersEngine:
         return write_update_(model, update)
 
     def set_kv_scales(self, scales: Mapping[int, KVScales]) -> int:
-        raise EngineError(
-            "the transformers engine keeps keys and values in the model's dtype: leave rollout.kv_cache_dtype out"
-        )
+        if not self._kv_in_8_bits:
+            raise EngineError("this engine keeps keys and values in the model's dtype: open it with kv_cache_dtype fp8")
+        self._uncalibrated = False
+        return set_kv_scales_(self._open(), scales)
 
     def set_noise(self, noise: Mapping[str, torch.Tensor] | None) -> int:
         model = self._open()
@@ -180,8 +185,15 @@ class TransformersEngine:
         prompts = [one.prompt for one in requests]
         check_context(prompts, limits, model.config.get_text_config().max_position_embeddings)
         check_tokens(prompts, model.get_input_embeddings().weight.shape[0])
-        with _sampling_mode(model), forked_rng(model.device, seed):
+        with self._sampling_mode(model), forked_rng(model.device, seed):
             return self._generate_batch(prompts, requests[0].sampling, limits, ended)
+
+    @contextmanager
+    def _sampling_mode(self, model: PreTrainedModel) -> Iterator[None]:
+        if self._uncalibrated:
+            raise EngineError(UNCALIBRATED)
+        with _sampling_mode(model), kv_in_8_bits(model) if self._kv_in_8_bits else nullcontext():
+            yield
 
     def _generate_batch(
         self,
@@ -250,6 +262,16 @@ class TransformersEngine:
         logits = logits.float() / (temperature or 1.0)
         picked = (logits.gather(-1, input_ids[:, -keep:, None])[..., 0] - logits.logsumexp(-1)).tolist()
         return [values[keep - len(completion) :] for values, (_, completion) in zip(picked, rows, strict=True)]
+
+
+def _takes_8_bits(options: EngineOptions) -> bool:
+    """Whether keys and values are rounded to 8 bits. Raises EngineError for scales that are not calibrated by a run."""
+    if options.kv_cache_dtype != "auto" and not (options.kv_cache_dtype == "fp8" and options.calibrates_kv):
+        raise EngineError(
+            "the transformers engine rounds keys and values by scales that a run calibrates, and no others: write "
+            "rollout.kv_cache_dtype: fp8 and a number for rollout.kv_refresh, or rollout.kv_cache_dtype: auto"
+        )
+    return options.kv_cache_dtype == "fp8"
 
 
 def _check_activations(model: PreTrainedModel, expected: Mapping[str, Activations]) -> str:

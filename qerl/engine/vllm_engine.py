@@ -25,6 +25,7 @@ from qerl import formats
 from qerl.checkpoint.activations import check_placed, read_activations
 from qerl.checkpoint.load import local_folder
 from qerl.engine.interface import (
+    UNCALIBRATED,
     Completion,
     Conversations,
     Finished,
@@ -328,7 +329,5 @@ class VLLMEngine:
         if self._asleep:
             raise EngineError("the engine sleeps: call wake() before sampling or scoring")
         if self._uncalibrated:
-            raise EngineError(
-                "8-bit keys and values have no scales yet: call set_kv_scales() before sampling or scoring"
-            )
+            raise EngineError(UNCALIBRATED)
         return llm

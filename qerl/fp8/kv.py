@@ -1,10 +1,10 @@
 """Keys and values in 8 bits: e4m3 codes under one scale for a layer's keys and one for its values.
 
-vLLM's cache holds code = x / scale, rounded to nearest with ties to even, where what exceeds 448 becomes 448. The scales
-are powers of two (`qerl.engine.kv_scales`), so that x / scale and code * scale are exact in bfloat16 and float32.
+vLLM's cache holds x / scale, rounded to nearest with ties to even, where what exceeds 448 becomes 448. The scales are
+powers of two (`qerl.engine.kv_scales`), so that x / scale and code * scale are exact in bfloat16 and float32.
 
-`rounded` gives a policy the keys and values that its engine attends to. Its gradient is straight-through, as if they had
-not been rounded, also where they saturate.
+`rounded` gives a policy the keys and values that its engine attends to. Its gradient is straight-through, as if they
+had not been rounded, also where they saturate.
 """
 
 from __future__ import annotations

@@ -82,6 +82,7 @@ class Shapes:
     head_norms: bool = False  # norms on queries and keys (Qwen3)
     trained_bytes: float = 16.0  # for each of them: an adapter's gradient, optimizer state and 16-bit factors
     fp8_recipe: RecipeName | None = None  # that rounds the trainer's products
+    rounds_kv: bool = False  # to 8 bits, of which a copy is kept
     copies: int = 0  # hidden states of a token while experts run, beside those of the stream
     decoded: int | None = None  # bytes of what is decoded for a product at most; None: gate and up
     share: float = 1.0  # of the weights that are decoded, that a token is multiplied by
@@ -104,6 +105,11 @@ class Shapes:
             share=sizes.active / sizes.body,
         )
 
+    @property
+    def rounded_kv(self) -> int:
+        """Bytes of a token's rounded keys and values in one layer."""
+        return 2 * 2 * self.key_value if self.rounds_kv else 0
+
     def footprint(self, entropy_gradient: bool = False) -> Footprint:
         """For 16-bit activations, as `qerl.layers` computes them.
 
@@ -115,7 +121,7 @@ class Shapes:
         decoded = 2 * self.hidden * 2 * self.intermediate if self.decoded is None else self.decoded
         return Footprint(
             layers=self.layers,
-            layer=kept_bytes(*sizes, self.head_norms),
+            layer=kept_bytes(*sizes, self.head_norms) + self.rounded_kv,
             layer_input=2 * self.hidden,
             # The MLP needs the gradients of gate, up and activation. The second term is more than it needs, and covers
             # attention where the MLP is narrow: gradients of q, k and v, also in float32, and for each head.
@@ -160,6 +166,7 @@ class Wishes:
     step_tokens: int  # tokens of a step whose rows are all that long
     teacher: TeacherWork | None = None
     fp8_recipe: RecipeName | None = None
+    rounds_kv: bool = False
     length_keys: str = "rollout.max_new_tokens or data.max_prompt_tokens"  # what to lower if `longest` does not fit
 
 

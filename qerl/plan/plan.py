@@ -30,7 +30,7 @@ from qerl.plan.engine_memory import (
     sampler_bytes,
     smaller_base,
 )
-from qerl.plan.kv_cache import fitting_8_bit_cache
+from qerl.plan.kv_cache import calibrates_kv, fitting_8_bit_cache
 from qerl.plan.micro_batch_plan import (
     GIB,
     MARGIN,
@@ -204,7 +204,8 @@ def wishes_of(config: RunConfig, sizes: ModelSizes | None = None) -> Wishes:
     longest = config.longest_row
     work = None if sizes is None else teacher_work(config, sizes)
     asked = config.run.micro_batch_tokens, config.run.gradient_checkpointing
-    wishes = Wishes(*asked, longest, longest * config.rows_per_step, work, config.train.fp8_recipe)
+    tokens, rounded = longest * config.rows_per_step, (config.train.fp8_recipe, calibrates_kv(config))
+    wishes = Wishes(*asked, longest, tokens, work, *rounded)
     return wishes if config.sft is None else replace(wishes, length_keys="sft.max_tokens")
 
 
@@ -300,6 +301,7 @@ def _footprint(config: RunConfig, sizes: ModelSizes, ranks: int) -> Footprint:
     trained, work = trained_of(config, sizes, ranks), teacher_work(config, sizes)
     shapes = Shapes.of(sizes, adapter_rank(config), trained.count)
     shapes = replace(shapes, trained_bytes=trained.gradient_bytes, fp8_recipe=config.train.fp8_recipe)
+    shapes = replace(shapes, rounds_kv=calibrates_kv(config))
     found = shapes.footprint(config.loss.entropy_coef > 0)
     return found if work is None else work.beside(found)
 

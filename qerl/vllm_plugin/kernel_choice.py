@@ -60,7 +60,8 @@ def compile_ahead(settings: Settings, kernel: str) -> None:
     except CheckpointError:
         return
     projections, head_dim = sizes.projections, sizes.head_dim
-    attention = decode_attention.variants(head_dim) if head_dim in decode_attention.HEAD_DIMS else []
+    bits = 8 if settings.options.kv_cache_dtype == "fp8" else 16
+    attention = decode_attention.variants(head_dim, bits) if head_dim in decode_attention.HEAD_DIMS else []
     needed = [gemm.variants, lora.variants] if settings.options.max_rank else [gemm.variants]
     widths = {columns for _, columns in projections.values()}
     nvrtc.compile_ahead(

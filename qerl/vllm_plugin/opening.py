@@ -201,7 +201,7 @@ def _for_hopper(kv_cache_dtype: str) -> dict[str, Any]:
     if not has_kernels(torch.device("cuda", torch.cuda.current_device())):
         return {}
     early = {"compilation_config": {"inductor_compile_config": {"triton.enable_pdl": True}}}
-    return early | ({ATTENTION: {"backend": "CUSTOM"}} if kv_cache_dtype == "auto" else {})
+    return early | ({ATTENTION: {"backend": "CUSTOM"}} if kv_cache_dtype in ("auto", "fp8") else {})
 
 
 def asks_for_own_attention(kv_cache_dtype: str) -> bool:

@@ -5,7 +5,8 @@
 
 One call writes the new tokens to the cache and attends. It is timed in a CUDA graph over more layers than the card's
 cache holds. The limit is the bytes of keys and values divided by the bandwidth of a copy. `mixed` draws lengths from 64
-to 1000 tokens.
+to 1000 tokens. With --bits 8 the cache has e4m3 codes; FlashAttention then rounds queries to 8 bits as well, which is
+timed with the rest. --splits 4x3,2x6 takes other numbers of warps and blocks than the kernel's own.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 LAYERS, PAGE, REPEATS = 8, 16, 20
 SEQUENCES, LENGTHS = (1, 8, 32, 128, 256), (140, 384, 640, 2048)
+LONG = (48, 4224)  # sequences and tokens of one more row
 
 
 def main() -> None:
@@ -31,11 +33,16 @@ def main() -> None:
     parser.add_argument("--heads", type=int, default=28)
     parser.add_argument("--key-heads", type=int, default=4)
     parser.add_argument("--head-dim", type=int, default=128)
+    parser.add_argument("--bits", type=int, choices=(16, 8), default=16)
+    parser.add_argument("--splits", help="for few and for many heads, as WARPSxBLOCKS,WARPSxBLOCKS")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     require_card("vllm")
+    if arguments.splits:
+        take_splits(arguments.bits, arguments.splits)
     bandwidth = copy_gb_per_s()
-    rows = [row(arguments, sequences, length, bandwidth) for sequences in SEQUENCES for length in (*LENGTHS, "mixed")]
+    cases = [*((sequences, length) for sequences in SEQUENCES for length in (*LENGTHS, "mixed")), LONG]
+    rows = [row(arguments, sequences, length, bandwidth) for sequences, length in cases]
     report = {"command": command(), **machine(), "gb_per_s": bandwidth, "us": rows}
     if arguments.out:
         arguments.out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
@@ -47,6 +54,13 @@ def main() -> None:
         )
 
 
+def take_splits(bits: int, text: str) -> None:
+    from qerl.layers import decode_attention
+
+    given = [decode_attention.Split(*map(int, one.split("x"))) for one in text.split(",")]
+    decode_attention.SPLITS[bits] = decode_attention.Splits(*given)
+
+
 def row(arguments: argparse.Namespace, sequences: int, length: int | str, bandwidth: float) -> dict[str, Any]:
     import torch
 
@@ -55,7 +69,7 @@ def row(arguments: argparse.Namespace, sequences: int, length: int | str, bandwi
     low = 64 if length == "mixed" else longest
     lengths = torch.randint(low, longest + 1, (sequences,), generator=generator, device="cuda", dtype=torch.int32)
     ours, flash = calls(arguments, lengths, longest)
-    needed = 4 * int(lengths.sum()) * arguments.key_heads * arguments.head_dim
+    needed = 2 * int(lengths.sum()) * arguments.key_heads * arguments.head_dim * arguments.bits // 8
     return {
         "sequences": sequences,
         "tokens": length,
@@ -76,19 +90,27 @@ def calls(arguments: argparse.Namespace, lengths: Any, longest: int) -> tuple[Ca
     heads, key_heads, dim = arguments.heads, arguments.key_heads, arguments.head_dim
     count, pages = len(lengths), -(-longest // PAGE)
     numbers = {"device": "cuda", "dtype": torch.bfloat16}
-    layers = [Cache(*torch.randn(count * pages, 2, PAGE, key_heads, dim, **numbers).unbind(1)) for _ in range(LAYERS)]
+    one, eight = torch.ones((), device="cuda"), arguments.bits == 8
+    layers = []
+    for _ in range(LAYERS):
+        tensor = torch.randn(count * pages, 2, PAGE, key_heads, dim, **numbers)
+        stored = tensor.to(torch.float8_e4m3fn).view(torch.uint8) if eight else tensor
+        layers.append(Cache(*stored.unbind(1), (one, one) if eight else (None, None)))
     table = torch.randperm(count * pages, device="cuda").int().view(count, pages)
     last = (lengths - 1).long()
     slots = table.gather(1, last[:, None] // PAGE)[:, 0].long() * PAGE + last % PAGE
     query, key, value = (torch.randn(count, n, dim, **numbers) for n in (heads, key_heads, key_heads))
     out, scale, batch = torch.empty_like(query), dim**-0.5, Batch(table, lengths, slots)
-    space = Space(count, key_heads, dim, query.device)
+    space = Space(count, key_heads, dim, query.device, arguments.bits)
     space.plan_(lengths)
-    starts, one = torch.arange(count + 1, dtype=torch.int32, device="cuda"), torch.ones((), device="cuda")
+    starts = torch.arange(count + 1, dtype=torch.int32, device="cuda")
     options = {"cu_seqlens_q": starts, "max_seqlen_q": 1, "max_seqlen_k": longest, "causal": True}
     options |= {"window_size": [-1, -1], "num_splits": 32}  # vLLM's limit in CUDA graphs
     shape = {"batch_size": count, "num_heads_q": heads, "num_heads_kv": key_heads, "headdim": dim, "page_size": PAGE}
-    schedule = get_scheduler_metadata(**shape, **options, cache_seqlens=lengths, qkv_dtype=torch.bfloat16)
+    kind = torch.float8_e4m3fn if eight else torch.bfloat16
+    schedule = get_scheduler_metadata(**shape, **options, cache_seqlens=lengths, qkv_dtype=kind)
+    descale = one.expand(count, key_heads)
+    rounded = {"q_descale": descale, "k_descale": descale, "v_descale": descale} if eight else {}
 
     def ours() -> None:
         for cache in layers:
@@ -96,8 +118,11 @@ def calls(arguments: argparse.Namespace, lengths: Any, longest: int) -> tuple[Ca
 
     def flash() -> None:
         for cache in layers:
-            ops.reshape_and_cache_flash(key, value, cache.keys, cache.values, slots, "auto", one, one)
-            inputs = {"q": query, "k": cache.keys, "v": cache.values, "out": out, "block_table": table}
+            keys, values = (part.view(kind) for part in (cache.keys, cache.values))
+            ops.reshape_and_cache_flash(
+                key, value, cache.keys, cache.values, slots, "fp8" if eight else "auto", one, one
+            )
+            inputs = {"q": query.to(kind), "k": keys, "v": values, "out": out, "block_table": table, **rounded}
             inputs |= {"seqused_k": lengths, "softmax_scale": scale, "scheduler_metadata": schedule, "fa_version": 3}
             flash_attn_varlen_func(**inputs, **options)
 

@@ -1,13 +1,17 @@
-"""The largest queries, keys and values of each layer, on a run's own prompts: what 8-bit caches are calibrated on.
+"""Calibration of keys and values in 8 bits: the largest ones of each layer on a run's own prompts, and their scales.
 
-They are measured in the trainer's model, whose weights and adapter are those that the engine samples with.
+They are measured in the trainer's model, whose weights and adapter are those that the engine samples with. The trainer
+then rounds its keys and values by the same scales as the engine, so that both compute the same policy.
 """
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,6 +19,8 @@ from transformers import AttentionInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from qerl.engine.kv_scales import KVScales, Ranges, scales_of
+from qerl.layers.kv_rounding import set_kv_scales_
+from qerl.parallel import ALONE, Parallel
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -23,24 +29,51 @@ if TYPE_CHECKING:
 
 NAME = "qerl_ranges"
 ROWS, LENGTH = 16, 1024  # prompts that are measured, and tokens of each
+FILE = "kv_scales.json"  # of a checkpoint
 
 
 class KVCalibration:
-    """Calibrates an engine's keys and values at its first sync, and again after each `refresh` syncs."""
+    """Calibrates the keys and values of a policy and of its engine, again every `refresh` steps.
 
-    def __init__(self, model: PreTrainedModel, prompts: Sequence[Sequence[int]], refresh: int) -> None:
+    All ranks take the scales that the first one found.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Sequence[Sequence[int]],
+        refresh: int,
+        parallel: Parallel = ALONE,
+    ) -> None:
         self._model, self._rows, self._refresh = model, [list(ids[:LENGTH]) for ids in prompts[:ROWS]], refresh
-        self._syncs = 0
+        self._parallel = parallel
+        self._step: int | None = None  # of the last calibration
+        self._sent: dict[int, KVScales] | None = None  # which policy and engine have
         self.scales: dict[int, KVScales] = {}
 
-    def after_sync(self, engine: Engine) -> bool:
-        """Calibrate `engine` if that is due; returns whether a scale has changed."""
-        due, self._syncs = self._syncs % self._refresh == 0, self._syncs + 1
-        if not due or (found := scales_of(measured(self._model, self._rows))) == self.scales:
+    def after_sync(self, engine: Engine, step: int) -> bool:
+        """Calibrate both before the rollout of `step` if that is due; returns whether a scale has changed."""
+        if self._step is None or step - self._step >= self._refresh:
+            found = scales_of(measured(self._model, self._rows)) if self._parallel.first else {}
+            self.scales, self._step = self._parallel.broadcast(found), step
+        if self.scales == self._sent:
             return False
-        engine.set_kv_scales(found)
-        self.scales = found
+        set_kv_scales_(self._model, self.scales)
+        engine.set_kv_scales(self.scales)
+        self._sent = self.scales
         return True
+
+    def save(self, folder: Path) -> None:
+        """Write the scales into a checkpoint, so that a run that goes on from it samples by the same ones."""
+        state = {"step": self._step, "scales": {layer: asdict(one) for layer, one in self.scales.items()}}
+        (folder / FILE).write_text(json.dumps(state, indent=1) + "\n", encoding="utf-8")
+
+    def load(self, folder: Path) -> None:
+        """Take over what `save` wrote. Without it, as in checkpoints of earlier versions, the next sync calibrates."""
+        if (folder / FILE).is_file():
+            saved = json.loads((folder / FILE).read_text(encoding="utf-8"))
+            self._step = saved["step"]
+            self.scales = {int(layer): KVScales(**one) for layer, one in saved["scales"].items()}
 
 
 def measured(model: PreTrainedModel, rows: Sequence[Sequence[int]]) -> dict[int, Ranges]:

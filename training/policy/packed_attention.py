@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from transformers import AttentionInterface
 
 from qerl.errors import EngineError
+from qerl.layers.kv_rounding import rounded_kv
 from training.policy import flash_attention
 from training.policy.copies import gather_rows
 from training.policy.flash_attention import QKV
@@ -73,7 +74,8 @@ def packed_attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' interface: query (1, heads, T, d), key and value (1, kv heads, T, d) -> (1, T, heads, d).
 
-    With `sliding_window` W a token sees itself and the W - 1 before it. Raises EngineError for what is not supported.
+    With `sliding_window` W a token sees itself and the W - 1 before it. Keys and values are rounded to 8 bits if
+    `module` has scales for them. Raises EngineError for what is not supported.
     """
     if attention_mask is not None or dropout or any(kwargs.get(name) is not None for name in ("softcap", "s_aux")):
         raise EngineError("packed attention knows no mask, dropout, softcap or sink: this model cannot be trained")
@@ -82,6 +84,7 @@ def packed_attention(
     device = query.device.type
     if torch.is_autocast_enabled(device):
         query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
+    key, value = rounded_kv(module, key, value)
     # Not indexed by [0]: the gradient of that allocates a tensor of zeros and copies into it with strides.
     q, k, v = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     if sequences.keys is not None:

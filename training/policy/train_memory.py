@@ -44,7 +44,8 @@ def plan_run(
     footprint = footprint_of(policy, wishes, rank, entropy_gradient)
     available = _available(engine, cap_gib)
     if available is not None:
-        footprint = replace(footprint, layer=measure_layer(policy.base_model))
+        shapes = _shapes(policy, wishes, rank)
+        footprint = replace(footprint, layer=measure_layer(policy.base_model) + shapes.rounded_kv)
     plan = plan_micro_batches(footprint, wishes, available)
     logger.info(
         "micro-batches of %d tokens (%.1f GiB beside the weights): %d of %d layers recompute, %d in one of %d tokens",
@@ -60,14 +61,18 @@ def plan_run(
 
 def footprint_of(policy: Policy, wishes: Wishes, rank: int, entropy_gradient: bool) -> Footprint:
     """What training `policy` takes, by the sizes of its model alone, and what the recipe and a teacher add."""
+    footprint = _shapes(policy, wishes, rank).footprint(entropy_gradient)
+    return footprint if wishes.teacher is None else wishes.teacher.beside(footprint)
+
+
+def _shapes(policy: Policy, wishes: Wishes, rank: int) -> Shapes:
     trained = sum(parameter.numel() for parameter in policy.parameters())
-    shapes = replace(
+    return replace(
         model_shapes(policy.base_model.config.get_text_config(), rank, trained),
         trained_bytes=policy.trained_bytes,
         fp8_recipe=wishes.fp8_recipe,
+        rounds_kv=wishes.rounds_kv,
     )
-    footprint = shapes.footprint(entropy_gradient)
-    return footprint if wishes.teacher is None else wishes.teacher.beside(footprint)
 
 
 def recorded_plan(run_dir: Path, micro_batch_tokens: int | None) -> MicroBatchPlan | None:

@@ -92,17 +92,17 @@ class Sampler:
         self._environments = environments
         self._in_policy: Mapping[str, torch.Tensor] | None = None  # noise that stays while the policy trains
 
-    def sync(self) -> float:
-        """Send the policy's update to the engine, and calibrate it if that is due; returns seconds.
+    def sync(self, step: int) -> float:
+        """Send the policy's update to the engine, for what it samples at `step`; returns seconds.
 
-        Raises EngineError unless the update finds its place.
+        Keys and values in 8 bits are calibrated if that is due. Raises EngineError unless the update finds its place.
         """
         started = time.perf_counter()
         deliver(self._policy.update(), self._engine)
         if (shards := self._policy.shards) is not None:
             shards.send_packed_()
         if self.calibration is not None:
-            self.calibration.after_sync(self._engine)
+            self.calibration.after_sync(self._engine, step)
         return time.perf_counter() - started
 
     def sample(self, prompts: Sequence[Prompt], moment: Moment, attempt: int = 0, first: int = 0) -> Rollout:

@@ -40,7 +40,7 @@ def measure(parts: Parts, questions: Questions, step: int, stop: Stop) -> dict[s
     """
     started = time.perf_counter()
     with _random_state_kept():
-        parts.sampler.sync()
+        parts.sampler.sync(step)
         of_ranks = parts.parallel.gather((_share(parts, questions, step, stop), stop.asked))
     stop.agree(next((asked for _, asked in of_ranks if asked is not None), None))
     shares = [graded for graded, _ in of_ranks if graded is not None]

@@ -44,7 +44,7 @@ class Context:
         self.sampling = SamplingParams(max_new_tokens=arguments.new_tokens)
         if arguments.calibrate_kv:
             calibration = KVCalibration(self.policy, self.prompts, refresh=1)
-            calibration.after_sync(self.engine)
+            calibration.after_sync(self.engine, step=0)
             self.report["kv_scales"] = {layer: asdict(scales) for layer, scales in calibration.scales.items()}
         self.greedy = SamplingParams(max_new_tokens=arguments.new_tokens, temperature=0.0)
 

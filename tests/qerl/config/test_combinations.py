@@ -134,8 +134,8 @@ PAIRS = [
     (["model.format=bf16", "rollout.kernel=humming"], "rollout.kernel humming with model.format bf16"),
     (["model.format=bf16", "rollout.tune_kernels=true"], "rollout.tune_kernels true with model.format bf16"),
     (
-        ["rollout.engine=transformers", "rollout.kv_cache_dtype=fp8"],
-        "rollout.kv_cache_dtype fp8 with rollout.engine transformers",
+        ["rollout.engine=transformers", "rollout.kv_cache_dtype=fp8_per_token_head"],
+        "rollout.kv_cache_dtype fp8_per_token_head with rollout.engine transformers",
     ),
     (
         ["rollout.tune_kernels=true", "rollout.deterministic=true"],

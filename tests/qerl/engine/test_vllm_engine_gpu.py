@@ -313,13 +313,15 @@ def test_a_cap_that_cannot_hold_the_weights_is_refused_before_loading(tmp_path):
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("kind", ["fp8_per_token_head", "fp8"])
 def test_an_fp8_cache_agrees_within_the_gate(tmp_path, kind):
-    """On Hopper, fp8 uses FlashAttention 3's 8-bit kernels. It has not been run with them, as the build of vLLM at hand
-    had the 16-bit ones only. The other type uses Triton's attention, and last passed on 2026-11-21."""
+    """fp8 is calibrated, and policy and engine round alike. The other type uses Triton's attention, and last passed on
+    2026-11-21."""
     model, out = tmp_path / "model", tmp_path / "report.json"
     run_script("make_random_checkpoint.py", "--shape", "tiny-qwen3", "--out", model)
     asked = ("--kv-cache-dtype", kind, "--only", "agreement", "sleep_and_wake")
-    run_script("check_engine.py", "--model", model, *asked, "--out", out)
+    calibrated = ("--calibrate-kv",) if kind == "fp8" else ()
+    run_script("check_engine.py", "--model", model, *asked, *calibrated, "--out", out)
     report = json.loads(out.read_text(encoding="utf-8"))
+    assert kind != "fp8" or report["attention"] == "qerl"
     assert 1e-7 < report["agreement"]["policy"]["kl"] < 3e-3  # it differs by rounding only
     kv_bytes = report["sleep_and_wake"]["kv_gib"] * 2**30 / report["cache_tokens"]
     config = AutoConfig.from_pretrained(model)

@@ -32,7 +32,7 @@ FEW, MANY = SPLITS[16]
 SCALES = (2.0**-6, 2.0**-7)  # of keys and values in 8 bits; a value of 3.5 or more saturates
 
 
-def random_step(lengths, heads, key_heads, head_dim, device="cpu", page_tokens=16, bits=16):
+def random_step(lengths, heads, key_heads, head_dim, device="cpu", page_tokens=16):
     """(new, cache, batch). Each sequence has its own pages, in any order, and its new token has a slot in the last one.
     Query, key and value are parts of one tensor, as after a fused projection. Slots without an owner hold NaN."""
     counts = [-(-length // page_tokens) for length in lengths]
@@ -51,11 +51,17 @@ def random_step(lengths, heads, key_heads, head_dim, device="cpu", page_tokens=1
     new = fused.split([heads * head_dim, key_heads * head_dim, key_heads * head_dim], dim=1)
     new = tuple(part.unflatten(1, (-1, head_dim)) for part in new)
     batch = Batch(pages.to(device), torch.tensor(lengths, dtype=torch.int32, device=device), slots.to(device))
+    return new, Cache(*layer.to(device).unbind(1)), batch
+
+
+def step_of(bits, *sizes, **options):
+    """A random step whose cache has 16 or 8 bits."""
+    new, cache, batch = random_step(*sizes, **options)
     if bits == 16:
-        return new, Cache(*layer.to(device).unbind(1)), batch
-    codes = [encode(part, scale).view(torch.uint8) for part, scale in zip(layer.unbind(1), SCALES, strict=True)]
-    scales = tuple(torch.tensor(scale, device=device) for scale in SCALES)
-    return new, Cache(*torch.stack(codes, 1).to(device).unbind(1), scales), batch
+        return new, cache, batch
+    parts = zip((cache.keys, cache.values), SCALES, strict=True)
+    codes = torch.stack([encode(part, scale).view(torch.uint8) for part, scale in parts], 1)
+    return new, Cache(*codes.unbind(1), tuple(torch.tensor(scale, device=codes.device) for scale in SCALES)), batch
 
 
 def copied(cache):
@@ -71,7 +77,7 @@ def contents(part, scale):
 @pytest.mark.parametrize("bits", [16, 8])
 @pytest.mark.parametrize(("heads", "key_heads", "head_dim"), [(7, 1, 32), (4, 4, 64), (10, 2, 128)])
 def test_the_twin_is_attention_over_all_tokens(heads, key_heads, head_dim, bits):
-    (query, key, value), cache, batch = random_step([20, 1, 16], heads, key_heads, head_dim, bits=bits)
+    (query, key, value), cache, batch = step_of(bits, [20, 1, 16], heads, key_heads, head_dim)
     out = reference_attend_(torch.empty(query.shape), (query, key, value), cache, batch, 0.3)
     for index, length in enumerate([20, 1, 16]):
         pages = batch.pages[index, : -(-length // 16)].long()
@@ -90,7 +96,7 @@ def test_the_twin_is_attention_over_all_tokens(heads, key_heads, head_dim, bits)
 
 @pytest.mark.parametrize("bits", [16, 8])
 def test_without_a_slot_the_cache_is_unchanged_and_without_tokens_the_result_is_zero(bits):
-    new, cache, batch = random_step([20, 0], 4, 2, 32, bits=bits)
+    new, cache, batch = step_of(bits, [20, 0], 4, 2, 32)
     batch.slots[:] = NO_SLOT
     before = copied(cache)
     out = reference_attend_(torch.ones(2, 4, 32), new, cache, batch, 0.3)
@@ -162,7 +168,7 @@ LENGTHS = {
 
 def kernel_and_twin(lengths, heads, key_heads, head_dim, bits=16, **options):
     """(output, expected output, cache of the kernel, cache of the twin, the step and its work space)."""
-    step = random_step(lengths, heads, key_heads, head_dim, "cuda", bits=bits, **options)
+    step = step_of(bits, lengths, heads, key_heads, head_dim, device="cuda", **options)
     new, cache, batch = step
     twin_cache, scale = copied(cache), head_dim**-0.5 * e
     space = Space(len(lengths), key_heads, head_dim, cache.keys.device, bits)
@@ -225,7 +231,7 @@ def test_a_step_does_not_depend_on_the_work_space_of_the_one_before():
 @pytest.mark.parametrize("head_dim", [32, 128])
 def test_queries_beyond_float16_are_cut_off_where_the_cache_has_8_bits(head_dim):
     """A query of one huge value: its softmax has all of its weight on one token either way."""
-    new, cache, batch = random_step([40], 4, 4, head_dim, "cuda", bits=8)
+    new, cache, batch = step_of(8, [40], 4, 4, head_dim, device="cuda")
     new[0].zero_()
     new[0][..., 5] = 1e30
     space = Space(1, 4, head_dim, cache.keys.device, 8)
@@ -251,7 +257,7 @@ def test_scales_may_change_under_a_captured_graph():
 @pytest.mark.gpu
 @pytest.mark.parametrize("bits", [16, 8])
 def test_without_a_slot_the_kernel_leaves_the_cache_unchanged(bits):
-    step = random_step([40, 3], 28, 4, 128, "cuda", bits=bits)
+    step = step_of(bits, [40, 3], 28, 4, 128, device="cuda")
     new, cache, batch = step
     batch.slots[:] = NO_SLOT
     before, space = copied(cache), Space(2, 4, 128, cache.keys.device, bits)

@@ -8,6 +8,7 @@ import torch
 from qerl.checkpoint.load import load_model
 from qerl.engine.kv_scales import KVScales, Ranges, scales_of
 from qerl.errors import EngineError
+from qerl.layers.kv_rounding import attention_modules, set_kv_scales_
 from training.policy.kv_ranges import KVCalibration, measured
 
 ROWS = [[1, 2, 3, 4, 5, 6], [7, 8, 9]]
@@ -51,14 +52,51 @@ def test_ranges_are_those_of_what_attention_gets(base):
     assert (model.training, model.config._attn_implementation) == (True, config)
 
 
-def test_an_engine_is_calibrated_first_and_again_when_that_is_due_and_something_moved(base):
+def test_policy_and_engine_are_calibrated_first_and_again_when_that_is_due_and_something_moved(base):
     model, engine = load_model(base, "bf16", "float32"), Engine()
     calibration = KVCalibration(model, ROWS, refresh=2)
-    assert calibration.after_sync(engine)
+    assert calibration.after_sync(engine, 4)
     model.model.layers[1].self_attn.v_proj.weight.data.mul_(8)
-    assert not calibration.after_sync(engine)  # not due
-    assert calibration.after_sync(engine)
+    assert not calibration.after_sync(engine, 4)  # a validation before the step has synced already
+    assert not calibration.after_sync(engine, 5)  # not due
+    assert calibration.after_sync(engine, 6)
     before, after = engine.seen
     assert after[1].value == 8 * before[1].value
     assert after[0] == before[0]
-    assert [calibration.after_sync(engine) for _ in range(4)] == [False] * 4  # nothing has moved
+    assert {layer: module.kv_scales for layer, module in attention_modules(model).items()} == after
+    assert [calibration.after_sync(engine, step) for step in range(7, 11)] == [False] * 4  # nothing has moved
+
+
+def test_what_goes_on_from_a_checkpoint_has_its_scales_and_calibrates_when_the_other_would_have(base, tmp_path):
+    model, engine = load_model(base, "bf16", "float32"), Engine()
+    first = KVCalibration(model, ROWS, refresh=3)
+    first.after_sync(engine, 0)
+    first.save(tmp_path)
+    model.model.layers[1].self_attn.v_proj.weight.data.mul_(8)
+    other = KVCalibration(model, ROWS, refresh=3)
+    other.load(tmp_path)
+    assert other.after_sync(engine, 2)
+    assert engine.seen[1] == engine.seen[0]
+    assert other.after_sync(engine, 3)
+    assert engine.seen[2][1].value == 8 * engine.seen[0][1].value
+
+
+def test_all_ranks_take_the_scales_of_the_first_one(base):
+    class Second:
+        first = False
+
+        def broadcast(self, value):
+            assert value == {}
+            return sent
+
+    model, engine = load_model(base, "bf16", "float32"), Engine()
+    sent = {layer: KVScales(1.0, 0.5, 0.25) for layer in (0, 1)}
+    assert KVCalibration(model, ROWS, 1, Second()).after_sync(engine, 0)
+    assert engine.seen == [sent]
+
+
+def test_scales_for_other_layers_than_the_model_has_are_refused(base):
+    model = load_model(base, "bf16", "float32")
+    with pytest.raises(EngineError, match="are for 1 layers, and the model attends in 2"):
+        set_kv_scales_(model, {0: KVScales(1.0, 1.0, 1.0)})
+    assert not hasattr(model.model.layers[0].self_attn, "kv_scales")

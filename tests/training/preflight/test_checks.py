@@ -142,7 +142,7 @@ def test_the_engine_is_told_how_much_memory_the_trainer_needs(seven, monkeypatch
             ["rollout.memory=8", "rollout.deterministic=true"],
             "read rollout.memory, rollout.deterministic: leave them out",
         ),
-        (["rollout.kv_cache_dtype=fp8"], "does not read rollout.kv_cache_dtype: leave it out"),
+        (["rollout.kv_cache_dtype=fp8_per_token_head"], "does not read rollout.kv_cache_dtype: leave it out"),
         (["rollout.tune_kernels=true"], "does not read rollout.tune_kernels: leave it out"),
     ],
 )

@@ -1,0 +1,51 @@
+"""Runs whose engine keeps keys and values in 8 bits: the policy rounds them as its engine does."""
+
+import json
+
+import pytest
+from small_run import numbers, small_config
+
+import training.policy.packed_attention
+from qerl.engine.interface import SamplingParams
+from qerl.engine.options import EngineOptions
+from qerl.engine.transformers_engine import TransformersEngine
+from qerl.errors import EngineError
+from training.run import resume, start
+from training.run_dir.checkpoint import checkpoints
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+SETTINGS = ("rollout.kv_cache_dtype=fp8", "rollout.kv_refresh=3", "noise.enabled=false", "loss.mismatch_gate=null")
+
+
+def mismatches(run_dir):
+    return [row["mismatch_kl"] for row in numbers(run_dir)]
+
+
+def test_policy_and_engine_agree_since_both_round(nvfp4_base, tmp_path, monkeypatch):
+    """If the trainer attends in full precision, its policy is another one than its engine's."""
+    start(small_config(nvfp4_base, tmp_path, *SETTINGS, steps=2, out="both"), "x")
+    assert max(mismatches(tmp_path / "both")) < 1e-7
+    monkeypatch.setattr(training.policy.packed_attention, "rounded_kv", lambda module, key, value: (key, value))
+    start(small_config(nvfp4_base, tmp_path, *SETTINGS, steps=2, out="engine"), "x")
+    assert min(mismatches(tmp_path / "engine")) > 1e-6
+
+
+def test_a_resumed_run_has_the_numbers_of_one_that_went_on(nvfp4_base, tmp_path):
+    start(small_config(nvfp4_base, tmp_path, *SETTINGS, steps=6, out="whole"), "x")
+    whole, begun = tmp_path / "whole", numbers(tmp_path / "whole")
+    saved = [json.loads((folder / "kv_scales.json").read_text()) for folder in checkpoints(whole)]
+    assert [each["step"] for each in saved] == [3, 3]  # at step 4, and at the end
+    resume(whole, step=4)
+    assert numbers(whole) == begun
+
+
+def test_an_engine_that_is_not_calibrated_does_not_sample(nvfp4_base):
+    options = EngineOptions(kv_cache_dtype="fp8", calibrates_kv=True, dtype="float32")
+    engine = TransformersEngine(str(nvfp4_base), "nvfp4", options)
+    with pytest.raises(EngineError, match="no scales yet"):
+        engine.generate([[1, 2]], SamplingParams(max_new_tokens=2))
+    for kind, calibrates in (("fp8", False), ("fp8_per_token_head", True)):
+        with pytest.raises(EngineError, match=r"a number for rollout\.kv_refresh"):
+            TransformersEngine(str(nvfp4_base), "nvfp4", EngineOptions(kv_cache_dtype=kind, calibrates_kv=calibrates))
+    with pytest.raises(EngineError, match="open it with kv_cache_dtype fp8"):
+        TransformersEngine(str(nvfp4_base), "nvfp4", EngineOptions()).set_kv_scales({})
