@@ -13,6 +13,7 @@
 #     pack     170 s  packing weights: the kernel's bytes, and all masters of a 7B beside stock vLLM's reload_weights
 #     qatsmall 460 s  weights (NVFP4, FP8) and adapters through the quantizer on the embedded model: bytes, exports in
 #                     stock vLLM, evaluations; gradients in FP8; distillation
+#     arith     60 s  the model of 21 M parameters that distill, curves and the studies need, for a call that comes later
 #     qatstudy 380 s  learning with 21 M parameters: an adapter, and whole weights in three ways, three seeds each, at two
 #                     rates (with QATSTUDY_RATES=1e-4 at one, 270 s); another call with the same CHECKPOINTS goes on
 #     distill  650 s  21 M parameters: what rounding cost and distillation brings back, three seeds, 400 steps (another
@@ -195,6 +196,8 @@ batch_qatsmall() {
     tests qatsmall 520 tests/training/test_qat_gpu.py --junitxml="$out/qatsmall.xml" -o junit_family=xunit1
     tests distillsmall 200 tests/training/distill/test_distillation_gpu.py
 }
+
+batch_arith() { arith "$checkpoints/arith-21m"; }
 
 batch_qatstudy() {
     local model="$checkpoints/arith-21m" results="$checkpoints/study-qat-21m.json"
